@@ -2,7 +2,8 @@
 """What it costs replicas that one of them dies now and then, and comes back.
 
 Trains a small GPT by replicas on this machine, each step of which takes a given time at least, and
-kills a rank of one replica after the other. The replica is started again at once. Prints for each
+kills a rank of one replica after the other. The replica is started again at once; with --warm its
+next process waits for its place already. Prints for each
 death how long the others' steps took longer than usual, how long it took until the replica had
 joined, and how long the others waited for that; and the goodput: samples that were trained on, over
 those of as long a time without deaths.
@@ -81,6 +82,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--quorum", type=int, default=0, help="see --dpu-quorum")
     add("--grace", type=float, default=0.0, help="see --dpu-grace")
     add("--most-cost", type=float, default=0.05, help="of a slow one (default: 0.05)")
+    add("--warm", type=float, default=0.0, metavar="S", help="start it so long before the kill")
     add("--spare", type=positive, default=20, help="steps without deaths at either end")
     add("--least-goodput", type=float, default=0.0, help="fail where it is below this")
     add("--timeout", type=float, default=3600.0, help="seconds that the run may take")
@@ -233,6 +235,7 @@ class Deaths:
         self.options = options
         self.all: list[dict[str, Any]] = []
         self._due: float | None = None
+        self._next: Life | None = None
 
     def __call__(self, job: Job, now: float) -> None:
         options = self.options
@@ -243,15 +246,21 @@ class Deaths:
         started = [life for life in job.lives if life.ends]
         if self._due is None and started and len(started[0].ends) >= options.spare:
             self._due = now
-        if self._due is None or now < self._due or len(self.all) == options.kills:
+        if self._due is None or len(self.all) == options.kills:
             return
         if self.all and "back_s" not in self.all[-1]:
             return
         number = len(self.all) % options.replicas
-        (life,) = (one for one in job.running() if one.replica == number)
+        if options.warm and self._next is None and now >= self._due - options.warm:
+            self._due = max(self._due, now + options.warm)
+            self._next = job.start(number)
+        if now < self._due:
+            return
+        (life,) = (one for one in job.running() if one.replica == number and one is not self._next)
         job.kill(life)
-        self.all.append({"replica": number, "at": now, "life": job.start(number)})
-        self._due = now + options.kill_every
+        life = self._next or job.start(number)
+        self.all.append({"replica": number, "at": now, "life": life})
+        self._due, self._next = now + options.kill_every, None
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -58,7 +58,7 @@ struct Round {
   Clock::time_point started;
   Clock::time_point deadline;  // when it is looked at next
   // How far those who have not pushed were waited for (Patience).
-  enum class Waits { kFirst, kQuorum, kAwaited, kLate } waits = Waits::kFirst;
+  enum class Waits { kFirst, kQuorum, kAwaited, kSeveral, kLate } waits = Waits::kFirst;
   Clock::time_point quorum_since;
   double timeout_s = 0;
   int64_t first_taken = 0;  // SteadyNs

@@ -1,9 +1,10 @@
 // Rounds that wait for replicas that are late (Patience, docs/design/replicas.md).
 //
-//   first ── quorum ──▶ quorum ── kFirstWord ──▶ awaited ── grace ──▶ late ── kRemovalTime ──▶ fails
-//     └────────────────── as long as a sum may take ───────────────────▶ ┘
+//   first ── quorum ──▶ quorum ── kFirstWord ──▶ awaited ── grace ──┐
+//     └──── as long as a sum may take ────────────────────────────▶ accused ── kRemovalTime ──▶ fails
 //
-// Who is late is accused if enough of the others have pushed.
+// Those that are late are accused, several of them kOthersFirst later, if enough of the others have
+// pushed.
 #include <cstdio>
 
 #include "byteps/base/probe.h"
@@ -19,6 +20,8 @@ constexpr auto kFirstWord = std::chrono::milliseconds(50);
 // The scheduler and all servers remove a replica in this time, or it is not removed.  Less than
 // workers wait for an explanation.
 constexpr auto kRemovalTime = std::chrono::seconds(3);
+// In this time another sum may have one that is late removed.
+constexpr auto kOthersFirst = std::chrono::seconds(1);
 
 double Seconds(Round::Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
@@ -71,17 +74,20 @@ bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of)
       Postpone(partition, round,
                round->quorum_since + std::chrono::milliseconds(patience.grace_ms));
       return true;
-    case Round::Waits::kFirst: {
-      // Without a quorum half of those that are there are right, and the others late.
+    case Round::Waits::kFirst:
+    case Round::Waits::kAwaited: {
       const Standing standing = StandingOf(*partition, *round);
+      // Without a quorum half of those that are there are right, and the others late.
       const size_t enough = patience.quorum > 0 ? patience.quorum : standing.late.size();
-      if (standing.pushed.size() >= enough) break;
-      // Those that are late may wait for another one, which is being removed.
-      round->waits = Round::Waits::kLate;
-      Postpone(partition, round, as_of + kRemovalTime);
+      if (standing.pushed.size() >= enough && standing.late.size() == 1) break;
+      // Of several that are late some may wait for one of them in another sum, which accuses that
+      // one alone.
+      const bool accuses = standing.pushed.size() >= enough;
+      round->waits = accuses ? Round::Waits::kSeveral : Round::Waits::kLate;
+      Postpone(partition, round, as_of + (accuses ? kOthersFirst : kRemovalTime));
       return true;
     }
-    case Round::Waits::kAwaited:
+    case Round::Waits::kSeveral:
       break;
     case Round::Waits::kLate:
       return false;
