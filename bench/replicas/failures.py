@@ -10,8 +10,8 @@ those of as long a time without deaths.
 
   bench/replicas/failures.py --pace 1 --kill-every 60 --kills 5
 
-With --slow the last replica's passes take so many times as long instead, and nobody dies. Prints how
-much longer the others' steps take than without that.
+With --slow the last replica's passes take so many times as long instead, and nobody dies. Prints
+how much longer the others' steps take than without that.
 
   bench/replicas/failures.py --slow 2 --every 30 --quorum 3 --grace 20 --steps 120
 
@@ -390,9 +390,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report_slow(result: dict[str, Any], most: float) -> int:
     print(
-        f"# steps of {result['step_s']:.3f} s, and of {result['slowed_step_s']:.3f} s beside a slow "
-        f"replica, which left out {result['left_out']} of its {result['steps']}: it costs the others "
-        f"{result['cost']:.1%}"
+        f"# steps of {result['step_s']:.3f} s, and of {result['slowed_step_s']:.3f} s beside a "
+        f"slow replica, which left out {result['left_out']} of its {result['steps']}: it costs the "
+        f"others {result['cost']:.1%}"
     )
     if len(result["checksums"]) != 1:
         print("replicas end with different parameters")

@@ -63,7 +63,8 @@ std::vector<Variable> MakeTable() {
        "Once this many replicas have pushed, the others have BYTEPS_GRACE_S. 0: they have as long "
        "as a sum may take (BYTEPS_OP_TIMEOUT_S)."},
       {"BYTEPS_GRACE_S", kFloat, "s", "0", 0, 604800, "",
-       "A replica that pushes later than this after BYTEPS_QUORUM replicas is removed from the job, "
+       "A replica that pushes later than this after BYTEPS_QUORUM replicas is removed from the "
+       "job, "
        "and joins again when it is restarted. Choose more than the longest step, evaluation and "
        "checkpoint differ by; a replica's first step does not count."},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",

@@ -71,8 +71,8 @@ class Channel {
   virtual void SayReady() {}
   virtual void AskToAdmit(int /*replica*/, int /*life*/) {}
 
-  // Of a server, about a worker that others wait for in a round of `name`.  `why`: its replica is to
-  // be removed, for it "had not pushed ...".
+  // Of a server, about a worker that others wait for in a round of `name`.  `why`: its replica is
+  // to be removed, for it "had not pushed ...".
   virtual void SayAwaited(int /*rank*/, const std::string& /*name*/, uint32_t /*round*/) {}
   virtual void SayLate(int /*rank*/, const std::string& /*why*/) {}
 

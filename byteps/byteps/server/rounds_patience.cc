@@ -1,7 +1,8 @@
 // Rounds that wait for replicas that are late (Patience, docs/design/replicas.md).
 //
 //   first ── quorum ──▶ quorum ── kFirstWord ──▶ awaited ── grace ──┐
-//     └──── as long as a sum may take ────────────────────────────▶ accused ── kRemovalTime ──▶ fails
+//     └──── as long as a sum may take ────────────────────────────▶ accused ── kRemovalTime ──▶
+//     fails
 //
 // Those that are late are accused, several of them kOthersFirst later, if enough of the others have
 // pushed.
@@ -51,8 +52,7 @@ void Rounds::BeginGrace(Partition* partition, Round* round) {
   round->waits = Round::Waits::kQuorum;
   round->quorum_since = Clock::now();
   const std::chrono::milliseconds grace(patience.grace_ms);
-  Postpone(partition, round,
-           round->quorum_since + std::min<Clock::duration>(kFirstWord, grace));
+  Postpone(partition, round, round->quorum_since + std::min<Clock::duration>(kFirstWord, grace));
 }
 
 bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of) {

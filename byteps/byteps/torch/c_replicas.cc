@@ -26,8 +26,7 @@ void DefineReplicas(py::module_* m) {
       "Whether this worker's replica came to a job that runs.", Unlocked());
   m->def(
       "awaited", [] { return GetWorker()->Awaited(); },
-      "Tensors of which others wait for the next push of this worker.",
-      Unlocked());
+      "Tensors of which others wait for the next push of this worker.", Unlocked());
   m->def("say_ready", [] { GetWorker()->SayReady(); }, Unlocked());
   m->def(
       "ask_to_admit", [](int replica, int life) { GetWorker()->AskToAdmit(replica, life); },

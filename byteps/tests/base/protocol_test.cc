@@ -52,10 +52,10 @@ TEST(DeclarationList, ComesBackAsItWas) {
 TEST(DeclarationList, IsLittleEndianAndHasEachGroupOnce) {
   auto all = SomeDeclarations();
   const std::string text = PackDeclarations(all);
-  EXPECT_EQ(text[0], kDeclarationVersion);                          // version
-  EXPECT_EQ(text[1], 1);                                            // djb2
+  EXPECT_EQ(text[0], kDeclarationVersion);                                       // version
+  EXPECT_EQ(text[1], 1);                                                         // djb2
   EXPECT_EQ(text.substr(2, 12), std::string("\2\0\0\0\1\0\0\0\xdc\5\0\0", 12));  // patience
-  EXPECT_EQ(text.substr(14, 4), std::string("\2\0\0\0", 4));        // groups
+  EXPECT_EQ(text.substr(14, 4), std::string("\2\0\0\0", 4));                     // groups
   EXPECT_EQ(text.substr(18, 4), std::string("\3\0\0\0", 4));        // members of the first
   EXPECT_EQ(text.substr(30, 4), std::string("\x70\x11\x01\0", 4));  // 70000
 }

@@ -113,7 +113,8 @@ class AbsentTest : public testing::TestWithParam<const char*> {
   }
 
   void PushAll(uint32_t round) {
-    const uint64_t numbers[] = {Push(0, round, round), Push(1, round, round), Push(2, round, round)};
+    const uint64_t numbers[] = {Push(0, round, round), Push(1, round, round),
+                                Push(2, round, round)};
     for (const uint64_t number : numbers) Expect(number, 7, {});
   }
 

@@ -12,7 +12,8 @@ namespace simulation {
 using core::Config;
 
 std::string Fault::Describe() const {
-  static const char* const kNames[] = {"kill", "pause", "reset", "delay", "stop", "", "quit", "stick"};
+  static const char* const kNames[] = {"kill", "pause", "reset", "delay",
+                                       "stop", "",      "quit",  "stick"};
   char when[64];
   snprintf(when, sizeof(when), "at %.4f s", at_s);
   if (at_reached > 0) snprintf(when, sizeof(when), "at the probe number %d", at_reached);

@@ -82,7 +82,7 @@ void ReplicaJob::MakePlan() {
   const uint64_t faults = Random(5);
   for (uint64_t i = 0; i < faults; ++i) {
     Fault fault;
-    static constexpr Fault::Kind kKinds[] = {Fault::kKill, Fault::kKill, Fault::kPause,
+    static constexpr Fault::Kind kKinds[] = {Fault::kKill,  Fault::kKill,  Fault::kPause,
                                              Fault::kReset, Fault::kDelay, Fault::kStick};
     fault.kind = kKinds[Random(std::size(kKinds))];
     fault.at_s = static_cast<double>(Random(40'000)) * 1e-6;

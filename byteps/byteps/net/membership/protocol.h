@@ -41,10 +41,10 @@ int ParseLink(const std::string& text, bool* late);
 std::string PackReplicas(const ReplicaView& view);
 // False: it is no such thing.
 bool ParseReplicas(const std::string& text, ReplicaView* view);
-// MEMBERS, to the scheduler.  Of a server: it has made all changes up to an epoch; others wait for a
-// worker, which is passed on to that worker; its replica is late, and is to be removed.  Of a worker
-// that came late: it can take part.  Of a worker that takes part: it and all others are between two
-// steps, and a replica that waits may join.
+// MEMBERS, to the scheduler.  Of a server: it has made all changes up to an epoch; others wait for
+// a worker, which is passed on to that worker; its replica is late, and is to be removed.  Of a
+// worker that came late: it can take part.  Of a worker that takes part: it and all others are
+// between two steps, and a replica that waits may join.
 struct ReplicaWord {
   enum Kind { kAcknowledged, kReady, kAdmit, kAwaited, kLate } kind = kReady;
   int number = 0;  // kAdmit: the replica; kAwaited, kLate: the worker's rank

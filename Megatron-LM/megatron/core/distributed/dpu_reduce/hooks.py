@@ -47,7 +47,8 @@ def initialize(args: Namespace | None = None) -> None:
     """
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return
-    if args is not None and getattr(args, "dpu_quorum", 0):
+    if getattr(args, "dpu_quorum", None):
+        assert args is not None
         os.environ["BYTEPS_QUORUM"] = str(args.dpu_quorum)
         os.environ["BYTEPS_GRACE_S"] = str(args.dpu_grace)
     job.initialize()

@@ -2,11 +2,11 @@
 
 """Steps that a slow replica leaves out, so that others do not wait for it.
 
-With ``--dpu-outer-steps`` replicas meet once in many steps. Once ``--dpu-quorum`` of them are there,
-one that is not computes no more: it reads past its samples, and exchanges what it has learned in
-fewer steps. The next time it stops before the step that the others waited for. It makes one more
-once it has waited longer than a step takes, and now and then tries. So it stays in the job, and costs
-the others little.
+With ``--dpu-outer-steps`` replicas meet once in many steps. Once ``--dpu-quorum`` of them are
+there, one that is not computes no more: it reads past its samples, and exchanges what it has
+learned in fewer steps. The next time it stops before the step that the others waited for. It makes
+one more once it has waited longer than a step takes, and now and then tries. So it stays in the
+job, and costs the others little.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from . import bytepslib, lost_samples, outer_steps, replicas
-
 
 _TRY_AFTER = 8
 """Exchanges for which nobody has waited."""
