@@ -390,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report_slow(result: dict[str, Any], most: float) -> int:
     print(
-        f"# steps of {result['step_s']:.3f} s, and of {result['slowed_step_s']:.3f} s beside a "
+        f"# steps of {result['step_s']:.3f} s, and of {result['slowed_step_s']:.3f} s next to a "
         f"slow replica, which left out {result['left_out']} of its {result['steps']}: it costs the "
         f"others {result['cost']:.1%}"
     )

@@ -92,7 +92,8 @@ class Rounds {
   // Replicas of which all members of the group have pushed, and of which some have not.
   struct Standing {
     std::set<uint32_t> pushed, late;
-    bool anew = false;  // one that is late has pushed no round of this partition yet
+    size_t replicas = 0;  // in the group, also those that are excused
+    bool anew = false;    // one that is late has pushed no round of this partition yet
   };
   Standing StandingOf(const Partition& partition, const Round& round) const;
   // A push came that completes a quorum, perhaps: the others have so long now.

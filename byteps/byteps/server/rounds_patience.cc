@@ -4,8 +4,9 @@
 //     └──── as long as a sum may take ────────────────────────────▶ accused ── kRemovalTime ──▶
 //     fails
 //
-// Those that are late are accused, several of them kOthersFirst later, if enough of the others have
-// pushed.
+// Those that are late are accused if enough of the others have pushed; kOthersFirst later in a
+// group of more than two replicas.
+#include <cstdint>
 #include <cstdio>
 
 #include "byteps/base/probe.h"
@@ -31,8 +32,11 @@ double Seconds(Round::Clock::duration time) { return std::chrono::duration<doubl
 Rounds::Standing Rounds::StandingOf(const Partition& partition, const Round& round) const {
   const Declaration& declaration = partition.declaration();
   Standing standing;
+  uint32_t last = UINT32_MAX;
   for (size_t i = 0; i < declaration.group.size(); ++i) {
     const uint32_t replica = declaration.group[i] / declaration.patience.replica_ranks;
+    if (replica != last) ++standing.replicas;
+    last = replica;
     if (!round.excused.empty() && round.excused[i]) continue;
     (round.pushed[i] ? standing.pushed : standing.late).insert(replica);
     if (!round.pushed[i] && !partition.came[i]) standing.anew = true;
@@ -79,10 +83,9 @@ bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of)
       const Standing standing = StandingOf(*partition, *round);
       // Without a quorum half of those that are there are right, and the others late.
       const size_t enough = patience.quorum > 0 ? patience.quorum : standing.late.size();
-      if (standing.pushed.size() >= enough && standing.late.size() == 1) break;
-      // Of several that are late some may wait for one of them in another sum, which accuses that
-      // one alone.
       const bool accuses = standing.pushed.size() >= enough;
+      if (accuses && standing.replicas == 2) break;
+      // One that is late may wait for another one in a sum of these two, which accuses that one.
       round->waits = accuses ? Round::Waits::kSeveral : Round::Waits::kLate;
       Postpone(partition, round, as_of + (accuses ? kOthersFirst : kRemovalTime));
       return true;
