@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <numeric>
 
 #include "byteps/base/error.h"
@@ -42,8 +43,10 @@ Patience PatienceOf(const Config& config, const Launch& launch) {
   const double grace_s = config.Float("BYTEPS_GRACE_S");
   if (launch.replicas > 1) patience.replica_ranks = launch.size / launch.replicas;
   if ((quorum > 0) != (grace_s > 0)) {
-    throw UsageError("BYTEPS_QUORUM=" + config.String("BYTEPS_QUORUM") + " and BYTEPS_GRACE_S=" +
-                     config.String("BYTEPS_GRACE_S") + ": set both, or neither");
+    char text[96];
+    snprintf(text, sizeof(text), "BYTEPS_QUORUM=%d and BYTEPS_GRACE_S=%g: set both, or neither",
+             static_cast<int>(quorum), grace_s);
+    throw UsageError(text);
   }
   if (quorum == 0) return patience;
   if (quorum >= launch.replicas) {

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <random>
 #include <set>
+#include <string>
+#include <utility>
 
 #include "byteps/base/error.h"
 #include "byteps/base/placement.h"
@@ -100,6 +102,31 @@ TEST(Plan, TooLargeForItsPartitionsSaysWhatToRaise) {
     FAIL() << "was accepted";
   } catch (const UsageError& e) {
     EXPECT_NE(std::string(e.what()).find("raise BYTEPS_PARTITION_BYTES"), std::string::npos);
+  }
+}
+
+TEST(Plan, TensorsSayHowLongReplicasWait) {
+  Launch launch = LaunchOf(1, 6);
+  launch.replicas = 3;
+  const Settings both = {{"BYTEPS_QUORUM", "2"}, {"BYTEPS_GRACE_S", "1.5"}};
+  const Plan patient(ConfigWith(both), launch, 1);
+  EXPECT_TRUE(patient.Declare(SpecOf("a", 4)).patience == (Patience{2, 2, 1500}));
+  EXPECT_TRUE(Plan(ConfigWith({}), launch, 1).Declare(SpecOf("a", 4)).patience ==
+              (Patience{2, 0, 0}));
+  EXPECT_TRUE(PlanOf(1, 6, 1).Declare(SpecOf("a", 4)).patience == Patience());
+  const std::pair<Settings, const char*> wrong[] = {
+      {{{"BYTEPS_QUORUM", "2"}}, "BYTEPS_QUORUM=2 and BYTEPS_GRACE_S=0: set both"},
+      {{{"BYTEPS_GRACE_S", "1.5"}}, "BYTEPS_QUORUM=0 and BYTEPS_GRACE_S=1.5: set both"},
+      {{{"BYTEPS_QUORUM", "3"}, {"BYTEPS_GRACE_S", "1"}},
+       "BYTEPS_QUORUM=3 must be less than the 3 replicas"},
+  };
+  for (const auto& [settings, why] : wrong) {
+    try {
+      const Plan plan(ConfigWith(settings), launch, 1);
+      ADD_FAILURE() << why;
+    } catch (const UsageError& e) {
+      EXPECT_EQ(std::string(e.what()).find(why), 0u) << e.what();
+    }
   }
 }
 
