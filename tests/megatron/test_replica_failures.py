@@ -106,30 +106,34 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
 
 
 @pytest.mark.thorough
-def test_a_slow_one_leaves_out_steps(prefix: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["plain", "tensor"])
+def test_a_slow_one_leaves_out_steps(prefix: Path, tmp_path: Path, layout: str) -> None:
     """It stays in the job, and exchanges what it has learned in fewer steps."""
+    given, megatron = LAYOUTS[layout]
+    words = [*TINY, *given, "--every", "6", "--steps", "24", "--slow", "3", "--pace", "0.3"]
+    words += ["--grace", "100", "--quorum", str(int(given[1]) - 1)]
     arguments = ("--use-distributed-optimizer", "--save", str(tmp_path), "--save-interval", "1000")
-    words = [*TINY, "--replicas", "3", "--every", "6", "--steps", "24", "--slow", "3"]
-    words += ["--pace", "0.3", "--quorum", "2", "--grace", "100"]
-    options = failures.parse([*words, "--", *arguments])
+    options = failures.parse([*words, "--", *megatron, *arguments])
     job = failures.train(options, prefix, lambda job, now: None)
-    assert len(job.lives) == 3 and not any("without replica" in life.text for life in job.lives)
+    last = options.replicas - 1
+    assert len(job.lives) == options.replicas
+    assert not any("without replica" in life.text for life in job.lives)
     assert len({life.record.checksum for life in job.lives}) == 1, "replicas have parted"
-    slow = job.lives[2]
+    slow = job.lives[last]
     left_out = [
-        (int(first), int(last), int(samples))
-        for first, last, samples in re.findall(
-            r"replica 2 left out iterations (\d+) to (\d+), (\d+) samples: it is slower than ",
+        (int(first), int(until), int(samples))
+        for first, until, samples in re.findall(
+            rf"replica {last} left out iterations (\d+) to (\d+), (\d+) samples: it is slower ",
             slow.text,
         )
     ]
     assert left_out, slow.text
-    for first, last, samples in left_out:
-        assert last % 6 == 0, "until the exchange"
-        assert samples == (last - first + 1) * options.batch
-    assert all("left out" not in life.text for life in job.lives[:2])
+    for first, until, samples in left_out:
+        assert until % 6 == 0, "until the exchange"
+        assert samples == (until - first + 1) * options.batch
+    assert all("left out" not in life.text for life in job.lives[:last])
     written = [
         json.loads(line) for line in (tmp_path / "dpu_lost_samples.jsonl").read_text().splitlines()
     ]
-    assert [entry["iteration"] for entry in written] == [last for _, last, _ in left_out]
-    assert all(entry["replicas"] == [2] for entry in written)
+    assert [entry["iteration"] for entry in written] == [until for _, until, _ in left_out]
+    assert all(entry["replicas"] == [last] for entry in written)

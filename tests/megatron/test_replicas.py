@@ -183,6 +183,17 @@ def test_refused_with_replicas(monkeypatch: pytest.MonkeyPatch, name: str) -> No
         replica_refusals.check(arguments(**{name: value}))
 
 
+@pytest.mark.parametrize(("quorum", "grace"), [(2, 0.0), (0, 1.5), (-1, 1.5), (2, -1.5)])
+def test_a_quorum_needs_a_grace(monkeypatch: pytest.MonkeyPatch, quorum: int, grace: float) -> None:
+    given = arguments(dpu_quorum=quorum, dpu_grace=grace)
+    with pytest.raises(ValueError, match=f"--dpu-quorum={quorum} .* need replicas"):
+        replica_refusals.check(given)
+    monkeypatch.setenv("BYTEPS_REPLICA", "0/3")
+    with pytest.raises(ValueError, match="must both be given, and positive"):
+        replica_refusals.check(given)
+    replica_refusals.check(arguments(dpu_quorum=2, dpu_grace=1.5))
+
+
 @pytest.mark.parametrize("name", OUTER_REFUSED)
 def test_refused_with_outer_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     value, text = OUTER_REFUSED[name]
