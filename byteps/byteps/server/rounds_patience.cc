@@ -1,8 +1,7 @@
 // Rounds that wait for replicas that are late (Patience, docs/design/replicas.md).
 //
-//   first ── quorum ──▶ quorum ── kFirstWord ──▶ awaited ── grace ──┐
-//     └──── as long as a sum may take ────────────────────────────▶ accused ── kRemovalTime ──▶
-//     fails
+//   first ── quorum ──▶ quorum ── kFirstWord ──▶ awaited ── grace ──▶ accused ── 3 s ──▶ fails
+//     └───────────────── as long as a sum may take ──────────────────────▶┘
 //
 // Those that are late are accused if enough of the others have pushed; kOthersFirst later in a
 // group of more than two replicas.
@@ -39,7 +38,8 @@ Rounds::Standing Rounds::StandingOf(const Partition& partition, const Round& rou
     last = replica;
     if (!round.excused.empty() && round.excused[i]) continue;
     (round.pushed[i] ? standing.pushed : standing.late).insert(replica);
-    if (!round.pushed[i] && !partition.came[i]) standing.anew = true;
+    const bool came = !partition.came.empty() && partition.came[i];
+    if (!round.pushed[i] && !came) standing.anew = true;
   }
   for (const uint32_t replica : standing.late) standing.pushed.erase(replica);
   return standing;
