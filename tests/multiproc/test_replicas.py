@@ -145,10 +145,11 @@ def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]
             r"it had not pushed 'gradients' \d+\.\d s after 2 replicas "
             r"\(BYTEPS_QUORUM=2, BYTEPS_GRACE_S=1\)",
         ),
-        (
+        pytest.param(
             {"BYTEPS_OP_TIMEOUT_S": "4"},
             r"it had not pushed 'gradients' for \d+\.\d s, while others waited "
             r"\(BYTEPS_OP_TIMEOUT_S=4\)",
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["quorum", "limit"],
