@@ -10,7 +10,7 @@ import time
 
 import byteps.torch as bps
 import torch
-from byteps.torch import members, session, state_transfer
+from byteps.torch import c_lib, members, session, state_transfer
 from byteps.torch.alike import are_alike
 
 from tests.multiproc.programs.job import Job
@@ -41,7 +41,14 @@ class Replica:
         if self.job.args.get("stands_still") == [phase, step]:
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.job.args.get("sleeps", [])[:2] == [phase, step]:
-            time.sleep(self.job.args["sleeps"][2])
+            self.sleep(self.job.args["sleeps"][2])
+
+    def sleep(self, seconds: float) -> None:
+        """Pushes nothing for so long; ends early, by an error, once its replica is removed."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            c_lib.check()
+            time.sleep(0.05)
 
     def run(self) -> None:
         step = self.join() if members.is_late() else 0
