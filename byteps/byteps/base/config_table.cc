@@ -65,8 +65,8 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_GRACE_S", kFloat, "s", "0", 0, 604800, "",
        "A replica that pushes later than this after BYTEPS_QUORUM replicas is removed from the "
        "job, "
-       "and joins again when it is restarted. Choose more than the longest step, evaluation and "
-       "checkpoint differ by; a replica's first step does not count."},
+       "and joins again when it is restarted. Must be longer than replicas differ in the time of a "
+       "step, evaluation or checkpoint. A replica's first step does not count."},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
        "Embedded mode: servers started on each host. Required for a job on several hosts."},
       {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",

@@ -17,10 +17,9 @@ void Rounds::SetAbsent(const std::set<int>& ranks) {
   accused_.clear();
   for (Partition* partition : partitions_) {
     for (const int rank : lost) {
-      if (partition->declaration().MemberIndex(rank) < 0) continue;
-      if (!partition->came.empty()) {
-        partition->came[partition->declaration().MemberIndex(rank)] = false;
-      }
+      const int member = partition->declaration().MemberIndex(rank);
+      if (member < 0) continue;
+      if (!partition->came.empty()) partition->came[member] = false;
       for (Round& round : partition->rounds) Excuse(partition, &round, rank);
     }
     for (Round& round : partition->rounds) {

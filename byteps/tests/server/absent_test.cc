@@ -50,7 +50,7 @@ class Answers : public ServerChannel {
   void SayLate(int rank, const std::string& why) override {
     Heard("late: worker " + std::to_string(rank) + ", as " + why);
   }
-  // What the scheduler was told, once it was told so many things.
+  // All words to the scheduler; waits until there are `count`.
   std::vector<std::string> Told(size_t count) {
     ps::MutexLock lock(&mu_);
     cond_.WaitFor(&mu_, kPatience, [&]() PS_REQUIRES(mu_) { return told_.size() >= count; });

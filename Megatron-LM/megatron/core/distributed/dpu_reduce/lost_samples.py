@@ -14,7 +14,7 @@ _FILE = "dpu_lost_samples.jsonl"
 def write(
     folder: str | None, iteration: int, first: int, samples: int, missing: Sequence[int]
 ) -> None:
-    """Add a line to the file beside the checkpoints; nothing where none are saved.
+    """Add a line to the file in the folder of the checkpoints; nothing if none are saved.
 
     Args:
         folder: of the checkpoints.
