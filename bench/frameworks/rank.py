@@ -45,6 +45,8 @@ class Experiment:
     reduce_dtype: str | None
     """In which HSDP reduces gradients; None: their own."""
     device: str
+    profile: str | None = None
+    """Where rank 0 writes torch.profiler's trace of one more step, of the last way."""
 
 
 class Trained:
@@ -102,6 +104,16 @@ class Trained:
         )
 
 
+def _profile(model: Trained, path: Path, rank: int) -> None:
+    """Every rank makes a step; rank 0 records it."""
+    if rank != 0:
+        model.step()
+        return
+    with torch.profiler.profile() as profiler:
+        model.step()
+    profiler.export_chrome_trace(str(path))
+
+
 def _mesh(experiment: Experiment, rank: int, size: int) -> DeviceMesh:
     """Replicas, each of the ranks of a host.
 
@@ -151,6 +163,8 @@ def main() -> None:
             took = model.step()
             if number >= 2:
                 steps[way].append(took)
+    if experiment.profile:
+        _profile(list(models.values())[-1], Path(experiment.profile), rank)
     sums = {way: model.check_sum() for way, model in models.items()}
     if rank == 0:
         Path(sys.argv[2]).write_text(json.dumps({"steps": steps, "sums": sums}), encoding="utf-8")

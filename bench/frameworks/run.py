@@ -73,6 +73,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--reduce-dtype", choices=("bf16",), help="in which HSDP reduces gradients (default: fp32)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     add("--at-least", type=float, metavar="X", help="fail where a way has less speed over native")
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="torch.profiler's trace of one more step, of the last way and rank 0",
+    )
     add("--json", type=Path, metavar="FILE", help="write every step")
     add("--markdown", type=Path, metavar="PAGE", help="rewrite the table of this wire type there")
     options = parser.parse_args(arguments)
@@ -104,6 +110,7 @@ def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) ->
         shards=options.ranks_per_host,
         reduce_dtype=options.reduce_dtype,
         device=options.device,
+        profile=str(options.profile.resolve()) if options.profile else None,
     )
     with (
         _hosts(topology) as hosts,
