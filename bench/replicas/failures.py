@@ -3,8 +3,8 @@
 
 Trains a small GPT by replicas on this machine, each step of which takes a given time at least, and
 kills a rank of one replica after the other. The replica is started again at once; with --warm its
-next process waits for its place already. Prints for each
-death how long the others' steps took longer than usual, how long it took until the replica had
+next process waits for its place already. Replicas are spread over this machine's GPUs. Prints for
+each death how long the others' steps took longer than usual, how long it took until the replica had
 joined, and how long the others waited for that; and the goodput: samples that were trained on, over
 those of as long a time without deaths.
 
@@ -163,8 +163,7 @@ class Job:
                 "PACE_S": str(pace),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(options.ranks),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(options.ranks),
+                **plain.gpus_of(replica, rank, options.ranks),
                 "MASTER_ADDR": LOOPBACK.address,
                 "MASTER_PORT": str(port),
                 "BYTEPS_REPLICA": f"{replica}/{options.replicas}",
