@@ -1,5 +1,7 @@
 #include "byteps/device/fake.h"
 
+#include <sys/mman.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -105,6 +107,8 @@ struct Event {
   ps::Mutex mu;
   Done recorded PS_GUARDED_BY(mu);  // invalid: nothing was
 };
+
+constexpr size_t kReserved = 1ull << 35;  // addresses for pinned memory
 
 ps::Mutex pinned_mu;
 std::map<const char*, size_t> pinned PS_GUARDED_BY(pinned_mu);
@@ -244,9 +248,16 @@ void CallWhenDone(DeviceStream stream, std::function<void()> then) {
 
 void* PinMemory(size_t bytes) {
   Enter();
-  char* const memory = static_cast<char*>(aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
-  memset(memory, 0xa5, bytes);
   ps::MutexLock lock(&pinned_mu);
+  // One behind the other, as a driver may well place them; which takes no copy of two.
+  static char* next = static_cast<char*>(
+      mmap(nullptr, kReserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  char* const memory = next;
+  next += (bytes + 4095) / 4096 * 4096;
+  if (mprotect(memory, next - memory, PROT_READ | PROT_WRITE) != 0) {
+    throw Error("the fake device has no memory");
+  }
+  memset(memory, 0xa5, bytes);
   pinned[memory] = bytes;
   return memory;
 }

@@ -21,9 +21,9 @@ constexpr auto kMostToSend = std::chrono::seconds(1);  // after a failure; then 
 constexpr int kNotANumber = 0xff;  // bytes of a NaN in every type of floating numbers
 
 // Appends a copy, to the last one where it goes on there at both ends: each is a call of the
-// driver.
-void Append(const Copy& copy, std::vector<Copy>* copies) {
-  if (!copies->empty()) {
+// driver.  Not where another block of pinned memory begins: the driver takes no copy of two.
+void Append(const Copy& copy, bool same_block, std::vector<Copy>* copies) {
+  if (same_block && !copies->empty()) {
     Copy& last = copies->back();
     if (static_cast<char*>(last.to) + last.bytes == copy.to &&
         static_cast<const char*>(last.from) + last.bytes == copy.from) {
@@ -32,6 +32,11 @@ void Append(const Copy& copy, std::vector<Copy>* copies) {
     }
   }
   copies->push_back(copy);
+}
+
+// Whether both lie in one block, as the pool gave it.
+bool AreOfOneBlock(const PinnedBlock& a, const PinnedBlock& b) {
+  return !a.owner_before(b) && !b.owner_before(a);
 }
 
 }  // namespace
@@ -122,10 +127,12 @@ void StreamedSum::CopyToHost(const DeviceMoment& ready,
   for (size_t number = 0; number < chunks_.size(); ++number) {
     const Chunk& chunk = chunks_[number];
     std::vector<Copy> copies;
+    PinnedBlock last;
     for (const uint32_t index : InPlace(chunk)) {
       const Partition& partition = partitions_[index];
       Append({partition.memory.get(), input_ + partition.whole.offset, partition.whole.bytes},
-             &copies);
+             AreOfOneBlock(last, partition.memory), &copies);
+      last = partition.memory;
     }
     device->CallAfter(kLane, device->Enqueue(kLane, copies),
                       [this, number, copied, begin = chunk.begin, end = chunk.end] {
@@ -160,11 +167,13 @@ void StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream strea
   DeviceCopies* const device = DeviceCopies::Of(device_);
   for (const Chunk& chunk : chunks_) {
     std::vector<Copy> copies;
+    PinnedBlock last;
     for (const uint32_t index : InPlace(chunk)) {
       const Partition& partition = partitions_[index];
       if (partition.wanted.bytes == 0) continue;
       Append({output_ + partition.wanted.offset, Wanted(partition), partition.wanted.bytes},
-             &copies);
+             AreOfOneBlock(last, partition.memory), &copies);
+      last = partition.memory;
     }
     // A part of which nothing is wanted is awaited, too: after that the input may be changed.
     device->CopyOnceSet(stream, chunk.summed, copies);

@@ -75,6 +75,18 @@ TEST_F(StreamedSums, NeighboursAreCopiedByOneCall) {
   EXPECT_EQ(values, sum);
 }
 
+TEST_F(StreamedSums, NoCopyIsOfTwoBlocks) {
+  Job job(2, {}, {{"BYTEPS_STREAMED_BYTES", std::to_string(32 << 20)}});
+  for (const size_t count : {1 << 20, 2 << 20, 6 << 20}) {  // each pins more memory
+    SCOPED_TRACE(count);
+    auto values = Values(count, 1);
+    const auto sum = Times(values, 3);
+    job.Wait(job.worker.PushPull(Streamed("x" + std::to_string(count), &values, stream_)), stream_);
+    fake::Synchronize(stream_);
+    EXPECT_EQ(values, sum);
+  }
+}
+
 TEST_F(StreamedSums, AreDoneWhileTheDriverHoldsUpEveryThread) {
   Job job(2, {}, kRoom);
   auto values = Values(20000, 1);
