@@ -33,6 +33,11 @@ namespace ps {
   X(kPoolShared, "a block that comes back serves several that wait")                   \
   X(kCopyLeft, "a copy is left to the thread that gives copies already")               \
   X(kCopyCalled, "a copy takes so long that the driver calls")                         \
+  X(kPushHeldBack, "a push waits for the server that replaces a lost one")             \
+  X(kPushedAgain, "a partition is pushed again, to another server")                    \
+  X(kAnswerOfLost, "an answer comes of a server that is lost")                         \
+  X(kSumGiven, "a worker gives a sum to the server that comes")                        \
+  X(kReplacedAgain, "a server that has replaced a lost one is lost before it goes on")  \
   /* server */                                                                         \
   X(kServedHere, "a request is served by the thread that received it")                 \
   X(kQueuedWhileServing, "a small request finds its engine thread at work")            \
@@ -54,6 +59,10 @@ namespace ps {
   X(kReplicaLate, "a replica's push is later than others wait")                        \
   X(kRoundShort, "a round closes without the members of a removed replica")            \
   X(kPushOfAbsent, "a push comes of a replica that was removed")                       \
+  X(kGivenOpen, "a sum is given of a round that some members have pushed")             \
+  X(kGivenFirst, "a sum is given of a round that nobody has pushed")                   \
+  X(kPushOfGiven, "a push comes whose sum another member has given")                   \
+  X(kSumNowhere, "a sum is with nobody, and cannot be made again")                     \
   /* membership */                                                                     \
   X(kFailedInJoin, "the job fails while a node waits for the others")                  \
   X(kComeAgain, "a node is told to come again")                                        \
@@ -75,6 +84,8 @@ namespace ps {
   X(kJoinerRemoved, "a replica is removed before it has joined")                       \
   X(kLateRemoved, "a replica is removed since it is late")                             \
   X(kReplicaJoined, "a replica has joined a job that runs")                            \
+  X(kServerLost, "a server is lost, and another one is waited for")                    \
+  X(kServerReplaced, "a server takes the place of one that was lost")                  \
   /* the transport; where it is played, its stand-in */                                \
   X(kAbandoned, "values in flight are abandoned")                                      \
   X(kSentAgain, "messages are sent again over another socket")

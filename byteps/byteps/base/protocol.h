@@ -32,6 +32,13 @@
 // a Verdict, a u8 that follows the header of PUSH_STEP, PUSH_NORM, PUSH_TRY and READ_STATE, before
 // all else.  So a step that stands costs no message.
 //
+// Where another server may take the place of one that is lost, pushes have kKeepsSums, and the answer
+// to a PUSH_PULL begins with a u32: rounds of the tensor before it have ended at all members.  To a
+// server that comes a worker says, once it has declared all tensors, by RESUME which rounds it may
+// still speak of: a u32 count, then for each tensor its key as a u64 and the first round as a u32.
+// By GIVE_SUM it gives it the sums that it has, with PackMembers of those that they lack after the
+// header; without values, where it wanted a part alone.  It pushes again when all are answered.
+//
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on
 // the order in which ranks declare tensors nor on their number, and members that
@@ -60,6 +67,8 @@ enum Op : int {
   kStep = 6,
   kLoadState = 7,
   kReadState = 8,
+  kResume = 9,
+  kGiveSum = 10,
 };
 
 // BYTEPS_KEY_HASH_FN.  The numbers are part of the protocol.
@@ -127,10 +136,12 @@ struct PushHeader {
   // The first round of this tensor that has not ended at the worker, not after `round`.  What it
   // has left open of those before has failed there, and it will neither push nor ask again.
   uint32_t oldest = 0;
-  // kForgetLost, or nothing.  The same from all members.
+  // kForgetLost and kKeepsSums, the same from all members; or nothing.
   uint32_t flags = 0;
   // What rounding lost of this partition's sums before is not added to this one.
   static constexpr uint32_t kForgetLost = 1;
+  // The worker keeps the sum until all have it.
+  static constexpr uint32_t kKeepsSums = 2;
   static constexpr size_t kBytes = 6 * sizeof(uint32_t);
 
   std::string Pack() const;

@@ -24,8 +24,9 @@ namespace {
 
 // Between two attempts to join a job that has no room for this node yet.
 constexpr auto kJoinPause = std::chrono::milliseconds(200);
-// What a probe waits for the scheduler, if BYTEPS_START_TIMEOUT_S is not less.
-constexpr double kProbeSeconds = 5;
+// What a probe, or a server that waits for a place, waits for the scheduler, if
+// BYTEPS_START_TIMEOUT_S is not less.
+constexpr double kBriefSeconds = 5;
 
 ps::Membership* CurrentMembership() { return ps::Postoffice::Get()->van()->membership(); }
 
@@ -66,8 +67,9 @@ void Session::Prepare(ChannelUser* user, int probe) {
   settings["BYTEPS_GPU"] = options_.gpu;
   settings["BYTEPS_REJOIN"] = options_.rejoin ? "1" : "0";
   settings["BYTEPS_PROBE"] = std::to_string(probe);
-  if (probe > 0 && config_.Float("BYTEPS_START_TIMEOUT_S") > kProbeSeconds) {
-    settings["BYTEPS_START_TIMEOUT_S"] = std::to_string(kProbeSeconds);
+  const bool is_brief = probe > 0 || waits_;
+  if (is_brief && config_.Float("BYTEPS_START_TIMEOUT_S") > kBriefSeconds) {
+    settings["BYTEPS_START_TIMEOUT_S"] = std::to_string(kBriefSeconds);
   }
   // ps-lite takes "set" for "given": these two are given only when they say something.
   for (const char* name : {"DMLC_NODE_HOST", "DMLC_INTERFACE"}) {
@@ -97,7 +99,7 @@ void Session::Start(ChannelUser* user) {
   ps::SetLogIdentity(NameOf(options_.role), server ? -1 : known_rank);
   Prepare(user, 0);
   try {
-    Join();
+    Join(user);
   } catch (const ps::JobFailed& e) {
     ps::Postoffice::Get()->SetHandlers({});
     throw JobFailedError(e.what(), e.file(), e.line());
@@ -128,19 +130,30 @@ std::string Session::Probe(ChannelUser* user, int count) {
   }
 }
 
-void Session::Join() {
+void Session::Join(ChannelUser* user) {
   const double limit_s = config_.Float("BYTEPS_START_TIMEOUT_S");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  const bool may_wait =
+      options_.role == Role::kServer && config_.Float("BYTEPS_REPLACE_SERVERS_S") > 0;
   while (true) {
     try {
       return ps::Postoffice::Get()->Start(0, nullptr, false);
     } catch (const ps::ComeAgain& e) {
-      if (std::chrono::steady_clock::now() >= deadline) {
+      if (may_wait && !std::exchange(waits_, true)) {
+        Prepare(user, 0);
+        BPS_LOG(INFO) << "waiting for the place of a server that is lost: " << e.what();
+      }
+      if (!waits_ && std::chrono::steady_clock::now() >= deadline) {
         char limit[64];
         snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_START_TIMEOUT_S=%g)", limit_s, limit_s);
         throw Error(std::string(e.what()) + "; this was so for " + limit);
       }
       BPS_LOG(DEBUG) << e.what() << "; trying again";
+    } catch (const ps::JobFailed&) {
+      throw;
+    } catch (const Error& e) {
+      if (waits_) throw NotNeededError("no server was lost: " + std::string(e.what()));
+      throw;
     }
     std::this_thread::sleep_for(kJoinPause);
   }
@@ -185,21 +198,21 @@ bool Session::RegistersMemory() const {
 bool Session::is_late() const { return CurrentMembership()->AsNode()->is_late(); }
 
 void Session::SayReady() {
-  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kReady});
+  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::MemberWord::kReady});
 }
 
 void Session::AskToAdmit(int replica, int life) {
-  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kAdmit, replica, life});
+  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::MemberWord::kAdmit, replica, life});
 }
 
 void Session::SayAwaited(int rank, const std::string& name, uint32_t round) {
   CurrentMembership()->AsNode()->SayOfReplica(
-      {ps::membership::ReplicaWord::kAwaited, rank, static_cast<int>(round), name});
+      {ps::membership::MemberWord::kAwaited, rank, static_cast<int>(round), name});
 }
 
 void Session::SayLate(int rank, const std::string& why) {
   ps::NodeMembership* const node = CurrentMembership()->AsNode();
-  node->SayOfReplica({ps::membership::ReplicaWord::kLate, rank, node->epoch(), why});
+  node->SayOfReplica({ps::membership::MemberWord::kLate, rank, node->epoch(), why});
 }
 
 double Session::link_gbps() const { return CurrentMembership()->AsNode()->link_mbps() / 1e3; }

@@ -31,6 +31,11 @@ struct NoSchedulerError : public Error {
   using Error::Error;
 };
 
+// A server waited for the place of one that is lost, and the job has ended without it.
+struct NotNeededError : public Error {
+  using Error::Error;
+};
+
 // Whether the settings choose RDMA, not TCP.
 bool UsesRdma(const Config& config);
 
@@ -78,12 +83,14 @@ class Session : public Channel {
   // Checks the settings and hands them, and the handlers, to ps-lite.
   void Prepare(ChannelUser* user, int probe);
   // Joins; again and again as long as the scheduler may take this node later, up to
-  // BYTEPS_START_TIMEOUT_S.
-  void Join();
+  // BYTEPS_START_TIMEOUT_S.  A server for which there is no place waits for one as long as the job
+  // lasts, if lost servers are replaced; NotNeededError: until then.
+  void Join(ChannelUser* user);
 
   const Config config_;
   const SessionOptions options_;
   bool started_ = false;
+  bool waits_ = false;  // for the place of a server that is lost
 };
 
 }  // namespace core

@@ -26,6 +26,7 @@ Context::Context(const Config& config, const Launch& launch, int num_servers,
       channel(std::move(how)),
       counters(counted),
       operations(counted, speed),
+      loss(config.Float("BYTEPS_REPLACE_SERVERS_S") > 0, num_servers),
       scheduler(
           std::make_shared<PushScheduler>(num_servers, config.Int("BYTEPS_SERVER_WINDOW_BYTES"))),
       trace(std::make_shared<OperationTrace>(Tracer::Make(config), launch.rank)) {}
@@ -39,6 +40,7 @@ Message Context::MakeRequestMessage(Request request) {
   // Of an operation that fails at this moment the tensor knows no longer.
   header.oldest = std::min(operation.tensor->oldest.load(), operation.round);
   if (operation.request.forgets_lost) header.flags |= PushHeader::kForgetLost;
+  if (loss.keeps && op == kPushPull) header.flags |= PushHeader::kKeepsSums;
   header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
   if (op != kLoadState && op != kPushNorm) {  // which ask for no part
     header.pull_offset =

@@ -14,6 +14,7 @@
 #include "byteps/engine/plan.h"
 #include "byteps/engine/push_scheduler.h"
 #include "byteps/engine/requests.h"
+#include "byteps/engine/server_loss.h"
 #include "byteps/engine/streamed_sum.h"
 #include "byteps/observe/metrics.h"
 
@@ -38,6 +39,7 @@ struct Context {
   Operations operations;
   Requests requests;
   MissingRanks missing;
+  ServerLoss loss;
   CopyQueues copies;
   StreamedSums streamed;
   // Shared with callbacks of the device's and of the transport's, which may outlive the engine.

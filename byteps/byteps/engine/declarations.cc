@@ -85,7 +85,8 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
                         const std::vector<Entry*>& entries) {
   std::vector<Declaration> declarations;
   for (const Entry* entry : entries) declarations.push_back(entry->tensor->declaration);
-  const std::string body = PackDeclarations(declarations);
+  exchange->body = PackDeclarations(declarations);
+  exchange->key = entries.front()->tensor->key;
   uint64_t first = 0;
   const int servers = plan_->num_servers();
   {
@@ -99,7 +100,7 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
   // that disagree on the placement would otherwise wait at different servers.
   for (int server = 0; server < servers; ++server) {
     channel_->Send(
-        MakeRequest(kDeclare, server, entries.front()->tensor->key, first + server, body));
+        MakeRequest(kDeclare, server, exchange->key, first + server, exchange->body));
   }
 }
 
@@ -147,16 +148,67 @@ bool Declarations::AwaitOthers(const std::vector<Entry*>& entries) {
 }
 
 void Declarations::OnAnswer(uint64_t number, const std::string& error) {
+  std::shared_ptr<Exchange> exchange;
   {
     ps::MutexLock lock(&mu_);
     const auto it = messages_.find(number);
     if (it == messages_.end()) return PS_PROBE(kAnswerToNobody);  // given up already
-    Exchange* exchange = it->second.first.get();
+    exchange = std::move(it->second.first);
     if (exchange->error.empty()) exchange->error = error;
     --exchange->unanswered;
     messages_.erase(it);
   }
+  if (exchange->then) return exchange->then(error);
   cond_.NotifyAll();
+}
+
+void Declarations::TellAgain(int server, std::function<void(const std::string&)> then) {
+  auto exchange = std::make_shared<Exchange>();
+  exchange->unanswered = 1;
+  exchange->then = std::move(then);
+  std::vector<Declaration> declarations;
+  std::vector<Message> messages;
+  {
+    ps::MutexLock lock(&mu_);
+    // What an older one was to be told after its answer no longer matters.
+    std::erase_if(messages_, [=](const auto& entry) {
+      return entry.second.second == server && entry.second.first->then != nullptr;
+    });
+    for (const auto& [number, asked] : messages_) {
+      if (asked.second != server) continue;
+      messages.push_back(MakeRequest(kDeclare, server, asked.first->key, number, asked.first->body));
+    }
+    for (const auto& [id, entry] : entries_) {
+      if (!entry.tensor || entry.state == State::kNew) continue;
+      declarations.push_back(entry.tensor->declaration);
+    }
+    if (!declarations.empty()) {
+      exchange->body = PackDeclarations(declarations);
+      exchange->key = declarations.front().Key();
+      messages_[++last_message_] = {exchange, server};
+      messages.push_back(
+          MakeRequest(kDeclare, server, exchange->key, last_message_, exchange->body));
+    }
+  }
+  for (const Message& message : messages) channel_->Send(message);
+  if (declarations.empty()) exchange->then("");
+}
+
+std::map<uint64_t, uint32_t> Declarations::OldestRounds() {
+  std::map<uint64_t, uint32_t> oldest;
+  ps::MutexLock lock(&mu_);
+  for (const auto& [id, entry] : entries_) {
+    if (entry.tensor && entry.tensor->rounds > 0) oldest[entry.tensor->key] = entry.tensor->oldest;
+  }
+  return oldest;
+}
+
+std::string Declarations::AnyUpdated() {
+  ps::MutexLock lock(&mu_);
+  for (const auto& [id, entry] : entries_) {
+    if (entry.tensor && entry.tensor->declaration.rule) return entry.tensor->declaration.name;
+  }
+  return "";
 }
 
 void Declarations::Fail(const std::string& reason) {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -46,6 +47,14 @@ class Declarations {
   // A server answered message `number`; `error` says why it refused, if it did.
   void OnAnswer(uint64_t number, const std::string& error);
 
+  // Another server has the place of this one: it is told of all tensors; `then` gets why it refused
+  // them, or nothing, on the thread that has its answer.
+  void TellAgain(int server, std::function<void(const std::string&)> then);
+  // Of each tensor of which a round was begun, by its key: the first one that has not ended.
+  std::map<uint64_t, uint32_t> OldestRounds();
+  // The name of a tensor whose optimizer state servers have; empty: there is none.
+  std::string AnyUpdated();
+
   // Nothing more can be declared.
   void Fail(const std::string& reason);
 
@@ -73,6 +82,9 @@ class Declarations {
     size_t count = 0;
     size_t unanswered = 0;
     std::string error;
+    std::string body;
+    uint64_t key = 0;                               // of the first
+    std::function<void(const std::string&)> then;  // null: a caller waits
   };
 
   Entry* Find(const TensorSpec& spec);

@@ -213,6 +213,7 @@ WorkerGauges Engine::Gauges() {
   gauges.in_transport = context_.scheduler->under_way();
   gauges.unanswered = context_.requests.size() + declarations_.unanswered();
   gauges.pull_queue = puller_.queued();
+  gauges.kept_bytes = context_.loss.kept.bytes();
   const ps::ReplicaView replicas = Replicas();
   gauges.replicas_epoch = replicas.epoch;
   gauges.replicas_absent = std::count(replicas.present.begin(), replicas.present.end(), '0');
@@ -221,6 +222,8 @@ WorkerGauges Engine::Gauges() {
 
 void Engine::OnMessage(Message* message) {
   if (message->is_request) return;
+  if (message->op == kResume) return OnResumed(*message);
+  if (message->op == kGiveSum) return OnGiven(*message);
   if (message->op != kDeclare) return puller_.OnAnswer(message);
   if (message->failed) context_.counters->failed_requests.Add();
   declarations_.OnAnswer(message->number, message->failed ? message->body : "");
@@ -272,6 +275,10 @@ void Engine::OnEvent(const ps::MembershipEvent& event) {
     awaited_[event.report] = event.round;
     return;
   }
+  if (event.kind == ps::MembershipEvent::kServerLost) {
+    return OnServerLost(event.rank, event.reason);
+  }
+  if (event.kind == ps::MembershipEvent::kServerReplaced) return OnServerReplaced(event.rank);
   if (event.kind != ps::MembershipEvent::kFailed) return;
   is_over_ = true;
   Fail(event.reason);

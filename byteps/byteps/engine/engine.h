@@ -83,6 +83,18 @@ class Engine : public ChannelUser {
   std::vector<TensorPtr> Introduce(const std::vector<TensorSpec>& specs);
   void MakeRoom(const TensorSpec& spec, Tensor* tensor);
   void Fail(const std::string& reason);
+
+  // server_loss.cc.
+  void OnServerLost(int server, const std::string& reason);
+  void OnServerReplaced(int server);
+  // Tells it in which rounds this worker goes on; what it answers.
+  void SayResumes(int server, uint64_t turn);
+  void OnResumed(const Message& answer);
+  void Give(int server, uint64_t turn, const KeptSum& sum);
+  void OnGiven(const Message& answer);
+  void GoOn(int server, uint64_t turn);
+  void PushAgain(Request request);
+
   // Lets streams go on that wait for sums that failed.  Fails the job where nobody would hear of
   // that.
   void EndFailedStreams();

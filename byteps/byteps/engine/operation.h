@@ -93,8 +93,8 @@ class Operation {
   const PushPullRequest request;
   const TensorPtr tensor;  // null: nothing is summed
   const Clock::time_point started = Clock::now();
-  // Of the time that this process waits for it.
-  const ps::AwakeClock::time_point awaited_since = ps::AwakeClock::now();
+  // Of the time that this process waits for it; anew, once another server has it.
+  std::atomic<ps::AwakeClock::time_point> awaited_since{ps::AwakeClock::now()};
   int64_t handle = 0;                     // set once, before anybody else knows of this
   uint32_t round = 0;                     // likewise
   DeviceMoment ready;                     // likewise; when its values are there, on a GPU
@@ -140,6 +140,11 @@ class Operation {
   // A partition goes on to another stage: each of them once, in this order.  Throws Error.
   enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kAnswered, kThrough };
   void Move(uint64_t index, Stage to);
+  // One that was pushed to a server that is lost begins anew.
+  void Restart(uint64_t index) {
+    *StageOf(index) = Stage::kWaiting;
+    awaited_since = ps::AwakeClock::now();
+  }
   // One of its partitions is through.  True for the last one: the operation has to be ended.
   // Throws Error.
   bool CountPartition(uint64_t index);
@@ -204,6 +209,7 @@ struct Task {
   uint64_t index = 0;
   int server = 0;
   uint64_t bytes = 0;
+  bool again = false;  // it was pushed before, to a server that is lost
   Stage stage = kTake;
   PinnedBlock block;  // of a tensor on a GPU
 

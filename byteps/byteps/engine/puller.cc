@@ -1,5 +1,6 @@
 #include "byteps/engine/puller.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -8,6 +9,7 @@
 #include "byteps/base/probe.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/steady_time.h"
+#include "byteps/base/wire.h"
 #include "byteps/engine/streamed_sum.h"
 
 namespace byteps {
@@ -28,7 +30,8 @@ Puller::Puller(Context* context)
 
 char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
   Request request;
-  if (head.failed || bytes == 0) return nullptr;
+  // What is kept must not be the caller's memory; nor is that to be half a sum of a lost server.
+  if (head.failed || bytes == 0 || context_->loss.keeps) return nullptr;
   if (!context_->requests.Peek(head.number, &request)) return nullptr;
   Operation& operation = *request.operation;
   // Nothing is placed into the memory of an operation that ended: Wait makes the channel abandon
@@ -45,13 +48,48 @@ char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
 
 void Puller::OnAnswer(Message* message) {
   Request request;
-  if (!context_->requests.Take(message->number, &request)) return;  // given up already
+  if (!TakeRequest(message, &request)) return;  // given up already
   const Request asked = request;
   try {
     HandleAnswer(message, std::move(request));
   } catch (const std::exception& e) {
     Fail(asked, e.what());
   }
+}
+
+bool Puller::TakeRequest(Message* message, Request* request) {
+  if (!context_->loss.keeps) return context_->requests.Take(message->number, request);
+  ps::ReaderLock lock(&context_->loss.mu);
+  const bool is_open = context_->requests.Peek(message->number, request);
+  if (is_open && context_->loss.held[request->server]) {  // what is kept may have been given to another already
+    PS_PROBE(kAnswerOfLost);
+    return false;
+  }
+  if (!context_->requests.Take(message->number, request)) return false;
+  if (!message->failed && request->operation->request.op == kPushPull) KeepSum(message, *request);
+  return true;
+}
+
+void Puller::KeepSum(Message* message, const Request& request) {
+  const Operation& operation = *request.operation;
+  KeptSum sum;
+  sum.tensor = operation.tensor;
+  sum.index = request.index;
+  sum.round = operation.round;
+  WireReader in(message->body);
+  const auto ended = in.Get<uint32_t>();  // rounds before it have ended at all members
+  message->body.erase(0, sizeof(ended));
+  sum.lacks = message->body;
+  if (operation.Wanted(request.index).bytes == operation.Whole(request.index).bytes) {
+    sum.values = message->values;
+    if (context_->channel->RegistersMemory()) {  // which the transport needs back
+      sum.values = SharedBytes::New(message->values.size());
+      memcpy(sum.values.data(), message->values.data(), message->values.size());
+    }
+  }
+  KeptSums& kept = context_->loss.kept;
+  kept.Keep(request.server, std::move(sum));
+  kept.Drop(request.server, *operation.tensor, request.index, std::min(ended, operation.round));
 }
 
 void Puller::HandleAnswer(Message* message, Request request) {

@@ -164,6 +164,17 @@ void Pusher::StartCopy(Task task, int track) {
 }
 
 void Pusher::Send(const Task& task, int track) {
+  std::string error;
+  if (ServerLoss& loss = context_->loss; loss.keeps) {
+    ps::ReaderLock lock(&loss.mu);
+    error = SendNow(task, track, !loss.held[task.server]);
+  } else {
+    error = SendNow(task, track, true);
+  }
+  if (!error.empty()) context_->operations.Fail(task.operation, error);
+}
+
+std::string Pusher::SendNow(const Task& task, int track, bool goes) {
   const Operation& operation = *task.operation;
   PartitionTimes* const times = task.times();
   const char* source = operation.Source(task.index);
@@ -171,9 +182,13 @@ void Pusher::Send(const Task& task, int track) {
   std::shared_ptr<void> sending;
   if (operation.streamed && task.bytes > 0) {
     sending = operation.streamed->BeginSend();
-    if (!sending) return Drop(task);
+    if (!sending) {
+      Drop(task);
+      return "";
+    }
   }
-  if (operation.is_coded() && task.bytes > 0) operation.Encode(task.index);
+  // What rounding lost is added once.
+  if (operation.is_coded() && task.bytes > 0 && !task.again) operation.Encode(task.index);
   task.operation->Move(task.index, Operation::Stage::kPushed);
   const int64_t now = SteadyNs();
   if (times != nullptr && times->copied == 0) times->copied = now;
@@ -198,14 +213,19 @@ void Pusher::Send(const Task& task, int track) {
   context_->counters->pushed_partitions.Add();
   context_->counters->pushed_bytes.Add(task.bytes);
   const OperationTrace::Pending pending(context_->trace.get(), operation);
+  if (!goes) {
+    PS_PROBE(kPushHeldBack);
+    return "";
+  }
   try {
     context_->channel->Send(message);
   } catch (const std::exception& e) {
     // The values are with the message, and leave the window with it.
     context_->trace->Row(operation, task.index, 0);
-    return context_->operations.Fail(task.operation, e.what());
+    return e.what();
   }
   context_->trace->Slice(operation, task.index, track, "push", now, TraceArrow::kBegins);
+  return "";
 }
 
 }  // namespace core

@@ -1,5 +1,6 @@
 #include "byteps/engine/requests.h"
 
+#include <map>
 #include <string>
 #include <utility>
 
@@ -19,6 +20,7 @@ bool Requests::Take(uint64_t number, Request* request) {
   ps::MutexLock lock(&mu_);
   const auto it = by_number_.find(number);
   if (it == by_number_.end()) {
+    if (taken_back_.erase(number) > 0) return false;
     // None is given up before its answer, but all of them when the job ends.
     BPS_INVARIANT("a request is answered once", cleared_,
                   "request " + std::to_string(number) + " of " + std::to_string(last_) +
@@ -44,6 +46,25 @@ bool Requests::KeepBlock(uint64_t number, PinnedBlock block) {
   if (it == by_number_.end()) return false;
   it->second.block.swap(block);
   return true;
+}
+
+std::vector<Request> Requests::TakeBack(int server) {
+  std::map<uint64_t, Request> taken;
+  {
+    ps::MutexLock lock(&mu_);
+    for (auto it = by_number_.begin(); it != by_number_.end();) {
+      if (it->second.server != server) {
+        ++it;
+        continue;
+      }
+      taken_back_.insert(it->first);
+      taken[it->first] = std::move(it->second);
+      it = by_number_.erase(it);
+    }
+  }
+  std::vector<Request> requests;
+  for (auto& entry : taken) requests.push_back(std::move(entry.second));
+  return requests;
 }
 
 std::vector<Request> Requests::All() {

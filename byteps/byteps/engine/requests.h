@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "byteps/base/mutex.h"
@@ -36,6 +37,10 @@ class Requests {
   // Keeps the memory that the answer is received into.  False when there is no such request.
   bool KeepBlock(uint64_t number, PinnedBlock block);
 
+  // Takes those out that this server has not answered, by number; what it answers to them later is
+  // for nobody.
+  std::vector<Request> TakeBack(int server);
+
   std::vector<Request> All();
   size_t size();
   void Clear();
@@ -45,6 +50,7 @@ class Requests {
   uint64_t last_ PS_GUARDED_BY(mu_) = 0;
   bool cleared_ PS_GUARDED_BY(mu_) = false;
   std::unordered_map<uint64_t, Request> by_number_ PS_GUARDED_BY(mu_);
+  std::unordered_set<uint64_t> taken_back_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

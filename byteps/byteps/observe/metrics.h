@@ -75,6 +75,7 @@ struct WorkerGauges {
   uint64_t in_transport = 0;
   uint64_t unanswered = 0;
   uint64_t pull_queue = 0;
+  uint64_t kept_bytes = 0;
   uint64_t replicas_epoch = 0;
   uint64_t replicas_absent = 0;
 };

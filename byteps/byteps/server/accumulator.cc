@@ -127,6 +127,11 @@ void Accumulator::Close(const Declaration& declaration, const AdditionRule& rule
   scratch->Return(std::move(wide_));
 }
 
+void Accumulator::Put(SharedBytes sum, Scratch* scratch) {
+  Clear(scratch);
+  sum_ = std::move(sum);
+}
+
 void Accumulator::Clear(Scratch* scratch) {
   waiting_.clear();
   blocks_.clear();

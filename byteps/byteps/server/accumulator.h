@@ -38,6 +38,9 @@ class Accumulator {
   // is of so many, and a sum is scaled as if all members had pushed (reducer.h).
   void Close(const Declaration& declaration, const AdditionRule& rule, Scratch* scratch);
 
+  // Instead of adding: what another server has added up.
+  void Put(SharedBytes sum, Scratch* scratch);
+
   // Pushes that were added.
   size_t added() const { return added_; }
   // The sum, once all were added: in the memory of one of them.  What replaces it is sent instead.

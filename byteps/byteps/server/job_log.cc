@@ -1,6 +1,7 @@
 #include "byteps/server/job_log.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "byteps/base/log.h"
 #include "byteps/cluster/session.h"
@@ -63,8 +64,9 @@ void JobLog::SayListens(const std::string& address) {
 void JobLog::OnEvent(const MembershipEvent& event) {
   ps::MutexLock lock(&mu_);
   switch (event.kind) {
-    case MembershipEvent::kListens:
-      return SayListens(PlaceOf(event.node));
+    case MembershipEvent::kListens:  // again, each time that it asks for a place
+      if (!std::exchange(said_listens_, true)) SayListens(PlaceOf(event.node));
+      return;
     case MembershipEvent::kWelcomed:
       BPS_LOG(INFO) << "admitted: the scheduler at " << scheduler_
                     << " has taken this server; waiting for the others";
@@ -91,6 +93,7 @@ void JobLog::OnEvent(const MembershipEvent& event) {
       return;
   }
   // Others may come now.
+  said_listens_ = false;
   joined_named_ = joined_counted_ = left_named_ = left_counted_ = 0;
   next_ = Clock::now() + kPause;
   pause_ = kPause;

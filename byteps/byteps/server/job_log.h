@@ -54,6 +54,7 @@ class JobLog {
   int left_named_ PS_GUARDED_BY(mu_) = 0;
   int left_counted_ PS_GUARDED_BY(mu_) = 0;
   std::string left_last_ PS_GUARDED_BY(mu_);
+  bool said_listens_ PS_GUARDED_BY(mu_) = false;
   Clock::time_point next_ PS_GUARDED_BY(mu_);
   Clock::duration pause_ PS_GUARDED_BY(mu_);
 };

@@ -1,5 +1,7 @@
 #include "byteps/server/request_form.h"
 
+#include <string>
+
 #include "byteps/server/updates.h"
 
 namespace byteps {
@@ -7,7 +9,7 @@ namespace core {
 
 std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index) {
   const uint64_t size = declaration.PartitionSize(index);
-  if (op == kPushPull) return declaration.rule ? std::nullopt : std::optional(size);
+  if (op == kPushPull || op == kGiveSum) return declaration.rule ? std::nullopt : std::optional(size);
   if (!declaration.rule) return std::nullopt;
   switch (op) {
     case kPushStep:
@@ -24,12 +26,28 @@ std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint6
   }
 }
 
+namespace {
+
+constexpr uint32_t kKnownFlags = PushHeader::kForgetLost | PushHeader::kKeepsSums;
+
+bool HasFormOfGift(const Message& message, const Declaration& declaration, uint64_t index) {
+  const uint64_t bytes = message.sent_bytes;
+  if (declaration.rule || (bytes != 0 && bytes != declaration.PartitionSize(index))) return false;
+  PushHeader header;
+  std::string members;
+  return PushHeader::Unpack(message.body, &header, &members) &&
+         members.size() <= (declaration.group.size() + 7) / 8;
+}
+
+}  // namespace
+
 bool HasForm(const Message& message, const Declaration& declaration, uint64_t index) {
+  if (message.op == kGiveSum) return HasFormOfGift(message, declaration, index);
   if (message.sent_bytes != ValueBytes(message.op, declaration, index)) return false;
   if (declaration.rule) return HasFormOfUpdate(message, declaration, index);
   PushHeader header;
   if (!PushHeader::Unpack(message.body, &header) || header.oldest > header.round) return false;
-  if ((header.flags & ~PushHeader::kForgetLost) != 0) return false;
+  if ((header.flags & ~kKnownFlags) != 0) return false;
   const uint64_t size = declaration.PartitionSize(index);
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }

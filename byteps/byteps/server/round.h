@@ -24,6 +24,7 @@ namespace core {
 struct DeclaredTensor {
   Declaration declaration;
   int declared_by = 0;
+  uint32_t first_round = 0;  // rounds before it were ended at a server that is lost
   std::string refusal;  // why its operations fail; empty as long as they do not
 };
 
@@ -34,6 +35,7 @@ struct Caller {
   int op;  // of the request
   uint32_t offset = 0;
   uint32_t bytes = 0;
+  bool keeps = false;  // it keeps the sum until all have it
   // When its push came, when a thread took it, and when it was added, in SteadyNs.
   int64_t received = 0;
   int64_t taken = 0;
@@ -54,6 +56,11 @@ struct Round {
   // By member index: it will not push this round, since its replica was removed before it did.
   // Empty: nobody is excused.
   std::vector<bool> excused;
+  // Of a server that was lost: a member has given the sum; and so many had their part of it, and
+  // cannot give the whole.
+  bool is_given = false;
+  size_t parts_had = 0;
+  uint32_t ended = UINT32_MAX;  // rounds before it have ended at all members that have pushed
   Accumulator accumulator;
   Clock::time_point started;
   Clock::time_point deadline;  // when it is looked at next
@@ -93,6 +100,7 @@ struct Partition {
   std::vector<uint16_t> lost;             // by rounding the last sum, of blocks with feedback
   // By member index: it has pushed a round of this since its replica came.  Empty: nobody has.
   std::vector<bool> came;
+  bool is_listed = false;  // among those of its thread
   uint32_t first_round = 0;
   std::deque<Round> rounds;
   // Why the last rounds before the first one failed, by number, for members that come later.

@@ -9,6 +9,7 @@
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/steady_time.h"
+#include "byteps/base/wire.h"
 #include "byteps/server/updates.h"
 
 namespace byteps {
@@ -56,6 +57,7 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   const Declaration& declaration = partition->declaration();
   Caller caller = CallerOf(*message, received);
   if (message->op == kPushNorm) caller.bytes = sizeof(GradientSums);
+  if (AnswerFromGiven(partition, *message, received)) return;
   Round* const round = Admit(partition, *message);
   if (round == nullptr) return;
   if (message->values.empty()) throw OutOfMemory(message->sent_bytes);  // they were dropped
@@ -68,8 +70,8 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   round->callers.push_back(caller);
   partition->came.resize(declaration.group.size());
   partition->came[member] = true;
-  if (!round->excused.empty()) {
-    round->has_all() ? CloseShort(partition, round) : BeginGrace(partition, round);
+  if (!round->excused.empty() || round->parts_had > 0) {
+    EndIfAll(partition, round);
     return DropDone(partition);
   }
   if (round->accumulator.added() < declaration.group.size()) {
@@ -116,6 +118,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   }
   GiveUpBefore(partition, rank, header.oldest);
   round->pushed[member] = true;
+  round->ended = std::min(round->ended, header.oldest);
   round->forgets_lost |= (header.flags & PushHeader::kForgetLost) != 0;
   FailWithoutThoseGone(partition, round);
   if (round->done) {
@@ -140,7 +143,7 @@ Round* Rounds::FindOrBegin(Partition* partition, const PushHeader& header) {
   // Unsigned, so that a round before the first open one is far ahead as well.
   const uint32_t ahead = header.round - partition->first_round;
   if (ahead >= MaxRoundsAhead(partition->declaration())) return nullptr;
-  if (partition->first_round == 0 && partition->rounds.empty()) partitions_.push_back(partition);
+  if (!std::exchange(partition->is_listed, true)) partitions_.push_back(partition);
   if (ahead > 0 && partition->rounds.size() <= ahead) PS_PROBE(kRoundsOpen);
   while (partition->rounds.size() <= ahead) {
     const auto number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
@@ -241,8 +244,15 @@ Round* Rounds::FindPushed(Partition* partition, const Message& message) {
 }
 
 void Rounds::Deliver(Partition* partition, Round* round) {
-  // Only in an answer that lacks some.
-  const SharedBytes missing = BytesOf(PackMembers(round->excused));
+  // Only in an answer that lacks some, or is kept.
+  std::string about = PackMembers(round->excused);
+  const SharedBytes missing = BytesOf(about);
+  SharedBytes kept;
+  if (std::any_of(round->callers.begin(), round->callers.end(), [](auto& c) { return c.keeps; })) {
+    WireWriter ended;
+    ended.Put<uint32_t>(round->is_given ? 0 : round->ended);
+    kept = BytesOf(ended.Take() + about);
+  }
   for (const Caller& caller : round->callers) {
     context_->counters.answered_partitions.Add();
     context_->counters.answered_bytes.Add(caller.bytes);
@@ -258,7 +268,7 @@ void Rounds::Deliver(Partition* partition, Round* round) {
         break;
       default:
         context_->Answer(caller, partition->key, "", &round->accumulator.sum(),
-                         missing.empty() ? nullptr : &missing);
+                         caller.keeps ? &kept : (missing.empty() ? nullptr : &missing));
         round->told[member] = true;
     }
   }

@@ -43,6 +43,10 @@ class Rounds {
   Round* FindPushed(Partition* partition, const Message& message);
   // Answers those who wait for a round's sum; gives it up once every member has it.
   void Deliver(Partition* partition, Round* round);
+  // A member has the sum of a round, or its part of it, from a server that is lost, and gives it.
+  void Give(Partition* partition, Message* message);
+  // All members have ended the rounds of this tensor before this one.
+  void Resume(const DeclaredTensor* tensor, uint32_t first_round);
   // Those at the front that nobody needs any more.
   void DropDone(Partition* partition);
 
@@ -74,10 +78,15 @@ class Rounds {
     return {round.deadline, partition.key, round.number};
   }
 
+  void TakeGiven(Partition* partition, Message* message);
+  // Answers a push whose round has a sum that another member has given.  False: it has none.
+  bool AnswerFromGiven(Partition* partition, const Message& message, int64_t received);
   // The round of a push, if it may be added; null: it was refused.
   Round* Admit(Partition* partition, const Message& message);
   // The round, made if it is new; null if it is out of reach.
   Round* FindOrBegin(Partition* partition, const PushHeader& header);
+  // The pushes that were to come have come: ends the round, if it can be.
+  void EndIfAll(Partition* partition, Round* round);
   Round Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const;
   void Add(Partition* partition, Round* round, size_t member, SharedBytes values);
   void Finish(Partition* partition, Round* round);

@@ -23,7 +23,7 @@ void Rounds::SetAbsent(const std::set<int>& ranks) {
       for (Round& round : partition->rounds) Excuse(partition, &round, rank);
     }
     for (Round& round : partition->rounds) {
-      if (!round.done && !round.excused.empty() && round.has_all()) CloseShort(partition, &round);
+      if (!round.done && !round.excused.empty() && round.has_all()) EndIfAll(partition, &round);
     }
     DropDone(partition);
   }
@@ -37,6 +37,16 @@ void Rounds::Excuse(Partition* partition, Round* round, int rank) {
     return;
   }
   PS_PROBE(kRoundLosesMember);
+}
+
+void Rounds::EndIfAll(Partition* partition, Round* round) {
+  if (!round->has_all()) return BeginGrace(partition, round);
+  if (round->parts_had == 0) return CloseShort(partition, round);
+  PS_PROBE(kSumNowhere);
+  Fail(partition, round,
+       "'" + partition->declaration().name + "', round " + std::to_string(round->number) +
+           ": a server was lost that had answered some members, and they asked for parts alone: "
+           "its sum is lost");
 }
 
 void Rounds::CloseShort(Partition* partition, Round* round) {

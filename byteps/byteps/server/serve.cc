@@ -380,6 +380,9 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
                        std::string(e.what()) + "; waiting for the next generation of the job");
       std::this_thread::sleep_for(kRejoinPause);
       continue;
+    } catch (const NotNeededError& e) {
+      BPS_LOG(INFO) << "done: " << e.what();
+      return 0;
     }
     if (caught_signal != 0) return SignalStatus();
     ps::MutexLock lock(&outcome.mu);

@@ -6,6 +6,7 @@
 #include "byteps/base/log.h"
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/text.h"
+#include "byteps/base/wire.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/request_form.h"
 
@@ -23,6 +24,8 @@ std::string NameOfOp(int op) {
       return "state that is loaded";
     case kReadState:
       return "state that is read";
+    case kGiveSum:
+      return "a sum that is given";
     default:
       return "a push";
   }
@@ -108,6 +111,8 @@ void Server::Dispatch(Message* message) {
   switch (message->op) {
     case kDeclare:
       return OnDeclare(*message);
+    case kResume:
+      return OnResume(*message);
     case kPushPull:
     case kPushStep:
     case kPushNorm:
@@ -115,6 +120,7 @@ void Server::Dispatch(Message* message) {
     case kStep:
     case kLoadState:
     case kReadState:
+    case kGiveSum:
       return OnRequest(message);
     default:
       context_.Refuse(*message, "the server does not know operation " +
@@ -170,6 +176,26 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
   return tensor->refusal;
 }
 
+void Server::OnResume(const Message& message) {
+  WireReader in(message.body);
+  constexpr size_t kEach = sizeof(uint64_t) + sizeof(uint32_t);
+  const uint32_t count = in.GetCount(kEach);
+  for (uint32_t i = 0; i < count; ++i) {
+    const auto key = in.Get<uint64_t>();
+    const auto round = in.Get<uint32_t>();
+    ps::WriterLock lock(&mu_);
+    const auto it = tensors_.find(key);
+    if (it == tensors_.end() || round <= it->second->first_round) continue;
+    it->second->first_round = round;
+    for (auto& thread : threads_) thread->Resume(it->second.get(), round);
+  }
+  if (!in.ok() || !in.at_end()) {
+    return context_.Refuse(message, "worker " + std::to_string(message.peer) +
+                                        " does not say in which rounds it goes on");
+  }
+  context_.Answer(Caller{message.peer, message.number, message.op}, message.key, "");
+}
+
 void Server::OnRequest(Message* message) {
   const uint64_t key = message->key;
   const uint64_t index = IndexOf(key);
@@ -223,6 +249,7 @@ Partition* Server::FindOrMake(const DeclaredTensor& tensor, uint64_t key) {
     made->key = key;
     made->index = IndexOf(key);
     made->thread = next_thread_++ % threads_.size();
+    made->first_round = tensor.first_round;
     if (tensor.declaration.rule) {
       made->state = std::make_unique<PartitionState>(&tensor.declaration, made->index);
     }

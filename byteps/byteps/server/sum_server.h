@@ -68,6 +68,8 @@ class Server {
   void OnDeclare(const Message& message);
   // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
   std::string Declare(int rank, const Declaration& declaration);
+  // A worker comes from a server that is lost, and says in which rounds it goes on.
+  void OnResume(const Message& message);
   // All others.
   void OnRequest(Message* message);
   // Why it cannot be served; empty if it can.

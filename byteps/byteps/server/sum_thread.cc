@@ -80,6 +80,14 @@ void SumThread::FailAll(const DeclaredTensor* tensor, const std::string& reason)
   Queue(std::move(task));
 }
 
+void SumThread::Resume(const DeclaredTensor* tensor, uint32_t first_round) {
+  Task task;
+  task.kind = Task::kResume;
+  task.tensor = tensor;
+  task.round = first_round;
+  Queue(std::move(task));
+}
+
 void SumThread::Queue(Task task) {
   ++waiting_;
   if (task.received == 0) task.received = SteadyNs();
@@ -165,6 +173,8 @@ void SumThread::Handle(Task* task) {
       return rounds_.SetAbsent(task->ranks);
     case Task::kFailAll:
       return rounds_.FailAll(task->tensor, task->reason);
+    case Task::kResume:
+      return rounds_.Resume(task->tensor, task->round);
     case Task::kLook:
       return;
   }
@@ -174,6 +184,8 @@ void SumThread::Handle(Task* task) {
     case kLoadState:
     case kReadState:
       return MoveState(context_, &rounds_, task->partition, task->message, task->received);
+    case kGiveSum:
+      return rounds_.Give(task->partition, &task->message);
     default:
       return rounds_.Push(task->partition, &task->message, task->received);
   }

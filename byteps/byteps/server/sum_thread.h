@@ -38,6 +38,8 @@ class SumThread {
   void OnWorkerGone(int rank, const std::string& reason);
   // See Rounds::SetAbsent.
   void SetAbsent(const std::set<int>& ranks);
+  // See Rounds::Resume.
+  void Resume(const DeclaredTensor* tensor, uint32_t first_round);
   // Rounds of this tensor that are open fail.
   void FailAll(const DeclaredTensor* tensor, const std::string& reason);
 
@@ -47,13 +49,14 @@ class SumThread {
   using Clock = Rounds::Clock;
 
   struct Task {
-    enum Kind { kRequest, kGone, kAbsent, kFailAll, kLook } kind = kRequest;
+    enum Kind { kRequest, kGone, kAbsent, kFailAll, kResume, kLook } kind = kRequest;
     Partition* partition = nullptr;
     Message message;                         // kRequest
     int64_t received = 0;                    // when, in SteadyNs
     int rank = 0;                            // kGone
     std::set<int> ranks;                     // kAbsent
-    const DeclaredTensor* tensor = nullptr;  // kFailAll
+    const DeclaredTensor* tensor = nullptr;  // kFailAll, kResume
+    uint32_t round = 0;                      // kResume
     std::string reason;
   };
 

@@ -39,8 +39,9 @@ std::string Plan::Describe() const {
 
 namespace {
 
-std::vector<Config> MakeSettings(const char* quorum) {
+std::vector<Config> MakeSettings(const char* quorum, double replace_s) {
   std::vector<Config> made;
+  setenv("BYTEPS_REPLACE_SERVERS_S", std::to_string(replace_s).c_str(), 1);
   setenv("BYTEPS_QUORUM", quorum, 1);
   setenv("BYTEPS_GRACE_S", quorum[0] == '0' ? "0" : std::to_string(kGraceS).c_str(), 1);
   for (const char* deterministic : {"0", "1"}) {
@@ -67,13 +68,15 @@ std::vector<Config> MakeSettings(const char* quorum) {
 }  // namespace
 
 const std::vector<Config>& Settings() {
-  static const std::vector<Config> all = MakeSettings("0");
+  static const std::vector<Config> all = MakeSettings("0", 0);
   return all;
 }
 
-const std::vector<Config>& PatientSettings() {
-  static const std::vector<Config> all = MakeSettings("1");
-  return all;
+const std::vector<Config>& ReplicaSettings(bool patient, bool replaces) {
+  static const std::vector<Config> all[] = {MakeSettings("0", 0), MakeSettings("1", 0),
+                                            MakeSettings("0", kReplaceS),
+                                            MakeSettings("1", kReplaceS)};
+  return all[(replaces ? 2 : 0) + (patient ? 1 : 0)];
 }
 
 namespace {

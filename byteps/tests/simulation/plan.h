@@ -16,6 +16,8 @@ constexpr double kStartTimeoutS = 5;
 constexpr double kOpTimeoutS = 4;
 // Longer than links and threads are held up, so that it is for replicas that stand still.
 constexpr double kGraceS = 3;
+// How long a job waits for another server: longer than it takes to start one.
+constexpr double kReplaceS = 10;
 // Longer than the launcher takes to start workers again.
 constexpr double kKeepTimeoutS = 20;
 constexpr int kPartitionBytes = 8192;
@@ -62,8 +64,8 @@ struct Plan {
 // To be called once before anything is played: the environment is slow, and what lives as long as
 // the process must be the same for each seed.
 const std::vector<core::Config>& Settings();
-// The same for replicas of which one may be late (BYTEPS_QUORUM).
-const std::vector<core::Config>& PatientSettings();
+// The same for replicas: one may be late (BYTEPS_QUORUM); a server that is lost may be replaced.
+const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces);
 
 // Within Run.
 Plan MakePlan();

@@ -36,6 +36,7 @@ class ReplicaJob::KeptNode : public core::ChannelUser {
       if (server_ != nullptr) return server_->SetAbsent(event.replicas.AbsentRanks());
       job_->removed_ += event.replicas.news.find("was removed") != std::string::npos ? 1 : 0;
     }
+    if (event.kind == Event::kServerReplaced) ++job_->replaced_;
     if (event.kind == Event::kNodeLeft && server_ != nullptr) {
       server_->OnWorkerGone(event.rank, event.reason);
     }
@@ -76,6 +77,7 @@ void ReplicaJob::MakePlan() {
   plan_.settings = Random(Settings().size());
   plan_.disturbed = Random(2) == 0;
   plan_.patient = Random(2) == 0;
+  plan_.replaces = Random(2) == 0;
   most_lives_ = 1 + static_cast<int>(Random(4));
   const uint64_t tensors = 1 + Random(3);
   for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
@@ -99,6 +101,11 @@ void ReplicaJob::MakePlan() {
     if (fault.kind == Fault::kDelay) fault.seconds = std::min(fault.seconds, kMostDelayS);
     // More than half of the replicas are not removed without a quorum.
     if (fault.kind == Fault::kStick && !plan_.patient) fault.node = plan_.disturbed ? most : 0;
+    if (plan_.replaces && Random(2) == 0) {
+      static constexpr Fault::Kind kOfServers[] = {Fault::kKill, Fault::kKill, Fault::kPause};
+      fault.kind = kOfServers[Random(std::size(kOfServers))];
+      fault.node = -1 - static_cast<int>(Random(plan_.servers));
+    }
     faults_.push_back(fault);
   }
 }
@@ -113,26 +120,31 @@ NodeSettings ReplicaJob::SettingsOf(ps::Node::Role role, int number, int rank) c
   settings.replicas = plan_.replicas;
   settings.peer_timeout_s = kSilentS;
   settings.start_timeout_s = kStartTimeoutS;
+  settings.replace_servers_s = plan_.replaces ? kReplaceS : 0;
   return settings;
 }
 
 const core::Config& ReplicaJob::settings() const {
-  return (plan_.patient ? PatientSettings() : Settings())[plan_.settings];
+  return ReplicaSettings(plan_.patient, plan_.replaces)[plan_.settings];
 }
 
-void ReplicaJob::Serve(ps::Node::Role role, int number) {
-  SimulatedChannel channel(&network_, SettingsOf(role, number, 0));
+void ReplicaJob::Serve(int number) {
+  Kept& kept = kept_[number];
+  SimulatedChannel channel(&network_, SettingsOf(kept.role, number, 0));
   std::unique_ptr<core::Server> server;
-  if (role == ps::Node::SERVER) {
+  if (kept.role == ps::Node::SERVER) {
     server = std::make_unique<core::Server>(settings(), &channel);
   }
   KeptNode node(this, server.get());
   try {
     channel.Start(&node);
-    kept_[number] = node.AwaitEnd();
+    kept.served = true;
+    if (server) serving_.insert(number);
+    kept.error = node.AwaitEnd();
   } catch (const std::exception& e) {
-    kept_[number] = e.what();
+    kept.error = e.what();
   }
+  serving_.erase(number);
   channel.Stop();
 }
 
@@ -185,10 +197,9 @@ void ReplicaJob::Run() {
   std::thread chaos([this] { BreakThings(); });
   pthread_setname_np(chaos.native_handle(), "faults");
   std::vector<std::thread> kept, replicas;
-  kept_.resize(1 + plan_.servers);
   for (int number = 0; number <= plan_.servers; ++number) {
-    const auto role = number == 0 ? ps::Node::SCHEDULER : ps::Node::SERVER;
-    kept.emplace_back([=, this] { Serve(role, number); });
+    kept_[number].role = number == 0 ? ps::Node::SCHEDULER : ps::Node::SERVER;
+    kept.emplace_back([=, this] { Serve(number); });
     pthread_setname_np(kept.back().native_handle(), number == 0 ? "scheduler" : "server");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -205,6 +216,7 @@ void ReplicaJob::Run() {
   }
   cond_.notify_all();
   chaos.join();
+  for (auto& spare : spares_) spare.join();
 }
 
 // ------------------------------------------------------------------ faults
@@ -254,7 +266,25 @@ void ReplicaJob::BreakThings() {
   }
 }
 
+void ReplicaJob::BreakServer(const Fault& fault) {
+  if (serving_.empty()) return;
+  const int index = (-1 - fault.node) % static_cast<int>(serving_.size());
+  const int node = *std::next(serving_.begin(), index);
+  kept_[node].is_broken = true;
+  serving_.erase(node);
+  // Somebody sees it, and starts another one; which waits for a place, if that one lives on.
+  const int number = next_node_++;
+  kept_[number].is_spare = true;
+  spares_.emplace_back([=, this] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(Random(300)));
+    Serve(number);
+  });
+  pthread_setname_np(spares_.back().native_handle(), "server");
+  fault.kind == Fault::kKill ? network_.Kill(node) : network_.Pause(node, fault.seconds);
+}
+
 void ReplicaJob::Break(const Fault& fault) {
+  if (fault.node < 0) return BreakServer(fault);
   const auto found = now_.find(fault.node / plan_.ranks);
   if (found == now_.end()) return;
   Life* const life = found->second;
@@ -290,8 +320,11 @@ std::string ReplicaJob::Verdict() const {
            " failed, though nothing happened to it: " + errors[0] + " / " + errors.back();
   }
   if (!any_well) return "no replica ended well";
-  for (const std::string& error : kept_) {
-    if (!error.empty()) return "the scheduler or a server failed: " + error;
+  for (const auto& [number, kept] : kept_) {
+    const bool may_fail = kept.is_broken || (kept.is_spare && !kept.served);
+    if (!kept.error.empty() && !may_fail) {
+      return "the scheduler or a server failed: " + kept.error;
+    }
   }
   return "";
 }
@@ -301,14 +334,18 @@ std::string ReplicaJob::Describe() const {
                      std::to_string(plan_.ranks) + ", " + std::to_string(plan_.servers) +
                      " servers, " + std::to_string(plan_.steps) + " steps, settings " +
                      std::to_string(plan_.settings) + (plan_.disturbed ? ", disturbed" : "") +
-                     (plan_.patient ? ", with a quorum" : "");
+                     (plan_.patient ? ", with a quorum" : "") +
+                     (plan_.replaces ? ", servers are replaced" : "");
   for (const Fault& fault : faults_) text += "\n  still to come: " + fault.Describe();
   for (const auto& life : lives_) {
     text += "\n  replica " + std::to_string(life->replica) + ", life " +
             std::to_string(life->number) + (life->is_broken ? ", broken" : "") + ":";
     for (const auto& error : life->errors) text += " [" + (error.empty() ? "well" : error) + "]";
   }
-  for (const auto& error : kept_) text += "\n  kept: " + (error.empty() ? "well" : error);
+  for (const auto& [number, kept] : kept_) {
+    text += "\n  kept " + std::to_string(number) + (kept.is_broken ? ", broken" : "") +
+            (kept.is_spare ? ", spare: " : ": ") + (kept.error.empty() ? "well" : kept.error);
+  }
   return text;
 }
 

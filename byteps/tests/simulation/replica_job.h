@@ -1,4 +1,5 @@
-// One job of several replicas that is played: some die or stand still, and come back.
+// One job of several replicas that is played: some die or stand still, and come back; in half of the
+// jobs so do servers, and others take their places.
 #ifndef BYTEPS_TESTS_SIMULATION_REPLICA_JOB_H_
 #define BYTEPS_TESTS_SIMULATION_REPLICA_JOB_H_
 
@@ -34,6 +35,7 @@ class ReplicaJob {
   int joins() const { return witness_.joins; }
   int short_sums() const { return witness_.short_sums; }
   int removed() const { return removed_; }
+  int replaced() const { return replaced_; }
 
  private:
   struct Life {
@@ -50,24 +52,36 @@ class ReplicaJob {
   void MakePlan();
   NodeSettings SettingsOf(ps::Node::Role role, int number, int rank) const;
   const core::Config& settings() const;
-  void Serve(ps::Node::Role role, int number);
+  // A scheduler, a server, or one that waits for a place.
+  struct Kept {
+    ps::Node::Role role = ps::Node::SERVER;
+    bool is_spare = false;
+    bool is_broken = false;
+    bool served = false;
+    std::string error;  // that it ended with
+  };
+  void Serve(int number);
   // Runs the lives of a replica, one after the other.
   void RunReplica(int replica);
   void RunMember(Life* life, int place, Inside* inside);
   void OnProbe(int probe, int reached);
   void BreakThings();
   void Break(const Fault& fault);
+  void BreakServer(const Fault& fault);
 
   ReplicaPlan plan_;
-  std::vector<Fault> faults_;  // their node is a worker's rank
+  std::vector<Fault> faults_;  // their node is a worker's rank, or below 0: a server
   int most_lives_ = 1;
   Network network_;
   Witness witness_;
   std::vector<std::unique_ptr<Life>> lives_;
   std::map<int, Life*> now_;       // by replica
-  std::vector<std::string> kept_;  // what scheduler and servers end with
+  std::map<int, Kept> kept_;       // by number
+  std::set<int> serving_;          // numbers of servers that have a place, or had it when they died
+  std::vector<std::thread> spares_;
   int next_node_ = 0;
   int removed_ = 0;
+  int replaced_ = 0;
   bool over_ = false;
   std::vector<Fault> due_;
   std::mutex mu_;

@@ -113,6 +113,11 @@ void ReplicaMember::Run() {
   for (; step < plan_.steps; ++step) {
     Step(step);
     Control(step);
+    // Who died with a server before that may have had sums that nobody else has.
+    for (const auto& [sum, lacks] : seen_) {
+      witness_->SawSum(step, sum.first, place_, sum.second, lacks);
+    }
+    seen_.clear();
   }
   witness_->Ended(place_, state_);
 }
@@ -183,7 +188,7 @@ void ReplicaMember::CheckSum(const std::vector<float>& values, int step, int ten
       if (!holds) continue;
       found = true;
       *lacks |= without;
-      witness_->SawSum(step, tensor, place_, begin / per_partition, without);
+      seen_[{tensor, begin / per_partition}] = without;
     }
     if (!found) {
       witness_->Wrong("a sum of step " + std::to_string(step) + " at worker " +

@@ -27,6 +27,7 @@ struct ReplicaPlan {
   size_t settings = 0;         // index into Settings()
   bool disturbed = false;
   bool patient = false;  // those that are late are removed after kGraceS
+  bool replaces = false;  // a server that is lost may be replaced
 
   int workers() const { return replicas * ranks; }
 };
@@ -121,6 +122,7 @@ class ReplicaMember {
   uint64_t state_ = 1;                     // a digest of all sums so far
   std::deque<std::vector<float>> memory_;  // that transports may read until the worker stops
   std::deque<Values> small_;
+  std::map<std::pair<int, size_t>, uint32_t> seen_;  // by tensor and partition: what its sum lacks
 };
 
 }  // namespace simulation

@@ -140,6 +140,7 @@ void SimulatedChannel::StartOnce() {
   membership.keep_timeout_s = settings_.keep_timeout_s;
   membership.rejoin = settings_.rejoin;
   membership.replicas = settings_.replicas;
+  membership.replace_servers_s = settings_.replace_servers_s;
   membership_ =
       ps::Membership::Make(links_.get(), membership,
                            [this](const ps::MembershipEvent& event) { user_->OnEvent(event); });
@@ -204,21 +205,21 @@ void SimulatedChannel::Abandon(const void* begin, size_t bytes) {
 bool SimulatedChannel::is_late() const { return membership_->AsNode()->is_late(); }
 
 void SimulatedChannel::SayReady() {
-  membership_->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kReady});
+  membership_->AsNode()->SayOfReplica({ps::membership::MemberWord::kReady});
 }
 
 void SimulatedChannel::SayAwaited(int rank, const std::string& name, uint32_t round) {
   membership_->AsNode()->SayOfReplica(
-      {ps::membership::ReplicaWord::kAwaited, rank, static_cast<int>(round), name});
+      {ps::membership::MemberWord::kAwaited, rank, static_cast<int>(round), name});
 }
 
 void SimulatedChannel::SayLate(int rank, const std::string& why) {
   ps::NodeMembership* const node = membership_->AsNode();
-  node->SayOfReplica({ps::membership::ReplicaWord::kLate, rank, node->epoch(), why});
+  node->SayOfReplica({ps::membership::MemberWord::kLate, rank, node->epoch(), why});
 }
 
 void SimulatedChannel::AskToAdmit(int replica, int life) {
-  membership_->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kAdmit, replica, life});
+  membership_->AsNode()->SayOfReplica({ps::membership::MemberWord::kAdmit, replica, life});
 }
 
 int SimulatedChannel::rank() const { return ps::Postoffice::IDtoRank(links_->self().id); }

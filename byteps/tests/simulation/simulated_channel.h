@@ -41,6 +41,7 @@ struct NodeSettings {
   double keep_timeout_s = 0;
   bool rejoin = false;
   int replicas = 1;
+  double replace_servers_s = 0;
 };
 
 class SimulatedChannel : public core::Channel {

@@ -6,8 +6,8 @@ namespace ps {
 namespace membership {
 namespace {
 
-Refusal Check(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
-              const Node& node) {
+Refusal Check(const Roster& roster, const ReplicaTable& replicas,
+              const MembershipSettings& settings, const Claim& claim, const Node& node) {
   if (claim.protocol != kProtocol) {
     return {"it speaks membership protocol " + std::to_string(claim.protocol) + ", the scheduler " +
             std::to_string(kProtocol) + ": install the same byteps on every node"};
@@ -15,7 +15,7 @@ Refusal Check(const Roster& roster, const ReplicaTable& replicas, bool keep, con
   if (node.role == Node::SCHEDULER) return {"it says that it is a scheduler"};
   // What is said of numbers and places may be true of the last incarnation only, which has not
   // ended for the scheduler yet: its nodes are given some time to connect again.
-  bool later = keep;
+  bool later = settings.keep;
   const bool worker = node.role == Node::WORKER;
   const JobSize& expected = roster.expected();
   const int workers = expected.workers < 0 && worker ? claim.workers : expected.workers;
@@ -36,6 +36,8 @@ Refusal Check(const Roster& roster, const ReplicaTable& replicas, bool keep, con
   }
   if (!worker) {
     if (servers < 0 || roster.Count(Node::SERVER) < servers) return {};
+    // One that is lost later may be replaced by this one.
+    later = later || settings.replace_servers_s > 0;
     return {"the job has its " + Plural(servers, "server") + " already", later};
   }
   if (node.aux_id < 0 || node.aux_id >= workers) {
@@ -60,22 +62,22 @@ Refusal Check(const Roster& roster, const ReplicaTable& replicas, bool keep, con
 
 }  // namespace
 
-Refusal Assign(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
-               Node* node) {
+Refusal Assign(const Roster& roster, const ReplicaTable& replicas,
+               const MembershipSettings& settings, const Claim& claim, Node* node) {
   if (roster.IsBeingSuspended()) return {"the job before it is being suspended", true};
   const bool worker = node->role == Node::WORKER;
   if (worker && node->aux_id < 0) node->aux_id = roster.FirstFreeRank(Node::WORKER);
-  Refusal refusal = Check(roster, replicas, keep, claim, *node);
+  Refusal refusal = Check(roster, replicas, settings, claim, *node);
   if (refusal) return refusal;
   node->id = IdOf(node->role, worker ? node->aux_id : roster.FirstFreeRank(Node::SERVER));
   return {};
 }
 
-Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
-                  Node node) {
+Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,
+                  const MembershipSettings& settings, const Claim& claim, Node node) {
   const bool any_rank = node.role == Node::SERVER || node.aux_id < 0;
   const int first = node.aux_id;
-  Refusal refusal = Assign(roster, replicas, keep, claim, &node);
+  Refusal refusal = Assign(roster, replicas, settings, claim, &node);
   if (refusal || claim.probe == 1) return refusal;
   if (any_rank) {
     const bool server = node.role == Node::SERVER;
@@ -88,7 +90,7 @@ Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas, bool keep,
   // Those that follow the first; none is looked at beyond one that would be refused.
   for (int i = 1; i < claim.probe && !refusal; ++i) {
     node.aux_id = first + i;
-    refusal = Assign(roster, replicas, keep, claim, &node);
+    refusal = Assign(roster, replicas, settings, claim, &node);
   }
   return refusal;
 }

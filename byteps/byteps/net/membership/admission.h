@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/protocol.h"
 #include "byteps/net/membership/replica_table.h"
 #include "byteps/net/membership/roster.h"
@@ -19,14 +20,14 @@ struct Refusal {
   explicit operator bool() const { return !reason.empty(); }
 };
 
-// Gives `node` its rank and its id, or refuses it.  The roster stays as it is.  `keep`: the
-// scheduler outlives failures (MembershipSettings::keep).
-Refusal Assign(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
-               Node* node);
+// Gives `node` its rank and its id, or refuses it.  The roster stays as it is.  `settings`: of the
+// scheduler.
+Refusal Assign(const Roster& roster, const ReplicaTable& replicas,
+               const MembershipSettings& settings, const Claim& claim, Node* node);
 
 // Whether `claim.probe` nodes like `node` would be admitted, one after the other.
-Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
-                  Node node);
+Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,
+                  const MembershipSettings& settings, const Claim& claim, Node node);
 
 }  // namespace membership
 }  // namespace ps

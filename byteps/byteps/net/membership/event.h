@@ -63,6 +63,10 @@ struct MembershipEvent {
     kComplete,  // scheduler: nobody is missing
     kReplicas,  // `replicas` has changed
     kAwaited,   // a worker: others wait for its push of `round` of the tensor `report`
+    // A worker: the server of `rank` is lost, `reason` says how, and the job waits for another one;
+    // it is there.  On the scheduler, too.
+    kServerLost,
+    kServerReplaced,
   };
   Kind kind;
   int rank = -1;

@@ -35,6 +35,7 @@ MembershipSettings MembershipSettings::FromEnvironment() {
   settings.probe = GetEnv("BYTEPS_PROBE", 0);
   settings.keep = GetEnv("BYTEPS_KEEP", 0) != 0;
   settings.keep_timeout_s = Number("BYTEPS_KEEP_TIMEOUT_S", settings.keep_timeout_s);
+  settings.replace_servers_s = Number("BYTEPS_REPLACE_SERVERS_S", settings.replace_servers_s);
   return settings;
 }
 

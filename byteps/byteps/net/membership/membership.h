@@ -24,6 +24,8 @@
 //    | <-- MEMBERS (replicas) ------------- |  a replica was removed, or comes back; to all
 //    | -- MEMBERS (epoch) ----------------> |  a server has made all changes up to that
 //    | -- MEMBERS (ready | admit) --------> |  a replica can join; the others are between two steps
+//    | <-- MEMBERS (server-lost) ---------- |  to workers: its requests wait
+//    | <-- MEMBERS (server-replaced) ------ |  to workers: this node has its place
 //
 // Each command is taken from those alone who may send it (net/membership/commands.cc).
 //
@@ -95,6 +97,9 @@ struct MembershipSettings {
   bool keep = false;
   // Such a scheduler gives up when no worker comes for so long after a failure; 0: never.
   double keep_timeout_s = 1800;
+  // How long a job goes on without a server that is lost, until another one has its place; 0: its
+  // loss ends the job.
+  double replace_servers_s = 0;
   int link_mbps = 0;  // of a worker's network card; 0: what the card says
   int replicas = 1;   // of a worker: jobs that train its model
   // More than 0: Join asks whether so many nodes like this one would be admitted, and joins
@@ -103,7 +108,7 @@ struct MembershipSettings {
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
   // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP,
-  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLICAS and BYTEPS_PROBE.
+  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_REPLICAS and BYTEPS_PROBE.
   static MembershipSettings FromEnvironment();
 };
 

@@ -92,9 +92,15 @@ void NodeMembership::Leave(const Farewell& farewell) {
   PS_PROBE(kSaysGoodbye);
   Send(links_, Control::LEAVE, kScheduler, membership::PackFarewell(farewell));
   lock.Lock();
-  cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds), [this]() PS_REQUIRES(mu_) {
+  const auto is_over = [this]() PS_REQUIRES(mu_) {
     return left_acknowledged_ || state_ != State::kActive;
-  });
+  };
+  // Others may need sums that this worker has, should a server be lost: the scheduler says how long.
+  if (settings_.replace_servers_s > 0) {
+    cond_.Wait(&mu_, is_over);
+  } else {
+    cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds), is_over);
+  }
   if (state_ == State::kActive) state_ = State::kEnded;
 }
 
@@ -273,9 +279,9 @@ void NodeMembership::OnNodeLeft(const Node& node) {
 
 void NodeMembership::OnReplicas(const Message& msg) {
   MembershipEvent event;
-  membership::ReplicaWord word;
+  membership::MemberWord word;
   if (membership::ParseWord(msg.meta.body, &word)) {
-    if (word.kind != membership::ReplicaWord::kAwaited) return;
+    if (word.kind != membership::MemberWord::kAwaited) return OnServerWord(word, msg);
     event.kind = MembershipEvent::kAwaited;
     event.rank = word.number;
     event.round = word.epoch;
@@ -307,7 +313,37 @@ void NodeMembership::OnReplicas(const Message& msg) {
   for (const Node& node : msg.meta.control.node) links_->Disconnect(node.id);
   announcer_.Tell(event);
   if (!server) return;
-  SayOfReplica({membership::ReplicaWord::kAcknowledged, 0, event.replicas.epoch});
+  SayOfReplica({membership::MemberWord::kAcknowledged, 0, event.replicas.epoch});
+}
+
+void NodeMembership::OnServerWord(const membership::MemberWord& word, const Message& msg) {
+  MembershipEvent event;
+  event.rank = word.number;
+  event.reason = word.text;
+  const int id = IdOf(Node::SERVER, word.number);
+  const auto& nodes = msg.meta.control.node;
+  const bool replaced = word.kind == membership::MemberWord::kServerReplaced;
+  if (!replaced && word.kind != membership::MemberWord::kServerLost) return;
+  if (links_->self().role != Node::WORKER) return;
+  if (replaced && (nodes.size() != 1 || nodes[0].role != Node::SERVER || nodes[0].id != id)) return;
+  event.kind = replaced ? MembershipEvent::kServerReplaced : MembershipEvent::kServerLost;
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kActive) return;
+    if (broken_link_ && broken_link_->peer == id) broken_link_.reset();
+    if (replaced) {
+      roster_.Erase(id);
+      event.node = InfoOf(roster_.Put(nodes[0])->node);
+    } else if (Member* const member = roster_.Find(id)) {
+      member->left = member->removed = true;  // what breaks of its links is no news
+    }
+  }
+  if (replaced) {
+    links_->Connect(nodes[0]);
+  } else {
+    links_->Disconnect(id);
+  }
+  announcer_.Tell(event);
 }
 
 int NodeMembership::epoch() {
@@ -315,7 +351,7 @@ int NodeMembership::epoch() {
   return std::max(epoch_, 0);
 }
 
-void NodeMembership::SayOfReplica(const membership::ReplicaWord& word) {
+void NodeMembership::SayOfReplica(const membership::MemberWord& word) {
   Send(links_, Control::MEMBERS, kScheduler, membership::PackWord(word));
 }
 

@@ -43,7 +43,7 @@ class NodeMembership : public Membership {
   void Leave(const Farewell& farewell);
 
   // Tells the scheduler something of a replica (docs/design/replicas.md).
-  void SayOfReplica(const membership::ReplicaWord& word);
+  void SayOfReplica(const membership::MemberWord& word);
 
   // Of the last change of the replicas that it has heard of; 0: of none.
   int epoch();
@@ -105,6 +105,8 @@ class NodeMembership : public Membership {
   void OnAdmission(const Message& msg);
   void OnNodeLeft(const Node& node);
   void OnReplicas(const Message& msg);
+  // A server is lost, or another one has its place.
+  void OnServerWord(const membership::MemberWord& word, const Message& msg);
   void OnEnd(bool suspended);
 
   // `unwelcome`: what it means where the scheduler has not taken this node.

@@ -30,8 +30,9 @@ int NumberIn(const std::string& text) {
   return number;
 }
 
-// By ReplicaWord::Kind.
-constexpr const char* kWords[] = {"acknowledged", "ready", "admit", "awaited", "late"};
+// By MemberWord::Kind.
+constexpr const char* kWords[] = {"acknowledged", "ready", "admit",         "awaited",
+                                  "late",         "server-lost", "server-replaced"};
 
 }  // namespace
 
@@ -105,22 +106,22 @@ bool ParseReplicas(const std::string& text, ReplicaView* view) {
   return true;
 }
 
-std::string PackWord(const ReplicaWord& word) {
+std::string PackWord(const MemberWord& word) {
   return std::string(kWords[word.kind]) + " number=" + std::to_string(word.number) +
          " epoch=" + std::to_string(word.epoch) + " " + word.text;
 }
 
-bool ParseWord(const std::string& text, ReplicaWord* word) {
-  char name[16];
+bool ParseWord(const std::string& text, MemberWord* word) {
+  char name[20];
   int end = 0;
-  if (sscanf(text.c_str(), "%15s number=%9d epoch=%9d%n", name, &word->number, &word->epoch,
+  if (sscanf(text.c_str(), "%19s number=%9d epoch=%9d%n", name, &word->number, &word->epoch,
              &end) != 3 ||
       word->number < 0 || word->epoch < 0 || text[end] != ' ') {
     return false;
   }
   const auto* const found = std::find(std::begin(kWords), std::end(kWords), std::string(name));
   if (found == std::end(kWords)) return false;
-  word->kind = static_cast<ReplicaWord::Kind>(found - std::begin(kWords));
+  word->kind = static_cast<MemberWord::Kind>(found - std::begin(kWords));
   word->text = text.substr(end + 1);
   return true;
 }

@@ -12,7 +12,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 10;
+constexpr int kProtocol = 11;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.
@@ -44,17 +44,28 @@ bool ParseReplicas(const std::string& text, ReplicaView* view);
 // MEMBERS, to the scheduler.  Of a server: it has made all changes up to an epoch; others wait for
 // a worker, which is passed on to that worker; its replica is late, and is to be removed.  Of a
 // worker that came late: it can take part.  Of a worker that takes part: it and all others are
-// between two steps, and a replica that waits may join.
-struct ReplicaWord {
-  enum Kind { kAcknowledged, kReady, kAdmit, kAwaited, kLate } kind = kReady;
-  int number = 0;  // kAdmit: the replica; kAwaited, kLate: the worker's rank
+// between two steps, and a replica that waits may join.  To workers: a server is lost, and another
+// one is waited for; the node that comes with the message has taken its place.
+struct MemberWord {
+  enum Kind {
+    kAcknowledged,
+    kReady,
+    kAdmit,
+    kAwaited,
+    kLate,
+    kServerLost,
+    kServerReplaced
+  } kind = kReady;
+  int number = 0;  // kAdmit: the replica; kAwaited, kLate: the worker's rank; of others: the server's
   // kAcknowledged: up to which; kAdmit: the replica's life; kAwaited: the round; kLate: the epoch
   // that the server knows.
   int epoch = 0;
   std::string text;  // kAwaited: the tensor's name; kLate: why
 };
-std::string PackWord(const ReplicaWord& word);
-bool ParseWord(const std::string& text, ReplicaWord* word);
+std::string PackWord(const MemberWord& word);
+bool ParseWord(const std::string& text, MemberWord* word);
+// A kServerLost, of this node id.
+std::string LostWord(int server, const std::string& reason);
 
 // What a worker says in LEAVE.  A server that is told to end says how: "stopped by
 // SIGTERM".

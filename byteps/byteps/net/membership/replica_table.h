@@ -50,6 +50,8 @@ class ReplicaTable {
   bool Admit(int replica, int life);
   // Whether who knows the changes up to this epoch speaks of the life that a worker's replica has.
   bool Knows(int rank, int epoch) const { return replicas_[Of(rank)].epoch <= epoch; }
+  // Another server has the place of this one, and has made no change yet.
+  void Forget(int server) { acknowledged_.erase(server); }
   // A server has made all changes up to this epoch.  The replicas that are present now.
   std::vector<int> Acknowledge(int server, int epoch, const std::vector<int>& servers);
 

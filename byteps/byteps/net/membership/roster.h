@@ -15,8 +15,12 @@ struct Member {
   Node node;
   bool left = false;     // it has done its work, or was removed
   bool removed = false;  // with its replica
+  // It has left, and stays until all have: others may lack a sum that it has, should a server be
+  // lost.
+  bool lingers = false;
   // Known to the scheduler alone.
   bool left_to_suspend = false;
+  AwakeClock::time_point left_at;  // of one that lingers
   AwakeClock::time_point heard;
   int link_mbps = 0;
 };

@@ -31,7 +31,7 @@ void SchedulerMembership::Register(const Message& msg) {
     if (state_ == State::kStopped) return;
     incarnation = incarnation_;
     refusal = WhyClosed();
-    if (!refusal) refusal = Assign(roster_, replicas_, settings_.keep, claim, &node);
+    if (!refusal) refusal = Assign(roster_, replicas_, settings_, claim, &node);
   }
   if (refusal) return Refuse(node, refusal);
   // It has a link before it is a peer: whoever is told of a failure can be told.
@@ -50,6 +50,7 @@ void SchedulerMembership::Register(const Message& msg) {
   Send(links_, Control::WELCOME, node.id, std::to_string(incarnation), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   EmitProgress(MembershipEvent::kAdmitted, node);
+  if (gathered.replaces) return ReplaceServer(node);
   if (!gathered.all) return;
   AdmitAll(gathered.replica);
   if (gathered.replica >= 0) return TellReplicas("");
@@ -80,6 +81,10 @@ SchedulerMembership::Gathered SchedulerMembership::Admit(const Claim& claim, con
   Member* const member = roster_.Put(node);
   member->heard = last_arrival_ = Clock::now();
   member->link_mbps = claim.link_mbps;
+  if (vacancies_.erase(node.id) > 0) {
+    last_replaced_ = member->heard;
+    return {.replaces = true};
+  }
   if (late) {
     Gathered gathered{true, replicas_.Of(Postoffice::IDtoRank(node.id))};
     replicas_.Arrive(gathered.replica, member->heard);
@@ -96,6 +101,14 @@ SchedulerMembership::Gathered SchedulerMembership::Admit(const Claim& claim, con
   return {true, -1};
 }
 
+std::string SchedulerMembership::LinkOfAll(bool late) {
+  int link_mbps = INT_MAX;
+  for (const auto& [id, member] : roster_.members()) {
+    if (member.node.role == Node::WORKER) link_mbps = std::min(link_mbps, member.link_mbps);
+  }
+  return membership::PackLink(link_mbps, late);
+}
+
 void SchedulerMembership::AdmitAll(int replica) {
   // Only workers connect to others, and only to servers: nobody else needs addresses.  All may have
   // to connect to the scheduler again, over another NIC.
@@ -103,24 +116,23 @@ void SchedulerMembership::AdmitAll(int replica) {
   if (links_->self().nics.size() > 1) scheduler.push_back(links_->self());
   std::vector<Node> servers = scheduler;
   std::vector<Node> everyone;
-  int link_mbps = INT_MAX;
+  std::vector<std::string> lost;
+  std::string link;
   {
     MutexLock lock(&mu_);
     for (const auto& [id, member] : roster_.members()) {
       const int rank = Postoffice::IDtoRank(id);
       const bool worker = member.node.role == Node::WORKER;
       if (replica < 0 || (worker && replicas_.Of(rank) == replica)) everyone.push_back(member.node);
-      if (member.node.role == Node::SERVER) {
-        servers.push_back(member.node);
-      } else {
-        link_mbps = std::min(link_mbps, member.link_mbps);
-      }
+      if (!worker) servers.push_back(member.node);
     }
+    for (const auto& [id, vacancy] : vacancies_) lost.push_back(membership::LostWord(id, vacancy.reason));
+    link = LinkOfAll(replica >= 0);
   }
-  const std::string link = membership::PackLink(link_mbps, replica >= 0);
   for (const Node& node : everyone) {
     const bool worker = node.role == Node::WORKER;
     Send(links_, Control::ADD_NODE, node.id, link, worker ? servers : scheduler);
+    for (const std::string& word : lost) Send(links_, Control::MEMBERS, node.id, word);
   }
 }
 
@@ -152,7 +164,7 @@ void SchedulerMembership::AnswerProbe(const Node& node, const Claim& claim) {
   {
     MutexLock lock(&mu_);
     refusal = WhyClosed();
-    if (!refusal) refusal = AssignAll(roster_, replicas_, settings_.keep, claim, node);
+    if (!refusal) refusal = AssignAll(roster_, replicas_, settings_, claim, node);
     const auto of = [](int there, int expected, const char* noun) {
       return expected < 0 ? Plural(there, noun)
                           : std::to_string(there) + " of " + Plural(expected, noun);

@@ -112,7 +112,7 @@ void SchedulerMembership::Handle(const Message& msg) {
     case Control::JOB_FAILED:
       return OnFailure(msg);
     case Control::MEMBERS:
-      return OnReplicaWord(sender, msg.meta.body);
+      return OnMemberWord(sender, msg.meta.body);
     case Control::LEAVE:
       return OnFarewell(sender, msg.meta.body);
     default:
@@ -130,6 +130,7 @@ void SchedulerMembership::OnFarewell(int node_id, const std::string& text) {
 
 void SchedulerMembership::OnLeave(int node_id, bool suspend) {
   Node who;
+  std::vector<Node> may_go;
   bool all_left = true;
   {
     MutexLock lock(&mu_);
@@ -141,19 +142,30 @@ void SchedulerMembership::OnLeave(int node_id, bool suspend) {
       return OnGone(node_id, "left before its replica had joined");
     }
     member->left = true;
+    member->lingers = settings_.replace_servers_s > 0;
+    member->left_at = Clock::now();
     member->left_to_suspend = suspend;
     who = member->node;
-    if (departed_.empty()) departed_due_ = Clock::now() + ToDuration(kDepartureSeconds);
-    departed_.push_back(who);
+    if (!member->lingers) Depart(who);
     all_left = IsOver();
+    for (auto& [id, other] : roster_.members()) {
+      if (id != node_id && !(all_left && other.lingers)) continue;
+      if (id == node_id && other.lingers && !all_left) continue;
+      may_go.push_back(other.node);
+    }
   }
-  Send(links_, Control::NODE_LEFT, node_id, "", {who});
+  for (const Node& node : may_go) Send(links_, Control::NODE_LEFT, node.id, "", {node});
   EmitProgress(MembershipEvent::kNodeLeft, who);
   if (all_left) {
     PS_PROBE(kLastLeaves);
     return EndJob();
   }
   heartbeats_.Wake();  // its thread has something to do soon
+}
+
+void SchedulerMembership::Depart(const Node& node) {
+  if (departed_.empty()) departed_due_ = Clock::now() + ToDuration(kDepartureSeconds);
+  departed_.push_back(node);
 }
 
 void SchedulerMembership::TellOfDepartures() {
@@ -183,6 +195,7 @@ void SchedulerMembership::EndJob() {
     }
     roster_.Clear();
     replicas_ = ReplicaTable();
+    vacancies_.clear();
     departed_.clear();
     any_worker_ = false;
     if (suspended) {
@@ -222,7 +235,7 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
   {
     MutexLock lock(&mu_);
     const Member* const member = roster_.Find(node_id);
-    if (state_ != State::kActive || member == nullptr || member->left) {
+    if (state_ != State::kActive || member == nullptr || (member->left && !member->lingers)) {
       return PS_PROBE(kGoneAlready);
     }
     reason = before + Describe(member->node) + " " + what;
@@ -230,7 +243,8 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
     if (!in_job) roster_.Erase(node_id);
   }
   if (in_job) {
-    if (!LoseReplica(node_id, reason)) FailJob(reason);
+    if (LoseReplica(node_id, reason) || LoseServer(node_id, reason) || LoseLeaver(node_id)) return;
+    FailJob(reason);
     return;
   }
   PS_PROBE(kForgotten);
@@ -243,8 +257,10 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
 void SchedulerMembership::OnFailure(const Message& msg) {
   int id = msg.meta.sender;
   const auto& nodes = msg.meta.control.node;
-  if (nodes.size() == 1 && nodes[0].role == Node::WORKER) id = nodes[0].id;
-  if (!LoseReplica(id, msg.meta.body)) FailJob(msg.meta.body);
+  const bool names_one = nodes.size() == 1;
+  if (names_one && (nodes[0].role == Node::WORKER || IsSilent(nodes[0]))) id = nodes[0].id;
+  if (names_one && IsReplaced(nodes[0])) return;
+  if (!LoseReplica(id, msg.meta.body) && !LoseServer(id, msg.meta.body)) FailJob(msg.meta.body);
 }
 
 void SchedulerMembership::FailJob(const std::string& reason, bool for_good, const char* file,
@@ -282,6 +298,7 @@ void SchedulerMembership::BeginIncarnation() {
     roster_.Expect({-1, roster_.expected().servers});
     departed_.clear();
     replicas_ = ReplicaTable();
+    vacancies_.clear();
     any_worker_ = false;
     incarnation = ++incarnation_;
     incarnation_begun_ = Clock::now();
@@ -341,26 +358,25 @@ void SchedulerMembership::CheckPeers(Clock::time_point now) {
     MutexLock lock(&mu_);
     for (const auto& [id, member] : roster_.members()) {
       const bool heard = now - member.heard < ToDuration(settings_.peer_timeout_s);
-      if (!member.left && !heard) silent.push_back(id);
+      if ((!member.left || member.lingers) && !heard) silent.push_back(id);
     }
     last_reason = ReasonToGiveUp(now);
-    reason = ReasonNotToStart(now);
+    reason = vacancies_.empty() ? ReasonNotToStart(now) : ReasonNotToReplace(now);
   }
   for (const int id : silent) {
     OnLost(id, "no heartbeat for " + Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
   }
-  if (!reason.empty()) {
-    PS_PROBE(kDidNotStart);
-    FailJob(reason);
-  }
+  if (!reason.empty()) FailJob(reason);
   if (!last_reason.empty()) FailJob(last_reason, true);
   CheckComing(now);
+  LetGo(now);
 }
 
 std::string SchedulerMembership::ReasonNotToStart(Clock::time_point now) {
   if (!any_worker_ || now - last_arrival_ <= ToDuration(settings_.start_timeout_s)) return "";
   const std::string missing = roster_.Missing();
   if (missing.empty()) return "";
+  PS_PROBE(kDidNotStart);
   return "the job did not start: only " + std::to_string(roster_.Count(Node::WORKER)) + " of " +
          Plural(roster_.expected().workers, "worker") + " and " +
          std::to_string(roster_.Count(Node::SERVER)) + " of " +

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -61,10 +62,13 @@ class SchedulerMembership : public Membership {
   struct Gathered {
     bool all = false;
     int replica = -1;  // that comes late
+    bool replaces = false;  // it is a server, in the place of one that was lost
   };
   Gathered Admit(const membership::Claim& claim, const Node& node) PS_REQUIRES(mu_);
   // `replica`: its workers alone; -1: everybody.
   void AdmitAll(int replica);
+  // What ADD_NODE says: the rate of the slowest worker's link.
+  std::string LinkOfAll(bool late) PS_REQUIRES(mu_);
   void Refuse(const Node& node, const Refusal& refusal);
   // Sends REFUSED with `body` to a node that is not in the job, and closes its connection.
   void SendAway(const Node& node, const std::string& body);
@@ -74,6 +78,8 @@ class SchedulerMembership : public Membership {
   // Nodes that leave.
   void OnFarewell(int node_id, const std::string& text);
   void OnLeave(int node_id, bool suspend);
+  // Servers are to be told that it has left.
+  void Depart(const Node& node) PS_REQUIRES(mu_);
   void TellOfDepartures();
   void EndJob();
 
@@ -93,6 +99,26 @@ class SchedulerMembership : public Membership {
                const char* file = __builtin_FILE(), int line = __builtin_LINE());
   void BeginIncarnation();
 
+  // Servers that are lost while the job goes on (scheduler_servers.cc).
+  //
+  // Another one may take its place.  False: the job cannot go on without it.
+  bool LoseServer(int node_id, const std::string& reason);
+  // Tells the others, and it, that it has the place of one that was lost.
+  void ReplaceServer(const Node& node);
+  // A worker that has left and is to stay for others has not.  False: it is none.
+  bool LoseLeaver(int node_id);
+  // Workers that have left need not stay any longer for those that have not.
+  void LetGo(Clock::time_point now);
+  // Whether a server of which a worker says that it was lost to it, and not the worker, is the one
+  // that is gone.
+  bool IsSilent(const Node& server);
+  // Whether it has lost its place to another one, or will.
+  bool IsReplaced(const Node& server);
+  // Why no other server is waited for any more; empty: not so.
+  std::string ReasonNotToReplace(Clock::time_point now) PS_REQUIRES(mu_);
+  void EmitServer(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
+  std::vector<int> WorkersToTell() PS_REQUIRES(mu_);
+
   // Replicas (scheduler_replicas.cc).
   //
   // The replica of a worker that is gone is removed.  False: the job cannot go on without it.
@@ -105,7 +131,7 @@ class SchedulerMembership : public Membership {
   bool IsOver() PS_REQUIRES(mu_);
   // Tells all nodes how it is now, and servers whose connections they have to close.
   void TellReplicas(const std::string& news);
-  void OnReplicaWord(int sender, const std::string& text);
+  void OnMemberWord(int sender, const std::string& text);
   // Removes replicas of which some workers came, and others have not in time.
   void CheckComing(Clock::time_point now);
 
@@ -139,6 +165,12 @@ class SchedulerMembership : public Membership {
   Roster roster_ PS_GUARDED_BY(mu_);
   ReplicaTable replicas_ PS_GUARDED_BY(mu_);
   std::vector<Node> removed_ PS_GUARDED_BY(mu_);  // of which servers were not told yet
+  struct Vacancy {
+    Clock::time_point since;
+    std::string reason;  // what became of the server
+  };
+  std::map<int, Vacancy> vacancies_ PS_GUARDED_BY(mu_);  // by node id
+  Clock::time_point last_replaced_ PS_GUARDED_BY(mu_);   // when one was filled last
   bool any_worker_ PS_GUARDED_BY(mu_) = false;
   Clock::time_point last_arrival_ PS_GUARDED_BY(mu_);
   // Workers that left, of which the servers do not know yet.

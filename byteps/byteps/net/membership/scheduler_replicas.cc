@@ -1,6 +1,7 @@
 // Replicas that are removed and come back: what the scheduler does of it (docs/design/replicas.md).
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "byteps/base/log.h"
@@ -16,6 +17,7 @@ using membership::Send;
 bool SchedulerMembership::LoseReplica(int node_id, const std::string& reason) {
   std::string news;
   std::vector<int> told;
+  std::vector<Node> done;  // that have done their work, and should have stayed for others
   bool over = false;
   {
     MutexLock lock(&mu_);
@@ -35,6 +37,7 @@ bool SchedulerMembership::LoseReplica(int node_id, const std::string& reason) {
       Member* const one = roster_.Find(IdOf(Node::WORKER, view.FirstRank(replica) + i));
       if (one == nullptr || one->removed) continue;
       if (!one->left) told.push_back(one->node.id);
+      if (std::exchange(one->lingers, false)) done.push_back(one->node);
       one->left = one->removed = true;
       removed_.push_back(one->node);
     }
@@ -46,6 +49,10 @@ bool SchedulerMembership::LoseReplica(int node_id, const std::string& reason) {
   for (const int id : told) {
     Send(links_, Control::JOB_FAILED, id, news);
     links_->Disconnect(id);
+  }
+  for (const Node& node : done) {
+    Send(links_, Control::NODE_LEFT, node.id, "", {node});
+    links_->Disconnect(node.id);
   }
   if (over) EndJob();  // another one has done all there was to do
   return true;
@@ -104,8 +111,8 @@ void SchedulerMembership::TellReplicas(const std::string& news) {
   announcer_.Tell(event);
 }
 
-void SchedulerMembership::OnReplicaWord(int sender, const std::string& text) {
-  membership::ReplicaWord word;
+void SchedulerMembership::OnMemberWord(int sender, const std::string& text) {
+  membership::MemberWord word;
   if (!membership::ParseWord(text, &word)) return;
   std::string news;
   bool changed = false;
@@ -115,11 +122,11 @@ void SchedulerMembership::OnReplicaWord(int sender, const std::string& text) {
     MutexLock lock(&mu_);
     const Member* const member = roster_.Find(sender);
     if (state_ != State::kActive || !replicas_.active() || member == nullptr) return;
-    const bool from_server = word.kind != membership::ReplicaWord::kReady &&
-                             word.kind != membership::ReplicaWord::kAdmit;
+    const bool from_server = word.kind != membership::MemberWord::kReady &&
+                             word.kind != membership::MemberWord::kAdmit;
     if (from_server != (member->node.role == Node::SERVER)) return;
     switch (word.kind) {
-      case membership::ReplicaWord::kAcknowledged:
+      case membership::MemberWord::kAcknowledged:
         for (const int replica :
              replicas_.Acknowledge(sender, word.epoch, roster_.Ids(Node::SERVER))) {
           PS_PROBE(kReplicaJoined);
@@ -128,18 +135,18 @@ void SchedulerMembership::OnReplicaWord(int sender, const std::string& text) {
         changed = !news.empty();
         if (changed) news += " has joined";
         break;
-      case membership::ReplicaWord::kReady:
+      case membership::MemberWord::kReady:
         changed = replicas_.Ready(Postoffice::IDtoRank(sender));
         break;
-      case membership::ReplicaWord::kAdmit:
+      case membership::MemberWord::kAdmit:
         // One that is coming itself has no say.
         if (replicas_.IsComing(replicas_.Of(Postoffice::IDtoRank(sender)))) return;
         changed = replicas_.Admit(word.number, word.epoch);
         break;
-      case membership::ReplicaWord::kAwaited:
+      case membership::MemberWord::kAwaited:
         if (IsOfPresent(word.number)) passed_on = IdOf(Node::WORKER, word.number);
         break;
-      case membership::ReplicaWord::kLate:
+      case membership::MemberWord::kLate:
         // Of a life that was removed meanwhile others may be there.
         if (!IsOfPresent(word.number) || !replicas_.Knows(word.number, word.epoch)) return;
         late = IdOf(Node::WORKER, word.number);

@@ -135,11 +135,11 @@ TEST(MembershipProtocol, ReplicasAreToldAsTheyAre) {
 }
 
 TEST(MembershipProtocol, WordsOfReplicasAreToldAsTheyAre) {
-  using membership::ReplicaWord;
-  for (const auto kind : {ReplicaWord::kAcknowledged, ReplicaWord::kReady, ReplicaWord::kAdmit,
-                          ReplicaWord::kAwaited, ReplicaWord::kLate}) {
+  using membership::MemberWord;
+  for (const auto kind : {MemberWord::kAcknowledged, MemberWord::kReady, MemberWord::kAdmit,
+                          MemberWord::kAwaited, MemberWord::kLate}) {
     for (const char* text : {"", "outer/0/fragment1", "it had not pushed 'a b' for 2.0 s"}) {
-      ReplicaWord word;
+      MemberWord word;
       ASSERT_TRUE(membership::ParseWord(membership::PackWord({kind, 2, 17, text}), &word));
       EXPECT_EQ(word.kind, kind);
       EXPECT_EQ(word.number, 2);
@@ -149,7 +149,7 @@ TEST(MembershipProtocol, WordsOfReplicasAreToldAsTheyAre) {
   }
   for (const char* other : {"", "ready", "ready number=1", "go number=1 epoch=1 ",
                             "ready number=-1 epoch=1 ", "ready number=1 epoch=1"}) {
-    ReplicaWord word;
+    MemberWord word;
     EXPECT_FALSE(membership::ParseWord(other, &word)) << other;
   }
 }
@@ -160,20 +160,22 @@ TEST(MembershipAdmission, WhatMayBeTrueOfTheLastIncarnationMayComeAgain) {
   Claim claim;
   claim.protocol = membership::kProtocol;
   for (const bool keep : {false, true}) {
+    MembershipSettings settings;
+    settings.keep = keep;
     Node node = NodeOf(Node::WORKER, 0);
-    Refusal refusal = Assign(roster, {}, keep, claim, &node);
+    Refusal refusal = Assign(roster, {}, settings, claim, &node);
     EXPECT_EQ(refusal.reason,
               "the job has a worker 0 (10.0.0.2) already; does another job use this scheduler?");
     EXPECT_EQ(refusal.later, keep);
     claim.servers = 3;
-    refusal = Assign(roster, {}, keep, claim, &node);
+    refusal = Assign(roster, {}, settings, claim, &node);
     EXPECT_EQ(refusal.reason,
               "it was started for 3 servers, the scheduler for 1 server (DMLC_NUM_SERVER)");
     EXPECT_FALSE(refusal.later) << "a scheduler's servers stay as many";
     claim.servers = -1;
   }
   Node any = NodeOf(Node::WORKER, -1);
-  EXPECT_FALSE(Assign(roster, {}, false, claim, &any));
+  EXPECT_FALSE(Assign(roster, {}, MembershipSettings(), claim, &any));
   EXPECT_EQ(any.aux_id, 1);
   EXPECT_EQ(any.id, IdOf(Node::WORKER, 1));
   EXPECT_EQ(roster.members().size(), 1u) << "it is only asked";
@@ -185,12 +187,12 @@ TEST(MembershipAdmission, SeveralAreAskedForAtOnce) {
   Claim claim;
   claim.protocol = membership::kProtocol;
   claim.probe = 2;
-  EXPECT_FALSE(AssignAll(roster, {}, false, claim, NodeOf(Node::SERVER, 0)));
-  EXPECT_FALSE(AssignAll(roster, {}, false, claim, NodeOf(Node::WORKER, 0)));
-  EXPECT_EQ(AssignAll(roster, {}, false, claim, NodeOf(Node::WORKER, 1)).reason,
+  EXPECT_FALSE(AssignAll(roster, {}, MembershipSettings(), claim, NodeOf(Node::SERVER, 0)));
+  EXPECT_FALSE(AssignAll(roster, {}, MembershipSettings(), claim, NodeOf(Node::WORKER, 0)));
+  EXPECT_EQ(AssignAll(roster, {}, MembershipSettings(), claim, NodeOf(Node::WORKER, 1)).reason,
             "the job has a worker 2 (10.0.0.2) already; does another job use this scheduler?");
   claim.probe = 3;
-  EXPECT_EQ(AssignAll(roster, {}, false, claim, NodeOf(Node::SERVER, 0)).reason,
+  EXPECT_EQ(AssignAll(roster, {}, MembershipSettings(), claim, NodeOf(Node::SERVER, 0)).reason,
             "the job has room for 2 more servers, and this machine has 3");
 }
 

@@ -100,7 +100,7 @@ class SchedulerMembershipTest : public testing::Test {
   }
   void Acknowledge() {
     Say(server_, Control::MEMBERS,
-        membership::PackWord({membership::ReplicaWord::kAcknowledged, 0, LastTold(server_).epoch}));
+        membership::PackWord({membership::MemberWord::kAcknowledged, 0, LastTold(server_).epoch}));
   }
 
   void OnEvent(const MembershipEvent& event) {
@@ -164,7 +164,7 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
   Acknowledge();
   Register(Node::WORKER, 2, 4, 1);
   Say(IdOf(Node::WORKER, 2), Control::MEMBERS,
-      membership::PackWord({membership::ReplicaWord::kReady}));
+      membership::PackWord({membership::MemberWord::kReady}));
   EXPECT_EQ(links_.CountTo(IdOf(Node::WORKER, 2), Control::ADD_NODE), 1) << "one is missing";
   Register(Node::WORKER, 3, 4, 1);
   const auto added = links_.SentTo(IdOf(Node::WORKER, 3), Control::ADD_NODE);
@@ -173,7 +173,7 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
   membership::ParseLink(added.back().meta.body, &late);
   EXPECT_TRUE(late);
   Say(IdOf(Node::WORKER, 3), Control::MEMBERS,
-      membership::PackWord({membership::ReplicaWord::kReady}));
+      membership::PackWord({membership::MemberWord::kReady}));
   view = LastTold(worker_);
   EXPECT_EQ(view.waiting, "01");
   EXPECT_EQ(view.present, "10");
@@ -181,9 +181,9 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
   EXPECT_EQ(life, view.epoch);
 
   Say(worker_, Control::MEMBERS,
-      membership::PackWord({membership::ReplicaWord::kAdmit, 1, life - 1}));
+      membership::PackWord({membership::MemberWord::kAdmit, 1, life - 1}));
   EXPECT_EQ(LastTold(server_).present, "10") << "that life of it does not wait";
-  Say(worker_, Control::MEMBERS, membership::PackWord({membership::ReplicaWord::kAdmit, 1, life}));
+  Say(worker_, Control::MEMBERS, membership::PackWord({membership::MemberWord::kAdmit, 1, life}));
   EXPECT_EQ(LastTold(server_).present, "11");
   EXPECT_EQ(LastTold(worker_).present, "10") << "the server has not acknowledged it";
   Acknowledge();
@@ -195,30 +195,30 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
 }
 
 TEST_F(SchedulerMembershipTest, OneThatIsLateIsRemoved) {
-  using membership::ReplicaWord;
+  using membership::MemberWord;
   GatherReplicas();
   const int late = IdOf(Node::WORKER, 2);
-  Say(server_, Control::MEMBERS, membership::PackWord({ReplicaWord::kAwaited, 2, 7, "outer"}));
+  Say(server_, Control::MEMBERS, membership::PackWord({MemberWord::kAwaited, 2, 7, "outer"}));
   const auto told = links_.SentTo(late, Control::MEMBERS);
   ASSERT_EQ(told.size(), 1u);
-  ReplicaWord word;
+  MemberWord word;
   ASSERT_TRUE(membership::ParseWord(told[0].meta.body, &word));
   EXPECT_EQ(word.text, "outer");
   EXPECT_EQ(word.epoch, 7);
   EXPECT_EQ(links_.CountTo(worker_, Control::MEMBERS), 0);
 
   for (const int rank : {-1, 4, 1 << 20}) {
-    Say(server_, Control::MEMBERS, membership::PackWord({ReplicaWord::kLate, rank, 0, "why"}));
+    Say(server_, Control::MEMBERS, membership::PackWord({MemberWord::kLate, rank, 0, "why"}));
   }
   // No worker says so of another one.
-  Say(worker_, Control::MEMBERS, membership::PackWord({ReplicaWord::kLate, 2, 0, "why"}));
+  Say(worker_, Control::MEMBERS, membership::PackWord({MemberWord::kLate, 2, 0, "why"}));
   EXPECT_EQ(links_.CountTo(worker_, Control::MEMBERS), 0);
-  Say(server_, Control::MEMBERS, membership::PackWord({ReplicaWord::kLate, 2, 0, "it was late"}));
+  Say(server_, Control::MEMBERS, membership::PackWord({MemberWord::kLate, 2, 0, "it was late"}));
   EXPECT_EQ(LastTold(worker_).present, "10");
   EXPECT_EQ(LastTold(worker_).news, "replica 1 was removed: it was late");
   EXPECT_EQ(links_.CountTo(late, Control::JOB_FAILED), 1);
   // The last one stays.
-  Say(server_, Control::MEMBERS, membership::PackWord({ReplicaWord::kLate, 0, 1, "it was late"}));
+  Say(server_, Control::MEMBERS, membership::PackWord({MemberWord::kLate, 0, 1, "it was late"}));
   EXPECT_EQ(LastTold(server_).present, "10");
   EXPECT_EQ(failure(), "");
 }

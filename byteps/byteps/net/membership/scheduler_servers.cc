@@ -1,0 +1,168 @@
+// Servers that are lost while the job goes on, and others that take their places
+// (docs/design/replicas.md): what the scheduler does of it.
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/log.h"
+#include "byteps/base/probe.h"
+#include "byteps/net/link/node_text.h"
+#include "byteps/net/membership/scheduler_membership.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+using membership::MemberWord;
+using membership::Send;
+
+namespace {
+
+// A server that was not heard of for so many heartbeats is to blame for a link that broke.
+constexpr double kMissedHeartbeats = 2;
+// So long a worker that has done its work stays for others, in which the loss of a server is seen.
+constexpr double kLingerSeconds = 5;
+
+std::string Word(MemberWord::Kind kind, int server, const std::string& text) {
+  return membership::PackWord({kind, Postoffice::IDtoRank(server), 0, text});
+}
+
+}  // namespace
+
+std::string membership::LostWord(int server, const std::string& reason) {
+  return Word(MemberWord::kServerLost, server, reason);
+}
+
+bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
+  std::vector<int> workers;
+  Node lost;
+  MutexLock telling(&telling_mu_);
+  {
+    MutexLock lock(&mu_);
+    const Member* const member = roster_.Find(node_id);
+    const bool has_begun = replicas_.count() > 0;
+    if (settings_.replace_servers_s <= 0 || state_ != State::kActive || !has_begun ||
+        member == nullptr || member->node.role != Node::SERVER) {
+      return false;
+    }
+    PS_PROBE(kServerLost);
+    lost = member->node;
+    vacancies_[node_id] = {Clock::now(), reason};
+    roster_.Erase(node_id);
+    replicas_.Forget(node_id);
+    workers = WorkersToTell();
+  }
+  BPS_LOG(WARNING) << reason << "; another server has "
+                   << Limit(settings_.replace_servers_s, "BYTEPS_REPLACE_SERVERS_S")
+                   << " to take its place";
+  const std::string word = membership::LostWord(node_id, reason);
+  for (const int id : workers) Send(links_, Control::MEMBERS, id, word);
+  // Should it be there after all, it has no place any more.
+  Send(links_, Control::JOB_FAILED, node_id, reason);
+  links_->Disconnect(node_id);
+  EmitServer(MembershipEvent::kServerLost, lost, reason);
+  return true;
+}
+
+void SchedulerMembership::ReplaceServer(const Node& node) {
+  PS_PROBE(kServerReplaced);
+  std::vector<Node> scheduler, left;
+  if (links_->self().nics.size() > 1) scheduler.push_back(links_->self());
+  std::vector<int> workers;
+  std::string link, replicas;
+  MutexLock telling(&telling_mu_);
+  {
+    MutexLock lock(&mu_);
+    if (roster_.Find(node.id) == nullptr) return;  // it is lost already
+    for (const auto& [id, member] : roster_.members()) {
+      const bool worker = member.node.role == Node::WORKER;
+      if (worker && member.left && !member.removed && !member.lingers) left.push_back(member.node);
+    }
+    link = LinkOfAll(false);
+    if (replicas_.active()) replicas = membership::PackReplicas(replicas_.View(true));
+    workers = WorkersToTell();
+  }
+  Send(links_, Control::ADD_NODE, node.id, link, scheduler);
+  if (!left.empty()) Send(links_, Control::NODE_LEFT, node.id, "", left);
+  if (!replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
+  BPS_LOG(INFO) << Describe(node) << " has taken the place of the server that was lost";
+  const std::string word = Word(MemberWord::kServerReplaced, node.id, "");
+  for (const int id : workers) Send(links_, Control::MEMBERS, id, word, {node});
+  EmitServer(MembershipEvent::kServerReplaced, node, "");
+}
+
+std::vector<int> SchedulerMembership::WorkersToTell() {
+  std::vector<int> workers;
+  for (const auto& [id, member] : roster_.members()) {
+    const bool is_there = !member.left || (member.lingers && !member.removed);
+    if (member.node.role == Node::WORKER && is_there) workers.push_back(id);
+  }
+  return workers;
+}
+
+void SchedulerMembership::EmitServer(MembershipEvent::Kind kind, const Node& node,
+                                     const std::string& reason) {
+  MembershipEvent event;
+  event.kind = kind;
+  event.rank = Postoffice::IDtoRank(node.id);
+  event.node = InfoOf(node);
+  event.reason = reason;
+  announcer_.Tell(event);
+}
+
+void SchedulerMembership::LetGo(Clock::time_point now) {
+  std::vector<Node> gone;
+  {
+    MutexLock lock(&mu_);
+    if (!vacancies_.empty()) return;  // the sums that they have may be wanted
+    for (const auto& [id, member] : roster_.members()) {
+      if (!member.lingers || member.removed) continue;
+      if (now - std::max(member.left_at, last_replaced_) < ToDuration(kLingerSeconds)) continue;
+      gone.push_back(member.node);
+    }
+    for (const Node& node : gone) {
+      roster_.Find(node.id)->lingers = false;
+      Depart(node);
+    }
+  }
+  for (const Node& node : gone) Send(links_, Control::NODE_LEFT, node.id, "", {node});
+}
+
+bool SchedulerMembership::LoseLeaver(int node_id) {
+  {
+    MutexLock lock(&mu_);
+    Member* const member = roster_.Find(node_id);
+    if (member == nullptr || !std::exchange(member->lingers, false)) return false;
+    Depart(member->node);
+  }
+  heartbeats_.Wake();
+  return true;
+}
+
+bool SchedulerMembership::IsSilent(const Node& server) {
+  const auto limit = ToDuration(kMissedHeartbeats * HeartbeatSeconds(settings_.peer_timeout_s));
+  MutexLock lock(&mu_);
+  const Member* const member = roster_.Find(server.id);
+  return settings_.replace_servers_s > 0 && member != nullptr &&
+         member->node.role == Node::SERVER && Clock::now() - member->heard > limit;
+}
+
+bool SchedulerMembership::IsReplaced(const Node& server) {
+  if (server.role != Node::SERVER || settings_.replace_servers_s <= 0) return false;
+  MutexLock lock(&mu_);
+  const Member* const member = roster_.Find(server.id);
+  if (member == nullptr) return vacancies_.count(server.id) > 0;
+  return member->node.hostname != server.hostname || member->node.port != server.port;
+}
+
+std::string SchedulerMembership::ReasonNotToReplace(Clock::time_point now) {
+  const double limit = settings_.replace_servers_s;
+  for (const auto& [id, vacancy] : vacancies_) {
+    if (now - vacancy.since < ToDuration(limit)) continue;
+    return vacancy.reason + "; no other server took its place within " +
+           Limit(limit, "BYTEPS_REPLACE_SERVERS_S");
+  }
+  return "";
+}
+
+}  // namespace ps

@@ -1,0 +1,63 @@
+"""Steps of sums, each checked, while servers are lost and others take their places."""
+
+from __future__ import annotations
+
+import time
+
+import byteps.torch as bps
+import torch
+from byteps.torch.alike import are_alike
+
+from tests.multiproc.programs.job import Job
+
+LENGTHS = {"large": 700_001, "middle": 40_000, "small": 10}
+
+
+def values_of(rank: int, step: int, length: int) -> torch.Tensor:
+    """Whole numbers, of which sums are exact."""
+    place = torch.arange(length, dtype=torch.int64) % 4093
+    return ((place * 7 + rank * 977 + step * 53) % 20_011).to(torch.float32)
+
+
+def train(job: Job) -> None:
+    """`steps` steps of sums in flight together, each of `pace` seconds at least."""
+    bps.init()
+    kept = torch.zeros(LENGTHS["middle"])
+    longest = 0.0
+    for step in range(job.args["steps"]):
+        began = time.monotonic()
+        sums = {name: values_of(job.rank, step, n) for name, n in LENGTHS.items()}
+        handles = [
+            bps.push_pull_async_inplace(value, average=False, name=name, priority=i)
+            for i, (name, value) in enumerate(sums.items())
+        ]
+        few = torch.sin(values_of(job.rank, step, LENGTHS["middle"]))
+        handles.append(
+            bps.push_pull_async_inplace(few, average=True, name="few", wire_dtype="int4")
+        )
+        for handle in handles:
+            bps.synchronize(handle)
+        for name, value in sums.items():
+            parts = [values_of(rank, step, LENGTHS[name]) for rank in range(job.size)]
+            exact = torch.stack(parts).double().sum(0).float()
+            assert torch.equal(value, exact), f"step {step}: the sum of {name!r} is wrong"
+        kept += few
+        longest = max(longest, time.monotonic() - began)
+        job.note("done", str(step + 1))
+        time.sleep(job.args.get("pace", 0))
+    assert are_alike([kept], "compare"), "workers have parted"
+    job.note("longest", str(longest))
+    bps.shutdown()
+
+
+def with_optimizer(job: Job) -> None:
+    """Steps of an optimizer whose state servers keep."""
+    bps.init()
+    weights = torch.nn.Parameter(torch.ones(100_000))
+    optimizer = bps.ServerOptimizer(torch.optim.AdamW([weights], lr=1e-3))
+    for step in range(job.args["steps"]):
+        weights.grad = torch.full_like(weights, float(step))
+        optimizer.step()
+        job.note("done", str(step + 1))
+        time.sleep(job.args.get("pace", 0))
+    bps.shutdown()
