@@ -56,6 +56,7 @@ if(GTest_FOUND)
     tests/observe/status_test.cc
     tests/server/absent_test.cc
     tests/server/accumulator_test.cc
+    tests/server/feedback_test.cc
     tests/server/optimizer/differences_test.cc
     tests/server/optimizer/round_update_test.cc
     tests/server/optimizer/step_test.cc

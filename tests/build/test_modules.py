@@ -43,6 +43,7 @@ MODULES = {
     "byteps/torch/distributed_optimizer.py": "tests/multiproc/test_optimizer.py",
     "byteps/torch/engine.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/feedback.py": "tests/multiproc/test_few_bits.py",
+    "byteps/torch/feedback_state.py": "tests/multiproc/test_few_bits.py",
     "byteps/torch/figures.py": "tests/multiproc/test_metrics.py",
     "byteps/torch/flat.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/gradient_check.py": "tests/megatron/test_layouts.py",

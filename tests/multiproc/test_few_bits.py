@@ -52,6 +52,10 @@ def test_what_was_lost_can_be_forgotten(make_cluster: Callable[..., Cluster]) ->
     make_cluster(workers=2, servers=2, env=IN_ORDER).run("few_bits:forgotten")
 
 
+def test_losses_are_saved_and_loaded(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=2, env=IN_ORDER).run("few_bits:saved")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_refusals(make_cluster: Callable[..., Cluster], workers: int) -> None:
     make_cluster(workers=workers, servers=1, env=IN_ORDER).run("few_bits:refused")

@@ -19,7 +19,8 @@
 // PUSH_STEP is as PUSH_PULL, with an UpdateStep after the header; the answer has the updated
 // parameters.  The same in two turns, for who has to know the norm of all gradients first:
 // PUSH_NORM, answered when the sum is there, and STEP, with the UpdateStep.  LOAD_STATE and
-// READ_STATE, with the slot as a u32 after the header, write and read what is kept.
+// READ_STATE, with the slot as a u32 after the header, write and read what is kept.  Without a slot
+// they do the same of a tensor that is summed in blocks with feedback: of what rounding has lost.
 //
 // Gradients in blocks of few bits are answered with differences, in blocks of 8 bits: what a worker
 // adds to the parameters that it holds (AddDifferences, base/block_codec.h).  Servers keep what

@@ -13,10 +13,12 @@ namespace core {
 
 namespace {
 
-// A tensor is summed, or updated, but not one and then the other.
+// A tensor is summed, or updated, but not one and then the other.  What rounding loses of a sum is
+// state that can be moved, too.
 void CheckUse(const Operation& operation) {
   const Declaration& declaration = operation.tensor->declaration;
   if ((operation.request.op != kPushPull) == (declaration.rule != nullptr)) return;
+  if (operation.moves_state() && declaration.feedback) return;
   throw UsageError("'" + declaration.name + "' is " + declaration.Describe() +
                    ": it cannot be asked for anything else");
 }

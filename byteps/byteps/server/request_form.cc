@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "byteps/server/feedback.h"
 #include "byteps/server/updates.h"
 
 namespace byteps {
@@ -9,8 +10,10 @@ namespace core {
 
 std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index) {
   const uint64_t size = declaration.PartitionSize(index);
-  if (op == kPushPull || op == kGiveSum) return declaration.rule ? std::nullopt : std::optional(size);
-  if (!declaration.rule) return std::nullopt;
+  if (op == kPushPull || op == kGiveSum) {
+    return declaration.rule ? std::nullopt : std::optional(size);
+  }
+  if (!declaration.rule && !MovesFeedback(op, declaration)) return std::nullopt;
   switch (op) {
     case kPushStep:
     case kPushNorm:
@@ -48,7 +51,13 @@ bool HasForm(const Message& message, const Declaration& declaration, uint64_t in
   PushHeader header;
   if (!PushHeader::Unpack(message.body, &header) || header.oldest > header.round) return false;
   if ((header.flags & ~kKnownFlags) != 0) return false;
-  const uint64_t size = declaration.PartitionSize(index);
+  uint64_t size = declaration.PartitionSize(index);
+  if (MovesFeedback(message.op, declaration)) {
+    size = declaration.PartitionValues(index) * sizeof(float);
+    if (header.pull_offset % sizeof(float) != 0 || header.pull_bytes % sizeof(float) != 0) {
+      return false;
+    }
+  }
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }
 

@@ -10,6 +10,7 @@
 #include "byteps/base/steady_time.h"
 #include "byteps/base/text.h"
 #include "byteps/base/thread_name.h"
+#include "byteps/server/feedback.h"
 #include "byteps/server/updates.h"
 
 namespace byteps {
@@ -183,6 +184,9 @@ void SumThread::Handle(Task* task) {
       return ServeStep(context_, &rounds_, task->partition, task->message, task->received);
     case kLoadState:
     case kReadState:
+      if (MovesFeedback(task->message.op, task->partition->declaration())) {
+        return MoveFeedback(context_, task->partition, task->message, task->received);
+      }
       return MoveState(context_, &rounds_, task->partition, task->message, task->received);
     case kGiveSum:
       return rounds_.Give(task->partition, &task->message);

@@ -249,7 +249,9 @@ PYBIND11_MODULE(c_lib, m) {
   py::class_<Ranks>(m, "Ranks", "A group's ranks, ascending; none: all workers.")
       .def(py::init([](std::vector<uint32_t> values) { return Ranks{std::move(values)}; }),
            py::arg("values"))
-      .def("__len__", [](const Ranks& ranks) { return ranks.values.size(); });
+      .def("__len__", [](const Ranks& ranks) { return ranks.values.size(); })
+      .def("lowest",
+           [](const Ranks& ranks) { return ranks.values.empty() ? 0 : ranks.values.front(); });
   py::implicitly_convertible<py::sequence, Ranks>();
 
   using Unlocked = py::call_guard<py::gil_scoped_release>;

@@ -52,7 +52,7 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
   return spec;
 }
 
-// c_update.cc: the class UpdatedTensor.
+// c_update.cc: the class UpdatedTensor, load_feedback and read_feedback.
 void DefineUpdatedTensor(pybind11::module_* m);
 
 // c_replicas.cc: the functions about replicas.

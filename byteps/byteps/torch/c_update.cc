@@ -116,10 +116,36 @@ class UpdatedTensor {
   TensorSpec spec_;
 };
 
+// Of a tensor that is summed in blocks with feedback: what rounding lost on the servers, as fp32
+// values of whole blocks on the CPU.
+int64_t MoveFeedback(int op, const SpecTuple& spec, uintptr_t values) {
+  PushPullRequest request;
+  request.tensor = std::apply(Spec, spec);
+  request.op = op;
+  if (op == kLoadState) {
+    request.input = reinterpret_cast<const void*>(values);
+  } else {
+    request.output = reinterpret_cast<void*>(values);
+  }
+  return GetWorker()->PushPull(request);
+}
+
 }  // namespace
 
 void DefineUpdatedTensor(py::module_* m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
+  m->def(
+      "load_feedback",
+      [](const SpecTuple& spec, uintptr_t values) {
+        return MoveFeedback(kLoadState, spec, values);
+      },
+      py::arg("spec"), py::arg("values"), Unlocked());
+  m->def(
+      "read_feedback",
+      [](const SpecTuple& spec, uintptr_t values) {
+        return MoveFeedback(kReadState, spec, values);
+      },
+      py::arg("spec"), py::arg("values"), Unlocked());
   py::class_<UpdatedTensor>(*m, "UpdatedTensor")
       .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
                     const std::vector<SegmentTuple>&, const std::string&, bool, bool, bool>(),

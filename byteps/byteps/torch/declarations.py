@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from byteps.torch import c_lib, session, wire
+from byteps.torch.feedback import Spec
 from byteps.torch.ranks import Group, engine_ranks
 from byteps.torch.tensors import DTYPES, device_number
 from byteps.torch.wire import Wire
@@ -35,10 +36,7 @@ class TensorDeclaration:
     partitions as long as that one's. 0: it is no piece."""
 
 
-_Spec = tuple[str, str, int, int, bool, bool, c_lib.Ranks, int | None, int]
-
-
-def spec_of(tensor: TensorDeclaration) -> _Spec:
+def spec_of(tensor: TensorDeclaration) -> Spec:
     """The arguments of c_lib.declare."""
     if not tensor.name:
         raise ValueError("a tensor needs a name, the same on all workers")

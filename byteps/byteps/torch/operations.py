@@ -8,7 +8,7 @@ import torch
 from byteps.torch import c_lib, in_flight, memory, session
 from byteps.torch import wire as wires
 from byteps.torch.completions import completions
-from byteps.torch.feedback import feedback
+from byteps.torch.feedback import Spec, feedback
 from byteps.torch.ranks import Group, engine_ranks
 from byteps.torch.tensors import DTYPES, check, check_memory, current_stream, device_number
 from byteps.torch.wire import Wire, WireType
@@ -80,7 +80,14 @@ def start(
     forgets = False
     if form.memory != tensor.dtype:
         if form.feedback:
-            lost, forgets = feedback.of(name, tensor.numel(), tensor.device)
+            lost, forgets = _with_feedback(
+                values,
+                (
+                    *(name, form.engine_name, form.nbytes(values.numel()), form.nbytes(piece_of)),
+                    *(bool(average), True, engine_ranks(group), placement),
+                    device_number(tensor.device),
+                ),
+            )
         tensor = received = in_flight.wire_copy(tensor, form, name, lost)
     stream = current_stream(tensor.device)
     if in_flight.registers_memory and not tensor.is_cuda:
@@ -145,6 +152,41 @@ def start_streamed_inplace(
         checked=True,
         streamed=True,
     )
+
+
+def _with_feedback(tensor: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, bool]:
+    """As `Feedback.of`. Servers are told what was loaded for them first."""
+    name = spec[0]
+    lost, forgets = feedback.of(name, tensor.numel(), tensor.device, spec)
+    of_servers = feedback.take_of_servers(name)
+    if of_servers is not None:
+        padded = torch.zeros(_in_blocks(tensor.numel()))
+        padded[: tensor.numel()] = of_servers[: tensor.numel()]
+        wait_update(start_update(lambda: c_lib.load_feedback(spec, padded.data_ptr()), padded))
+    return lost, forgets
+
+
+def read_feedback(name: str, numel: int) -> torch.Tensor:
+    """What rounding has lost of the last sum of a tensor on the servers, in bfloat16, on the CPU.
+
+    Not collective: a member calls it between two sums.
+
+    Raises:
+        BytePSError: a server is lost.
+    """
+    found = feedback.of_servers(name)
+    if isinstance(found, torch.Tensor):
+        return found
+    values = torch.zeros(_in_blocks(numel))
+    if found is not None:
+        spec = found
+        wait_update(start_update(lambda: c_lib.read_feedback(spec, values.data_ptr()), values))
+    return values[:numel].to(torch.bfloat16)
+
+
+def _in_blocks(numel: int) -> int:
+    """Values of as many blocks as hold so many."""
+    return -(-numel // wires.BLOCK) * wires.BLOCK
 
 
 def _pulled_bytes(form: WireType, begin: int, end: int) -> tuple[int, int]:

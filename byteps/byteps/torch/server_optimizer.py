@@ -262,9 +262,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         torch's own optimizer can load it, and `load_state_dict` what torch's has saved. For bf16
         parameters there is "master_param", the fp32 values, as well. Where gradients travel in few
         bits there is "worker_param" too: what workers have, to which the next step adds. What
-        rounding has lost of gradients is not saved: call `byteps.torch.feedback.feedback.drop` on
-        every worker, so that who goes on and who comes back make the same steps. Not collective:
-        the rank that saves calls it, while nobody is in `step`.
+        rounding has lost of gradients each rank saves by `byteps.torch.feedback_state`, and loads
+        after this; or every rank calls `byteps.torch.feedback.feedback.drop`, so that who goes on
+        and who comes back make the same steps. Not collective: the rank that saves calls it, while
+        nobody is in `step`.
 
         Raises:
             BytePSError: a server is lost, or a step failed: servers may have different steps.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import byteps.torch as bps
 import torch
-from byteps.torch import wire
+from byteps.torch import feedback_state, wire
 from byteps.torch.feedback import feedback
 
 from tests.few_bits import Sums
@@ -113,6 +113,44 @@ def forgotten(job: Job) -> None:
                 given = inputs[job.rank].clone()
                 bps.push_pull_inplace(given, average=False, name=name, wire_dtype=form)
                 assert torch.equal(given, want[name](inputs, average=False))
+    bps.shutdown()
+
+
+def saved(job: Job) -> None:
+    """Who loads what was saved makes the sums of who goes on, here and on the servers; it is saved
+    again before it is used, and dropped with what is not."""
+    bps.init()
+    form, count = wire.int4(), 600_003
+
+    def sums(rounds: range) -> list[torch.Tensor]:
+        found = []
+        for round_ in rounds:
+            given = _inputs(job, count, "saved", round_, "float32")[job.rank]
+            bps.push_pull_inplace(given, average=False, name="saved", wire_dtype=form)
+            found.append(given)
+        return found
+
+    first = sums(range(3))
+    state = feedback_state.state_dict()
+    with job.check("what is saved"):
+        assert list(state) == ["saved"]
+        assert ("of_servers" in state["saved"]) == (job.rank == 0)
+        assert all(one.abs().max() > 0 for one in state["saved"].values())
+    went_on = sums(range(3, 5))
+    feedback_state.load_state_dict(state)
+    with job.check("saved again"):
+        again = feedback_state.state_dict()["saved"]
+        assert again.keys() == state["saved"].keys()
+        assert all(torch.equal(again[key], state["saved"][key]) for key in again)
+    with job.check("loaded"):
+        assert all(map(torch.equal, sums(range(3, 5)), went_on))
+    feedback_state.load_state_dict({})
+    with job.check("dropped"):
+        assert feedback_state.state_dict() == {}
+        assert all(map(torch.equal, sums(range(3)), first))
+    feedback_state.load_state_dict({"saved": {"lost": torch.zeros(count + 1)}})
+    with job.check_raises("another size", ValueError, "of 600004 values, the tensor of 600003"):
+        sums(range(1))
     bps.shutdown()
 
 
