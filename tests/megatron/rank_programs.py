@@ -33,7 +33,7 @@ from megatron.training import cpu_platform, training
 from tests.layouts.gpt.rank import run
 from tests.layouts.gpt.seen import RankSeen
 from tests.layouts.job import LIMIT_S
-from tests.megatron import broken_reducers, faults
+from tests.megatron import broken_reducers, faults, owed
 
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2
@@ -129,6 +129,15 @@ def train_on_hosts(
     """Training where each rank is on the host of the letter at its place."""
     os.environ["BYTEPS_HOST_ID"] = hosts[int(os.environ["RANK"])]
     return run([*MODEL, *arguments])
+
+
+def train_owed(
+    folder: Path, arguments: Sequence[str], environment: dict[str, str]
+) -> dict[str, Any]:
+    """What is owed at a checkpoint: see owed.py."""
+    found = owed.watch()
+    run([*MODEL, *_through_servers(arguments)])
+    return {"owed": found, "tensor_rank": parallel_state.get_tensor_model_parallel_rank()}
 
 
 def _poison() -> None:

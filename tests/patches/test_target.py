@@ -44,7 +44,7 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
     # By itself, nothing of what a CPU needs: a node whose driver is broken must fail.
     result = run_script("--root", str(root), "apply", "--target", str(tree))
     assert result.status == 0, result.output
-    assert "(5 patches)" in result.output
+    assert "(6 patches)" in result.output
     assert (tree / "megatron/core/distributed/dpu_reduce/__init__.py").exists()
     assert not (tree / "megatron/training/cpu_platform.py").exists()
     # Our own checker of arguments needs no GPU either, and uses it where it is.

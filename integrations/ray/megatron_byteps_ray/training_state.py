@@ -120,6 +120,7 @@ def snapshot(values: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization
+    from megatron.core.distributed import dpu_reduce
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training import checkpointing, training
 
@@ -159,6 +160,7 @@ def snapshot(values: dict[str, Any]) -> dict[str, Any]:
                 data_iterator=values["train_data_iterator"], ckpt_format=settings.ckpt_format
             ),
         )
+        dpu_reduce.save_feedback(settings, state)
         name = "num_floating_point_operations_so_far"
         state[name] = values[name]
         state["content_metadata"] = _clean_metadata_for_serialization(metadata)

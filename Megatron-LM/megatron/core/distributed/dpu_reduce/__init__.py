@@ -31,6 +31,9 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``make_server_optimizer``     they do: make it
 ``gradients_will_be_zeroed``  DDP is about to zero its gradients
 ``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
+``save_feedback``             its state is there, to be saved
+``ask_for_feedback``          it is described, to be loaded
+``load_feedback``             it was loaded
 ``step_ended``                the optimizer has made its step, or has not
 ``replicas_of``               the data-parallel size is derived: how many replicas share it?
 ``model_is_built``            the model and the optimizer are there, and the data are not
@@ -81,6 +84,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``ranks_part``         what ranks do with them in a step
 ``server_checkpoint``  what is saved of it
 ``server_shards``      which part of a parameter a rank saves
+``feedback_state``     what is saved of what rounding has lost
 ``bytepslib``          BytePS, imported when it is first needed
 =====================  ============================================================
 """
@@ -92,18 +96,21 @@ from .hooks import (
     add_checkpoint_metadata,
     agreed_norm,
     apart,
+    ask_for_feedback,
     between_steps,
     gradients_will_be_zeroed,
     in_turn,
     initialize,
     keeps_optimizer,
     leaves_out_step,
+    load_feedback,
     make_server_optimizer,
     model_is_built,
     outer_reduction,
     outside_graph,
     register,
     replicas_of,
+    save_feedback,
     saves_checkpoint,
     shutdown,
     start_grad_sync,
@@ -124,6 +131,7 @@ __all__ = [
     "add_checkpoint_metadata",
     "agreed_norm",
     "apart",
+    "ask_for_feedback",
     "between_steps",
     "bucket_name",
     "fully_sharded",
@@ -133,12 +141,14 @@ __all__ = [
     "initialize",
     "keeps_optimizer",
     "leaves_out_step",
+    "load_feedback",
     "make_server_optimizer",
     "model_is_built",
     "outer_reduction",
     "outside_graph",
     "register",
     "replicas_of",
+    "save_feedback",
     "saves_checkpoint",
     "shutdown",
     "start_grad_sync",

@@ -134,16 +134,66 @@ def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
     """
     if ddp.ddp_config.dpu_optimizer:
         server_buckets.forget_pushes(ddp)
+    elif ddp.ddp_config.dpu_reduce_wire_dtype in FEW_BITS:
+        # Of megatron.core, which needs this package.
+        from ...rerun_state_machine import RerunState, get_rerun_state_machine
+
+        if get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:
+            bytepslib.feedback.feedback.drop()  # it is of gradients that are computed anew
 
 
 def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
-    """A checkpoint is about to be saved or loaded: say in which form the servers' state is, and
-    forget what rounding to few bits has lost, which is not saved."""
-    _forget_lost(args)
+    """A checkpoint is about to be saved or loaded: say in which form the servers' state is. What
+    rounding to few bits has lost is forgotten where the format has no place for it."""
+    if args.ckpt_format != "torch_dist":
+        _forget_lost(args)
     if getattr(args, "dpu_optimizer", False):
         from .server_checkpoint import put_metadata  # of megatron.core, which needs this package
 
         put_metadata(metadata)
+
+
+def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
+    """A state is about to be saved: see :mod:`.feedback_state`. What is not saved is forgotten, so
+    that the job that goes on computes the bits of the job that comes back."""
+    if getattr(args, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
+        return
+    if args.no_save_optim or replicas.count() > 1:
+        return _forget_lost(args)
+    from .feedback_state import save  # of megatron.core, which needs this package
+
+    save(state)
+
+
+def ask_for_feedback(
+    args: Namespace, state: dict[str, Any], common: Mapping[str, Any] | None
+) -> None:
+    """A state is about to be loaded, of a checkpoint that has `common` values, if it is there."""
+    if common is None or not _resumes_feedback(args) or replicas.count() > 1:
+        return
+    from .feedback_state import ask
+
+    ask(state, common)
+
+
+def load_feedback(args: Namespace, state: Mapping[str, Any]) -> None:
+    """A state was loaded: go on with what rounding had lost then, or with nothing."""
+    _forget_lost(args)
+    if not _resumes_feedback(args):
+        return
+    from .feedback_state import has_feedback, take
+
+    if not take(state) and has_feedback() and torch.distributed.get_rank() == 0:
+        print(
+            "--dpu-reduce-wire-dtype: the checkpoint does not say what rounding has lost: the "
+            "first step goes without feedback",
+            flush=True,
+        )
+
+
+def _resumes_feedback(args: Namespace) -> bool:
+    few = getattr(args, "dpu_reduce_wire_dtype", None) in FEW_BITS
+    return few and not args.finetune and not args.no_load_optim
 
 
 def step_ended(

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel import DistributedDataParallel
+    from ..distributed_data_parallel_config import DistributedDataParallelConfig
     from ..param_and_grad_buffer import (
         _ParamAndGradBucket,
         _ParamAndGradBucketGroup,
@@ -47,12 +49,26 @@ logger = logging.getLogger(__name__)
 
 _Group = torch.distributed.ProcessGroup
 
+_planned: list[weakref.ref[DistributedDataParallel]] = []
+"""The models that there are, or were."""
+
 
 def forget() -> None:
     """Let go of everything that was planned."""
     for one in (job, decisions, trials):
         one.forget()
     named.clear()
+    _planned.clear()
+
+
+def all_buckets() -> Iterator[tuple[_ParamAndGradBucket, DistributedDataParallelConfig]]:
+    """Those of all models that there are, with their operations, in the order of their making."""
+    for ddp in filter(None, [one() for one in _planned]):
+        for *_, buffers in _kinds(ddp):
+            for buffer in buffers:
+                for bucket in buffer.buckets:
+                    if bucket.grad_data.numel() > 0:
+                        yield bucket, ddp.ddp_config
 
 
 def register(ddp: DistributedDataParallel) -> None:
@@ -98,6 +114,7 @@ def register(ddp: DistributedDataParallel) -> None:
             )
             alike[dtypes] += 1
 
+    _planned.append(weakref.ref(ddp))
     buckets = [bucket for *_, buffers in _kinds(ddp) for b in buffers for bucket in b.buckets]
     replicas.divide_gradients(ddp, buckets)
     for _, _, groups, _ in _kinds(ddp):

@@ -1,0 +1,382 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""What rounding to few bits has lost, in checkpoints of ``--ckpt-format torch_dist``.
+
+For each parameter there is a tensor of its shape for each rank that pushes its gradient, one after
+the other, and one of the servers; both are cut as the parameter is. Of n ranks that push a
+parameter, rank i goes on with what the ranks i, i + n, i + 2n ... have saved, added up. With as
+many ranks as before each so has its own, to the bit; else the sum over all ranks is the same, and
+with it what the next steps still owe the parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...dist_checkpointing.dict_utils import nested_values
+from ...dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from ...dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from . import bytepslib, job, plan
+from .server_shards import own_replica, saved_boxes
+
+if TYPE_CHECKING:
+    from ..distributed_data_parallel_config import DistributedDataParallelConfig
+    from ..param_and_grad_buffer import _ParamAndGradBucket
+    from .bucket_op import BucketOp
+
+KEY = "dpu_feedback"
+"""Of the state; and how the names of its tensors begin."""
+_COPY = "/copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Owed:
+    """How a parameter's losses are saved: the same on all ranks that save a part of them."""
+
+    pushers: int
+    """Ranks that push each element."""
+    average: bool
+    """Their gradients are divided by that."""
+    servers: bool
+    """Servers keep theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Push:
+    """A tensor that this rank pushes: parts of a bucket, laid end to end."""
+
+    name: str
+    numel: int
+    parts: tuple[tuple[int, int, int], ...]
+    """First element in the bucket, last plus one, and where the first lies in the tensor."""
+    place: int
+    """Of this rank, among those that push the same elements."""
+    owed: _Owed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Box:
+    """Elements of a parameter that lie side by side in what a rank pushes."""
+
+    push: _Push
+    at: int
+    numel: int
+    name: str
+    """Of the parameter in a checkpoint; layers and experts have one each."""
+    copy: tuple[int, ...]
+    """Which of several copies of the parameter it is of: stages of the pipeline may have one each,
+    whose gradients are added, and so may tensor-parallel ranks, whose gradients are alike. All 0:
+    the first."""
+    place: ShardedTensor
+    """In the parameter's global tensor."""
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Of the copy."""
+        return self.name + (_COPY + ".".join(map(str, self.copy)) if any(self.copy) else "")
+
+    def part_of(self, pushed: torch.Tensor) -> torch.Tensor:
+        """The elements, of what is pushed."""
+        return pushed[self.at : self.at + self.numel]
+
+    def of_rank(self, key: str, rank: int, ranks: int, data: torch.Tensor) -> ShardedTensor:
+        """Among what so many ranks have lost."""
+        place = self.place
+        return replace(
+            place,
+            key=f"{KEY}.{key}",
+            data=data.view(1, *place.local_shape),
+            local_shape=(1, *place.local_shape),
+            global_shape=(ranks, *place.global_shape),
+            global_offset=(rank, *place.global_offset),
+        )
+
+    def of_servers(self, key: str, data: torch.Tensor) -> ShardedTensor:
+        """What servers have lost."""
+        view = data.view(self.place.local_shape)
+        return replace(self.place, key=f"{KEY}.{key}.servers", data=view)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A tensor that is loaded: where its values belong."""
+
+    box: _Box
+    factor: float
+    to_servers: bool
+
+
+@dataclass(kw_only=True)
+class _Loading:
+    """A checkpoint that is being loaded."""
+
+    pushes: list[_Push]
+    asked: dict[str, _Asked]
+
+
+_loading: _Loading | None = None
+"""None: there is none, or it has nothing."""
+
+
+def save(state: dict[str, Any]) -> None:
+    """Add to a state that is about to be saved what was lost. All ranks call it.
+
+    Args:
+        state: what is saved, with the sharded states of the model's chunks.
+
+    Raises:
+        byteps.torch.BytePSError: a server is lost.
+    """
+    boxes, owed = _agreed(*_boxes(state))
+    tensors: list[ShardedTensor] = []
+    for push, of_push in itertools.groupby(boxes, lambda box: box.push):
+        lost = bytepslib.feedback.feedback.get(push.name)
+        lost = torch.zeros(push.numel, dtype=torch.bfloat16) if lost is None else lost.cpu()
+        servers = None
+        if push.place == 0 and push.owed.servers:
+            servers = bytepslib.operations.read_feedback(push.name, push.numel)
+        for box in of_push:
+            # Copies: they may be written while training goes on.
+            values = box.part_of(lost).clone()
+            tensors.append(box.of_rank(box.key, push.place, push.owed.pushers, values))
+            if servers is not None:
+                tensors.append(box.of_servers(box.key, box.part_of(servers).clone()))
+    how = {key: (one.pushers, one.average, one.servers) for key, one in sorted(owed.items())}
+    numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
+    state[KEY] = {"parameters": how, "tensors": numbered}
+
+
+def ask(state: dict[str, Any], common: Mapping[str, Any]) -> None:
+    """Add to a state that is about to be loaded what a checkpoint has of it. All ranks call it.
+
+    Args:
+        state: what is loaded, with the sharded states of the model's chunks.
+        common: of the checkpoint: what is not cut.
+    """
+    global _loading
+    _loading = None
+    if KEY not in common:
+        return
+    saved = {
+        key: _Owed(pushers=pushers, average=average, servers=servers)
+        for key, (pushers, average, servers) in common[KEY]["parameters"].items()
+    }
+    boxes, owed = _agreed(*_boxes(state))
+    asked: dict[str, _Asked] = {}
+    tensors: dict[str, ShardedTensor] = {}
+    for box in boxes:
+        for one, tensor in _wanted(box, saved, owed):
+            number = str(len(asked))
+            asked[number], tensors[number] = one, tensor
+    state[KEY] = {"tensors": tensors}
+    _loading = _Loading(pushes=list(dict.fromkeys(box.push for box in boxes)), asked=asked)
+
+
+def has_feedback() -> bool:
+    """Whether gradients of this job travel with feedback."""
+    return any(bucket.dpu_reduce_op.wire.feedback for bucket, _ in plan.all_buckets())
+
+
+def take(state: Mapping[str, Any]) -> bool:
+    """Go on with what was lost by the checkpoint that was loaded; whether it has said so."""
+    global _loading
+    loading, _loading = _loading, None
+    if loading is None:
+        return False
+    own = {push.name: torch.zeros(push.numel) for push in loading.pushes}
+    servers = {name: torch.zeros_like(lost) for name, lost in own.items()}
+    for number, one in loading.asked.items():
+        target = (servers if one.to_servers else own)[one.box.push.name]
+        values = state[KEY]["tensors"][number].view(-1).float()
+        one.box.part_of(target).add_(values, alpha=one.factor)
+    for push in loading.pushes:
+        of_servers = servers[push.name] if push.place == 0 and push.owed.servers else None
+        lost = own[push.name].to(torch.bfloat16)
+        bytepslib.feedback.feedback.put(push.name, lost, of_servers)
+    return True
+
+
+def _wanted(
+    box: _Box, saved: Mapping[str, _Owed], present: Mapping[str, _Owed]
+) -> Iterator[tuple[_Asked, ShardedTensor]]:
+    """What of a checkpoint this rank goes on with."""
+    keys = [box.key] if box.key in saved else []
+    if not any(box.copy):
+        # Of stages that had a copy, and have none any more; those of tensor-parallel ranks are like
+        # the first.
+        copies = [key for key in saved if key.startswith(box.name + _COPY)]
+        keys += [key for key in copies if key not in present and _is_of_stage(key)]
+    is_alike = not keys and box.copy[0] == 0 and box.name in saved
+    if is_alike:  # a tensor-parallel rank whose copy is new
+        keys = [box.name]
+    push, owed = box.push, box.push.owed
+    weight = float(owed.pushers if owed.average else 1)
+    for key in keys:
+        was = saved[key]
+        wanted = [
+            (
+                box.of_rank(key, rank, was.pushers, _blank(box)),
+                weight / was.pushers if was.average else weight,
+                False,
+            )
+            for rank in range(push.place, was.pushers, owed.pushers)
+        ]
+        if was.servers and push.place == 0:
+            factor = 1.0 if owed.servers else weight
+            wanted.append((box.of_servers(key, _blank(box)), factor, owed.servers))
+        for tensor, factor, to_servers in wanted:
+            loaded = replace(tensor, replica_id=1) if is_alike else tensor  # by others, too
+            yield _Asked(box=box, factor=factor, to_servers=to_servers), loaded
+
+
+def _is_of_stage(key: str) -> bool:
+    """Whether it is the key of the copy that a stage of the pipeline had."""
+    stage, *others = map(int, key.rpartition(_COPY)[2].split("."))
+    return stage > 0 and not any(others)
+
+
+def _blank(box: _Box) -> torch.Tensor:
+    return torch.zeros(box.numel, dtype=torch.bfloat16)
+
+
+def _agreed(
+    boxes: list[_Box], mine: Mapping[str, _Owed | None]
+) -> tuple[list[_Box], dict[str, _Owed]]:
+    """The boxes of parameters of which all ranks save the losses, and alike; and how.
+
+    Tensor-parallel ranks may send a parameter by other backends.
+    """
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, dict(mine))
+    owed: dict[str, _Owed | None] = {}
+    for one in gathered:
+        for key, how in one.items():
+            owed[key] = how if owed.get(key, how) == how else None
+    agreed = {key: how for key, how in owed.items() if how is not None}
+    return [box for box in boxes if box.key in agreed], agreed
+
+
+def _boxes(state: Mapping[str, Any]) -> tuple[list[_Box], dict[str, _Owed | None]]:
+    """What this rank pushes with feedback of the parameters of a state, and how each of them is
+    saved, None where it is not: said by one rank of those that push the same.
+
+    Nothing is said of a parameter that is saved as anything else than parts of it that lie side by
+    side.
+    """
+    chunks = {key: value for key, value in state.items() if key.startswith("model")}
+    found, _ = extract_sharded_tensors_and_factories(chunks)
+    sharded = {id(one.data): one for one in nested_values(found)}
+    boxes: list[_Box] = []
+    owed: dict[str, _Owed | None] = {}
+    for bucket, config in plan.all_buckets():
+        op = bucket.dpu_reduce_op
+        kept = set() if op.kept is None else set(op.kept.parameters)
+        parameters = [
+            (first, last, sharded[id(parameter)], parameter.dim())
+            for parameter, (first, last) in bucket.param_to_index.items()
+            if id(parameter) in sharded and parameter not in kept
+        ]
+        pushes = _pushes(bucket, config)
+        if not pushes and op.group[0] == job.rank():
+            whole = _whole(bucket, 0, _Owed(pushers=0, average=False, servers=False))
+            owed |= {box.key: None for one in parameters for box in _cut(whole, *one)}
+        for push in pushes:
+            cut = [box for one in parameters for box in _cut(push, *one)]
+            boxes += cut
+            if push.place == 0:
+                owed |= {box.key: push.owed for box in cut}
+    return boxes, owed
+
+
+def _cut(
+    push: _Push,
+    first: int,
+    last: int,
+    model_parameter: ShardedTensor | ShardedTensorFactory,
+    axes: int,
+) -> Iterator[_Box]:
+    """A parameter, of so many axes from `first` to `last` in its bucket, as far as it is pushed."""
+    for part in push.parts:
+        low, high = max(part[0], first), min(part[1], last)
+        if low < high:
+            yield from _cut_part(push, part, first, (low, high), model_parameter, axes)
+
+
+def _cut_part(
+    push: _Push,
+    part: tuple[int, int, int],
+    first: int,
+    elements: tuple[int, int],
+    model_parameter: ShardedTensor | ShardedTensorFactory,
+    axes: int,
+) -> Iterator[_Box]:
+    begin, _, at = part
+    low, high = elements
+    cut = saved_boxes(model_parameter, model_parameter.key, low - first, high - first)
+    copy = own_replica(model_parameter.replica_id)
+    for one in cut or ():
+        place, before = one.place, len(one.place.global_shape) - axes
+        stacked = "".join(f".{offset}" for offset in place.global_offset[:before])
+        yield _Box(
+            push=push,
+            at=at + first + one.begin - begin,
+            numel=one.end - one.begin,
+            name=place.key + stacked,
+            copy=copy if isinstance(copy, tuple) else (0, copy),
+            place=replace(
+                place,
+                dtype=torch.bfloat16,
+                local_shape=place.local_shape[before:],
+                global_shape=place.global_shape[before:],
+                global_offset=place.global_offset[before:],
+                replica_id=0,
+            ),
+        )
+
+
+def _whole(bucket: _ParamAndGradBucket, place: int, owed: _Owed) -> _Push:
+    elements = bucket.grad_data.numel()
+    name, parts = bucket.dpu_reduce_op.name, ((0, elements, 0),)
+    return _Push(name=name, numel=elements, parts=parts, place=place, owed=owed)
+
+
+def _pushes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> list[_Push]:
+    """What this rank sends of a bucket in blocks with feedback."""
+    op: BucketOp = bucket.dpu_reduce_op
+    is_alone = len(op.group) == 1 and not op.updated
+    if not op.wire.feedback or op.route == bytepslib.routes.COLLECTIVE or is_alone:
+        return []
+    rank = job.rank()
+
+    def owed(group: Sequence[int]) -> _Owed:
+        average = config.average_in_collective
+        return _Owed(pushers=len(group), average=average, servers=not op.updated)
+
+    sums = op.node_whole
+    if config.use_distributed_optimizer and op.node_shards is not None:
+        sums = op.node_shards
+    if sums is None:
+        return [_whole(bucket, op.group.index(rank), owed(op.group))]
+    local, pushed = sums.layout.local_index(rank), []
+    pushes = sums.pushes(rank, bucket.grad_data.element_size())
+    for piece, push in zip(sums.pieces, pushes, strict=True):
+        parts, at = [], 0
+        for ranges in piece.scatters:
+            parts.append((*ranges[local], at))
+            at += bytepslib.pieces.longest(ranges)
+        pushed.append(
+            _Push(
+                name=push.name,
+                numel=piece.length,
+                parts=tuple(parts),
+                place=push.group.index(rank),
+                owed=owed(push.group),
+            )
+        )
+    return pushed
