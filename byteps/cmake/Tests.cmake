@@ -55,6 +55,7 @@ if(GTest_FOUND)
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc
     tests/server/absent_test.cc
+    tests/server/given_test.cc
     tests/server/accumulator_test.cc
     tests/server/feedback_test.cc
     tests/server/optimizer/differences_test.cc

@@ -211,8 +211,8 @@ void Session::SayAwaited(int rank, const std::string& name, uint32_t round) {
 }
 
 void Session::SayLate(int rank, const std::string& why) {
-  ps::NodeMembership* const node = CurrentMembership()->AsNode();
-  node->SayOfReplica({ps::membership::MemberWord::kLate, rank, node->epoch(), why});
+  CurrentMembership()->AsNode()->SayOfReplica(
+      {ps::membership::MemberWord::kLate, rank, 0, why});
 }
 
 double Session::link_gbps() const { return CurrentMembership()->AsNode()->link_mbps() / 1e3; }

@@ -49,6 +49,11 @@ uint64_t KeptSums::bytes() {
   return bytes_;
 }
 
+int ServerLoss::ServerOf(uint64_t turn) const {
+  const auto found = std::find(turns.begin(), turns.end(), turn);
+  return turn == 0 || found == turns.end() ? -1 : static_cast<int>(found - turns.begin());
+}
+
 // ------------------------------------------------------------------ lost
 
 void Engine::OnServerLost(int server, const std::string& reason) {
@@ -98,14 +103,16 @@ void Engine::SayResumes(int server, uint64_t turn) {
 }
 
 void Engine::OnResumed(const Message& answer) {
-  const int server = answer.peer;
-  if (answer.failed) return Fail(answer.body);
-  const std::vector<KeptSum> kept = context_.loss.kept.Of(server);
+  int server = 0;
+  std::vector<KeptSum> kept;
   {
     ps::WriterLock lock(&context_.loss.mu);
-    if (context_.loss.turns[server] != answer.number) return PS_PROBE(kReplacedAgain);
+    server = context_.loss.ServerOf(answer.number);
+    if (server < 0) return PS_PROBE(kReplacedAgain);
+    kept = context_.loss.kept.Of(server);
     context_.loss.gifts[server] = kept.size();
   }
+  if (answer.failed) return Fail(answer.body);
   for (const KeptSum& sum : kept) Give(server, answer.number, sum);
   if (kept.empty()) GoOn(server, answer.number);
 }
@@ -122,13 +129,13 @@ void Engine::Give(int server, uint64_t turn, const KeptSum& sum) {
 }
 
 void Engine::OnGiven(const Message& answer) {
-  if (answer.failed) return Fail(answer.body);
+  int server = 0;
   {
     ps::WriterLock lock(&context_.loss.mu);
-    if (context_.loss.turns[answer.peer] != answer.number) return;
-    if (--context_.loss.gifts[answer.peer] > 0) return;
+    server = context_.loss.ServerOf(answer.number);
+    if (server < 0 || (--context_.loss.gifts[server] > 0 && !answer.failed)) return;
   }
-  GoOn(answer.peer, answer.number);
+  answer.failed ? Fail(answer.body) : GoOn(server, answer.number);
 }
 
 void Engine::GoOn(int server, uint64_t turn) {

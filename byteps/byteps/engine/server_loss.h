@@ -61,6 +61,8 @@ struct ServerLoss {
   std::vector<uint64_t> turns PS_GUARDED_BY(mu);
   std::vector<size_t> gifts PS_GUARDED_BY(mu);
   uint64_t last_turn PS_GUARDED_BY(mu) = 0;
+  // To which these requests go; -1: to one that is lost by now.
+  int ServerOf(uint64_t turn) const PS_REQUIRES_SHARED(mu);
   KeptSums kept;
 };
 

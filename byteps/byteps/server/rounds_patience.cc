@@ -1,6 +1,6 @@
 // Rounds that wait for replicas that are late (Patience, docs/design/replicas.md).
 //
-//   first ── quorum ──▶ quorum ── kFirstWord ──▶ awaited ── grace ──▶ accused ── 3 s ──▶ fails
+//   first ── quorum ──▶ quorum ── first word ──▶ awaited ── grace ──▶ accused ── 3 s ──▶ fails
 //     └───────────────── as long as a sum may take ──────────────────────▶┘
 //
 // Those that are late are accused if enough of the others have pushed; kOthersFirst later in a
@@ -15,8 +15,10 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Members that the others wait for are told after so long: not those of every sum, of which each
-// has a last one.
+// Members that the others wait for are told after this part of the grace, and so long at least: not
+// those of every sum, of which each has a last one, nor those that are later than one that has left
+// out steps.
+constexpr int kFirstWordPart = 20;
 constexpr auto kFirstWord = std::chrono::milliseconds(50);
 // The scheduler and all servers remove a replica in this time, or it is not removed.  Less than
 // workers wait for an explanation.
@@ -56,7 +58,8 @@ void Rounds::BeginGrace(Partition* partition, Round* round) {
   round->waits = Round::Waits::kQuorum;
   round->quorum_since = Clock::now();
   const std::chrono::milliseconds grace(patience.grace_ms);
-  Postpone(partition, round, round->quorum_since + std::min<Clock::duration>(kFirstWord, grace));
+  const auto word = std::min(grace, std::max(kFirstWord, grace / kFirstWordPart));
+  Postpone(partition, round, round->quorum_since + word);
 }
 
 bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of) {

@@ -13,7 +13,6 @@ namespace byteps {
 namespace core {
 namespace {
 
-using step_tests::Answers;
 using step_tests::Values;
 
 constexpr size_t kBlocks = 2;

@@ -214,8 +214,7 @@ void SimulatedChannel::SayAwaited(int rank, const std::string& name, uint32_t ro
 }
 
 void SimulatedChannel::SayLate(int rank, const std::string& why) {
-  ps::NodeMembership* const node = membership_->AsNode();
-  node->SayOfReplica({ps::membership::MemberWord::kLate, rank, node->epoch(), why});
+  membership_->AsNode()->SayOfReplica({ps::membership::MemberWord::kLate, rank, 0, why});
 }
 
 void SimulatedChannel::AskToAdmit(int replica, int life) {

@@ -346,12 +346,11 @@ void NodeMembership::OnServerWord(const membership::MemberWord& word, const Mess
   announcer_.Tell(event);
 }
 
-int NodeMembership::epoch() {
-  MutexLock lock(&mu_);
-  return std::max(epoch_, 0);
-}
-
-void NodeMembership::SayOfReplica(const membership::MemberWord& word) {
+void NodeMembership::SayOfReplica(membership::MemberWord word) {
+  if (word.kind == membership::MemberWord::kLate) {
+    MutexLock lock(&mu_);
+    word.epoch = std::max(epoch_, 0);
+  }
   Send(links_, Control::MEMBERS, kScheduler, membership::PackWord(word));
 }
 

@@ -42,11 +42,9 @@ class NodeMembership : public Membership {
   // not done all of its work is started again.
   void Leave(const Farewell& farewell);
 
-  // Tells the scheduler something of a replica (docs/design/replicas.md).
-  void SayOfReplica(const membership::MemberWord& word);
-
-  // Of the last change of the replicas that it has heard of; 0: of none.
-  int epoch();
+  // Tells the scheduler something of a replica (docs/design/replicas.md).  Of one that is late:
+  // which changes of the replicas this node has heard of.
+  void SayOfReplica(membership::MemberWord word);
 
   // From now on heartbeats carry what `report` returns, at most kMaxReport bytes.  It is called
   // by the heartbeats' thread with no lock held, and is not called any more after Stop.

@@ -332,6 +332,28 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   EXPECT_EQ(reports.at(1).meta.body.find("worker 0"), 0u) << reports.at(1).meta.body;
 }
 
+TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
+  JoinAs(Node::WORKER);
+  membership_->OnLinkLost(server_, "its connection closed", false);
+  Say(Control::MEMBERS, membership::LostWord(server_, "server 0 was lost: its connection closed"));
+  const MembershipEvent lost = Await(MembershipEvent::kServerLost);
+  EXPECT_EQ(lost.rank, 0);
+  EXPECT_EQ(lost.reason, "server 0 was lost: its connection closed");
+  Node next = Server();
+  next.port = 9002;
+  const std::string word =
+      membership::PackWord({membership::MemberWord::kServerReplaced, 0, 0, ""});
+  Say(Control::MEMBERS, word);  // without saying by whom
+  EXPECT_FALSE(Heard(MembershipEvent::kServerReplaced));
+  Say(Control::MEMBERS, word, {next});
+  EXPECT_EQ(Await(MembershipEvent::kServerReplaced).node.address, "10.0.0.3:9002");
+  EXPECT_EQ(membership_->NameOf(server_), "server 0 (10.0.0.3:9002)");
+  // Its own links are watched again.
+  membership_->OnLinkLost(server_, "its connection was reset", false);
+  EXPECT_EQ(links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0).meta.body,
+            "server 0 (10.0.0.3:9002) was lost to worker 0 (10.0.0.2): its connection was reset");
+}
+
 TEST_F(NodeMembershipTest, TheLastWordOfTheSchedulerGoesFirst) {
   JoinAs(Node::WORKER);
   membership_->OnDisconnect(kScheduler);

@@ -15,6 +15,8 @@
 namespace ps {
 namespace {
 
+using membership::MemberWord;
+
 class SchedulerMembershipTest : public testing::Test {
  protected:
   void Start(MembershipSettings settings) {
@@ -30,6 +32,25 @@ class SchedulerMembershipTest : public testing::Test {
   }
 
   int replicas_ = 1;
+
+  // A job of two workers and a server, at work, which goes on without the server for so long.
+  void GatherReplacing(double seconds = 600) {
+    MembershipSettings settings;
+    settings.workers = 2;
+    settings.servers = 1;
+    settings.replace_servers_s = seconds;
+    Start(settings);
+    GatherNodes();
+  }
+  MemberWord LastWord(int id) {
+    MemberWord word;
+    const auto told = links_.SentTo(id, Control::MEMBERS);
+    EXPECT_FALSE(told.empty());
+    if (!told.empty()) {
+      EXPECT_TRUE(membership::ParseWord(told.back().meta.body, &word));
+    }
+    return word;
+  }
 
   void StartKept(int servers) {
     MembershipSettings settings;
@@ -195,7 +216,6 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
 }
 
 TEST_F(SchedulerMembershipTest, OneThatIsLateIsRemoved) {
-  using membership::MemberWord;
   GatherReplicas();
   const int late = IdOf(Node::WORKER, 2);
   Say(server_, Control::MEMBERS, membership::PackWord({MemberWord::kAwaited, 2, 7, "outer"}));
@@ -257,6 +277,75 @@ TEST_F(SchedulerMembershipTest, AJobEndsWithoutThoseWhoWaitToJoin) {
   const auto told = links_.SentTo(IdOf(Node::WORKER, 3), Control::JOB_FAILED);
   ASSERT_FALSE(told.empty());
   EXPECT_EQ(told.back().meta.body, "the job ended before this replica had joined it");
+}
+
+// ------------------------------------------------------------------ servers that are replaced
+
+TEST_F(SchedulerMembershipTest, AnotherServerTakesThePlaceOfALostOne) {
+  GatherReplacing();
+  Register(Node::SERVER, -1, -1, 1);
+  EXPECT_EQ(links_.LastRefusal().find(membership::kAgain), 0u) << "it may wait for a place";
+  membership_->OnDisconnect(server_);
+  EXPECT_EQ(failure(), "");
+  for (const int id : {worker_, other_}) {
+    const MemberWord word = LastWord(id);
+    EXPECT_EQ(word.kind, MemberWord::kServerLost);
+    EXPECT_EQ(word.number, 0);
+    EXPECT_EQ(word.text, "server 0 (10.0.0.2:9001) was lost: its connection closed");
+  }
+  EXPECT_EQ(links_.CountTo(server_, Control::JOB_FAILED), 1) << "should it be there after all";
+  Register(Node::SERVER, -1, -1, 1);
+  EXPECT_EQ(links_.CountTo(server_, Control::ADD_NODE), 2) << "it joins at once";
+  for (const int id : {worker_, other_}) {
+    EXPECT_EQ(LastWord(id).kind, MemberWord::kServerReplaced);
+    EXPECT_EQ(links_.SentTo(id, Control::MEMBERS).back().meta.control.node.at(0).port, 9001);
+  }
+  EXPECT_EQ(membership_->View().phase, JobView::kRunning);
+  EXPECT_EQ(failure(), "");
+}
+
+TEST_F(SchedulerMembershipTest, WithoutTheSettingItsLossEndsTheJob) {
+  Gather();
+  membership_->OnDisconnect(server_);
+  EXPECT_NE(failure().find("server 0 (10.0.0.2:9001) was lost"), std::string::npos) << failure();
+}
+
+TEST_F(SchedulerMembershipTest, WhoHasLeftStaysForOthersWhileAServerMayBeLost) {
+  GatherReplacing();
+  Say(worker_, Control::LEAVE, "finish");
+  EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 0) << "its sums may be wanted";
+  membership_->OnDisconnect(server_);
+  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerLost);
+  Register(Node::SERVER, -1, -1, 1);
+  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
+  EXPECT_EQ(links_.CountTo(server_, Control::NODE_LEFT), 0) << "it may give what others lack";
+  Say(other_, Control::LEAVE, "finish");
+  EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
+  EXPECT_EQ(links_.CountTo(other_, Control::NODE_LEFT), 1);
+  EXPECT_TRUE(ended());
+}
+
+TEST_F(SchedulerMembershipTest, ABrokenLinkToAServerThatIsHeardIsTheWorkersFault) {
+  GatherReplacing();
+  Message message;
+  message.meta.control.cmd = Control::JOB_FAILED;
+  message.meta.sender = worker_;
+  message.meta.body = "server 0 was lost to worker 0";
+  Node node;
+  node.id = server_;
+  node.role = Node::SERVER;
+  node.hostname = "10.0.0.2";
+  node.port = 9001;
+  message.meta.control.node = {node};
+  // Of a server that has lost its place it is no news.
+  membership_->OnDisconnect(server_);
+  Register(Node::SERVER, -1, -1, 1);
+  message.meta.control.node[0].port = 9002;
+  membership_->Handle(message);
+  EXPECT_EQ(failure(), "");
+  message.meta.control.node[0].port = 9001;
+  membership_->Handle(message);
+  EXPECT_EQ(failure(), "server 0 was lost to worker 0");
 }
 
 TEST_F(SchedulerMembershipTest, NodesHearOfNics) {

@@ -18,55 +18,16 @@
 #include "byteps/base/mutex.h"
 #include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
-#include "tests/support/server_channel.h"
+#include "tests/support/answers.h"
 #include "tests/support/settings.h"
 
 namespace byteps {
 namespace core {
 namespace step_tests {
-constexpr auto kPatience = std::chrono::seconds(120);
+constexpr auto kPatience = Answers::kPatience;
 constexpr size_t kElements = 40;
 constexpr size_t kBytes = kElements * sizeof(float);
 using Values = std::vector<float>;
-
-// Keeps the answers, by receiver and number.
-class Answers : public ServerChannel {
- public:
-  struct Answer {
-    bool failed;
-    std::string body;
-    Values values;
-
-    GradientSums sums() const {
-      GradientSums found;
-      EXPECT_EQ(body.size(), sizeof(found));
-      memcpy(&found, body.data(), std::min(body.size(), sizeof(found)));
-      return found;
-    }
-  };
-
-  void Send(const Message& message) override {
-    Answer answer{message.failed, message.body, {}};
-    answer.values.resize(message.values.size() / sizeof(float));
-    memcpy(answer.values.data(), message.values.data(), message.values.size());
-    ps::MutexLock lock(&mu_);
-    answers_[message.number] = std::move(answer);
-    cond_.NotifyAll();
-  }
-
-  Answer Await(uint64_t number) {
-    ps::MutexLock lock(&mu_);
-    const bool came = cond_.WaitFor(&mu_, kPatience,
-                                    [&]() PS_REQUIRES(mu_) { return answers_.count(number) > 0; });
-    EXPECT_TRUE(came) << "no answer to request " << number;
-    return answers_[number];
-  }
-
- private:
-  ps::Mutex mu_;
-  ps::CondVar cond_;
-  std::map<uint64_t, Answer> answers_ PS_GUARDED_BY(mu_);
-};
 
 inline std::string Bytes(uint32_t value) { return std::string(reinterpret_cast<char*>(&value), 4); }
 
