@@ -166,6 +166,8 @@ void ReplicaJob::RunMember(Life* life, int place, Inside* inside) {
     inside->Break();
   }
   worker.Stop(false, life->errors[place]);
+  // One that was broken since may have ended with a server that no other has heard of.
+  if (life->errors[place].empty() && !life->is_broken) witness_.Ended(place, member.state());
 }
 
 void ReplicaJob::RunReplica(int replica) {

@@ -113,13 +113,13 @@ void ReplicaMember::Run() {
   for (; step < plan_.steps; ++step) {
     Step(step);
     Control(step);
-    // Who died with a server before that may have had sums that nobody else has.
-    for (const auto& [sum, lacks] : seen_) {
-      witness_->SawSum(step, sum.first, place_, sum.second, lacks);
+    // Who dies with a server before all ranks have made the step may have sums that no other has.
+    for (const auto& [sum, lacks] : seen_before_) {
+      witness_->SawSum(step - 1, sum.first, place_, sum.second, lacks);
     }
+    seen_before_.swap(seen_);
     seen_.clear();
   }
-  witness_->Ended(place_, state_);
 }
 
 std::vector<uint32_t> ReplicaMember::Peers() const {

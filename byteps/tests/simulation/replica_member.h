@@ -90,6 +90,8 @@ class ReplicaMember {
 
   // Throws core::Error when its replica is lost.
   void Run();
+  // A digest of all sums.
+  uint64_t state() const { return state_; }
 
  private:
   using Values = std::vector<double>;
@@ -122,7 +124,8 @@ class ReplicaMember {
   uint64_t state_ = 1;                     // a digest of all sums so far
   std::deque<std::vector<float>> memory_;  // that transports may read until the worker stops
   std::deque<Values> small_;
-  std::map<std::pair<int, size_t>, uint32_t> seen_;  // by tensor and partition: what its sum lacks
+  // Of this step and the one before, by tensor and partition: what the sum lacks.
+  std::map<std::pair<int, size_t>, uint32_t> seen_, seen_before_;
 };
 
 }  // namespace simulation
