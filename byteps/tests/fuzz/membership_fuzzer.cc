@@ -12,6 +12,7 @@
 #include "byteps/base/error.h"
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/protocol.h"
 #include "demand.h"
 #include "ps/base.h"
 
@@ -80,16 +81,23 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       break;
     case 1:
       if (data->ConsumeBool()) {
-        message.meta.body = data->PickValueInArray(
-            {"acknowledged replica=0 epoch=1", "ready replica=0 epoch=0", "admit replica=1 epoch=3",
-             "workers=2 epoch=1 present=01 waiting=10 lives=3,0 news"});
+        if (data->ConsumeIntegralInRange<int>(0, 3) == 0) {
+          message.meta.body = "workers=2 epoch=1 present=01 waiting=10 lives=3,0 news";
+          break;
+        }
+        using Word = ps::membership::MemberWord;
+        message.meta.body = ps::membership::PackWord(
+            {static_cast<Word::Kind>(
+                 data->ConsumeIntegralInRange<int>(Word::kAcknowledged, Word::kServerReplaced)),
+             data->ConsumeIntegralInRange<int>(0, 3), data->ConsumeIntegralInRange<int>(0, 3),
+             "why"});
         break;
       }
       message.meta.body = data->ConsumeBool() ? "suspend" : "finish";
       break;
     default:
       message.meta.body =
-          "protocol=9 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
+          "protocol=" + std::to_string(ps::membership::kProtocol) + " workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
           " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
           " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000)) +
           " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0)) +
@@ -109,6 +117,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   settings.workers = data.ConsumeIntegralInRange<int>(-1, 2);
   settings.servers = data.ConsumeIntegralInRange<int>(-1, 2);
   settings.rank = 0;
+  settings.replace_servers_s = data.ConsumeBool() ? 60 : 0;
   std::atomic<int> failures{0};
   const auto membership =
       ps::Membership::Make(&links, settings, [&](const ps::MembershipEvent& event) {

@@ -1,6 +1,6 @@
 // A server whose workers are members of the job, and broken: they declare what does not fit
 // together, push and pull what they did not declare, twice, out of turn, or in other sizes, ask for
-// steps of optimizers likewise, and leave in between.  Each request is answered at most once, and a
+// steps of optimizers likewise, give sums of a server that is lost, and leave in between.  Each request is answered at most once, and a
 // sum that is answered is right.
 #include <fuzzer/FuzzedDataProvider.h>
 
@@ -19,6 +19,7 @@
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/update_rule.h"
+#include "byteps/base/wire.h"
 #include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
 #include "demand.h"
@@ -53,7 +54,12 @@ class Answers : public ServerChannel {
     DEMAND(!message.is_request);
     const int op = message.op;
     DEMAND(!message.failed || !message.body.empty());
-    DEMAND(message.failed || message.body.size() == (op == kPushTry ? sizeof(GradientSums) : 0));
+    const size_t about = message.failed ? 0 : message.body.size();
+    if (op == kPushPull) {
+      DEMAND(about == 0 || about == sizeof(uint32_t) || about == sizeof(uint32_t) + 1);  // kept
+    } else {
+      DEMAND(message.failed || about == (op == kPushTry ? sizeof(GradientSums) : 0));
+    }
     if (op == kPushNorm) {
       ForEach<double>(message.values, [](double sum) { DEMAND(sum >= 0); });
     } else if (op == kPushStep || op == kPushTry || op == kStep) {
@@ -220,8 +226,36 @@ Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& 
   return request;
 }
 
+// Where a worker that comes from a lost server goes on.
+Message AnyResume(FuzzedDataProvider* data, uint64_t number) {
+  WireWriter out;
+  const uint32_t count = data->ConsumeIntegralInRange<uint32_t>(0, 3);
+  out.Put(data->ConsumeIntegralInRange<int>(0, 15) > 0 ? count : data->ConsumeIntegral<uint32_t>());
+  for (uint32_t i = 0; i < count; ++i) {
+    out.Put(TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1)).Key());
+    const bool near = data->ConsumeIntegralInRange<int>(0, 7) > 0;
+    out.Put(near ? data->ConsumeIntegralInRange<uint32_t>(0, 3) : data->ConsumeIntegral<uint32_t>());
+  }
+  return MakeRequest(kResume, 0, 0, number, out.Take());
+}
+
+// What rounding has lost, read or loaded.
+Message AnyFeedback(FuzzedDataProvider* data, uint64_t number, const Declaration& d,
+                    uint64_t index, uint64_t size) {
+  const uint64_t bytes = ValuesIn(d.dtype, size) * sizeof(float);
+  const bool reads = data->ConsumeBool();
+  Message request = MakeRequest(reads ? kReadState : kLoadState, 0, d.Key() + index, number,
+                                Header(0, reads ? bytes : 0));
+  if (reads) return request;
+  const SharedBytes zeros = SharedBytes::New(bytes);
+  memset(zeros.data(), 0, bytes);
+  request.SetValues(zeros);
+  return request;
+}
+
 Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) {
-  const int op = data->ConsumeIntegralInRange<int>(0, 12);
+  const int op = data->ConsumeIntegralInRange<int>(0, 16);
+  if (op == 13) return AnyResume(data, number);
   if (op < 4) {
     const Declaration d = AnyDeclaration(data);
     std::string body = PackDeclarations({d});
@@ -236,7 +270,9 @@ Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) 
   if (d.rule && data->ConsumeIntegralInRange<int>(0, 7) > 0) {
     return AnyUpdate(data, number, d, index, size, answers);
   }
+  if (op == 16 && d.feedback) return AnyFeedback(data, number, d, index, size);
   PushHeader header;
+  if (op > 12) header.flags = PushHeader::kKeepsSums;
   header.round = data->ConsumeIntegralInRange<uint32_t>(0, 3);
   header.pull_bytes = static_cast<uint32_t>(size);
   if (data->ConsumeIntegralInRange<int>(0, 7) == 0) {
@@ -250,7 +286,12 @@ Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) 
   if (number % 2 == 0) header.oldest = header.round;
   std::string body = header.Pack();
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) body = data->ConsumeRandomLengthString(24);
-  const int kind = op == 12 ? data->ConsumeIntegral<int>() : kPushPull;
+  const bool gives = op == 14;
+  const int kind = op == 12 ? data->ConsumeIntegral<int>() : gives ? kGiveSum : kPushPull;
+  if (gives && data->ConsumeBool()) {  // a sum that lacks some; or this worker had a part of it
+    if (data->ConsumeBool()) return MakeRequest(kind, 0, d.Key() + index, number, body);
+    body.push_back(data->ConsumeIntegralInRange<char>(0, 15));
+  }
   Message request = MakeRequest(kind, 0, d.Key() + index, number, body);
   const bool fits = data->ConsumeIntegralInRange<int>(0, 15) > 0;
   request.SetValues(Ones(fits ? size : data->ConsumeIntegralInRange<size_t>(0, 40)));
