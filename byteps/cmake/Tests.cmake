@@ -26,6 +26,7 @@ if(GTest_FOUND)
     tests/engine/plan_test.cc
     tests/engine/push_scheduler_test.cc
     tests/engine/remains_test.cc
+    tests/engine/server_loss_test.cc
     tests/engine/streamed_sum_test.cc
     tests/net/link/admission_test.cc
     tests/net/link/greeting_test.cc

@@ -9,6 +9,7 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/invariant.h"
+#include "byteps/base/wire.h"
 
 namespace byteps {
 namespace core {
@@ -62,14 +63,19 @@ void FakeChannel::Send(const Message& message) {
     if (message.op == kDeclare) {
       if (!UnpackDeclarations(message.body, &declared, &error)) abort();
       declarations_[server].push_back(declared);
-    } else {
+    } else if (message.op == kGiveSum) {
+      PushHeader header;
+      std::string lacks;
+      EXPECT_TRUE(PushHeader::Unpack(message.body, &header, &lacks));
+      gifts_.push_back({message.key, header.round});
+    } else if (message.op != kResume) {
       if (script_.on_push) script_.on_push();
       pushes_.push_back({message.key, server});
       linger_ms = script_.linger_ms;
     }
     auto it = held_servers_.find(server);
     if (it == held_servers_.end()) it = held_servers_.find(-1);
-    if (message.op == kDeclare) it = held_servers_.end();
+    if (message.op != kPushPull) it = held_servers_.end();
     Message copy = message;
     if (it == held_servers_.end()) {
       requests_.push_back(std::move(copy));
@@ -113,6 +119,31 @@ void FakeChannel::Release() {
     held_.clear();
   }
   cond_.notify_all();
+}
+
+void FakeChannel::LoseServer(int server, bool drops) {
+  if (drops) {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::erase_if(held_, [=](const Message& message) { return message.peer == server; });
+    held_servers_.erase(server);
+  }
+  ps::MembershipEvent event;
+  event.kind = ps::MembershipEvent::kServerLost;
+  event.rank = server;
+  event.reason = "server " + std::to_string(server) + " was lost";
+  user_->OnEvent(event);
+}
+
+void FakeChannel::ReplaceServer(int server) {
+  ps::MembershipEvent event;
+  event.kind = ps::MembershipEvent::kServerReplaced;
+  event.rank = server;
+  user_->OnEvent(event);
+}
+
+std::vector<std::pair<uint64_t, uint32_t>> FakeChannel::gifts() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return gifts_;
 }
 
 void FakeChannel::FailJob(const std::string& reason) {
@@ -188,6 +219,13 @@ void FakeChannel::Answer(Message request) {
     twice = script_.answers_twice;
   }
   if (op == kPushPull && !answer.failed) {
+    PushHeader header;
+    EXPECT_TRUE(PushHeader::Unpack(request.body, &header));
+    if ((header.flags & PushHeader::kKeepsSums) != 0) {
+      WireWriter ended;
+      ended.Put(header.oldest);
+      answer.body = ended.Take();
+    }
     const std::vector<char> sum = SumOf(request, ranks);
     request = Message();  // it was sent: the sender may have its memory back
     if (!sum.empty()) answer.SetValues(Receive(answer, sum, &placing));

@@ -63,12 +63,18 @@ class FakeChannel : public Channel {
   void HoldServer(int server, bool unsent);
   void Release();
   void FailJob(const std::string& reason);
+  // The worker hears of that.  `drops`: what the server was sent, and has not answered, is gone.
+  void LoseServer(int server, bool drops = true);
+  // Another one is there.
+  void ReplaceServer(int server);
 
   // ----- what was seen
 
   std::vector<std::vector<Declaration>> declarations(int server);
   // (tensor's key + partition, server), in the order in which they were sent.
   std::vector<std::pair<uint64_t, int>> pushes();
+  // (tensor's key + partition, round) of the sums that were given.
+  std::vector<std::pair<uint64_t, uint32_t>> gifts();
   // Blocks until so many pushes came; false when they do not come within 20 s.
   bool AwaitPushes(size_t count);
   bool AwaitHeld(size_t count);
@@ -101,6 +107,7 @@ class FakeChannel : public Channel {
   std::deque<Message> requests_;
   std::map<int, std::vector<std::vector<Declaration>>> declarations_;
   std::vector<std::pair<uint64_t, int>> pushes_;
+  std::vector<std::pair<uint64_t, uint32_t>> gifts_;
   std::mt19937 random_{1};
   std::atomic<int> left_{0};
 

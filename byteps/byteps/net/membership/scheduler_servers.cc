@@ -18,8 +18,8 @@ using membership::Send;
 
 namespace {
 
-// A server that was not heard of for so many heartbeats is to blame for a link that broke.
-constexpr double kMissedHeartbeats = 2;
+// A server that was not heard of for this part of the limit is to blame for a link that broke.
+constexpr double kSilentPart = 0.5;
 // So long a worker that has done its work stays for others, in which the loss of a server is seen.
 constexpr double kLingerSeconds = 5;
 
@@ -140,7 +140,7 @@ bool SchedulerMembership::LoseLeaver(int node_id) {
 }
 
 bool SchedulerMembership::IsSilent(const Node& server) {
-  const auto limit = ToDuration(kMissedHeartbeats * HeartbeatSeconds(settings_.peer_timeout_s));
+  const auto limit = ToDuration(kSilentPart * settings_.peer_timeout_s);
   MutexLock lock(&mu_);
   const Member* const member = roster_.Find(server.id);
   return settings_.replace_servers_s > 0 && member != nullptr &&
