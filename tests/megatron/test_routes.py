@@ -154,6 +154,19 @@ def test_servers_on_the_workers_hosts_gain_nothing_by_themselves() -> None:
     assert decision.loads[FLAT].host == pytest.approx(1.5 * M)
 
 
+def test_the_table_tells_what_is_kept_for_lost_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = network(4, 4, gbps=10)
+    for updated in (False, True):
+        what = Sum(hosts=hosts_of(4, 2), gradient_bytes=M, wire_bytes=M, updated=updated)
+        sums = [(what, decide(what, rates))] * 3
+        monkeypatch.delenv("BYTEPS_REPLACE_SERVERS_S", raising=False)
+        assert "keeps" not in table.describe("dense", sums, rates)
+        monkeypatch.setenv("BYTEPS_REPLACE_SERVERS_S", "60")
+        last = table.describe("dense", sums, rates).splitlines()[-1]
+        # Node first, each rank pushes half of what its host does.
+        assert (f"each rank keeps {3 * M / 2 / 1e6:.1f} MB of sums" in last) != updated
+
+
 def test_the_table_tells_bytes_times_and_the_choice() -> None:
     what = Sum(hosts=hosts_of(4, 2), gradient_bytes=10**9, wire_bytes=10**9)
     rates = network(4, 4, gbps=10)

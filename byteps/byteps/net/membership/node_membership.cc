@@ -313,7 +313,7 @@ void NodeMembership::OnReplicas(const Message& msg) {
   for (const Node& node : msg.meta.control.node) links_->Disconnect(node.id);
   announcer_.Tell(event);
   if (!server) return;
-  SayOfReplica({membership::MemberWord::kAcknowledged, 0, event.replicas.epoch});
+  SayOfReplica({membership::MemberWord::kAcknowledged, 0, event.replicas.epoch, ""});
 }
 
 void NodeMembership::OnServerWord(const membership::MemberWord& word, const Message& msg) {

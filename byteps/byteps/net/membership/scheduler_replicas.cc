@@ -150,6 +150,10 @@ void SchedulerMembership::OnMemberWord(int sender, const std::string& text) {
         // Of a life that was removed meanwhile others may be there.
         if (!IsOfPresent(word.number) || !replicas_.Knows(word.number, word.epoch)) return;
         late = IdOf(Node::WORKER, word.number);
+        break;
+      case membership::MemberWord::kServerLost:
+      case membership::MemberWord::kServerReplaced:
+        return;  // what it says itself
     }
   }
   if (passed_on != Node::kEmpty) Send(links_, Control::MEMBERS, passed_on, text);

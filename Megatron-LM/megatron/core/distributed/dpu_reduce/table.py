@@ -58,7 +58,22 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, *_kept(sums, members[0])])
+
+
+def _kept(sums: Sequence[tuple[Sum, Decision]], ranks_per_host: int) -> list[str]:
+    """A line on what ranks keep for servers that may be lost; none, if they keep nothing."""
+    if float(os.environ.get("BYTEPS_REPLACE_SERVERS_S") or 0) <= 0 or sums[0][0].updated:
+        return []
+    host = sum(
+        decision.loads[decision.route].host
+        for _, decision in sums
+        if decision.route != bytepslib.routes.COLLECTIVE
+    )
+    return [
+        f"  each rank keeps {host / ranks_per_host / 1e6:.1f} MB of sums in host memory, until all "
+        "ranks have them (BYTEPS_REPLACE_SERVERS_S)"
+    ]
 
 
 def _rates(network: Network) -> str:
