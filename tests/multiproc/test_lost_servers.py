@@ -3,56 +3,17 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Spawned, wait_for_file
-
-WAIT = {"BYTEPS_REPLACE_SERVERS_S": "60"}
-
-
-def wait_done(cluster: Cluster, step: int) -> None:
-    """Until worker 0 has made so many steps."""
-    workers = list(cluster.workers.values())
-    path = cluster.folder / "done.0"
-    wait_for_file(path, IMPORT_S, workers)
-    end = time.monotonic() + RUN_S
-    while int(path.read_text() or 0) < step:
-        assert all(worker.running for worker in workers), workers[0].text[-3000:]
-        assert time.monotonic() < end, f"step {step} was not made"
-        time.sleep(0.01)
-
-
-def wait_for_text(node: Spawned, text: str) -> None:
-    end = time.monotonic() + RUN_S
-    while text not in node.text:
-        assert node.running and time.monotonic() < end, node.text[-3000:]
-        time.sleep(0.02)
-
-
-def start(cluster: Cluster, **args: object) -> list[Nursed]:
-    """A spare comes once the others have their places."""
-    workers = cluster.start("lost_servers:train", **args)
-    wait_done(cluster, 1)
-    wait_for_text(cluster.start_server(), "waiting for the place of a server")
-    return workers
-
-
-def finish(cluster: Cluster, workers: list[Nursed], lost: list[Spawned]) -> None:
-    for worker in workers:
-        assert worker.wait(RUN_S) == 0, worker.text[-3000:]
-    cluster.demand_checks()
-    for node in (cluster.scheduler, *cluster.servers):
-        if node not in lost:
-            assert node.wait(RUN_S) == 0, node.text[-3000:]
-
+from tests.multiproc.cluster import RUN_S, Cluster
+from tests.multiproc.spares import WAIT, finish_without, start_with_spare, wait_done, wait_for_text
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], workers: int) -> None:
     cluster = make_cluster(workers=workers, servers=2, env=WAIT)
-    training = start(cluster, steps=60, pace=0.03)
+    training = start_with_spare(cluster, steps=60, pace=0.03)
     first, second, spare = cluster.servers
     wait_done(cluster, 10)
     first.send(signal.SIGKILL)
@@ -60,7 +21,7 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], wor
     another = cluster.start_server()
     wait_done(cluster, int((cluster.folder / "done.0").read_text()) + 5)
     second.send(signal.SIGKILL)
-    finish(cluster, training, [first, second])
+    finish_without(cluster, training, [first, second])
     said = cluster.scheduler.text
     assert said.count("another server has 60.0 s (BYTEPS_REPLACE_SERVERS_S=60) to take") == 2
     assert said.count("has taken the place of the server that was lost") == 2
@@ -70,21 +31,21 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], wor
 
 def test_one_that_is_told_to_end_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=1, env=WAIT)
-    training = start(cluster, steps=40, pace=0.03)
+    training = start_with_spare(cluster, steps=40, pace=0.03)
     wait_done(cluster, 5)
     cluster.servers[0].send(signal.SIGTERM)
-    finish(cluster, training, [cluster.servers[0]])
+    finish_without(cluster, training, [cluster.servers[0]])
     assert "was stopped by SIGTERM; another server has" in cluster.scheduler.text
 
 
 def test_one_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
     """It learns of that when it goes on, and ends."""
     cluster = make_cluster(workers=2, servers=2, env={**WAIT, "BYTEPS_PEER_TIMEOUT_S": "3"})
-    training = start(cluster, steps=40, pace=0.03)
+    training = start_with_spare(cluster, steps=40, pace=0.03)
     wait_done(cluster, 5)
     still = cluster.servers[1]
     still.send(signal.SIGSTOP)
-    finish(cluster, training, [still])
+    finish_without(cluster, training, [still])
     still.send(signal.SIGCONT)
     assert still.wait(RUN_S) != 0
     assert "no heartbeat for" in cluster.scheduler.text
@@ -102,8 +63,8 @@ def test_nobody_comes(make_cluster: Callable[..., Cluster]) -> None:
 
 def test_a_spare_that_nobody_needs_ends_well(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=1, env=WAIT)
-    training = start(cluster, steps=20, pace=0.02)
-    finish(cluster, training, [])
+    training = start_with_spare(cluster, steps=20, pace=0.02)
+    finish_without(cluster, training, [])
     assert "done: no server was lost" in cluster.servers[-1].text
 
 

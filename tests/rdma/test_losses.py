@@ -1,4 +1,5 @@
-"""A lost peer ends every process in time with an error that names it, over TCP and RDMA alike."""
+"""A lost peer ends every process in time with an error that names it, or is replaced, over TCP and
+RDMA alike."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.multiproc.cluster import END_S, Cluster, wait_all
 from tests.multiproc.endings import demand_error, demand_failed, start_looping
+from tests.multiproc.spares import WAIT, finish_without, start_with_spare, wait_done
 
 PEER_TIMEOUT_S = 4
 SHORT = {
@@ -71,3 +73,12 @@ def test_no_scheduler_there(make_over: Make) -> None:
     wait_all([worker, server], END_S)
     demand_error(worker, r"scheduler.*did not answer.*BYTEPS_START_TIMEOUT_S=3")
     demand_failed(server, r"scheduler.*did not answer.*BYTEPS_START_TIMEOUT_S=3")
+
+
+@pytest.mark.transports("rdma")
+def test_a_lost_server_is_replaced(make_over: Make) -> None:
+    cluster = make_over(workers=2, servers=2, env=WAIT)
+    training = start_with_spare(cluster, steps=20, pace=0.03)
+    wait_done(cluster, 5)
+    cluster.servers[0].send(signal.SIGKILL)
+    finish_without(cluster, training, [cluster.servers[0]])
