@@ -39,14 +39,23 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
   MutexLock telling(&telling_mu_);
   {
     MutexLock lock(&mu_);
-    const Member* const member = roster_.Find(node_id);
+    Member* const member = roster_.Find(node_id);
     const bool has_begun = replicas_.count() > 0;
     if (settings_.replace_servers_s <= 0 || state_ != State::kActive || !has_begun ||
         member == nullptr || member->node.role != Node::SERVER) {
       return false;
     }
+    if (member->removed) return true;
     PS_PROBE(kServerLost);
     lost = member->node;
+    member->left = member->removed = true;  // nobody has its place yet
+  }
+  // Should it be there after all, it must hear of that before another one has its name.
+  Send(links_, Control::JOB_FAILED, node_id, reason);
+  links_->Disconnect(node_id);
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kActive) return true;
     vacancies_[node_id] = {Clock::now(), reason};
     roster_.Erase(node_id);
     replicas_.Forget(node_id);
@@ -57,9 +66,6 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
                    << " to take its place";
   const std::string word = membership::LostWord(node_id, reason);
   for (const int id : workers) Send(links_, Control::MEMBERS, id, word);
-  // Should it be there after all, it has no place any more.
-  Send(links_, Control::JOB_FAILED, node_id, reason);
-  links_->Disconnect(node_id);
   EmitServer(MembershipEvent::kServerLost, lost, reason);
   return true;
 }
