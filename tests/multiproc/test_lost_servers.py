@@ -10,6 +10,7 @@ import pytest
 from tests.multiproc.cluster import RUN_S, Cluster
 from tests.multiproc.spares import WAIT, finish_without, start_with_spare, wait_done, wait_for_text
 
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], workers: int) -> None:
     cluster = make_cluster(workers=workers, servers=2, env=WAIT)

@@ -93,8 +93,10 @@ std::vector<Variable> MakeTable() {
        "A scheduler with --keep ends if no worker comes for this long after a failure. 0: it waits "
        "forever."},
       {"BYTEPS_REPLACE_SERVERS_S", kFloat, "s", "0", 0, 604800, "",
-       "How long a job waits for another server to take the place of one that is lost. Workers then "
-       "keep each sum in host memory until all have it. The same on all nodes. 0: the loss ends the "
+       "How long a job waits for another server to take the place of one that is lost. Workers "
+       "then "
+       "keep each sum in host memory until all have it. The same on all nodes. 0: the loss ends "
+       "the "
        "job."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of the NICs of a worker's host together, each way. It decides the cost model, the "

@@ -37,7 +37,7 @@ namespace ps {
   X(kPushedAgain, "a partition is pushed again, to another server")                    \
   X(kAnswerOfLost, "an answer comes of a server that is lost")                         \
   X(kSumGiven, "a worker gives a sum to the server that comes")                        \
-  X(kReplacedAgain, "a server that has replaced a lost one is lost before it goes on")  \
+  X(kReplacedAgain, "a server that has replaced a lost one is lost before it goes on") \
   /* server */                                                                         \
   X(kServedHere, "a request is served by the thread that received it")                 \
   X(kQueuedWhileServing, "a small request finds its engine thread at work")            \

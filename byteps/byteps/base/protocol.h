@@ -33,12 +33,13 @@
 // a Verdict, a u8 that follows the header of PUSH_STEP, PUSH_NORM, PUSH_TRY and READ_STATE, before
 // all else.  So a step that stands costs no message.
 //
-// Where another server may take the place of one that is lost, pushes have kKeepsSums, and the answer
-// to a PUSH_PULL begins with a u32: rounds of the tensor before it have ended at all members.  To a
-// server that comes a worker says, once it has declared all tensors, by RESUME which rounds it may
-// still speak of: a u32 count, then for each tensor its key as a u64 and the first round as a u32.
-// By GIVE_SUM it gives it the sums that it has, with PackMembers of those that they lack after the
-// header; without values, where it wanted a part alone.  It pushes again when all are answered.
+// Where another server may take the place of one that is lost, pushes have kKeepsSums, and the
+// answer to a PUSH_PULL begins with a u32: rounds of the tensor before it have ended at all
+// members.  To a server that comes a worker says, once it has declared all tensors, by RESUME which
+// rounds it may still speak of: a u32 count, then for each tensor its key as a u64 and the first
+// round as a u32. By GIVE_SUM it gives it the sums that it has, with PackMembers of those that they
+// lack after the header; without values, where it wanted a part alone.  It pushes again when all
+// are answered.
 //
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on

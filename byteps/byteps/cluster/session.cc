@@ -211,8 +211,7 @@ void Session::SayAwaited(int rank, const std::string& name, uint32_t round) {
 }
 
 void Session::SayLate(int rank, const std::string& why) {
-  CurrentMembership()->AsNode()->SayOfReplica(
-      {ps::membership::MemberWord::kLate, rank, 0, why});
+  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::MemberWord::kLate, rank, 0, why});
 }
 
 double Session::link_gbps() const { return CurrentMembership()->AsNode()->link_mbps() / 1e3; }

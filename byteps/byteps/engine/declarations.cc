@@ -99,8 +99,7 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
   // To every server, also to those that will get none of the partitions: members
   // that disagree on the placement would otherwise wait at different servers.
   for (int server = 0; server < servers; ++server) {
-    channel_->Send(
-        MakeRequest(kDeclare, server, exchange->key, first + server, exchange->body));
+    channel_->Send(MakeRequest(kDeclare, server, exchange->key, first + server, exchange->body));
   }
 }
 
@@ -176,7 +175,8 @@ void Declarations::TellAgain(int server, std::function<void(const std::string&)>
     });
     for (const auto& [number, asked] : messages_) {
       if (asked.second != server) continue;
-      messages.push_back(MakeRequest(kDeclare, server, asked.first->key, number, asked.first->body));
+      messages.push_back(
+          MakeRequest(kDeclare, server, asked.first->key, number, asked.first->body));
     }
     for (const auto& [id, entry] : entries_) {
       if (!entry.tensor || entry.state == State::kNew) continue;

@@ -83,7 +83,7 @@ class Declarations {
     size_t unanswered = 0;
     std::string error;
     std::string body;
-    uint64_t key = 0;                               // of the first
+    uint64_t key = 0;                              // of the first
     std::function<void(const std::string&)> then;  // null: a caller waits
   };
 

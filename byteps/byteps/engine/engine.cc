@@ -277,10 +277,12 @@ void Engine::OnEvent(const ps::MembershipEvent& event) {
     awaited_[event.report] = event.round;
     return;
   }
-  if (event.kind == ps::MembershipEvent::kServerLost) {
-    return OnServerLost(event.rank, event.reason);
+  if (event.kind == ps::MembershipEvent::kServerLost ||
+      event.kind == ps::MembershipEvent::kServerReplaced) {
+    if (event.rank < 0 || event.rank >= context_.plan.num_servers()) return;
+    const bool lost = event.kind == ps::MembershipEvent::kServerLost;
+    return lost ? OnServerLost(event.rank, event.reason) : OnServerReplaced(event.rank);
   }
-  if (event.kind == ps::MembershipEvent::kServerReplaced) return OnServerReplaced(event.rank);
   if (event.kind != ps::MembershipEvent::kFailed) return;
   is_over_ = true;
   Fail(event.reason);

@@ -61,7 +61,9 @@ bool Puller::TakeRequest(Message* message, Request* request) {
   if (!context_->loss.keeps) return context_->requests.Take(message->number, request);
   ps::ReaderLock lock(&context_->loss.mu);
   const bool is_open = context_->requests.Peek(message->number, request);
-  if (is_open && context_->loss.held[request->server]) {  // what is kept may have been given to another already
+  if (is_open &&
+      context_->loss
+          .held[request->server]) {  // what is kept may have been given to another already
     PS_PROBE(kAnswerOfLost);
     return false;
   }

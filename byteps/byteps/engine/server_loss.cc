@@ -65,8 +65,8 @@ void Engine::OnServerLost(int server, const std::string& reason) {
     return Fail(reason + "; the optimizer state that it had of '" + name +
                 "' and of others is lost with it: load the last checkpoint");
   }
-  BPS_LOG(WARNING) << reason << "; waiting for another server, with "
-                   << context_.loss.kept.bytes() << " bytes of sums that others may lack";
+  BPS_LOG(WARNING) << reason << "; waiting for another server, with " << context_.loss.kept.bytes()
+                   << " bytes of sums that others may lack";
   ps::WriterLock lock(&context_.loss.mu);
   context_.loss.held[server] = true;
   context_.loss.turns[server] = 0;
@@ -122,8 +122,8 @@ void Engine::Give(int server, uint64_t turn, const KeptSum& sum) {
   PushHeader header;
   header.round = sum.round;
   header.flags = PushHeader::kKeepsSums;
-  Message message = MakeRequest(kGiveSum, server, sum.tensor->key + sum.index, turn,
-                                header.Pack() + sum.lacks);
+  Message message =
+      MakeRequest(kGiveSum, server, sum.tensor->key + sum.index, turn, header.Pack() + sum.lacks);
   message.SetValues(sum.values);
   context_.channel->Send(message);
 }
@@ -147,8 +147,8 @@ void Engine::GoOn(int server, uint64_t turn) {
     context_.loss.held[server] = false;
     open = context_.requests.TakeBack(server);
   }
-  BPS_LOG(INFO) << context_.channel->NameOfServer(server) << " has taken over; "
-                << open.size() << " partitions are pushed again";
+  BPS_LOG(INFO) << context_.channel->NameOfServer(server) << " has taken over; " << open.size()
+                << " partitions are pushed again";
   for (Request& request : open) PushAgain(std::move(request));
 }
 

@@ -48,7 +48,11 @@ class KeptSums {
 
 struct ServerLoss {
   ServerLoss(bool keeps, int num_servers)
-      : keeps(keeps), held(num_servers), turns(num_servers), gifts(num_servers), kept(num_servers) {}
+      : keeps(keeps),
+        held(num_servers),
+        turns(num_servers),
+        gifts(num_servers),
+        kept(num_servers) {}
 
   // Whether a server may be replaced.  If not, nothing of this is used.
   const bool keeps;

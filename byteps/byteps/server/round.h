@@ -25,7 +25,7 @@ struct DeclaredTensor {
   Declaration declaration;
   int declared_by = 0;
   uint32_t first_round = 0;  // rounds before it were ended at a server that is lost
-  std::string refusal;  // why its operations fail; empty as long as they do not
+  std::string refusal;       // why its operations fail; empty as long as they do not
 };
 
 // A worker to which an answer is owed, and the part of the sum that it wants, in bytes.

@@ -24,10 +24,14 @@ PushHeader HeaderOf(const Message& message) {
 Caller CallerOf(const Message& message, int64_t received) {
   const PushHeader header = HeaderOf(message);
   const int64_t now = SteadyNs();
-  return {message.peer,      message.number,
-          message.op,        header.pull_offset,
-          header.pull_bytes, (header.flags & PushHeader::kKeepsSums) != 0,
-          received,          now,
+  return {message.peer,
+          message.number,
+          message.op,
+          header.pull_offset,
+          header.pull_bytes,
+          (header.flags & PushHeader::kKeepsSums) != 0,
+          received,
+          now,
           now};
 }
 

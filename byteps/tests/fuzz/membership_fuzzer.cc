@@ -86,18 +86,19 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
           break;
         }
         using Word = ps::membership::MemberWord;
-        message.meta.body = ps::membership::PackWord(
-            {static_cast<Word::Kind>(
-                 data->ConsumeIntegralInRange<int>(Word::kAcknowledged, Word::kServerReplaced)),
-             data->ConsumeIntegralInRange<int>(0, 3), data->ConsumeIntegralInRange<int>(0, 3),
-             "why"});
+        message.meta.body =
+            ps::membership::PackWord({static_cast<Word::Kind>(data->ConsumeIntegralInRange<int>(
+                                          Word::kAcknowledged, Word::kServerReplaced)),
+                                      data->ConsumeIntegralInRange<int>(0, 3),
+                                      data->ConsumeIntegralInRange<int>(0, 3), "why"});
         break;
       }
       message.meta.body = data->ConsumeBool() ? "suspend" : "finish";
       break;
     default:
       message.meta.body =
-          "protocol=" + std::to_string(ps::membership::kProtocol) + " workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
+          "protocol=" + std::to_string(ps::membership::kProtocol) +
+          " workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
           " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
           " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000)) +
           " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0)) +

@@ -1,7 +1,7 @@
 // A server whose workers are members of the job, and broken: they declare what does not fit
 // together, push and pull what they did not declare, twice, out of turn, or in other sizes, ask for
-// steps of optimizers likewise, give sums of a server that is lost, and leave in between.  Each request is answered at most once, and a
-// sum that is answered is right.
+// steps of optimizers likewise, give sums of a server that is lost, and leave in between.  Each
+// request is answered at most once, and a sum that is answered is right.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <cmath>
@@ -234,14 +234,15 @@ Message AnyResume(FuzzedDataProvider* data, uint64_t number) {
   for (uint32_t i = 0; i < count; ++i) {
     out.Put(TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1)).Key());
     const bool near = data->ConsumeIntegralInRange<int>(0, 7) > 0;
-    out.Put(near ? data->ConsumeIntegralInRange<uint32_t>(0, 3) : data->ConsumeIntegral<uint32_t>());
+    out.Put(near ? data->ConsumeIntegralInRange<uint32_t>(0, 3)
+                 : data->ConsumeIntegral<uint32_t>());
   }
   return MakeRequest(kResume, 0, 0, number, out.Take());
 }
 
 // What rounding has lost, read or loaded.
-Message AnyFeedback(FuzzedDataProvider* data, uint64_t number, const Declaration& d,
-                    uint64_t index, uint64_t size) {
+Message AnyFeedback(FuzzedDataProvider* data, uint64_t number, const Declaration& d, uint64_t index,
+                    uint64_t size) {
   const uint64_t bytes = ValuesIn(d.dtype, size) * sizeof(float);
   const bool reads = data->ConsumeBool();
   Message request = MakeRequest(reads ? kReadState : kLoadState, 0, d.Key() + index, number,

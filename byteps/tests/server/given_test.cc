@@ -30,8 +30,9 @@ class GivenTest : public testing::Test {
   // Each rank declares the tensor, and says in which round it goes on.
   void Resume(const std::vector<uint32_t>& rounds) {
     for (int rank = 0; rank < 3; ++rank) {
-      Tell(MakeRequest(kDeclare, 0, declaration_.Key(), ++number_, PackDeclarations({declaration_})),
-           rank);
+      Tell(
+          MakeRequest(kDeclare, 0, declaration_.Key(), ++number_, PackDeclarations({declaration_})),
+          rank);
       EXPECT_FALSE(answers_.Await(number_).failed);
       WireWriter out;
       out.PutSize(1);
@@ -70,7 +71,8 @@ class GivenTest : public testing::Test {
     server_.OnMessage(&request);
   }
 
-  void Expect(uint64_t number, float value, uint32_t ended, const std::vector<size_t>& missing = {}) {
+  void Expect(uint64_t number, float value, uint32_t ended,
+              const std::vector<size_t>& missing = {}) {
     const Answers::Answer answer = answers_.Await(number);
     ASSERT_FALSE(answer.failed) << answer.body;
     ASSERT_EQ(answer.values.size(), 4u);

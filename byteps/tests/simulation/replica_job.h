@@ -1,5 +1,5 @@
-// One job of several replicas that is played: some die or stand still, and come back; in half of the
-// jobs so do servers, and others take their places.
+// One job of several replicas that is played: some die or stand still, and come back; in half of
+// the jobs so do servers, and others take their places.
 #ifndef BYTEPS_TESTS_SIMULATION_REPLICA_JOB_H_
 #define BYTEPS_TESTS_SIMULATION_REPLICA_JOB_H_
 
@@ -75,9 +75,9 @@ class ReplicaJob {
   Network network_;
   Witness witness_;
   std::vector<std::unique_ptr<Life>> lives_;
-  std::map<int, Life*> now_;       // by replica
-  std::map<int, Kept> kept_;       // by number
-  std::set<int> serving_;          // numbers of servers that have a place, or had it when they died
+  std::map<int, Life*> now_;  // by replica
+  std::map<int, Kept> kept_;  // by number
+  std::set<int> serving_;     // numbers of servers that have a place, or had it when they died
   std::vector<std::thread> spares_;
   int next_node_ = 0;
   int removed_ = 0;

@@ -26,7 +26,7 @@ struct ReplicaPlan {
   std::vector<size_t> counts;  // values of each tensor
   size_t settings = 0;         // index into Settings()
   bool disturbed = false;
-  bool patient = false;  // those that are late are removed after kGraceS
+  bool patient = false;   // those that are late are removed after kGraceS
   bool replaces = false;  // a server that is lost may be replaced
 
   int workers() const { return replicas * ranks; }

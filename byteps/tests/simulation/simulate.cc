@@ -175,7 +175,8 @@ int Main(int argc, char** argv) {
         "%llu schedules held: %llu jobs lost a replica, %llu were removed, %llu ranks joined, %llu "
         "sums lacked members, %llu servers were replaced, %.0f s passed, %llu switches\n",
         number(options.seeds), number(totals.failed_jobs), number(totals.removed),
-        number(totals.joins), number(totals.short_sums), number(totals.replaced), totals.seconds, number(totals.switches));
+        number(totals.joins), number(totals.short_sums), number(totals.replaced), totals.seconds,
+        number(totals.switches));
   } else {
     printf(
         "%llu schedules held: %llu jobs failed as they should, %llu incarnations, %.0f s passed, "

@@ -95,7 +95,8 @@ void NodeMembership::Leave(const Farewell& farewell) {
   const auto is_over = [this]() PS_REQUIRES(mu_) {
     return left_acknowledged_ || state_ != State::kActive;
   };
-  // Others may need sums that this worker has, should a server be lost: the scheduler says how long.
+  // Others may need sums that this worker has, should a server be lost: the scheduler says how
+  // long.
   if (settings_.replace_servers_s > 0) {
     cond_.Wait(&mu_, is_over);
   } else {

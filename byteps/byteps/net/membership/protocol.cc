@@ -31,7 +31,7 @@ int NumberIn(const std::string& text) {
 }
 
 // By MemberWord::Kind.
-constexpr const char* kWords[] = {"acknowledged", "ready", "admit",         "awaited",
+constexpr const char* kWords[] = {"acknowledged", "ready",       "admit",          "awaited",
                                   "late",         "server-lost", "server-replaced"};
 
 }  // namespace

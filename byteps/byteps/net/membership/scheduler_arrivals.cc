@@ -126,7 +126,8 @@ void SchedulerMembership::AdmitAll(int replica) {
       if (replica < 0 || (worker && replicas_.Of(rank) == replica)) everyone.push_back(member.node);
       if (!worker) servers.push_back(member.node);
     }
-    for (const auto& [id, vacancy] : vacancies_) lost.push_back(membership::LostWord(id, vacancy.reason));
+    for (const auto& [id, vacancy] : vacancies_)
+      lost.push_back(membership::LostWord(id, vacancy.reason));
     link = LinkOfAll(replica >= 0);
   }
   for (const Node& node : everyone) {

@@ -61,7 +61,7 @@ class SchedulerMembership : public Membership {
   // Who is complete with a node that came.
   struct Gathered {
     bool all = false;
-    int replica = -1;  // that comes late
+    int replica = -1;       // that comes late
     bool replaces = false;  // it is a server, in the place of one that was lost
   };
   Gathered Admit(const membership::Claim& claim, const Node& node) PS_REQUIRES(mu_);

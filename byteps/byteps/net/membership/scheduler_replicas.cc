@@ -122,8 +122,8 @@ void SchedulerMembership::OnMemberWord(int sender, const std::string& text) {
     MutexLock lock(&mu_);
     const Member* const member = roster_.Find(sender);
     if (state_ != State::kActive || !replicas_.active() || member == nullptr) return;
-    const bool from_server = word.kind != membership::MemberWord::kReady &&
-                             word.kind != membership::MemberWord::kAdmit;
+    const bool from_server =
+        word.kind != membership::MemberWord::kReady && word.kind != membership::MemberWord::kAdmit;
     if (from_server != (member->node.role == Node::SERVER)) return;
     switch (word.kind) {
       case membership::MemberWord::kAcknowledged:
