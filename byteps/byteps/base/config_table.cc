@@ -94,10 +94,8 @@ std::vector<Variable> MakeTable() {
        "forever."},
       {"BYTEPS_REPLACE_SERVERS_S", kFloat, "s", "0", 0, 604800, "",
        "How long a job waits for another server to take the place of one that is lost. Workers "
-       "then "
-       "keep each sum in host memory until all have it. The same on all nodes. 0: the loss ends "
-       "the "
-       "job."},
+       "then keep each sum in host memory until all have it. The same on all nodes. 0: the loss "
+       "ends the job."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of the NICs of a worker's host together, each way. It decides the cost model, the "
        "length of "
