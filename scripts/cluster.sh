@@ -14,6 +14,7 @@ Runs a job on hosts that ssh reaches without a password. The file HOSTS has a li
   scheduler 10.0.0.1
   server    10.0.0.2
   server    10.0.0.3 2        # two server processes
+  spare     10.0.0.4          # takes the place of a server that is lost
   worker    10.0.0.10         # the first worker's host is torchrun's master
   worker    10.0.0.11
 
@@ -129,8 +130,8 @@ while read -r role host count rest; do
   [[ ! ${count:-} == \#* ]] || { count=''; rest=''; }
   [[ ! ${rest:-} == \#* ]] || rest=''
   case $role in
-    scheduler | server | worker) ;;
-    *) die_usage "$hosts_file, line $number: '$role' is none of scheduler, server, worker" ;;
+    scheduler | server | spare | worker) ;;
+    *) die_usage "$hosts_file, line $number: '$role' is none of scheduler, server, spare, worker" ;;
   esac
   [[ -n $host && -z $rest ]] || die_usage "$hosts_file, line $number: not ROLE HOST [NUMBER]"
   [[ -z $count || $role == server ]] || die_usage "$hosts_file, line $number: only servers have a number"
@@ -147,6 +148,7 @@ of() {
 }
 mapfile -t schedulers < <(of scheduler)
 mapfile -t server_entries < <(of server)
+mapfile -t spares < <(of spare)
 mapfile -t workers < <(of worker)
 ((${#schedulers[@]} == 1)) || die_usage "$hosts_file has ${#schedulers[@]} schedulers, not one"
 ((${#server_entries[@]})) || die_usage "$hosts_file has no server"
@@ -168,13 +170,16 @@ remote() {
     "${reach[@]}" "${hosts[i]}" "$quoted" 2>&1
 }
 
-# What every process is told of encryption.
-encryption=()
+# What every process is told by its environment.
+environment=()
 if [[ $tls != 0 ]]; then
-  encryption=("BYTEPS_TLS=$tls")
+  environment=("BYTEPS_TLS=$tls")
   for variable in BYTEPS_TLS_CERT BYTEPS_TLS_KEY BYTEPS_TLS_CA; do
-    [[ -z ${!variable:-} ]] || encryption+=("$variable=${!variable}")
+    [[ -z ${!variable:-} ]] || environment+=("$variable=${!variable}")
   done
+fi
+if ((${#spares[@]})); then
+  environment+=("BYTEPS_REPLACE_SERVERS_S=${BYTEPS_REPLACE_SERVERS_S:-60}")
 fi
 
 keep=()
@@ -191,7 +196,7 @@ command_of() {
     scheduler)
       command=(scripts/scheduler.sh --host "$address" --port "$port" --workers "$ranks"
         --servers "$servers" --status-port "$status_port" ${keep[@]+"${keep[@]}"}) ;;
-    server)
+    server | spare)
       command=(scripts/server.sh --scheduler "$(join_host_port "$address" "$port")"
         --workers "$ranks" --servers "$servers" --instances "${counts[i]}"
         --node-host "${hosts[i]##*@}" ${keep[@]+"${keep[@]}"}) ;;
@@ -202,12 +207,12 @@ command_of() {
         --nproc-per-node "$nproc" --master-addr "$master" --master-port "$master_port"
         --node-host "${hosts[i]##*@}" ${again[@]+"${again[@]}"} -- "${script[@]}") ;;
   esac
-  ((${#encryption[@]} == 0)) || command=(env "${encryption[@]}" "${command[@]}")
+  ((${#environment[@]} == 0)) || command=(env "${environment[@]}" "${command[@]}")
 }
 
 case $action in
-  up) order=("${schedulers[@]}" "${server_entries[@]}" "${workers[@]}") ;;
-  down) order=("${workers[@]}" "${server_entries[@]}" "${schedulers[@]}") ;;
+  up) order=("${schedulers[@]}" "${server_entries[@]}" ${spares[@]+"${spares[@]}"} "${workers[@]}") ;;
+  down) order=("${workers[@]}" ${spares[@]+"${spares[@]}"} "${server_entries[@]}" "${schedulers[@]}") ;;
   *) order=("${!roles[@]}") ;;
 esac
 

@@ -38,7 +38,8 @@ These three have no default: --scheduler, --workers (but with --keep), --servers
 passed on; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
 SIGTERM ends the servers after the reductions in flight, for which they wait BYTEPS_STOP_TIMEOUT_S
-(10) at most. When one instance fails the others are ended. Exit status: 0 the job ended well; that of the first
+(10) at most. When one instance fails the others are ended, unless BYTEPS_REPLACE_SERVERS_S lets
+another server take its place. Exit status: 0 the job ended well; that of the first
 instance to fail, 1 for example when a worker was lost; 2 a setting is missing or bad; 130 or 143
 after Ctrl-C or SIGTERM.
 Exit status of --check: 0 they would be admitted; 1 something is wrong; 2 a setting is; 3 nothing
@@ -178,12 +179,19 @@ for ((i = 0; i < 10#$instances; i++)); do
   BYTEPS_LOCAL_RANK=$i "${command[@]}" --die-with-parent &
 done
 
+replaced=$(awk -v s="${BYTEPS_REPLACE_SERVERS_S:-0}" 'BEGIN { print (s + 0 > 0) }')
+first=0
 for ((i = 0; i < 10#$instances; i++)); do
   status=0
   wait -n || status=$?
-  if ((status != 0)); then
-    echo "server.sh: an instance ended with status $status; ending the others" >&2
-    end_all
-    exit "$status"
+  ((status != 0)) || continue
+  ((first != 0)) || first=$status
+  if ((replaced)); then
+    echo "server.sh: an instance ended with status $status; the others go on" >&2
+    continue
   fi
+  echo "server.sh: an instance ended with status $status; ending the others" >&2
+  end_all
+  exit "$status"
 done
+exit "$first"

@@ -170,6 +170,18 @@ def test_encryption_is_asked_of_every_process(job: Job) -> None:
             assert all((f"{name}={path}" in line) == (env == files) for name, path in files.items())
 
 
+def test_spares_are_no_servers_of_the_job(job: Job) -> None:
+    job.hosts.write_text(HOSTS + f"spare {LOOPBACK}\n")
+    said = job.run("up", "--dry-run", "--", "train.py")
+    lines = said.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == "scheduler server spare worker worker".split()
+    assert all("BYTEPS_REPLACE_SERVERS_S=60" in line and "--servers 2" in line for line in lines)
+    assert "scripts/server.sh" in lines[2] and "--instances 1" in lines[2]
+    job.env["BYTEPS_REPLACE_SERVERS_S"] = "300"
+    said = job.run("up", "--dry-run", "--", "train.py")
+    assert said.stdout.count("BYTEPS_REPLACE_SERVERS_S=300") == 5
+
+
 def test_restarts_keep_scheduler_and_servers(job: Job) -> None:
     said = job.run("up", "--dry-run", "--max-restarts", "3", "--", "train.py")
     assert said.returncode == 0

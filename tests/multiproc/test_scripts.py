@@ -321,6 +321,28 @@ def test_interrupt_ends_all_that_a_script_started(scripted: Scripted) -> None:
     scripted.demand_no_process()
 
 
+def test_instances_outlive_one_that_may_be_replaced(scripted: Scripted) -> None:
+    port_file = scripted.folder / "port"
+    sizes = ["--workers", "1", "--servers", "2"]
+    where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
+    scheduler = scripted.start("scheduler", *where, *sizes)
+    port = int(wait_for_file(port_file, START_S, [scheduler]).split()[1])
+    words = ["--scheduler", f"{LOOPBACK}:{port}", *sizes, "--instances", "2"]
+    server = scripted.start("server", *words, env={"BYTEPS_REPLACE_SERVERS_S": "60"})
+    first, second = scripted.wait_for_instances(2)
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + RUN_S
+    while "ended with status 137; the others go on" not in server.text:
+        assert server.running and time.monotonic() < deadline, server.text
+        time.sleep(0.02)
+    assert Path(f"/proc/{second}").exists()
+    server.send(signal.SIGTERM)
+    assert server.wait(END_S) == 143, server.text
+    scheduler.send(signal.SIGTERM)
+    assert scheduler.wait(END_S) == 143, scheduler.text
+    scripted.demand_no_process()
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
 )
