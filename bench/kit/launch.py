@@ -63,20 +63,29 @@ def start_nodes(
         # Virtual NICs are not chosen by themselves.
         nics = ",".join(placement.scheduler.interfaces)
         job["BYTEPS_NICS"] = environment.get("BYTEPS_NICS", nics)
-    command = [server_executable(), "--die-with-parent", "--role"]
     pids = [
         processes.start(
             "scheduler",
-            [*command, "scheduler", "--port-file", str(port_file)],
+            [*_node_command("scheduler"), "--port-file", str(port_file)],
             placement.scheduler,
             {**environment, **job},
         )
     ]
     job["DMLC_PS_ROOT_PORT"] = processes.wait_file(port_file, START_S).split()[1]
     for index, host in enumerate(placement.servers):
-        title = f"server-{index}"
-        pids.append(processes.start(title, [*command, "server"], host, {**environment, **job}))
+        pids.append(start_server(index, host, processes, {**environment, **job}))
     return pids, job
+
+
+def start_server(
+    index: int, host: Host, processes: Processes, environment: Mapping[str, str]
+) -> int:
+    """Start a server, ``server-INDEX``, of the job that the environment leads to. Its pid."""
+    return processes.start(f"server-{index}", _node_command("server"), host, environment)
+
+
+def _node_command(role: str) -> list[str]:
+    return [server_executable(), "--die-with-parent", "--role", role]
 
 
 def start_workers(

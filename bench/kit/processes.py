@@ -76,6 +76,12 @@ class Processes:
         (process,) = (one for one in self._started if one.title == title)
         return process.text
 
+    def kill(self, title: str) -> None:
+        """End a process by SIGKILL. It is no failure that it ended so."""
+        (process,) = (one for one in self._started if one.title == title)
+        self._started.remove(process)
+        process.kill()
+
     def wait_file(self, path: Path, timeout_s: float) -> str:
         """The content of a file that one of the processes is about to write."""
         deadline = time.monotonic() + timeout_s

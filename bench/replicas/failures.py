@@ -10,6 +10,11 @@ those of as long a time without deaths.
 
   bench/replicas/failures.py --pace 1 --kill-every 60 --kills 5
 
+With --kill servers it is the servers that are killed, while another one waits for the place.
+Replicas stay, and each killed server is followed by a new one that waits.
+
+  bench/replicas/failures.py --kill servers --servers 2 --pace 1 --kill-every 30 --kills 6
+
 With --slow the last replica's passes take so many times as long instead, and nobody dies. Prints
 how much longer the others' steps take than without that.
 
@@ -44,6 +49,7 @@ from bench.kit.plan import Topology
 from bench.kit.processes import Processes, plain_environment
 from bench.kit.record import metadata
 from bench.replicas import run as plain
+from bench.replicas.server_deaths import ServerDeaths, Servers
 from scripts import prepare_data
 from scripts import train as train_script
 from scripts.children import Spawned, end_all, last_lines
@@ -51,8 +57,9 @@ from scripts.columns import aligned
 from scripts.ports import free_ports
 from scripts.trainkit.job import ENTRY, Record, read_record
 
-SCHEMA = 1
+SCHEMA = 2
 HEAD = ("killed", "after step", "step took longer, s", "back after, s", "others waited, s")
+SERVERS_HEAD = (*HEAD[:3], "replaced after, s")
 _POLL_S = 0.02
 _JOINED = re.compile(r"replica \d+ has joined after iteration (\d+); the others waited ([\d.]+) s")
 _LEFT_OUT = re.compile(r"left out iterations (\d+) to (\d+)")
@@ -77,6 +84,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model-ranks", type=positive, default=1, help="that share one copy of the model")
     add("--pace", type=float, default=1.0, help="seconds that the passes of a step take at least")
     add("--kill-every", type=float, default=60.0, metavar="S", help="seconds (default: 60)")
+    add("--kill", choices=("replicas", "servers"), default="replicas", help="default: replicas")
+    add("--spare-servers", type=positive, default=1, help="that wait for places (default: 1)")
     add("--kills", type=int, default=5, help="deaths (default: 5)")
     add("--slow", type=float, default=1.0, metavar="FACTOR", help="see above")
     add("--quorum", type=int, default=0, help="see --dpu-quorum")
@@ -84,6 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--most-cost", type=float, default=0.05, help="of a slow one (default: 0.05)")
     add("--warm", type=float, default=0.0, metavar="S", help="start it so long before the kill")
     add("--spare", type=positive, default=20, help="steps without deaths at either end")
+    add("--most-pause", type=float, metavar="S", help="fail where a step took longer by more")
     add("--least-goodput", type=float, default=0.0, help="fail where it is below this")
     add("--timeout", type=float, default=3600.0, help="seconds that the run may take")
     gpt.add_files(add, "replicas")
@@ -133,7 +143,10 @@ class Job:
         self.environment |= {
             "PYTHONPATH": plain.import_path(options.tree),
         }
+        if options.kill == "servers":
+            self.environment.setdefault("BYTEPS_REPLACE_SERVERS_S", "60")
         self.environment |= start_nodes(placement, processes, self.environment)[1]
+        self.servers = Servers(processes, options.servers, self.environment)
         if options.steps_file:
             self.allow(0)
             self.environment["STEPS_FILE"] = str(self.folder / "steps")
@@ -258,14 +271,14 @@ class Deaths:
         (life,) = (one for one in job.running() if one.replica == number and one is not self._next)
         job.kill(life)
         life = self._next or job.start(number)
-        self.all.append({"replica": number, "at": now, "life": life})
+        self.all.append({"killed": f"replica {number}", "at": now, "life": life})
         self._due, self._next = now + options.kill_every, None
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Raises LaunchError where it fails."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
-    deaths = Deaths(options)
+    deaths = ServerDeaths(options) if options.kill == "servers" else Deaths(options)
     job = train(options, dataset.prefix, deaths)
     if len(deaths.all) < options.kills:
         raise LaunchError(f"only {len(deaths.all)} of {options.kills} were killed: take more steps")
@@ -312,7 +325,7 @@ def summary(
         before = [end for end in ends if end <= death["at"]]
         steps = [*before[-1:], *after[:3]]
         longest = max(b - a for a, b in itertools.pairwise(steps))
-        back = _BACK.search(death["life"].text)
+        back = _BACK.search(death["life"].text) if "life" in death else None
         waits = [
             float(found.group(2))
             for life in job.lives
@@ -321,7 +334,7 @@ def summary(
         ]
         rows.append(
             {
-                "replica": death["replica"],
+                "killed": death["killed"],
                 "after_step": len(before),
                 "pause_s": longest - usual,
                 "back_s": death.get("back_s"),
@@ -333,6 +346,7 @@ def summary(
     elapsed = ends[-1] - ends[2]
     skipped = sum(1 for life in job.lives for end in life.ends if end <= ends[2])
     return {
+        "kill": options.kill,
         "step_s": usual,
         "steps": len(ends),
         "seconds": elapsed,
@@ -356,10 +370,12 @@ def table(result: dict[str, Any]) -> str:
     def cell(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
-    rows: list[Sequence[str]] = [HEAD]
+    of_servers = result["kill"] == "servers"
+    rows: list[Sequence[str]] = [SERVERS_HEAD if of_servers else HEAD]
     for death in result["deaths"]:
         times = [cell(death[name]) for name in ("pause_s", "back_s", "others_waited_s")]
-        rows.append([f"replica {death['replica']}", str(death["after_step"]), *times])
+        row = [death["killed"], str(death["after_step"]), *times]
+        rows.append(row[: len(rows[0])])
     return aligned(rows)
 
 
@@ -380,6 +396,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if len(result["checksums"]) != 1:
         print("replicas end with different parameters")
+        return 1
+    longest = max(death["pause_s"] for death in result["deaths"])
+    if options.most_pause is not None and longest > options.most_pause:
+        print(f"a step took {longest:.2f} s longer, which is more than {options.most_pause:g} s")
         return 1
     if result["goodput"] < options.least_goodput:
         print(f"goodput is below {options.least_goodput}")

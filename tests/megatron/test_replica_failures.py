@@ -106,6 +106,22 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["plain", "outer steps"])
+def test_servers_die(prefix: Path, layout: str) -> None:
+    """One after the other, while a spare waits: no replica is lost, and none parts."""
+    words, arguments = LAYOUTS[layout]
+    given = [*TINY, *words, "--servers", "2", "--spare", "5", "--pace", "0.1", "--steps", "81"]
+    given += ["--kill", "servers", "--kill-every", "1", "--kills", "3"]
+    options = failures.parse([*given, "--", *arguments])
+    deaths = failures.ServerDeaths(options)
+    job = failures.train(options, prefix, deaths)
+    assert [death["killed"] for death in deaths.all] == ["server 0", "server 1", "server 0"]
+    assert len(job.lives) == options.replicas
+    assert not any("without replica" in life.text for life in job.lives)
+    assert len({life.record.checksum for life in job.lives}) == 1, "replicas have parted"
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["plain", "tensor"])
 def test_a_slow_one_leaves_out_steps(prefix: Path, tmp_path: Path, layout: str) -> None:
     """It stays in the job, and exchanges what it has learned in fewer steps."""
