@@ -10,14 +10,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from bench.kit.emulation import Host
 from scripts.children import Late, Spawned
 from tests.chaos.seeds import FROM_THE_START, Fault, Script
+from tests.multiproc.cluster import Nursed
 
 LINK_BITS = 200_000_000
 LIMIT_S = 180.0
@@ -34,6 +36,11 @@ DISK_BYTES = 16 << 10
 """Of the file system that is full, for a node's timeline."""
 
 
+ENDED_BY = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
+"""Signals, by the kind of fault."""
+Process = Spawned | Nursed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     script: Script
@@ -45,9 +52,14 @@ class Result:
     lives: int = 1
     """How often the workers were started."""
 
+    replaced: int = 0
+    """Servers whose places others took."""
+
     @property
     def survived(self) -> bool:
-        return all(status == 0 for status in self.ended.values())
+        # A replica that comes back when the others have ended is too late.
+        lasts = self.script.spares > 0
+        return all(status == 0 for status in self.ended.values()) or (lasts and not self.wrong)
 
 
 def run(*command: str) -> str:
@@ -57,8 +69,19 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def _statuses_of(faults: Sequence[Fault], node: str) -> set[int]:
+    """By which a node may end that was sent a signal."""
+    kinds = {fault.kind for fault in faults if fault.node == node}
+    # One that has no place in the job yet does not catch SIGTERM.
+    given = {"kill": {-signal.SIGKILL}, "term": {-signal.SIGTERM, 128 + signal.SIGTERM}}
+    return {status for kind in kinds & given.keys() for status in given[kind]}
+
+
 class Job:
     """One run of a script on hosts that outlive it."""
+
+    settings: ClassVar[Mapping[str, str]] = {}
+    """Of all nodes, in addition."""
 
     def __init__(
         self, script: Script, hosts: Sequence[Host], switch: str, programs: Path, folder: Path
@@ -69,19 +92,20 @@ class Job:
         self._ports = {node: f"port{i}" for i, node in enumerate(script.nodes)}
         self._switch = switch
         self._programs = programs
-        self._processes: dict[str, Spawned] = {}
+        self._processes: dict[str, Process] = {}
         self._timers: list[threading.Timer] = []
         self._wrong: list[str] = []
         self._lock = threading.Lock()
         self._full_disks: list[Path] = []
         self._env: dict[str, str] = {}
-        self._earlier: list[tuple[str, Spawned]] = []
+        self._earlier: list[tuple[str, Process]] = []
         self._lives = 1
 
     def run(self) -> Result:
         begin = time.monotonic()
         try:
             self._start()
+            self._await_begin()
             for fault in self.script.faults:
                 if fault.kind not in FROM_THE_START:
                     self._later(fault.at_s, partial(self._break, fault))
@@ -105,17 +129,18 @@ class Job:
             seconds=seconds,
             wrong=self._wrong,
             lives=self._lives,
+            replaced=self._processes["scheduler"].text.count("has taken the place of"),
         )
 
     # ----- processes
 
     def _start(self) -> None:
         script, port_file = self.script, self.folder / "scheduler.port"
-        server = str(self._programs / "byteps-server")
         env = {
             "PATH": os.environ["PATH"],
             "TMPDIR": str(self.folder),
             **TIMEOUTS,
+            **self.settings,
             "BYTEPS_SECRET": secrets.token_hex(32),
             "BYTEPS_PARTITION_BYTES": "65536",
             "DMLC_PS_ROOT_URI": self._hosts["scheduler"].address,
@@ -128,6 +153,7 @@ class Job:
             env |= {"BYTEPS_KEEP": "1", "BYTEPS_KEEP_TIMEOUT_S": "30"}
         if script.tls:
             env["BYTEPS_TLS"] = "1"
+        server = str(self._programs / "byteps-server")
         scheduler = [server, "--role", "scheduler", "--port-file", str(port_file)]
         self._spawn("scheduler", scheduler, env)
         deadline = time.monotonic() + LIMIT_S
@@ -140,8 +166,12 @@ class Job:
         env["DMLC_PS_ROOT_PORT"] = port_file.read_text().split()[1]
         self._env = env
         for index in range(script.servers):
-            self._spawn(f"server {index}", [server, "--role", "server"], env)
+            self._start_server(f"server {index}")
         self._start_workers(0)
+
+    def _start_server(self, node: str, life: int = 0) -> None:
+        command = [str(self._programs / "byteps-server"), "--role", "server"]
+        self._spawn(node, command, self._env, life)
 
     def _start_workers(self, life: int) -> None:
         script = self.script
@@ -153,7 +183,10 @@ class Job:
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(script.workers)}
             self._spawn(f"worker {rank}", worker, {**self._env, **ranks}, life)
 
-    def _workers(self) -> list[Spawned]:
+    def _await_begin(self) -> None:
+        """Until the time of faults begins."""
+
+    def _workers(self) -> list[Process]:
         """Those of the present life."""
         return [self._processes[f"worker {rank}"] for rank in range(self.script.workers)]
 
@@ -196,8 +229,7 @@ class Job:
                 return
             for index in range(self.script.servers):
                 if not self._processes[f"server {index}"].running:
-                    server = [str(self._programs / "byteps-server"), "--role", "server"]
-                    self._spawn(f"server {index}", server, self._env, self._lives)
+                    self._start_server(f"server {index}", self._lives)
             self._start_workers(self._lives)
             self._lives += 1
 
@@ -223,8 +255,8 @@ class Job:
         if process is None or not process.running:
             return
         namespace, port = str(host.namespace), self._ports[fault.node]
-        if fault.kind == "kill":
-            process.send(signal.SIGKILL)
+        if fault.kind in ENDED_BY:
+            process.send(ENDED_BY[fault.kind])
         elif fault.kind == "stop":
             process.send(signal.SIGSTOP)
             self._later(fault.seconds, lambda: process.send(signal.SIGCONT))
@@ -263,7 +295,7 @@ class Job:
             said = process.text.strip()
             if "the invariant '" in said:
                 self._wrong.append(f"{node} broke an invariant: {said[-2000:]}")
-            if status == -signal.SIGKILL and node in killed:
+            if status in _statuses_of(self.script.faults, node):
                 continue
             if status not in (0, 1):
                 self._wrong.append(f"{node} ended with {status}: {said[-2000:]}")
@@ -292,6 +324,7 @@ class Job:
     def _look_for_remains(self) -> None:
         processes = [*self._processes.values(), *(process for _, process in self._earlier)]
         expected = {process.log.name for process in processes} | {"scheduler.port"}
+        expected |= {process.log.parent.name for process in processes}
         left = {path.name for path in self.folder.iterdir()} - expected
         if left:
             self._wrong.append(f"files were left: {sorted(left)}")

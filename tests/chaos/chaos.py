@@ -10,6 +10,10 @@ and the hosts go with the last job. Needs root, and iproute2.
 Seeds above 1000 also draw whether the job is kept (--keep): then workers that failed are started
 again, and a server in the place of one that ended, until the job ends well; and whether its
 connections are encrypted.
+
+Seeds above 2000 are of jobs that go on when a server is lost, by others that wait for its place;
+half of them are of replicas, which are lost too, and come back. Servers are killed, stopped and
+told to end. Demanded in addition: all nodes end well that were not broken for long.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,9 +35,11 @@ from bench.kit.plan import Topology
 from scripts.progress import Progress
 from tests import native
 from tests.chaos.broken_job import LINK_BITS, Job, Result, run
+from tests.chaos.lasting_job import LastingJob
 from tests.chaos.seeds import KINDS, Script, make_script
+from tests.multiproc.cluster import Nursery
 
-HOSTS = 6
+HOSTS = 8
 
 
 def play(
@@ -44,13 +51,19 @@ def play(
 ) -> list[Result]:
     """Run the scripts, ``jobs`` at a time; logs go to folders of ``folder``, one for each seed."""
     left = deque(scripts)
-
-    def some(emulation: Emulation) -> list[Result]:
-        return _play_on(emulation, left, programs, folder, tell)
+    folder.mkdir(parents=True, exist_ok=True)
+    forks = any(script.replicas for script in scripts)
 
     # Made here: an emulation's name is that of the process and a number.
     emulations = [_emulation() for _ in range(min(jobs, len(scripts)))]
-    with ThreadPoolExecutor(len(emulations)) as pool:
+    with (
+        closing(Nursery(folder)) if forks else nullcontext() as nursery,
+        ThreadPoolExecutor(len(emulations)) as pool,
+    ):
+
+        def some(emulation: Emulation) -> list[Result]:
+            return _play_on(emulation, left, programs, folder, tell, nursery)
+
         try:
             results = [result for part in pool.map(some, emulations) for result in part]
         finally:
@@ -76,6 +89,7 @@ def _play_on(
     programs: Path,
     folder: Path,
     tell: Callable[[Result], None],
+    nursery: Nursery | None,
 ) -> list[Result]:
     results = []
     with emulation:
@@ -88,7 +102,9 @@ def _play_on(
                 break
             own = folder / f"seed-{script.seed}"
             own.mkdir(parents=True)
-            results.append(Job(script, emulation.hosts, switch, programs, own).run())
+            where = (script, emulation.hosts, switch, programs, own)
+            job = LastingJob(*where, nursery) if script.spares else Job(*where)
+            results.append(job.run())
             tell(results[-1])
     left = set(names) & set(run("ip", "netns", "list").split())
     if left:
@@ -108,7 +124,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20, help="how many jobs (default 20)")
     parser.add_argument("--from", dest="first", type=int, default=1, help="the first seed")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default 1)")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="only these faults")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="only these faults (seeds to 2000)"
+    )
     parser.add_argument("--sanitize", choices=native.SANITIZED, default="", help="build with this")
     parser.add_argument("--logs", type=Path, help="keep all logs in this folder")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -127,6 +145,8 @@ def main() -> int:
         how = "WRONG" if result.wrong else "went on" if result.survived else "ended by name"
         shown.step()
         what += ", kept" * result.script.keep + ", encrypted" * result.script.tls
+        what += ", replicas" * result.script.replicas
+        how += f", {result.replaced} replaced" * (result.replaced > 0)
         how += f" in life {result.lives}" if result.lives > 1 and not result.wrong else ""
         seed = f"seed {result.script.seed:5}"
         shown.say(f"{seed}  {how:23}  {result.seconds:6.1f} s  {what}", stream=sys.stdout)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KINDS = ("kill", "stop", "cut", "reset", "slow", "lossy", "descriptors", "disk")
 FROM_THE_START = ("descriptors", "disk")
 PLAIN_SEEDS = 1000
 """Seeds up to this one are of jobs that are neither kept nor encrypted."""
+ENDING_SEEDS = 2000
+"""Seeds up to this one are of jobs that end when a server is lost."""
+LONG_S = 9.0
+"""Longer than the timeouts of a job: who stands still, or is cut off, for so long is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     kind: str
-    """One of KINDS; those of FROM_THE_START take neither time below."""
+    """One of KINDS, or ``term``: SIGTERM; those of FROM_THE_START take neither time below."""
     node: str
     """``scheduler``, ``server 0``, ``worker 1``, ..."""
     at_s: float
@@ -24,6 +28,12 @@ class Fault:
     """How long it lasts, where it ends."""
     limit: int = 0
     """Of open files."""
+
+    @property
+    def loses(self) -> bool:
+        """Whether the job may lose the node."""
+        lasts = self.kind in ("stop", "cut") and self.seconds >= LONG_S
+        return lasts or self.kind in ("kill", "term")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +50,30 @@ class Script:
     keep: bool = False
     """Scheduler and servers take the next incarnation of the job."""
     tls: bool = False
+    spares: int = 0
+    """Servers that wait for the places of those that are lost; then no such loss ends the job."""
+    replicas: bool = False
+    """Each worker is a replica. The job goes on without one, and it comes back."""
+
+    @property
+    def server_nodes(self) -> list[str]:
+        servers = [f"server {i}" for i in range(self.servers)]
+        return servers + [f"spare {i}" for i in range(self.spares)]
 
     @property
     def nodes(self) -> list[str]:
         return [
             "scheduler",
-            *(f"server {i}" for i in range(self.servers)),
+            *self.server_nodes,
             *(f"worker {i}" for i in range(self.workers)),
         ]
 
 
 def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
+    """``kinds``: of faults, where the seed is at most ENDING_SEEDS."""
     draw = random.Random(seed)
+    if seed > ENDING_SEEDS:
+        return _make_lasting(seed, draw)
     workers, servers = draw.randint(2, 3), draw.randint(1, 2)
     script = Script(
         seed=seed,
@@ -69,7 +91,7 @@ def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
             kind=draw.choice(list(kinds)),
             node=draw.choice(victims),
             at_s=round(draw.choice([0.3, 1.0, 3.0]) * draw.random(), 3),
-            seconds=draw.choice([0.2, 1.0, 9.0]),
+            seconds=draw.choice([0.2, 1.0, LONG_S]),
             limit=draw.randint(10, 40),
         )
         for _ in range(draw.choice([1, 1, 1, 2]))
@@ -78,3 +100,47 @@ def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
     encrypted = seed > PLAIN_SEEDS and draw.random() < 0.4
     chosen = {"faults": tuple(faults), "keep": kept, "tls": encrypted}
     return Script(**{**vars(script), **chosen})
+
+
+def _make_lasting(seed: int, draw: random.Random) -> Script:
+    """Of a job that none of its faults ends: servers are lost, and replicas where it has some."""
+    replicas = draw.random() < 0.5
+    script = Script(
+        seed=seed,
+        workers=draw.randint(2, 3),
+        servers=draw.randint(1, 2),
+        rounds=draw.choice([20, 40, 80] if replicas else [200, 500, 1000]),
+        tensors=draw.randint(1, 5),
+        size=draw.choice([4_000, 40_000, 200_000]),
+        faults=(),
+        tls=draw.random() < 0.3,
+        spares=draw.randint(1, 2),
+        replicas=replicas,
+    )
+
+    def fault(kinds: str, nodes: Sequence[str], seconds: Sequence[float]) -> Fault:
+        return Fault(
+            kind=draw.choice(kinds.split()),
+            node=draw.choice(nodes),
+            at_s=round(draw.choice([0.3, 2.0, 6.0]) * draw.random(), 3),
+            seconds=draw.choice(seconds),
+        )
+
+    often = [*script.server_nodes, *script.server_nodes[: script.servers]]
+    faults = [
+        fault("kill kill stop cut term", often, (0.2, LONG_S, LONG_S))
+        for _ in range(draw.choice([1, 2, 2, 3, 4]))
+    ]
+    workers = script.nodes[-script.workers :]
+    for lost in list(faults):
+        if draw.random() < 0.6:
+            # So this worker lacks what others have been answered.
+            before = round(max(0.0, lost.at_s - 0.5 * draw.random()), 3)
+            faults.append(Fault(kind="cut", node=draw.choice(workers), at_s=before, seconds=1.0))
+    for _ in range(draw.choice([0, 1, 2])):
+        if replicas and draw.random() < 0.7:
+            # All but the last, so that one is left to go on.
+            faults.append(fault("kill kill stop cut", workers[:-1], (0.2, 1.0, LONG_S)))
+        else:
+            faults.append(fault("cut reset slow lossy", script.nodes, (0.2, 1.0)))
+    return replace(script, faults=tuple(faults))

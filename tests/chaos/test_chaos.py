@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.chaos.seeds import KINDS, Script, make_script
 
 BOUNDED = (1, 2, 3, 4, 5, 1023)
 """The last is kept and encrypted, and a worker is killed."""
+LASTING = (2014, 2031, 2071)
+"""Jobs that lose servers; the first and the last one are of replicas, one of which is killed."""
 MOST_JOBS_S = 240
 
 
@@ -31,6 +34,16 @@ def test_jobs_end_well_or_by_name(programs: Path, run_dir: Path) -> None:
 
 
 @pytest.mark.requires("root")
+@pytest.mark.timeout(MOST_JOBS_S)
+def test_jobs_go_on_without_servers_and_replicas(programs: Path, run_dir: Path) -> None:
+    results = play([make_script(seed) for seed in LASTING], programs, run_dir)
+    wrong = {result.script.seed: result.wrong for result in results if result.wrong}
+    assert not wrong
+    assert [result.script.replicas for result in results] == [True, False, True]
+    assert all(result.replaced > 0 for result in results)
+
+
+@pytest.mark.requires("root")
 def test_a_job_in_which_nothing_breaks_goes_on(programs: Path, run_dir: Path) -> None:
     script = Script(seed=0, workers=3, servers=2, rounds=10, tensors=3, size=400_000, faults=())
     (result,) = play([script], programs, run_dir)
@@ -47,3 +60,19 @@ def test_a_seed_is_one_script() -> None:
     assert {(script.keep, script.tls) for script in drawn} == {
         (keep, tls) for keep in (False, True) for tls in (False, True)
     }
+
+
+def test_what_is_broken_in_jobs_that_last() -> None:
+    drawn = [make_script(seed) for seed in range(2001, 2301)]
+    assert {(script.replicas, script.tls) for script in drawn} == set(
+        product((False, True), repeat=2)
+    )
+    assert all(script.spares > 0 and not script.keep for script in drawn)
+    lost = {(f.kind, f.node.split()[0]) for script in drawn for f in script.faults if f.loses}
+    kinds = ("kill", "stop", "cut", "term")
+    assert lost >= {(kind, node) for kind in kinds for node in ("server", "spare")}
+    assert {kind for kind, node in lost if node == "worker"} == {"kill", "stop", "cut"}
+    for script in drawn:
+        nodes = {fault.node for fault in script.faults if fault.loses}
+        assert "scheduler" not in nodes and script.nodes[-1] not in nodes
+        assert script.replicas or not any(node.startswith("worker") for node in nodes)

@@ -97,6 +97,11 @@ class Nursed:
         if self.running:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """End it by force; wait for it."""
+        self.send(signal.SIGKILL)
+        self.wait(END_S)
+
     @property
     def running(self) -> bool:
         return not self.ended.is_set()

@@ -1,0 +1,16 @@
+"""Programs on an emulated host: in a network namespace."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.multiproc.programs import replicas
+from tests.multiproc.programs.job import Job
+
+
+def train(job: Job) -> None:
+    """The replicas of replicas.py, on the host whose namespace is `namespace`."""
+    with Path("/run/netns", job.args["namespace"]).open() as namespace:
+        os.setns(namespace.fileno(), os.CLONE_NEWNET)  # for the threads to come, too
+    replicas.train(job)
