@@ -1,4 +1,4 @@
-"""Kills a rank or a server within a step of a training job whose optimizer is on the servers."""
+"""Kills a rank or a server within a step of a training job."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,37 @@ def _digest(optimizer: ServerOptimizer) -> str:
         for parameter in chunk.parameters():
             digest.update(parameter.detach().float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def kill_servers(folder: Path, victims: Sequence[int]) -> None:
+    """Have the last rank kill one of these processes in each step from the second on: servers that
+    rank 0 has pushed to, and the last rank has not."""
+    from byteps.torch import engine
+
+    start = engine.start  # by all ways to begin a sum
+    left = dict(enumerate(victims, 2))
+    steps: Counter[str] = Counter()
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        steps[kwargs["name"]] += 1
+        step = steps[kwargs["name"]]
+        pushed = folder / f"pushed.{step}"
+        if dist.get_rank() == dist.get_world_size() - 1 and step in left:
+            _await(pushed)
+            os.kill(left.pop(step), signal.SIGKILL)
+        handle = start(*args, **kwargs)
+        if dist.get_rank() == 0:
+            pushed.touch()
+        return handle
+
+    engine.start = started
+
+
+def _await(file: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file.name} does not come"
+        time.sleep(0.01)
 
 
 def meet(folder: Path, *, wait: bool) -> None:

@@ -180,6 +180,14 @@ def train_faulty(
         raise
 
 
+def train_without_servers(
+    folder: Path, arguments: Sequence[str], victims: Sequence[int], environment: dict[str, str]
+) -> RankSeen:
+    """Training in which servers are killed, one in each step from the second on, by their pids."""
+    broken = functools.partial(faults.kill_servers, folder, victims)
+    return run([*MODEL, *_through_servers(arguments)], broken=broken)
+
+
 # --------------------------------------------------------------------------- megatron.core alone
 
 
