@@ -174,7 +174,10 @@ def test_spares_are_no_servers_of_the_job(job: Job) -> None:
     job.hosts.write_text(HOSTS + f"spare {LOOPBACK}\n")
     said = job.run("up", "--dry-run", "--", "train.py")
     lines = said.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == "scheduler server spare worker worker".split()
+    assert [line.split()[0] for line in lines] == [
+        *("scheduler", "server", "spare"),
+        *("worker", "worker"),
+    ]
     assert all("BYTEPS_REPLACE_SERVERS_S=60" in line and "--servers 2" in line for line in lines)
     assert "scripts/server.sh" in lines[2] and "--instances 1" in lines[2]
     job.env["BYTEPS_REPLACE_SERVERS_S"] = "300"

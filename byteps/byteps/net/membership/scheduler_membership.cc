@@ -1,5 +1,6 @@
 #include "byteps/net/membership/scheduler_membership.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -28,7 +29,11 @@ SchedulerMembership::SchedulerMembership(MembershipLinks* links, const Membershi
       broken_invariants_(NumBrokenInvariants()),
       roster_(JobSize{settings.keep ? -1 : settings.workers, settings.servers}),
       heartbeats_(HeartbeatSeconds(settings.peer_timeout_s),
-                  {[this] { return NextDue(); }, [this](Clock::time_point) { TellOfDepartures(); },
+                  {[this] { return NextDue(); },
+                   [this](Clock::time_point now) {
+                     TellOfDepartures();
+                     Condemn(now);
+                   },
                    [this](Clock::time_point now) { OnBeat(now); }}) {
   SetIncarnation(1);
 }
@@ -102,6 +107,7 @@ void SchedulerMembership::Handle(const Message& msg) {
           membership::MaySend(command, role, Node::SCHEDULER, msg.meta.body);
     if (may && member != nullptr) member->heard = Clock::now();
   }
+  if (may) Acquit(sender);
   if (!may) return ignored_.Add(msg, [this](int id) { return NameOf(id); });
   switch (command) {
     case Control::ADD_NODE:
@@ -173,6 +179,7 @@ void SchedulerMembership::TellOfDepartures() {
   std::vector<int> servers;
   {
     MutexLock lock(&mu_);
+    if (departed_.empty()) return;
     departed.swap(departed_);
     servers = roster_.Ids(Node::SERVER);
   }
@@ -196,6 +203,7 @@ void SchedulerMembership::EndJob() {
     roster_.Clear();
     replicas_ = ReplicaTable();
     vacancies_.clear();
+    accusations_.clear();
     departed_.clear();
     any_worker_ = false;
     if (suspended) {
@@ -257,9 +265,11 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
 void SchedulerMembership::OnFailure(const Message& msg) {
   int id = msg.meta.sender;
   const auto& nodes = msg.meta.control.node;
-  const bool names_one = nodes.size() == 1;
-  if (names_one && (nodes[0].role == Node::WORKER || IsSilent(nodes[0]))) id = nodes[0].id;
-  if (names_one && IsReplaced(nodes[0])) return;
+  if (nodes.size() == 1 && nodes[0].role == Node::SERVER) {
+    if (AccuseServer(id, nodes[0], msg.meta.body)) return;
+  } else if (nodes.size() == 1 && nodes[0].role == Node::WORKER) {
+    id = nodes[0].id;
+  }
   if (!LoseReplica(id, msg.meta.body) && !LoseServer(id, msg.meta.body)) FailJob(msg.meta.body);
 }
 
@@ -299,6 +309,7 @@ void SchedulerMembership::BeginIncarnation() {
     departed_.clear();
     replicas_ = ReplicaTable();
     vacancies_.clear();
+    accusations_.clear();
     any_worker_ = false;
     incarnation = ++incarnation_;
     incarnation_begun_ = Clock::now();
@@ -335,7 +346,9 @@ void SchedulerMembership::OnReport(int node_id, const std::string& report) {
 std::optional<AwakeClock::time_point> SchedulerMembership::NextDue() {
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return std::nullopt;
-  return departed_.empty() ? Clock::time_point::max() : departed_due_;
+  auto due = departed_.empty() ? Clock::time_point::max() : departed_due_;
+  for (const auto& [server, accusation] : accusations_) due = std::min(due, accusation.due);
+  return due;
 }
 
 void SchedulerMembership::OnBeat(Clock::time_point now) {

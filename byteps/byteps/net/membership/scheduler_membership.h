@@ -109,11 +109,12 @@ class SchedulerMembership : public Membership {
   bool LoseLeaver(int node_id);
   // Workers that have left need not stay any longer for those that have not.
   void LetGo(Clock::time_point now);
-  // Whether a server of which a worker says that it was lost to it, and not the worker, is the one
-  // that is gone.
-  bool IsSilent(const Node& server);
-  // Whether it has lost its place to another one, or will.
-  bool IsReplaced(const Node& server);
+  // A worker says that its link with a server broke: one of them is gone, or cannot be reached.  Of
+  // replicas it is the worker, if the server is heard from now on; else it is the server.  False:
+  // that is not decided here.
+  bool AccuseServer(int worker, const Node& server, const std::string& reason);
+  void Acquit(int server);
+  void Condemn(Clock::time_point now);
   // Why no other server is waited for any more; empty: not so.
   std::string ReasonNotToReplace(Clock::time_point now) PS_REQUIRES(mu_);
   void EmitServer(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
@@ -170,7 +171,13 @@ class SchedulerMembership : public Membership {
     std::string reason;  // what became of the server
   };
   std::map<int, Vacancy> vacancies_ PS_GUARDED_BY(mu_);  // by node id
-  Clock::time_point last_replaced_ PS_GUARDED_BY(mu_);   // when one was filled last
+  struct Accusation {
+    int worker;
+    std::string reason;
+    Clock::time_point due;  // the server is gone, if nothing is heard of it
+  };
+  std::multimap<int, Accusation> accusations_ PS_GUARDED_BY(mu_);  // by the server's node id
+  Clock::time_point last_replaced_ PS_GUARDED_BY(mu_);             // when one was filled last
   bool any_worker_ PS_GUARDED_BY(mu_) = false;
   Clock::time_point last_arrival_ PS_GUARDED_BY(mu_);
   // Workers that left, of which the servers do not know yet.

@@ -18,8 +18,9 @@ using membership::Send;
 
 namespace {
 
-// A server that was not heard of for this part of the limit is to blame for a link that broke.
-constexpr double kSilentPart = 0.5;
+// How long a server has to be heard of after a worker has said that their link broke.  Less than
+// the worker waits for the verdict.
+constexpr double kTrialSeconds = 4;
 // So long a worker that has done its work stays for others, in which the loss of a server is seen.
 constexpr double kLingerSeconds = 5;
 
@@ -58,6 +59,7 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
     if (state_ != State::kActive) return true;
     vacancies_[node_id] = {Clock::now(), reason};
     roster_.Erase(node_id);
+    accusations_.erase(node_id);
     replicas_.Forget(node_id);
     workers = WorkersToTell();
   }
@@ -145,20 +147,56 @@ bool SchedulerMembership::LoseLeaver(int node_id) {
   return true;
 }
 
-bool SchedulerMembership::IsSilent(const Node& server) {
-  const auto limit = ToDuration(kSilentPart * settings_.peer_timeout_s);
-  MutexLock lock(&mu_);
-  const Member* const member = roster_.Find(server.id);
-  return settings_.replace_servers_s > 0 && member != nullptr &&
-         member->node.role == Node::SERVER && Clock::now() - member->heard > limit;
+bool SchedulerMembership::AccuseServer(int worker, const Node& server, const std::string& reason) {
+  if (settings_.replace_servers_s <= 0) return false;
+  {
+    MutexLock lock(&mu_);
+    const Member* const member = roster_.Find(server.id);
+    if (member == nullptr || member->removed) return vacancies_.count(server.id) > 0;
+    // Another one has its place already.
+    const bool same = member->node.hostname == server.hostname && member->node.port == server.port;
+    if (!same) return true;
+    if (replicas_.active()) {
+      accusations_.emplace(server.id,
+                           Accusation{worker, reason, Clock::now() + ToDuration(kTrialSeconds)});
+      lock.Unlock();
+      heartbeats_.Wake();
+      return true;
+    }
+  }
+  // Without that worker there is no job, without the server there may be.
+  return LoseServer(server.id, reason);
 }
 
-bool SchedulerMembership::IsReplaced(const Node& server) {
-  if (server.role != Node::SERVER || settings_.replace_servers_s <= 0) return false;
-  MutexLock lock(&mu_);
-  const Member* const member = roster_.Find(server.id);
-  if (member == nullptr) return vacancies_.count(server.id) > 0;
-  return member->node.hostname != server.hostname || member->node.port != server.port;
+void SchedulerMembership::Acquit(int server) {
+  std::vector<Accusation> false_ones;
+  {
+    MutexLock lock(&mu_);
+    const auto [begin, end] = accusations_.equal_range(server);
+    if (begin == end) return;
+    for (auto it = begin; it != end; ++it) false_ones.push_back(it->second);
+    accusations_.erase(begin, end);
+  }
+  for (const Accusation& one : false_ones) {
+    if (!LoseReplica(one.worker, one.reason) && !LoseServer(server, one.reason)) {
+      FailJob(one.reason);
+    }
+  }
+}
+
+void SchedulerMembership::Condemn(Clock::time_point now) {
+  std::map<int, std::string> gone;
+  {
+    MutexLock lock(&mu_);
+    std::erase_if(accusations_, [&](const auto& entry) {
+      if (now < entry.second.due) return false;
+      gone[entry.first] = entry.second.reason;
+      return true;
+    });
+  }
+  for (const auto& [server, reason] : gone) {
+    if (!LoseServer(server, reason)) FailJob(reason);
+  }
 }
 
 std::string SchedulerMembership::ReasonNotToReplace(Clock::time_point now) {

@@ -42,6 +42,29 @@ class SchedulerMembershipTest : public testing::Test {
     Start(settings);
     GatherNodes();
   }
+  void GatherReplacingReplicas() {
+    replicas_ = 2;
+    MembershipSettings settings;
+    settings.workers = 2;
+    settings.servers = 1;
+    settings.replace_servers_s = 600;
+    Start(settings);
+    GatherNodes();
+  }
+  // A worker says that its link with the server at this port broke.
+  void Accuse(int worker, int port) {
+    Message message;
+    message.meta.control.cmd = Control::JOB_FAILED;
+    message.meta.sender = worker;
+    message.meta.body = "server 0 was lost to worker 0";
+    Node node;
+    node.id = server_;
+    node.role = Node::SERVER;
+    node.hostname = "10.0.0.2";
+    node.port = port;
+    message.meta.control.node = {node};
+    membership_->Handle(message);
+  }
   MemberWord LastWord(int id) {
     MemberWord word;
     const auto told = links_.SentTo(id, Control::MEMBERS);
@@ -325,27 +348,35 @@ TEST_F(SchedulerMembershipTest, WhoHasLeftStaysForOthersWhileAServerMayBeLost) {
   EXPECT_TRUE(ended());
 }
 
-TEST_F(SchedulerMembershipTest, ABrokenLinkToAServerThatIsHeardIsTheWorkersFault) {
+TEST_F(SchedulerMembershipTest, AServerIsReplacedWhoseLinkWithAWorkerBroke) {
   GatherReplacing();
-  Message message;
-  message.meta.control.cmd = Control::JOB_FAILED;
-  message.meta.sender = worker_;
-  message.meta.body = "server 0 was lost to worker 0";
-  Node node;
-  node.id = server_;
-  node.role = Node::SERVER;
-  node.hostname = "10.0.0.2";
-  node.port = 9001;
-  message.meta.control.node = {node};
-  // Of a server that has lost its place it is no news.
+  // Of one that has lost its place it is no news.
   membership_->OnDisconnect(server_);
   Register(Node::SERVER, -1, -1, 1);
-  message.meta.control.node[0].port = 9002;
-  membership_->Handle(message);
+  Accuse(worker_, 9002);
+  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
+  Accuse(worker_, 9001);
+  EXPECT_EQ(failure(), "") << "without the worker there is no job";
+  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+}
+
+TEST_F(SchedulerMembershipTest, AServerThatIsHeardIsNotTheOneThatIsGone) {
+  GatherReplacingReplicas();
+  Accuse(worker_, 9001);
+  EXPECT_EQ(links_.CountTo(other_, Control::MEMBERS), 0) << "nobody is lost yet";
+  Say(server_, Control::HEARTBEAT, "");
+  EXPECT_EQ(LastTold(server_).present, "01");
   EXPECT_EQ(failure(), "");
-  message.meta.control.node[0].port = 9001;
-  membership_->Handle(message);
-  EXPECT_EQ(failure(), "server 0 was lost to worker 0");
+}
+
+TEST_F(SchedulerMembershipTest, AServerThatIsNotHeardIs) {
+  GatherReplacingReplicas();
+  Accuse(worker_, 9001);
+  const auto words = links_.Await(other_, Control::MEMBERS, 1);  // for some seconds
+  MemberWord word;
+  ASSERT_TRUE(membership::ParseWord(words[0].meta.body, &word));
+  EXPECT_EQ(word.kind, MemberWord::kServerLost);
+  EXPECT_EQ(membership_->View().replicas.present, "11");
 }
 
 TEST_F(SchedulerMembershipTest, NodesHearOfNics) {
