@@ -29,6 +29,10 @@ PARTITION = 4 << 20
 RATE = 12.5e9
 
 
+class Model(SimpleNamespace):
+    """A DistributedDataParallel, to which there may be weak references."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MadeUp:
     """Of a job: all of its ranks are one data-parallel group."""
@@ -67,7 +71,7 @@ class MadeUp:
             grad_dtype=torch.float32,
             ddp_config=config,
         )
-        return SimpleNamespace(
+        return Model(
             ddp_config=config,
             config=SimpleNamespace(),
             module=SimpleNamespace(vp_stage=0),

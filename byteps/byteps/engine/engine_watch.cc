@@ -90,7 +90,14 @@ std::string Engine::Silence(const OperationPtr& operation) {
     }
   } catch (const Error&) {
   }
-  return "the push queue";
+  // Its answers have come just now, and are being taken in.
+  for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {
+    if (!operation->IsThrough(i)) silent.insert(operation->tensor->layout.servers[i]);
+  }
+  for (const int server : silent) {
+    names += (names.empty() ? "" : ", ") + context_.channel->NameOfServer(server);
+  }
+  return names.empty() ? "the push queue" : names + " in time";
 }
 
 }  // namespace core

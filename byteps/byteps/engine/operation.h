@@ -140,6 +140,7 @@ class Operation {
   // A partition goes on to another stage: each of them once, in this order.  Throws Error.
   enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kAnswered, kThrough };
   void Move(uint64_t index, Stage to);
+  bool IsThrough(uint64_t index) { return *StageOf(index) == Stage::kThrough; }
   // One that was pushed to a server that is lost begins anew.
   void Restart(uint64_t index) {
     *StageOf(index) = Stage::kWaiting;
