@@ -66,8 +66,9 @@ void Rounds::TakeGiven(Partition* partition, Message* message) {
   round->is_given = true;
   const size_t members = partition->declaration().group.size();
   round->pushed.assign(members, true);
-  round->excused.assign(members, false);
+  round->excused.clear();
   for (const size_t lacked : UnpackMembers(MembersOf(*message), members)) {
+    round->excused.resize(members);
     round->excused[lacked] = true;
     round->told[lacked] = true;
   }
