@@ -330,8 +330,11 @@ def test_instances_outlive_one_that_may_be_replaced(scripted: Scripted) -> None:
     words = ["--scheduler", f"{LOOPBACK}:{port}", *sizes, "--instances", "2"]
     server = scripted.start("server", *words, env={"BYTEPS_REPLACE_SERVERS_S": "60"})
     first, second = scripted.wait_for_instances(2)
-    os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + RUN_S
+    while server.text.count("has taken this server") < 2:  # by then the script waits for them
+        assert server.running and time.monotonic() < deadline, server.text
+        time.sleep(0.02)
+    os.kill(first, signal.SIGKILL)
     while "ended with status 137; the others go on" not in server.text:
         assert server.running and time.monotonic() < deadline, server.text
         time.sleep(0.02)
