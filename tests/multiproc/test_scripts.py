@@ -193,14 +193,16 @@ class Scripted:
         self.started.append(Spawned(title, command, full, self.folder))
         return self.started[-1]
 
-    def start_nodes(self, workers: int, servers: int) -> tuple[Spawned, Spawned]:
+    def start_nodes(
+        self, workers: int, servers: int, env: Mapping[str, str] | None = None
+    ) -> tuple[Spawned, Spawned]:
         port_file = self.folder / "port"
         sizes = ["--workers", str(workers), "--servers", str(servers)]
         where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
-        scheduler = self.start("scheduler", *where, *sizes)
+        scheduler = self.start("scheduler", *where, *sizes, env=env)
         self.port = int(wait_for_file(port_file, START_S, [scheduler]).split()[1])
         address = ["--scheduler", f"{LOOPBACK}:{self.port}"]
-        server = self.start("server", *address, *sizes, "--instances", str(servers))
+        server = self.start("server", *address, *sizes, "--instances", str(servers), env=env)
         return scheduler, server
 
     def start_worker(self, servers: int, ranks: int, mode: str) -> Spawned:
@@ -322,13 +324,8 @@ def test_interrupt_ends_all_that_a_script_started(scripted: Scripted) -> None:
 
 
 def test_instances_outlive_one_that_may_be_replaced(scripted: Scripted) -> None:
-    port_file = scripted.folder / "port"
-    sizes = ["--workers", "1", "--servers", "2"]
-    where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
-    scheduler = scripted.start("scheduler", *where, *sizes)
-    port = int(wait_for_file(port_file, START_S, [scheduler]).split()[1])
-    words = ["--scheduler", f"{LOOPBACK}:{port}", *sizes, "--instances", "2"]
-    server = scripted.start("server", *words, env={"BYTEPS_REPLACE_SERVERS_S": "60"})
+    env = {"BYTEPS_REPLACE_SERVERS_S": "60"}
+    scheduler, server = scripted.start_nodes(workers=1, servers=2, env=env)
     first, second = scripted.wait_for_instances(2)
     deadline = time.monotonic() + RUN_S
     while server.text.count("has taken this server") < 2:  # by then the script waits for them

@@ -18,6 +18,14 @@ double SecondsSince(ps::AwakeClock::time_point then) {
   return std::chrono::duration<double>(ps::AwakeClock::now() - then).count();
 }
 
+std::string NamesOf(const std::set<int>& servers, Channel* channel) {
+  std::string names;
+  for (const int server : servers) {
+    names += (names.empty() ? "" : ", ") + channel->NameOfServer(server);
+  }
+  return names;
+}
+
 }  // namespace
 
 void Engine::Watch() {
@@ -75,10 +83,7 @@ std::string Engine::Silence(const OperationPtr& operation) {
   }
   const bool was_asked = !silent.empty();
   if (!was_asked) silent = context_.scheduler->ServersOf(operation.get());
-  std::string names;
-  for (const int server : silent) {
-    names += (names.empty() ? "" : ", ") + context_.channel->NameOfServer(server);
-  }
+  const std::string names = NamesOf(silent, context_.channel.get());
   if (was_asked) return names;
   // Its window is full of what was to be sent before.
   if (!names.empty()) return names + ", which does not take what was sent to it before,";
@@ -94,10 +99,8 @@ std::string Engine::Silence(const OperationPtr& operation) {
   for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {
     if (!operation->IsThrough(i)) silent.insert(operation->tensor->layout.servers[i]);
   }
-  for (const int server : silent) {
-    names += (names.empty() ? "" : ", ") + context_.channel->NameOfServer(server);
-  }
-  return names.empty() ? "the push queue" : names + " in time";
+  if (silent.empty()) return "the push queue";
+  return NamesOf(silent, context_.channel.get()) + " in time";
 }
 
 }  // namespace core

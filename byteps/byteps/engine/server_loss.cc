@@ -7,7 +7,6 @@
 #include "byteps/engine/server_loss.h"
 
 #include <algorithm>
-#include <set>
 
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"

@@ -109,11 +109,16 @@ std::string SchedulerMembership::LinkOfAll(bool late) {
   return membership::PackLink(link_mbps, late);
 }
 
+std::vector<Node> SchedulerMembership::SelfIfOnSeveralNics() const {
+  std::vector<Node> self;
+  if (links_->self().nics.size() > 1) self.push_back(links_->self());
+  return self;
+}
+
 void SchedulerMembership::AdmitAll(int replica) {
   // Only workers connect to others, and only to servers: nobody else needs addresses.  All may have
   // to connect to the scheduler again, over another NIC.
-  std::vector<Node> scheduler;
-  if (links_->self().nics.size() > 1) scheduler.push_back(links_->self());
+  const std::vector<Node> scheduler = SelfIfOnSeveralNics();
   std::vector<Node> servers = scheduler;
   std::vector<Node> everyone;
   std::vector<std::string> lost;

@@ -67,6 +67,8 @@ class SchedulerMembership : public Membership {
   Gathered Admit(const membership::Claim& claim, const Node& node) PS_REQUIRES(mu_);
   // `replica`: its workers alone; -1: everybody.
   void AdmitAll(int replica);
+  // To whom nodes may have to connect again, over another NIC.
+  std::vector<Node> SelfIfOnSeveralNics() const;
   // What ADD_NODE says: the rate of the slowest worker's link.
   std::string LinkOfAll(bool late) PS_REQUIRES(mu_);
   void Refuse(const Node& node, const Refusal& refusal);

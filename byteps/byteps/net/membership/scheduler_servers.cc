@@ -74,8 +74,7 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
 
 void SchedulerMembership::ReplaceServer(const Node& node) {
   PS_PROBE(kServerReplaced);
-  std::vector<Node> scheduler, left;
-  if (links_->self().nics.size() > 1) scheduler.push_back(links_->self());
+  std::vector<Node> left;
   std::vector<int> workers;
   std::string link, replicas;
   MutexLock telling(&telling_mu_);
@@ -90,7 +89,7 @@ void SchedulerMembership::ReplaceServer(const Node& node) {
     if (replicas_.active()) replicas = membership::PackReplicas(replicas_.View(true));
     workers = WorkersToTell();
   }
-  Send(links_, Control::ADD_NODE, node.id, link, scheduler);
+  Send(links_, Control::ADD_NODE, node.id, link, SelfIfOnSeveralNics());
   if (!left.empty()) Send(links_, Control::NODE_LEFT, node.id, "", left);
   if (!replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
   BPS_LOG(INFO) << Describe(node) << " has taken the place of the server that was lost";
