@@ -12,10 +12,12 @@ is recognised by `remove_stale`, and two runs never meet. Needs root, and iprout
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +30,7 @@ _PREFIX = "bps-bench"
 _NET = "10.77"
 _NAMESPACES = Path("/run/netns")
 _CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+_LOCK = Path("/run/bps-bench.lock")
 
 # Several 64 KiB packets, as the kernel hands them to a link before it cuts them, and never less
 # than what passes while a timer is late.
@@ -100,9 +103,10 @@ def left_behind() -> list[str]:
 
 def remove_stale() -> list[str]:
     """Delete what runs that were killed left behind; return the names."""
-    names = left_behind()
-    for name in names:
-        _run(["ip", "netns", "delete", name])
+    with _locked():
+        names = left_behind()
+        for name in names:
+            _run(["ip", "netns", "delete", name])
     return names
 
 
@@ -159,17 +163,9 @@ class Emulation:
             bridge = [f"br{rail}", "type", "bridge", "stp_state", "0", "forward_delay", "0"]
             _run(["ip", "-n", self._switch, "link", "add", *bridge, "mcast_snooping", "0"])
             _run(["ip", "-n", self._switch, "link", "set", f"br{rail}", "mtu", mtu, "up"])
-        # A namespace may choose only what the machine allows to all.
-        allowed = _CONTROLS.read_text().strip()
-        chosen = self._topology.congestion_control
-        if chosen not in allowed.split():
-            _write_control(f"{allowed} {chosen}")
-        try:
+        with _allowed(self._topology.congestion_control):
             for index in range(len(self.hosts)):
                 self._add_host(index)
-        finally:
-            if chosen not in allowed.split():
-                _write_control(allowed)
 
     def _add_host(self, index: int) -> None:
         topology, name = self._topology, str(self.hosts[index].namespace)
@@ -279,6 +275,29 @@ def _sysctl(namespace: str, values: dict[str, str]) -> None:
 def _present(setting: str) -> bool:
     """A kernel without IPv6 has nothing to disable."""
     return not setting.startswith("net.ipv6") or Path("/proc/sys/net/ipv6").is_dir()
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """One process of the machine at a time: none takes away what another needs, or deletes."""
+    with _LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _allowed(chosen: str) -> Iterator[None]:
+    """A namespace may choose only a congestion control that the machine allows to all."""
+    with _locked():
+        allowed = _CONTROLS.read_text().strip()
+        added = chosen not in allowed.split()
+        if added:
+            _write_control(f"{allowed} {chosen}")
+        try:
+            yield
+        finally:
+            if added:
+                _write_control(allowed)
 
 
 def _write_control(value: str) -> None:

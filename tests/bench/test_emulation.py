@@ -27,6 +27,14 @@ with Emulation(Topology(workers=1, servers=1, emulated_hosts=2, link_bits=10**8)
     time.sleep(120)
 """
 
+REPEAT = """
+from bench.kit.emulation import Emulation
+from bench.kit.plan import Topology
+for _ in range(6):
+    with Emulation(Topology(workers=1, servers=1, emulated_hosts=2, link_bits=10**8)):
+        pass
+"""
+
 
 def on(host: Host, *command: str) -> str:
     return subprocess.run(
@@ -100,6 +108,14 @@ def test_two_at_once_do_not_meet() -> None:
         names = {host.namespace for host in [*one.hosts, *two.hosts]}
         assert len(names) == 6
     assert of_process(os.getpid()) == []
+
+
+def test_processes_that_make_hosts_at_once_do_not_disturb_each_other() -> None:
+    """What a machine allows is changed for a moment: one must not take it back from another."""
+    allowed = ALLOWED.read_text()
+    made = [subprocess.Popen([sys.executable, "-c", REPEAT]) for _ in range(3)]
+    assert [process.wait(120) for process in made] == [0, 0, 0]
+    assert ALLOWED.read_text() == allowed
 
 
 def test_nothing_is_left_when_the_body_or_the_making_fails() -> None:
