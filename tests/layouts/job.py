@@ -7,6 +7,7 @@ this process keeps, on a port that the kernel chooses.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -189,6 +190,7 @@ def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
     log = os.open(job.log_of(rank), os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable()  # a crash leaves the stacks of all threads in the log
     try:
         import torch
 
