@@ -27,6 +27,7 @@ Operations::Operations(WorkerCounters* counters, SpeedMeter* speed)
     : counters_(counters), speed_(speed) {}
 
 int64_t Operations::Begin(const OperationPtr& operation) {
+  bool is_first = false;
   {
     ps::MutexLock lock(&mu_);
     if (failed_) throw Error(failure_);
@@ -40,13 +41,14 @@ int64_t Operations::Begin(const OperationPtr& operation) {
         operation->round = tensor->rounds - 1;
       }
       running_.insert(operation);
+      is_first = running_.size() == 1;
     }
     const bool is_new = by_handle_.emplace(operation->handle, operation).second;
     BPS_INVARIANT("a handle stands for one operation", is_new,
                   "handle " + std::to_string(operation->handle) + " was given to '" +
                       operation->name() + "' too");
   }
-  cond_.NotifyAll();
+  if (is_first) began_.NotifyAll();
   return operation->handle;
 }
 
@@ -93,7 +95,7 @@ void Operations::Remove(const OperationPtr& operation) {
     idle = running_.empty();
     if (operation->tensor && operation->begins_round()) EndRound(*operation);
   }
-  if (idle) cond_.NotifyAll();
+  if (idle) ended_.NotifyAll();
 }
 
 void Operations::EndRound(const Operation& operation) {
@@ -111,7 +113,7 @@ bool Operations::FailAll(const std::string& reason) {
     failure_ = reason;
     running.swap(running_);
   }
-  cond_.NotifyAll();
+  for (ps::CondVar* const cond : {&began_, &ended_, &failed_job_}) cond->NotifyAll();
   for (const auto& operation : running) Fail(operation, reason);
   return true;
 }
@@ -148,20 +150,20 @@ size_t Operations::num_running() {
 
 void Operations::AwaitIdle(double limit_s) {
   ps::MutexLock lock(&mu_);
-  cond_.WaitFor(&mu_, std::chrono::duration<double>(limit_s),
-                [this]() PS_REQUIRES(mu_) { return failed_ || running_.empty(); });
+  ended_.WaitFor(&mu_, std::chrono::duration<double>(limit_s),
+                 [this]() PS_REQUIRES(mu_) { return failed_ || running_.empty(); });
 }
 
 bool Operations::AwaitWork() {
   ps::MutexLock lock(&mu_);
-  cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return failed_ || !running_.empty(); });
+  began_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return failed_ || !running_.empty(); });
   return !failed_;
 }
 
 bool Operations::Sleep(double seconds) {
   ps::MutexLock lock(&mu_);
-  return !cond_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
-                        [this]() PS_REQUIRES(mu_) { return failed_; });
+  return !failed_job_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
+                              [this]() PS_REQUIRES(mu_) { return failed_; });
 }
 
 }  // namespace core

@@ -71,7 +71,10 @@ class Operations {
   SpeedMeter* const speed_;
 
   ps::Mutex mu_;
-  ps::CondVar cond_;  // something began, the last one ended, or the job failed
+  // One for each that waits: who sleeps is not woken with every sum.
+  ps::CondVar began_;   // the first of those that run, or the job failed
+  ps::CondVar ended_;   // the last one, or the job failed
+  ps::CondVar failed_job_;
   bool failed_ PS_GUARDED_BY(mu_) = false;
   std::string failure_ PS_GUARDED_BY(mu_);
   std::string first_error_ PS_GUARDED_BY(mu_);

@@ -224,9 +224,11 @@ void Connection::Finish() {
 
 bool Connection::OnReady(uint32_t events) {
   State state;
+  bool is_plain = false;
   {
     MutexLock lock(&mu_);
     state = state_;
+    is_plain = socket_ && !socket_->encrypted();
   }
   try {
     if (state == State::kClosed || state == State::kWaiting) return false;
@@ -235,7 +237,10 @@ bool Connection::OnReady(uint32_t events) {
       return false;
     }
     if (events & EPOLLOUT) OnWritable();
-    return Receive();
+    if (events == EPOLLOUT && is_plain) return false;  // there is nothing to read
+    // An end that came behind what is read now is told of already.
+    const bool to_the_end = events == 0 || (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+    return Receive(to_the_end);
   } catch (const std::bad_alloc&) {
     Close({"the node that it was lost to is out of memory", false, false});
     return false;

@@ -249,7 +249,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void TellReceived();
 
   // ----- connection_receive.cc
-  bool Receive();
+  // Not `to_the_end`: epoll will tell of what is behind what the kernel holds now.
+  bool Receive(bool to_the_end);
   void ReadingFailed(const Socket& socket, ssize_t result, int error);
   uint64_t Epoch();
   Socket CurrentSocket();

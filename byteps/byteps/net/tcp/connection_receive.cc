@@ -13,16 +13,20 @@ namespace {
 constexpr size_t kTurnBytes = 4 << 20;
 // What a peer that is no member of the job may say at once.
 constexpr size_t kStrangersMetaBytes = 65536;
+// A message with values that has no more bytes is of a short sum: what follows it comes soon.
+constexpr size_t kShortBytes = 16384;
 
 }  // namespace
 
-bool Connection::Receive() {
+bool Connection::Receive(bool to_the_end) {
   if (!ShakeHands()) return false;
-  for (size_t turn = 0; turn < kTurnBytes;) {
+  bool drained = false;
+  for (size_t turn = 0; turn < kTurnBytes && !drained;) {
     const Socket socket = CurrentSocket();
     if (!socket) break;  // it was closed, or another one is being made
     MutexLock lock(&receive_mu_);
-    const ssize_t n = reader_.Read(socket.get());
+    bool all = false;
+    const ssize_t n = reader_.Read(socket.get(), &all);
     if (n <= 0) {
       const int error = errno;
       lock.Unlock();
@@ -32,12 +36,15 @@ bool Connection::Receive() {
       return false;
     }
     turn += n;
+    // Whatever comes from now on is told of anew: not to look for it saves a call.
+    drained = all && !to_the_end;
     Message msg;
     size_t bytes = 0;
     bool drop = false;
     while (Parse(&msg, &bytes, &drop)) {
       lock.Unlock();  // the owner may call Abandon
       receipts_.Came(bytes);
+      if (!msg.data.empty() && bytes <= kShortBytes) poller_->StayAwake();
       if (!drop) owner_->OnMessage(this, &msg, bytes);
       msg = Message();
       heard_.arrived.clear();
@@ -47,7 +54,7 @@ bool Connection::Receive() {
     lock.Unlock();
     heard_.arrived.clear();
     if (closed()) return false;
-    if (turn >= kTurnBytes) {
+    if (turn >= kTurnBytes && !drained) {
       TellReceived();
       return true;
     }

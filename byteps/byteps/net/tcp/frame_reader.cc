@@ -52,7 +52,7 @@ void ReadBuffer::Add(size_t bytes) {
                 std::to_string(end_) + " bytes of " + std::to_string(bytes_.size()));
 }
 
-ssize_t FrameReader::Read(Stream* socket) {
+ssize_t FrameReader::Read(Stream* socket, bool* all) {
   iovec vector[2];
   int count = 0;
   // What goes nowhere is read into the buffer.
@@ -60,8 +60,10 @@ ssize_t FrameReader::Read(Stream* socket) {
       phase_ == Phase::kValues && place_ != nullptr ? place_bytes_ - place_done_ : 0;
   if (missing > 0) vector[count++] = {place_ + place_done_, missing};
   vector[count++] = buffer_.Room();
+  const size_t room = missing + vector[count - 1].iov_len;
   const ssize_t n = socket->Read(vector, count);
   if (n <= 0) return n;
+  *all = static_cast<size_t>(n) < room && !socket->encrypted();
   const size_t placed = std::min<size_t>(n, missing);
   place_done_ += placed;
   buffer_.Add(n - placed);

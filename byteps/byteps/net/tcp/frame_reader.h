@@ -69,8 +69,9 @@ class FrameReader {
   // What comes before the first frame is read from here too.
   ReadBuffer* buffer() { return &buffer_; }
 
-  // Reads once, as readv does.
-  ssize_t Read(Stream* socket);
+  // Reads once, as readv does. `*all`: the kernel holds no more of what has come so far; left alone
+  // where that is not known.
+  ssize_t Read(Stream* socket, bool* all);
 
   enum class Step {
     kMore,     // more bytes are needed

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -132,12 +131,21 @@ void Poller::RunTasks() {
   }
 }
 
+int Poller::Await(epoll_event* events, int milliseconds) {
+  while (milliseconds != 0 && Clock::now() < awake_until_) {
+    const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
+    if (count != 0) return count;
+    std::this_thread::yield();
+  }
+  return epoll_wait(epoll_.get(), events, kEvents, milliseconds);
+}
+
 void Poller::Loop() {
   epoll_event events[kEvents];
   std::vector<uint64_t> unfinished;  // have more to do
   while (!stop_) {
     const int wait = unfinished.empty() ? MillisecondsToWait() : 0;
-    const int count = epoll_wait(epoll_.get(), events, kEvents, wait);
+    const int count = Await(events, wait);
     std::vector<uint64_t> again;
     const auto serve = [&](uint64_t number, uint32_t what) {
       const auto pollable = Find(number);

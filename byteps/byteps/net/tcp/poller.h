@@ -2,6 +2,8 @@
 #ifndef BYTEPS_NET_TCP_POLLER_H_
 #define BYTEPS_NET_TCP_POLLER_H_
 
+#include <sys/epoll.h>
+
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -52,11 +54,19 @@ class Poller {
   void Post(Task task) { At(Clock::now(), std::move(task)); }
   void At(Clock::time_point when, Task task);
 
+  // More is expected within microseconds: the thread looks for it a while before it sleeps, since to
+  // be woken takes longer than that. Only in its own thread.
+  void StayAwake() { awake_until_ = Clock::now() + kAwake; }
+
   // Ends the thread; tasks that wait are dropped.  Does nothing the second time.
   void Stop();
 
  private:
+  static constexpr std::chrono::microseconds kAwake{50};
+
   void Loop();
+  // As epoll_wait does, which blocks for so many milliseconds.
+  int Await(epoll_event* events, int milliseconds);
   int MillisecondsToWait();
   void RunTasks();
   void Wake();
@@ -65,6 +75,7 @@ class Poller {
   Fd epoll_;
   Fd wake_;
   std::atomic<bool> stop_{false};
+  Clock::time_point awake_until_;  // its thread's
 
   Mutex mu_;
   // A descriptor may be used again, a number is not: an event that was

@@ -62,7 +62,8 @@ class FrameReaderTest : public testing::Test, public FramePlaces {
         if (step == Step::kMessage) return true;
         ++heads_;
       }
-      const ssize_t n = reader_.Read(socket_.get());
+      bool all = false;
+      const ssize_t n = reader_.Read(socket_.get(), &all);
       if (n < 0) {
         EXPECT_EQ(errno, EAGAIN);
         return false;
