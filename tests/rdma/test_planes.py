@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +40,24 @@ def test_heartbeats_go_by_control(make_over: Make) -> None:
 def test_memory_in_the_cache_is_registered_once(make_over: Make) -> None:
     env = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_MIN_PARTITION_BYTES": "65536"}
     make_over(workers=2, servers=2, env=env).run("planes:once")
+
+
+@pytest.mark.transports("rdma")
+@pytest.mark.parametrize("budget", [1 << 20, 512 << 20])
+def test_slots_of_all_workers_fit_into_their_memory(make_over: Make, budget: int) -> None:
+    """A server's share of each worker is the smaller, the more of them there are."""
+    cluster = make_over(workers=3, servers=1, env={"BYTEPS_RDMA_SLOT_BYTES": str(budget)})
+    cluster.start("planes:small")
+    cluster.wait_mark("summed", range(3))
+    (server,) = cluster.servers
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    found = re.search(r"VmPin:\s+(\d+) kB", status)
+    assert found is not None, status
+    # One with the scheduler, and a control and a data endpoint with each worker.
+    endpoints, slot, wanted = 1 + 3 * 2, 1024 + 4096, 64 + 128
+    slots = min(wanted, budget // endpoints // 4096 * 4096 // slot)
+    each = (64 * slots // wanted + 128 * slots // wanted) * slot
+    in_pages = -(-each // 4096) * 4096
+    assert int(found[1]) * 1024 == endpoints * in_pages <= budget
+    cluster.go("on")
+    cluster.finish()

@@ -149,6 +149,26 @@ def beats(job: Job) -> None:
     bps.shutdown()
 
 
+def small(job: Job) -> None:
+    """Many sums at once that go with their messages, and nothing that needs a pool."""
+    bps.init()
+    ranks = list(range(job.size))
+    names = [f"small.{number}" for number in range(200)]
+    with job.check("small sums"):
+        given = [values.exact_input(900, job.rank, name, 0, "float32") for name in names]
+        handles = [
+            bps.push_pull_async_inplace(tensor, average=False, name=name)
+            for tensor, name in zip(given, names, strict=True)
+        ]
+        for handle in handles:
+            bps.synchronize(handle)
+        for tensor, name in zip(given, names, strict=True):
+            values.demand_exact(tensor, values.exact_sum(900, ranks, name, 0, "float32"))
+    job.mark("summed")
+    job.wait_go("on")
+    bps.shutdown()
+
+
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 

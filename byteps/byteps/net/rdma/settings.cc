@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <netdb.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -62,6 +63,10 @@ std::string AddressAt(ibv_context* context, int port, int index) {
   return AddressOfGid(gid);
 }
 
+// As in Config's table.
+constexpr uint32_t kLeastSends = 4;
+constexpr uint32_t kLeastReceives = 8;
+
 }  // namespace
 
 Settings Settings::Get() {
@@ -74,6 +79,7 @@ Settings Settings::Get() {
   s.mtu = GetEnv("BYTEPS_RDMA_MTU", 0);
   s.send_depth = GetEnv("BYTEPS_RDMA_START_DEPTH", 64);
   s.receive_depth = GetEnv("BYTEPS_RDMA_RX_DEPTH", 128);
+  s.all_slots_bytes = strtoull(GetEnv("BYTEPS_RDMA_SLOT_BYTES", "536870912"), nullptr, 10);
   s.inline_bytes = GetEnv("BYTEPS_RDMA_INLINE_BYTES", 4096);
   s.pool_bytes = strtoull(GetEnv("BYTEPS_RDMA_POOL_BYTES", "1073741824"), nullptr, 10);
   s.window_bytes = strtoull(GetEnv("BYTEPS_RDMA_WINDOW_BYTES", "1048576"), nullptr, 10);
@@ -89,6 +95,20 @@ Settings Settings::Get() {
 
 uint32_t Settings::slot_bytes() const {
   return static_cast<uint32_t>(AlignUp(kHeadRoom + inline_bytes, 64));
+}
+
+void Settings::FitSlots(uint64_t endpoints) {
+  // An endpoint's slots fill whole pages.
+  const uint64_t page = 4096;
+  const uint64_t each = all_slots_bytes / std::max<uint64_t>(endpoints, 1) / page * page;
+  const uint64_t slots = each / slot_bytes();
+  const uint64_t wanted = uint64_t{send_depth} + receive_depth;
+  if (slots >= wanted) return;
+  const auto part = [&](uint32_t depth, uint32_t least) {
+    return std::max(std::min(depth, least), static_cast<uint32_t>(depth * slots / wanted));
+  };
+  send_depth = part(send_depth, kLeastSends);
+  receive_depth = part(receive_depth, kLeastReceives);
 }
 
 int Settings::path_mtu() const {

@@ -21,6 +21,7 @@ struct Settings {
   int mtu = 0;             // bytes; 0: the port's
   uint32_t send_depth = 0;
   uint32_t receive_depth = 0;
+  uint64_t all_slots_bytes = 0;
   uint32_t inline_bytes = 0;
   uint64_t pool_bytes = 0;
   uint64_t window_bytes = 0;
@@ -36,6 +37,8 @@ struct Settings {
   static Settings Get();
 
   uint32_t slot_bytes() const;
+  // Lowers the depths until the slots of so many endpoints fit into BYTEPS_RDMA_SLOT_BYTES.
+  void FitSlots(uint64_t endpoints);
   // As an ibv_mtu; 0: any.
   int path_mtu() const;
 

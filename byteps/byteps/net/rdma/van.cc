@@ -33,6 +33,16 @@ constexpr auto kAbandonTime = std::chrono::seconds(1);
 // Of a worker: its node id must be a number.
 constexpr int kMaxRank = 1 << 24;
 
+// How many endpoints this node has once all have come.
+uint64_t NumEndpoints(const rdma::Settings& settings) {
+  const Postoffice& office = *Postoffice::Get();
+  const uint64_t workers = std::max(0, office.num_workers());
+  const uint64_t servers = std::max(0, office.num_servers());
+  if (office.is_scheduler()) return workers + servers;
+  const uint64_t peers = office.is_worker() ? servers : workers;
+  return 1 + peers * (1 + (settings.data_plane ? settings.data_endpoints : 0));
+}
+
 }  // namespace
 
 RdmaVan::~RdmaVan() = default;
@@ -41,6 +51,7 @@ void RdmaVan::Start(int customer_id, bool standalone) {
   if (standalone) throw Error("the RDMA van joins a job");
   rdma::LoadVerbsLibraries();
   settings_ = rdma::Settings::Get();
+  settings_.FitSlots(NumEndpoints(settings_));
   // Before anything is registered.  A process that forks (data loaders do) would else write
   // into copies of pages that the device goes on reading; newer kernels see to it themselves.
   if (int error = ibv_fork_init()) {
