@@ -206,12 +206,11 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_RDMA_START_DEPTH", kInt, "requests", "64", 4, 65535, "",
        "Sends in flight on each RDMA endpoint."},
       {"BYTEPS_RDMA_RX_DEPTH", kInt, "slots", "128", 8, 65535, "",
-       "Receives posted on each RDMA endpoint. It takes (this + BYTEPS_RDMA_START_DEPTH) * (1024 + "
-       "BYTEPS_RDMA_INLINE_BYTES) bytes of locked memory."},
+       "Receives posted on each RDMA endpoint."},
       {"BYTEPS_RDMA_SLOT_BYTES", kInt, "bytes", "536870912", 65536, 1e15, "",
-       "Locked memory for the sends and receives of all RDMA endpoints of a process. Where "
-       "BYTEPS_RDMA_START_DEPTH and BYTEPS_RDMA_RX_DEPTH take more, because there are many peers, "
-       "both are lowered, though never below 4 and 8."},
+       "Locked memory for sends and receives of all RDMA endpoints of a process, 1024 + "
+       "BYTEPS_RDMA_INLINE_BYTES for each. With many peers both depths are lowered until they fit, "
+       "though never below 4 and 8."},
       {"BYTEPS_RDMA_INLINE_BYTES", kInt, "bytes", "4096", 0, 1048576, "",
        "Values of at most this many bytes are sent with their message into a slot; larger ones are "
        "written into memory that the receiver offers. The same on all nodes."},
