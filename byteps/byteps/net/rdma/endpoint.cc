@@ -206,6 +206,7 @@ Endpoint::Sending* Endpoint::SendFrame(FrameHeader header, const std::string& bo
   request.sg_list = &piece;
   request.num_sge = 1;
   request.opcode = IBV_WR_SEND;
+  if (piece.length <= connection->inline_bytes) request.send_flags = IBV_SEND_INLINE;
   BPS_INVARIANT_NOTED("credits are never below zero", connection->credits > 0,
                       "a frame of type " + std::to_string(header.type));
   --connection->credits;

@@ -23,6 +23,9 @@ constexpr int kAckTimer = 18;
 constexpr int kTries = 7;
 constexpr auto kSilence = std::chrono::seconds(8);
 
+// A frame of RTS, CTS or credits, with its header.
+constexpr uint32_t kInlineBytes = 192;
+
 // Values are written in pieces, so many of which make the window.
 constexpr uint64_t kPieces = 4;
 
@@ -83,8 +86,15 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel*
   init.cap.max_send_wr = settings_.send_depth;
   init.cap.max_recv_wr = settings_.receive_depth;
   init.cap.max_send_sge = init.cap.max_recv_sge = 1;
+  // What grants and asks is short: the device has it with the request, and need not read memory.
+  init.cap.max_inline_data = kInlineBytes;
   made->qp.reset(ibv_create_qp(resources_.device->pd(), &init));
+  if (!made->qp) {  // not every device can
+    init.cap.max_inline_data = 0;
+    made->qp.reset(ibv_create_qp(resources_.device->pd(), &init));
+  }
   if (!made->qp) Throw("cannot make a queue pair", errno);
+  made->inline_bytes = init.cap.max_inline_data;
 
   int mask = 0;
   ibv_qp_attr attributes = AttributesFor(id, IBV_QPS_INIT, &mask);

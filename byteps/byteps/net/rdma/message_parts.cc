@@ -34,12 +34,10 @@ void CopyToPool(Outgoing* out, Pool* pool) {
 }
 
 // What a cache may hold: memory that is sent from is often received into as well.
-constexpr int kReadAndWrite = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
-
 RegistrationCache::Registration RegisterAll(const std::shared_ptr<Device>& device,
                                             const void* begin, size_t bytes) {
   try {
-    return std::make_shared<Region>(device, begin, bytes, kReadAndWrite);
+    return std::make_shared<Region>(device, begin, bytes, kValueAccess);
   } catch (const Error&) {  // it may be memory that cannot be written to
   }
   try {
@@ -108,7 +106,7 @@ std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, boo
   if (region) return region->writable() ? region : nullptr;
   if (!may_block || bytes <= kCopyBytes) return nullptr;
   try {
-    return std::make_shared<Region>(device, address, bytes, kReadAndWrite);
+    return std::make_shared<Region>(device, address, bytes, kValueAccess);
   } catch (const Error& e) {
     PS_VLOG(1) << e.what() << "; the value is received elsewhere and copied";
     return nullptr;

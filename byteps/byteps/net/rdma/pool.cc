@@ -24,8 +24,7 @@ char* AllocatePages(size_t bytes) {
 Pool::Block::Block(std::shared_ptr<Device> device, size_t size)
     : size(size), memory(AllocatePages(size)) {
   try {
-    region = std::make_unique<Region>(std::move(device), memory, size,
-                                      IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    region = std::make_unique<Region>(std::move(device), memory, size, kValueAccess);
   } catch (...) {
     free(memory);
     throw;

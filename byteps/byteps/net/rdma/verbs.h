@@ -62,6 +62,11 @@ class Device {
   std::atomic<uint64_t> registrations_{0};
 };
 
+// How memory of values is registered.  Their bytes may come in any order, which many a machine is
+// faster at; what tells that they are there comes behind them.  An older kernel ignores it.
+constexpr int kValueAccess =
+    IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
+
 // Memory that the device may read and write, for as long as this lives.  The memory must
 // live longer.
 class Region {
