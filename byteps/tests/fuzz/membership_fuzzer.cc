@@ -36,6 +36,8 @@ class NoLinks : public ps::MembershipLinks {
   void Connect(const ps::Node& node) override { DEMAND(node.id != ps::Node::kEmpty); }
   void Disconnect(int) override {}
   void SetIncarnation(int) override {}
+  uint64_t job() const override { return 1; }
+  void SetJob(uint64_t) override {}
   void Send(ps::Message* message) override {
     // What it says can be read.
     ps::Meta meta;
@@ -88,7 +90,7 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
         using Word = ps::membership::MemberWord;
         message.meta.body =
             ps::membership::PackWord({static_cast<Word::Kind>(data->ConsumeIntegralInRange<int>(
-                                          Word::kAcknowledged, Word::kServerReplaced)),
+                                          Word::kAcknowledged, Word::kLeftKnown)),
                                       data->ConsumeIntegralInRange<int>(0, 3),
                                       data->ConsumeIntegralInRange<int>(0, 3), "why"});
         break;

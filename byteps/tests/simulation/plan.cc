@@ -29,6 +29,7 @@ std::string Plan::Describe() const {
                      " servers, " + std::to_string(rounds) + " rounds, settings " +
                      std::to_string(settings);
   if (keep) text += ", kept";
+  if (returns) text += ", the scheduler returns";
   if (goes_on) text += ", goes on";
   if (updates) text += ", " + std::to_string(parameters) + " parameters";
   if (on_gpu >= 0) text += ", worker " + std::to_string(on_gpu) + " on a GPU";
@@ -143,6 +144,14 @@ Plan MakePlan() {
   const uint64_t dice = Random(6);
   const int faults = dice < 2 ? 0 : dice < 5 ? 1 : 2;
   for (int i = 0; i < faults; ++i) plan.faults.push_back(MakeFault(plan, i));
+  plan.returns = !plan.keep && Random(3) == 0;
+  for (uint64_t deaths = plan.returns ? 1 + Random(2) : 0; deaths > 0; --deaths) {
+    Fault fault = MakeFault(plan, 0);
+    fault.kind = Fault::kKill;
+    fault.node = 0;
+    if (Random(3) == 0) fault.at_probe = static_cast<int>(ps::Probe::kSaysGoodbye);
+    plan.faults.push_back(fault);
+  }
   return plan;
 }
 

@@ -18,6 +18,10 @@ constexpr double kOpTimeoutS = 4;
 constexpr double kGraceS = 3;
 // How long a job waits for another server: longer than it takes to start one.
 constexpr double kReplaceS = 10;
+// How long nodes wait for a scheduler that died, and it for them: longer than it is away, and so
+// short that sums which wait meanwhile do not end.
+constexpr double kReturnS = 3;
+constexpr uint64_t kMostAwayMs = 600;
 // Longer than the launcher takes to start workers again.
 constexpr double kKeepTimeoutS = 20;
 constexpr int kPartitionBytes = 8192;
@@ -50,6 +54,7 @@ struct Plan {
   int tensors = 1;
   size_t settings = 0;  // index into Settings()
   bool keep = false;
+  bool returns = false;  // the scheduler, when it was killed
   bool goes_on = false;  // a worker goes on after an operation that failed alone
   bool updates = false;  // servers keep parameters as well, of so many elements
   size_t parameters = 0;

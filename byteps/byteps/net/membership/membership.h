@@ -100,6 +100,9 @@ struct MembershipSettings {
   // How long a job goes on without a server that is lost, until another one has its place; 0: its
   // loss ends the job.
   double replace_servers_s = 0;
+  // How long nodes wait for a scheduler that died to return, and that one for them
+  // (scheduler_return.cc); 0: its death ends the job.
+  double scheduler_return_s = 0;
   int link_mbps = 0;  // of a worker's network card; 0: what the card says
   int replicas = 1;   // of a worker: jobs that train its model
   // More than 0: Join asks whether so many nodes like this one would be admitted, and joins
@@ -108,7 +111,8 @@ struct MembershipSettings {
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
   // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP,
-  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_REPLICAS and BYTEPS_PROBE.
+  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_SCHEDULER_RETURN_S, BYTEPS_REPLICAS
+  // and BYTEPS_PROBE.
   static MembershipSettings FromEnvironment();
 };
 

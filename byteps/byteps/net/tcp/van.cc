@@ -77,6 +77,11 @@ bool IsOnThisHost(const Node& node) {
   return false;
 }
 
+// It was in the job before, and whichever process is the scheduler now is meant.
+bool LooksForScheduler(const tcp::Hello& hello) {
+  return hello.job != 0 && hello.receiver == 0 && !hello.resumes;
+}
+
 // A quarter of the cores that each of this host's workers has: the others belong to
 // the framework, or to the server's additions.
 int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4, 1, kMaxThreads); }
@@ -100,9 +105,11 @@ void TcpVan::Start(int customer_id, bool standalone) {
   settings_.switch_s = std::min(settings_.switch_s, peer_timeout_s / 4);
   host_.secret = &settings_.secret;
   host_.tls = settings_.tls;
-  host_.challenge = [this] {
+  host_.challenge = [this](const tcp::Hello& hello) {
     tcp::Challenge challenge;
     challenge.job = job_.get();
+    // It asks for the scheduler of its job, and membership says whether this is one.
+    if (is_scheduler_ && LooksForScheduler(hello)) challenge.job = hello.job;
     challenge.sender = token_;
     return challenge;
   };
@@ -303,6 +310,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
   applicant.plane = kPlane;
   applicant.index = hello.index;
   applicant.resumes = hello.resumes;
+  applicant.returns = LooksForScheduler(hello);
   const std::string refusal = ReasonToRefuse(applicant, my_role_, token_, job_.get());
   if (!refusal.empty()) return refusal;
   const auto admitted =
