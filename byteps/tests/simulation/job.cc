@@ -376,7 +376,7 @@ bool Job::NamesACause(const std::string& error) const {
   // The one that returned may have ended the job when this node found it again, or does not know
   // where a server was that did not come back.
   if (plan_.returns && error.find("it did not return within") != std::string::npos) return true;
-  if (plan_.returns && error.find("(address not known) did not come") != std::string::npos) {
+  if (plan_.returns && error.find("(unknown) did not come") != std::string::npos) {
     return true;
   }
   // Workers may have ended well, or a launcher given up, just before the scheduler saw a loss.

@@ -27,7 +27,7 @@ Node Unknown(int id) {
   node.id = id;
   node.role = id % 2 != 0 ? Node::WORKER : Node::SERVER;
   node.aux_id = node.role == Node::WORKER ? Postoffice::IDtoRank(id) : -1;
-  node.hostname = "address not known";
+  node.hostname = "unknown";
   node.port = 0;
   return node;
 }
@@ -99,7 +99,8 @@ SchedulerMembership::Refusal SchedulerMembership::WhyNoReturn(const Node& node, 
   if (account.life > takeover_.life) {
     return {"another scheduler, which began later, has the job"};
   }
-  if (member == nullptr || member->removed) return {"the job goes on without it"};
+  if (member == nullptr) return {"the job goes on without it"};
+  if (member->removed) return {"its replica was removed, and the others go on"};
   if (member->left || TokenOf(member->node) == TokenOf(node)) return {};
   return {"another process has its place in the job"};
 }
