@@ -87,7 +87,7 @@ namespace ps {
   X(kReplicaAdmitted, "a replica is admitted, and servers are told")                   \
   X(kReplicaJoined, "a replica has joined a job that runs")                            \
   X(kServerLost, "a server is lost, and another one is waited for")                    \
-  X(kNodeReturns, "a node comes to a scheduler after another one died")                 \
+  X(kNodeReturns, "a node comes to a scheduler after another one died")                \
   X(kNewcomersGiveWay, "others came to the scheduler before nodes that return")        \
   X(kSchedulerGoesOn, "a scheduler goes on with the job of one that died")             \
   X(kTakesOverLeaving, "it tells again that a replica was removed")                    \

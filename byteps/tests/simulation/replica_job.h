@@ -85,7 +85,7 @@ class ReplicaJob {
   std::vector<std::thread> spares_;
   int next_node_ = 0;
   std::shared_ptr<KeptNode> scheduler_;  // while it serves
-  bool dies_ = false;              // it, and it returns
+  bool dies_ = false;                    // it, and it returns
   int returns_ = 0;
   int started_ = 0;  // servers and workers that have joined
   int removed_ = 0;

@@ -178,8 +178,8 @@ int Main(int argc, char** argv) {
         "sums lacked members, %llu servers were replaced, %llu schedulers returned, %.0f s passed, "
         "%llu switches\n",
         number(options.seeds), number(totals.failed_jobs), number(totals.removed),
-        number(totals.joins), number(totals.short_sums), number(totals.replaced), number(totals.returns),
-        totals.seconds, number(totals.switches));
+        number(totals.joins), number(totals.short_sums), number(totals.replaced),
+        number(totals.returns), totals.seconds, number(totals.switches));
   } else {
     printf(
         "%llu schedules held: %llu jobs failed as they should, %llu incarnations, %.0f s passed, "

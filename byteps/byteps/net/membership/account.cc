@@ -18,8 +18,8 @@ Node::Role RoleOf(int id) { return id % 2 != 0 ? Node::WORKER : Node::SERVER; }
 
 std::string PackAccount(const Account& account) {
   std::ostringstream text;
-  text << "\njob=" << account.job << " life=" << account.life << " late=" << (account.is_late ? 1 : 0)
-       << " left=";
+  text << "\njob=" << account.job << " life=" << account.life
+       << " late=" << (account.is_late ? 1 : 0) << " left=";
   for (const int rank : account.left) text << rank << ",";
   text << "\n";
   if (account.replicas.count() > 1) text << PackReplicas(account.replicas);
@@ -83,8 +83,8 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   const ReplicaView* const of_servers = Newest(Node::SERVER);
   const ReplicaView* const of_workers = Newest(Node::WORKER);
   // To servers one that joins is present, so of the same epoch workers' say more.
-  const bool workers_say = of_workers != nullptr &&
-                           (of_servers == nullptr || of_workers->epoch >= of_servers->epoch);
+  const bool workers_say =
+      of_workers != nullptr && (of_servers == nullptr || of_workers->epoch >= of_servers->epoch);
   const ReplicaView* const newest = workers_say ? of_workers : of_servers;
   if (newest == nullptr) return replicas;
   for (int i = 0; i < count(); ++i) {
@@ -116,8 +116,8 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
 int Accounts::LifeOf(const Account& account, int replica) {
   if (!account.is_late) return 0;
   const ReplicaView& view = account.replicas;
-  const bool is_told = replica < view.count() &&
-                       (view.IsPresent(replica) || view.waiting[replica] == '1');
+  const bool is_told =
+      replica < view.count() && (view.IsPresent(replica) || view.waiting[replica] == '1');
   return is_told ? view.lives[replica] : -1;
 }
 

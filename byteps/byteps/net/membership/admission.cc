@@ -81,8 +81,9 @@ Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, cons
                     const Node& node) {
   if (const Refusal refusal = CheckProtocol(claim)) return refusal;
   if (settings.scheduler_return_s <= 0) {
-    return {"it is in a job that another scheduler began, and this one begins its own: set "
-            "BYTEPS_SCHEDULER_RETURN_S on all nodes to go on with such a job"};
+    return {
+        "it is in a job that another scheduler began, and this one begins its own: set "
+        "BYTEPS_SCHEDULER_RETURN_S on all nodes to go on with such a job"};
   }
   const bool same = (claim.workers < 0 || claim.workers == settings.workers) &&
                     (claim.servers < 0 || claim.servers == settings.servers);

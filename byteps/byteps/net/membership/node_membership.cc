@@ -357,8 +357,8 @@ std::optional<AwakeClock::time_point> NodeMembership::NextDue() {
   auto due = Clock::time_point::max();
   if (scheduler_loss_) due = std::min(due, scheduler_loss_->due);
   if (absence_) {
-    due = std::min(due, absence_->dials ? absence_->deadline
-                                        : std::min(absence_->next, absence_->deadline));
+    due = std::min(
+        due, absence_->dials ? absence_->deadline : std::min(absence_->next, absence_->deadline));
   } else if (broken_link_) {
     due = std::min(due, broken_link_->due);
   }
@@ -445,8 +445,7 @@ void NodeMembership::OnBeat(Clock::time_point now) {
 void NodeMembership::CheckInvariants() {
   const InvariantReport broken = BrokenInvariants();
   if (broken.count == broken_invariants_) return;
-  Tell(Control::JOB_FAILED,
-       Describe(links_->self()) + " cannot go on: " + broken.last);
+  Tell(Control::JOB_FAILED, Describe(links_->self()) + " cannot go on: " + broken.last);
 }
 
 }  // namespace ps

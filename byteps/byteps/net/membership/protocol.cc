@@ -31,9 +31,8 @@ int NumberIn(const std::string& text) {
 }
 
 // By MemberWord::Kind.
-constexpr const char* kWords[] = {"acknowledged", "ready",       "admit",          "awaited",
-                                  "late",         "server-lost", "server-replaced",
-                                  "left-known"};
+constexpr const char* kWords[] = {"acknowledged", "ready",       "admit",           "awaited",
+                                  "late",         "server-lost", "server-replaced", "left-known"};
 
 }  // namespace
 

@@ -62,9 +62,8 @@ struct MemberWord {
     kServerReplaced,
     kLeftKnown
   } kind = kReady;
-  int number =
-      0;  // kAdmit: the replica; kAwaited, kLate, kLeftKnown: the worker's rank; of others: the
-          // server's
+  int number = 0;  // kAdmit: the replica; kAwaited, kLate, kLeftKnown: the worker's rank; of
+                   // others: the server's
   // kAcknowledged: up to which; kAdmit: the replica's life; kAwaited: the round; kLate: the epoch
   // that the server knows.
   int epoch = 0;

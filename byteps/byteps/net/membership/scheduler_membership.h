@@ -82,13 +82,11 @@ class SchedulerMembership : public Membership {
   // Nodes of a job that another scheduler began, and that died (scheduler_return.cc).
   //
   // A node comes back.
-  void Return(const Node& node, const membership::Claim& claim,
-              const membership::Account& account);
+  void Return(const Node& node, const membership::Claim& claim, const membership::Account& account);
   Refusal WhyNoReturn(const Node& node, const membership::Claim& claim,
                       const membership::Account& account) PS_REQUIRES(mu_);
   // Who has to go, since this node returns.
-  std::vector<Node> MakeRoom(const Node& node, const membership::Account& account)
-      PS_REQUIRES(mu_);
+  std::vector<Node> MakeRoom(const Node& node, const membership::Account& account) PS_REQUIRES(mu_);
   // What a node says waits until the others have come.
   bool HoldBack(const Message& msg) PS_REQUIRES(mu_);
   // All have come, or it is too late for those that have not.

@@ -109,13 +109,14 @@ void TcpVan::Start(int customer_id, bool standalone) {
     tcp::Challenge challenge;
     challenge.job = job_.get();
     // It asks for the scheduler of its job, and membership says whether this is one.
-    if (is_scheduler_ && LooksForScheduler(hello)) challenge.job = hello.job;
+    if (may_follow_ && LooksForScheduler(hello)) challenge.job = hello.job;
     challenge.sender = token_;
     return challenge;
   };
   host_.admit = [this](const tcp::StreamPtr& socket, const tcp::Hello& hello) {
     return Admit(socket, hello);
   };
+  may_follow_ = post->is_scheduler() && Seconds("BYTEPS_SCHEDULER_RETURN_S", 0) > 0;
   host_.done = [this](const tcp::Greeter* greeter) { pending_->Remove(greeter); };
   start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
   int threads = GetEnv("BYTEPS_IO_THREADS", 0);
@@ -310,7 +311,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
   applicant.plane = kPlane;
   applicant.index = hello.index;
   applicant.resumes = hello.resumes;
-  applicant.returns = LooksForScheduler(hello);
+  applicant.returns = may_follow_ && LooksForScheduler(hello);
   const std::string refusal = ReasonToRefuse(applicant, my_role_, token_, job_.get());
   if (!refusal.empty()) return refusal;
   const auto admitted =

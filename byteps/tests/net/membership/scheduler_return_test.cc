@@ -265,9 +265,10 @@ TEST(Account, SaysWhatItWasTold) {
   EXPECT_EQ(read.replicas.present, "10");
   EXPECT_TRUE(ParseAccount("protocol=12", &read));
   EXPECT_EQ(read.life, 0);
-  for (const char* const bad : {"\n", "\njob=1 life=0 late=0 left=\n", "\njob=0 life=1 late=0 left=\n",
-                                "\njob=1 life=1 late=0 left=x,\n", "\njob=1 life=1 late=0 left=",
-                                "\njob=1 life=1 late=0 left=\nepoch=1"}) {
+  for (const char* const bad :
+       {"\n", "\njob=1 life=0 late=0 left=\n", "\njob=0 life=1 late=0 left=\n",
+        "\njob=1 life=1 late=0 left=x,\n",
+        "\njob=1 life=1 late=0 left=", "\njob=1 life=1 late=0 left=\nepoch=1"}) {
     EXPECT_FALSE(ParseAccount(bad, &read)) << bad;
   }
 }
