@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Process
+from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Process, stop
 from tests.multiproc.spares import wait_done, wait_for_text
 
 RETURNS = {"BYTEPS_SCHEDULER_RETURN_S": "120"}
@@ -51,6 +51,24 @@ def test_the_job_goes_on_without_it_and_with_the_next(make_cluster: Callable[...
         for node in others(cluster):
             wait_for_count(node, "is there again after", number)
         cluster.go(str(step + 10))
+    cluster.finish()
+
+
+def test_one_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
+    """As where its machine is lost, or cut off: no connection closes."""
+    cluster = make_cluster(workers=2, servers=1, env={**RETURNS, "BYTEPS_PEER_TIMEOUT_S": "8"})
+    cluster.start("lost_servers:train", steps=30, holds=[10, 20])
+    wait_done(cluster, 10)
+    stop(cluster.scheduler)
+    for node in others(cluster):
+        wait_for_count(node, "was lost: no heartbeat for", 1)
+    cluster.go("10")
+    wait_done(cluster, 20)
+    kill_scheduler(cluster)
+    cluster.start_scheduler()
+    for node in others(cluster):
+        wait_for_count(node, "is there again after", 1)
+    cluster.go("20")
     cluster.finish()
 
 

@@ -40,7 +40,8 @@ std::string Plan::Describe() const {
 
 namespace {
 
-std::vector<Config> MakeSettings(const char* quorum, double replace_s) {
+std::vector<Config> MakeSettings(const char* quorum, double replace_s,
+                                 double op_timeout_s = kOpTimeoutS) {
   std::vector<Config> made;
   setenv("BYTEPS_REPLACE_SERVERS_S", std::to_string(replace_s).c_str(), 1);
   setenv("BYTEPS_QUORUM", quorum, 1);
@@ -56,7 +57,7 @@ std::vector<Config> MakeSettings(const char* quorum, double replace_s) {
         // So few blocks that some have to wait.
         setenv("BYTEPS_PINNED_BYTES", std::to_string(3 * kPartitionBytes).c_str(), 1);
         setenv("BYTEPS_STREAMED_BYTES", std::to_string(4 * kPartitionBytes).c_str(), 1);
-        setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(kOpTimeoutS).c_str(), 1);
+        setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(op_timeout_s).c_str(), 1);
         setenv("BYTEPS_PEER_TIMEOUT_S", std::to_string(kPeerTimeoutS).c_str(), 1);
         setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
         made.push_back(Config::FromEnvironment());
@@ -73,11 +74,14 @@ const std::vector<Config>& Settings() {
   return all;
 }
 
-const std::vector<Config>& ReplicaSettings(bool patient, bool replaces) {
-  static const std::vector<Config> all[] = {MakeSettings("0", 0), MakeSettings("1", 0),
+const std::vector<Config>& ReplicaSettings(bool patient, bool replaces, bool returns) {
+  static const std::vector<Config> all[] = {MakeSettings("0", 0),
+                                            MakeSettings("1", 0),
                                             MakeSettings("0", kReplaceS),
-                                            MakeSettings("1", kReplaceS)};
-  return all[(replaces ? 2 : 0) + (patient ? 1 : 0)];
+                                            MakeSettings("1", kReplaceS),
+                                            MakeSettings("0", 0, kLongOpTimeoutS),
+                                            MakeSettings("1", 0, kLongOpTimeoutS)};
+  return all[(returns ? 4 : replaces ? 2 : 0) + (patient ? 1 : 0)];
 }
 
 namespace {

@@ -14,6 +14,7 @@ namespace simulation {
 constexpr double kPeerTimeoutS = 3;
 constexpr double kStartTimeoutS = 5;
 constexpr double kOpTimeoutS = 4;
+constexpr double kLongOpTimeoutS = 12;
 // Longer than links and threads are held up, so that it is for replicas that stand still.
 constexpr double kGraceS = 3;
 // How long a job waits for another server: longer than it takes to start one.
@@ -69,8 +70,9 @@ struct Plan {
 // To be called once before anything is played: the environment is slow, and what lives as long as
 // the process must be the same for each seed.
 const std::vector<core::Config>& Settings();
-// The same for replicas: one may be late (BYTEPS_QUORUM); a server that is lost may be replaced.
-const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces);
+// The same for replicas: one may be late (BYTEPS_QUORUM); a server that is lost may be replaced; or
+// the scheduler may return, for which sums have time.
+const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bool returns);
 
 // Within Run.
 Plan MakePlan();

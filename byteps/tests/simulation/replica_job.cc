@@ -148,7 +148,7 @@ NodeSettings ReplicaJob::SettingsOf(ps::Node::Role role, int number, int rank) c
 }
 
 const core::Config& ReplicaJob::settings() const {
-  return ReplicaSettings(plan_.patient, plan_.replaces)[plan_.settings];
+  return ReplicaSettings(plan_.patient, plan_.replaces, plan_.returns)[plan_.settings];
 }
 
 void ReplicaJob::Serve(int number) {

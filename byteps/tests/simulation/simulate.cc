@@ -143,7 +143,7 @@ int Main(int argc, char** argv) {
     if (c == 'b') options.breaks_invariant = true;
     if (c == '?') return 2;
   }
-  (void)ReplicaSettings(false, false);
+  (void)ReplicaSettings(false, false, false);
   MakeGpu(Settings()[0].Int("BYTEPS_PINNED_BYTES"), Settings()[0].Int("BYTEPS_STREAMED_BYTES"),
           kPartitionBytes);
   ListenToProbes();

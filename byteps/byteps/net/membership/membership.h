@@ -13,6 +13,8 @@
 //    |                                      |  link
 //    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives; a node's may carry a
 //    |                                      |  report on itself (SetReporter)
+//    | -- ADD_NODE (account) -------------> |  to the next scheduler, when one has died: what the
+//    |                                      |  node knows of the job (account.h)
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
 //    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
 //    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
@@ -24,6 +26,8 @@
 //    | <-- MEMBERS (replicas) ------------- |  a replica was removed, or comes back; to all
 //    | -- MEMBERS (epoch) ----------------> |  a server has made all changes up to that
 //    | -- MEMBERS (ready | admit) --------> |  a replica can join; the others are between two steps
+//    | -- MEMBERS (left-known) -----------> |  a server has heard NODE_LEFT, where a scheduler may
+//    |                                      |  return: its worker is let go then
 //    | <-- MEMBERS (server-lost) ---------- |  to workers: its requests wait
 //    | <-- MEMBERS (server-replaced) ------ |  to workers: this node has its place
 //

@@ -145,7 +145,7 @@ void NodeMembership::AskAgain() {
     MutexLock lock(&mu_);
     const int rank = Postoffice::IDtoRank(links_->self().id);
     const int count = view_.count();
-    const auto waits = [&](int replica) { return view_.waiting[replica] == '1'; };
+    const auto waits = [&](int replica) PS_REQUIRES(mu_) { return view_.waiting[replica] == '1'; };
     if (asked_.ready) {
       const int replica = count > 0 ? rank / (view_.workers / count) : 0;
       const bool is_told = count > 0 && (view_.IsPresent(replica) || waits(replica));
