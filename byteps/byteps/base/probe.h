@@ -85,6 +85,7 @@ namespace ps {
   X(kLateRemoved, "a replica is removed since it is late")                             \
   X(kReplicaWaits, "a replica that came late is ready to join")                        \
   X(kReplicaAdmitted, "a replica is admitted, and servers are told")                   \
+  X(kJoinerExpected, "a server begins to wait for a replica that joins")               \
   X(kReplicaJoined, "a replica has joined a job that runs")                            \
   X(kServerLost, "a server is lost, and another one is waited for")                    \
   X(kNodeReturns, "a node comes to a scheduler after another one died")                \

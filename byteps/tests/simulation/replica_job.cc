@@ -123,10 +123,11 @@ void ReplicaJob::MakePlan() {
       fault.node = kScheduler;
       using ps::Probe;
       static constexpr Probe kPhases[] = {
-          Probe::kReplicaRemoved, Probe::kReplicaWaits, Probe::kReplicaAdmitted,
-          Probe::kReplicaJoined,  Probe::kLateRemoved,  Probe::kLinkReported,
-          Probe::kSaysGoodbye,    Probe::kLastLeaves,   Probe::kNodeReturns};
-      if (Random(2) == 0) fault.at_probe = static_cast<int>(kPhases[Random(std::size(kPhases))]);
+          Probe::kReplicaRemoved,  Probe::kReplicaWaits,   Probe::kReplicaWaits,
+          Probe::kReplicaAdmitted, Probe::kJoinerExpected, Probe::kJoinerExpected,
+          Probe::kReplicaJoined,   Probe::kLateRemoved,    Probe::kLinkReported,
+          Probe::kSaysGoodbye,     Probe::kLastLeaves,     Probe::kNodeReturns};
+      if (Random(4) > 0) fault.at_probe = static_cast<int>(kPhases[Random(std::size(kPhases))]);
     }
     faults_.push_back(fault);
   }

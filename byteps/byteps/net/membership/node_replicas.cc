@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "byteps/base/probe.h"
 #include "byteps/net/link/node_text.h"
 #include "byteps/net/membership/node_membership.h"
 #include "ps/internal/postoffice.h"
@@ -41,6 +42,7 @@ void NodeMembership::OnReplicas(const Message& msg) {
       const Member* const member = roster_.Find(IdOf(Node::WORKER, rank));
       if (member != nullptr && member->removed && absent.count(rank) == 0) {
         roster_.Erase(member->node.id);
+        if (server) PS_PROBE(kJoinerExpected);
       }
     }
   }
