@@ -58,7 +58,7 @@ class Result:
     @property
     def survived(self) -> bool:
         # A replica that comes back when the others have ended is too late.
-        lasts = self.script.spares > 0
+        lasts = self.script.spares > 0 or self.script.returns
         return all(status == 0 for status in self.ended.values()) or (lasts and not self.wrong)
 
 

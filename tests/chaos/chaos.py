@@ -14,6 +14,9 @@ connections are encrypted.
 Seeds above 2000 are of jobs that go on when a server is lost, by others that wait for its place;
 half of them are of replicas, which are lost too, and come back. Servers are killed, stopped and
 told to end. Demanded in addition: all nodes end well that were not broken for long.
+
+Seeds above 3000 are of jobs whose scheduler is killed and started again, while links break. All
+others must end well.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from bench.kit.plan import Topology
 from scripts.progress import Progress
 from tests import native
 from tests.chaos.broken_job import LINK_BITS, Job, Result, run
-from tests.chaos.lasting_job import LastingJob
+from tests.chaos.lasting_job import LastingJob, ReturningJob
 from tests.chaos.seeds import KINDS, Script, make_script
 from tests.multiproc.cluster import Nursery
 
@@ -103,7 +106,10 @@ def _play_on(
             own = folder / f"seed-{script.seed}"
             own.mkdir(parents=True)
             where = (script, emulation.hosts, switch, programs, own)
-            job = LastingJob(*where, nursery) if script.spares else Job(*where)
+            if script.returns:
+                job: Job = ReturningJob(*where, nursery)
+            else:
+                job = LastingJob(*where, nursery) if script.spares else Job(*where)
             results.append(job.run())
             tell(results[-1])
     left = set(names) & set(run("ip", "netns", "list").split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from typing import ClassVar
 from bench.kit.emulation import Host
 from scripts.children import Late
 from tests.chaos.broken_job import LIMIT_S, Job
-from tests.chaos.seeds import Fault, Script
+from tests.chaos.seeds import LONG_S, Fault, Script
 from tests.multiproc.cluster import Nursery
 
 REPLICA_PACE_S = 0.05
@@ -84,6 +85,11 @@ class LastingJob(Job):
     def _start_gone(self) -> None:
         while self._gone:
             node = self._gone.popleft()
+            if node == "scheduler":
+                life = 1 + sum(one == node for one, _ in self._earlier)
+                command = [str(self._programs / "byteps-server"), "--role", node]
+                self._spawn(node, command, self._env, life)
+                continue
             if node.startswith("worker"):
                 self._start_replica(int(node.split()[1]))
                 continue
@@ -112,7 +118,8 @@ class LastingJob(Job):
         # A replica that stood still is there, and has to find out.
         if not lasts or not fault.node.startswith("worker"):
             again = partial(self._gone.append, fault.node)
-            self._later(fault.seconds if lasts else 0.0, again)
+            away = lasts or fault.node == "scheduler"
+            self._later(fault.seconds if away else 0.0, again)
 
     def _await_end(self) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -142,3 +149,30 @@ class LastingJob(Job):
             if status != 0 and node not in may_fail:
                 said = self._processes[node].text.strip()
                 self._wrong.append(f"{node} did not go on, and ended with {status}: {said[-600:]}")
+
+
+class ReturningJob(LastingJob):
+    """Starts the scheduler again each time that it is killed."""
+
+    settings: ClassVar[Mapping[str, str]] = {
+        "BYTEPS_SCHEDULER_RETURN_S": "60",
+        "BYTEPS_OP_TIMEOUT_S": "120",
+        "BYTEPS_START_TIMEOUT_S": "20",
+    }
+
+    def _await_begin(self) -> None:
+        super()._await_begin()
+        for node in self.script.server_nodes:
+            self._await_text(node, "the job is complete")
+
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        others = [one for node, one in self._processes.items() if node != "scheduler"]
+        while any(one.running for one in others) and time.monotonic() < deadline:
+            self._start_gone()
+            time.sleep(0.02)
+        # One that comes when the job is over waits for another one.
+        with contextlib.suppress(Late):
+            self._processes["scheduler"].wait(LONG_S)
+        self._processes["scheduler"].send(signal.SIGKILL)
+        super()._await_end()

@@ -12,6 +12,8 @@ PLAIN_SEEDS = 1000
 """Seeds up to this one are of jobs that are neither kept nor encrypted."""
 ENDING_SEEDS = 2000
 """Seeds up to this one are of jobs that end when a server is lost."""
+LASTING_SEEDS = 3000
+"""Seeds up to this one are of jobs that end when the scheduler is lost."""
 LONG_S = 9.0
 """Longer than the timeouts of a job: who stands still, or is cut off, for so long is lost."""
 
@@ -52,6 +54,8 @@ class Script:
     tls: bool = False
     spares: int = 0
     """Servers that wait for the places of those that are lost; then no such loss ends the job."""
+    returns: bool = False
+    """The scheduler is started again each time that it is killed, and nothing else is lost."""
     replicas: bool = False
     """Each worker is a replica. The job goes on without one, and it comes back."""
 
@@ -72,6 +76,8 @@ class Script:
 def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
     """``kinds``: of faults, where the seed is at most ENDING_SEEDS."""
     draw = random.Random(seed)
+    if seed > LASTING_SEEDS:
+        return _make_returning(seed, draw)
     if seed > ENDING_SEEDS:
         return _make_lasting(seed, draw)
     workers, servers = draw.randint(2, 3), draw.randint(1, 2)
@@ -100,6 +106,38 @@ def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
     encrypted = seed > PLAIN_SEEDS and draw.random() < 0.4
     chosen = {"faults": tuple(faults), "keep": kept, "tls": encrypted}
     return Script(**{**vars(script), **chosen})
+
+
+def _make_returning(seed: int, draw: random.Random) -> Script:
+    """Of a job whose scheduler dies once or twice, while links break."""
+    script = Script(
+        seed=seed,
+        workers=draw.randint(2, 3),
+        servers=draw.randint(1, 2),
+        rounds=draw.choice([200, 300, 400]),
+        tensors=draw.randint(1, 5),
+        size=draw.choice([4_000, 40_000, 200_000]),
+        faults=(),
+        tls=draw.random() < 0.3,
+        returns=True,
+    )
+    begin = 0.5
+    faults = []
+    for _ in range(draw.choice([1, 2])):
+        at_s, away_s = begin + 1.5 * draw.random(), draw.choice([0.1, 1.0, 5.0])
+        at_s = round(at_s, 3)
+        faults.append(Fault(kind="kill", node="scheduler", at_s=at_s, seconds=away_s))
+        begin = at_s + away_s
+    for _ in range(draw.choice([0, 1, 2, 3])):
+        faults.append(
+            Fault(
+                kind=draw.choice(["cut", "reset", "slow", "lossy"]),
+                node=draw.choice(script.nodes),
+                at_s=round(3.0 * draw.random(), 3),
+                seconds=draw.choice([0.2, 1.0]),
+            )
+        )
+    return replace(script, faults=tuple(faults))
 
 
 def _make_lasting(seed: int, draw: random.Random) -> Script:

@@ -14,6 +14,8 @@ BOUNDED = (1, 2, 3, 4, 5, 1023)
 """The last is kept and encrypted, and a worker is killed."""
 LASTING = (2014, 2031, 2071)
 """Jobs that lose servers; the first and the last one are of replicas, one of which is killed."""
+RETURNING = (3001, 3002, 3006)
+"""Jobs whose scheduler dies, most of them twice."""
 MOST_JOBS_S = 240
 
 
@@ -41,6 +43,22 @@ def test_jobs_go_on_without_servers_and_replicas(programs: Path, run_dir: Path) 
     assert not wrong
     assert [result.script.replicas for result in results] == [True, False, True]
     assert all(result.replaced > 0 for result in results)
+
+
+@pytest.mark.requires("root")
+@pytest.mark.timeout(MOST_JOBS_S)
+def test_jobs_go_on_with_another_scheduler(programs: Path, run_dir: Path) -> None:
+    results = play([make_script(seed) for seed in RETURNING], programs, run_dir)
+    wrong = {result.script.seed: result.wrong for result in results if result.wrong}
+    assert not wrong
+    assert all(
+        status == 0
+        for result in results
+        for node, status in result.ended.items()
+        if node != "scheduler"
+    )
+    again = [log.read_text() for log in run_dir.glob("seed-*/scheduler-again-*.log")]
+    assert any("goes on with the job of another one that died" in text for text in again)
 
 
 @pytest.mark.requires("root")
@@ -76,3 +94,11 @@ def test_what_is_broken_in_jobs_that_last() -> None:
         nodes = {fault.node for fault in script.faults if fault.loses}
         assert "scheduler" not in nodes and script.nodes[-1] not in nodes
         assert script.replicas or not any(node.startswith("worker") for node in nodes)
+
+
+def test_what_is_broken_in_jobs_whose_scheduler_returns() -> None:
+    drawn = [make_script(seed) for seed in range(3001, 3101)]
+    assert all(script.returns and not script.spares and not script.keep for script in drawn)
+    lost = [[f for f in script.faults if f.loses] for script in drawn]
+    assert {len(faults) for faults in lost} == {1, 2}
+    assert {(f.kind, f.node) for faults in lost for f in faults} == {("kill", "scheduler")}

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import time
 
-from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Spawned, wait_for_file
+from tests.multiproc.cluster import (
+    IMPORT_S,
+    RUN_S,
+    Cluster,
+    Nursed,
+    Process,
+    Spawned,
+    wait_for_file,
+)
 
 WAIT = {"BYTEPS_REPLACE_SERVERS_S": "60"}
 
@@ -21,7 +29,7 @@ def wait_done(cluster: Cluster, step: int) -> None:
         time.sleep(0.01)
 
 
-def wait_for_text(node: Spawned, text: str) -> None:
+def wait_for_text(node: Process, text: str) -> None:
     end = time.monotonic() + RUN_S
     while text not in node.text:
         assert node.running and time.monotonic() < end, node.text[-3000:]

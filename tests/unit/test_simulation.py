@@ -47,6 +47,8 @@ FREQUENT_OF_REPLICAS = {
     "ReplicaRemoved",
     "RoundLosesMember",
     "RoundShort",
+    "SchedulerAway",
+    "SchedulerGoesOn",
 }
 """The same of jobs of several replicas."""
 

@@ -96,6 +96,10 @@ std::vector<Variable> MakeTable() {
        "How long a job waits for another server to take the place of one that is lost. Workers "
        "then keep each sum in host memory until all have it. The same on all nodes. 0: the loss "
        "ends the job."},
+      {"BYTEPS_SCHEDULER_RETURN_S", kFloat, "s", "0", 0, 604800, "",
+       "How long the nodes of a running job wait for a scheduler that died to be started again at "
+       "its address, and that scheduler for all of them. The same on all nodes. 0: its death ends "
+       "the job."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of the NICs of a worker's host together, each way. It decides the cost model, the "
        "length of "

@@ -83,8 +83,22 @@ namespace ps {
   X(kReplicaRemoved, "a replica is removed, and the others go on")                     \
   X(kJoinerRemoved, "a replica is removed before it has joined")                       \
   X(kLateRemoved, "a replica is removed since it is late")                             \
+  X(kReplicaWaits, "a replica that came late is ready to join")                        \
+  X(kReplicaAdmitted, "a replica is admitted, and servers are told")                   \
+  X(kJoinerExpected, "a server begins to wait for a replica that joins")               \
   X(kReplicaJoined, "a replica has joined a job that runs")                            \
   X(kServerLost, "a server is lost, and another one is waited for")                    \
+  X(kNodeReturns, "a node comes to a scheduler after another one died")                \
+  X(kNewcomersGiveWay, "others came to the scheduler before nodes that return")        \
+  X(kSchedulerGoesOn, "a scheduler goes on with the job of one that died")             \
+  X(kTakesOverLeaving, "it tells again that a replica was removed")                    \
+  X(kTakesOverGathering, "a replica was gathering when the scheduler died")            \
+  X(kTakesOverWaiting, "a replica was waiting when the scheduler died")                \
+  X(kTakesOverJoining, "a replica was joining when the scheduler died")                \
+  X(kTakesOverLeft, "workers had left when the scheduler died")                        \
+  X(kNodeStaysAway, "a node does not come back to the scheduler")                      \
+  X(kSchedulerAway, "a node waits for a scheduler that died")                          \
+  X(kAskedAgain, "a node asks the next scheduler for what it asked the last one")      \
   X(kServerReplaced, "a server takes the place of one that was lost")                  \
   /* the transport; where it is played, its stand-in */                                \
   X(kAbandoned, "values in flight are abandoned")                                      \

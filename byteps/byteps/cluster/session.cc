@@ -51,6 +51,16 @@ void Session::Prepare(ChannelUser* user, int probe) {
                      " sends everything by RDMA, which no process can encrypt: unset one of them "
                      "(docs/use/security.md says what protects RDMA)");
   }
+  if (config_.Float("BYTEPS_SCHEDULER_RETURN_S") > 0) {
+    const bool replaces = config_.Float("BYTEPS_REPLACE_SERVERS_S") > 0;
+    const char* const other = rdma       ? "DMLC_ENABLE_RDMA"
+                              : replaces ? "BYTEPS_REPLACE_SERVERS_S"
+                                         : "BYTEPS_KEEP (--keep)";
+    if (rdma || replaces || config_.Bool("BYTEPS_KEEP")) {
+      throw UsageError(std::string("BYTEPS_SCHEDULER_RETURN_S does not go with ") + other +
+                       ": unset one of them");
+    }
+  }
 #ifndef BYTEPS_WITH_RDMA
   if (rdma) {
     throw UsageError("DMLC_ENABLE_RDMA=" + transport +

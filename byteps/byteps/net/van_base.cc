@@ -5,6 +5,7 @@
 
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"
+#include "byteps/net/link/admission.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
 #include "byteps/net/membership/membership.h"
@@ -54,8 +55,13 @@ class VanLinks : public MembershipLinks {
   void Disconnect(int node_id) override { van_->Disconnect(node_id); }
   void Send(Message* msg) override { van_->Send(*msg); }
   void SetIncarnation(int incarnation) override { van_->SetIncarnation(incarnation); }
+  uint64_t job() const override { return Number()->get(); }
+  void SetJob(uint64_t job) override { Number()->Set(job); }
 
  private:
+  // Of every van of ours (LinkVan).
+  JobNumber* Number() const { return dynamic_cast<OfAJob*>(van_)->job_number(); }
+
   Van* const van_;
 };
 

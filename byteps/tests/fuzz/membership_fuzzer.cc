@@ -11,6 +11,7 @@
 
 #include "byteps/base/error.h"
 #include "byteps/net/link/meta_codec.h"
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/protocol.h"
 #include "demand.h"
@@ -36,6 +37,8 @@ class NoLinks : public ps::MembershipLinks {
   void Connect(const ps::Node& node) override { DEMAND(node.id != ps::Node::kEmpty); }
   void Disconnect(int) override {}
   void SetIncarnation(int) override {}
+  uint64_t job() const override { return 1; }
+  void SetJob(uint64_t) override {}
   void Send(ps::Message* message) override {
     // What it says can be read.
     ps::Meta meta;
@@ -88,7 +91,7 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
         using Word = ps::membership::MemberWord;
         message.meta.body =
             ps::membership::PackWord({static_cast<Word::Kind>(data->ConsumeIntegralInRange<int>(
-                                          Word::kAcknowledged, Word::kServerReplaced)),
+                                          Word::kAcknowledged, Word::kLeftKnown)),
                                       data->ConsumeIntegralInRange<int>(0, 3),
                                       data->ConsumeIntegralInRange<int>(0, 3), "why"});
         break;
@@ -103,6 +106,22 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
           " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000)) +
           " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0)) +
           " replicas=" + std::to_string(data->ConsumeIntegralInRange<int>(0, 3));
+      if (data->ConsumeIntegralInRange<int>(0, 3) == 0) {
+        ps::membership::Account account;
+        account.job = data->ConsumeIntegralInRange<int>(0, 2);
+        account.life = data->ConsumeIntegralInRange<int>(0, 3);
+        account.is_late = data->ConsumeBool();
+        account.left.insert(data->ConsumeIntegralInRange<int>(0, 3));
+        if (data->ConsumeBool()) {
+          account.replicas = {2,
+                              data->ConsumeIntegralInRange<int>(0, 3),
+                              data->ConsumeBool() ? "10" : "11",
+                              "01",
+                              {0, 3},
+                              ""};
+        }
+        message.meta.body += PackAccount(account);
+      }
   }
   return message;
 }
@@ -119,6 +138,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   settings.servers = data.ConsumeIntegralInRange<int>(-1, 2);
   settings.rank = 0;
   settings.replace_servers_s = data.ConsumeBool() ? 60 : 0;
+  settings.scheduler_return_s = data.ConsumeBool() ? 60 : 0;
   std::atomic<int> failures{0};
   const auto membership =
       ps::Membership::Make(&links, settings, [&](const ps::MembershipEvent& event) {

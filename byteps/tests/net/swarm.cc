@@ -101,6 +101,8 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   }
   void Disconnect(int /*node_id*/) override {}
   void SetIncarnation(int /*incarnation*/) override {}
+  uint64_t job() const override { return 1; }
+  void SetJob(uint64_t) override {}
   void Send(ps::Message* msg) override { connection_->Send(*msg); }
 
   // ConnectionOwner

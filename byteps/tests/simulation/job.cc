@@ -65,7 +65,7 @@ void Job::Run() {
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
   }
   if (!records_[0]->done) {
-    if (network_.admitted() > 0) {
+    if (network_.admitted() > 0 && !returned_) {
       wrong_ = "the scheduler still waits, though workers had come";
     }
     if (users_.count(0)) std::shared_ptr<NodeUser>(users_[0])->End(false);
@@ -91,19 +91,24 @@ uint64_t Job::WantedSums() const {
   return plan_.rounds * partitions;
 }
 
+bool Job::IsHarmless() const {
+  return std::all_of(plan_.faults.begin(), plan_.faults.end(),
+                     [this](const Fault& fault) { return Returns(fault); });
+}
+
 std::string Job::Verdict() const {
   if (!wrong_.empty()) return wrong_;
   if (ps::NumBrokenInvariants() > 0) return ps::BrokenInvariants().last;
   for (size_t node = 0; node < records_.size(); ++node) {
     const std::string& error = records_[node]->error;
     if (error.empty() || IsVictim(static_cast<int>(node))) continue;
-    if (plan_.faults.empty()) return NameOf(node) + " failed, though nothing broke: " + error;
+    if (IsHarmless()) return NameOf(node) + " failed, though nothing broke for good: " + error;
     if (!NamesACause(error)) return NameOf(node) + " blames what did not break: " + error;
   }
   // One that is paused is not lost for good, and one that is killed is replaced.
   const bool may_go_on = !ended_scheduler_ && plan_.keep;
   if (may_go_on && !ended_well_) return "no incarnation of the job ended well";
-  if (!plan_.faults.empty() || WantedSums() == sums_) return "";
+  if (!IsHarmless() || WantedSums() == sums_) return "";
   return "the servers made " + std::to_string(sums_) + " sums, not " + std::to_string(WantedSums());
 }
 
@@ -167,6 +172,7 @@ NodeSettings Job::SettingsOf(ps::Node::Role role, int number, int rank, int work
   settings.start_timeout_s = kStartTimeoutS;
   settings.keep = plan_.keep && role != ps::Node::WORKER;
   settings.keep_timeout_s = kKeepTimeoutS;
+  settings.scheduler_return_s = plan_.returns ? kReturnS : 0;
   return settings;
 }
 
@@ -200,6 +206,12 @@ void Job::RunNode(ps::Node::Role role, int number) {
     settings.rejoin = rejoin;
     bool again = false;
     error = ServeOnce(settings, &again);
+    if (number == 0 && std::exchange(dies_, false)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1 + Random(kMostAwayMs)));
+      returned_ = true;
+      network_.Revive(0);
+      continue;
+    }
     if (error.empty() || !again || role == ps::Node::SCHEDULER || !plan_.keep) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
@@ -219,6 +231,7 @@ std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
   bool by_order = false;
   try {
     channel.Start(user.get());
+    if (server) ++started_;
     error = user->AwaitEnd(&by_order);
     if (by_order) channel.StopByOrder("stopped by SIGTERM");
     *again = !by_order;
@@ -256,6 +269,7 @@ void Job::RunWorker(int number, int rank, int workers, int incarnation) {
     worker.Start(config_, launch, plan_.servers,
                  std::make_unique<SimulatedChannel>(
                      &network_, SettingsOf(ps::Node::WORKER, number, rank, workers)));
+    ++started_;
     BPS_INVARIANT_NOTED("nothing is broken on purpose", !breaks_invariant_,
                         "the simulation was told to");
     script.Run();
@@ -310,7 +324,21 @@ void Job::BreakAtProbes() {
   }
 }
 
+void Job::BreakScheduler() {
+  const auto has_begun = [this] { return started_ == plan_.workers + plan_.servers; };
+  for (int i = 0; i < 100 && !has_begun(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const auto found = users_.find(0);
+  if (!has_begun() || dies_ || found == users_.end()) return;
+  const std::shared_ptr<NodeUser> user = found->second;
+  dies_ = true;
+  network_.Kill(0);
+  user->End(false);
+}
+
 void Job::Break(const Fault& fault) {
+  if (Returns(fault)) return BreakScheduler();
   // A place that nobody has, or has had: then there is nobody to break.
   const auto node = at_place_.find(fault.node);
   const auto peer = at_place_.find(fault.peer);
@@ -345,6 +373,12 @@ bool Job::NamesACause(const std::string& error) const {
   // It came when the others had ended already, or nobody came at all.
   if (error.find("cannot be joined: ") != std::string::npos) return true;
   if (network_.admitted() == 0) return true;
+  // The one that returned may have ended the job when this node found it again, or does not know
+  // where a server was that did not come back.
+  if (plan_.returns && error.find("it did not return within") != std::string::npos) return true;
+  if (plan_.returns && error.find("(unknown) did not come") != std::string::npos) {
+    return true;
+  }
   // Workers may have ended well, or a launcher given up, just before the scheduler saw a loss.
   if (error.find("no worker came within ") != std::string::npos) return true;
   // The scheduler says what it sees; to one that nobody can reach all are silent.

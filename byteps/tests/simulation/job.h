@@ -83,6 +83,14 @@ class Job {
   void OnProbe(int probe, int reached);
   void BreakAtProbes();
   void Break(const Fault& fault);
+  // Of the scheduler, which returns.
+  bool Returns(const Fault& fault) const {
+    return plan_.returns && fault.kind == Fault::kKill && fault.node == 0;
+  }
+  // Whether nothing breaks for good.
+  bool IsHarmless() const;
+  // Its process dies, and another one takes its place.
+  void BreakScheduler();
 
   // It may say what it likes: the others seem to be gone.
   bool IsVictim(int node) const { return victims_.count(node) > 0; }
@@ -101,6 +109,9 @@ class Job {
   std::set<int> victims_;                             // that were killed, paused or stopped
   std::set<int> killed_;
   bool ended_scheduler_ = false;  // by a fault
+  int started_ = 0;               // workers and servers that have joined
+  bool dies_ = false;             // the scheduler, which returns
+  bool returned_ = false;
   int incarnations_ = 0;
   bool ended_well_ = false;  // the workers of the last incarnation
   uint64_t sums_ = 0;        // that servers made

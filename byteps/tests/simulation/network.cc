@@ -150,6 +150,11 @@ void Network::Kill(int node) {
   for (const int peer : peers) Unlink(peer, node, &closed, &dead);
 }
 
+void Network::Revive(int node) {
+  std::lock_guard<std::mutex> lock(mu_);
+  killed_.erase(node);
+}
+
 void Network::Pause(int node, double seconds) {
   std::lock_guard<std::mutex> lock(mu_);
   auto& until = paused_[node];

@@ -78,6 +78,8 @@ class Network {
   void Reset(int a, int b);
   // Its process is gone: its links close, and it neither sends nor receives.
   void Kill(int node);
+  // Another process may have its place.
+  void Revive(int node);
   // It goes silent for so long: what it sends, and what is sent to it, waits.  Others notice only
   // that nothing comes.
   void Pause(int node, double seconds);
@@ -128,6 +130,7 @@ class Network {
   std::atomic<int> admitted_{0};
   std::atomic<uint64_t> lives_{0};
   std::atomic<int> incarnation_{1};  // that the scheduler is at
+  std::atomic<uint64_t> job_{0};     // its number
   std::thread thread_;
 };
 

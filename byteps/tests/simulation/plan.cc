@@ -29,6 +29,7 @@ std::string Plan::Describe() const {
                      " servers, " + std::to_string(rounds) + " rounds, settings " +
                      std::to_string(settings);
   if (keep) text += ", kept";
+  if (returns) text += ", the scheduler returns";
   if (goes_on) text += ", goes on";
   if (updates) text += ", " + std::to_string(parameters) + " parameters";
   if (on_gpu >= 0) text += ", worker " + std::to_string(on_gpu) + " on a GPU";
@@ -39,7 +40,8 @@ std::string Plan::Describe() const {
 
 namespace {
 
-std::vector<Config> MakeSettings(const char* quorum, double replace_s) {
+std::vector<Config> MakeSettings(const char* quorum, double replace_s,
+                                 double op_timeout_s = kOpTimeoutS) {
   std::vector<Config> made;
   setenv("BYTEPS_REPLACE_SERVERS_S", std::to_string(replace_s).c_str(), 1);
   setenv("BYTEPS_QUORUM", quorum, 1);
@@ -55,7 +57,7 @@ std::vector<Config> MakeSettings(const char* quorum, double replace_s) {
         // So few blocks that some have to wait.
         setenv("BYTEPS_PINNED_BYTES", std::to_string(3 * kPartitionBytes).c_str(), 1);
         setenv("BYTEPS_STREAMED_BYTES", std::to_string(4 * kPartitionBytes).c_str(), 1);
-        setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(kOpTimeoutS).c_str(), 1);
+        setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(op_timeout_s).c_str(), 1);
         setenv("BYTEPS_PEER_TIMEOUT_S", std::to_string(kPeerTimeoutS).c_str(), 1);
         setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
         made.push_back(Config::FromEnvironment());
@@ -72,11 +74,14 @@ const std::vector<Config>& Settings() {
   return all;
 }
 
-const std::vector<Config>& ReplicaSettings(bool patient, bool replaces) {
-  static const std::vector<Config> all[] = {MakeSettings("0", 0), MakeSettings("1", 0),
+const std::vector<Config>& ReplicaSettings(bool patient, bool replaces, bool returns) {
+  static const std::vector<Config> all[] = {MakeSettings("0", 0),
+                                            MakeSettings("1", 0),
                                             MakeSettings("0", kReplaceS),
-                                            MakeSettings("1", kReplaceS)};
-  return all[(replaces ? 2 : 0) + (patient ? 1 : 0)];
+                                            MakeSettings("1", kReplaceS),
+                                            MakeSettings("0", 0, kLongOpTimeoutS),
+                                            MakeSettings("1", 0, kLongOpTimeoutS)};
+  return all[(returns ? 4 : replaces ? 2 : 0) + (patient ? 1 : 0)];
 }
 
 namespace {
@@ -143,6 +148,14 @@ Plan MakePlan() {
   const uint64_t dice = Random(6);
   const int faults = dice < 2 ? 0 : dice < 5 ? 1 : 2;
   for (int i = 0; i < faults; ++i) plan.faults.push_back(MakeFault(plan, i));
+  plan.returns = !plan.keep && Random(3) == 0;
+  for (uint64_t deaths = plan.returns ? 1 + Random(2) : 0; deaths > 0; --deaths) {
+    Fault fault = MakeFault(plan, 0);
+    fault.kind = Fault::kKill;
+    fault.node = 0;
+    if (Random(3) == 0) fault.at_probe = static_cast<int>(ps::Probe::kSaysGoodbye);
+    plan.faults.push_back(fault);
+  }
   return plan;
 }
 

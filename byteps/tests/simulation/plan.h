@@ -14,10 +14,15 @@ namespace simulation {
 constexpr double kPeerTimeoutS = 3;
 constexpr double kStartTimeoutS = 5;
 constexpr double kOpTimeoutS = 4;
+constexpr double kLongOpTimeoutS = 12;
 // Longer than links and threads are held up, so that it is for replicas that stand still.
 constexpr double kGraceS = 3;
 // How long a job waits for another server: longer than it takes to start one.
 constexpr double kReplaceS = 10;
+// How long nodes wait for a scheduler that died, and it for them: longer than it is away, and so
+// short that sums which wait meanwhile do not end.
+constexpr double kReturnS = 3;
+constexpr uint64_t kMostAwayMs = 600;
 // Longer than the launcher takes to start workers again.
 constexpr double kKeepTimeoutS = 20;
 constexpr int kPartitionBytes = 8192;
@@ -50,6 +55,7 @@ struct Plan {
   int tensors = 1;
   size_t settings = 0;  // index into Settings()
   bool keep = false;
+  bool returns = false;  // the scheduler, when it was killed
   bool goes_on = false;  // a worker goes on after an operation that failed alone
   bool updates = false;  // servers keep parameters as well, of so many elements
   size_t parameters = 0;
@@ -64,8 +70,9 @@ struct Plan {
 // To be called once before anything is played: the environment is slow, and what lives as long as
 // the process must be the same for each seed.
 const std::vector<core::Config>& Settings();
-// The same for replicas: one may be late (BYTEPS_QUORUM); a server that is lost may be replaced.
-const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces);
+// The same for replicas: one may be late (BYTEPS_QUORUM); a server that is lost may be replaced; or
+// the scheduler may return, for which sums have time.
+const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bool returns);
 
 // Within Run.
 Plan MakePlan();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <utility>
 
 #include "byteps/base/error.h"
@@ -15,6 +16,8 @@ namespace byteps {
 namespace simulation {
 namespace {
 
+// What a fault's node is that is of the scheduler.
+constexpr int kScheduler = -1000;
 constexpr double kMostDelayS = kOpTimeoutS / 2;
 // What is silent is removed well before sums that wait for it end, however threads are held up.
 constexpr double kSilentS = kPeerTimeoutS / 2;
@@ -43,6 +46,12 @@ class ReplicaJob::KeptNode : public core::ChannelUser {
     if (event.kind != Event::kFailed && event.kind != Event::kEnded) return;
     std::lock_guard<std::mutex> lock(mu_);
     if (event.kind == Event::kFailed) failure_ = event.reason;
+    ended_ = true;
+    cond_.notify_all();
+  }
+
+  void End() {
+    std::lock_guard<std::mutex> lock(mu_);
     ended_ = true;
     cond_.notify_all();
   }
@@ -78,10 +87,13 @@ void ReplicaJob::MakePlan() {
   plan_.disturbed = Random(2) == 0;
   plan_.patient = Random(2) == 0;
   plan_.replaces = Random(2) == 0;
+  plan_.returns = !plan_.replaces && Random(2) == 0;
   most_lives_ = 1 + static_cast<int>(Random(4));
   const uint64_t tensors = 1 + Random(3);
   for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
   const uint64_t faults = Random(5);
+  // Twice only where nothing else breaks: each time others may wait for one that is gone.
+  const bool deaths_alone = Random(3) == 0;
   for (uint64_t i = 0; i < faults; ++i) {
     Fault fault;
     static constexpr Fault::Kind kKinds[] = {Fault::kKill,  Fault::kKill,  Fault::kPause,
@@ -106,6 +118,17 @@ void ReplicaJob::MakePlan() {
       fault.kind = kOfServers[Random(std::size(kOfServers))];
       fault.node = -1 - static_cast<int>(Random(plan_.servers));
     }
+    if (plan_.returns && (i == 0 || deaths_alone)) {
+      fault.kind = Fault::kKill;
+      fault.node = kScheduler;
+      using ps::Probe;
+      static constexpr Probe kPhases[] = {
+          Probe::kReplicaRemoved,  Probe::kReplicaWaits,   Probe::kReplicaWaits,
+          Probe::kReplicaAdmitted, Probe::kJoinerExpected, Probe::kJoinerExpected,
+          Probe::kReplicaJoined,   Probe::kLateRemoved,    Probe::kLinkReported,
+          Probe::kSaysGoodbye,     Probe::kLastLeaves,     Probe::kNodeReturns};
+      if (Random(4) > 0) fault.at_probe = static_cast<int>(kPhases[Random(std::size(kPhases))]);
+    }
     faults_.push_back(fault);
   }
 }
@@ -121,11 +144,12 @@ NodeSettings ReplicaJob::SettingsOf(ps::Node::Role role, int number, int rank) c
   settings.peer_timeout_s = kSilentS;
   settings.start_timeout_s = kStartTimeoutS;
   settings.replace_servers_s = plan_.replaces ? kReplaceS : 0;
+  settings.scheduler_return_s = plan_.returns ? kReturnS : 0;
   return settings;
 }
 
 const core::Config& ReplicaJob::settings() const {
-  return ReplicaSettings(plan_.patient, plan_.replaces)[plan_.settings];
+  return ReplicaSettings(plan_.patient, plan_.replaces, plan_.returns)[plan_.settings];
 }
 
 void ReplicaJob::Serve(int number) {
@@ -135,17 +159,31 @@ void ReplicaJob::Serve(int number) {
   if (kept.role == ps::Node::SERVER) {
     server = std::make_unique<core::Server>(settings(), &channel);
   }
-  KeptNode node(this, server.get());
+  const auto node = std::make_shared<KeptNode>(this, server.get());
   try {
-    channel.Start(&node);
+    channel.Start(node.get());
     kept.served = true;
     if (server) serving_.insert(number);
-    kept.error = node.AwaitEnd();
+    started_ += server ? 1 : 0;
+    if (!server) scheduler_ = node;
+    kept.error = node->AwaitEnd();
   } catch (const std::exception& e) {
     kept.error = e.what();
   }
   serving_.erase(number);
+  if (!server) scheduler_.reset();
   channel.Stop();
+}
+
+void ReplicaJob::RunScheduler() {
+  Serve(0);
+  while (std::exchange(dies_, false)) {
+    ++returns_;
+    kept_[0].error.clear();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1 + Random(kMostAwayMs)));
+    network_.Revive(0);
+    Serve(0);
+  }
 }
 
 void ReplicaJob::RunMember(Life* life, int place, Inside* inside) {
@@ -160,6 +198,7 @@ void ReplicaJob::RunMember(Life* life, int place, Inside* inside) {
     worker.Start(settings(), launch, plan_.servers,
                  std::make_unique<SimulatedChannel>(
                      &network_, SettingsOf(ps::Node::WORKER, life->nodes[place], rank)));
+    ++started_;
     member.Run();
   } catch (const std::exception& e) {
     life->errors[place] = e.what();
@@ -201,7 +240,7 @@ void ReplicaJob::Run() {
   std::vector<std::thread> kept, replicas;
   for (int number = 0; number <= plan_.servers; ++number) {
     kept_[number].role = number == 0 ? ps::Node::SCHEDULER : ps::Node::SERVER;
-    kept.emplace_back([=, this] { Serve(number); });
+    kept.emplace_back([=, this] { number == 0 ? RunScheduler() : Serve(number); });
     pthread_setname_np(kept.back().native_handle(), number == 0 ? "scheduler" : "server");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -211,7 +250,11 @@ void ReplicaJob::Run() {
     pthread_setname_np(replicas.back().native_handle(), "launcher");
   }
   for (auto& replica : replicas) replica.join();
-  for (auto& node : kept) node.join();
+  for (size_t i = 1; i < kept.size(); ++i) kept[i].join();
+  // One that has returned when the job was over waits for another one.
+  std::this_thread::sleep_for(std::chrono::milliseconds(returns_ > 0 || dies_ ? 5000 : 0));
+  if (const std::shared_ptr<KeptNode> last = scheduler_; last && returns_ > 0) last->End();
+  kept[0].join();
   {
     std::lock_guard<std::mutex> lock(mu_);
     over_ = true;
@@ -257,7 +300,10 @@ void ReplicaJob::BreakThings() {
     }
     Fault fault = due_.back();
     due_.pop_back();
-    if (!witness_.begun()) {  // until all replicas are there, none of them can be left out
+    // Until all replicas are there, none of them can be left out; nor can the scheduler until all
+    // nodes have heard that.
+    const bool has_begun = witness_.begun() && started_ >= plan_.workers() + plan_.servers;
+    if (!has_begun) {
       fault.at_reached = 0;
       fault.at_probe = -1;
       fault.at_s = now + 0.002;
@@ -266,6 +312,14 @@ void ReplicaJob::BreakThings() {
     }
     Break(fault);
   }
+}
+
+void ReplicaJob::BreakScheduler() {
+  const std::shared_ptr<KeptNode> scheduler = scheduler_;
+  if (!scheduler || dies_ || returns_ == 2) return;
+  dies_ = true;
+  network_.Kill(0);
+  scheduler->End();
 }
 
 void ReplicaJob::BreakServer(const Fault& fault) {
@@ -286,6 +340,7 @@ void ReplicaJob::BreakServer(const Fault& fault) {
 }
 
 void ReplicaJob::Break(const Fault& fault) {
+  if (fault.node == kScheduler) return BreakScheduler();
   if (fault.node < 0) return BreakServer(fault);
   const auto found = now_.find(fault.node / plan_.ranks);
   if (found == now_.end()) return;
@@ -337,7 +392,8 @@ std::string ReplicaJob::Describe() const {
                      " servers, " + std::to_string(plan_.steps) + " steps, settings " +
                      std::to_string(plan_.settings) + (plan_.disturbed ? ", disturbed" : "") +
                      (plan_.patient ? ", with a quorum" : "") +
-                     (plan_.replaces ? ", servers are replaced" : "");
+                     (plan_.replaces ? ", servers are replaced" : "") +
+                     (plan_.returns ? ", the scheduler returns" : "");
   for (const Fault& fault : faults_) text += "\n  still to come: " + fault.Describe();
   for (const auto& life : lives_) {
     text += "\n  replica " + std::to_string(life->replica) + ", life " +

@@ -36,6 +36,7 @@ class ReplicaJob {
   int short_sums() const { return witness_.short_sums; }
   int removed() const { return removed_; }
   int replaced() const { return replaced_; }
+  int returns() const { return returns_; }
 
  private:
   struct Life {
@@ -61,6 +62,7 @@ class ReplicaJob {
     std::string error;  // that it ended with
   };
   void Serve(int number);
+  void RunScheduler();
   // Runs the lives of a replica, one after the other.
   void RunReplica(int replica);
   void RunMember(Life* life, int place, Inside* inside);
@@ -68,9 +70,11 @@ class ReplicaJob {
   void BreakThings();
   void Break(const Fault& fault);
   void BreakServer(const Fault& fault);
+  // Its process dies, and another one takes its place.
+  void BreakScheduler();
 
   ReplicaPlan plan_;
-  std::vector<Fault> faults_;  // their node is a worker's rank, or below 0: a server
+  std::vector<Fault> faults_;  // their node is a worker's rank, or below 0: a server, or kScheduler
   int most_lives_ = 1;
   Network network_;
   Witness witness_;
@@ -80,6 +84,10 @@ class ReplicaJob {
   std::set<int> serving_;     // numbers of servers that have a place, or had it when they died
   std::vector<std::thread> spares_;
   int next_node_ = 0;
+  std::shared_ptr<KeptNode> scheduler_;  // while it serves
+  bool dies_ = false;                    // it, and it returns
+  int returns_ = 0;
+  int started_ = 0;  // servers and workers that have joined
   int removed_ = 0;
   int replaced_ = 0;
   bool over_ = false;

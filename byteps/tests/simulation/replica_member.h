@@ -27,6 +27,7 @@ struct ReplicaPlan {
   size_t settings = 0;         // index into Settings()
   bool disturbed = false;
   bool patient = false;   // those that are late are removed after kGraceS
+  bool returns = false;   // the scheduler, when it was killed
   bool replaces = false;  // a server that is lost may be replaced
 
   int workers() const { return replicas * ranks; }

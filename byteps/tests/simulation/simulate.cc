@@ -69,6 +69,7 @@ struct Totals {
   uint64_t joins = 0;
   uint64_t short_sums = 0;
   uint64_t replaced = 0;
+  uint64_t returns = 0;
   uint64_t switches = 0;
   double seconds = 0;
   ProbeTable probes;
@@ -84,6 +85,7 @@ void PlayReplicas(const Options& options, std::string* verdict, std::string* sto
   totals->joins += job.joins();
   totals->short_sums += job.short_sums();
   totals->replaced += job.replaced();
+  totals->returns += job.returns();
   if (options.verbose || !verdict->empty()) *story = job.Describe();
 }
 
@@ -141,7 +143,7 @@ int Main(int argc, char** argv) {
     if (c == 'b') options.breaks_invariant = true;
     if (c == '?') return 2;
   }
-  (void)ReplicaSettings(false, false);
+  (void)ReplicaSettings(false, false, false);
   MakeGpu(Settings()[0].Int("BYTEPS_PINNED_BYTES"), Settings()[0].Int("BYTEPS_STREAMED_BYTES"),
           kPartitionBytes);
   ListenToProbes();
@@ -173,10 +175,11 @@ int Main(int argc, char** argv) {
   if (options.replicas) {
     printf(
         "%llu schedules held: %llu jobs lost a replica, %llu were removed, %llu ranks joined, %llu "
-        "sums lacked members, %llu servers were replaced, %.0f s passed, %llu switches\n",
+        "sums lacked members, %llu servers were replaced, %llu schedulers returned, %.0f s passed, "
+        "%llu switches\n",
         number(options.seeds), number(totals.failed_jobs), number(totals.removed),
-        number(totals.joins), number(totals.short_sums), number(totals.replaced), totals.seconds,
-        number(totals.switches));
+        number(totals.joins), number(totals.short_sums), number(totals.replaced),
+        number(totals.returns), totals.seconds, number(totals.switches));
   } else {
     printf(
         "%llu schedules held: %llu jobs failed as they should, %llu incarnations, %.0f s passed, "

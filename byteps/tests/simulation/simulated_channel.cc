@@ -95,6 +95,8 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     channel_->incarnation_ = incarnation;
     if (self_.role == ps::Node::SCHEDULER) channel_->network_->incarnation_ = incarnation;
   }
+  uint64_t job() const override { return channel_->job_; }
+  void SetJob(uint64_t job) override { channel_->job_ = channel_->network_->job_ = job; }
 
  private:
   SimulatedChannel* const channel_;
@@ -126,6 +128,8 @@ void SimulatedChannel::StartOnce() {
   life_ = network_->NewLife();
   // As the scheduler says to who connects.
   incarnation_ = network_->incarnation_.load();
+  if (settings_.role == ps::Node::SCHEDULER) network_->job_ = life_ << 16 | 1;
+  job_ = network_->job_.load();
   closed_ = false;
   names_.clear();
   links_ = std::make_unique<Links>(this);
@@ -141,6 +145,7 @@ void SimulatedChannel::StartOnce() {
   membership.rejoin = settings_.rejoin;
   membership.replicas = settings_.replicas;
   membership.replace_servers_s = settings_.replace_servers_s;
+  membership.scheduler_return_s = settings_.scheduler_return_s;
   membership_ =
       ps::Membership::Make(links_.get(), membership,
                            [this](const ps::MembershipEvent& event) { user_->OnEvent(event); });

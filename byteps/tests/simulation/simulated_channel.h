@@ -42,6 +42,7 @@ struct NodeSettings {
   bool rejoin = false;
   int replicas = 1;
   double replace_servers_s = 0;
+  double scheduler_return_s = 0;
 };
 
 class SimulatedChannel : public core::Channel {
@@ -104,6 +105,7 @@ class SimulatedChannel : public core::Channel {
   const NodeSettings settings_;
   std::atomic<uint64_t> life_{0};
   std::atomic<int> incarnation_{0};
+  std::atomic<uint64_t> job_{0};
   core::ChannelUser* user_ = nullptr;
   std::unique_ptr<Links> links_;
   std::unique_ptr<ps::Membership> membership_;

@@ -20,11 +20,16 @@ def values_of(rank: int, step: int, length: int) -> torch.Tensor:
 
 
 def train(job: Job) -> None:
-    """`steps` steps of sums in flight together, each of `pace` seconds at least."""
+    """`steps` steps of sums in flight together, each of `pace` seconds at least.
+
+    Before some, `holds`, it waits for the test's sign.
+    """
     bps.init()
     kept = torch.zeros(LENGTHS["middle"])
     longest = 0.0
     for step in range(job.args["steps"]):
+        if step in job.args.get("holds", ()):
+            job.wait_go(str(step))
         began = time.monotonic()
         sums = {name: values_of(job.rank, step, n) for name, n in LENGTHS.items()}
         handles = [

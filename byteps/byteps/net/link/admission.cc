@@ -11,7 +11,8 @@ std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t
   if (job == 0) return "this node is in no job yet";
   const bool scheduler = role == Node::SCHEDULER;
   const bool joins = scheduler && applicant.job == 0 && !applicant.resumes;
-  if (applicant.job != job && !joins) return NotOurs(applicant.job, job);
+  if (applicant.job != job && !joins && !(scheduler && applicant.returns))
+    return NotOurs(applicant.job, job);
   if (applicant.receiver != 0 && applicant.receiver != token) {
     return "the process that is meant is not here any more";
   }

@@ -27,12 +27,14 @@ struct Applicant {
   int plane = 0;               // of the links of the pair
   int index = 0;               // among those of the plane
   bool resumes = false;        // the link was there before, and broke
+  bool returns = false;        // it looks for the scheduler of its job, whichever process that is
 };
 
 // More links of a plane nobody asks for.
 constexpr int kMaxLinks = 64;
 
-// Empty: it may connect to a node of this role, token and job (0: in none yet).
+// Empty: it may connect to a node of this role, token and job (0: in none yet).  Whether a
+// scheduler goes on with the job of one that returns, membership says.
 std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t token,
                            uint64_t job);
 
@@ -56,6 +58,13 @@ class JobNumber {
 
  private:
   std::atomic<uint64_t> job_{0};
+};
+
+// What has such a number.
+class OfAJob {
+ public:
+  virtual ~OfAJob() = default;
+  virtual JobNumber* job_number() = 0;
 };
 
 }  // namespace ps

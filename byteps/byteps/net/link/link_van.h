@@ -27,7 +27,7 @@ namespace ps {
 //   void Transmit(const Message& msg)                   sends it by a link to another node
 //   void OnLinkLost(int id, const LinkEnding& ending)   tells the membership
 template <typename Derived, typename Link>
-class LinkVan : public Van {
+class LinkVan : public Van, public OfAJob {
  public:
   void SetNode(const Node& node) override {
     Node self = node;
@@ -44,6 +44,7 @@ class LinkVan : public Van {
   }
 
   void SetIncarnation(int incarnation) override { job_.SetIncarnation(incarnation); }
+  JobNumber* job_number() override { return &job_; }
 
  protected:
   using Peers = PeerTable<Link>;

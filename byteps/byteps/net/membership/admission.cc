@@ -1,17 +1,21 @@
 #include "byteps/net/membership/admission.h"
 
 #include "byteps/net/link/node_text.h"
+#include "ps/internal/postoffice.h"
 
 namespace ps {
 namespace membership {
 namespace {
 
+Refusal CheckProtocol(const Claim& claim) {
+  if (claim.protocol == kProtocol) return {};
+  return {"it speaks membership protocol " + std::to_string(claim.protocol) + ", the scheduler " +
+          std::to_string(kProtocol) + ": install the same byteps on every node"};
+}
+
 Refusal Check(const Roster& roster, const ReplicaTable& replicas,
               const MembershipSettings& settings, const Claim& claim, const Node& node) {
-  if (claim.protocol != kProtocol) {
-    return {"it speaks membership protocol " + std::to_string(claim.protocol) + ", the scheduler " +
-            std::to_string(kProtocol) + ": install the same byteps on every node"};
-  }
+  if (const Refusal refusal = CheckProtocol(claim)) return refusal;
   if (node.role == Node::SCHEDULER) return {"it says that it is a scheduler"};
   // What is said of numbers and places may be true of the last incarnation only, which has not
   // ended for the scheduler yet: its nodes are given some time to connect again.
@@ -71,6 +75,35 @@ Refusal Assign(const Roster& roster, const ReplicaTable& replicas,
   if (refusal) return refusal;
   node->id = IdOf(node->role, worker ? node->aux_id : roster.FirstFreeRank(Node::SERVER));
   return {};
+}
+
+Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
+                    const Node& node) {
+  if (const Refusal refusal = CheckProtocol(claim)) return refusal;
+  if (settings.scheduler_return_s <= 0) {
+    return {
+        "it is in a job that another scheduler began, and this one begins its own: set "
+        "BYTEPS_SCHEDULER_RETURN_S on all nodes to go on with such a job"};
+  }
+  const bool same = (claim.workers < 0 || claim.workers == settings.workers) &&
+                    (claim.servers < 0 || claim.servers == settings.servers);
+  if (!same) {
+    return {"it is in a job of " + Plural(claim.workers, "worker") + " and " +
+            Plural(claim.servers, "server") + ", the scheduler was started for " +
+            Plural(settings.workers, "worker") + " and " + Plural(settings.servers, "server") +
+            ": start it as it was before, or at another port"};
+  }
+  const bool worker = node.role == Node::WORKER;
+  const int rank = Postoffice::IDtoRank(node.id);
+  const bool has_place = node.role != Node::SCHEDULER && node.id == IdOf(node.role, rank) &&
+                         rank < (worker ? settings.workers : settings.servers) &&
+                         (!worker || node.aux_id == rank);
+  const int count = account.replicas.count();
+  const bool fits = count == 0 || account.replicas.workers == settings.workers;
+  const bool divides = !worker || (claim.replicas > 0 && settings.workers % claim.replicas == 0 &&
+                                   (count == 0 || count == claim.replicas));
+  if (has_place && fits && divides) return {};
+  return {"what it says of its place in the job does not make sense"};
 }
 
 Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,

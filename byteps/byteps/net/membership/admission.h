@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/protocol.h"
 #include "byteps/net/membership/replica_table.h"
@@ -24,6 +25,10 @@ struct Refusal {
 // scheduler.
 Refusal Assign(const Roster& roster, const ReplicaTable& replicas,
                const MembershipSettings& settings, const Claim& claim, Node* node);
+
+// Why this scheduler does not go on with the job of a node that returns, which has its id.
+Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
+                    const Node& node);
 
 // Whether `claim.probe` nodes like `node` would be admitted, one after the other.
 Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,

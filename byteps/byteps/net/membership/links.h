@@ -2,6 +2,8 @@
 #ifndef BYTEPS_NET_MEMBERSHIP_LINKS_H_
 #define BYTEPS_NET_MEMBERSHIP_LINKS_H_
 
+#include <cstdint>
+
 #include "ps/internal/message.h"
 
 namespace ps {
@@ -24,6 +26,10 @@ class MembershipLinks {
   virtual void Send(Message* msg) = 0;
   // Connections that are made from now on belong to this incarnation of the job.
   virtual void SetIncarnation(int incarnation) = 0;
+  // The number of the job (link/node_token.h).  A scheduler that goes on with a job of another one
+  // takes its number.
+  virtual uint64_t job() const = 0;
+  virtual void SetJob(uint64_t job) = 0;
 };
 
 }  // namespace ps

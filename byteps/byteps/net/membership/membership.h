@@ -13,6 +13,8 @@
 //    |                                      |  link
 //    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives; a node's may carry a
 //    |                                      |  report on itself (SetReporter)
+//    | -- ADD_NODE (account) -------------> |  to the next scheduler, when one has died: what the
+//    |                                      |  node knows of the job (account.h)
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
 //    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
 //    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
@@ -24,6 +26,8 @@
 //    | <-- MEMBERS (replicas) ------------- |  a replica was removed, or comes back; to all
 //    | -- MEMBERS (epoch) ----------------> |  a server has made all changes up to that
 //    | -- MEMBERS (ready | admit) --------> |  a replica can join; the others are between two steps
+//    | -- MEMBERS (left-known) -----------> |  a server has heard NODE_LEFT, where a scheduler may
+//    |                                      |  return: its worker is let go then
 //    | <-- MEMBERS (server-lost) ---------- |  to workers: its requests wait
 //    | <-- MEMBERS (server-replaced) ------ |  to workers: this node has its place
 //
@@ -100,6 +104,9 @@ struct MembershipSettings {
   // How long a job goes on without a server that is lost, until another one has its place; 0: its
   // loss ends the job.
   double replace_servers_s = 0;
+  // How long nodes wait for a scheduler that died to return, and that one for them
+  // (scheduler_return.cc); 0: its death ends the job.
+  double scheduler_return_s = 0;
   int link_mbps = 0;  // of a worker's network card; 0: what the card says
   int replicas = 1;   // of a worker: jobs that train its model
   // More than 0: Join asks whether so many nodes like this one would be admitted, and joins
@@ -108,7 +115,8 @@ struct MembershipSettings {
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
   // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP,
-  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_REPLICAS and BYTEPS_PROBE.
+  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_SCHEDULER_RETURN_S, BYTEPS_REPLICAS
+  // and BYTEPS_PROBE.
   static MembershipSettings FromEnvironment();
 };
 

@@ -45,25 +45,29 @@ NodeMembership::NodeMembership(MembershipLinks* links, const MembershipSettings&
 
 NodeMembership::~NodeMembership() { Stop(); }
 
-void NodeMembership::Join() {
+membership::Claim NodeMembership::MakeClaim(const Node& self) {
   membership::Claim claim;
   claim.protocol = membership::kProtocol;
   claim.probe = settings_.probe;
   claim.workers = settings_.workers;
   claim.servers = settings_.servers;
-  {
-    MutexLock lock(&mu_);
-    scheduler_heard_ = Clock::now();
-  }
-  Node self = links_->self();
-  self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
   if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;
   if (settings_.rejoin) claim.servers = -1;
   if (self.role == Node::WORKER) {
     claim.replicas = settings_.replicas;
     claim.link_mbps = settings_.link_mbps > 0 ? settings_.link_mbps : HostMbps(self);
   }
-  Send(links_, Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
+  return claim;
+}
+
+void NodeMembership::Join() {
+  {
+    MutexLock lock(&mu_);
+    scheduler_heard_ = Clock::now();
+  }
+  Node self = links_->self();
+  self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
+  Send(links_, Control::ADD_NODE, kScheduler, PackClaim(MakeClaim(self)), {self});
   heartbeats_.Start();
 
   const auto deadline = Clock::now() + ToDuration(settings_.start_timeout_s);
@@ -88,16 +92,22 @@ void NodeMembership::Join() {
 void NodeMembership::Leave(const Farewell& farewell) {
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return;
+  const std::string text = membership::PackFarewell(farewell);
+  const bool returns = settings_.scheduler_return_s > 0 && farewell.failure.empty();
+  if (returns) {
+    asked_.leaves = true;
+    asked_.farewell = text;
+  }
   lock.Unlock();
   PS_PROBE(kSaysGoodbye);
-  Send(links_, Control::LEAVE, kScheduler, membership::PackFarewell(farewell));
+  Tell(Control::LEAVE, text);
   lock.Lock();
   const auto is_over = [this]() PS_REQUIRES(mu_) {
     return left_acknowledged_ || state_ != State::kActive;
   };
   // Others may need sums that this worker has, should a server be lost: the scheduler says how
-  // long.
-  if (settings_.replace_servers_s > 0) {
+  // long.  And the next scheduler must know that it has left.
+  if (settings_.replace_servers_s > 0 || returns) {
     cond_.Wait(&mu_, is_over);
   } else {
     cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds), is_over);
@@ -110,7 +120,7 @@ void NodeMembership::StopByOrder(const std::string& how) {
   if (state_ != State::kActive) return;
   PS_PROBE(kStoppedInJob);
   lock.Unlock();
-  Send(links_, Control::LEAVE, kScheduler, how);
+  Tell(Control::LEAVE, how);
   lock.Lock();
   cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds),
                 [this]() PS_REQUIRES(mu_) { return state_ != State::kActive; });
@@ -199,7 +209,7 @@ void NodeMembership::Handle(const Message& msg) {
     case Control::JOB_END:
       return OnEnd(membership::ParseEnd(body));
     default:
-      return;  // a heartbeat; MaySend knows no other
+      return OnHeartbeat();  // MaySend knows no other
   }
 }
 
@@ -210,6 +220,7 @@ bool NodeMembership::MaySend(const Message& msg) {
 
 void NodeMembership::OnWelcome(const Message& msg) {
   if (msg.meta.control.node.size() == 1) links_->SetSelf(msg.meta.control.node[0]);
+  if (OnReturn(membership::LifeIn(msg.meta.body))) return;
   // The scheduler's number when this node connected may have been that of the last incarnation.
   links_->SetIncarnation(atoi(msg.meta.body.c_str()));
   {
@@ -224,8 +235,14 @@ void NodeMembership::OnWelcome(const Message& msg) {
 }
 
 void NodeMembership::OnRefused(const std::string& body) {
-  if (!BeginsWith(body, membership::kAgain)) return Fail(body);
+  const bool again = BeginsWith(body, membership::kAgain);
   MutexLock lock(&mu_);
+  // A scheduler that has returned needs it no more, and its work is done.
+  if (!again && asked_.leaves && state_ == State::kActive) return Enter(State::kEnded);
+  if (!again) {
+    lock.Unlock();
+    return Fail(body);
+  }
   if (state_ != State::kJoining) return;
   PS_PROBE(kComeAgain);
   EndJoin({Failure::kComeAgain, body.substr(strlen(membership::kAgain))});
@@ -250,6 +267,11 @@ void NodeMembership::OnAdmission(const Message& msg) {
     link_mbps_ = membership::ParseLink(msg.meta.body, &is_late_);
   }
   for (const auto& node : msg.meta.control.node) {
+    {
+      // One of two schedulers has said so before.
+      MutexLock lock(&mu_);
+      if (state_ == State::kActive && roster_.Find(node.id) != nullptr) continue;
+    }
     links_->Connect(node);
     if (node.role == Node::SCHEDULER) continue;  // which has told of its NICs
     MutexLock lock(&mu_);
@@ -261,6 +283,7 @@ void NodeMembership::OnAdmission(const Message& msg) {
 
 void NodeMembership::OnNodeLeft(const Node& node) {
   const bool is_this_node = node.id == links_->self().id;
+  bool is_news = true;
   {
     MutexLock lock(&mu_);
     if (is_this_node) {
@@ -268,91 +291,22 @@ void NodeMembership::OnNodeLeft(const Node& node) {
       cond_.NotifyAll();
       return;
     }
-    roster_.Put(node)->left = true;
+    Member* const known = roster_.Find(node.id);
+    is_news = known == nullptr || !known->left;
+    if (is_news) roster_.Put(node)->left = true;
   }
+  if (settings_.scheduler_return_s > 0) {
+    using Word = membership::MemberWord;
+    Tell(Control::MEMBERS,
+         membership::PackWord({Word::kLeftKnown, Postoffice::IDtoRank(node.id), 0, ""}));
+  }
+  if (!is_news) return;
   MembershipEvent event;
   event.kind = MembershipEvent::kNodeLeft;
   event.rank = Postoffice::IDtoRank(node.id);
   event.node = InfoOf(node);
   event.reason = Describe(node) + " left the job";
   announcer_.Tell(event);
-}
-
-void NodeMembership::OnReplicas(const Message& msg) {
-  MembershipEvent event;
-  membership::MemberWord word;
-  if (membership::ParseWord(msg.meta.body, &word)) {
-    if (word.kind != membership::MemberWord::kAwaited) return OnServerWord(word, msg);
-    event.kind = MembershipEvent::kAwaited;
-    event.rank = word.number;
-    event.round = word.epoch;
-    event.report = word.text;
-    return announcer_.Tell(event);
-  }
-  event.kind = MembershipEvent::kReplicas;
-  if (!membership::ParseReplicas(msg.meta.body, &event.replicas)) return;
-  const bool server = links_->self().role == Node::SERVER;
-  {
-    MutexLock lock(&mu_);
-    if (state_ != State::kActive || event.replicas.epoch <= epoch_) return;
-    epoch_ = event.replicas.epoch;
-    // What breaks of these is no news; and nobody else may come under their names before.
-    for (const Node& node : msg.meta.control.node) {
-      Member* const member = roster_.Put(node);
-      member->left = member->removed = true;
-      // Nor is a later life of it to be reported for that.
-      if (broken_link_ && broken_link_->peer == node.id) broken_link_.reset();
-    }
-    const std::set<int> absent = event.replicas.AbsentRanks();
-    for (int rank = 0; rank < event.replicas.workers; ++rank) {
-      const Member* const member = roster_.Find(IdOf(Node::WORKER, rank));
-      if (member != nullptr && member->removed && absent.count(rank) == 0) {
-        roster_.Erase(member->node.id);
-      }
-    }
-  }
-  for (const Node& node : msg.meta.control.node) links_->Disconnect(node.id);
-  announcer_.Tell(event);
-  if (!server) return;
-  SayOfReplica({membership::MemberWord::kAcknowledged, 0, event.replicas.epoch, ""});
-}
-
-void NodeMembership::OnServerWord(const membership::MemberWord& word, const Message& msg) {
-  MembershipEvent event;
-  event.rank = word.number;
-  event.reason = word.text;
-  const int id = IdOf(Node::SERVER, word.number);
-  const auto& nodes = msg.meta.control.node;
-  const bool replaced = word.kind == membership::MemberWord::kServerReplaced;
-  if (!replaced && word.kind != membership::MemberWord::kServerLost) return;
-  if (links_->self().role != Node::WORKER) return;
-  if (replaced && (nodes.size() != 1 || nodes[0].role != Node::SERVER || nodes[0].id != id)) return;
-  event.kind = replaced ? MembershipEvent::kServerReplaced : MembershipEvent::kServerLost;
-  {
-    MutexLock lock(&mu_);
-    if (state_ != State::kActive) return;
-    if (broken_link_ && broken_link_->peer == id) broken_link_.reset();
-    if (replaced) {
-      roster_.Erase(id);
-      event.node = InfoOf(roster_.Put(nodes[0])->node);
-    } else if (Member* const member = roster_.Find(id)) {
-      member->left = member->removed = true;  // what breaks of its links is no news
-    }
-  }
-  if (replaced) {
-    links_->Connect(nodes[0]);
-  } else {
-    links_->Disconnect(id);
-  }
-  announcer_.Tell(event);
-}
-
-void NodeMembership::SayOfReplica(membership::MemberWord word) {
-  if (word.kind == membership::MemberWord::kLate) {
-    MutexLock lock(&mu_);
-    word.epoch = std::max(epoch_, 0);
-  }
-  Send(links_, Control::MEMBERS, kScheduler, membership::PackWord(word));
 }
 
 void NodeMembership::OnEnd(bool suspended) {
@@ -384,7 +338,7 @@ void NodeMembership::OnLinkLost(int node_id, const std::string& how, bool closed
 
 void NodeMembership::OnSchedulerLost(const std::string& how, const std::string& unwelcome) {
   MutexLock lock(&mu_);
-  if (left_acknowledged_ || !InJob()) return;
+  if (left_acknowledged_ || !InJob() || NotFound(how)) return;
   if (!welcomed_) {
     lock.Unlock();
     // It never was reached, or would not have this node: that is all there is to say.
@@ -402,21 +356,32 @@ std::optional<AwakeClock::time_point> NodeMembership::NextDue() {
   if (!InJob()) return std::nullopt;
   auto due = Clock::time_point::max();
   if (scheduler_loss_) due = std::min(due, scheduler_loss_->due);
-  if (broken_link_) due = std::min(due, broken_link_->due);
+  if (absence_) {
+    due = std::min(
+        due, absence_->dials ? absence_->deadline : std::min(absence_->next, absence_->deadline));
+  } else if (broken_link_) {
+    due = std::min(due, broken_link_->due);
+  }
   return due;
 }
 
 void NodeMembership::OnDue(Clock::time_point now) {
   std::optional<SchedulerLoss> loss;
+  bool is_away = false;
   {
     MutexLock lock(&mu_);
-    if (scheduler_loss_ && now >= scheduler_loss_->due) {
+    is_away = absence_.has_value();
+    if (is_away) {
+      scheduler_loss_.reset();
+    } else if (scheduler_loss_ && now >= scheduler_loss_->due) {
       loss = scheduler_loss_;
     } else if (!broken_link_ || now < broken_link_->due) {
       return;
     }
   }
+  if (is_away) return LookForScheduler(now);
   if (!loss) return ReportBrokenLink();
+  if (AwaitScheduler(loss->how)) return;
   Fail(StoodStill(Describe(links_->self()), settings_.peer_timeout_s) + NameOfScheduler(*links_) +
        " was lost: " + loss->how);
 }
@@ -448,7 +413,7 @@ void NodeMembership::ReportBrokenLink() {
   }
   if (reported) return Fail(reason);
   PS_PROBE(kLinkReported);
-  Send(links_, Control::JOB_FAILED, kScheduler, reason, {lost});
+  Tell(Control::JOB_FAILED, reason, {lost});
 }
 
 void NodeMembership::OnBeat(Clock::time_point now) {
@@ -457,25 +422,30 @@ void NodeMembership::OnBeat(Clock::time_point now) {
   std::function<std::string()> reporter;
   {
     MutexLock lock(&mu_);
-    if (!welcomed_) return;  // Join has its own deadline
+    if (!welcomed_ || absence_) return;  // Join has its own deadline
     silent = now - scheduler_heard_ > ToDuration(settings_.peer_timeout_s);
     reporter = reporter_;
   }
   if (silent) {
+    const std::string limit = Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S");
+    if (AwaitScheduler("no heartbeat for " + limit)) return;
     Fail(StoodStill(Describe(links_->self()), settings_.peer_timeout_s) + NameOfScheduler(*links_) +
-         " was lost: no heartbeat for " + Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
+         " was lost: no heartbeat for " + limit);
     return;
   }
   std::string report = reporter ? reporter() : "";
   if (report.size() > kMaxReport) report.clear();
-  Send(links_, Control::HEARTBEAT, kScheduler, report);
+  {
+    MutexLock lock(&mu_);
+    if (!asked_.marked) asked_.marked = asked_.words.size();
+  }
+  Tell(Control::HEARTBEAT, report);
 }
 
 void NodeMembership::CheckInvariants() {
   const InvariantReport broken = BrokenInvariants();
   if (broken.count == broken_invariants_) return;
-  Send(links_, Control::JOB_FAILED, kScheduler,
-       Describe(links_->self()) + " cannot go on: " + broken.last);
+  Tell(Control::JOB_FAILED, Describe(links_->self()) + " cannot go on: " + broken.last);
 }
 
 }  // namespace ps

@@ -7,9 +7,11 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/stall_watch.h"
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/commands.h"
 #include "byteps/net/membership/heartbeat.h"
 #include "byteps/net/membership/membership.h"
@@ -84,6 +86,28 @@ class NodeMembership : public Membership {
     bool reported = false;
   };
 
+  // The scheduler has died, and may return.
+  struct Absence {
+    std::string how;
+    Clock::time_point since;
+    Clock::time_point deadline;
+    Clock::time_point next;  // attempt to reach it
+    bool dials = false;      // one is being made
+    std::string last_error;
+  };
+
+  // What the next scheduler has to be asked again.
+  struct Asked {
+    bool leaves = false;
+    std::string farewell;
+    bool ready = false;
+    std::optional<membership::MemberWord> admit;
+    // Others, until the scheduler has answered a heartbeat that was sent after them: what it has
+    // told of them before came then, too.
+    std::vector<std::string> words;
+    std::optional<size_t> marked;  // so many were sent before the last heartbeat
+  };
+
   bool InJob() const PS_REQUIRES(mu_) {
     return state_ == State::kJoining || state_ == State::kActive;
   }
@@ -106,6 +130,24 @@ class NodeMembership : public Membership {
   // A server is lost, or another one has its place.
   void OnServerWord(const membership::MemberWord& word, const Message& msg);
   void OnEnd(bool suspended);
+
+  membership::Claim MakeClaim(const Node& self);
+
+  // Where a scheduler may return (node_return.cc).
+  //
+  // To the scheduler, unless it is away.
+  void Tell(Control::Command command, const std::string& body, const std::vector<Node>& nodes = {});
+  // It is lost.  False: this node does not wait for it.
+  bool AwaitScheduler(const std::string& how);
+  void LookForScheduler(Clock::time_point now);
+  membership::Account MakeAccount();
+  // An attempt to reach it has failed.  False: there was none.
+  bool NotFound(const std::string& how) PS_REQUIRES(mu_);
+  // A scheduler of this life has taken this node.  True: back.
+  bool OnReturn(int life);
+  void AskAgain();
+  void Remember(const membership::MemberWord& word) PS_REQUIRES(mu_);
+  void OnHeartbeat();
 
   // `unwelcome`: what it means where the scheduler has not taken this node.
   void OnSchedulerLost(const std::string& how, const std::string& unwelcome);
@@ -133,11 +175,14 @@ class NodeMembership : public Membership {
   Roster roster_ PS_GUARDED_BY(mu_);  // those that this node has heard of
   int link_mbps_ PS_GUARDED_BY(mu_) = 0;
   bool is_late_ PS_GUARDED_BY(mu_) = false;
-  int epoch_ PS_GUARDED_BY(mu_) = -1;  // of the last ReplicaView
+  ReplicaView view_ PS_GUARDED_BY(mu_);  // the last one
   std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);
   std::optional<BrokenLink> broken_link_ PS_GUARDED_BY(mu_);
+  int life_ PS_GUARDED_BY(mu_) = 0;  // of the scheduler; 0: not known
+  std::optional<Absence> absence_ PS_GUARDED_BY(mu_);
+  Asked asked_ PS_GUARDED_BY(mu_);
 
   HeartbeatThread heartbeats_;
 };

@@ -31,8 +31,8 @@ int NumberIn(const std::string& text) {
 }
 
 // By MemberWord::Kind.
-constexpr const char* kWords[] = {"acknowledged", "ready",       "admit",          "awaited",
-                                  "late",         "server-lost", "server-replaced"};
+constexpr const char* kWords[] = {"acknowledged", "ready",       "admit",           "awaited",
+                                  "late",         "server-lost", "server-replaced", "left-known"};
 
 }  // namespace
 
@@ -65,6 +65,15 @@ int ParseLink(const std::string& text, bool* late) {
   sscanf(text.c_str(), "link=%9d late=%1d", &mbps, &is_late);
   *late = is_late == 1;
   return std::max(mbps, 0);
+}
+
+std::string PackWelcome(int incarnation, int life) {
+  return std::to_string(incarnation) + " life=" + std::to_string(life);
+}
+
+int LifeIn(const std::string& text) {
+  int life = 0;
+  return sscanf(text.c_str(), "%*d life=%9d", &life) == 1 ? std::max(life, 0) : 0;
 }
 
 std::string PackReplicas(const ReplicaView& view) {

@@ -12,7 +12,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 11;
+constexpr int kProtocol = 12;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.
@@ -37,6 +37,10 @@ std::string PackLink(int mbps, bool late);
 // 0 and false for anything else.
 int ParseLink(const std::string& text, bool* late);
 
+// What the scheduler says in WELCOME: the incarnation of the job, and its own life.
+std::string PackWelcome(int incarnation, int life);
+int LifeIn(const std::string& text);
+
 // MEMBERS, to nodes.
 std::string PackReplicas(const ReplicaView& view);
 // False: it is no such thing.
@@ -45,7 +49,8 @@ bool ParseReplicas(const std::string& text, ReplicaView* view);
 // a worker, which is passed on to that worker; its replica is late, and is to be removed.  Of a
 // worker that came late: it can take part.  Of a worker that takes part: it and all others are
 // between two steps, and a replica that waits may join.  To workers: a server is lost, and another
-// one is waited for; the node that comes with the message has taken its place.
+// one is waited for; the node that comes with the message has taken its place.  Of a server, where
+// a scheduler may return: it knows that a worker has left.
 struct MemberWord {
   enum Kind {
     kAcknowledged,
@@ -54,10 +59,11 @@ struct MemberWord {
     kAwaited,
     kLate,
     kServerLost,
-    kServerReplaced
+    kServerReplaced,
+    kLeftKnown
   } kind = kReady;
-  int number =
-      0;  // kAdmit: the replica; kAwaited, kLate: the worker's rank; of others: the server's
+  int number = 0;  // kAdmit: the replica; kAwaited, kLate, kLeftKnown: the worker's rank; of
+                   // others: the server's
   // kAcknowledged: up to which; kAdmit: the replica's life; kAwaited: the round; kLate: the epoch
   // that the server knows.
   int epoch = 0;

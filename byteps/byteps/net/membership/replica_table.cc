@@ -11,6 +11,22 @@ void ReplicaTable::Begin(int replicas, int workers) {
   acknowledged_.clear();
 }
 
+void ReplicaTable::Restore(const std::vector<Past>& replicas, int workers, int epoch,
+                           AwakeClock::time_point now) {
+  Begin(static_cast<int>(replicas.size()), workers);
+  epoch_ = epoch;
+  for (int i = 0; i < count(); ++i) {
+    Replica* const one = &replicas_[i];
+    one->state = replicas[i].state;
+    one->life = replicas[i].life;
+    const bool changes = one->state == State::kLeaving || one->state == State::kJoining;
+    // Who spoke of an earlier life did not know of this one.
+    one->epoch = changes ? epoch : one->life;
+    one->since = now;
+    one->ready.assign(ranks(), false);
+  }
+}
+
 bool ReplicaTable::IsComing(int replica) const {
   const State state = replicas_[replica].state;
   return state == State::kGathering || state == State::kWaiting || state == State::kJoining;

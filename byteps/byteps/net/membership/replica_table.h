@@ -28,6 +28,15 @@ class ReplicaTable {
   // A job of `workers` workers begins, all of whose replicas are there.  Of one replica it is a job
   // like any other.
   void Begin(int replicas, int workers);
+  // What another scheduler has made of a replica.
+  struct Past {
+    State state = State::kPresent;
+    int life = 0;
+  };
+  // Such a job goes on.  The change to this epoch is to be told to all, and says again what only
+  // some have heard.
+  void Restore(const std::vector<Past>& replicas, int workers, int epoch,
+               AwakeClock::time_point now);
   bool active() const { return replicas_.size() > 1; }
   int count() const { return static_cast<int>(replicas_.size()); }
   int Of(int rank) const { return rank / ranks(); }

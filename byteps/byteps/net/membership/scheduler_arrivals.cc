@@ -13,6 +13,7 @@
 
 namespace ps {
 
+using membership::Account;
 using membership::Claim;
 using membership::kProtocol;
 using membership::Send;
@@ -23,6 +24,9 @@ void SchedulerMembership::Register(const Message& msg) {
   Claim claim;
   // Another protocol may say something else than this one.
   if (!ParseClaim(msg.meta.body, &claim) && claim.protocol == kProtocol) claim.protocol = -1;
+  Account account;
+  if (!ParseAccount(msg.meta.body, &account)) claim.protocol = -1;
+  if (account.life > 0) return Return(node, claim, account);
   if (claim.probe > 0) return AnswerProbe(node, claim);
   Refusal refusal;
   int incarnation = 0;
@@ -47,7 +51,12 @@ void SchedulerMembership::Register(const Message& msg) {
     }
   }
   if (refusal) return Refuse(node, refusal);
-  Send(links_, Control::WELCOME, node.id, std::to_string(incarnation), {node});
+  int life = 0;
+  {
+    MutexLock lock(&mu_);
+    life = takeover_.life;
+  }
+  Send(links_, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   EmitProgress(MembershipEvent::kAdmitted, node);
   if (gathered.replaces) return ReplaceServer(node);
@@ -58,6 +67,9 @@ void SchedulerMembership::Register(const Message& msg) {
 }
 
 SchedulerMembership::Refusal SchedulerMembership::WhyClosed() {
+  if (state_ == State::kActive && takeover_.gathers) {
+    return {"it goes on with a job whose nodes have not all come back yet", true};
+  }
   if (state_ == State::kActive) return {};
   if (state_ == State::kTurning) PS_PROBE(kCameWhileTurning);
   if (state_ != State::kFailed && state_ != State::kTurning) return {"the job has ended"};

@@ -105,7 +105,10 @@ void SchedulerMembership::Handle(const Message& msg) {
     if (member != nullptr && member->removed) return;
     may = (member == nullptr) == (command == Control::ADD_NODE) &&
           membership::MaySend(command, role, Node::SCHEDULER, msg.meta.body);
-    if (may && member != nullptr) member->heard = Clock::now();
+    if (may && member != nullptr) {
+      member->heard = Clock::now();
+      if (HoldBack(msg)) return;
+    }
   }
   if (may) Acquit(sender);
   if (!may) return ignored_.Add(msg, [this](int id) { return NameOf(id); });
@@ -141,7 +144,7 @@ void SchedulerMembership::OnLeave(int node_id, bool suspend) {
   {
     MutexLock lock(&mu_);
     Member* const member = roster_.Find(node_id);
-    if (member == nullptr || member->left) return;
+    if (member == nullptr || member->left) return;  // it waits for its answer, or has it
     const int rank = Postoffice::IDtoRank(node_id);
     if (replicas_.active() && replicas_.IsComing(replicas_.Of(rank))) {
       lock.Unlock();
@@ -152,11 +155,16 @@ void SchedulerMembership::OnLeave(int node_id, bool suspend) {
     member->left_at = Clock::now();
     member->left_to_suspend = suspend;
     who = member->node;
-    if (!member->lingers) Depart(who);
+    const bool asks = settings_.scheduler_return_s > 0;
+    if (asks) {
+      AskServers(who);
+    } else if (!member->lingers) {
+      Depart(who);
+    }
     all_left = IsOver();
     for (auto& [id, other] : roster_.members()) {
       if (id != node_id && !(all_left && other.lingers)) continue;
-      if (id == node_id && other.lingers && !all_left) continue;
+      if (id == node_id && (asks || (other.lingers && !all_left))) continue;
       may_go.push_back(other.node);
     }
   }
@@ -170,8 +178,9 @@ void SchedulerMembership::OnLeave(int node_id, bool suspend) {
 }
 
 void SchedulerMembership::Depart(const Node& node) {
-  if (departed_.empty()) departed_due_ = Clock::now() + ToDuration(kDepartureSeconds);
-  departed_.push_back(node);
+  auto& untold = departures_.untold;
+  if (untold.empty()) departures_.due = Clock::now() + ToDuration(kDepartureSeconds);
+  untold.push_back(node);
 }
 
 void SchedulerMembership::TellOfDepartures() {
@@ -179,8 +188,8 @@ void SchedulerMembership::TellOfDepartures() {
   std::vector<int> servers;
   {
     MutexLock lock(&mu_);
-    if (departed_.empty()) return;
-    departed.swap(departed_);
+    if (departures_.untold.empty()) return;
+    departed.swap(departures_.untold);
     servers = roster_.Ids(Node::SERVER);
   }
   if (departed.size() > 1) PS_PROBE(kDeparturesTogether);
@@ -204,7 +213,7 @@ void SchedulerMembership::EndJob() {
     replicas_ = ReplicaTable();
     vacancies_.clear();
     accusations_.clear();
-    departed_.clear();
+    departures_ = {};
     any_worker_ = false;
     if (suspended) {
       roster_.Expect({});
@@ -246,6 +255,12 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
     if (state_ != State::kActive || member == nullptr || (member->left && !member->lingers)) {
       return PS_PROBE(kGoneAlready);
     }
+    if (takeover_.gathers) {  // it may come again
+      takeover_.accounts.Forget(node_id);
+      roster_.Erase(node_id);
+      lock.Unlock();
+      return links_->Disconnect(node_id);
+    }
     reason = before + Describe(member->node) + " " + what;
     in_job = any_worker_;
     if (!in_job) roster_.Erase(node_id);
@@ -276,6 +291,7 @@ void SchedulerMembership::OnFailure(const Message& msg) {
 void SchedulerMembership::FailJob(const std::string& reason, bool for_good, const char* file,
                                   int line) {
   std::vector<int> receivers;
+  std::vector<Node> done;
   const bool goes_on = settings_.keep && !for_good;
   int next = 0;
   {
@@ -286,9 +302,11 @@ void SchedulerMembership::FailJob(const std::string& reason, bool for_good, cons
     failure_ = reason;
     if (goes_on) next = incarnation_ + 1;
     receivers = roster_.PresentIds();
+    for (const auto& [id, leaver] : departures_.asked) done.push_back(leaver.node);
   }
   heartbeats_.Wake();
   for (const int id : receivers) Send(links_, Control::JOB_FAILED, id, reason);
+  for (const Node& node : done) Send(links_, Control::NODE_LEFT, node.id, "", {node});
   announcer_.TellFailure(reason, next, file, line);
   if (goes_on) BeginIncarnation();
 }
@@ -306,7 +324,7 @@ void SchedulerMembership::BeginIncarnation() {
     }
     roster_.Clear();
     roster_.Expect({-1, roster_.expected().servers});
-    departed_.clear();
+    departures_ = {};
     replicas_ = ReplicaTable();
     vacancies_.clear();
     accusations_.clear();
@@ -346,7 +364,7 @@ void SchedulerMembership::OnReport(int node_id, const std::string& report) {
 std::optional<AwakeClock::time_point> SchedulerMembership::NextDue() {
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return std::nullopt;
-  auto due = departed_.empty() ? Clock::time_point::max() : departed_due_;
+  auto due = departures_.untold.empty() ? Clock::time_point::max() : departures_.due;
   for (const auto& [server, accusation] : accusations_) due = std::min(due, accusation.due);
   return due;
 }
@@ -367,8 +385,10 @@ void SchedulerMembership::CheckPeers(Clock::time_point now) {
   std::vector<int> silent;
   std::string reason;
   std::string last_reason;
+  bool late = false;  // others than those that came back will not
   {
     MutexLock lock(&mu_);
+    late = takeover_.gathers && now - takeover_.since > ToDuration(settings_.scheduler_return_s);
     for (const auto& [id, member] : roster_.members()) {
       const bool heard = now - member.heard < ToDuration(settings_.peer_timeout_s);
       if ((!member.left || member.lingers) && !heard) silent.push_back(id);
@@ -383,6 +403,7 @@ void SchedulerMembership::CheckPeers(Clock::time_point now) {
   if (!last_reason.empty()) FailJob(last_reason, true);
   CheckComing(now);
   LetGo(now);
+  if (late) GoOn(true);
 }
 
 std::string SchedulerMembership::ReasonNotToStart(Clock::time_point now) {

@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/stall_watch.h"
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/admission.h"
 #include "byteps/net/membership/commands.h"
 #include "byteps/net/membership/heartbeat.h"
@@ -76,6 +78,24 @@ class SchedulerMembership : public Membership {
   void SendAway(const Node& node, const std::string& body);
   // A node asks whether it would be admitted, and nothing changes.
   void AnswerProbe(const Node& node, const membership::Claim& claim);
+
+  // Nodes of a job that another scheduler began, and that died (scheduler_return.cc).
+  //
+  // A node comes back.
+  void Return(const Node& node, const membership::Claim& claim, const membership::Account& account);
+  Refusal WhyNoReturn(const Node& node, const membership::Claim& claim,
+                      const membership::Account& account) PS_REQUIRES(mu_);
+  // Who has to go, since this node returns.
+  std::vector<Node> MakeRoom(const Node& node, const membership::Account& account) PS_REQUIRES(mu_);
+  // What a node says waits until the others have come.
+  bool HoldBack(const Message& msg) PS_REQUIRES(mu_);
+  // All have come, or it is too late for those that have not.
+  void GoOn(bool late);
+  // Makes the roster and the replicas of what was told.  The nodes that are of them no more.
+  std::vector<Node> Rebuild(const std::vector<int>& missing) PS_REQUIRES(mu_);
+  // A worker may go once all servers know that it does: they tell the next scheduler.
+  void AskServers(const Node& leaver) PS_REQUIRES(mu_);
+  void OnLeftKnown(int server, int rank);
 
   // Nodes that leave.
   void OnFarewell(int node_id, const std::string& text);
@@ -182,9 +202,27 @@ class SchedulerMembership : public Membership {
   Clock::time_point last_replaced_ PS_GUARDED_BY(mu_);             // when one was filled last
   bool any_worker_ PS_GUARDED_BY(mu_) = false;
   Clock::time_point last_arrival_ PS_GUARDED_BY(mu_);
-  // Workers that left, of which the servers do not know yet.
-  std::vector<Node> departed_ PS_GUARDED_BY(mu_);
-  Clock::time_point departed_due_ PS_GUARDED_BY(mu_);
+  // Workers that left.
+  struct Departures {
+    std::vector<Node> untold;  // of which servers were not told yet
+    Clock::time_point due;
+    struct Leaver {
+      Node node;
+      std::set<int> known;  // to these servers
+    };
+    std::map<int, Leaver> asked;  // by node id: they wait until all servers know
+  };
+  Departures departures_ PS_GUARDED_BY(mu_);
+  // Of the job of a scheduler that died.
+  struct Takeover {
+    int life = 1;  // of this scheduler: more than that of each before it
+    bool gathers = false;
+    Clock::time_point since;
+    JobSize size;
+    membership::Accounts accounts;
+    std::vector<Message> held;  // that nodes sent meanwhile
+  };
+  Takeover takeover_ PS_GUARDED_BY(mu_);
   int refused_ PS_GUARDED_BY(mu_) = 0;
 
   HeartbeatThread heartbeats_;

@@ -37,7 +37,8 @@ bool SchedulerMembership::LoseReplica(int node_id, const std::string& reason) {
       Member* const one = roster_.Find(IdOf(Node::WORKER, view.FirstRank(replica) + i));
       if (one == nullptr || one->removed) continue;
       if (!one->left) told.push_back(one->node.id);
-      if (std::exchange(one->lingers, false)) done.push_back(one->node);
+      const bool waits = departures_.asked.erase(one->node.id) > 0;
+      if (std::exchange(one->lingers, false) || waits) done.push_back(one->node);
       one->left = one->removed = true;
       removed_.push_back(one->node);
     }
@@ -69,6 +70,7 @@ bool SchedulerMembership::OthersGoOn(int replica) {
 }
 
 bool SchedulerMembership::IsOver() {
+  if (takeover_.gathers || !departures_.asked.empty()) return false;
   if (!replicas_.active()) return roster_.AllWorkersLeft();
   return std::none_of(roster_.members().begin(), roster_.members().end(),
                       [&](const auto& entry) PS_REQUIRES(mu_) {
@@ -114,6 +116,10 @@ void SchedulerMembership::TellReplicas(const std::string& news) {
 void SchedulerMembership::OnMemberWord(int sender, const std::string& text) {
   membership::MemberWord word;
   if (!membership::ParseWord(text, &word)) return;
+  if (word.kind == membership::MemberWord::kLeftKnown) {
+    if (sender % 2 == 0) OnLeftKnown(sender, word.number);
+    return;
+  }
   std::string news;
   bool changed = false;
   int passed_on = Node::kEmpty;
@@ -137,11 +143,13 @@ void SchedulerMembership::OnMemberWord(int sender, const std::string& text) {
         break;
       case membership::MemberWord::kReady:
         changed = replicas_.Ready(Postoffice::IDtoRank(sender));
+        if (changed) PS_PROBE(kReplicaWaits);
         break;
       case membership::MemberWord::kAdmit:
         // One that is coming itself has no say.
         if (replicas_.IsComing(replicas_.Of(Postoffice::IDtoRank(sender)))) return;
         changed = replicas_.Admit(word.number, word.epoch);
+        if (changed) PS_PROBE(kReplicaAdmitted);
         break;
       case membership::MemberWord::kAwaited:
         if (IsOfPresent(word.number)) passed_on = IdOf(Node::WORKER, word.number);
@@ -153,6 +161,7 @@ void SchedulerMembership::OnMemberWord(int sender, const std::string& text) {
         break;
       case membership::MemberWord::kServerLost:
       case membership::MemberWord::kServerReplaced:
+      case membership::MemberWord::kLeftKnown:
         return;  // what it says itself
     }
   }

@@ -133,7 +133,7 @@ bool Greeter::Read() {
 
 void Greeter::OnHello() {
   hello_ = DecodeHello(buffer_.data());
-  Challenge challenge = host_->challenge();
+  Challenge challenge = host_->challenge(hello_);
   challenge.authenticates = host_->secret->is_there();
   if (host_->tls && !socket_->encrypted()) {
     challenge.refusal =

@@ -23,8 +23,8 @@ namespace tcp {
 class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter> {
  public:
   struct Host {
-    // What is told to a peer that connects: the job and this process.
-    std::function<Challenge()> challenge;
+    // What is told to a peer that connects, and has said this: the job and this process.
+    std::function<Challenge(const Hello&)> challenge;
     // The peer has proved what it said.  Takes the socket, or leaves it and returns why not.
     std::function<std::string(const StreamPtr&, const Hello&)> admit;
     // It is gone, one way or the other.

@@ -77,6 +77,11 @@ bool IsOnThisHost(const Node& node) {
   return false;
 }
 
+// It was in the job before, and whichever process is the scheduler now is meant.
+bool LooksForScheduler(const tcp::Hello& hello) {
+  return hello.job != 0 && hello.receiver == 0 && !hello.resumes;
+}
+
 // A quarter of the cores that each of this host's workers has: the others belong to
 // the framework, or to the server's additions.
 int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4, 1, kMaxThreads); }
@@ -100,15 +105,18 @@ void TcpVan::Start(int customer_id, bool standalone) {
   settings_.switch_s = std::min(settings_.switch_s, peer_timeout_s / 4);
   host_.secret = &settings_.secret;
   host_.tls = settings_.tls;
-  host_.challenge = [this] {
+  host_.challenge = [this](const tcp::Hello& hello) {
     tcp::Challenge challenge;
     challenge.job = job_.get();
+    // It asks for the scheduler of its job, and membership says whether this is one.
+    if (may_follow_ && LooksForScheduler(hello)) challenge.job = hello.job;
     challenge.sender = token_;
     return challenge;
   };
   host_.admit = [this](const tcp::StreamPtr& socket, const tcp::Hello& hello) {
     return Admit(socket, hello);
   };
+  may_follow_ = post->is_scheduler() && Seconds("BYTEPS_SCHEDULER_RETURN_S", 0) > 0;
   host_.done = [this](const tcp::Greeter* greeter) { pending_->Remove(greeter); };
   start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
   int threads = GetEnv("BYTEPS_IO_THREADS", 0);
@@ -303,6 +311,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
   applicant.plane = kPlane;
   applicant.index = hello.index;
   applicant.resumes = hello.resumes;
+  applicant.returns = may_follow_ && LooksForScheduler(hello);
   const std::string refusal = ReasonToRefuse(applicant, my_role_, token_, job_.get());
   if (!refusal.empty()) return refusal;
   const auto admitted =

@@ -92,6 +92,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   tcp::ConnectionSettings settings_;
   tcp::Greeter::Host host_;
   double start_timeout_s_ = 0;
+  bool may_follow_ = false;         // a scheduler that goes on with the job of another one
   int connections_per_server_ = 0;  // 0: as many as the link wants
   std::unique_ptr<tcp::Pollers> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;

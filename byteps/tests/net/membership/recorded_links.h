@@ -51,6 +51,14 @@ class RecordedLinks : public MembershipLinks {
     MutexLock lock(&mu_);
     incarnation_ = incarnation;
   }
+  uint64_t job() const override {
+    MutexLock lock(&mu_);
+    return job_;
+  }
+  void SetJob(uint64_t job) override {
+    MutexLock lock(&mu_);
+    job_ = job;
+  }
   void Send(Message* message) override {
     Meta read;
     const std::string bytes = EncodeMeta(message->meta);
@@ -120,6 +128,7 @@ class RecordedLinks : public MembershipLinks {
   std::vector<Message> sent_ PS_GUARDED_BY(mu_);
   std::vector<int> linked_ PS_GUARDED_BY(mu_);
   int incarnation_ PS_GUARDED_BY(mu_) = 0;
+  uint64_t job_ PS_GUARDED_BY(mu_) = 1 << 16 | 1;
 };
 
 }  // namespace ps

@@ -24,7 +24,7 @@ class GreeterTest : public testing::Test {
     peer_ = Fd(both[0]);
     other_ = Fd(dup(both[1]));
     host_.secret = &secret_;
-    host_.challenge = [] { return Challenge(); };
+    host_.challenge = [](const Hello&) { return Challenge(); };
     host_.admit = [](const StreamPtr&, const Hello&) { return ""; };
     host_.done = [this](const Greeter*) { done_ = true; };
     greeter_ = std::make_shared<Greeter>(&host_, std::make_shared<Poller>(0), Fd(both[1]));

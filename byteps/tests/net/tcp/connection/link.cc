@@ -105,7 +105,7 @@ Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contrac
       job_(listeners_job) {
   host_.secret = &hub->settings.secret;
   host_.tls = hub->settings.tls;
-  host_.challenge = [this] {
+  host_.challenge = [this](const ps::tcp::Hello&) {
     MutexLock lock(&mu_);
     ps::tcp::Challenge challenge;
     challenge.job = job_;

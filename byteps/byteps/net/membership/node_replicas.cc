@@ -1,0 +1,94 @@
+// What a node hears and says of replicas, and of servers that are lost (docs/design/replicas.md).
+#include <set>
+#include <string>
+#include <utility>
+
+#include "byteps/base/probe.h"
+#include "byteps/net/link/node_text.h"
+#include "byteps/net/membership/node_membership.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+void NodeMembership::OnReplicas(const Message& msg) {
+  MembershipEvent event;
+  membership::MemberWord word;
+  if (membership::ParseWord(msg.meta.body, &word)) {
+    if (word.kind != membership::MemberWord::kAwaited) return OnServerWord(word, msg);
+    event.kind = MembershipEvent::kAwaited;
+    event.rank = word.number;
+    event.round = word.epoch;
+    event.report = word.text;
+    return announcer_.Tell(event);
+  }
+  event.kind = MembershipEvent::kReplicas;
+  if (!membership::ParseReplicas(msg.meta.body, &event.replicas)) return;
+  const bool server = links_->self().role == Node::SERVER;
+  {
+    MutexLock lock(&mu_);
+    const int last = view_.count() > 0 ? view_.epoch : -1;
+    if (state_ != State::kActive || event.replicas.epoch <= last) return;
+    view_ = event.replicas;
+    view_.news.clear();
+    // What breaks of these is no news; and nobody else may come under their names before.
+    for (const Node& node : msg.meta.control.node) {
+      Member* const member = roster_.Put(node);
+      member->left = member->removed = true;
+      // Nor is a later life of it to be reported for that.
+      if (broken_link_ && broken_link_->peer == node.id) broken_link_.reset();
+    }
+    const std::set<int> absent = event.replicas.AbsentRanks();
+    for (int rank = 0; rank < event.replicas.workers; ++rank) {
+      const Member* const member = roster_.Find(IdOf(Node::WORKER, rank));
+      if (member != nullptr && member->removed && absent.count(rank) == 0) {
+        roster_.Erase(member->node.id);
+        if (server) PS_PROBE(kJoinerExpected);
+      }
+    }
+  }
+  for (const Node& node : msg.meta.control.node) links_->Disconnect(node.id);
+  announcer_.Tell(event);
+  if (!server) return;
+  SayOfReplica({membership::MemberWord::kAcknowledged, 0, event.replicas.epoch, ""});
+}
+
+void NodeMembership::OnServerWord(const membership::MemberWord& word, const Message& msg) {
+  MembershipEvent event;
+  event.rank = word.number;
+  event.reason = word.text;
+  const int id = IdOf(Node::SERVER, word.number);
+  const auto& nodes = msg.meta.control.node;
+  const bool replaced = word.kind == membership::MemberWord::kServerReplaced;
+  if (!replaced && word.kind != membership::MemberWord::kServerLost) return;
+  if (links_->self().role != Node::WORKER) return;
+  if (replaced && (nodes.size() != 1 || nodes[0].role != Node::SERVER || nodes[0].id != id)) return;
+  event.kind = replaced ? MembershipEvent::kServerReplaced : MembershipEvent::kServerLost;
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kActive) return;
+    if (broken_link_ && broken_link_->peer == id) broken_link_.reset();
+    if (replaced) {
+      roster_.Erase(id);
+      event.node = InfoOf(roster_.Put(nodes[0])->node);
+    } else if (Member* const member = roster_.Find(id)) {
+      member->left = member->removed = true;  // what breaks of its links is no news
+    }
+  }
+  if (replaced) {
+    links_->Connect(nodes[0]);
+  } else {
+    links_->Disconnect(id);
+  }
+  announcer_.Tell(event);
+}
+
+void NodeMembership::SayOfReplica(membership::MemberWord word) {
+  {
+    MutexLock lock(&mu_);
+    if (word.kind == membership::MemberWord::kLate) word.epoch = view_.epoch;
+    Remember(word);
+  }
+  Tell(Control::MEMBERS, membership::PackWord(word));
+}
+
+}  // namespace ps

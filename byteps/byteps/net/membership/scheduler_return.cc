@@ -1,0 +1,250 @@
+// A scheduler that goes on with the job of one that died, from what nodes tell it
+// (docs/design/replicas.md).
+#include <algorithm>
+#include <climits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/log.h"
+#include "byteps/base/probe.h"
+#include "byteps/net/link/node_text.h"
+#include "byteps/net/link/node_token.h"
+#include "byteps/net/membership/scheduler_membership.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+using membership::Account;
+using membership::Claim;
+using membership::Send;
+
+namespace {
+
+// Of which this scheduler knows the place alone.
+Node Unknown(int id) {
+  Node node;
+  node.id = id;
+  node.role = id % 2 != 0 ? Node::WORKER : Node::SERVER;
+  node.aux_id = node.role == Node::WORKER ? Postoffice::IDtoRank(id) : -1;
+  node.hostname = "unknown";
+  node.port = 0;
+  return node;
+}
+
+}  // namespace
+
+void SchedulerMembership::Return(const Node& node, const Claim& claim, const Account& account) {
+  PS_PROBE(kNodeReturns);
+  std::vector<Node> aside;  // that have to give way
+  std::string replicas;
+  Refusal refusal = CheckReturn(settings_, claim, account, node);
+  {
+    MutexLock lock(&mu_);
+    if (state_ == State::kStopped) return;
+    if (!refusal) refusal = WhyNoReturn(node, claim, account);
+    if (!refusal) aside = MakeRoom(node, account);
+  }
+  for (const Node& other : aside) {
+    SendAway(other, membership::kAgain + Describe(other) +
+                        " came before the nodes of the job that " + Name() + " goes on with");
+  }
+  if (refusal) return Refuse(node, refusal);
+  links_->Connect(node);
+  int incarnation = 0, life = 0;
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kActive) return;
+    Member* const member = roster_.Put(node);
+    member->left = false;  // it will say so again
+    member->heard = Clock::now();
+    member->link_mbps = claim.link_mbps;
+    incarnation = incarnation_;
+    if (takeover_.gathers) {
+      takeover_.life = std::max(takeover_.life, account.life + 1);
+      takeover_.size.replicas = std::max(takeover_.size.replicas, claim.replicas);
+      takeover_.accounts.Expect(takeover_.size);
+      takeover_.accounts.Put(node.id, account);
+    } else if (replicas_.active()) {
+      replicas = membership::PackReplicas(replicas_.View(node.role == Node::SERVER));
+    }
+    life = takeover_.life;
+  }
+  Send(links_, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
+  if (!replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
+  EmitProgress(MembershipEvent::kAdmitted, node);
+  GoOn(false);
+}
+
+SchedulerMembership::Refusal SchedulerMembership::WhyNoReturn(const Node& node, const Claim& claim,
+                                                              const Account& account) {
+  if (state_ != State::kActive) return WhyClosed();
+  const bool has_begun = replicas_.count() > 0;
+  if ((has_begun || takeover_.gathers) && account.job != links_->job()) {
+    return {"it is in another job than the one that this scheduler goes on with"};
+  }
+  const Member* const member = roster_.Find(node.id);
+  if (takeover_.gathers) {
+    const int replicas = takeover_.size.replicas;
+    if (node.role == Node::WORKER && replicas > 0 && claim.replicas != replicas) {
+      return {"it is of a job of " + Plural(claim.replicas, "replica") + ", the others of " +
+              Plural(replicas, "replica") + " (worker.sh --replica, BYTEPS_REPLICA)"};
+    }
+    const Account* const other = takeover_.accounts.Find(node.id);
+    const bool newer = other == nullptr || account.replicas.epoch >= other->replicas.epoch;
+    if (newer) return {};
+    return {"another process has its place in the job"};
+  }
+  if (!has_begun) return {};
+  if (account.life > takeover_.life) {
+    return {"another scheduler, which began later, has the job"};
+  }
+  if (member == nullptr) return {"the job goes on without it"};
+  if (member->removed) return {"its replica was removed, and the others go on"};
+  if (member->left || TokenOf(member->node) == TokenOf(node)) return {};
+  return {"another process has its place in the job"};
+}
+
+std::vector<Node> SchedulerMembership::MakeRoom(const Node& node, const Account& account) {
+  std::vector<Node> aside;
+  if (replicas_.count() > 0) return aside;
+  if (takeover_.gathers) {
+    // An earlier life of it, which the scheduler before had sent away.
+    const Member* const member = roster_.Find(node.id);
+    if (member != nullptr && TokenOf(member->node) != TokenOf(node)) aside.push_back(member->node);
+    return aside;
+  }
+  BPS_LOG(WARNING) << Describe(node) << " is in a job that another scheduler began: "
+                   << "waiting for its other nodes, to go on with it";
+  for (const auto& [id, member] : roster_.members()) aside.push_back(member.node);
+  if (!aside.empty()) PS_PROBE(kNewcomersGiveWay);
+  roster_.Clear();
+  any_worker_ = false;
+  takeover_.gathers = true;
+  takeover_.since = Clock::now();
+  takeover_.size = {settings_.workers, settings_.servers, 0};
+  incarnation_ = static_cast<int>(account.job & kIncarnationMask);
+  last_incarnation_ = incarnation_;
+  links_->SetJob(account.job);
+  return aside;
+}
+
+bool SchedulerMembership::HoldBack(const Message& msg) {
+  if (!takeover_.gathers || msg.meta.control.cmd == Control::HEARTBEAT) return false;
+  takeover_.held.push_back(msg);
+  return true;
+}
+
+void SchedulerMembership::GoOn(bool late) {
+  std::vector<Node> strays;
+  std::vector<int> missing;
+  std::vector<Message> held;
+  bool over = false;
+  {
+    MutexLock lock(&mu_);
+    if (!takeover_.gathers || state_ != State::kActive) return;
+    missing = takeover_.accounts.Missing();
+    if (!missing.empty() && !late) return;
+    PS_PROBE(kSchedulerGoesOn);
+    takeover_.gathers = false;
+    held.swap(takeover_.held);
+    strays = Rebuild(missing);
+    takeover_.accounts = {};
+    over = IsOver();
+  }
+  BPS_LOG(WARNING) << Name() << " goes on with the job of another one that died";
+  for (const Node& node : strays) {
+    Send(links_, Control::JOB_FAILED, node.id,
+         Describe(node) + " cannot go on: its replica was removed");
+    links_->Disconnect(node.id);
+  }
+  TellReplicas("");
+  if (over) return EndJob();  // those that have not come may have heard so
+  EmitProgress(MembershipEvent::kComplete, links_->self());
+  for (const int id : missing) {
+    OnGone(id, "did not come back to " + Name() + " within " +
+                   Limit(settings_.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S"));
+  }
+  for (const Message& msg : held) Handle(msg);
+  heartbeats_.Wake();
+}
+
+std::vector<Node> SchedulerMembership::Rebuild(const std::vector<int>& missing) {
+  using ReplicaState = ReplicaTable::State;
+  const auto now = Clock::now();
+  const membership::Accounts& accounts = takeover_.accounts;
+  JobSize size = takeover_.size;
+  size.replicas = std::max(size.replicas, 1);
+  roster_.Expect(size);
+  any_worker_ = true;
+  last_arrival_ = now;
+  const auto past = accounts.Replicas();
+  replicas_.Restore(past, size.workers, accounts.NewestEpoch() + 1, now);
+  for (const ReplicaTable::Past& one : past) {
+    if (one.state == ReplicaState::kLeaving) PS_PROBE(kTakesOverLeaving);
+    if (one.state == ReplicaState::kGathering) PS_PROBE(kTakesOverGathering);
+    if (one.state == ReplicaState::kWaiting) PS_PROBE(kTakesOverWaiting);
+    if (one.state == ReplicaState::kJoining) PS_PROBE(kTakesOverJoining);
+  }
+  std::vector<Node> strays;
+  const auto put = [&](int id) PS_REQUIRES(mu_) {
+    Member* const member = roster_.Put(Unknown(id));
+    member->heard = now;
+    member->link_mbps = INT_MAX;  // it says nothing of the slowest
+    return member;
+  };
+  const std::set<int> left = accounts.Left();
+  if (!left.empty()) PS_PROBE(kTakesOverLeft);
+  for (int rank = 0; rank < size.workers; ++rank) {
+    const int id = IdOf(Node::WORKER, rank);
+    const ReplicaTable::Past& replica = past[replicas_.Of(rank)];
+    if (accounts.IsOf(rank, replica)) continue;
+    const Member* const other = roster_.Find(id);
+    if (other != nullptr) strays.push_back(other->node);
+    Member* const member = put(id);
+    if (other != nullptr) member->node = strays.back();
+    if (replica.state == ReplicaState::kLeaving || replica.state == ReplicaState::kGathering) {
+      member->left = member->removed = true;
+      // Where others of it gather, all servers have dropped the last ones.
+      if (replica.state == ReplicaState::kLeaving) removed_.push_back(member->node);
+    } else if (left.count(rank) > 0) {
+      member->left = true;
+      Depart(member->node);
+    }
+  }
+  for (const int id : missing) {
+    if (roster_.Find(id) == nullptr) put(id);
+  }
+  if (!missing.empty()) PS_PROBE(kNodeStaysAway);
+  return strays;
+}
+
+void SchedulerMembership::AskServers(const Node& leaver) {
+  departures_.asked[leaver.id] = {leaver, {}};
+  Depart(leaver);
+}
+
+void SchedulerMembership::OnLeftKnown(int server, int rank) {
+  Node leaver;
+  bool over = false;
+  {
+    MutexLock lock(&mu_);
+    const auto asked = departures_.asked.find(IdOf(Node::WORKER, rank));
+    if (asked == departures_.asked.end()) return;
+    asked->second.known.insert(server);
+    const std::vector<int> servers = roster_.Ids(Node::SERVER);
+    const auto& known = asked->second.known;
+    if (!std::all_of(servers.begin(), servers.end(), [&](int id) { return known.count(id) > 0; })) {
+      return;
+    }
+    leaver = asked->second.node;
+    departures_.asked.erase(asked);
+    over = IsOver();
+  }
+  Send(links_, Control::NODE_LEFT, leaver.id, "", {leaver});
+  if (!over) return;
+  PS_PROBE(kLastLeaves);
+  EndJob();
+}
+
+}  // namespace ps
