@@ -6,8 +6,10 @@
 - ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
   step N is handed in), or the number of a step, which does not come about.
 - ``what``: ``kill`` (this process), ``actor`` (the actor that owns it), ``freeze`` (stop the
-  process), ``sleep`` (for ever), ``raise``, or ``hold:FILE`` (wait until the file is there: the
-  driver breaks something else meanwhile).
+  process), ``sleep`` (for ever), ``raise``, ``hold:FILE`` (wait until the file is there: the
+  driver breaks something else meanwhile), or ``joiner:N`` (wait until replica N is ready to join).
+
+With ``replica`` a fault is of that replica alone.
 """
 
 from __future__ import annotations
@@ -48,6 +50,11 @@ def _do(what: str) -> None:
     elif what.startswith("hold:"):
         deadline = time.monotonic() + _HOLD_S
         while not Path(what.partition(":")[2]).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    elif what.startswith("joiner:"):
+        from byteps.torch import members
+
+        while not members.view().waiting[int(what.partition(":")[2])]:
             time.sleep(0.01)
     else:
         raise ValueError(f"unknown fault {what!r}")
@@ -91,8 +98,11 @@ def main() -> None:
     # Steps that are done twice are compared to the last bit, on GPUs as well.
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_INCARNATION"])
+    replica = int(os.environ.get("BYTEPS_REPLICA", "0/1").partition("/")[0])
     for fault in json.loads(os.environ.get("SCRIPTED_FAULTS", "[]")):
         if (fault["rank"], fault["incarnation"]) != (rank, incarnation):
+            continue
+        if fault.get("replica", replica) != replica:
             continue
         when, what = fault["when"], fault["what"]
         if when == "start":

@@ -40,8 +40,10 @@ class Incarnation:
         phases: Phases | None,
         emit: Callable[..., None],
         memory: Sequence[Mapping[str, Any]] = (),
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``memory``: of each rank, where its state is kept; see ``RankActor.start``."""
+        """``memory``: of each rank, where its state is kept; see ``RankActor.start``.
+        ``is_over``: whether ranks that have made no step yet will make none."""
         self.number = number
         self._settings = settings
         self._servers = servers
@@ -59,6 +61,7 @@ class Incarnation:
         """When each rank had finished its first step."""
         self._reporter: int | None = None
         self._memory = memory
+        self._is_over = is_over
         self._whole = 0
         """The last step of which every rank's state is kept in memory."""
         self._finished: set[int] = set()
@@ -154,6 +157,9 @@ class Incarnation:
             self._take_progress()
             if not self._ends:
                 self._look_for_hangs()
+            if not (self._ends or self._first or self._finished) and self._is_over():
+                why = "the others had trained to the end before it joined them"
+                self._ends.append(End(who="rank 0", kind=FAILED, at=time.time(), lines=[why]))
             if self._ends:
                 if not settle:
                     settle, self.noticed_at = time.monotonic() + SETTLE_S, time.time()
@@ -171,8 +177,11 @@ class Incarnation:
             with contextlib.suppress(ray.exceptions.RayError):
                 end = ray.get(ref)
         if end is None:
-            return self._lost(who)
+            replaced = not self._ends and self._servers.replace(who)
+            return None if replaced else self._lost(who)
         status = end["status"]
+        if status != 0 and not self._ends and self._servers.replace(who):
+            return None
         if who.startswith("rank") and status == 0:
             self._finished.add(int(who.split()[1]))
         elif status == 0 and not self._ends:

@@ -43,8 +43,10 @@ class Slot:
 class Pool:
     """See the module. Not for several threads."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, of_ranks: bool = True) -> None:
+        """``of_ranks``: whether it has actors for ranks, and not only those of BytePS."""
         self._settings = settings
+        self._count = settings.ranks + settings.spares if of_ranks else 0
         self._slots: list[Slot] = []
         self.assigned: list[Slot] = []
         """The ranks, in their order."""
@@ -68,7 +70,7 @@ class Pool:
         rank = {"CPU": settings.cpus_per_rank}
         if settings.gpus_per_rank:
             rank["GPU"] = settings.gpus_per_rank
-        count = settings.ranks + settings.spares
+        count = self._count
         bundles = [server] * self._byteps_bundles + [rank] * count
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(settings.limits.place):
@@ -80,7 +82,7 @@ class Pool:
         self.byteps = [self._new_byteps(index) for index in range(self._byteps_bundles)]
         for index in range(count):
             self._slots.append(self._new_slot(self._byteps_bundles + index, attempt=0))
-        self.wait_warm(settings.ranks, settings.limits.warm)
+        self.wait_warm(min(settings.ranks, count), settings.limits.warm)
 
     def close(self) -> None:
         """End all actors; what they own ends with them."""
