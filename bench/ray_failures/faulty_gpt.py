@@ -7,7 +7,8 @@
   step N is handed in), or the number of a step, which does not come about.
 - ``what``: ``kill`` (this process), ``actor`` (the actor that owns it), ``freeze`` (stop the
   process), ``sleep`` (for ever), ``raise``, ``hold:FILE`` (wait until the file is there: the
-  driver breaks something else meanwhile), or ``joiner:N`` (wait until replica N is ready to join).
+  driver breaks something else meanwhile), ``joiner:N`` (wait until replica N is ready to join), or
+  ``told`` (wait until this rank is told to end).
 
 With ``replica`` a fault is of that replica alone.
 """
@@ -48,16 +49,24 @@ def _do(what: str) -> None:
     elif what == "raise":
         raise RuntimeError("a fault that the script asked for")
     elif what.startswith("hold:"):
-        deadline = time.monotonic() + _HOLD_S
-        while not Path(what.partition(":")[2]).exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        _await(Path(what.partition(":")[2]).exists)
+    elif what == "told":
+        from megatron.core.distributed.dpu_reduce import leaving
+
+        _await(leaving.told)
     elif what.startswith("joiner:"):
         from byteps.torch import members
 
-        while not members.view().waiting[int(what.partition(":")[2])]:
-            time.sleep(0.01)
+        joiner = int(what.partition(":")[2])
+        _await(lambda: members.view().waiting[joiner])
     else:
         raise ValueError(f"unknown fault {what!r}")
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _HOLD_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _before(module: Any, name: str, call: Callable[[dict[str, Any]], None]) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +14,12 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bench.ray_failures.cases import CASES, MODEL, STEPS, Runner
+from bench.ray_failures.nodes import LIMIT_S, Nodes
+from megatron_byteps_ray import incarnation
+from megatron_byteps_ray.draining import draining_nodes
 from megatron_byteps_ray.job import record_of_steps
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.replicas import Replicas
@@ -85,6 +93,80 @@ def test_a_lost_replica_is_restarted_alone(pool: Pool, settings: Settings, run_d
     assert sorted(whole) == list(range(1, STEPS + 1)), "no step is done twice"
     assert sorted(joined) == list(range(9, STEPS + 1)), "it joins after the step that waited"
     assert joined == {step: whole[step] for step in joined}
+
+
+def test_a_replica_leaves_a_machine_that_is_drained(
+    pool: Pool, settings: Settings, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are on one machine here: Ray says to one of them alone that it is drained."""
+    there = {"node": ""}
+
+    def draining() -> set[str]:
+        return {there["node"]} if threading.current_thread().name == "replica 1" else set()
+
+    def note(job: Replicas, replica: int, event: dict[str, Any]) -> None:
+        if replica == 1 and event["event"] == "step" and event["incarnation"] == 0:
+            there["node"] = job.jobs[1].pool.assigned[0].facts["node"]
+        if replica == 1 and event["event"] == "failure":
+            there["node"] = ""
+
+    monkeypatch.setattr(incarnation, "draining_nodes", draining)
+    faults = [
+        {"incarnation": 0, "replica": 1, "rank": 0, "when": 5, "what": "told"},
+        {"incarnation": 0, "replica": 0, "rank": 0, "when": 8, "what": "joiner:1"},
+    ]
+    first, second = run(settings, run_dir / "job", faults, note)
+    assert not of(first, "failure")
+    (failure,) = of(second, "failure")
+    assert str(failure["failure"]) == "rank 0 was told to end, and has left"
+    said = "\n".join(failure["failure"].causes[0].lines)
+    assert "and leaves after iteration 5" in said, "that is the step that it was in"
+    whole, joined = losses(run_dir / "job", 0), losses(run_dir / "job", 1)
+    assert sorted(joined) == list(range(9, STEPS + 1))
+    assert joined == {step: whole[step] for step in joined}
+
+
+def test_a_pool_passes_over_machines_that_are_drained(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (node,) = {slot.facts["node"] for slot in pool.warm()}
+    monkeypatch.setattr(pool, "_draining", {node})
+    assert pool.warm() == []
+
+
+class Waits:
+    """An actor that uses a node."""
+
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+
+def test_ray_tells_which_machines_are_drained(pool: Pool, run_dir: Path) -> None:
+    nodes = Nodes(run_dir / "nodes")
+    try:
+        node = nodes.add()
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        # A node that nobody uses is gone at once.
+        waits: Any = ray.remote(Waits)
+        user = waits.options(num_cpus=1, scheduling_strategy=there).remote()
+        assert ray.get(user.node.remote()) == node
+        assert node not in draining_nodes()
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node),
+                *("--address", ray.get_runtime_context().gcs_address),
+                *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"),
+                *("--deadline-remaining-seconds", "3600"),
+            ],
+            check=True,
+            timeout=LIMIT_S,
+        )
+        deadline = time.monotonic() + LIMIT_S
+        while node not in draining_nodes():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        nodes.close()
 
 
 def test_a_lost_server_of_replicas_is_replaced(

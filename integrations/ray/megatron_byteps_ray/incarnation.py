@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from .failures import FAILED, HUNG, KILLED, LOST, End, Failure
+from .draining import draining_nodes
+from .failures import FAILED, HUNG, KILLED, LEFT, LEFT_STATUS, LOST, End, Failure
 from .phases import Phases
 from .pool import Slot
 from .servers import Servers
@@ -21,6 +22,8 @@ SETTLE_S = 1.0
 """After the first failure, for the others to show: which of them was the cause is told by all."""
 SILENT_S = 10.0
 """A rank that others lost, and that has reported nothing for so long, hangs."""
+_DRAINS_S = 1.0
+"""From one look at which machines are taken away to the next."""
 _CALL_S = 120.0
 _MARKS = ("groups", "byteps", "loaded")
 
@@ -65,6 +68,8 @@ class Incarnation:
         self._whole = 0
         """The last step of which every rank's state is kept in memory."""
         self._finished: set[int] = set()
+        self._told = False
+        self._drains_due = 0.0
         self.steps = 0
         """Steps of rank 0."""
         self.noticed_at = 0.0
@@ -157,6 +162,8 @@ class Incarnation:
             self._take_progress()
             if not self._ends:
                 self._look_for_hangs()
+            if self._settings.is_replica and not self._told:
+                self._tell_draining()
             if not (self._ends or self._first or self._finished) and self._is_over():
                 why = "the others had trained to the end before it joined them"
                 self._ends.append(End(who="rank 0", kind=FAILED, at=time.time(), lines=[why]))
@@ -188,6 +195,8 @@ class Incarnation:
             return None  # a scheduler or server, once all ranks have left
         else:
             kind = KILLED if status is not None and status < 0 else FAILED
+            if status == LEFT_STATUS and self._settings.is_replica:
+                kind = LEFT
             self._ends.append(
                 End(who=who, kind=kind, at=end["at"], status=status, lines=end["lines"])
             )
@@ -257,6 +266,17 @@ class Incarnation:
             if self._first:
                 phases.end("step", max(self._first.values()))
             self._emit("recovered", incarnation=self.number, phases=phases)
+
+    def _tell_draining(self) -> None:
+        """Have the replica leave the others if a machine of it is taken away."""
+        if time.monotonic() < self._drains_due:
+            return
+        self._drains_due = time.monotonic() + _DRAINS_S
+        away = draining_nodes()
+        leave = [slot for slot in self._slots if slot.facts["node"] in away]
+        self._told = bool(leave)
+        for slot in leave:
+            slot.actor.tell_to_end.remote()
 
     # ----------------------------------------------------------------- hangs
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .failures import FAILED, HUNG, LOST, Failure
+from .failures import FAILED, HUNG, LEFT, LOST, Failure
 from .incarnation import Incarnation
 from .layout import Layout, option
 from .metrics import Metrics
@@ -186,7 +186,7 @@ class Job:
             slot = slots[end.rank]
             slot.strikes += end in failure.causes and end.kind == FAILED
             tired = slot.strikes >= _STRIKES and bool(self.pool.spares())
-            if end.kind in (LOST, HUNG) or tired:
+            if end.kind in (LOST, HUNG, LEFT) or tired:
                 self.pool.lose(slot)
         self._incarnation += 1
         self._write_state("failed", slots)

@@ -11,6 +11,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .byteps_actor import BytePSActor
+from .draining import draining_nodes
 from .rank_actor import RankActor
 from .settings import Settings
 
@@ -54,6 +55,8 @@ class Pool:
         """The scheduler's actor, then the servers'; empty without BytePS."""
         self._byteps_bundles = settings.servers + 1 if settings.servers else 0
         self._group: Any = None
+        self._draining: set[str] = set()
+        """Machines that are taken away, on which no replica is started again."""
 
     # ----------------------------------------------------------------- opening and closing
 
@@ -150,6 +153,8 @@ class Pool:
         Raises:
             JobError: actors in one place cannot import what they must, again and again.
         """
+        if self._settings.is_replica:
+            self._draining = draining_nodes()
         pending = [slot for slot in self._slots if not slot.warm]
         refs = [slot.warm_ref for slot in pending]
         done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
@@ -183,7 +188,9 @@ class Pool:
 
     def warm(self) -> list[Slot]:
         """The actors that are ranks or could be at once."""
-        return [slot for slot in self._slots if slot.warm]
+        return [
+            slot for slot in self._slots if slot.warm and slot.facts["node"] not in self._draining
+        ]
 
     def spares(self) -> list[Slot]:
         """Those of them that are no ranks."""

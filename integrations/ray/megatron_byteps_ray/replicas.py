@@ -58,11 +58,14 @@ class Replicas:
             if refused is not None:
                 raise JobError(f"BytePS does not start: {refused}")
             self.jobs = [self._job(number, known) for number in range(self._settings.replicas)]
-            threads = [
-                threading.Thread(target=self._drive, args=(number,), name=f"replica {number}")
-                for number in range(len(self.jobs))
-            ]
-            for thread in threads:
+            threads = []
+            for number in range(len(self.jobs)):
+                # Daemons: what ends this thread ends the driver, and its actors with it.
+                name = f"replica {number}"
+                thread = threading.Thread(
+                    target=self._drive, args=(number,), name=name, daemon=True
+                )
+                threads.append(thread)
                 thread.start()
             lost = self._watch(threads)
             if len(self._errors) == len(self.jobs):

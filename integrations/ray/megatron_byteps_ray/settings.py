@@ -145,6 +145,11 @@ class Settings:
         if self.resume:
             raise ValueError("resume does not go with replicas: give the script --load")
 
+    @property
+    def is_replica(self) -> bool:
+        """Whether the job is one of several that train one model."""
+        return "BYTEPS_REPLICA" in self.environment
+
     def secret(self) -> str:
         """The job's secret: the environment's, else a new one; empty where there is none.
 
