@@ -158,9 +158,10 @@ def leave(iteration: int) -> NoReturn:
 
 def _finish_saves() -> None:
     """Wait for a checkpoint that is being written."""
-    saves: Any = sys.modules.get("megatron.training.async_utils")
-    if saves is not None:
-        saves.maybe_finalize_async_save(blocking=True, terminate=True)
+    saves = sys.modules.get("megatron.training.async_utils")
+    finish = getattr(saves, "maybe_finalize_async_save", None)
+    if finish is not None:
+        finish(blocking=True, terminate=True)
 
 
 def _in_main_thread() -> bool:
