@@ -143,12 +143,22 @@ if ((10#$instances == 1)); then
   exec "${command[@]}"
 fi
 
+pids=()  # of the instances that are not known to have ended, by number
+sleeper= # of wait_for_one
+
+# find_running sets the array `running` to the instances that run.
+find_running() {
+  local pid
+  running=()
+  for pid in $(jobs -rp); do
+    [[ $pid == "$sleeper" ]] || running+=("$pid")
+  done
+}
+
 # send SIGNAL to the instances that still run.
 send() {
-  local running
-  running=$(jobs -rp)
-  # shellcheck disable=SC2086  # one word for each process
-  [[ -z $running ]] || kill -s "$1" $running 2>/dev/null || true
+  find_running
+  ((${#running[@]} == 0)) || kill -s "$1" "${running[@]}" 2>/dev/null || true
 }
 
 end_all() {
@@ -156,11 +166,33 @@ end_all() {
   # A server finishes the reductions in flight, and then tells the others.
   local patience=${BYTEPS_STOP_TIMEOUT_S:-10}
   local deadline=$((SECONDS + ${patience%.*} + 8))
-  while [[ -n $(jobs -rp) ]] && ((SECONDS < deadline)); do
+  while find_running; ((${#running[@]} && SECONDS < deadline)); do
     sleep 0.1
   done
   send KILL
   wait
+}
+
+# wait_for_one sets `status` to that of an instance that has ended, and takes it out of `pids`.
+# bash reports an instance that was killed while the script does something else, and then `wait -n`
+# does not. So that only wakes this function up, and it asks about each process by its id.
+wait_for_one() {
+  local i pid
+  while :; do
+    find_running
+    for i in "${!pids[@]}"; do
+      for pid in ${running[@]+"${running[@]}"}; do
+        [[ $pid != "${pids[i]}" ]] || continue 2
+      done
+      status=0
+      wait "${pids[i]}" || status=$?
+      unset "pids[i]"
+      return
+    done
+    sleep 1 & # an instance may be killed right here
+    sleeper=$!
+    wait -n || true
+  done
 }
 
 # shellcheck disable=SC2329  # the traps call it
@@ -177,13 +209,13 @@ for ((i = 0; i < 10#$instances; i++)); do
   # If this script is killed without a chance to clean up, the kernel ends the servers.
   # The local rank keeps their metrics apart (BYTEPS_METRICS_PORT).
   BYTEPS_LOCAL_RANK=$i "${command[@]}" --die-with-parent &
+  pids+=("$!")
 done
 
 replaced=$(awk -v s="${BYTEPS_REPLACE_SERVERS_S:-0}" 'BEGIN { print (s + 0 > 0) }')
 first=0
 for ((i = 0; i < 10#$instances; i++)); do
-  status=0
-  wait -n || status=$?
+  wait_for_one
   ((status != 0)) || continue
   ((first != 0)) || first=$status
   if ((replaced)); then
@@ -194,4 +226,5 @@ for ((i = 0; i < 10#$instances; i++)); do
   end_all
   exit "$status"
 done
+wait # for a sleep
 exit "$first"

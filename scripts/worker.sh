@@ -46,7 +46,10 @@ defaults): --nnodes --nproc-per-node --node-rank --master-addr --master-port --r
 --module (-m) runs SCRIPT as a module. Every BYTEPS_* variable is passed on; 'byteps-server
 --config-markdown' lists them.
 
-Exit status: torchrun's; 2 when a setting is missing or bad.
+A replica whose ranks get SIGTERM leaves the others after the step that it is in, if that takes
+less than 30 s, and is not started again, whatever --max-restarts says.
+
+Exit status: torchrun's; 2 when a setting is missing or bad; 143 a replica has left after SIGTERM.
 Exit status of --check: 0 they would be admitted; 1 something is wrong; 2 a setting is; 3 nothing
 that can be seen here is wrong, but the scheduler does not answer.
 TEXT
@@ -54,6 +57,7 @@ TEXT
 
 servers=
 replicas=1
+launch=torch.distributed.run
 module=0
 local_servers=${BYTEPS_LOCAL_SERVERS:-0}
 nnodes=1
@@ -164,6 +168,7 @@ if [[ -n ${BYTEPS_REPLICA:-} ]]; then
     die_usage "--replica (BYTEPS_REPLICA) is NUMBER/COUNT, such as 0/4 and 3/4, not '$BYTEPS_REPLICA'"
   fi
   replicas=$((10#$replicas))
+  launch=byteps.launcher.leaving # torchrun, and what becomes of a replica that is told to end
   [[ -n ${DMLC_PS_ROOT_URI:-} ]] || die_usage "--replica needs --scheduler, which all replicas join"
 fi
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]]; then
@@ -190,11 +195,11 @@ if ((check)); then
   exit
 fi
 if ((dry_run)); then
-  show_command "$python" -m torch.distributed.run ${launcher[@]+"${launcher[@]}"} "${script[@]}"
+  show_command "$python" -m "$launch" ${launcher[@]+"${launcher[@]}"} "${script[@]}"
   exit
 fi
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]] && ((10#$local_servers)); then
   start_local_servers
 fi
 # exec: torchrun itself gets the signals and ends its ranks; its exit status is ours.
-exec "$python" -m torch.distributed.run ${launcher[@]+"${launcher[@]}"} "${script[@]}"
+exec "$python" -m "$launch" ${launcher[@]+"${launcher[@]}"} "${script[@]}"

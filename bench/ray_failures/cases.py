@@ -294,9 +294,9 @@ class Runner:
         self, pool: Pool, settings: Settings, folder: Path, nodes: Nodes | None = None
     ) -> None:
         """``settings`` are those of the pool, ``nodes`` those that may be lost."""
-        self._pool = pool
+        self.pool = pool
         self._nodes = nodes
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._settings = settings
         self._whole: dict[tuple[str, ...], Outcome] = {}
@@ -311,9 +311,9 @@ class Runner:
         """One job in a folder of its own; ``changes`` are of its settings."""
         # Actors that the job before has lost are being replaced.
         actors = self._settings.ranks + self._settings.spares
-        if not self._pool.wait_warm(actors, self._settings.limits.warm):
+        if not self.pool.wait_warm(actors, self._settings.limits.warm):
             raise RuntimeError("the pool's actors do not become warm")
-        folder = self._folder / name
+        folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         saved = ["--save", str(folder / "saved"), "--save-interval", str(SAVE_EVERY)]
@@ -354,7 +354,7 @@ class Runner:
             if on_event is not None:
                 on_event(event, job)
 
-        job = Job(settings, listen, self._pool)
+        job = Job(settings, listen, self.pool)
         job.run()
         return Outcome(
             folder=folder,
@@ -366,10 +366,10 @@ class Runner:
     def _break(self, case: Case) -> None:
         """Kill what the case says."""
         if case.breaks is not None:
-            ray.get(self._pool.byteps[case.breaks].signal.remote(9))  # SIGKILL
+            ray.get(self.pool.byteps[case.breaks].signal.remote(9))  # SIGKILL
         if case.loses_node:
             assert self._nodes is not None
-            places = [slot.facts["node"] for slot in self._pool.assigned]
+            places = [slot.facts["node"] for slot in self.pool.assigned]
             self._nodes.lose(next(node for node in places if node in self._nodes.known))
 
     def uninterrupted(self, case: Case) -> Outcome:

@@ -6,8 +6,11 @@
 - ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
   step N is handed in), or the number of a step, which does not come about.
 - ``what``: ``kill`` (this process), ``actor`` (the actor that owns it), ``freeze`` (stop the
-  process), ``sleep`` (for ever), ``raise``, or ``hold:FILE`` (wait until the file is there: the
-  driver breaks something else meanwhile).
+  process), ``sleep`` (for ever), ``raise``, ``hold:FILE`` (wait until the file is there: the
+  driver breaks something else meanwhile), ``joiner:N`` (wait until replica N is ready to join), or
+  ``told`` (wait until this rank is told to end).
+
+With ``replica`` a fault is of that replica alone.
 """
 
 from __future__ import annotations
@@ -46,11 +49,24 @@ def _do(what: str) -> None:
     elif what == "raise":
         raise RuntimeError("a fault that the script asked for")
     elif what.startswith("hold:"):
-        deadline = time.monotonic() + _HOLD_S
-        while not Path(what.partition(":")[2]).exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        _await(Path(what.partition(":")[2]).exists)
+    elif what == "told":
+        from megatron.core.distributed.dpu_reduce import leaving
+
+        _await(leaving.told)
+    elif what.startswith("joiner:"):
+        from byteps.torch import members
+
+        joiner = int(what.partition(":")[2])
+        _await(lambda: members.view().waiting[joiner])
     else:
         raise ValueError(f"unknown fault {what!r}")
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _HOLD_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _before(module: Any, name: str, call: Callable[[dict[str, Any]], None]) -> None:
@@ -91,8 +107,11 @@ def main() -> None:
     # Steps that are done twice are compared to the last bit, on GPUs as well.
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_INCARNATION"])
+    replica = int(os.environ.get("BYTEPS_REPLICA", "0/1").partition("/")[0])
     for fault in json.loads(os.environ.get("SCRIPTED_FAULTS", "[]")):
         if (fault["rank"], fault["incarnation"]) != (rank, incarnation):
+            continue
+        if fault.get("replica", replica) != replica:
             continue
         when, what = fault["when"], fault["what"]
         if when == "start":

@@ -16,6 +16,7 @@ MODULES = {
     "byteps/launcher/children.py": "tests/unit/test_embedded_choices.py",
     "byteps/launcher/embedded.py": "tests/multiproc/test_embedded.py",
     "byteps/launcher/environment.py": "tests/unit/test_embedded_choices.py",
+    "byteps/launcher/leaving.py": "tests/multiproc/test_leaving.py",
     "byteps/launcher/meeting.py": "tests/unit/test_meeting.py",
     "byteps/logs.py": "tests/multiproc/test_logs.py",
     "byteps/server/__init__.py": "tests/multiproc/test_optimizer.py",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,96 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
     for entry in written:
         assert entry["samples"] == batch * job.options.every
         assert entry["first_sample"] + entry["samples"] == entry["iteration"] * batch
+
+
+class Leave:
+    """Tells a replica to end, in the step after some steps, by SIGTERM to its last rank, and to the
+    processes that load its data."""
+
+    def __init__(self, who: int, after: int) -> None:
+        self.who, self.after, self.done = who, after, False
+        self.told: failures.Life | None = None
+
+    def __call__(self, job: failures.Job, now: float) -> None:
+        if self.done:
+            return
+        job.allow(self.after)
+        if all(len(life.ends) == self.after for life in job.lives):
+            self.told = job.lives[self.who]
+            self.told.killed = self.done = True  # and so does not end with status 0
+            os.killpg(self.told.ranks[-1].pid, signal.SIGTERM)  # as torchrun does
+            job.allow(job.options.steps)
+
+
+@pytest.mark.parametrize(
+    ("layout", "who", "megatron"),
+    [
+        pytest.param("plain", 0, (), id="it would save the next checkpoint"),
+        *(
+            pytest.param(layout, 1, megatron, marks=pytest.mark.thorough, id=name)
+            for name, layout, megatron in (
+                ("sharded", "sharded", ()),
+                ("outer steps", "outer steps", ("--dpu-outer-delay", "1")),
+            )
+        ),
+    ],
+)
+def test_one_that_is_told_to_end_leaves(
+    prefix: Path, tmp_path: Path, layout: str, who: int, megatron: tuple[str, ...]
+) -> None:
+    """After the step that it is in, which all of them have made: the others lose nothing."""
+    words, arguments = LAYOUTS[layout]
+    save = ("--save", str(tmp_path), "--save-interval", "6")
+    given = [*TINY, *words, "--steps", "12"]
+    options = failures.parse([*given, "--", *arguments, *megatron, *save])
+    options.steps_file = True
+    watch = Leave(who, after=4)
+    job = failures.train(options, prefix, watch)
+    last = 5 if options.every == 1 else 6  # outer steps: that of the next exchange
+    assert watch.told is not None
+    assert [rank.status for rank in watch.told.ranks] == [143] * options.ranks, watch.told.text
+    assert f"SIGTERM), and leaves after iteration {last}" in watch.told.text
+    assert len(watch.told.record.steps) == last
+    others = [life for life in job.lives if life is not watch.told]
+    first = others[0]
+    assert f"replica {who} was told to end, and leaves after iteration {last};" in first.text
+    lost = re.findall(rf"from iteration (\d+) on without replica {who}:", first.text)
+    assert lost == [str(last + options.every)]
+    assert len({life.record.checksum for life in others}) == 1, "replicas have parted"
+    for life in others:
+        assert len(life.record.steps) == 12
+    if options.every == 1:
+        losses = [[step.loss for step in life.record.steps[:last]] for life in job.lives]
+        assert all(one == losses[0] for one in losses), "its last step was made by all of them"
+    written = [
+        json.loads(line) for line in (tmp_path / "dpu_lost_samples.jsonl").read_text().splitlines()
+    ]
+    assert written[0]["iteration"] == last + options.every
+    assert all(entry["replicas"] == [who] for entry in written)
+    assert (tmp_path / "iter_0000006").is_dir() and (tmp_path / "iter_0000012").is_dir()
+
+
+@pytest.mark.thorough
+def test_all_are_told_to_end(prefix: Path, tmp_path: Path) -> None:
+    """The last ones save a checkpoint, and end well."""
+
+    class TellAll(Leave):
+        def __call__(self, job: failures.Job, now: float) -> None:
+            super().__call__(job, now)
+            if self.done:
+                for life in job.lives:
+                    if life is not self.told and not life.killed:
+                        life.killed = True
+                        life.ranks[0].send(signal.SIGTERM)
+
+    save = ("--save", str(tmp_path), "--save-interval", "1000")
+    options = failures.parse([*TINY, *LAYOUTS["plain"][0], "--", *save])
+    options.steps_file = True
+    job = failures.train(options, prefix, TellAll(0, after=4))
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert saved in (5, 6), "some may have been told after their step"
+    assert all(life.ranks[0].status in (0, 143) for life in job.lives)
+    assert any(life.ranks[0].status == 0 for life in job.lives)
 
 
 @pytest.mark.thorough

@@ -85,6 +85,21 @@ def test_one_dies_and_the_others_go_on(make_replicas: Callable[..., Replicas], p
     assert "the others go on" in said
 
 
+def test_one_leaves_between_two_steps(make_replicas: Callable[..., Replicas]) -> None:
+    """All that it has pushed counts, and the others know it before they go on."""
+    job = make_replicas(3)
+    leaving = job.start(1, steps=12, leaves=6)
+    others = [job.start(number, steps=12) for number in (0, 2)]
+    assert leaving.wait(IMPORT_S) == 128 + signal.SIGTERM
+    job.finish(others)
+    lacking = [entry["step"] for entry in job.log(0) if entry.get("missing") == [1]]
+    assert lacking == list(range(6, 12))
+    said = [entry for entry in job.log(2) if "leaving" in entry]
+    assert said == [{"step": 6, "leaving": [False, True, False]}]
+    removed = "replica 1 was removed: worker 1 (127.0.0.1) failed: it was told to end after step 6"
+    assert removed in job.cluster.scheduler.text
+
+
 def test_it_comes_back(make_replicas: Callable[..., Replicas]) -> None:
     job = make_replicas(3)
     others = [job.start(number, steps=80, pace=0.05) for number in (0, 2)]

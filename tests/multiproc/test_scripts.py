@@ -328,9 +328,6 @@ def test_instances_outlive_one_that_may_be_replaced(scripted: Scripted) -> None:
     scheduler, server = scripted.start_nodes(workers=1, servers=2, env=env)
     first, second = scripted.wait_for_instances(2)
     deadline = time.monotonic() + RUN_S
-    while server.text.count("has taken this server") < 2:  # by then the script waits for them
-        assert server.running and time.monotonic() < deadline, server.text
-        time.sleep(0.02)
     os.kill(first, signal.SIGKILL)
     while "ended with status 137; the others go on" not in server.text:
         assert server.running and time.monotonic() < deadline, server.text
@@ -340,6 +337,43 @@ def test_instances_outlive_one_that_may_be_replaced(scripted: Scripted) -> None:
     assert server.wait(END_S) == 143, server.text
     scheduler.send(signal.SIGTERM)
     assert scheduler.wait(END_S) == 143, scheduler.text
+    scripted.demand_no_process()
+
+
+@pytest.mark.parametrize("replaced", ["0", "60"], ids=["all end", "others go on"])
+def test_an_instance_is_killed_before_the_script_waits(scripted: Scripted, replaced: str) -> None:
+    """bash tells of such a death while it runs another command, and `wait -n` does not then."""
+    hook, started = scripted.folder / "hook.sh", scripted.folder / "instance"
+    hook.write_text(f"""
+        if [[ ${{0##*/}} == server.sh ]]; then
+          wait() {{  # the first one begins when an instance is gone, and bash has said so
+            if [[ -z ${{was_killed:-}} ]]; then
+              was_killed=1
+              local victim
+              victim=$(jobs -rp | head -n 1)
+              echo "$victim" >{started}.part && mv {started}.part {started}
+              while kill -0 "$victim" 2>/dev/null; do command sleep 0.02; done
+            fi
+            builtin wait "$@"
+          }}
+        fi
+        """)
+    env = {"BYTEPS_REPLACE_SERVERS_S": replaced, "BASH_ENV": str(hook)}
+    scheduler, server = scripted.start_nodes(workers=1, servers=2, env=env)
+    victim = int(wait_for_file(started, RUN_S, [server]))
+    os.kill(victim, signal.SIGKILL)
+    if replaced == "0":
+        assert server.wait(RUN_S) == 137, server.text
+        assert "ended with status 137; ending the others" in server.text
+    else:
+        deadline = time.monotonic() + RUN_S
+        while "ended with status 137; the others go on" not in server.text:
+            assert server.running and time.monotonic() < deadline, server.text
+            time.sleep(0.02)
+        server.send(signal.SIGTERM)
+        assert server.wait(END_S) == 143, server.text
+    scheduler.send(signal.SIGTERM)
+    assert scheduler.wait(END_S) in (1, 143), scheduler.text
     scripted.demand_no_process()
 
 

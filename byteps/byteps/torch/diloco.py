@@ -237,6 +237,17 @@ class LocalSteps:
         for fragment in self._fragments:
             self._finish(fragment)
 
+    @torch.no_grad()
+    def end(self) -> None:
+        """End the exchanges in flight, before this member leaves the others.
+
+        Raises:
+            byteps.torch.BytePSError: a member or a server was lost.
+        """
+        for fragment in self._fragments:
+            if fragment.handle is not None:
+                self._finish(fragment)
+
     def state(self) -> list[torch.Tensor]:
         """The outer parameters and momentum of each fragment, in host memory: not copies."""
         return [tensor for one in self._fragments for tensor in (one.outer, one.momentum)]

@@ -56,6 +56,8 @@ class Choice:
     """Of that replica."""
     present: tuple[bool, ...]
     """Which replicas the sum was made of."""
+    leaving: tuple[bool, ...]
+    """Which of them leave now. Nobody joins then."""
 
 
 def view() -> View:
@@ -84,6 +86,15 @@ def is_late() -> bool:
     return bool(c_lib.is_initialized() and c_lib.is_late())
 
 
+def is_removed() -> bool:
+    """Whether the job goes on without this worker, or has failed, or this worker has left it."""
+    try:
+        c_lib.check()
+    except BytePSError:
+        return True
+    return False
+
+
 def awaited() -> set[str]:
     """Tensors whose next push of this worker others wait for: BYTEPS_QUORUM replicas have made
     theirs. Empty where that is not set."""
@@ -106,8 +117,11 @@ def set_rounds(begun: dict[str, int]) -> None:
     c_lib.set_rounds(begun)
 
 
-def choose(name: str, group: Group) -> Choice:
+def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
     """Choose a replica to join, between two steps. One worker of each replica calls this.
+
+    A replica that leaves says so here, so that the others know it at the same step. Then its
+    workers end what they have in flight, and leave by :func:`byteps.torch.session.leave`.
 
     A replica is chosen when every member of `group` sees the same life of it wait. Replicas that
     sums before this one have lacked are to be taken by :func:`take_missing` first.
@@ -115,12 +129,14 @@ def choose(name: str, group: Group) -> Choice:
     Args:
         name: of the sum, the same on all members.
         group: the ranks that call.
+        leaves: whether this replica does.
 
     Raises:
         BytePSError: this replica was removed, or a server was lost.
     """
     count, now = session.replicas(), view()
-    mine = torch.zeros(2 * count, dtype=torch.float64)
+    mine = torch.zeros(3 * count, dtype=torch.float64)
+    mine[2 * count + session.replica()] = leaves
     for replica, waits in enumerate(now.waiting):
         if waits:
             mine[replica] = now.lives[replica]
@@ -131,10 +147,14 @@ def choose(name: str, group: Group) -> Choice:
     # The mean and the mean of the squares are this one's own: then they are everybody's.
     agreed = total == mine * count
     present = tuple(replica not in lacking for replica in range(count))
-    for replica in range(count):
+    leaving = tuple(wish > 0 for wish in total[2 * count :].tolist())
+    joiner = -1
+    for replica in range(count) if not any(leaving) else ():
         if mine[replica] and agreed[replica] and agreed[count + replica]:
-            return Choice(joiner=replica, life=int(mine[replica]), present=present)
-    return Choice(joiner=-1, life=0, present=present)
+            joiner = replica
+            break
+    life = int(mine[joiner]) if joiner >= 0 else 0
+    return Choice(joiner=joiner, life=life, present=present, leaving=leaving)
 
 
 def admit(joiner: int, life: int, *, asks: bool) -> View | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from byteps import logs
-from byteps.launcher import embedded
+from byteps.launcher import embedded, leaving
 from byteps.launcher.meeting import Store
 from byteps.torch import c_lib, departure, in_flight
 from byteps.torch.completions import completions
@@ -148,6 +148,20 @@ def shutdown() -> None:
 def abort(reason: str) -> None:
     """Leave the job as one that failed: all that is in flight fails, on the other ranks too."""
     _leave(reason)
+
+
+def leave(reason: str) -> int:
+    """Leave a job of replicas, which goes on without this one. All workers of the replica call
+    this, between two steps.
+
+    Args:
+        reason: for the others to read.
+
+    Returns:
+        the exit status that tells who started this process that it has left.
+    """
+    _leave(reason)
+    return leaving.status()
 
 
 def _leave(failure: str) -> None:

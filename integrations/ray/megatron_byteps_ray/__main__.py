@@ -14,9 +14,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from .profiling import Profile
 from .settings import Limits, Settings, preload_for
@@ -33,6 +34,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("arguments", nargs="*", metavar="-- ARGUMENTS", help="of the script, after --")
     add("--mode", choices=("ray", "local"), default="ray", help="local: torchrun (default: ray)")
     add("--ranks", type=int, default=Settings.ranks, help=f"default: {Settings.ranks}")
+    add(
+        "--replicas",
+        type=int,
+        default=Settings.replicas,
+        help="of these ranks, jobs that meet only at servers; each restarts alone (default: 1)",
+    )
     add("--spares", type=int, default=Settings.spares, help="warm actors beyond them (default: 0)")
     add("--servers", type=int, default=Settings.servers, help="BytePS servers (default: 1)")
     add("--min-ranks", type=int, help="go on with so few, where no spare is left (default: wait)")
@@ -89,7 +96,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _settings(options: argparse.Namespace) -> Settings:
     limits = Limits(**{f.name: getattr(options, f"limit_{f.name}") for f in fields(Limits)})
     same = (
-        *("entry", "ranks", "spares", "servers", "min_ranks", "rank_multiple", "cpus_per_rank"),
+        *(
+            "entry",
+            "ranks",
+            "replicas",
+            "spares",
+            "servers",
+            "min_ranks",
+            "rank_multiple",
+            "cpus_per_rank",
+        ),
         *("gpus_per_rank", "server_cpus", "server_resource", "folder", "max_restarts"),
         *("max_fruitless", "resume", "memory_save_interval"),
     )
@@ -145,6 +161,13 @@ def run_local(settings: Settings) -> int:
     return status
 
 
+def _console_of(replica: int) -> Callable[[dict[str, Any]], None]:
+    """Lines of a replica begin with its number."""
+    from .console import Console
+
+    return Console(lambda text: print(f"replica {replica}: {text}", flush=True))
+
+
 def merge_profile(profile: Profile) -> None:
     """Make one file of what the processes left, and say where it is, or why it is not."""
     try:
@@ -156,6 +179,9 @@ def merge_profile(profile: Profile) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     settings: Settings = options.settings
+    if options.mode == "local" and settings.replicas > 1:
+        print("error: --replicas needs --mode ray", file=sys.stderr)
+        return 2
     if options.mode == "local":
         return run_local(settings)
     # Here, because a bad flag should not wait for Ray.
@@ -163,9 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .console import Console
     from .job import Job
     from .pool import JobError
+    from .replicas import Replicas
 
     try:
-        job = Job(settings, Console())
+        job = Replicas(settings, _console_of) if settings.replicas > 1 else Job(settings, Console())
         with cluster(
             settings,
             address=options.address,

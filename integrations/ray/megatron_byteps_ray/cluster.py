@@ -49,7 +49,7 @@ def cluster(
         options: dict[str, Any] = {} if temp_dir is None else {"_temp_dir": temp_dir}
         if metrics_port is not None:
             options["_metrics_export_port"] = metrics_port
-        actors = settings.ranks + settings.spares
+        actors = settings.ranks + settings.spares * settings.replicas
         cpus = actors * settings.cpus_per_rank + (settings.servers + 1) * settings.server_cpus
         own = {settings.server_resource: settings.servers + 1} if settings.server_resource else None
         _start(

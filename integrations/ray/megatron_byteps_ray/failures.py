@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # The first is the likeliest cause: a lost machine makes others fail, and never the other way round.
-LOST, KILLED, HUNG, FAILED = "lost", "killed", "hung", "failed"
-_ORDER = (LOST, KILLED, HUNG, FAILED)
+LOST, KILLED, HUNG, LEFT, FAILED = "lost", "killed", "hung", "left", "failed"
+_ORDER = (LOST, KILLED, HUNG, LEFT, FAILED)
+LEFT_STATUS = 128 + signal.SIGTERM
+"""The exit status of a rank whose replica was told to end, and has left the others."""
 
 # How BytePS and torch.distributed say that somebody else failed.
 _CONSEQUENCES = ("was lost", "BytePSError", "gloo", "NCCL", "Connection reset", "DistNetworkError")
@@ -22,7 +25,7 @@ class End:
     """"rank 3", "server 0" or "scheduler"."""
     kind: str
     """``lost``: its actor is gone. ``killed``: by a signal. ``hung``: it was ended for lack of
-    progress. ``failed``: its exit status."""
+    progress. ``left``: its replica was told to end. ``failed``: its exit status."""
     at: float
     """Seconds since the epoch, by the clock of its machine."""
     status: int | None = None
@@ -48,6 +51,8 @@ class End:
             return f"{self.who} was lost with its actor"
         if self.kind == KILLED:
             return f"{self.who} was killed by signal {-(self.status or 0)}"
+        if self.kind == LEFT:
+            return f"{self.who} was told to end, and has left"
         last = f": {self.lines[-1]}" if self.lines else ""
         if self.kind == HUNG:
             return f"{self.who} hung{last}"

@@ -12,8 +12,9 @@ its actor is gone, and its rank is ended. When this process is killed, the kerne
 the machine. It ends by itself a while after the last actor.
 
 Orders: ``start`` with ``environment``, ``folder``, ``log``, ``entry`` and ``arguments``; ``signal``
-with ``number``, to the rank's process group. Messages: what the rank reports (``reporting``), and
-``warm``, ``started`` (``pid``), ``ended`` (``pid``, ``status``), ``failed`` (``text``).
+with ``number``, to the rank's process group; ``tell`` with ``number``, to the rank alone. Messages:
+what the rank reports (``reporting``), and ``warm``, ``started`` (``pid``), ``ended`` (``pid``,
+``status``), ``failed`` (``text``).
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ class _Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def tell(self, number: int) -> None:
+        """Signal it alone: what it has started goes on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     def reap(self) -> int:
         """The exit status; negative for a signal. What is left of its group is ended."""
         with contextlib.suppress(ProcessLookupError):
@@ -167,6 +173,8 @@ class _Client:
         for order in self._lines.read():
             if order["order"] == "start":
                 self._start(order)
+            elif self._rank is not None and order["order"] == "tell":
+                self._rank.tell(order["number"])
             elif self._rank is not None:
                 self._rank.signal(order["number"])
         if self._lines.ended:

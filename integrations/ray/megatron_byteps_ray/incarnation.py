@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from .failures import FAILED, HUNG, KILLED, LOST, End, Failure
+from .draining import draining_nodes
+from .failures import FAILED, HUNG, KILLED, LEFT, LEFT_STATUS, LOST, End, Failure
 from .phases import Phases
 from .pool import Slot
 from .servers import Servers
@@ -21,6 +22,8 @@ SETTLE_S = 1.0
 """After the first failure, for the others to show: which of them was the cause is told by all."""
 SILENT_S = 10.0
 """A rank that others lost, and that has reported nothing for so long, hangs."""
+_DRAINS_S = 1.0
+"""From one look at which machines are taken away to the next."""
 _CALL_S = 120.0
 _MARKS = ("groups", "byteps", "loaded")
 
@@ -40,8 +43,10 @@ class Incarnation:
         phases: Phases | None,
         emit: Callable[..., None],
         memory: Sequence[Mapping[str, Any]] = (),
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``memory``: of each rank, where its state is kept; see ``RankActor.start``."""
+        """``memory``: of each rank, where its state is kept; see ``RankActor.start``.
+        ``is_over``: whether ranks that have made no step yet will make none."""
         self.number = number
         self._settings = settings
         self._servers = servers
@@ -59,9 +64,12 @@ class Incarnation:
         """When each rank had finished its first step."""
         self._reporter: int | None = None
         self._memory = memory
+        self._is_over = is_over
         self._whole = 0
         """The last step of which every rank's state is kept in memory."""
         self._finished: set[int] = set()
+        self._told = False
+        self._drains_due = 0.0
         self.steps = 0
         """Steps of rank 0."""
         self.noticed_at = 0.0
@@ -154,6 +162,11 @@ class Incarnation:
             self._take_progress()
             if not self._ends:
                 self._look_for_hangs()
+            if self._settings.is_replica and not self._told:
+                self._tell_draining()
+            if not (self._ends or self._first or self._finished) and self._is_over():
+                why = "the others had trained to the end before it joined them"
+                self._ends.append(End(who="rank 0", kind=FAILED, at=time.time(), lines=[why]))
             if self._ends:
                 if not settle:
                     settle, self.noticed_at = time.monotonic() + SETTLE_S, time.time()
@@ -171,14 +184,19 @@ class Incarnation:
             with contextlib.suppress(ray.exceptions.RayError):
                 end = ray.get(ref)
         if end is None:
-            return self._lost(who)
+            replaced = not self._ends and self._servers.replace(who)
+            return None if replaced else self._lost(who)
         status = end["status"]
+        if status != 0 and not self._ends and self._servers.replace(who):
+            return None
         if who.startswith("rank") and status == 0:
             self._finished.add(int(who.split()[1]))
         elif status == 0 and not self._ends:
             return None  # a scheduler or server, once all ranks have left
         else:
             kind = KILLED if status is not None and status < 0 else FAILED
+            if status == LEFT_STATUS and self._settings.is_replica:
+                kind = LEFT
             self._ends.append(
                 End(who=who, kind=kind, at=end["at"], status=status, lines=end["lines"])
             )
@@ -248,6 +266,17 @@ class Incarnation:
             if self._first:
                 phases.end("step", max(self._first.values()))
             self._emit("recovered", incarnation=self.number, phases=phases)
+
+    def _tell_draining(self) -> None:
+        """Have the replica leave the others if a machine of it is taken away."""
+        if time.monotonic() < self._drains_due:
+            return
+        self._drains_due = time.monotonic() + _DRAINS_S
+        away = draining_nodes()
+        leave = [slot for slot in self._slots if slot.facts["node"] in away]
+        self._told = bool(leave)
+        for slot in leave:
+            slot.actor.tell_to_end.remote()
 
     # ----------------------------------------------------------------- hangs
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .failures import FAILED, HUNG, LOST, Failure
+from .failures import FAILED, HUNG, LEFT, LOST, Failure
 from .incarnation import Incarnation
 from .layout import Layout, option
 from .metrics import Metrics
@@ -35,8 +35,17 @@ class Job:
     ``step``, ``kept``, ``failure``, ``state``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
     """
 
-    def __init__(self, settings: Settings, listener: Listener, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listener: Listener,
+        pool: Pool | None = None,
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``is_over``: asked after a failure: then there is nothing to go on with."""
         self._settings = settings
+        self._is_over = is_over
         self._listener = listener
         self._layout = Layout.of(settings.arguments, settings.rank_multiple)
         if not self._layout.fits(settings.ranks):
@@ -89,6 +98,8 @@ class Job:
                     self._write_state("done", slots)
                     self._emit("done", incarnations=self._incarnation + 1)
                     return
+                if self._is_over():
+                    raise JobError(f"it is over, and this failed before: {failure}")
                 self._after(failure, slots, steps)
         finally:
             self._servers.stop()
@@ -133,6 +144,7 @@ class Job:
             phases=phases,
             emit=self._emit,
             memory=memory,
+            is_over=self._is_over,
         )
         failure = life.run()
         if failure is None:
@@ -174,7 +186,7 @@ class Job:
             slot = slots[end.rank]
             slot.strikes += end in failure.causes and end.kind == FAILED
             tired = slot.strikes >= _STRIKES and bool(self.pool.spares())
-            if end.kind in (LOST, HUNG) or tired:
+            if end.kind in (LOST, HUNG, LEFT) or tired:
                 self.pool.lose(slot)
         self._incarnation += 1
         self._write_state("failed", slots)

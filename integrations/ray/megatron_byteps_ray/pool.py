@@ -11,6 +11,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .byteps_actor import BytePSActor
+from .draining import draining_nodes
 from .rank_actor import RankActor
 from .settings import Settings
 
@@ -43,8 +44,10 @@ class Slot:
 class Pool:
     """See the module. Not for several threads."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, of_ranks: bool = True) -> None:
+        """``of_ranks``: whether it has actors for ranks, and not only those of BytePS."""
         self._settings = settings
+        self._count = settings.ranks + settings.spares if of_ranks else 0
         self._slots: list[Slot] = []
         self.assigned: list[Slot] = []
         """The ranks, in their order."""
@@ -52,6 +55,8 @@ class Pool:
         """The scheduler's actor, then the servers'; empty without BytePS."""
         self._byteps_bundles = settings.servers + 1 if settings.servers else 0
         self._group: Any = None
+        self._draining: set[str] = set()
+        """Machines that are taken away, on which no replica is started again."""
 
     # ----------------------------------------------------------------- opening and closing
 
@@ -68,7 +73,7 @@ class Pool:
         rank = {"CPU": settings.cpus_per_rank}
         if settings.gpus_per_rank:
             rank["GPU"] = settings.gpus_per_rank
-        count = settings.ranks + settings.spares
+        count = self._count
         bundles = [server] * self._byteps_bundles + [rank] * count
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(settings.limits.place):
@@ -80,7 +85,7 @@ class Pool:
         self.byteps = [self._new_byteps(index) for index in range(self._byteps_bundles)]
         for index in range(count):
             self._slots.append(self._new_slot(self._byteps_bundles + index, attempt=0))
-        self.wait_warm(settings.ranks, settings.limits.warm)
+        self.wait_warm(min(settings.ranks, count), settings.limits.warm)
 
     def close(self) -> None:
         """End all actors; what they own ends with them."""
@@ -148,6 +153,8 @@ class Pool:
         Raises:
             JobError: actors in one place cannot import what they must, again and again.
         """
+        if self._settings.is_replica:
+            self._draining = draining_nodes()
         pending = [slot for slot in self._slots if not slot.warm]
         refs = [slot.warm_ref for slot in pending]
         done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
@@ -181,7 +188,9 @@ class Pool:
 
     def warm(self) -> list[Slot]:
         """The actors that are ranks or could be at once."""
-        return [slot for slot in self._slots if slot.warm]
+        return [
+            slot for slot in self._slots if slot.warm and slot.facts["node"] not in self._draining
+        ]
 
     def spares(self) -> list[Slot]:
         """Those of them that are no ranks."""

@@ -301,6 +301,10 @@ class RankActor:
         time.sleep(_STACKS_S)
         return last_lines(self._log)
 
+    def tell_to_end(self) -> None:
+        """Its machine is taken away: a rank of a replica leaves after its step."""
+        self._order({"order": "tell", "number": int(signal.SIGTERM)})
+
     def stop(self) -> None:
         """End the rank, if it runs, and wait for that."""
         with self._changed:

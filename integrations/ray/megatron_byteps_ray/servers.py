@@ -23,8 +23,10 @@ class Servers:
     They run with ``--keep``, and are started anew only where a failure may have been theirs.
     """
 
-    def __init__(self, settings: Settings, pool: Pool, secret: str) -> None:
+    def __init__(self, settings: Settings, pool: Pool, secret: str, *, keep: bool = True) -> None:
+        """``keep``: they outlive ranks that fail."""
         self._settings = settings
+        self._keep = keep
         self._pool = pool
         self._secret = secret
         self._known: dict[str, str] = {}
@@ -43,15 +45,13 @@ class Servers:
         if refs and not ray.wait(refs, num_returns=1, timeout=0)[0]:
             return {**self._known, "DMLC_NUM_WORKER": str(ranks)}, None
         self.stop()
-        environment = self._settings.forwarded()
-        environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
-        environment |= self._settings.profile.of_byteps() if self._settings.profile else {}
+        environment = self._environment(ranks)
         self._known = {"DMLC_NUM_SERVER": str(len(self._pool.byteps) - 1)}
         limit = self._settings.limits.start
         for index, actor in enumerate(self._pool.byteps):
             who = "scheduler" if index == 0 else f"server {index - 1}"
             role = "scheduler" if index == 0 else "server"
-            own = {**environment, **self._known, "BYTEPS_KEEP": "1"}
+            own = {**environment, **self._known}
             try:
                 host, port = ray.get(actor.start.remote(role, own, limit), timeout=limit + _CALL_S)
             except ray.exceptions.RayActorError:
@@ -64,6 +64,37 @@ class Servers:
                 self._known |= {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
             self.watched[actor.wait_end.remote()] = who
         return {**self._known, "DMLC_NUM_WORKER": str(ranks)}, None
+
+    def _environment(self, ranks: int) -> dict[str, str]:
+        """Of scheduler and servers."""
+        environment = self._settings.forwarded()
+        environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
+        environment |= self._settings.profile.of_byteps() if self._settings.profile else {}
+        kept = {"BYTEPS_KEEP": "1"} if self._keep else {"DMLC_NUM_WORKER": str(ranks)}
+        return environment | kept
+
+    def replace(self, who: str) -> bool:
+        """Start a server in the place of one that was lost, while the ranks wait for it.
+
+        Returns:
+            False where BYTEPS_REPLACE_SERVERS_S does not say that they do, or it cannot start.
+        """
+        environment = self._environment(self._settings.ranks)
+        try:
+            waits = float(environment.get("BYTEPS_REPLACE_SERVERS_S", "0")) > 0
+        except ValueError:  # the scheduler has said so
+            waits = False
+        if not waits or not who.startswith("server") or not self._known:
+            return False
+        limit = self._settings.limits.start
+        actor = self._pool.byteps[int(who.split()[1]) + 1]
+        try:
+            own = {**environment, **self._known}
+            ray.get(actor.start.remote("server", own, limit), timeout=limit + _CALL_S)
+        except ray.exceptions.RayError:
+            return False
+        self.watched[actor.wait_end.remote()] = who
+        return True
 
     def take(self, ref: Any) -> tuple[str, dict[str, Any] | None]:
         """Who has ended, and how; None: with its actor, which is replaced."""

@@ -66,6 +66,10 @@ class Settings:
     """The script: a path that ends in .py, or ``module:function``."""
     arguments: tuple[str, ...] = ()
     ranks: int = 2
+    """Of all replicas."""
+    replicas: int = 1
+    """Jobs of equal size that train one model, and meet only at the servers: each restarts alone.
+    ``spares`` are of each."""
     spares: int = 0
     """Actors beyond the ranks that have imported everything and wait."""
     servers: int = 1
@@ -105,6 +109,7 @@ class Settings:
         for name, least in (("ranks", 1), ("spares", 0), ("servers", 0), ("max_restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
+        self._check_replicas()
         if self.max_fruitless < 1:
             raise ValueError(f"max_fruitless must be 1 or more, not {self.max_fruitless}")
         if self.memory_save_interval is not None:
@@ -123,6 +128,27 @@ class Settings:
             raise ValueError(f"a rank has one GPU or none, not {self.gpus_per_rank}")
         if not self.entry.endswith(".py") and not all(self.entry.partition(":")):
             raise ValueError(f"the entry must be a .py file or module:function, not {self.entry!r}")
+
+    def _check_replicas(self) -> None:
+        if self.replicas == 1:
+            return
+        if self.replicas < 1 or self.ranks % self.replicas:
+            raise ValueError(
+                f"{self.ranks} ranks are not {self.replicas} replicas of equal size: make ranks a "
+                "multiple of replicas"
+            )
+        if not self.servers:
+            raise ValueError("replicas meet at servers: ask for at least one")
+        for name in ("min_ranks", "memory_save_interval", "profile"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} does not go with replicas")
+        if self.resume:
+            raise ValueError("resume does not go with replicas: give the script --load")
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether the job is one of several that train one model."""
+        return "BYTEPS_REPLICA" in self.environment
 
     def secret(self) -> str:
         """The job's secret: the environment's, else a new one; empty where there is none.

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import time
 
 import byteps.torch as bps
@@ -92,7 +93,13 @@ class Replica:
 
     def control(self, step: int) -> None:
         self.may_die("control", step)
-        choice = members.choose("control", None)
+        leaves = self.job.args.get("leaves") == step
+        choice = members.choose("control", None, leaves=leaves)
+        if any(choice.leaving):
+            assert choice.joiner < 0
+            self.log.append({"step": step, "leaving": list(choice.leaving)})
+        if leaves:
+            sys.exit(session.leave(f"it was told to end after step {step}"))
         if choice.joiner < 0:
             return
         self.may_die("admit", step)

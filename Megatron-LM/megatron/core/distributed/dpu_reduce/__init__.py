@@ -70,6 +70,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``outer_sums``         sums over the replicas of a sharded model
 ``replicas``           jobs that train one model, and meet only at the servers
 ``replica_changes``    those that are lost, and those that come back
+``leaving``            one that is told to end leaves between two steps
 ``left_out``           steps that a slow one leaves out
 ``lost_samples``       the record of what was not trained on
 ``replica_state``      what one that comes back takes from another one

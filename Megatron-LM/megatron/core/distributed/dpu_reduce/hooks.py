@@ -16,6 +16,7 @@ import torch
 from . import (
     bytepslib,
     job,
+    leaving,
     left_out,
     outer_steps,
     outer_sums,
@@ -52,6 +53,8 @@ def initialize(args: Namespace | None = None) -> None:
         os.environ["BYTEPS_QUORUM"] = str(args.dpu_quorum)
         os.environ["BYTEPS_GRACE_S"] = str(args.dpu_grace)
     job.initialize()
+    if args is not None and replicas.count() > 1:
+        leaving.wait_for_training(args)
 
 
 def apart(
@@ -214,9 +217,12 @@ def replicas_of(args: Namespace) -> int:
 
 def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
     """The model and its optimizer are there, new or from a checkpoint: see
-    :func:`.outer_steps.begin`."""
-    if replicas.count() > 1 and not bytepslib.members.is_late():
+    :func:`.outer_steps.begin`. From now on a replica may be told to leave: :mod:`.leaving`."""
+    if replicas.count() == 1:
+        return
+    if not bytepslib.members.is_late():
         outer_steps.begin(args, model, optimizer)
+    leaving.listen(args)
 
 
 def leaves_out_step(
@@ -258,11 +264,14 @@ def agreed_norm(norm: Any) -> Any:
 
 def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:
     """Whether a rank of any replica wants to end, at iterations after which replicas meet; nobody
-    does at others. `flag` is not 0 where this replica wants to, and is changed in place."""
+    does at others. `flag` is not 0 where this replica wants to, and is changed in place. By a
+    signal the job ends only where all replicas have got one: otherwise those leave."""
     if replicas.count() == 1:
         return flag
     if not outer_steps.meets(args):
         return flag.zero_()
+    if what == "signals":
+        return flag.fill_(int(replicas.all_want(bool(flag.any()), what)))
     return replicas.sum_(flag, what, always=True)
 
 
@@ -292,8 +301,12 @@ def between_steps(
 ) -> None:
     """An iteration is done, and another one may follow: see
     :func:`.replica_changes.between_steps`."""
-    if replicas.count() > 1 and iteration < args.train_iters:
+    if replicas.count() == 1:
+        return
+    if iteration < args.train_iters:
         replica_changes.between_steps(args, model, optimizer, scheduler, iteration, operations)
+    else:
+        leaving.forget()
 
 
 def _forget_lost(args: Namespace) -> None:
@@ -314,6 +327,7 @@ def shutdown(args: Namespace | None = None) -> None:
     outer_sums.forget()
     outer_steps.forget()
     left_out.forget()
+    leaving.forget()
     nodes = sys.modules.get("byteps.torch.nodes")
     if nodes is not None:
         nodes.groups.forget()

@@ -72,6 +72,11 @@ class OuterSteps:
             one.exchange()
         self._to_model()
 
+    def end(self) -> None:
+        """End the exchanges in flight. This replica makes no step any more."""
+        for one in self._steps:
+            one.end()
+
     def tensors(self) -> list[torch.Tensor]:
         """The outer state."""
         return [tensor for one in self._steps for tensor in one.state()]
@@ -161,6 +166,16 @@ def before_join(model: Sequence[Any]) -> None:
         config = chunk.ddp_config
         if config.use_distributed_optimizer and config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
+
+def end_exchanges() -> None:
+    """This replica leaves the others: what it has pushed reaches them.
+
+    Raises:
+        byteps.torch.BytePSError: this replica was removed, or a server was lost.
+    """
+    if _running is not None:
+        _running.end()
 
 
 def running() -> bool:

@@ -2,9 +2,9 @@
 
 """Replicas that are lost, and replicas that come back, between two steps.
 
-After each step at which replicas meet, one small sum over them says which of them are there, and
-whether one that has come back joins. What sums have lacked is told, and written down. A replica
-joins while all others wait: the first one gives it what it lacks (:mod:`.replica_state`).
+After each step at which replicas meet, one small sum over them says which of them are there, which
+leave, and whether one that has come back joins. What sums have lacked is told, and written down. A
+replica joins while all others wait: the first one gives it what it lacks (:mod:`.replica_state`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, lost_samples, outer_steps, replica_state, replicas
+from . import bytepslib, leaving, lost_samples, outer_steps, replica_state, replicas
 
 if TYPE_CHECKING:
     from byteps.torch.members import Choice
@@ -76,42 +76,68 @@ def between_steps(
     """
     if not outer_steps.meets(args):
         return
-    missing = bytepslib.members.take_missing()
+    missing, leaves = _known_inside(bytepslib.members.take_missing(), leaving.told())
     choice = None
     if torch.distributed.get_rank() == 0:
-        choice = bytepslib.members.choose("replicas/control", replicas.peers())
-    missing, choice = _told_inside(missing, choice)
+        control = "replicas/control"
+        choice = bytepslib.members.choose(control, replicas.peers(), leaves=leaves)
+    choice = _told_inside(choice)
     _tell(args, missing, choice)
     global _told_until
     _told_until = args.consumed_train_samples
-    replicas.set_present(choice.present)
+    if leaves:
+        leaving.leave(iteration)
+    # One that leaves does not save the next checkpoint.
+    stays = [there and not goes for there, goes in zip(choice.present, choice.leaving, strict=True)]
+    replicas.set_present(stays)
     if choice.joiner >= 0:
         _admit(args, model, optimizer, scheduler, choice, iteration, operations)
 
 
-def _told_inside(missing: set[int], choice: Choice | None) -> tuple[set[int], Choice]:
-    """Of all ranks of this replica what their sums have lacked, and rank 0's choice."""
-    count = replicas.count()
-    facts = torch.zeros(2 * count + 2, dtype=torch.int64)
-    for replica in missing:
-        facts[replica] = 1
-    if choice is not None:
-        facts[count : 2 * count] = torch.tensor(choice.present, dtype=torch.int64)
-        facts[-2:] = torch.tensor([choice.joiner + 1, choice.life])
+def _most_inside(facts: Sequence[int]) -> list[int]:
+    """Of each number the largest that a rank of this replica has."""
+    most = torch.tensor(facts, dtype=torch.int64)
     if torch.distributed.get_backend() == "nccl":
-        facts = facts.cuda()
-    torch.distributed.all_reduce(facts, op=torch.distributed.ReduceOp.MAX)
-    *flags, joiner, life = facts.tolist()
-    told = bytepslib.members.Choice(
-        joiner=joiner - 1, life=life, present=tuple(bool(flag) for flag in flags[count:])
+        most = most.cuda()
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    found: list[int] = most.tolist()
+    return found
+
+
+def _known_inside(missing: set[int], leaves: bool) -> tuple[set[int], bool]:
+    """What sums of any rank of this replica have lacked, and whether any was told to end."""
+    lacking = [int(replica in missing) for replica in range(replicas.count())]
+    *flags, any_leaves = _most_inside([*lacking, int(leaves)])
+    return {replica for replica, flag in enumerate(flags) if flag}, bool(any_leaves)
+
+
+def _told_inside(choice: Choice | None) -> Choice:
+    """Rank 0's choice, on all ranks of this replica."""
+    count = replicas.count()
+    facts = [0] * (2 * count + 2)
+    if choice is not None:
+        facts = [*choice.present, *choice.leaving, choice.joiner + 1, choice.life]
+    *flags, joiner, life = _most_inside(facts)
+    return bytepslib.members.Choice(
+        joiner=joiner - 1,
+        life=life,
+        present=tuple(bool(flag) for flag in flags[:count]),
+        leaving=tuple(bool(flag) for flag in flags[count:]),
     )
-    return {replica for replica in range(count) if flags[replica]}, told
 
 
 def _tell(args: Namespace, missing: set[int], choice: Choice) -> None:
-    """One line for each replica that was lost, and one for each step that lacks its samples."""
+    """One line for each replica that was lost or leaves, and one for each step that lacks the
+    samples of one."""
     if torch.distributed.get_rank() != 0:
         return
+    for replica, goes in enumerate(choice.leaving):
+        if goes and replica != replicas.number():
+            print(
+                f"dpu_reduce: replica {replica} was told to end, and leaves after iteration "
+                f"{args.curr_iteration + 1}; all of its samples until then count",
+                flush=True,
+            )
     new = sorted(missing - _told)
     _told.update(missing)
     _told.difference_update(there for there, is_there in enumerate(choice.present) if is_there)

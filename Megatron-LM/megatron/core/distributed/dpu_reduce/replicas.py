@@ -143,6 +143,13 @@ def sum_(tensor: torch.Tensor, what: str, *, always: bool = False) -> torch.Tens
     return tensor
 
 
+def all_want(wanted: bool, what: str) -> bool:
+    """Whether all replicas that are there want something; see :func:`sum_`."""
+    wishes = sum_(torch.tensor([float(wanted)]), what, always=True)
+    # Scaled, where some are missing: less by more than one if any of the others does not want it.
+    return bool(wishes.item() > _count - 0.5)
+
+
 def agreed(value: Any) -> Any:
     """A number that each replica has computed from the same gradients: the mean, the same bits in
     all of them, whatever order their collectives add in. A tensor is changed in place."""

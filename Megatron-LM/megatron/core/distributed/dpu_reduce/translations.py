@@ -122,7 +122,9 @@ def translate_args(args: Namespace) -> None:
 
 def _fit_to_replicas(args: Namespace) -> None:
     """No replica repeats a step: its gradients would be summed with those of the others' next one.
-    The first replica writes what all of them would write."""
+    The first replica writes what all of them would write. SIGTERM ends a replica after its step,
+    and not its processes that load data before: see :mod:`.leaving`."""
+    args.exit_signal_handler = True
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         args.rerun_mode = "disabled"
         if args.rank == 0:
