@@ -72,8 +72,8 @@ class Operations {
 
   ps::Mutex mu_;
   // One for each that waits: who sleeps is not woken with every sum.
-  ps::CondVar began_;   // the first of those that run, or the job failed
-  ps::CondVar ended_;   // the last one, or the job failed
+  ps::CondVar began_;  // the first of those that run, or the job failed
+  ps::CondVar ended_;  // the last one, or the job failed
   ps::CondVar failed_job_;
   bool failed_ PS_GUARDED_BY(mu_) = false;
   std::string failure_ PS_GUARDED_BY(mu_);

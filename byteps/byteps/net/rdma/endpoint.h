@@ -226,7 +226,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool disconnected = false;
     bool told_received = false;  // the peer what has come
     bool resumed = false;        // the peer has told the same: messages may be sent
-    uint32_t inline_bytes = 0;  // of a send that the device takes with the request
+    uint32_t inline_bytes = 0;   // of a send that the device takes with the request
     uint32_t receives_posted = 0;
     uint32_t credits = 0;  // slots of the peer that are free
     uint32_t owed = 0;     // slots of ours that are free again, and the peer does not know

@@ -54,8 +54,8 @@ class Poller {
   void Post(Task task) { At(Clock::now(), std::move(task)); }
   void At(Clock::time_point when, Task task);
 
-  // More is expected within microseconds: the thread looks for it a while before it sleeps, since to
-  // be woken takes longer than that. Only in its own thread.
+  // More is expected within microseconds: the thread looks for it a while before it sleeps, since
+  // to be woken takes longer than that. Only in its own thread.
   void StayAwake() { awake_until_ = Clock::now() + kAwake; }
 
   // Ends the thread; tasks that wait are dropped.  Does nothing the second time.
