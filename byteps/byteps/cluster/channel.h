@@ -80,6 +80,10 @@ class Channel {
   // operation has no answer.  They know whom it lacks, or why a connection is gone.
   virtual double seconds_to_explain() const { return 5; }
 
+  // Whether nobody may decide who is removed: the scheduler has died and may return, or has just
+  // returned and hears the others.
+  virtual bool lacks_scheduler() const { return false; }
+
   // This node's rank among those of its role, once it has joined.
   virtual int rank() const = 0;
 

@@ -207,6 +207,8 @@ bool Session::RegistersMemory() const {
 
 bool Session::is_late() const { return CurrentMembership()->AsNode()->is_late(); }
 
+bool Session::lacks_scheduler() const { return CurrentMembership()->AsNode()->lacks_scheduler(); }
+
 void Session::SayReady() {
   CurrentMembership()->AsNode()->SayOfReplica({ps::membership::MemberWord::kReady});
 }

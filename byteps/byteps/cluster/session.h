@@ -58,6 +58,7 @@ class Session : public Channel {
   bool RegistersMemory() const override;
   double link_gbps() const override;
   bool is_late() const override;
+  bool lacks_scheduler() const override;
   void SayReady() override;
   void AskToAdmit(int replica, int life) override;
   void SayAwaited(int rank, const std::string& name, uint32_t round) override;

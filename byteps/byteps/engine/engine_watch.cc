@@ -70,6 +70,7 @@ std::string Engine::Verdict(const OperationPtr& operation) {
   }
   const double age = SecondsSince(operation->awaited_since);
   if (age <= context_.op_timeout_s + context_.channel->seconds_to_explain()) return "";
+  if (context_.channel->lacks_scheduler()) return "";
   PS_PROBE(kNobodyAnswered);
   return "push_pull of '" + operation->name() + "' timed out: no answer from " +
          Silence(operation) + " after " + Seconds(age) +

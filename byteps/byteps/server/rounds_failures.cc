@@ -15,6 +15,8 @@ namespace {
 
 // Of each partition.
 constexpr size_t kFailuresKept = 16;
+// Whether there is a scheduler again.
+constexpr auto kLookAgain = std::chrono::seconds(1);
 
 std::string MissingRanks(const Partition& partition, const Round& round) {
   const auto& group = partition.declaration().group;
@@ -110,6 +112,11 @@ void Rounds::FailLate(Clock::time_point as_of, Clock::time_point grace_until,
     const Declaration& declaration = partition->declaration();
     Round* const round = partition->Find(number);
     if (WaitOn(partition, round, as_of)) continue;
+    // Who is late may be gone, and nobody is there to say so.
+    if (context_->channel->lacks_scheduler()) {
+      Postpone(partition, round, as_of + kLookAgain);
+      continue;
+    }
     PS_PROBE(kRoundLate);
     char limit[96];
     snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",

@@ -209,6 +209,8 @@ void SimulatedChannel::Abandon(const void* begin, size_t bytes) {
 
 bool SimulatedChannel::is_late() const { return membership_->AsNode()->is_late(); }
 
+bool SimulatedChannel::lacks_scheduler() const { return membership_->AsNode()->lacks_scheduler(); }
+
 void SimulatedChannel::SayReady() {
   membership_->AsNode()->SayOfReplica({ps::membership::MemberWord::kReady});
 }

@@ -59,6 +59,7 @@ class SimulatedChannel : public core::Channel {
   bool RegistersMemory() const override { return false; }
   double link_gbps() const override { return membership_->AsNode()->link_mbps() / 1e3; }
   bool is_late() const override;
+  bool lacks_scheduler() const override;
   void SayReady() override;
   void AskToAdmit(int replica, int life) override;
   void SayAwaited(int rank, const std::string& name, uint32_t round) override;

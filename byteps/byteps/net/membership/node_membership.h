@@ -58,6 +58,8 @@ class NodeMembership : public Membership {
   // On a worker that has joined: whether its replica has come to a job that runs, and takes part in
   // nothing until it is admitted.
   bool is_late();
+  // Whether there is no scheduler, or one that may still await nodes that return.
+  bool lacks_scheduler();
 
  private:
   using Clock = AwakeClock;
@@ -182,6 +184,7 @@ class NodeMembership : public Membership {
   std::optional<BrokenLink> broken_link_ PS_GUARDED_BY(mu_);
   int life_ PS_GUARDED_BY(mu_) = 0;  // of the scheduler; 0: not known
   std::optional<Absence> absence_ PS_GUARDED_BY(mu_);
+  Clock::time_point settled_ PS_GUARDED_BY(mu_);  // the scheduler that returned has heard all
   Asked asked_ PS_GUARDED_BY(mu_);
 
   HeartbeatThread heartbeats_;

@@ -24,6 +24,8 @@ namespace {
 constexpr double kPauseSeconds = 0.2;
 // Before what broke meanwhile is told: others may speak.
 constexpr double kWordSeconds = 0.5;
+// In this time a scheduler that has heard all, and all servers, remove a replica.
+constexpr double kRemovalSeconds = 3;
 
 }  // namespace
 
@@ -109,6 +111,11 @@ bool NodeMembership::NotFound(const std::string& how) {
   return true;
 }
 
+bool NodeMembership::lacks_scheduler() {
+  MutexLock lock(&mu_);
+  return absence_ || Clock::now() < settled_;
+}
+
 bool NodeMembership::OnReturn(int life) {
   double seconds = 0;
   {
@@ -124,6 +131,7 @@ bool NodeMembership::OnReturn(int life) {
     }
     seconds = std::chrono::duration<double>(Clock::now() - absence_->since).count();
     absence_.reset();
+    settled_ = Clock::now() + ToDuration(settings_.scheduler_return_s + kRemovalSeconds);
     scheduler_loss_.reset();
     if (broken_link_) {
       broken_link_->reported = false;
