@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.broken_job import Result
 from tests.chaos.chaos import find_programs, play
 from tests.chaos.seeds import KINDS, Script, make_script
 
@@ -24,12 +26,18 @@ def programs() -> Path:
     return find_programs("")
 
 
+def _play_rightly(seeds: Sequence[int], programs: Path, run_dir: Path) -> list[Result]:
+    """The jobs of these seeds, of which none goes wrong."""
+    results = play([make_script(seed) for seed in seeds], programs, run_dir)
+    wrong = {result.script.seed: result.wrong for result in results if result.wrong}
+    assert not wrong
+    return results
+
+
 @pytest.mark.requires("root")
 @pytest.mark.timeout(MOST_JOBS_S)
 def test_jobs_end_well_or_by_name(programs: Path, run_dir: Path) -> None:
-    results = play([make_script(seed) for seed in BOUNDED], programs, run_dir)
-    wrong = {result.script.seed: result.wrong for result in results if result.wrong}
-    assert not wrong
+    results = _play_rightly(BOUNDED, programs, run_dir)
     # The seeds are chosen so that something happens.
     assert any(not result.survived for result in results)
     assert results[-1].lives > 1 and results[-1].ended["worker 0"] == 0
@@ -38,9 +46,7 @@ def test_jobs_end_well_or_by_name(programs: Path, run_dir: Path) -> None:
 @pytest.mark.requires("root")
 @pytest.mark.timeout(MOST_JOBS_S)
 def test_jobs_go_on_without_servers_and_replicas(programs: Path, run_dir: Path) -> None:
-    results = play([make_script(seed) for seed in LASTING], programs, run_dir)
-    wrong = {result.script.seed: result.wrong for result in results if result.wrong}
-    assert not wrong
+    results = _play_rightly(LASTING, programs, run_dir)
     assert [result.script.replicas for result in results] == [True, False, True]
     assert all(result.replaced > 0 for result in results)
 
@@ -48,9 +54,7 @@ def test_jobs_go_on_without_servers_and_replicas(programs: Path, run_dir: Path) 
 @pytest.mark.requires("root")
 @pytest.mark.timeout(MOST_JOBS_S)
 def test_jobs_go_on_with_another_scheduler(programs: Path, run_dir: Path) -> None:
-    results = play([make_script(seed) for seed in RETURNING], programs, run_dir)
-    wrong = {result.script.seed: result.wrong for result in results if result.wrong}
-    assert not wrong
+    results = _play_rightly(RETURNING, programs, run_dir)
     assert all(
         status == 0
         for result in results

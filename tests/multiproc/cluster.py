@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -306,6 +306,16 @@ class Cluster:
         wait_all(nodes, END_S)
         bad = {node.title: node.wait(0) for node in nodes if node.wait(0) != 0}
         assert not bad, f"exit status: {bad}"
+
+    def finish_with(self, workers: Iterable[Nursed], lost: Sequence[Spawned] = ()) -> None:
+        """These workers end well, whatever became of others, and so do the scheduler and all
+        servers but the lost ones."""
+        for worker in workers:
+            assert worker.wait(RUN_S) == 0, worker.text[-3000:]
+        self.demand_checks()
+        for node in (self.scheduler, *self.servers):
+            if node not in lost:
+                assert node.wait(RUN_S) == 0, node.text[-3000:]
 
     def demand_checks(self) -> None:
         """Raise with every failed check of every worker, by name."""

@@ -10,7 +10,6 @@ from tests.multiproc.cluster import (
     Cluster,
     Nursed,
     Process,
-    Spawned,
     wait_for_file,
 )
 
@@ -42,12 +41,3 @@ def start_with_spare(cluster: Cluster, **args: object) -> list[Nursed]:
     wait_done(cluster, 1)
     wait_for_text(cluster.start_server(), "waiting for the place of a server")
     return workers
-
-
-def finish_without(cluster: Cluster, workers: list[Nursed], lost: list[Spawned]) -> None:
-    for worker in workers:
-        assert worker.wait(RUN_S) == 0, worker.text[-3000:]
-    cluster.demand_checks()
-    for node in (cluster.scheduler, *cluster.servers):
-        if node not in lost:
-            assert node.wait(RUN_S) == 0, node.text[-3000:]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.multiproc.cluster import RUN_S, Cluster
-from tests.multiproc.spares import WAIT, finish_without, start_with_spare, wait_done, wait_for_text
+from tests.multiproc.spares import WAIT, start_with_spare, wait_done, wait_for_text
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -22,7 +22,7 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], wor
     another = cluster.start_server()
     wait_done(cluster, int((cluster.folder / "done.0").read_text()) + 5)
     second.send(signal.SIGKILL)
-    finish_without(cluster, training, [first, second])
+    cluster.finish_with(training, [first, second])
     said = cluster.scheduler.text
     assert said.count("another server has 60.0 s (BYTEPS_REPLACE_SERVERS_S=60) to take") == 2
     assert said.count("has taken the place of the server that was lost") == 2
@@ -35,7 +35,7 @@ def test_one_that_is_told_to_end_is_replaced(make_cluster: Callable[..., Cluster
     training = start_with_spare(cluster, steps=40, pace=0.03)
     wait_done(cluster, 5)
     cluster.servers[0].send(signal.SIGTERM)
-    finish_without(cluster, training, [cluster.servers[0]])
+    cluster.finish_with(training, [cluster.servers[0]])
     assert "was stopped by SIGTERM; another server has" in cluster.scheduler.text
 
 
@@ -46,7 +46,7 @@ def test_one_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster])
     wait_done(cluster, 5)
     still = cluster.servers[1]
     still.send(signal.SIGSTOP)
-    finish_without(cluster, training, [still])
+    cluster.finish_with(training, [still])
     still.send(signal.SIGCONT)
     assert still.wait(RUN_S) != 0
     assert "no heartbeat for" in cluster.scheduler.text
@@ -65,7 +65,7 @@ def test_nobody_comes(make_cluster: Callable[..., Cluster]) -> None:
 def test_a_spare_that_nobody_needs_ends_well(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=1, env=WAIT)
     training = start_with_spare(cluster, steps=20, pace=0.02)
-    finish_without(cluster, training, [])
+    cluster.finish_with(training, [])
     assert "done: no server was lost" in cluster.servers[-1].text
 
 

@@ -46,11 +46,7 @@ class Replicas:
 
     def finish(self, workers: list[Nursed]) -> None:
         """These end well, and so do the scheduler and the servers."""
-        for worker in workers:
-            assert worker.wait(RUN_S) == 0, worker.text[-3000:]
-        self.cluster.demand_checks()
-        for node in (self.cluster.scheduler, *self.cluster.servers):
-            assert node.wait(RUN_S) == 0, node.text[-3000:]
+        self.cluster.finish_with(workers)
 
     def log(self, number: int) -> list[dict[str, Any]]:
         """Of the first life of a replica."""

@@ -176,11 +176,7 @@ class Replicas:
             time.sleep(0.02)
 
     def finish(self, workers: list[Nursed]) -> None:
-        for worker in workers:
-            assert worker.wait(RUN_S) == 0, worker.text[-3000:]
-        self.cluster.demand_checks()
-        for node in (self.cluster.scheduler, *self.cluster.servers):
-            assert node.wait(RUN_S) == 0, node.text[-3000:]
+        self.cluster.finish_with(workers)
 
 
 @pytest.fixture

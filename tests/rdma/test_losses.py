@@ -10,7 +10,7 @@ import pytest
 
 from tests.multiproc.cluster import END_S, Cluster, wait_all
 from tests.multiproc.endings import demand_error, demand_failed, start_looping
-from tests.multiproc.spares import WAIT, finish_without, start_with_spare, wait_done
+from tests.multiproc.spares import WAIT, start_with_spare, wait_done
 
 PEER_TIMEOUT_S = 4
 SHORT = {
@@ -81,4 +81,4 @@ def test_a_lost_server_is_replaced(make_over: Make) -> None:
     training = start_with_spare(cluster, steps=20, pace=0.03)
     wait_done(cluster, 5)
     cluster.servers[0].send(signal.SIGKILL)
-    finish_without(cluster, training, [cluster.servers[0]])
+    cluster.finish_with(training, [cluster.servers[0]])

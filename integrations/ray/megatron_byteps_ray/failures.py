@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,6 +32,20 @@ class End:
     status: int | None = None
     lines: list[str] = field(default_factory=list)
     """The last of its log."""
+
+    @classmethod
+    def told(cls, who: str, report: dict[str, Any], *, may_leave: bool = False) -> End:
+        """What its actor reports. ``may_leave``: it is a rank of a replica."""
+        status = report["status"]
+        kind = KILLED if status is not None and status < 0 else FAILED
+        if status == LEFT_STATUS and may_leave:
+            kind = LEFT
+        return cls(who=who, kind=kind, at=report["at"], status=status, lines=report["lines"])
+
+    @classmethod
+    def lost(cls, who: str) -> End:
+        """Its actor is gone."""
+        return cls(who=who, kind=LOST, at=time.time())
 
     @property
     def rank(self) -> int | None:

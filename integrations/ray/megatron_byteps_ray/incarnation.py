@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from .draining import draining_nodes
-from .failures import FAILED, HUNG, KILLED, LEFT, LEFT_STATUS, LOST, End, Failure
+from .failures import FAILED, HUNG, End, Failure
 from .phases import Phases
 from .pool import Slot
 from .servers import Servers
@@ -194,16 +194,11 @@ class Incarnation:
         elif status == 0 and not self._ends:
             return None  # a scheduler or server, once all ranks have left
         else:
-            kind = KILLED if status is not None and status < 0 else FAILED
-            if status == LEFT_STATUS and self._settings.is_replica:
-                kind = LEFT
-            self._ends.append(
-                End(who=who, kind=kind, at=end["at"], status=status, lines=end["lines"])
-            )
+            self._ends.append(End.told(who, end, may_leave=self._settings.is_replica))
         return None
 
     def _lost(self, who: str) -> None:
-        self._ends.append(End(who=who, kind=LOST, at=time.time()))
+        self._ends.append(End.lost(who))
 
     def _take_progress(self, *, last: bool = False) -> None:
         """Hear what has been answered, and ask again; at the end wait for all that there is."""

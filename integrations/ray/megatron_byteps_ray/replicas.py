@@ -11,11 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import ray
 
-from .failures import KILLED, LOST, End
+from .failures import End
 from .job import Job, Listener
 from .pool import JobError, Pool
 from .servers import Servers
@@ -110,13 +109,6 @@ class Replicas:
                 who, end = self._servers.take(ref)
                 if (end is not None and end["status"] == 0) or self._servers.replace(who):
                     continue
-                lost = str(_end_of(who, end))
+                lost = str(End.lost(who) if end is None else End.told(who, end))
                 self._done.set()  # no replica can go on without it
         return lost
-
-
-def _end_of(who: str, end: dict[str, Any] | None) -> End:
-    if end is None:
-        return End(who=who, kind=LOST, at=time.time())
-    kind = KILLED if end["status"] < 0 else "failed"
-    return End(who=who, kind=kind, at=end["at"], status=end["status"], lines=end["lines"])
