@@ -345,10 +345,13 @@ bool SimulatedChannel::NameSender(Event* event) {
     names_[*sender] = {event->from, 0};
     return true;
   }
-  *sender = FindId(event->from, event->from_life);
-  if (settings_.role != ps::Node::SERVER || *sender != ps::Node::kEmpty) return true;
-  unnamed_.push_back(std::move(*event));
-  return false;
+  const int known = FindId(event->from, event->from_life);
+  if (settings_.role == ps::Node::SERVER && known == ps::Node::kEmpty) {
+    unnamed_.push_back(std::move(*event));
+    return false;
+  }
+  *sender = known;
+  return true;
 }
 
 void SimulatedChannel::ReceiveData() {
