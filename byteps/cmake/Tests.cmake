@@ -41,6 +41,7 @@ if(GTest_FOUND)
     tests/net/link/receipts_test.cc
     tests/net/link/redial_test.cc
     tests/net/link/replay_log_test.cc
+    tests/net/membership/neighbors_test.cc
     tests/net/membership/node_membership_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
@@ -92,6 +93,10 @@ endif()
 add_executable(sum_worker tests/jobs/sum_worker.cc)
 target_compile_options(sum_worker PRIVATE ${WARNINGS})
 target_link_libraries(sum_worker PRIVATE worker_under_test)
+
+add_executable(server_ring tests/jobs/server_ring.cc)
+target_compile_options(server_ring PRIVATE ${WARNINGS})
+target_link_libraries(server_ring PRIVATE byteps_engine)
 
 # It plays threads and time itself, which no sanitizer follows.
 if(NOT BYTEPS_SANITIZE)

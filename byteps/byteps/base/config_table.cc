@@ -96,6 +96,9 @@ std::vector<Variable> MakeTable() {
        "How long a job waits for another server to take the place of one that is lost. Workers "
        "then keep each sum in host memory until all have it. The same on all nodes. 0: the loss "
        "ends the job."},
+      {"BYTEPS_BACKUP_STATE", kBool, "", "0", 0, 1, "",
+       "Servers keep a copy of each other's optimizer state, so that one that is lost can be "
+       "replaced. The same on all nodes. Not with RDMA."},
       {"BYTEPS_SCHEDULER_RETURN_S", kFloat, "s", "0", 0, 604800, "",
        "How long the nodes of a running job wait for a scheduler that died to be started again at "
        "its address, and that scheduler for all of them. The same on all nodes. 0: its death ends "

@@ -1,4 +1,5 @@
-// What a channel carries: the requests of workers and the answers of servers (base/protocol.h).
+// What a channel carries: the requests of workers and the answers of servers (base/protocol.h), and
+// what servers send each other.
 #ifndef BYTEPS_CLUSTER_MESSAGE_H_
 #define BYTEPS_CLUSTER_MESSAGE_H_
 
@@ -17,7 +18,10 @@ struct MessageHead {
   int op = 0;  // an Op
   bool is_request = true;
   bool failed = false;  // of an answer: the body says why
-  int peer = -1;        // rank of the other end: on a worker a server's, on a server a worker's
+  // Both ends are servers (BYTEPS_BACKUP_STATE): requests and answers go either way.
+  bool between_servers = false;
+  // Rank of the other end: on a worker a server's, on a server a worker's, unless it is a server's.
+  int peer = -1;
   uint64_t key = 0;
   uint64_t number = 0;  // by which a worker knows its request, and the answer
 };

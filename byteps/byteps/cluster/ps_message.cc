@@ -23,7 +23,8 @@ ps::Message ToPs(const Message& message) {
   // A transport with two planes sends all else, which moves values, by that of data.
   msg.meta.simple_app = message.op == kDeclare;
   msg.meta.request = msg.meta.push = message.is_request;
-  msg.meta.recver = message.is_request ? ServerId(message.peer) : WorkerId(message.peer);
+  const bool to_server = message.is_request || message.between_servers;
+  msg.meta.recver = to_server ? ServerId(message.peer) : WorkerId(message.peer);
   msg.meta.key = message.key;
   msg.meta.addr = message.number;
   msg.meta.option = message.failed ? 1 : 0;
@@ -38,20 +39,21 @@ ps::Message ToPs(const Message& message) {
   return msg;
 }
 
-MessageHead HeadOf(const ps::Meta& meta) {
+MessageHead HeadOf(const ps::Meta& meta, Role here) {
   MessageHead head;
   head.op = meta.head;
   head.is_request = meta.request;
   head.failed = meta.option != 0;
+  head.between_servers = here == Role::kServer && !IsWorker(meta.sender);
   head.peer = RankOf(meta.sender);
   head.key = meta.key;
   head.number = meta.addr;
   return head;
 }
 
-Message FromPs(ps::Message* msg) {
+Message FromPs(ps::Message* msg, Role here) {
   Message message;
-  static_cast<MessageHead&>(message) = HeadOf(msg->meta);
+  static_cast<MessageHead&>(message) = HeadOf(msg->meta, here);
   message.body = std::move(msg->meta.body);
   if (msg->data.size() == 1) {
     ps::SArray<char>& values = msg->data[0];

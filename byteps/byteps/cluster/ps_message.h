@@ -2,6 +2,7 @@
 #ifndef BYTEPS_CLUSTER_PS_MESSAGE_H_
 #define BYTEPS_CLUSTER_PS_MESSAGE_H_
 
+#include "byteps/base/role.h"
 #include "byteps/cluster/message.h"
 #include "ps/internal/message.h"
 
@@ -11,10 +12,10 @@ namespace core {
 // Shares the values.
 ps::Message ToPs(const Message& message);
 
-// What came.  Takes the body and the values over.
-Message FromPs(ps::Message* message);
+// What came to a node of this role.  Takes the body and the values over.
+Message FromPs(ps::Message* message, Role here);
 // What has come first.
-MessageHead HeadOf(const ps::Meta& meta);
+MessageHead HeadOf(const ps::Meta& meta, Role here);
 
 }  // namespace core
 }  // namespace byteps

@@ -37,6 +37,23 @@ bool UsesRdma(const Config& config) {
   return transport == "ibverbs" || transport == "1";
 }
 
+namespace {
+
+// Whether servers can keep each other's state, if they are to.
+void CheckBackups(const Config& config, int servers) {
+  if (!config.Bool("BYTEPS_BACKUP_STATE")) return;
+  const char* const why =
+      UsesRdma(config)             ? "does not go with DMLC_ENABLE_RDMA: unset one of them"
+      : config.Bool("BYTEPS_KEEP") ? "does not go with BYTEPS_KEEP (--keep): unset one of them"
+      : config.Float("BYTEPS_REPLACE_SERVERS_S") <= 0
+          ? "is of use where a server that is lost is replaced: set BYTEPS_REPLACE_SERVERS_S, too"
+      : servers < 2 ? "needs two servers at least: DMLC_NUM_SERVER"
+                    : nullptr;
+  if (why != nullptr) throw UsageError(std::string("BYTEPS_BACKUP_STATE ") + why);
+}
+
+}  // namespace
+
 Session::Session(const Config& config, const SessionOptions& options)
     : config_(config), options_(options) {}
 
@@ -61,6 +78,7 @@ void Session::Prepare(ChannelUser* user, int probe) {
                        ": unset one of them");
     }
   }
+  CheckBackups(config_, options_.num_servers);
 #ifndef BYTEPS_WITH_RDMA
   if (rdma) {
     throw UsageError("DMLC_ENABLE_RDMA=" + transport +
@@ -92,12 +110,12 @@ void Session::Prepare(ChannelUser* user, int probe) {
     throw UsageError(e.what(), e.file(), e.line());
   }
   ps::Postoffice::Handlers handlers;
-  handlers.on_message = [user](ps::Message* msg) {
-    Message message = FromPs(msg);
+  handlers.on_message = [user, role = options_.role](ps::Message* msg) {
+    Message message = FromPs(msg, role);
     user->OnMessage(&message);
   };
-  handlers.place_for = [user](const ps::Meta& meta, size_t bytes) {
-    return user->PlaceFor(HeadOf(meta), bytes);
+  handlers.place_for = [user, role = options_.role](const ps::Meta& meta, size_t bytes) {
+    return user->PlaceFor(HeadOf(meta, role), bytes);
   };
   handlers.on_event = [user](const ps::MembershipEvent& event) { user->OnEvent(event); };
   ps::Postoffice::Get()->SetHandlers(handlers);

@@ -27,11 +27,12 @@ TEST(PsMessage, ARequestComesAsItWasSent) {
   EXPECT_EQ(carried.data.at(0).data(), request.values.data()) << "the values were copied";
   EXPECT_FALSE(carried.meta.simple_app);
   carried.meta.sender = WorkerId(5);
-  const Message came = FromPs(&carried);
+  const Message came = FromPs(&carried, Role::kServer);
   EXPECT_EQ(came.op, kPushPull);
   EXPECT_TRUE(came.is_request);
   EXPECT_FALSE(came.failed);
   EXPECT_EQ(came.peer, 5);
+  EXPECT_FALSE(came.between_servers);
   EXPECT_EQ(came.key, request.key);
   EXPECT_EQ(came.number, 99u);
   EXPECT_EQ(came.body, "header");
@@ -45,12 +46,34 @@ TEST(PsMessage, AnAnswerSaysWhetherItFailed) {
     EXPECT_EQ(carried.meta.recver, WorkerId(2));
     EXPECT_TRUE(carried.meta.simple_app) << "declarations go by the plane of control";
     carried.meta.sender = ServerId(1);
-    const Message came = FromPs(&carried);
+    const Message came = FromPs(&carried, Role::kWorker);
     EXPECT_FALSE(came.is_request);
     EXPECT_EQ(came.failed, *error != 0);
     EXPECT_EQ(came.body, error);
     EXPECT_EQ(came.peer, 1);
+    EXPECT_FALSE(came.between_servers);
     EXPECT_EQ(came.sent_bytes, 0u);
+  }
+}
+
+TEST(PsMessage, ServersSendEachOtherRequestsAndAnswers) {
+  for (const bool is_request : {true, false}) {
+    Message message = MakeRequest(kPushPull, 3, 16, 99, "header");
+    message.is_request = is_request;
+    message.between_servers = true;
+    message.SetValues(Text("values"));
+    ps::Message carried = ToPs(message);
+    EXPECT_EQ(carried.meta.recver, ServerId(3));
+    carried.meta.sender = ServerId(2);
+    const MessageHead head = HeadOf(carried.meta, Role::kServer);
+    EXPECT_TRUE(head.between_servers);
+    EXPECT_EQ(head.peer, 2);
+    const Message came = FromPs(&carried, Role::kServer);
+    EXPECT_TRUE(came.between_servers);
+    EXPECT_EQ(came.is_request, is_request);
+    EXPECT_EQ(came.values.size(), 6u);
+    // By its own role a node knows: to a worker it would be a server's answer.
+    EXPECT_FALSE(HeadOf(carried.meta, Role::kWorker).between_servers);
   }
 }
 
@@ -59,7 +82,7 @@ TEST(PsMessage, DroppedValuesTellTheirSize) {
   ps::Message carried = ToPs(MakeRequest(kPushPull, 0, 16, 1, ""));
   carried.data.emplace_back();
   carried.meta.data_size = 4096;
-  const Message came = FromPs(&carried);
+  const Message came = FromPs(&carried, Role::kServer);
   EXPECT_TRUE(came.values.empty());
   EXPECT_EQ(came.sent_bytes, 4096u);
 }
@@ -67,7 +90,7 @@ TEST(PsMessage, DroppedValuesTellTheirSize) {
 TEST(PsMessage, ValuesInPiecesHaveNoSizeThatAnybodyExpects) {
   ps::Message carried = ToPs(MakeRequest(kPushPull, 0, 16, 1, ""));
   for (int i = 0; i < 2; ++i) carried.AddData(ps::SArray<char>(8, 'x'));
-  const Message came = FromPs(&carried);
+  const Message came = FromPs(&carried, Role::kServer);
   EXPECT_TRUE(came.values.empty());
   EXPECT_EQ(came.sent_bytes, Message::kInPieces);
 }
@@ -80,7 +103,7 @@ TEST(PsMessage, ValuesAreHeldAsLongAsAnybodyHasThem) {
   request.SetValues(SharedBytes::Borrow(memory, sizeof(memory), [&](char*) { ++released; }));
   ps::Message carried = ToPs(request);
   request = Message();
-  Message came = FromPs(&carried);
+  Message came = FromPs(&carried, Role::kServer);
   carried = ps::Message();
   const SharedBytes part = came.values.Part(1, 2);
   came = Message();

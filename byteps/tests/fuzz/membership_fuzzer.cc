@@ -105,7 +105,8 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
           " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
           " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000)) +
           " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0)) +
-          " replicas=" + std::to_string(data->ConsumeIntegralInRange<int>(0, 3));
+          " replicas=" + std::to_string(data->ConsumeIntegralInRange<int>(0, 3)) +
+          " backups=" + std::to_string(data->ConsumeIntegralInRange<int>(0, 1));
       if (data->ConsumeIntegralInRange<int>(0, 3) == 0) {
         ps::membership::Account account;
         account.job = data->ConsumeIntegralInRange<int>(0, 2);

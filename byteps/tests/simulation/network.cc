@@ -49,16 +49,20 @@ Network::Clock::time_point Network::ArrivalOf(int from, int to, bool in_order) {
   return at;
 }
 
-void Network::Carry(const SimulatedChannel& from, int to, ps::Message message) {
+void Network::Carry(const SimulatedChannel& from, int to, uint64_t expected, ps::Message message) {
   std::lock_guard<std::mutex> lock(mu_);
-  const auto link = links_.find(PairOf(from.number(), to));
-  if (link == links_.end() || link->second.lives[from.number()] != from.life()) {
-    return;
-  }
   Item item;
   item.from = from.number();
   item.to = to;
   item.from_life = from.life();
+  const auto link = links_.find(PairOf(from.number(), to));
+  if (link == links_.end() || link->second.lives[from.number()] != from.life()) {
+    if (expected == 0 || killed_.count(from.number()) || killed_.count(to)) return;
+    item.to_life = expected;
+    item.message = std::move(message);
+    waiting_.push_back(std::move(item));
+    return;
+  }
   item.to_life = link->second.lives[to];
   item.link = link->second.number;
   const auto at = ArrivalOf(from.number(), to, IsControl(message));
@@ -85,6 +89,27 @@ void Network::Link(int a, int b) {
   link.number = next_link_++;
   link.lives = {{a, LifeOf(a)}, {b, LifeOf(b)}};
   links_.emplace(PairOf(a, b), link);
+  SendWaiting(PairOf(a, b));
+}
+
+void Network::SendWaiting(const Pair& pair) {
+  LinkState& link = links_[pair];
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    const bool goes = PairOf(it->from, it->to) == pair && link.lives[it->from] == it->from_life &&
+                      link.lives[it->to] == it->to_life;
+    if (!goes) {
+      ++it;
+      continue;
+    }
+    it->link = link.number;
+    under_way_.emplace(ArrivalOf(it->from, it->to, false), std::move(*it));
+    it = waiting_.erase(it);
+  }
+  cond_.notify_one();
+}
+
+void Network::ForgetWaiting(int node) {
+  waiting_.remove_if([=](const Item& item) { return item.from == node || item.to == node; });
 }
 
 void Network::Unlink(int a, int b, const End* at_a, const End* at_b) {
@@ -139,6 +164,7 @@ void Network::Kill(int node) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     killed_.insert(node);
+    ForgetWaiting(node);
     for (const auto& link : links_) {
       if (link.first.first == node) peers.push_back(link.first.second);
       if (link.first.second == node) peers.push_back(link.first.first);
@@ -235,6 +261,7 @@ void Network::Leave(SimulatedChannel* channel) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     nodes_.erase(node);
+    ForgetWaiting(node);
     for (const auto& link : links_) {
       if (link.first.first == node) peers.push_back(link.first.second);
       if (link.first.second == node) peers.push_back(link.first.first);

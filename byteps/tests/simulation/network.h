@@ -53,8 +53,8 @@ class Network {
   void Leave(SimulatedChannel* node);
 
   // A message in flight.  Within a millisecond, or when what holds its link lets go.
-  // Lost where there is no link.
-  void Carry(const SimulatedChannel& from, int to, ps::Message message);
+  // Lost where there is no link.  `expected`: a life of the receiver, for whose link it waits.
+  void Carry(const SimulatedChannel& from, int to, uint64_t expected, ps::Message message);
 
   // Whether the scheduler has a link with this life of the node.
   bool IsLinked(int node, uint64_t life);
@@ -110,6 +110,8 @@ class Network {
   // mu_ is held, for these:
   uint64_t LifeOf(int node) const;
   void TellOfEnd(const SimulatedChannel& node, int peer, const std::string& how);
+  void SendWaiting(const Pair& pair);
+  void ForgetWaiting(int node);
   Clock::time_point ArrivalOf(int from, int to, bool in_order);
 
   std::mutex mu_;
@@ -123,6 +125,7 @@ class Network {
   std::map<Pair, LinkState> links_;
   uint64_t next_link_ = 1;
   std::multimap<Clock::time_point, Item> under_way_;
+  std::list<Item> waiting_;  // for a link
   std::map<int, Clock::time_point> paused_;
   std::map<Pair, Clock::time_point> delayed_;
   std::map<Pair, Clock::time_point> last_;  // (from, to): when the last one in order arrives

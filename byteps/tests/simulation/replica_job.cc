@@ -39,7 +39,7 @@ class ReplicaJob::KeptNode : public core::ChannelUser {
       if (server_ != nullptr) return server_->SetAbsent(event.replicas.AbsentRanks());
       job_->removed_ += event.replicas.news.find("was removed") != std::string::npos ? 1 : 0;
     }
-    if (event.kind == Event::kServerReplaced) ++job_->replaced_;
+    if (event.kind == Event::kServerReplaced && server_ == nullptr) ++job_->replaced_;
     if (event.kind == Event::kNodeLeft && server_ != nullptr) {
       server_->OnWorkerGone(event.rank, event.reason);
     }
@@ -88,6 +88,7 @@ void ReplicaJob::MakePlan() {
   plan_.patient = Random(2) == 0;
   plan_.replaces = Random(2) == 0;
   plan_.returns = !plan_.replaces && Random(2) == 0;
+  plan_.backups = plan_.replaces && plan_.servers > 1 && plan_.steps % 2 == 0;
   most_lives_ = 1 + static_cast<int>(Random(4));
   const uint64_t tensors = 1 + Random(3);
   for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
@@ -114,8 +115,9 @@ void ReplicaJob::MakePlan() {
     // More than half of the replicas are not removed without a quorum.
     if (fault.kind == Fault::kStick && !plan_.patient) fault.node = plan_.disturbed ? most : 0;
     if (plan_.replaces && Random(2) == 0) {
-      static constexpr Fault::Kind kOfServers[] = {Fault::kKill, Fault::kKill, Fault::kPause};
-      fault.kind = kOfServers[Random(std::size(kOfServers))];
+      static constexpr Fault::Kind kOfServers[] = {Fault::kKill, Fault::kKill, Fault::kPause,
+                                                   Fault::kReset};
+      fault.kind = kOfServers[Random(plan_.backups ? 4 : 3)];
       fault.node = -1 - static_cast<int>(Random(plan_.servers));
     }
     if (plan_.returns && (i == 0 || deaths_alone)) {
@@ -144,6 +146,7 @@ NodeSettings ReplicaJob::SettingsOf(ps::Node::Role role, int number, int rank) c
   settings.peer_timeout_s = kSilentS;
   settings.start_timeout_s = kStartTimeoutS;
   settings.replace_servers_s = plan_.replaces ? kReplaceS : 0;
+  settings.backups = plan_.backups;
   settings.scheduler_return_s = plan_.returns ? kReturnS : 0;
   return settings;
 }
@@ -322,13 +325,7 @@ void ReplicaJob::BreakScheduler() {
   scheduler->End();
 }
 
-void ReplicaJob::BreakServer(const Fault& fault) {
-  if (serving_.empty()) return;
-  const int index = (-1 - fault.node) % static_cast<int>(serving_.size());
-  const int node = *std::next(serving_.begin(), index);
-  kept_[node].is_broken = true;
-  serving_.erase(node);
-  // Somebody sees it, and starts another one; which waits for a place, if that one lives on.
+void ReplicaJob::StartSpare() {
   const int number = next_node_++;
   kept_[number].is_spare = true;
   spares_.emplace_back([=, this] {
@@ -336,6 +333,24 @@ void ReplicaJob::BreakServer(const Fault& fault) {
     Serve(number);
   });
   pthread_setname_np(spares_.back().native_handle(), "server");
+}
+
+void ReplicaJob::BreakServer(const Fault& fault) {
+  if (serving_.empty()) return;
+  if (fault.kind == Fault::kReset) {
+    // One of the two ends for it, and the scheduler says which.
+    if (serving_.size() < 2) return;
+    const int one = *serving_.begin(), other = *std::next(serving_.begin());
+    kept_[one].is_broken = kept_[other].is_broken = true;
+    StartSpare();
+    return network_.Reset(one, other);
+  }
+  const int index = (-1 - fault.node) % static_cast<int>(serving_.size());
+  const int node = *std::next(serving_.begin(), index);
+  kept_[node].is_broken = true;
+  serving_.erase(node);
+  // Somebody sees it, and starts another one; which waits for a place, if that one lives on.
+  StartSpare();
   fault.kind == Fault::kKill ? network_.Kill(node) : network_.Pause(node, fault.seconds);
 }
 
@@ -393,6 +408,7 @@ std::string ReplicaJob::Describe() const {
                      std::to_string(plan_.settings) + (plan_.disturbed ? ", disturbed" : "") +
                      (plan_.patient ? ", with a quorum" : "") +
                      (plan_.replaces ? ", servers are replaced" : "") +
+                     (plan_.backups ? ", with links between them" : "") +
                      (plan_.returns ? ", the scheduler returns" : "");
   for (const Fault& fault : faults_) text += "\n  still to come: " + fault.Describe();
   for (const auto& life : lives_) {

@@ -70,6 +70,7 @@ class ReplicaJob {
   void BreakThings();
   void Break(const Fault& fault);
   void BreakServer(const Fault& fault);
+  void StartSpare();
   // Its process dies, and another one takes its place.
   void BreakScheduler();
 

@@ -29,6 +29,7 @@ struct ReplicaPlan {
   bool patient = false;   // those that are late are removed after kGraceS
   bool returns = false;   // the scheduler, when it was killed
   bool replaces = false;  // a server that is lost may be replaced
+  bool backups = false;   // and servers have links with each other
 
   int workers() const { return replicas * ranks; }
 };

@@ -8,8 +8,10 @@
 #include "byteps/base/error.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/probe.h"
+#include "byteps/cluster/node_ids.h"
 #include "byteps/cluster/session.h"
 #include "byteps/net/link/node_token.h"
+#include "byteps/net/link/who_connects.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 #include "virtual_threads.h"
@@ -49,7 +51,10 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
   void Connect(const ps::Node& node) override {
     const int peer = NumberOf(node.hostname);
     const bool scheduler = self_.role == ps::Node::SCHEDULER;
-    const uint64_t life = scheduler ? ps::TokenOf(node) : 0;
+    const bool comes =
+        self_.role == ps::Node::SERVER && node.role == ps::Node::SERVER &&
+        !ps::DialsNeighbor(ps::Postoffice::IDtoRank(self_.id), ps::Postoffice::IDtoRank(node.id));
+    const uint64_t life = scheduler || comes ? ps::TokenOf(node) : 0;
     {
       std::lock_guard<std::mutex> lock(channel_->mu_);
       auto& names = channel_->names_;
@@ -58,8 +63,15 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
         const bool same = it->second.number == peer && it->second.life == life;
         it = same ? names.erase(it) : std::next(it);
       }
-      names[node.id] = {peer, life};
+      names[node.id] = {peer, life, comes};
+      auto& unnamed = channel_->unnamed_;
+      for (auto it = unnamed.begin(); it != unnamed.end() && comes;) {
+        const bool same = it->from == peer && it->from_life == life;
+        if (same) channel_->data_.push_back(std::move(*it));
+        it = same ? unnamed.erase(it) : std::next(it);
+      }
     }
+    if (comes) return channel_->data_cond_.notify_all();
     if (!scheduler) return channel_->network_->Connect(*channel_, peer);
     if (node.role == ps::Node::SCHEDULER || channel_->network_->IsLinked(peer, life)) return;
     channel_->OnEnd(peer, life, {"its connection closed", true, false});  // it came, and has gone
@@ -145,6 +157,7 @@ void SimulatedChannel::StartOnce() {
   membership.rejoin = settings_.rejoin;
   membership.replicas = settings_.replicas;
   membership.replace_servers_s = settings_.replace_servers_s;
+  membership.backups = settings_.backups;
   membership.scheduler_return_s = settings_.scheduler_return_s;
   membership_ =
       ps::Membership::Make(links_.get(), membership,
@@ -180,6 +193,7 @@ void SimulatedChannel::Stop() {
   std::lock_guard<std::mutex> lock(mu_);
   control_.clear();
   data_.clear();
+  unnamed_.clear();
 }
 
 void SimulatedChannel::Transmit(ps::Message message) {
@@ -194,7 +208,8 @@ void SimulatedChannel::Transmit(ps::Message message) {
   const int to = name.number;
   if (settings_.role == ps::Node::SCHEDULER && !network_->IsLinked(to, name.life)) return;
   message.meta.sender = links_->self().id;
-  if (to != settings_.number) network_->Carry(*this, to, std::move(message));
+  if (to == settings_.number) return;
+  network_->Carry(*this, to, name.comes ? name.life : 0, std::move(message));
 }
 
 void SimulatedChannel::Abandon(const void* begin, size_t bytes) {
@@ -273,8 +288,16 @@ void SimulatedChannel::OnEnd(int from, uint64_t from_life, const Network::End& e
   control_cond_.notify_one();
 }
 
+core::Role SimulatedChannel::role() const {
+  return settings_.role == ps::Node::SERVER ? core::Role::kServer : core::Role::kWorker;
+}
+
 int SimulatedChannel::IdOf(int number, uint64_t life) const {
   std::lock_guard<std::mutex> lock(mu_);
+  return FindId(number, life);
+}
+
+int SimulatedChannel::FindId(int number, uint64_t life) const {
   int id = ps::Node::kEmpty;
   for (const auto& [node_id, name] : names_) {
     if (name.number == number && (name.life == 0 || name.life == life)) id = node_id;
@@ -314,6 +337,23 @@ void SimulatedChannel::HandleEnd(const Event& event) {
   membership_->OnLinkLost(id, end.how, end.by_peer);
 }
 
+bool SimulatedChannel::NameSender(Event* event) {
+  int* const sender = &event->message.meta.sender;
+  std::lock_guard<std::mutex> lock(mu_);
+  // A worker says to its servers who it is; servers are known by the scheduler's list.
+  if (settings_.role == ps::Node::SERVER && core::IsWorker(*sender)) {
+    names_[*sender] = {event->from, 0};
+    return true;
+  }
+  const int known = FindId(event->from, event->from_life);
+  if (settings_.role == ps::Node::SERVER && known == ps::Node::kEmpty) {
+    unnamed_.push_back(std::move(*event));
+    return false;
+  }
+  *sender = known;
+  return true;
+}
+
 void SimulatedChannel::ReceiveData() {
   while (true) {
     Event event;
@@ -327,19 +367,13 @@ void SimulatedChannel::ReceiveData() {
       event = std::move(data_.front());
       data_.pop_front();
     }
+    if (!NameSender(&event)) continue;
     ps::Message& message = event.message;
-    // A worker says to its servers who it is; its servers it knows by the scheduler's list.
-    if (settings_.role == ps::Node::SERVER) {
-      std::lock_guard<std::mutex> lock(mu_);
-      names_[message.meta.sender] = {event.from, 0};
-    } else {
-      message.meta.sender = IdOf(event.from, event.from_life);
-    }
     ps::SArray<char> values;
     if (!message.data.empty()) values = Place(message.meta, message.data[0]);
     if (!message.data.empty()) message.data[0] = values;
     const int sender = message.meta.sender;
-    core::Message received = core::FromPs(&message);
+    core::Message received = core::FromPs(&message, role());
     try {
       user_->OnMessage(&received);
     } catch (const std::exception& e) {
@@ -357,7 +391,7 @@ ps::SArray<char> SimulatedChannel::Place(const ps::Meta& meta, const ps::SArray<
   Placing* placing = nullptr;
   {
     std::lock_guard<std::mutex> lock(place_mu_);
-    if (char* const place = user_->PlaceFor(core::HeadOf(meta), values.size())) {
+    if (char* const place = user_->PlaceFor(core::HeadOf(meta, role()), values.size())) {
       placing_.push_back({place, values.size(), false});
       placing = &placing_.back();
     }

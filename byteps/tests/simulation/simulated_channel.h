@@ -42,6 +42,7 @@ struct NodeSettings {
   bool rejoin = false;
   int replicas = 1;
   double replace_servers_s = 0;
+  bool backups = false;
   double scheduler_return_s = 0;
 };
 
@@ -101,6 +102,10 @@ class SimulatedChannel : public core::Channel {
   ps::SArray<char> Place(const ps::Meta& meta, const ps::SArray<char>& values);
   // kEmpty: it has none.
   int IdOf(int number, uint64_t life) const;
+  int FindId(int number, uint64_t life) const;  // mu_ is held
+  // Who has sent these data.  False: it is not known yet, and they wait.
+  bool NameSender(Event* event);
+  core::Role role() const;
 
   Network* const network_;
   const NodeSettings settings_;
@@ -117,11 +122,13 @@ class SimulatedChannel : public core::Channel {
   // Guarded by mu_:
   struct Name {
     int number = 0;
-    uint64_t life = 0;  // 0: any
+    uint64_t life = 0;   // 0: any
+    bool comes = false;  // a server that connects to this one
   };
   std::map<int, Name> names_;  // by node id
   std::deque<Event> control_;
   std::deque<Event> data_;
+  std::list<Event> unnamed_;  // of servers of which the scheduler's word is in flight
   bool closed_ = true;
 
   std::mutex place_mu_;

@@ -7,7 +7,7 @@
 namespace ps {
 
 std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t token,
-                           uint64_t job) {
+                           uint64_t job, bool is_expected) {
   if (job == 0) return "this node is in no job yet";
   const bool scheduler = role == Node::SCHEDULER;
   const bool joins = scheduler && applicant.job == 0 && !applicant.resumes;
@@ -21,12 +21,16 @@ std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t
       who.role > Node::SCHEDULER) {
     return "its hello does not parse";
   }
-  if (!ConnectsTo(static_cast<Node::Role>(who.role), role)) {
+  const bool between_servers = role == Node::SERVER && who.role == Node::SERVER;
+  if (between_servers ? !is_expected : !ConnectsTo(static_cast<Node::Role>(who.role), role)) {
     return "its role must not connect to this node: workers connect to servers and the scheduler, "
-           "servers to the scheduler";
+           "servers to the scheduler, and to a server only where the scheduler has said so to both "
+           "(BYTEPS_BACKUP_STATE)";
   }
   if (scheduler) return applicant.plane == 0 ? "" : "the scheduler has no data plane";
-  if (!IsWorkerId(applicant.node_id)) return "it is no worker";
+  if (between_servers ? !IsServerId(applicant.node_id) : !IsWorkerId(applicant.node_id)) {
+    return between_servers ? "it is no server" : "it is no worker";
+  }
   if (Postoffice::IDtoRank(applicant.node_id) != who.rank) {
     return "its rank is not that of its node id";
   }

@@ -15,7 +15,9 @@ namespace ps {
 struct PeerIdentity {
   uint64_t token = 0;  // node_token.h
   int role = -1;       // a Node::Role
-  int rank = -1;       // that a worker has or wants; -1: whatever the scheduler says
+  // That a worker has or wants, or that a server has, to another server; -1: whatever the scheduler
+  // says.
+  int rank = -1;
 };
 
 // What a peer says that asks for a link.  It has proved it.
@@ -23,7 +25,7 @@ struct Applicant {
   PeerIdentity who;
   uint64_t job = 0;            // 0: not known yet, to the scheduler alone
   uint64_t receiver = 0;       // the token of the process that is meant; 0: not known, or not said
-  int node_id = Node::kEmpty;  // that a worker has
+  int node_id = Node::kEmpty;  // that it has
   int plane = 0;               // of the links of the pair
   int index = 0;               // among those of the plane
   bool resumes = false;        // the link was there before, and broke
@@ -34,9 +36,11 @@ struct Applicant {
 constexpr int kMaxLinks = 64;
 
 // Empty: it may connect to a node of this role, token and job (0: in none yet).  Whether a
-// scheduler goes on with the job of one that returns, membership says.
+// scheduler goes on with the job of one that returns, membership says.  `is_expected`: the
+// scheduler has told this server that the very process connects to it, as the server that it says
+// it is (PeerTable::Expects).
 std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t token,
-                           uint64_t job);
+                           uint64_t job, bool is_expected = false);
 
 // Throws Error where a peer may not send a message of membership: one without a node id may
 // ask to join and no more, and nobody may ask for another process.

@@ -58,6 +58,10 @@ inline uint64_t WithIncarnation(uint64_t job, int incarnation) {
   return (job & ~kIncarnationMask) | (static_cast<uint64_t>(incarnation) & kIncarnationMask);
 }
 
+// The incarnation of no job: what a server says of itself to another one of which the scheduler has
+// not told it yet.
+constexpr int kNotTold = 0;
+
 // Why who says `theirs` has nothing to say to who is of `ours`.
 inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
   if (((theirs ^ ours) & ~kIncarnationMask) != 0) return "it belongs to another job";

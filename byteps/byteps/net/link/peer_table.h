@@ -2,7 +2,9 @@
 //
 // A process that connected to this one is known by its token (node_token.h), which it has proved.
 // It gets its node id later: from the scheduler, which names those that join, or, at a server, by
-// its own word, which is proved too.  A node that this one connected to is known by its id alone.
+// its own word, which is proved too.  Of a server that connects to a server the scheduler has told
+// both before, so that there is a link that it will take, and what is sent by it waits.  A node
+// that this one connected to is known by its id alone.
 #ifndef BYTEPS_NET_LINK_PEER_TABLE_H_
 #define BYTEPS_NET_LINK_PEER_TABLE_H_
 
@@ -60,6 +62,23 @@ class PeerTable {
   void Add(PeerPtr peer) {
     MutexLock lock(&mu_);
     by_id_[peer->id] = std::move(peer);
+  }
+
+  // The process `who` will connect, as node `id`.  `link`: its first.
+  void Expect(const PeerIdentity& who, int id, LinkPtr link) {
+    auto peer = std::make_shared<Peer>();
+    peer->id = id;
+    link->identity = who;
+    peer->links[0].push_back(std::move(link));
+    MutexLock lock(&mu_);
+    by_token_[who.token] = peer;
+    by_id_[id] = std::move(peer);
+  }
+  // Whether it is known that this process is this node.
+  bool Expects(uint64_t token, int id) {
+    MutexLock lock(&mu_);
+    const auto it = by_token_.find(token);
+    return id != Node::kEmpty && it != by_token_.end() && it->second->id == id;
   }
 
   struct Admitted {

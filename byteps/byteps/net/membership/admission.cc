@@ -17,6 +17,12 @@ Refusal Check(const Roster& roster, const ReplicaTable& replicas,
               const MembershipSettings& settings, const Claim& claim, const Node& node) {
   if (const Refusal refusal = CheckProtocol(claim)) return refusal;
   if (node.role == Node::SCHEDULER) return {"it says that it is a scheduler"};
+  if ((claim.backups != 0) != settings.backups) {
+    return {
+        std::string("BYTEPS_BACKUP_STATE is ") +
+        (settings.backups ? "set on the scheduler, and not there" : "not set on the scheduler") +
+        ": set it alike on all nodes"};
+  }
   // What is said of numbers and places may be true of the last incarnation only, which has not
   // ended for the scheduler yet: its nodes are given some time to connect again.
   bool later = settings.keep;

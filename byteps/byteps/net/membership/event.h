@@ -63,8 +63,10 @@ struct MembershipEvent {
     kComplete,  // scheduler: nobody is missing
     kReplicas,  // `replicas` has changed
     kAwaited,   // a worker: others wait for its push of `round` of the tensor `report`
-    // A worker: the server of `rank` is lost, `reason` says how, and the job waits for another one;
-    // it is there.  On the scheduler, too.
+    // A worker, or with backups (MembershipSettings) a server: the server of `rank` is lost,
+    // `reason` says how, and the job waits for another one; it is there, and a neighbor may send to
+    // it from now on.  On the scheduler, too.  A server that comes hears of those that are lost
+    // then.
     kServerLost,
     kServerReplaced,
   };

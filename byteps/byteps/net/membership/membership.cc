@@ -36,6 +36,7 @@ MembershipSettings MembershipSettings::FromEnvironment() {
   settings.keep = GetEnv("BYTEPS_KEEP", 0) != 0;
   settings.keep_timeout_s = Number("BYTEPS_KEEP_TIMEOUT_S", settings.keep_timeout_s);
   settings.replace_servers_s = Number("BYTEPS_REPLACE_SERVERS_S", settings.replace_servers_s);
+  settings.backups = GetEnv("BYTEPS_BACKUP_STATE", 0) != 0;
   settings.scheduler_return_s = Number("BYTEPS_SCHEDULER_RETURN_S", settings.scheduler_return_s);
   return settings;
 }

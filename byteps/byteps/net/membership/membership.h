@@ -10,7 +10,7 @@
 //    | -- ADD_NODE (role, rank, counts) --> |  checks, gives an id
 //    | <-- WELCOME (id) or REFUSED (why) -- |  to a probe always REFUSED: with what it would say
 //    | <-- ADD_NODE (servers, to workers) - |  once all have registered; with the slowest worker's
-//    |                                      |  link
+//    |                                      |  link; to a server its neighbors, with backups
 //    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives; a node's may carry a
 //    |                                      |  report on itself (SetReporter)
 //    | -- ADD_NODE (account) -------------> |  to the next scheduler, when one has died: what the
@@ -28,8 +28,8 @@
 //    | -- MEMBERS (ready | admit) --------> |  a replica can join; the others are between two steps
 //    | -- MEMBERS (left-known) -----------> |  a server has heard NODE_LEFT, where a scheduler may
 //    |                                      |  return: its worker is let go then
-//    | <-- MEMBERS (server-lost) ---------- |  to workers: its requests wait
-//    | <-- MEMBERS (server-replaced) ------ |  to workers: this node has its place
+//    | <-- MEMBERS (server-lost) ---------- |  to workers: its requests wait; with backups to
+//    | <-- MEMBERS (server-replaced) ------ |  servers, too: this node has its place
 //
 // Each command is taken from those alone who may send it (net/membership/commands.cc).
 //
@@ -104,6 +104,9 @@ struct MembershipSettings {
   // How long a job goes on without a server that is lost, until another one has its place; 0: its
   // loss ends the job.
   double replace_servers_s = 0;
+  // Servers have links with their neighbors (link/who_connects.h), and hear which servers are lost
+  // and replaced.
+  bool backups = false;
   // How long nodes wait for a scheduler that died to return, and that one for them
   // (scheduler_return.cc); 0: its death ends the job.
   double scheduler_return_s = 0;
@@ -115,8 +118,8 @@ struct MembershipSettings {
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
   // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP,
-  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_SCHEDULER_RETURN_S, BYTEPS_REPLICAS
-  // and BYTEPS_PROBE.
+  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_BACKUP_STATE,
+  // BYTEPS_SCHEDULER_RETURN_S, BYTEPS_REPLICAS and BYTEPS_PROBE.
   static MembershipSettings FromEnvironment();
 };
 

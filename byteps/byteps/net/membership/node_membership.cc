@@ -11,6 +11,7 @@
 #include "byteps/base/probe.h"
 #include "byteps/net/link/nics.h"
 #include "byteps/net/link/node_text.h"
+#include "byteps/net/link/who_connects.h"
 #include "byteps/net/membership/protocol.h"
 #include "ps/internal/postoffice.h"
 
@@ -49,6 +50,7 @@ membership::Claim NodeMembership::MakeClaim(const Node& self) {
   membership::Claim claim;
   claim.protocol = membership::kProtocol;
   claim.probe = settings_.probe;
+  claim.backups = settings_.backups ? 1 : 0;
   claim.workers = settings_.workers;
   claim.servers = settings_.servers;
   if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;
@@ -398,7 +400,7 @@ void NodeMembership::ReportBrokenLink() {
     const Member* const peer = roster_.Find(id);
     if (peer != nullptr) lost = peer->node;
     lost.id = id;
-    lost.role = links_->self().role == Node::SERVER ? Node::WORKER : Node::SERVER;
+    lost.role = IsWorkerId(id) ? Node::WORKER : Node::SERVER;
     if (lost.port == Node::kEmpty) lost.port = 0;  // as of any node that listens nowhere
     if (peer != nullptr && peer->left) {
       PS_PROBE(kLinkOfLeaver);

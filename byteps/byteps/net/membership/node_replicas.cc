@@ -5,6 +5,8 @@
 
 #include "byteps/base/probe.h"
 #include "byteps/net/link/node_text.h"
+#include "byteps/net/link/node_token.h"
+#include "byteps/net/link/who_connects.h"
 #include "byteps/net/membership/node_membership.h"
 #include "ps/internal/postoffice.h"
 
@@ -60,24 +62,31 @@ void NodeMembership::OnServerWord(const membership::MemberWord& word, const Mess
   const auto& nodes = msg.meta.control.node;
   const bool replaced = word.kind == membership::MemberWord::kServerReplaced;
   if (!replaced && word.kind != membership::MemberWord::kServerLost) return;
-  if (links_->self().role != Node::WORKER) return;
+  const Node self = links_->self();
+  if ((self.role != Node::WORKER && !settings_.backups) || id == self.id) return;
   if (replaced && (nodes.size() != 1 || nodes[0].role != Node::SERVER || nodes[0].id != id)) return;
   event.kind = replaced ? MembershipEvent::kServerReplaced : MembershipEvent::kServerLost;
   {
     MutexLock lock(&mu_);
     if (state_ != State::kActive) return;
+    Member* const member = roster_.Find(id);
+    // It had its place before this node came, and was among those that this node was told of.
+    const bool known = replaced && member != nullptr && !member->removed;
+    if (known && TokenOf(nodes[0]) != 0 && TokenOf(member->node) == TokenOf(nodes[0])) return;
     if (broken_link_ && broken_link_->peer == id) broken_link_.reset();
     if (replaced) {
       roster_.Erase(id);
       event.node = InfoOf(roster_.Put(nodes[0])->node);
-    } else if (Member* const member = roster_.Find(id)) {
+    } else if (member != nullptr) {
       member->left = member->removed = true;  // what breaks of its links is no news
     }
   }
-  if (replaced) {
-    links_->Connect(nodes[0]);
-  } else {
+  const bool linked = self.role == Node::WORKER ||
+                      AreNeighbors(Postoffice::IDtoRank(self.id), word.number, word.epoch);
+  if (!replaced) {
     links_->Disconnect(id);
+  } else if (linked) {
+    links_->Connect(nodes[0]);
   }
   announcer_.Tell(event);
 }

@@ -40,17 +40,18 @@ std::string PackClaim(const Claim& claim) {
   std::ostringstream text;
   text << "protocol=" << claim.protocol << " workers=" << claim.workers
        << " servers=" << claim.servers << " link=" << claim.link_mbps << " probe=" << claim.probe
-       << " replicas=" << claim.replicas;
+       << " replicas=" << claim.replicas << " backups=" << claim.backups;
   return text.str();
 }
 
 bool ParseClaim(const std::string& text, Claim* claim) {
   // So many digits fit into an int, whatever comes.
   const int found =
-      sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d link=%9d probe=%9d replicas=%9d",
+      sscanf(text.c_str(),
+             "protocol=%9d workers=%9d servers=%9d link=%9d probe=%9d replicas=%9d backups=%1d",
              &claim->protocol, &claim->workers, &claim->servers, &claim->link_mbps, &claim->probe,
-             &claim->replicas);
-  return found == 6 && claim->replicas >= 0 && claim->link_mbps >= 0 &&
+             &claim->replicas, &claim->backups);
+  return found == 7 && claim->replicas >= 0 && claim->link_mbps >= 0 &&
          claim->workers <= kMaxNodes && claim->servers <= kMaxNodes && claim->probe >= 0 &&
          claim->probe <= kMaxNodes;
 }

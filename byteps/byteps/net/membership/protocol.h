@@ -12,7 +12,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 12;
+constexpr int kProtocol = 13;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.
@@ -26,6 +26,7 @@ struct Claim {
   int link_mbps = 0;  // of a worker's network card; 0: not known
   int probe = 0;      // it asks for so many nodes, and does not join
   int replicas = 0;   // of a worker: jobs that train its model; 0: it does not say
+  int backups = 0;    // 1: servers have links with each other
 };
 std::string PackClaim(const Claim& claim);
 // Whether all of it could be read.  The protocol may be known even if not.
@@ -48,9 +49,9 @@ bool ParseReplicas(const std::string& text, ReplicaView* view);
 // MEMBERS, to the scheduler.  Of a server: it has made all changes up to an epoch; others wait for
 // a worker, which is passed on to that worker; its replica is late, and is to be removed.  Of a
 // worker that came late: it can take part.  Of a worker that takes part: it and all others are
-// between two steps, and a replica that waits may join.  To workers: a server is lost, and another
-// one is waited for; the node that comes with the message has taken its place.  Of a server, where
-// a scheduler may return: it knows that a worker has left.
+// between two steps, and a replica that waits may join.  To workers, and to servers with backups: a
+// server is lost, and another one is waited for; the node that comes with the message has taken its
+// place.  Of a server, where a scheduler may return: it knows that a worker has left.
 struct MemberWord {
   enum Kind {
     kAcknowledged,
@@ -65,7 +66,7 @@ struct MemberWord {
   int number = 0;  // kAdmit: the replica; kAwaited, kLate, kLeftKnown: the worker's rank; of
                    // others: the server's
   // kAcknowledged: up to which; kAdmit: the replica's life; kAwaited: the round; kLate: the epoch
-  // that the server knows.
+  // that the server knows; kServerReplaced: how many servers there are.
   int epoch = 0;
   std::string text;  // kAwaited: the tensor's name; kLate: why
 };

@@ -1,6 +1,7 @@
 // Nodes that come to the scheduler: which are admitted, and what they are told.
 #include <algorithm>
 #include <climits>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -128,11 +129,12 @@ std::vector<Node> SchedulerMembership::SelfIfOnSeveralNics() const {
 }
 
 void SchedulerMembership::AdmitAll(int replica) {
-  // Only workers connect to others, and only to servers: nobody else needs addresses.  All may have
-  // to connect to the scheduler again, over another NIC.
+  // Workers connect to servers, and with backups neighbors among servers to each other: nobody else
+  // needs addresses.  All may have to connect to the scheduler again, over another NIC.
   const std::vector<Node> scheduler = SelfIfOnSeveralNics();
   std::vector<Node> servers = scheduler;
   std::vector<Node> everyone;
+  std::map<int, std::vector<Node>> neighbors;
   std::vector<std::string> lost;
   std::string link;
   {
@@ -141,7 +143,9 @@ void SchedulerMembership::AdmitAll(int replica) {
       const int rank = Postoffice::IDtoRank(id);
       const bool worker = member.node.role == Node::WORKER;
       if (replica < 0 || (worker && replicas_.Of(rank) == replica)) everyone.push_back(member.node);
-      if (!worker) servers.push_back(member.node);
+      if (worker) continue;
+      servers.push_back(member.node);
+      neighbors[id] = NeighborsOf(id);
     }
     for (const auto& [id, vacancy] : vacancies_)
       lost.push_back(membership::LostWord(id, vacancy.reason));
@@ -149,7 +153,9 @@ void SchedulerMembership::AdmitAll(int replica) {
   }
   for (const Node& node : everyone) {
     const bool worker = node.role == Node::WORKER;
-    Send(links_, Control::ADD_NODE, node.id, link, worker ? servers : scheduler);
+    std::vector<Node> told = worker ? servers : scheduler;
+    if (!worker) told.insert(told.end(), neighbors[node.id].begin(), neighbors[node.id].end());
+    Send(links_, Control::ADD_NODE, node.id, link, told);
     for (const std::string& word : lost) Send(links_, Control::MEMBERS, node.id, word);
   }
 }

@@ -131,16 +131,19 @@ class SchedulerMembership : public Membership {
   bool LoseLeaver(int node_id);
   // Workers that have left need not stay any longer for those that have not.
   void LetGo(Clock::time_point now);
-  // A worker says that its link with a server broke: one of them is gone, or cannot be reached.  Of
-  // replicas it is the worker, if the server is heard from now on; else it is the server.  False:
-  // that is not decided here.
-  bool AccuseServer(int worker, const Node& server, const std::string& reason);
+  // A node says that its link with a server broke: one of them is gone, or cannot be reached.  Of
+  // replicas and of two servers it is that node, if the server is heard from now on; else it is the
+  // server.  False: that is not decided here.
+  bool AccuseServer(int accuser, const Node& server, const std::string& reason);
   void Acquit(int server);
   void Condemn(Clock::time_point now);
   // Why no other server is waited for any more; empty: not so.
   std::string ReasonNotToReplace(Clock::time_point now) PS_REQUIRES(mu_);
   void EmitServer(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
-  std::vector<int> WorkersToTell() PS_REQUIRES(mu_);
+  // Who hears of servers that are lost, or replaced by this one.
+  std::vector<int> ToTellOfServers(int server) PS_REQUIRES(mu_);
+  // With backups, those with which a server has links.
+  std::vector<Node> NeighborsOf(int server) PS_REQUIRES(mu_);
 
   // Replicas (scheduler_replicas.cc).
   //
@@ -194,7 +197,7 @@ class SchedulerMembership : public Membership {
   };
   std::map<int, Vacancy> vacancies_ PS_GUARDED_BY(mu_);  // by node id
   struct Accusation {
-    int worker;
+    int accuser;
     std::string reason;
     Clock::time_point due;  // the server is gone, if nothing is heard of it
   };

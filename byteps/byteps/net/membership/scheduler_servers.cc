@@ -1,6 +1,7 @@
 // Servers that are lost while the job goes on, and others that take their places
 // (docs/design/replicas.md): what the scheduler does of it.
 #include <algorithm>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,6 +9,8 @@
 #include "byteps/base/log.h"
 #include "byteps/base/probe.h"
 #include "byteps/net/link/node_text.h"
+#include "byteps/net/link/node_token.h"
+#include "byteps/net/link/who_connects.h"
 #include "byteps/net/membership/scheduler_membership.h"
 #include "ps/internal/postoffice.h"
 
@@ -18,34 +21,29 @@ using membership::Send;
 
 namespace {
 
-// How long a server has to be heard of after a worker has said that their link broke.  Less than
-// the worker waits for the verdict.
+// How long a server has to be heard of after another node has said that their link broke.  Less
+// than that node waits for the verdict.
 constexpr double kTrialSeconds = 4;
 // So long a worker that has done its work stays for others, in which the loss of a server is seen.
 constexpr double kLingerSeconds = 5;
 
-std::string Word(MemberWord::Kind kind, int server, const std::string& text) {
-  return membership::PackWord({kind, Postoffice::IDtoRank(server), 0, text});
-}
-
 }  // namespace
 
 std::string membership::LostWord(int server, const std::string& reason) {
-  return Word(MemberWord::kServerLost, server, reason);
+  return PackWord({MemberWord::kServerLost, Postoffice::IDtoRank(server), 0, reason});
 }
 
 bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
-  std::vector<int> workers;
+  std::vector<int> told;
   Node lost;
   MutexLock telling(&telling_mu_);
   {
     MutexLock lock(&mu_);
     Member* const member = roster_.Find(node_id);
     const bool has_begun = replicas_.count() > 0;
-    if (settings_.replace_servers_s <= 0 || state_ != State::kActive || !has_begun ||
-        member == nullptr || member->node.role != Node::SERVER) {
-      return false;
-    }
+    if (settings_.replace_servers_s <= 0 || state_ != State::kActive || !has_begun) return false;
+    if (member == nullptr) return vacancies_.count(node_id) > 0;
+    if (member->node.role != Node::SERVER) return false;
     if (member->removed) return true;
     PS_PROBE(kServerLost);
     lost = member->node;
@@ -60,14 +58,15 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
     vacancies_[node_id] = {Clock::now(), reason};
     roster_.Erase(node_id);
     accusations_.erase(node_id);
+    std::erase_if(accusations_, [=](const auto& one) { return one.second.accuser == node_id; });
     replicas_.Forget(node_id);
-    workers = WorkersToTell();
+    told = ToTellOfServers(node_id);
   }
   BPS_LOG(WARNING) << reason << "; another server has "
                    << Limit(settings_.replace_servers_s, "BYTEPS_REPLACE_SERVERS_S")
                    << " to take its place";
   const std::string word = membership::LostWord(node_id, reason);
-  for (const int id : workers) Send(links_, Control::MEMBERS, id, word);
+  for (const int id : told) Send(links_, Control::MEMBERS, id, word);
   EmitServer(MembershipEvent::kServerLost, lost, reason);
   return true;
 }
@@ -75,7 +74,10 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
 void SchedulerMembership::ReplaceServer(const Node& node) {
   PS_PROBE(kServerReplaced);
   std::vector<Node> left;
-  std::vector<int> workers;
+  std::vector<int> told;
+  std::vector<std::string> lost;
+  std::vector<Node> peers = SelfIfOnSeveralNics();
+  int servers = 0;
   std::string link, replicas;
   MutexLock telling(&telling_mu_);
   {
@@ -87,24 +89,46 @@ void SchedulerMembership::ReplaceServer(const Node& node) {
     }
     link = LinkOfAll(false);
     if (replicas_.active()) replicas = membership::PackReplicas(replicas_.View(true));
-    workers = WorkersToTell();
+    told = ToTellOfServers(node.id);
+    const std::vector<Node> neighbors = NeighborsOf(node.id);
+    peers.insert(peers.end(), neighbors.begin(), neighbors.end());
+    for (const auto& [id, vacancy] : vacancies_) {
+      if (settings_.backups) lost.push_back(membership::LostWord(id, vacancy.reason));
+    }
+    servers = roster_.expected().servers;
   }
-  Send(links_, Control::ADD_NODE, node.id, link, SelfIfOnSeveralNics());
+  Send(links_, Control::ADD_NODE, node.id, link, peers);
+  for (const std::string& word : lost) Send(links_, Control::MEMBERS, node.id, word);
   if (!left.empty()) Send(links_, Control::NODE_LEFT, node.id, "", left);
   if (!replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
   BPS_LOG(INFO) << Describe(node) << " has taken the place of the server that was lost";
-  const std::string word = Word(MemberWord::kServerReplaced, node.id, "");
-  for (const int id : workers) Send(links_, Control::MEMBERS, id, word, {node});
+  const std::string word = membership::PackWord(
+      {MemberWord::kServerReplaced, Postoffice::IDtoRank(node.id), servers, ""});
+  for (const int id : told) Send(links_, Control::MEMBERS, id, word, {node});
   EmitServer(MembershipEvent::kServerReplaced, node, "");
 }
 
-std::vector<int> SchedulerMembership::WorkersToTell() {
-  std::vector<int> workers;
+std::vector<int> SchedulerMembership::ToTellOfServers(int server) {
+  std::vector<int> told;
   for (const auto& [id, member] : roster_.members()) {
     const bool is_there = !member.left || (member.lingers && !member.removed);
-    if (member.node.role == Node::WORKER && is_there) workers.push_back(id);
+    const bool hears = member.node.role == Node::WORKER || (settings_.backups && id != server);
+    if (hears && is_there) told.push_back(id);
   }
-  return workers;
+  return told;
+}
+
+std::vector<Node> SchedulerMembership::NeighborsOf(int server) {
+  std::vector<Node> neighbors;
+  if (!settings_.backups) return neighbors;
+  const int servers = roster_.expected().servers;
+  const int rank = Postoffice::IDtoRank(server);
+  for (const int near : std::set<int>{(rank + servers - 1) % servers, (rank + 1) % servers}) {
+    const Member* const member = roster_.Find(IdOf(Node::SERVER, near));
+    const bool is_there = member != nullptr && !member->removed;
+    if (is_there && AreNeighbors(rank, near, servers)) neighbors.push_back(member->node);
+  }
+  return neighbors;
 }
 
 void SchedulerMembership::EmitServer(MembershipEvent::Kind kind, const Node& node,
@@ -146,18 +170,19 @@ bool SchedulerMembership::LoseLeaver(int node_id) {
   return true;
 }
 
-bool SchedulerMembership::AccuseServer(int worker, const Node& server, const std::string& reason) {
+bool SchedulerMembership::AccuseServer(int accuser, const Node& server, const std::string& reason) {
   if (settings_.replace_servers_s <= 0) return false;
   {
     MutexLock lock(&mu_);
     const Member* const member = roster_.Find(server.id);
     if (member == nullptr || member->removed) return vacancies_.count(server.id) > 0;
     // Another one has its place already.
-    const bool same = member->node.hostname == server.hostname && member->node.port == server.port;
+    const bool same = member->node.hostname == server.hostname &&
+                      member->node.port == server.port && TokenOf(member->node) == TokenOf(server);
     if (!same) return true;
-    if (replicas_.active()) {
+    if (replicas_.active() || IsServerId(accuser)) {
       accusations_.emplace(server.id,
-                           Accusation{worker, reason, Clock::now() + ToDuration(kTrialSeconds)});
+                           Accusation{accuser, reason, Clock::now() + ToDuration(kTrialSeconds)});
       lock.Unlock();
       heartbeats_.Wake();
       return true;
@@ -177,7 +202,10 @@ void SchedulerMembership::Acquit(int server) {
     accusations_.erase(begin, end);
   }
   for (const Accusation& one : false_ones) {
-    if (!LoseReplica(one.worker, one.reason) && !LoseServer(server, one.reason)) {
+    if (IsServerId(one.accuser)) {
+      const std::string reason = NameOf(one.accuser) + " cannot go on: " + one.reason;
+      if (!LoseServer(one.accuser, reason)) FailJob(reason);
+    } else if (!LoseReplica(one.accuser, one.reason) && !LoseServer(server, one.reason)) {
       FailJob(one.reason);
     }
   }

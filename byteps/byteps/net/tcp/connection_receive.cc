@@ -109,6 +109,7 @@ bool Connection::Parse(Message* msg, size_t* bytes, bool* drop) {
 void Connection::OnFrame(const FrameHeader& header) {
   OnReceived(header.received);
   const bool stranger = peer_ == Node::kEmpty;
+  reader_.SetSender(peer_);
   if (stranger && (header.meta_bytes > kStrangersMetaBytes || header.values > 0)) {
     throw Error("it sent values, or a long message, before it was a member of the job");
   }

@@ -112,6 +112,7 @@ bool FrameReader::ReadMeta() {
     throw Error("it sent a message whose meta of " + std::to_string(header_.meta_bytes) +
                 " bytes does not parse");
   }
+  incoming_.meta.sender = sender_;
   buffer_.Skip(bytes);
   frame_bytes_ += bytes;
   buffer_.Shrink();

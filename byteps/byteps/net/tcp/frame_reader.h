@@ -66,6 +66,9 @@ class FrameReader {
   FrameReader(FramePlaces* places, std::shared_ptr<MemoryPool> pool)
       : places_(places), pool_(std::move(pool)) {}
 
+  // Whose frames it reads, for who is asked where values belong.
+  void SetSender(int id) { sender_ = id; }
+
   // What comes before the first frame is read from here too.
   ReadBuffer* buffer() { return &buffer_; }
 
@@ -117,6 +120,7 @@ class FrameReader {
   size_t place_done_ = 0;
   bool drop_ = false;
   bool goodbye_ = false;
+  int sender_ = Meta::kEmpty;
 };
 
 }  // namespace tcp

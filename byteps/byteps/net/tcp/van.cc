@@ -110,6 +110,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
     challenge.job = job_.get();
     // It asks for the scheduler of its job, and membership says whether this is one.
     if (may_follow_ && LooksForScheduler(hello)) challenge.job = hello.job;
+    if (MustWait(hello)) challenge.job = WithIncarnation(challenge.job, kNotTold);
     challenge.sender = token_;
     return challenge;
   };
@@ -118,6 +119,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   };
   may_follow_ = post->is_scheduler() && Seconds("BYTEPS_SCHEDULER_RETURN_S", 0) > 0;
   host_.done = [this](const tcp::Greeter* greeter) { pending_->Remove(greeter); };
+  backs_up_ = GetEnv("BYTEPS_BACKUP_STATE", 0) > 0;
   start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
   int threads = GetEnv("BYTEPS_IO_THREADS", 0);
   if (threads == 0) threads = post->is_scheduler() ? 1 : DefaultThreads();
@@ -127,7 +129,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
       std::max(connections_per_server_ > 0 ? connections_per_server_ : kMaxThreads, kUsualNics);
   const size_t peers = GetEnv("BYTEPS_KEEP", 0) > 0 && !post->is_worker() ? kAnyNumberOfPeers
                        : post->is_scheduler() ? post->num_workers() + post->num_servers()
-                       : post->is_server()    ? most * post->num_workers()
+                       : post->is_server()    ? most * (post->num_workers() + (backs_up_ ? 2 : 0))
                                               : most * post->num_servers();
   const size_t files = tcp::MakeRoomForFiles(peers + kPendingPeers);
   pollers_ = std::make_unique<tcp::Pollers>(threads, Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
@@ -229,11 +231,14 @@ int tcp::ConnectionsFor(double gbps, int servers, int threads) {
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
   if (connections_per_server_ > 0) return connections_per_server_;
-  double gbps = membership()->AsNode()->link_mbps() / 1e3;
+  // Of two servers the NIC of this one decides, which has one neighbor to send its state to.
+  const bool worker = my_role_ == Node::WORKER;
+  double gbps = (worker ? membership()->AsNode()->link_mbps() : HostMbps(this->node())) / 1e3;
   if (IsLoopback(node.hostname)) gbps = kLoopbackGbps;
   if (gbps == 0) gbps = kUnknownGbps;
-  const int wanted = tcp::ConnectionsFor(gbps / WorkersOfThisHost(),
-                                         Postoffice::Get()->num_servers(), pollers_->size());
+  const int wanted =
+      tcp::ConnectionsFor(gbps / (worker ? WorkersOfThisHost() : 1),
+                          worker ? Postoffice::Get()->num_servers() : 1, pollers_->size());
   return IsOnThisHost(node) ? wanted
                             : std::max(wanted, LeastConnections(this->node().nics, node.nics));
 }
@@ -254,7 +259,12 @@ void TcpVan::LearnPairs(const Node& scheduler) {
 
 void TcpVan::Connect(const Node& node) {
   if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
-  if (!ConnectsTo(my_role_, node.role)) {
+  const bool between_servers = my_role_ == Node::SERVER && node.role == Node::SERVER;
+  const int my_rank = my_id_ == Node::kEmpty ? -1 : Postoffice::IDtoRank(my_id_);
+  if (between_servers && !DialsNeighbor(my_rank, Postoffice::IDtoRank(node.id))) {
+    return ExpectPeer(node);
+  }
+  if (!between_servers && !ConnectsTo(my_role_, node.role)) {
     // Only the scheduler gives names to who comes; to a server a worker says its own.
     if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
     return;
@@ -283,10 +293,8 @@ void TcpVan::Connect(const Node& node) {
   hello.receiver = TokenOf(node);
   hello.node_id = my_id_;
   hello.role = my_role_;
-  if (my_role_ == Node::WORKER) {
-    hello.rank =
-        my_id_ == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(my_id_);
-  }
+  if (between_servers) hello.rank = my_rank;
+  if (my_role_ == Node::WORKER) hello.rank = my_rank < 0 ? GetEnv("DMLC_WORKER_ID", -1) : my_rank;
   for (int i = 0; i < count; ++i) {
     hello.index = i;
     dialed[i]->Dial(pairs[i], node.port, hello, deadline);
@@ -301,6 +309,19 @@ void TcpVan::NamePeer(const Node& node) {
   }
 }
 
+void TcpVan::ExpectPeer(const Node& node) {
+  ConnectionPtr connection = NewConnection("");
+  connection->set_peer(node.id);
+  const PeerIdentity who{TokenOf(node), Node::SERVER, Postoffice::IDtoRank(node.id)};
+  peers_.Expect(who, node.id, std::move(connection));
+}
+
+bool TcpVan::MustWait(const tcp::Hello& hello) {
+  if (!backs_up_ || my_role_ != Node::SERVER || hello.role != Node::SERVER) return false;
+  // One that has been here, and was forgotten, is not meant any more.
+  return !hello.resumes && !peers_.Expects(hello.sender, hello.node_id);
+}
+
 // The first poller's thread.
 std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello) {
   Applicant applicant;
@@ -312,7 +333,8 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
   applicant.index = hello.index;
   applicant.resumes = hello.resumes;
   applicant.returns = may_follow_ && LooksForScheduler(hello);
-  const std::string refusal = ReasonToRefuse(applicant, my_role_, token_, job_.get());
+  const bool is_expected = peers_.Expects(hello.sender, hello.node_id);
+  const std::string refusal = ReasonToRefuse(applicant, my_role_, token_, job_.get(), is_expected);
   if (!refusal.empty()) return refusal;
   const auto admitted =
       peers_.Admit(applicant, is_scheduler_, Peers::Again::kTakesTheLink, [&](int id) {
@@ -328,7 +350,11 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
 }
 
 std::string TcpVan::OnChallenge(const ConnectionPtr& connection, const tcp::Challenge& challenge) {
-  return job_.Hear(challenge.job, connection->peer() == kScheduler);
+  const bool scheduler = connection->peer() == kScheduler;
+  if (!scheduler && challenge.job == WithIncarnation(job_.get(), kNotTold)) {
+    return "the scheduler has not told it of this node";
+  }
+  return job_.Hear(challenge.job, scheduler);
 }
 
 Connection::Clock::duration TcpVan::Patience(Connection* connection, LinkFault fault) {

@@ -3,8 +3,10 @@
 // Connections.  The scheduler and each server listen, at one port each, on all NICs that they use.
 // Everybody connects to the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS
 // connections, or as many as the link wants and the NICs of both; who was connected to answers
-// along the same connections.  Nobody else is connected, and a worker listens nowhere.  A message
-// takes the connection on which the fewest bytes wait, of those that are not broken.
+// along the same connections.  So do servers that keep each other's state (who_connects.h); a
+// message to one that has yet to connect waits.  Nobody else is connected, and a worker listens
+// nowhere.  A message takes the connection on which the fewest bytes wait, of those that are not
+// broken.
 //
 // Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not, each next to the NICs
 // that it serves (pollers.h).  Data messages are handed to the data handler by the poller that read
@@ -88,10 +90,16 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   // Pollers run next to the NICs of this node.
   void PlacePollers(const Node& self);
   void NamePeer(const Node& node);
+  // On a server: another one will connect.
+  void ExpectPeer(const Node& node);
+  // Whether a peer that connects, and says this, has to come again: the scheduler's word on it is
+  // in flight.
+  bool MustWait(const tcp::Hello& hello);
 
   tcp::ConnectionSettings settings_;
   tcp::Greeter::Host host_;
   double start_timeout_s_ = 0;
+  bool backs_up_ = false;           // servers keep each other's state
   bool may_follow_ = false;         // a scheduler that goes on with the job of another one
   int connections_per_server_ = 0;  // 0: as many as the link wants
   std::unique_ptr<tcp::Pollers> pollers_;

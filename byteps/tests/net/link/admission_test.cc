@@ -3,7 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
+#include <vector>
+
 #include "byteps/base/error.h"
+#include "byteps/net/link/who_connects.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -12,6 +16,11 @@ namespace {
 constexpr uint64_t kJob = (0x1234 << 16) + 2;  // its second incarnation
 constexpr uint64_t kMe = 77;
 constexpr uint64_t kOther = 88;
+
+constexpr char kRole[] =
+    "its role must not connect to this node: workers connect to servers and the scheduler, servers "
+    "to the scheduler, and to a server only where the scheduler has said so to both "
+    "(BYTEPS_BACKUP_STATE)";
 
 Applicant Worker(int rank) {
   Applicant worker;
@@ -70,9 +79,7 @@ TEST(Admission, WhoCannotBeIsRefused) {
   EXPECT_EQ(AtServer(worker), "the process that is meant is not here any more");
   worker = Worker(0);
   worker.who.role = Node::SERVER;
-  EXPECT_EQ(AtServer(worker),
-            "its role must not connect to this node: workers connect to servers and the scheduler, "
-            "servers to the scheduler");
+  EXPECT_EQ(AtServer(worker), kRole);
   worker = Worker(0);
   worker.node_id = 8;
   EXPECT_EQ(AtServer(worker), "it is no worker");
@@ -88,6 +95,52 @@ TEST(Admission, WhoCannotBeIsRefused) {
     if (what == 2) worker.who.role = Node::SCHEDULER + 1;
     EXPECT_EQ(AtServer(worker), "its hello does not parse");
   }
+}
+
+std::string AtNeighbor(const Applicant& applicant, bool is_expected) {
+  return ReasonToRefuse(applicant, Node::SERVER, kMe, kJob, is_expected);
+}
+
+TEST(Admission, AServerTakesTheServerThatTheSchedulerHasNamed) {
+  Applicant server = Worker(0);
+  server.who.role = Node::SERVER;
+  server.node_id = Postoffice::ServerRankToID(0);
+  EXPECT_EQ(AtNeighbor(server, true), "");
+  EXPECT_EQ(AtNeighbor(server, false), kRole);
+  server.who.rank = 1;
+  EXPECT_EQ(AtNeighbor(server, true), "its rank is not that of its node id");
+  server.who.rank = -1;
+  EXPECT_EQ(AtNeighbor(server, true), "its rank is not that of its node id");
+  server.who.rank = 0;
+  server.node_id = Postoffice::WorkerRankToID(0);
+  EXPECT_EQ(AtNeighbor(server, true), "it is no server");
+  server.node_id = Node::kEmpty;
+  EXPECT_EQ(AtNeighbor(server, true), "it is no server");
+  server.node_id = Postoffice::ServerRankToID(0);
+  server.receiver = kOther;
+  EXPECT_EQ(AtNeighbor(server, true), "the process that is meant is not here any more");
+  server.receiver = kMe;
+  server.job = kJob - 1;
+  EXPECT_EQ(AtNeighbor(server, true),
+            "it is of generation 1 of the job, and this node of generation 2");
+}
+
+TEST(WhoConnects, NeighborsInTheRingOfServersHaveOneLink) {
+  const auto links = [](int servers) {
+    std::vector<std::pair<int, int>> made;
+    for (int one = 0; one < servers; ++one) {
+      for (int other = 0; other < servers; ++other) {
+        if (AreNeighbors(one, other, servers) && DialsNeighbor(one, other))
+          made.emplace_back(one, other);
+      }
+    }
+    return made;
+  };
+  using Links = std::vector<std::pair<int, int>>;
+  EXPECT_EQ(links(1), Links());
+  EXPECT_EQ(links(2), (Links{{0, 1}}));
+  EXPECT_EQ(links(3), (Links{{0, 1}, {0, 2}, {1, 2}}));
+  EXPECT_EQ(links(4), (Links{{0, 1}, {0, 3}, {1, 2}, {2, 3}}));
 }
 
 Control Join(uint64_t token, Node::Role role, int rank) {

@@ -73,6 +73,27 @@ class PeerTableTest : public testing::Test {
   Table table_;
 };
 
+TEST_F(PeerTableTest, AServerThatWillComeIsSentToBefore) {
+  constexpr int kServer = 8;
+  EXPECT_FALSE(table_.Expects(1, kServer));
+  const auto link = std::make_shared<FakeLink>(kServer);
+  table_.Expect({1, Node::SERVER, 0}, kServer, link);
+  EXPECT_EQ(table_.Choose(kServer, 0), link);
+  EXPECT_TRUE(table_.Expects(1, kServer));
+  EXPECT_FALSE(table_.Expects(2, kServer)) << "another process";
+  EXPECT_FALSE(table_.Expects(1, kServer + 2));
+  Applicant server = Process(1, kServer);
+  server.who.role = Node::SERVER;
+  EXPECT_EQ(Admit(server).link, link);
+  server.index = 1;
+  EXPECT_NE(Admit(server).link, link);
+  EXPECT_EQ(table_.Of(kServer).size(), 2u);
+  Applicant other = Process(2, kServer);
+  EXPECT_EQ(Refusal(other), "another process is connected under its node id");
+  EXPECT_EQ(table_.Forget(kServer).size(), 2u);
+  EXPECT_FALSE(table_.Expects(1, kServer));
+}
+
 TEST_F(PeerTableTest, WhoComesToTheSchedulerHasNoNameUntilItIsNamed) {
   const auto link = Admit(Process(1)).link;
   ASSERT_TRUE(link);

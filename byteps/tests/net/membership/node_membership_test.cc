@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/node_token.h"
 #include "byteps/net/membership/protocol.h"
 #include "ps/internal/postoffice.h"
 #include "tests/net/membership/recorded_links.h"
@@ -164,7 +165,8 @@ TEST_F(NodeMembershipTest, AWorkerJoins) {
   membership_->Join();
   const auto claims = links_->SentTo(kScheduler, Control::ADD_NODE);
   ASSERT_EQ(claims.size(), 1u);
-  EXPECT_EQ(claims[0].meta.body, Protocol() + " workers=2 servers=1 link=40000 probe=0 replicas=1");
+  EXPECT_EQ(claims[0].meta.body,
+            Protocol() + " workers=2 servers=1 link=40000 probe=0 replicas=1 backups=0");
   ASSERT_EQ(claims[0].meta.control.node.size(), 1u);
   EXPECT_EQ(claims[0].meta.control.node[0].aux_id, 0) << "the launcher's rank";
   EXPECT_EQ(links_->self().id, worker_);
@@ -181,11 +183,11 @@ TEST_F(NodeMembershipTest, AServerThatOutlivesJobsTakesAnyNumberOfWorkers) {
   settings_.keep = true;
   JoinAs(Node::SERVER);
   EXPECT_EQ(links_->SentTo(kScheduler, Control::ADD_NODE).at(0).meta.body,
-            Protocol() + " workers=-1 servers=1 link=0 probe=0 replicas=0");
+            Protocol() + " workers=-1 servers=1 link=0 probe=0 replicas=0 backups=0");
   settings_.rejoin = true;
   JoinAs(Node::SERVER);
   EXPECT_EQ(links_->SentTo(kScheduler, Control::ADD_NODE).at(0).meta.body,
-            Protocol() + " workers=-1 servers=-1 link=0 probe=0 replicas=0");
+            Protocol() + " workers=-1 servers=-1 link=0 probe=0 replicas=0 backups=0");
 }
 
 TEST_F(NodeMembershipTest, ARefusalEndsJoin) {
@@ -352,6 +354,88 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
   membership_->OnLinkLost(server_, "its connection was reset", false);
   EXPECT_EQ(links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0).meta.body,
             "server 0 (10.0.0.3:9002) was lost to worker 0 (10.0.0.2): its connection was reset");
+}
+
+class NeighborTest : public NodeMembershipTest {
+ protected:
+  // Server 1 of a ring, which is told of these.
+  void JoinAmong(const std::vector<Node>& neighbors) {
+    settings_.backups = true;
+    Make(Node::SERVER);
+    answers_[Control::ADD_NODE] = [this, neighbors] {
+      Node self = links_->self();
+      self.id = Postoffice::ServerRankToID(1);
+      Say(Control::WELCOME, "1", {self});
+      Say(Control::ADD_NODE, "link=25000 late=0", neighbors);
+    };
+    membership_->Join();
+  }
+  Node Server(int rank, uint64_t token) const {
+    Node node = NodeMembershipTest::Server();
+    node.id = Postoffice::ServerRankToID(rank);
+    SetToken(token, &node);
+    return node;
+  }
+  void Replace(const Node& node, int servers) {
+    Say(Control::MEMBERS,
+        membership::PackWord(
+            {membership::MemberWord::kServerReplaced, Postoffice::IDtoRank(node.id), servers, ""}),
+        {node});
+  }
+};
+
+TEST_F(NeighborTest, AServerHasLinksWithItsNeighborsAlone) {
+  JoinAmong({Server(0, 70), Server(2, 72)});
+  EXPECT_EQ(links_->linked(), (std::vector<int>{Server(0, 0).id, Server(2, 0).id}));
+  EXPECT_EQ(membership_->NameOf(Server(2, 0).id), "server 2 (10.0.0.3:9001)");
+  Replace(Server(3, 73), 4);
+  EXPECT_EQ(Await(MembershipEvent::kServerReplaced).rank, 3);
+  EXPECT_EQ(links_->linked().size(), 2u);
+}
+
+TEST_F(NeighborTest, TheLinkWithALostServerIsForgottenBeforeTheNextHasItsPlace) {
+  JoinAmong({Server(0, 70)});
+  membership_->OnLinkLost(Server(0, 0).id, "its connection closed", true);
+  Say(Control::MEMBERS, membership::LostWord(Server(0, 0).id, "server 0 was lost"));
+  EXPECT_EQ(Await(MembershipEvent::kServerLost).reason, "server 0 was lost");
+  EXPECT_EQ(links_->unlinked(), std::vector<int>{Server(0, 0).id});
+  Replace(Server(0, 80), 2);
+  EXPECT_EQ(Await(MembershipEvent::kServerReplaced).node.address, "10.0.0.3:9001");
+  EXPECT_EQ(links_->linked().size(), 2u);
+  EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
+}
+
+TEST_F(NeighborTest, OneThatItWasToldOfIsNoNews) {
+  JoinAmong({Server(0, 70)});
+  Replace(Server(0, 70), 2);
+  EXPECT_FALSE(Heard(MembershipEvent::kServerReplaced));
+  EXPECT_EQ(links_->linked().size(), 1u);
+}
+
+TEST_F(NeighborTest, ABrokenLinkWithAServerIsReportedAsThat) {
+  JoinAmong({Server(0, 70)});
+  membership_->OnLinkLost(Server(0, 0).id, "its connection was reset", false);
+  const Message report = links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0);
+  EXPECT_EQ(report.meta.body,
+            "server 0 (10.0.0.3:9001) was lost to server 1 (10.0.0.2:9001): its connection was "
+            "reset");
+  EXPECT_EQ(report.meta.control.node.at(0).role, Node::SERVER);
+  EXPECT_EQ(TokenOf(report.meta.control.node.at(0)), 70u);
+}
+
+TEST_F(NeighborTest, AServerThatLeavesInOrderIsNoLoss) {
+  JoinAmong({Server(0, 70)});
+  membership_->OnDisconnect(Server(0, 0).id);
+  Say(Control::JOB_END, "finish");
+  membership_->OnLinkLost(Server(0, 0).id, "its connection closed", true);
+  EXPECT_FALSE(Heard(MembershipEvent::kFailed));
+  EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
+}
+
+TEST_F(NodeMembershipTest, ServersHearNothingOfOthersWithoutTheSetting) {
+  JoinAs(Node::SERVER);
+  Say(Control::MEMBERS, membership::LostWord(Postoffice::ServerRankToID(1), "it was lost"));
+  EXPECT_FALSE(Heard(MembershipEvent::kServerLost));
 }
 
 TEST_F(NodeMembershipTest, TheLastWordOfTheSchedulerGoesFirst) {

@@ -55,9 +55,11 @@ TEST(MembershipProtocol, AClaimIsReadAsItWasMade) {
   Claim read;
   EXPECT_TRUE(ParseClaim(PackClaim(claim), &read));
   EXPECT_EQ(PackClaim(read), PackClaim(claim));
-  for (const char* other : {"", "protocol=5 workers=2",
-                            "protocol=5 workers=9999999 servers=1 link=0 probe=0 replicas=1",
-                            "protocol=5 workers=1 servers=1 link=-1 probe=0 replicas=1"}) {
+  for (const char* other :
+       {"", "protocol=5 workers=2",
+        "protocol=5 workers=9999999 servers=1 link=0 probe=0 replicas=1 backups=0",
+        "protocol=5 workers=1 servers=1 link=0 probe=0 replicas=1",
+        "protocol=5 workers=1 servers=1 link=-1 probe=0 replicas=1 backups=0"}) {
     EXPECT_FALSE(ParseClaim(other, &read)) << other;
   }
 }

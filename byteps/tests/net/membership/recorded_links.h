@@ -46,7 +46,10 @@ class RecordedLinks : public MembershipLinks {
     MutexLock lock(&mu_);
     linked_.push_back(node.id);
   }
-  void Disconnect(int) override {}
+  void Disconnect(int node_id) override {
+    MutexLock lock(&mu_);
+    unlinked_.push_back(node_id);
+  }
   void SetIncarnation(int incarnation) override {
     MutexLock lock(&mu_);
     incarnation_ = incarnation;
@@ -101,6 +104,10 @@ class RecordedLinks : public MembershipLinks {
     MutexLock lock(&mu_);
     return linked_;
   }
+  std::vector<int> unlinked() {
+    MutexLock lock(&mu_);
+    return unlinked_;
+  }
   int incarnation() {
     MutexLock lock(&mu_);
     return incarnation_;
@@ -127,6 +134,7 @@ class RecordedLinks : public MembershipLinks {
   Node self_ PS_GUARDED_BY(mu_);
   std::vector<Message> sent_ PS_GUARDED_BY(mu_);
   std::vector<int> linked_ PS_GUARDED_BY(mu_);
+  std::vector<int> unlinked_ PS_GUARDED_BY(mu_);
   int incarnation_ PS_GUARDED_BY(mu_) = 0;
   uint64_t job_ PS_GUARDED_BY(mu_) = 1 << 16 | 1;
 };

@@ -32,6 +32,7 @@ class SchedulerMembershipTest : public testing::Test {
   }
 
   int replicas_ = 1;
+  bool backups_ = false;
 
   // A job of two workers and a server, at work, which goes on without the server for so long.
   void GatherReplacing(double seconds = 600) {
@@ -53,12 +54,15 @@ class SchedulerMembershipTest : public testing::Test {
   }
   // A worker says that its link with the server at this port broke.
   void Accuse(int worker, int port) {
+    Accuse(worker, server_, port, "server 0 was lost to worker 0");
+  }
+  void Accuse(int accuser, int server, int port, const std::string& reason) {
     Message message;
     message.meta.control.cmd = Control::JOB_FAILED;
-    message.meta.sender = worker;
-    message.meta.body = "server 0 was lost to worker 0";
+    message.meta.sender = accuser;
+    message.meta.body = reason;
     Node node;
-    node.id = server_;
+    node.id = server;
     node.role = Node::SERVER;
     node.hostname = "10.0.0.2";
     node.port = port;
@@ -88,7 +92,8 @@ class SchedulerMembershipTest : public testing::Test {
     message.meta.body = "protocol=" + std::to_string(membership::kProtocol) +
                         " workers=" + std::to_string(workers) +
                         " servers=" + std::to_string(servers) +
-                        " link=0 probe=0 replicas=" + std::to_string(replicas_);
+                        " link=0 probe=0 replicas=" + std::to_string(replicas_) +
+                        " backups=" + (backups_ ? "1" : "0");
     Node node;
     node.role = role;
     node.aux_id = role == Node::WORKER ? rank : -1;
