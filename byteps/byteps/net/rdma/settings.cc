@@ -11,6 +11,7 @@
 
 #include "byteps/base/error.h"
 #include "byteps/net/link/net_address.h"
+#include "byteps/net/rdma/posted_sends.h"
 #include "byteps/net/rdma/wire.h"
 #include "ps/internal/utils.h"
 
@@ -136,17 +137,19 @@ void Settings::Check(const Device& device) const {
   };
   // Those that were set, also where FitSlots has lowered them to what the device can do: its user
   // knows no other number, and the next job may have fewer peers.
-  if (send_depth_set > static_cast<uint64_t>(limits.max_qp_wr)) {
-    fail("BYTEPS_RDMA_START_DEPTH", send_depth_set, "requests in a queue", limits.max_qp_wr);
+  const int64_t most_sends = limits.max_qp_wr - int64_t{PostedSends::kReserved};
+  if (send_depth_set > most_sends) {
+    fail("BYTEPS_RDMA_START_DEPTH", send_depth_set, "requests in a queue", most_sends);
   }
   if (receive_depth_set > static_cast<uint64_t>(limits.max_qp_wr)) {
     fail("BYTEPS_RDMA_RX_DEPTH", receive_depth_set, "requests in a queue", limits.max_qp_wr);
   }
-  if (static_cast<int64_t>(send_depth_set) + receive_depth_set > limits.max_cqe) {
+  const int64_t most_completions = limits.max_cqe - int64_t{PostedSends::kReserved} - 1;
+  if (static_cast<int64_t>(send_depth_set) + receive_depth_set > most_completions) {
     throw Error("BYTEPS_RDMA_START_DEPTH=" + std::to_string(send_depth_set) +
                 " and BYTEPS_RDMA_RX_DEPTH=" + std::to_string(receive_depth_set) +
                 " together are too much for " + device.name() + ", which allows " +
-                std::to_string(limits.max_cqe) + " completions in a queue");
+                std::to_string(most_completions) + " completions in a queue");
   }
   if (slot_bytes() > device.max_message_bytes()) {
     fail("BYTEPS_RDMA_INLINE_BYTES", inline_bytes, "bytes in a message",
