@@ -277,18 +277,14 @@ int Endpoint::PostNothing() {
 
 bool Endpoint::Watch() {
   MutexLock lock(&mu_);
-  const bool watch = state_ == State::kOpen && connection_->sends.any_unheard();
-  if (watch) connection_->sends.set_watched(true);
-  return watch;
+  return state_ == State::kOpen && connection_->sends.Watch();
 }
 
 void Endpoint::AskWhatArrived() {
   Turn turn;
   {
     MutexLock lock(&mu_);
-    if (!connection_) return;
-    connection_->sends.set_watched(false);
-    if (state_ != State::kOpen || !connection_->sends.any_unheard()) return;
+    if (state_ != State::kOpen || !connection_->sends.EndWatch()) return;
     if (int error = PostNothing()) BreakFor("a send could not be posted", error, &turn);
   }
   Finish(&turn);

@@ -164,8 +164,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   int Arm();
   // Handles what has completed; false when there was nothing.
   bool Poll();
-  // Whether messages were sent of whose arrival nothing will tell: AskWhatArrived has to be called
-  // soon then.
+  // After Poll.  Whether AskWhatArrived must be called soon.
   bool Watch();
   void AskWhatArrived();
 

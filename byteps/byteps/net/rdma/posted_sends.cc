@@ -1,6 +1,7 @@
 #include "byteps/net/rdma/posted_sends.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace ps {
 namespace rdma {
@@ -55,7 +56,19 @@ bool PostedSends::Retire(uint64_t number, Retired* retired) {
     unheard_.bytes -= request.bytes;
   }
   retired->last = requests_[number % requests_.size()];
+  heard_ = heard_ || retired->messages > 0;
   return true;
+}
+
+bool PostedSends::Watch() {
+  const bool begins = std::exchange(heard_, false) || any_unheard();
+  watched_ = watched_ || begins;
+  return begins;
+}
+
+bool PostedSends::EndWatch() {
+  watched_ = false;
+  return any_unheard();
 }
 
 }  // namespace rdma

@@ -4,16 +4,18 @@
 // none.  Requests of a queue complete in the order in which they were posted: a completion tells of
 // its request and of all before it.  Signalled, which means that they ask for one, are
 // - one of 16, or of a quarter of the queue's depth: a full queue always has a signalled request;
-// - a write with which half of a window was posted, so that more can be written while the rest is in
+// - a write with which half of a window was posted, so that more can be written while the rest is
+// in
 //   flight, and the end of a large value, whose memory somebody waits for;
 // - the end of a message when nothing else would tell that it has arrived: no signalled request is
 //   in flight, and the queue is not watched;
 // - all, once SignalAll was called.
 //
-// The last messages before a pause may thus be unsignalled.  The polling thread, which wakes up for
-// the completion that is still in flight then, sees that (any_unheard), watches the queue, and soon
-// posts a signalled request that does nothing.  The same ends a queue pair that was stopped: a device
-// need not tell of unsignalled requests that it had done before.
+// The last messages before a pause may thus be unsignalled.  So the polling thread, once it has
+// heard of a message, watches the queue for a moment (Watch), in which others need not be
+// signalled; then it posts a signalled request that does nothing where that is needed (EndWatch).
+// The same ends a queue pair that was stopped: a device need not tell of unsignalled requests that
+// it had done before.
 //
 // It knows no device, so that it runs in a test without one.
 #ifndef BYTEPS_NET_RDMA_POSTED_SENDS_H_
@@ -67,10 +69,10 @@ class PostedSends {
   // The request of this number is over, and so are all before it.  False: there is none.
   bool Retire(uint64_t number, Retired* retired);
 
-  // Whether messages were sent whose arrival nothing in the queue will tell.
-  bool any_unheard() const { return unheard_.messages > 0 && !signalled_is_in_flight(); }
-  // Somebody will soon look whether there are.
-  void set_watched(bool watched) { watched_ = watched; }
+  // Whenever completions have been handled.  Whether EndWatch must be called soon.
+  bool Watch();
+  // Whether messages were sent of whose arrival nothing in the queue will tell.
+  bool EndWatch();
   // Whether no completion will tell that the last request is over.
   bool ends_unsignalled() const { return last_ > retired_ && last_ > last_signalled_; }
 
@@ -88,6 +90,7 @@ class PostedSends {
 
   uint64_t in_queue() const { return last_ - retired_; }
   bool signalled_is_in_flight() const { return last_signalled_ > retired_; }
+  bool any_unheard() const { return unheard_.messages > 0 && !signalled_is_in_flight(); }
 
   const uint32_t depth_;
   const uint32_t every_;           // of so many requests one is signalled
@@ -99,6 +102,7 @@ class PostedSends {
   uint64_t bytes_ = 0;
   Unheard unheard_;
   bool signals_all_ = false;
+  bool heard_ = false;  // of messages, since the last Watch
   bool watched_ = false;
 };
 

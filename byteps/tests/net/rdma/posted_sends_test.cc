@@ -61,7 +61,8 @@ TEST_F(PostedSendsTest, OneOfSixteenIsSignalled) {
 TEST_F(PostedSendsTest, AndFramesThatEndNoMessageAreCounted) {
   EXPECT_EQ(PostMany(33, Frame(false)), "...............!...............!.");
   EXPECT_EQ(Retire(32), 0u);
-  EXPECT_FALSE(sends_.any_unheard()) << "nobody waits for them";
+  EXPECT_FALSE(sends_.Watch()) << "nobody waits for them";
+  EXPECT_FALSE(sends_.EndWatch());
 }
 
 TEST_F(PostedSendsTest, AFullQueueHasASignalledRequest) {
@@ -136,28 +137,44 @@ TEST_F(PostedSendsTest, TheOnlyMessageIsSignalled) {
     EXPECT_FALSE(Post(Frame(false)));
     EXPECT_TRUE(Post(Frame(true)));
     EXPECT_EQ(Retire(last()), 1u);
-    EXPECT_FALSE(sends_.any_unheard());
+    EXPECT_TRUE(sends_.Watch());
+    EXPECT_FALSE(sends_.EndWatch()) << "nothing was sent meanwhile";
   }
 }
 
 TEST_F(PostedSendsTest, TheLastMessagesAreAskedFor) {
   EXPECT_EQ(PostMany(5, Frame(true)), "!....");
-  EXPECT_FALSE(sends_.any_unheard()) << "the first will tell, and then it is looked again";
+  EXPECT_FALSE(sends_.Watch()) << "the first will tell";
   EXPECT_EQ(Retire(1), 1u);
-  EXPECT_TRUE(sends_.any_unheard());
-  sends_.set_watched(true);
+  EXPECT_TRUE(sends_.Watch());
   EXPECT_FALSE(Post(Frame(true))) << "it will be asked for with the others";
-  EXPECT_TRUE(sends_.any_unheard());
-  sends_.set_watched(false);
+  EXPECT_TRUE(sends_.EndWatch());
   sends_.Add({}, true);
-  EXPECT_FALSE(sends_.any_unheard());
+  EXPECT_FALSE(sends_.EndWatch()) << "it has been asked for";
   EXPECT_EQ(Retire(last()), 5u);
-  EXPECT_FALSE(sends_.any_unheard());
+  EXPECT_TRUE(sends_.Watch());
+  EXPECT_FALSE(sends_.EndWatch());
+  EXPECT_FALSE(sends_.Watch()) << "nothing has come since";
   EXPECT_TRUE(Post(Frame(true))) << "nobody is looking any more";
 }
 
-// A device tells of each request that it gives back, signalled or not; those that it had done before
-// without a word are over with the last.
+// Requests and answers by turns: each would be the only one.
+TEST_F(PostedSendsTest, WhileItIsWatchedOneOfSixteenIsSignalled) {
+  EXPECT_TRUE(Post(Frame(true)));
+  EXPECT_EQ(Retire(1), 1u);
+  EXPECT_TRUE(sends_.Watch());
+  EXPECT_EQ(PostMany(15, Frame(true)), "...............");
+  EXPECT_TRUE(sends_.Watch()) << "the watch goes on";
+  EXPECT_TRUE(Post(Frame(true)));
+  EXPECT_FALSE(sends_.EndWatch()) << "the last will tell";
+  EXPECT_FALSE(Post(Frame(true)));
+  EXPECT_EQ(Retire(17), 16u);
+  EXPECT_TRUE(sends_.Watch());
+  EXPECT_TRUE(sends_.EndWatch());
+}
+
+// A device tells of each request that it gives back, signalled or not; those that it had done
+// before without a word are over with the last.
 TEST_F(PostedSendsTest, AStoppedQueueIsAccountedFor) {
   EXPECT_EQ(PostMany(4, Frame(true)), "!...");
   Post(Write(1000, false, false));
@@ -178,7 +195,7 @@ TEST_F(PostedSendsTest, WhatFailedIsNotWaitedFor) {
   EXPECT_EQ(PostMany(3, Frame(true)), "!..");
   EXPECT_FALSE(Post(Write(1000, false, false)));
   EXPECT_EQ(Retire(4), 3u);
-  EXPECT_FALSE(sends_.any_unheard());
+  EXPECT_FALSE(sends_.EndWatch());
   EXPECT_FALSE(sends_.ends_unsignalled()) << "it is over";
   EXPECT_TRUE(Post(Frame(true)));
   EXPECT_EQ(PostMany(15, Frame(true)), "...............") << "counted from there";
@@ -232,14 +249,11 @@ TEST(PostedSends, HoweverADeviceWorks) {
     bool watched = false;
     const auto complete = [&] {
       // As the polling thread does, which wakes up for what it is told.
-      if (!device.CompleteOne(&heard) || !sends.any_unheard()) return;
-      sends.set_watched(true);
-      watched = true;
+      if (device.CompleteOne(&heard) && sends.Watch()) watched = true;
     };
     const auto ask = [&] {
-      sends.set_watched(false);
       watched = false;
-      if (sends.any_unheard()) device.Post({}, true);
+      if (sends.EndWatch()) device.Post({}, true);
     };
     for (int step = 0; step < 200; ++step) {
       const uint32_t what = below(10);
