@@ -49,6 +49,7 @@ if(GTest_FOUND)
     tests/net/membership/scheduler_servers_test.cc
     tests/net/rdma/inbox_test.cc
     tests/net/rdma/outbox_test.cc
+    tests/net/rdma/posted_sends_test.cc
     tests/net/sarray_test.cc
     tests/net/tcp/dial_plan_test.cc
     tests/net/tcp/frame_reader_test.cc

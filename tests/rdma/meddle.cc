@@ -131,6 +131,7 @@ int (*next_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
 
 // A frame lies in memory of the sender's until it has been sent.
 int PostSend(ibv_qp* qp, ibv_send_wr* request, ibv_send_wr** bad) {
+  if (request->num_sge == 0) return next_post_send(qp, request, bad);
   char* frame = reinterpret_cast<char*>(request->sg_list->addr);
   ps::rdma::FrameHeader header;
   if (request->opcode == IBV_WR_SEND && header.Decode(frame, request->sg_list->length) &&

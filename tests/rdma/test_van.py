@@ -188,6 +188,20 @@ def test_counters_know_the_planes(run_van: Run) -> None:
     assert sent["control"] < 20 * 100_100 / 2, text
 
 
+@pytest.mark.transports("rdma")
+@pytest.mark.parametrize(("count", "bytes_each", "most"), [(50, 1000, 0.4), (2, 1 << 20, 2.5)])
+def test_few_sends_ask_for_a_completion(
+    run_van: Run, count: int, bytes_each: int, most: float
+) -> None:
+    """One of 16 small messages, more where a slow machine makes pauses; and two per MiB."""
+    text = run_van("--rounds", "20", "--window", "300", *sizes([bytes_each] * count))
+    pattern = r"peer='(?:server|worker) 0' plane=data .* sent=(\d+)/.* send_completions=(\d+)"
+    found = [tuple(map(int, pair)) for pair in re.findall(pattern, text)]
+    assert len(found) == 2, text
+    for sent, completions in found:
+        assert 0 < completions <= most * sent, text
+
+
 @each
 @pytest.mark.parametrize("role", ["worker", "server"])
 def test_a_killed_peer_is_named(run_van: Run, role: str) -> None:

@@ -30,6 +30,7 @@ struct EndpointCounters {
   std::atomic<uint64_t> bytes_in_pool{0};
   std::atomic<uint64_t> values_in_frames{0};
   std::atomic<uint64_t> bytes_in_frames{0};
+  std::atomic<uint64_t> send_completions{0};  // of a device
 };
 
 struct EndpointReading {
@@ -46,6 +47,7 @@ struct EndpointReading {
   uint64_t bytes_in_pool = 0;
   uint64_t values_in_frames = 0;
   uint64_t bytes_in_frames = 0;
+  uint64_t send_completions = 0;
 };
 
 // The counters of this process's endpoints live on after these are closed, until the next

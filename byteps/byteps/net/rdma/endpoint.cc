@@ -14,6 +14,13 @@
 
 namespace ps {
 namespace rdma {
+namespace {
+
+// A value of so many bytes is let go of as soon as it has arrived, and not with those behind it.
+constexpr uint64_t kLargeBytes = 64 << 10;
+
+}  // namespace
+
 Endpoint::Endpoint(EndpointOwner* owner, Plane plane, int index, bool active,
                    const Settings& settings, std::shared_ptr<EndpointCounters> counters)
     : owner_(owner),
@@ -81,19 +88,19 @@ void Endpoint::CloseWhenFlushed() {
 
 void Endpoint::CloseIfFlushed(Turn* turn) {
   if (!goodbye_.closes || state_ != State::kOpen || !goodbye_.sent) return;
-  if (connection_->sends_completed()) Close("this node closed it", turn);
+  if (connection_->sends.empty()) Close("this node closed it", turn);
 }
 
 bool Endpoint::flushed() {
   MutexLock lock(&mu_);
   if (state_ != State::kOpen) return true;
-  return goodbye_.sent && connection_->sends_completed();
+  return goodbye_.sent && connection_->sends.empty();
 }
 
 bool Endpoint::all_arrived() {
   MutexLock lock(&mu_);
   if (state_ == State::kClosed) return true;
-  return state_ == State::kOpen && outbox_.empty() && connection_->sends_completed();
+  return state_ == State::kOpen && outbox_.all_arrived();
 }
 
 LinkLoad Endpoint::load() {
@@ -114,11 +121,12 @@ void Endpoint::Pump(Turn* turn) {
   while (outbox_.has_next() && CanSend()) SendNext(turn);
   if (goodbye_.wanted && !goodbye_.sent && outbox_.empty() && CanSend()) {
     goodbye_.sent = true;
+    connection_->sends.SignalAll();  // it may be closed when the last is over
     SendBare(kGoodbye, turn);
   }
   if (state_ != State::kOpen) return;
   const bool owes_much = connection_->owed >= settings_.receive_depth / 2;
-  if (owes_much && connection_->credits > 0 && !connection_->free_slots.empty()) {
+  if (owes_much && connection_->credits > 0 && connection_->sends.has_room()) {
     SendBare(kCredit, turn);
   }
 }
@@ -134,8 +142,7 @@ void Endpoint::SendNext(Turn* turn) {
   std::string sizes;
   ByteWriter out(&sizes);
   for (const uint64_t size : message->sizes) out.Int(size);
-  Sending* const sending = SendFrame(header, sizes, message.get(), turn);
-  if (sending == nullptr) {
+  if (!SendFrame(header, sizes, message.get(), turn)) {
     if (state_ == State::kClosed) {
       turn->done.push_back(std::move(message));
     } else {
@@ -144,17 +151,16 @@ void Endpoint::SendNext(Turn* turn) {
   } else if (message->in_region) {
     outbox_.Asked(header.id, std::move(message));
   } else {
-    Sent(sending, std::move(message));
+    Sent(std::move(message));
   }
 }
 
-void Endpoint::Sent(Sending* sending, OutgoingPtr message) {
+void Endpoint::Sent(OutgoingPtr message) {
   if (!message->is_counted) {
     message->is_counted = true;
     ++counters_->messages_sent;
     counters_->bytes_sent += message->bytes();
   }
-  sending->ends_message = true;
   outbox_.Sent(std::move(message));
 }
 
@@ -171,12 +177,10 @@ void Endpoint::SendBare(FrameType type, Turn* turn) {
   SendFrame(header, "", nullptr, turn);
 }
 
-Endpoint::Sending* Endpoint::SendFrame(FrameHeader header, const std::string& body,
-                                       const Outgoing* content, Turn* turn) {
+bool Endpoint::SendFrame(FrameHeader header, const std::string& body, const Outgoing* content,
+                         Turn* turn) {
   Connection* const connection = connection_.get();
-  const uint32_t slot = connection->free_slots.back();
-  connection->free_slots.pop_back();
-  char* const frame = SlotOf(slot);
+  char* const frame = SlotOf(connection->sends.next_slot());
   char* at = frame;
   const auto append = [&at](const void* data, size_t bytes) {
     if (bytes > 0) memcpy(at, data, bytes);
@@ -191,10 +195,10 @@ Endpoint::Sending* Endpoint::SendFrame(FrameHeader header, const std::string& bo
       for (const auto& value : content->values) append(value.data(), value.size());
     }
   }
-  Sending* const sending = &connection->sending[slot];
-  sending->type = header.type;
-  sending->key = content == nullptr ? 0 : content->key;
-  sending->bytes = 0;
+  PostedSends::Request what;
+  what.type = header.type;
+  what.key = content == nullptr ? 0 : content->key;
+  what.ends_message = header.type == kMessage;
 
   ibv_sge piece;
   piece.addr = reinterpret_cast<uintptr_t>(frame);
@@ -202,7 +206,6 @@ Endpoint::Sending* Endpoint::SendFrame(FrameHeader header, const std::string& bo
   piece.lkey = connection->slots_region->lkey();
   ibv_send_wr request;
   memset(&request, 0, sizeof(request));
-  request.wr_id = slot;
   request.sg_list = &piece;
   request.num_sge = 1;
   request.opcode = IBV_WR_SEND;
@@ -210,14 +213,12 @@ Endpoint::Sending* Endpoint::SendFrame(FrameHeader header, const std::string& bo
   BPS_INVARIANT_NOTED("credits are never below zero", connection->credits > 0,
                       "a frame of type " + std::to_string(header.type));
   --connection->credits;
-  return PostSend(&request, turn) ? sending : nullptr;
+  return PostSend(&request, what, turn);
 }
 
 void Endpoint::WriteNext(Turn* turn) {
   Connection* const connection = connection_.get();
   Outgoing* const message = outbox_.writing();
-  const uint32_t slot = connection->free_slots.back();
-  connection->free_slots.pop_back();
   const uint64_t left = message->length - message->written;
   const bool last = left <= resources_.max_write;
   ibv_sge piece;
@@ -226,36 +227,67 @@ void Endpoint::WriteNext(Turn* turn) {
   piece.lkey = message->lkey;
   ibv_send_wr request;
   memset(&request, 0, sizeof(request));
-  request.wr_id = slot;
   request.sg_list = &piece;
   request.num_sge = 1;
   request.opcode = last ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_RDMA_WRITE;
   request.imm_data = htonl(message->cookie);
   request.wr.rdma.remote_addr = message->remote_address + message->written;
   request.wr.rdma.rkey = message->remote_key;
-  Sending* const sending = &connection->sending[slot];
-  sending->bytes = piece.length;
-  sending->type = 0;
-  sending->key = message->key;
-  if (!PostSend(&request, turn)) return;
+  PostedSends::Request what;
+  what.bytes = piece.length;
+  what.key = message->key;
+  what.ends_message = last;
+  what.is_large = message->length >= kLargeBytes;
+  if (!PostSend(&request, what, turn)) return;
   message->written += piece.length;
-  connection->posted_bytes += piece.length;
   BPS_INVARIANT_NOTED("a window is within its limit",
-                      connection->posted_bytes <= settings_.window_bytes,
-                      std::to_string(connection->posted_bytes) + " bytes are being written, of " +
+                      connection->sends.bytes() <= settings_.window_bytes,
+                      std::to_string(connection->sends.bytes()) + " bytes are being written, of " +
                           std::to_string(settings_.window_bytes));
   if (!last) return;
   --connection->credits;  // the immediate takes a slot
-  Sent(sending, outbox_.TakeWritten());
+  Sent(outbox_.TakeWritten());
 }
 
-bool Endpoint::PostSend(ibv_send_wr* request, Turn* turn) {
+bool Endpoint::PostSend(ibv_send_wr* request, const PostedSends::Request& what, Turn* turn) {
+  PostedSends* const sends = &connection_->sends;
+  const bool signalled = sends->MustSignal(what);
+  request->wr_id = sends->next();
+  if (signalled) request->send_flags |= IBV_SEND_SIGNALED;
   ibv_send_wr* bad = nullptr;
-  const int error = ibv_post_send(connection_->qp.get(), request, &bad);
-  if (error == 0) return true;
-  connection_->free_slots.push_back(static_cast<uint32_t>(request->wr_id));
-  BreakFor("a send could not be posted", error, turn);
-  return false;
+  if (int error = ibv_post_send(connection_->qp.get(), request, &bad)) {
+    BreakFor("a send could not be posted", error, turn);
+    return false;
+  }
+  sends->Add(what, signalled);
+  return true;
+}
+
+int Endpoint::PostNothing() {
+  ibv_send_wr request;
+  memset(&request, 0, sizeof(request));
+  request.wr_id = connection_->sends.next();
+  request.opcode = IBV_WR_RDMA_WRITE;  // of no bytes: neither address nor key are looked at
+  request.send_flags = IBV_SEND_SIGNALED;
+  ibv_send_wr* bad = nullptr;
+  const int error = ibv_post_send(connection_->qp.get(), &request, &bad);
+  if (error == 0) connection_->sends.Add({}, true);
+  return error;
+}
+
+bool Endpoint::Watch() {
+  MutexLock lock(&mu_);
+  return state_ == State::kOpen && connection_->sends.Watch();
+}
+
+void Endpoint::AskWhatArrived() {
+  Turn turn;
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kOpen || !connection_->sends.EndWatch()) return;
+    if (int error = PostNothing()) BreakFor("a send could not be posted", error, &turn);
+  }
+  Finish(&turn);
 }
 
 // ----------------------------------------------------------------- ending

@@ -37,6 +37,7 @@
 #include "byteps/net/rdma/inbox.h"
 #include "byteps/net/rdma/outbox.h"
 #include "byteps/net/rdma/pool.h"
+#include "byteps/net/rdma/posted_sends.h"
 #include "byteps/net/rdma/registrar.h"
 #include "byteps/net/rdma/settings.h"
 #include "byteps/net/rdma/verbs.h"
@@ -163,6 +164,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   int Arm();
   // Handles what has completed; false when there was nothing.
   bool Poll();
+  // After Poll.  Whether AskWhatArrived must be called soon.
+  bool Watch();
+  void AskWhatArrived();
 
  private:
   enum class State {
@@ -186,7 +190,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool is_empty() const { return received.empty() && !broken && !resumed && !closed; }
   };
 
-  // wr_id: the slot, and whether it is one of receives.
+  // wr_id: the number of a send; the slot of a receive, and this.
   static constexpr uint64_t kReceiveFlag = 1ull << 63;
 
   // What the connections of a process share.
@@ -204,20 +208,14 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool closes = false;  // when the peer has received it all
   };
 
-  // A request to the device that has not completed.
-  struct Sending {
-    bool ends_message = false;  // the next in the log has arrived with it
-    uint8_t type = 0;           // a FrameType; 0: a write
-    uint64_t key = 0;           // of the message
-    uint32_t bytes = 0;         // of a write
-  };
-
   struct FreeSlots {
     void operator()(char* memory) const;
   };
 
   // What belongs to one connection and goes with it, in the reverse order: the queue pair first.
   struct Connection {
+    Connection(uint32_t depth, uint64_t window_bytes) : sends(depth, window_bytes) {}
+
     std::unique_ptr<char, FreeSlots> slots;  // those of sends, then those of receives
     std::unique_ptr<Region> slots_region;
     Owned<ibv_cq> cq;
@@ -230,16 +228,13 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     uint32_t receives_posted = 0;
     uint32_t credits = 0;  // slots of the peer that are free
     uint32_t owed = 0;     // slots of ours that are free again, and the peer does not know
-    std::vector<uint32_t> free_slots;
-    std::vector<Sending> sending;  // by slot
-    uint64_t posted_bytes = 0;     // of writes that have not completed
+    PostedSends sends;
 
-    bool sends_completed() const { return free_slots.size() == sending.size(); }
     // Whether the device has none of the messages in the log: it has given those of the last
     // connection back, and this one was sent none yet.
-    bool reads_no_message() const { return !resumed || sends_completed(); }
-    bool drained() const { return receives_posted == 0 && sends_completed(); }
-    bool can_send() const { return !free_slots.empty() && credits > 1; }
+    bool reads_no_message() const { return !resumed || sends.empty(); }
+    bool drained() const { return receives_posted == 0 && sends.empty(); }
+    bool can_send() const { return sends.has_room() && credits > 1; }
   };
 
   void Finish(Turn* turn);
@@ -247,23 +242,27 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void Pump(Turn* turn) PS_REQUIRES(mu_);
   bool MayWrite() const PS_REQUIRES(mu_) {
     return outbox_.writing() != nullptr &&
-           connection_->posted_bytes + resources_.max_write <= settings_.window_bytes;
+           connection_->sends.bytes() + resources_.max_write <= settings_.window_bytes;
   }
   // Also after something was posted that broke the connection.
   bool CanSend() const PS_REQUIRES(mu_) {
     return state_ == State::kOpen && connection_->can_send();
   }
-  // `body`: what follows the header.  Null: the device did not take it, and all is broken.
-  Sending* SendFrame(FrameHeader header, const std::string& body, const Outgoing* content,
-                     Turn* turn) PS_REQUIRES(mu_);
+  // `body`: what follows the header.  False: the device did not take it, and all is broken.
+  bool SendFrame(FrameHeader header, const std::string& body, const Outgoing* content, Turn* turn)
+      PS_REQUIRES(mu_);
   void SendBare(FrameType type, Turn* turn) PS_REQUIRES(mu_);
   void SendResume(Turn* turn) PS_REQUIRES(mu_);
   void SendCts(Turn* turn) PS_REQUIRES(mu_);
   void SendNext(Turn* turn) PS_REQUIRES(mu_);
   void WriteNext(Turn* turn) PS_REQUIRES(mu_);
-  bool PostSend(ibv_send_wr* request, Turn* turn) PS_REQUIRES(mu_);
+  bool PostSend(ibv_send_wr* request, const PostedSends::Request& what, Turn* turn)
+      PS_REQUIRES(mu_);
+  // Posts a signalled request that does nothing; 0 or an errno.  It tells that all before it are
+  // over, and costs the peer neither a receive nor a completion.
+  int PostNothing() PS_REQUIRES(mu_);
   // The device has the request that completes the message, and tells when it has arrived.
-  void Sent(Sending* sending, OutgoingPtr message) PS_REQUIRES(mu_);
+  void Sent(OutgoingPtr message) PS_REQUIRES(mu_);
   void Complete(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void CompleteSend(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) PS_REQUIRES(mu_);

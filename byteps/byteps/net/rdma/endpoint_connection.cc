@@ -62,7 +62,7 @@ bool Endpoint::NeedsConnection() {
 
 std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel* channel,
                                                                rdma_cm_id* id) {
-  auto made = std::make_unique<Connection>();
+  auto made = std::make_unique<Connection>(settings_.send_depth, settings_.window_bytes);
   const uint32_t slots = settings_.send_depth + settings_.receive_depth;
   const size_t bytes = AlignUp(static_cast<uint64_t>(slots) * slot_bytes_, 4096);
   made->slots.reset(static_cast<char*>(aligned_alloc(4096, bytes)));
@@ -70,9 +70,11 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel*
   made->slots_region =
       std::make_unique<Region>(resources_.device, made->slots.get(), bytes, IBV_ACCESS_LOCAL_WRITE);
 
-  made->cq.reset(
-      ibv_create_cq(resources_.device->context(), static_cast<int>(slots) + 1, this, channel, 0));
-  if (!made->cq) Throw("cannot make a completion queue of " + std::to_string(slots), errno);
+  // Also for requests that are not signalled: those that fail are told of.
+  const uint32_t sends = settings_.send_depth + PostedSends::kReserved;
+  const auto completions = static_cast<int>(sends + settings_.receive_depth + 1);
+  made->cq.reset(ibv_create_cq(resources_.device->context(), completions, this, channel, 0));
+  if (!made->cq) Throw("cannot make a completion queue of " + std::to_string(completions), errno);
   if (int error = ibv_req_notify_cq(made->cq.get(), 0)) {
     Throw("cannot arm a completion queue", error);
   }
@@ -82,8 +84,7 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel*
   init.qp_context = this;
   init.send_cq = init.recv_cq = made->cq.get();
   init.qp_type = IBV_QPT_RC;
-  init.sq_sig_all = 1;
-  init.cap.max_send_wr = settings_.send_depth;
+  init.cap.max_send_wr = sends;
   init.cap.max_recv_wr = settings_.receive_depth;
   init.cap.max_send_sge = init.cap.max_recv_sge = 1;
   // What grants and asks is short: the device has it with the request, and need not read memory.
@@ -100,9 +101,6 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel*
   ibv_qp_attr attributes = AttributesFor(id, IBV_QPS_INIT, &mask);
   attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
   Modify(made->qp.get(), &attributes, mask);
-
-  made->sending.resize(settings_.send_depth);
-  for (uint32_t slot = 0; slot < settings_.send_depth; ++slot) made->free_slots.push_back(slot);
   return made;
 }
 
@@ -214,8 +212,14 @@ void Endpoint::StopQueuePair() {
   ibv_qp_attr attributes;
   memset(&attributes, 0, sizeof(attributes));
   attributes.qp_state = IBV_QPS_ERR;
-  if (int error = ibv_modify_qp(connection_->qp.get(), &attributes, IBV_QP_STATE)) {
-    BPS_LOG(WARNING) << "cannot stop a queue pair: " << strerror(error);
+  const int error = ibv_modify_qp(connection_->qp.get(), &attributes, IBV_QP_STATE);
+  if (error != 0) BPS_LOG(WARNING) << "cannot stop a queue pair: " << strerror(error);
+  // The device gives back what it has not done; it may have done the last ones without a word.
+  connection_->sends.SignalAll();
+  if (!connection_->sends.ends_unsignalled()) return;
+  const int refused = PostNothing();
+  if (refused != 0 && error == 0) {
+    BPS_LOG(WARNING) << "cannot learn what a stopped queue pair has done: " << strerror(refused);
   }
 }
 

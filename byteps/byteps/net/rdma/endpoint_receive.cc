@@ -80,35 +80,30 @@ void Endpoint::Complete(const ibv_wc& wc, Turn* turn) {
 }
 
 void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
-  const auto slot = static_cast<uint32_t>(wc.wr_id);
-  Sending& sending = connection_->sending[slot];
-  connection_->free_slots.push_back(slot);
-  BPS_INVARIANT_NOTED("a window is never below zero",
-                      connection_->posted_bytes >= sending.bytes &&
-                          connection_->free_slots.size() <= connection_->sending.size(),
-                      std::to_string(sending.bytes) + " bytes were written, of " +
-                          std::to_string(connection_->posted_bytes));
-  connection_->posted_bytes -= sending.bytes;
+  ++counters_->send_completions;
+  PostedSends::Retired retired;
+  const bool known = connection_->sends.Retire(wc.wr_id, &retired);
+  BPS_INVARIANT_NOTED("what completes was posted", known, "send " + std::to_string(wc.wr_id));
   if (wc.status != IBV_WC_SUCCESS) {
     static const char* const kWhat[] = {
         "an RDMA write",         "a message", "an RTS", "a CTS", "a credit", "a goodbye",
         "what has been received"};
     char key[40] = "";
-    if (sending.key != 0) {
-      snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(sending.key));
+    const PostedSends::Request& failed = retired.last;
+    if (failed.key != 0) {
+      snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(failed.key));
     }
-    BreakAfter(wc, "sending " + std::string(kWhat[sending.type]) + key + " failed: ", turn);
+    BreakAfter(wc, "sending " + std::string(kWhat[failed.type]) + key + " failed: ", turn);
   }
-  const bool ends_message = std::exchange(sending.ends_message, false);
   if (state_ == State::kClosed) {
-    if (connection_->sends_completed()) outbox_.TakeSent(&turn->done);
+    if (connection_->sends.empty()) outbox_.TakeSent(&turn->done);
     return;
   }
-  // Requests come back in the order in which they were posted.  Whether the peer has the message of
-  // one that failed, the peer says.
-  if (!ends_message || wc.status != IBV_WC_SUCCESS) return;
+  // Whether the peer has the message of a request that failed, and of those before it that were not
+  // signalled, the peer says.
+  if (retired.messages == 0 || wc.status != IBV_WC_SUCCESS) return;
   try {
-    outbox_.Arrived(&turn->done);
+    outbox_.Arrived(retired.messages, &turn->done);
   } catch (const std::exception& e) {
     Close(e.what(), turn);
   }

@@ -78,10 +78,12 @@ class Outbox {
 
   // ----- messages whose last request the device has
 
-  // It tells, in this order, when each has arrived.
+  // It tells, in this order, when they have arrived.
   void Sent(OutgoingPtr message);
-  // The next has arrived.
-  void Arrived(OutgoingList* done) { log_.Arrived(log_.arrived() + 1, done); }
+  // The next ones have, so many.
+  void Arrived(uint64_t messages, OutgoingList* done) {
+    log_.Arrived(log_.arrived() + messages, done);
+  }
 
   // ----- a connection that broke
 
@@ -102,6 +104,8 @@ class Outbox {
 
   // Whether nothing is left to be sent.
   bool empty() const { return waiting_.empty() && asked_.empty() && writes_.empty(); }
+  // And all that was sent is known to have arrived.
+  bool all_arrived() const { return empty() && log_.empty(); }
   // Of what is left.
   size_t bytes() const { return bytes_; }
 

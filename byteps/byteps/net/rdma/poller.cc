@@ -19,6 +19,9 @@ namespace {
 
 // Batches of one endpoint before the others have their turn.
 constexpr int kBatches = 8;
+// How much later than it could be a message of an endpoint that has nothing else to send is known
+// to have arrived.
+constexpr std::chrono::milliseconds kPause{1};
 
 }  // namespace
 
@@ -82,12 +85,20 @@ void Poller::Run() {
       }
       it = more ? std::next(it) : ready.erase(it);
     }
+    if (!watched_.empty() && Endpoint::Clock::now() >= ask_at_) AskWatched();
   }
 }
 
 void Poller::Sleep() {
   pollfd items[2] = {{channel_->fd, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
-  if (poll(items, 2, -1) < 0 && errno != EINTR) ThrowErrno("poll");
+  const int limit = watched_.empty() ? -1 : static_cast<int>(kPause.count());
+  if (poll(items, 2, limit) < 0 && errno != EINTR) ThrowErrno("poll");
+}
+
+void Poller::AskWatched() {
+  for (Endpoint* watched : std::exchange(watched_, {})) {
+    if (const auto endpoint = Find(watched)) endpoint->AskWhatArrived();
+  }
 }
 
 void Poller::TakeEvents(std::set<Endpoint*>* ready) {
@@ -119,6 +130,10 @@ bool Poller::Serve(const std::shared_ptr<Endpoint>& endpoint) {
   }
   bool more = true;
   for (int batch = 0; batch < kBatches && more; ++batch) more = endpoint->Poll();
+  if (!more && endpoint->Watch()) {
+    if (watched_.empty()) ask_at_ = Endpoint::Clock::now() + kPause;
+    watched_.insert(endpoint.get());
+  }
   if (more || !endpoint->finished()) return more;
   MutexLock lock(&mu_);
   endpoints_.erase(endpoint.get());

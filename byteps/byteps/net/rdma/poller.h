@@ -3,6 +3,7 @@
 #define BYTEPS_NET_RDMA_POLLER_H_
 
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
@@ -37,6 +38,7 @@ class Poller {
  private:
   void Run();
   void Sleep();
+  void AskWatched();
   void TakeEvents(std::set<Endpoint*>* ready);
   std::shared_ptr<Endpoint> Find(Endpoint* endpoint);
   // Whether there may be more.
@@ -47,6 +49,9 @@ class Poller {
   std::optional<ClosedInChild> channel_in_child_;
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
+  // The thread's own.
+  std::set<Endpoint*> watched_;  // each has to be asked what has arrived
+  Endpoint::Clock::time_point ask_at_;
   Mutex mu_;
   std::map<Endpoint*, std::shared_ptr<Endpoint>> endpoints_ PS_GUARDED_BY(mu_);
   std::thread thread_;

@@ -11,6 +11,7 @@
 
 #include "byteps/base/error.h"
 #include "byteps/net/link/net_address.h"
+#include "byteps/net/rdma/posted_sends.h"
 #include "byteps/net/rdma/wire.h"
 #include "ps/internal/utils.h"
 
@@ -77,8 +78,8 @@ Settings Settings::Get() {
   s.gid_index = GetEnv("BYTEPS_RDMA_GID_INDEX", -1);
   s.traffic_class = GetEnv("BYTEPS_RDMA_TRAFFIC_CLASS", -1);
   s.mtu = GetEnv("BYTEPS_RDMA_MTU", 0);
-  s.send_depth = GetEnv("BYTEPS_RDMA_START_DEPTH", 64);
-  s.receive_depth = GetEnv("BYTEPS_RDMA_RX_DEPTH", 128);
+  s.send_depth = s.send_depth_set = GetEnv("BYTEPS_RDMA_START_DEPTH", 64);
+  s.receive_depth = s.receive_depth_set = GetEnv("BYTEPS_RDMA_RX_DEPTH", 128);
   s.all_slots_bytes = strtoull(GetEnv("BYTEPS_RDMA_SLOT_BYTES", "536870912"), nullptr, 10);
   s.inline_bytes = GetEnv("BYTEPS_RDMA_INLINE_BYTES", 4096);
   s.pool_bytes = strtoull(GetEnv("BYTEPS_RDMA_POOL_BYTES", "1073741824"), nullptr, 10);
@@ -134,17 +135,21 @@ void Settings::Check(const Device& device) const {
     throw Error(std::string(name) + "=" + std::to_string(value) + " is too much for " +
                 device.name() + ", which allows " + std::to_string(limit) + " " + what);
   };
-  if (send_depth > static_cast<uint64_t>(limits.max_qp_wr)) {
-    fail("BYTEPS_RDMA_START_DEPTH", send_depth, "requests in a queue", limits.max_qp_wr);
+  // Those that were set, also where FitSlots has lowered them to what the device can do: its user
+  // knows no other number, and the next job may have fewer peers.
+  const int64_t most_sends = limits.max_qp_wr - int64_t{PostedSends::kReserved};
+  if (send_depth_set > most_sends) {
+    fail("BYTEPS_RDMA_START_DEPTH", send_depth_set, "requests in a queue", most_sends);
   }
-  if (receive_depth > static_cast<uint64_t>(limits.max_qp_wr)) {
-    fail("BYTEPS_RDMA_RX_DEPTH", receive_depth, "requests in a queue", limits.max_qp_wr);
+  if (receive_depth_set > static_cast<uint64_t>(limits.max_qp_wr)) {
+    fail("BYTEPS_RDMA_RX_DEPTH", receive_depth_set, "requests in a queue", limits.max_qp_wr);
   }
-  if (static_cast<int64_t>(send_depth) + receive_depth > limits.max_cqe) {
-    throw Error("BYTEPS_RDMA_START_DEPTH=" + std::to_string(send_depth) +
-                " and BYTEPS_RDMA_RX_DEPTH=" + std::to_string(receive_depth) +
+  const int64_t most_completions = limits.max_cqe - int64_t{PostedSends::kReserved} - 1;
+  if (static_cast<int64_t>(send_depth_set) + receive_depth_set > most_completions) {
+    throw Error("BYTEPS_RDMA_START_DEPTH=" + std::to_string(send_depth_set) +
+                " and BYTEPS_RDMA_RX_DEPTH=" + std::to_string(receive_depth_set) +
                 " together are too much for " + device.name() + ", which allows " +
-                std::to_string(limits.max_cqe) + " completions in a queue");
+                std::to_string(most_completions) + " completions in a queue");
   }
   if (slot_bytes() > device.max_message_bytes()) {
     fail("BYTEPS_RDMA_INLINE_BYTES", inline_bytes, "bytes in a message",

@@ -19,6 +19,10 @@ struct Settings {
   int gid_index = -1;      // -1: that of the address
   int traffic_class = -1;  // -1: the system's
   int mtu = 0;             // bytes; 0: the port's
+  // As they were set, for errors.
+  uint32_t send_depth_set = 0;
+  uint32_t receive_depth_set = 0;
+  // The same, or what FitSlots left of them.
   uint32_t send_depth = 0;
   uint32_t receive_depth = 0;
   uint64_t all_slots_bytes = 0;

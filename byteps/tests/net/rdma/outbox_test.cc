@@ -69,10 +69,10 @@ TEST_F(OutboxTest, AMessageOfEitherKindArrives) {
   WriteAll();
   EXPECT_TRUE(outbox_.empty());
   EXPECT_EQ(outbox_.bytes(), 0u);
-  outbox_.Arrived(&done_);
-  outbox_.Arrived(&done_);
+  outbox_.Arrived(1, &done_);
+  outbox_.Arrived(1, &done_);
   EXPECT_EQ(Done(), Keys({2, 1})) << "in the order of the requests that end them";
-  EXPECT_THROW(outbox_.Arrived(&done_), Error);
+  EXPECT_THROW(outbox_.Arrived(1, &done_), Error);
 }
 
 // Breaking connections over and over found these: which messages go first, and from where.
@@ -93,7 +93,7 @@ TEST_F(OutboxTest, WhatWasSentGoesBeforeWhatHadBegun) {
   SendInFrame();
   SendInFrame();
   Ask();
-  outbox_.Arrived(&done_);
+  outbox_.Arrived(1, &done_);
   outbox_.Interrupt();
   EXPECT_EQ(Waiting(), Keys({3}));
   outbox_.Resume(1, &done_);
@@ -113,7 +113,7 @@ TEST_F(OutboxTest, WhatHadComeAfterAllIsNotSentAgain) {
   EXPECT_EQ(Waiting(), Keys({3}));
   SendInFrame();
   EXPECT_THROW(outbox_.Resume(4, &done_), Error);
-  outbox_.Arrived(&done_);
+  outbox_.Arrived(1, &done_);
   EXPECT_EQ(Done(), Keys({1, 2, 3}));
 }
 

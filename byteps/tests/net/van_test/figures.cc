@@ -38,7 +38,8 @@ std::vector<std::string> EndpointLines() {
          << " received=" << e.messages_received << "/" << e.bytes_received
          << " in_place=" << e.values_in_place << "/" << e.bytes_in_place
          << " in_pool=" << e.values_in_pool << "/" << e.bytes_in_pool
-         << " in_frames=" << e.values_in_frames << "/" << e.bytes_in_frames;
+         << " in_frames=" << e.values_in_frames << "/" << e.bytes_in_frames
+         << " send_completions=" << e.send_completions;
     lines.push_back(text.str());
   }
   return lines;

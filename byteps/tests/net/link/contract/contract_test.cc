@@ -195,6 +195,22 @@ TEST_P(Contract, MemoryIsHeldUntilTheMessageHasArrivedAndNoLonger) {
   for (const auto& one : memory) EXPECT_TRUE(WaitUntil([&] { return !one->held(); }));
 }
 
+// However few there are, and whatever had been sent just before.
+TEST_P(Contract, MemoryIsNotHeldWhenNothingFollows) {
+  std::vector<std::unique_ptr<Memory>> memory;
+  for (int n = 0; n < 60; ++n) {
+    const size_t first = memory.size();
+    for (int m = 0; m <= n % 20; ++m) {
+      memory.push_back(std::make_unique<Memory>(TextOf(kConnects, n, n % 3 == 0 ? 5000 : 100)));
+      pair_->Send(kConnects, memory.back()->Value());
+    }
+    for (size_t m = first; m < memory.size(); ++m) {
+      ASSERT_TRUE(WaitUntil([&] { return !memory[m]->held(); })) << n;
+    }
+    EXPECT_TRUE(WaitUntil([&] { return pair_->AllArrived(kConnects); })) << n;
+  }
+}
+
 TEST_P(Contract, AndNotWhenItCloses) {
   std::vector<std::unique_ptr<Memory>> memory;
   for (int n = 0; n < 20; ++n) {
