@@ -13,8 +13,8 @@ from typing import Any
 EDGE = 3
 """Steps at each end of a run whose mean reward counts."""
 _SHOWN = 12
-_CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b")
-"""A line of the table that begins with ``dpu_reduce:``."""
+_CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b(?!: a single rank)")
+"""A line of the table that begins with ``dpu_reduce:``, but where there is nothing to reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
