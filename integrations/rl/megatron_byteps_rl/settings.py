@@ -25,6 +25,7 @@ _COMMON = {
     "TORCHDYNAMO_DISABLE": "1",
     "TQDM_DISABLE": "1",  # Megatron's engine shows a bar for each batch
     "RAY_worker_niceness": "0",  # else 15
+    "RAY_worker_register_timeout_seconds": "600",  # else 60, for imports that take longer
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",  # actor and critic say the same of their buckets
     "VLLM_NO_USAGE_STATS": "1",
