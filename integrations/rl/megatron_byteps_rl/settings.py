@@ -39,6 +39,7 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "3600",  # else 600, too few on busy cores
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else a process more for each engine
     },
     "cuda": {
