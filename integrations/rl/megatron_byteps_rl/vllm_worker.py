@@ -9,6 +9,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.models.utils import WeightsMapper
 
 
 def _keep(layer: Any, remove_weight: bool) -> None:
@@ -27,6 +28,8 @@ utils.dispatch_cpu_unquantized_gemm = _keep
 _apply = CPUUnquantizedExperts.apply
 CPUUnquantizedExperts.apply = _apply_packed
 CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+# By its older name verl 0.9.1 asks for it, where adapters come.
+WeightsMapper.get_unstacked_mapper = WeightsMapper.get_rename_mapper
 
 
 class Extension(vLLMColocateWorkerExtension):
