@@ -47,9 +47,7 @@ LAYOUTS = {
             "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
         }
     ),
-    "tp2-sp-dp2": Layout(
-        ranks=4, cut={"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    ),
+    "tp2-sp-dp2": Layout(ranks=4, cut={"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2-vpp2-dp2": Layout(
         ranks=4,
         model={"layers": 4},

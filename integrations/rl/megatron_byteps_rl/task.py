@@ -60,8 +60,8 @@ def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0
 
     A Llama, or a Qwen3 with experts; teaching it takes some seconds.
     """
-    wanted = {"right": RIGHT, "steps": _STEPS, "seed": seed, "hidden": HIDDEN}
-    wanted |= {"layers": layers, "experts": experts, "end": END}
+    wanted: dict[str, object] = {"right": RIGHT, "steps": _STEPS, "seed": seed, "end": END}
+    wanted |= {"layers": layers, "experts": experts}
     note = folder / "base.json"
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
         return folder
