@@ -61,7 +61,7 @@ def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0
     A Llama, or a Qwen3 with experts; teaching it takes some seconds.
     """
     wanted: dict[str, object] = {"right": RIGHT, "steps": _STEPS, "seed": seed, "end": END}
-    wanted |= {"layers": layers, "experts": experts}
+    wanted |= {"hidden": HIDDEN, "layers": layers, "experts": experts}
     note = folder / "base.json"
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
         return folder
