@@ -35,6 +35,12 @@ STEPS = 20
 RISE = 0.2
 """In a whole run the mean reward rises by this much at least, from the first steps to the last. In
 a shorter one it must not fall."""
+SETTINGS = (
+    *("algorithm", "device", "mode", "steps", "save_every", "seed"),
+    *("tensor", "sequence_parallel", "pipeline", "virtual", "context", "expert", "rollout_tensor"),
+    *("lora", "merge", "server_optimizer"),
+)
+"""Those of a run that options have under the same names."""
 NEEDED = ("verl", "vllm", "ray", "transfer_queue", "megatron.bridge")
 LIMIT_S = 3600.0
 _POLL_S = 0.5
@@ -54,8 +60,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workers", type=positive, help="ranks (default: 2, on GPUs as many as there are, up to 2)"
     )
     add("--tensor", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
+    add("--sequence-parallel", action="store_true", help="over the tensor-parallel ranks")
     add("--pipeline", type=positive, default=1, help="pipeline stages (default: 1)")
+    add("--virtual", type=positive, default=1, help="parts of each stage (default: 1)")
+    add("--context", type=positive, default=1, help="context-parallel ranks (default: 1)")
+    add("--expert", type=positive, default=1, help="expert-parallel ranks (default: 1)")
     add("--rollout-tensor", type=positive, default=1, help="ranks of a vLLM (default: 1)")
+    add("--layers", type=positive, default=2, help="of the model (default: 2)")
+    add("--experts", type=int, default=0, help="of each layer (default: 0)")
+    add("--lora", type=int, default=0, metavar="RANK", help="train adapters (default: 0, none)")
+    add("--merge", action="store_true", help="adapters are merged for vLLM")
+    add("--server-optimizer", action="store_true", help="the servers keep the optimizer")
     add("--servers", type=positive, default=1, help="BytePS servers (default: 1)")
     add("--compare", action="store_true", help="train through all-reduce too")
     add("--save-every", type=positive, default=5, metavar="STEPS", help="default: 5")
@@ -70,10 +85,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.workers = _default_workers(options.device)
     if options.rise is None:
         options.rise = RISE if options.steps >= STEPS else 0.0
-    if options.workers % (options.tensor * options.pipeline):
+    if options.workers % (options.tensor * options.pipeline * options.context):
         parser.error(
             f"--workers {options.workers} is no multiple of --tensor {options.tensor} times "
-            f"--pipeline {options.pipeline}"
+            f"--pipeline {options.pipeline} times --context {options.context}"
         )
     if options.workers % options.rollout_tensor:
         parser.error(
@@ -108,22 +123,16 @@ def train(options: argparse.Namespace, *, backend: str) -> Outcome:
     folder.mkdir(parents=True)
     with Progress("rl") as bar:
         bar.update("the base model is taught to add")
-        model = task.make_model(options.data_cache / "rl-base", options.seed)
+        kind = {"layers": options.layers, "experts": options.experts}
+        base = options.data_cache / f"rl-base-{options.layers}-{options.experts}"
+        model = task.make_model(base, options.seed, **kind)
     settings = Settings(
-        algorithm=options.algorithm,
-        device=options.device,
         through_byteps=backend == "BytePS",
-        mode=options.mode,
         ranks=options.workers,
-        tensor=options.tensor,
-        pipeline=options.pipeline,
-        rollout_tensor=options.rollout_tensor,
-        steps=options.steps,
-        save_every=options.save_every,
-        seed=options.seed,
         model=model.resolve(),
         questions=task.write_questions(folder / "questions.parquet"),
         folder=folder,
+        **{name: getattr(options, name) for name in SETTINGS},
     )
     print(f"{options.algorithm} through {backend}: {options.workers} ranks", flush=True)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_rl"]

@@ -13,8 +13,8 @@ from typing import Any
 EDGE = 3
 """Steps at each end of a run whose mean reward counts."""
 _SHOWN = 12
-_CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b")
-"""A line of the table that begins with ``dpu_reduce:``."""
+_CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b(?!: a single rank)")
+"""A line of the table that begins with ``dpu_reduce:``, but where there is nothing to reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ class Outcome:
 
 
 def read_steps(folder: Path) -> list[Step]:
-    """The steps so far; a last line that is not whole yet is left out."""
-    file = folder / "steps.jsonl"
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    """The steps so far, of all attempts; a last line that is not whole yet is left out."""
+    earlier = sorted(folder.glob("steps.*.jsonl"), key=lambda file: int(file.suffixes[0][1:]))
+    files = [file for file in (*earlier, folder / "steps.jsonl") if file.exists()]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    lines = [line for text in texts for line in text.splitlines(keepends=True)]
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
     # What has no reward is an evaluation alone. A run that began again repeats steps.
     found = {e["step"]: e for e in entries if "critic/score/mean" in e["data"]}

@@ -35,6 +35,8 @@ class Run:
 
     name: str
     training: str
+    cut: Sequence[str] = ()
+    """Flags of scripts/rl.py that say so."""
     rollout: int = 1
     """Ranks of a vLLM."""
     algorithm: str = "grpo"
@@ -43,24 +45,36 @@ class Run:
     @property
     def flags(self) -> list[str]:
         """Of scripts/rl.py."""
-        cut = {
-            "dp2": [],
-            "tp2": ["--tensor", "2"],
-            "pp2": ["--pipeline", "2"],
-        }[self.training]
         flags = ["--algorithm", self.algorithm, "--mode", self.mode, "--steps", str(STEPS)]
-        return [*flags, "--rollout-tensor", str(self.rollout), "--workers", "2", *cut]
+        return [*flags, "--rollout-tensor", str(self.rollout), "--workers", "2", *self.cut]
+
+    @property
+    def sums(self) -> bool:
+        """Whether there is more than one data-parallel rank, context-parallel ones included."""
+        return not {"--tensor", "--pipeline"} & set(self.cut)
 
 
+TP2, PP2 = ("--tensor", "2"), ("--pipeline", "2")
+EP2 = ("--expert", "2", "--experts", "4")
+LORA, SERVERS = ("--lora", "8"), ("--server-optimizer",)
 RUNS = (
     Run(name="dp2-grpo", training="dp2"),
     Run(name="dp2-ppo", training="dp2", algorithm="ppo"),
     Run(name="dp2-to-tp2-grpo", training="dp2", rollout=2),
     Run(name="dp2-to-tp2-grpo-async", training="dp2", rollout=2, mode="colocate_async"),
     Run(name="dp2-grpo-async", training="dp2", mode="colocate_async"),
-    Run(name="tp2-grpo", training="tp2"),
-    Run(name="tp2-to-tp2-ppo", training="tp2", rollout=2, algorithm="ppo"),
-    Run(name="pp2-grpo", training="pp2"),
+    Run(name="tp2-grpo", training="tp2", cut=TP2),
+    Run(name="tp2-to-tp2-ppo", training="tp2", cut=TP2, rollout=2, algorithm="ppo"),
+    Run(name="tp2-sp-grpo", training="tp2 sp", cut=(*TP2, "--sequence-parallel")),
+    Run(name="pp2-grpo", training="pp2", cut=PP2),
+    Run(name="pp2-vpp2-grpo", training="pp2 vpp2", cut=(*PP2, "--virtual", "2", "--layers", "4")),
+    Run(name="cp2-grpo", training="cp2", cut=("--context", "2")),
+    Run(name="ep2-grpo", training="ep2", cut=EP2),
+    Run(name="ep2-to-tp2-grpo", training="ep2", cut=EP2, rollout=2),
+    Run(name="lora-grpo", training="dp2, LoRA", cut=LORA),
+    Run(name="lora-merged-grpo", training="dp2, LoRA merged", cut=(*LORA, "--merge")),
+    Run(name="servers-grpo", training="dp2, optimizer on servers", cut=SERVERS),
+    Run(name="servers-ppo", training="dp2, optimizer on servers", cut=SERVERS, algorithm="ppo"),
 )
 TABLE = Table(
     begin=BEGIN,
@@ -96,7 +110,7 @@ def problems(run: Run, outcome: Outcome) -> list[str]:
         wrong.append(f"rollout and training differ by {apart(outcome):.3f}")
     # A single data-parallel rank has nothing to sum.
     found = set(outcome.backends)
-    if found != {BYTEPS} if run.training == "dp2" else BYTEPS in found:
+    if found != {BYTEPS} if run.sums else BYTEPS in found:
         wrong.append(f"buckets went through {outcome.backends}")
     return wrong
 

@@ -1,4 +1,4 @@
-"""The harness's own attention for context parallelism, held against one rank with all tokens."""
+"""Local attention with context parallelism, held against one rank with all tokens."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def test_a_split_sequence_gives_the_gradients_of_the_whole(
 
 def test_positions_are_megatrons() -> None:
     from megatron.core import utils
-
-    from tests.layouts.gpt.attention import positions
+    from megatron.training.cpu_layers import positions
 
     class Rank:
         """As much of a process group as the function that splits a batch asks for."""

@@ -175,6 +175,24 @@ def test_progress_between_failures_counts() -> None:
     assert next(statuses) == 0  # it was not begun
 
 
+def test_what_earlier_attempts_logged_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path))
+    overrides = ["trainer.project_name=sums", "trainer.experiment_name=steps"]
+    file = tmp_path / "sums/steps.jsonl"
+    file.parent.mkdir()
+    for number, text in enumerate(["", "first", "second"]):
+        runs.keep_metrics(overrides)
+        file.write_text(text)
+        assert len(list(file.parent.iterdir())) == max(number, 1)  # an empty one is not kept
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(file))
+    runs.keep_metrics([])
+    kept = {one.name: one.read_text() for one in file.parent.iterdir()}
+    assert kept == {"steps.1.jsonl": "first", "steps.2.jsonl": "second"}
+
+
 def test_vllm_for_cpus_is_found_under_verls_name() -> None:
     import importlib.metadata
 

@@ -36,7 +36,7 @@ def compose(overrides: Sequence[str]) -> Any:
     [
         ({"algorithm": "sarsa"}, "algorithm 'sarsa' is not known; it can be grpo, ppo"),
         ({"mode": "late"}, "mode 'late' is not known; it can be sync, colocate_async"),
-        ({"ranks": 3, "tensor": 2}, "3 ranks cannot be cut into tensor 2, pipeline 1"),
+        ({"ranks": 3, "tensor": 2}, "3 ranks cannot be cut into tensor 2, pipeline 1, context 1"),
         ({"ranks": 3, "rollout_tensor": 2}, "3 ranks cannot be cut into rollouts of 2"),
         ({"ranks": 3, "prompts": 4, "responses": 2}, "cannot be shared by 2 updates of 3 ranks"),
     ],
@@ -108,13 +108,14 @@ def test_the_base_model_is_asked_as_verl_asks(model: Path, tmp_path: Path) -> No
 def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir(parents=True)
     lines = [{"step": 0, "data": {"val-core/sums/acc": 0.4}}]
-    # The run began again after step 3: what counts is the last.
     for number, reward in ((1, 0.2), (2, 0.4), (3, 0.1), (3, 0.6), (4, 0.8), (5, 0.9), (6, 1.0)):
         data = {"critic/score/mean": reward, "actor/kl_loss": 0.01 * number}
         data |= {"training/rollout_probs_diff_max": 0.02, "timing_s/step": 1.5}
         lines.append({"step": number, "data": data})
-    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9'
-    (tmp_path / "steps.jsonl").write_text(text)
+    # The run began again after step 3: what counts is the last.
+    for name, some in (("steps.1.jsonl", lines[:4]), ("steps.jsonl", lines[4:])):
+        text = "".join(json.dumps(line) + "\n" for line in some) + '{"step": 9'
+        (tmp_path / name).write_text(text)
     for number, output in ((1, "3"), (6, "7")):
         sample = {"input": "3+4=", "output": output, "gts": "7", "score": float(output == "7")}
         # Each step draws from the questions anew.

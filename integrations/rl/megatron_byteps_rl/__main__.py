@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import subprocess
@@ -54,6 +55,19 @@ def values(overrides: Sequence[str]) -> dict[str, str]:
     return {name.lstrip("+"): value for name, _, value in pairs}
 
 
+def keep_metrics(overrides: Sequence[str]) -> None:
+    """Move what verl's file logger wrote aside, as ``NAME.1.jsonl``, then ``NAME.2.jsonl``: it
+    empties its file when a run begins."""
+    given, variables = values(overrides), os.environ
+    project = given.get("trainer.project_name", "verl_examples")
+    name = given.get("trainer.experiment_name", "gsm8k")
+    root = Path(variables.get("VERL_FILE_LOGGER_ROOT", "."), project, f"{name}.jsonl")
+    file = Path(variables.get("VERL_FILE_LOGGER_PATH", root))
+    if file.is_file() and file.stat().st_size:
+        names = (file.with_suffix(f".{number}{file.suffix}") for number in itertools.count(1))
+        file.rename(next(other for other in names if not other.exists()))
+
+
 def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int) -> int:
     """Run until it succeeds, or has failed once more than `restarts` times at one checkpoint.
 
@@ -82,6 +96,7 @@ def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int)
 def _run(overrides: Sequence[str]) -> int:
     """One attempt, whose processes have ended when this returns. -N: ended by signal N."""
     began = time.time()
+    keep_metrics(overrides)
     command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.attempt", *overrides]
     process = subprocess.Popen(command, start_new_session=True)
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.plugin.platform import PlatformRegistry
+from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 _ANY = importlib.metadata.DistributionFinder.Context()
 
@@ -35,24 +36,26 @@ class _Device:
     def empty_cache() -> None: ...
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+# Ray numbers GPUs alone, and verl tells ranks apart by that number: Ray is to be started with as
+# many (num_gpus) as there are ranks.
 @PlatformRegistry.register(platform="cpu")
-class CpuPlatform(PlatformBase):
+class CpuPlatform(PlatformCUDA):
     """What verl asks a device for, with its nearest meaning on the CPU."""
 
-    @property
-    def device_name(self) -> str:
-        return "cpu"
+    device_name = vendor_name = "cpu"
+    device_module = _Device()
+    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    nvtx_range = staticmethod(contextlib.nullcontext)
 
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> Any:
-        return _Device()
-
-    def is_available(self) -> bool:
+    def is_available(self, use_smi_check: bool = False) -> bool:
         return True
+
+    is_platform_available = is_available
 
     def current_device(self) -> Any:
         return torch.device("cpu")
@@ -60,52 +63,17 @@ class CpuPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
 
     def communication_backend_name(self) -> str:
         return "gloo"
 
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
-    # Ray numbers GPUs alone, and verl tells ranks apart by that number: Ray is to be started with
-    # as many (num_gpus) as there are ranks.
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_gpus": num_gpus}
-
     def ray_noset_envvars(self) -> list[str]:
         return []
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> None:
-        return None
 
 
 class _Vllm(importlib.metadata.Distribution):

@@ -22,6 +22,8 @@ TRANSFORMER = {
     "persist_layer_norm": False,
     "cross_entropy_loss_fusion": False,
     "attention_backend": "unfused",
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
 }
 """Settings of Megatron's transformer, on any device."""
 
@@ -70,9 +72,11 @@ def prepare() -> None:
 
     auto_bridge()
     if get_device_name() == "cpu":
-        from megatron.training import cpu_platform
+        from megatron.training import cpu_layers, cpu_platform
 
         cpu_platform.install()
+        cpu_layers.allow_sequence_parallel()
+        cpu_layers.allow_context_parallel()
         # verl would name gloo twice, once for the CPU and once for the device, which torch refuses.
         initialize_global_process_group_ray(backend="gloo")
     else:

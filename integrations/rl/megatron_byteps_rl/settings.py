@@ -25,6 +25,7 @@ _COMMON = {
     "TORCHDYNAMO_DISABLE": "1",
     "TQDM_DISABLE": "1",  # Megatron's engine shows a bar for each batch
     "RAY_worker_niceness": "0",  # else 15
+    "RAY_worker_register_timeout_seconds": "600",  # else 60, for imports that take longer
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",  # actor and critic say the same of their buckets
     "VLLM_NO_USAGE_STATS": "1",
@@ -38,6 +39,7 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "3600",  # else 600, too few on busy cores
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else a process more for each engine
     },
     "cuda": {
@@ -61,9 +63,20 @@ class Settings:
     mode: str = "sync"
     ranks: int = 2
     tensor: int = 1
+    sequence_parallel: bool = False
     pipeline: int = 1
+    virtual: int = 1
+    """Parts of the model on each rank of the pipeline."""
+    context: int = 1
+    expert: int = 1
     rollout_tensor: int = 1
     """Ranks that share one vLLM."""
+    lora: int = 0
+    """Rank of the adapters that are trained; 0: the whole model is."""
+    merge: bool = False
+    """vLLM has adapters merged into its weights, not as adapters."""
+    server_optimizer: bool = False
+    """The BytePS servers keep the optimizer."""
     steps: int = 20
     prompts: int = 16
     """Of a step."""
@@ -93,10 +106,10 @@ class Settings:
             raise ValueError(
                 f"{self.ranks} ranks cannot be cut into rollouts of {self.rollout_tensor}"
             )
-        if self.ranks % (self.tensor * self.pipeline):
+        if self.ranks % (self.tensor * self.pipeline * self.context):
             raise ValueError(
                 f"{self.ranks} ranks cannot be cut into tensor {self.tensor}, pipeline "
-                f"{self.pipeline}"
+                f"{self.pipeline}, context {self.context}"
             )
         if self.prompts % self.updates or self.prompts * self.responses % (
             self.updates * self.ranks
@@ -110,21 +123,40 @@ class Settings:
         """Arguments of ``python -m verl.trainer.main_ppo``."""
         values = self._algorithm() | self._rollout() | self._trainer()
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+            megatron = f"{role}.megatron"
             values |= {
-                f"{role}.megatron.tensor_model_parallel_size": self.tensor,
-                f"{role}.megatron.pipeline_model_parallel_size": self.pipeline,
-                f"{role}.megatron.sequence_parallel": False,
-                f"{role}.megatron.use_remove_padding": False,
+                f"{megatron}.tensor_model_parallel_size": self.tensor,
+                f"{megatron}.sequence_parallel": self.sequence_parallel,
+                f"{megatron}.pipeline_model_parallel_size": self.pipeline,
+                f"{megatron}.context_parallel_size": self.context,
+                f"{megatron}.expert_model_parallel_size": self.expert,
+                f"{megatron}.use_remove_padding": False,
             }
+            if self.virtual > 1:
+                values[f"{megatron}.virtual_pipeline_model_parallel_size"] = self.virtual
+        if self.lora:
+            lora = "actor_rollout_ref.model.lora"
+            values |= {f"{lora}.rank": self.lora, f"{lora}.merge": self.merge}
         if self.through_byteps:
             for role in ("actor_rollout_ref.actor", "critic"):
-                for name, value in BYTEPS.items():
-                    values[f"+{role}.megatron.override_ddp_config.{name}"] = value
+                ddp = f"+{role}.megatron.override_ddp_config"
+                values |= {f"{ddp}.{name}": value for name, value in BYTEPS.items()}
+                if self.server_optimizer:
+                    values[f"{ddp}.dpu_optimizer"] = True
+                    # The form in which the servers' state is saved.
+                    values[f"{role}.megatron.dist_ckpt_optim_fully_reshardable"] = True
         return [f"{name}={_text(value)}" for name, value in values.items()]
 
+    @property
+    def _of_rank(self) -> int:
+        """Responses of a step that a data-parallel rank computes with at once."""
+        copies = self.ranks // (self.tensor * self.pipeline * self.context)
+        # Parts of a model take turns with as many micro-batches as there are stages.
+        turns = self.pipeline if self.virtual > 1 else 1
+        return self.prompts * self.responses // copies // turns
+
     def _algorithm(self) -> dict[str, object]:
-        copies = self.ranks // (self.tensor * self.pipeline)
-        of_rank = self.prompts * self.responses // copies
+        of_rank = self._of_rank
         grpo = self.algorithm == "grpo"
         return {
             "model_engine": "megatron",
@@ -157,14 +189,13 @@ class Settings:
         }
 
     def _rollout(self) -> dict[str, object]:
-        copies = self.ranks // (self.tensor * self.pipeline)
         rollout = "actor_rollout_ref.rollout"
         values: dict[str, object] = {
             f"{rollout}.name": "vllm",
             f"{rollout}.n": self.responses,
             f"{rollout}.seed": self.seed,
             f"{rollout}.calculate_log_probs": True,
-            f"{rollout}.log_prob_micro_batch_size_per_gpu": self.prompts * self.responses // copies,
+            f"{rollout}.log_prob_micro_batch_size_per_gpu": self._of_rank,
             f"{rollout}.tensor_model_parallel_size": self.rollout_tensor,
             f"{rollout}.max_model_len": task.PROMPT_TOKENS + task.RESPONSE_TOKENS + 1,
             f"{rollout}.enforce_eager": True,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 DIGITS = "0123456789"
-PAD, END = "<pad>", "<end>"
+PAD, END = "<pad>", "<|im_end|>"  # verl asks a Qwen for that one
 VOCABULARY = [PAD, END, "+", "=", *DIGITS]
 PROMPT_TOKENS = 4
 RESPONSE_TOKENS = 3
@@ -55,12 +55,13 @@ def write_questions(file: Path) -> Path:
     return file
 
 
-def make_model(folder: Path, seed: int = 1) -> Path:
+def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0) -> Path:
     """Write the files of the base model and of its tokenizer, or find them there.
 
-    A Llama of two layers; teaching it takes some seconds.
+    A Llama, or a Qwen3 with experts; teaching it takes some seconds.
     """
-    wanted = {"right": RIGHT, "steps": _STEPS, "seed": seed, "hidden": HIDDEN}
+    wanted: dict[str, object] = {"right": RIGHT, "steps": _STEPS, "seed": seed, "end": END}
+    wanted |= {"hidden": HIDDEN, "layers": layers, "experts": experts}
     note = folder / "base.json"
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
         return folder
@@ -69,7 +70,7 @@ def make_model(folder: Path, seed: int = 1) -> Path:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = _taught(tokenizer, seed)
+        model = _taught(tokenizer, seed, layers, experts)
     finally:
         torch.set_num_threads(threads)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -93,15 +94,20 @@ def _tokenizer() -> Any:
     return made
 
 
-def _taught(tokenizer: Any, seed: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _taught(tokenizer: Any, seed: int, layers: int, experts: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    of_experts: dict[str, Any] = {}
+    if experts:
+        of_experts = {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        of_experts |= {"moe_intermediate_size": HIDDEN, "head_dim": 64}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "llama",
         vocab_size=len(VOCABULARY),
         hidden_size=HIDDEN,
         intermediate_size=HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,  # of 64 values: vLLM takes no smaller ones on a CPU
         num_key_value_heads=2,
         max_position_embeddings=32,
@@ -109,8 +115,9 @@ def _taught(tokenizer: Any, seed: int) -> Any:
         pad_token_id=VOCABULARY.index(PAD),
         bos_token_id=None,
         eos_token_id=VOCABULARY.index(END),
+        **of_experts,
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     texts = [f"{prompt(a, b)}{a + b}{END}" for a, b in PAIRS]
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)

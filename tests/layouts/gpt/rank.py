@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -16,11 +15,10 @@ import torch.distributed as dist
 from megatron.core.datasets import gpt_dataset
 from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-from megatron.core.transformer import torch_norm
 from megatron.training import training
+from megatron.training.cpu_layers import allow_context_parallel, allow_sequence_parallel
 
 from . import encoders
-from .attention import allow_context_parallel
 from .exact import ExactUpdates
 from .exact_bits import ExactBits
 from .precision import allow_precision_aware_optimizer
@@ -201,25 +199,6 @@ def _buckets(chunk: Any) -> Iterator[tuple[str, Any, dist.ProcessGroup, dist.Pro
             for bucket in buffer.buckets:
                 name = f"{kind}{number}/bucket{bucket.bucket_id}"
                 yield name, bucket, group, buffer.data_parallel_group
-
-
-def allow_sequence_parallel() -> None:
-    """Have torch's norms accept sequence parallelism, which Megatron has Transformer Engine for.
-
-    The norms themselves do not care; what the flag asks is that their gradients, of a part of the
-    sequence each, are added up over the tensor-parallel ranks, for which parameters are marked.
-    """
-    make = torch_norm.WrappedTorchNorm.__new__
-
-    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = make(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    torch_norm.WrappedTorchNorm.__new__ = marked
 
 
 def size_of(kind: str, arguments: Sequence[str]) -> int:

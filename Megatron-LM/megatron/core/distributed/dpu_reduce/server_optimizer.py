@@ -193,6 +193,12 @@ class ServerOptimizer(MegatronOptimizer):
                 summed_later(parameter, names[parameter]) for parameter in bucket.params_list
             ):
                 self._early.update(mine)
+        for buffer in buffers:
+            # verl moves a buffer's parameters to the host and back by this, as Megatron does with
+            # its distributed optimizer: those of the first bucket, which is the only one unless
+            # gradients are sent while the backward pass runs.
+            for one in getattr(next(iter(buffer.buckets), None), "dpu_server_buckets", [])[:1]:
+                buffer.param_data = one.parameters
         return taken
 
     def _group_of(self) -> dict[torch.Tensor, int]:

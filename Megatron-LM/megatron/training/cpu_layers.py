@@ -1,8 +1,10 @@
-"""Attention over a sequence that is split over the ranks of a context-parallel group.
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-Megatron leaves this to Transformer Engine, which needs a GPU; its own attention refuses. Here each
-rank gathers the keys and values of the whole sequence and attends to them from its own tokens. It
-is slow and plain, and the same whichever way gradients are summed.
+"""Megatron's local layers where it has only Transformer Engine's, which need a GPU: norms with
+sequence parallelism, and attention over a sequence that is split over context-parallel ranks.
+
+Attention is slow and plain, and the same whichever backend reduces gradients: each rank gathers the
+keys and values of the whole sequence and attends to them from its own tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +16,27 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+
+def allow_sequence_parallel() -> None:
+    """Have torch's norms accept sequence parallelism.
+
+    The norms themselves do not care; what the flag asks is that their gradients, of a part of the
+    sequence each, are added up over the tensor-parallel ranks, for which parameters are marked.
+    """
+    make = torch_norm.WrappedTorchNorm.__new__
+
+    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = make(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = marked
 
 
 def positions(rank: int, size: int, length: int) -> torch.Tensor:
@@ -63,6 +85,8 @@ def allow_context_parallel() -> None:
         **kwargs: Any,
     ) -> torch.Tensor:
         group = mpu.get_context_parallel_group()
+        if group.size() == 1:
+            return forward(self, query, key, value, attention_mask, **kwargs)
         hidden = later_tokens(query.size(0), group).to(query.device)
         key, value = whole_sequence(key, group), whole_sequence(value, group)
         return forward(self, query, key, value, hidden, **kwargs)
