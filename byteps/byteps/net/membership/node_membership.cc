@@ -332,9 +332,8 @@ void NodeMembership::OnDisconnect(int node_id) {
 void NodeMembership::OnLinkLost(int node_id, const std::string& how, bool closed) {
   if (node_id == kScheduler) return OnSchedulerLost(how, how);
   MutexLock lock(&mu_);
-  if (broken_link_) return;
   const double patience_s = closed ? kPeersWordSeconds : kLastWordSeconds;
-  broken_link_ = {node_id, how, Clock::now() + ToDuration(patience_s)};
+  broken_links_.emplace(node_id, BrokenLink{how, Clock::now() + ToDuration(patience_s)});
   heartbeats_.Wake();
 }
 
@@ -361,8 +360,8 @@ std::optional<AwakeClock::time_point> NodeMembership::NextDue() {
   if (absence_) {
     due = std::min(
         due, absence_->dials ? absence_->deadline : std::min(absence_->next, absence_->deadline));
-  } else if (broken_link_) {
-    due = std::min(due, broken_link_->due);
+  } else {
+    for (const auto& [id, link] : broken_links_) due = std::min(due, link.due);
   }
   return due;
 }
@@ -377,18 +376,27 @@ void NodeMembership::OnDue(Clock::time_point now) {
       scheduler_loss_.reset();
     } else if (scheduler_loss_ && now >= scheduler_loss_->due) {
       loss = scheduler_loss_;
-    } else if (!broken_link_ || now < broken_link_->due) {
-      return;
     }
   }
   if (is_away) return LookForScheduler(now);
-  if (!loss) return ReportBrokenLink();
+  if (!loss) return ReportBrokenLinks(now);
   if (AwaitScheduler(loss->how)) return;
   Fail(StoodStill(Describe(links_->self()), settings_.peer_timeout_s) + NameOfScheduler(*links_) +
        " was lost: " + loss->how);
 }
 
-void NodeMembership::ReportBrokenLink() {
+void NodeMembership::ReportBrokenLinks(Clock::time_point now) {
+  std::vector<int> due;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [id, link] : broken_links_) {
+      if (now >= link.due) due.push_back(id);
+    }
+  }
+  for (const int id : due) ReportBrokenLink(id);
+}
+
+void NodeMembership::ReportBrokenLink(int id) {
   std::string reason;
   Node lost;
   bool reported = false;
@@ -396,7 +404,9 @@ void NodeMembership::ReportBrokenLink() {
   const std::string before = StoodStill(self, settings_.peer_timeout_s);
   {
     MutexLock lock(&mu_);
-    const int id = broken_link_->peer;
+    const auto it = broken_links_.find(id);
+    if (it == broken_links_.end()) return;
+    BrokenLink& link = it->second;
     const Member* const peer = roster_.Find(id);
     if (peer != nullptr) lost = peer->node;
     lost.id = id;
@@ -404,14 +414,13 @@ void NodeMembership::ReportBrokenLink() {
     if (lost.port == Node::kEmpty) lost.port = 0;  // as of any node that listens nowhere
     if (peer != nullptr && peer->left) {
       PS_PROBE(kLinkOfLeaver);
-      broken_link_.reset();  // it went in good order
+      broken_links_.erase(it);  // it went in good order
       return;
     }
     reason = before + (peer != nullptr ? Describe(peer->node) : RoleAndRank(id)) + " was lost to " +
-             self + ": " + broken_link_->how;
-    reported = broken_link_->reported;
-    broken_link_->reported = true;
-    broken_link_->due = Clock::now() + ToDuration(kVerdictSeconds);
+             self + ": " + link.how;
+    reported = std::exchange(link.reported, true);
+    link.due = Clock::now() + ToDuration(kVerdictSeconds);
   }
   if (reported) return Fail(reason);
   PS_PROBE(kLinkReported);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -80,9 +81,8 @@ class NodeMembership : public Membership {
     Clock::time_point due;
   };
 
-  // The first connection to another node that broke.
+  // A connection to another node that broke.
   struct BrokenLink {
-    int peer = Node::kEmpty;
     std::string how;
     Clock::time_point due;  // until then others may speak
     bool reported = false;
@@ -158,7 +158,8 @@ class NodeMembership : public Membership {
   std::optional<Clock::time_point> NextDue();
   void OnDue(Clock::time_point now);
   void OnBeat(Clock::time_point now);
-  void ReportBrokenLink();
+  void ReportBrokenLinks(Clock::time_point now);
+  void ReportBrokenLink(int id);
   // An invariant was broken in this process, whatever it does: the job fails.
   void CheckInvariants();
 
@@ -181,8 +182,8 @@ class NodeMembership : public Membership {
   std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);
-  std::optional<BrokenLink> broken_link_ PS_GUARDED_BY(mu_);
-  int life_ PS_GUARDED_BY(mu_) = 0;  // of the scheduler; 0: not known
+  std::map<int, BrokenLink> broken_links_ PS_GUARDED_BY(mu_);  // by the peer's node id
+  int life_ PS_GUARDED_BY(mu_) = 0;                            // of the scheduler; 0: not known
   std::optional<Absence> absence_ PS_GUARDED_BY(mu_);
   Clock::time_point settled_ PS_GUARDED_BY(mu_);  // the scheduler that returned has heard all
   Asked asked_ PS_GUARDED_BY(mu_);

@@ -37,7 +37,7 @@ void NodeMembership::OnReplicas(const Message& msg) {
       Member* const member = roster_.Put(node);
       member->left = member->removed = true;
       // Nor is a later life of it to be reported for that.
-      if (broken_link_ && broken_link_->peer == node.id) broken_link_.reset();
+      broken_links_.erase(node.id);
     }
     const std::set<int> absent = event.replicas.AbsentRanks();
     for (int rank = 0; rank < event.replicas.workers; ++rank) {
@@ -73,7 +73,7 @@ void NodeMembership::OnServerWord(const membership::MemberWord& word, const Mess
     // It had its place before this node came, and was among those that this node was told of.
     const bool known = replaced && member != nullptr && !member->removed;
     if (known && TokenOf(nodes[0]) != 0 && TokenOf(member->node) == TokenOf(nodes[0])) return;
-    if (broken_link_ && broken_link_->peer == id) broken_link_.reset();
+    broken_links_.erase(id);
     if (replaced) {
       roster_.Erase(id);
       event.node = InfoOf(roster_.Put(nodes[0])->node);

@@ -133,9 +133,9 @@ bool NodeMembership::OnReturn(int life) {
     absence_.reset();
     settled_ = Clock::now() + ToDuration(settings_.scheduler_return_s + kRemovalSeconds);
     scheduler_loss_.reset();
-    if (broken_link_) {
-      broken_link_->reported = false;
-      broken_link_->due = Clock::now() + ToDuration(kWordSeconds);
+    for (auto& [id, link] : broken_links_) {
+      link.reported = false;
+      link.due = Clock::now() + ToDuration(kWordSeconds);
     }
   }
   char after[32];

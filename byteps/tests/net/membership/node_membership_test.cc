@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -328,7 +329,7 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   view.present = "11";
   view.lives = {0, 2};
   Say(Control::MEMBERS, membership::PackReplicas(view));
-  // It watches one at a time, so it watches none now.
+  // That of the removed one is forgotten.
   membership_->OnLinkLost(IdOf(Node::WORKER, 0), "its connection was reset", false);
   const auto reports = links_->Await(kScheduler, Control::JOB_FAILED, 2);
   EXPECT_EQ(reports.at(1).meta.body.find("worker 0"), 0u) << reports.at(1).meta.body;
@@ -410,6 +411,17 @@ TEST_F(NeighborTest, OneThatItWasToldOfIsNoNews) {
   Replace(Server(0, 70), 2);
   EXPECT_FALSE(Heard(MembershipEvent::kServerReplaced));
   EXPECT_EQ(links_->linked().size(), 1u);
+}
+
+TEST_F(NeighborTest, OfTwoBrokenLinksBothAreReported) {
+  JoinAmong({Server(0, 70), Server(2, 72)});
+  membership_->OnLinkLost(Server(0, 0).id, "its connection was reset", false);
+  membership_->OnLinkLost(Server(2, 0).id, "its connection closed", false);
+  std::set<int> reported;
+  for (const Message& report : links_->Await(kScheduler, Control::JOB_FAILED, 2)) {
+    reported.insert(report.meta.control.node.at(0).id);
+  }
+  EXPECT_EQ(reported, (std::set<int>{Server(0, 0).id, Server(2, 0).id}));
 }
 
 TEST_F(NeighborTest, ABrokenLinkWithAServerIsReportedAsThat) {
