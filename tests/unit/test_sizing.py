@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from byteps import cost_model, sizing
+from byteps.sizing import __main__ as command_line
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = "$ python -m byteps.sizing "
@@ -79,6 +80,19 @@ def test_servers_that_keep_the_optimizer_send_parameters_and_remember_them(
     assert found.seconds == pytest.approx(other.seconds * max(up, down) / up, rel=1e-3)
     more = found.memory_bytes - other.memory_bytes
     assert more == pytest.approx(job.parameters / job.hosts * kept, rel=0.01)
+
+
+def test_copies_of_the_state_take_memory_and_bandwidth_of_servers() -> None:
+    job = dataclasses.replace(JOB, optimizer="servers", wire="bf16", gpus=1)
+    plain, copied = (sizing.row(dataclasses.replace(job, backup=on), 8) for on in (False, True))
+    # Eight machines of the model's 2e9 bytes each: 4 hosts push an eighth to each, which sends the
+    # sum on, and is sent another one.
+    assert copied.nic_gbps * copied.seconds == pytest.approx(plain.nic_gbps * plain.seconds * 5 / 4)
+    more = copied.memory_bytes - plain.memory_bytes
+    # The state of 14 bytes per parameter once more, and the last answer twice.
+    assert more == pytest.approx(job.parameters / 8 * (14 + 2 + 2), rel=0.01)
+    with pytest.raises(ValueError, match="--optimizer servers"):
+        dataclasses.replace(JOB, backup=True)
 
 
 def test_optimizer_over_all_ranks_adds_the_parameters() -> None:
@@ -178,7 +192,7 @@ def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str)
     advice = sizing.advise(dataclasses.replace(JOB, **change))
     assert advice.chosen is None
     assert why in advice.why
-    assert "NCCL alone" in sizing.render(JOB, advice)
+    assert "NCCL alone" in command_line.render(JOB, advice)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +207,7 @@ def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str)
 )  # fmt: skip
 def test_bad_use(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        sizing.main(words.split())
+        command_line.main(words.split())
     assert end.value.code == 2
     assert "error: " in capsys.readouterr().err
 
@@ -220,7 +234,7 @@ def test_no_advice_for_what_is_no_size_or_cannot_help(
     words: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        sizing.main(words.split())
+        command_line.main(words.split())
     assert end.value.code == 2
     said = capsys.readouterr()
     assert what in said.err
@@ -228,7 +242,10 @@ def test_no_advice_for_what_is_no_size_or_cannot_help(
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sizing.main(["--parameters", "1B", "--hosts", "4", "--link-gbps", "10", "--json"]) == 0
+    assert (
+        command_line.main(["--parameters", "1B", "--hosts", "4", "--link-gbps", "10", "--json"])
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert said["job"]["parameters"] == 1e9
     assert said["job"]["worker_cores"] is None
@@ -252,7 +269,7 @@ def test_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> No
     found = examples()
     assert len(found) >= 2
     for command, printed in found:
-        assert sizing.main(shlex.split(command)) == 0
+        assert command_line.main(shlex.split(command)) == 0
         assert [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()] == [
             line.rstrip() for line in printed.strip().splitlines()
         ]

@@ -7,15 +7,9 @@ from and how to measure your own.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import re
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from byteps import cost_model
 
@@ -84,6 +78,8 @@ class Job:
     """What one core sends or receives over TCP."""
     core_add_bytes_per_s: float
     """What one core of a server adds."""
+    backup: bool = False
+    """Whether each server keeps a copy of another one's optimizer state (BYTEPS_BACKUP_STATE)."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is no size, and for what BytePS cannot use."""
@@ -109,9 +105,13 @@ class Job:
         ):  # fmt: skip
             if not number > OTHER_CORES:
                 raise ValueError(
-                    f"{_cores(number)} of a {whose}: there must be more than {OTHER_CORES}, which "
-                    "is for all else than moving and adding bytes"
+                    f"{cores_text(number)} of a {whose}: there must be more than {OTHER_CORES}, "
+                    "which is for all else than moving and adding bytes"
                 )
+        if self.backup and (self.optimizer != "servers" or self.transport != "tcp"):
+            raise ValueError(
+                "copies are of optimizer state on the servers (--optimizer servers), over TCP"
+            )
         self._check_link("a worker's host", "--link-gbps", self.link_gbps, self.nics_used)
         self._check_link("a server", "--server-link-gbps", self.server_link_gbps, 1)
 
@@ -222,13 +222,27 @@ def row(job: Job, machines: int) -> Row:
     core_rate = math.inf if job.transport == "rdma" else job.core_bytes_per_s
 
     def busy(servers: cost_model.Servers) -> cost_model.CoreSeconds:
-        return cost_model.core_seconds(
+        cores = cost_model.core_seconds(
             servers, pushed, pulled, core_rate=core_rate, add_rate=job.add_rate
+        )
+        copies = 2 * _copied_bytes(job) / servers.count / core_rate  # sent, and received
+        return cost_model.CoreSeconds(
+            host=cores.host + copies * servers.local,
+            server=cores.server + (copies * servers.per_machine if servers.extra else 0.0),
+        )
+
+    def nics(servers: cost_model.Servers) -> cost_model.Load:
+        """With what servers send to those that have copies, and receive as such."""
+        load = cost_model.push_pull(servers, pushed, pulled)
+        share = _copied_bytes(job) / servers.count
+        return cost_model.Load(
+            host=load.host + share * servers.local,
+            server=load.server + (share * servers.per_machine if servers.extra else 0.0),
         )
 
     def sum_seconds(servers: cost_model.Servers) -> float:
         """What the NICs need, or the cores where there are too few of them."""
-        load, busiest = cost_model.push_pull(servers, pushed, pulled), busy(servers)
+        load, busiest = nics(servers), busy(servers)
         return max(
             load.seconds(job.host_rate, job.server_rate),
             busiest.host / (job.worker_cores - OTHER_CORES),
@@ -240,7 +254,7 @@ def row(job: Job, machines: int) -> Row:
         choices.append(cost_model.Servers(hosts=job.hosts, extra=machines))
     servers = min(choices, key=lambda one: (sum_seconds(one), one.count))
     sums = sum_seconds(servers)
-    load = cost_model.push_pull(servers, pushed, pulled)
+    load = nics(servers)
     seconds = sums + (_gather_seconds(job) if sharded else 0.0)
     cores = busy(servers).server if machines else busy(servers).host
     share = pushed * (servers.shares().extra if machines else servers.shares().beside)
@@ -262,10 +276,19 @@ def _held(job: Job) -> float:
     """Bytes that a server holds of a byte that is pushed to it: as it came, as it is added, in a
     type twice as wide, or fp32, and of the optimizer."""
     served = SERVED_BYTES[job.wire] / WIRE_BYTES[job.wire] if job.optimizer == "servers" else 0
+    if job.backup:  # the copy, and the last answer on both sides
+        served = 2 * (served + 1)
     if job.wire not in FEW_BITS:
         return 3 + served
     feedback = FEEDBACK_BYTES if job.wire == "int4" and not served else 0
     return 1 + (4 + feedback) / FEW_BITS[job.wire] + served
+
+
+def _copied_bytes(job: Job) -> float:
+    """Of a step's summed gradients, which go to the servers that have copies."""
+    if not job.backup:
+        return 0.0
+    return job.parameters * (4.0 if job.wire in FEW_BITS else WIRE_BYTES[job.wire])
 
 
 def _whole_cores(busy: float) -> int:
@@ -330,171 +353,10 @@ def _lacking_cores(job: Job, chosen: Row) -> str:
     return text
 
 
-def _cores(number: float) -> str:
+def cores_text(number: float) -> str:
     return f"{number:g} core{'s' if number != 1 else ''}"
 
 
 def _slower_links(job: Job) -> float:
     """How many server machines carry as much as one worker's host."""
     return max(1.0, job.host_rate / job.server_rate)
-
-
-def count(text: str) -> float:
-    """'7B', '340M' or a plain number."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)([kKmMbBgGtT]?)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number such as 7B, 340M or 1e9")
-    scale = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-    return float(match[1]) * scale[match[2].lower()]
-
-
-def render(job: Job, advice: Advice) -> str:
-    """The advice as text."""
-    ranks = job.hosts * job.gpus
-    nics = "" if job.nics == 1 else f"{job.nics} NICs of "
-    lines = [
-        f"{job.parameters / 1e6:,.0f} million parameters, {job.hosts} hosts with {job.gpus} "
-        f"GPU{'s' if job.gpus > 1 else ''} and {nics}{job.link_gbps:g} Gbit/s each, servers with "
-        f"{job.server_link_gbps:g} Gbit/s, {job.transport.upper()}",
-        f"NCCL at its best: {1000 * advice.nccl_seconds:,.1f} ms per step for the gradients"
-        + (" and the parameters" if job.optimizer in ("ranks", "servers") else ""),
-        "",
-    ]
-    if advice.rows:
-        lines += [
-            "          servers on  servers on a     ms per         Gbit/s   cores per    cores per"
-            "  memory per",
-            "machines        each  worker's host      step   gain per NIC      server  worker host"
-            "  server, GiB",
-        ]
-    for one in advice.rows:
-        mark = "  <- advised" if one == advice.chosen else ""
-        lines.append(
-            f"{one.machines:8d}  {one.processes:10d}  {one.local:13d}  {1000 * one.seconds:8,.1f}  "
-            f"{one.gain:5.2f}  {one.nic_gbps:6.1f}  {one.cores:10d}  {one.worker_cores:11d}  "
-            f"{one.memory_bytes / GIB:11.1f}{mark}"
-        )
-    lines.append("")
-    if advice.chosen is None:
-        lines.append(f"Advice: NCCL alone; {advice.why}.")
-        return "\n".join(lines)
-    best = advice.chosen
-    total = best.machines * best.processes + best.local * job.hosts
-    lines += [
-        f"Advice: {best.machines} server machine{'s' if best.machines > 1 else ''}, each with "
-        f"{_cores(best.cores)} and {best.memory_bytes / GIB:.1f} GiB; {_cores(best.worker_cores)} "
-        f"on each worker's host; {advice.why}.",
-        f"  scripts/scheduler.sh --workers {ranks} --servers {total} ...",
-        f"  scripts/server.sh --workers {ranks} --servers {total} --instances {best.processes} ...",
-    ]
-    if best.local:
-        lines.append(f"  scripts/worker.sh --servers {total} --local-servers {best.local} ...")
-    return "\n".join(lines)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m byteps.sizing",
-        description="Computes how many servers a model needs, and how much faster than NCCL they "
-        "reduce its gradients.",
-    )
-    model = parser.add_argument_group("the model")
-    model.add_argument(
-        "--parameters", type=count, required=True, metavar="N",
-        help="parameters on one rank, such as 7B or 340M: those of the model, divided by tensor "
-        "and pipeline parallelism",
-    )  # fmt: skip
-    model.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="host",
-        help="where its state is: on every rank (replicated), sharded inside each host "
-        "(--num-distributed-optimizer-instances = hosts), sharded over all ranks, or on the "
-        "servers, compared with the one before (default: host)",
-    )  # fmt: skip
-    model.add_argument(
-        "--gradients", choices=tuple(BYTES), default="bf16", help="NCCL reduces in (default: bf16)"
-    )
-    model.add_argument(
-        "--wire", choices=tuple(WIRE_BYTES),
-        help="type in which gradients are sent to servers (default: as --gradients)",
-    )  # fmt: skip
-    machines = parser.add_argument_group("the machines")
-    machines.add_argument("--hosts", type=int, required=True, help="number of hosts with workers")
-    machines.add_argument("--gpus", type=int, default=8, help="GPUs per host (default: 8)")
-    machines.add_argument(
-        "--link-gbps", type=float, required=True, metavar="G",
-        help="rate of one NIC of a worker's host, Gbit/s each way",
-    )  # fmt: skip
-    machines.add_argument(
-        "--nics", type=int, default=1, metavar="K",
-        help="NICs per worker host; NCCL uses all of them, and BytePS over TCP (default: 1)",
-    )  # fmt: skip
-    cores: Any = {"type": float, "default": math.inf, "metavar": "C"}
-    machines.add_argument(
-        "--worker-cores", **cores,
-        help="of a worker's host, that the network may use (default: as many as it needs)",
-    )  # fmt: skip
-    machines.add_argument("--machines", type=int, help="for servers (default: compare several)")
-    machines.add_argument(
-        "--server-link-gbps", type=float, metavar="G",
-        help="rate of a server machine's NICs together (default: as --link-gbps)",
-    )  # fmt: skip
-    machines.add_argument("--server-cores", **cores, help="of a server's machine (default: any)")
-    network = parser.add_argument_group("the network")
-    network.add_argument(
-        "--transport", choices=TRANSPORTS, default="tcp",
-        help=f"between workers and servers; TCP is for links of up to {cost_model.TCP_GBPS:g} "
-        "Gbit/s (default: tcp)",
-    )  # fmt: skip
-    network.add_argument(
-        "--core-gbps", type=float, default=cost_model.TCP_CORE_RATE * 8 / 1e9, metavar="G",
-        help="what one core sends or receives over TCP, Gbit/s (default: %(default)g)",
-    )  # fmt: skip
-    network.add_argument(
-        "--core-add-gbs", type=float, default=cost_model.ADD_CORE_RATE / 1e9, metavar="G",
-        help="what one core of a server adds, GB/s; make bench-reducer measures it (default: "
-        "%(default)g)",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    chosen = parser.parse_args(arguments)
-    try:
-        job = Job(
-            parameters=chosen.parameters,
-            hosts=chosen.hosts,
-            gpus=chosen.gpus,
-            link_gbps=chosen.link_gbps,
-            nics=chosen.nics,
-            server_link_gbps=(
-                chosen.link_gbps if chosen.server_link_gbps is None else chosen.server_link_gbps
-            ),
-            transport=chosen.transport,
-            worker_cores=chosen.worker_cores,
-            server_cores=chosen.server_cores,
-            optimizer=chosen.optimizer,
-            gradients=chosen.gradients,
-            wire=chosen.wire or chosen.gradients,
-            core_bytes_per_s=chosen.core_gbps * 1e9 / 8,
-            core_add_bytes_per_s=chosen.core_add_gbs * 1e9,
-        )
-        advice = advise(job, chosen.machines)
-    except ValueError as error:
-        parser.error(str(error))
-    if chosen.json:
-        print(json.dumps({"job": _finite(job), **dataclasses.asdict(advice)}, indent=1))
-    else:
-        print(render(job, advice))
-    return 0
-
-
-def _finite(job: Job) -> dict[str, object]:
-    """The fields of a job; null for cores without a limit, since JSON has no infinity."""
-    fields = dataclasses.asdict(job)
-    return {name: None if value == math.inf else value for name, value in fields.items()}
-
-
-if __name__ == "__main__":
-    sys.exit(main())
