@@ -60,6 +60,8 @@ if(GTest_FOUND)
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc
     tests/server/absent_test.cc
+    tests/server/backup_link_test.cc
+    tests/server/backup_test.cc
     tests/server/given_test.cc
     tests/server/accumulator_test.cc
     tests/server/feedback_test.cc

@@ -62,6 +62,16 @@ namespace ps {
   X(kGivenOpen, "a sum is given of a round that some members have pushed")             \
   X(kGivenFirst, "a sum is given of a round that nobody has pushed")                   \
   X(kPushOfGiven, "a push comes whose sum another member has given")                   \
+  X(kBackupLost, "the server that has a copy of this one's state is lost")             \
+  X(kBackupWhole, "a backup has been told all state that there is")                    \
+  X(kStateFetched, "a server that comes fetches the state of a lost one")              \
+  X(kLateRecord, "a record comes to a backup of a server that was lost")               \
+  X(kRoundCopied, "a round waits until its backup has it")                             \
+  X(kStepCopied, "a step waits until its backup has it")                               \
+  X(kLoadCopied, "a load waits until its backup has it")                               \
+  X(kStateCopied, "a backup that comes is told a state that there is")                 \
+  X(kHeldForBackup, "a request waits for the answer of a backup")                      \
+  X(kAnsweredAgain, "a member is answered by a round that was restored")               \
   X(kSumNowhere, "a sum is with nobody, and cannot be made again")                     \
   /* membership */                                                                     \
   X(kFailedInJoin, "the job fails while a node waits for the others")                  \

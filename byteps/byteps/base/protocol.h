@@ -41,6 +41,9 @@
 // lack after the header; without values, where it wanted a part alone.  It pushes again when all
 // are answered.
 //
+// Servers.  Where BYTEPS_BACKUP_STATE is set, server r + 1 (modulo their number), its backup, has a
+// copy of the state of server r, the primary.  What they say to each other: server/backup_link.h.
+//
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on
 // the order in which ranks declare tensors nor on their number, and members that
@@ -71,6 +74,10 @@ enum Op : int {
   kReadState = 8,
   kResume = 9,
   kGiveSum = 10,
+  kMeet = 11,
+  kFetch = 12,
+  kFetched = 13,
+  kCopy = 14,
 };
 
 // BYTEPS_KEY_HASH_FN.  The numbers are part of the protocol.

@@ -26,7 +26,8 @@ Context::Context(const Config& config, const Launch& launch, int num_servers,
       channel(std::move(how)),
       counters(counted),
       operations(counted, speed),
-      loss(config.Float("BYTEPS_REPLACE_SERVERS_S") > 0, num_servers),
+      loss(config.Float("BYTEPS_REPLACE_SERVERS_S") > 0, config.Bool("BYTEPS_BACKUP_STATE"),
+           num_servers),
       scheduler(
           std::make_shared<PushScheduler>(num_servers, config.Int("BYTEPS_SERVER_WINDOW_BYTES"))),
       trace(std::make_shared<OperationTrace>(Tracer::Make(config), launch.rank)) {}

@@ -60,9 +60,11 @@ void Engine::OnServerLost(int server, const std::string& reason) {
     return Fail(reason + "; this worker has kept no sums from which another server could go on: " +
                 "set BYTEPS_REPLACE_SERVERS_S on all nodes");
   }
-  if (const std::string name = declarations_.AnyUpdated(); !name.empty()) {
+  const std::string name = context_.loss.has_backups ? "" : declarations_.AnyUpdated();
+  if (!name.empty()) {
     return Fail(reason + "; the optimizer state that it had of '" + name +
-                "' and of others is lost with it: load the last checkpoint");
+                "' and of others is lost with it: load the last checkpoint, or set "
+                "BYTEPS_BACKUP_STATE=1 on all nodes before");
   }
   BPS_LOG(WARNING) << reason << "; waiting for another server, with " << context_.loss.kept.bytes()
                    << " bytes of sums that others may lack";

@@ -47,8 +47,9 @@ class KeptSums {
 };
 
 struct ServerLoss {
-  ServerLoss(bool keeps, int num_servers)
+  ServerLoss(bool keeps, bool has_backups, int num_servers)
       : keeps(keeps),
+        has_backups(has_backups),
         held(num_servers),
         turns(num_servers),
         gifts(num_servers),
@@ -56,6 +57,8 @@ struct ServerLoss {
 
   // Whether a server may be replaced.  If not, nothing of this is used.
   const bool keeps;
+  // Whether another server has a copy of its state for optimizers.
+  const bool has_backups;
   // To read: from before a request is remembered until it is sent, or not; and while an answer is
   // taken and kept.  So who holds it to write sees each partition in one place.
   ps::SharedMutex mu;

@@ -100,6 +100,7 @@ struct ServerCounters {
 struct ServerGauges {
   uint64_t open_rounds = 0;
   uint64_t state_bytes = 0;
+  uint64_t has_copy = 0;
   std::vector<uint64_t> engine_queues;  // tasks, by engine thread
 };
 

@@ -8,7 +8,9 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "byteps/base/protocol.h"
@@ -46,6 +48,13 @@ struct Caller {
 Caller CallerOf(const Message& message, int64_t received);
 PushHeader HeaderOf(const Message& message);
 
+// What became of the gradients of a round: the last one that was complete.
+struct UpdatedRound {
+  uint32_t number = 0;
+  std::unique_ptr<RoundUpdate> update;
+  SharedBytes sum;  // the gradients, or what was made of them
+};
+
 struct Round {
   using Clock = std::chrono::steady_clock;
 
@@ -71,9 +80,11 @@ struct Round {
   int64_t first_taken = 0;  // SteadyNs
   int64_t last_added = 0;
   std::unique_ptr<RoundUpdate> update;  // null of a tensor that is summed, and no more
-  bool forgets_lost = false;            // of blocks with feedback: by the sums before
-  bool done = false;                    // there is a sum, or there will be none
-  std::string failure;                  // why there will be none
+  // Of a server that was lost: its update was restored, and members may ask for its answer again.
+  bool is_restored = false;
+  bool forgets_lost = false;  // of blocks with feedback: by the sums before
+  bool done = false;          // there is a sum, or there will be none
+  std::string failure;        // why there will be none
 
   // Whether no more pushes will come.
   bool has_all() const {
@@ -91,6 +102,15 @@ struct Round {
   bool all_told() const { return std::find(told.begin(), told.end(), false) == told.end(); }
 };
 
+// What goes on once the backup has what it was told (backup_link.h).
+struct Copying {
+  enum Kind { kRound, kStep, kLoad, kAll } kind = kRound;
+  uint64_t number = 0;   // of the request to the backup
+  uint32_t round = 0;    // kRound
+  Message request;       // kStep and kLoad: of a member
+  int64_t received = 0;  // when that came
+};
+
 struct Partition {
   const DeclaredTensor* tensor = nullptr;
   uint64_t key = 0;
@@ -100,6 +120,16 @@ struct Partition {
   std::vector<uint16_t> lost;             // by rounding the last sum, of blocks with feedback
   // By member index: it has pushed a round of this since its replica came.  Empty: nobody has.
   std::vector<bool> came;
+  // Of a state of which another server has a copy.  What waits for the backup, and what came
+  // meanwhile, with the time; the pass with which the backup knows the state; the last round that
+  // was complete and that nobody here needs.
+  std::optional<Copying> copying;
+  std::deque<std::pair<Message, int64_t>> held;
+  uint64_t pass = 0;
+  std::optional<UpdatedRound> ended;
+  std::shared_ptr<const Declaration> restored_declaration;  // of a state that was a copy
+  bool has_state = false;                                   // is among those that have one
+
   bool is_listed = false;  // among those of its thread
   uint32_t first_round = 0;
   std::deque<Round> rounds;

@@ -58,6 +58,7 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   Caller caller = CallerOf(*message, received);
   if (message->op == kPushNorm) caller.bytes = sizeof(GradientSums);
   if (AnswerFromGiven(partition, *message, received)) return;
+  if (AnswerAgain(partition, *message, received)) return;
   Round* const round = Admit(partition, *message);
   if (round == nullptr) return;
   if (message->values.empty()) throw OutOfMemory(message->sent_bytes);  // they were dropped
@@ -78,11 +79,17 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
     return BeginGrace(partition, round);
   }
   context_->lateness.Add(caller.rank, caller.received - round->first_taken);
-  std::string error;
   if (round->update) {
-    Accumulator& gradients = round->accumulator;
-    error = round->update->Complete(&gradients.sum(), gradients.TakeSpare());
+    if (!CopyRound(partition, round)) Update(partition, round);
+    return;
   }
+  Finish(partition, round);
+  DropDone(partition);
+}
+
+void Rounds::Update(Partition* partition, Round* round) {
+  Accumulator& gradients = round->accumulator;
+  const std::string error = round->update->Complete(&gradients.sum(), gradients.TakeSpare());
   if (error.empty()) {
     Finish(partition, round);
   } else {
@@ -229,6 +236,11 @@ Round* Rounds::FindPushed(Partition* partition, const Message& message) {
     context_->Refuse(message, failed->second);
     return nullptr;
   }
+  const std::string lacks = partition->state->NotLoaded();
+  if (!lacks.empty()) {
+    context_->Refuse(message, lacks);
+    return nullptr;
+  }
   if (round == nullptr || !round->pushed[member] || round->told[member]) {
     context_->Refuse(message, "worker " + std::to_string(rank) + " asks for a step of round " +
                                   std::to_string(number) + " of '" + partition->declaration().name +
@@ -274,8 +286,9 @@ void Rounds::Deliver(Partition* partition, Round* round) {
   }
   context_->TraceRound(*partition, *round, true);
   round->callers.clear();
-  if (round->update) round->update->ForgetParameters();
-  if (round->all_told()) round->accumulator.Clear(&scratch_);
+  if (round->update && !round->is_restored) round->update->ForgetParameters();
+  // What became of an update may be asked for again, at another server.
+  if (round->all_told() && !round->update) round->accumulator.Clear(&scratch_);
 }
 
 void Rounds::CheckUntold(const Partition& partition, const Round& round, int member) {

@@ -20,6 +20,8 @@
 #include <tuple>
 #include <vector>
 
+#include "byteps/server/copies.h"
+#include "byteps/server/copy_record.h"
 #include "byteps/server/round.h"
 #include "byteps/server/scratch.h"
 #include "byteps/server/server_context.h"
@@ -49,6 +51,22 @@ class Rounds {
   void Resume(const DeclaredTensor* tensor, uint32_t first_round);
   // Those at the front that nobody needs any more.
   void DropDone(Partition* partition);
+
+  // ----- copies of the state (rounds_copied.cc)
+
+  // The backup is told with this pass from now on, and knows nothing; 0: there is none.  The
+  // partitions that need not wait for another one any more.
+  std::vector<Partition*> SetBackup(uint64_t pass);
+  // Tells the backup the next state that it does not know, or that it knows them all.
+  void CopyNext();
+  // Of a member's STEP or LOAD_STATE.  True: it is served, or goes on, by GoOn, once the backup
+  // knows of it.
+  bool CopyStep(Partition* partition, const Message& message, int64_t received);
+  bool CopyLoad(Partition* partition, const Message& message, int64_t received);
+  // The backup has what a partition waits for.
+  void GoOn(Partition* partition);
+  // A partition has the state of a server that is lost.
+  void Adopt(Partition* partition);
 
   // ----- failures
 
@@ -81,6 +99,17 @@ class Rounds {
   void TakeGiven(Partition* partition, Message* message);
   // Answers a push whose round has a sum that another member has given.  False: it has none.
   bool AnswerFromGiven(Partition* partition, const Message& message, int64_t received);
+  // Answers a push by the round of a lost server that was restored.  False: there is none.
+  bool AnswerAgain(Partition* partition, const Message& message, int64_t received);
+  // Does what a round's gradients were pushed for.
+  void Update(Partition* partition, Round* round);
+  // True: once the backup has the gradients.
+  bool CopyRound(Partition* partition, Round* round);
+  bool HasCopy(const Partition& partition) const;
+  void Tell(Partition* partition, Copying what, CopyRecord record, SharedBytes values);
+  void TellAll(Partition* partition, Copying what);
+  static LastRound LastOf(Partition* partition);
+  static std::string TakeSettled(Partition* partition);
   // The round of a push, if it may be added; null: it was refused.
   Round* Admit(Partition* partition, const Message& message);
   // The round, made if it is new; null if it is out of reach.
@@ -128,6 +157,8 @@ class Rounds {
   std::set<int> absent_;                 // ranks
   std::set<uint32_t> accused_;           // replicas that the scheduler was asked to remove
   Scratch scratch_;
+  uint64_t pass_ = 0;               // with which the backup is told; 0: there is none
+  std::vector<Partition*> states_;  // those that have a state
 };
 
 }  // namespace core

@@ -111,6 +111,11 @@ void Rounds::FailLate(Clock::time_point as_of, Clock::time_point grace_until,
     Partition* const partition = open_.begin()->second;
     const Declaration& declaration = partition->declaration();
     Round* const round = partition->Find(number);
+    // Its backup is watched as each server is.
+    if (partition->copying) {
+      Postpone(partition, round, as_of + kLookAgain);
+      continue;
+    }
     if (WaitOn(partition, round, as_of)) continue;
     // Who is late may be gone, and nobody is there to say so.
     if (context_->channel->lacks_scheduler()) {
@@ -186,7 +191,11 @@ void Rounds::DropDone(Partition* partition) {
       if (partition->failures.size() > kFailuresKept) {
         partition->failures.erase(partition->failures.begin());
       }
+    } else if (round.update && round.update->pushed_by() != 0 && context_->backup != nullptr) {
+      partition->ended =
+          UpdatedRound{round.number, std::move(round.update), std::move(round.accumulator.sum())};
     }
+    round.accumulator.Clear(&scratch_);
     partition->rounds.pop_front();
     ++partition->first_round;
   }

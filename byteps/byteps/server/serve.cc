@@ -206,6 +206,14 @@ class Node : public ChannelUser {
       if (server_ != nullptr) server_->SetAbsent(event.replicas.AbsentRanks());
       return;
     }
+    if (event.kind == ps::MembershipEvent::kServerLost ||
+        event.kind == ps::MembershipEvent::kServerReplaced) {
+      const bool is_lost = event.kind == ps::MembershipEvent::kServerLost;
+      if (server_ != nullptr) {
+        is_lost ? server_->OnServerLost(event.rank) : server_->OnServerReplaced(event.rank);
+      }
+      return;
+    }
     if (event.kind == ps::MembershipEvent::kReported) {
       if (board_ != nullptr) board_->OnReport(event.node.id, event.report);
       return;

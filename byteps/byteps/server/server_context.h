@@ -18,6 +18,8 @@
 namespace byteps {
 namespace core {
 
+class BackupLink;
+
 // Any thread may call anything.
 struct ServerContext {
   // Answers by `channel`, which outlives this.
@@ -37,6 +39,7 @@ struct ServerContext {
                      int track);
 
   Channel* const channel;
+  BackupLink* backup = nullptr;  // the same as long as this lives
   const bool deterministic;
   const bool wide_float32;
   ServerCounters counters;

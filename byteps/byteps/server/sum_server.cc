@@ -1,10 +1,12 @@
 #include "byteps/server/sum_server.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/log.h"
 #include "byteps/base/out_of_memory.h"
+#include "byteps/base/placement.h"
 #include "byteps/base/text.h"
 #include "byteps/base/wire.h"
 #include "byteps/observe/status_record.h"
@@ -36,7 +38,11 @@ uint64_t IndexOf(uint64_t key) { return key & (kMaxPartitions - 1); }
 }  // namespace
 
 Server::Server(const Config& config, Channel* channel)
-    : context_(config, channel), state_memory_(config) {
+    : context_(config, channel),
+      backup_(config.Bool("BYTEPS_BACKUP_STATE"), static_cast<int>(config.Int("DMLC_NUM_SERVER")),
+              config.Int("BYTEPS_SERVER_ENGINE_THREAD"), channel, this),
+      state_memory_(config) {
+  if (backup_.is_on()) context_.backup = &backup_;
   const auto text = [this](const Message& message, const std::bad_alloc& error) {
     return NoMemoryFor(message, error);
   };
@@ -59,6 +65,7 @@ Server::~Server() {
 std::vector<Metric> Server::Metrics() {
   ServerGauges gauges;
   gauges.open_rounds = OpenRounds();
+  gauges.has_copy = backup_.IsCopied() ? 1 : 0;
   {
     ps::ReaderLock lock(&mu_);
     gauges.state_bytes = state_memory_.promised();
@@ -88,7 +95,13 @@ std::string Server::Report() {
   return record.Pack();
 }
 
+void Server::SetRank(int rank) {
+  rank_ = rank;
+  backup_.Start();
+}
+
 bool Server::Expects(const MessageHead& head, size_t bytes) {
+  if (head.between_servers) return backup_.Expects(head);
   const uint64_t index = IndexOf(head.key);
   ps::ReaderLock lock(&mu_);
   const auto it = tensors_.find(head.key - index);
@@ -99,6 +112,7 @@ bool Server::Expects(const MessageHead& head, size_t bytes) {
 }
 
 void Server::OnMessage(Message* message) {
+  if (message->between_servers) return backup_.OnMessage(message);
   if (!message->is_request) return;
   try {
     Dispatch(message);
@@ -153,7 +167,8 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
   const uint64_t key = declaration.Key();
   ps::WriterLock lock(&mu_);
   if (declaration.rule && tensors_.count(key) == 0) {
-    const std::string refusal = state_memory_.Promise(declaration, context_.channel->rank());
+    const std::string refusal =
+        state_memory_.Promise(declaration, context_.channel->rank(), backup_.is_on());
     if (!refusal.empty()) return refusal;
   }
   auto& tensor = tensors_[key];
@@ -177,6 +192,24 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
 }
 
 void Server::OnResume(const Message& message) {
+  std::string error;
+  {
+    ps::WriterLock lock(&mu_);
+    if (KeepsState()) {
+      if (backup_.Fetches()) {
+        awaiting_state_.push_back(message);
+        return;
+      }
+      error = backup_.fetch_error();
+    }
+  }
+  if (!error.empty()) return context_.Refuse(message, error);
+  AdoptStates();
+  Resume(message);
+}
+
+void Server::Resume(const Message& message) {
+  std::string error;
   WireReader in(message.body);
   constexpr size_t kEach = sizeof(uint64_t) + sizeof(uint32_t);
   const uint32_t count = in.GetCount(kEach);
@@ -186,14 +219,95 @@ void Server::OnResume(const Message& message) {
     ps::WriterLock lock(&mu_);
     const auto it = tensors_.find(key);
     if (it == tensors_.end() || round <= it->second->first_round) continue;
+    if (it->second->declaration.rule) {
+      // Members may be in different rounds of it, and the copy of the state says in which.
+      if (error.empty()) error = WhyNoState(it->second->declaration);
+      continue;
+    }
     it->second->first_round = round;
     for (auto& thread : threads_) thread->Resume(it->second.get(), round);
   }
+  if (!error.empty()) return context_.Refuse(message, error);
   if (!in.ok() || !in.at_end()) {
     return context_.Refuse(message, "worker " + std::to_string(message.peer) +
                                         " does not say in which rounds it goes on");
   }
   context_.Answer(Caller{message.peer, message.number, message.op}, message.key, "");
+}
+
+bool Server::KeepsState() {
+  return std::any_of(tensors_.begin(), tensors_.end(),
+                     [](const auto& entry) { return entry.second->declaration.rule != nullptr; });
+}
+
+std::string Server::WhyNoState(const Declaration& declaration) const {
+  const int servers = backup_.num_servers();
+  for (uint64_t i = 0; i < declaration.NumPartitions(); ++i) {
+    const uint64_t key = declaration.Key() + i;
+    const int server =
+        ServerOf(declaration.hash, declaration.Key(), declaration.placement, i, servers);
+    if (server != context_.channel->rank() || partitions_.count(key) > 0) continue;
+    return "the state of '" + declaration.name +
+           "' is lost with two servers, one of which had the copy of the other one's: load the "
+           "last checkpoint";
+  }
+  return "";
+}
+
+void Server::AdoptStates() {
+  ps::WriterLock lock(&mu_);
+  for (const uint64_t key : backup_.fetched()->Keys()) {
+    const auto it = tensors_.find(key - IndexOf(key));
+    if (it == tensors_.end()) continue;
+    FindOrMake(*it->second, key);
+  }
+}
+
+void Server::AdoptState(Partition* partition, std::shared_ptr<StateCopy> copy) {
+  const DeclaredTensor& tensor = *partition->tensor;
+  partition->state = std::move(copy->state);
+  partition->restored_declaration = copy->declaration;
+  partition->pass = backup_.fetched_pass();
+  if (copy->last) {
+    Round round;
+    const size_t members = tensor.declaration.group.size();
+    round.number = partition->first_round = copy->last->number;
+    round.pushed.resize(members, true);
+    round.told.resize(members);
+    round.update = std::move(copy->last->update);
+    const std::string error = round.update->Restore(copy->last->sum);
+    if (!error.empty()) BPS_LOG(ERROR) << "'" << tensor.declaration.name << "': " << error;
+    round.accumulator.sum() = std::move(copy->last->sum);
+    round.is_restored = round.done = true;
+    partition->rounds.push_back(std::move(round));
+  }
+  threads_[partition->thread]->Adopt(partition);
+}
+
+// ------------------------------------------------------------------ of the backup link
+
+void Server::InThreadOf(uint64_t key, std::function<void()> task) {
+  threads_[HashBytes(&key, sizeof(key), 1) % threads_.size()]->Call(std::move(task));
+}
+
+void Server::OnCopied(uint64_t key, uint64_t number) {
+  ps::ReaderLock lock(&mu_);
+  const auto it = partitions_.find(key);
+  if (it == partitions_.end()) return;
+  threads_[it->second->thread]->OnCopied(it->second.get(), number);
+}
+
+void Server::OnBackup(uint64_t pass) {
+  for (auto& thread : threads_) thread->SetBackup(pass);
+}
+
+void Server::OnFetched() {
+  std::vector<Message> waiting;
+  {
+    ps::WriterLock lock(&mu_);
+    waiting.swap(awaiting_state_);
+  }
+  for (Message& message : waiting) OnMessage(&message);
 }
 
 void Server::OnRequest(Message* message) {
@@ -211,6 +325,13 @@ void Server::OnRequest(Message* message) {
     if (found != partitions_.end()) partition = found->second.get();
   }
   if (!error.empty()) return context_.Refuse(*message, error);
+  if (tensor->declaration.rule && backup_.Fetches()) {
+    ps::WriterLock lock(&mu_);
+    if (backup_.Fetches()) {
+      awaiting_state_.push_back(std::move(*message));
+      return;
+    }
+  }
   if (partition == nullptr) {
     ps::WriterLock lock(&mu_);
     partition = FindOrMake(*tensor, key);
@@ -252,6 +373,9 @@ Partition* Server::FindOrMake(const DeclaredTensor& tensor, uint64_t key) {
     made->first_round = tensor.first_round;
     if (tensor.declaration.rule) {
       made->state = std::make_unique<PartitionState>(&tensor.declaration, made->index);
+      auto copy = backup_.fetched()->Take(key);
+      // What another tensor had is of no use, and no member knows it.
+      if (copy && *copy->declaration == tensor.declaration) AdoptState(made.get(), std::move(copy));
     }
     partition = std::move(made);
   }

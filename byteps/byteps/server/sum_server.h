@@ -20,6 +20,7 @@
 #include "byteps/base/mutex.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/observe/metrics.h"
+#include "byteps/server/backup_link.h"
 #include "byteps/server/optimizer/state_memory.h"
 #include "byteps/server/server_context.h"
 #include "byteps/server/sum_thread.h"
@@ -27,15 +28,15 @@
 namespace byteps {
 namespace core {
 
-class Server {
+class Server : private BackupUser {
  public:
   // Answers by `channel`, which outlives this.
   Server(const Config& config, Channel* channel);
   // Joins the threads; what they had not answered stays unanswered.  Writes the timeline.
-  ~Server();
+  ~Server() override;
 
-  // Its rank among the servers, once it is known; -1 until then.  Any thread.
-  void SetRank(int rank) { rank_ = rank; }
+  // It has joined, as this rank among the servers; -1 until then.  Any thread.
+  void SetRank(int rank);
   int rank() const { return rank_; }
 
   // What was counted so far, and what is in flight now.  Any thread.
@@ -59,6 +60,10 @@ class Server {
   // now and later, for `reason`.  Any thread.
   void OnWorkerGone(int rank, const std::string& reason);
 
+  // Another server is lost, or another one has its place.  Any thread.
+  void OnServerLost(int rank) { backup_.OnServerLost(rank); }
+  void OnServerReplaced(int rank) { backup_.OnServerReplaced(rank); }
+
   // Workers of these ranks, and no others, are absent: see Rounds::SetAbsent.  Any thread.  What it
   // changes, it changes before all requests that come afterwards.
   void SetAbsent(const std::set<int>& ranks);
@@ -70,6 +75,20 @@ class Server {
   std::string Declare(int rank, const Declaration& declaration);
   // A worker comes from a server that is lost, and says in which rounds it goes on.
   void OnResume(const Message& message);
+  void Resume(const Message& message);
+  // Why this server, which comes, cannot go on with a tensor that members have made steps of; or
+  // "".
+  std::string WhyNoState(const Declaration& declaration) const PS_REQUIRES(mu_);
+  // Whether there are tensors that a server updates.
+  bool KeepsState() PS_REQUIRES_SHARED(mu_);
+  // Partitions of tensors that were declared get the state of a server that is lost.
+  void AdoptStates();
+  void AdoptState(Partition* partition, std::shared_ptr<StateCopy> copy) PS_REQUIRES(mu_);
+  // Of the backup link.
+  void InThreadOf(uint64_t key, std::function<void()> task) override;
+  void OnCopied(uint64_t key, uint64_t number) override;
+  void OnBackup(uint64_t pass) override;
+  void OnFetched() override;
   // All others.
   void OnRequest(Message* message);
   // Why it cannot be served; empty if it can.
@@ -79,6 +98,7 @@ class Server {
   std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);
 
   ServerContext context_;
+  BackupLink backup_;
   std::atomic<int> rank_{-1};
   ps::SharedMutex mu_;
   StateMemory state_memory_ PS_GUARDED_BY(mu_);
@@ -88,6 +108,9 @@ class Server {
       PS_GUARDED_BY(mu_);  // by key
   std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_ PS_GUARDED_BY(mu_);
   size_t next_thread_ PS_GUARDED_BY(mu_) = 0;
+  // About tensors that servers update, until this one has met its backup, or has the state that a
+  // lost server left.
+  std::vector<Message> awaiting_state_ PS_GUARDED_BY(mu_);
   std::vector<std::unique_ptr<SumThread>> threads_;  // always the same
 };
 

@@ -89,6 +89,35 @@ void SumThread::Resume(const DeclaredTensor* tensor, uint32_t first_round) {
   Queue(std::move(task));
 }
 
+void SumThread::SetBackup(uint64_t pass) {
+  Task task;
+  task.kind = Task::kBackup;
+  task.number = pass;
+  Queue(std::move(task));
+}
+
+void SumThread::OnCopied(Partition* partition, uint64_t number) {
+  Task task;
+  task.kind = Task::kCopied;
+  task.partition = partition;
+  task.number = number;
+  Queue(std::move(task));
+}
+
+void SumThread::Adopt(Partition* partition) {
+  Task task;
+  task.kind = Task::kAdopt;
+  task.partition = partition;
+  Queue(std::move(task));
+}
+
+void SumThread::Call(std::function<void()> call) {
+  Task task;
+  task.kind = Task::kCall;
+  task.call = std::move(call);
+  Queue(std::move(task));
+}
+
 void SumThread::Queue(Task task) {
   ++waiting_;
   if (task.received == 0) task.received = SteadyNs();
@@ -167,7 +196,7 @@ void SumThread::Do(Task* task) noexcept {
 void SumThread::Handle(Task* task) {
   switch (task->kind) {
     case Task::kRequest:
-      break;
+      return HandleRequest(task);
     case Task::kGone:
       return rounds_.FailWithout(task->rank, task->reason);
     case Task::kAbsent:
@@ -178,6 +207,39 @@ void SumThread::Handle(Task* task) {
       return rounds_.Resume(task->tensor, task->round);
     case Task::kLook:
       return;
+    case Task::kBackup:
+      for (Partition* partition : rounds_.SetBackup(task->number)) GoOn(partition);
+      return rounds_.CopyNext();
+    case Task::kCopied:
+      if (task->partition->copying && task->partition->copying->number == task->number) {
+        GoOn(task->partition);
+      }
+      return;
+    case Task::kAdopt:
+      rounds_.Adopt(task->partition);
+      return rounds_.CopyNext();
+    case Task::kCall:
+      return task->call();
+  }
+}
+
+void SumThread::GoOn(Partition* partition) {
+  rounds_.GoOn(partition);
+  while (!partition->copying && !partition->held.empty()) {
+    Task task;
+    task.partition = partition;
+    task.message = std::move(partition->held.front().first);
+    task.received = partition->held.front().second;
+    partition->held.pop_front();
+    Do(&task);
+  }
+}
+
+void SumThread::HandleRequest(Task* task) {
+  if (task->partition->copying) {
+    PS_PROBE(kHeldForBackup);
+    task->partition->held.emplace_back(std::move(task->message), task->received);
+    return;
   }
   switch (task->message.op) {
     case kStep:

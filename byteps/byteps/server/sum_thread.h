@@ -40,6 +40,14 @@ class SumThread {
   void SetAbsent(const std::set<int>& ranks);
   // See Rounds::Resume.
   void Resume(const DeclaredTensor* tensor, uint32_t first_round);
+  // The backup is told with this pass from now on, of all first; 0: there is none.
+  void SetBackup(uint64_t pass);
+  // It has what a partition has told it by the request of this number.
+  void OnCopied(Partition* partition, uint64_t number);
+  // A partition has the state of a server that is lost.
+  void Adopt(Partition* partition);
+  // Does this behind all else.
+  void Call(std::function<void()> task);
   // Rounds of this tensor that are open fail.
   void FailAll(const DeclaredTensor* tensor, const std::string& reason);
 
@@ -49,14 +57,27 @@ class SumThread {
   using Clock = Rounds::Clock;
 
   struct Task {
-    enum Kind { kRequest, kGone, kAbsent, kFailAll, kResume, kLook } kind = kRequest;
-    Partition* partition = nullptr;
+    enum Kind {
+      kRequest,
+      kGone,
+      kAbsent,
+      kFailAll,
+      kResume,
+      kLook,
+      kBackup,
+      kCopied,
+      kAdopt,
+      kCall,
+    } kind = kRequest;
+    Partition* partition = nullptr;          // kRequest, kCopied, kAdopt
     Message message;                         // kRequest
     int64_t received = 0;                    // when, in SteadyNs
     int rank = 0;                            // kGone
     std::set<int> ranks;                     // kAbsent
     const DeclaredTensor* tensor = nullptr;  // kFailAll, kResume
     uint32_t round = 0;                      // kResume
+    uint64_t number = 0;                     // kBackup: the pass; kCopied: of the request
+    std::function<void()> call;              // kCall
     std::string reason;
   };
 
@@ -66,6 +87,9 @@ class SumThread {
   void Run();
   void Do(Task* task) noexcept PS_REQUIRES(mu_);
   void Handle(Task* task) PS_REQUIRES(mu_);
+  void HandleRequest(Task* task) PS_REQUIRES(mu_);
+  // A partition waits for its backup no more.
+  void GoOn(Partition* partition) PS_REQUIRES(mu_);
   void OnOutOfMemory(const Task& task, const std::bad_alloc& error) PS_REQUIRES(mu_);
   // Those that were due before `as_of`, if all that came until then was served.
   void FailLate(Clock::time_point as_of) PS_REQUIRES(mu_);

@@ -87,12 +87,14 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
   RoundUpdate* const update = round->update.get();
   if (update->tried().empty() || !round->pushed[member] || round->told[member]) return "";
   const Verdict verdict = VerdictOf(message);
-  if (verdict == Verdict::kNone && !update->overtaken()) {
+  // A server that is lost may have answered its STEP.
+  const bool may_know = round->is_restored && update->is_updated();
+  if (verdict == Verdict::kNone && !update->overtaken() && !may_know) {
     return "worker " + std::to_string(rank) + " goes on with '" + declaration.name +
            "' without committing or aborting its speculative step";
   }
   std::string error;
-  if (!update->overtaken()) {
+  if (verdict != Verdict::kNone && !update->overtaken()) {
     UpdateStep step;
     UpdateStep::Unpack(update->tried(), &step);
     step.skip = verdict == Verdict::kDrop;
@@ -106,7 +108,7 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
 }
 
 void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
-               int64_t received) {
+               int64_t received, bool is_copied) {
   const Declaration& declaration = partition->declaration();
   Round* const round = rounds->FindPushed(partition, message);
   if (round == nullptr) return;
@@ -116,10 +118,13 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
                                         " asks for a step of '" + declaration.name +
                                         "' before it was told the norm of its gradients");
   }
+  const bool is_new = !update->overtaken() && !update->is_updated();
+  if (is_new && !is_copied && rounds->CopyStep(partition, message, received)) return;
   const std::string error = update->overtaken()
                                 ? "the state of '" + declaration.name + "' was loaded after that"
                                 : update->Decide(message.peer, StepOf(message),
                                                  &round->accumulator.sum(), &round->failure);
+  if (is_copied) update->TakeSettled();
   if (!error.empty()) {
     round->told[declaration.MemberIndex(message.peer)] = true;
     context->Refuse(message, error);
@@ -138,11 +143,13 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
   SharedBytes values;
   if (message.op == kLoadState) {
     if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
-    error = state->Load(SlotOf(message), message.values.data());
     for (Round& round : partition->rounds) {
-      round.update->Overtake();
+      const bool keeps = context->backup != nullptr;
+      round.update->Overtake(keeps ? &round.accumulator.sum() : nullptr);
       if (round.update->overtaken()) PS_PROBE(kStepOvertaken);
     }
+    error = state->Load(SlotOf(message), message.values.data());
+    if (error.empty() && rounds->CopyLoad(partition, message, received)) return;
   } else {
     error = SettleStep(rounds, partition, message, HeaderOf(message).round);
     if (!error.empty()) return context->Refuse(message, error);

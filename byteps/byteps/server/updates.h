@@ -32,9 +32,9 @@ std::string StepOf(const Message& message);
 std::string SettleStep(Rounds* rounds, Partition* partition, const Message& message,
                        uint32_t number);
 
-// STEP.
+// STEP.  `is_copied`: the backup has been told of it.
 void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
-               int64_t received);
+               int64_t received, bool is_copied = false);
 // LOAD_STATE and READ_STATE.
 void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received);

@@ -42,7 +42,9 @@ PartitionState::PartitionState(const Declaration* declaration, uint64_t index)
 }
 
 std::string PartitionState::NotLoaded() const {
-  return state_ ? "" : "the parameters of '" + declaration_->name + "' were never loaded";
+  return state_ ? ""
+                : "the parameters of '" + declaration_->name +
+                      "' were never loaded, or are lost with their server";
 }
 
 std::string PartitionState::Load(uint32_t slot, const char* values) {

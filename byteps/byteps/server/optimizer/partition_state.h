@@ -26,6 +26,11 @@ class PartitionState {
   size_t size() const { return size_; }
   // Of what Update, Preview and Stay answer.
   size_t answer_bytes() const { return answer_bytes_; }
+  bool is_loaded() const { return state_ != nullptr; }
+  // Why nothing can be done before that; "" if it is.
+  std::string NotLoaded() const;
+  // Whether moments may be anything else than 0: there was a step, or they were loaded.
+  bool has_moments() const { return has_momentum_; }
 
   // Slot 0 is the parameters, which must come first and set the others to 0, and what workers hold
   // to the same, rounded.  The slot behind those of the rule is what they hold.  `values` has
@@ -68,8 +73,6 @@ class PartitionState {
                    char* parameters) const;
   // Of SGD, from the start of a run; null where there is none.
   float* Momentum(const Run& run) const;
-  std::string NotLoaded() const;
-
   const Declaration* const declaration_;
   const UpdateRule& rule_;
   const bool has_blocks_;  // gradients come in blocks

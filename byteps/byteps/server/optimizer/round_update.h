@@ -32,6 +32,8 @@ class RoundUpdate {
   // The gradients are summed: does what they were pushed for.  After a PUSH_STEP `sum` has the
   // parameters, or, of blocks, what is added to them.  `spare`: memory of as many bytes, or none.
   std::string Complete(SharedBytes* sum, SharedBytes spare);
+  // The same at the backup, which answers nobody: nothing is previewed.
+  std::string CompleteCopy(SharedBytes* sum);
   // The GradientSums that members wait for, from Complete on; empty after a PUSH_STEP.
   const SharedBytes& sums() const { return sums_; }
   // After a PUSH_TRY, until they were sent: the parameters as its step would make them.
@@ -44,12 +46,38 @@ class RoundUpdate {
 
   // The step, once it was tried; else "".
   const std::string& tried() const { return tried_; }
-  // LOAD_STATE came: it no longer matters what becomes of a step that was tried.
-  void Overtake() { overtaken_ = !tried_.empty(); }
+  // Whether the state is what became of the round.
+  bool is_updated() const { return updated_; }
+  // Whether its sum is what members are answered, and not the gradients.
+  bool has_answer() const { return updated_ || overtaken_; }
+  // Whether a member asks for what the others have asked for.
+  bool IsLike(int op, const std::string& step) const;
+
+  // ----- copies of it (copy_record.h)
+
+  // The operation by which members pushed; 0: their gradients are not complete.
+  int pushed_by() const { return pushed_by_; }
+  // What the first member has asked for.
+  int op() const { return op_; }
+  const std::string& step() const { return step_; }
+  int asked_by() const { return step_of_; }
+  // The step that was made or dropped, if nobody was told of it yet; else "".
+  std::string TakeSettled();
+  std::string Pack() const;
+  // What Pack has packed.  False: it is something else.
+  bool Unpack(const std::string& text);
+  // There will be members that are answered, at a server that takes over: `sum` is as Complete or
+  // Decide left it.
+  std::string Restore(const SharedBytes& sum);
+  // LOAD_STATE comes: it no longer matters what becomes of a step that was tried.  `sum`, if it is
+  // not null, gets what members were or will be answered, in the place of the gradients.
+  void Overtake(SharedBytes* sum);
   bool overtaken() const { return overtaken_; }
 
  private:
   std::string MakeStep(SharedBytes* sum);
+  void SumSquares(const SharedBytes& gradients);
+  std::string Preview(const SharedBytes& gradients);
 
   const Declaration* const declaration_;
   const uint32_t round_;
@@ -59,11 +87,15 @@ class RoundUpdate {
   std::string step_;
   int step_of_ = -1;
   int op_ = 0;
+  // The operation by which they have pushed, and its step: op_ and step_ are of the last word.
+  int pushed_by_ = 0;
+  std::string pushed_step_;
   SharedBytes sums_;
   SharedBytes parameters_;
   std::string tried_;
   bool overtaken_ = false;
   bool updated_ = false;  // the state is what became of the round
+  bool is_told_ = false;  // the backup knows that it is
 };
 
 }  // namespace core

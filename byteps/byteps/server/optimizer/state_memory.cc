@@ -63,14 +63,16 @@ StateMemory::StateMemory(const Config& config)
       limit_(is_set_ ? config.Int("BYTEPS_SERVER_STATE_BYTES") : AvailableMemory()),
       num_servers_(static_cast<int>(config.Int("DMLC_NUM_SERVER"))) {}
 
-std::string StateMemory::Promise(const Declaration& declaration, int rank) {
-  const uint64_t wanted = StateBytes(declaration, rank, num_servers_);
+std::string StateMemory::Promise(const Declaration& declaration, int rank, bool copies) {
+  uint64_t wanted = StateBytes(declaration, rank, num_servers_);
+  if (copies)
+    wanted += StateBytes(declaration, (rank + num_servers_ - 1) % num_servers_, num_servers_);
   if (wanted > limit_ || promised_ > limit_ - wanted) {
     return "server " + std::to_string(rank) +
            " has too little memory for the optimizer state of '" + declaration.name +
            "': it needs " + std::to_string(wanted) + " bytes (" + declaration.rule->Describe() +
-           "), has promised " + std::to_string(promised_) + " to other tensors, and may keep " +
-           std::to_string(limit_) +
+           (copies ? ", and a copy of another server's state" : "") + "), has promised " +
+           std::to_string(promised_) + " to other tensors, and may keep " + std::to_string(limit_) +
            (is_set_ ? " (BYTEPS_SERVER_STATE_BYTES)" : " (what was free when it started)") +
            ": take more servers, or servers with more memory";
   }

@@ -25,8 +25,9 @@ class StateMemory {
  public:
   explicit StateMemory(const Config& config);
 
-  // Promises memory for the state of a tensor on this server.  Why there is too little, or "".
-  std::string Promise(const Declaration& declaration, int rank);
+  // Promises memory for the state of a tensor on this server, and, where it has copies, for that of
+  // the server before it.  Why there is too little, or "".
+  std::string Promise(const Declaration& declaration, int rank, bool copies);
   uint64_t promised() const { return promised_; }
 
  private:

@@ -139,10 +139,10 @@ TEST_F(RoundUpdateTest, ATriedStepIsKeptClippedOrDropped) {
 
 TEST_F(RoundUpdateTest, OnlyAStepThatWasTriedIsOvertaken) {
   EXPECT_EQ(update_.Agree(0, kPushTry, StepWith(0.5)), "");
-  update_.Overtake();
+  update_.Overtake(nullptr);
   EXPECT_FALSE(update_.overtaken());
   EXPECT_EQ(update_.Complete(&sum_, {}), "");
-  update_.Overtake();
+  update_.Overtake(nullptr);
   EXPECT_TRUE(update_.overtaken());
 }
 

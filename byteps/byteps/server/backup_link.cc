@@ -1,0 +1,404 @@
+#include "byteps/server/backup_link.h"
+
+#include <unistd.h>
+
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "byteps/base/log.h"
+#include "byteps/base/probe.h"
+#include "byteps/base/steady_time.h"
+#include "byteps/base/wire.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Of MEET.  The other one is to say it too; is to give another pass than before; and has no copy of
+// this one's state, which there is already.
+constexpr uint8_t kAnswer = 1;
+constexpr uint8_t kAnew = 2;
+constexpr uint8_t kHasState = 4;
+// Partitions of a state in flight to a server that comes.
+constexpr size_t kSentAtOnce = 8;
+
+uint64_t NewLife() {
+  const uint64_t seed[] = {static_cast<uint64_t>(SteadyNs()), static_cast<uint64_t>(getpid())};
+  return HashBytes(seed, sizeof(seed), 1) | 1;
+}
+
+}  // namespace
+
+BackupLink::BackupLink(bool is_on, int num_servers, size_t num_threads, Channel* channel,
+                       BackupUser* user)
+    : is_on_(is_on && num_servers > 1),
+      num_servers_(num_servers),
+      num_threads_(num_threads),
+      channel_(channel),
+      user_(user),
+      life_(NewLife()),
+      last_pass_(life_ >> 34) {}  // that of no predecessor
+
+// ------------------------------------------------------------------ to meet
+
+void BackupLink::Start() {
+  if (!is_on_) return;
+  const int self = channel_->rank();
+  // Who has the lower rank connects (net/link/who_connects.h).
+  if (backup() > self) Meet(backup(), kAnswer);
+  if (primary() > self && primary() != backup()) Meet(primary(), kAnswer);
+}
+
+void BackupLink::OnServerLost(int rank) {
+  if (!is_on_ || rank != backup()) return;
+  {
+    ps::MutexLock lock(&mu_);
+    pass_ = 0;
+    fetches_ = false;
+    if (awaits_) {
+      fetch_error_ = channel_->NameOfServer(rank) +
+                     ", which had the copy of the state that this server is to go on with, is lost "
+                     "as well: load the last checkpoint";
+    }
+    awaits_ = false;
+  }
+  PS_PROBE(kBackupLost);
+  user_->OnBackup(0);
+  user_->OnFetched();
+}
+
+void BackupLink::OnServerReplaced(int rank) {
+  if (!is_on_ || (rank != backup() && rank != primary())) return;
+  bool is_alone = false;
+  {
+    ps::MutexLock lock(&mu_);
+    is_alone = rank == backup() && pass_ == 0;
+  }
+  // Where the other one connects it may have said so already, before its predecessor's loss was
+  // known here.
+  if (rank < channel_->rank() && !is_alone) return;
+  Meet(rank, is_alone ? kAnswer | kAnew : kAnswer);
+}
+
+void BackupLink::Meet(int peer, uint8_t flags) {
+  WireWriter out;
+  out.Put(life_);
+  {
+    ps::MutexLock lock(&mu_);
+    out.Put(peer == primary() ? last_pass_ : 0);
+    out.Put(peer == primary() ? life_with_pass_ : 0);
+  }
+  out.Put<uint8_t>(flags | (peer == backup() && has_state_ ? kHasState : 0));
+  Send(kMeet, peer, 0, 0, out.Take(), {});
+}
+
+void BackupLink::OnMeet(const Message& message) {
+  WireReader in(message.body);
+  const auto life = in.Get<uint64_t>();
+  auto pass = in.Get<uint64_t>();
+  if (in.Get<uint64_t>() != life_) pass = 0;  // it is that of a predecessor
+  const auto flags = in.Get<uint8_t>();
+  if (!in.ok() || !in.at_end()) return;
+  if (message.peer == primary()) {
+    ps::MutexLock lock(&mu_);
+    if (life != life_with_pass_ || (flags & kAnew) != 0) {
+      ++last_pass_;
+      life_with_pass_ = life;
+      sending_.reset();
+      if ((flags & kHasState) != 0) {
+        copies_.Clear();
+        is_whole_ = false;
+      }
+    }
+  }
+  // Without a pass it has not heard of this server's life yet: it is told now, and answers.
+  const bool needs_pass = message.peer == backup() && pass == 0;
+  if ((flags & kAnswer) != 0) Meet(message.peer, needs_pass ? kAnswer : 0);
+  if (message.peer == backup() && pass != 0) OnPass(life, pass);
+}
+
+void BackupLink::OnPass(uint64_t life, uint64_t pass) {
+  bool had_another = false;
+  {
+    ps::MutexLock lock(&mu_);
+    // Messages may overtake each other, and those of a predecessor.
+    if (over_.count(life) > 0 || (life == backup_life_ && pass <= newest_pass_)) return;
+    if (life != backup_life_) over_.insert(std::exchange(backup_life_, life));
+    newest_pass_ = pass;
+    had_another = pass_ != 0;
+    pass_ = pass;
+    threads_told_ = 0;
+    fetches_ = !has_state_;
+  }
+  if (had_another) user_->OnBackup(0);  // what was told with that nobody answers
+  if (has_state_) return BeginTelling(pass);
+  Send(kFetch, backup(), 0, pass, "", {});
+}
+
+void BackupLink::BeginTelling(uint64_t pass) {
+  CopyRecord record;
+  record.pass = pass;
+  record.what = CopyRecord::kBegin;
+  ps::MutexLock lock(&mu_);
+  begun_ = NewNumber(pass);
+  const uint64_t number = begun_;
+  lock.Unlock();
+  Send(kCopy, backup(), 0, number, record.Pack(), {});  // messages may overtake each other
+}
+
+// ------------------------------------------------------------------ as a primary
+
+uint64_t BackupLink::Tell(uint64_t key, const CopyRecord& record, SharedBytes values) {
+  uint64_t number = 0;
+  {
+    ps::MutexLock lock(&mu_);
+    number = NewNumber(record.pass);
+  }
+  Send(kCopy, backup(), key, number, record.Pack(), std::move(values));
+  return number;
+}
+
+void BackupLink::OnToldAll(uint64_t pass) {
+  {
+    ps::MutexLock lock(&mu_);
+    if (pass != pass_ || ++threads_told_ != num_threads_) return;
+  }
+  PS_PROBE(kBackupWhole);
+  CopyRecord record;
+  record.pass = pass;
+  record.what = CopyRecord::kComplete;
+  Tell(0, record, {});
+  BPS_LOG(INFO) << channel_->NameOfServer(backup()) << " has a copy of this server's state";
+}
+
+bool BackupLink::IsCopied() {
+  ps::MutexLock lock(&mu_);
+  return pass_ != 0 && threads_told_ >= num_threads_;
+}
+
+std::string BackupLink::fetch_error() {
+  ps::MutexLock lock(&mu_);
+  return fetch_error_;
+}
+
+uint64_t BackupLink::fetched_pass() {
+  ps::MutexLock lock(&mu_);
+  return fetched_pass_;
+}
+
+void BackupLink::OnFetchAnswer(const Message& message) {
+  uint64_t pass = 0;
+  bool is_empty = false;
+  {
+    ps::MutexLock lock(&mu_);
+    if (message.number != pass_ || !std::exchange(fetches_, false)) return;
+    is_empty = fetched_.Keys().empty();
+    if (message.failed) {
+      fetch_error_ = message.body;
+    } else {
+      pass = fetched_pass_ = pass_;
+    }
+  }
+  if (!is_empty) has_state_ = true;
+  user_->OnBackup(pass);
+  awaits_ = false;
+  user_->OnFetched();
+}
+
+// ------------------------------------------------------------------ as a backup
+
+void BackupLink::OnFetch(const Message& message) {
+  std::string error;
+  {
+    ps::MutexLock lock(&mu_);
+    if (message.number != last_pass_) return;  // it has got a newer one since
+    if (!is_whole_) {
+      error = "server " + std::to_string(message.peer) +
+              " was lost before its whole state had been copied to " +
+              channel_->NameOfServer(channel_->rank()) + ": load the last checkpoint";
+    } else {
+      PS_PROBE(kStateFetched);
+      sending_ = Sending{message, last_pass_, {}, 0};
+      for (const uint64_t key : copies_.Keys()) sending_->keys.push_back(key);
+    }
+  }
+  error.empty() ? SendFetched() : Answer(message, error);
+}
+
+void BackupLink::SendFetched() {
+  std::deque<uint64_t> keys;
+  uint64_t pass = 0;
+  std::optional<Message> done;
+  {
+    ps::MutexLock lock(&mu_);
+    if (!sending_) return;
+    pass = sending_->pass;
+    while (sending_->open < kSentAtOnce && !sending_->keys.empty()) {
+      keys.push_back(sending_->keys.front());
+      sending_->keys.pop_front();
+      ++sending_->open;
+    }
+    if (sending_->open == 0) {
+      done = sending_->request;
+      sending_.reset();
+    }
+  }
+  for (const uint64_t key : keys) {
+    user_->InThreadOf(key, [this, key, pass] { SendFetched(key, pass); });
+  }
+  if (done) Answer(*done, "");
+}
+
+void BackupLink::SendFetched(uint64_t key, uint64_t pass) {
+  {
+    ps::MutexLock lock(&mu_);
+    if (pass != last_pass_) return;  // it is lost again
+  }
+  try {
+    SharedBytes values;
+    const CopyRecord record = copies_.RecordOf(key, &values);
+    Send(kFetched, primary(), key, pass, record.Pack(), std::move(values));
+  } catch (const std::exception& e) {
+    Message request;
+    {
+      ps::MutexLock lock(&mu_);
+      if (!sending_ || sending_->pass != pass) return;
+      request = sending_->request;
+      sending_.reset();
+    }
+    Answer(request, "the copy of its state cannot be sent: " + std::string(e.what()));
+  }
+}
+
+// ------------------------------------------------------------------ messages
+
+bool BackupLink::Expects(const MessageHead& head) const {
+  if (!is_on_ || !head.is_request) return false;
+  return (head.op == kCopy && head.peer == primary()) ||
+         (head.op == kFetched && head.peer == backup());
+}
+
+void BackupLink::OnMessage(Message* message) {
+  if (!is_on_ || (message->peer != backup() && message->peer != primary())) return;
+  if (!message->is_request) return OnAnswer(*message);
+  switch (message->op) {
+    case kMeet:
+      return OnMeet(*message);
+    case kFetch:
+      if (message->peer == primary()) OnFetch(*message);
+      return;
+    case kFetched:
+    case kCopy:
+      return OnRecord(message);
+    default:
+      return Answer(*message, "a server does not know operation " + std::to_string(message->op) +
+                                  ": install the same byteps on every node");
+  }
+}
+
+void BackupLink::OnRecord(Message* message) {
+  CopyRecord record;
+  if (!CopyRecord::Unpack(message->body, &record)) {
+    return Answer(*message, "a record of a copy does not parse");
+  }
+  const bool is_copy = message->op == kCopy;
+  Copies* const copies = is_copy ? &copies_ : &fetched_;
+  uint64_t generation = 0;
+  {
+    ps::MutexLock lock(&mu_);
+    const bool counts = is_copy ? message->peer == primary() && record.pass == last_pass_
+                                : message->peer == backup() && fetches_ && message->number == pass_;
+    if (!counts) return PS_PROBE(kLateRecord);
+    if (is_copy && record.what == CopyRecord::kBegin) {
+      copies_.Clear();
+      is_whole_ = false;
+    }
+    if (is_copy && record.what == CopyRecord::kComplete) is_whole_ = true;
+    generation = copies->generation();
+  }
+  if (record.what == CopyRecord::kBegin || record.what == CopyRecord::kComplete) {
+    return Answer(*message, "");
+  }
+  user_->InThreadOf(message->key, [this, record, copies, generation, message = *message] {
+    Apply(message, record, copies, generation);
+  });
+}
+
+void BackupLink::Apply(const Message& message, const CopyRecord& record, Copies* copies,
+                       uint64_t generation) {
+  std::string error;
+  try {
+    if (message.values.empty() && message.sent_bytes > 0) throw std::bad_alloc();  // were dropped
+    error = copies->Apply(message.key, record, message.values, generation);
+  } catch (const std::bad_alloc&) {
+    error = channel_->NameOfServer(channel_->rank()) + " has no memory for it";
+  }
+  bool is_over = false;
+  if (!error.empty()) {
+    ps::MutexLock lock(&mu_);
+    if (message.op == kCopy) {
+      is_whole_ = false;
+    } else if (std::exchange(fetches_, false)) {
+      fetch_error_ = error;
+      awaits_ = false;
+      is_over = true;
+    }
+  }
+  Answer(message, error);
+  if (is_over) user_->OnFetched();
+}
+
+void BackupLink::OnAnswer(const Message& message) {
+  switch (message.op) {
+    case kFetch:
+      if (message.peer == backup()) OnFetchAnswer(message);
+      return;
+    case kFetched: {
+      {
+        ps::MutexLock lock(&mu_);
+        if (!sending_ || sending_->pass != message.number) return;
+        --sending_->open;
+      }
+      return SendFetched();
+    }
+    default:
+      break;
+  }
+  if (message.peer != backup()) return;
+  uint64_t begun = 0;  // with this pass
+  {
+    ps::MutexLock lock(&mu_);
+    if (message.number == begun_ && !message.failed) begun = pass_;
+  }
+  if (begun != 0) return user_->OnBackup(begun);
+  if (message.failed) {
+    {
+      ps::MutexLock lock(&mu_);
+      if (pass_ != message.number >> 32) return;
+      pass_ = 0;
+    }
+    BPS_LOG(WARNING) << channel_->NameOfServer(message.peer)
+                     << " has no copy of this server's state any more: " << message.body
+                     << "; if this server is lost, so is the job";
+    user_->OnBackup(0);
+  }
+  user_->OnCopied(message.key, message.number);
+}
+
+void BackupLink::Send(int op, int peer, uint64_t key, uint64_t number, std::string body,
+                      SharedBytes values) {
+  Message message = MakeRequest(op, peer, key, number, std::move(body));
+  message.between_servers = true;
+  if (!values.empty()) message.SetValues(std::move(values));
+  channel_->Send(message);
+}
+
+void BackupLink::Answer(const Message& request, const std::string& error) {
+  Message message = MakeAnswer(request.op, request.peer, request.key, request.number, error);
+  message.between_servers = true;
+  channel_->Send(message);
+}
+
+}  // namespace core
+}  // namespace byteps
