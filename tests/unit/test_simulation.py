@@ -51,6 +51,19 @@ FREQUENT_OF_REPLICAS = {
     "SchedulerGoesOn",
 }
 """The same of jobs of several replicas."""
+FREQUENT_OF_BACKUPS = {
+    "AnsweredAgain",
+    "BackupLost",
+    "HeldForBackup",
+    "LateRecord",
+    "LoadCopied",
+    "RoundCopied",
+    "ServerReplaced",
+    "StateCopied",
+    "StateFetched",
+    "StepCopied",
+}
+"""The same where servers have copies of each other's state."""
 
 
 def simulate(*arguments: str) -> str:
@@ -92,6 +105,12 @@ def test_replicas_that_die_and_come_back() -> None:
     said = simulate("--replicas", "--seeds", "600")
     assert "600 schedules held" in said
     assert not FREQUENT_OF_REPLICAS - reached(said).keys()
+
+
+def test_servers_whose_state_is_copied() -> None:
+    said = simulate("--backups", "--seeds", "1000")
+    assert "1000 schedules held" in said
+    assert not FREQUENT_OF_BACKUPS - reached(said).keys()
 
 
 def test_a_broken_invariant_is_noticed() -> None:

@@ -23,7 +23,7 @@ constexpr double kAfterwardsS = 40;
 Job::Job(Plan plan, bool breaks_invariant)
     : plan_(std::move(plan)),
       breaks_invariant_(breaks_invariant),
-      config_(Settings()[plan_.settings]) {
+      config_((plan_.backups ? BackupSettings(plan_.servers) : Settings())[plan_.settings]) {
   for (const Fault& fault : plan_.faults) {
     if (fault.IsAtProbe() && fault.kind != Fault::kQuit) at_probes_.push_back(fault);
   }
@@ -51,7 +51,10 @@ void Job::Run() {
     }
     for (auto& thread : threads) thread.join();
     const bool went_well = std::all_of(records_.begin() + static_cast<long>(first), records_.end(),
-                                       [](const auto& record) { return record->error.empty(); });
+                                       [](const auto& record) {
+                                         const bool is_spare = record->role != ps::Node::WORKER;
+                                         return is_spare || record->error.empty();
+                                       });
     ended_well_ = went_well;
     if (went_well || !plan_.keep || incarnation == kMaxIncarnations) break;
     // A launcher sees who is gone, and starts others.
@@ -78,6 +81,7 @@ void Job::Run() {
   due_cond_.notify_all();
   chaos.join();
   at_probes.join();
+  for (auto& spare : spares_.threads) spare.join();
   gpu_.reset();
 }
 
@@ -99,16 +103,21 @@ bool Job::IsHarmless() const {
 std::string Job::Verdict() const {
   if (!wrong_.empty()) return wrong_;
   if (ps::NumBrokenInvariants() > 0) return ps::BrokenInvariants().last;
+  if (plan_.backups && MustGoOn() && !ended_well_)
+    return "one server was lost, and the job with it";
   for (size_t node = 0; node < records_.size(); ++node) {
     const std::string& error = records_[node]->error;
     if (error.empty() || IsVictim(static_cast<int>(node))) continue;
+    if (spares_.numbers.count(static_cast<int>(node)) > 0) continue;  // it has found no place
+    // Of several servers that were lost two were neighbors.
+    if (plan_.backups && broken_.size() > 1 && LostState()) continue;
     if (IsHarmless()) return NameOf(node) + " failed, though nothing broke for good: " + error;
     if (!NamesACause(error)) return NameOf(node) + " blames what did not break: " + error;
   }
   // One that is paused is not lost for good, and one that is killed is replaced.
   const bool may_go_on = !ended_scheduler_ && plan_.keep;
   if (may_go_on && !ended_well_) return "no incarnation of the job ended well";
-  if (!IsHarmless() || WantedSums() == sums_) return "";
+  if (!IsHarmless() || plan_.backups || WantedSums() == sums_) return "";
   return "the servers made " + std::to_string(sums_) + " sums, not " + std::to_string(WantedSums());
 }
 
@@ -137,6 +146,12 @@ void Job::NodeUser::OnMessage(core::Message* message) {
 void Job::NodeUser::OnEvent(const ps::MembershipEvent& event) {
   if (event.kind == ps::MembershipEvent::kNodeLeft && server_ != nullptr) {
     return server_->OnWorkerGone(event.rank, event.reason);
+  }
+  if (event.kind == ps::MembershipEvent::kServerLost && server_ != nullptr) {
+    return server_->OnServerLost(event.rank);
+  }
+  if (event.kind == ps::MembershipEvent::kServerReplaced && server_ != nullptr) {
+    return server_->OnServerReplaced(event.rank);
   }
   const bool is_end =
       event.kind == ps::MembershipEvent::kFailed || event.kind == ps::MembershipEvent::kEnded;
@@ -173,6 +188,8 @@ NodeSettings Job::SettingsOf(ps::Node::Role role, int number, int rank, int work
   settings.keep = plan_.keep && role != ps::Node::WORKER;
   settings.keep_timeout_s = kKeepTimeoutS;
   settings.scheduler_return_s = plan_.returns ? kReturnS : 0;
+  settings.replace_servers_s = plan_.backups ? kReplaceS : 0;
+  settings.backups = plan_.backups;
   return settings;
 }
 
@@ -231,7 +248,12 @@ std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
   bool by_order = false;
   try {
     channel.Start(user.get());
-    if (server) ++started_;
+    if (server) {
+      ++started_;
+      server->SetRank(channel.rank());
+      if (plan_.backups) at_place_[1 + channel.rank()] = settings.number;
+      if (spares_.numbers.count(settings.number) > 0) ++spares_.served;
+    }
     error = user->AwaitEnd(&by_order);
     if (by_order) channel.StopByOrder("stopped by SIGTERM");
     *again = !by_order;
@@ -337,6 +359,29 @@ void Job::BreakScheduler() {
   user->End(false);
 }
 
+void Job::StartSpare() {
+  const int number = static_cast<int>(records_.size());
+  records_.push_back(std::make_unique<NodeRecord>());
+  records_.back()->role = ps::Node::SERVER;
+  spares_.numbers.insert(number);
+  spares_.threads.emplace_back([this, number] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(Random(400)));
+    RunNode(ps::Node::SERVER, number);
+  });
+  pthread_setname_np(spares_.threads.back().native_handle(), "server");
+}
+
+bool Job::LostState() const {
+  return std::any_of(records_.begin(), records_.end(), [](const auto& record) {
+    return record->error.find("load the last checkpoint") != std::string::npos ||
+           record->error.find("were never loaded") != std::string::npos;
+  });
+}
+
+bool Job::MustGoOn() const {
+  return !spares_.too_early && plan_.faults.size() == 1 && plan_.faults[0].kind == Fault::kKill;
+}
+
 void Job::Break(const Fault& fault) {
   if (Returns(fault)) return BreakScheduler();
   // A place that nobody has, or has had: then there is nobody to break.
@@ -353,6 +398,8 @@ void Job::Break(const Fault& fault) {
   const bool ends = kind == Fault::kKill || kind == Fault::kStop;
   ended_scheduler_ = ended_scheduler_ || (ends && number == 0);
   const auto user = users_.find(number);
+  spares_.too_early = spares_.too_early || started_ < plan_.workers + plan_.servers;
+  if (plan_.backups) StartSpare();
   switch (kind) {
     case Fault::kKill:
       killed_.insert(number);

@@ -35,6 +35,8 @@ class Job {
   std::string Describe() const;
   bool failed() const;
   int incarnations() const { return incarnations_; }
+  bool ended_well() const { return ended_well_; }
+  int replaced() const { return spares_.served; }
 
  private:
   // A node of one incarnation, and what it ended with.  A server or scheduler may live through
@@ -87,6 +89,12 @@ class Job {
   bool Returns(const Fault& fault) const {
     return plan_.returns && fault.kind == Fault::kKill && fault.node == 0;
   }
+  // Another server is started, since one may be lost.
+  void StartSpare();
+  // With backups: whether the job has to end well.
+  bool MustGoOn() const;
+  // And whether it says that a state is lost.
+  bool LostState() const;
   // Whether nothing breaks for good.
   bool IsHarmless() const;
   // Its process dies, and another one takes its place.
@@ -115,6 +123,14 @@ class Job {
   int incarnations_ = 0;
   bool ended_well_ = false;  // the workers of the last incarnation
   uint64_t sums_ = 0;        // that servers made
+  // With backups: servers that wait for the place of one that is lost.
+  struct Spares {
+    std::vector<std::thread> threads;
+    std::set<int> numbers;
+    int served = 0;
+    bool too_early = false;  // something broke before all had come
+  };
+  Spares spares_;
   std::string wrong_;
 
   std::vector<Fault> at_probes_;  // that have not happened

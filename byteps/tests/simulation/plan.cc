@@ -30,6 +30,7 @@ std::string Plan::Describe() const {
                      std::to_string(settings);
   if (keep) text += ", kept";
   if (returns) text += ", the scheduler returns";
+  if (backups) text += ", backups";
   if (goes_on) text += ", goes on";
   if (updates) text += ", " + std::to_string(parameters) + " parameters";
   if (on_gpu >= 0) text += ", worker " + std::to_string(on_gpu) + " on a GPU";
@@ -82,6 +83,19 @@ const std::vector<Config>& ReplicaSettings(bool patient, bool replaces, bool ret
                                             MakeSettings("0", 0, kLongOpTimeoutS),
                                             MakeSettings("1", 0, kLongOpTimeoutS)};
   return all[(returns ? 4 : replaces ? 2 : 0) + (patient ? 1 : 0)];
+}
+
+const std::vector<Config>& BackupSettings(int servers) {
+  static const auto make = [](const char* count) {
+    setenv("BYTEPS_BACKUP_STATE", "1", 1);
+    setenv("DMLC_NUM_SERVER", count, 1);
+    std::vector<Config> made = MakeSettings("0", kReplaceS, kLongOpTimeoutS);
+    unsetenv("BYTEPS_BACKUP_STATE");
+    unsetenv("DMLC_NUM_SERVER");
+    return made;
+  };
+  static const std::vector<Config> all[] = {make("2"), make("3")};
+  return all[servers - 2];
 }
 
 namespace {
@@ -154,6 +168,37 @@ Plan MakePlan() {
     fault.kind = Fault::kKill;
     fault.node = 0;
     if (Random(3) == 0) fault.at_probe = static_cast<int>(ps::Probe::kSaysGoodbye);
+    plan.faults.push_back(fault);
+  }
+  return plan;
+}
+
+Plan MakeBackupPlan() {
+  Plan plan;
+  plan.backups = plan.updates = true;
+  plan.workers = 1 + static_cast<int>(Random(3));
+  plan.servers = 2 + static_cast<int>(Random(2));
+  plan.rounds = 2 + static_cast<int>(Random(7));
+  plan.tensors = 1;
+  plan.settings = Random(BackupSettings(plan.servers).size());
+  plan.parameters = 1 + Random(6000);
+  plan.disturbed = Random(2) == 0;
+  plan.counts.push_back(1 + Random(3000));
+  for (uint64_t faults = Random(4); faults > 0; --faults) {
+    Fault fault;
+    const uint64_t kind = Random(10);
+    fault.kind = kind < 6   ? Fault::kKill
+                 : kind < 8 ? Fault::kReset
+                 : kind < 9 ? Fault::kPause
+                            : Fault::kDelay;
+    fault.at_s = static_cast<double>(Random(60'000)) * 1e-6;
+    const uint64_t when = Random(4);
+    if (when < 1) fault.at_reached = 1 + static_cast<int>(Random(200));
+    if (when == 1 || when == 2) fault.at_probe = static_cast<int>(Random(kNumProbes));
+    fault.node = 1 + static_cast<int>(Random(plan.servers));
+    fault.peer = 1 + static_cast<int>(Random(plan.servers + plan.workers));
+    if (fault.peer == fault.node) fault.peer = 1 + plan.servers;
+    fault.seconds = static_cast<double>(1 + Random(60)) * (Random(2) ? 0.002 : 0.1);
     plan.faults.push_back(fault);
   }
   return plan;

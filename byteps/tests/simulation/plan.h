@@ -57,6 +57,7 @@ struct Plan {
   bool keep = false;
   bool returns = false;  // the scheduler, when it was killed
   bool goes_on = false;  // a worker goes on after an operation that failed alone
+  bool backups = false;  // servers have copies of each other's state, and are replaced when lost
   bool updates = false;  // servers keep parameters as well, of so many elements
   size_t parameters = 0;
   int on_gpu = -1;         // rank of the worker whose tensors are on a GPU
@@ -74,8 +75,13 @@ const std::vector<core::Config>& Settings();
 // the scheduler may return, for which sums have time.
 const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bool returns);
 
+// The same where so many servers (2 or 3) have copies of each other's state.
+const std::vector<core::Config>& BackupSettings(int servers);
+
 // Within Run.
 Plan MakePlan();
+// Of a job whose servers have copies of each other's state: servers are lost, and links break.
+Plan MakeBackupPlan();
 
 }  // namespace simulation
 }  // namespace byteps

@@ -60,6 +60,7 @@ struct Options {
   bool progress = false;  // a line for every 500 seeds
   bool breaks_invariant = false;
   bool replicas = false;
+  bool backups = false;
 };
 
 struct Totals {
@@ -97,14 +98,15 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
   const Job* playing = nullptr;
   const Outcome outcome = Run(seed, kKeptLimitS, [&] {
     if (options.replicas) return PlayReplicas(options, &verdict, &story, totals);
-    const Plan plan = MakePlan();
+    const Plan plan = options.backups ? MakeBackupPlan() : MakePlan();
     kept = plan.keep;
     Job job(plan, options.breaks_invariant);
     playing = &job;
     job.Run();
     verdict = job.Verdict();
-    failed = job.failed();
+    failed = options.backups ? !job.ended_well() : job.failed();
     totals->incarnations += job.incarnations();
+    totals->replaced += job.replaced();
     if (options.verbose || !verdict.empty()) story = job.Describe();
   });
   if (!outcome.hang.empty()) {
@@ -128,11 +130,15 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
 
 int Main(int argc, char** argv) {
   Options options;
-  const option names[] = {
-      {"from", required_argument, nullptr, 'f'},      {"seeds", required_argument, nullptr, 's'},
-      {"verbose", no_argument, nullptr, 'v'},         {"twice", no_argument, nullptr, 't'},
-      {"progress", no_argument, nullptr, 'p'},        {"replicas", no_argument, nullptr, 'r'},
-      {"break-invariant", no_argument, nullptr, 'b'}, {nullptr, 0, nullptr, 0}};
+  const option names[] = {{"from", required_argument, nullptr, 'f'},
+                          {"seeds", required_argument, nullptr, 's'},
+                          {"verbose", no_argument, nullptr, 'v'},
+                          {"twice", no_argument, nullptr, 't'},
+                          {"progress", no_argument, nullptr, 'p'},
+                          {"replicas", no_argument, nullptr, 'r'},
+                          {"backups", no_argument, nullptr, 'c'},
+                          {"break-invariant", no_argument, nullptr, 'b'},
+                          {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", names, nullptr)) != -1;) {
     if (c == 'f') options.from = strtoull(optarg, nullptr, 10);
     if (c == 's') options.seeds = strtoull(optarg, nullptr, 10);
@@ -140,10 +146,12 @@ int Main(int argc, char** argv) {
     if (c == 't') options.twice = true;
     if (c == 'p') options.progress = true;
     if (c == 'r') options.replicas = true;
+    if (c == 'c') options.backups = true;
     if (c == 'b') options.breaks_invariant = true;
     if (c == '?') return 2;
   }
   (void)ReplicaSettings(false, false, false);
+  (void)BackupSettings(2);
   MakeGpu(Settings()[0].Int("BYTEPS_PINNED_BYTES"), Settings()[0].Int("BYTEPS_STREAMED_BYTES"),
           kPartitionBytes);
   ListenToProbes();
@@ -180,6 +188,12 @@ int Main(int argc, char** argv) {
         number(options.seeds), number(totals.failed_jobs), number(totals.removed),
         number(totals.joins), number(totals.short_sums), number(totals.replaced),
         number(totals.returns), totals.seconds, number(totals.switches));
+  } else if (options.backups) {
+    printf(
+        "%llu schedules held: %llu servers were replaced, %llu jobs failed as they should, "
+        "%.0f s passed, %llu switches\n",
+        number(options.seeds), number(totals.replaced), number(totals.failed_jobs), totals.seconds,
+        number(totals.switches));
   } else {
     printf(
         "%llu schedules held: %llu jobs failed as they should, %llu incarnations, %.0f s passed, "
