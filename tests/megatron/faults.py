@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,24 +84,31 @@ def kill_servers(folder: Path, victims: Sequence[int]) -> None:
     """Have the last rank kill one of these processes in each step from the second on: servers that
     rank 0 has pushed to, and the last rank has not."""
     from byteps.torch import engine
+    from byteps.torch.server_tensor import ServerTensor
 
-    start = engine.start  # by all ways to begin a sum
     left = dict(enumerate(victims, 2))
-    steps: Counter[str] = Counter()
+    steps: Counter[object] = Counter()
 
-    def started(*args: Any, **kwargs: Any) -> Any:
-        steps[kwargs["name"]] += 1
-        step = steps[kwargs["name"]]
-        pushed = folder / f"pushed.{step}"
-        if dist.get_rank() == dist.get_world_size() - 1 and step in left:
-            _await(pushed)
-            os.kill(left.pop(step), signal.SIGKILL)
-        handle = start(*args, **kwargs)
-        if dist.get_rank() == 0:
-            pushed.touch()
-        return handle
+    def killing(start: Callable[..., Any], tensor: Callable[..., object]) -> Callable[..., Any]:
+        def started(*args: Any, **kwargs: Any) -> Any:
+            steps[tensor(*args, **kwargs)] += 1
+            step = steps[tensor(*args, **kwargs)]
+            pushed = folder / f"pushed.{step}"
+            if dist.get_rank() == dist.get_world_size() - 1 and step in left:
+                _await(pushed)
+                os.kill(left.pop(step), signal.SIGKILL)
+            handle = start(*args, **kwargs)
+            if dist.get_rank() == 0:
+                pushed.touch()
+            return handle
 
-    engine.start = started
+        return started
+
+    # All ways to begin a sum, and a step of servers that keep the optimizer.
+    engine.start = killing(engine.start, lambda *args, **kwargs: kwargs["name"])
+    for name in ("push_step", "push_norm", "push_try"):
+        push = getattr(ServerTensor, name)
+        setattr(ServerTensor, name, killing(push, lambda self, *args: id(self)))
 
 
 def _await(file: Path) -> None:

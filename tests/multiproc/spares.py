@@ -28,9 +28,9 @@ def wait_done(cluster: Cluster, step: int) -> None:
         time.sleep(0.01)
 
 
-def wait_for_text(node: Process, text: str) -> None:
+def wait_for_text(node: Process, text: str, times: int = 1) -> None:
     end = time.monotonic() + RUN_S
-    while text not in node.text:
+    while node.text.count(text) < times:
         assert node.running and time.monotonic() < end, node.text[-3000:]
         time.sleep(0.02)
 

@@ -10,6 +10,8 @@ import pytest
 from tests.multiproc.cluster import RUN_S, Cluster
 from tests.multiproc.spares import WAIT, start_with_spare, wait_done, wait_for_text
 
+COPIED = "has a copy of this server's state"
+
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], workers: int) -> None:
@@ -67,6 +69,25 @@ def test_a_spare_that_nobody_needs_ends_well(make_cluster: Callable[..., Cluster
     training = start_with_spare(cluster, steps=20, pace=0.02)
     cluster.finish_with(training, [])
     assert "done: no server was lost" in cluster.servers[-1].text
+
+
+def test_optimizer_state_is_copied(make_cluster: Callable[..., Cluster]) -> None:
+    """Each of two servers is lost, and the next one goes on from the other one's copy."""
+    cluster = make_cluster(workers=2, servers=2, env={**WAIT, "BYTEPS_BACKUP_STATE": "1"})
+    training = cluster.start("lost_servers:with_copies", steps=80, pace=0.03)
+    wait_done(cluster, 1)
+    first, second = cluster.servers
+    for server in (first, second):
+        wait_for_text(server, COPIED)
+    wait_for_text(cluster.start_server(), "waiting for the place of a server")
+    first.send(signal.SIGKILL)
+    wait_for_text(second, COPIED, times=2)
+    wait_for_text(cluster.start_server(), "waiting for the place of a server")
+    wait_done(cluster, int((cluster.folder / "done.0").read_text()) + 5)
+    second.send(signal.SIGKILL)
+    cluster.finish_with(training, [first, second])
+    said = cluster.scheduler.text
+    assert said.count("has taken the place of the server that was lost") == 2
 
 
 def test_optimizer_state_is_lost_with_its_server(make_cluster: Callable[..., Cluster]) -> None:

@@ -66,3 +66,29 @@ def with_optimizer(job: Job) -> None:
         job.note("done", str(step + 1))
         time.sleep(job.args.get("pace", 0))
     bps.shutdown()
+
+
+def with_copies(job: Job) -> None:
+    """The same, each step compared with torch's, to the bit; half of the steps are clipped."""
+    bps.init()
+    weights = {name: torch.nn.Parameter(torch.ones(n)) for name, n in LENGTHS.items()}
+    expected = [torch.nn.Parameter(torch.ones(n)) for n in LENGTHS.values()]
+    optimizer = bps.ServerOptimizer(torch.optim.AdamW(weights.values(), lr=1e-3), max_norm=1.0)
+    alone = torch.optim.AdamW(expected, lr=1e-3, foreach=False)
+    for step in range(job.args["steps"]):
+        # The norm is that of one value, a power of two: 8 is clipped to 1.
+        norm = 2.0 ** (-11 if step % 4 < 2 else 3)
+        scale = torch.tensor(min(1.0, 1.0 / (norm + 1e-6)))
+        for i, (weight, other) in enumerate(zip(weights.values(), expected, strict=True)):
+            pattern = torch.zeros(weight.shape)
+            if i == step % 3:
+                pattern[step % 10] = norm
+            weight.grad = pattern * (2 * job.rank / max(job.size - 1, 1))
+            other.grad = pattern * scale
+        optimizer.step()
+        alone.step()
+        for (name, weight), other in zip(weights.items(), expected, strict=True):
+            assert torch.equal(weight, other), f"step {step}: {name!r} is not what torch makes"
+        job.note("done", str(step + 1))
+        time.sleep(job.args.get("pace", 0))
+    bps.shutdown()
