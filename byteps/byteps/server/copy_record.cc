@@ -11,6 +11,7 @@ std::string CopyRecord::Pack() const {
   out.Put(static_cast<uint8_t>(what));
   out.PutText(settled);
   out.Put(round);
+  out.Put(rank);
   if (what == kState) {
     out.PutText(declaration);
     out.Put(slots);
@@ -19,7 +20,6 @@ std::string CopyRecord::Pack() const {
   } else if (what == kRound) {
     out.Put(op);
     out.PutText(step);
-    out.Put(rank);
   }
   return out.Take();
 }
@@ -32,6 +32,7 @@ bool CopyRecord::Unpack(const std::string& text, CopyRecord* record) {
   record->what = static_cast<What>(what);
   record->settled = in.GetText();
   record->round = in.Get<uint32_t>();
+  record->rank = in.Get<uint32_t>();
   if (what == kState) {
     record->declaration = in.GetText();
     record->slots = in.Get<uint32_t>();
@@ -40,7 +41,6 @@ bool CopyRecord::Unpack(const std::string& text, CopyRecord* record) {
   } else if (what == kRound) {
     record->op = in.Get<uint8_t>();
     record->step = in.GetText();
-    record->rank = in.Get<uint32_t>();
   }
   return in.ok() && in.at_end();
 }

@@ -28,6 +28,7 @@ struct CopyRecord {
   // round's number; "": nothing new.
   std::string settled;
   uint32_t round = 0;
+  uint32_t rank = 0;  // of a member that asked for what is told
   // kState.  The packed list of its one declaration; a bit per slot whose values follow, in order;
   // whether it is all of the state; and then the last round (RoundUpdate::Pack), whose sum comes
   // behind the slots.  "": there was none.
@@ -38,7 +39,6 @@ struct CopyRecord {
   // kRound: what the first member asked for.
   uint8_t op = 0;
   std::string step;
-  uint32_t rank = 0;
 
   std::string Pack() const;
   // False: `text` is no record.  Whether the rest fits the declaration is not looked at.
