@@ -58,8 +58,8 @@ inline uint64_t WithIncarnation(uint64_t job, int incarnation) {
   return (job & ~kIncarnationMask) | (static_cast<uint64_t>(incarnation) & kIncarnationMask);
 }
 
-// The incarnation of no job: what a server says of itself to another one of which the scheduler has
-// not told it yet.
+// Jobs count from 1.  A server says this to another one that connects before the scheduler has
+// named it: try again.
 constexpr int kNotTold = 0;
 
 // Why who says `theirs` has nothing to say to who is of `ours`.
