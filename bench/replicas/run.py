@@ -13,6 +13,7 @@ exchanged.
 
 Runs of one seed begin with the same parameters and see the same data: they are compared seed by
 seed, and with several seeds a 95 % interval is shown. Ranks are spread over this machine's GPUs.
+Runs that share GPUs need --alone: NCCL would hold a GPU for one run while it waits for another.
 
   bench/replicas/run.py                                       a small GPT on this machine
   bench/replicas/run.py --every 10@60,30@60 --lr 0.8 --momentum 0.5
@@ -87,6 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gpt.add_model(add)
     add("--seeds", type=positive, default=1, help="runs of each (default: 1)")
     add("--at-once", type=positive, default=1, help="runs that share this machine (default: 1)")
+    add("--alone", action="store_true", help="the one job is one rank with all of a step's sequences")
     add("--model-ranks", type=positive, default=1, help="that share one copy of the model")
     add("--at-most", default="", metavar="H[@N]=X,...", help="fail where a loss is X above")
     add("--at-most-slower", default="", metavar="H[@N]=X,...", help="or a step's time")
@@ -96,6 +98,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gpt.add_files(add, "replicas")
     options = parser.parse_args(arguments)
     options.tree = options.tree.resolve()  # ranks have folders of their own
+    if options.alone and options.model_ranks > 1:
+        parser.error("--alone: a model on one rank has --model-ranks 1")
     try:
         options.sites = sites_of(options.sites) if options.sites else None
     except ValueError as error:
@@ -166,6 +170,12 @@ def outer_arguments(options: argparse.Namespace, setting: Setting) -> list[str]:
     arguments += ["--dpu-outer-momentum", str(options.momentum)]
     arguments += ["--dpu-outer-delay", str(options.delay)]
     return [*arguments, "--dpu-outer-fragments", str(options.fragments)]
+
+
+def alone(options: argparse.Namespace) -> argparse.Namespace:
+    """For one rank, which takes the sequences of all."""
+    sequences = options.batch * options.replicas * options.ranks
+    return argparse.Namespace(**{**vars(options), "replicas": 1, "ranks": 1, "batch": sequences})
 
 
 def arguments_of_world(number: int) -> list[str]:
@@ -279,7 +289,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     options.out.mkdir(parents=True, exist_ok=True)
 
     def train_one(setting: Setting | None, seed: int) -> report.Run:
-        run = train(options, dataset.prefix, setting, seed)
+        asked = alone(options) if setting is None and options.alone else options
+        run = train(asked, dataset.prefix, setting, seed)
         # What has ended stays, whatever becomes of the others.
         name = f"{name_of(setting)}, seed {seed}"
         (options.out / f"{name}.json").write_text(json.dumps(run) + os.linesep)
