@@ -72,6 +72,7 @@ def add(target: str, inputs: Iterable[Path]) -> None:
     files = list(inputs)
 
     def copy_into(folder: Path) -> None:
+        (folder / target).mkdir(exist_ok=True)  # a new fuzzer has none
         for file in files:
             data = file.read_bytes()
             # The name that libFuzzer would give it.

@@ -18,6 +18,7 @@ from tests import native
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "build/fuzz"
 TARGETS = {
+    "backup": "a server that has a copy of another one's state, and broken neighbors",
     "declarations": "the list of tensors that a worker declares",
     "frame": "frames on a TCP connection, and their metas",
     "hello": "the greeting of a TCP connection",

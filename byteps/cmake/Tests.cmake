@@ -122,7 +122,7 @@ endif()
 # What reads bytes that come from a network, one program for each parser (tests/fuzz).
 if(BYTEPS_FUZZERS)
   add_custom_target(fuzzers)
-  foreach(name declarations frame hello http membership meta rdma server)
+  foreach(name backup declarations frame hello http membership meta rdma server)
     add_executable(${name}_fuzzer tests/fuzz/${name}_fuzzer.cc)
     target_compile_options(${name}_fuzzer PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
     target_link_options(${name}_fuzzer PRIVATE -fsanitize=fuzzer)

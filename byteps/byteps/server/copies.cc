@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "byteps/base/declaration_list.h"
@@ -111,7 +112,7 @@ std::string Copies::Settle(StateCopy* copy, const CopyRecord& record) {
   UpdateStep step;
   const size_t groups = copy->declaration->rule->groups.size();
   if (!UpdateStep::Unpack(record.settled, &step) || step.rates.size() != groups) return kNotOfForm;
-  if (copy->last->update->is_updated()) return "";
+  if (copy->last->update->has_answer()) return "";  // its gradients are gone
   std::string failure;
   const std::string error = copy->last->update->Decide(static_cast<int>(record.rank),
                                                        record.settled, &copy->last->sum, &failure);
@@ -177,6 +178,7 @@ std::vector<uint64_t> Copies::Keys() {
 
 CopyRecord Copies::RecordOf(uint64_t key, SharedBytes* values) {
   const auto copy = Find(key);
+  if (copy == nullptr) throw std::runtime_error("there is no copy of a part of it");
   LastRound last;
   if (copy->last) last = {copy->last->number, copy->last->update.get(), copy->last->sum};
   return RecordOfAll(*copy->declaration, *copy->state, last, values);

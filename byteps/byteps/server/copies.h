@@ -53,7 +53,7 @@ class Copies {
   std::string Apply(uint64_t key, const CopyRecord& record, SharedBytes values,
                     uint64_t generation);
   std::vector<uint64_t> Keys();
-  // Of a key that is there.
+  // Throws std::runtime_error where there is no copy of that key, or no more.
   CopyRecord RecordOf(uint64_t key, SharedBytes* values);
   // Takes it out; null: there is none.
   std::shared_ptr<StateCopy> Take(uint64_t key);

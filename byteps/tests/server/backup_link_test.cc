@@ -28,11 +28,15 @@ class Neighbor : public ServerChannel, public BackupUser {
  public:
   void Send(const Message& message) override { sent.push_back(message); }
   int rank() const override { return 1; }
-  void InThreadOf(uint64_t, std::function<void()> task) override { task(); }
+  void InThreadOf(uint64_t, std::function<void()> task) override {
+    defers ? deferred.push_back(std::move(task)) : task();
+  }
   void OnCopied(uint64_t, uint64_t number) override { copied.push_back(number); }
   void OnBackup(uint64_t pass) override { backups.push_back(pass); }
   void OnFetched() override { ++fetched; }
 
+  bool defers = false;
+  std::vector<std::function<void()>> deferred;
   std::vector<Message> sent;
   std::vector<uint64_t> copied, backups;
   int fetched = 0;
@@ -166,6 +170,42 @@ TEST_F(BackupLinkTest, WhatHasNotItsFormIsRefusedAndTheCopyIsNotWhole) {
   round.step = "no step";
   EXPECT_TRUE(Copy(round, {1, 1, 1, 1}).failed);
   EXPECT_TRUE(Tell(kFetch, "", 0, pass).failed);
+}
+
+TEST_F(BackupLinkTest, AStateThatIsToldAnewWhileItIsSentIsNot) {
+  const uint64_t pass = Meet(70);
+  Copy(State(pass), {1, 1, 1, 1});
+  user_.defers = true;
+  Tell(kFetch, "", 0, pass);
+  CopyRecord record;
+  record.pass = pass;
+  record.what = CopyRecord::kBegin;
+  EXPECT_FALSE(Copy(record).failed);
+  user_.sent.clear();
+  ASSERT_EQ(user_.deferred.size(), 1u);
+  user_.deferred[0]();
+  ASSERT_EQ(user_.sent.size(), 1u);
+  EXPECT_EQ(user_.sent[0].op, kFetch);
+  EXPECT_TRUE(user_.sent[0].failed);
+}
+
+TEST_F(BackupLinkTest, AStepOfARoundBeforeALoadIsNotMade) {
+  const uint64_t pass = Meet(70);
+  Copy(State(pass), {1, 1, 1, 1});
+  UpdateStep step;
+  step.number = 1;
+  step.rates = {{0.5, 0}};
+  CopyRecord record;
+  record.pass = pass;
+  record.what = CopyRecord::kRound;
+  record.op = kPushTry;
+  record.step = step.Pack();
+  EXPECT_FALSE(Copy(record, {1, 1, 1, 1}).failed);
+  EXPECT_FALSE(Copy(State(pass), {3, 3, 3, 3}).failed);
+  record.what = CopyRecord::kStep;
+  record.settled = step.Pack();
+  EXPECT_FALSE(Copy(record).failed);
+  EXPECT_EQ(Fetched(pass), 3);
 }
 
 TEST_F(BackupLinkTest, ABackupThatLosesItsCopyIsToldNothingMore) {
