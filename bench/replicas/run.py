@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gpt.add_model(add)
     add("--seeds", type=positive, default=1, help="runs of each (default: 1)")
     add("--at-once", type=positive, default=1, help="runs that share this machine (default: 1)")
-    add("--alone", action="store_true", help="the one job is one rank with all of a step's sequences")
+    add("--alone", action="store_true", help="the one job is one rank with all of them")
     add("--model-ranks", type=positive, default=1, help="that share one copy of the model")
     add("--at-most", default="", metavar="H[@N]=X,...", help="fail where a loss is X above")
     add("--at-most-slower", default="", metavar="H[@N]=X,...", help="or a step's time")

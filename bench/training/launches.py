@@ -6,9 +6,10 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.kit import machine
 from bench.kit.emulation import Host
@@ -33,6 +34,7 @@ class Training:
     """Steps at the beginning that are not timed."""
 
 
+NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 _SHARDED = ("--use-distributed-optimizer",)
 _HALF = ("--grad-reduce-in-bf16",)
 _OVERLAP = "--overlap-grad-reduce"
@@ -47,6 +49,8 @@ class Way:
     name: str
     arguments: tuple[str, ...] = ()
     """Of the entry script, besides those of all ways. ``{hosts}`` is the number of hosts."""
+    settings: Mapping[str, str] = NO_SETTINGS
+    """Environment variables of all nodes."""
     through_servers: bool = False
     loss_tolerance: float = 1e-3
     """Its losses may differ by so much of them from those of another way."""
@@ -80,7 +84,7 @@ def _ways() -> Iterator[Way]:
     recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
     yield _way("sharded-bf16-on-servers", recipe)
     # The optimizer on the servers: parameters come down before the norm is known, or after; the
-    # ranks of a host sum first where several share one, or never.
+    # ranks of a host sum first where several share one, or never; servers copy their state.
     servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")
     for name, more in (
         ("servers-bf16", ("--dpu-optimizer-clip", "speculate")),
@@ -89,13 +93,16 @@ def _ways() -> Iterator[Way]:
         ("servers-int8", ("--dpu-reduce-wire-dtype", "int8")),
     ):
         yield _way(name, (*servers, *more))
+    copies = {"BYTEPS_BACKUP_STATE": "1", "BYTEPS_REPLACE_SERVERS_S": "60"}
+    yield _way("servers-bf16-copies", servers, copies)
 
 
-def _way(name: str, arguments: tuple[str, ...]) -> Way:
+def _way(name: str, arguments: tuple[str, ...], settings: Mapping[str, str] = NO_SETTINGS) -> Way:
     types = set(name.split("-")) & set(_TOLERANCES)
     return Way(
         name=name,
         arguments=arguments,
+        settings=settings,
         through_servers=any(flag in arguments for flag in ("--use-dpu-reduce", "--dpu-optimizer")),
         loss_tolerance=max((_TOLERANCES[one] for one in types), default=Way.loss_tolerance),
     )
@@ -180,6 +187,7 @@ def train(
             environment["MEGATRON_CPU"] = "1"
         arguments = arguments_of(what, way, plan.topology.worker_hosts, route)
         arguments += ["--record-steps", str(record_file)]
+        environment |= way.settings
         if way.through_servers:
             environment |= start_nodes(placement, processes, environment)[1]
         environment |= {

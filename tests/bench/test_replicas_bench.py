@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from scripts import train as train_script
 from scripts.trainkit.job import Record, Step
 
 NAME = run.name_of((10, 0))
+BATCHES = ("--global-batch-size", "--micro-batch-size")
 
 
 def record(losses: list[float], *, step_s: float = 1.0, pushed: int = 0) -> Record:
@@ -71,6 +73,15 @@ def test_how_replicas_meet() -> None:
     options = run.parse(["--every", "1,10@200", "--at-most", "10@200=0.01"])
     assert options.settings == {"1": (1, 0), "10@200": (10, 200)}
     assert run.name_of((10, 200)) == "replicas, once in 10 steps after 200"
+
+
+def test_one_rank_takes_what_all_others_would() -> None:
+    options = run.parse(["--replicas", "4", "--ranks", "2", "--batch", "3", "--alone"])
+    words = [run.megatron_arguments(one, Path("data"), 1) for one in (options, run.alone(options))]
+    sizes = [[dict(pairwise(one))[flag] for flag in BATCHES] for one in words]
+    assert sizes == [["24", "3"], ["24", "24"]]
+    with pytest.raises(SystemExit):
+        run.parse(["--alone", "--model-ranks", "2"])
 
 
 def test_worlds_lie_on_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from bench.kit.plan import Topology
 from scripts.progress import Progress
 from tests import native
 from tests.chaos.broken_job import LINK_BITS, Job, Result, run
+from tests.chaos.copying_job import CopyingJob
 from tests.chaos.lasting_job import LastingJob, ReturningJob
 from tests.chaos.seeds import KINDS, Script, make_script
 from tests.multiproc.cluster import Nursery
@@ -55,7 +56,7 @@ def play(
     """Run the scripts, ``jobs`` at a time; logs go to folders of ``folder``, one for each seed."""
     left = deque(scripts)
     folder.mkdir(parents=True, exist_ok=True)
-    forks = any(script.replicas for script in scripts)
+    forks = any(script.forks for script in scripts)
 
     # Made here: an emulation's name is that of the process and a number.
     emulations = [_emulation() for _ in range(min(jobs, len(scripts)))]
@@ -106,8 +107,10 @@ def _play_on(
             own = folder / f"seed-{script.seed}"
             own.mkdir(parents=True)
             where = (script, emulation.hosts, switch, programs, own)
-            if script.returns:
-                job: Job = ReturningJob(*where, nursery)
+            if script.copies:
+                job: Job = CopyingJob(*where, nursery)
+            elif script.returns:
+                job = ReturningJob(*where, nursery)
             else:
                 job = LastingJob(*where, nursery) if script.spares else Job(*where)
             results.append(job.run())
@@ -151,7 +154,7 @@ def main() -> int:
         how = "WRONG" if result.wrong else "went on" if result.survived else "ended by name"
         shown.step()
         what += ", kept" * result.script.keep + ", encrypted" * result.script.tls
-        what += ", replicas" * result.script.replicas
+        what += ", replicas" * result.script.replicas + ", copies" * result.script.copies
         how += f", {result.replaced} replaced" * (result.replaced > 0)
         how += f" in life {result.lives}" if result.lives > 1 and not result.wrong else ""
         seed = f"seed {result.script.seed:5}"

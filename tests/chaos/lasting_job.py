@@ -24,7 +24,7 @@ class LastingJob(Job):
     """Starts another server for each that is lost, and a killed replica again.
 
     Args:
-        nursery: forks the replicas, where the script has some.
+        nursery: forks the workers, where they are Python's.
     """
 
     # Nothing but a peer's silence is found out by a limit.
@@ -55,25 +55,31 @@ class LastingJob(Job):
             self._await_text(f"server {index}", "has taken this server")
         for index in range(self.script.spares):
             self._start_server(f"spare {index}")
-        if not self.script.replicas:
+        if not self.script.forks:
             return super()._start_workers(life)
         for rank in range(self.script.workers):
-            self._start_replica(rank)
+            self._start_worker(rank)
 
-    def _start_replica(self, rank: int) -> None:
-        node, folder = f"worker {rank}", self.folder / "replicas"
-        folder.mkdir(exist_ok=True)
+    def _start_worker(self, rank: int) -> None:
+        """A replica."""
         ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         number = {"BYTEPS_REPLICA": f"{rank}/{self.script.workers}"}
+        self._fork(rank, "train", {**ranks, **number}, REPLICA_PACE_S)
+
+    def _fork(self, rank: int, program: str, env: Mapping[str, str], pace: float) -> None:
+        """Start a program of on_host.py as this worker."""
+        node, folder = f"worker {rank}", self.folder / "workers"
+        folder.mkdir(exist_ok=True)
         args = {
             "namespace": self._hosts[node].namespace,
             "steps": self.script.rounds,
-            "pace": REPLICA_PACE_S,
+            "pace": pace,
         }
         assert self._nursery is not None
         title = self._title_of_next(node)
-        env = {**self._env, **ranks, **number}
-        self._processes[node] = self._nursery.start(title, "on_host:train", env, folder, args)
+        self._processes[node] = self._nursery.start(
+            title, f"on_host:{program}", {**self._env, **env}, folder, args
+        )
 
     def _title_of_next(self, node: str) -> str:
         """Of the node's next process."""
@@ -91,7 +97,7 @@ class LastingJob(Job):
                 self._spawn(node, command, self._env, life)
                 continue
             if node.startswith("worker"):
-                self._start_replica(int(node.split()[1]))
+                self._start_worker(int(node.split()[1]))
                 continue
             self._start_server(node, 1 + sum(one == node for one, _ in self._earlier))
 

@@ -14,6 +14,8 @@ ENDING_SEEDS = 2000
 """Seeds up to this one are of jobs that end when a server is lost."""
 LASTING_SEEDS = 3000
 """Seeds up to this one are of jobs that end when the scheduler is lost."""
+RETURNING_SEEDS = 4000
+"""Seeds up to this one are of jobs whose servers keep nothing for an optimizer."""
 LONG_S = 9.0
 """Longer than the timeouts of a job: who stands still, or is cut off, for so long is lost."""
 
@@ -58,6 +60,13 @@ class Script:
     """The scheduler is started again each time that it is killed, and nothing else is lost."""
     replicas: bool = False
     """Each worker is a replica. The job goes on without one, and it comes back."""
+    copies: bool = False
+    """Servers keep the state of an optimizer, and each has a copy of another one's."""
+
+    @property
+    def forks(self) -> bool:
+        """Whether workers are Python programs."""
+        return self.replicas or self.copies
 
     @property
     def server_nodes(self) -> list[str]:
@@ -76,6 +85,8 @@ class Script:
 def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
     """``kinds``: of faults, where the seed is at most ENDING_SEEDS."""
     draw = random.Random(seed)
+    if seed > RETURNING_SEEDS:
+        return _make_copying(seed, draw)
     if seed > LASTING_SEEDS:
         return _make_returning(seed, draw)
     if seed > ENDING_SEEDS:
@@ -138,6 +149,41 @@ def _make_returning(seed: int, draw: random.Random) -> Script:
             )
         )
     return replace(script, faults=tuple(faults))
+
+
+def _make_copying(seed: int, draw: random.Random) -> Script:
+    """Of a job that loses servers one after the other, while links break."""
+    script = Script(
+        seed=seed,
+        workers=2,
+        servers=draw.randint(2, 3),
+        rounds=draw.choice([100, 150, 200]),
+        tensors=0,
+        size=0,
+        faults=(),
+        tls=draw.random() < 0.3,
+        spares=1,
+        copies=True,
+    )
+    lost = [
+        Fault(
+            kind=draw.choice(["kill", "kill", "stop", "cut", "term"]),
+            node=draw.choice(script.server_nodes[: script.servers] * 2 + ["spare 0"]),
+            at_s=round(3.0 * draw.random(), 3),
+            seconds=LONG_S,
+        )
+        for _ in range(draw.choice([1, 2, 3]))
+    ]
+    others = [
+        Fault(
+            kind=draw.choice(["cut", "reset", "slow", "lossy"]),
+            node=draw.choice(script.nodes),
+            at_s=round(6.0 * draw.random(), 3),
+            seconds=draw.choice([0.2, 1.0]),
+        )
+        for _ in range(draw.choice([0, 1, 2]))
+    ]
+    return replace(script, faults=(*lost, *others))
 
 
 def _make_lasting(seed: int, draw: random.Random) -> Script:

@@ -18,6 +18,8 @@ LASTING = (2014, 2031, 2071)
 """Jobs that lose servers; the first and the last one are of replicas, one of which is killed."""
 RETURNING = (3001, 3002, 3006)
 """Jobs whose scheduler dies, most of them twice."""
+COPYING = (4002, 4004)
+"""Jobs that lose servers which keep an optimizer's state."""
 MOST_JOBS_S = 240
 
 
@@ -66,6 +68,13 @@ def test_jobs_go_on_with_another_scheduler(programs: Path, run_dir: Path) -> Non
 
 
 @pytest.mark.requires("root")
+@pytest.mark.timeout(MOST_JOBS_S)
+def test_jobs_go_on_from_copies(programs: Path, run_dir: Path) -> None:
+    results = _play_rightly(COPYING, programs, run_dir)
+    assert all(result.survived and result.replaced > 0 for result in results)
+
+
+@pytest.mark.requires("root")
 def test_a_job_in_which_nothing_breaks_goes_on(programs: Path, run_dir: Path) -> None:
     script = Script(seed=0, workers=3, servers=2, rounds=10, tensors=3, size=400_000, faults=())
     (result,) = play([script], programs, run_dir)
@@ -106,3 +115,10 @@ def test_what_is_broken_in_jobs_whose_scheduler_returns() -> None:
     lost = [[f for f in script.faults if f.loses] for script in drawn]
     assert {len(faults) for faults in lost} == {1, 2}
     assert {(f.kind, f.node) for faults in lost for f in faults} == {("kill", "scheduler")}
+
+
+def test_what_is_broken_in_jobs_with_copies() -> None:
+    drawn = [make_script(seed) for seed in range(4001, 4101)]
+    assert all(script.copies and script.spares == 1 and script.servers > 1 for script in drawn)
+    lost = {(f.kind, f.node.split()[0]) for script in drawn for f in script.faults if f.loses}
+    assert lost == set(product(("kill", "stop", "cut", "term"), ("server", "spare")))
