@@ -76,4 +76,5 @@ class CopyingJob(LastingJob):
         replaced = self._processes["scheduler"].text.count("has taken the place of")
         everyone = [*self._processes.values(), *(process for _, process in self._earlier)]
         copied = sum(process.text.count(COPIED) for process in everyone)
-        return self._lost() == replaced and copied >= self.script.servers + replaced
+        # Two say so when one has come: itself, and that whose copy it has.
+        return self._lost() == replaced and copied >= self.script.servers + 2 * replaced
