@@ -18,8 +18,8 @@ LASTING = (2014, 2031, 2071)
 """Jobs that lose servers; the first and the last one are of replicas, one of which is killed."""
 RETURNING = (3001, 3002, 3006)
 """Jobs whose scheduler dies, most of them twice."""
-COPYING = (4004, 4007)
-"""Jobs that lose servers which keep an optimizer's state."""
+COPYING = (4007,)
+"""A job that loses servers which keep an optimizer's state."""
 MOST_JOBS_S = 240
 
 
