@@ -86,6 +86,7 @@ class State:
             setattr(self._args, what, value)
         for one, told in zip(self._optimizers, facts["optimizers"], strict=True):
             _make_room(one, told)
+        self._scheduler.num_steps = 0  # of a checkpoint: a state's are added to them
         self._scheduler.load_state_dict(facts["scheduler"])
         if facts["scaler"] is not None:
             self._optimizers[0].grad_scaler.load_state_dict(facts["scaler"])
