@@ -112,6 +112,7 @@ if(NOT BYTEPS_SANITIZE)
     tests/simulation/probes.cc
     tests/simulation/replica_job.cc
     tests/simulation/replica_member.cc
+    tests/simulation/replica_optimizer.cc
     tests/simulation/simulate.cc
     tests/simulation/simulated_channel.cc
     tests/simulation/virtual_threads.cc
