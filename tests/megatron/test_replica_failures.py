@@ -125,6 +125,38 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
         assert entry["first_sample"] + entry["samples"] == entry["iteration"] * batch
 
 
+class DieInAStep:
+    """Kills replica 1 when it has computed a step, and pushed some of its gradients, and waits for
+    the time that its pass takes at least."""
+
+    def __init__(self, after: int, wait_s: float) -> None:
+        self.after, self.wait_s = after, wait_s
+
+    def __call__(self, job: failures.Job, now: float) -> None:
+        dying = job.lives[1]
+        if not dying.killed and len(dying.ends) >= self.after:
+            if now - dying.ends[self.after - 1] > self.wait_s:
+                job.kill(dying)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("clip", ["speculate", "wait"])
+def test_one_dies_in_a_step_of_the_servers(prefix: Path, clip: str) -> None:
+    """Buckets that it has pushed count, the others' sums are scaled, and the others stay alike."""
+    given = [*TINY, "--replicas", "3", "--steps", "14", "--pace", "1"]
+    arguments = (*SERVERS, "--bf16", "--overlap-grad-reduce", "--dpu-optimizer-clip", clip)
+    options = failures.parse([*given, "--", *arguments])
+    job = failures.train(options, prefix, DieInAStep(after=4, wait_s=0.7))
+    first, dead, last = job.lives
+    assert dead.killed and 4 <= len(dead.record.steps) < 14
+    assert first.record.checksum and first.record.checksum == last.record.checksum
+    (lost,) = re.findall(r"from iteration (\d+) on without replica 1", first.text)
+    assert int(lost) in (len(dead.record.steps) + 1, len(dead.record.steps) + 2)
+    losses = [[step.loss for step in life.record.steps] for life in (first, last)]
+    assert len(losses[0]) == 14 and losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [SERVERS, ()], ids=["servers", "plain"])
 def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
