@@ -134,9 +134,10 @@ class DieInAStep:
 
     def __call__(self, job: failures.Job, now: float) -> None:
         dying = job.lives[1]
-        if not dying.killed and len(dying.ends) >= self.after:
-            if now - dying.ends[self.after - 1] > self.wait_s:
-                job.kill(dying)
+        if dying.killed or len(dying.ends) < self.after:
+            return
+        if now - dying.ends[self.after - 1] > self.wait_s:
+            job.kill(dying)
 
 
 @pytest.mark.thorough

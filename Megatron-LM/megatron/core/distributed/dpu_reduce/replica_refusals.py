@@ -84,18 +84,24 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
 def check_config(config: object) -> None:
     """The same of a DDP config, for users of megatron.core who have no arguments."""
     refuse_settings(config, _OF_REPLICAS, "BYTEPS_REPLICA")
-    _refuse_matrices(config, "BYTEPS_REPLICA")
+    _check_servers(config, "BYTEPS_REPLICA")
 
 
-def _refuse_matrices(source: object, asked: str) -> None:
-    if getattr(source, "dpu_optimizer", False) and not getattr(
-        source, "dpu_optimizer_matrices", True
-    ):
+def _check_servers(source: object, asked: str) -> None:
+    """Of ``--dpu-optimizer``, for arguments and a DDP config."""
+    if not getattr(source, "dpu_optimizer", False):
+        return
+    asked = f"{asked} with --dpu-optimizer does not work with"
+    if not getattr(source, "dpu_optimizer_matrices", True):
         raise ValueError(
-            f"{asked} with --dpu-optimizer does not work with "
-            f"--optimizer={getattr(source, 'optimizer', 'muon')}: a replica that comes back takes "
-            "parameters from the servers, and these do not have the matrices that ranks update. "
-            "Use adam or sgd, or drop --dpu-optimizer."
+            f"{asked} --optimizer={getattr(source, 'optimizer', 'muon')}: a replica that comes "
+            "back takes parameters from the servers, and these do not have the matrices that ranks "
+            "update. Use adam or sgd, or drop --dpu-optimizer."
+        )
+    if os.environ.get("BYTEPS_BACKUP_STATE") == "1":
+        raise ValueError(
+            f"{asked} BYTEPS_BACKUP_STATE=1: a copy of a server's state does not say which "
+            "replicas its last step lacks. Unset it on scheduler, servers and workers."
         )
 
 
@@ -133,7 +139,7 @@ def check(args: Namespace) -> None:
             )
         return
     refuse_settings(args, _OF_REPLICAS, f"BYTEPS_REPLICA={asked}")
-    _refuse_matrices(args, f"BYTEPS_REPLICA={asked}")
+    _check_servers(args, f"BYTEPS_REPLICA={asked}")
     if "global_aux_loss" in str(getattr(args, "moe_router_load_balancing_type", "")):
         raise ValueError(
             f"BYTEPS_REPLICA={asked} does not work with "
