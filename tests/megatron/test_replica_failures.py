@@ -103,7 +103,7 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
     assert all(life.record.checksum for life in lives)
     first = lives[0]
     (lost,) = re.findall(r"from iteration (\d+) on without replica 1", first.text)
-    assert 5 <= int(lost) <= 7
+    assert 4 <= int(lost) <= 7, "in the control round of the fourth one at the earliest"
     (joined,) = re.findall(r"replica 1 has joined after iteration (\d+)", first.text)
     mine = {step.iteration: step.loss for step in watch.second.record.steps}
     assert min(mine) == int(joined) + 1, "its first step is the one after"
@@ -152,7 +152,7 @@ def test_one_dies_in_a_step_of_the_servers(prefix: Path, clip: str) -> None:
     assert dead.killed and 4 <= len(dead.record.steps) < 14
     assert first.record.checksum and first.record.checksum == last.record.checksum
     (lost,) = re.findall(r"from iteration (\d+) on without replica 1", first.text)
-    assert int(lost) in (len(dead.record.steps) + 1, len(dead.record.steps) + 2)
+    assert 0 <= int(lost) - len(dead.record.steps) <= 2
     losses = [[step.loss for step in life.record.steps] for life in (first, last)]
     assert len(losses[0]) == 14 and losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0]
