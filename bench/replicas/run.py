@@ -207,7 +207,7 @@ def train(
     """The mean loss of every step, and the bytes that replica 0 pushed by then.
 
     Args:
-        setting: how replicas meet; None: one job.
+        setting: how replicas meet; None: one job, without servers unless they keep the optimizer.
 
     Raises:
         LaunchError: a process failed or was late.
@@ -232,6 +232,7 @@ def train(
         records: list[Path] = []
         if setting is not None:
             arguments += outer_arguments(options, setting)
+        if setting is not None or "--dpu-optimizer" in arguments:
             environment |= start_nodes(placement, processes, environment)[1]
         size = count * ranks if setting is None else ranks
         ports = [free_ports() for _ in range(count)]

@@ -67,6 +67,7 @@ if(GTest_FOUND)
     tests/server/feedback_test.cc
     tests/server/optimizer/differences_test.cc
     tests/server/optimizer/round_update_test.cc
+    tests/server/optimizer/absent_steps_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/server_test.cc
     tests/support/failing_memory.cc
@@ -111,6 +112,7 @@ if(NOT BYTEPS_SANITIZE)
     tests/simulation/probes.cc
     tests/simulation/replica_job.cc
     tests/simulation/replica_member.cc
+    tests/simulation/replica_optimizer.cc
     tests/simulation/simulate.cc
     tests/simulation/simulated_channel.cc
     tests/simulation/virtual_threads.cc

@@ -55,6 +55,68 @@ def test_two_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
     assert_same(bench.train(options, prefix, EACH_STEP), bench.train(options, prefix, None))
 
 
+SERVERS = {
+    "fp32": (),
+    "bf16": ("--bf16", "--overlap-grad-reduce", "--clip-grad", "0.2"),
+    "waits": ("--bf16", "--dpu-optimizer-clip", "wait", "--log-num-zeros-in-grad"),
+    "unclipped": ("--clip-grad", "0"),
+    "int8": ("--bf16", "--dpu-reduce-wire-dtype", "int8"),
+    "fp16": ("--fp16", "--initial-loss-scale", "4294967296"),
+}
+"""With the optimizer on the servers. The scale of fp16 is too large, so steps are skipped."""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [how if how == "bf16" else pytest.param(how, marks=pytest.mark.thorough) for how in SERVERS],
+)
+def test_two_of_a_rank_are_a_job_of_two_with_the_optimizer_on_servers(
+    prefix: Path, how: str
+) -> None:
+    options = options_of(
+        "--replicas", "2", "--steps", "6", megatron=("--dpu-optimizer", *SERVERS[how])
+    )
+    one = bench.train(options, prefix, None)
+    assert_same(bench.train(options, prefix, EACH_STEP), one)
+    assert one["losses"][0] != one["losses"][-1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["sharded", "tensor", "pipeline", "experts", "tokens"])
+def test_layouts_with_the_optimizer_on_servers(prefix: Path, layout: str) -> None:
+    """What a recipe shards over ranks, servers shard."""
+    words, megatron = LAYOUTS[layout]
+    options = options_of(
+        *TWO_BY_TWO, "--steps", "6", *words, megatron=("--dpu-optimizer", *megatron)
+    )
+    one, replicas = bench.train(options, prefix, None), bench.train(options, prefix, EACH_STEP)
+    assert len(replicas["checksums"]) == 1, "replicas have parted"
+    assert replicas["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    if "--model-ranks" in words:
+        assert_same(one, replicas)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_checkpoints_of_servers(prefix: Path, tmp_path: Path, ranks: str) -> None:
+    """One replica saves parameters and moments, and all go on from them; so does a plain job."""
+    keep = ("--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", "torch_dist")
+    served = ("--dpu-optimizer", "--lr-decay-iters", "8")
+    words = ("--replicas", "2", "--ranks", ranks, "--steps", "8")
+    whole = bench.train(options_of(*words, megatron=(*keep, *served)), prefix, EACH_STEP)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    options = options_of(*words, megatron=("--load", str(tmp_path), *served))
+    resumed = bench.train(options, prefix, EACH_STEP)
+    assert resumed["losses"] == whole["losses"][4:]
+    assert resumed["checksums"] == whole["checksums"]
+    plain = bench.train(options, prefix, None)
+    if ranks == "1":
+        assert plain["losses"] == whole["losses"][4:]
+        assert plain["checksums"] == whole["checksums"]
+    else:
+        assert plain["losses"] == pytest.approx(whole["losses"][4:], rel=1e-4)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(prefix: Path, layout: str) -> None:
@@ -142,7 +204,6 @@ def test_replicas_that_begin_differently_are_told(
 
 
 REFUSED = {
-    "dpu_optimizer": (True, "--dpu-optimizer: its servers want one"),
     "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
     "num_distributed_optimizer_instances": (2, "replicas are the instances"),
     "dpu_reduce_route": ("collective", "--dpu-reduce-route=collective"),
@@ -151,6 +212,7 @@ REFUSED = {
     "non_persistent_ckpt_type": ("local", "one replica saves for all"),
 }
 OUTER_REFUSED = {
+    "dpu_optimizer": (True, "--dpu-optimizer: its servers make each step"),
     "optimizer": ("muon", "--optimizer=muon"),
     "use_precision_aware_optimizer": (True, "--use-precision-aware-optimizer"),
     "dpu_reduce_wire_dtype": ("int8", "exchanged as bf16"),
@@ -181,6 +243,22 @@ def test_refused_with_replicas(monkeypatch: pytest.MonkeyPatch, name: str) -> No
     monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
     with pytest.raises(ValueError, match=text):
         replica_refusals.check(arguments(**{name: value}))
+
+
+def test_matrices_that_ranks_keep_and_copies_are_refused_with_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = arguments(optimizer="muon", dpu_optimizer=True, dpu_optimizer_matrices=False)
+    replica_refusals.check(given)
+    monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
+    with pytest.raises(ValueError, match=r"BYTEPS_REPLICA=0/2 with --dpu-optimizer .*=muon"):
+        replica_refusals.check(given)
+    replica_refusals.check(arguments(optimizer="muon", dpu_optimizer_matrices=False))
+    replica_refusals.check(arguments(optimizer="adam", dpu_optimizer=True))
+    monkeypatch.setenv("BYTEPS_BACKUP_STATE", "1")
+    replica_refusals.check(arguments(optimizer="adam"))
+    with pytest.raises(ValueError, match="does not work with BYTEPS_BACKUP_STATE=1"):
+        replica_refusals.check(arguments(optimizer="adam", dpu_optimizer=True))
 
 
 @pytest.mark.parametrize(("quorum", "grace"), [(2, 0.0), (0, 1.5), (-1, 1.5), (2, -1.5)])

@@ -19,8 +19,9 @@ PHASES = ("before", "pushed", "answered", "control")
 class Replicas:
     """A job of replicas of one worker each."""
 
-    def __init__(self, cluster: Cluster, count: int) -> None:
+    def __init__(self, cluster: Cluster, count: int, program: str = PROGRAM) -> None:
         self.cluster, self.count, self.started = cluster, count, 0
+        self.program = program
 
     def start(self, number: int, **args: Any) -> Nursed:
         """A life of a replica."""
@@ -34,7 +35,7 @@ class Replicas:
             "BYTEPS_REPLICA": f"{number}/{self.count}",
         }
         title = f"replica {number} life {self.started}"
-        return self.cluster.start_worker(number, PROGRAM, title=title, env=env, **args)
+        return self.cluster.start_worker(number, self.program, title=title, env=env, **args)
 
     def wait_done(self, number: int, step: int) -> None:
         """Until it has made so many steps."""

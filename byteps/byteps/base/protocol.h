@@ -4,7 +4,8 @@
 //   op          the Op                number    the request's (worker's own)
 //   key         the tensor's or partition's
 //   body        DECLARE: a DeclarationList; all others: a PushHeader, and what follows it; failed
-//               response: the reason; response to PUSH_TRY: the sum's GradientSums
+//               response: the reason; response to PUSH_TRY: the sum's GradientSums, and as that to
+//               PUSH_PULL, PUSH_STEP and STEP, PackMembers of those that the sum lacks, if any
 //   failed      of a response
 //   values      of PUSH_PULL, PUSH_STEP, PUSH_NORM, PUSH_TRY: the values; of LOAD_STATE:
 //               fp32 values
@@ -160,8 +161,8 @@ struct PushHeader {
   static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
 };
 
-// Members of a group, by index, as the answer to a PUSH_PULL names those whose values its sum
-// lacks: a bit each, lowest first.  Empty where there are none.
+// Members of a group, by index, as an answer names those whose values its sum lacks: a bit each,
+// lowest first.  Empty where there are none.
 std::string PackMembers(const std::vector<bool>& members);
 // The indices, of a group of `size`.
 std::vector<size_t> UnpackMembers(const std::string& text, size_t size);

@@ -108,7 +108,7 @@ std::string Puller::Refusal(const Message& message, const Request& request) {
   const uint64_t wanted = request.operation->Wanted(request.index).bytes;
   const uint64_t got = message.values.size();
   const bool has_sums = request.operation->request.op == kPushTry;
-  if (has_sums && message.body.size() != sizeof(GradientSums)) {
+  if (has_sums && message.body.size() < sizeof(GradientSums)) {
     return "the answer of " + context_->channel->NameOfServer(request.server) + " about '" +
            request.operation->name() + "' has no sum of squares";
   }
@@ -130,16 +130,20 @@ void Puller::KeepSums(const Message& message, const Request& request) {
   operation.EndWriting();
 }
 
+void Puller::NoteMissing(const Message& message, const Request& request) {
+  const size_t begin = request.operation->request.op == kPushTry ? sizeof(GradientSums) : 0;
+  if (message.body.size() <= begin) return;
+  const auto& group = request.operation->tensor->declaration.group;
+  for (const size_t member : UnpackMembers(message.body.substr(begin), group.size())) {
+    context_->missing.Add(static_cast<int>(group[member]));
+  }
+}
+
 void Puller::OnSum(Message* message, Request request) {
   const std::string refusal = Refusal(*message, request);
   if (!refusal.empty()) return Fail(request, refusal);
   KeepSums(*message, request);
-  if (request.operation->request.op == kPushPull && !message->body.empty()) {
-    const auto& group = request.operation->tensor->declaration.group;
-    for (const size_t member : UnpackMembers(message->body, group.size())) {
-      context_->missing.Add(static_cast<int>(group[member]));
-    }
-  }
+  NoteMissing(*message, request);
   const int64_t now = SteadyNs();
   const uint64_t bytes = request.operation->Wanted(request.index).bytes;
   if (PartitionTimes* times = request.times()) times->answered = now;

@@ -40,6 +40,8 @@ class Puller {
 
   // Of a PUSH_TRY, the sums that come with the parameters.
   static void KeepSums(const Message& message, const Request& request);
+  // Members whose values the sum lacks, as the answer says.
+  void NoteMissing(const Message& message, const Request& request);
   // Why an answer cannot be used; empty if it can.
   std::string Refusal(const Message& message, const Request& request);
   // Takes the request that was answered out, and keeps the sum where a server may be lost.

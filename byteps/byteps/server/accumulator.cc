@@ -97,11 +97,15 @@ void Accumulator::EndBlocks(DType t, float divisor, const AdditionRule& rule, Sc
 void Accumulator::AddGradients(DType t, int divisor, SharedBytes values) {
   const bool last = divisor > 0;
   blocks_.push_back(std::move(values));
-  if (!last && blocks_.size() < kAtOnce) return;
+  if (last || blocks_.size() == kAtOnce) FlushGradients(t, last ? divisor : 1);
+}
+
+void Accumulator::FlushGradients(DType t, int divisor) {
   const bool begun = !sum_.empty();
   if (!begun) sum_ = SharedBytes::New(ValuesIn(t, blocks_.back().size()) * sizeof(float));
   const void* in[kAtOnce];
-  core::AddBlocks(Waiting(t, in, reinterpret_cast<float*>(sum_.data()), begun), last ? divisor : 1);
+  core::AddBlocks(Waiting(t, in, reinterpret_cast<float*>(sum_.data()), begun),
+                  static_cast<float>(divisor));
   blocks_.clear();
 }
 
@@ -114,6 +118,11 @@ void Accumulator::Close(const Declaration& declaration, const AdditionRule& rule
   const auto members = static_cast<int>(declaration.group.size());
   const int times = declaration.average ? 1 : members;
   const int by = static_cast<int>(added_);
+  if (IsBlock(t) && declaration.rule) {
+    if (!blocks_.empty()) FlushGradients(t, 1);
+    const size_t n = sum_.size() / sizeof(float);
+    return Scale(DType::kFloat32, sum_.data(), nullptr, times, by, n);
+  }
   if (IsBlock(t)) {
     // Of blocks that were added already none is left to be overwritten.
     if (blocks_.empty()) blocks_.push_back(Zeros(bytes_));

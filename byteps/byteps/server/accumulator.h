@@ -58,6 +58,8 @@ class Accumulator {
                  Scratch* scratch);
   // The same, where the sum is fp32.
   void AddGradients(DType t, int divisor, SharedBytes values);
+  // Those of them that wait, to sum_.
+  void FlushGradients(DType t, int divisor);
   // Those that wait, to sum_.
   void EndBlocks(DType t, float divisor, const AdditionRule& rule, Scratch* scratch);
   // The blocks that wait, to be added to `wide`, which `begun` says to hold a sum.

@@ -79,12 +79,13 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
     return BeginGrace(partition, round);
   }
   context_->lateness.Add(caller.rank, caller.received - round->first_taken);
-  if (round->update) {
-    if (!CopyRound(partition, round)) Update(partition, round);
-    return;
-  }
-  Finish(partition, round);
+  EndSummed(partition, round);
   DropDone(partition);
+}
+
+void Rounds::EndSummed(Partition* partition, Round* round) {
+  if (!round->update) return Finish(partition, round);
+  if (!CopyRound(partition, round)) Update(partition, round);
 }
 
 void Rounds::Update(Partition* partition, Round* round) {
@@ -95,7 +96,6 @@ void Rounds::Update(Partition* partition, Round* round) {
   } else {
     Fail(partition, round, error);
   }
-  DropDone(partition);
 }
 
 Round* Rounds::Admit(Partition* partition, const Message& message) {
@@ -104,11 +104,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   const int member = declaration.MemberIndex(rank);
   const PushHeader header = HeaderOf(message);
   std::string error;
-  if (absent_.count(rank) > 0) {
-    PS_PROBE(kPushOfAbsent);
-    context_->Refuse(message, "worker " + std::to_string(rank) + " pushed round " +
-                                  std::to_string(header.round) + " of '" + declaration.name +
-                                  "', but its replica was removed from the job");
+  if (RefuseAbsent(partition, message, "pushed round " + std::to_string(header.round))) {
     return nullptr;
   }
   if (partition->state && header.round > 0) {
@@ -259,6 +255,11 @@ void Rounds::Deliver(Partition* partition, Round* round) {
   // Only in an answer that lacks some, or is kept.
   std::string about = PackMembers(round->excused);
   const SharedBytes missing = BytesOf(about);
+  SharedBytes tried;  // what goes with the parameters of a step that is tried
+  if (!missing.empty() && round->update && !round->update->sums().empty()) {
+    const SharedBytes& sums = round->update->sums();
+    tried = BytesOf(std::string(sums.data(), sums.size()) + about);
+  }
   SharedBytes kept;
   if (std::any_of(round->callers.begin(), round->callers.end(), [](auto& c) { return c.keeps; })) {
     WireWriter ended;
@@ -276,7 +277,7 @@ void Rounds::Deliver(Partition* partition, Round* round) {
         break;
       case kPushTry:
         context_->Answer(caller, partition->key, "", &round->update->parameters(),
-                         &round->update->sums());
+                         tried.empty() ? &round->update->sums() : &tried);
         break;
       default:
         context_->Answer(caller, partition->key, "", &round->accumulator.sum(),

@@ -9,7 +9,7 @@
 // nothing is kept of it but the reason, for those who come later.
 //
 // Members of a replica that was removed are absent (docs/design/replicas.md): rounds close without
-// those pushes of theirs that had not come.
+// those pushes of theirs that had not come, and nobody waits to hear what they want of a step.
 #ifndef BYTEPS_SERVER_ROUNDS_H_
 #define BYTEPS_SERVER_ROUNDS_H_
 
@@ -43,6 +43,8 @@ class Rounds {
   void Push(Partition* partition, Message* message, int64_t received);
   // The round that a member has pushed, if it may be told more of it now; null: it was refused.
   Round* FindPushed(Partition* partition, const Message& message);
+  // Whether a member's replica was removed: then the request is refused, since it `did` this.
+  bool RefuseAbsent(Partition* partition, const Message& message, const std::string& did);
   // Answers those who wait for a round's sum; gives it up once every member has it.
   void Deliver(Partition* partition, Round* round);
   // A member has the sum of a round, or its part of it, from a server that is lost, and gives it.
@@ -101,7 +103,9 @@ class Rounds {
   bool AnswerFromGiven(Partition* partition, const Message& message, int64_t received);
   // Answers a push by the round of a lost server that was restored.  False: there is none.
   bool AnswerAgain(Partition* partition, const Message& message, int64_t received);
-  // Does what a round's gradients were pushed for.
+  // There is the sum of all pushes that a round will get.
+  void EndSummed(Partition* partition, Round* round);
+  // Does what a round's gradients were pushed for.  Drops no round.
   void Update(Partition* partition, Round* round);
   // True: once the backup has the gradients.
   bool CopyRound(Partition* partition, Round* round);

@@ -53,19 +53,22 @@ void Rounds::CloseShort(Partition* partition, Round* round) {
   if (std::find(round->pushed.begin(), round->pushed.end(), true) == round->pushed.end()) {
     return Fail(partition, round, "no member of '" + partition->declaration().name + "' is there");
   }
-  if (round->update) {
-    return Fail(partition, round,
-                "a replica was removed from the job, and servers that keep the optimizer cannot go "
-                "on without it: '" +
-                    partition->declaration().name + "'");
-  }
   PS_PROBE(kRoundShort);
   context_->counters.short_sums.Add();
   Chance chance;
   const AdditionRule rule = RuleOf(partition, round, &chance);
   round->accumulator.Close(partition->declaration(), rule, &scratch_);
   round->last_added = SteadyNs();
-  Finish(partition, round);
+  EndSummed(partition, round);
+}
+
+bool Rounds::RefuseAbsent(Partition* partition, const Message& message, const std::string& did) {
+  if (absent_.count(message.peer) == 0) return false;
+  PS_PROBE(kPushOfAbsent);
+  context_->Refuse(message, "worker " + std::to_string(message.peer) + " " + did + " of '" +
+                                partition->declaration().name +
+                                "', but its replica was removed from the job");
+  return true;
 }
 
 }  // namespace core

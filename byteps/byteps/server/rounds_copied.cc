@@ -150,7 +150,7 @@ void Rounds::GoOn(Partition* partition) {
     case Copying::kRound: {
       Round* const round = partition->Find(what.round);
       if (round != nullptr && !round->done) Update(partition, round);
-      return;
+      return DropDone(partition);
     }
     case Copying::kStep:
       return ServeStep(context_, this, partition, what.request, what.received, true);

@@ -50,7 +50,7 @@ Rounds::Standing Rounds::StandingOf(const Partition& partition, const Round& rou
 void Rounds::BeginGrace(Partition* partition, Round* round) {
   const Declaration& declaration = partition->declaration();
   const Patience& patience = declaration.patience;
-  if (patience.quorum == 0 || declaration.rule) return;
+  if (patience.quorum == 0) return;
   if (round->waits != Round::Waits::kFirst) return;
   // A replica's first step takes longer than others: it compiles, and allocates.
   const Standing standing = StandingOf(*partition, *round);
@@ -65,8 +65,7 @@ void Rounds::BeginGrace(Partition* partition, Round* round) {
 bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of) {
   const Declaration& declaration = partition->declaration();
   const Patience& patience = declaration.patience;
-  // Servers that keep the optimizer do not go on without a replica.
-  if (patience.replica_ranks == 0 || declaration.rule) return false;
+  if (patience.replica_ranks == 0) return false;
   switch (round->waits) {
     case Round::Waits::kQuorum:
       round->waits = Round::Waits::kAwaited;

@@ -164,6 +164,10 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
     return "worker " + std::to_string(rank) + " is no member of the group of '" + declaration.name +
            "': " + declaration.Describe();
   }
+  if (declaration.rule && declaration.patience.replica_ranks > 0 && backup_.is_on()) {
+    return "servers do not copy the state of an optimizer that replicas share: '" +
+           declaration.name + "' needs servers and workers without BYTEPS_BACKUP_STATE";
+  }
   const uint64_t key = declaration.Key();
   ps::WriterLock lock(&mu_);
   if (declaration.rule && tensors_.count(key) == 0) {

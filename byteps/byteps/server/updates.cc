@@ -142,6 +142,8 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
   std::string error;
   SharedBytes values;
   if (message.op == kLoadState) {
+    // The others go on with the state that there is.
+    if (rounds->RefuseAbsent(partition, message, "loaded state")) return;
     if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
     for (Round& round : partition->rounds) {
       const bool keeps = context->backup != nullptr;

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
+from byteps.torch import members as members_of_job
 from byteps.torch import session
 from byteps.torch.declarations import TensorDeclaration
 from byteps.torch.feedback import feedback
@@ -45,6 +46,8 @@ class BucketSpec:
     """Servers may be asked to try a step."""
     counts_zeros: bool = False
     """Servers count the gradients that are 0."""
+    savers: Sequence[int] = ()
+    """The ranks of which each saves a share of what they all send; none: all that send it."""
     gaps: Sequence[Range] = ()
     """Elements whose gradients another bucket has sent: they count as 0 here, also for the scale of
     their block."""
@@ -114,8 +117,10 @@ class ServerBucket:
         assert isinstance(members, Sequence)
         self._members = list(members)
         """The ranks that send the same elements."""
-        self.is_first = self._members[0] == session.rank()
-        """Whether this rank loads what it sends into the servers."""
+        self._savers = list(spec.savers) or self._members
+        self.is_first = self._members[0] == session.rank() and not members_of_job.is_late()
+        """Whether this rank loads what it sends into the servers; those of a job that runs have
+        it."""
         self._skipped = Step(1, 1.0, True, [(0.0, 0.0)] * len(spec.rule.groups))
         self._check = check
         self._pushed: Started | None = None
@@ -264,6 +269,15 @@ class ServerBucket:
         """The model's parameters were changed by others, as by a checkpoint that is loaded."""
         read_encoded(self.places, self.parameters, self._codecs)
 
+    def settle(self) -> None:
+        """Servers hear now what becomes of the step that was tried last: the state that they have
+        is of all steps.
+
+        Raises:
+            BytePSError: a server was lost.
+        """
+        self._shards.settle()
+
     def give_up(self) -> None:
         """A checkpoint is loaded: drop a step that was tried and neither kept nor dropped. What was
         sent early may be of a step that failed, on this rank or another one."""
@@ -312,8 +326,8 @@ class ServerBucket:
         would own in Megatron's distributed optimizer."""
         found = []
         for first, last in self._shards.own:
-            size = -(-(last - first) // len(self._members))
-            begin = first + self._members.index(session.rank()) * size
+            size = -(-(last - first) // len(self._savers))
+            begin = first + self._savers.index(session.rank()) * size
             found.append((min(begin, last), min(begin + size, last)))
         return found
 

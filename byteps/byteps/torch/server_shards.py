@@ -118,6 +118,11 @@ class ServerShards:
         for shard in self.shards:
             shard.tensor.give_up()
 
+    def settle(self) -> None:
+        """See ServerTensor."""
+        for shard in self.shards:
+            shard.tensor.settle()
+
     @property
     def held_slot(self) -> int:
         """See ServerTensor."""

@@ -141,12 +141,19 @@ class ServerTensor:
         """The fp32 values of a slot, on the CPU: of elements `begin` to `end`, or to the last."""
         end = self.numel if end is None else end
         values = torch.empty(end - begin)
-        if begin == end:
-            return values
+        if begin != end:
+            self._read(slot, begin, end, values)
+        return values
+
+    def settle(self) -> None:
+        """Say what becomes of the step that was tried, if it was, before the next push does."""
+        if self._verdict:
+            self._read(0, 0, 0, torch.empty(1))
+
+    def _read(self, slot: int, begin: int, end: int, values: torch.Tensor) -> None:
         # Other ranks have not said it yet, and this one says it again with its next push.
         where = begin, end, values.data_ptr()
         wait_update(start_update(lambda: self._tensor.read(slot, *where, self._verdict), values))
-        return values
 
     def wait(self, handle: int) -> None:
         """Until what was started has ended; raises BytePSError if it failed."""

@@ -49,6 +49,15 @@ class Speculation:
         if not skipped:
             self._clipped_in_a_row = self._clipped_in_a_row + 1 if clipped else 0
 
+    @property
+    def clipped_in_a_row(self) -> int:
+        """Of the last steps."""
+        return self._clipped_in_a_row
+
+    def go_on(self, clipped_in_a_row: int) -> None:
+        """This rank comes to others, of whose last steps so many were clipped."""
+        self._clipped_in_a_row = clipped_in_a_row
+
     def forget(self) -> None:
         """A state was loaded: ranks may have made different numbers of steps before."""
         self._clipped_in_a_row = 0

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -76,8 +77,11 @@ class AbsentTest : public testing::TestWithParam<const char*> {
     header.round = round;
     header.oldest = oldest;
     header.timeout_ms = timeout_ms_;
-    header.pull_bytes = 16;
-    Message push = MakeRequest(kPushPull, 0, declaration_.Key(), ++number_, header.Pack());
+    header.pull_bytes = declaration_.rule ? 0 : 16;
+    std::string body = header.Pack();
+    if (declaration_.rule) body += static_cast<char>(Verdict::kNone);
+    const int op = declaration_.rule ? kPushNorm : kPushPull;
+    Message push = MakeRequest(op, 0, declaration_.Key(), ++number_, body);
     const std::vector<float> values(4, static_cast<float>(1 << rank));
     const SharedBytes bytes = SharedBytes::New(16);
     memcpy(bytes.data(), values.data(), 16);
@@ -205,6 +209,27 @@ TEST_P(AbsentTest, OneThatPushesInItsGraceIsNot) {
   EXPECT_EQ(answers_.Told(1), std::vector<std::string>{"worker 1 in round 1 of tensor"});
   Push(1, 1, 1);
   Expect(first, 7, {});
+}
+
+// The same where the gradients are of an optimizer on the servers.
+TEST_P(AbsentTest, OneThatIsLateWithGradientsIsToBeRemoved) {
+  auto rule = std::make_shared<UpdateRule>();
+  rule->groups = {{0.9, 0.95, 1e-8, false}};
+  rule->segments = {{4, 0}};
+  declaration_.rule = rule;
+  timeout_ms_ = 100;
+  const uint64_t first = Push(1, 0), second = Push(2, 0);
+  const std::vector<std::string> told = answers_.Told(1);
+  EXPECT_EQ(told[0].find("late: worker 0, as it had not pushed 'tensor' for "), 0u) << told[0];
+  server_.SetAbsent({0});
+  for (const uint64_t number : {first, second}) {
+    const Answers::Answer answer = answers_.Await(number);
+    ASSERT_FALSE(answer.failed) << answer.body;
+    GradientSums sums;
+    ASSERT_EQ(answer.values.size() * sizeof(float), sizeof(sums));
+    memcpy(&sums, answer.values.data(), sizeof(sums));
+    EXPECT_EQ(sums.squares, 4 * 9 * 9);
+  }
 }
 
 TEST_P(AbsentTest, WithoutAQuorumHalfOfThemAreEnoughOnceTheSumTakesTooLong) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "byteps/base/block_codec.h"
@@ -14,6 +15,7 @@ namespace core {
 namespace {
 
 constexpr size_t kCount = 5;
+using Values = std::vector<float>;
 
 SharedBytes Filled(float value) {
   const std::vector<float> values(kCount, value);
@@ -113,6 +115,36 @@ TEST(Accumulator, ClosesSumsOfBlocks) {
                    sum.size());
       for (const float value : sum) {
         ASSERT_NEAR(value, static_cast<float>(members), 0.02 * members) << count;
+      }
+    }
+  }
+}
+
+// Where servers update by them, their sum is fp32: it is scaled in that, and not rounded to blocks.
+TEST(Accumulator, ClosesGradientsThatComeInBlocks) {
+  for (uint32_t members : {2u, 3u, 10u, 19u}) {
+    for (uint32_t count = 1; count < members; ++count) {
+      Declaration declaration = Of(members);
+      declaration.dtype = DType::kInt8x128;
+      declaration.bytes = declaration.partition_bytes = SizeOf(declaration.dtype);
+      declaration.rule = std::make_shared<UpdateRule>();
+      std::vector<float> values(kBlockValues);
+      for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i) - 60.5f;
+      Scratch scratch;
+      Accumulator accumulator;
+      Values one(kBlockValues);
+      for (uint32_t member = 0; member < count; ++member) {
+        const SharedBytes blocks = SharedBytes::New(declaration.bytes);
+        EncodeBlocks(declaration.dtype, blocks.data(), DType::kFloat32, values.data(),
+                     values.size(), nullptr);
+        DecodeBlocks(declaration.dtype, blocks.data(), DType::kFloat32, one.data(), one.size());
+        accumulator.Take(declaration, {}, member, blocks, &scratch);
+      }
+      accumulator.Close(declaration, {}, &scratch);
+      const Values sum = ValuesOf(accumulator.sum());
+      ASSERT_EQ(sum.size(), one.size());
+      for (size_t i = 0; i < sum.size(); ++i) {
+        ASSERT_FLOAT_EQ(sum[i], one[i] * static_cast<float>(members)) << count << " at " << i;
       }
     }
   }

@@ -90,6 +90,8 @@ void ReplicaJob::MakePlan() {
   plan_.returns = !plan_.replaces && Random(2) == 0;
   plan_.backups = plan_.replaces && plan_.servers > 1 && plan_.steps % 2 == 0;
   most_lives_ = 1 + static_cast<int>(Random(4));
+  // The state of a server that is replaced would be lost.
+  if (!plan_.replaces && plan_.steps % 2 == 1) plan_.parameters = 1 + plan_.steps * 997;
   const uint64_t tensors = 1 + Random(3);
   for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
   const uint64_t faults = Random(5);
@@ -303,9 +305,11 @@ void ReplicaJob::BreakThings() {
     }
     Fault fault = due_.back();
     due_.pop_back();
-    // Until all replicas are there, none of them can be left out; nor can the scheduler until all
-    // nodes have heard that.
-    const bool has_begun = witness_.begun() && started_ >= plan_.workers() + plan_.servers;
+    // Until all replicas are there, and servers have the optimizer's state, none of them can be
+    // left out; nor can the scheduler until all nodes have heard that.
+    const bool has_state = plan_.parameters == 0 || witness_.loaded >= plan_.workers();
+    const bool has_begun =
+        witness_.begun() && has_state && started_ >= plan_.workers() + plan_.servers;
     if (!has_begun) {
       fault.at_reached = 0;
       fault.at_probe = -1;
@@ -409,7 +413,8 @@ std::string ReplicaJob::Describe() const {
                      (plan_.patient ? ", with a quorum" : "") +
                      (plan_.replaces ? ", servers are replaced" : "") +
                      (plan_.backups ? ", with links between them" : "") +
-                     (plan_.returns ? ", the scheduler returns" : "");
+                     (plan_.returns ? ", the scheduler returns" : "") +
+                     (plan_.parameters > 0 ? ", with an optimizer on the servers" : "");
   for (const Fault& fault : faults_) text += "\n  still to come: " + fault.Describe();
   for (const auto& life : lives_) {
     text += "\n  replica " + std::to_string(life->replica) + ", life " +

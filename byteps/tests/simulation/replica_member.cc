@@ -6,6 +6,7 @@
 
 #include "byteps/base/error.h"
 #include "plan.h"
+#include "replica_optimizer.h"
 #include "virtual_threads.h"
 
 namespace byteps {
@@ -16,15 +17,14 @@ constexpr double kMagic = 271828;
 // Sums of digests are exact.
 constexpr uint64_t kDigests = 1ull << 40;
 
-// No rank's values follow from those of others: sums of different lists differ.
+}  // namespace
+
 float InputOf(uint64_t rank, uint64_t life, uint64_t step, uint64_t tensor, uint64_t index) {
   uint64_t mixed = (rank + 1) * 0x9e3779b97f4a7c15 ^ (life + 1) * 0xbf58476d1ce4e5b9 ^
                    (step + 1) * 0x94d049bb133111eb ^ (tensor + 1) * 0xd6e8feb86659fd93;
   mixed = (mixed ^ (mixed >> 31)) * 0x2545f4914f6cdd1d;
   return static_cast<float>(((mixed >> 20) + index * 31 * (1 + (mixed >> 60))) % 200'003);
 }
-
-}  // namespace
 
 // ------------------------------------------------------------------ what was seen
 
@@ -108,7 +108,20 @@ ReplicaMember::ReplicaMember(const ReplicaPlan* plan, int rank, int life, core::
       inside_(inside),
       witness_(witness) {}
 
+ReplicaMember::~ReplicaMember() = default;
+
+void ReplicaMember::BeginOptimizer() {
+  if (plan_.parameters == 0) return;
+  optimizer_ = std::make_unique<ReplicaOptimizer>(&plan_, rank_, worker_, witness_);
+  if (worker_->IsLate()) return;
+  if (replica_ == 0) optimizer_->Load();
+  Values none = {0};
+  Sum("loaded", &none);
+  ++witness_->loaded;
+}
+
 void ReplicaMember::Run() {
+  BeginOptimizer();
   int step = worker_->IsLate() ? Join() : 0;
   for (; step < plan_.steps; ++step) {
     Step(step);
@@ -152,6 +165,7 @@ void ReplicaMember::Step(int step) {
       witness_->Wrong("an operation was waited for without end");
     }
   }
+  if (optimizer_) optimizer_->Step(step, life_);
   uint32_t named = 0;
   for (const int rank : worker_->TakeMissing()) named |= 1u << (rank / plan_.ranks);
   uint32_t lacks = 0;
@@ -160,6 +174,10 @@ void ReplicaMember::Step(int step) {
     for (const float value : *tensors[i]) {
       state_ = (state_ * 31 + static_cast<uint64_t>(value)) % kDigests;
     }
+  }
+  if (optimizer_) {
+    lacks |= optimizer_->Check(step, named, &seen_);
+    state_ = (state_ * 31 + optimizer_->Digest()) % kDigests;
   }
   if (named != lacks) witness_->Wrong("answers name other ranks than those their sums lack");
 }
@@ -263,6 +281,10 @@ void ReplicaMember::Admit(int step, int replica, int life) {
 
 void ReplicaMember::Send(int step, int joiner, int life) {
   const auto other = static_cast<uint32_t>(joiner * plan_.ranks + place_);
+  if (optimizer_) {
+    optimizer_->Settle();
+    witness_->optimizers[rank_] = optimizer_->State();
+  }
   witness_->rounds[rank_] = worker_->Rounds();
   Values values = {kMagic, static_cast<double>(step + 1), static_cast<double>(state_)};
   std::vector<uint32_t> group = {static_cast<uint32_t>(rank_), other};
@@ -283,6 +305,7 @@ int ReplicaMember::Join() {
   if (values[0] != kMagic) throw core::Error("the donor has gone");
   state_ = static_cast<uint64_t>(values[2]);
   worker_->SetRounds(witness_->rounds[donor]);
+  if (optimizer_) optimizer_->Join(witness_->optimizers[donor]);
   CompareStates();
   ++witness_->joins;
   return static_cast<int>(values[1]);

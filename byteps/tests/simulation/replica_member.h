@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -30,9 +31,14 @@ struct ReplicaPlan {
   bool returns = false;   // the scheduler, when it was killed
   bool replaces = false;  // a server that is lost may be replaced
   bool backups = false;   // and servers have links with each other
+  // Servers keep so many parameters for each place as well; 0: none.
+  size_t parameters = 0;
 
   int workers() const { return replicas * ranks; }
 };
+
+// No rank's values follow from those of others: sums of different lists differ.
+float InputOf(uint64_t rank, uint64_t life, uint64_t step, uint64_t tensor, uint64_t index);
 
 // What the members of all replicas have seen, to be compared.  Threads are played one at a time,
 // and none of these calls waits.
@@ -52,8 +58,11 @@ class Witness {
   const std::string& wrong() const { return wrong_; }
   int joins = 0;
   int short_sums = 0;
+  int loaded = 0;  // ranks that know that servers have what they begin with
   // What a donor says of its rounds, by its rank; it travels apart from the played network.
   std::map<int, std::map<std::string, uint32_t>> rounds;
+  // And of the state of the servers' optimizer.
+  std::map<int, std::vector<float>> optimizers;
 
  private:
   std::map<std::pair<std::pair<int, int>, std::pair<int, size_t>>, uint32_t> lists_;
@@ -84,11 +93,14 @@ class Inside {
   std::vector<double> given_, values_;
 };
 
+class ReplicaOptimizer;
+
 class ReplicaMember {
  public:
   // `life`: of this rank, from 1.
   ReplicaMember(const ReplicaPlan* plan, int rank, int life, core::Worker* worker, Inside* inside,
                 Witness* witness);
+  ~ReplicaMember();
 
   // Throws core::Error when its replica is lost.
   void Run();
@@ -98,6 +110,8 @@ class ReplicaMember {
  private:
   using Values = std::vector<double>;
 
+  // Replica 0 gives servers the parameters before anybody makes a step.
+  void BeginOptimizer();
   void Step(int step);
   void CheckSum(const std::vector<float>& values, int step, int tensor, uint32_t named,
                 uint32_t* lacks);
@@ -123,8 +137,9 @@ class ReplicaMember {
   core::Worker* const worker_;
   Inside* const inside_;
   Witness* const witness_;
-  uint64_t state_ = 1;                     // a digest of all sums so far
-  std::deque<std::vector<float>> memory_;  // that transports may read until the worker stops
+  std::unique_ptr<ReplicaOptimizer> optimizer_;  // null: there is none
+  uint64_t state_ = 1;                           // a digest of all sums so far
+  std::deque<std::vector<float>> memory_;        // that transports may read until the worker stops
   std::deque<Values> small_;
   // Of this step and the one before, by tensor and partition: what the sum lacks.
   std::map<std::pair<int, size_t>, uint32_t> seen_, seen_before_;

@@ -30,9 +30,10 @@ class Answers : public ServerChannel {
     std::string body;
     std::vector<float> values;
 
+    // Members may follow that the sum lacks.
     GradientSums sums() const {
       GradientSums found;
-      EXPECT_EQ(body.size(), sizeof(found));
+      EXPECT_GE(body.size(), sizeof(found));
       memcpy(&found, body.data(), std::min(body.size(), sizeof(found)));
       return found;
     }

@@ -72,7 +72,7 @@ void NodeMembership::LookForScheduler(Clock::time_point now) {
                 "; it did not return within " +
                 Limit(settings_.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S") +
                 (absence_->last_error.empty() ? "" : ": " + absence_->last_error);
-      // Servers know that its work is done, and only the answer is missing.
+      // Its work is done, and only the answer is missing.
       if (asked_.leaves) return Enter(State::kEnded);
     } else if (absence_->dials || now < absence_->next) {
       return;

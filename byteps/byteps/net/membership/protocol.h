@@ -12,7 +12,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 13;
+constexpr int kProtocol = 14;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.

@@ -136,7 +136,7 @@ void SchedulerMembership::AdmitAll(int replica) {
   std::vector<Node> everyone;
   std::map<int, std::vector<Node>> neighbors;
   std::vector<std::string> lost;
-  std::string link;
+  std::string link, replicas;
   {
     MutexLock lock(&mu_);
     for (const auto& [id, member] : roster_.members()) {
@@ -150,6 +150,10 @@ void SchedulerMembership::AdmitAll(int replica) {
     for (const auto& [id, vacancy] : vacancies_)
       lost.push_back(membership::LostWord(id, vacancy.reason));
     link = LinkOfAll(replica >= 0);
+    // So that servers alone can tell the next scheduler that there are replicas: workers may all
+    // have left, or be lost.
+    const bool returns = replica < 0 && settings_.scheduler_return_s > 0;
+    if (returns && replicas_.active()) replicas = membership::PackReplicas(replicas_.View(true));
   }
   for (const Node& node : everyone) {
     const bool worker = node.role == Node::WORKER;
@@ -157,6 +161,7 @@ void SchedulerMembership::AdmitAll(int replica) {
     if (!worker) told.insert(told.end(), neighbors[node.id].begin(), neighbors[node.id].end());
     Send(links_, Control::ADD_NODE, node.id, link, told);
     for (const std::string& word : lost) Send(links_, Control::MEMBERS, node.id, word);
+    if (!worker && !replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
   }
 }
 

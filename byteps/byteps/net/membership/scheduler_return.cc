@@ -62,7 +62,8 @@ void SchedulerMembership::Return(const Node& node, const Claim& claim, const Acc
     incarnation = incarnation_;
     if (takeover_.gathers) {
       takeover_.life = std::max(takeover_.life, account.life + 1);
-      takeover_.size.replicas = std::max(takeover_.size.replicas, claim.replicas);
+      const int told = account.replicas.count();  // of a server, which claims none
+      takeover_.size.replicas = std::max({takeover_.size.replicas, claim.replicas, told});
       takeover_.accounts.Expect(takeover_.size);
       takeover_.accounts.Put(node.id, account);
     } else if (replicas_.active()) {

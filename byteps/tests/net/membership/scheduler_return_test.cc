@@ -1,5 +1,6 @@
 // A scheduler to which the nodes of another one come, and nodes whose scheduler has died.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <memory>
 #include <set>
@@ -245,6 +246,33 @@ TEST_F(SchedulerReturnTest, OneThatGathersGoesOnGathering) {
   EXPECT_EQ(LastTold(worker_).waiting, "01");
   // Its connections with servers are of this life.
   EXPECT_TRUE(links_.SentTo(server_, Control::MEMBERS)[0].meta.control.node.empty());
+}
+
+TEST_F(SchedulerReturnTest, ServersKnowFromTheBeginningThatThereAreReplicas) {
+  replicas_ = 2;
+  StartAgain(4);
+  Register(Node::SERVER, -1, -1, 1);
+  for (int rank = 0; rank < 4; ++rank) Register(Node::WORKER, rank, 4, 1);
+  EXPECT_EQ(LastTold(server_).present, "11");
+  EXPECT_EQ(links_.CountTo(worker_, Control::MEMBERS), 0);
+}
+
+TEST_F(SchedulerReturnTest, OneThatNeverComesBackIsRemovedThoughAllOthersHaveLeft) {
+  // It has left while there was no scheduler, and nobody else has heard of that.
+  MembershipSettings settings;
+  settings.workers = 4;
+  settings.servers = 1;
+  settings.scheduler_return_s = 0.2;
+  settings.peer_timeout_s = 6;
+  settings.start_timeout_s = 600;
+  membership_ = std::make_unique<SchedulerMembership>(
+      &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
+  membership_->Join();
+  Return(server_, {.left = {0, 1, 2}, .view = "epoch=0 present=11 waiting=00 lives=0,0"});
+  EXPECT_FALSE(ended());
+  while (!ended() && failure().empty()) usleep(10'000);
+  EXPECT_EQ(failure(), "");
+  EXPECT_TRUE(ended());
 }
 
 // ------------------------------------------------------------------ accounts

@@ -63,10 +63,11 @@ class Job {
     return error;
   }
 
-  void Load(float first) {
+  void Load(float first) { EXPECT_FALSE(LoadBy(0, first).failed); }
+  Answers::Answer LoadBy(int rank, float first) {
     Values values(kElements);
     for (size_t i = 0; i < kElements; ++i) values[i] = first + 0.25f * static_cast<float>(i);
-    EXPECT_FALSE(answers_.Await(Ask(0, kLoadState, 0, Bytes(0), &values)).failed);
+    return answers_.Await(Ask(rank, kLoadState, 0, Bytes(0), &values));
   }
 
   static UpdateStep StepOf(uint64_t number, double scale = 1) {
@@ -86,6 +87,10 @@ class Job {
     for (size_t i = 0; i < kElements; ++i) {
       gradients[i] = GradientOf(i, rank, round);
     }
+    return Push(op, rank, round, verdict, step, gradients);
+  }
+  uint64_t Push(int op, int rank, uint32_t round, Verdict verdict, const UpdateStep& step,
+                const Values& gradients) {
     return Ask(rank, op, round, Packed(verdict) + (op == kPushNorm ? "" : step.Pack()), &gradients);
   }
   uint64_t Try(int rank, uint32_t round, Verdict verdict, const UpdateStep& step) {

@@ -83,6 +83,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``server_optimizer``   the optimizer of those; ``server_making`` makes it
 ``matrices``           which parameters stay on the ranks, with Muon
 ``ranks_part``         what ranks do with them in a step
+``server_replicas``    what replicas have to agree on, and what one that joins takes
 ``server_checkpoint``  what is saved of it
 ``server_shards``      which part of a parameter a rank saves
 ``feedback_state``     what is saved of what rounding has lost

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
     from ..param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
 
+_UPDATED = "; the servers update the parameters"
 _told: set[str] = set()
 
 
@@ -101,7 +102,7 @@ def _over_replicas(
         print_once(
             f"dpu_reduce: replica {replicas.number()} of {replicas.count()}: {kind} gradients are "
             f"summed {inside}over replicas by {servers} {'server' if servers == 1 else 'servers'}, "
-            f"{sent:.1f} MB from each rank"
+            f"{sent:.1f} MB from each rank{_UPDATED if config.dpu_optimizer else ''}"
         )
     return {id(bucket): decision for bucket in buckets}
 

@@ -24,6 +24,7 @@ from . import (
     replica_changes,
     replicas,
     server_buckets,
+    server_replicas,
     summed_later,
     sums,
     whole_steps,
@@ -222,6 +223,8 @@ def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
         return
     if not bytepslib.members.is_late():
         outer_steps.begin(args, model, optimizer)
+        for one in server_replicas.kept_by_servers(outer_steps.inner(optimizer)):
+            one.begin_with_others()
     leaving.listen(args)
 
 

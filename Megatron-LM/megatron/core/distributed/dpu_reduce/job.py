@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,12 @@ def own_ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
         return tuple(ranks)
     first = bytepslib.session.first_rank()
     return tuple(first + r for r in ranks)
+
+
+def of_this_replica(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Of these workers of the job the ones of this replica."""
+    first = bytepslib.session.first_rank()
+    return tuple(r for r in ranks if first <= r < first + torch.distributed.get_world_size())
 
 
 def _told_by_all(mine: Any) -> list[Any]:

@@ -50,10 +50,15 @@ def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) 
         print(
             f"dpu_reduce: replica {replicas.number()} has joined after iteration {args.iteration}: "
             f"it waited {waited:.1f} s for the others to be between two steps, and took "
-            f"{state.megabytes:.1f} MB per rank from replica {giver} in "
-            f"{time.monotonic() - began:.2f} s",
+            f"{state.megabytes:.1f} MB per rank from replica {giver} "
+            f"{_of_servers(state)}in {time.monotonic() - began:.2f} s",
             flush=True,
         )
+
+
+def _of_servers(state: replica_state.State) -> str:
+    megabytes = state.megabytes_of_servers
+    return f"and {megabytes:.1f} MB from the servers " if megabytes else ""
 
 
 def between_steps(

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 
 _BY_ITSELF = "it reduces gradients by itself"
 _OF_REPLICAS: tuple[Refusal, ...] = (
-    Refusal(
-        attributes=("dpu_optimizer",),
-        flag="--dpu-optimizer",
-        reason="its servers want one torch.distributed world",
-    ),
     Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_BY_ITSELF),
     Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_BY_ITSELF),
     Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_BY_ITSELF),
@@ -56,6 +51,11 @@ _OF_REPLICAS: tuple[Refusal, ...] = (
 
 _OF_OUTER_STEPS: tuple[Refusal, ...] = (
     Refusal(
+        attributes=("dpu_optimizer",),
+        flag="--dpu-optimizer",
+        reason="its servers make each step of the gradients of all replicas",
+    ),
+    Refusal(
         attributes=("optimizer",),
         flag="--optimizer",
         reason="the parameters that it steps are not those of a rank alone",
@@ -84,6 +84,25 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
 def check_config(config: object) -> None:
     """The same of a DDP config, for users of megatron.core who have no arguments."""
     refuse_settings(config, _OF_REPLICAS, "BYTEPS_REPLICA")
+    _check_servers(config, "BYTEPS_REPLICA")
+
+
+def _check_servers(source: object, asked: str) -> None:
+    """Of ``--dpu-optimizer``, for arguments and a DDP config."""
+    if not getattr(source, "dpu_optimizer", False):
+        return
+    asked = f"{asked} with --dpu-optimizer does not work with"
+    if not getattr(source, "dpu_optimizer_matrices", True):
+        raise ValueError(
+            f"{asked} --optimizer={getattr(source, 'optimizer', 'muon')}: a replica that comes "
+            "back takes parameters from the servers, and these do not have the matrices that ranks "
+            "update. Use adam or sgd, or drop --dpu-optimizer."
+        )
+    if os.environ.get("BYTEPS_BACKUP_STATE") == "1":
+        raise ValueError(
+            f"{asked} BYTEPS_BACKUP_STATE=1: a copy of a server's state does not say which "
+            "replicas its last step lacks. Unset it on scheduler, servers and workers."
+        )
 
 
 def _check_quorum(args: Namespace, asked: str | None) -> None:
@@ -120,6 +139,7 @@ def check(args: Namespace) -> None:
             )
         return
     refuse_settings(args, _OF_REPLICAS, f"BYTEPS_REPLICA={asked}")
+    _check_servers(args, f"BYTEPS_REPLICA={asked}")
     if "global_aux_loss" in str(getattr(args, "moe_router_load_balancing_type", "")):
         raise ValueError(
             f"BYTEPS_REPLICA={asked} does not work with "

@@ -4,7 +4,8 @@
 
 Each rank takes from the rank of its own place. Parameters, buffers, what the optimizer steps, its
 moments, and with ``--dpu-outer-steps`` the outer parameters and their momentum travel as they are;
-numbers of the schedule, the loss scale and the random state in a dictionary before them.
+numbers of the schedule, the loss scale and the random state in a dictionary before them. What
+servers update with ``--dpu-optimizer`` comes from the servers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import bytepslib, outer_steps, replicas
+from . import bytepslib, outer_steps, replicas, server_replicas
 
 _COUNTED = (
     "consumed_train_samples",
@@ -38,8 +39,11 @@ class State:
         self._args, self._model, self._scheduler = args, model, scheduler
         self._optimizer = optimizer
         self._optimizers = list(outer_steps.inner(optimizer))
+        self._on_servers = list(server_replicas.kept_by_servers(self._optimizers))
         self.megabytes = 0.0
         """How much was given or taken."""
+        self.megabytes_of_servers = 0.0
+        """How much came from the servers."""
 
     def give(self, rank: int, name: str, iteration: int, operations: float) -> None:
         """To the BytePS rank of this place in the replica that joins.
@@ -57,6 +61,7 @@ class State:
         facts = {
             "counted": {what: getattr(args, what, 0) for what in _COUNTED},
             "optimizers": [_facts_of(one) for one in self._optimizers],
+            "servers": [one.facts_of_steps() for one in self._on_servers],
             "scheduler": self._scheduler.state_dict(),
             "scaler": _scaler(self._optimizers),
             "random": _random_state(),
@@ -86,6 +91,7 @@ class State:
             setattr(self._args, what, value)
         for one, told in zip(self._optimizers, facts["optimizers"], strict=True):
             _make_room(one, told)
+        self._scheduler.num_steps = 0  # of a checkpoint: a state's are added to them
         self._scheduler.load_state_dict(facts["scheduler"])
         if facts["scaler"] is not None:
             self._optimizers[0].grad_scaler.load_state_dict(facts["scaler"])
@@ -96,6 +102,9 @@ class State:
         transfer.take_tensors(tensors, giver=rank, rank=mine, name=f"{name}/state")
         rounds = transfer.take_facts(giver=rank, rank=mine, name=f"{name}/rounds")
         bytepslib.members.set_rounds(rounds["rounds"])
+        self.megabytes_of_servers = sum(
+            one.join(told) for one, told in zip(self._on_servers, facts["servers"], strict=True)
+        )
         from ...num_microbatches_calculator import update_num_microbatches
 
         update_num_microbatches(self._args.consumed_train_samples, verbose=False)
@@ -106,13 +115,17 @@ class State:
 
     def _tensors(self) -> list[torch.Tensor]:
         """In the same order on all ranks of one place."""
+        served = {id(p) for one in self._on_servers for p in one.served()}
         tensors = [
             tensor.data
             for chunk in self._model
             for named in (chunk.named_parameters(), chunk.named_buffers())
             for _, tensor in named
+            if id(tensor) not in served
         ]
         for one in self._optimizers:
+            if one in self._on_servers:
+                continue
             for parameter in outer_steps.stepped(one):
                 tensors.append(parameter.data)
                 state = one.optimizer.state.get(parameter, {})

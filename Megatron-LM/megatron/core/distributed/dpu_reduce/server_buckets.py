@@ -169,15 +169,20 @@ def _spec(
             wire_dtype=wire,
             device=grads.device,
         )
-        return made(declarations=[whole], rule=rule, in_order=in_order)
+        return made(
+            declarations=[whole], rule=rule, in_order=in_order, savers=job.of_this_replica(op.group)
+        )
     if name != op.name:  # of few elements, in one piece
         pieces = bytepslib.pieces.whole_pieces(numel, sums.node.size, 1)
         sums = replace(sums, name=name, pieces=tuple(pieces), wire_dtype=None)
+    declarations = [
+        replace(one, dtype=dtype, wire_dtype=wire)
+        for one in sums.declarations(rank, grads.dtype, grads.device)
+    ]
+    members = declarations[0].group
+    assert isinstance(members, Sequence)
     return made(
-        declarations=[
-            replace(one, dtype=dtype, wire_dtype=wire)
-            for one in sums.declarations(rank, grads.dtype, grads.device)
-        ],
+        declarations=declarations,
         rule=rule,
         pieces=sums.pieces,
         host=bytepslib.server_host.HostRanks(
@@ -187,6 +192,7 @@ def _spec(
             in_order=in_order,
         ),
         in_order=in_order,
+        savers=job.of_this_replica(members),
     )
 
 

@@ -32,7 +32,7 @@ from ...optimizer.optimizer import MegatronOptimizer
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
 from ...utils import get_model_config, log_single_rank
-from . import bytepslib, server_checkpoint, server_routes
+from . import bytepslib, server_checkpoint, server_replicas, server_routes
 from .server_buckets import make_server_buckets
 from .server_norms import Norms, norm_group_of, norms_of
 from .summed_later import SummedLater
@@ -319,6 +319,7 @@ class ServerOptimizer(MegatronOptimizer):
         for bucket in self._buckets:
             if bucket.is_first:
                 bucket.load_parameters()
+        server_replicas.demand_loaded()
         self._machine.begin_anew()
         self._loaded = True
 
@@ -362,6 +363,41 @@ class ServerOptimizer(MegatronOptimizer):
 
     def restore_from_cpu(self) -> None:
         """Nothing: there is no state here."""
+
+    # ------------------------------------------------------------------- replicas
+
+    def begin_with_others(self) -> None:
+        """Training begins: the servers have a state before one replica alone saves it. All ranks of
+        all replicas call this.
+
+        Raises:
+            byteps.torch.BytePSError: a server, or the replica that gives the state, was lost.
+        """
+        if not self._loaded:
+            self._load_parameters()
+
+    def served(self) -> set[torch.Tensor]:
+        """The parameters that servers update."""
+        return {place.parameter for bucket in self._buckets for place in bucket.places}
+
+    def facts_of_steps(self) -> dict[str, int]:
+        """What a replica that joins goes on from. Servers have the parameters of all steps when
+        this returns. Raises BytePSError if one was lost."""
+        for bucket in self._buckets:
+            bucket.settle()
+        return {"steps": self._machine.steps, "clipped": self._speculation.clipped_in_a_row}
+
+    @torch.no_grad()
+    def join(self, facts: dict[str, int]) -> float:
+        """Go on from another replica's `facts_of_steps`, with the servers' parameters; returns how
+        many MB these are. All ranks of this replica call this. Raises as `facts_of_steps`."""
+        for bucket in self._buckets:
+            bucket.pull_parameters()
+        self._speculation.go_on(facts["clipped"])
+        self._machine.end_load(facts["steps"])
+        self._loaded = True
+        self._note_scale()
+        return sum(bucket.numel for bucket in self._buckets) * torch.float32.itemsize / 1e6
 
     # ------------------------------------------------------------------- checkpoints
 
@@ -439,6 +475,7 @@ class ServerOptimizer(MegatronOptimizer):
             bucket.reread_parameters()
             if bucket.is_first:
                 bucket.load_held()
+        server_replicas.demand_loaded()
         self._loaded = True
         self._machine.end_load((steps or {0}).pop() or 0)
 

@@ -103,6 +103,8 @@ def translate_args(args: Namespace) -> None:
 
     ``--dpu-optimizer`` asks for ``--use-dpu-reduce`` too.
     """
+    if getattr(args, "dpu_optimizer", False):
+        args.use_dpu_reduce = True
     if getattr(args, "use_dpu_reduce", False) and replicas.of(args) > 1:
         _fit_to_replicas(args)
     by_matrix = getattr(args, "optimizer", None) in OF_MATRICES
@@ -110,7 +112,6 @@ def translate_args(args: Namespace) -> None:
         args.dpu_optimizer_matrices = False
     if not getattr(args, "dpu_optimizer", False):
         return
-    args.use_dpu_reduce = True
     settings = _IN_ARGUMENTS
     if by_matrix and (args.use_distributed_optimizer or args.optimizer.startswith("dist_")):
         settings = (_LAYER_WISE, *_WITHOUT_SHARDS)
