@@ -23,7 +23,9 @@
 ``mesh``           ranks as a mesh
 ``strategies``     how such a call is cut over the mesh
 ``batches``        what is cut, and joined again
-``ports``          ports of a machine
+``places``         where ranks stand on their machines, and which GPU is theirs
+``scraping``       where BytePS's metrics are, for Prometheus
+``ports``          ports that nobody listens at
 ``reporting``      what a rank tells its actor; ``report`` is for scripts of any kind
 =================  ==================================================================
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import ray
 
+from . import scraping
 from .failures import End
 from .job import Job, Listener
 from .pool import JobError, Pool
@@ -79,6 +80,9 @@ class Replicas:
         settings = self._settings
         own = {**known, "BYTEPS_REPLICA": f"{number}/{settings.replicas}"}
         own |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
+        # After the servers' ports those of a replica's ranks, and then those of the next one's.
+        before = settings.servers + number * (settings.ranks // settings.replicas)
+        own |= scraping.of_ranks(settings.forwarded(), before)
         of_replica = replace(
             settings,
             replicas=1,
