@@ -20,6 +20,7 @@
 ``profiling``      some steps of some ranks, as torch and BytePS see them
 ``traces``         timelines of both, made one file
 ``dispatch``       calls to a group of ranks, without a job
+``workers``        the actors of such a group
 ``mesh``           ranks as a mesh
 ``strategies``     how such a call is cut over the mesh
 ``batches``        what is cut, and joined again
