@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -270,7 +271,7 @@ def test_a_machine_outlives_an_actor_that_is_lost_during_the_imports(
     facts = {"node": str(tmp_path), "address": "127.0.0.1", "host": "here", "pid": 1, "gpus": ["0"]}
     monkeypatch.setattr("megatron_byteps_ray.rank_actor.node_facts", lambda: facts)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    own = {"preload": ["slow"], "python_path": [str(tmp_path)], "environment": {}}
+    own: dict[str, Any] = {"preload": ["slow"], "python_path": [str(tmp_path)], "environment": {}}
     lost, other = (RankActor(folder=str(tmp_path), **own) for _ in range(2))
     while len(found := list(tmp_path.glob("*.here"))) < 2 or not found[0].read_text():
         time.sleep(0.01)
