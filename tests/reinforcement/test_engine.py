@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_byteps_rl import task
 from scripts.children import Spawned, end_all, last_lines
+from scripts.trainkit import rl_task
 
 from .engine_rank import BACKENDS, LAYOUTS
 
@@ -61,7 +61,7 @@ def optimizer_values(checkpoint: Path) -> dict[str, Any]:
 def test_the_same_bits(name: str, tmp_path: Path) -> None:
     import torch
 
-    model = task.make_model(tmp_path / "model", **LAYOUTS[name].model)
+    model = rl_task.make_model(tmp_path / "model", **LAYOUTS[name].model)
     out = tmp_path / "out"
     out.mkdir()
     log = run(name, model, out)
