@@ -17,7 +17,8 @@ from scripts.trainkit import rl_task
 from .engine_rank import BACKENDS, LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 900.0
+LIMIT_S = 2700.0
+"""Minutes on a machine of its own; on one that others keep busy, many."""
 
 
 def run(name: str, model: Path, out: Path) -> str:
@@ -56,7 +57,7 @@ def optimizer_values(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_bits(name: str, tmp_path: Path) -> None:
     import torch
