@@ -115,8 +115,8 @@ def train(options: argparse.Namespace, *, backend: str) -> Outcome:
     Raises:
         JobError: it failed; the text has the end of its log.
     """
-    from megatron_byteps_rl import task
-    from megatron_byteps_rl.settings import Settings
+    from scripts.trainkit import rl_task
+    from scripts.trainkit.rl_settings import Settings
 
     folder = (options.out / f"{options.algorithm}-{backend.lower()}").resolve()
     shutil.rmtree(folder, ignore_errors=True)
@@ -125,12 +125,12 @@ def train(options: argparse.Namespace, *, backend: str) -> Outcome:
         bar.update("the base model is taught to add")
         kind = {"layers": options.layers, "experts": options.experts}
         base = options.data_cache / f"rl-base-{options.layers}-{options.experts}"
-        model = task.make_model(base, options.seed, **kind)
+        model = rl_task.make_model(base, options.seed, **kind)
     settings = Settings(
         through_byteps=backend == "BytePS",
         ranks=options.workers,
         model=model.resolve(),
-        questions=task.write_questions(folder / "questions.parquet"),
+        questions=rl_task.write_questions(folder / "questions.parquet"),
         folder=folder,
         **{name: getattr(options, name) for name in SETTINGS},
     )

@@ -126,8 +126,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for flag, value in of_ray.items():
         if value is not None and options.mode != "ray":
             parser.error(f"{flag} needs --mode ray")
-    if options.optimizer == "servers" and options.mode == "ray":
-        parser.error("--optimizer servers needs --mode local: it was not tried under Ray")
     if options.lora and options.hf_model is None:
         parser.error("--lora needs --hf-model")
     if options.steps is None:

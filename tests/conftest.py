@@ -6,6 +6,7 @@ module that skips itself, fails the session: a suite that silently does not run 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -15,8 +16,11 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 TAIL_LINES = 100
+_LATE_S = 120.0
+"""After a test's own limit: for what does not react to that, as in pyproject.toml."""
 BROKEN_INVARIANT = "the invariant '"
 """How a program of ours begins to say that one was broken (base/invariant.h)."""
 
@@ -98,7 +102,20 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
+def _keep_limit(item: pytest.Item) -> None:
+    """A test with a limit of its own has it: faulthandler_timeout would end this process before."""
+    mark = item.get_closest_marker("timeout")
+    if mark is None:
+        return
+    limit = float(mark.args[0] if mark.args else mark.kwargs["timeout"])
+    usual = float(item.config.getini("faulthandler_timeout") or 0)
+    if limit > usual > 0:
+        file = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(limit + _LATE_S, file=file, exit=True)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _keep_limit(item)
     for mark in item.iter_markers("requires"):
         for name in mark.args:
             if name not in REQUIREMENTS:

@@ -35,8 +35,10 @@ class Nodes:
         """Ray's numbers of those that are there."""
         return set(self._names)
 
-    def add(self, cpus: int = 1, gpus: int = 0) -> str:
+    def add(self, cpus: int = 1, gpus: int = 0, mask: str | None = None) -> str:
         """Start a node; Ray's number of it. Ray takes it to have so many GPUs, whatever there is.
+
+        ``mask`` is its CUDA_VISIBLE_DEVICES.
 
         Ray gives a node 30 s to start, and the node gives its agents 15 s. A busy machine keeps
         neither, so that it is tried again.
@@ -48,7 +50,7 @@ class Nodes:
         while True:
             name = f"node-{uuid.uuid4().hex[:12]}"
             log = self._folder / f"{name}.log"
-            if self._start(name, cpus, gpus, log):
+            if self._start(name, cpus, gpus, mask, log):
                 while time.monotonic() < deadline:
                     for node in ray.nodes():
                         if node["Alive"] and name in node["Resources"]:
@@ -60,7 +62,7 @@ class Nodes:
             if "timed out during startup" not in text or time.monotonic() > deadline:
                 raise RuntimeError(f"a node of Ray did not start:\n{text[-2000:]}")
 
-    def _start(self, name: str, cpus: int, gpus: int, log: Path) -> bool:
+    def _start(self, name: str, cpus: int, gpus: int, mask: str | None, log: Path) -> bool:
         """Whether Ray says that it did."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
         command += ["--address", ray.get_runtime_context().gcs_address]
@@ -69,6 +71,7 @@ class Nodes:
         command += ["--object-store-memory", str(_OBJECT_STORE_BYTES)]
         command += ["--resources", json.dumps({name: 1}), "--dashboard-agent-listen-port", "0"]
         environment = {**os.environ, _MARK: name, "RAY_worker_niceness": "0"}
+        environment |= {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
         with log.open("wb") as output:
             started = subprocess.run(
                 command,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # each test starts a pytest of its own
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run_pytest(folder: Path, test: str, *, ci: bool) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, test: str, *others: str, ci: bool) -> subprocess.CompletedProcess[str]:
     """Runs one test file under the project's settings, with or without CI set."""
     (folder / "tests").mkdir()
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
@@ -25,7 +25,10 @@ def run_pytest(folder: Path, test: str, *, ci: bool) -> subprocess.CompletedProc
     (folder / "tests/test_it.py").write_text(f"import pytest\n\n{test}", encoding="utf-8")
     env = {key: value for key, value in os.environ.items() if not key.startswith(("CI", "PYTEST"))}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", "temporary"],
+        [
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
+            *("--basetemp", "temporary", *others),
+        ],
         cwd=folder,
         env=env | ({"CI": "true"} if ci else {}),
         stdin=subprocess.DEVNULL,
@@ -57,6 +60,15 @@ def test_skip_without_requires_fails_under_ci(tmp_path: Path, test: str) -> None
     assert result.returncode != 0, result.stdout
     assert "skipped without requires()" in result.stdout
     assert "tests/test_it.py" in result.stdout.split("skipped without requires()")[1]
+
+
+@pytest.mark.parametrize("limit", [None, 60])
+def test_a_test_has_the_limit_that_it_asks_for(tmp_path: Path, limit: int | None) -> None:
+    """And is not ended before, as one without is."""
+    mark = f"@pytest.mark.timeout({limit})\n" if limit else ""
+    test = f"import time\n\n{mark}def test_a():\n    time.sleep(2)\n"
+    result = run_pytest(tmp_path, test, "-o", "faulthandler_timeout=1", ci=False)
+    assert (result.returncode == 0) == (limit is not None), result.stdout + result.stderr
 
 
 def test_missing_hardware_is_reported_and_passes(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ MISTAKES = {
     "from scripts.progress import no_such": "no_such",
     "from megatron_byteps_hf.options import no_such": "no_such",
     "from megatron_byteps_ray.settings import no_such": "no_such",
-    "from megatron_byteps_rl.settings import no_such": "no_such",
+    "from scripts.trainkit.rl_settings import no_such": "no_such",
     "from tests.multiproc.cluster import no_such": "no_such",
     "from tests.multiproc.programs.job import no_such": "no_such",
     "from tests.rdma.vm.guest import no_such": "no_such",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
-from megatron.training import arguments, cpu_platform
+from megatron.training import arguments, cpu_layers, cpu_platform
 
 from scripts.prepare_data import Dataset
 from tests.layouts.job import Job
@@ -72,6 +73,30 @@ def test_junk_is_an_error(clean_environment: pytest.MonkeyPatch, junk: str) -> N
     clean_environment.setenv("MEGATRON_CPU", junk)
     with pytest.raises(ValueError, match=f"MEGATRON_CPU='{junk}'"):
         cpu_platform.is_wanted()
+
+
+@pytest.mark.parametrize(
+    ("words", "allowed"),
+    [
+        ((), []),
+        (("--context-parallel-size", "2"), ["context"]),
+        (("--sequence-parallel",), ["sequence"]),
+    ],
+)
+def test_sequences_are_split_where_asked_to(
+    parse: Callable[..., Namespace],
+    clean_environment: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    allowed: list[str],
+) -> None:
+    """Megatron's local layers, which train on a CPU, would refuse it."""
+    clean_environment.setenv("MEGATRON_CPU", "1")
+    called: list[str] = []
+    for name in ("context", "sequence"):
+        function = functools.partial(called.append, name)
+        clean_environment.setattr(cpu_layers, f"allow_{name}_parallel", function)
+    parse(*words)
+    assert called == allowed
 
 
 def test_every_default_is_an_argument_of_megatron() -> None:

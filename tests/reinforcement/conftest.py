@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_byteps_rl.settings import ENVIRONMENTS
+from scripts.trainkit.rl_settings import ENVIRONMENTS
 
 # Before verl is imported.
 os.environ.update({**ENVIRONMENTS["cpu"], "HF_HUB_OFFLINE": "1"})
@@ -21,6 +21,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base model of the example."""
-    from megatron_byteps_rl import task
+    from scripts.trainkit import rl_task
 
-    return task.make_model(tmp_path_factory.mktemp("base"))
+    return rl_task.make_model(tmp_path_factory.mktemp("base"))

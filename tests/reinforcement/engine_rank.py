@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_byteps_rl import engines
-from megatron_byteps_rl.settings import BYTEPS
+from scripts.trainkit.rl_settings import BYTEPS
 
 STEPS = 4
 SAVED = 2
@@ -29,7 +29,7 @@ class Layout:
 
     ranks: int = 2
     model: dict[str, int] = field(default_factory=dict)
-    """Of ``task.make_model``."""
+    """Of ``rl_task.make_model``."""
     cut: dict[str, Any] = field(default_factory=dict)
     """Of verl's engine."""
     lora: dict[str, Any] = field(default_factory=dict)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from megatron_byteps_rl import task
 from scripts.children import Spawned, end_all, last_lines
+from scripts.trainkit import rl_task
 
 from .engine_rank import BACKENDS, LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 900.0
+LIMIT_S = 2700.0
+"""Minutes on a machine of its own; on one that others keep busy, many."""
 
 
 def run(name: str, model: Path, out: Path) -> str:
@@ -56,12 +57,12 @@ def optimizer_values(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_bits(name: str, tmp_path: Path) -> None:
     import torch
 
-    model = task.make_model(tmp_path / "model", **LAYOUTS[name].model)
+    model = rl_task.make_model(tmp_path / "model", **LAYOUTS[name].model)
     out = tmp_path / "out"
     out.mkdir()
     log = run(name, model, out)

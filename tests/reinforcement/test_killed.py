@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_byteps_rl import task
 from megatron_byteps_rl.__main__ import LATEST
-from megatron_byteps_rl.settings import EXTENSION, Settings
 from scripts.children import Spawned, end_all, last_lines
-from scripts.trainkit import rl_report
+from scripts.trainkit import rl_report, rl_task
+from scripts.trainkit.rl_settings import EXTENSION, Settings
 
 STEPS = 4
 LIMIT_S = 1500.0
@@ -39,7 +38,7 @@ def processes(title: str, folder: Path) -> list[int]:
 def settings_of(model: Path, folder: Path) -> Settings:
     made = Settings(
         model=model,
-        questions=task.write_questions(folder / "sums.parquet"),
+        questions=rl_task.write_questions(folder / "sums.parquet"),
         folder=folder / "run",
         steps=STEPS,
         save_every=1,

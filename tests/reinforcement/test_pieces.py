@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_byteps_rl import task
-from megatron_byteps_rl.settings import Settings
-from scripts.trainkit import rl_report
+from scripts.trainkit import rl_report, rl_task
+from scripts.trainkit.rl_settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,15 +87,15 @@ def test_verl_takes_what_the_documentation_adds() -> None:
     ("answer", "score"), [("12", 1.0), ("1", 0.0), ("", 0.0), ("121", 0.0), ("1=2", 0.0)]
 )
 def test_only_the_right_sum_is_rewarded(answer: str, score: float) -> None:
-    assert task.compute_score(task.SOURCE, answer, "12") == score
+    assert rl_task.compute_score(rl_task.SOURCE, answer, "12") == score
 
 
 def test_the_base_model_is_asked_as_verl_asks(model: Path, tmp_path: Path) -> None:
     import pandas
     from transformers import AutoTokenizer
 
-    rows = pandas.read_parquet(task.write_questions(tmp_path / "sums.parquet"))
-    assert len(rows) == len(task.PAIRS)
+    rows = pandas.read_parquet(rl_task.write_questions(tmp_path / "sums.parquet"))
+    assert len(rows) == len(rl_task.PAIRS)
     row = rows.iloc[1]
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_byteps_rl import task
-from megatron_byteps_rl.settings import ENVIRONMENTS, EXTENSION, Settings
 from scripts.children import Spawned, end_all, last_lines
-from scripts.trainkit import rl_report
+from scripts.trainkit import rl_report, rl_task
+from scripts.trainkit.rl_settings import ENVIRONMENTS, EXTENSION, Settings
 
 from .test_pieces import documented
 
@@ -81,7 +80,7 @@ def test_a_users_own_command_line(
     settings = Settings(
         through_byteps=False,  # the recipe adds it
         model=model,
-        questions=task.write_questions(tmp_path / "sums.parquet"),
+        questions=rl_task.write_questions(tmp_path / "sums.parquet"),
         folder=tmp_path / "run",
         steps=2,
     )

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import ray
 import torch
 
 from megatron_byteps_ray import dispatch, strategies
-from megatron_byteps_ray.dispatch import DispatchError, Group, Mesh
+from megatron_byteps_ray.dispatch import DispatchError, Group, Mesh, RankLost
 from megatron_byteps_ray.mesh import Place
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.strategies import Arguments
 
-_LATE_S = 10.0
+_LATE_S = 4.0
 
 
 def _through(mesh: Mesh, by: str, *values: Any, **named: Any) -> tuple[list[Any], Any]:
@@ -97,7 +99,16 @@ def test_parts_of_the_model_and_same_values() -> None:
 )
 def test_what_cannot_be_cut_is_refused(by: str, values: tuple[Any, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        dispatch.strategy(by).cut(Mesh(data=2, context=2), Arguments(values))
+        strategies.validate(dispatch.strategy(by), Mesh(data=2, context=2), Arguments(values))
+
+
+@pytest.mark.parametrize("by", ["all", "data", "sequence", "model"])
+def test_ranks_that_get_the_same_are_sent_it_once(by: str) -> None:
+    mesh = Mesh(data=2, tensor=2, context=2)
+    value = ["t0", "t1"] if by == "model" else torch.arange(16).view(2, 8)
+    cut = dispatch.strategy(by).cut(mesh, Arguments((value,)))
+    expected = {"all": 1, "data": 2, "sequence": 4, "model": 2}[by]
+    assert (len(cut), len({id(own) for own in cut})) == (8, expected)
 
 
 class Rank:
@@ -117,6 +128,17 @@ class Rank:
 
     def rank(self) -> str:
         return os.environ["RANK"]
+
+    def state(self, value: int | None = None) -> int:
+        self._state = getattr(self, "_state", 0) if value is None else value
+        return self._state
+
+    def end_once(self, flag: str) -> int:
+        """Rank 1 ends, unless it has done so before."""
+        if os.environ["RANK"] == "1" and not os.path.exists(flag):
+            open(flag, "w").close()
+            os._exit(1)
+        return self._state
 
     def fail(self, how: str) -> None:
         if torch.distributed.get_rank() == 1:
@@ -145,6 +167,13 @@ class _Reversed:
         return dispatch.strategy("data").join(mesh, list(reversed(results)))
 
 
+class _AllRows(_Reversed):
+    """Each rank gets all rows, and all they return is joined."""
+
+    def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
+        return [arguments] * mesh.size
+
+
 def test_calls(group: Group) -> None:
     assert group.call("scaled", [1, 2, 3, 4]) == [3, 6, 9, 12]
     assert group.call("rank", by="all") == ["0", "1"]
@@ -155,6 +184,8 @@ def test_calls(group: Group) -> None:
     assert group.call("scaled", [1, 2, 3, 4], by="reversed") == [3, 6, 9, 12]
     with pytest.raises(ValueError, match="there is a strategy 'reversed' already"):
         dispatch.register("reversed", _Reversed())
+    with pytest.raises(TypeError, match=r"the strategy 'none' has no method cut\(mesh, \.\.\.\)"):
+        dispatch.register("none", object())  # type: ignore[arg-type]
     with pytest.raises(DispatchError, match="rank: rank 1 returned another value than rank 0"):
         group.call("rank", by="same")
 
@@ -164,6 +195,73 @@ def test_calls(group: Group) -> None:
 
     with pytest.raises(ArithmeticError, match="12 is above ten"):
         group.call("scaled", [1, 2, 3, 4], check=none_above_ten)
+
+
+def test_batches_that_ranks_do_not_divide_are_padded(group: Group) -> None:
+    assert group.call("scaled", [1, 2, 3], pad=True) == [3, 6, 9]
+    assert group.call("scaled", [1, 2, 3, 4], pad=True) == [3, 6, 9, 12]
+    with pytest.raises(ValueError, match=r"3 rows cannot be cut evenly .* pad=True"):
+        group.call("scaled", [1, 2, 3])
+    with pytest.raises(ValueError, match="a batch without rows"):
+        group.call("scaled", [], pad=True)
+    if "all rows" not in strategies._STRATEGIES:
+        dispatch.register("all rows", _AllRows())
+    with pytest.raises(DispatchError, match="scaled: the result has 8 rows for 4"):
+        group.call("scaled", [1, 2, 3], by="all rows", pad=True)
+
+
+def test_object_references_are_fetched_by_ranks(group: Group) -> None:
+    values = ray.put([1, 2, 3, 4])
+    assert group.call("scaled", values, by="same") == [3, 6, 9, 12]
+    assert group.call("scaled", values=values) == [3, 6, 9, 12]
+    first = group.start_call("scaled", values, by="all")
+    # What ranks returned goes to ranks again, and not through this process.
+    assert group.call("scaled", first.refs[1], by="same") == [9, 18, 27, 36]
+
+
+def test_a_call_does_not_wait(group: Group) -> None:
+    slow = group.start_call("fail", "sleep", by="all")
+    after = group.start_call("scaled", [1, 2])
+    with pytest.raises(RankLost, match=r"scaled: no answer within 0.5 s of ranks 1"):
+        after.result(0.5)
+    assert after.result() == [3, 6]
+    assert slow.result() == [None, None]
+
+
+def test_what_several_ranks_get_is_put_once(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    puts: list[Any] = []
+    put = ray.put
+
+    def counted(value: Any) -> Any:
+        puts.append(value)
+        return put(value)
+
+    monkeypatch.setattr(ray, "put", counted)
+    group.call("scaled", [1, 2], by="all")
+    assert puts == [(([1, 2],), {})]
+    group.call("scaled", [1, 2])  # a part each
+    assert len(puts) == 1
+
+
+def test_a_group_that_lost_a_rank_is_made_anew(pool: Pool, run_dir: Path) -> None:
+    del pool
+    restored: list[int] = []
+
+    def restore(group: Group) -> None:
+        restored.append(group.restarts)
+        group.call("state", 7, by="all")
+
+    recovers = Group.start(Rank, Mesh(data=2), factor=1, cpus=0.5, max_restarts=1, restore=restore)
+    try:
+        recovers.call("state", 5, by="all")
+        assert recovers.call("end_once", str(run_dir / "ended"), by="all") == [7, 7]
+        assert (recovers.restarts, restored) == (1, [1])
+        # Ranks of the new actors find each other.
+        assert recovers.call("total", torch.arange(4.0), by="same") == 12.0
+        with pytest.raises(RankLost, match="end_once: rank 1 was lost"):
+            recovers.call("end_once", str(run_dir / "ended twice"), by="all")
+    finally:
+        recovers.close()
 
 
 def test_failures_are_named(group: Group) -> None:

@@ -18,7 +18,8 @@ from tests.layouts.under_ray.gpus import gpus_to_offer, take_a_share
 
 SCRIPT = """
 import json, os, sys
-names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "BYTEPS_LOCAL_RANK")
+names += ("NCCL_HOSTID",)
 seen = {n: os.environ.get(n) for n in names}
 # The parent is the fork server. It has imported torch, and not what may ask for GPUs.
 seen["imported here"] = sys.modules["counting"].PID == os.getpid()
@@ -27,7 +28,19 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
 """
 
 
-def test_each_rank_has_a_gpu_and_imports_after_the_fork(pool: Pool, run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("mask", "share", "local_ranks", "machines"),
+    [
+        ("4,5", 1.0, ["0", "1"], 0),
+        ("GPU-5f3a,GPU-77b0", 1.0, ["0", "1"], 0),
+        ("MIG-5f3a,MIG-77b0", 1.0, ["0", "1"], 2),
+        ("6", 0.5, ["0", "0"], 2),
+    ],
+    ids=["numbers", "names", "slices", "shared"],
+)
+def test_each_rank_has_a_gpu_and_imports_after_the_fork(
+    mask: str, share: float, local_ranks: list[str], machines: int, pool: Pool, run_dir: Path
+) -> None:
     del pool  # whose cluster gets another node
     (run_dir / "script.py").write_text(SCRIPT)
     (run_dir / "counting.py").write_text("import os\nPID = os.getpid()\n")
@@ -36,25 +49,27 @@ def test_each_rank_has_a_gpu_and_imports_after_the_fork(pool: Pool, run_dir: Pat
         arguments=(str(run_dir),),
         servers=0,
         cpus_per_rank=0.5,
-        gpus_per_rank=1.0,
+        gpus_per_rank=share,
         folder=run_dir / "job",
-        environment={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0,1"},
+        environment={n: v for n, v in ENVIRONMENT.items() if n != "CUDA_VISIBLE_DEVICES"},
         python_path=(str(run_dir),),
         preload=("torch", "counting"),
     )
     nodes = Nodes(run_dir / "nodes")
+    gpus = mask.count(",") + 1
     try:
-        nodes.add(cpus=1, gpus=2)
+        nodes.add(cpus=1, gpus=gpus, mask=mask)
         Job(settings, lambda event: None).run()
     finally:
         nodes.close()
     seen = [json.loads((run_dir / f"{rank}.json").read_text()) for rank in range(2)]
     assert [one["RANK"] for one in seen] == ["0", "1"]
-    # GPUs are numbered as on the machine, of which each rank sees all.
-    assert {one["LOCAL_RANK"] for one in seen} == {"0", "1"}
-    assert {(one["LOCAL_WORLD_SIZE"], one["CUDA_VISIBLE_DEVICES"]) for one in seen} == {
-        ("2", "0,1")
-    }
+    # GPUs are numbered as CUDA does it in a process that sees all that Ray may give away.
+    assert sorted(one["LOCAL_RANK"] for one in seen) == local_ranks
+    assert {one["LOCAL_WORLD_SIZE"] for one in seen} == {str(gpus)}
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in seen} == {mask}
+    assert [one["BYTEPS_LOCAL_RANK"] for one in seen] == ["0", "1"]
+    assert len({one["NCCL_HOSTID"] for one in seen} - {None}) == machines
     assert all(one["imported here"] for one in seen)
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
+from pathlib import Path
+from typing import Any
 
 import ray
 
+from bench.ray_failures.cases import ENVIRONMENT
+from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.metrics import Metrics
 from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.settings import Settings
+from scripts.ports import free_ports
 
 LIMIT_S = 120.0
 
@@ -45,3 +52,51 @@ def test_metrics_are_served(pool: Pool) -> None:
             return
         assert time.monotonic() < deadline, seen
         time.sleep(0.5)
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import byteps.torch as bps
+from megatron_byteps_ray import report
+
+dist.init_process_group("gloo")
+bps.init()
+bps.push_pull_inplace(torch.ones(4), average=False, name="x")
+report(1, total=1.0)
+while not os.path.exists(f"{sys.argv[1]}/scraped"):
+    time.sleep(0.05)
+bps.shutdown()
+dist.destroy_process_group()
+"""
+
+
+def test_each_process_serves_its_own(pool: Pool, run_dir: Path) -> None:
+    """Ranks and a server of one machine, at the addresses that the list for Prometheus has."""
+    (run_dir / "script.py").write_text(SCRIPT)
+    port = free_ports(3, host="0.0.0.0")
+    settings = Settings(
+        entry=str(run_dir / "script.py"),
+        arguments=(str(run_dir),),
+        folder=run_dir / "job",
+        environment={**ENVIRONMENT, "BYTEPS_METRICS_PORT": str(port)},
+        max_restarts=0,
+    )
+    pages: dict[str, str] = {}
+
+    def scrape(event: dict[str, Any]) -> None:
+        if event["event"] != "step":
+            return
+        for one in json.loads((run_dir / "job" / "prometheus.json").read_text()):
+            (where,) = one["targets"]
+            name, number = one["labels"].popitem()
+            with urllib.request.urlopen(f"http://{where}/metrics", timeout=30) as answer:
+                pages[f"{name} {number}"] = answer.read().decode()
+        (run_dir / "scraped").touch()
+
+    Job(settings, scrape, pool).run()
+    assert set(pages) == {"server 0", "worker 0", "worker 1"}
+    for name, page in pages.items():
+        role, number = name.split()
+        assert f'{{role="{role}",rank="{number}"' in page

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from megatron_byteps_ray import scraping
 from megatron_byteps_ray.failures import FAILED, HUNG, KILLED, LOST, End, Failure
 from megatron_byteps_ray.layout import Layout, option
 from megatron_byteps_ray.phases import Phases
+from megatron_byteps_ray.places import gpu_numbers, local_variables
 from megatron_byteps_ray.rank_actor import RankActor
 from megatron_byteps_ray.settings import Limits, Settings
 
@@ -103,7 +110,7 @@ def test_phases_add_up() -> None:
     [
         ({"ranks": 0}, "ranks must be 1 or more"),
         ({"min_ranks": 3}, "min_ranks must be from 1 to 2"),
-        ({"gpus_per_rank": 0.5}, "one GPU or none"),
+        ({"gpus_per_rank": 2.0}, "one GPU, a part of one, or none: not 2"),
         ({"entry": "train"}, "a .py file or module:function"),
     ],
 )
@@ -246,6 +253,41 @@ def test_a_rank_ends_with_its_actor(actor: RankActor, tmp_path: Path) -> None:
     _wait_gone(pid)
 
 
+SLOW = """
+import os, time
+with open(f"{os.path.dirname(__file__)}/{os.getpid()}.here", "w") as file:
+    file.write(str(os.getppid()))
+while not os.path.exists(f"{os.path.dirname(__file__)}/go"):
+    time.sleep(0.01)
+"""
+
+
+def test_a_machine_outlives_an_actor_that_is_lost_during_the_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its standby said last reaches nobody, and does not end the fork server."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    # With a GPU, so that each standby imports it for itself.
+    facts = {"node": str(tmp_path), "address": "127.0.0.1", "host": "here", "pid": 1, "gpus": ["0"]}
+    monkeypatch.setattr("megatron_byteps_ray.rank_actor.node_facts", lambda: facts)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    own: dict[str, Any] = {"preload": ["slow"], "python_path": [str(tmp_path)], "environment": {}}
+    lost, other = (RankActor(folder=str(tmp_path), **own) for _ in range(2))
+    while len(found := list(tmp_path.glob("*.here"))) < 2 or not found[0].read_text():
+        time.sleep(0.01)
+    server = int(found[0].read_text())
+    os.kill(server, signal.SIGSTOP)
+    while psutil.Process(server).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    lost._connection.shutdown(2)
+    (tmp_path / "go").touch()
+    time.sleep(1.0)  # for the standby to say that it is there
+    os.kill(server, signal.SIGCONT)
+    assert other.warm(120.0) == ""
+    other.start(_order(tmp_path, "print('alive')"))
+    assert other.wait_end()["lines"][-1] == "alive"
+
+
 def test_a_module_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,3 +295,71 @@ def test_a_module_that_is_not_there_is_named(
     monkeypatch.setattr("megatron_byteps_ray.rank_actor.node_facts", lambda: facts)
     actor = RankActor(folder=str(tmp_path), preload=["nosuch"], python_path=[], environment={})
     assert "No module named 'nosuch'" in actor.warm(120.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "mask", "numbers"),
+    [
+        (["3"], None, [3]),
+        (["4"], "4,5", [0]),
+        (["5"], "4, 5", [1]),
+        (["GPU-b"], "GPU-a,GPU-b", [1]),
+        (["MIG-2"], "MIG-1,MIG-2", [1]),
+        ([], "", []),
+    ],
+)
+def test_gpus_as_ray_names_them(given: list[str], mask: str | None, numbers: list[int]) -> None:
+    assert gpu_numbers(given, mask) == numbers
+
+
+def test_a_gpu_that_ranks_do_not_see_is_named() -> None:
+    with pytest.raises(ValueError, match=r"GPU 0, but ranks see CUDA_VISIBLE_DEVICES=4,5: set it"):
+        gpu_numbers(["0"], "4,5")
+
+
+def _place(node: str, gpus: list[int], *, of_slice: bool = False) -> dict:
+    return {"node": node, "gpus": gpus, "slice": of_slice, "address": f"10.0.0.{node}"}
+
+
+def _variables(places: list[dict], name: str) -> list[str | None]:
+    return [local_variables(places, rank).get(name) for rank in range(len(places))]
+
+
+def test_local_ranks_number_gpus_and_ranks() -> None:
+    # The GPU between is another job's, or a spare's.
+    places = [_place("1", [0]), _place("1", [2]), _place("2", [1])]
+    assert _variables(places, "LOCAL_RANK") == ["0", "2", "1"]
+    assert _variables(places, "LOCAL_WORLD_SIZE") == ["3", "3", "2"]
+    assert _variables(places, "BYTEPS_LOCAL_RANK") == ["0", "1", "0"]
+    assert _variables(places, "BYTEPS_LOCAL_SIZE") == ["2", "2", "1"]
+    assert _variables(places, "NCCL_HOSTID") == [None] * 3
+    without = [_place("1", []), _place("2", []), _place("1", [])]
+    assert _variables(without, "LOCAL_RANK") == ["0", "0", "1"]
+    assert _variables(without, "LOCAL_WORLD_SIZE") == ["2", "1", "2"]
+
+
+def test_ranks_that_share_a_gpu_are_on_several_machines_to_nccl() -> None:
+    places = [_place("1", [0]), _place("1", [0]), _place("1", [1]), _place("2", [0])]
+    assert _variables(places, "LOCAL_RANK") == ["0", "0", "1", "0"]
+    assert _variables(places, "NCCL_HOSTID") == ["1-0", "1-1", "1-0", None]
+    assert _variables(places, "BYTEPS_LOCAL_RANK") == ["0", "1", "2", "0"]
+    slices = [_place("1", [n], of_slice=True) for n in range(3)]
+    assert _variables(slices, "NCCL_HOSTID") == ["1-0", "1-1", "1-2"]
+
+
+def test_each_process_of_a_machine_has_its_own_port(tmp_path: Path) -> None:
+    environment = {"BYTEPS_METRICS_PORT": "9400"}
+    servers = [scraping.of_server(environment, n)["BYTEPS_METRICS_PORT"] for n in range(2)]
+    ranks = int(scraping.of_ranks(environment, 2)["BYTEPS_METRICS_PORT"])
+    assert (servers, ranks) == (["9400", "9401"], 9402)
+    assert scraping.of_ranks({}, 2) == {}
+    with pytest.raises(ValueError, match="BYTEPS_METRICS_PORT=http is no port"):
+        Settings(entry="train.py", environment={"BYTEPS_METRICS_PORT": "http"})
+    places = [_place("1", []), _place("2", []), _place("2", [])]
+    scraping.write_list(tmp_path, ranks, ["10.0.0.1:9400", "10.0.0.2:9401"], places)
+    found = json.loads((tmp_path / "prometheus.json").read_text())
+    assert [one["targets"][0] for one in found] == [
+        *("10.0.0.1:9400", "10.0.0.2:9401", "10.0.0.1:9402", "10.0.0.2:9402", "10.0.0.2:9403")
+    ]
+    assert found[1]["labels"] == {"job": tmp_path.name, "server": "1"}
+    assert found[4]["labels"] == {"job": tmp_path.name, "worker": "2"}

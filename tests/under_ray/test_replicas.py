@@ -24,6 +24,7 @@ from megatron_byteps_ray.job import record_of_steps
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.replicas import Replicas
 from megatron_byteps_ray.settings import Settings
+from scripts.ports import free_ports
 
 Events = list[list[dict[str, Any]]]
 
@@ -84,8 +85,13 @@ def test_a_lost_replica_is_restarted_alone(pool: Pool, settings: Settings, run_d
         {"incarnation": 0, "replica": 1, "rank": 0, "when": 5, "what": "actor"},
         {"incarnation": 0, "replica": 0, "rank": 0, "when": 8, "what": "joiner:1"},
     ]
-    first, second = run(settings, run_dir / "job", faults)
+    port = free_ports(3, host="0.0.0.0")
+    first, second = run(settings, run_dir / "job", faults, BYTEPS_METRICS_PORT=str(port))
     assert not of(first, "failure"), "it goes on"
+    # All are on one machine, and no two at one port.
+    lists = [run_dir / "job" / name / "prometheus.json" for name in ("", "replica0", "replica1")]
+    told = [json.loads(path.read_text())[0]["targets"][0] for path in lists]
+    assert [int(where.rpartition(":")[2]) for where in told] == [port, port + 1, port + 2]
     (failure,) = of(second, "failure")
     assert "rank 0 was lost with its actor" in str(failure["failure"])
     assert [len(of(one, "done")) for one in (first, second)] == [1, 1]

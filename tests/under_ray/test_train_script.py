@@ -7,17 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0
 
 
-def test_training_loses_a_rank_and_goes_on(run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "layout"),
+    [("megatron", []), ("servers", []), ("megatron", ["--context-parallel-size", "2"])],
+    ids=["megatron", "servers", "context-parallel"],
+)
+def test_training_loses_a_rank_and_goes_on(
+    optimizer: str, layout: list[str], run_dir: Path
+) -> None:
     source = run_dir / "text.txt"
     source.write_text("".join(f"line {n} of the text\n" for n in range(500)))
     script = [sys.executable, str(ROOT / "scripts/train.py"), "--out", str(run_dir / "out")]
     data = ["--data-cache", str(run_dir / "data"), "--data", str(source)]
-    job = ["--mode", "ray", "--steps", "12", "--lose-rank-at", "6"]
+    job = ["--mode", "ray", "--steps", "12", "--lose-rank-at", "6", "--optimizer", optimizer]
     small = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]
+    small += layout
     run = subprocess.run(
         [*script, *data, *job, "--", *small],
         env={**os.environ, "MEGATRON_CPU": "1"},

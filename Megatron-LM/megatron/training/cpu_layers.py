@@ -4,12 +4,14 @@
 sequence parallelism, and attention over a sequence that is split over context-parallel ranks.
 
 Attention is slow and plain, and the same whichever backend reduces gradients: each rank gathers the
-keys and values of the whole sequence and attends to them from its own tokens.
+keys and values of the whole sequence and attends to them from its own tokens. Both functions may be
+called again, and do nothing then.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from megatron.core.transformer import torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
+@functools.cache
 def allow_sequence_parallel() -> None:
     """Have torch's norms accept sequence parallelism.
 
@@ -67,6 +70,7 @@ def later_tokens(length: int, group: dist.ProcessGroup) -> torch.Tensor:
     return (everyone[None, :] > mine[:, None])[None, None]
 
 
+@functools.cache
 def allow_context_parallel() -> None:
     """Have Megatron's plain attention do so. For causal models without a mask of their own."""
     make, forward = DotProductAttention.__init__, DotProductAttention.forward

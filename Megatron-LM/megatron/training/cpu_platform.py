@@ -135,6 +135,20 @@ def start(args: Namespace) -> None:
                 f"{d.attribute}={getattr(d.value, 'name', d.value)}" for d in _required_defaults()
             )
             print(f"> training on the CPU ({VARIABLE}=1), with {chosen}", flush=True)
+    _allow_layouts(args)
+
+
+def _allow_layouts(args: Namespace) -> None:
+    """Split sequences where asked to: Megatron's local layers, which train here, refuse that."""
+    split, parallel = args.context_parallel_size > 1, args.sequence_parallel
+    if not (split or parallel):
+        return
+    from megatron.training import cpu_layers
+
+    if split:
+        cpu_layers.allow_context_parallel()
+    if parallel:
+        cpu_layers.allow_sequence_parallel()
 
 
 # --------------------------------------------------------------------------- stand-ins

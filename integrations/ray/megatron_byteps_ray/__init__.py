@@ -20,10 +20,13 @@
 ``profiling``      some steps of some ranks, as torch and BytePS see them
 ``traces``         timelines of both, made one file
 ``dispatch``       calls to a group of ranks, without a job
+``workers``        the actors of such a group
 ``mesh``           ranks as a mesh
 ``strategies``     how such a call is cut over the mesh
 ``batches``        what is cut, and joined again
-``ports``          ports of a machine
+``places``         where ranks stand on their machines, and which GPU is theirs
+``scraping``       where BytePS's metrics are, for Prometheus
+``ports``          ports that nobody listens at
 ``reporting``      what a rank tells its actor; ``report`` is for scripts of any kind
 =================  ==================================================================
 

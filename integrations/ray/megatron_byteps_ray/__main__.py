@@ -45,7 +45,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--min-ranks", type=int, help="go on with so few, where no spare is left (default: wait)")
     add("--rank-multiple", type=int, help="default: what Megatron's arguments say")
     add("--cpus-per-rank", type=float, default=Settings.cpus_per_rank, help="default: 1")
-    add("--gpus-per-rank", type=float, default=Settings.gpus_per_rank, help="1 or 0 (default)")
+    add(
+        "--gpus-per-rank",
+        type=float,
+        default=Settings.gpus_per_rank,
+        help="1, a fraction, or 0 (default)",
+    )
     add("--server-cpus", type=float, default=Settings.server_cpus, help="default: 1")
     add("--server-resource", help="Ray resource of the machines for scheduler and servers")
     add("--folder", type=Path, default=Settings.folder, help="state, logs (default: build/ray)")

@@ -27,6 +27,21 @@ def first_column(value: Any) -> Any:
     return found[0]
 
 
+def rows(values: Sequence[Any]) -> int:
+    """Of batches; raises ValueError unless all have as many."""
+    found = {len(first_column(value)) for value in values}
+    if len(found) > 1:
+        raise ValueError(f"batches of different lengths: {sorted(found)}")
+    return found.pop() if found else 0
+
+
+def padded(value: Any, missing: int) -> Any:
+    """With the last row ``missing`` times more."""
+    if not missing:
+        return value
+    return on_columns(value, lambda c: _concatenated([c] + [c[-1:]] * missing, axis=0))
+
+
 def part(value: Any, number: int, of: int) -> Any:
     """One of ``of`` parts of the first axis."""
 

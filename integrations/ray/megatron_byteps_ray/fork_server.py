@@ -157,6 +157,8 @@ class _Client:
         self._pass_on({"kind": kind, "time": time.time(), **values})
 
     def _pass_on(self, message: dict[str, Any]) -> None:
+        if self._connection.fileno() < 0:
+            return  # the actor is gone, and a child of its was still importing
         # Blocks where the actor does not read, which it always does; its end is heard of elsewhere.
         with contextlib.suppress(ConnectionError):
             self._connection.setblocking(True)
@@ -208,8 +210,6 @@ class _Client:
         self._server.forget(child.messages)
         self._server.forget(child.ended)
         status = child.reap()
-        if self._connection.fileno() < 0:
-            return
         if child is self._rank:
             self._rank = None
             self.send("ended", pid=child.pid, status=status)

@@ -10,9 +10,11 @@ from typing import Any
 
 import ray
 
+from . import scraping
 from .draining import draining_nodes
 from .failures import FAILED, HUNG, End, Failure
 from .phases import Phases
+from .places import local_variables
 from .pool import Slot
 from .servers import Servers
 from .settings import Settings
@@ -69,6 +71,8 @@ class Incarnation:
         """The last step of which every rank's state is kept in memory."""
         self._finished: set[int] = set()
         self._told = False
+        self._metrics_port = 0
+        """Of ranks, before they add to it; 0 where metrics are off."""
         self._drains_due = 0.0
         self.steps = 0
         """Steps of rank 0."""
@@ -106,6 +110,7 @@ class Incarnation:
             self._lost("rank 0")
             return False
         environment |= cluster
+        environment |= scraping.of_ranks(environment, self._settings.servers)
         environment |= {
             "WORLD_SIZE": str(len(self._slots)),
             "MASTER_ADDR": self._slots[0].facts["address"],
@@ -113,8 +118,9 @@ class Incarnation:
             "MEGATRON_BYTEPS_INCARNATION": str(self.number),
         }
         started = {}
+        places = [slot.facts for slot in self._slots]
         for rank, slot in enumerate(self._slots):
-            own = {**environment, "RANK": str(rank), **self._local(rank)}
+            own = {**environment, "RANK": str(rank), **local_variables(places, rank)}
             order = {
                 "environment": own,
                 "folder": str(Path.cwd()),
@@ -132,6 +138,8 @@ class Incarnation:
                 self._lost(f"rank {rank}")
         if self._ends:
             return False
+        self._metrics_port = scraping.first_port(environment)
+        self._list_metrics()
         self._mark("started")
         for rank, slot in enumerate(self._slots):
             self._watched[slot.actor.wait_end.remote()] = f"rank {rank}"
@@ -139,15 +147,19 @@ class Incarnation:
             self._asked[slot.actor.progress.remote()] = rank
         return True
 
-    def _local(self, rank: int) -> dict[str, str]:
-        """Where a rank stands on its machine: a GPU's number is the local rank of its rank."""
-        node = self._slots[rank].facts["node"]
-        beside = [other for other, slot in enumerate(self._slots) if slot.facts["node"] == node]
-        gpus = self._slots[rank].facts["gpus"]
-        if gpus:
-            highest = max(gpu for other in beside for gpu in self._slots[other].facts["gpus"])
-            return {"LOCAL_RANK": str(gpus[0]), "LOCAL_WORLD_SIZE": str(highest + 1)}
-        return {"LOCAL_RANK": str(beside.index(rank)), "LOCAL_WORLD_SIZE": str(len(beside))}
+    def _list_metrics(self) -> None:
+        """Write where Prometheus finds each process."""
+        if self._metrics_port:
+            places = [slot.facts for slot in self._slots]
+            folder = self._settings.folder.absolute()
+            scraping.write_list(folder, self._metrics_port, self._servers.metrics(), places)
+
+    def _replaced(self, who: str) -> bool:
+        """Whether a server that has ended was replaced, and so ends nothing."""
+        if self._ends or not self._servers.replace(who):
+            return False
+        self._list_metrics()
+        return True
 
     # ----------------------------------------------------------------- watching
 
@@ -184,10 +196,9 @@ class Incarnation:
             with contextlib.suppress(ray.exceptions.RayError):
                 end = ray.get(ref)
         if end is None:
-            replaced = not self._ends and self._servers.replace(who)
-            return None if replaced else self._lost(who)
+            return None if self._replaced(who) else self._lost(who)
         status = end["status"]
-        if status != 0 and not self._ends and self._servers.replace(who):
+        if status != 0 and self._replaced(who):
             return None
         if who.startswith("rank") and status == 0:
             self._finished.add(int(who.split()[1]))

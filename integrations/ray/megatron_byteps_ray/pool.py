@@ -119,7 +119,7 @@ class Pool:
     def _new_slot(self, bundle: int, attempt: int) -> Slot:
         settings = self._settings
         environment = settings.forwarded()
-        # The GPU's number is the local rank: a process sees all GPUs of its machine.
+        # The GPU's number is the local rank: a process sees all GPUs that Ray may give away.
         actor_environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = (
             ray.remote(RankActor)
@@ -171,7 +171,7 @@ class Pool:
             elif slot.attempt + 1 < _ATTEMPTS:
                 self.lose(slot)
             else:
-                raise JobError(f"an actor cannot import {self._settings.preload}: {problem}")
+                raise JobError(f"an actor cannot be a rank: {problem}")
 
     def wait_warm(self, count: int, limit_s: float) -> bool:
         """Wait until so many actors are warm; whether they are."""

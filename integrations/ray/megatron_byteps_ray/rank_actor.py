@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import memory
+from .places import gpu_numbers, is_slice
 from .ports import free_port
 from .rank_program import STACKS_SIGNAL
 
@@ -29,16 +30,15 @@ _STACKS_S = 1.0
 
 
 def node_facts() -> dict[str, Any]:
-    """Where this actor runs: node, address, host, process, GPUs."""
+    """Where this actor runs: node, address, host, process; its GPUs, as Ray names them."""
     import ray
 
-    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     return {
         "node": ray.get_runtime_context().get_node_id(),
         "address": ray.util.get_node_ip_address(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "gpus": [int(gpu) for gpu in gpus],
+        "gpus": ray.get_runtime_context().get_accelerator_ids().get("GPU", []),
     }
 
 
@@ -81,8 +81,20 @@ class RankActor:
         self._snapshots = memory.Snapshots()
         self._keeps: dict[str, Any] = {}
         self._port = memory.Port(self._keep, self._fetch)
+        self._place = self._find_place(environment)
         self._connection = self._connect(preload, python_path, environment)
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
+
+    def _find_place(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        """See ``facts``."""
+        facts = node_facts()
+        given = facts["gpus"]
+        mask = environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        try:
+            gpus = gpu_numbers(given, mask)
+        except ValueError as error:
+            gpus, self._broken = [], str(error)
+        return {**facts, "gpus": gpus, "slice": is_slice(given)}
 
     def _connect(
         self, preload: Sequence[str], python_path: Sequence[str], environment: Mapping[str, str]
@@ -95,7 +107,7 @@ class RankActor:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         # Asking for GPUs while modules are imported must not start CUDA, which cannot be forked.
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        facts = node_facts()
+        facts = self._place
         modules = []
         for module in preload:
             forked = not facts["gpus"] or module == "torch"
@@ -159,15 +171,17 @@ class RankActor:
             self._running, self._status, self._ended_at = False, status, at
 
     def facts(self) -> dict[str, Any]:
-        """See ``node_facts``."""
-        return node_facts()
+        """See ``node_facts`` and ``places``: ``gpus`` are CUDA's numbers."""
+        return self._place
 
     def warm(self, limit_s: float) -> str:
         """Wait until everything is imported; empty, or why it is not."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._warm or self._broken, limit_s):
                 return f"not done within {limit_s:g} s"
-            return "" if self._warm else "\n".join([self._broken, *last_lines(self._log)])
+            if self._warm and not self._broken:
+                return ""
+            return "\n".join([self._broken, *last_lines(self._log)])
 
     def free_port(self) -> int:
         """A port of this machine that nobody listens at."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import ray
 
+from . import scraping
 from .failures import End
 from .job import Job, Listener
 from .pool import JobError, Pool
@@ -56,6 +57,7 @@ class Replicas:
             known, refused = self._servers.start(self._settings.ranks)
             if refused is not None:
                 raise JobError(f"BytePS does not start: {refused}")
+            self._list_metrics()
             self.jobs = [self._job(number, known) for number in range(self._settings.replicas)]
             threads = []
             for number in range(len(self.jobs)):
@@ -75,10 +77,20 @@ class Replicas:
             self._servers.stop()
             self.pool.close()
 
+    def _list_metrics(self) -> None:
+        """Write where Prometheus finds the servers; each replica does so for its ranks."""
+        if servers := self._servers.metrics():
+            folder = self._settings.folder.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            scraping.write_list(folder, 0, servers, [])
+
     def _job(self, number: int, known: dict[str, str]) -> Job:
         settings = self._settings
         own = {**known, "BYTEPS_REPLICA": f"{number}/{settings.replicas}"}
         own |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
+        # After the servers' ports those of a replica's ranks, and then those of the next one's.
+        before = settings.servers + number * (settings.ranks // settings.replicas)
+        own |= scraping.of_ranks(settings.forwarded(), before)
         of_replica = replace(
             settings,
             replicas=1,
@@ -107,7 +119,10 @@ class Replicas:
                 continue
             for ref in ray.wait(refs, num_returns=1, timeout=_POLL_S)[0]:
                 who, end = self._servers.take(ref)
-                if (end is not None and end["status"] == 0) or self._servers.replace(who):
+                if end is not None and end["status"] == 0:
+                    continue
+                if self._servers.replace(who):
+                    self._list_metrics()
                     continue
                 lost = str(End.lost(who) if end is None else End.told(who, end))
                 self._done.set()  # no replica can go on without it

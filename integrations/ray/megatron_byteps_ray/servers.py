@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
+from . import scraping
 from .failures import FAILED, LOST, End
 from .pool import Pool
 from .settings import Settings
@@ -30,6 +31,7 @@ class Servers:
         self._pool = pool
         self._secret = secret
         self._known: dict[str, str] = {}
+        self._hosts: dict[int, str] = {}
         self.watched: dict[Any, str] = {}
         """Calls that return when a process has ended, and whose it is. `take` what has."""
 
@@ -51,7 +53,7 @@ class Servers:
         for index, actor in enumerate(self._pool.byteps):
             who = "scheduler" if index == 0 else f"server {index - 1}"
             role = "scheduler" if index == 0 else "server"
-            own = {**environment, **self._known}
+            own = {**environment, **self._known, **self._port(environment, index)}
             try:
                 host, port = ray.get(actor.start.remote(role, own, limit), timeout=limit + _CALL_S)
             except ray.exceptions.RayActorError:
@@ -60,6 +62,7 @@ class Servers:
             except ray.exceptions.RayError as error:
                 lines = str(error).splitlines()
                 return {}, End(who=who, kind=FAILED, at=time.time(), lines=lines)
+            self._hosts[index] = host
             if index == 0:
                 self._known |= {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
             self.watched[actor.wait_end.remote()] = who
@@ -72,6 +75,17 @@ class Servers:
         environment |= self._settings.profile.of_byteps() if self._settings.profile else {}
         kept = {"BYTEPS_KEEP": "1"} if self._keep else {"DMLC_NUM_WORKER": str(ranks)}
         return environment | kept
+
+    @staticmethod
+    def _port(environment: Mapping[str, str], index: int) -> dict[str, str]:
+        """Of a server's metrics; the scheduler, which is the first, has none."""
+        return scraping.of_server(environment, index - 1) if index else {}
+
+    def metrics(self) -> list[str]:
+        """Where each server's are, as ``address:port``; empty where they are off."""
+        first = scraping.first_port(self._settings.forwarded())
+        servers = sorted(self._hosts.items())[1:] if first else []
+        return [f"{host}:{first + index - 1}" for index, host in servers]
 
     def replace(self, who: str) -> bool:
         """Start a server in the place of one that was lost, while the ranks wait for it.
@@ -87,10 +101,12 @@ class Servers:
         if not waits or not who.startswith("server") or not self._known:
             return False
         limit = self._settings.limits.start
-        actor = self._pool.byteps[int(who.split()[1]) + 1]
+        index = int(who.split()[1]) + 1
+        actor = self._pool.byteps[index]
         try:
-            own = {**environment, **self._known}
-            ray.get(actor.start.remote("server", own, limit), timeout=limit + _CALL_S)
+            own = {**environment, **self._known, **self._port(environment, index)}
+            call = actor.start.remote("server", own, limit)
+            self._hosts[index], _ = ray.get(call, timeout=limit + _CALL_S)
         except ray.exceptions.RayError:
             return False
         self.watched[actor.wait_end.remote()] = who

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import scraping
 from .profiling import Profile
 
 FORWARDED = ("BYTEPS_", "DMLC_INTERFACE", "GLOO_", "MEGATRON_", "NCCL_", "OMP_", "TORCH_")
@@ -81,6 +82,7 @@ class Settings:
     """The number of ranks is a multiple of this. None: what Megatron's arguments say."""
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
+    """1, 0, or a fraction where ranks share a GPU."""
     server_cpus: float = 1.0
     server_resource: str | None = None
     """A resource of Ray that the machines for scheduler and servers have, such as "byteps"."""
@@ -110,6 +112,7 @@ class Settings:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
         self._check_replicas()
+        scraping.first_port(self.forwarded())
         if self.max_fruitless < 1:
             raise ValueError(f"max_fruitless must be 1 or more, not {self.max_fruitless}")
         if self.memory_save_interval is not None:
@@ -124,8 +127,10 @@ class Settings:
         beyond = [rank for rank in self.profile.ranks if rank >= self.ranks] if self.profile else []
         if beyond:
             raise ValueError(f"rank {beyond[0]} cannot be profiled: there are {self.ranks} ranks")
-        if self.gpus_per_rank not in (0.0, 1.0):
-            raise ValueError(f"a rank has one GPU or none, not {self.gpus_per_rank}")
+        if not 0.0 <= self.gpus_per_rank <= 1.0:
+            raise ValueError(
+                f"a rank has one GPU, a part of one, or none: not {self.gpus_per_rank:g}"
+            )
         if not self.entry.endswith(".py") and not all(self.entry.partition(":")):
             raise ValueError(f"the entry must be a .py file or module:function, not {self.entry!r}")
 

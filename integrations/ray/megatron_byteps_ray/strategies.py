@@ -30,14 +30,16 @@ class Arguments:
 
 
 class Strategy(Protocol):
-    """How a call is spread over ranks, and its results are joined."""
+    """How a call is spread over ranks, and its results are joined.
+
+    May have ``validate(mesh, arguments)``, which is called first and raises ValueError for what
+    cannot be cut; and ``passes_whole = True`` where ``cut`` does not look at values, so that ranks
+    fetch ObjectRefs themselves.
+    """
 
     def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
-        """What each rank gets, in the order of ranks.
-
-        Raises:
-            ValueError: the arguments cannot be cut so.
-        """
+        """What each rank gets, in the order of ranks; the same object for ranks that get the same,
+        which is sent once."""
         ...
 
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
@@ -49,8 +51,21 @@ class Strategy(Protocol):
         ...
 
 
+def validate(how: Strategy, mesh: Mesh, arguments: Arguments) -> None:
+    """What the strategy itself has against these arguments.
+
+    Raises:
+        ValueError: it cannot cut them.
+    """
+    own = getattr(how, "validate", None)
+    if own is not None:
+        own(mesh, arguments)
+
+
 class _All:
     """The same to all ranks; a list of what they return."""
+
+    passes_whole = True
 
     def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
         return [arguments] * mesh.size
@@ -78,17 +93,20 @@ class _Data:
     the last stage of a pipeline; it is joined along the first axis.
     """
 
+    def validate(self, mesh: Mesh, arguments: Arguments) -> None:
+        total = batches.rows(arguments.values())
+        if total % mesh.data:
+            raise ValueError(
+                f"{total} rows cannot be cut evenly over {mesh.data} data ranks: pad=True repeats "
+                "the last one"
+            )
+
     def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
-        rows = {len(value) for value in map(batches.first_column, arguments.values())}
-        if len(rows) > 1:
-            raise ValueError(f"batches of different lengths: {sorted(rows)}")
-        for total in rows:
-            if total % mesh.data:
-                raise ValueError(f"{total} rows cannot be cut evenly over {mesh.data} data ranks")
-        return [
-            arguments.each(partial(batches.part, number=place.data, of=mesh.data))
-            for place in mesh.places()
+        parts = [
+            arguments.each(partial(batches.part, number=number, of=mesh.data))
+            for number in range(mesh.data)
         ]
+        return [parts[place.data] for place in mesh.places()]
 
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
         wanted = [
@@ -106,7 +124,7 @@ class _Sequence(_Data):
     mirror image from the back. Results are joined along both axes.
     """
 
-    def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
+    def validate(self, mesh: Mesh, arguments: Arguments) -> None:
         chunks = 2 * mesh.context if mesh.context > 1 else 1
         for value in arguments.values():
             for column in batches.columns(value):
@@ -116,11 +134,16 @@ class _Sequence(_Data):
                         f"each argument must have a second axis that {chunks} chunks divide: "
                         f"{type(column).__name__} of shape {tuple(getattr(column, 'shape', ()))}"
                     )
-        by_data = super().cut(mesh, arguments)
-        return [
-            by_data[rank].each(partial(batches.chunked, number=place.context, of=mesh.context))
-            for rank, place in enumerate(mesh.places())
-        ]
+        super().validate(mesh, arguments)
+
+    def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
+        places = mesh.places()
+        parts = {}
+        for place, own in zip(places, super().cut(mesh, arguments), strict=True):
+            if (place.data, place.context) not in parts:
+                chunked = partial(batches.chunked, number=place.context, of=mesh.context)
+                parts[place.data, place.context] = own.each(chunked)
+        return [parts[place.data, place.context] for place in places]
 
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
         rows = []
@@ -140,15 +163,16 @@ class _Model:
     Every copy of the model gets the same; the first copy's results are a list in the same order.
     """
 
-    def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
+    def validate(self, mesh: Mesh, arguments: Arguments) -> None:
         parts = mesh.pipeline * mesh.tensor
         for value in arguments.values():
             if not isinstance(value, Sequence) or len(value) != parts:
-                raise ValueError(f"each argument must be a list with {parts} items, one a part")
-        return [
-            arguments.each(operator.itemgetter(place.pipeline * mesh.tensor + place.tensor))
-            for place in mesh.places()
-        ]
+                raise ValueError(f"each argument must be a list with {parts} items, one per part")
+
+    def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
+        items = range(mesh.pipeline * mesh.tensor)
+        parts = [arguments.each(operator.itemgetter(item)) for item in items]
+        return [parts[place.pipeline * mesh.tensor + place.tensor] for place in mesh.places()]
 
     def join(self, mesh: Mesh, results: Sequence[Any]) -> list[Any]:
         return [
@@ -172,7 +196,11 @@ def register(name: str, strategy: Strategy) -> None:
 
     Raises:
         ValueError: there is one of this name.
+        TypeError: it cannot cut and join.
     """
+    for method in ("cut", "join"):
+        if not callable(getattr(strategy, method, None)):
+            raise TypeError(f"the strategy {name!r} has no method {method}(mesh, ...)")
     if name in _STRATEGIES:
         raise ValueError(f"there is a strategy {name!r} already")
     _STRATEGIES[name] = strategy

@@ -15,7 +15,5 @@ and lets a run fail, and go on, where verl alone would wait.
 ``attempt``       one run of it
 ``deaths``        ends a run in which an actor died
 ``leftovers``     shared memory that killed processes left
-``settings``      the example as overrides of verl's configuration
-``task``          sums of two digits, and a reward that can be checked
 ================  =============================================================
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -82,7 +83,27 @@ def prepare() -> None:
     else:
         take_gpu()
         initialize_global_process_group_ray()
+    keep_parameters()
     register()
+
+
+def keep_parameters() -> None:
+    """Let a run with adapters go on from a checkpoint.
+
+    verl 0.9.1 loads adapters into the sharded state that it then asks for the optimizer's. Loading
+    puts detached tensors there, by which Megatron's optimizer does not find its parameters.
+    """
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
+    def copied(filtered: Any) -> Any:
+        if isinstance(filtered, dict):
+            return {name: copied(value) for name, value in filtered.items()}
+        return copy.copy(filtered)
+
+    choose = MegatronCheckpointManager._maybe_filter_peft_state_dict
+    MegatronCheckpointManager._maybe_filter_peft_state_dict = lambda self, state: (
+        choose(self, state) if self.peft_cls is None else copied(choose(self, state))
+    )
 
 
 def take_gpu() -> None:

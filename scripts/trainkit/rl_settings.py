@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import task
+from . import rl_task
 
 ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
 """Names, and verl's advantage estimators."""
@@ -169,8 +169,8 @@ class Settings:
             "data.train_files": self.questions,
             "data.val_files": self.questions,
             "data.train_batch_size": self.prompts,
-            "data.max_prompt_length": task.PROMPT_TOKENS,
-            "data.max_response_length": task.RESPONSE_TOKENS,
+            "data.max_prompt_length": rl_task.PROMPT_TOKENS,
+            "data.max_response_length": rl_task.RESPONSE_TOKENS,
             "data.dataloader_num_workers": 0,
             "data.seed": self.seed,
             "actor_rollout_ref.model.path": self.model,
@@ -184,8 +184,8 @@ class Settings:
             "critic.model.path": self.model,
             "critic.model.use_remove_padding": False,
             "reward.num_workers": 1,
-            "reward.custom_reward_function.path": task.__file__,
-            "reward.custom_reward_function.name": task.compute_score.__name__,
+            "reward.custom_reward_function.path": rl_task.__file__,
+            "reward.custom_reward_function.name": rl_task.compute_score.__name__,
         }
 
     def _rollout(self) -> dict[str, object]:
@@ -197,7 +197,7 @@ class Settings:
             f"{rollout}.calculate_log_probs": True,
             f"{rollout}.log_prob_micro_batch_size_per_gpu": self._of_rank,
             f"{rollout}.tensor_model_parallel_size": self.rollout_tensor,
-            f"{rollout}.max_model_len": task.PROMPT_TOKENS + task.RESPONSE_TOKENS + 1,
+            f"{rollout}.max_model_len": rl_task.PROMPT_TOKENS + rl_task.RESPONSE_TOKENS + 1,
             f"{rollout}.enforce_eager": True,
             f"{rollout}.agent.num_workers": 1,
             f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 16,
