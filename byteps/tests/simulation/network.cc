@@ -82,14 +82,15 @@ void Network::Close(int node, uint64_t life) {
   if (IsLinked(node, life)) Unlink(node, 0, &closed, nullptr);
 }
 
-void Network::Link(int a, int b) {
+bool Network::Link(int a, int b) {
   std::lock_guard<std::mutex> lock(mu_);
-  if (killed_.count(a) || killed_.count(b)) return;
+  if (killed_.count(a) || killed_.count(b)) return false;
   LinkState link;
   link.number = next_link_++;
   link.lives = {{a, LifeOf(a)}, {b, LifeOf(b)}};
   links_.emplace(PairOf(a, b), link);
   SendWaiting(PairOf(a, b));
+  return true;
 }
 
 void Network::SendWaiting(const Pair& pair) {
@@ -236,10 +237,11 @@ void Network::Connect(const SimulatedChannel& from, int to) {
     return Connect(from, to);
   }
   const bool ours = there && its == from.incarnation();
-  if (ours) return Link(from.number(), to);
+  // It may have been killed in between.
+  if (ours && Link(from.number(), to)) return;
   std::lock_guard<std::mutex> lock(mu_);
   TellOfEnd(from, to,
-            there ? "it is of generation " + std::to_string(its) +
+            there && !ours ? "it is of generation " + std::to_string(its) +
                         " of the job, and this node of " + std::to_string(from.incarnation())
                   : "connecting to it failed: connection refused");
 }

@@ -58,7 +58,8 @@ class Network {
 
   // Whether the scheduler has a link with this life of the node.
   bool IsLinked(int node, uint64_t life);
-  void Link(int a, int b);
+  // False: one of them is dead.
+  bool Link(int a, int b);
   // Makes a link, or tells `from` that nobody is there, or one of another incarnation.
   void Connect(const SimulatedChannel& from, int to);
   // Ends a link; what is in flight on it is lost.  Each end hears of it once it has received what
