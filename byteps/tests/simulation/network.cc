@@ -241,9 +241,10 @@ void Network::Connect(const SimulatedChannel& from, int to) {
   if (ours && Link(from.number(), to)) return;
   std::lock_guard<std::mutex> lock(mu_);
   TellOfEnd(from, to,
-            there && !ours ? "it is of generation " + std::to_string(its) +
-                        " of the job, and this node of " + std::to_string(from.incarnation())
-                  : "connecting to it failed: connection refused");
+            there && !ours
+                ? "it is of generation " + std::to_string(its) + " of the job, and this node of " +
+                      std::to_string(from.incarnation())
+                : "connecting to it failed: connection refused");
 }
 
 void Network::TellOfEnd(const SimulatedChannel& node, int peer, const std::string& how) {
