@@ -91,6 +91,9 @@ class SchedulerMembership : public Membership {
   bool HoldBack(const Message& msg) PS_REQUIRES(mu_);
   // All have come, or it is too late for those that have not.
   void GoOn(bool late);
+  // If each worker has left, or says so in what was held back, those that say so: the job is over,
+  // and nodes that have not come may have heard that.
+  std::vector<Node> TakeLeavers(const std::vector<Message>& held) PS_REQUIRES(mu_);
   // Makes the roster and the replicas of what was told.  The nodes that are of them no more.
   std::vector<Node> Rebuild(const std::vector<int>& missing) PS_REQUIRES(mu_);
   // A worker may go once all servers know that it does: they tell the next scheduler.

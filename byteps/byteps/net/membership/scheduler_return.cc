@@ -2,6 +2,7 @@
 // (docs/design/replicas.md).
 #include <algorithm>
 #include <climits>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -137,7 +138,7 @@ bool SchedulerMembership::HoldBack(const Message& msg) {
 }
 
 void SchedulerMembership::GoOn(bool late) {
-  std::vector<Node> strays;
+  std::vector<Node> strays, leavers;
   std::vector<int> missing;
   std::vector<Message> held;
   bool over = false;
@@ -152,6 +153,8 @@ void SchedulerMembership::GoOn(bool late) {
     strays = Rebuild(missing);
     takeover_.accounts = {};
     over = IsOver();
+    if (!over) leavers = TakeLeavers(held);
+    over = over || !leavers.empty();
   }
   BPS_LOG(WARNING) << Name() << " goes on with the job of another one that died";
   for (const Node& node : strays) {
@@ -160,6 +163,7 @@ void SchedulerMembership::GoOn(bool late) {
     links_->Disconnect(node.id);
   }
   TellReplicas("");
+  for (const Node& node : leavers) Send(links_, Control::NODE_LEFT, node.id, "", {node});
   if (over) return EndJob();  // those that have not come may have heard so
   EmitProgress(MembershipEvent::kComplete, links_->self());
   for (const int id : missing) {
@@ -168,6 +172,23 @@ void SchedulerMembership::GoOn(bool late) {
   }
   for (const Message& msg : held) Handle(msg);
   heartbeats_.Wake();
+}
+
+std::vector<Node> SchedulerMembership::TakeLeavers(const std::vector<Message>& held) {
+  std::set<int> saying;
+  for (const Message& msg : held) {
+    if (msg.meta.control.cmd != Control::LEAVE) continue;
+    const auto departure = membership::ParseFarewell(msg.meta.body, settings_.keep);
+    if (departure.failure.empty() && !departure.suspend) saying.insert(msg.meta.sender);
+  }
+  std::vector<Node> leavers;
+  for (const auto& [id, member] : roster_.members()) {
+    if (member.node.role != Node::WORKER || member.left) continue;
+    if (saying.count(id) == 0) return {};
+    leavers.push_back(member.node);
+  }
+  for (const Node& node : leavers) roster_.Find(node.id)->left = true;
+  return leavers;
 }
 
 std::vector<Node> SchedulerMembership::Rebuild(const std::vector<int>& missing) {

@@ -275,6 +275,24 @@ TEST_F(SchedulerReturnTest, OneThatNeverComesBackIsRemovedThoughAllOthersHaveLef
   EXPECT_TRUE(ended());
 }
 
+TEST_F(SchedulerReturnTest, WhatHasHeardThatTheJobIsOverNeedsNotComeBack) {
+  MembershipSettings settings;
+  settings.workers = 2;
+  settings.servers = 2;
+  settings.scheduler_return_s = 0.2;
+  membership_ = std::make_unique<SchedulerMembership>(
+      &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
+  membership_->Join();
+  Return(server_, {.left = {0}});
+  Return(other_);
+  Say(other_, Control::LEAVE, "finish");
+  while (!ended() && failure().empty()) usleep(10'000);
+  EXPECT_EQ(failure(), "");
+  EXPECT_EQ(links_.CountTo(other_, Control::NODE_LEFT), 1);
+  EXPECT_EQ(links_.CountTo(other_, Control::JOB_FAILED), 0);
+  EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 1);
+}
+
 // ------------------------------------------------------------------ accounts
 
 TEST(Account, SaysWhatItWasTold) {
