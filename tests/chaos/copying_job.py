@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from bench.kit.emulation import Host
 from tests.chaos.broken_job import LIMIT_S
 from tests.chaos.lasting_job import LastingJob
-from tests.chaos.seeds import Fault, Script
-from tests.multiproc.cluster import Nursery
+from tests.chaos.seeds import Fault
 
 PACE_S = 0.03
 FOUND_S = 8.0
@@ -25,24 +22,13 @@ class CopyingJob(LastingJob):
 
     settings: ClassVar[Mapping[str, str]] = {**LastingJob.settings, "BYTEPS_BACKUP_STATE": "1"}
 
-    def __init__(
-        self,
-        script: Script,
-        hosts: Sequence[Host],
-        switch: str,
-        programs: Path,
-        folder: Path,
-        nursery: Nursery | None,
-    ) -> None:
-        super().__init__(script, hosts, switch, programs, folder, nursery)
-        self._one_loss = threading.Lock()
-
     def _start_worker(self, rank: int) -> None:
         size = str(self.script.workers)
         ranks = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         self._fork(rank, "with_copies", ranks, PACE_S)
 
     def _await_begin(self) -> None:
+        self._one_loss = threading.Lock()
         super()._await_begin()
         for node in self.script.server_nodes[: self.script.servers]:
             self._await_text(node, COPIED)

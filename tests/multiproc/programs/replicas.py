@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import byteps.torch as bps
 import torch
@@ -114,13 +115,19 @@ class Replica:
         self.log.append({"step": step, "joined": view is not None})
 
     def give(self, choice: members.Choice, step: int) -> None:
-        name, mine = f"join/{choice.life}", bps.rank()
+        state_transfer.give_tensors(
+            [self.parameters],
+            to=choice.joiner,
+            rank=bps.rank(),
+            name=f"join/{choice.life}/state",
+        )
+        self.give_facts(choice, step)
+
+    def give_facts(self, choice: members.Choice, step: int) -> None:
         lives = [self.lives[replica] for replica in range(self.count)]
         facts = {"step": step, "lives": lives, "rounds": members.rounds()}
-        state_transfer.give_tensors(
-            [self.parameters], to=choice.joiner, rank=mine, name=f"{name}/state"
-        )
-        state_transfer.give_facts(facts, to=choice.joiner, rank=mine, name=name)
+        name = f"join/{choice.life}"
+        state_transfer.give_facts(facts, to=choice.joiner, rank=bps.rank(), name=name)
 
     def join(self) -> int:
         self.may_die("ready", 0)
@@ -130,12 +137,17 @@ class Replica:
             [self.parameters], giver=giver, rank=bps.rank(), name=f"{name}/state"
         )
         self.may_die("take", 0)
+        step = self.take_facts(giver, name)
+        self.compare()
+        return step
+
+    def take_facts(self, giver: int, name: str) -> int:
+        """Returns the step that it joins after."""
         facts = state_transfer.take_facts(giver=giver, rank=bps.rank(), name=name)
         self.lives = dict(enumerate(facts["lives"]))
         self.lives[self.number] += 1
         self.life = self.lives[self.number]
         members.set_rounds(facts["rounds"])
-        self.compare()
         return int(facts["step"])
 
     def compare(self) -> None:
@@ -143,9 +155,13 @@ class Replica:
 
 
 def train(job: Job) -> None:
+    play(job, Replica)
+
+
+def play(job: Job, make: Callable[[Job], Replica]) -> None:
     """Ends by the error of its replica, if there is one: so the others learn that it is lost."""
     bps.init()
-    replica = Replica(job)
+    replica = make(job)
     try:
         replica.run()
         replica.compare()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import byteps.torch as bps
 import torch
-from byteps.torch import members, state_transfer
+from byteps.torch import members
 from byteps.torch.server_rule import Rule, Step
 from byteps.torch.server_tensor import ServerTensor
 
 from tests.multiproc.programs.job import Job
-from tests.multiproc.programs.replicas import LENGTH, Replica, values_of
+from tests.multiproc.programs.replicas import LENGTH, Replica, play, values_of
 
 CLIPPED = 0.5
 
@@ -70,32 +68,15 @@ class Served(Replica):
 
     def give(self, choice: members.Choice, step: int) -> None:
         self.tensor.settle()
-        lives = [self.lives[replica] for replica in range(self.count)]
-        facts = {"step": step, "lives": lives, "rounds": members.rounds()}
-        state_transfer.give_facts(
-            facts, to=choice.joiner, rank=bps.rank(), name=f"join/{choice.life}"
-        )
+        self.give_facts(choice, step)
 
     def join(self) -> int:
         view = members.join()
-        giver, name = view.donor(self.number), f"join/{view.lives[self.number]}"
-        facts = state_transfer.take_facts(giver=giver, rank=bps.rank(), name=name)
-        self.lives = dict(enumerate(facts["lives"]))
-        self.lives[self.number] += 1
-        self.life = self.lives[self.number]
-        members.set_rounds(facts["rounds"])
+        step = self.take_facts(view.donor(self.number), f"join/{view.lives[self.number]}")
         self.parameters = self.tensor.read(0)
         self.compare()
-        return int(facts["step"])
+        return step
 
 
 def train(job: Job) -> None:
-    """Ends by the error of its replica, if there is one: so the others learn that it is lost."""
-    bps.init()
-    replica = Served(job)
-    try:
-        replica.run()
-        replica.compare()
-    finally:
-        job.note(f"log.{replica.number}.{replica.life}", json.dumps(replica.log))
-    bps.shutdown()
+    play(job, Served)
