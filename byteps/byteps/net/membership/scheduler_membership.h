@@ -91,8 +91,8 @@ class SchedulerMembership : public Membership {
   bool HoldBack(const Message& msg) PS_REQUIRES(mu_);
   // All have come, or it is too late for those that have not.
   void GoOn(bool late);
-  // The workers whose LEAVE was held back, if no other worker stays: then the job is over, and a node
-  // that has not come may have heard so.  Else none.
+  // The workers whose LEAVE was held back, if no other worker stays: then the job is over, and a
+  // node that has not come may have heard so.  Else none.
   std::vector<Node> TakeLeavers(const std::vector<Message>& held) PS_REQUIRES(mu_);
   // Makes the roster and the replicas of what was told.  The nodes that are of them no more.
   std::vector<Node> Rebuild(const std::vector<int>& missing) PS_REQUIRES(mu_);
