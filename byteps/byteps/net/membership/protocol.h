@@ -68,7 +68,7 @@ struct MemberWord {
   // kAcknowledged: up to which; kAdmit: the replica's life; kAwaited: the round; kLate: the epoch
   // that the server knows; kServerReplaced: how many servers there are.
   int epoch = 0;
-  std::string text;  // kAwaited: the tensor's name; kLate: why
+  std::string text{};  // kAwaited: the tensor's name; kLate: why
 };
 std::string PackWord(const MemberWord& word);
 bool ParseWord(const std::string& text, MemberWord* word);
