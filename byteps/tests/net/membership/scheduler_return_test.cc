@@ -301,6 +301,7 @@ TEST(Account, SaysWhatItWasTold) {
   account.life = 3;
   account.is_late = true;
   account.left = {0, 12};
+  account.turns = {{0, 2}, {3, 1}};
   account.replicas = {4, 7, "10", "01", {0, 5}, ""};
   Account read;
   ASSERT_TRUE(ParseAccount("protocol=12" + PackAccount(account), &read));
@@ -308,13 +309,15 @@ TEST(Account, SaysWhatItWasTold) {
   EXPECT_EQ(read.life, 3);
   EXPECT_TRUE(read.is_late);
   EXPECT_EQ(read.left, account.left);
+  EXPECT_EQ(read.turns, account.turns);
   EXPECT_EQ(read.replicas.present, "10");
   EXPECT_TRUE(ParseAccount("protocol=12", &read));
   EXPECT_EQ(read.life, 0);
   for (const char* const bad :
-       {"\n", "\njob=1 life=0 late=0 left=\n", "\njob=0 life=1 late=0 left=\n",
-        "\njob=1 life=1 late=0 left=x,\n",
-        "\njob=1 life=1 late=0 left=", "\njob=1 life=1 late=0 left=\nepoch=1"}) {
+       {"\n", "\njob=1 life=0 late=0 turns= left=\n", "\njob=0 life=1 late=0 turns= left=\n",
+        "\njob=1 life=1 late=0 turns= left=x,\n", "\njob=1 life=1 late=0 left=\n",
+        "\njob=1 life=1 late=0 turns=0 left=\n", "\njob=1 life=1 late=0 turns= left=",
+        "\njob=1 life=1 late=0 turns= left=\nepoch=1"}) {
     EXPECT_FALSE(ParseAccount(bad, &read)) << bad;
   }
 }
@@ -330,7 +333,7 @@ class NodeReturnTest : public testing::Test {
       if (message.meta.control.cmd != Control::ADD_NODE || joined_) return;
       joined_ = true;
       Welcome(1);
-      Say(Control::ADD_NODE, "link=25000");
+      Say(Control::ADD_NODE, "link=25000 late=0 turns=");
     };
     MembershipSettings settings;
     settings.workers = settings.servers = 1;
