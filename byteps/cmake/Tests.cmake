@@ -45,6 +45,7 @@ if(GTest_FOUND)
     tests/net/membership/node_membership_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
+    tests/net/membership/node_return_test.cc
     tests/net/membership/scheduler_return_test.cc
     tests/net/membership/scheduler_servers_test.cc
     tests/net/rdma/inbox_test.cc

@@ -428,7 +428,8 @@ void NodeMembership::ReportBrokenLink(int id) {
     reason = before + (peer != nullptr ? Describe(peer->node) : RoleAndRank(id)) + " was lost to " +
              self + ": " + link.how;
     reported = std::exchange(link.reported, true);
-    link.due = Clock::now() + ToDuration(kVerdictSeconds);
+    // A scheduler that has returned may wait for others before it says anything.
+    link.due = std::max(Clock::now(), settled_) + ToDuration(kVerdictSeconds);
   }
   if (reported) return Fail(reason);
   PS_PROBE(kLinkReported);
