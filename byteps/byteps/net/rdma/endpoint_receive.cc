@@ -141,6 +141,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
 }
 
 void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
+  connection_->nic->bytes_received += bytes;
   FrameHeader header;
   if (!header.Decode(frame, bytes)) BadFrame("its header");
   const char* body = frame + kFrameHeaderBytes;
@@ -223,6 +224,7 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
   Incoming incoming;
   if (!inbox_.Take(cookie, &incoming)) BadFrame("a write that was not cleared");
   inbox_.Came();
+  connection_->nic->bytes_received += incoming.bytes();
   if (incoming.drop) return;
   SArray<char> values = incoming.memory.bytes;
   const uint32_t meta = incoming.meta_in_region;
