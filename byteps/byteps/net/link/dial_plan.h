@@ -1,5 +1,5 @@
-// Where a connection dials, over TCP or RDMA, and when next: one pair of NICs after another at once,
-// and the first again after a pause.
+// Where a connection dials, over TCP or RDMA, and when next: one pair of NICs after another at
+// once, and the first again after a pause.
 #ifndef BYTEPS_NET_LINK_DIAL_PLAN_H_
 #define BYTEPS_NET_LINK_DIAL_PLAN_H_
 

@@ -113,11 +113,12 @@ bool IsV6(const std::string& address) { return address.find(':') != std::string:
 // that it is above.
 std::string RdmaDeviceOf(const std::string& name, const std::string& sysfs) {
   std::error_code error;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(sysfs + "/class/net/" + name + "/device/infiniband", error)) {
+  for (const auto& entry : std::filesystem::directory_iterator(
+           sysfs + "/class/net/" + name + "/device/infiniband", error)) {
     return entry.path().filename();
   }
-  for (const auto& entry : std::filesystem::directory_iterator(sysfs + "/class/infiniband", error)) {
+  for (const auto& entry :
+       std::filesystem::directory_iterator(sysfs + "/class/infiniband", error)) {
     std::string below;
     std::ifstream(entry.path() / "parent") >> below;
     if (below == name) return entry.path().filename();

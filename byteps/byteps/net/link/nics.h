@@ -50,8 +50,8 @@ struct NicUser {
   bool is_worker = false;
   bool only_own = false;  // the NIC of its address alone, whatever others there are
   bool uses_rdma = false;
-  DevicePlace gpu;        // of a worker; empty: it has none
-  int local_rank = 0;     // among the workers of this host
+  DevicePlace gpu;     // of a worker; empty: it has none
+  int local_rank = 0;  // among the workers of this host
   int local_size = 1;
 };
 

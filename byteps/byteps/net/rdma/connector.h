@@ -73,9 +73,9 @@ class Connector {
   Connector(const Connector&) = delete;
   Connector& operator=(const Connector&) = delete;
 
-  // Listens at `hosts` ("" alone: every address) and `port` (0: the kernel chooses), and returns the
-  // port.  Throws Error with the reason if it cannot at the first; another one where it cannot is
-  // left out.
+  // Listens at `hosts` ("" alone: every address) and `port` (0: the kernel chooses), and returns
+  // the port.  Throws Error with the reason if it cannot at the first; another one where it cannot
+  // is left out.
   int Listen(const std::vector<std::string>& hosts, int port);
   // Instead of Listen: connects by the devices that have these addresses, and listens nowhere.
   // Throws Error as Listen does.
@@ -83,8 +83,8 @@ class Connector {
   // Begins to serve; after one of these.
   void Run();
 
-  // Connects `endpoint` to who listens at `port`, over the first of `pairs` that works; goes back to
-  // the first one when that works again.  Tries again while nobody listens, for as long as
+  // Connects `endpoint` to who listens at `port`, over the first of `pairs` that works; goes back
+  // to the first one when that works again.  Tries again while nobody listens, for as long as
   // BYTEPS_START_TIMEOUT_S; then the endpoint fails.  Any thread.
   // `receiver` is the token of the process that is meant, 0 if unknown.
   void Connect(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs, int port,

@@ -35,8 +35,7 @@ void Connector::Connect(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair>
   (*link)->endpoint = std::move(endpoint);
   (*link)->active = true;
   (*link)->receiver = receiver;
-  (*link)->dial.Begin(std::move(pairs), port,
-                      Clock::now() + ToDuration(settings_.start_timeout_s));
+  (*link)->dial.Begin(std::move(pairs), port, Clock::now() + ToDuration(settings_.start_timeout_s));
   Post([this, link] { Try(std::move(*link)); });
 }
 
@@ -63,8 +62,7 @@ void Connector::Try(LinkPtr link) {
     Address from;
     if (!route.from.empty()) from = Resolve(route.from, 0).front();
     links_[id] = std::move(link);
-    const bool same_family =
-        !route.from.empty() && from.storage.ss_family == to.storage.ss_family;
+    const bool same_family = !route.from.empty() && from.storage.ss_family == to.storage.ss_family;
     if (rdma_resolve_addr(id, same_family ? from.get() : nullptr, to.get(), kResolveMs) != 0) {
       const int error = errno;
       TryAgain(raw, std::string("its address leads through no RDMA device: ") + strerror(error));
@@ -86,8 +84,8 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
   // The next attempt may go by another device.
   if (link->dial.has_several_pairs() && !again_soon) link->endpoint->Discard();
   const std::string where = link->dial.Current().to.Text();
-  link->next_try = again_soon ? link->dial.Postponed(error, now)
-                              : link->dial.Failed(error, nobody_listens, now);
+  link->next_try =
+      again_soon ? link->dial.Postponed(error, now) : link->dial.Failed(error, nobody_listens, now);
   if (link->resumes) {  // EndOutages knows how long
     if (link->dial.redial().IsListenerGone(now)) return link->endpoint->GiveUp(error, true);
     return waiting_.push_back(std::move(link));
@@ -97,8 +95,8 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
     return;
   }
   link->endpoint->Fail("it did not answer within " +
-                       Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + " at " +
-                       where + ": " + error);
+                       Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + " at " + where +
+                       ": " + error);
 }
 
 ConnectRequest Connector::RequestOf(const Link& link) {

@@ -114,7 +114,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   };
   // What is known of a connection before it is there.
   struct Path {
-    std::shared_ptr<Device> device;  // among the process's
+    std::shared_ptr<Device> device;       // among the process's
     ibv_comp_channel* channel = nullptr;  // that tells of completions
     rdma_cm_id* id = nullptr;
     bool may_move = false;  // the side that connects knows other paths

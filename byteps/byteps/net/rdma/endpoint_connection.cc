@@ -85,9 +85,8 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(const Path& path)
   const size_t bytes = AlignUp(static_cast<uint64_t>(slots) * slot_bytes_, 4096);
   made->slots.reset(static_cast<char*>(aligned_alloc(4096, bytes)));
   if (!made->slots) Throw("cannot allocate " + std::to_string(bytes) + " bytes", ENOMEM);
-  made->slots_region =
-      std::make_unique<Region>(Devices{made->device}, made->slots.get(), bytes,
-                               IBV_ACCESS_LOCAL_WRITE);
+  made->slots_region = std::make_unique<Region>(Devices{made->device}, made->slots.get(), bytes,
+                                                IBV_ACCESS_LOCAL_WRITE);
 
   // Also for requests that are not signalled: those that fail are told of.
   const uint32_t sends = settings_.send_depth + PostedSends::kReserved;

@@ -72,7 +72,7 @@ bool Endpoint::ClearFirst(bool may_block) {
     if (!FindMemory(*first, place, may_block, &memory, &region)) return false;
     MutexLock lock(&mu_);
     if (memory.region && first->place == nullptr) continue;  // abandoned meanwhile
-    memory.rkey = region->rkey(*connection_->device);  // which stays while this is cleared
+    memory.rkey = region->rkey(*connection_->device);        // which stays while this is cleared
     inbox_.EndClearing(std::move(memory));
     Pump(&turn);
     break;

@@ -34,8 +34,8 @@ void CopyToPool(Outgoing* out, Pool* pool) {
 }
 
 // What a cache may hold: memory that is sent from is often received into as well.
-RegistrationCache::Registration RegisterAll(const Devices& devices,
-                                            const void* begin, size_t bytes) {
+RegistrationCache::Registration RegisterAll(const Devices& devices, const void* begin,
+                                            size_t bytes) {
   try {
     return std::make_shared<Region>(devices, begin, bytes, kValueAccess);
   } catch (const Error&) {  // it may be memory that cannot be written to
@@ -61,8 +61,8 @@ std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool m
 }  // namespace
 
 OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
-                         uint32_t inline_bytes, uint32_t slot_bytes,
-                         const Devices& devices, Pool* pool) {
+                         uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
+                         Pool* pool) {
   auto out = std::make_unique<Outgoing>();
   out->meta = std::move(meta);
   out->values = std::move(values);

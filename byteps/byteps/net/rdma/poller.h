@@ -20,8 +20,8 @@ namespace ps {
 namespace rdma {
 
 // Each connection has a completion queue of its own, which can thus never overflow; those of one
-// device tell of completions through one channel.  The thread sleeps on the channels of all devices:
-// an endpoint that moves to another device stays with it.
+// device tell of completions through one channel.  The thread sleeps on the channels of all
+// devices: an endpoint that moves to another device stays with it.
 class Poller {
  public:
   // `spin`: never sleep.

@@ -21,8 +21,7 @@ char* AllocatePages(size_t bytes) {
 
 }  // namespace
 
-Pool::Block::Block(const Devices& devices, size_t size)
-    : size(size), memory(AllocatePages(size)) {
+Pool::Block::Block(const Devices& devices, size_t size) : size(size), memory(AllocatePages(size)) {
   try {
     region = std::make_unique<Region>(devices, memory, size, kValueAccess);
   } catch (...) {

@@ -85,9 +85,9 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     connector_ = std::make_unique<rdma::Connector>(this, settings_, token_);
     int bound = 0;
     if (Listens(node.role)) {
-      bound = connector_->Listen(every_address ? std::vector<std::string>{""}
-                                               : HostsOf(NumericAddress(host), node.nics),
-                                 port);
+      bound = connector_->Listen(
+          every_address ? std::vector<std::string>{""} : HostsOf(NumericAddress(host), node.nics),
+          port);
     } else {
       connector_->UseDevicesOf(HostsOf(NumericAddress(host), node.nics));
     }

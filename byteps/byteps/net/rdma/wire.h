@@ -61,10 +61,10 @@ struct ConnectRequest {
   bool resumes = false;   // there was a connection before, and it broke
   bool may_move = false;  // the sender knows other paths, and leaves one that is silent
   bool probes = false;    // it asks for no connection, but whether a request passes
-  uint8_t index = 0;     // among the endpoints of its plane
-  uint8_t mtu = 0;       // greatest path MTU, as an ibv_mtu; 0: any
-  uint16_t attempt = 0;  // another one for each, since a proof is of use once
-  std::string proof;     // kRequestProofBytes; zeros: none yet
+  uint8_t index = 0;      // among the endpoints of its plane
+  uint8_t mtu = 0;        // greatest path MTU, as an ibv_mtu; 0: any
+  uint16_t attempt = 0;   // another one for each, since a proof is of use once
+  std::string proof;      // kRequestProofBytes; zeros: none yet
 
   // What the proofs are over.
   std::string Claims() const;

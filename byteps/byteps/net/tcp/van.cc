@@ -1,7 +1,6 @@
 #include "byteps/net/tcp/van.h"
 
 #include <netinet/in.h>
-
 #include <sched.h>
 
 #include <algorithm>
@@ -192,9 +191,7 @@ void TcpVan::ListenAt(const std::vector<Address>& addresses, int* port) {
     }
     listeners_.push_back(std::make_shared<tcp::Listener>(
         pollers_->first().get(), std::move(fd), [this] { return pending_->MayAdd(); },
-        [this](tcp::Fd accepted, const Address& from) {
-          OnAccepted(std::move(accepted), from);
-        }));
+        [this](tcp::Fd accepted, const Address& from) { OnAccepted(std::move(accepted), from); }));
   }
 }
 
