@@ -90,6 +90,7 @@ void Connector::Prepare(const std::shared_ptr<Endpoint>& endpoint, rdma_cm_id* i
 }
 
 void Connector::AddDevice(rdma_cm_id* id, const std::string& host, Devices* devices) const {
+  if (id->verbs == nullptr) throw Error("no RDMA device has this address");
   // Several addresses may be of one device.
   for (const auto& known : *devices) {
     if (known->context() == id->verbs) return;

@@ -356,7 +356,7 @@ void Endpoint::Finish(Turn* turn) {
     }
   }
   if (turn->resumed) owner_->OnResumed(this, turn->after, turn->again);
-  if (turn->broken) owner_->OnBroken(this, turn->was_silent);
+  if (turn->broken) owner_->OnBroken(this, turn->path_failed);
   if (turn->closed) owner_->OnClosed(this, turn->ending);
 }
 

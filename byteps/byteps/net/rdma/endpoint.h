@@ -66,9 +66,9 @@ class EndpointOwner {
   // The connection broke.  For how long the endpoint may be without one: 0 closes it.  Any
   // thread, with a lock of the endpoint's held.
   virtual LinkOutage::Clock::duration Patience(Endpoint* endpoint, LinkFault fault) = 0;
-  // The endpoint needs another connection, once MayConnect.  `was_silent`: the peer's NIC did not
-  // answer, so that another path is better.  Any thread.
-  virtual void OnBroken(Endpoint* endpoint, bool was_silent) = 0;
+  // The endpoint needs another connection, once MayConnect.  `path_failed`: a device could not
+  // send, or was not answered, so that another path is better.  Any thread.
+  virtual void OnBroken(Endpoint* endpoint, bool path_failed) = 0;
   // It has one, after so long; so many messages are sent again.  The polling thread.
   virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
   // Once, in any thread.
@@ -205,7 +205,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     std::vector<Received> received;
     OutgoingList done;
     bool broken = false;
-    bool was_silent = false;
+    bool path_failed = false;
     bool resumed = false;
     Clock::duration after{};  // it was without a connection for so long
     size_t again = 0;         // messages sent again

@@ -293,7 +293,6 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) 
   if (!connection_) return;
   // The peer may take it for whole already, though this side has not heard that it is.
   turn->broken = turn->broken || connection_->attached;
-  turn->was_silent = fault == LinkFault::kSilent;
   state_ = State::kBroken;
   StopQueuePair();
 }

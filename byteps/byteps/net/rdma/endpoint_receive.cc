@@ -114,6 +114,7 @@ void Endpoint::BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn)
   if (wc.status == IBV_WC_WR_FLUSH_ERR) return BreakOff(kStopped, LinkFault::kBroken, turn);
   const bool silent = wc.status == IBV_WC_RETRY_EXC_ERR;
   BreakOff(what + Describe(wc), silent ? LinkFault::kSilent : LinkFault::kBroken, turn);
+  turn->path_failed = true;
 }
 
 void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {

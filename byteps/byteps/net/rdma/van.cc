@@ -208,10 +208,10 @@ LinkOutage::Clock::duration RdmaVan::Patience(Endpoint* endpoint, LinkFault faul
   return LinkPatience(endpoint->peer(), is_scheduler_, settings_.reconnect_s, fault);
 }
 
-void RdmaVan::OnBroken(Endpoint* endpoint, bool was_silent) {
+void RdmaVan::OnBroken(Endpoint* endpoint, bool path_failed) {
   PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " connection with node "
              << endpoint->peer() << " broke; waiting for another one";
-  connector_->Reconnect(endpoint->shared_from_this(), was_silent);
+  connector_->Reconnect(endpoint->shared_from_this(), path_failed);
 }
 
 void RdmaVan::OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) {

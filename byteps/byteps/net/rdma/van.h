@@ -80,7 +80,7 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   char* PlaceFor(rdma::Endpoint* endpoint, const Meta& meta, size_t bytes) override;
   void OnMessage(rdma::Endpoint* endpoint, rdma::Received received) override;
   LinkOutage::Clock::duration Patience(rdma::Endpoint* endpoint, LinkFault fault) override;
-  void OnBroken(rdma::Endpoint* endpoint, bool was_silent) override;
+  void OnBroken(rdma::Endpoint* endpoint, bool path_failed) override;
   void OnResumed(rdma::Endpoint* endpoint, LinkOutage::Clock::duration after,
                  size_t again) override;
   void OnClosed(rdma::Endpoint* endpoint, const LinkEnding& ending) override;

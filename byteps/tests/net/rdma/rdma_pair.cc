@@ -91,8 +91,8 @@ class RdmaEnd : public ps::rdma::EndpointOwner, public ps::rdma::ConnectorOwner 
                                            ps::LinkFault /*fault*/) override {
     return ps::ToDuration(settings_.reconnect_s);
   }
-  void OnBroken(Endpoint* endpoint, bool was_silent) override {
-    connector_->Reconnect(endpoint->shared_from_this(), was_silent);
+  void OnBroken(Endpoint* endpoint, bool path_failed) override {
+    connector_->Reconnect(endpoint->shared_from_this(), path_failed);
   }
   void OnResumed(Endpoint* /*endpoint*/, ps::LinkOutage::Clock::duration /*after*/,
                  size_t again) override {
