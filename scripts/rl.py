@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Teaches a tiny model to add, by reinforcement learning: verl's trainer, Megatron engine and vLLM.
 
-With --model another model is taught, which is asked in words. Gradients of actor and critic are all-reduced by BytePS: a scheduler and servers start next to the
-ranks. With --compare the same job runs through all-reduce too. With --device cuda each rank has a
-GPU of its own.
+With --model another model is taught, which is asked in words. Gradients of actor and critic are
+all-reduced by BytePS: a scheduler and servers start next to the ranks. With --compare the same job
+runs through all-reduce too. With --device cuda each rank has a GPU of its own.
 
 Exit status: 0 the reward rose as it must; 1 not, or the job failed; 2 bad usage.
 """

@@ -69,6 +69,8 @@ class Task:
     """The same where adapters are trained."""
     at_once: int
     """Responses that a rank computes with at once, at most."""
+    bucket_mib: int
+    """Memory in which weights travel to vLLM; the largest of the model has to fit."""
 
 
 SUMS = Task(
@@ -80,6 +82,7 @@ SUMS = Task(
     rate=1e-3,
     adapter_rate=1e-3,
     at_once=1 << 10,
+    bucket_mib=16,
 )
 """For the tiny model that `rl_task` makes."""
 CHAT = Task(
@@ -91,6 +94,7 @@ CHAT = Task(
     rate=2e-5,
     adapter_rate=1e-3,
     at_once=8,  # each has a score per token and word of a large vocabulary
+    bucket_mib=512,
 )
 """For a model that speaks."""
 
@@ -246,7 +250,7 @@ class Settings:
             f"{rollout}.max_model_len": self.task.prompt_tokens + self.task.response_tokens + 1,
             f"{rollout}.enforce_eager": True,
             f"{rollout}.agent.num_workers": 1,
-            f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 16,
+            f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": self.task.bucket_mib,
         }
         if self.device == "cpu":
             values |= {

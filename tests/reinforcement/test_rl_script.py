@@ -1,4 +1,5 @@
-"""scripts/rl.py: what it refuses, and a model of the user's. `make rl` and `make rl-layouts` run it."""
+"""scripts/rl.py: what it refuses, and a model of the user's. `make rl` and `make rl-layouts` run
+it too."""
 
 from __future__ import annotations
 
