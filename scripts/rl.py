@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Teaches a tiny model to add, by reinforcement learning: verl's trainer, Megatron engine and vLLM.
 
-Gradients of actor and critic are all-reduced by BytePS: a scheduler and servers start next to the
-ranks. With --compare the same job runs through all-reduce too. With --device cuda each rank has a
-GPU of its own.
+With --model another model is taught, which is asked in words. Gradients of actor and critic are
+all-reduced by BytePS: a scheduler and servers start next to the ranks. With --compare the same job
+runs through all-reduce too. With --device cuda each rank has a GPU of its own.
 
 Exit status: 0 the reward rose as it must; 1 not, or the job failed; 2 bad usage.
 """
@@ -32,11 +32,14 @@ ALGORITHMS = ("grpo", "ppo")
 DEVICES = ("cpu", "cuda")
 MODES = ("sync", "colocate_async")
 STEPS = 20
+UPDATES = 2
+"""Of a step."""
+LAYERS = 2
 RISE = 0.2
 """In a whole run the mean reward rises by this much at least, from the first steps to the last. In
-a shorter one it must not fall."""
+a shorter one, and with a model of the user's, it must not fall."""
 SETTINGS = (
-    *("algorithm", "device", "mode", "steps", "save_every", "seed"),
+    *("algorithm", "device", "mode", "steps", "save_every", "seed", "prompts", "responses"),
     *("tensor", "sequence_parallel", "pipeline", "virtual", "context", "expert", "rollout_tensor"),
     *("lora", "merge", "server_optimizer"),
 )
@@ -66,8 +69,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=positive, default=1, help="context-parallel ranks (default: 1)")
     add("--expert", type=positive, default=1, help="expert-parallel ranks (default: 1)")
     add("--rollout-tensor", type=positive, default=1, help="ranks of a vLLM (default: 1)")
-    add("--layers", type=positive, default=2, help="of the model (default: 2)")
-    add("--experts", type=int, default=0, help="of each layer (default: 0)")
+    add("--model", metavar="PATH_OR_HUB_NAME", help="teach this one, of Hugging Face's")
+    add("--layers", type=positive, default=LAYERS, help=f"of the tiny model (default: {LAYERS})")
+    add("--experts", type=int, default=0, help="of each of its layers (default: 0)")
+    add("--prompts", type=positive, default=16, help="of a step (default: 16)")
+    add("--responses", type=positive, default=8, help="to each prompt (default: 8)")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters (default: 0, none)")
     add("--merge", action="store_true", help="adapters are merged for vLLM")
     add("--server-optimizer", action="store_true", help="the servers keep the optimizer")
@@ -76,7 +82,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--save-every", type=positive, default=5, metavar="STEPS", help="default: 5")
     add("--restarts", type=int, default=1, help="after a failure (default: 1)")
     add("--seed", type=positive, default=1, help="default: 1")
-    add("--rise", type=float, help=f"of the reward (default: {RISE}, in fewer steps 0)")
+    rises = f"{RISE}; in fewer steps, or with --model, 0"
+    add("--rise", type=float, help=f"of the reward (default: {rises})")
     add("--out", type=Path, default=ROOT / "build" / "rl", help="default: build/rl")
     add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
     add("overrides", nargs="*", metavar="-- NAME=VALUE", help="of verl's configuration")
@@ -84,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.workers is None:
         options.workers = _default_workers(options.device)
     if options.rise is None:
-        options.rise = RISE if options.steps >= STEPS else 0.0
+        options.rise = RISE if options.steps >= STEPS and not options.model else 0.0
     if options.workers % (options.tensor * options.pipeline * options.context):
         parser.error(
             f"--workers {options.workers} is no multiple of --tensor {options.tensor} times "
@@ -95,6 +102,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--workers {options.workers} is no multiple of --rollout-tensor "
             f"{options.rollout_tensor}"
         )
+    if options.prompts % UPDATES or options.prompts * options.responses % (
+        UPDATES * options.workers
+    ):
+        parser.error(
+            f"--responses {options.responses} to each of --prompts {options.prompts} cannot be "
+            f"shared by {UPDATES} updates of {options.workers} ranks"
+        )
+    if options.model and (options.layers, options.experts) != (LAYERS, 0):
+        parser.error("--layers and --experts are of the tiny model: --model has its own")
     return options
 
 
@@ -116,21 +132,21 @@ def train(options: argparse.Namespace, *, backend: str) -> Outcome:
         JobError: it failed; the text has the end of its log.
     """
     from scripts.trainkit import rl_task
-    from scripts.trainkit.rl_settings import Settings
+    from scripts.trainkit.rl_settings import CHAT, SUMS, Settings
 
+    task = CHAT if options.model else SUMS
     folder = (options.out / f"{options.algorithm}-{backend.lower()}").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with Progress("rl") as bar:
-        bar.update("the base model is taught to add")
-        kind = {"layers": options.layers, "experts": options.experts}
-        base = options.data_cache / f"rl-base-{options.layers}-{options.experts}"
-        model = rl_task.make_model(base, options.seed, **kind)
+        model = _model(options, bar)
     settings = Settings(
+        task=task,
         through_byteps=backend == "BytePS",
         ranks=options.workers,
+        updates=UPDATES,
         model=model.resolve(),
-        questions=rl_task.write_questions(folder / "questions.parquet"),
+        questions=rl_task.write_questions(folder / "questions.parquet", task.pairs, task.ask),
         folder=folder,
         **{name: getattr(options, name) for name in SETTINGS},
     )
@@ -160,6 +176,26 @@ def train(options: argparse.Namespace, *, backend: str) -> Outcome:
     if len(outcome.steps) != options.steps:
         raise JobError(f"the job ended after {len(outcome.steps)} of {options.steps} steps")
     return outcome
+
+
+def _model(options: argparse.Namespace, bar: Progress) -> Path:
+    """The folder of the model that is taught.
+
+    Raises:
+        JobError: ``--model`` names none.
+    """
+    from scripts.trainkit import rl_chat, rl_task
+
+    if options.model:
+        bar.update(f"{options.model} is looked for")
+        try:
+            return rl_chat.find_model(options.model)
+        except ValueError as error:
+            raise JobError(f"--model {error}") from error
+    bar.update("the base model is taught to add")
+    kind = {"layers": options.layers, "experts": options.experts}
+    base = options.data_cache / f"rl-base-{options.layers}-{options.experts}"
+    return rl_task.make_model(base, options.seed, **kind)
 
 
 def _shower(bar: Progress, steps: int) -> Callable[[Path], None]:
@@ -213,7 +249,8 @@ def run(options: argparse.Namespace) -> int:
     backends = ["BytePS", "all-reduce"] if options.compare else ["BytePS"]
     outcomes = [train(options, backend=backend) for backend in backends]
     picture = options.out / f"{options.algorithm}.png"
-    rl_report.draw(outcomes, picture, f"{options.algorithm.upper()} of a tiny Llama on sums")
+    taught = Path(options.model).name if options.model else "a tiny Llama"
+    rl_report.draw(outcomes, picture, f"{options.algorithm.upper()} of {taught} on sums")
     print(f"\n{rl_report.samples(outcomes[0])}\n\n{rl_report.table(outcomes)}\n")
     good = check(outcomes[0], options.rise)
     print(f"picture: {picture}\nlogs, metrics and samples: {options.out}")

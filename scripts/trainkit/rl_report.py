@@ -13,6 +13,7 @@ from typing import Any
 EDGE = 3
 """Steps at each end of a run whose mean reward counts."""
 _SHOWN = 12
+_WIDTH = 60
 _CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b(?!: a single rank)")
 """A line of the table that begins with ``dpu_reduce:``, but where there is nothing to reduce."""
 
@@ -115,13 +116,21 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def _end(text: str) -> str:
+    """The last words, in one line."""
+    return " ".join(text.split())[-_WIDTH:]
+
+
 def samples(outcome: Outcome) -> str:
     """Some prompts with a response of the first and of the last step, and how many were right."""
     before = {sample.prompt: sample for sample in outcome.before}
     after = {sample.prompt: sample for sample in outcome.after}
     both = sorted(before.keys() & after.keys())
     rows = [["prompt", "right", "before", "after"]]
-    rows += [[p, before[p].wanted, before[p].response, after[p].response] for p in both[:_SHOWN]]
+    rows += [
+        [_end(p), before[p].wanted, _end(before[p].response), _end(after[p].response)]
+        for p in both[:_SHOWN]
+    ]
     right = [
         f"{sum(s.right for s in some)} of {len(some)}" for some in (outcome.before, outcome.after)
     ]

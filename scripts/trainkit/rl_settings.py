@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import rl_task
+from . import rl_chat, rl_task
 
 ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
 """Names, and verl's advantage estimators."""
@@ -54,8 +54,56 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Task:
+    """Sums to ask for, and how a model learns them."""
+
+    file: str
+    """Which has the reward function ``compute_score``."""
+    pairs: Sequence[tuple[int, int]]
+    ask: Callable[[int, int], str]
+    prompt_tokens: int
+    response_tokens: int
+    rate: float
+    """The actor's learning rate; a critic's is three times that."""
+    adapter_rate: float
+    """The same where adapters are trained."""
+    at_once: int
+    """Responses that a rank computes with at once, at most."""
+    bucket_mib: int
+    """Memory in which weights travel to vLLM; the largest of the model has to fit."""
+
+
+SUMS = Task(
+    file=rl_task.__file__,
+    pairs=rl_task.PAIRS,
+    ask=rl_task.prompt,
+    prompt_tokens=rl_task.PROMPT_TOKENS,
+    response_tokens=rl_task.RESPONSE_TOKENS,
+    rate=1e-3,
+    adapter_rate=1e-3,
+    at_once=1 << 10,
+    bucket_mib=16,
+)
+"""For the tiny model that `rl_task` makes."""
+CHAT = Task(
+    file=rl_chat.__file__,
+    pairs=rl_chat.PAIRS,
+    ask=rl_chat.prompt,
+    prompt_tokens=rl_chat.PROMPT_TOKENS,
+    response_tokens=rl_chat.RESPONSE_TOKENS,
+    rate=2e-5,
+    adapter_rate=1e-3,
+    at_once=8,  # each has a score per token and word of a large vocabulary
+    bucket_mib=512,
+)
+"""For a model that speaks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """One run of the example."""
+
+    task: Task = SUMS
 
     algorithm: str = "grpo"
     device: str = "cpu"
@@ -147,16 +195,18 @@ class Settings:
                     values[f"{role}.megatron.dist_ckpt_optim_fully_reshardable"] = True
         return [f"{name}={_text(value)}" for name, value in values.items()]
 
-    @property
-    def _of_rank(self) -> int:
-        """Responses of a step that a data-parallel rank computes with at once."""
+    def _at_once(self, updates: int) -> int:
+        """Responses that a data-parallel rank computes with at once, in one of so many updates of
+        a step."""
         copies = self.ranks // (self.tensor * self.pipeline * self.context)
         # Parts of a model take turns with as many micro-batches as there are stages.
         turns = self.pipeline if self.virtual > 1 else 1
-        return self.prompts * self.responses // copies // turns
+        of_rank = self.prompts * self.responses // copies // turns // updates
+        return max(n for n in range(1, of_rank + 1) if of_rank % n == 0 and n <= self.task.at_once)
 
     def _algorithm(self) -> dict[str, object]:
-        of_rank = self._of_rank
+        task, of_step, of_update = self.task, self._at_once(1), self._at_once(self.updates)
+        rate = task.adapter_rate if self.lora else task.rate
         grpo = self.algorithm == "grpo"
         return {
             "model_engine": "megatron",
@@ -169,22 +219,22 @@ class Settings:
             "data.train_files": self.questions,
             "data.val_files": self.questions,
             "data.train_batch_size": self.prompts,
-            "data.max_prompt_length": rl_task.PROMPT_TOKENS,
-            "data.max_response_length": rl_task.RESPONSE_TOKENS,
+            "data.max_prompt_length": task.prompt_tokens,
+            "data.max_response_length": task.response_tokens,
             "data.dataloader_num_workers": 0,
             "data.seed": self.seed,
             "actor_rollout_ref.model.path": self.model,
             "actor_rollout_ref.model.use_remove_padding": False,
-            "actor_rollout_ref.actor.optim.lr": 1e-3,
+            "actor_rollout_ref.actor.optim.lr": rate,
             "actor_rollout_ref.actor.ppo_mini_batch_size": self.prompts // self.updates,
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": of_rank,
-            "critic.optim.lr": 3e-3,
-            "critic.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_update,
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": of_step,
+            "critic.optim.lr": 3 * task.rate,
+            "critic.ppo_micro_batch_size_per_gpu": of_update,
             "critic.model.path": self.model,
             "critic.model.use_remove_padding": False,
             "reward.num_workers": 1,
-            "reward.custom_reward_function.path": rl_task.__file__,
+            "reward.custom_reward_function.path": task.file,
             "reward.custom_reward_function.name": rl_task.compute_score.__name__,
         }
 
@@ -195,12 +245,12 @@ class Settings:
             f"{rollout}.n": self.responses,
             f"{rollout}.seed": self.seed,
             f"{rollout}.calculate_log_probs": True,
-            f"{rollout}.log_prob_micro_batch_size_per_gpu": self._of_rank,
+            f"{rollout}.log_prob_micro_batch_size_per_gpu": self._at_once(1),
             f"{rollout}.tensor_model_parallel_size": self.rollout_tensor,
-            f"{rollout}.max_model_len": rl_task.PROMPT_TOKENS + rl_task.RESPONSE_TOKENS + 1,
+            f"{rollout}.max_model_len": self.task.prompt_tokens + self.task.response_tokens + 1,
             f"{rollout}.enforce_eager": True,
             f"{rollout}.agent.num_workers": 1,
-            f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 16,
+            f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": self.task.bucket_mib,
         }
         if self.device == "cpu":
             values |= {

@@ -7,6 +7,7 @@ it draws the right sum in a part of all tries. Reinforcement learning has someth
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,22 @@ def compute_score(
     return float(solution_str == ground_truth)
 
 
-def write_questions(file: Path) -> Path:
+def write_questions(
+    file: Path,
+    pairs: Sequence[tuple[int, int]] = PAIRS,
+    ask: Callable[[int, int], str] = prompt,
+) -> Path:
     """All the sums, as verl's data sets are: a parquet file with a row for each."""
     import pandas
 
     rows = [
         {
             "data_source": SOURCE,
-            "prompt": [{"role": "user", "content": prompt(a, b)}],
+            "prompt": [{"role": "user", "content": ask(a, b)}],
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
             "extra_info": {"index": number},
         }
-        for number, (a, b) in enumerate(PAIRS)
+        for number, (a, b) in enumerate(pairs)
     ]
     pandas.DataFrame(rows).to_parquet(file)
     return file

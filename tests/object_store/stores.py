@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.request import Request, urlopen
 
 import boto3
 from gcp_storage_emulator.server import create_server
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from moto.server import ThreadedMotoServer
+
+from tests.object_store.transfers import Transfers
 
 BUCKET = "checkpoints"
 
@@ -28,12 +31,18 @@ class Bucket:
 
 
 @contextmanager
-def s3() -> Iterator[Bucket]:
+def s3(transfers: Transfers | None = None) -> Iterator[Bucket]:
+    """An S3; `transfers` is told of all parts, and may refuse some."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
+    if transfers is not None:
+        server._server.app = transfers.around(server._server.app)
     try:
         host, port = server.get_host_and_port()
-        where = {"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"}
+        url = f"http://{host}:{port}"
+        # All servers of a process have the same objects.
+        urlopen(Request(f"{url}/moto-api/reset", method="POST")).close()
+        where = {"endpoint_url": url, "region_name": "us-east-1"}
         keys = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
         client = boto3.client("s3", **where, **keys)
         client.create_bucket(Bucket=BUCKET)

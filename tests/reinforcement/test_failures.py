@@ -121,9 +121,10 @@ def test_actors_that_died_of_themselves_are_named() -> None:
     assert deaths.unwanted(some) == ["actor WorkerDict rank 1 (process 7) died: killed by SIGKILL"]
 
 
-def test_shared_memory_that_nobody_has_is_removed() -> None:
+@pytest.mark.parametrize("prefix", ["psm", "vllm_dist"])
+def test_shared_memory_that_nobody_has_is_removed(prefix: str) -> None:
     began = time.time() - 1
-    names = [f"psm_{os.getpid()}_{number}" for number in range(2)]
+    names = [f"{prefix}_{os.getpid()}_{number}" for number in range(2)]
     held, left = (shared_memory.SharedMemory(name=name, create=True, size=8) for name in names)
     try:
         left.close()

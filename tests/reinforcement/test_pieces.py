@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from scripts.trainkit import rl_report, rl_task
-from scripts.trainkit.rl_settings import Settings
+from scripts.trainkit import rl_chat, rl_report, rl_task
+from scripts.trainkit.rl_settings import CHAT, SUMS, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +88,24 @@ def test_verl_takes_what_the_documentation_adds() -> None:
 )
 def test_only_the_right_sum_is_rewarded(answer: str, score: float) -> None:
     assert rl_task.compute_score(rl_task.SOURCE, answer, "12") == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("12", 1.0), ("5 + 7 = 12.", 1.0), ("12 is 5 + 7", 0.0), ("112", 0.0), ("twelve", 0.0)],
+)
+def test_the_last_number_of_an_answer_counts(answer: str, score: float) -> None:
+    assert rl_chat.compute_score("sums", answer, "12") == score
+
+
+def test_a_rank_computes_with_as_many_responses_as_its_task_allows() -> None:
+    micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    logs = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+    assert {f"{micro}=32", f"{logs}=64"} < set(settings(task=SUMS).overrides())
+    assert {f"{micro}=8", f"{logs}=8"} < set(settings(task=CHAT).overrides())
+    # Six of a rank's eighteen in a step; three of its nine in an update.
+    few = settings(task=CHAT, prompts=6, responses=6).overrides()
+    assert {f"{micro}=3", f"{logs}=6"} < set(few)
 
 
 def test_the_base_model_is_asked_as_verl_asks(model: Path, tmp_path: Path) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from scripts.progress import Progress
+from tests.layouts import ray_layouts, rl_layouts
 from tests.layouts.command import run_cells
 from tests.layouts.gpt import outcome, report, updates
 from tests.layouts.job import JobFailed
-from tests.layouts.table import Table
+from tests.layouts.table import Table, line
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Table(begin="<!-- errors -->", head=("layout", "error"), align="lr", keys=("a", "b", "c"))
@@ -104,3 +106,24 @@ def test_the_document_has_the_tolerances_and_a_place_for_each_table() -> None:
         assert ", ".join(f"{value:g} ({kind})" for kind, value in tolerances.items()) in text
     for table in (report.SUMS, report.UPDATES):
         assert f"{table.begin}\n\n{table.lines([])[0]}\n{table.lines([])[1]}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("table", "page"),
+    [
+        *((ray_layouts.table_of(device), "ray.md") for device in ray_layouts.MADE_BY),
+        (rl_layouts.TABLE, "rl.md"),
+    ],
+    ids=[*ray_layouts.MADE_BY, "rl"],
+)
+def test_a_row_of_ray_and_of_rl_has_a_place(table: Table, page: str, tmp_path: Path) -> None:
+    before = (ROOT / "docs/results" / page).read_text()
+    document = tmp_path / page
+    document.write_text(before)
+    key = cast("tuple[str, ...]", table.keys[-1])
+    row = [*key, *["new"] * (len(table.head) - len(key))]
+    table.put(document, [row], "one")
+    begin, _, rest = document.read_text().partition(table.begin)
+    there, _, after = rest.partition("<!-- end -->")
+    assert line(row) in there and "Run on one." in there
+    assert before.startswith(begin) and before.endswith(after)

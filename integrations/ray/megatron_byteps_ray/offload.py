@@ -11,6 +11,10 @@
 
 Tensors stay the objects that they are, and so do all views of them: only their storages are freed,
 and come back, maybe at other addresses. While they are away nothing may read them.
+
+Megatron's own calls do less. Those of a gradient buffer move parameters with the distributed
+optimizer alone, and lose them on a CPU, where their copy is the tensor that they free. The
+optimizer's give fp32 parameters storages of their own, so that the model sees no update of them.
 """
 
 from __future__ import annotations

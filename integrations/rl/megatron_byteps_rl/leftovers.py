@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FOLDER = Path("/dev/shm")
-_PATTERNS = ("psm_*", "verl_weights_*")
-"""The names that Python, for vLLM, and verl give it."""
+_PATTERNS = ("psm_*", "vllm_dist_*", "verl_weights_*")
+"""The names that Python, for vLLM, the ranks of a vLLM on a CPU, and verl give it."""
 
 
 def _mapped() -> Iterator[str]:

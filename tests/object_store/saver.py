@@ -1,0 +1,68 @@
+"""A rank that saves a checkpoint of Megatron's into a store, and reads it: ``URL HOW``.
+
+HOW is ``sync``, or ``async``: written by a process of its own, as ``--async-save`` does. Then the
+rank prints ``read RANK``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.training import cpu_platform
+
+NUMBERS = 3 << 20
+"""Of each tensor of a rank, in fp32."""
+TENSORS = 2
+
+
+def values(tensor: int, rank: int) -> torch.Tensor:
+    """Others in each tensor, on each rank, at each place."""
+    return torch.arange(NUMBERS, dtype=torch.float32) * (1 + tensor) + 0.25 * rank
+
+
+def state(*, whole: bool) -> dict[str, ShardedTensor]:
+    """The part of this rank; not `whole`: with zeros, to be read into."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own = [values(tensor, rank) for tensor in range(TENSORS)]
+    return {
+        f"weight{number}": ShardedTensor.from_rank_offsets(
+            f"weight{number}", one if whole else torch.zeros_like(one), (0, rank, world)
+        )
+        for number, one in enumerate(own)
+    }
+
+
+def save(url: str, how: str) -> None:
+    if how == "sync":
+        dist_checkpointing.save(state(whole=True), url)
+        return
+    calls = AsyncCallsQueue(persistent=True)
+    request = dist_checkpointing.save(
+        state(whole=True), url, async_sharded_save=True, async_strategy="mcore"
+    )
+    calls.schedule_async_request(request)
+    calls.maybe_finalize_async_calls(blocking=True)
+    calls.close()
+
+
+def main() -> None:
+    url, how = sys.argv[1:]
+    cpu_platform.install()
+    torch.distributed.init_process_group("gloo")
+    MultiStorageClientFeature.enable()
+    save(url, how)
+    rank = torch.distributed.get_rank()
+    read = dist_checkpointing.load(state(whole=False), url)
+    for number in range(TENSORS):
+        assert torch.equal(read[f"weight{number}"], values(number, rank)), (number, rank)
+    print(f"read {rank}", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
