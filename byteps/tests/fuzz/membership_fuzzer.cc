@@ -89,12 +89,11 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
           break;
         }
         using Word = ps::membership::MemberWord;
-        message.meta.body =
-            ps::membership::PackWord({static_cast<Word::Kind>(data->ConsumeIntegralInRange<int>(
-                                          Word::kAcknowledged, Word::kLeftKnown)),
-                                      data->ConsumeIntegralInRange<int>(0, 3),
-                                      data->ConsumeIntegralInRange<int>(0, 3), "why",
-                                      data->ConsumeIntegralInRange<int>(0, 5)});
+        message.meta.body = ps::membership::PackWord(
+            {static_cast<Word::Kind>(
+                 data->ConsumeIntegralInRange<int>(Word::kAcknowledged, Word::kLeftKnown)),
+             data->ConsumeIntegralInRange<int>(0, 3), data->ConsumeIntegralInRange<int>(0, 3),
+             "why", data->ConsumeIntegralInRange<int>(0, 5)});
         break;
       }
       message.meta.body = data->ConsumeBool() ? "suspend" : "finish";

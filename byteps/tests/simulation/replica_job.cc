@@ -127,13 +127,13 @@ void ReplicaJob::MakePlan() {
       fault.node = kScheduler;
       using ps::Probe;
       static constexpr Probe kPhases[] = {
-          Probe::kReplicaRemoved,  Probe::kReplicaWaits,   Probe::kReplicaWaits,
+          Probe::kReplicaRemoved, Probe::kReplicaWaits, Probe::kReplicaWaits,
           Probe::kReplicaAdmitted, Probe::kJoinerExpected, Probe::kJoinerExpected,
-          Probe::kReplicaJoined,   Probe::kLateRemoved,    Probe::kLinkReported,
-          Probe::kSaysGoodbye,     Probe::kLastLeaves,     Probe::kNodeReturns,
+          Probe::kReplicaJoined, Probe::kLateRemoved, Probe::kLinkReported, Probe::kSaysGoodbye,
+          Probe::kLastLeaves, Probe::kNodeReturns,
           // of jobs whose servers are replaced
-          Probe::kServerLost,      Probe::kServerLost,     Probe::kServerReplaced,
-          Probe::kServerReplaced,  Probe::kReplacedAgain,  Probe::kSumGiven};
+          Probe::kServerLost, Probe::kServerLost, Probe::kServerReplaced, Probe::kServerReplaced,
+          Probe::kReplacedAgain, Probe::kSumGiven};
       const size_t phases = std::size(kPhases) - (plan_.replaces ? 0 : 6);
       if (Random(4) > 0) fault.at_probe = static_cast<int>(kPhases[Random(phases)]);
     }

@@ -87,8 +87,7 @@ bool IsVacant(const Turns& turns, int rank) { return TurnOf(turns, rank) % 2 == 
 
 std::string PackBeginning(const Beginning& beginning) {
   return "link=" + std::to_string(beginning.link_mbps) +
-         " late=" + std::to_string(beginning.late ? 1 : 0) +
-         " turns=" + PackTurns(beginning.turns);
+         " late=" + std::to_string(beginning.late ? 1 : 0) + " turns=" + PackTurns(beginning.turns);
 }
 
 Beginning ParseBeginning(const std::string& text) {

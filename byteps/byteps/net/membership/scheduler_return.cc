@@ -101,10 +101,9 @@ SchedulerMembership::Refusal SchedulerMembership::WhyNoReturn(const Node& node, 
     const Account* const other = takeover_.accounts.Find(node.id);
     if (other == nullptr) return {};
     const int rank = Postoffice::IDtoRank(node.id);
-    const bool newer = node.role == Node::SERVER
-                           ? membership::TurnOf(account.turns, rank) >=
-                                 membership::TurnOf(other->turns, rank)
-                           : account.replicas.epoch >= other->replicas.epoch;
+    const bool newer = node.role == Node::SERVER ? membership::TurnOf(account.turns, rank) >=
+                                                       membership::TurnOf(other->turns, rank)
+                                                 : account.replicas.epoch >= other->replicas.epoch;
     if (newer) return {};
     return {"another process has its place in the job"};
   }

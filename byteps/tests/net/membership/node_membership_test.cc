@@ -338,7 +338,8 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
 TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
   JoinAs(Node::WORKER);
   membership_->OnLinkLost(server_, "its connection closed", false);
-  Say(Control::MEMBERS, membership::LostWord(server_, 1, "server 0 was lost: its connection closed"));
+  Say(Control::MEMBERS,
+      membership::LostWord(server_, 1, "server 0 was lost: its connection closed"));
   const MembershipEvent lost = Await(MembershipEvent::kServerLost);
   EXPECT_EQ(lost.rank, 0);
   EXPECT_EQ(lost.reason, "server 0 was lost: its connection closed");

@@ -41,8 +41,8 @@ TEST(Account, SaysWhatItWasTold) {
   for (const char* const bad :
        {"\n", "\njob=1 life=0 late=0 turns= left=\n", "\njob=0 life=1 late=0 turns= left=\n",
         "\njob=1 life=1 late=0 turns= left=x,\n", "\njob=1 life=1 late=0 left=\n",
-        "\njob=1 life=1 late=0 turns=0 left=\n", "\njob=1 life=1 late=0 turns= left=",
-        "\njob=1 life=1 late=0 turns= left=\nepoch=1"}) {
+        "\njob=1 life=1 late=0 turns=0 left=\n",
+        "\njob=1 life=1 late=0 turns= left=", "\njob=1 life=1 late=0 turns= left=\nepoch=1"}) {
     EXPECT_FALSE(ParseAccount(bad, &read)) << bad;
   }
 }

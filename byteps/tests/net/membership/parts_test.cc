@@ -35,7 +35,8 @@ TEST(MembershipProtocol, ABeginningIsReadAsItWasMade) {
   for (const int mbps : {0, 1, 25'000, 999'999'999}) {
     for (const bool late : {false, true}) {
       for (const membership::Turns& turns : {membership::Turns(), {{0, 2}, {17, 3}}}) {
-        const auto read = membership::ParseBeginning(membership::PackBeginning({mbps, late, turns}));
+        const auto read =
+            membership::ParseBeginning(membership::PackBeginning({mbps, late, turns}));
         EXPECT_EQ(read.link_mbps, mbps);
         EXPECT_EQ(read.late, late);
         EXPECT_EQ(read.turns, turns);

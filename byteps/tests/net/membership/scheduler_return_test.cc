@@ -347,7 +347,8 @@ TEST_F(SchedulerReturnTest, AServerThatStaysAwayIsReplaced) {
   Return(other_);
   const auto words = links_.Await(other_, Control::MEMBERS, 1);
   EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-  EXPECT_EQ(LastWord(other_).text.find("server 0 (unknown) did not come back to the scheduler"), 0u);
+  EXPECT_EQ(LastWord(other_).text.find("server 0 (unknown) did not come back to the scheduler"),
+            0u);
   EXPECT_EQ(failure(), "");
 }
 
