@@ -403,7 +403,6 @@ TEST_F(NeighborTest, TheLinkWithALostServerIsForgottenBeforeTheNextHasItsPlace) 
   EXPECT_EQ(links_->unlinked(), std::vector<int>{Server(0, 0).id});
   Replace(Server(0, 80), 2, 4);
   EXPECT_EQ(Await(MembershipEvent::kServerReplaced).node.address, "10.0.0.3:9001");
-  // Another scheduler says it again.
   Say(Control::MEMBERS, membership::LostWord(Server(0, 0).id, 3, "server 0 was lost"));
   EXPECT_EQ(links_->unlinked().size(), 1u);
   EXPECT_EQ(links_->linked().size(), 2u);
