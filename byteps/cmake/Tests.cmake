@@ -29,6 +29,7 @@ if(GTest_FOUND)
     tests/engine/server_loss_test.cc
     tests/engine/streamed_sum_test.cc
     tests/net/link/admission_test.cc
+    tests/net/link/dial_plan_test.cc
     tests/net/link/greeting_test.cc
     tests/net/link/idle_blocks_test.cc
     tests/net/link/link_test.cc
@@ -45,13 +46,13 @@ if(GTest_FOUND)
     tests/net/membership/node_membership_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
+    tests/net/membership/node_return_test.cc
     tests/net/membership/scheduler_return_test.cc
     tests/net/membership/scheduler_servers_test.cc
     tests/net/rdma/inbox_test.cc
     tests/net/rdma/outbox_test.cc
     tests/net/rdma/posted_sends_test.cc
     tests/net/sarray_test.cc
-    tests/net/tcp/dial_plan_test.cc
     tests/net/tcp/frame_reader_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Process, stop
-from tests.multiproc.spares import wait_done, wait_for_text
+from tests.multiproc.spares import WAIT, start_with_spare, wait_done, wait_for_text
 
 RETURNS = {"BYTEPS_SCHEDULER_RETURN_S": "120"}
 GOES_ON = "goes on with the job of another one that died"
@@ -84,6 +84,39 @@ def test_workers_that_leave_meanwhile_wait_for_the_next(
     cluster.start_scheduler()
     cluster.finish()
     assert all("is there again after" in worker.text for worker in training)
+
+
+def test_servers_are_replaced_before_and_after(make_cluster: Callable[..., Cluster]) -> None:
+    """One before the scheduler dies, and one that the next scheduler never sees."""
+    env = {**WAIT, "BYTEPS_SCHEDULER_RETURN_S": "8"}
+    cluster = make_cluster(workers=2, servers=2, env=env)
+    training = start_with_spare(cluster, steps=60, pace=0.03)
+    first, second, spare = cluster.servers
+    first.send(signal.SIGKILL)
+    wait_for_text(spare, "this is server")
+    kill_scheduler(cluster)
+    second.send(signal.SIGKILL)
+    cluster.start_scheduler()
+    wait_for_text(cluster.scheduler, "did not come back to the scheduler")
+    cluster.start_server()
+    cluster.finish_with(training, [first, second])
+    assert cluster.scheduler.text.count("has taken the place of the server that was lost") == 2
+
+
+def test_a_place_is_vacant_when_the_scheduler_dies(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=2, env={**WAIT, **RETURNS})
+    training = cluster.start("lost_servers:train", steps=40, pace=0.03)
+    wait_done(cluster, 5)
+    lost = cluster.servers[0]
+    lost.send(signal.SIGKILL)
+    for worker in training:
+        wait_for_text(worker, "waiting for another server")
+    kill_scheduler(cluster)
+    cluster.start_scheduler()
+    wait_for_text(cluster.scheduler, GOES_ON)
+    cluster.start_server()
+    cluster.finish_with(training, [lost])
+    assert all(worker.text.count("waiting for another server") == 1 for worker in training)
 
 
 def test_one_that_does_not_return_ends_the_job(make_cluster: Callable[..., Cluster]) -> None:

@@ -30,8 +30,12 @@ _MARKS = {
     "rdma": [pytest.mark.on_rdma],
     "others": [pytest.mark.on_rdma, pytest.mark.thorough],
 }
-PROGRAMS = {"test_contract.py": "connection_test", "test_van.py": "van_test"}
-"""By the file whose tests run it."""
+PROGRAMS = {
+    "test_contract.py": ("connection_test",),
+    "test_nics.py": ("byteps-server", "sum_worker"),
+    "test_van.py": ("van_test",),
+}
+"""By the file whose tests run them."""
 _REMOTE = pytest.StashKey[list[str]]()
 _RUN = pytest.StashKey[RemoteRun | str]()
 
@@ -137,9 +141,9 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
         try:
             build_meddle()
             # The guest cannot, and would take minutes.
-            for file, program in PROGRAMS.items():
+            for file, programs in PROGRAMS.items():
                 if any(file in test for test in tests):
-                    native.build(program)
+                    native.build(*programs)
             run = RemoteRun(factory.mktemp("guest") / "shared", tests)
             config.stash[_RUN] = run
             config.add_cleanup(run.close)

@@ -172,7 +172,7 @@ def test_another_version_is_refused(make_breakable: Make, version: int) -> None:
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only", env={"MEDDLE_VERSION": str(version)})
     wait_all([worker], END_S)
-    demand_error(worker, rf"version {version}\b", r"version 6\b")
+    demand_error(worker, rf"version {version}\b", r"version 7\b")
     assert re.search(rf"version {version}\b", cluster.scheduler.text), cluster.scheduler.text
 
 

@@ -110,24 +110,18 @@ def test_slow_server_nics_need_more_machines() -> None:
     assert advice.chosen.machines == 8
 
 
-def test_tcp_uses_all_nics_of_a_host() -> None:
-    job = dataclasses.replace(JOB, nics=2)
+@pytest.mark.parametrize("transport", ["tcp", "rdma"])
+def test_all_nics_of_a_host_are_used(transport: str) -> None:
+    job = dataclasses.replace(JOB, nics=2, transport=transport)
+    one = dataclasses.replace(JOB, transport=transport)
     assert sizing.nccl_seconds(job) == pytest.approx(3.0)
     # Servers whose machines carry as much as the workers' hosts.
     both = dataclasses.replace(job, server_link_gbps=16.0)
-    assert sizing.row(both, 4).seconds == pytest.approx(sizing.row(JOB, 4).seconds / 2)
-    assert sizing.row(both, 4).gain == pytest.approx(sizing.row(JOB, 4).gain)
+    assert sizing.row(both, 4).seconds == pytest.approx(sizing.row(one, 4).seconds / 2)
+    assert sizing.row(both, 4).gain == pytest.approx(sizing.row(one, 4).gain)
     assert sizing.row(both, 4).nic_gbps == pytest.approx(16.0)
     advice = sizing.advise(job)
     assert 8 in {row.machines for row in advice.rows}, "with one NIC each, two for each host"
-
-
-def test_over_rdma_nccl_alone_uses_all_nics() -> None:
-    job, one = (dataclasses.replace(JOB, nics=n, transport="rdma") for n in (2, 1))
-    assert sizing.nccl_seconds(job) == pytest.approx(3.0)
-    assert sizing.row(job, 4) == dataclasses.replace(sizing.row(one, 4), gain=0.75)
-    # Half the bytes on the wire make up for half the NICs.
-    assert sizing.row(dataclasses.replace(job, wire="bf16"), 4).gain == pytest.approx(1.5)
 
 
 def test_few_cores_set_the_time() -> None:
@@ -182,10 +176,6 @@ def test_with_rdma_nics_move_the_bytes() -> None:
     [
         ({"hosts": 1}, "one host"),
         ({"hosts": 2}, "1.00 times"),
-        (
-            {"nics": 8, "transport": "rdma"},
-            "NCCL at its best, which uses 8 NICs of a host where BytePS over RDMA uses one",
-        ),
     ],
 )
 def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str) -> None:

@@ -32,9 +32,11 @@ std::vector<Variable> MakeTable() {
        "Network interface at whose address other nodes reach this process. Default: the one that "
        "leads to the scheduler."},
       {"BYTEPS_NICS", kString, "", "auto", 0, 0, "",
-       "Interfaces that carry data over TCP, such as eth0,eth1. auto: those at least half as fast "
-       "as the fastest, of these a worker the nearest to its GPU; or alone what DMLC_INTERFACE or "
-       "DMLC_NODE_HOST names, or a virtual one that leads to the scheduler."},
+       "Interfaces that carry data, such as eth0,eth1, or RDMA devices, such as mlx5_0,mlx5_1. "
+       "auto: "
+       "those at least half as fast as the fastest, of these a worker the nearest to its GPU; or "
+       "alone what DMLC_INTERFACE or DMLC_NODE_HOST names, or a virtual one that leads to the "
+       "scheduler."},
       {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
        "Port at which a server listens; a firewall must let workers reach it. 0: the kernel "
        "chooses. Workers listen nowhere."},
@@ -199,8 +201,9 @@ std::vector<Variable> MakeTable() {
        "Type in which process groups and DDP hooks send tensors: fp32 and fp64 as bf16 or fp16, "
        "and all but fp64 as int8 or int4. The servers add in fp32. The same on all workers."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
-       "RDMA device, such as mlx5_0. Default: that of DMLC_NODE_HOST or DMLC_INTERFACE, else of "
-       "the address that leads to the scheduler."},
+       "The one RDMA device, such as mlx5_0. Default: that of DMLC_NODE_HOST or DMLC_INTERFACE, "
+       "else "
+       "of the address that leads to the scheduler."},
       {"BYTEPS_RDMA_PORT", kInt, "", "0", 0, 255, "",
        "Port of the RDMA device. 0: that of the address."},
       {"BYTEPS_RDMA_GID_INDEX", kInt, "", "-1", -1, 255, "",
@@ -235,7 +238,8 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_RDMA_DATA_PLANE", kBool, "", "1", 0, 1, "",
        "Pushes and pulls have RDMA connections of their own. 0: they share the control plane's."},
       {"BYTEPS_RDMA_DATA_ENDPOINTS", kInt, "endpoints", "1", 1, 64, "",
-       "RDMA data connections between a worker and a server, for links that one does not fill."},
+       "RDMA data connections between a worker and a server, for links that one does not fill; at "
+       "least one for each NIC."},
       {"BYTEPS_AUTH", kBool, "", "1", 0, 1, "",
        "Nodes prove to each other that they have the job's secret. 0: anybody who reaches a node's "
        "port can use it. The same on all nodes."},

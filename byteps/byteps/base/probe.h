@@ -109,6 +109,7 @@ namespace ps {
   X(kNodeStaysAway, "a node does not come back to the scheduler")                      \
   X(kSchedulerAway, "a node waits for a scheduler that died")                          \
   X(kAskedAgain, "a node asks the next scheduler for what it asked the last one")      \
+  X(kTakesOverVacancy, "a scheduler goes on with a job that lacks a server")           \
   X(kServerReplaced, "a server takes the place of one that was lost")                  \
   /* the transport; where it is played, its stand-in */                                \
   X(kAbandoned, "values in flight are abandoned")                                      \

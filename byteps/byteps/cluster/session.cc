@@ -69,11 +69,8 @@ void Session::Prepare(ChannelUser* user, int probe) {
                      "(docs/use/security.md says what protects RDMA)");
   }
   if (config_.Float("BYTEPS_SCHEDULER_RETURN_S") > 0) {
-    const bool replaces = config_.Float("BYTEPS_REPLACE_SERVERS_S") > 0;
-    const char* const other = rdma       ? "DMLC_ENABLE_RDMA"
-                              : replaces ? "BYTEPS_REPLACE_SERVERS_S"
-                                         : "BYTEPS_KEEP (--keep)";
-    if (rdma || replaces || config_.Bool("BYTEPS_KEEP")) {
+    const char* const other = rdma ? "DMLC_ENABLE_RDMA" : "BYTEPS_KEEP (--keep)";
+    if (rdma || config_.Bool("BYTEPS_KEEP")) {
       throw UsageError(std::string("BYTEPS_SCHEDULER_RETURN_S does not go with ") + other +
                        ": unset one of them");
     }
@@ -163,10 +160,13 @@ void Session::Join(ChannelUser* user) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
   const bool may_wait =
       options_.role == Role::kServer && config_.Float("BYTEPS_REPLACE_SERVERS_S") > 0;
+  const std::chrono::duration<double> away(config_.Float("BYTEPS_SCHEDULER_RETURN_S"));
+  auto answered = std::chrono::steady_clock::now();
   while (true) {
     try {
       return ps::Postoffice::Get()->Start(0, nullptr, false);
     } catch (const ps::ComeAgain& e) {
+      answered = std::chrono::steady_clock::now();
       if (may_wait && !std::exchange(waits_, true)) {
         Prepare(user, 0);
         BPS_LOG(INFO) << "waiting for the place of a server that is lost: " << e.what();
@@ -180,8 +180,11 @@ void Session::Join(ChannelUser* user) {
     } catch (const ps::JobFailed&) {
       throw;
     } catch (const Error& e) {
-      if (waits_) throw NotNeededError("no server was lost: " + std::string(e.what()));
-      throw;
+      if (!waits_) throw;
+      if (std::chrono::steady_clock::now() - answered >= away) {
+        throw NotNeededError("no server was lost: " + std::string(e.what()));
+      }
+      BPS_LOG(DEBUG) << e.what() << "; it may return";
     }
     std::this_thread::sleep_for(kJoinPause);
   }

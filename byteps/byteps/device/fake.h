@@ -31,8 +31,6 @@ void SetCurrentDevice(int device);
 // While true, every call fails, and callbacks do not come.
 void SetBroken(bool broken);
 uint64_t PinnedBytes();
-// Copies of this process so far, in either direction.
-uint64_t CountCopies();
 // Copies of the process so far, in either direction.
 uint64_t CountCopies();
 

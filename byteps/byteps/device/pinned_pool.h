@@ -64,6 +64,8 @@ class PinnedPool {
   // with a block, by the thread that gives one back; it must not block.
   PinnedBlock TakeOrCall(uint64_t bytes, Then then);
 
+  // Of the block that these calls take: a power of two.
+  uint64_t SizeFor(uint64_t bytes) const;
   uint64_t largest() const { return top_; }
   uint64_t pinned_bytes();
   uint64_t bytes_in_use();
@@ -75,7 +77,6 @@ class PinnedPool {
     Then then;
   };
 
-  uint64_t SizeFor(uint64_t bytes) const;
   // Bytes of the next slab; 0: there is as much as is wanted, or as the limit allows.
   uint64_t Growth(uint64_t wanted, uint64_t limit) PS_REQUIRES(grow_mu_);
   void Grow(uint64_t bytes) PS_REQUIRES(grow_mu_);

@@ -158,13 +158,21 @@ void Engine::CallAtEnd(int64_t handle, std::function<void()> then) {
   context_.operations.Find(handle)->CallAtEnd(std::move(then));
 }
 
+Landing Engine::Land(int64_t handle, DeviceStream stream) {
+  const OperationPtr operation = context_.operations.Find(handle);
+  const auto has_failed = [&] { return operation->is_done() && !operation->error().empty(); };
+  Landing landing;
+  if (!has_failed()) landing = operation->streamed->CopyToDevice(operation, stream);
+  context_.operations.Forget(handle);
+  // The thread that watches may have looked too early to see that it is awaited.
+  if (has_failed()) throw Error(operation->error());
+  return landing;
+}
+
 bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit) {
   const OperationPtr operation = context_.operations.Find(handle);
-  if (operation->streamed && (!operation->is_done() || operation->error().empty())) {
-    operation->streamed->CopyToDevice(operation, stream);
-    context_.operations.Forget(handle);
-    // The thread that watches may have looked too early to see that it is awaited.
-    if (operation->is_done() && !operation->error().empty()) throw Error(operation->error());
+  if (operation->streamed) {
+    (void)Land(handle, stream);
     return true;
   }
   if (!operation->AwaitEnd(limit)) return false;
@@ -178,7 +186,6 @@ bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
 
 void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
   const std::string error = operation->error();
-  if (operation->streamed) throw Error(error);  // nothing is written but its own memory
   operation->AwaitWriters();
   if (!operation->output_on_gpu()) {
     const Operation::Part wanted = operation->WantedOutput();

@@ -25,6 +25,7 @@
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/puller.h"
 #include "byteps/engine/pusher.h"
+#include "byteps/engine/streamed_sum.h"
 
 namespace byteps {
 namespace core {
@@ -47,6 +48,7 @@ class Engine : public ChannelUser {
   int64_t PushPull(const PushPullRequest& request);
   bool Poll(int64_t handle);
   bool IsStreamed(int64_t handle);
+  Landing Land(int64_t handle, DeviceStream stream);
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
   void CallAtEnd(int64_t handle, std::function<void()> then);
 

@@ -49,9 +49,9 @@ void Pusher::Add(const OperationPtr& operation) {
   std::vector<Task> tasks = TasksOf(operation);
   const int priority = operation->request.priority;
   if (operation->streamed) {
-    const auto copied = [operation, priority, tasks, scheduler = context_->scheduler](size_t begin,
-                                                                                      size_t end) {
-      const auto first = tasks.begin();
+    const auto all = std::make_shared<const std::vector<Task>>(std::move(tasks));
+    const auto copied = [all, priority, scheduler = context_->scheduler](size_t begin, size_t end) {
+      const auto first = all->begin();
       for (auto task = first + begin; task != first + end; ++task) {
         if (PartitionTimes* times = task->times()) times->ready = SteadyNs();
       }

@@ -13,10 +13,12 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Few chunks, since each takes several calls of the driver.  Neighbours share a block of this
-// length, which is copied in 0.3 ms: no chunk of a smaller tensor is longer.
-constexpr uint64_t kBlock = 16 << 20;
-constexpr uint64_t kChunks = 8;                        // of a larger tensor, about
+// The first chunk and the last one, which are copied in 0.3 ms while no link is busy.
+constexpr uint64_t kEnd = 16 << 20;
+// From either end each chunk is so many times as long as the one before: while links carry one, the
+// next is copied, four times as fast at 100 Gbit/s.  So there are few, of several calls each.
+constexpr uint64_t kGrowth = 4;
+constexpr uint64_t kBlock = 64 << 20;  // neighbours share one of this length, and a copy
 constexpr auto kMostToSend = std::chrono::seconds(1);  // after a failure; then NaN is sent
 constexpr int kNotANumber = 0xff;  // bytes of a NaN in every type of floating numbers
 
@@ -34,12 +36,39 @@ void Append(const Copy& copy, bool same_block, std::vector<Copy>* copies) {
   copies->push_back(copy);
 }
 
+// Of the chunks of a tensor.
+std::vector<uint64_t> ChunkLengths(uint64_t bytes) {
+  if (bytes <= kEnd) return {bytes};
+  std::vector<uint64_t> ends;
+  for (uint64_t end = std::min(kEnd, bytes / 2); bytes >= 2 * end; end *= kGrowth) {
+    ends.push_back(end);
+    bytes -= 2 * end;
+  }
+  std::vector<uint64_t> lengths = ends;
+  if (bytes < kEnd) {
+    lengths.back() += bytes;
+  } else {
+    lengths.push_back(bytes);
+  }
+  lengths.insert(lengths.end(), ends.rbegin(), ends.rend());
+  return lengths;
+}
+
 // Whether both lie in one block, as the pool gave it.
 bool AreOfOneBlock(const PinnedBlock& a, const PinnedBlock& b) {
   return !a.owner_before(b) && !b.owner_before(a);
 }
 
 }  // namespace
+
+bool Landing::is_done() const {
+  const CurrentDevice current(device);
+  return DeviceCopies::IsDone(made);
+}
+
+void Landing::MakeWait(DeviceStream stream) const {
+  DeviceCopies::Of(device)->MakeWait(stream, made);
+}
 
 uint64_t StreamedSum::LargestBlock(uint64_t limit, uint64_t largest_partition) {
   return std::max(largest_partition, std::min(kBlock, limit / 4));
@@ -59,13 +88,15 @@ StreamedSum::StreamedSum(const Operation& operation, std::vector<uint32_t> order
 }
 
 void StreamedSum::Cut(uint64_t bytes) {
-  const uint64_t most = std::max(kBlock, bytes / kChunks);
+  const std::vector<uint64_t> lengths = ChunkLengths(bytes);
+  auto next = lengths.begin();
   uint64_t have = 0;
+  uint64_t end = 0;  // of the chunk
   for (size_t i = 0; i < order_.size(); ++i) {
     Partition& partition = partitions_[order_[i]];
     have += partition.whole.bytes;
-    if (chunks_.empty() || have > most) {
-      have = partition.whole.bytes;
+    if (chunks_.empty() || have > end) {
+      while (end < have && next != lengths.end()) end += *next++;  // a partition may be longer
       chunks_.emplace_back().begin = i;
     }
     partition.chunk = chunks_.size() - 1;
@@ -97,11 +128,16 @@ std::shared_ptr<StreamedSum> StreamedSum::TryMake(const Operation& operation, Pi
 bool StreamedSum::TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool) {
   const std::vector<uint32_t> indices = InPlace(chunk);
   for (auto begin = indices.begin(); begin != indices.end();) {
-    uint64_t length = partitions_[*begin].whole.bytes;
-    auto end = begin + 1;
-    while (end != indices.end() && *end == *(end - 1) + 1 &&
-           length + partitions_[*end].whole.bytes <= pool->largest()) {
-      length += partitions_[*end++].whole.bytes;
+    auto end = begin;
+    uint64_t length = 0;
+    uint64_t joined = 0;
+    // Of neighbours so many that at most a quarter of their block is left: it is a power of two.
+    for (auto at = begin; at != indices.end() && *at == *begin + (at - begin); ++at) {
+      joined += partitions_[*at].whole.bytes;
+      if (joined > pool->largest() && at != begin) break;
+      if (at != begin && joined < pool->SizeFor(joined) / 4 * 3) continue;
+      end = at + 1;
+      length = joined;
     }
     const PinnedBlock block = pool->TakeOrPin(length, bytes);
     if (!block) return false;
@@ -162,8 +198,8 @@ char* StreamedSum::Wanted(const Partition& partition) const {
   return partition.memory.get() + (partition.wanted.offset - partition.whole.offset);
 }
 
-void StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
-  if (is_awaited_.exchange(true)) return;
+Landing StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
+  if (is_awaited_.exchange(true)) return {};
   DeviceCopies* const device = DeviceCopies::Of(device_);
   for (const Chunk& chunk : chunks_) {
     std::vector<Copy> copies;
@@ -179,7 +215,9 @@ void StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream strea
     device->CopyOnceSet(stream, chunk.summed, copies);
   }
   // The memory stays until the copies are made, and for ever if the device fails.
-  device->CallAfter(device->Now(stream), stream, [operation] {});
+  const DeviceMoment made = device->Now(stream);
+  device->CallAfter(made, stream, [operation] {});
+  return {device_, made};
 }
 
 std::shared_ptr<void> StreamedSum::BeginSend() {

@@ -1,7 +1,7 @@
 // The sum of a tensor on a GPU that streams wait for, and no thread.
 //
 //   PushPull: enqueues copies of all values to pinned memory, and is told by the driver of each
-//   WaitFor:  enqueues, in the caller's stream, waiting for a word, and copies back
+//   Land:     enqueues, in the caller's stream, waiting for a word, and copies back
 //   engine:   pushes from that memory, receives into it, and sets the words
 //
 // Between the two no thread of the engine calls the driver.  A caller may be in it for as long as a
@@ -25,6 +25,15 @@
 
 namespace byteps {
 namespace core {
+
+// The moment at which sums are in their tensors.
+struct Landing {
+  int device = kCpu;
+  DeviceMoment made;
+
+  bool is_done() const;
+  void MakeWait(DeviceStream stream) const;
+};
 
 // Any thread may call anything.
 class StreamedSum : public std::enable_shared_from_this<StreamedSum> {
@@ -52,7 +61,7 @@ class StreamedSum : public std::enable_shared_from_this<StreamedSum> {
   void Arrive(uint64_t index);
   // Enqueues the copies back, once: `stream` waits for the sums, or for Fail.  `operation` is its
   // own.
-  void CopyToDevice(const OperationPtr& operation, DeviceStream stream);
+  Landing CopyToDevice(const OperationPtr& operation, DeviceStream stream);
   // Whether CopyToDevice was called.
   bool is_awaited() const { return is_awaited_; }
   // The operation failed, and nobody writes into the memory any more: streams get NaN (-1 where

@@ -86,6 +86,12 @@ bool Worker::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
   return engine->WaitFor(handle, stream, limit);
 }
 
+Landing Worker::Land(int64_t handle, DeviceStream stream) {
+  const auto engine = this->engine();
+  if (!engine) ThrowNoJob(handle);
+  return engine->Land(handle, stream);
+}
+
 void Worker::CallAtEnd(int64_t handle, std::function<void()> then) {
   const auto engine = this->engine();
   if (!engine) ThrowNoJob(handle);

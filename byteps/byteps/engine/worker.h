@@ -75,6 +75,10 @@ class Worker {
   // The input of a sum that failed may still be read, until Stop has returned.
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
 
+  // Of a sum that streams wait for: enqueues in `stream` waiting for it and copying it to its
+  // tensor, and forgets the handle.  Throws as WaitFor does, for what is known to have failed.
+  Landing Land(int64_t handle, DeviceStream stream);
+
   // Calls `then` once Poll returns true, at once if it does already: on a thread of the engine's,
   // and not to block.  Throws UsageError if there is no such handle.
   void CallAtEnd(int64_t handle, std::function<void()> then);

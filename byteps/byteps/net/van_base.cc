@@ -33,15 +33,17 @@ std::string OwnAddress(const Node& scheduler) {
   return LocalAddressTowards(scheduler.hostname, scheduler.port);
 }
 
-// Over RDMA a node uses one device, which BYTEPS_RDMA_DEVICE or its address chooses.
-std::vector<Nic> OwnNics(const Node& self, bool several) {
-  const std::string setting = GetEnv("BYTEPS_NICS", "auto");
-  if (!several && setting != "auto") {
-    throw Error("BYTEPS_NICS=" + setting +
-                " names NICs, and over RDMA a node uses one device: unset BYTEPS_NICS, and set "
-                "BYTEPS_RDMA_DEVICE or DMLC_INTERFACE");
+std::vector<Nic> OwnNics(const Node& self) {
+  const NicUser user = NicUserFor(self);
+  if (user.uses_rdma && ChoosesRdmaDevice()) {
+    if (user.setting != "auto") {
+      throw Error("BYTEPS_NICS=" + user.setting +
+                  " names NICs, and BYTEPS_RDMA_DEVICE, BYTEPS_RDMA_PORT or BYTEPS_RDMA_GID_INDEX "
+                  "chooses one: unset these");
+    }
+    return {};  // whose address the transport finds
   }
-  return several ? ChooseNics(ListNics(), NicUserFor(self)).nics : std::vector<Nic>();
+  return ChooseNics(ListNics(), user).nics;
 }
 
 // How membership reaches other nodes: by the van.
@@ -96,7 +98,7 @@ void Van::Start(int customer_id, bool /*standalone*/) {
     self.customer_id = customer_id;
   }
   my_role_ = self.role;
-  self.nics = OwnNics(self, GetType() == "tcp");
+  self.nics = OwnNics(self);
   SetNode(self);
   links_ = std::make_unique<VanLinks>(this);
   membership_ = Membership::Make(links_.get(), MembershipSettings::FromEnvironment(),

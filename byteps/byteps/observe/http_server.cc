@@ -188,13 +188,13 @@ class HttpServer::Impl {
   }
 
   void Listen(const std::string& host, int port) {
-    for (const auto& address : ps::tcp::Resolve(WithoutBrackets(host), port)) {
+    for (const auto& address : ps::Resolve(WithoutBrackets(host), port)) {
       if (!addresses_.insert(address.Text()).second) continue;
       try {
         int bound = port != 0 ? port : port_;
         listeners_.push_back(std::make_shared<ps::tcp::Listener>(
             &poller_, ps::tcp::Listen(address, &bound), [this] { return pending_.MayAdd(); },
-            [this](Fd fd, const ps::tcp::Address& from) { OnAccepted(std::move(fd), from); }));
+            [this](Fd fd, const ps::Address& from) { OnAccepted(std::move(fd), from); }));
         if (port_ == 0) port_ = bound;
       } catch (const Error& e) {
         throw Error(address.Text() + ": " + e.what());
@@ -209,7 +209,7 @@ class HttpServer::Impl {
   }
 
  private:
-  void OnAccepted(Fd fd, const ps::tcp::Address& from) {
+  void OnAccepted(Fd fd, const ps::Address& from) {
     const auto connection =
         std::make_shared<HttpConnection>(&handler_, &poller_, &pending_, std::move(fd));
     pending_.Add(connection, from);

@@ -59,7 +59,7 @@ class Job:
     link_gbps: float
     """Of one NIC of a worker's host, each way."""
     nics: int = 1
-    """Of a worker's host. NCCL uses all of them, and BytePS over TCP; over RDMA it uses one."""
+    """Of a worker's host. NCCL uses all of them, and so does BytePS."""
     server_link_gbps: float
     """Of the NICs of a server's machine together, each way."""
     transport: str = "tcp"
@@ -112,7 +112,7 @@ class Job:
             raise ValueError(
                 "copies are of optimizer state on the servers (--optimizer servers), over TCP"
             )
-        self._check_link("a worker's host", "--link-gbps", self.link_gbps, self.nics_used)
+        self._check_link("a worker's host", "--link-gbps", self.link_gbps, self.nics)
         self._check_link("a server", "--server-link-gbps", self.server_link_gbps, 1)
 
     def _check_link(self, whose: str, option: str, nic_gbps: float, nics: int) -> None:
@@ -131,17 +131,7 @@ class Job:
             )
 
     @property
-    def nics_used(self) -> int:
-        """By BytePS, of a worker's host."""
-        return self.nics if self.transport == "tcp" else 1
-
-    @property
     def host_rate(self) -> float:
-        """Bytes per second of those."""
-        return self.nics_used * self.link_gbps * 1e9 / 8
-
-    @property
-    def nccl_rate(self) -> float:
         """Bytes per second of all NICs of a worker's host."""
         return self.nics * self.link_gbps * 1e9 / 8
 
@@ -199,14 +189,14 @@ def nccl_seconds(job: Job) -> float:
     if hosts == 1:
         return 0.0
     if job.optimizer in ("ranks", "servers"):
-        return (size * (ranks - 1) / ranks) / job.nccl_rate + _gather_seconds(job)
-    return cost_model.ring(hosts, size, job.nccl_rate)
+        return (size * (ranks - 1) / ranks) / job.host_rate + _gather_seconds(job)
+    return cost_model.ring(hosts, size, job.host_rate)
 
 
 def _gather_seconds(job: Job) -> float:
     """Of the parameters, where every rank updates its shard."""
     ranks = job.hosts * job.gpus
-    return job.parameters * PARAMETER_BYTES * (ranks - 1) / ranks / job.nccl_rate
+    return job.parameters * PARAMETER_BYTES * (ranks - 1) / ranks / job.host_rate
 
 
 def row(job: Job, machines: int) -> Row:
@@ -327,8 +317,6 @@ def advise(job: Job, machines: int | None = None) -> Advice:
     why = f"{chosen.gain:.2f} times as fast as NCCL at its best"
     if not worth_it:
         why = f"servers would be only {why}"
-    if not worth_it and job.nics > job.nics_used:
-        why += f", which uses {job.nics} NICs of a host where BytePS over RDMA uses one"
     why += _lacking_cores(job, chosen)
     return Advice(
         nccl_seconds=nccl_seconds(job), rows=rows, chosen=chosen if worth_it else None, why=why

@@ -284,6 +284,27 @@ PYBIND11_MODULE(c_lib, m) {
   m.def(
       "is_streamed", [](int64_t handle) { return GetWorker()->IsStreamed(handle); },
       py::arg("handle"), Unlocked());
+  py::class_<Landing>(m, "Landing", "The moment at which sums are in their tensors.")
+      .def("query", &Landing::is_done)
+      .def(
+          "wait",
+          [](const Landing& landing, uintptr_t stream) {
+            landing.MakeWait(reinterpret_cast<DeviceStream>(stream));
+          },
+          py::arg("stream"));
+  m.def(
+      "land",
+      [](int64_t handle, uintptr_t stream) {
+        return GetWorker()->Land(handle, reinterpret_cast<DeviceStream>(stream));
+      },
+      py::arg("handle"), py::arg("stream"), Unlocked());
+  m.def(
+      "landing_of",
+      [](int device, uintptr_t stream) {
+        return Landing{device,
+                       DeviceCopies::Of(device)->Now(reinterpret_cast<DeviceStream>(stream))};
+      },
+      py::arg("device"), py::arg("stream"), Unlocked(), "Of all that a stream was given so far.");
   m.def("check", [] { GetWorker()->Check(); }, Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", &Wait, py::arg("handle"), py::arg("stream") = 0);

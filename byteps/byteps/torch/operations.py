@@ -255,6 +255,33 @@ def synchronize(handle: int) -> torch.Tensor:
     return in_flight.sums.pop(handle).finish()
 
 
+def land(handle: int, stream: torch.cuda.Stream) -> c_lib.Landing:
+    """Have a stream wait for a streamed sum of a tensor on a GPU; return when it is there.
+
+    As `synchronize` in that stream: the handle is forgotten.
+
+    Raises:
+        BytePSError: the sum failed, as far as is known.
+    """
+    operation = in_flight.sums[handle]
+    if operation.received is not operation.output:  # torch converts it
+        return land_by(lambda: synchronize(handle), stream)
+    try:
+        landing = c_lib.land(handle, stream.cuda_stream)
+    except session.BytePSError:
+        in_flight.failed.append(in_flight.sums.pop(handle))
+        raise
+    del in_flight.sums[handle]
+    return landing
+
+
+def land_by(receive: Callable[[], object], stream: torch.cuda.Stream) -> c_lib.Landing:
+    """The moment at which a stream has done what `receive` gives the current one."""
+    with torch.cuda.stream(stream):
+        receive()
+    return c_lib.landing_of(stream.device_index, stream.cuda_stream)
+
+
 def future(handle: int) -> torch.futures.Future[torch.Tensor]:
     """A future of what `synchronize(handle)` returns; nothing else may wait for the handle then.
 

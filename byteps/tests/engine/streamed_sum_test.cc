@@ -65,14 +65,19 @@ TEST_F(StreamedSums, TheHostWaitsForNothing) {
 }
 
 TEST_F(StreamedSums, NeighboursAreCopiedByOneCall) {
-  Job job(2, {}, kRoom);  // 128 partitions, and two blocks
-  auto values = Values(6 << 20, 1);
-  const auto sum = Times(values, 3);
-  const uint64_t before = fake::CountCopies();
-  job.Wait(job.worker.PushPull(Streamed("x", &values, stream_)), stream_);
-  fake::Synchronize(stream_);
-  EXPECT_EQ(fake::CountCopies() - before, 2 * 2u);
-  EXPECT_EQ(values, sum);
+  Job job(2, {}, kRoom);  // hundreds of partitions
+  const std::vector<std::pair<size_t, uint64_t>> chunks = {
+      {4 << 20, 1}, {6 << 20, 2}, {8 << 20, 2}, {16 << 20, 3}, {24 << 20, 3}};
+  for (const auto& [count, expected] : chunks) {
+    auto values = Values(count, 1);
+    const auto sum = Times(values, 3);
+    const uint64_t before = fake::CountCopies();
+    const std::string name = "x" + std::to_string(count);
+    job.Wait(job.worker.PushPull(Streamed(name, &values, stream_)), stream_);
+    fake::Synchronize(stream_);
+    EXPECT_EQ(fake::CountCopies() - before, 2 * expected) << count;
+    EXPECT_TRUE(values == sum) << count;
+  }
 }
 
 TEST_F(StreamedSums, NoCopyIsOfTwoBlocks) {

@@ -89,11 +89,11 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
           break;
         }
         using Word = ps::membership::MemberWord;
-        message.meta.body =
-            ps::membership::PackWord({static_cast<Word::Kind>(data->ConsumeIntegralInRange<int>(
-                                          Word::kAcknowledged, Word::kLeftKnown)),
-                                      data->ConsumeIntegralInRange<int>(0, 3),
-                                      data->ConsumeIntegralInRange<int>(0, 3), "why"});
+        message.meta.body = ps::membership::PackWord(
+            {static_cast<Word::Kind>(
+                 data->ConsumeIntegralInRange<int>(Word::kAcknowledged, Word::kLeftKnown)),
+             data->ConsumeIntegralInRange<int>(0, 3), data->ConsumeIntegralInRange<int>(0, 3),
+             "why", data->ConsumeIntegralInRange<int>(0, 5)});
         break;
       }
       message.meta.body = data->ConsumeBool() ? "suspend" : "finish";
@@ -113,6 +113,8 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
         account.life = data->ConsumeIntegralInRange<int>(0, 3);
         account.is_late = data->ConsumeBool();
         account.left.insert(data->ConsumeIntegralInRange<int>(0, 3));
+        account.turns[data->ConsumeIntegralInRange<int>(0, 3)] =
+            data->ConsumeIntegralInRange<int>(0, 3);
         if (data->ConsumeBool()) {
           account.replicas = {2,
                               data->ConsumeIntegralInRange<int>(0, 3),

@@ -81,8 +81,10 @@ const std::vector<Config>& ReplicaSettings(bool patient, bool replaces, bool ret
                                             MakeSettings("0", kReplaceS),
                                             MakeSettings("1", kReplaceS),
                                             MakeSettings("0", 0, kLongOpTimeoutS),
-                                            MakeSettings("1", 0, kLongOpTimeoutS)};
-  return all[(returns ? 4 : replaces ? 2 : 0) + (patient ? 1 : 0)];
+                                            MakeSettings("1", 0, kLongOpTimeoutS),
+                                            MakeSettings("0", kReplaceS, kLongOpTimeoutS),
+                                            MakeSettings("1", kReplaceS, kLongOpTimeoutS)};
+  return all[(returns ? 4 : 0) + (replaces ? 2 : 0) + (patient ? 1 : 0)];
 }
 
 const std::vector<Config>& BackupSettings(int servers) {

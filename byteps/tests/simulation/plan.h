@@ -71,7 +71,7 @@ struct Plan {
 // To be called once before anything is played: the environment is slow, and what lives as long as
 // the process must be the same for each seed.
 const std::vector<core::Config>& Settings();
-// The same for replicas: one may be late (BYTEPS_QUORUM); a server that is lost may be replaced; or
+// The same for replicas: one may be late (BYTEPS_QUORUM); a server that is lost may be replaced;
 // the scheduler may return, for which sums have time.
 const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bool returns);
 

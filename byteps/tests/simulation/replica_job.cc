@@ -87,7 +87,7 @@ void ReplicaJob::MakePlan() {
   plan_.disturbed = Random(2) == 0;
   plan_.patient = Random(2) == 0;
   plan_.replaces = Random(2) == 0;
-  plan_.returns = !plan_.replaces && Random(2) == 0;
+  plan_.returns = Random(2) == 0;
   plan_.backups = plan_.replaces && plan_.servers > 1 && plan_.steps % 2 == 0;
   most_lives_ = 1 + static_cast<int>(Random(4));
   // The state of a server that is replaced would be lost.
@@ -127,11 +127,15 @@ void ReplicaJob::MakePlan() {
       fault.node = kScheduler;
       using ps::Probe;
       static constexpr Probe kPhases[] = {
-          Probe::kReplicaRemoved,  Probe::kReplicaWaits,   Probe::kReplicaWaits,
+          Probe::kReplicaRemoved, Probe::kReplicaWaits, Probe::kReplicaWaits,
           Probe::kReplicaAdmitted, Probe::kJoinerExpected, Probe::kJoinerExpected,
-          Probe::kReplicaJoined,   Probe::kLateRemoved,    Probe::kLinkReported,
-          Probe::kSaysGoodbye,     Probe::kLastLeaves,     Probe::kNodeReturns};
-      if (Random(4) > 0) fault.at_probe = static_cast<int>(kPhases[Random(std::size(kPhases))]);
+          Probe::kReplicaJoined, Probe::kLateRemoved, Probe::kLinkReported, Probe::kSaysGoodbye,
+          Probe::kLastLeaves, Probe::kNodeReturns,
+          // of jobs whose servers are replaced
+          Probe::kServerLost, Probe::kServerLost, Probe::kServerReplaced, Probe::kServerReplaced,
+          Probe::kReplacedAgain, Probe::kSumGiven};
+      const size_t phases = std::size(kPhases) - (plan_.replaces ? 0 : 6);
+      if (Random(4) > 0) fault.at_probe = static_cast<int>(kPhases[Random(phases)]);
     }
     faults_.push_back(fault);
   }

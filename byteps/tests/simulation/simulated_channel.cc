@@ -123,14 +123,20 @@ SimulatedChannel::~SimulatedChannel() { Stop(); }
 
 void SimulatedChannel::Start(core::ChannelUser* user) {
   user_ = user;
-  const auto deadline = std::chrono::steady_clock::now() + Duration(settings_.start_timeout_s);
+  auto deadline = std::chrono::steady_clock::now() + Duration(settings_.start_timeout_s);
+  // For a place, and for a scheduler to return.
+  const bool waits = settings_.role == ps::Node::SERVER && settings_.scheduler_return_s > 0 &&
+                     settings_.replace_servers_s > 0;
   while (true) {
     try {
       return StartOnce();
     } catch (const ps::ComeAgain& e) {
+      if (waits) deadline = std::chrono::steady_clock::now() + Duration(settings_.start_timeout_s);
       if (std::chrono::steady_clock::now() >= deadline) throw core::Error(e.what());
     } catch (const ps::JobFailed& e) {
       throw core::JobFailedError(e.what());
+    } catch (const core::Error&) {
+      if (!waits || std::chrono::steady_clock::now() >= deadline) throw;
     }
     std::this_thread::sleep_for(kJoinPause);
   }

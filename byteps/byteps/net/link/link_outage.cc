@@ -80,4 +80,13 @@ void LogResumed(const std::string& which, int peer, const std::string& address,
                    << " ms; messages sent again: " << again;
 }
 
+void LogAway(int peer, const std::string& home, const std::string& why, const std::string& path) {
+  BPS_LOG(WARNING) << "no connection with " << RoleAndRank(peer) << " from " << home
+                   << (why.empty() ? "" : " (" + why + ")") << ": " << path << " is used instead";
+}
+
+void LogHome(int peer, const std::string& home) {
+  BPS_LOG(WARNING) << "data for " << RoleAndRank(peer) << " goes from " << home << " again";
+}
+
 }  // namespace ps

@@ -56,5 +56,11 @@ struct LinkOutage {
 void LogResumed(const std::string& which, int peer, const std::string& address,
                 LinkOutage::Clock::duration after, size_t again);
 
+// The line of the log when a link with several pairs of NICs is made again, and not over its first
+// one, `home`, which failed for the reason `why` (may be empty): over `path`.
+void LogAway(int peer, const std::string& home, const std::string& why, const std::string& path);
+// And when it goes back.
+void LogHome(int peer, const std::string& home);
+
 }  // namespace ps
 #endif  // BYTEPS_NET_LINK_LINK_OUTAGE_H_

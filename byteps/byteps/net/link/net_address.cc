@@ -4,6 +4,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -117,6 +118,49 @@ bool IsLoopback(const std::string& host) {
 std::string JoinHostPort(const std::string& host, int port) {
   const bool v6 = host.find(':') != std::string::npos;
   return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+}
+
+Address Address::Of(const sockaddr* address) {
+  Address made;
+  memset(&made.storage, 0, sizeof(made.storage));
+  if (address == nullptr) return made;
+  if (address->sa_family == AF_INET) made.length = sizeof(sockaddr_in);
+  if (address->sa_family == AF_INET6) made.length = sizeof(sockaddr_in6);
+  memcpy(&made.storage, address, made.length);
+  return made;
+}
+
+std::string Address::Host() const { return Numeric(get()); }
+
+std::string Address::Text() const {
+  // The port lies at the same place for both families.
+  const int port = ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
+  const std::string host = Host();
+  return host.empty() ? "?" : JoinHostPort(host, port);
+}
+
+std::vector<Address> Resolve(const std::string& host, int port) {
+  addrinfo hints;
+  memset(&hints, 0, sizeof(hints));
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV | (host.empty() ? AI_PASSIVE : 0);
+  addrinfo* list = nullptr;
+  const int rc = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
+                             &hints, &list);
+  if (rc != 0) throw Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
+  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
+  std::vector<Address> addresses;
+  for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
+    if (a->ai_family != AF_INET && a->ai_family != AF_INET6) continue;
+    Address address;
+    memcpy(&address.storage, a->ai_addr, a->ai_addrlen);
+    address.length = a->ai_addrlen;
+    addresses.push_back(address);
+  }
+  if (addresses.empty()) {
+    throw Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
+  }
+  return addresses;
 }
 
 }  // namespace ps

@@ -2,9 +2,31 @@
 #ifndef BYTEPS_NET_LINK_NET_ADDRESS_H_
 #define BYTEPS_NET_LINK_NET_ADDRESS_H_
 
+#include <sys/socket.h>
+
 #include <string>
+#include <vector>
 
 namespace ps {
+
+// An IPv4 or IPv6 address with a port.
+struct Address {
+  sockaddr_storage storage;
+  socklen_t length = 0;
+
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
+  // Of any family but these two an address without a text.
+  static Address Of(const sockaddr* address);
+  // "10.0.0.1:9000", "[::1]:9000"
+  std::string Text() const;
+  // "10.0.0.1"; empty: it has none.
+  std::string Host() const;
+};
+
+// All addresses of `host`; "" stands for every address of this host.  Throws Error
+// when it does not resolve.
+std::vector<Address> Resolve(const std::string& host, int port);
 
 // The numeric local address that the kernel would use to reach `host`:`port`,
 // found by connecting a UDP socket, which sends nothing.  A node that several

@@ -17,20 +17,22 @@ Mutex mu;
 // Never destroyed: threads may count while the process ends.
 auto* const by_name PS_PT_GUARDED_BY(mu) = new std::map<std::string, std::unique_ptr<NicCounters>>;
 
-std::string NameOf(const std::string& here, const std::string& there) {
-  if (here == there) return kLoopback;
-  const std::string name = InterfaceOf(here);
-  return name.empty() ? kUnknown : name;
+NicCounters* CountersOf(const std::string& name) {
+  MutexLock lock(&mu);
+  std::unique_ptr<NicCounters>& counters = (*by_name)[name];
+  if (!counters) counters = std::make_unique<NicCounters>(name);
+  return counters.get();
 }
 
 }  // namespace
 
 NicCounters* CountersOfNic(const std::string& here, const std::string& there) {
-  const std::string name = NameOf(here, there);
-  MutexLock lock(&mu);
-  std::unique_ptr<NicCounters>& counters = (*by_name)[name];
-  if (!counters) counters = std::make_unique<NicCounters>(name);
-  return counters.get();
+  return here == there ? CountersOf(kLoopback) : CountersOfNic(here);
+}
+
+NicCounters* CountersOfNic(const std::string& here) {
+  const std::string name = InterfaceOf(here);
+  return CountersOf(name.empty() ? kUnknown : name);
 }
 
 std::vector<NicReading> ReadNicCounters() {

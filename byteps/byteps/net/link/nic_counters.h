@@ -30,6 +30,9 @@ struct NicReading {
 // Between two processes of a host that is "lo", whatever address they use.  They live as long as
 // the process.  Any thread.
 NicCounters* CountersOfNic(const std::string& here, const std::string& there);
+// Those of the NIC that has this address of this host: over RDMA it carries also what stays in the
+// host.  Any thread.
+NicCounters* CountersOfNic(const std::string& here);
 // By name.  Any thread.
 std::vector<NicReading> ReadNicCounters();
 

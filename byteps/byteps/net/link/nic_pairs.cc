@@ -40,13 +40,15 @@ bool SameSubnet(const Nic& a, const Nic& b) {
 using Indices = std::pair<size_t, size_t>;
 
 std::vector<Indices> Pairs(const std::vector<Nic>& from, const std::vector<Nic>& to) {
-  std::vector<Indices> near, all;
+  std::vector<Indices> own, near, all;
   for (size_t i = 0; i < from.size(); ++i) {
     for (size_t j = 0; j < to.size(); ++j) {
       all.emplace_back(i, j);
+      if (from[i].address == to[j].address) own.emplace_back(i, j);
       if (SameSubnet(from[i], to[j])) near.emplace_back(i, j);
     }
   }
+  if (!own.empty()) return own;
   return near.empty() ? all : near;
 }
 

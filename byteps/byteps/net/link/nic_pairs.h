@@ -24,7 +24,8 @@ int LeastConnections(const std::vector<Nic>& from, const std::vector<Nic>& to);
 
 // For each of `count` connections to `peer` the pairs that it may take, the one that it should take
 // first.  Each NIC gets connections in proportion to its rate; NICs in different subnets are paired
-// only where no two are in the same one.  Of equally good pairs the connections begin with another
+// only where no two are in the same one, and where the peer is on this host each NIC goes with
+// itself.  Of equally good pairs the connections begin with another
 // one for each `turn`.  The last pair is always what the kernel chooses.
 std::vector<std::vector<NicPair>> PairNics(const std::vector<Nic>& from, const Node& peer,
                                            int count, int turn);

@@ -10,10 +10,11 @@
 #include <bitset>
 #include <climits>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <memory>
-#include <set>
 #include <sstream>
+#include <system_error>
 
 #include "byteps/base/error.h"
 #include "byteps/net/link/net_address.h"
@@ -108,6 +109,23 @@ Interfaces ListInterfaces() {
 
 bool IsV6(const std::string& address) { return address.find(':') != std::string::npos; }
 
+// A NIC's RDMA device is another function of its PCIe device; one in software names the interface
+// that it is above.
+std::string RdmaDeviceOf(const std::string& name, const std::string& sysfs) {
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(
+           sysfs + "/class/net/" + name + "/device/infiniband", error)) {
+    return entry.path().filename();
+  }
+  for (const auto& entry :
+       std::filesystem::directory_iterator(sysfs + "/class/infiniband", error)) {
+    std::string below;
+    std::ifstream(entry.path() / "parent") >> below;
+    if (below == name) return entry.path().filename();
+  }
+  return "";
+}
+
 // Of each interface one address of the family that the node's own has.
 std::vector<HostNic> OnePerInterface(const std::vector<HostNic>& there, const NicUser& user) {
   std::vector<HostNic> nics;
@@ -127,11 +145,15 @@ std::vector<HostNic> OnePerInterface(const std::vector<HostNic>& there, const Ni
 std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& setting) {
   std::vector<HostNic> named;
   for (const std::string& name : Split(setting, ',')) {
-    const auto found = std::find_if(nics.begin(), nics.end(),
-                                    [&](const HostNic& nic) { return nic.name == name; });
+    const auto found = std::find_if(nics.begin(), nics.end(), [&](const HostNic& nic) {
+      return nic.name == name || nic.rdma == name;
+    });
     if (found == nics.end()) {
       std::string known;
-      for (const HostNic& nic : nics) known += (known.empty() ? "" : ", ") + nic.name;
+      for (const HostNic& nic : nics) {
+        known += (known.empty() ? "" : ", ") + nic.name;
+        if (!nic.rdma.empty()) known += " (" + nic.rdma + ")";
+      }
       throw Error("BYTEPS_NICS='" + setting + "': '" + name +
                   "' is no interface with an address of the job's family; there are: " + known);
     }
@@ -142,16 +164,19 @@ std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& 
 
 // Those that are alike in what they carry.  What the kernel does not say the rate of counts only
 // where it says that of none.
-std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own) {
+std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own, bool uses_rdma) {
   if (!own.is_device) return {own};  // a bond, a bridge, a veth: somebody has chosen
+  const auto serves = [uses_rdma](const HostNic& nic) {
+    return nic.is_device && nic.is_up && !IsLoopback(nic.nic.address) &&
+           (!uses_rdma || !nic.rdma.empty());
+  };
   int fastest = 0;
   for (const HostNic& nic : nics) {
-    if (nic.is_device && nic.is_up) fastest = std::max(fastest, nic.nic.mbps);
+    if (serves(nic)) fastest = std::max(fastest, nic.nic.mbps);
   }
   std::vector<HostNic> of_use;
   for (const HostNic& nic : nics) {
-    if (!nic.is_device || !nic.is_up || IsLoopback(nic.nic.address)) continue;
-    if (nic.nic.mbps >= fastest / kSlowest) of_use.push_back(nic);
+    if (serves(nic) && nic.nic.mbps >= fastest / kSlowest) of_use.push_back(nic);
   }
   return of_use.empty() ? std::vector<HostNic>{own} : of_use;
 }
@@ -180,6 +205,7 @@ HostNic ReadNic(const std::string& name, const std::string& sysfs) {
   nic.is_device = access((folder + "/device").c_str(), F_OK) == 0;
   // What a virtual interface says of its rate is made up.  -1, or no number: the link is down.
   if (nic.is_device) nic.nic.mbps = std::max(ReadInt(folder + "/speed", 0), 0);
+  nic.rdma = RdmaDeviceOf(name, sysfs);
   nic.is_up = ReadInt(folder + "/carrier", 0) == 1;
   nic.place = nic.is_device ? PlaceOf(folder + "/device") : "";
   nic.numa = ReadInt(folder + "/device/numa_node", -1);
@@ -224,7 +250,7 @@ ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user) {
   if (automatic && (own == nics.end() || IsLoopback(user.address))) return {};
   std::vector<HostNic> of_host = !automatic      ? Named(nics, user.setting)
                                  : user.only_own ? std::vector<HostNic>{*own}
-                                                 : OfUse(nics, *own);
+                                                 : OfUse(nics, *own, user.uses_rdma);
   of_host.resize(std::min(of_host.size(), kMostNics));
   ChosenNics chosen;
   const auto known = [](const HostNic& nic) { return nic.nic.mbps > 0; };
@@ -243,13 +269,21 @@ NicUser NicUserFor(const Node& self) {
   user.address = self.hostname;
   user.is_worker = self.role == Node::WORKER;
   user.setting = GetEnv("BYTEPS_NICS", "auto");
+  const std::string transport = GetEnv("DMLC_ENABLE_RDMA", "");
+  user.uses_rdma = transport == "ibverbs" || transport == "1";
   // Where one was named before there were several, it stays one.
-  const bool named = GetEnv("DMLC_NODE_HOST", "")[0] != 0 || GetEnv("DMLC_INTERFACE", "")[0] != 0;
+  bool named = GetEnv("DMLC_NODE_HOST", "")[0] != 0 || GetEnv("DMLC_INTERFACE", "")[0] != 0;
+  named = named || (user.uses_rdma && ChoosesRdmaDevice());
   user.only_own = named && user.setting == "auto";
   user.gpu = ReadDevice(GetEnv("BYTEPS_GPU", ""), "/sys");
   user.local_rank = std::max(GetEnv("BYTEPS_LOCAL_RANK", 0), GetEnv("LOCAL_RANK", 0));
   user.local_size = std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
   return user;
+}
+
+bool ChoosesRdmaDevice() {
+  return GetEnv("BYTEPS_RDMA_DEVICE", "")[0] != 0 || GetEnv("BYTEPS_RDMA_PORT", 0) > 0 ||
+         GetEnv("BYTEPS_RDMA_GID_INDEX", -1) >= 0;
 }
 
 int HostMbps(const Node& self) {

@@ -18,6 +18,7 @@ constexpr size_t kMostNics = 32;
 // A network interface with an address.
 struct HostNic {
   std::string name;
+  std::string rdma;  // the RDMA device that it is the network interface of; empty: none
   Nic nic;
   bool is_up = false;
   bool is_device = false;  // hardware, or what a hypervisor gives instead
@@ -43,12 +44,14 @@ std::string InterfaceOf(const std::string& address);
 
 // What NICs are chosen for.
 struct NicUser {
-  std::string setting;  // BYTEPS_NICS: "auto", or names of interfaces with commas between
+  // BYTEPS_NICS: "auto", or names of interfaces or RDMA devices with commas between.
+  std::string setting;
   std::string address;  // of this node, by which others know it
   bool is_worker = false;
   bool only_own = false;  // the NIC of its address alone, whatever others there are
-  DevicePlace gpu;        // of a worker; empty: it has none
-  int local_rank = 0;     // among the workers of this host
+  bool uses_rdma = false;
+  DevicePlace gpu;     // of a worker; empty: it has none
+  int local_rank = 0;  // among the workers of this host
   int local_size = 1;
 };
 
@@ -62,6 +65,8 @@ ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user);
 
 // This process, as the node `self`, by its settings.
 NicUser NicUserFor(const Node& self);
+// Whether settings choose one RDMA device, port or GID.
+bool ChoosesRdmaDevice();
 // ChosenNics::host_mbps of this process; of a node that uses no list of NICs (Node::nics), the rate
 // of the one that has its address.
 int HostMbps(const Node& self);

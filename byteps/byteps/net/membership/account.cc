@@ -19,7 +19,8 @@ Node::Role RoleOf(int id) { return id % 2 != 0 ? Node::WORKER : Node::SERVER; }
 std::string PackAccount(const Account& account) {
   std::ostringstream text;
   text << "\njob=" << account.job << " life=" << account.life
-       << " late=" << (account.is_late ? 1 : 0) << " left=";
+       << " late=" << (account.is_late ? 1 : 0) << " turns=" << PackTurns(account.turns)
+       << " left=";
   for (const int rank : account.left) text << rank << ",";
   text << "\n";
   if (account.replicas.count() > 1) text << PackReplicas(account.replicas);
@@ -34,13 +35,19 @@ bool ParseAccount(const std::string& text, Account* account) {
   if (end == std::string::npos) return false;
   const std::string line = text.substr(begin + 1, end - begin - 1);
   int late = 0, at = 0;
-  if (sscanf(line.c_str(), "job=%20" SCNu64 " life=%9d late=%1d left=%n", &account->job,
+  if (sscanf(line.c_str(), "job=%20" SCNu64 " life=%9d late=%1d turns=%n", &account->job,
              &account->life, &late, &at) != 3 ||
       at == 0 || account->job == 0 || account->life < 1) {
     return false;
   }
+  static const std::string kLeft = " left=";
+  const size_t turns_end = line.find(kLeft, at);
+  if (turns_end == std::string::npos ||
+      !ParseTurns(line.substr(at, turns_end - at), &account->turns)) {
+    return false;
+  }
   account->is_late = late == 1;
-  std::istringstream left(line.substr(at));
+  std::istringstream left(line.substr(turns_end + kLeft.size()));
   for (std::string one; std::getline(left, one, ',');) {
     int rank = -1;
     if (sscanf(one.c_str(), "%9d", &rank) != 1 || rank < 0) return false;
@@ -61,6 +68,20 @@ std::set<int> Accounts::Left() const {
     if (RoleOf(id) == Node::SERVER) left.insert(account.left.begin(), account.left.end());
   }
   return left;
+}
+
+Turns Accounts::NewestTurns() const {
+  Turns newest;
+  for (const auto& [id, account] : accounts_) {
+    for (const auto& [rank, turn] : account.turns) newest[rank] = std::max(newest[rank], turn);
+  }
+  return newest;
+}
+
+bool Accounts::HasPlace(int server_rank) const {
+  const Account* const account = Find(IdOf(Node::SERVER, server_rank));
+  return account != nullptr &&
+         TurnOf(account->turns, server_rank) == TurnOf(NewestTurns(), server_rank);
 }
 
 const ReplicaView* Accounts::Newest(Node::Role role) const {
@@ -132,9 +153,9 @@ bool Accounts::IsOf(int rank, const ReplicaTable::Past& replica) const {
 
 std::vector<int> Accounts::Missing() const {
   std::vector<int> missing;
+  const Turns turns = NewestTurns();
   for (int rank = 0; rank < size_.servers; ++rank) {
-    const int id = IdOf(Node::SERVER, rank);
-    if (Find(id) == nullptr) missing.push_back(id);
+    if (!IsVacant(turns, rank) && !HasPlace(rank)) missing.push_back(IdOf(Node::SERVER, rank));
   }
   const std::set<int> left = Left();
   const auto replicas = Replicas();

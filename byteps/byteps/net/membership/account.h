@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "byteps/net/membership/event.h"
+#include "byteps/net/membership/protocol.h"
 #include "byteps/net/membership/replica_table.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/message.h"
@@ -23,6 +24,7 @@ struct Account {
   int life = 0;          // of the last scheduler that the node has heard; 0: it does not return
   bool is_late = false;  // of a worker: its replica came to a job that ran already
   std::set<int> left;    // ranks of workers that left in order; servers know
+  Turns turns;           // of servers' places, as far as it has heard; a server knows its own
   ReplicaView replicas;  // the last that it has heard of; of no replica: none
 };
 // Behind the node's Claim.
@@ -44,6 +46,10 @@ class Accounts {
 
   // Ranks of workers that left in order.
   std::set<int> Left() const;
+  // Of servers' places, the newest.
+  Turns NewestTurns() const;
+  // Whether the server that came is the one that has its place.
+  bool HasPlace(int server_rank) const;
   // Of all that has been told of replicas.  A change that the dead scheduler has told to some nodes
   // alone is told to all again.
   int NewestEpoch() const;

@@ -87,6 +87,7 @@ void NodeMembership::Join() {
   if (state_ != State::kFailed) return;
   if (failure_.kind == Failure::kWouldBeAdmitted) throw WouldBeAdmitted(failure_.reason);
   if (failure_.kind == Failure::kComeAgain) throw ComeAgain(failure_.reason);
+  if (failure_.kind == Failure::kNoAnswer) throw NoAnswer(failure_.reason);
   if (welcomed_) throw JobFailed(failure_.reason, failure_.file, failure_.line);
   throw Error(failure_.reason, failure_.file, failure_.line);
 }
@@ -266,7 +267,10 @@ void NodeMembership::OnAdmission(const Message& msg) {
   {
     // It says how many connections a link wants.
     MutexLock lock(&mu_);
-    link_mbps_ = membership::ParseLink(msg.meta.body, &is_late_);
+    const auto beginning = membership::ParseBeginning(msg.meta.body);
+    link_mbps_ = beginning.link_mbps;
+    is_late_ = beginning.late;
+    for (const auto& [rank, turn] : beginning.turns) turns_[rank] = std::max(turns_[rank], turn);
   }
   for (const auto& node : msg.meta.control.node) {
     {
@@ -341,9 +345,13 @@ void NodeMembership::OnSchedulerLost(const std::string& how, const std::string& 
   MutexLock lock(&mu_);
   if (left_acknowledged_ || !InJob() || NotFound(how)) return;
   if (!welcomed_) {
-    lock.Unlock();
     // It never was reached, or would not have this node: that is all there is to say.
-    return Fail("the " + NameOfScheduler(*links_) + " cannot be joined: " + unwelcome);
+    const std::string reason =
+        "the " + NameOfScheduler(*links_) + " cannot be joined: " + unwelcome;
+    // This process may try again, and nothing has failed yet.
+    if (settings_.scheduler_return_s > 0) return EndJoin({Failure::kNoAnswer, reason});
+    lock.Unlock();
+    return Fail(reason);
   }
   // It may have ended in good order, or told of a failure: its last word comes
   // on another connection and may be behind this news.
@@ -420,7 +428,8 @@ void NodeMembership::ReportBrokenLink(int id) {
     reason = before + (peer != nullptr ? Describe(peer->node) : RoleAndRank(id)) + " was lost to " +
              self + ": " + link.how;
     reported = std::exchange(link.reported, true);
-    link.due = Clock::now() + ToDuration(kVerdictSeconds);
+    // A scheduler that has returned may wait for others before it says anything.
+    link.due = std::max(Clock::now(), settled_) + ToDuration(kVerdictSeconds);
   }
   if (reported) return Fail(reason);
   PS_PROBE(kLinkReported);

@@ -68,8 +68,8 @@ class NodeMembership : public Membership {
 
   // Why the job goes on without this node, or does not go on.
   struct Failure {
-    // What Join throws: Error or JobFailed, ComeAgain, WouldBeAdmitted.
-    enum Kind { kFinal, kComeAgain, kWouldBeAdmitted } kind = kFinal;
+    // What Join throws: Error or JobFailed, ComeAgain, NoAnswer, WouldBeAdmitted.
+    enum Kind { kFinal, kComeAgain, kNoAnswer, kWouldBeAdmitted } kind = kFinal;
     std::string reason;
     const char* file = "";  // what found it
     int line = 0;
@@ -178,7 +178,8 @@ class NodeMembership : public Membership {
   Roster roster_ PS_GUARDED_BY(mu_);  // those that this node has heard of
   int link_mbps_ PS_GUARDED_BY(mu_) = 0;
   bool is_late_ PS_GUARDED_BY(mu_) = false;
-  ReplicaView view_ PS_GUARDED_BY(mu_);  // the last one
+  ReplicaView view_ PS_GUARDED_BY(mu_);         // the last one
+  membership::Turns turns_ PS_GUARDED_BY(mu_);  // of servers' places
   std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);

@@ -5,7 +5,6 @@
 
 #include "byteps/base/probe.h"
 #include "byteps/net/link/node_text.h"
-#include "byteps/net/link/node_token.h"
 #include "byteps/net/link/who_connects.h"
 #include "byteps/net/membership/node_membership.h"
 #include "ps/internal/postoffice.h"
@@ -55,39 +54,44 @@ void NodeMembership::OnReplicas(const Message& msg) {
 }
 
 void NodeMembership::OnServerWord(const membership::MemberWord& word, const Message& msg) {
-  MembershipEvent event;
-  event.rank = word.number;
-  event.reason = word.text;
-  const int id = IdOf(Node::SERVER, word.number);
-  const auto& nodes = msg.meta.control.node;
   const bool replaced = word.kind == membership::MemberWord::kServerReplaced;
   if (!replaced && word.kind != membership::MemberWord::kServerLost) return;
+  const int id = IdOf(Node::SERVER, word.number);
   const Node self = links_->self();
+  const auto& nodes = msg.meta.control.node;
   if ((self.role != Node::WORKER && !settings_.backups) || id == self.id) return;
   if (replaced && (nodes.size() != 1 || nodes[0].role != Node::SERVER || nodes[0].id != id)) return;
-  event.kind = replaced ? MembershipEvent::kServerReplaced : MembershipEvent::kServerLost;
+  bool loses = false;
   {
     MutexLock lock(&mu_);
-    if (state_ != State::kActive) return;
-    Member* const member = roster_.Find(id);
-    // It had its place before this node came, and was among those that this node was told of.
-    const bool known = replaced && member != nullptr && !member->removed;
-    if (known && TokenOf(nodes[0]) != 0 && TokenOf(member->node) == TokenOf(nodes[0])) return;
+    int& turn = turns_[word.number];
+    // A scheduler that has returned says again what this node may have heard.
+    if (state_ != State::kActive || word.turn <= turn || (word.turn % 2 == 0) != replaced) return;
+    loses = turn % 2 == 0;
+    turn = word.turn;
     broken_links_.erase(id);
-    if (replaced) {
-      roster_.Erase(id);
-      event.node = InfoOf(roster_.Put(nodes[0])->node);
-    } else if (member != nullptr) {
-      member->left = member->removed = true;  // what breaks of its links is no news
-    }
+    Member* const member = roster_.Find(id);
+    if (member != nullptr) member->left = member->removed = true;  // what breaks of it is no news
+  }
+  MembershipEvent event;
+  event.rank = word.number;
+  if (loses) {
+    links_->Disconnect(id);
+    event.kind = MembershipEvent::kServerLost;
+    event.reason = replaced ? RoleAndRank(id) + " was lost" : word.text;
+    announcer_.Tell(event);
+  }
+  if (!replaced) return;
+  {
+    MutexLock lock(&mu_);
+    roster_.Erase(id);
+    event.node = InfoOf(roster_.Put(nodes[0])->node);
   }
   const bool linked = self.role == Node::WORKER ||
                       AreNeighbors(Postoffice::IDtoRank(self.id), word.number, word.epoch);
-  if (!replaced) {
-    links_->Disconnect(id);
-  } else if (linked) {
-    links_->Connect(nodes[0]);
-  }
+  if (linked) links_->Connect(nodes[0]);
+  event.kind = MembershipEvent::kServerReplaced;
+  event.reason = "";
   announcer_.Tell(event);
 }
 

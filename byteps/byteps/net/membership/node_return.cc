@@ -95,6 +95,7 @@ membership::Account NodeMembership::MakeAccount() {
   account.life = life_;
   account.is_late = is_late_;
   account.replicas = view_;
+  account.turns = turns_;
   for (const auto& [id, member] : roster_.members()) {
     const bool left = member.node.role == Node::WORKER && member.left && !member.removed;
     if (left) account.left.insert(Postoffice::IDtoRank(id));

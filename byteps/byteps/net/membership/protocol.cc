@@ -56,16 +56,49 @@ bool ParseClaim(const std::string& text, Claim* claim) {
          claim->probe <= kMaxNodes;
 }
 
-std::string PackLink(int mbps, bool late) {
-  return "link=" + std::to_string(mbps) + " late=" + std::to_string(late ? 1 : 0);
+std::string PackTurns(const Turns& turns) {
+  std::string text;
+  for (const auto& [rank, turn] : turns) {
+    if (turn > 0) text += std::to_string(rank) + ":" + std::to_string(turn) + ",";
+  }
+  return text;
 }
 
-int ParseLink(const std::string& text, bool* late) {
-  int mbps = 0;
-  int is_late = 0;
-  sscanf(text.c_str(), "link=%9d late=%1d", &mbps, &is_late);
-  *late = is_late == 1;
-  return std::max(mbps, 0);
+bool ParseTurns(const std::string& text, Turns* turns) {
+  turns->clear();
+  std::istringstream in(text);
+  for (std::string one; std::getline(in, one, ',');) {
+    const size_t colon = one.find(':');
+    if (colon == std::string::npos) return false;
+    const int rank = NumberIn(one.substr(0, colon));
+    const int turn = NumberIn(one.substr(colon + 1));
+    if (rank < 0 || rank >= kMaxNodes || turn < 1 || turns->count(rank) > 0) return false;
+    (*turns)[rank] = turn;
+  }
+  return true;
+}
+
+int TurnOf(const Turns& turns, int rank) {
+  const auto it = turns.find(rank);
+  return it == turns.end() ? 0 : it->second;
+}
+
+bool IsVacant(const Turns& turns, int rank) { return TurnOf(turns, rank) % 2 == 1; }
+
+std::string PackBeginning(const Beginning& beginning) {
+  return "link=" + std::to_string(beginning.link_mbps) +
+         " late=" + std::to_string(beginning.late ? 1 : 0) + " turns=" + PackTurns(beginning.turns);
+}
+
+Beginning ParseBeginning(const std::string& text) {
+  Beginning beginning;
+  int late = 0, end = 0;
+  if (sscanf(text.c_str(), "link=%9d late=%1d turns=%n", &beginning.link_mbps, &late, &end) != 2 ||
+      end == 0 || beginning.link_mbps < 0 || !ParseTurns(text.substr(end), &beginning.turns)) {
+    return {};
+  }
+  beginning.late = late == 1;
+  return beginning;
 }
 
 std::string PackWelcome(int incarnation, int life) {
@@ -118,15 +151,16 @@ bool ParseReplicas(const std::string& text, ReplicaView* view) {
 
 std::string PackWord(const MemberWord& word) {
   return std::string(kWords[word.kind]) + " number=" + std::to_string(word.number) +
-         " epoch=" + std::to_string(word.epoch) + " " + word.text;
+         " epoch=" + std::to_string(word.epoch) + " turn=" + std::to_string(word.turn) + " " +
+         word.text;
 }
 
 bool ParseWord(const std::string& text, MemberWord* word) {
   char name[20];
   int end = 0;
-  if (sscanf(text.c_str(), "%19s number=%9d epoch=%9d%n", name, &word->number, &word->epoch,
-             &end) != 3 ||
-      word->number < 0 || word->epoch < 0 || text[end] != ' ') {
+  if (sscanf(text.c_str(), "%19s number=%9d epoch=%9d turn=%9d%n", name, &word->number,
+             &word->epoch, &word->turn, &end) != 4 ||
+      word->number < 0 || word->epoch < 0 || word->turn < 0 || text[end] != ' ') {
     return false;
   }
   const auto* const found = std::find(std::begin(kWords), std::end(kWords), std::string(name));

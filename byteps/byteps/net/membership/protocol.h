@@ -2,6 +2,7 @@
 #ifndef BYTEPS_NET_MEMBERSHIP_PROTOCOL_H_
 #define BYTEPS_NET_MEMBERSHIP_PROTOCOL_H_
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 14;
+constexpr int kProtocol = 15;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.
@@ -32,11 +33,23 @@ std::string PackClaim(const Claim& claim);
 // Whether all of it could be read.  The protocol may be known even if not.
 bool ParseClaim(const std::string& text, Claim* claim);
 
-// What the scheduler says in ADD_NODE: the rate of the slowest worker's link, in Mbit/s, and
-// whether this worker's replica comes to a job that has begun.
-std::string PackLink(int mbps, bool late);
-// 0 and false for anything else.
-int ParseLink(const std::string& text, bool* late);
+// How often the place of a server was lost or given to another, by its rank; 0 is not said.  Who
+// has heard of an odd number knows that it is lost.
+using Turns = std::map<int, int>;
+std::string PackTurns(const Turns& turns);
+bool ParseTurns(const std::string& text, Turns* turns);
+int TurnOf(const Turns& turns, int rank);
+bool IsVacant(const Turns& turns, int rank);
+
+// What the scheduler says in ADD_NODE.
+struct Beginning {
+  int link_mbps = 0;  // the rate of the slowest worker's link
+  bool late = false;  // this worker's replica comes to a job that has begun
+  Turns turns;        // those that this node needs not hear of
+};
+std::string PackBeginning(const Beginning& beginning);
+// Of anything else: nothing.
+Beginning ParseBeginning(const std::string& text);
 
 // What the scheduler says in WELCOME: the incarnation of the job, and its own life.
 std::string PackWelcome(int incarnation, int life);
@@ -68,12 +81,13 @@ struct MemberWord {
   // kAcknowledged: up to which; kAdmit: the replica's life; kAwaited: the round; kLate: the epoch
   // that the server knows; kServerReplaced: how many servers there are.
   int epoch = 0;
-  std::string text;  // kAwaited: the tensor's name; kLate: why
+  std::string text{};  // kAwaited: the tensor's name; kLate: why
+  int turn = 0;        // kServerLost, kServerReplaced: of the server's place
 };
 std::string PackWord(const MemberWord& word);
 bool ParseWord(const std::string& text, MemberWord* word);
 // A kServerLost, of this node id.
-std::string LostWord(int server, const std::string& reason);
+std::string LostWord(int server, int turn, const std::string& reason);
 
 // What a worker says in LEAVE.  A server that is told to end says how: "stopped by
 // SIGTERM".

@@ -96,6 +96,7 @@ SchedulerMembership::Gathered SchedulerMembership::Admit(const Claim& claim, con
   member->link_mbps = claim.link_mbps;
   if (vacancies_.erase(node.id) > 0) {
     last_replaced_ = member->heard;
+    ++turns_[Postoffice::IDtoRank(node.id)];
     return {.replaces = true};
   }
   if (late) {
@@ -114,12 +115,14 @@ SchedulerMembership::Gathered SchedulerMembership::Admit(const Claim& claim, con
   return {true, -1};
 }
 
-std::string SchedulerMembership::LinkOfAll(bool late) {
-  int link_mbps = INT_MAX;
+std::string SchedulerMembership::BeginningOf(bool late) {
+  membership::Beginning beginning{INT_MAX, late, turns_};
   for (const auto& [id, member] : roster_.members()) {
-    if (member.node.role == Node::WORKER) link_mbps = std::min(link_mbps, member.link_mbps);
+    if (member.node.role != Node::WORKER) continue;
+    beginning.link_mbps = std::min(beginning.link_mbps, member.link_mbps);
   }
-  return membership::PackLink(link_mbps, late);
+  for (const auto& [id, vacancy] : vacancies_) --beginning.turns[Postoffice::IDtoRank(id)];
+  return membership::PackBeginning(beginning);
 }
 
 std::vector<Node> SchedulerMembership::SelfIfOnSeveralNics() const {
@@ -136,7 +139,8 @@ void SchedulerMembership::AdmitAll(int replica) {
   std::vector<Node> everyone;
   std::map<int, std::vector<Node>> neighbors;
   std::vector<std::string> lost;
-  std::string link, replicas;
+  std::string beginning, replicas;
+  MutexLock telling(&telling_mu_);
   {
     MutexLock lock(&mu_);
     for (const auto& [id, member] : roster_.members()) {
@@ -147,9 +151,10 @@ void SchedulerMembership::AdmitAll(int replica) {
       servers.push_back(member.node);
       neighbors[id] = NeighborsOf(id);
     }
-    for (const auto& [id, vacancy] : vacancies_)
-      lost.push_back(membership::LostWord(id, vacancy.reason));
-    link = LinkOfAll(replica >= 0);
+    for (const auto& [id, vacancy] : vacancies_) {
+      lost.push_back(membership::LostWord(id, turns_[Postoffice::IDtoRank(id)], vacancy.reason));
+    }
+    beginning = BeginningOf(replica >= 0);
     // So that servers alone can tell the next scheduler that there are replicas: workers may all
     // have left, or be lost.
     const bool returns = replica < 0 && settings_.scheduler_return_s > 0;
@@ -159,7 +164,7 @@ void SchedulerMembership::AdmitAll(int replica) {
     const bool worker = node.role == Node::WORKER;
     std::vector<Node> told = worker ? servers : scheduler;
     if (!worker) told.insert(told.end(), neighbors[node.id].begin(), neighbors[node.id].end());
-    Send(links_, Control::ADD_NODE, node.id, link, told);
+    Send(links_, Control::ADD_NODE, node.id, beginning, told);
     for (const std::string& word : lost) Send(links_, Control::MEMBERS, node.id, word);
     if (!worker && !replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
   }

@@ -140,7 +140,7 @@ void SchedulerMembership::OnFarewell(int node_id, const std::string& text) {
 void SchedulerMembership::OnLeave(int node_id, bool suspend) {
   Node who;
   std::vector<Node> may_go;
-  bool all_left = true;
+  bool is_over = false;
   {
     MutexLock lock(&mu_);
     Member* const member = roster_.Find(node_id);
@@ -156,24 +156,25 @@ void SchedulerMembership::OnLeave(int node_id, bool suspend) {
     member->left_to_suspend = suspend;
     who = member->node;
     const bool asks = settings_.scheduler_return_s > 0;
-    if (asks) {
-      AskServers(who);
-    } else if (!member->lingers) {
-      Depart(who);
+    const bool all_left = HaveAllLeft();  // nobody needs those any more that stayed for others
+    for (const auto& [id, other] : roster_.members()) {
+      const bool goes = id == node_id ? all_left || !other.lingers : all_left && other.lingers;
+      if (goes) may_go.push_back(other.node);
     }
-    all_left = IsOver();
-    for (auto& [id, other] : roster_.members()) {
-      if (id != node_id && !(all_left && other.lingers)) continue;
-      if (id == node_id && (asks || (other.lingers && !all_left))) continue;
-      may_go.push_back(other.node);
+    for (const Node& node : may_go) {
+      roster_.Find(node.id)->lingers = false;
+      asks ? AskServers(node) : Depart(node);
     }
+    if (asks) may_go.clear();  // they go when servers know
+    is_over = IsOver();
   }
   for (const Node& node : may_go) Send(links_, Control::NODE_LEFT, node.id, "", {node});
   EmitProgress(MembershipEvent::kNodeLeft, who);
-  if (all_left) {
+  if (is_over) {
     PS_PROBE(kLastLeaves);
     return EndJob();
   }
+  LetKnownGo();
   heartbeats_.Wake();  // its thread has something to do soon
 }
 
@@ -212,6 +213,7 @@ void SchedulerMembership::EndJob() {
     roster_.Clear();
     replicas_ = ReplicaTable();
     vacancies_.clear();
+    turns_.clear();
     accusations_.clear();
     departures_ = {};
     any_worker_ = false;
@@ -327,6 +329,7 @@ void SchedulerMembership::BeginIncarnation() {
     departures_ = {};
     replicas_ = ReplicaTable();
     vacancies_.clear();
+    turns_.clear();
     accusations_.clear();
     any_worker_ = false;
     incarnation = ++incarnation_;

@@ -71,8 +71,8 @@ class SchedulerMembership : public Membership {
   void AdmitAll(int replica);
   // To whom nodes may have to connect again, over another NIC.
   std::vector<Node> SelfIfOnSeveralNics() const;
-  // What ADD_NODE says: the rate of the slowest worker's link.
-  std::string LinkOfAll(bool late) PS_REQUIRES(mu_);
+  // What ADD_NODE says.  Of what is vacant the node is told then.
+  std::string BeginningOf(bool late) PS_REQUIRES(mu_);
   void Refuse(const Node& node, const Refusal& refusal);
   // Sends REFUSED with `body` to a node that is not in the job, and closes its connection.
   void SendAway(const Node& node, const std::string& body);
@@ -96,9 +96,16 @@ class SchedulerMembership : public Membership {
   std::vector<Node> TakeLeavers(const std::vector<Message>& held) PS_REQUIRES(mu_);
   // Makes the roster and the replicas of what was told.  The nodes that are of them no more.
   std::vector<Node> Rebuild(const std::vector<int>& missing) PS_REQUIRES(mu_);
+  void RebuildServers(std::vector<Node>* strays) PS_REQUIRES(mu_);
+  // Tells nodes again what has become of servers: some may not have heard it.
+  void TellServers();
   // A worker may go once all servers know that it does: they tell the next scheduler.
   void AskServers(const Node& leaver) PS_REQUIRES(mu_);
   void OnLeftKnown(int server, int rank);
+  // Those of whom all servers know.
+  void LetKnownGo();
+  // A server is lost: the next one of its place does not know.
+  void ForgetKnown(int server) PS_REQUIRES(mu_);
 
   // Nodes that leave.
   void OnFarewell(int node_id, const std::string& text);
@@ -145,6 +152,13 @@ class SchedulerMembership : public Membership {
   void EmitServer(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
   // Who hears of servers that are lost, or replaced by this one.
   std::vector<int> ToTellOfServers(int server) PS_REQUIRES(mu_);
+  // Of all places that were lost, with the node that has each now, if it is known.
+  struct ServerWord {
+    int server;
+    std::string text;
+    std::vector<Node> nodes;
+  };
+  std::vector<ServerWord> ServerWords() PS_REQUIRES(mu_);
   // With backups, those with which a server has links.
   std::vector<Node> NeighborsOf(int server) PS_REQUIRES(mu_);
 
@@ -156,7 +170,8 @@ class SchedulerMembership : public Membership {
   bool OthersGoOn(int replica) PS_REQUIRES(mu_);
   // Whether this worker is in the job, and its replica takes part in sums.
   bool IsOfPresent(int rank) PS_REQUIRES(mu_);
-  // Every worker that takes part has left.
+  // Every worker that takes part has left, and, to be over, may have gone.
+  bool HaveAllLeft() PS_REQUIRES(mu_);
   bool IsOver() PS_REQUIRES(mu_);
   // Tells all nodes how it is now, and servers whose connections they have to close.
   void TellReplicas(const std::string& news);
@@ -199,6 +214,7 @@ class SchedulerMembership : public Membership {
     std::string reason;  // what became of the server
   };
   std::map<int, Vacancy> vacancies_ PS_GUARDED_BY(mu_);  // by node id
+  membership::Turns turns_ PS_GUARDED_BY(mu_);           // of servers' places
   struct Accusation {
     int accuser;
     std::string reason;

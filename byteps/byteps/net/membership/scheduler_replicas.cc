@@ -69,8 +69,10 @@ bool SchedulerMembership::OthersGoOn(int replica) {
       });
 }
 
-bool SchedulerMembership::IsOver() {
-  if (takeover_.gathers || !departures_.asked.empty()) return false;
+bool SchedulerMembership::IsOver() { return departures_.asked.empty() && HaveAllLeft(); }
+
+bool SchedulerMembership::HaveAllLeft() {
+  if (takeover_.gathers) return false;
   if (!replicas_.active()) return roster_.AllWorkersLeft();
   return std::none_of(roster_.members().begin(), roster_.members().end(),
                       [&](const auto& entry) PS_REQUIRES(mu_) {

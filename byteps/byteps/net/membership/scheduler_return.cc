@@ -39,6 +39,7 @@ void SchedulerMembership::Return(const Node& node, const Claim& claim, const Acc
   PS_PROBE(kNodeReturns);
   std::vector<Node> aside;  // that have to give way
   std::string replicas;
+  std::vector<ServerWord> words;
   Refusal refusal = CheckReturn(settings_, claim, account, node);
   {
     MutexLock lock(&mu_);
@@ -67,13 +68,18 @@ void SchedulerMembership::Return(const Node& node, const Claim& claim, const Acc
       takeover_.size.replicas = std::max({takeover_.size.replicas, claim.replicas, told});
       takeover_.accounts.Expect(takeover_.size);
       takeover_.accounts.Put(node.id, account);
-    } else if (replicas_.active()) {
-      replicas = membership::PackReplicas(replicas_.View(node.role == Node::SERVER));
+    } else {
+      const bool server = node.role == Node::SERVER;
+      if (replicas_.active()) replicas = membership::PackReplicas(replicas_.View(server));
+      if (!server || settings_.backups) words = ServerWords();
     }
     life = takeover_.life;
   }
   Send(links_, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
   if (!replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
+  for (const auto& [server, text, nodes] : words) {
+    if (server != node.id) Send(links_, Control::MEMBERS, node.id, text, nodes);
+  }
   EmitProgress(MembershipEvent::kAdmitted, node);
   GoOn(false);
 }
@@ -93,7 +99,11 @@ SchedulerMembership::Refusal SchedulerMembership::WhyNoReturn(const Node& node, 
               Plural(replicas, "replica") + " (worker.sh --replica, BYTEPS_REPLICA)"};
     }
     const Account* const other = takeover_.accounts.Find(node.id);
-    const bool newer = other == nullptr || account.replicas.epoch >= other->replicas.epoch;
+    if (other == nullptr) return {};
+    const int rank = Postoffice::IDtoRank(node.id);
+    const bool newer = node.role == Node::SERVER ? membership::TurnOf(account.turns, rank) >=
+                                                       membership::TurnOf(other->turns, rank)
+                                                 : account.replicas.epoch >= other->replicas.epoch;
     if (newer) return {};
     return {"another process has its place in the job"};
   }
@@ -158,10 +168,14 @@ void SchedulerMembership::GoOn(bool late) {
   }
   BPS_LOG(WARNING) << Name() << " goes on with the job of another one that died";
   for (const Node& node : strays) {
+    const bool server = node.role == Node::SERVER;
     Send(links_, Control::JOB_FAILED, node.id,
-         Describe(node) + " cannot go on: its replica was removed");
+         Describe(node) + " cannot go on: " +
+             (server ? "it was lost to the job, and another server may have its place"
+                     : "its replica was removed"));
     links_->Disconnect(node.id);
   }
+  TellServers();
   TellReplicas("");
   for (const Node& node : leavers) Send(links_, Control::NODE_LEFT, node.id, "", {node});
   if (over) return EndJob();  // those that have not come may have heard so
@@ -234,11 +248,45 @@ std::vector<Node> SchedulerMembership::Rebuild(const std::vector<int>& missing) 
       Depart(member->node);
     }
   }
+  RebuildServers(&strays);
   for (const int id : missing) {
     if (roster_.Find(id) == nullptr) put(id);
   }
   if (!missing.empty()) PS_PROBE(kNodeStaysAway);
   return strays;
+}
+
+void SchedulerMembership::RebuildServers(std::vector<Node>* strays) {
+  turns_ = takeover_.accounts.NewestTurns();
+  const int servers = roster_.expected().servers;
+  std::erase_if(turns_, [&](const auto& entry) { return entry.first >= servers; });
+  last_replaced_ = Clock::now();  // what is given again needs the workers that have left
+  for (int rank = 0; rank < servers; ++rank) {
+    const int id = IdOf(Node::SERVER, rank);
+    const Member* const member = roster_.Find(id);
+    if (member != nullptr && !takeover_.accounts.HasPlace(rank)) {
+      strays->push_back(member->node);
+      roster_.Erase(id);
+    }
+    if (!membership::IsVacant(turns_, rank)) continue;
+    PS_PROBE(kTakesOverVacancy);
+    vacancies_[id] = {Clock::now(), RoleAndRank(id) + " was lost before " + Name() + " was"};
+  }
+}
+
+void SchedulerMembership::TellServers() {
+  MutexLock telling(&telling_mu_);
+  std::vector<ServerWord> words;
+  std::map<int, std::vector<int>> told;  // by the server
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kActive) return;
+    words = ServerWords();
+    for (const ServerWord& word : words) told[word.server] = ToTellOfServers(word.server);
+  }
+  for (const auto& [server, text, nodes] : words) {
+    for (const int id : told[server]) Send(links_, Control::MEMBERS, id, text, nodes);
+  }
 }
 
 void SchedulerMembership::AskServers(const Node& leaver) {
@@ -247,23 +295,38 @@ void SchedulerMembership::AskServers(const Node& leaver) {
 }
 
 void SchedulerMembership::OnLeftKnown(int server, int rank) {
-  Node leaver;
-  bool over = false;
   {
     MutexLock lock(&mu_);
     const auto asked = departures_.asked.find(IdOf(Node::WORKER, rank));
     if (asked == departures_.asked.end()) return;
     asked->second.known.insert(server);
+  }
+  LetKnownGo();
+}
+
+void SchedulerMembership::ForgetKnown(int server) {
+  for (auto& [id, leaver] : departures_.asked) leaver.known.erase(server);
+}
+
+void SchedulerMembership::LetKnownGo() {
+  std::vector<Node> gone;
+  bool over = false;
+  {
+    MutexLock lock(&mu_);
+    // Who takes a vacant place will be asked, unless there is nothing to do for it.
+    if (state_ != State::kActive || (!vacancies_.empty() && !HaveAllLeft())) return;
     const std::vector<int> servers = roster_.Ids(Node::SERVER);
-    const auto& known = asked->second.known;
-    if (!std::all_of(servers.begin(), servers.end(), [&](int id) { return known.count(id) > 0; })) {
-      return;
-    }
-    leaver = asked->second.node;
-    departures_.asked.erase(asked);
+    std::erase_if(departures_.asked, [&](const auto& entry) {
+      const auto& [node, known] = entry.second;
+      const auto knows = [&](int id) { return known.count(id) > 0; };
+      if (!std::all_of(servers.begin(), servers.end(), knows)) return false;
+      gone.push_back(node);
+      return true;
+    });
+    if (gone.empty()) return;
     over = IsOver();
   }
-  Send(links_, Control::NODE_LEFT, leaver.id, "", {leaver});
+  for (const Node& node : gone) Send(links_, Control::NODE_LEFT, node.id, "", {node});
   if (!over) return;
   PS_PROBE(kLastLeaves);
   EndJob();

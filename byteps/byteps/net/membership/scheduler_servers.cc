@@ -29,13 +29,14 @@ constexpr double kLingerSeconds = 5;
 
 }  // namespace
 
-std::string membership::LostWord(int server, const std::string& reason) {
-  return PackWord({MemberWord::kServerLost, Postoffice::IDtoRank(server), 0, reason});
+std::string membership::LostWord(int server, int turn, const std::string& reason) {
+  return PackWord({MemberWord::kServerLost, Postoffice::IDtoRank(server), 0, reason, turn});
 }
 
 bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
   std::vector<int> told;
   Node lost;
+  int turn = 0;
   MutexLock telling(&telling_mu_);
   {
     MutexLock lock(&mu_);
@@ -56,7 +57,9 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
     MutexLock lock(&mu_);
     if (state_ != State::kActive) return true;
     vacancies_[node_id] = {Clock::now(), reason};
+    turn = ++turns_[Postoffice::IDtoRank(node_id)];
     roster_.Erase(node_id);
+    ForgetKnown(node_id);
     accusations_.erase(node_id);
     std::erase_if(accusations_, [=](const auto& one) { return one.second.accuser == node_id; });
     replicas_.Forget(node_id);
@@ -65,7 +68,7 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
   BPS_LOG(WARNING) << reason << "; another server has "
                    << Limit(settings_.replace_servers_s, "BYTEPS_REPLACE_SERVERS_S")
                    << " to take its place";
-  const std::string word = membership::LostWord(node_id, reason);
+  const std::string word = membership::LostWord(node_id, turn, reason);
   for (const int id : told) Send(links_, Control::MEMBERS, id, word);
   EmitServer(MembershipEvent::kServerLost, lost, reason);
   return true;
@@ -77,8 +80,8 @@ void SchedulerMembership::ReplaceServer(const Node& node) {
   std::vector<int> told;
   std::vector<std::string> lost;
   std::vector<Node> peers = SelfIfOnSeveralNics();
-  int servers = 0;
-  std::string link, replicas;
+  int servers = 0, turn = 0;
+  std::string beginning, replicas;
   MutexLock telling(&telling_mu_);
   {
     MutexLock lock(&mu_);
@@ -87,23 +90,25 @@ void SchedulerMembership::ReplaceServer(const Node& node) {
       const bool worker = member.node.role == Node::WORKER;
       if (worker && member.left && !member.removed && !member.lingers) left.push_back(member.node);
     }
-    link = LinkOfAll(false);
+    beginning = BeginningOf(false);
+    turn = turns_[Postoffice::IDtoRank(node.id)];
     if (replicas_.active()) replicas = membership::PackReplicas(replicas_.View(true));
     told = ToTellOfServers(node.id);
     const std::vector<Node> neighbors = NeighborsOf(node.id);
     peers.insert(peers.end(), neighbors.begin(), neighbors.end());
     for (const auto& [id, vacancy] : vacancies_) {
-      if (settings_.backups) lost.push_back(membership::LostWord(id, vacancy.reason));
+      if (!settings_.backups) continue;
+      lost.push_back(membership::LostWord(id, turns_[Postoffice::IDtoRank(id)], vacancy.reason));
     }
     servers = roster_.expected().servers;
   }
-  Send(links_, Control::ADD_NODE, node.id, link, peers);
+  Send(links_, Control::ADD_NODE, node.id, beginning, peers);
   for (const std::string& word : lost) Send(links_, Control::MEMBERS, node.id, word);
   if (!left.empty()) Send(links_, Control::NODE_LEFT, node.id, "", left);
   if (!replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
   BPS_LOG(INFO) << Describe(node) << " has taken the place of the server that was lost";
   const std::string word = membership::PackWord(
-      {MemberWord::kServerReplaced, Postoffice::IDtoRank(node.id), servers, ""});
+      {MemberWord::kServerReplaced, Postoffice::IDtoRank(node.id), servers, "", turn});
   for (const int id : told) Send(links_, Control::MEMBERS, id, word, {node});
   EmitServer(MembershipEvent::kServerReplaced, node, "");
 }
@@ -116,6 +121,22 @@ std::vector<int> SchedulerMembership::ToTellOfServers(int server) {
     if (hears && is_there) told.push_back(id);
   }
   return told;
+}
+
+std::vector<SchedulerMembership::ServerWord> SchedulerMembership::ServerWords() {
+  std::vector<ServerWord> words;
+  for (const auto& [rank, turn] : turns_) {
+    const int id = IdOf(Node::SERVER, rank);
+    if (const auto vacancy = vacancies_.find(id); vacancy != vacancies_.end()) {
+      words.push_back({id, membership::LostWord(id, turn, vacancy->second.reason), {}});
+      continue;
+    }
+    const Member* const member = roster_.Find(id);
+    if (member == nullptr || member->node.port == 0) continue;  // it has not come back yet
+    const MemberWord word{MemberWord::kServerReplaced, rank, roster_.expected().servers, "", turn};
+    words.push_back({id, membership::PackWord(word), {member->node}});
+  }
+  return words;
 }
 
 std::vector<Node> SchedulerMembership::NeighborsOf(int server) {
@@ -143,6 +164,7 @@ void SchedulerMembership::EmitServer(MembershipEvent::Kind kind, const Node& nod
 
 void SchedulerMembership::LetGo(Clock::time_point now) {
   std::vector<Node> gone;
+  const bool asks = settings_.scheduler_return_s > 0;
   {
     MutexLock lock(&mu_);
     if (!vacancies_.empty()) return;  // the sums that they have may be wanted
@@ -153,9 +175,10 @@ void SchedulerMembership::LetGo(Clock::time_point now) {
     }
     for (const Node& node : gone) {
       roster_.Find(node.id)->lingers = false;
-      Depart(node);
+      asks ? AskServers(node) : Depart(node);
     }
   }
+  if (asks) return;  // they go when all servers know
   for (const Node& node : gone) Send(links_, Control::NODE_LEFT, node.id, "", {node});
 }
 

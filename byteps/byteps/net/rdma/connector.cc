@@ -1,6 +1,5 @@
 #include "byteps/net/rdma/connector.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -16,21 +15,6 @@
 
 namespace ps {
 namespace rdma {
-namespace {
-
-constexpr int kBacklog = 1024;
-void DontBlock(int fd) {
-  const int flags = fcntl(fd, F_GETFL);
-  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) Throw("fcntl", errno);
-}
-
-}  // namespace
-
-Transport::~Transport() {
-  // First: what it still has to do may hold endpoints, which go before their pollers.
-  if (registrar) registrar->Stop();
-}
-
 Connector::Connector(ConnectorOwner* owner, const Settings& settings, uint64_t token)
     : owner_(owner), settings_(settings), token_(token) {
   channel_.reset(rdma_create_event_channel());
@@ -49,82 +33,6 @@ Connector::~Connector() {
   if (write(wake_fd_, &one, sizeof(one)) < 0) BPS_LOG(WARNING) << "eventfd: " << strerror(errno);
   if (thread_.joinable()) thread_.join();
   close(wake_fd_);
-}
-
-std::shared_ptr<Transport> Connector::transport() {
-  MutexLock lock(&mu_);
-  return transport_;
-}
-
-std::shared_ptr<Transport> Connector::TransportFor(rdma_cm_id* id) {
-  if (id->verbs == nullptr) throw Error("no RDMA device has this address");
-  auto known = transport();
-  if (known) {
-    if (known->device->context() == id->verbs) return known;
-    throw Error(std::string("the path leads through ") + ibv_get_device_name(id->verbs->device) +
-                ", this process uses " + known->device->name() +
-                " (BYTEPS_RDMA_DEVICE, DMLC_NODE_HOST)");
-  }
-  auto made = std::make_shared<Transport>();
-  made->device = std::make_shared<Device>(id->verbs, id->port_num == 0 ? 1 : id->port_num);
-  const Device& device = *made->device;
-  if (!settings_.device.empty() && settings_.device != device.name()) {
-    throw Error("the address " + host_ + " is that of " + device.name() +
-                ", not of BYTEPS_RDMA_DEVICE=" + settings_.device);
-  }
-  if (settings_.port != 0 && settings_.port != device.port()) {
-    throw Error("the address " + host_ + " is that of port " + std::to_string(device.port()) +
-                " of " + device.name() +
-                ", not of BYTEPS_RDMA_PORT=" + std::to_string(settings_.port));
-  }
-  settings_.Check(device);
-  made->registrar = std::make_shared<Registrar>();
-  made->pool = std::make_shared<Pool>(made->device, made->registrar, settings_.pool_bytes);
-  for (const Plane plane : {Plane::kControl, Plane::kData}) {
-    made->pollers[static_cast<int>(plane)] =
-        std::make_unique<Poller>(device, plane, settings_.busy_poll);
-  }
-  MutexLock lock(&mu_);
-  transport_ = made;
-  return made;
-}
-
-Owned<rdma_cm_id> Connector::BindTo(const std::string& host, int port) {
-  rdma_cm_id* id = nullptr;
-  if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) {
-    Throw("cannot make a connection", errno);
-  }
-  Owned<rdma_cm_id> bound(id);
-  SocketAddress address = SocketAddress::Of(host.empty() ? "0.0.0.0" : host, port);
-  if (rdma_bind_addr(id, address.get()) != 0) {
-    const int error = errno;
-    if (error == ENODEV || error == EADDRNOTAVAIL) {
-      throw Error("no RDMA device has this address (errno " + std::to_string(error) +
-                  "); `rdma link` shows which there are");
-    }
-    Throw("bind", error);
-  }
-  host_ = host;
-  if (!host.empty()) {
-    TransportFor(id);
-    ReadDeviceEvents();
-  }
-  return bound;
-}
-
-void Connector::UseDeviceOf(const std::string& host) { BindTo(host, 0); }
-
-int Connector::Listen(const std::string& host, int port) {
-  listener_ = BindTo(host, port);
-  rdma_cm_id* const id = listener_.get();
-  if (settings_.traffic_class >= 0) {
-    auto tos = static_cast<uint8_t>(settings_.traffic_class);
-    if (rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof(tos)) != 0) {
-      Throw("BYTEPS_RDMA_TRAFFIC_CLASS cannot be set", errno);
-    }
-  }
-  if (rdma_listen(id, kBacklog) != 0) Throw("listen", errno);
-  return ntohs(rdma_get_src_port(id));
 }
 
 void Connector::Run() {
@@ -160,16 +68,16 @@ void Connector::Disconnect(std::shared_ptr<Endpoint> endpoint) {
   });
 }
 
-void Connector::Reconnect(std::shared_ptr<Endpoint> endpoint) {
-  Post([this, endpoint] { ReconnectHere(endpoint); });
+void Connector::Reconnect(std::shared_ptr<Endpoint> endpoint, bool elsewhere) {
+  Post([this, endpoint, elsewhere] { ReconnectHere(endpoint, elsewhere); });
 }
 
 void Connector::Wake(const Endpoint& endpoint) {
   auto shared = transport();
-  if (shared) shared->pollers[static_cast<int>(endpoint.plane())]->Wake();
+  if (shared) shared->PollerOf(endpoint)->Wake();
 }
 
-void Connector::ReconnectHere(const std::shared_ptr<Endpoint>& endpoint) {
+void Connector::ReconnectHere(const std::shared_ptr<Endpoint>& endpoint, bool elsewhere) {
   if (std::find(broken_.begin(), broken_.end(), endpoint) == broken_.end()) {
     broken_.push_back(endpoint);
   }
@@ -181,10 +89,11 @@ void Connector::ReconnectHere(const std::shared_ptr<Endpoint>& endpoint) {
     link->last_id = std::move(link->id);
     link->established = false;
     link->resumes = true;
-    link->redial.Begin();
+    link->look_at = Clock::time_point::max();
+    link->dial.Restart(elsewhere || !IsActive(*link->last_id));
     link->challenge.clear();
     link->next_try = Clock::now();
-    ++link->attempt;
+    link->dial.NextAttempt();
     waiting_.push_back(std::move(link));
     return;
   }
@@ -211,13 +120,8 @@ void Connector::EndForgotten(rdma_cm_id* id, rdma_cm_event_type what) {
 }
 
 std::string Connector::LastError(const Endpoint* endpoint) const {
-  for (const auto& entry : links_) {
-    if (entry.second->endpoint.get() == endpoint) return entry.second->redial.last_error();
-  }
-  for (const auto& link : waiting_) {
-    if (link->endpoint.get() == endpoint) return link->redial.last_error();
-  }
-  return "";
+  const Link* const link = LinkOf(endpoint);
+  return link == nullptr ? "" : link->dial.redial().last_error();
 }
 
 rdma_conn_param Connector::Parameters(const std::string& data, uint32_t queue_pair) {
@@ -238,14 +142,18 @@ rdma_conn_param Connector::Parameters(const std::string& data, uint32_t queue_pa
 void Connector::Loop() {
   while (!stop_) {
     auto shared = transport();
-    pollfd items[3] = {{channel_->fd, POLLIN, 0}, {wake_fd_, POLLIN, 0}, {-1, POLLIN, 0}};
-    if (shared) items[2].fd = shared->device->context()->async_fd;
-    if (poll(items, 3, MillisecondsToWait()) < 0 && errno != EINTR) ThrowErrno("poll");
+    std::vector<pollfd> items = {{channel_->fd, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
+    for (const auto& device : shared ? shared->devices : Devices()) {
+      items.push_back({device->context()->async_fd, POLLIN, 0});
+    }
+    if (poll(items.data(), items.size(), MillisecondsToWait()) < 0 && errno != EINTR) {
+      ThrowErrno("poll");
+    }
     uint64_t count = 0;
     if (read(wake_fd_, &count, sizeof(count)) < 0 && errno != EAGAIN) ThrowErrno("eventfd");
     try {
       TakeEvents();
-      if (shared) ReadDeviceEvents();
+      if (shared) ReadDeviceEvents(*shared);
       RunTasks();
     } catch (const std::exception& e) {  // what one peer causes, others need not suffer from
       BPS_LOG(WARNING) << "RDMA connections: " << e.what();
@@ -253,10 +161,11 @@ void Connector::Loop() {
   }
   while (!links_.empty()) Drop(links_.begin()->second.get());
   forgotten_.clear();
+  probes_.clear();
   waiting_.clear();
   broken_.clear();
   failing_.clear();
-  listener_.reset();
+  listeners_.clear();
 }
 
 void Connector::TakeEvents() {
@@ -282,8 +191,11 @@ int Connector::MillisecondsToWait() {
   for (const auto& endpoint : broken_) next = std::min(next, endpoint->resume_deadline());
   for (const auto& entry : links_) {
     const Link& link = *entry.second;
-    if (link.resumes && !link.established) next = std::min(next, link.attempt_deadline);
+    if (link.is_timed()) next = std::min(next, link.attempt_deadline);
+    if (link.established && link.may_move()) next = std::min(next, ask_at_);
+    next = std::min(next, link.look_at);
   }
+  for (const auto& entry : probes_) next = std::min(next, entry.second.deadline);
   if (next == Clock::time_point::max()) return -1;
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now());
   return static_cast<int>(std::max<int64_t>(left.count(), 0)) + 1;
@@ -299,6 +211,8 @@ void Connector::RunTasks() {
   const auto now = Clock::now();
   EndOutages(now);
   TryWaiting(now);
+  LookHome(now);
+  AskIdle(now);
   for (const auto& entry : failing_) {
     if (entry.first <= now) entry.second->Fail("it did not take what was left to be sent");
   }
@@ -320,8 +234,7 @@ void Connector::TryWaiting(Clock::time_point now) {
   std::vector<Link*> silent;
   for (const auto& entry : links_) {
     Link* const link = entry.second.get();
-    const bool tries = link->resumes && !link->established;
-    if (tries && link->attempt_deadline <= now) silent.push_back(link);
+    if (link->is_timed() && link->attempt_deadline <= now) silent.push_back(link);
   }
   for (Link* link : silent) TryAgain(link, "it did not answer");
 }
@@ -344,30 +257,14 @@ void Connector::FailAll(const std::string& reason) {
   for (const auto& endpoint : all) endpoint->Fail(reason);
 }
 
-void Connector::ReadDeviceEvents() {
-  ibv_context* context = transport()->device->context();
-  DontBlock(context->async_fd);
-  ibv_async_event event;
-  while (ibv_get_async_event(context, &event) == 0) {
-    const std::string what = ibv_event_type_str(event.event_type);
-    const bool fatal = event.event_type == IBV_EVENT_DEVICE_FATAL;
-    const bool of_queue_pair = event.event_type == IBV_EVENT_QP_FATAL ||
-                               event.event_type == IBV_EVENT_QP_REQ_ERR ||
-                               event.event_type == IBV_EVENT_QP_ACCESS_ERR;
-    std::shared_ptr<Endpoint> broken;
-    for (const auto& entry : links_) {
-      if (of_queue_pair && event.element.qp->qp_context == entry.second->endpoint.get()) {
-        broken = entry.second->endpoint;
-      }
-    }
-    ibv_ack_async_event(&event);
-    const bool usual = of_queue_pair || event.event_type == IBV_EVENT_COMM_EST ||
-                       event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED;
-    if (!usual) BPS_LOG(WARNING) << "RDMA device " << transport()->device->name() << ": " << what;
-    const std::string reason = "the RDMA device reported: " + what;
-    if (fatal) FailAll(reason);
-    if (broken) broken->Break(reason, LinkFault::kBroken);
+Connector::Link* Connector::LinkOf(const Endpoint* endpoint) const {
+  for (const auto& entry : links_) {
+    if (entry.second->endpoint.get() == endpoint) return entry.second.get();
   }
+  for (const auto& link : waiting_) {
+    if (link->endpoint.get() == endpoint) return link.get();
+  }
+  return nullptr;
 }
 
 Connector::LinkPtr Connector::Take(rdma_cm_id* id) {
@@ -385,14 +282,17 @@ void Connector::Drop(Link* link) {
 }
 
 void Connector::OnEvent(const rdma_cm_event& event) {
+  const bool listens = std::any_of(listeners_.begin(), listeners_.end(),
+                                   [&](const auto& id) { return id.get() == event.id; });
   if (event.event == RDMA_CM_EVENT_DEVICE_REMOVAL) {
-    if (event.id == listener_.get()) {
-      BPS_LOG(WARNING) << "the RDMA device was removed; nobody can connect to this node any more";
+    if (listens) {
+      BPS_LOG(WARNING) << "an RDMA device was removed; nobody can connect to this node by it";
     }
-    return FailAll("the RDMA device was removed");  // there is but one in use
+    return FailAll("the RDMA device was removed");
   }
-  if (event.id == listener_.get()) return;
+  if (listens) return;
   if (event.event == RDMA_CM_EVENT_CONNECT_REQUEST) return OnRequest(event);
+  if (probes_.count(event.id) > 0) return OnProbeEvent(event);
   if (forgotten_.count(event.id) > 0) return EndForgotten(event.id, event.event);
   auto it = links_.find(event.id);
   if (it == links_.end()) return;

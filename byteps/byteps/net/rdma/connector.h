@@ -14,21 +14,33 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/link/redial.h"
+#include "byteps/net/link/dial_plan.h"
+#include "byteps/net/link/nic_pairs.h"
 #include "byteps/net/rdma/endpoint.h"
 #include "byteps/net/rdma/poller.h"
 
 namespace ps {
 namespace rdma {
 
-// What the endpoints of a process share.
+// What the endpoints of a process share.  Of a device there are its context, its protection domain
+// with the registrations in it, a listener for each of its addresses that this node uses, and a
+// channel of each poller; of a connection its queue pair, its completion queue and its slots.
 struct Transport {
+  Transport(Devices devices, const Settings& settings);
   ~Transport();
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
 
-  std::shared_ptr<Device> device;
-  std::shared_ptr<Registrar> registrar;
-  std::shared_ptr<Pool> pool;
-  std::unique_ptr<Poller> pollers[2];  // by Plane
+  // Null: the process does not use it.
+  std::shared_ptr<Device> DeviceOf(const ibv_context* context) const;
+  // The same for as long as the endpoint lives.
+  Poller* PollerOf(const Endpoint& endpoint) const;
+
+  const Devices devices;
+  const std::shared_ptr<Registrar> registrar;
+  const std::shared_ptr<Pool> pool;
+  // One for the control plane, then for the data plane as many as there are devices.
+  std::vector<std::unique_ptr<Poller>> pollers;
 };
 
 class ConnectorOwner {
@@ -48,6 +60,11 @@ class ConnectorOwner {
   virtual std::string OnReply(Endpoint* endpoint, const ConnectReply& reply) = 0;
 };
 
+// Throws Error.
+void DontBlock(int fd);
+// Whether the port by which a connection goes, or went, has a link.
+bool IsActive(const rdma_cm_id& id);
+
 class Connector {
  public:
   Connector(ConnectorOwner* owner, const Settings& settings, uint64_t token);
@@ -56,31 +73,36 @@ class Connector {
   Connector(const Connector&) = delete;
   Connector& operator=(const Connector&) = delete;
 
-  // Listens at `host` ("": every address) and `port` (0: the kernel chooses), and returns
-  // the port.  Throws Error with the reason.
-  int Listen(const std::string& host, int port);
-  // Instead of Listen: connects by the device that has the address `host`, and listens
-  // nowhere.  Throws Error with the reason.
-  void UseDeviceOf(const std::string& host);
+  // Listens at `hosts` ("" alone: every address) and `port` (0: the kernel chooses), and returns
+  // the port.  Throws Error with the reason if it cannot at the first; another one where it cannot
+  // is left out.
+  int Listen(const std::vector<std::string>& hosts, int port);
+  // Instead of Listen: connects by the devices that have these addresses, and listens nowhere.
+  // Throws Error as Listen does.
+  void UseDevicesOf(const std::vector<std::string>& hosts);
   // Begins to serve; after one of these.
   void Run();
 
-  // Connects `endpoint` to who listens at `host` and `port`.  Tries again while nobody
-  // does, for as long as BYTEPS_START_TIMEOUT_S; then the endpoint fails.  Any thread.
+  // Connects `endpoint` to who listens at `port`, over the first of `pairs` that works; goes back
+  // to the first one when that works again.  Tries again while nobody listens, for as long as
+  // BYTEPS_START_TIMEOUT_S; then the endpoint fails.  Any thread.
   // `receiver` is the token of the process that is meant, 0 if unknown.
-  void Connect(std::shared_ptr<Endpoint> endpoint, const std::string& host, int port,
+  void Connect(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs, int port,
                uint64_t receiver);
+  // There are other paths, as good as the first.  Any thread.
+  void AddPairs(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs);
 
   // The endpoint's connection broke.  Who had connected connects again, as soon as nothing is
   // left of it; the other waits for that.  Has it give up in time.  Any thread.
-  void Reconnect(std::shared_ptr<Endpoint> endpoint);
+  // `elsewhere`: over another pair of NICs first.
+  void Reconnect(std::shared_ptr<Endpoint> endpoint, bool elsewhere);
 
   // Closes the endpoint's connection.  Any thread.
   void Disconnect(std::shared_ptr<Endpoint> endpoint);
   // Has it fail if it is not closed by then.  Any thread.
   void FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::seconds after);
 
-  // Null until the device is known: when no address says which, the first connection does.
+  // Null until devices are known: when no address says which, the first connection does.
   std::shared_ptr<Transport> transport();
 
  private:
@@ -102,17 +124,25 @@ class Connector {
     // when this process ends: so only when there is another one, or none any more.
     Owned<rdma_cm_id> last_id;
     Clock::time_point attempt_deadline;
-    std::string host;
-    int port = 0;
+    DialPlan dial{kFirstPause, kLongestPause};
     uint64_t receiver = 0;
-    uint16_t attempt = 0;
     std::string challenge;  // empty: none yet
     std::string said;       // what this end has said, and the challenge
-    Clock::time_point deadline;
     Clock::time_point next_try;
-    Redial redial{kFirstPause, kLongestPause};
+    // When it is away from its first pair of NICs, and tries whether that works.
+    Clock::time_point look_at = Clock::time_point::max();
+
+    // Whether an attempt ends before the connection manager gives it up.
+    bool is_timed() const { return !established && (resumes || dial.has_several_pairs()); }
+    bool may_move() const { return active && dial.has_several_pairs(); }
   };
   using LinkPtr = std::unique_ptr<Link>;
+  // Whether a request passes over the first pair of a link.
+  struct Probe {
+    Owned<rdma_cm_id> id;
+    std::weak_ptr<Endpoint> endpoint;  // the link's
+    Clock::time_point deadline;
+  };
 
   // `data` is borrowed.
   static rdma_conn_param Parameters(const std::string& data, uint32_t queue_pair);
@@ -126,14 +156,20 @@ class Connector {
   void EndOutages(Clock::time_point now);
   void FailAll(const std::string& reason);
   void Wake(const Endpoint& endpoint);
-  void ReconnectHere(const std::shared_ptr<Endpoint>& endpoint);
+  void ReconnectHere(const std::shared_ptr<Endpoint>& endpoint, bool elsewhere);
   // The connection that there was; the endpoint may have another one already.
   void Forget(const Endpoint* endpoint);
   void EndForgotten(rdma_cm_id* id, rdma_cm_event_type what);
   std::string LastError(const Endpoint* endpoint) const;
   void TakeEvents();
-  Owned<rdma_cm_id> BindTo(const std::string& host, int port);
-  void ReadDeviceEvents();
+  Owned<rdma_cm_id> NewId() const;
+  // Bound to the address of a device that is among `devices` then.
+  Owned<rdma_cm_id> BindTo(const std::string& host, int port, Devices* devices);
+  std::vector<Owned<rdma_cm_id>> BindToAll(const std::vector<std::string>& hosts, int port);
+  void AddDevice(rdma_cm_id* id, const std::string& host, Devices* devices) const;
+  void UseDevices(Devices devices);
+  void ReadDeviceEvents(const Transport& shared);
+  void OnDeviceEvent(const Device& device, ibv_async_event event);
   void OnEvent(const rdma_cm_event& event);
   void OnRequest(const rdma_cm_event& event);
   // The endpoint, whose peer asks for another connection, can have one; or it is refused for now.
@@ -151,10 +187,26 @@ class Connector {
   void OnResponse(Link* link, const rdma_cm_event& event);
   void OnRejected(Link* link, const rdma_cm_event& event);
   void OnDisconnected(Link* link);
+  Link* LinkOf(const Endpoint* endpoint) const;
+
+  // ----- connector_home.cc
+  void OnEstablished(Link* link);
+  void LeaveNic(const ibv_context* context, int port);
+  void LookHome(Clock::time_point now);
+  void StartProbe(Link* link);
+  void OnProbeEvent(const rdma_cm_event& event);
+  void EndProbe(rdma_cm_id* id, bool works);
+  // So that an endpoint that waits for its peer notices that its path has failed.
+  void AskIdle(Clock::time_point now);
+
+  // ----- connector_active.cc
   void Try(LinkPtr link);
-  void TryAgain(Link* link, const std::string& error, bool nobody_listens = false);
+  void TryAgain(Link* link, const std::string& error, bool nobody_listens = false,
+                bool again_soon = false);
   void Drop(Link* link);
   LinkPtr Take(rdma_cm_id* id);
+  // Without a proof.
+  ConnectRequest RequestOf(const Link& link);
   ConnectRequest MakeRequest(Link* link);
   void OnChallenge(Link* link, const Challenge& challenge);
   // The greeting failed: on a link that was there before, one more attempt unless it is `proved`
@@ -162,8 +214,8 @@ class Connector {
   void GreetingFailed(Link* link, const std::string& error, bool proved);
   // Whether who said that has the secret.  True without one.
   bool Proves(const std::string& proof, const char* who, const std::string& said) const;
-  // Throws when the id belongs to another device than that in use.
-  std::shared_ptr<Transport> TransportFor(rdma_cm_id* id);
+  // Makes the queue pair.  Throws when the id belongs to another device than those in use.
+  void Prepare(const std::shared_ptr<Endpoint>& endpoint, rdma_cm_id* id, bool may_move);
 
   ConnectorOwner* const owner_;
   const Settings settings_;
@@ -172,8 +224,7 @@ class Connector {
   const auth::Secret challenges_{auth::NewNonce()};
   Owned<rdma_event_channel> channel_;
   std::optional<ClosedInChild> channel_in_child_;
-  Owned<rdma_cm_id> listener_;
-  std::string host_;  // where it listens, and from where it connects
+  std::vector<Owned<rdma_cm_id>> listeners_;
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
 
@@ -186,7 +237,9 @@ class Connector {
   // Of endpoints that have broken since they were accepted.  Only when it is known whether the
   // peer takes such a connection for whole can it be told that it is not.
   std::map<rdma_cm_id*, Owned<rdma_cm_id>> forgotten_;
-  std::vector<LinkPtr> waiting_;                // for their next try
+  std::vector<LinkPtr> waiting_;  // for their next try
+  std::map<rdma_cm_id*, Probe> probes_;
+  Clock::time_point ask_at_;
   std::map<std::string, int64_t> used_proofs_;  // each is of use once; with its period
   std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;  // by then
   std::vector<std::shared_ptr<Endpoint>> broken_;  // without a connection, or were lately

@@ -29,46 +29,40 @@ constexpr int kRefused = 28;
 
 }  // namespace
 
-void Connector::Connect(std::shared_ptr<Endpoint> endpoint, const std::string& host, int port,
+void Connector::Connect(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs, int port,
                         uint64_t receiver) {
   auto link = std::make_shared<LinkPtr>(std::make_unique<Link>());
   (*link)->endpoint = std::move(endpoint);
   (*link)->active = true;
-  (*link)->host = host;
-  (*link)->port = port;
   (*link)->receiver = receiver;
-  const std::chrono::duration<double> limit(settings_.start_timeout_s);
-  (*link)->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+  (*link)->dial.Begin(std::move(pairs), port, Clock::now() + ToDuration(settings_.start_timeout_s));
   Post([this, link] { Try(std::move(*link)); });
+}
+
+void Connector::AddPairs(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs) {
+  Post([this, endpoint, pairs] {
+    if (Link* const link = LinkOf(endpoint.get())) link->dial.Add(pairs);
+  });
 }
 
 void Connector::Try(LinkPtr link) {
   if (link->endpoint->closed()) return;
-  if (link->resumes && !link->endpoint->MayConnect()) {
+  if (!link->endpoint->MayConnect()) {
     Wake(*link->endpoint);
     link->next_try = Clock::now() + kLook;
     return waiting_.push_back(std::move(link));
   }
   link->attempt_deadline = Clock::now() + kAttemptTime;
   try {
-    rdma_cm_id* id = nullptr;
-    if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) {
-      Throw("cannot make a connection", errno);
-    }
-    link->id.reset(id);
-    if (settings_.traffic_class >= 0) {
-      auto tos = static_cast<uint8_t>(settings_.traffic_class);
-      if (rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof(tos)) != 0) {
-        Throw("BYTEPS_RDMA_TRAFFIC_CLASS cannot be set", errno);
-      }
-    }
-    SocketAddress to = SocketAddress::Of(link->host, link->port);
-    SocketAddress from;
-    if (!host_.empty()) from = SocketAddress::Of(host_, 0);
-    Link* raw = link.get();
+    link->id = NewId();
+    rdma_cm_id* const id = link->id.get();
+    Link* const raw = link.get();
+    const DialPlan::Route route = link->dial.Current();
+    Address to = route.to;
+    Address from;
+    if (!route.from.empty()) from = Resolve(route.from, 0).front();
     links_[id] = std::move(link);
-    // From the address at which this node listens, so that it goes by the same device.
-    const bool same_family = !host_.empty() && from.get()->sa_family == to.get()->sa_family;
+    const bool same_family = !route.from.empty() && from.storage.ss_family == to.storage.ss_family;
     if (rdma_resolve_addr(id, same_family ? from.get() : nullptr, to.get(), kResolveMs) != 0) {
       const int error = errno;
       TryAgain(raw, std::string("its address leads through no RDMA device: ") + strerror(error));
@@ -78,44 +72,53 @@ void Connector::Try(LinkPtr link) {
   }
 }
 
-void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listens) {
+void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listens,
+                         bool again_soon) {
   LinkPtr link = Take(raw->id.get());
   link->id.reset();
   // The peer may try again.
   if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
   if (link->endpoint->closed()) return;
   const auto now = Clock::now();
-  ++link->attempt;
   link->challenge.clear();
-  link->redial.Failed(error, nobody_listens, now);
-  link->next_try = now + link->redial.NextPause();
+  // The next attempt may go by another device.
+  if (link->dial.has_several_pairs() && !again_soon) link->endpoint->Discard();
+  const std::string where = link->dial.Current().to.Text();
+  link->next_try =
+      again_soon ? link->dial.Postponed(error, now) : link->dial.Failed(error, nobody_listens, now);
   if (link->resumes) {  // EndOutages knows how long
-    if (link->redial.IsListenerGone(now)) return link->endpoint->GiveUp(error, true);
+    if (link->dial.redial().IsListenerGone(now)) return link->endpoint->GiveUp(error, true);
     return waiting_.push_back(std::move(link));
   }
-  if (link->next_try < link->deadline) {
+  if (link->next_try < link->dial.deadline()) {
     waiting_.push_back(std::move(link));
     return;
   }
   link->endpoint->Fail("it did not answer within " +
-                       Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + " at " +
-                       JoinHostPort(link->host, link->port) + ": " + error);
+                       Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + " at " + where +
+                       ": " + error);
 }
 
-ConnectRequest Connector::MakeRequest(Link* link) {
+ConnectRequest Connector::RequestOf(const Link& link) {
   ConnectRequest request;
   request.job = owner_->Job();
   request.sender = token_;
   request.role = owner_->Role();
   request.rank = owner_->Rank();
   request.authenticates = settings_.secret.is_there();
-  request.resumes = link->resumes;
-  request.is_data_plane = link->endpoint->plane() == Plane::kData;
-  request.index = static_cast<uint8_t>(link->endpoint->index());
+  request.resumes = link.resumes;
+  request.may_move = link.may_move();
+  request.is_data_plane = link.endpoint->plane() == Plane::kData;
+  request.index = static_cast<uint8_t>(link.endpoint->index());
   request.mtu = static_cast<uint8_t>(settings_.path_mtu());
   request.slots = settings_.receive_depth;
   request.slot_bytes = settings_.slot_bytes();
-  request.attempt = link->attempt;
+  request.attempt = static_cast<uint16_t>(link.dial.attempt());
+  return request;
+}
+
+ConnectRequest Connector::MakeRequest(Link* link) {
+  ConnectRequest request = RequestOf(*link);
   link->said = request.Claims() + link->challenge;
   if (link->challenge.empty()) return request;
   request.proof = settings_.secret.Prove(kWhoConnects, link->said).substr(0, kRequestProofBytes);
@@ -158,12 +161,9 @@ void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
     return;
   }
   try {
-    auto shared = TransportFor(id);
-    auto& poller = shared->pollers[static_cast<int>(link->endpoint->plane())];
     if (!link->endpoint->prepared()) {
-      link->endpoint->Prepare(shared->pool, shared->device, shared->registrar, poller->channel(),
-                              id);
-      poller->Add(link->endpoint);
+      Prepare(link->endpoint, id, link->may_move());
+      transport()->PollerOf(*link->endpoint)->Add(link->endpoint);
     }
     const std::string request = MakeRequest(link).Encode();
     auto parameters = Parameters(request, link->endpoint->queue_pair_number());
@@ -199,8 +199,7 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
     // Before the peer can send: what it sends has this side answer.
     link->endpoint->SetPeerSlots(reply.slots);
     if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
-    link->established = true;
-    link->last_id.reset();
+    OnEstablished(link);
     link->endpoint->Open();
   } catch (const Error& e) {
     rdma_reject(link->id.get(), nullptr, 0);
@@ -229,8 +228,7 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
   if (!proved) refusal.reason = "it gave no reason";
   proved = proved && Proves(refusal.proof, kWhoRefuses, link->said + refusal.Claims());
   if (refusal.again_soon) {
-    link->redial.Hurry();
-    return TryAgain(link, ForeignText(refusal.reason));
+    return TryAgain(link, ForeignText(refusal.reason), false, true);
   }
   GreetingFailed(link, RefusedBecause(refusal.reason, proved && settings_.secret.is_there()),
                  proved);

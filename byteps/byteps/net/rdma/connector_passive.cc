@@ -32,11 +32,12 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   ConnectRequest request;
   const auto* data = static_cast<const char*>(event.param.conn.private_data);
   const size_t bytes = event.param.conn.private_data_len;
-  const std::string address = SocketAddress::Text(rdma_get_peer_addr(event.id));
+  const std::string address = Address::Of(rdma_get_peer_addr(event.id)).Text();
   Refusal refusal;
   std::string& reason = refusal.reason;
   reason = Mismatch(data, bytes);
   if (reason.empty() && !request.Decode(data, bytes)) reason = "its request does not parse";
+  if (reason.empty() && request.probes) return Reject(event.id, "");
   std::string said;
   if (reason.empty() && !IsProved(event.id, request, &said, &reason) && reason.empty()) return;
   if (reason.empty() && request.slot_bytes != settings_.slot_bytes()) {
@@ -117,10 +118,8 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
 
 void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request, const std::string& said,
                        std::shared_ptr<Endpoint> endpoint) {
-  auto shared = TransportFor(id);
   Forget(endpoint.get());
-  auto& poller = shared->pollers[static_cast<int>(endpoint->plane())];
-  endpoint->Prepare(shared->pool, shared->device, shared->registrar, poller->channel(), id);
+  Prepare(endpoint, id, request.may_move);
   endpoint->Attach(id, request.mtu);
   endpoint->SetPeerSlots(request.slots);
   ConnectReply reply;
@@ -132,7 +131,7 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request, const std:
   reply.proof = settings_.secret.Prove(kWhoListens, said + reply.Claims());
   const std::string data = reply.Encode();
   auto parameters = Parameters(data, endpoint->queue_pair_number());
-  poller->Add(endpoint);
+  transport()->PollerOf(*endpoint)->Add(endpoint);
   if (rdma_accept(id, &parameters) != 0) Throw("cannot accept a connection", errno);
   auto link = std::make_unique<Link>();
   link->endpoint = std::move(endpoint);

@@ -105,7 +105,12 @@ bool Endpoint::all_arrived() {
 
 LinkLoad Endpoint::load() {
   MutexLock lock(&mu_);
-  return {state_ == State::kOpen, state_ == State::kClosed, outbox_.bytes()};
+  LinkLoad load = {state_ == State::kOpen, state_ == State::kClosed, outbox_.bytes()};
+  if (connection_) {
+    load.in_flight_bytes = connection_->sends.bytes();
+    load.nics = connection_->nics_key;
+  }
+  return load;
 }
 
 void Endpoint::Pump(Turn* turn) {
@@ -203,7 +208,7 @@ bool Endpoint::SendFrame(FrameHeader header, const std::string& body, const Outg
   ibv_sge piece;
   piece.addr = reinterpret_cast<uintptr_t>(frame);
   piece.length = static_cast<uint32_t>(at - frame);
-  piece.lkey = connection->slots_region->lkey();
+  piece.lkey = connection->slots_region->lkey(*connection->device);
   ibv_send_wr request;
   memset(&request, 0, sizeof(request));
   request.sg_list = &piece;
@@ -213,6 +218,7 @@ bool Endpoint::SendFrame(FrameHeader header, const std::string& body, const Outg
   BPS_INVARIANT_NOTED("credits are never below zero", connection->credits > 0,
                       "a frame of type " + std::to_string(header.type));
   --connection->credits;
+  connection->nic->bytes_sent += piece.length;
   return PostSend(&request, what, turn);
 }
 
@@ -220,11 +226,11 @@ void Endpoint::WriteNext(Turn* turn) {
   Connection* const connection = connection_.get();
   Outgoing* const message = outbox_.writing();
   const uint64_t left = message->length - message->written;
-  const bool last = left <= resources_.max_write;
+  const bool last = left <= connection->max_write;
   ibv_sge piece;
   piece.addr = reinterpret_cast<uintptr_t>(message->address) + message->written;
-  piece.length = static_cast<uint32_t>(last ? left : resources_.max_write);
-  piece.lkey = message->lkey;
+  piece.length = static_cast<uint32_t>(last ? left : connection->max_write);
+  piece.lkey = message->keys->lkey(*connection->device);
   ibv_send_wr request;
   memset(&request, 0, sizeof(request));
   request.sg_list = &piece;
@@ -240,6 +246,7 @@ void Endpoint::WriteNext(Turn* turn) {
   what.is_large = message->length >= kLargeBytes;
   if (!PostSend(&request, what, turn)) return;
   message->written += piece.length;
+  connection->nic->bytes_sent += piece.length;
   BPS_INVARIANT_NOTED("a window is within its limit",
                       connection->sends.bytes() <= settings_.window_bytes,
                       std::to_string(connection->sends.bytes()) + " bytes are being written, of " +
@@ -285,6 +292,16 @@ void Endpoint::AskWhatArrived() {
   {
     MutexLock lock(&mu_);
     if (state_ != State::kOpen || !connection_->sends.EndWatch()) return;
+    if (int error = PostNothing()) BreakFor("a send could not be posted", error, &turn);
+  }
+  Finish(&turn);
+}
+
+void Endpoint::AskWhetherItWorks() {
+  Turn turn;
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kOpen || !connection_->sends.empty()) return;
     if (int error = PostNothing()) BreakFor("a send could not be posted", error, &turn);
   }
   Finish(&turn);
@@ -339,7 +356,7 @@ void Endpoint::Finish(Turn* turn) {
     }
   }
   if (turn->resumed) owner_->OnResumed(this, turn->after, turn->again);
-  if (turn->broken) owner_->OnBroken(this);
+  if (turn->broken) owner_->OnBroken(this, turn->path_failed);
   if (turn->closed) owner_->OnClosed(this, turn->ending);
 }
 

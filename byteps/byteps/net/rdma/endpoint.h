@@ -12,7 +12,8 @@
 // A connection that breaks.  The queue pair is stopped, and destroyed when its device has given
 // all requests back: nothing is read or written any more.  What was being received is dropped;
 // what was being sent waits.  Who had connected connects again, with another queue pair, and
-// each side first says how many messages it has received (net/link/replay_log.h).  What the peer
+// each side first says how many messages it has received (net/link/replay_log.h).  That may be by
+// another device: all memory is registered with each.  What the peer
 // has not is sent again, in the same order, and nothing else before that is known.  So each message
 // comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a connection the endpoint closes.
 //
@@ -33,6 +34,7 @@
 #include "byteps/net/link/endpoint_counters.h"
 #include "byteps/net/link/link_ending.h"
 #include "byteps/net/link/link_outage.h"
+#include "byteps/net/link/nic_counters.h"
 #include "byteps/net/link/outage_watch.h"
 #include "byteps/net/rdma/inbox.h"
 #include "byteps/net/rdma/outbox.h"
@@ -64,8 +66,9 @@ class EndpointOwner {
   // The connection broke.  For how long the endpoint may be without one: 0 closes it.  Any
   // thread, with a lock of the endpoint's held.
   virtual LinkOutage::Clock::duration Patience(Endpoint* endpoint, LinkFault fault) = 0;
-  // The endpoint needs another connection, once MayConnect.  Any thread.
-  virtual void OnBroken(Endpoint* endpoint) = 0;
+  // The endpoint needs another connection, once MayConnect.  `path_failed`: a device could not
+  // send, or was not answered, so that another path is better.  Any thread.
+  virtual void OnBroken(Endpoint* endpoint, bool path_failed) = 0;
   // It has one, after so long; so many messages are sent again.  The polling thread.
   virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
   // Once, in any thread.
@@ -103,13 +106,27 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool MayConnect();
   // Whether one has to be made, as soon as one can.
   bool NeedsConnection();
-  // Makes the queue pair for the connection `id` and posts all receives.  Completions are
-  // told through `channel`.
-  void Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
-               std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel, rdma_cm_id* id);
+  // What the connections of a process share.
+  struct Resources {
+    std::shared_ptr<Pool> pool;
+    std::shared_ptr<Registrar> registrar;
+    Devices devices;
+  };
+  // What is known of a connection before it is there.
+  struct Path {
+    std::shared_ptr<Device> device;       // among the process's
+    ibv_comp_channel* channel = nullptr;  // that tells of completions
+    rdma_cm_id* id = nullptr;
+    bool may_move = false;  // the side that connects knows other paths
+  };
+  // Makes the queue pair and posts all receives.
+  void Prepare(const Resources& resources, const Path& path);
   // Takes the queue pair to where it sends; `peer_mtu` is an ibv_mtu or 0.
   void Attach(rdma_cm_id* id, int peer_mtu);
   bool prepared();
+  // The attempt to connect has failed: lets go of what was prepared for it, after which MayConnect
+  // tells.
+  void Discard();
   void SetPeerSlots(uint32_t slots);
   // The peer, too, can receive now.
   void Open();
@@ -119,6 +136,13 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // Lets go of the connection, which is of no use any more.
   void Break(const std::string& reason, LinkFault fault);
+  // Breaks it to make another one over another path, unless it is closing.  False: it stays.
+  bool Leave(const std::string& reason);
+  // Where nothing is in flight, has the peer's device acknowledge something; if it does not, the
+  // connection breaks.
+  void AskWhetherItWorks();
+  // "10.0.0.1 to 10.0.0.2"; empty where there is no other path.
+  std::string path();
   // By when there must be another connection; Clock::time_point::max() if there is one.
   Clock::time_point resume_deadline();
   // There will be none.
@@ -181,6 +205,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     std::vector<Received> received;
     OutgoingList done;
     bool broken = false;
+    bool path_failed = false;
     bool resumed = false;
     Clock::duration after{};  // it was without a connection for so long
     size_t again = 0;         // messages sent again
@@ -192,14 +217,6 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // wr_id: the number of a send; the slot of a receive, and this.
   static constexpr uint64_t kReceiveFlag = 1ull << 63;
-
-  // What the connections of a process share.
-  struct Resources {
-    std::shared_ptr<Pool> pool;
-    std::shared_ptr<Device> device;
-    std::shared_ptr<Registrar> registrar;
-    uint32_t max_write = 0;
-  };
 
   struct Goodbye {
     bool received = false;
@@ -214,8 +231,14 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // What belongs to one connection and goes with it, in the reverse order: the queue pair first.
   struct Connection {
-    Connection(uint32_t depth, uint64_t window_bytes) : sends(depth, window_bytes) {}
+    Connection(const Path& path, uint32_t depth, uint64_t window_bytes);
 
+    const std::shared_ptr<Device> device;
+    const bool may_move;
+    NicCounters* const nic;   // of this host
+    const std::string nics;   // "10.0.0.1 to 10.0.0.2"
+    const uint64_t nics_key;  // tells such pairs apart
+    uint32_t max_write = 0;
     std::unique_ptr<char, FreeSlots> slots;  // those of sends, then those of receives
     std::unique_ptr<Region> slots_region;
     Owned<ibv_cq> cq;
@@ -242,7 +265,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void Pump(Turn* turn) PS_REQUIRES(mu_);
   bool MayWrite() const PS_REQUIRES(mu_) {
     return outbox_.writing() != nullptr &&
-           connection_->sends.bytes() + resources_.max_write <= settings_.window_bytes;
+           connection_->sends.bytes() + connection_->max_write <= settings_.window_bytes;
   }
   // Also after something was posted that broke the connection.
   bool CanSend() const PS_REQUIRES(mu_) {
@@ -281,7 +304,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   }
 
   // ----- endpoint_connection.cc
-  std::unique_ptr<Connection> MakeConnection(ibv_comp_channel* channel, rdma_cm_id* id);
+  std::unique_ptr<Connection> MakeConnection(const Path& path);
   char* SlotOf(uint32_t slot) const PS_REQUIRES(mu_) {
     return connection_->slots.get() + static_cast<size_t>(slot) * slot_bytes_;
   }
@@ -300,7 +323,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool MayClear() const PS_REQUIRES(mu_);
   // Finds memory for the first that waits and has the peer told.  False: the registrar must.
   bool ClearFirst(bool may_block);
-  bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory);
+  bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory,
+                  const Region** region);
   // Waits until done() or `deadline`, and returns done(), which is called with mu_ held.
   template <typename Done>
   bool Await(Clock::time_point deadline, Done done) PS_REQUIRES(mu_);

@@ -3,11 +3,13 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <utility>
 
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/rdma/endpoint.h"
 
 namespace ps {
@@ -22,6 +24,9 @@ constexpr int kReceiverNotReadyTimer = 12;  // 0.64 ms
 constexpr int kAckTimer = 18;
 constexpr int kTries = 7;
 constexpr auto kSilence = std::chrono::seconds(8);
+// Half of that where there is another path.
+constexpr int kAckTimerToMove = kAckTimer - 1;
+constexpr auto kSilenceToMove = kSilence / 2;
 
 // A frame of RTS, CTS or credits, with its header.
 constexpr uint32_t kInlineBytes = 192;
@@ -45,6 +50,19 @@ void Modify(ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
 
 }  // namespace
 
+Endpoint::Connection::Connection(const Path& path, uint32_t depth, uint64_t window)
+    : device(path.device),
+      may_move(path.may_move),
+      nic(CountersOfNic(Address::Of(rdma_get_local_addr(path.id)).Host())),
+      nics(Address::Of(rdma_get_local_addr(path.id)).Host() + " to " +
+           Address::Of(rdma_get_peer_addr(path.id)).Host()),
+      nics_key(std::hash<std::string>()(nics)),
+      sends(depth, window) {
+  // A whole number of pages, so that no packet is cut short between two writes.
+  const uint64_t most = std::min<uint64_t>(device->max_message_bytes(), window / kPieces);
+  max_write = static_cast<uint32_t>(most / 4096 * 4096);
+}
+
 void Endpoint::FreeSlots::operator()(char* memory) const { free(memory); }
 
 // ----------------------------------------------------------------- making one
@@ -60,20 +78,20 @@ bool Endpoint::NeedsConnection() {
   return state_ == State::kBroken || !connection_ || !connection_->attached;
 }
 
-std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel* channel,
-                                                               rdma_cm_id* id) {
-  auto made = std::make_unique<Connection>(settings_.send_depth, settings_.window_bytes);
+std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(const Path& path) {
+  auto made = std::make_unique<Connection>(path, settings_.send_depth, settings_.window_bytes);
+  const Device& device = *made->device;
   const uint32_t slots = settings_.send_depth + settings_.receive_depth;
   const size_t bytes = AlignUp(static_cast<uint64_t>(slots) * slot_bytes_, 4096);
   made->slots.reset(static_cast<char*>(aligned_alloc(4096, bytes)));
   if (!made->slots) Throw("cannot allocate " + std::to_string(bytes) + " bytes", ENOMEM);
-  made->slots_region =
-      std::make_unique<Region>(resources_.device, made->slots.get(), bytes, IBV_ACCESS_LOCAL_WRITE);
+  made->slots_region = std::make_unique<Region>(Devices{made->device}, made->slots.get(), bytes,
+                                                IBV_ACCESS_LOCAL_WRITE);
 
   // Also for requests that are not signalled: those that fail are told of.
   const uint32_t sends = settings_.send_depth + PostedSends::kReserved;
   const auto completions = static_cast<int>(sends + settings_.receive_depth + 1);
-  made->cq.reset(ibv_create_cq(resources_.device->context(), completions, this, channel, 0));
+  made->cq.reset(ibv_create_cq(device.context(), completions, this, path.channel, 0));
   if (!made->cq) Throw("cannot make a completion queue of " + std::to_string(completions), errno);
   if (int error = ibv_req_notify_cq(made->cq.get(), 0)) {
     Throw("cannot arm a completion queue", error);
@@ -89,33 +107,27 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel*
   init.cap.max_send_sge = init.cap.max_recv_sge = 1;
   // What grants and asks is short: the device has it with the request, and need not read memory.
   init.cap.max_inline_data = kInlineBytes;
-  made->qp.reset(ibv_create_qp(resources_.device->pd(), &init));
+  made->qp.reset(ibv_create_qp(device.pd(), &init));
   if (!made->qp) {  // not every device can
     init.cap.max_inline_data = 0;
-    made->qp.reset(ibv_create_qp(resources_.device->pd(), &init));
+    made->qp.reset(ibv_create_qp(device.pd(), &init));
   }
   if (!made->qp) Throw("cannot make a queue pair", errno);
   made->inline_bytes = init.cap.max_inline_data;
 
   int mask = 0;
-  ibv_qp_attr attributes = AttributesFor(id, IBV_QPS_INIT, &mask);
+  ibv_qp_attr attributes = AttributesFor(path.id, IBV_QPS_INIT, &mask);
   attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
   Modify(made->qp.get(), &attributes, mask);
   return made;
 }
 
-void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
-                       std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel,
-                       rdma_cm_id* id) {
+void Endpoint::Prepare(const Resources& resources, const Path& path) {
   MutexLock lock(&mu_);
   if (state_ == State::kClosed) throw Error("the endpoint was closed");
   if (connection_) throw Error("the last connection is still there");
-  // A whole number of pages, so that no packet is cut short between two writes.
-  const uint64_t piece = settings_.window_bytes / kPieces;
-  const uint64_t most = std::min<uint64_t>(device->max_message_bytes(), piece) / 4096 * 4096;
-  resources_ = {std::move(pool), std::move(device), std::move(registrar),
-                static_cast<uint32_t>(most)};
-  connection_ = MakeConnection(channel, id);
+  resources_ = resources;
+  connection_ = MakeConnection(path);
   const uint32_t slots = settings_.send_depth + settings_.receive_depth;
   for (uint32_t slot = settings_.send_depth; slot < slots; ++slot) {
     if (PostReceive(slot)) continue;
@@ -123,6 +135,13 @@ void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> devic
     connection_.reset();
     Throw("cannot post a receive", error);
   }
+}
+
+void Endpoint::Discard() {
+  MutexLock lock(&mu_);
+  if (state_ != State::kConnecting || !connection_ || connection_->attached) return;
+  state_ = State::kBroken;
+  StopQueuePair();
 }
 
 bool Endpoint::prepared() {
@@ -166,7 +185,7 @@ void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
   Modify(qp, &attributes, mask);
 
   attributes = AttributesFor(id, IBV_QPS_RTS, &mask);
-  attributes.timeout = kAckTimer;
+  attributes.timeout = connection_->may_move ? kAckTimerToMove : kAckTimer;
   attributes.retry_cnt = kTries;
   attributes.rnr_retry = kReceiverNotReadyTries;
   Modify(qp, &attributes, mask | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY);
@@ -181,7 +200,7 @@ bool Endpoint::PostReceive(uint32_t slot) {
   ibv_sge piece;
   piece.addr = reinterpret_cast<uintptr_t>(SlotOf(slot));
   piece.length = slot_bytes_;
-  piece.lkey = connection_->slots_region->lkey();
+  piece.lkey = connection_->slots_region->lkey(*connection_->device);
   ibv_recv_wr request;
   memset(&request, 0, sizeof(request));
   request.wr_id = slot | kReceiveFlag;
@@ -232,6 +251,24 @@ void Endpoint::Break(const std::string& reason, LinkFault fault) {
   Finish(&turn);
 }
 
+bool Endpoint::Leave(const std::string& reason) {
+  Turn turn;
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kOpen || goodbye_.received || goodbye_.wanted) return false;
+    if (owner_->Patience(this, LinkFault::kBroken) <= Clock::duration::zero()) return false;
+    BreakOff(reason, LinkFault::kBroken, &turn);
+  }
+  Finish(&turn);
+  return true;
+}
+
+std::string Endpoint::path() {
+  MutexLock lock(&mu_);
+  const bool moves = connection_ && connection_->may_move;
+  return moves ? connection_->nics : "";
+}
+
 void Endpoint::BreakFor(const char* what, int error, Turn* turn) {
   if (connection_->disconnected) return BreakOff(kLinkClosed, LinkFault::kClosed, turn);
   BreakOff(std::string(what) + ": " + strerror(error), LinkFault::kBroken, turn);
@@ -247,7 +284,10 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) 
     if (patience <= Clock::duration::zero()) return Close(reason, turn, by_peer);
     // That it was silent for so long has counted already.
     auto counted = Clock::duration::zero();
-    if (fault == LinkFault::kSilent) counted = std::min<Clock::duration>(kSilence, patience / 2);
+    if (fault == LinkFault::kSilent) {
+      const bool moves = connection_ && connection_->may_move;
+      counted = std::min<Clock::duration>(moves ? kSilenceToMove : kSilence, patience / 2);
+    }
     outage_.Begin(reason, fault, by_peer, patience, counted);
   }
   if (!connection_) return;

@@ -114,6 +114,7 @@ void Endpoint::BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn)
   if (wc.status == IBV_WC_WR_FLUSH_ERR) return BreakOff(kStopped, LinkFault::kBroken, turn);
   const bool silent = wc.status == IBV_WC_RETRY_EXC_ERR;
   BreakOff(what + Describe(wc), silent ? LinkFault::kSilent : LinkFault::kBroken, turn);
+  turn->path_failed = true;
 }
 
 void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
@@ -141,6 +142,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
 }
 
 void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
+  connection_->nic->bytes_received += bytes;
   FrameHeader header;
   if (!header.Decode(frame, bytes)) BadFrame("its header");
   const char* body = frame + kFrameHeaderBytes;
@@ -223,6 +225,7 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
   Incoming incoming;
   if (!inbox_.Take(cookie, &incoming)) BadFrame("a write that was not cleared");
   inbox_.Came();
+  connection_->nic->bytes_received += incoming.bytes();
   if (incoming.drop) return;
   SArray<char> values = incoming.memory.bytes;
   const uint32_t meta = incoming.meta_in_region;

@@ -68,9 +68,11 @@ bool Endpoint::ClearFirst(bool may_block) {
       place = first->place;
     }
     Memory memory;
-    if (!FindMemory(*first, place, may_block, &memory)) return false;
+    const Region* region = nullptr;
+    if (!FindMemory(*first, place, may_block, &memory, &region)) return false;
     MutexLock lock(&mu_);
     if (memory.region && first->place == nullptr) continue;  // abandoned meanwhile
+    memory.rkey = region->rkey(*connection_->device);        // which stays while this is cleared
     inbox_.EndClearing(std::move(memory));
     Pump(&turn);
     break;
@@ -79,12 +81,13 @@ bool Endpoint::ClearFirst(bool may_block) {
   return true;
 }
 
-bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory) {
+bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory,
+                          const Region** region) {
   if (place != nullptr) {
-    memory->region = RegionToReceive(place, incoming.value_bytes, may_block, resources_.device);
+    memory->region = RegionToReceive(place, incoming.value_bytes, may_block, resources_.devices);
     if (memory->region) {
       memory->bytes.reset(place, incoming.value_bytes, [](char*) {});
-      memory->rkey = memory->region->rkey();
+      *region = memory->region.get();
       return true;
     }
     if (!may_block) return false;
@@ -96,7 +99,7 @@ bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block,
     return false;
   }
   memory->bytes = buffer.bytes;
-  memory->rkey = buffer.rkey;
+  *region = buffer.region;
   return true;
 }
 

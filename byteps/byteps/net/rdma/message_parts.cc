@@ -30,18 +30,18 @@ void CopyToPool(Outgoing* out, Pool* pool) {
   out->copy = buffer.bytes;
   out->address = out->copy.data();
   out->length = out->copy.size();
-  out->lkey = buffer.lkey;
+  out->keys = buffer.region;
 }
 
 // What a cache may hold: memory that is sent from is often received into as well.
-RegistrationCache::Registration RegisterAll(const std::shared_ptr<Device>& device,
-                                            const void* begin, size_t bytes) {
+RegistrationCache::Registration RegisterAll(const Devices& devices, const void* begin,
+                                            size_t bytes) {
   try {
-    return std::make_shared<Region>(device, begin, bytes, kValueAccess);
+    return std::make_shared<Region>(devices, begin, bytes, kValueAccess);
   } catch (const Error&) {  // it may be memory that cannot be written to
   }
   try {
-    return std::make_shared<Region>(device, begin, bytes, 0);
+    return std::make_shared<Region>(devices, begin, bytes, 0);
   } catch (const Error& e) {
     BPS_LOG(WARNING) << e.what() << "; now each message registers its own part of it";
     return nullptr;
@@ -50,10 +50,10 @@ RegistrationCache::Registration RegisterAll(const std::shared_ptr<Device>& devic
 
 // Null when the memory is not in the cache, or too much to be registered at once.
 std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool may_block,
-                                     const std::shared_ptr<Device>& device) {
+                                     const Devices& devices) {
   RegistrationCache::Register make;
   if (may_block) {
-    make = [&device](const void* begin, size_t size) { return RegisterAll(device, begin, size); };
+    make = [&devices](const void* begin, size_t size) { return RegisterAll(devices, begin, size); };
   }
   return std::static_pointer_cast<Region>(RegistrationCache::Find(address, bytes, make));
 }
@@ -61,8 +61,8 @@ std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool m
 }  // namespace
 
 OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
-                         uint32_t inline_bytes, uint32_t slot_bytes,
-                         const std::shared_ptr<Device>& device, Pool* pool) {
+                         uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
+                         Pool* pool) {
   auto out = std::make_unique<Outgoing>();
   out->meta = std::move(meta);
   out->values = std::move(values);
@@ -89,24 +89,25 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
   const SArray<char>& value = out->values[0];
   out->address = value.data();
   out->length = value.size();
-  if (pool->Find(out->address, out->length, &out->lkey)) return out;
+  out->keys = pool->Find(out->address, out->length);
+  if (out->keys != nullptr) return out;
   if (out->length <= kCopyBytes) {
     CopyToPool(out.get(), pool);
     return out;
   }
-  out->region = CachedRegion(out->address, out->length, true, device);
-  if (!out->region) out->region = std::make_shared<Region>(device, out->address, out->length, 0);
-  out->lkey = out->region->lkey();
+  out->region = CachedRegion(out->address, out->length, true, devices);
+  if (!out->region) out->region = std::make_shared<Region>(devices, out->address, out->length, 0);
+  out->keys = out->region.get();
   return out;
 }
 
 std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
-                                        const std::shared_ptr<Device>& device) {
-  auto region = CachedRegion(address, bytes, may_block, device);
+                                        const Devices& devices) {
+  auto region = CachedRegion(address, bytes, may_block, devices);
   if (region) return region->writable() ? region : nullptr;
   if (!may_block || bytes <= kCopyBytes) return nullptr;
   try {
-    return std::make_shared<Region>(device, address, bytes, kValueAccess);
+    return std::make_shared<Region>(devices, address, bytes, kValueAccess);
   } catch (const Error& e) {
     PS_VLOG(1) << e.what() << "; the value is received elsewhere and copied";
     return nullptr;

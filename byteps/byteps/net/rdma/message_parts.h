@@ -18,13 +18,13 @@ namespace rdma {
 // out of lasting memory, or registered for as long as it takes.  Small or scattered ones
 // are copied, which is cheaper.  Throws Error when memory cannot be registered.
 OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
-                         uint32_t inline_bytes, uint32_t slot_bytes,
-                         const std::shared_ptr<Device>& device, Pool* pool);
+                         uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
+                         Pool* pool);
 
 // The registration of memory for receiving.  `may_block`: it is made if there is none yet,
 // and otherwise not waited for.  Null: there is none, or it cannot be had.
 std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
-                                        const std::shared_ptr<Device>& device);
+                                        const Devices& devices);
 
 // Cuts `region` into values of these sizes, from `offset` on.
 std::vector<SArray<char>> Split(const SArray<char>& region, uint64_t offset,

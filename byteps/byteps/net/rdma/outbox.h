@@ -35,7 +35,7 @@ struct Outgoing {
   bool meta_in_region = false;
   const char* address = nullptr;
   uint64_t length = 0;
-  uint32_t lkey = 0;
+  const Region* keys = nullptr;    // of this memory: the next one, or the pool's
   std::shared_ptr<Region> region;  // of the value where it lies; goes before it does
   SArray<char> copy;               // or a copy of all
 

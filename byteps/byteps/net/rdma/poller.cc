@@ -1,7 +1,6 @@
 #include "byteps/net/rdma/poller.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -9,7 +8,6 @@
 #include <cerrno>
 #include <cstring>
 #include <utility>
-#include <vector>
 
 #include "byteps/base/error.h"
 
@@ -23,18 +21,27 @@ constexpr int kBatches = 8;
 // to have arrived.
 constexpr std::chrono::milliseconds kPause{1};
 
-}  // namespace
-
-Poller::Poller(const Device& device, Plane plane, bool spin) : spin_(spin) {
-  channel_.reset(ibv_create_comp_channel(device.context()));
-  if (!channel_) Throw("cannot make a completion channel", errno);
-  channel_in_child_.emplace(channel_->fd);
-  const int flags = fcntl(channel_->fd, F_GETFL);
-  if (flags < 0 || fcntl(channel_->fd, F_SETFL, flags | O_NONBLOCK) != 0) {
+ibv_comp_channel* MakeChannel(const Device& device) {
+  Owned<ibv_comp_channel> channel(ibv_create_comp_channel(device.context()));
+  if (!channel) Throw("cannot make a completion channel", errno);
+  const int flags = fcntl(channel->fd, F_GETFL);
+  if (flags < 0 || fcntl(channel->fd, F_SETFL, flags | O_NONBLOCK) != 0) {
     Throw("cannot set up a completion channel", errno);
   }
+  return channel.release();
+}
+
+}  // namespace
+
+Poller::Channel::Channel(const Device& device)
+    : device(&device), channel(MakeChannel(device)), in_child(channel->fd) {}
+
+Poller::Poller(const Devices& devices, Plane plane, bool spin) : spin_(spin) {
+  for (const auto& device : devices) channels_.emplace_back(*device);
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd_ < 0) Throw("eventfd", errno);
+  sources_.push_back({wake_fd_, POLLIN, 0});
+  for (const Channel& one : channels_) sources_.push_back({one.channel->fd, POLLIN, 0});
   thread_ = std::thread(&Poller::Run, this);
   const char* name = plane == Plane::kData ? "bps-rdma-data" : "bps-rdma-ctl";
   pthread_setname_np(thread_.native_handle(), name);
@@ -46,6 +53,13 @@ Poller::~Poller() {
   thread_.join();
   endpoints_.clear();  // before the channel of their queues
   close(wake_fd_);
+}
+
+ibv_comp_channel* Poller::channel(const Device& device) {
+  for (const Channel& one : channels_) {
+    if (one.device == &device) return one.channel.get();
+  }
+  throw Error("no completion channel of " + device.name());
 }
 
 void Poller::Add(std::shared_ptr<Endpoint> endpoint) {
@@ -90,9 +104,8 @@ void Poller::Run() {
 }
 
 void Poller::Sleep() {
-  pollfd items[2] = {{channel_->fd, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
   const int limit = watched_.empty() ? -1 : static_cast<int>(kPause.count());
-  if (poll(items, 2, limit) < 0 && errno != EINTR) ThrowErrno("poll");
+  if (poll(sources_.data(), sources_.size(), limit) < 0 && errno != EINTR) ThrowErrno("poll");
 }
 
 void Poller::AskWatched() {
@@ -104,9 +117,11 @@ void Poller::AskWatched() {
 void Poller::TakeEvents(std::set<Endpoint*>* ready) {
   ibv_cq* queue = nullptr;
   void* context = nullptr;
-  while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0) {
-    ibv_ack_cq_events(queue, 1);
-    ready->insert(static_cast<Endpoint*>(context));
+  for (const Channel& one : channels_) {
+    while (ibv_get_cq_event(one.channel.get(), &queue, &context) == 0) {
+      ibv_ack_cq_events(queue, 1);
+      ready->insert(static_cast<Endpoint*>(context));
+    }
   }
   uint64_t count = 0;
   const bool woken = read(wake_fd_, &count, sizeof(count)) > 0;

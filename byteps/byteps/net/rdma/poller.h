@@ -1,14 +1,17 @@
-// The thread that handles what completes on the endpoints of one plane.
+// A thread that handles what completes on endpoints of one plane, by whichever devices they go.
 #ifndef BYTEPS_NET_RDMA_POLLER_H_
 #define BYTEPS_NET_RDMA_POLLER_H_
 
+#include <poll.h>
+
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <memory>
-#include <optional>
 #include <set>
 #include <thread>
+#include <vector>
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/rdma/endpoint.h"
@@ -16,18 +19,20 @@
 namespace ps {
 namespace rdma {
 
-// Each endpoint has a completion queue of its own, which can thus never overflow; those of
-// a plane tell of completions through one channel, on which the thread sleeps.
+// Each connection has a completion queue of its own, which can thus never overflow; those of one
+// device tell of completions through one channel.  The thread sleeps on the channels of all
+// devices: an endpoint that moves to another device stays with it.
 class Poller {
  public:
   // `spin`: never sleep.
-  Poller(const Device& device, Plane plane, bool spin);
+  Poller(const Devices& devices, Plane plane, bool spin);
   // Stops.  Endpoints whose requests have not completed are let go of.
   ~Poller();
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;
 
-  ibv_comp_channel* channel() { return channel_.get(); }
+  // `device` is one of those.
+  ibv_comp_channel* channel(const Device& device);
 
   // Any thread.  An endpoint is let go of when it is finished.
   void Add(std::shared_ptr<Endpoint> endpoint);
@@ -37,6 +42,14 @@ class Poller {
 
  private:
   void Run();
+  struct Channel {
+    explicit Channel(const Device& device);
+
+    const Device* const device;
+    const Owned<ibv_comp_channel> channel;
+    const ClosedInChild in_child;
+  };
+
   void Sleep();
   void AskWatched();
   void TakeEvents(std::set<Endpoint*>* ready);
@@ -45,8 +58,8 @@ class Poller {
   bool Serve(const std::shared_ptr<Endpoint>& endpoint);
 
   const bool spin_;
-  Owned<ibv_comp_channel> channel_;
-  std::optional<ClosedInChild> channel_in_child_;
+  std::deque<Channel> channels_;
+  std::vector<pollfd> sources_;  // that wake the thread
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
   // The thread's own.

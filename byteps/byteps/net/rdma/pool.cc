@@ -21,10 +21,9 @@ char* AllocatePages(size_t bytes) {
 
 }  // namespace
 
-Pool::Block::Block(std::shared_ptr<Device> device, size_t size)
-    : size(size), memory(AllocatePages(size)) {
+Pool::Block::Block(const Devices& devices, size_t size) : size(size), memory(AllocatePages(size)) {
   try {
-    region = std::make_unique<Region>(std::move(device), memory, size, kValueAccess);
+    region = std::make_unique<Region>(devices, memory, size, kValueAccess);
   } catch (...) {
     free(memory);
     throw;
@@ -57,7 +56,7 @@ Pool::Buffer Pool::Take(size_t bytes) {
   Buffer buffer;
   if (TakeIdle(bytes, &buffer)) return buffer;
   // Without the lock: pinning pages takes long.
-  auto made = std::make_unique<Block>(device_, ClassOf(bytes));
+  auto made = std::make_unique<Block>(devices_, ClassOf(bytes));
   Block* const block = made.get();
   {
     MutexLock lock(&mu_);
@@ -68,24 +67,22 @@ Pool::Buffer Pool::Take(size_t bytes) {
 
 Pool::Buffer Pool::BufferOf(Block* block, size_t bytes) {
   Buffer buffer;
-  buffer.lkey = block->region->lkey();
-  buffer.rkey = block->region->rkey();
+  buffer.region = block->region.get();
   block->is_out = true;  // it is the caller's alone
   auto self = shared_from_this();
   buffer.bytes.reset(block->memory, bytes, [self, block](char*) { self->Return(block); });
   return buffer;
 }
 
-bool Pool::Find(const void* address, size_t bytes, uint32_t* lkey) {
+const Region* Pool::Find(const void* address, size_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   MutexLock lock(&mu_);
   auto after = blocks_.upper_bound(begin);
-  if (after == blocks_.begin()) return false;
+  if (after == blocks_.begin()) return nullptr;
   const Block& block = *std::prev(after)->second;
   const auto offset = begin - reinterpret_cast<uintptr_t>(block.memory);
-  if (offset > block.size || bytes > block.size - offset) return false;
-  *lkey = block.region->lkey();
-  return true;
+  if (offset > block.size || bytes > block.size - offset) return nullptr;
+  return block.region.get();
 }
 
 void Pool::Return(Block* block) {

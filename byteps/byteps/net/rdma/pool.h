@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/idle_blocks.h"
@@ -21,13 +22,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
  public:
   struct Buffer {
     SArray<char> bytes;  // gives the memory back when its last copy goes
-    uint32_t lkey = 0;
-    uint32_t rkey = 0;
+    const Region* region = nullptr;
   };
 
   // Keeps at most `max_idle` bytes that nobody uses; more is let go of by the registrar.
-  Pool(std::shared_ptr<Device> device, std::shared_ptr<Registrar> registrar, size_t max_idle)
-      : device_(std::move(device)), registrar_(std::move(registrar)), idle_(max_idle) {}
+  Pool(Devices devices, std::shared_ptr<Registrar> registrar, size_t max_idle)
+      : devices_(std::move(devices)), registrar_(std::move(registrar)), idle_(max_idle) {}
 
   // Exactly `bytes` bytes, uninitialised.  Throws Error when they cannot be had.
   // What it hands out may outlive everything but the process.  Blocks while memory is
@@ -36,12 +36,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // The same of memory that is there already; false if there is none.  Never blocks.
   bool TakeIdle(size_t bytes, Buffer* buffer);
 
-  // Whether all of this memory is in one buffer that was taken; then its key.
-  bool Find(const void* address, size_t bytes, uint32_t* lkey);
+  // Where all of this memory is in one buffer that was taken, that one's region, else null.
+  const Region* Find(const void* address, size_t bytes);
 
  private:
   struct Block {
-    Block(std::shared_ptr<Device> device, size_t size);
+    Block(const Devices& devices, size_t size);
     ~Block();
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
@@ -57,7 +57,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Buffer BufferOf(Block* block, size_t bytes);
   void Return(Block* block);
 
-  const std::shared_ptr<Device> device_;
+  const Devices devices_;
   const std::shared_ptr<Registrar> registrar_;
   Mutex mu_;
   std::map<uintptr_t, std::unique_ptr<Block>> blocks_ PS_GUARDED_BY(mu_);  // by address

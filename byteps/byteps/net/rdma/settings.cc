@@ -1,7 +1,6 @@
 #include "byteps/net/rdma/settings.h"
 
 #include <arpa/inet.h>
-#include <netdb.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -155,35 +154,6 @@ void Settings::Check(const Device& device) const {
     fail("BYTEPS_RDMA_INLINE_BYTES", inline_bytes, "bytes in a message",
          device.max_message_bytes());
   }
-}
-
-SocketAddress SocketAddress::Of(const std::string& host, int port) {
-  addrinfo hints;
-  memset(&hints, 0, sizeof(hints));
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* list = nullptr;
-  // As a number first: IPv4 goes before IPv6 there.
-  const int rc =
-      getaddrinfo(NumericAddress(host).c_str(), std::to_string(port).c_str(), &hints, &list);
-  if (rc != 0) throw Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
-  SocketAddress address;
-  memset(&address.storage, 0, sizeof(address.storage));
-  memcpy(&address.storage, list->ai_addr, list->ai_addrlen);
-  freeaddrinfo(list);
-  return address;
-}
-
-std::string SocketAddress::Text(const sockaddr* address) {
-  if (address == nullptr) return "?";
-  char host[NI_MAXHOST];
-  char port[NI_MAXSERV];
-  const socklen_t length =
-      address->sa_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
-  if (getnameinfo(address, length, host, sizeof(host), port, sizeof(port),
-                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
-    return "?";
-  }
-  return JoinHostPort(host, atoi(port));
 }
 
 std::string AddressOfDevice(const Settings& settings, const std::string& fallback,

@@ -2,8 +2,6 @@
 #ifndef BYTEPS_NET_RDMA_SETTINGS_H_
 #define BYTEPS_NET_RDMA_SETTINGS_H_
 
-#include <netinet/in.h>
-
 #include <cstdint>
 #include <string>
 
@@ -48,17 +46,6 @@ struct Settings {
 
   // Throws Error naming the setting that asks for more than the device can do.
   void Check(const Device& device) const;
-};
-
-// An IPv4 or IPv6 socket address.
-struct SocketAddress {
-  sockaddr_storage storage;
-
-  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
-  // Throws Error when `host` does not resolve.
-  static SocketAddress Of(const std::string& host, int port);
-  // "10.0.0.2:41234"
-  static std::string Text(const sockaddr* address);
 };
 
 // The address of the device, port and GID that the settings name.  `fallback` when they

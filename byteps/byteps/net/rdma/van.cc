@@ -34,13 +34,24 @@ constexpr auto kAbandonTime = std::chrono::seconds(1);
 constexpr int kMaxRank = 1 << 24;
 
 // How many endpoints this node has once all have come.
-uint64_t NumEndpoints(const rdma::Settings& settings) {
+uint64_t NumEndpoints(const rdma::Settings& settings, size_t nics) {
   const Postoffice& office = *Postoffice::Get();
   const uint64_t workers = std::max(0, office.num_workers());
   const uint64_t servers = std::max(0, office.num_servers());
   if (office.is_scheduler()) return workers + servers;
   const uint64_t peers = office.is_worker() ? servers : workers;
-  return 1 + peers * (1 + (settings.data_plane ? settings.data_endpoints : 0));
+  if (!settings.data_plane) return 1 + peers;
+  // The peers have about as many NICs.
+  return 1 + peers * (1 + std::max<uint64_t>(settings.data_endpoints, nics));
+}
+
+// The addresses at which a node uses NICs, its own first.
+std::vector<std::string> HostsOf(const std::string& own, const std::vector<Nic>& nics) {
+  std::vector<std::string> hosts = {own};
+  for (const Nic& nic : nics) {
+    if (nic.address != own) hosts.push_back(nic.address);
+  }
+  return hosts;
 }
 
 }  // namespace
@@ -51,7 +62,6 @@ void RdmaVan::Start(int customer_id, bool standalone) {
   if (standalone) throw Error("the RDMA van joins a job");
   rdma::LoadVerbsLibraries();
   settings_ = rdma::Settings::Get();
-  settings_.FitSlots(NumEndpoints(settings_));
   // Before anything is registered.  A process that forks (data loaders do) would else write
   // into copies of pages that the device goes on reading; newer kernels see to it themselves.
   if (int error = ibv_fork_init()) {
@@ -71,12 +81,15 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
   std::string host = node.hostname;
   try {
     if (!scheduler) host = rdma::AddressOfDevice(settings_, host, given);
+    settings_.FitSlots(NumEndpoints(settings_, node.nics.size()));
     connector_ = std::make_unique<rdma::Connector>(this, settings_, token_);
     int bound = 0;
     if (Listens(node.role)) {
-      bound = connector_->Listen(every_address ? "" : NumericAddress(host), port);
+      bound = connector_->Listen(
+          every_address ? std::vector<std::string>{""} : HostsOf(NumericAddress(host), node.nics),
+          port);
     } else {
-      connector_->UseDeviceOf(NumericAddress(host));
+      connector_->UseDevicesOf(HostsOf(NumericAddress(host), node.nics));
     }
     Node self = node;
     self.hostname = host;
@@ -113,20 +126,45 @@ void RdmaVan::Connect(const Node& node) {
     return;
   }
 
+  if (node.role == Node::SCHEDULER && !peers_.Of(kScheduler).empty()) return LearnPairs(node);
+
   auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
-  const auto add = [&](Plane plane, int index) {
-    peer->links[static_cast<int>(plane)].push_back(NewEndpoint(plane, index, node.id, true));
-  };
+  int data = 0;
   if (node.role != Node::SCHEDULER && settings_.data_plane) {
-    for (int i = 0; i < settings_.data_endpoints; ++i) add(Plane::kData, i);
+    data = std::max(settings_.data_endpoints, LeastConnections(this->node().nics, node.nics));
   }
-  add(Plane::kControl, 0);
+  for (int i = 0; i < data; ++i) {
+    peer->links[static_cast<int>(Plane::kData)].push_back(
+        NewEndpoint(Plane::kData, i, node.id, true));
+  }
+  peer->links[static_cast<int>(Plane::kControl)] = {NewEndpoint(Plane::kControl, 0, node.id, true)};
   const auto endpoints = Peers::LinksOf(*peer);
   peers_.Add(std::move(peer));
+  const auto pairs = PairsWith(node, std::max(data, 1));
   for (const auto& endpoint : endpoints) {
-    connector_->Connect(endpoint, node.hostname, node.port, TokenOf(node));
+    connector_->Connect(endpoint, pairs[endpoint->index()], node.port, TokenOf(node));
   }
+}
+
+std::vector<std::vector<NicPair>> RdmaVan::PairsWith(const Node& node, int count) {
+  const Node self = this->node();
+  const bool scheduler = node.role == Node::SCHEDULER;
+  // Its NICs are known when it has answered, and they are told at once to those that stay.
+  const int turn = scheduler ? 0 : Postoffice::IDtoRank(my_id_) + Postoffice::IDtoRank(node.id);
+  auto pairs = PairNics(self.nics, node, count, turn);
+  for (auto& tries : pairs) {
+    // A device has to be known before it is connected by.
+    for (NicPair& pair : tries) {
+      if (pair.from.empty()) pair.from = self.hostname;
+    }
+  }
+  return pairs;
+}
+
+void RdmaVan::LearnPairs(const Node& scheduler) {
+  const auto pairs = PairsWith(scheduler, 1);
+  for (const auto& endpoint : peers_.Of(kScheduler)) connector_->AddPairs(endpoint, pairs[0]);
 }
 
 void RdmaVan::NamePeer(const Node& node) {
@@ -170,16 +208,16 @@ LinkOutage::Clock::duration RdmaVan::Patience(Endpoint* endpoint, LinkFault faul
   return LinkPatience(endpoint->peer(), is_scheduler_, settings_.reconnect_s, fault);
 }
 
-void RdmaVan::OnBroken(Endpoint* endpoint) {
+void RdmaVan::OnBroken(Endpoint* endpoint, bool path_failed) {
   PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " connection with node "
              << endpoint->peer() << " broke; waiting for another one";
-  connector_->Reconnect(endpoint->shared_from_this());
+  connector_->Reconnect(endpoint->shared_from_this(), path_failed);
 }
 
 void RdmaVan::OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) {
   LogResumed(std::string("the ") + rdma::NameOf(endpoint->plane()) + " connection " +
                  std::to_string(endpoint->index()),
-             endpoint->peer(), "", after, again);
+             endpoint->peer(), endpoint->path(), after, again);
 }
 
 std::string RdmaVan::OnReply(Endpoint* endpoint, const rdma::ConnectReply& reply) {

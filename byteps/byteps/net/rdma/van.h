@@ -1,12 +1,14 @@
 // A van over RDMA with a plane for control and one for data.
 //
 // Connections.  See who_connects.h: one control endpoint each, and from a worker to a server
-// BYTEPS_RDMA_DATA_ENDPOINTS data endpoints; a worker listens nowhere.  Pushes, pulls and
-// what answers them go by the data plane, everything else by the control plane; so a
-// heartbeat or a declaration never waits behind values.  BYTEPS_RDMA_DATA_PLANE=0 leaves
-// one endpoint for both.
+// BYTEPS_RDMA_DATA_ENDPOINTS data endpoints, or as many as it takes to use all NICs of both; a
+// worker listens nowhere.  Each endpoint has a pair of NICs, as over TCP (net/link/nic_pairs.h).
+// Pushes, pulls and what answers them go by the data plane, everything else by the control plane;
+// so a heartbeat or a declaration never waits behind values.  BYTEPS_RDMA_DATA_PLANE=0 leaves one
+// endpoint for both.
 //
-// Threads.  One for each plane handles completions, and hands messages to the data handler;
+// Threads.  One for the control plane, and one per device for the data plane, handle completions,
+// and hand messages to the data handler;
 // one makes connections and hears of their end; one registers memory.  Messages of
 // membership, and the news of lost peers, are handed on by Van's receiving thread.  All
 // sleep while there is nothing to do (unless BYTEPS_RDMA_BUSY_POLL=1).
@@ -26,8 +28,10 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "byteps/net/link/link_van.h"
+#include "byteps/net/link/nic_pairs.h"
 #include "byteps/net/rdma/connector.h"
 #include "byteps/net/rdma/endpoint.h"
 
@@ -53,7 +57,8 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void Start(int customer_id, bool standalone) override;
   void Stop() override;
 
-  // Listens, but on a worker, at `node`'s host or the address that the settings choose.
+  // Listens, but on a worker, on the NICs of `node`, or at its host, or at the address that the
+  // settings choose.
   // Returns the port, 0 on a worker.  Throws Error naming the address and the reason.
   int Bind(const Node& node, int max_retry) override;
   void Connect(const Node& node) override;
@@ -75,7 +80,7 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   char* PlaceFor(rdma::Endpoint* endpoint, const Meta& meta, size_t bytes) override;
   void OnMessage(rdma::Endpoint* endpoint, rdma::Received received) override;
   LinkOutage::Clock::duration Patience(rdma::Endpoint* endpoint, LinkFault fault) override;
-  void OnBroken(rdma::Endpoint* endpoint) override;
+  void OnBroken(rdma::Endpoint* endpoint, bool path_failed) override;
   void OnResumed(rdma::Endpoint* endpoint, LinkOutage::Clock::duration after,
                  size_t again) override;
   void OnClosed(rdma::Endpoint* endpoint, const LinkEnding& ending) override;
@@ -83,6 +88,9 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
                                               bool active);
   void NamePeer(const Node& node);
+  // For each of so many endpoints to a node the pairs of NICs that it may take.
+  std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
+  void LearnPairs(const Node& scheduler);
 
   rdma::Settings settings_;
   std::unique_ptr<rdma::Connector> connector_;

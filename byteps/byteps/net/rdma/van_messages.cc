@@ -30,7 +30,7 @@ void RdmaVan::Transmit(const Message& msg) {
     const auto transport = connector_->transport();
     endpoint->Send(rdma::MakeOutgoing(EncodeMeta(msg.meta), msg.data, msg.meta.key,
                                       settings_.inline_bytes, settings_.slot_bytes(),
-                                      transport->device, transport->pool.get()));
+                                      transport->devices, transport->pool.get()));
   } catch (const Error& e) {
     char key[32];
     snprintf(key, sizeof(key), "key 0x%llx: ", static_cast<unsigned long long>(msg.meta.key));

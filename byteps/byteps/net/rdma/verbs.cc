@@ -2,6 +2,7 @@
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -53,16 +54,15 @@ Device::Device(ibv_context* context, int port)
   if (!pd_) Throw("cannot make a protection domain on " + name(), errno);
 }
 
-Region::Region(std::shared_ptr<Device> device, const void* address, size_t bytes, int access)
-    : device_(std::move(device)),
-      bytes_(bytes),
-      writable_((access & IBV_ACCESS_REMOTE_WRITE) != 0) {
-  mr_.reset(ibv_reg_mr(device_->pd(), const_cast<void*>(address), bytes, access));
-  if (!mr_) {
+Region::Registration::Registration(std::shared_ptr<Device> with, const void* address, size_t size,
+                                   int access)
+    : device(std::move(with)), bytes(size) {
+  mr.reset(ibv_reg_mr(device->pd(), const_cast<void*>(address), bytes, access));
+  if (!mr) {
     const int error = errno;
     std::string what = "cannot register " + std::to_string(bytes) + " bytes of memory with " +
-                       device_->name() + " (" + std::to_string(device_->registered_bytes()) +
-                       " bytes in " + std::to_string(device_->registrations()) +
+                       device->name() + " (" + std::to_string(device->registered_bytes()) +
+                       " bytes in " + std::to_string(device->registrations()) +
                        " regions are registered)";
     if (error == ENOMEM) {
       what += "; the limit of locked memory (ulimit -l) is " + LockedLimit() +
@@ -70,14 +70,27 @@ Region::Region(std::shared_ptr<Device> device, const void* address, size_t bytes
     }
     Throw(what, error);
   }
-  device_->registered_bytes_ += bytes_;
-  ++device_->registrations_;
+  device->registered_bytes_ += bytes;
+  ++device->registrations_;
+}
+
+Region::Registration::~Registration() {
+  device->registered_bytes_ -= bytes;
+  --device->registrations_;
+}
+
+Region::Region(const Devices& devices, const void* address, size_t bytes, int access)
+    : writable_((access & IBV_ACCESS_REMOTE_WRITE) != 0) {
+  for (const auto& device : devices) registrations_.emplace_back(device, address, bytes, access);
   RegistrationCache::CountRegistration();
 }
 
-Region::~Region() {
-  device_->registered_bytes_ -= bytes_;
-  --device_->registrations_;
+const ibv_mr& Region::Of(const Device& device) const {
+  // A process uses few.
+  const auto it = std::find_if(registrations_.begin(), registrations_.end(),
+                               [&](const auto& one) { return one.device.get() == &device; });
+  if (it == registrations_.end()) throw Error("memory is not registered with " + device.name());
+  return *it->mr;
 }
 
 }  // namespace rdma

@@ -6,8 +6,10 @@
 #include <rdma/rdma_cma.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "byteps/base/fork.h"
 
@@ -49,7 +51,7 @@ class Device {
   uint64_t registrations() const { return registrations_; }
 
  private:
-  friend class Region;
+  friend class Region;  // counts
 
   ibv_context* const context_;
   const ClosedInChild commands_;
@@ -62,32 +64,47 @@ class Device {
   std::atomic<uint64_t> registrations_{0};
 };
 
+// Those that a process uses.
+using Devices = std::vector<std::shared_ptr<Device>>;
+
 // How memory of values is registered.  Their bytes may come in any order, which many a machine is
 // faster at; what tells that they are there comes behind them.  An older kernel ignores it.
 constexpr int kValueAccess =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
 
-// Memory that the device may read and write, for as long as this lives.  The memory must
-// live longer.
+// Memory that devices may read and write, for as long as this lives.  The memory must live longer.
+// It is registered with each of them: a link that leaves a NIC sends the same memory by another.
 class Region {
  public:
   // Throws Error that names the bytes and, where that is the reason, the limit of
   // locked memory.
-  Region(std::shared_ptr<Device> device, const void* address, size_t bytes, int access);
-  ~Region();
+  Region(const Devices& devices, const void* address, size_t bytes, int access);
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  uint32_t lkey() const { return mr_->lkey; }
-  uint32_t rkey() const { return mr_->rkey; }
+  // `device` is one of those.
+  uint32_t lkey(const Device& device) const { return Of(device).lkey; }
+  uint32_t rkey(const Device& device) const { return Of(device).rkey; }
   // Whether a peer may write to it.
   bool writable() const { return writable_; }
 
  private:
-  const std::shared_ptr<Device> device_;
-  const size_t bytes_;
+  // With one device.
+  struct Registration {
+    Registration(std::shared_ptr<Device> device, const void* address, size_t bytes, int access);
+    ~Registration();
+    Registration(const Registration&) = delete;
+    Registration& operator=(const Registration&) = delete;
+
+    const std::shared_ptr<Device> device;
+    const size_t bytes;
+    Owned<ibv_mr> mr;
+  };
+
+  const ibv_mr& Of(const Device& device) const;
+
   const bool writable_;
-  Owned<ibv_mr> mr_;
+  std::deque<Registration> registrations_;
 };
 
 }  // namespace rdma

@@ -23,6 +23,9 @@ constexpr uint8_t kMaxMtu = 5;  // IBV_MTU_4096
 constexpr uint8_t kDataPlane = 1;
 constexpr uint8_t kAuthenticates = 2;
 constexpr uint8_t kResumes = 4;
+constexpr uint8_t kMayMove = 8;
+constexpr uint8_t kProbes = 16;
+constexpr uint8_t kAllFlags = 31;
 // The last byte of a refusal.
 constexpr uint8_t kAgainSoon = 1;
 constexpr uint32_t kChallengeMagic = 0x434d5242;  // "BRMC"
@@ -62,7 +65,7 @@ std::string ConnectRequest::Claims() const {
   out.Int(slot_bytes);
   out.Int<uint16_t>(slots);
   out.Int<uint8_t>((is_data_plane ? kDataPlane : 0) | (authenticates ? kAuthenticates : 0) |
-                   (resumes ? kResumes : 0));
+                   (resumes ? kResumes : 0) | (may_move ? kMayMove : 0) | (probes ? kProbes : 0));
   out.Int(index);
   out.Int(mtu);
   out.Int(role);
@@ -96,12 +99,13 @@ bool ConnectRequest::Decode(const char* data, size_t bytes) {
   in.Int(&role);
   in.Int(&attempt);
   if (!in.Bytes(kRequestProofBytes, &proof)) return false;
-  if (flags > (kDataPlane | kAuthenticates | kResumes) || mtu > kMaxMtu || sender == 0)
-    return false;
+  if (flags > kAllFlags || mtu > kMaxMtu || sender == 0) return false;
   slots = few_slots;
   is_data_plane = (flags & kDataPlane) != 0;
   authenticates = (flags & kAuthenticates) != 0;
   resumes = (flags & kResumes) != 0;
+  may_move = (flags & kMayMove) != 0;
+  probes = (flags & kProbes) != 0;
   return slots > 1 && index < kMaxEndpoints && (is_data_plane || index == 0);
 }
 

@@ -10,6 +10,8 @@
 // the listener says is over that, too.  A failed greeting: see link/greeting.h; a challenge,
 // a reply or a refusal without a proof may have been damaged.
 //
+// A request that probes a path is rejected with no word, before anything else of it is looked at.
+//
 // On the connection, each side first says in a Resume how many messages it has received since
 // the first connection of the two endpoints, and sends none before it knows the same of the other
 // side.  A message has been received with its frame, or with the immediate of its last write.
@@ -41,7 +43,7 @@ namespace ps {
 namespace rdma {
 
 constexpr uint32_t kMagic = 0x444d5242;  // "BRMD"
-constexpr uint32_t kVersion = 6;
+constexpr uint32_t kVersion = 7;
 
 // What a peer that begins so must be told; "" if it speaks as we do.
 std::string Mismatch(const char* data, size_t bytes);
@@ -56,11 +58,13 @@ struct ConnectRequest {
   uint32_t slot_bytes = 0;
   bool is_data_plane = false;
   bool authenticates = false;
-  bool resumes = false;  // there was a connection before, and it broke
-  uint8_t index = 0;     // among the endpoints of its plane
-  uint8_t mtu = 0;       // greatest path MTU, as an ibv_mtu; 0: any
-  uint16_t attempt = 0;  // another one for each, since a proof is of use once
-  std::string proof;     // kRequestProofBytes; zeros: none yet
+  bool resumes = false;   // there was a connection before, and it broke
+  bool may_move = false;  // the sender knows other paths, and leaves one that is silent
+  bool probes = false;    // it asks for no connection, but whether a request passes
+  uint8_t index = 0;      // among the endpoints of its plane
+  uint8_t mtu = 0;        // greatest path MTU, as an ibv_mtu; 0: any
+  uint16_t attempt = 0;   // another one for each, since a proof is of use once
+  std::string proof;      // kRequestProofBytes; zeros: none yet
 
   // What the proofs are over.
   std::string Claims() const;

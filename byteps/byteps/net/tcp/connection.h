@@ -33,11 +33,11 @@
 #include "byteps/net/auth/secret.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/choice.h"
+#include "byteps/net/link/dial_plan.h"
 #include "byteps/net/link/link_ending.h"
 #include "byteps/net/link/link_outage.h"
 #include "byteps/net/link/outage_watch.h"
 #include "byteps/net/link/receipts.h"
-#include "byteps/net/tcp/dial_plan.h"
 #include "byteps/net/tcp/frame_reader.h"
 #include "byteps/net/tcp/memory_pool.h"
 #include "byteps/net/tcp/poller.h"
@@ -145,6 +145,10 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   bool OnReady(uint32_t events) override;
 
  private:
+  // After the first attempts to connect that failed, and at most.
+  static constexpr std::chrono::milliseconds kFirstPause{20};
+  static constexpr std::chrono::milliseconds kLongestPause{500};
+
   enum class State {
     kDialing,   // who connects: has no socket, or one that is being connected
     kGreeting,  // who connects: says hello
@@ -276,7 +280,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
   // Of the poller's thread, but for dial_ and hello_, which are set before it is told of them:
   bool active_ = false;  // this side connects
-  DialPlan dial_;
+  DialPlan dial_{kFirstPause, kLongestPause};
   Hello hello_;
   std::string said_;  // what a proof is over
   bool was_open_ = false;

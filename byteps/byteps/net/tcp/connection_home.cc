@@ -2,9 +2,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
-#include "byteps/net/link/node_text.h"
+#include "byteps/net/link/link_outage.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/path_probe.h"
 
@@ -37,9 +36,7 @@ void Connection::LookHome() {
 }
 
 void Connection::WarnThatAway() {
-  BPS_LOG(WARNING) << "no connection with " << RoleAndRank(peer_) << " from " << dial_.home().Text()
-                   << " (" << dial_.redial().last_error() << "): " << address()
-                   << " is used instead";
+  LogAway(peer_, dial_.home().Text(), dial_.redial().last_error(), address());
 }
 
 void Connection::TryHome() {
@@ -66,8 +63,7 @@ void Connection::GoHome() {
   const LinkFault fault = LinkFault::kBroken;
   const auto patience = ends ? Clock::duration::zero() : owner_->Patience(this, fault);
   if (patience <= Clock::duration::zero()) return;
-  BPS_LOG(WARNING) << "data for " << RoleAndRank(peer_) << " goes from " << dial_.home().Text()
-                   << " again";
+  LogHome(peer_, dial_.home().Text());
   BeginOutage({"it went back to its NIC", false, false}, patience);
   Detach(State::kDialing);
   hello_.resumes = true;

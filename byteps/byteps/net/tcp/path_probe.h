@@ -5,7 +5,7 @@
 #include <functional>
 #include <memory>
 
-#include "byteps/net/tcp/dial_plan.h"
+#include "byteps/net/link/dial_plan.h"
 #include "byteps/net/tcp/poller.h"
 
 namespace ps {

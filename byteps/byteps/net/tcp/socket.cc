@@ -1,6 +1,6 @@
 #include "byteps/net/tcp/socket.h"
 
-#include <netdb.h>
+#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -8,10 +8,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <memory>
 
 #include "byteps/base/error.h"
-#include "byteps/net/link/net_address.h"
 
 namespace ps {
 namespace tcp {
@@ -56,48 +54,12 @@ void Fd::Close() {
   fd_ = -1;
 }
 
-std::string Address::Text() const {
-  char host[NI_MAXHOST];
-  char port[NI_MAXSERV];
-  if (getnameinfo(get(), length, host, sizeof(host), port, sizeof(port),
-                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
-    return "?";
-  }
-  return JoinHostPort(host, atoi(port));
-}
-
-std::vector<Address> Resolve(const std::string& host, int port) {
-  addrinfo hints;
-  memset(&hints, 0, sizeof(hints));
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV | (host.empty() ? AI_PASSIVE : 0);
-  addrinfo* list = nullptr;
-  const int rc = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
-                             &hints, &list);
-  if (rc != 0) throw Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
-  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
-  std::vector<Address> addresses;
-  for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
-    if (a->ai_family != AF_INET && a->ai_family != AF_INET6) continue;
-    Address address;
-    memcpy(&address.storage, a->ai_addr, a->ai_addrlen);
-    address.length = a->ai_addrlen;
-    addresses.push_back(address);
-  }
-  if (addresses.empty()) {
-    throw Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
-  }
-  return addresses;
-}
-
 HostPair HostsOf(int fd) {
   const auto host = [fd](auto get) -> std::string {
     Address address;
     address.length = sizeof(address.storage);
-    if (get(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.length) != 0) return "";
-    char text[NI_MAXHOST] = "";
-    getnameinfo(address.get(), address.length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
-    return text;
+    if (get(fd, address.get(), &address.length) != 0) return "";
+    return address.Host();
   };
   return {host(getsockname), host(getpeername)};
 }

@@ -2,15 +2,12 @@
 #ifndef BYTEPS_NET_TCP_SOCKET_H_
 #define BYTEPS_NET_TCP_SOCKET_H_
 
-#include <netinet/in.h>
-#include <sys/socket.h>
-
-#include <cstdint>
+#include <cstddef>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "byteps/base/fork.h"
+#include "byteps/net/link/net_address.h"
 
 namespace ps {
 namespace tcp {
@@ -42,19 +39,6 @@ class Fd {
  private:
   int fd_ = -1;
 };
-
-struct Address {
-  sockaddr_storage storage;
-  socklen_t length = 0;
-
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-  // "10.0.0.1:9000", "[::1]:9000"
-  std::string Text() const;
-};
-
-// All addresses of `host`; "" stands for every address of this host.  Throws Error
-// when it does not resolve.
-std::vector<Address> Resolve(const std::string& host, int port);
 
 // Listens at `address`; with port 0 the kernel chooses, and `port` tells.  Throws
 // Error with the reason.

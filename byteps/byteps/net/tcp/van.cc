@@ -1,5 +1,6 @@
 #include "byteps/net/tcp/van.h"
 
+#include <netinet/in.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -154,10 +155,10 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   int port = node.port;
   try {
     // A name may stand for an IPv4 and an IPv6 address: who connects may choose either.
-    auto addresses = tcp::Resolve(every_address ? "" : node.hostname, port);
+    auto addresses = Resolve(every_address ? "" : node.hostname, port);
     if (!every_address) {
       for (const Nic& nic : node.nics) {
-        if (nic.address != node.hostname) addresses.push_back(tcp::Resolve(nic.address, port)[0]);
+        if (nic.address != node.hostname) addresses.push_back(Resolve(nic.address, port)[0]);
       }
     }
     ListenAt(addresses, &port);
@@ -174,8 +175,8 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   return port;
 }
 
-void TcpVan::ListenAt(const std::vector<tcp::Address>& addresses, int* port) {
-  for (tcp::Address address : addresses) {
+void TcpVan::ListenAt(const std::vector<Address>& addresses, int* port) {
+  for (Address address : addresses) {
     // Both in_port fields lie at the same place.
     reinterpret_cast<sockaddr_in*>(&address.storage)->sin_port = htons(*port);
     tcp::Fd fd;
@@ -190,9 +191,7 @@ void TcpVan::ListenAt(const std::vector<tcp::Address>& addresses, int* port) {
     }
     listeners_.push_back(std::make_shared<tcp::Listener>(
         pollers_->first().get(), std::move(fd), [this] { return pending_->MayAdd(); },
-        [this](tcp::Fd accepted, const tcp::Address& from) {
-          OnAccepted(std::move(accepted), from);
-        }));
+        [this](tcp::Fd accepted, const Address& from) { OnAccepted(std::move(accepted), from); }));
   }
 }
 
@@ -213,7 +212,7 @@ void TcpVan::PlacePollers(const Node& self) {
   pollers_->ServeNics(mine, ReadNumaNodes());
 }
 
-void TcpVan::OnAccepted(tcp::Fd fd, const tcp::Address& address) {
+void TcpVan::OnAccepted(tcp::Fd fd, const Address& address) {
   const auto greeter = std::make_shared<tcp::Greeter>(&host_, pollers_->first(), std::move(fd));
   pending_->Add(greeter, address);
   try {

@@ -75,7 +75,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void OnResumed(tcp::Connection* connection, tcp::Poller::Clock::duration after,
                  size_t again) override;
   void OnClosed(const tcp::ConnectionPtr& connection, const LinkEnding& ending) override;
-  void OnAccepted(tcp::Fd fd, const tcp::Address& address);
+  void OnAccepted(tcp::Fd fd, const Address& address);
   std::string Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello);
   // How many are made with it.
   int ConnectionsWith(const Node& node);
@@ -84,7 +84,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   // The scheduler has told of its NICs.
   void LearnPairs(const Node& scheduler);
   // At each of these addresses that nobody listens at yet, and at the first one at least.
-  void ListenAt(const std::vector<tcp::Address>& addresses, int* port);
+  void ListenAt(const std::vector<Address>& addresses, int* port);
   // Over the NIC with this address; empty: it is not known.
   tcp::ConnectionPtr NewConnection(const std::string& address);
   // Pollers run next to the NICs of this node.

@@ -169,10 +169,9 @@ class _Flat(_Reduction):
             checked=True,
             streamed=tensor.is_cuda,
         )
-        receive = partial(operations.synchronize, handle)
         if _are_streamed(tensor, [handle]):
-            return StreamedWork([tensor], receive)
-        return ServerWork([tensor], [handle], receive)
+            return StreamedWork([tensor], partial(operations.land, handle))
+        return ServerWork([tensor], [handle], partial(operations.synchronize, handle))
 
 
 class _NodeFirst(_Reduction):
@@ -188,7 +187,8 @@ class _NodeFirst(_Reduction):
         pending = node_sum.start(flat, streamed=self._gatherer is not None)
         if self._gatherer is not None and _are_streamed(tensor, pending.handles):
             parts = [part for _, part, _ in pending.pending]
-            return StreamedWork([tensor], partial(pending.receive, self._gatherer), parts)
+            receive = partial(pending.receive, self._gatherer)
+            return StreamedWork([tensor], partial(operations.land_by, receive), parts)
         work = ServerWork([tensor], pending.handles, pending.wait, self._line)
         work.complete_by_itself()  # ranks of this host may need its part
         return work

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from byteps.torch import c_lib
 from byteps.torch.c10d.work import NO_LIMIT, Work
+from byteps.torch.tensors import current_stream
 
 _LOOK_S = 0.001
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 """On which sums land, in the order in which they were started."""
-_landing: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
+_landing: deque[tuple[c_lib.Landing, list[torch.Tensor]]] = deque()
 """Tensors of works that nobody may have waited for, until they have landed."""
 
 
@@ -35,20 +36,20 @@ class StreamedWork(Work):
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        receive: Callable[[], object],
+        land: Callable[[torch.cuda.Stream], c_lib.Landing],
         used: Sequence[torch.Tensor] = (),
     ) -> None:
         """
         Args:
             tensors: what the future's value will be: one, on a GPU.
-            receive: has the current stream wait for the values, and put them where they belong.
-            used: other tensors that `receive` uses.
+            land: has a stream wait for the values, and put them where they belong.
+            used: other tensors that `land` uses.
         """
         super().__init__(tensors)
         self._used = [*self._tensors, *used]
-        self._receive = receive
+        self._land = land
         self._device = self._tensors[0].device
-        self._event: torch.cuda.Event | None = None
+        self._landed: c_lib.Landing | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
             self._queue()
@@ -63,7 +64,7 @@ class StreamedWork(Work):
             BytePSError: the job has failed; the text names the peer.
         """
         del timeout
-        torch.cuda.current_stream(self._device).wait_event(self._queue())
+        self._queue().wait(current_stream(self._device))
         c_lib.check()
         return True
 
@@ -91,24 +92,22 @@ class StreamedWork(Work):
             )
             # It takes note of what the current stream has been given.
             stream = torch.cuda.Stream(self._device)
-            stream.wait_event(self._queue())
+            self._queue().wait(stream.cuda_stream)
             with torch.cuda.stream(stream):
                 future.set_result(self._tensors)
             self._future = future
         return self._future
 
-    def _queue(self) -> torch.cuda.Event:
-        """The values are there when this event has come."""
-        if self._event is None:
+    def _queue(self) -> c_lib.Landing:
+        """The moment at which the values are there."""
+        if self._landed is None:
             stream = _streams.get(self._device)
             if stream is None:
                 stream = _streams[self._device] = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(stream):
-                self._receive()
-                self._event = stream.record_event()
+            self._landed = self._land(stream)
             _let_go()
-            _landing.append((self._event, self._used))
-        return self._event
+            _landing.append((self._landed, self._used))
+        return self._landed
 
 
 def await_all() -> None:

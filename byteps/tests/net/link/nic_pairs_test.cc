@@ -48,6 +48,17 @@ TEST(NicPairs, ANodeThatToldOfNoneHasItsName) {
   EXPECT_EQ(LeastConnections({Of("10.0.0.1"), Of("10.0.1.1")}, {}), 1);
 }
 
+TEST(NicPairs, WithinAHostEachNicGoesWithItself) {
+  const std::vector<Nic> nics = {Of("10.0.0.1"), Of("10.0.0.2"), Of("10.0.0.3")};
+  const auto plan = PairNics(nics, Server({nics[2], nics[0]}), 2, 0);
+  for (const auto& tries : plan) {
+    for (const NicPair& pair : tries) {
+      if (!pair.from.empty()) EXPECT_EQ(pair.from, pair.to);
+    }
+  }
+  EXPECT_EQ(CountFrom(plan), (std::map<std::string, int>{{"10.0.0.1", 1}, {"10.0.0.3", 1}}));
+}
+
 TEST(NicPairs, EachSubnetIsOneRail) {
   const std::vector<Nic> worker = {Of("10.0.0.1"), Of("10.0.1.1")};
   const std::vector<Nic> server = {Of("10.0.1.2"), Of("10.0.0.2")};

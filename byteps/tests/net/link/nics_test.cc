@@ -24,6 +24,7 @@ struct Device {
   int mbps;             // of an interface; -1: the kernel does not say
   const char* address;  // empty: a GPU
   bool has_carrier = true;
+  const char* rdma = "";  // its RDMA device
 };
 using Machine = std::vector<Device>;
 // The cores of each NUMA node, from 0.
@@ -44,6 +45,13 @@ const Machine kTwoSockets = {
     {"ens1", "pci0000:16/0000:16:02.0/0000:17:00.0", 0, 100'000, "10.0.0.5"},
     {"ens2", "pci0000:c9/0000:c9:02.0/0000:ca:00.0", 1, 100'000, "10.0.1.5"},
     {"ens3", "pci0000:c9/0000:c9:04.0/0000:cb:00.0", 1, 100'000, "10.0.2.5", false},
+};
+
+// Two NICs with RDMA, and one as fast without it.
+const Machine kTwoWithRdma = {
+    {"eth0", "pci0000:16/0000:16:02.0/0000:17:00.0", 0, 100'000, "10.0.0.5", true, "mlx5_0"},
+    {"eth1", "pci0000:16/0000:16:04.0/0000:18:00.0", 0, 100'000, "10.0.1.5"},
+    {"eth2", "pci0000:c9/0000:c9:02.0/0000:ca:00.0", 1, 100'000, "10.0.2.5", true, "mlx5_1"},
 };
 
 // DGX H100: a ConnectX-7 below the switch of each GPU, two more for storage and in-band management,
@@ -138,6 +146,7 @@ class Tree {
   std::string Choose(const std::string& address, const std::string& gpu, int local_rank = 0,
                      int local_size = 1, const std::string& setting = "auto") {
     NicUser user;
+    user.uses_rdma = uses_rdma;
     user.setting = setting;
     user.address = address;
     user.is_worker = gpu != "server";
@@ -176,6 +185,7 @@ class Tree {
   }
   NumaNodes Nodes() { return ReadNumaNodes(root_); }
 
+  bool uses_rdma = false;
   int host_mbps = 0;  // of the last choice
   NumaNodes cores;    // on which the threads run that were placed last
 
@@ -195,6 +205,13 @@ class Tree {
     const std::string interface = root_ + "/class/net/" + device.name;
     fs::create_directories(interface);
     if (device.place[0] != 0) fs::create_directory_symlink(folder, interface + "/device");
+    if (device.rdma[0] != 0 && device.place[0] != 0) {
+      fs::create_directories(folder + "/infiniband/" + device.rdma);
+    } else if (device.rdma[0] != 0) {  // in software
+      const std::string above = root_ + "/class/infiniband/" + device.rdma;
+      fs::create_directories(above);
+      std::ofstream(above + "/parent") << device.name << "\n";
+    }
     std::ofstream(interface + "/speed") << device.mbps << "\n";
     std::ofstream(interface + "/carrier") << device.has_carrier << "\n";
   }
@@ -261,6 +278,31 @@ TEST(Nics, TheSettingNamesThem) {
   } catch (const Error& e) {
     EXPECT_NE(std::string(e.what()).find("'ens9' is no interface"), std::string::npos) << e.what();
     EXPECT_NE(std::string(e.what()).find("there are: eno1, ens1, ens2"), std::string::npos);
+  }
+}
+
+TEST(Nics, OverRdmaAllHaveADevice) {
+  Tree tree(kTwoWithRdma);
+  EXPECT_EQ(tree.Choose("10.0.0.5", "server"), "eth0 eth1 eth2");
+  tree.uses_rdma = true;
+  EXPECT_EQ(tree.Choose("10.0.0.5", "server"), "eth0 eth2");
+  EXPECT_EQ(tree.host_mbps, 200'000);
+  EXPECT_EQ(tree.Choose("10.0.0.5", "", 1, 2), "eth2");
+}
+
+TEST(Nics, RdmaDevicesNameTheirInterfaces) {
+  Machine machine = kTwoWithRdma;
+  machine.push_back({"veth0", "", -1, 10'000, "10.9.0.5", true, "rxe0"});
+  Tree tree(machine);
+  EXPECT_EQ(tree.Choose("10.0.0.5", "", 0, 1, "mlx5_1,eth0"), "eth2 eth0");
+  EXPECT_EQ(tree.Choose("10.0.0.5", "server", 0, 1, "rxe0"), "veth0");
+  try {
+    tree.Choose("10.0.0.5", "", 0, 1, "mlx5_2");
+    ADD_FAILURE() << "it knows mlx5_2";
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("eth0 (mlx5_0), eth1, eth2 (mlx5_1), veth0 (rxe0)"),
+              std::string::npos)
+        << e.what();
   }
 }
 

@@ -31,18 +31,25 @@ Node NodeOf(Node::Role role, int rank) {
   return node;
 }
 
-TEST(MembershipProtocol, ALinkIsToldAsItIs) {
+TEST(MembershipProtocol, ABeginningIsReadAsItWasMade) {
   for (const int mbps : {0, 1, 25'000, 999'999'999}) {
     for (const bool late : {false, true}) {
-      bool is_late = !late;
-      EXPECT_EQ(membership::ParseLink(membership::PackLink(mbps, late), &is_late), mbps);
-      EXPECT_EQ(is_late, late);
+      for (const membership::Turns& turns : {membership::Turns(), {{0, 2}, {17, 3}}}) {
+        const auto read =
+            membership::ParseBeginning(membership::PackBeginning({mbps, late, turns}));
+        EXPECT_EQ(read.link_mbps, mbps);
+        EXPECT_EQ(read.late, late);
+        EXPECT_EQ(read.turns, turns);
+      }
     }
   }
-  for (const char* other : {"", "link=", "link=-5", "finish"}) {
-    bool is_late = true;
-    EXPECT_EQ(membership::ParseLink(other, &is_late), 0) << other;
-    EXPECT_FALSE(is_late) << other;
+  for (const char* other :
+       {"", "link=", "link=-5 late=1 turns=", "link=5 late=1", "finish", "link=5 late=1 turns=3",
+        "link=5 late=1 turns=3:0,", "link=5 late=1 turns=3:1,3:2,", "link=5 late=1 turns=-3:1,"}) {
+    const auto read = membership::ParseBeginning(other);
+    EXPECT_EQ(read.link_mbps, 0) << other;
+    EXPECT_FALSE(read.late) << other;
+    EXPECT_TRUE(read.turns.empty()) << other;
   }
 }
 

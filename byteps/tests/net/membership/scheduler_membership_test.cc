@@ -50,9 +50,7 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
   Register(Node::WORKER, 3, 4, 1);
   const auto added = links_.SentTo(IdOf(Node::WORKER, 3), Control::ADD_NODE);
   ASSERT_EQ(added.size(), 2u);
-  bool late = false;
-  membership::ParseLink(added.back().meta.body, &late);
-  EXPECT_TRUE(late);
+  EXPECT_TRUE(membership::ParseBeginning(added.back().meta.body).late);
   Say(IdOf(Node::WORKER, 3), Control::MEMBERS,
       membership::PackWord({membership::MemberWord::kReady}));
   view = LastTold(worker_);

@@ -91,8 +91,8 @@ class RdmaEnd : public ps::rdma::EndpointOwner, public ps::rdma::ConnectorOwner 
                                            ps::LinkFault /*fault*/) override {
     return ps::ToDuration(settings_.reconnect_s);
   }
-  void OnBroken(Endpoint* endpoint) override {
-    connector_->Reconnect(endpoint->shared_from_this());
+  void OnBroken(Endpoint* endpoint, bool path_failed) override {
+    connector_->Reconnect(endpoint->shared_from_this(), path_failed);
   }
   void OnResumed(Endpoint* /*endpoint*/, ps::LinkOutage::Clock::duration /*after*/,
                  size_t again) override {
@@ -123,11 +123,11 @@ class RdmaPair : public LinkPair {
       : settings_(settings),
         listens_(kListens, settings, seen(kListens)),
         connects_(kConnects, settings, seen(kConnects)) {
-    const int port = listens_.connector()->Listen(address, 0);
+    const int port = listens_.connector()->Listen({address}, 0);
     listens_.connector()->Run();
-    connects_.connector()->UseDeviceOf(address);
+    connects_.connector()->UseDevicesOf({address});
     connects_.connector()->Run();
-    connects_.connector()->Connect(connects_.Make(), address, port, 0);
+    connects_.connector()->Connect(connects_.Make(), {{address, address}}, port, 0);
     CHECK(WaitUntil([&] { return Load(kConnects).is_open && listens_.endpoint() != nullptr; }));
   }
 
@@ -135,7 +135,7 @@ class RdmaPair : public LinkPair {
     const auto transport = EndOf(from)->connector()->transport();
     Of(from)->Send(ps::rdma::MakeOutgoing(ps::EncodeMeta(ps::Meta()), {value}, 0,
                                           settings_.inline_bytes, settings_.slot_bytes(),
-                                          transport->device, transport->pool.get()));
+                                          transport->devices, transport->pool.get()));
   }
   void Break() override {
     Of(breaks_++ % 2 == 0 ? kConnects : kListens)

@@ -119,10 +119,10 @@ Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contrac
     hub_->pending->Remove(greeter);
     greeters_.remove_if([=](const auto& one) { return one.get() == greeter; });
   };
-  ps::tcp::Fd fd = ps::tcp::Listen(ps::tcp::Resolve("127.0.0.1", 0)[0], &port_);
+  ps::tcp::Fd fd = ps::tcp::Listen(ps::Resolve("127.0.0.1", 0)[0], &port_);
   listener_ = std::make_shared<ps::tcp::Listener>(
       hub->listens.get(), std::move(fd), [] { return true; },
-      [this](ps::tcp::Fd accepted, const ps::tcp::Address& address) {
+      [this](ps::tcp::Fd accepted, const ps::Address& address) {
         const auto greeter =
             std::make_shared<ps::tcp::Greeter>(&host_, hub_->listens, std::move(accepted));
         greeters_.push_back(greeter);

@@ -1,4 +1,4 @@
-#include "byteps/net/tcp/dial_plan.h"
+#include "byteps/net/link/dial_plan.h"
 
 #include <algorithm>
 #include <chrono>
@@ -7,11 +7,8 @@
 #include "byteps/base/error.h"
 
 namespace ps {
-namespace tcp {
 namespace {
 
-constexpr auto kFirstPause = std::chrono::milliseconds(20);
-constexpr auto kLongestPause = std::chrono::milliseconds(500);
 // A NIC that takes connections and loses what follows costs seconds each time.
 constexpr auto kFirstLook = std::chrono::seconds(1);
 constexpr auto kLongestLook = std::chrono::seconds(64);
@@ -19,7 +16,8 @@ constexpr auto kLasts = std::chrono::seconds(60);
 
 }  // namespace
 
-DialPlan::DialPlan() : redial_(kFirstPause, kLongestPause), look_(kFirstLook) {}
+DialPlan::DialPlan(Clock::duration first, Clock::duration longest)
+    : redial_(first, longest), look_(kFirstLook) {}
 
 void DialPlan::Begin(std::vector<NicPair> pairs, int port, Clock::time_point deadline) {
   pairs_ = std::move(pairs);
@@ -35,14 +33,14 @@ void DialPlan::Add(const std::vector<NicPair>& pairs) {
   for (const NicPair& pair : pairs) {
     if (std::find(pairs_.begin(), pairs_.end(), pair) != pairs_.end()) continue;
     pairs_.push_back(pair);
-    for (const Address& to : tcp::Resolve(pair.to, port_)) routes_.push_back({pair.from, to, true});
+    for (const Address& to : ps::Resolve(pair.to, port_)) routes_.push_back({pair.from, to, true});
   }
 }
 
 void DialPlan::Resolve() {
   std::vector<Route> routes;
   for (const NicPair& pair : pairs_) {
-    for (const Address& to : tcp::Resolve(pair.to, port_)) {
+    for (const Address& to : ps::Resolve(pair.to, port_)) {
       routes.push_back({pair.from, to, &pair == &pairs_.front()});
     }
   }
@@ -77,6 +75,13 @@ DialPlan::Clock::time_point DialPlan::Failed(const std::string& error, bool nobo
   return next_ == start_ ? now + redial_.NextPause() : now;
 }
 
+DialPlan::Clock::time_point DialPlan::Postponed(const std::string& error, Clock::time_point now) {
+  ++attempt_;
+  redial_.Failed(error, false, now);
+  redial_.Hurry();
+  return now + redial_.NextPause();
+}
+
 void DialPlan::Succeeded(Clock::time_point now) {
   redial_.Succeeded();
   if (is_away()) {
@@ -93,5 +98,4 @@ DialPlan::Clock::duration DialPlan::NextLook() {
   return look;
 }
 
-}  // namespace tcp
 }  // namespace ps

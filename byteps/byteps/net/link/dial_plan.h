@@ -1,19 +1,18 @@
-// Where a connection dials, and when next: one pair of NICs after another at once, and the first
-// again after a pause.
-#ifndef BYTEPS_NET_TCP_DIAL_PLAN_H_
-#define BYTEPS_NET_TCP_DIAL_PLAN_H_
+// Where a connection dials, over TCP or RDMA, and when next: one pair of NICs after another at
+// once, and the first again after a pause.
+#ifndef BYTEPS_NET_LINK_DIAL_PLAN_H_
+#define BYTEPS_NET_LINK_DIAL_PLAN_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nic_pairs.h"
 #include "byteps/net/link/redial.h"
-#include "byteps/net/tcp/socket.h"
 
 namespace ps {
-namespace tcp {
 
 // Of one thread at a time.
 class DialPlan {
@@ -30,7 +29,8 @@ class DialPlan {
     std::string Text() const { return (from.empty() ? "" : from + " to ") + to.Text(); }
   };
 
-  DialPlan();
+  // How long to pause after the first round of attempts, and at most.
+  DialPlan(Clock::duration first, Clock::duration longest);
 
   // Looks names up: blocks.
   void Begin(std::vector<NicPair> pairs, int port, Clock::time_point deadline);
@@ -50,6 +50,8 @@ class DialPlan {
 
   // An attempt has failed; `nobody_listens`: its address says so.  Returns when to make the next.
   Clock::time_point Failed(const std::string& error, bool nobody_listens, Clock::time_point now);
+  // The peer asks to be tried again soon, over the same route.  Returns when.
+  Clock::time_point Postponed(const std::string& error, Clock::time_point now);
   void Succeeded(Clock::time_point now);
 
   const Redial& redial() const { return redial_; }
@@ -79,6 +81,5 @@ class DialPlan {
   Clock::time_point home_since_;
 };
 
-}  // namespace tcp
 }  // namespace ps
-#endif  // BYTEPS_NET_TCP_DIAL_PLAN_H_
+#endif  // BYTEPS_NET_LINK_DIAL_PLAN_H_

@@ -1,20 +1,21 @@
 // Where a connection dials, and when next.
-#include "byteps/net/tcp/dial_plan.h"
+#include "byteps/net/link/dial_plan.h"
 
 #include <gtest/gtest.h>
 
 #include <chrono>
 
 namespace ps {
-namespace tcp {
 namespace {
 
 using std::chrono::milliseconds;
 
 const DialPlan::Clock::time_point kStart{};
+constexpr milliseconds kFirstPause{20};
+constexpr milliseconds kLongestPause{500};
 
 TEST(DialPlan, ALoneAddressIsTriedAgainAfterAPause) {
-  DialPlan plan;
+  DialPlan plan(kFirstPause, kLongestPause);
   plan.Begin({{"", "127.0.0.1"}}, 1234, kStart + std::chrono::seconds(5));
   EXPECT_EQ(plan.Current().to.Text(), "127.0.0.1:1234");
   for (const int ms : {20, 40, 80, 160, 320, 500, 500}) {
@@ -25,7 +26,7 @@ TEST(DialPlan, ALoneAddressIsTriedAgainAfterAPause) {
 }
 
 TEST(DialPlan, OfALinkThatBrokeNothingIsKnown) {
-  DialPlan plan;
+  DialPlan plan(kFirstPause, kLongestPause);
   plan.Begin({{"", "127.0.0.1"}}, 1234, kStart);
   plan.Failed("refused", true, kStart);
   plan.Restart(false);
@@ -37,7 +38,7 @@ TEST(DialPlan, OfALinkThatBrokeNothingIsKnown) {
 
 // What a timer was set for, or a socket tells of, belongs to one attempt.
 TEST(DialPlan, EachAttemptHasANumber) {
-  DialPlan plan;
+  DialPlan plan(kFirstPause, kLongestPause);
   plan.Begin({{"", "127.0.0.1"}}, 1234, kStart);
   const uint64_t first = plan.attempt();
   plan.NextAttempt();
@@ -49,7 +50,7 @@ TEST(DialPlan, EachAttemptHasANumber) {
 
 // Two NICs, and what the kernel chooses.
 DialPlan PlanOfPairs() {
-  DialPlan plan;
+  DialPlan plan(kFirstPause, kLongestPause);
   plan.Begin({{"127.0.0.1", "127.0.0.1"}, {"127.0.0.2", "127.0.0.2"}, {"", "127.0.0.1"}}, 1234,
              kStart);
   return plan;
@@ -67,6 +68,17 @@ TEST(DialPlan, PairsAreTriedOneAfterAnotherBeforeAPause) {
   EXPECT_EQ(plan.Current().Text(), "127.0.0.1:1234");
   EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart + milliseconds(20));
   EXPECT_FALSE(plan.is_away());
+}
+
+// The peer is there, and not ready: another pair would find it no readier.
+TEST(DialPlan, APeerThatAsksForPatienceIsTriedOverTheSamePair) {
+  DialPlan plan = PlanOfPairs();
+  plan.Failed("no answer", false, kStart);
+  EXPECT_EQ(plan.Current().from, "127.0.0.2");
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(plan.Postponed("not yet", kStart), kStart + milliseconds(20));
+    EXPECT_EQ(plan.Current().from, "127.0.0.2");
+  }
 }
 
 TEST(DialPlan, OfASilentPairAnotherIsTriedFirst) {
@@ -103,7 +115,7 @@ TEST(DialPlan, ItLooksLessOftenWhileThePairFailsAgain) {
 }
 
 TEST(DialPlan, PairsThatAreAddedAreAsGoodAsTheFirst) {
-  DialPlan plan;
+  DialPlan plan(kFirstPause, kLongestPause);
   plan.Begin({{"", "127.0.0.1"}}, 1234, kStart);
   EXPECT_FALSE(plan.has_several_pairs());
   plan.Add({{"127.0.0.2", "127.0.0.2"}, {"", "127.0.0.1"}});
@@ -116,5 +128,4 @@ TEST(DialPlan, PairsThatAreAddedAreAsGoodAsTheFirst) {
 }
 
 }  // namespace
-}  // namespace tcp
 }  // namespace ps
