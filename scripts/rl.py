@@ -37,7 +37,8 @@ UPDATES = 2
 LAYERS = 2
 RISE = 0.2
 """In a whole run the mean reward rises by this much at least, from the first steps to the last. In
-a shorter one, and with a model of the user's, it must not fall."""
+a shorter one, with adapters, which learn more slowly, and with a model of the user's, it must not
+fall."""
 SETTINGS = (
     *("algorithm", "device", "mode", "steps", "save_every", "seed", "prompts", "responses"),
     *("tensor", "sequence_parallel", "pipeline", "virtual", "context", "expert", "rollout_tensor"),
@@ -82,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--save-every", type=positive, default=5, metavar="STEPS", help="default: 5")
     add("--restarts", type=int, default=1, help="after a failure (default: 1)")
     add("--seed", type=positive, default=1, help="default: 1")
-    rises = f"{RISE}; in fewer steps, or with --model, 0"
+    rises = f"{RISE}; in fewer steps, with --lora or with --model 0"
     add("--rise", type=float, help=f"of the reward (default: {rises})")
     add("--out", type=Path, default=ROOT / "build" / "rl", help="default: build/rl")
     add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
@@ -91,7 +92,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.workers is None:
         options.workers = _default_workers(options.device)
     if options.rise is None:
-        options.rise = RISE if options.steps >= STEPS and not options.model else 0.0
+        whole = options.steps >= STEPS and not (options.lora or options.model)
+        options.rise = RISE if whole else 0.0
     if options.workers % (options.tensor * options.pipeline * options.context):
         parser.error(
             f"--workers {options.workers} is no multiple of --tensor {options.tensor} times "

@@ -114,3 +114,8 @@ def test_a_model_of_the_users_own_is_trained(
 def test_the_reward_has_to_rise(steps: int, rise: float, good: bool) -> None:
     outcome: Any = SimpleNamespace(first_reward=0.5, last_reward=0.5 + rise)
     assert rl.check(outcome, rl.parse(["--steps", str(steps)]).rise - 1e-9) is good
+
+
+@pytest.mark.parametrize("arguments", [["--lora", "8"], ["--model", "mine"]])
+def test_of_adapters_and_of_other_models_no_rise_is_asked(arguments: list[str]) -> None:
+    assert rl.parse(arguments).rise == 0
