@@ -16,16 +16,13 @@ import pytest
 
 from bench.kit.emulation import Emulation, Host
 from bench.kit.plan import Topology
-from scripts.children import Late, Spawned, last_lines
 from tests import native
+from tests.sum_job import BYTES, LIMIT_S, SumJob
 
 pytestmark = pytest.mark.requires("root")
 
 WORKERS, SERVERS = 2, 2
-LIMIT_S = 240.0
-"""For a machine on which others work as well."""
 RATE = 400_000_000
-BYTES = 1 << 20
 STATUS = str(native.REPOSITORY / "scripts/status.sh")
 STATUS_PORT, METRICS_PORT = 9001, 9400
 METRICS = f"http://127.0.0.1:{METRICS_PORT}/metrics"
@@ -36,12 +33,12 @@ def programs() -> Path:
     return native.build("byteps-server", "sum_worker")
 
 
-class Job:
+class Job(SumJob):
     """A job that checks every sum, whose worker 0 shares a host with the scheduler."""
 
     def __init__(self, programs: Path, emulation: Emulation, folder: Path) -> None:
+        super().__init__(programs, folder)
         self.emulation = emulation
-        self._programs, self._folder = programs, folder
         self._env = {
             "PATH": os.environ["PATH"],
             "TMPDIR": str(folder),
@@ -54,31 +51,28 @@ class Job:
             "DMLC_NUM_WORKER": str(WORKERS),
             "DMLC_NUM_SERVER": str(SERVERS),
         }
-        self.processes: dict[str, Spawned] = {}
         self._wrapper: list[str] = []
 
     def start(self, rounds: int, env: dict[str, str] | None = None) -> None:
         self._env |= env or {}
         hosts = self.emulation.hosts
         port_file = self._folder / "scheduler.port"
-        server = [str(self._programs / "byteps-server"), "--role"]
-        self._spawn("scheduler", hosts[0], [*server, "scheduler", "--port-file", str(port_file)])
+        scheduler = self.server_command("scheduler")
+        self._spawn_on(hosts[0], "scheduler", [*scheduler, "--port-file", str(port_file)])
         deadline = time.monotonic() + LIMIT_S
         while not port_file.exists():
             assert self.processes["scheduler"].running and time.monotonic() < deadline
             time.sleep(0.01)
         self._env["DMLC_PS_ROOT_PORT"] = port_file.read_text().split()[1]
         for index in range(SERVERS):
-            self._spawn(f"server {index}", hosts[WORKERS + index], [*server, "server"])
-        worker = [str(self._programs / "sum_worker"), "--pause-ms", "5", "--tensors", "2"]
-        worker += ["--rounds", str(rounds), "--bytes", str(BYTES)]
+            server = self.server_command("server")
+            self._spawn_on(hosts[WORKERS + index], f"server {index}", server)
         for rank in range(WORKERS):
             self._env |= {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
-            self._spawn(f"worker {rank}", hosts[rank], worker)
+            self._spawn_on(hosts[rank], f"worker {rank}", self.worker_command(rounds))
 
-    def _spawn(self, title: str, host: Host, command: list[str]) -> None:
-        command = host.command([*self._wrapper, *command])
-        self.processes[title] = Spawned(title, command, self._env, self._folder)
+    def _spawn_on(self, host: Host, title: str, command: list[str]) -> None:
+        self.spawn(title, host.command([*self._wrapper, *command]), self._env)
 
     def pretend_numa_nodes(self, cores: Sequence[int]) -> None:
         """Each host has a NUMA node for each of these cores, and its NIC i is attached to node i.
@@ -96,19 +90,6 @@ class Job:
         mounts += f" && mount --bind {nics} /sys/class/net"
         self._wrapper = ["sh", "-ec", f'{mounts}; exec "$@"', "sh"]
 
-    def finish(self) -> None:
-        """All sums were right, and every process ended well."""
-        deadline = time.monotonic() + LIMIT_S
-        for title, process in self.processes.items():
-            try:
-                assert process.wait(deadline - time.monotonic()) == 0, last_lines(process.log)
-            except Late as error:
-                raise AssertionError(f"{title}: {error}") from None
-
-    def kill(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-
     def await_text(self, title: str, pattern: str) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not re.search(pattern, self.processes[title].text):
@@ -124,10 +105,6 @@ class Job:
             assert time.monotonic() < deadline, f"NIC {rail} of host {index} stands still"
             self.demand_running()
             time.sleep(0.05)
-
-    def demand_running(self) -> None:
-        for process in self.processes.values():
-            assert process.running, process.text
 
 
 def _output(host: Host, *command: str) -> str:

@@ -13,18 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.children import Late, Spawned, last_lines
 from scripts.ports import free_ports
 from tests import native
 from tests.rdma.transports import make
+from tests.sum_job import BYTES, LIMIT_S, SumJob
 
 pytestmark = pytest.mark.on_rdma
 
 RDMA = make("rdma")
 WORKERS, SERVERS = 2, 1
-LIMIT_S = 240.0
-"""For a guest whose CPU is emulated."""
-BYTES = 1 << 20
 MORE = 8 * BYTES
 FIRST, SECOND = "rdma0", "rdma2"
 SECOND_PEER = "rdma3"
@@ -52,14 +49,12 @@ def second_nic() -> Iterator[None]:
         _ip("link", "del", SECOND)  # and the device above it
 
 
-class Job:
-    """A job in which every worker checks every sum."""
+class Job(SumJob):
+    """Two workers and a server."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._programs = native.FOLDER
+        super().__init__(native.FOLDER, folder)
         self._status_port = str(free_ports())
-        self.processes: dict[str, Spawned] = {}
 
     def start(self, nics: str, rounds: int) -> None:
         env = {
@@ -76,34 +71,11 @@ class Job:
             "DMLC_NUM_SERVER": str(SERVERS),
             **RDMA.env,
         }
-        server = [str(self._programs / "byteps-server"), "--role"]
-        self._spawn("scheduler", [*server, "scheduler"], env)
-        self._spawn("server 0", [*server, "server"], env)
-        worker = [str(self._programs / "sum_worker"), "--pause-ms", "5", "--tensors", "2"]
-        worker += ["--rounds", str(rounds), "--bytes", str(BYTES)]
+        self.spawn("scheduler", self.server_command("scheduler"), env)
+        self.spawn("server 0", self.server_command("server"), env)
         for rank in range(WORKERS):
             place = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
-            self._spawn(f"worker {rank}", worker, {**env, **place})
-
-    def _spawn(self, title: str, command: list[str], env: dict[str, str]) -> None:
-        self.processes[title] = Spawned(title, command, env, self._folder)
-
-    def finish(self) -> None:
-        """All sums were right, and every process ended well."""
-        deadline = time.monotonic() + LIMIT_S
-        for title, process in self.processes.items():
-            try:
-                assert process.wait(deadline - time.monotonic()) == 0, last_lines(process.log)
-            except Late as error:
-                raise AssertionError(f"{title}: {error}") from None
-
-    def kill(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-
-    def demand_running(self) -> None:
-        for process in self.processes.values():
-            assert process.running, process.text
+            self.spawn(f"worker {rank}", self.worker_command(rounds), {**env, **place})
 
     def sent(self) -> list[dict[str, int]]:
         """Bytes that each node has sent by each NIC; empty while the status tells of none."""

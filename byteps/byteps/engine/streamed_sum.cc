@@ -199,7 +199,7 @@ char* StreamedSum::Wanted(const Partition& partition) const {
 }
 
 Landing StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
-  if (is_awaited_.exchange(true)) return {};
+  if (is_awaited_.exchange(true)) return {device_, nullptr};
   DeviceCopies* const device = DeviceCopies::Of(device_);
   for (const Chunk& chunk : chunks_) {
     std::vector<Copy> copies;

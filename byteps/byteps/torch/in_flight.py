@@ -75,6 +75,13 @@ def held() -> list[Sum | tuple[torch.Tensor, ...]]:
     return [*sums.values(), *updates.values(), *failed]
 
 
+def keep_failed(handle: int) -> None:
+    """Keep the tensors of a sum that failed."""
+    operation = sums.pop(handle, None)
+    if operation is not None:
+        failed.append(operation)
+
+
 def forget() -> None:
     """Let go of all tensors, once nothing reads or writes their memory any more."""
     for kept in (sums, updates, failed, _wire_copies):

@@ -248,9 +248,7 @@ def synchronize(handle: int) -> torch.Tensor:
     try:
         c_lib.wait(handle, stream)
     except session.BytePSError:
-        operation = in_flight.sums.pop(handle, None)
-        if operation is not None:
-            in_flight.failed.append(operation)
+        in_flight.keep_failed(handle)
         raise
     return in_flight.sums.pop(handle).finish()
 
@@ -269,7 +267,7 @@ def land(handle: int, stream: torch.cuda.Stream) -> c_lib.Landing:
     try:
         landing = c_lib.land(handle, stream.cuda_stream)
     except session.BytePSError:
-        in_flight.failed.append(in_flight.sums.pop(handle))
+        in_flight.keep_failed(handle)
         raise
     del in_flight.sums[handle]
     return landing

@@ -151,9 +151,7 @@ void SchedulerMembership::AdmitAll(int replica) {
       servers.push_back(member.node);
       neighbors[id] = NeighborsOf(id);
     }
-    for (const auto& [id, vacancy] : vacancies_) {
-      lost.push_back(membership::LostWord(id, turns_[Postoffice::IDtoRank(id)], vacancy.reason));
-    }
+    lost = LostWords();
     beginning = BeginningOf(replica >= 0);
     // So that servers alone can tell the next scheduler that there are replicas: workers may all
     // have left, or be lost.

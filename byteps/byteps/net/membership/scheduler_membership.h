@@ -152,6 +152,8 @@ class SchedulerMembership : public Membership {
   void EmitServer(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
   // Who hears of servers that are lost, or replaced by this one.
   std::vector<int> ToTellOfServers(int server) PS_REQUIRES(mu_);
+  // Of the places that are vacant.
+  std::vector<std::string> LostWords() PS_REQUIRES(mu_);
   // Of all places that were lost, with the node that has each now, if it is known.
   struct ServerWord {
     int server;

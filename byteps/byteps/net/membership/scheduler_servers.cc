@@ -96,10 +96,7 @@ void SchedulerMembership::ReplaceServer(const Node& node) {
     told = ToTellOfServers(node.id);
     const std::vector<Node> neighbors = NeighborsOf(node.id);
     peers.insert(peers.end(), neighbors.begin(), neighbors.end());
-    for (const auto& [id, vacancy] : vacancies_) {
-      if (!settings_.backups) continue;
-      lost.push_back(membership::LostWord(id, turns_[Postoffice::IDtoRank(id)], vacancy.reason));
-    }
+    if (settings_.backups) lost = LostWords();
     servers = roster_.expected().servers;
   }
   Send(links_, Control::ADD_NODE, node.id, beginning, peers);
@@ -121,6 +118,14 @@ std::vector<int> SchedulerMembership::ToTellOfServers(int server) {
     if (hears && is_there) told.push_back(id);
   }
   return told;
+}
+
+std::vector<std::string> SchedulerMembership::LostWords() {
+  std::vector<std::string> words;
+  for (const auto& [id, vacancy] : vacancies_) {
+    words.push_back(membership::LostWord(id, turns_[Postoffice::IDtoRank(id)], vacancy.reason));
+  }
+  return words;
 }
 
 std::vector<SchedulerMembership::ServerWord> SchedulerMembership::ServerWords() {
