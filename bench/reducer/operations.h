@@ -1,16 +1,84 @@
-// The table of what is measured: one row for each function of the reducer.
-#ifndef BENCH_REDUCERKIT_OPERATIONS_H_
-#define BENCH_REDUCERKIT_OPERATIONS_H_
+// The table of what is measured: how each operation uses memory, the plain loop that uses it alike,
+// and what it gives.
+#ifndef BENCH_REDUCER_OPERATIONS_H_
+#define BENCH_REDUCER_OPERATIONS_H_
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <functional>
 #include <utility>
 #include <vector>
 
 #include "byteps/base/dtype.h"
+#include "byteps/server/optimizer/update.h"
 #include "byteps/server/reducer.h"
-#include "streams.h"
 
 namespace bench {
+
+enum class Use { kNone, kRead, kWrite, kUpdate };
+
+// How an operation uses one of three buffers.  A wide one holds accumulators.
+struct Stream {
+  Use use = Use::kNone;
+  bool wide = false;
+};
+
+constexpr bool Reads(Stream s) { return s.use == Use::kRead || s.use == Use::kUpdate; }
+constexpr bool Writes(Stream s) { return s.use == Use::kWrite || s.use == Use::kUpdate; }
+
+constexpr Stream kRead{Use::kRead, false};
+constexpr Stream kWrite{Use::kWrite, false};
+constexpr Stream kUpdate{Use::kUpdate, false};
+constexpr Stream kReadWide{Use::kRead, true};
+constexpr Stream kWriteWide{Use::kWrite, true};
+constexpr Stream kUpdateWide{Use::kUpdate, true};
+
+constexpr size_t kLine = 64;
+
+typedef uint64_t Line __attribute__((vector_size(kLine)));
+
+inline Line Load(const char* p) {
+  Line v;
+  memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <Stream S>
+inline void Fetch(const char* p, size_t step, Line* lines) {
+  if constexpr (Reads(S)) {
+    constexpr size_t count = S.wide ? 2 : 1;
+    for (size_t i = 0; i < count; ++i) lines[i % 2] += Load(p + (step * count + i) * kLine);
+    if constexpr (!S.wide) lines[1] += lines[0];
+  }
+}
+
+template <Stream S>
+inline void Put(char* p, size_t step, const Line* lines) {
+  if constexpr (Writes(S)) {
+    constexpr size_t count = S.wide ? 2 : 1;
+    for (size_t i = 0; i < count; ++i) memcpy(p + (step * count + i) * kLine, &lines[i], kLine);
+  }
+}
+
+// Reads and writes the lines of three buffers as the streams say; `steps` counts
+// those of the buffers that are not wide, which have half as many as a wide one.
+template <Stream A, Stream B, Stream C>
+void Touch(char* a, char* b, char* c, size_t steps) {
+  for (size_t step = 0; step < steps; ++step) {
+    Line lines[2] = {Line{} + 1, Line{} + 1};  // what is updated must change
+    Fetch<A>(a, step, lines);
+    Fetch<B>(b, step, lines);
+    Fetch<C>(c, step, lines);
+    Put<A>(a, step, lines);
+    Put<B>(b, step, lines);
+    Put<C>(c, step, lines);
+  }
+}
+
+// The table of what is measured: one row for each function of the reducer.
 
 using byteps::core::DType;
 
@@ -73,5 +141,174 @@ inline std::vector<Operation> Operations() {
   return table;
 }
 
+// Elements of every type from and to double, by means other than the reducer's.
+
+// Small multiples of every divisor: exact in every type, also after an addition and
+// a division, and other ones in each buffer and at each index, up to a period.  None
+// is 0: what is divided again and again would become subnormal, which is slow.
+constexpr size_t kPeriod = 5;
+inline int Value(int buffer, size_t i) {
+  return 12 * (1 + static_cast<int>((i * 7 + buffer * 3) % kPeriod));
+}
+
+template <typename T>
+void StoreAs(char* p, size_t i, double v) {
+  const T x = static_cast<T>(v);
+  memcpy(p + i * sizeof(T), &x, sizeof(T));
+}
+
+template <typename T>
+double LoadAs(const char* p, size_t i) {
+  T x;
+  memcpy(&x, p + i * sizeof(T), sizeof(T));
+  return static_cast<double>(x);
+}
+
+// The two half types by arithmetic, so that the reducer's own conversions are not
+// checked against themselves.  For 0 and normal numbers of few digits.
+inline uint16_t PackHalf(DType t, double v) {
+  const int mantissa_bits = t == DType::kBFloat16 ? 7 : 10;
+  const int bias = t == DType::kBFloat16 ? 127 : 15;
+  if (v == 0) return 0;
+  int exponent = 0;
+  const double fraction = frexp(v, &exponent);  // v = fraction * 2^exponent, 0.5 <= fraction < 1
+  const int mantissa = static_cast<int>((fraction * 2 - 1) * (1 << mantissa_bits));
+  return static_cast<uint16_t>((exponent - 1 + bias) << mantissa_bits | mantissa);
+}
+
+inline double UnpackHalf(DType t, uint16_t h) {
+  const int mantissa_bits = t == DType::kBFloat16 ? 7 : 10;
+  const int bias = t == DType::kBFloat16 ? 127 : 15;
+  if (h == 0) return 0;
+  const double mantissa = h & ((1 << mantissa_bits) - 1);
+  return ldexp(1 + ldexp(mantissa, -mantissa_bits), (h >> mantissa_bits) - bias);
+}
+
+inline void Put(DType t, bool wide, char* p, size_t i, double v) {
+  if (wide) return WideSize(t) == 4 ? StoreAs<float>(p, i, v) : StoreAs<double>(p, i, v);
+  switch (t) {
+    case DType::kFloat32:
+      return StoreAs<float>(p, i, v);
+    case DType::kFloat64:
+      return StoreAs<double>(p, i, v);
+    case DType::kUInt8:
+      return StoreAs<uint8_t>(p, i, v);
+    case DType::kInt8:
+      return StoreAs<int8_t>(p, i, v);
+    case DType::kInt32:
+      return StoreAs<int32_t>(p, i, v);
+    case DType::kInt64:
+      return StoreAs<int64_t>(p, i, v);
+    case DType::kFloat16:
+    case DType::kBFloat16: {
+      const uint16_t h = PackHalf(t, v);
+      memcpy(p + i * sizeof(h), &h, sizeof(h));
+    }
+  }
+}
+
+inline double Get(DType t, bool wide, const char* p, size_t i) {
+  if (wide) return WideSize(t) == 4 ? LoadAs<float>(p, i) : LoadAs<double>(p, i);
+  switch (t) {
+    case DType::kFloat32:
+      return LoadAs<float>(p, i);
+    case DType::kFloat64:
+      return LoadAs<double>(p, i);
+    case DType::kUInt8:
+      return LoadAs<uint8_t>(p, i);
+    case DType::kInt8:
+      return LoadAs<int8_t>(p, i);
+    case DType::kInt32:
+      return LoadAs<int32_t>(p, i);
+    case DType::kInt64:
+      return LoadAs<int64_t>(p, i);
+    case DType::kFloat16:
+    case DType::kBFloat16: {
+      uint16_t h;
+      memcpy(&h, p + i * sizeof(h), sizeof(h));
+      return UnpackHalf(t, h);
+    }
+  }
+  return NAN;
+}
+
+// The optimizer's updates: gradients or parameters in one buffer, and fp32 state in others.
+
+// AdamW over partitions, which lie one after the other.
+class AdamWRun {
+ public:
+  static constexpr int kSlots = 3;
+
+  AdamWRun(DType t, size_t elements)
+      : t_(t), size_(byteps::core::SizeOf(t)), values_(elements * size_) {
+    for (auto& slot : slots_) slot.resize(elements);
+    Fill();
+  }
+
+  // Bytes of an element, read and then written.
+  size_t width() const { return size_ + kSlots * sizeof(float); }
+
+  void Fill() {
+    for (size_t i = 0; i < slots_[0].size(); ++i) {
+      Put(t_, false, values_.data(), i, Gradient(i));
+      for (int slot = 0; slot < kSlots; ++slot) slots_[slot][i] = Start(slot, i);
+    }
+  }
+
+  void Update(size_t begin, size_t n) {
+    byteps::core::UpdateAdamW(t_, Step(), values_.data() + begin * size_, &slots_[0][begin],
+                              &slots_[1][begin], &slots_[2][begin], n);
+  }
+
+  // Reads and writes the same lines, and computes nothing to speak of.
+  void Plain(size_t begin, size_t n) {
+    TouchLines(values_.data() + begin * size_, n * size_ / kLine);
+    for (auto& slot : slots_) {
+      TouchLines(reinterpret_cast<char*>(&slot[begin]), n * sizeof(float) / kLine);
+    }
+  }
+
+  // After one update of all: elements that differ from what fp64 makes of them.
+  size_t CountWrong() {
+    Fill();
+    Update(0, slots_[0].size());
+    size_t wrong = 0;
+    for (size_t i = 0; i < slots_[0].size(); ++i) {
+      const double g = Gradient(i);
+      const double mean = Start(1, i) * Step().beta1 + g * (1 - Step().beta1);
+      const double square = Start(2, i) * Step().beta2 + g * g * (1 - Step().beta2);
+      const double corrected = square / (1 - std::pow(Step().beta2, Step().number));
+      const double rate = Step().learning_rate / (1 - std::pow(Step().beta1, Step().number));
+      const double parameter = Start(0, i) * (1 - Step().learning_rate * Step().weight_decay) -
+                               rate * mean / (std::sqrt(corrected) + Step().eps);
+      const double rounding = size_ == 2 ? 4e-3 : 1e-6;
+      wrong += !Near(slots_[0][i], parameter, 1e-6) || !Near(slots_[1][i], mean, 1e-6) ||
+               !Near(slots_[2][i], square, 1e-6) ||
+               !Near(Get(t_, false, values_.data(), i), parameter, rounding);
+    }
+    return wrong;
+  }
+
+ private:
+  static byteps::core::AdamWStep Step() { return {0.01, 0.1, 0.9, 0.95, 1e-8, 10, 1.0f}; }
+  static double Gradient(size_t i) { return Value(0, i) / 16.0; }
+  static float Start(int slot, size_t i) { return static_cast<float>(Value(slot, i + slot)); }
+  static bool Near(double found, double expected, double tolerance) {
+    return std::abs(found - expected) <= tolerance * std::abs(expected);
+  }
+  static void TouchLines(char* p, size_t lines) {
+    for (size_t i = 0; i < lines; ++i) {
+      const Line line = Load(p + i * kLine) + 1;
+      memcpy(p + i * kLine, &line, kLine);
+    }
+  }
+
+  const DType t_;
+  const size_t size_;
+  std::vector<char> values_;
+  std::vector<float> slots_[kSlots];
+};
+
 }  // namespace bench
-#endif  // BENCH_REDUCERKIT_OPERATIONS_H_
+
+#endif  // BENCH_REDUCER_OPERATIONS_H_

@@ -17,8 +17,6 @@
 #include <vector>
 
 #include "operations.h"
-#include "updates.h"
-#include "values.h"
 
 namespace bench {
 namespace {

@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "byteps/base/clones.h"
-#include "byteps/base/half_words.h"
+#include "byteps/base/dtype.h"
 #include "byteps/base/protocol.h"
 
 namespace byteps {

@@ -12,6 +12,14 @@
 namespace byteps {
 namespace core {
 
+// What a process is in its job.
+enum class Role { kScheduler, kServer, kWorker };
+
+inline const char* NameOf(Role role) {
+  if (role == Role::kScheduler) return "scheduler";
+  return role == Role::kServer ? "server" : "worker";
+}
+
 // The highest integer that a setting can have: its range has no upper end.
 constexpr double kMaxInt = 2147483647;
 
@@ -85,4 +93,5 @@ struct Launch {
 
 }  // namespace core
 }  // namespace byteps
+
 #endif  // BYTEPS_BASE_CONFIG_H_

@@ -2,8 +2,7 @@
 
 #include <atomic>
 
-#include "byteps/base/error.h"
-#include "byteps/base/log_line.h"
+#include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
 
 namespace ps {

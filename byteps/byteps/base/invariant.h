@@ -1,3 +1,77 @@
+// What goes wrong, what the code takes for granted, and what seldom happens: the exceptions that
+// our code throws, invariants, and probes.
+#ifndef BYTEPS_BASE_INVARIANT_H_
+#define BYTEPS_BASE_INVARIANT_H_
+
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace byteps {
+namespace core {
+
+// Memory for values, which a process may not get.
+
+// A std::bad_alloc that knows how much was wanted.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(size_t bytes) : bytes_(bytes) {}
+  const char* what() const noexcept override { return "out of memory"; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  const size_t bytes_;
+};
+
+// Uninitialised, for delete[].  Throws OutOfMemory.
+inline char* NewBytes(size_t bytes) {
+  char* const memory = new (std::nothrow) char[bytes];
+  if (memory == nullptr) throw OutOfMemory(bytes);
+  return memory;
+}
+
+// The one exception that our code throws.
+
+// An operation, or the whole job, failed.  The text names what was attempted,
+// the peer, the limit, as far as they are known: it is what the user reads.  The place is that of
+// the throw, which the log cites.
+class Error : public std::runtime_error {
+ public:
+  explicit Error(const std::string& what, const char* file = __builtin_FILE(),
+                 int line = __builtin_LINE())
+      : std::runtime_error(what), file_(file), line_(line) {}
+  const char* file() const { return file_; }
+  int line() const { return line_; }
+
+ private:
+  const char* file_;
+  int line_;
+};
+
+// A value the caller passed, or a variable the user set, cannot be used.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// After a system call that failed: "epoll_ctl: Bad file descriptor".
+[[noreturn]] inline void ThrowErrno(const char* call, const char* file = __builtin_FILE(),
+                                    int line = __builtin_LINE()) {
+  throw Error(std::string(call) + ": " + strerror(errno), file, line);
+}
+
+}  // namespace core
+}  // namespace byteps
+
+namespace ps {
+using byteps::core::Error;
+using byteps::core::ThrowErrno;
+
 // What the code takes for granted, checked wherever it runs: in tests, simulations and releases.
 //
 //   BPS_INVARIANT("a block is returned once", in_use_ >= size, "block of " + std::to_string(size));
@@ -10,15 +84,6 @@
 // - BPS_INVARIANT_NOTED goes on, for destructors and callbacks, which must not throw.
 // Either way the membership (net/membership/membership.h) fails the job within a heartbeat, and
 // every node gets an error that names the node and the invariant.
-#ifndef BYTEPS_BASE_INVARIANT_H_
-#define BYTEPS_BASE_INVARIANT_H_
-
-#include <cstdint>
-#include <string>
-
-#include "byteps/base/error.h"
-
-namespace ps {
 
 struct InvariantReport {
   uint64_t count = 0;  // broken by this process so far
@@ -51,5 +116,137 @@ std::string Note(const char* name, const char* file, int line, const std::string
   do {                                                                                        \
     if (__builtin_expect(!(holds), 0)) ::ps::invariant::Note(name, __FILE__, __LINE__, seen); \
   } while (0)
+
+namespace ps {
+
+// Rare branches by name, so that a test can see which of them its schedules reach.
+//
+//   PS_PROBE(kWindowFull);
+//
+// A process in which nobody listens loads one pointer there, and these are branches that are
+// seldom taken.  The simulation (byteps/tests/simulation) counts them, and lets its seed decide
+// whether the thread that reached one yields, is delayed, or something breaks at that moment.
+// `simulate` prints how many of its jobs reached each.
+
+// Name; what it says in tables.
+#define PS_PROBES(X)                                                                   \
+  /* engine */                                                                         \
+  X(kSentByCaller, "a small sum is sent by the thread that called")                    \
+  X(kCallerQueued, "a small sum has to queue")                                         \
+  X(kWindowFull, "a server's window is full")                                          \
+  X(kStepsBack, "a worker is ahead of the others, and its window shrinks")             \
+  X(kTaskOfEnded, "a partition was queued when its operation failed")                  \
+  X(kEndedBeforeSum, "a sum comes when its operation has failed")                      \
+  X(kAwaitsWriters, "a wait for a failed operation waits for its writers")             \
+  X(kNobodyAnswered, "a worker gives up an operation that no server answered")         \
+  X(kDeclarationLate, "a declaration is not answered in time")                         \
+  X(kAnswerToNobody, "an answer to a declaration comes when it was given up")          \
+  /* device */                                                                         \
+  X(kPushAwaitsPinned, "a push finds the pinned pool empty")                           \
+  X(kSumAwaitsPinned, "a sum for the GPU finds the pinned pool empty")                 \
+  X(kReceivedElsewhere, "a sum is received elsewhere, since the pinned pool is empty") \
+  X(kPoolShared, "a block that comes back serves several that wait")                   \
+  X(kCopyLeft, "a copy is left to the thread that gives copies already")               \
+  X(kCopyCalled, "a copy takes so long that the driver calls")                         \
+  X(kPushHeldBack, "a push waits for the server that replaces a lost one")             \
+  X(kPushedAgain, "a partition is pushed again, to another server")                    \
+  X(kAnswerOfLost, "an answer comes of a server that is lost")                         \
+  X(kSumGiven, "a worker gives a sum to the server that comes")                        \
+  X(kReplacedAgain, "a server that has replaced a lost one is lost before it goes on") \
+  /* server */                                                                         \
+  X(kServedHere, "a request is served by the thread that received it")                 \
+  X(kQueuedWhileServing, "a small request finds its engine thread at work")            \
+  X(kLooksSooner, "a round is due before the engine thread would look")                \
+  X(kRoundLate, "a round is late")                                                     \
+  X(kRoundOfLost, "a round fails since it lacks the push of a worker that is gone")    \
+  X(kRoundAfterLost, "a round begins that a worker which is gone can never complete")  \
+  X(kPushAfterFailure, "a push comes after its round has failed")                      \
+  X(kStepAfterFailure, "a step is asked for after its round has failed")               \
+  X(kRoundsOpen, "a worker begins a round while an older one is open")                 \
+  X(kNoSpareMemory, "the memory of no push is there for the parameters of a step")     \
+  X(kStepMade, "a speculative step is kept")                                           \
+  X(kStepRedone, "a speculative step is made again, clipped")                          \
+  X(kStepDropped, "a speculative step is dropped")                                     \
+  X(kStepOvertaken, "parameters are loaded while a speculative step is open")          \
+  X(kRoundGivenUp, "a member goes on, and so gives up a round")                        \
+  X(kRoundLosesMember, "a replica is removed while a round is open")                   \
+  X(kReplicaAwaited, "others wait for a replica's push")                               \
+  X(kReplicaLate, "a replica's push is later than others wait")                        \
+  X(kRoundShort, "a round closes without the members of a removed replica")            \
+  X(kPushOfAbsent, "a push comes of a replica that was removed")                       \
+  X(kGivenOpen, "a sum is given of a round that some members have pushed")             \
+  X(kGivenFirst, "a sum is given of a round that nobody has pushed")                   \
+  X(kPushOfGiven, "a push comes whose sum another member has given")                   \
+  X(kBackupLost, "the server that has a copy of this one's state is lost")             \
+  X(kBackupWhole, "a backup has been told all state that there is")                    \
+  X(kStateFetched, "a server that comes fetches the state of a lost one")              \
+  X(kLateRecord, "a record comes to a backup of a server that was lost")               \
+  X(kRoundCopied, "a round waits until its backup has it")                             \
+  X(kStepCopied, "a step waits until its backup has it")                               \
+  X(kLoadCopied, "a load waits until its backup has it")                               \
+  X(kStateCopied, "a backup that comes is told a state that there is")                 \
+  X(kHeldForBackup, "a request waits for the answer of a backup")                      \
+  X(kAnsweredAgain, "a member is answered by a round that was restored")               \
+  X(kSumNowhere, "a sum is with nobody, and cannot be made again")                     \
+  /* membership */                                                                     \
+  X(kFailedInJoin, "the job fails while a node waits for the others")                  \
+  X(kComeAgain, "a node is told to come again")                                        \
+  X(kForgotten, "a server is lost before a worker came, and is forgotten")             \
+  X(kGoneAlready, "a node is lost that is gone already")                               \
+  X(kDeparturesTogether, "several workers that left are told of together")             \
+  X(kSaysGoodbye, "a worker says goodbye")                                             \
+  X(kLastLeaves, "the last worker leaves")                                             \
+  X(kIncarnationEnds, "a scheduler that keeps the cluster ends a generation")          \
+  X(kOldIncarnation, "a message comes of an older generation")                         \
+  X(kCameWhileTurning, "a node comes while the scheduler ends a generation")           \
+  X(kEndedAlready, "the last worker leaves a job that is over")                        \
+  X(kLastWord, "the scheduler's connection closes, and its last word may still come")  \
+  X(kLinkReported, "a node tells the scheduler of a broken connection")                \
+  X(kLinkOfLeaver, "the connection to a peer breaks that has left in good order")      \
+  X(kDidNotStart, "nodes stay away until the scheduler gives up")                      \
+  X(kStoppedInJob, "a node is told to end while the job runs")                         \
+  X(kReplicaRemoved, "a replica is removed, and the others go on")                     \
+  X(kJoinerRemoved, "a replica is removed before it has joined")                       \
+  X(kLateRemoved, "a replica is removed since it is late")                             \
+  X(kReplicaWaits, "a replica that came late is ready to join")                        \
+  X(kReplicaAdmitted, "a replica is admitted, and servers are told")                   \
+  X(kJoinerExpected, "a server begins to wait for a replica that joins")               \
+  X(kReplicaJoined, "a replica has joined a job that runs")                            \
+  X(kServerLost, "a server is lost, and another one is waited for")                    \
+  X(kNodeReturns, "a node comes to a scheduler after another one died")                \
+  X(kNewcomersGiveWay, "others came to the scheduler before nodes that return")        \
+  X(kSchedulerGoesOn, "a scheduler goes on with the job of one that died")             \
+  X(kTakesOverLeaving, "it tells again that a replica was removed")                    \
+  X(kTakesOverGathering, "a replica was gathering when the scheduler died")            \
+  X(kTakesOverWaiting, "a replica was waiting when the scheduler died")                \
+  X(kTakesOverJoining, "a replica was joining when the scheduler died")                \
+  X(kTakesOverLeft, "workers had left when the scheduler died")                        \
+  X(kNodeStaysAway, "a node does not come back to the scheduler")                      \
+  X(kSchedulerAway, "a node waits for a scheduler that died")                          \
+  X(kAskedAgain, "a node asks the next scheduler for what it asked the last one")      \
+  X(kTakesOverVacancy, "a scheduler goes on with a job that lacks a server")           \
+  X(kServerReplaced, "a server takes the place of one that was lost")                  \
+  /* the transport; where it is played, its stand-in */                                \
+  X(kAbandoned, "values in flight are abandoned")                                      \
+  X(kSentAgain, "messages are sent again over another socket")
+
+enum class Probe {
+#define PS_NAME_OF_PROBE(name, text) name,
+  PS_PROBES(PS_NAME_OF_PROBE)
+#undef PS_NAME_OF_PROBE
+      kNumProbes
+};
+
+using ProbeListener = void (*)(Probe probe);
+inline std::atomic<ProbeListener> probe_listener{nullptr};
+
+inline void Reach(Probe probe) {
+  const ProbeListener listener = probe_listener.load(std::memory_order_relaxed);
+  if (__builtin_expect(listener != nullptr, 0)) listener(probe);
+}
+
+}  // namespace ps
+
+#define PS_PROBE(name) ::ps::Reach(::ps::Probe::name)
 
 #endif  // BYTEPS_BASE_INVARIANT_H_

@@ -1,12 +1,160 @@
 #include "byteps/base/protocol.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <utility>
 
 #include "byteps/base/wire.h"
 
 namespace byteps {
 namespace core {
+namespace {
+
+constexpr size_t kGroupBytes = 3 * 8 + 1;
+constexpr size_t kSegmentBytes = 8 + 4 + 1;
+constexpr size_t kRateBytes = 2 * 8;
+
+void PutDouble(WireWriter* out, double value) {
+  uint64_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  out->Put(bits);
+}
+
+double GetDouble(WireReader* in) {
+  const uint64_t bits = in->Get<uint64_t>();
+  double value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+std::string Number(double value) {
+  char text[32];
+  snprintf(text, sizeof(text), "%.9g", value);
+  return text;
+}
+
+bool IsUsable(const UpdateRule& rule, const UpdateRule::Group& group) {
+  if (!std::isfinite(group.beta1) || !std::isfinite(group.beta2) || !std::isfinite(group.eps)) {
+    return false;
+  }
+  return rule.algorithm == UpdateRule::kSgd || (group.beta1 < 1 && group.beta2 < 1);
+}
+
+}  // namespace
+
+uint32_t UpdateRule::NumSlots() const {
+  if (algorithm == kAdamW) return 3;
+  for (const Group& group : groups) {
+    if (group.beta1 != 0) return 2;
+  }
+  return 1;
+}
+
+std::string UpdateRule::Describe() const {
+  std::string text = algorithm == kAdamW ? "AdamW of " : "SGD of ";
+  text += std::to_string(groups.size()) + (groups.size() == 1 ? " group" : " groups");
+  text += ", " + std::to_string(4 * NumSlots()) + " bytes of state a parameter";
+  return text + (speculative ? ", and its gradient until a step is kept" : "");
+}
+
+std::string UpdateRule::Pack() const {
+  WireWriter out;
+  out.Put(static_cast<uint8_t>(algorithm));
+  out.Put(static_cast<uint8_t>(in_order));
+  out.Put(static_cast<uint8_t>(speculative));
+  out.Put(static_cast<uint8_t>(counts_zeros));
+  out.Put(static_cast<uint8_t>(held));
+  out.PutSize(groups.size());
+  for (const Group& group : groups) {
+    for (const double value : {group.beta1, group.beta2, group.eps}) PutDouble(&out, value);
+    out.Put(static_cast<uint8_t>(group.nesterov));
+  }
+  out.PutSize(segments.size());
+  for (const Segment& segment : segments) {
+    out.Put(segment.end);
+    out.Put(segment.group);
+    out.Put(static_cast<uint8_t>(segment.counted));
+  }
+  return out.Take();
+}
+
+bool UpdateRule::Unpack(const std::string& text, uint64_t values, UpdateRule* rule) {
+  WireReader in(text);
+  const uint8_t algorithm = in.Get<uint8_t>();
+  if (algorithm != kAdamW && algorithm != kSgd) return false;
+  rule->algorithm = static_cast<Algorithm>(algorithm);
+  const uint8_t in_order = in.Get<uint8_t>();
+  rule->in_order = in_order == 1;
+  const uint8_t speculative = in.Get<uint8_t>();
+  rule->speculative = speculative == 1;
+  const uint8_t counts_zeros = in.Get<uint8_t>();
+  rule->counts_zeros = counts_zeros == 1;
+  const uint8_t held = in.Get<uint8_t>();
+  if (in_order > 1 || speculative > 1 || counts_zeros > 1 || held >= kNumDTypes) return false;
+  rule->held = static_cast<DType>(held);
+  if (!IsHeld(rule->held)) return false;
+  rule->groups.resize(in.GetCount(kGroupBytes));
+  for (Group& group : rule->groups) {
+    for (double* value : {&group.beta1, &group.beta2, &group.eps}) *value = GetDouble(&in);
+    const uint8_t nesterov = in.Get<uint8_t>();
+    group.nesterov = nesterov == 1;
+    if (nesterov > 1 || !IsUsable(*rule, group)) return false;
+  }
+  rule->segments.resize(in.GetCount(kSegmentBytes));
+  uint64_t end = 0;
+  for (Segment& segment : rule->segments) {
+    segment.end = in.Get<uint64_t>();
+    segment.group = in.Get<uint32_t>();
+    const uint8_t counted = in.Get<uint8_t>();
+    segment.counted = counted == 1;
+    if (counted > 1 || segment.end <= end || segment.group >= rule->groups.size()) return false;
+    end = segment.end;
+  }
+  return in.ok() && in.at_end() && end == values;
+}
+
+std::string UpdateStep::Describe() const {
+  std::string rate_text, decay_text;
+  for (const Rate& rate : rates) {
+    rate_text += (rate_text.empty() ? "" : ", ") + Number(rate.learning_rate);
+    decay_text += (decay_text.empty() ? "" : ", ") + Number(rate.weight_decay);
+  }
+  return "step " + std::to_string(number) + (skip ? ", skipped," : "") + " with learning rates " +
+         rate_text + ", weight decays " + decay_text + ", gradients times " + Number(grad_scale);
+}
+
+std::string UpdateStep::Pack() const {
+  WireWriter out;
+  out.Put(number);
+  PutDouble(&out, grad_scale);
+  out.Put(static_cast<uint8_t>(skip));
+  out.PutSize(rates.size());
+  for (const Rate& rate : rates) {
+    PutDouble(&out, rate.learning_rate);
+    PutDouble(&out, rate.weight_decay);
+  }
+  return out.Take();
+}
+
+bool UpdateStep::Unpack(const std::string& text, UpdateStep* step) {
+  WireReader in(text);
+  step->number = in.Get<uint64_t>();
+  step->grad_scale = GetDouble(&in);
+  const uint8_t skip = in.Get<uint8_t>();
+  step->skip = skip == 1;
+  step->rates.resize(in.GetCount(kRateBytes));
+  for (Rate& rate : step->rates) {
+    rate.learning_rate = GetDouble(&in);
+    rate.weight_decay = GetDouble(&in);
+  }
+  return in.ok() && in.at_end() && skip <= 1 && step->number > 0;
+}
 
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed) {
   uint64_t hash = 14695981039346656037ull ^ seed;
@@ -98,6 +246,172 @@ bool Declaration::operator==(const Declaration& o) const {
          stochastic == o.stochastic && bytes == o.bytes && partition_bytes == o.partition_bytes &&
          placement == o.placement && hash == o.hash && patience == o.patience && group == o.group &&
          (rule == o.rule || (rule && o.rule && *rule == *o.rule));
+}
+
+namespace {
+
+constexpr uint8_t kAverage = 1;
+constexpr uint8_t kHasRule = 2;
+constexpr uint8_t kFeedback = 4;
+constexpr uint8_t kStochastic = 8;
+// A tensor without its name.
+constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4;
+
+using Groups = std::vector<std::vector<uint32_t>>;
+
+Groups ReadGroups(WireReader* in) {
+  Groups groups(in->GetCount(sizeof(uint32_t)));
+  for (auto& group : groups) {
+    group.resize(in->GetCount(sizeof(uint32_t)));
+    for (auto& rank : group) rank = in->Get<uint32_t>();
+  }
+  return groups;
+}
+
+bool IsGroup(const std::vector<uint32_t>& ranks) {
+  return !ranks.empty() && std::adjacent_find(ranks.begin(), ranks.end(),
+                                              std::greater_equal<uint32_t>()) == ranks.end();
+}
+
+bool IsWhole(const Declaration& d) {
+  return d.bytes > 0 && d.partition_bytes > 0 && d.bytes % SizeOf(d.dtype) == 0 &&
+         d.partition_bytes % SizeOf(d.dtype) == 0 &&
+         // Written so that no sum overflows.
+         (d.bytes - 1) / d.partition_bytes < kMaxPartitions && IsGroup(d.group);
+}
+
+// Of a tensor that is whole.
+bool ReadRule(WireReader* in, Declaration* d) {
+  auto rule = std::make_shared<UpdateRule>();
+  if (!UpdateRule::Unpack(in->GetText(), ValuesIn(d->dtype, d->bytes), rule.get())) return false;
+  d->rule = std::move(rule);
+  // What comes down is rounded without feedback: it is the difference to what was sent before.
+  return IsUpdated(d->dtype) && !d->feedback;
+}
+
+// False when it cannot be a tensor.
+bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
+  const uint8_t dtype = in->Get<uint8_t>();
+  const uint8_t flags = in->Get<uint8_t>();
+  d->bytes = in->Get<uint64_t>();
+  d->partition_bytes = in->Get<uint32_t>();
+  d->placement = in->Get<uint64_t>();
+  const uint32_t group = in->Get<uint32_t>();
+  d->name = in->GetText();
+  if (!in->ok() || dtype >= kNumDTypes ||
+      (flags & ~(kAverage | kHasRule | kFeedback | kStochastic)) != 0 || group >= groups.size()) {
+    return false;
+  }
+  d->dtype = static_cast<DType>(dtype);
+  d->average = (flags & kAverage) != 0;
+  d->feedback = (flags & kFeedback) != 0;
+  d->stochastic = (flags & kStochastic) != 0;
+  if ((d->feedback || d->stochastic) && !IsBlock(d->dtype)) return false;
+  d->group = groups[group];
+  if (!IsWhole(*d)) return false;
+  return (flags & kHasRule) == 0 || ReadRule(in, d);
+}
+
+}  // namespace
+
+std::string PackDeclarations(const std::vector<Declaration>& declarations) {
+  WireWriter out;
+  const Declaration any = declarations.empty() ? Declaration() : declarations.front();
+  out.Put(kDeclarationVersion);
+  out.Put(static_cast<uint8_t>(any.hash));
+  out.Put(any.patience.replica_ranks);
+  out.Put(any.patience.quorum);
+  out.Put(any.patience.grace_ms);
+  std::map<std::vector<uint32_t>, uint32_t> numbers;
+  std::vector<const std::vector<uint32_t>*> groups;
+  for (const auto& d : declarations) {
+    if (numbers.emplace(d.group, groups.size()).second) groups.push_back(&d.group);
+  }
+  out.PutSize(groups.size());
+  for (const auto* group : groups) {
+    out.PutSize(group->size());
+    for (uint32_t rank : *group) out.Put(rank);
+  }
+  out.PutSize(declarations.size());
+  for (const auto& d : declarations) {
+    out.Put(static_cast<uint8_t>(d.dtype));
+    out.Put(static_cast<uint8_t>((d.average ? kAverage : 0) | (d.rule ? kHasRule : 0) |
+                                 (d.feedback ? kFeedback : 0) | (d.stochastic ? kStochastic : 0)));
+    out.Put(d.bytes);
+    out.Put(d.partition_bytes);
+    out.Put(d.placement);
+    out.Put(numbers[d.group]);
+    out.PutText(d.name);
+    if (d.rule) out.PutText(d.rule->Pack());
+  }
+  return out.Take();
+}
+
+bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* declarations,
+                        std::string* error) {
+  WireReader in(text);
+  const uint8_t version = in.Get<uint8_t>();
+  if (in.ok() && version != kDeclarationVersion) {
+    *error = "is of version " + std::to_string(version) + ", this server knows version " +
+             std::to_string(kDeclarationVersion) + ": install the same byteps on every node";
+    return false;
+  }
+  *error = "does not parse";
+  const uint8_t hash = in.Get<uint8_t>();
+  Patience patience;
+  for (uint32_t* field : {&patience.replica_ranks, &patience.quorum, &patience.grace_ms}) {
+    *field = in.Get<uint32_t>();
+  }
+  if (!in.ok() || hash >= kNumKeyHashes) return false;
+  if (patience.replica_ranks == 0 && patience.quorum > 0) return false;
+  const Groups groups = ReadGroups(&in);
+  const uint32_t count = in.GetCount(kTensorBytes);
+  declarations->clear();
+  for (uint32_t i = 0; i < count; ++i) {
+    Declaration d;
+    d.hash = static_cast<KeyHash>(hash);
+    d.patience = patience;
+    if (!ReadTensor(&in, groups, &d)) return false;
+    declarations->push_back(std::move(d));
+  }
+  if (!in.ok() || !in.at_end()) return false;
+  error->clear();
+  return true;
+}
+
+KeyHash ParseKeyHash(const std::string& name) {
+  return name == "djb2" ? KeyHash::kDjb2 : KeyHash::kRaw;
+}
+
+int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int num_servers) {
+  const uint64_t k = static_cast<uint64_t>(num_servers);
+  if (hash == KeyHash::kRaw) return static_cast<int>((placement % k + index) % k);
+  uint64_t h = 5381;
+  for (char c : std::to_string(key + index)) h = h * 33 + static_cast<unsigned char>(c);
+  return static_cast<int>(h % k);
+}
+
+uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double link_bytes_per_s,
+                        uint32_t smallest, uint32_t largest) {
+  const uint64_t unit = IsBlock(dtype) ? kBlocksOfPartition * SizeOf(dtype) : sysconf(_SC_PAGESIZE);
+  const auto whole = [unit](uint64_t n) { return (n + unit - 1) / unit * unit; };
+  const uint64_t pieces =
+      std::min(kPartitionsPerServer * static_cast<uint64_t>(num_servers), kMaxPartitions);
+  const double a_server = static_cast<double>(bytes) / num_servers;
+  const auto worth = static_cast<uint64_t>(sqrt(a_server * link_bytes_per_s * kPartitionSeconds));
+  const uint64_t wanted = whole(std::max((bytes + pieces - 1) / pieces, worth));
+  // Less than a unit, where no partition may be so long.
+  const uint64_t most =
+      largest >= unit ? largest / unit * unit : largest / SizeOf(dtype) * SizeOf(dtype);
+  uint64_t least = smallest;
+  if (least == 0) {
+    const double carried = link_bytes_per_s * kShortestSeconds;
+    least = link_bytes_per_s == 0 || carried > kMostSmallest ? kMostSmallest
+                                                             : static_cast<uint64_t>(carried);
+    least = std::max(least, kLeastSmallest);
+  }
+  least = std::min(whole(least), most);
+  return static_cast<uint32_t>(std::min(std::max(wanted, least), most));
 }
 
 }  // namespace core

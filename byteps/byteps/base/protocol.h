@@ -1,6 +1,117 @@
+// What workers and servers say to each other: declarations, keys, requests, values, and the rules
+// by which servers update parameters.
+#ifndef BYTEPS_BASE_PROTOCOL_H_
+#define BYTEPS_BASE_PROTOCOL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/dtype.h"
+#include "byteps/base/invariant.h"
+
+namespace byteps {
+namespace core {
+
+// What servers are told of an optimizer: once, how parameters are updated, and with each step, by
+// how much.
+
+// How a tensor of parameters is updated from its summed gradients.  A part of its declaration.
+//
+// On the wire, little-endian: u8 algorithm, u8 in_order, u8 speculative, u8 counts_zeros, u8 held,
+// u32 groups, each: u64 times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments,
+// each: u64 end, u32 group, u8 counted.
+struct UpdateRule {
+  // The numbers are part of the protocol.
+  enum Algorithm : uint8_t { kAdamW = 1, kSgd = 2 };
+
+  // Parameters that are updated alike.  Of SGD, beta1 is the momentum, beta2 its dampening.
+  struct Group {
+    double beta1 = 0;
+    double beta2 = 0;
+    double eps = 0;
+    bool nesterov = false;
+    bool operator==(const Group&) const = default;
+  };
+
+  // Elements from the end of the segment before, or 0, up to `end`.
+  struct Segment {
+    uint64_t end = 0;
+    uint32_t group = 0;
+    // In GradientSums.  Of a parameter that several tensors hold, one copy is.
+    bool counted = true;
+    bool operator==(const Segment&) const = default;
+  };
+
+  Algorithm algorithm = kAdamW;
+  // Gradients are added in the order of ranks, not of arrival, so that the same gradients of other
+  // ranks, in another tensor, give the same bits.
+  bool in_order = false;
+  // Steps may be tried (PUSH_TRY): the server keeps the gradients until it hears what becomes of
+  // them.
+  bool speculative = false;
+  // GradientSums tell how many gradients are 0.
+  bool counts_zeros = false;
+  // Of gradients in blocks: the type in which workers hold the parameters.
+  DType held = DType::kFloat32;
+  std::vector<Group> groups;
+  // Of values, ascending; the last one ends with the tensor.
+  std::vector<Segment> segments;
+
+  // fp32 values kept for each parameter: the parameter itself, and its moments or momentum.
+  uint32_t NumSlots() const;
+  // "AdamW of 2 groups, 12 bytes of state a parameter"; of one that is speculative ", and its
+  // gradient until a step is kept" as well
+  std::string Describe() const;
+  std::string Pack() const;
+  // False when `text` is no rule for a tensor of so many values.
+  static bool Unpack(const std::string& text, uint64_t values, UpdateRule* rule);
+  bool operator==(const UpdateRule&) const = default;
+};
+
+// Of the summed gradients of a partition that count.  As it is on the wire: fp64, little-endian.
+struct GradientSums {
+  double squares = 0;  // added up; no finite number if any gradient is none, counted or not
+  double zeros = 0;    // how many are 0, if the rule counts them
+};
+static_assert(sizeof(GradientSums) == 16);
+
+// What becomes of the step that a member tried last.  The numbers are part of the protocol.
+enum class Verdict : uint8_t {
+  kNone = 0,  // it tried none, or has said so already
+  kKeep = 1,  // it stands
+  kDrop = 2,  // the state stays as it was before
+};
+
+// One step of an optimizer, as all members of the group say it.
+//
+// On the wire, little-endian: u64 number, u64 bits of grad_scale, u8 skip, u32 rates, each: u64
+// times 2, the bits of the learning rate and of the weight decay.
+struct UpdateStep {
+  struct Rate {
+    double learning_rate = 0;
+    double weight_decay = 0;
+    bool operator==(const Rate&) const = default;
+  };
+
+  uint64_t number = 1;  // the first one is 1; steps that are skipped are not counted
+  double grad_scale = 1;
+  bool skip = false;        // nothing is updated
+  std::vector<Rate> rates;  // by group
+
+  // "step 3 with learning rates 0.1, 0.05, weight decays 0.1, 0, gradients times 1"
+  std::string Describe() const;
+  std::string Pack() const;
+  // False when `text` is no step.
+  static bool Unpack(const std::string& text, UpdateStep* step);
+};
+
 // What workers and servers say to each other.
 //
-// Each exchange is one request and one response, Messages of cluster/message.h:
+// Each exchange is one request and one response, Messages of cluster/channel.h:
 //   op          the Op                number    the request's (worker's own)
 //   key         the tensor's or partition's
 //   body        DECLARE: a DeclarationList; all others: a PushHeader, and what follows it; failed
@@ -50,19 +161,6 @@
 // the order in which ranks declare tensors nor on their number, and members that
 // disagree on anything else, or two names with one hash, meet on the server,
 // which compares their declarations and refuses.
-#ifndef BYTEPS_BASE_PROTOCOL_H_
-#define BYTEPS_BASE_PROTOCOL_H_
-
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <vector>
-
-#include "byteps/base/dtype.h"
-#include "byteps/base/update_rule.h"
-
-namespace byteps {
-namespace core {
 
 enum Op : int {
   kDeclare = 1,
@@ -170,6 +268,115 @@ std::vector<size_t> UnpackMembers(const std::string& text, size_t size);
 // FNV-1a, 64 bits.
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
 
+// The values of a message: memory that several hold.
+
+// Copies share the memory, which is released with the last of them.  A moved-from object is empty.
+class SharedBytes {
+ public:
+  SharedBytes() = default;
+
+  // Not initialised.  Throws OutOfMemory.
+  static SharedBytes New(size_t size) {
+    return {std::shared_ptr<char>(NewBytes(size), std::default_delete<char[]>()), size};
+  }
+  // Memory of somebody else's.  `released(data)` is called when the last copy is gone.
+  template <typename Released>
+  static SharedBytes Borrow(char* data, size_t size, Released released) {
+    return {std::shared_ptr<char>(data, std::move(released)), size};
+  }
+  // What `owner` points to stays as long as `owner` has copies.
+  SharedBytes(std::shared_ptr<char> owner, size_t size) : owner_(std::move(owner)), size_(size) {}
+
+  SharedBytes(const SharedBytes&) = default;
+  SharedBytes& operator=(const SharedBytes&) = default;
+  SharedBytes(SharedBytes&& other) noexcept { *this = std::move(other); }
+  SharedBytes& operator=(SharedBytes&& other) noexcept {
+    if (this == &other) return *this;
+    owner_ = std::move(other.owner_);
+    size_ = std::exchange(other.size_, 0);
+    return *this;
+  }
+
+  char* data() const { return owner_.get(); }
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  const std::shared_ptr<char>& owner() const { return owner_; }
+
+  // `size` bytes from `offset`, which are part of it; shares the memory.
+  SharedBytes Part(size_t offset, size_t size) const {
+    return {std::shared_ptr<char>(owner_, data() + offset), size};
+  }
+
+ private:
+  std::shared_ptr<char> owner_;
+  size_t size_ = 0;
+};
+
+// Many declarations in one message.
+//
+// On the wire, all numbers little-endian:
+//   u8  version, 5                     u8  BYTEPS_KEY_HASH_FN (KeyHash)
+//   u32 groups, each:                  u32 members, then u32 a rank, ascending
+//   u32 tensors, each:                 u8  dtype     u8  flags: 1 = average, 2 = has a rule,
+//                                                    4 = feedback, 8 = rounded by chance
+//                                      u64 bytes     u32 partition bytes   u64 placement
+//                                      u32 group, an index into the groups above
+//                                      u32 length of the name, then the name
+//                                      where it has a rule: u32 its length, then the UpdateRule
+
+constexpr uint8_t kDeclarationVersion = 6;
+
+// Declarations that were made with one configuration: `hash` is the same in all.
+std::string PackDeclarations(const std::vector<Declaration>& declarations);
+
+// False when `text` is no list of declarations; *error then says why.  Every count and length is
+// checked, so that any bytes may be given.
+bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* declarations,
+                        std::string* error);
+
+// How tensors are cut, and which server sums which partition.
+
+// `name` is one of the table's choices.
+KeyHash ParseKeyHash(const std::string& name);
+
+// The server, 0..num_servers-1, of partition `index` of the tensor with `key`
+// (Declaration::Key).
+//
+// kRaw deals partitions round robin from the tensor's `placement`: a caller that
+// gives each tensor the number of partitions before it spreads small tensors and
+// the parts of large ones evenly over any number of servers.  kDjb2 hashes the
+// partition's key, whatever its neighbours are.
+int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int num_servers);
+
+// Bytes of the partitions of a tensor of `bytes` bytes.
+//
+// All workers push a partition at the same time, so a server has its sum only when
+// it has received it from all, and the links back idle until then.  To keep that
+// time small compared with the whole, a server gets many partitions of a tensor,
+// kPartitionsPerServer of them, as long as they are neither smaller nor larger
+// than the given limits.  No more than kMaxPartitions, if the greatest size allows it.
+// Limits are whole pages, and so is the result.  Partitions of blocks are multiples of
+// kBlocksOfPartition blocks, which are whole pages of 4 KiB; where the greatest size is less than
+// that, as many whole blocks as it holds.
+//
+// `smallest` 0: what the link carries in kShortestSeconds, within kLeastSmallest and kMostSmallest,
+// which is also the one for a link that is not known.  All of a tensor waits once for its first
+// partition and once for its last.  On a link of 100 Mbit/s one of 128 KiB takes 10 ms.
+//
+// On fast links they are longer.  Cores take some time for each partition, of which
+// kPartitionSeconds are not hidden behind the links; and links idle for as long as they carry one.
+// Of n bytes per server the sum of both is least with partitions of
+// sqrt(n * rate * kPartitionSeconds) bytes.  `link_bytes_per_s`: of a worker; 0: not known.
+constexpr uint64_t kPartitionsPerServer = 64;
+constexpr double kPartitionSeconds = 2e-6;
+constexpr double kShortestSeconds = 2.5e-3;
+constexpr uint64_t kLeastSmallest = 32 << 10;
+constexpr uint64_t kMostSmallest = 128 << 10;
+constexpr uint32_t kBlocksOfPartition = 2048;
+uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double link_bytes_per_s,
+                        uint32_t smallest, uint32_t largest);
+
 }  // namespace core
 }  // namespace byteps
+
 #endif  // BYTEPS_BASE_PROTOCOL_H_

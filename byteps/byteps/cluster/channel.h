@@ -6,13 +6,73 @@
 #define BYTEPS_CLUSTER_CHANNEL_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
+#include <utility>
 
-#include "byteps/cluster/message.h"
+#include "byteps/base/protocol.h"
 #include "byteps/net/membership/event.h"
 
 namespace byteps {
 namespace core {
+
+// Ids of nodes, by which ps-lite addresses messages (session.cc), and their ranks.
+
+int WorkerId(int rank);
+int ServerId(int rank);
+
+// Of an id that one of the two above returned.
+int RankOf(int node_id);
+bool IsWorker(int node_id);
+
+// What a channel carries: the requests of workers and the answers of servers (base/protocol.h), and
+// what servers send each other.
+
+// All of a message but its body and its values.
+struct MessageHead {
+  int op = 0;  // an Op
+  bool is_request = true;
+  bool failed = false;  // of an answer: the body says why
+  // Both ends are servers (BYTEPS_BACKUP_STATE): requests and answers go either way.
+  bool between_servers = false;
+  // Rank of the other end: on a worker a server's, on a server a worker's, unless it is a server's.
+  int peer = -1;
+  uint64_t key = 0;
+  uint64_t number = 0;  // by which a worker knows its request, and the answer
+};
+
+struct Message : MessageHead {
+  std::string body;
+  SharedBytes values;
+  // Bytes of values that the peer has sent.  More than `values` has, where they were dropped: they
+  // had no place (ChannelUser::PlaceFor), or this process no memory for them.  kInPieces where
+  // there was more than one piece of them, which no request or answer has.
+  uint64_t sent_bytes = 0;
+  static constexpr uint64_t kInPieces = UINT64_MAX;
+
+  void SetValues(SharedBytes bytes) {
+    sent_bytes = bytes.size();
+    values = std::move(bytes);
+  }
+};
+
+inline Message MakeRequest(int op, int server, uint64_t key, uint64_t number, std::string body) {
+  Message message;
+  message.op = op;
+  message.peer = server;
+  message.key = key;
+  message.number = number;
+  message.body = std::move(body);
+  return message;
+}
+
+// An answer with an `error` says that the request failed.
+inline Message MakeAnswer(int op, int worker, uint64_t key, uint64_t number, std::string error) {
+  Message message = MakeRequest(op, worker, key, number, std::move(error));
+  message.is_request = false;
+  message.failed = !message.body.empty();
+  return message;
+}
 
 // Called by the channel's threads, several at a time.  No call may block.
 class ChannelUser {
@@ -24,8 +84,9 @@ class ChannelUser {
 
   // Returns the buffer to receive the `bytes` bytes of values into that follow `head`; OnMessage
   // gets the message with them.  Null: the channel receives them into memory of its own.
-  // ps::Nowhere(): it drops them (net/link/nowhere.h), which an RDMA channel need not do.  The
-  // buffer must stay until OnMessage was called for the message, or Abandon or Stop has returned.
+  // ps::Nowhere(): it drops them (net/link/registration_cache.h), which an RDMA channel need not
+  // do.  The buffer must stay until OnMessage was called for the message, or Abandon or Stop has
+  // returned.
   virtual char* PlaceFor(const MessageHead& /*head*/, size_t /*bytes*/) { return nullptr; }
 
   // Something happened to the job.
@@ -94,4 +155,5 @@ class Channel {
 
 }  // namespace core
 }  // namespace byteps
+
 #endif  // BYTEPS_CLUSTER_CHANNEL_H_

@@ -2,8 +2,8 @@
 #ifndef BYTEPS_CLUSTER_PS_MESSAGE_H_
 #define BYTEPS_CLUSTER_PS_MESSAGE_H_
 
-#include "byteps/base/role.h"
-#include "byteps/cluster/message.h"
+#include "byteps/base/config.h"
+#include "byteps/cluster/channel.h"
 #include "ps/internal/message.h"
 
 namespace byteps {

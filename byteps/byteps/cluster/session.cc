@@ -5,16 +5,17 @@
 #include <thread>
 #include <utility>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
-#include "byteps/base/log_line.h"
+#include "byteps/base/protocol.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/cluster/ps_message.h"
 #include "byteps/net/auth/secret.h"
-#include "byteps/net/link/endpoint_counters.h"
+#include "byteps/net/link/counters.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/node_membership.h"
 #include "byteps/net/membership/scheduler_membership.h"
-#include "byteps/net/tls/settings.h"
+#include "byteps/net/tls/tls.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
 
@@ -261,6 +262,62 @@ std::string Session::NameOfServer(int rank) {
 
 std::string Session::NameOfWorker(int rank) {
   return CurrentMembership()->NameOf(ps::Postoffice::WorkerRankToID(rank));
+}
+
+int WorkerId(int rank) { return ps::Postoffice::WorkerRankToID(rank); }
+int ServerId(int rank) { return ps::Postoffice::ServerRankToID(rank); }
+int RankOf(int node_id) { return ps::Postoffice::IDtoRank(node_id); }
+bool IsWorker(int node_id) { return node_id % 2 == WorkerId(0) % 2; }
+
+ps::Message ToPs(const Message& message) {
+  ps::Message msg;
+  msg.meta.app_id = 0;
+  msg.meta.customer_id = 0;
+  msg.meta.timestamp = 0;
+  msg.meta.head = message.op;
+  // A transport with two planes sends all else, which moves values, by that of data.
+  msg.meta.simple_app = message.op == kDeclare;
+  msg.meta.request = msg.meta.push = message.is_request;
+  const bool to_server = message.is_request || message.between_servers;
+  msg.meta.recver = to_server ? ServerId(message.peer) : WorkerId(message.peer);
+  msg.meta.key = message.key;
+  msg.meta.addr = message.number;
+  msg.meta.option = message.failed ? 1 : 0;
+  msg.meta.body = message.body;
+  msg.meta.val_len = static_cast<int>(message.values.size());
+  if (!message.values.empty()) {
+    ps::SArray<char> values;
+    values.reset(message.values.data(), message.values.size(),
+                 [owner = message.values.owner()](char*) {});
+    msg.AddData(values);
+  }
+  return msg;
+}
+
+MessageHead HeadOf(const ps::Meta& meta, Role here) {
+  MessageHead head;
+  head.op = meta.head;
+  head.is_request = meta.request;
+  head.failed = meta.option != 0;
+  head.between_servers = here == Role::kServer && !IsWorker(meta.sender);
+  head.peer = RankOf(meta.sender);
+  head.key = meta.key;
+  head.number = meta.addr;
+  return head;
+}
+
+Message FromPs(ps::Message* msg, Role here) {
+  Message message;
+  static_cast<MessageHead&>(message) = HeadOf(msg->meta, here);
+  message.body = std::move(msg->meta.body);
+  if (msg->data.size() == 1) {
+    ps::SArray<char>& values = msg->data[0];
+    message.SetValues({std::move(values.ptr()), values.size()});
+    if (message.values.empty()) message.sent_bytes = static_cast<uint32_t>(msg->meta.data_size);
+  } else if (!msg->data.empty()) {
+    message.sent_bytes = Message::kInPieces;
+  }
+  return message;
 }
 
 }  // namespace core

@@ -5,8 +5,7 @@
 #include <string>
 
 #include "byteps/base/config.h"
-#include "byteps/base/error.h"
-#include "byteps/base/role.h"
+#include "byteps/base/invariant.h"
 #include "byteps/cluster/channel.h"
 
 namespace byteps {

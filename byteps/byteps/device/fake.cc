@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 
 namespace byteps {
@@ -153,7 +153,7 @@ void DemandPinned(const void* memory, size_t bytes) {
 
 std::atomic<uint64_t> copies{0};
 
-void Copy(void* to, const void* from, size_t bytes, DeviceStream stream, Gate* gate) {
+void Enqueue(void* to, const void* from, size_t bytes, DeviceStream stream, Gate* gate) {
   ++copies;
   Of(stream)->Enqueue([to, from, bytes, gate] {
     gate->Await();
@@ -227,13 +227,13 @@ void WaitForWord(DeviceStream stream, const DeviceWord* word) {
 void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream) {
   Enter();
   DemandPinned(host, bytes);
-  Copy(host, device, bytes, stream, &to_host);
+  Enqueue(host, device, bytes, stream, &to_host);
 }
 
 void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream) {
   Enter();
   DemandPinned(host, bytes);
-  Copy(device, host, bytes, stream, &to_device);
+  Enqueue(device, host, bytes, stream, &to_device);
 }
 
 void CallWhenDone(DeviceStream stream, std::function<void()> then) {

@@ -1,25 +1,77 @@
-// One sum in flight, and its partitions.
+// The sums that a worker has begun: their partitions, handles, ends and failures.
 #ifndef BYTEPS_ENGINE_OPERATION_H_
 #define BYTEPS_ENGINE_OPERATION_H_
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/base/stall_watch.h"
-#include "byteps/device/copies.h"
-#include "byteps/device/pinned_pool.h"
+#include "byteps/base/process.h"
+#include "byteps/device/device.h"
 #include "byteps/engine/declarations.h"
-#include "byteps/engine/plan.h"
+#include "byteps/observe/metrics.h"
 
 namespace byteps {
 namespace core {
 
+// How fast tensors were summed lately.
+
+// Thread-safe.
+class SpeedMeter {
+ public:
+  // `bytes` of tensors were summed just now, which took since `started`.
+  void Record(uint64_t bytes, std::chrono::steady_clock::time_point started) {
+    const auto now = std::chrono::steady_clock::now();
+    ps::MutexLock lock(&mu_);
+    samples_.push_back({started, now, bytes});
+    Forget(now);
+  }
+
+  // (ms since the epoch, MB/s: tensor bytes per second from the start of the oldest
+  // operation of the last 10 s until now); 0 MB/s when there was none.
+  std::pair<uint64_t, double> Get() {
+    const auto now = std::chrono::steady_clock::now();
+    ps::MutexLock lock(&mu_);
+    Forget(now);
+    uint64_t bytes = 0;
+    auto first = now;
+    for (const auto& sample : samples_) {
+      bytes += sample.bytes;
+      if (sample.started < first) first = sample.started;
+    }
+    const double seconds = std::chrono::duration<double>(now - first).count();
+    const auto epoch = std::chrono::system_clock::now().time_since_epoch();
+    const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(epoch).count();
+    return {static_cast<uint64_t>(ms), seconds > 0 ? bytes / 1e6 / seconds : 0.0};
+  }
+
+ private:
+  struct Sample {
+    std::chrono::steady_clock::time_point started;
+    std::chrono::steady_clock::time_point finished;
+    uint64_t bytes;
+  };
+
+  void Forget(std::chrono::steady_clock::time_point now) PS_REQUIRES(mu_) {
+    while (!samples_.empty() && now - samples_.front().finished > std::chrono::seconds(10)) {
+      samples_.pop_front();
+    }
+  }
+
+  ps::Mutex mu_;
+  std::deque<Sample> samples_ PS_GUARDED_BY(mu_);
+};
+
+// One sum in flight, and its partitions.
 class StreamedSum;
 
 // The caller's values of a tensor on the CPU that travels in blocks of few bits
@@ -220,6 +272,73 @@ struct Task {
   }
 };
 
+// Any thread may call anything.
+class Operations {
+ public:
+  // Both outlive this.
+  Operations(WorkerCounters* counters, SpeedMeter* speed);
+
+  // Gives it a handle, a positive number that this process has not used before, and a round.
+  // Throws Error when the job failed.
+  int64_t Begin(const OperationPtr& operation);
+
+  // Throws UsageError when there is no such handle.
+  OperationPtr Find(int64_t handle);
+  // Likewise.  The handle stands for nothing from now on.
+  void Forget(int64_t handle);
+
+  // Ends an operation; nothing happens when it has ended already.
+  void Finish(const OperationPtr& operation, DeviceMoment landed);
+  void Fail(const OperationPtr& operation, const std::string& error);
+
+  // The job failed: every operation does, now and later.  False when it had failed before.
+  bool FailAll(const std::string& reason);
+  bool failed();
+  std::string failure();
+  // Of the first operation that failed, at any peer; empty: none did.
+  std::string first_error();
+  // Something failed before there was an operation, such as a declaration.
+  void NoteError(const std::string& error);
+
+  // Those that have not ended.
+  std::vector<OperationPtr> Running();
+  size_t num_running();
+  // Blocks until none is running, or the job failed, or the time is up.
+  void AwaitIdle(double limit_s);
+  // Blocks until some are running (true) or the job failed (false).
+  bool AwaitWork();
+  // Blocks for that long; false at once when the job fails.
+  bool Sleep(double seconds);
+
+ private:
+  // In the order in which they began, whatever their addresses: so they fail in that order, too.
+  struct BeganBefore {
+    bool operator()(const OperationPtr& a, const OperationPtr& b) const {
+      return a->handle < b->handle;
+    }
+  };
+  using RunningSet = std::set<OperationPtr, BeganBefore>;
+
+  void Remove(const OperationPtr& operation);
+  // Tells its tensor which of its rounds have not ended.
+  static void EndRound(const Operation& operation);
+
+  WorkerCounters* const counters_;
+  SpeedMeter* const speed_;
+
+  ps::Mutex mu_;
+  // One for each that waits: who sleeps is not woken with every sum.
+  ps::CondVar began_;  // the first of those that run, or the job failed
+  ps::CondVar ended_;  // the last one, or the job failed
+  ps::CondVar failed_job_;
+  bool failed_ PS_GUARDED_BY(mu_) = false;
+  std::string failure_ PS_GUARDED_BY(mu_);
+  std::string first_error_ PS_GUARDED_BY(mu_);
+  std::unordered_map<int64_t, OperationPtr> by_handle_ PS_GUARDED_BY(mu_);  // until waited for
+  RunningSet running_ PS_GUARDED_BY(mu_);
+};
+
 }  // namespace core
 }  // namespace byteps
+
 #endif  // BYTEPS_ENGINE_OPERATION_H_

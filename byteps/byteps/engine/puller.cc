@@ -1,15 +1,13 @@
-#include "byteps/engine/puller.h"
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
 
-#include "byteps/base/error.h"
-#include "byteps/base/probe.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/process.h"
 #include "byteps/base/protocol.h"
-#include "byteps/base/steady_time.h"
 #include "byteps/base/wire.h"
+#include "byteps/engine/engine.h"
 #include "byteps/engine/streamed_sum.h"
 
 namespace byteps {

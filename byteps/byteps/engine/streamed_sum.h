@@ -19,8 +19,7 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/device/copies.h"
-#include "byteps/device/pinned_pool.h"
+#include "byteps/device/device.h"
 #include "byteps/engine/operation.h"
 
 namespace byteps {

@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/net_address.h"

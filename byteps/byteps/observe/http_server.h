@@ -2,7 +2,7 @@
 //
 // One thread.  A connection has one request, a small one, and a short time; there are few at once,
 // and where there is no room the address with the most of them loses its oldest one
-// (tcp/pending_peers.h). So neither half a request nor a flood of them keeps a scrape waiting.
+// (tcp/greeter.h). So neither half a request nor a flood of them keeps a scrape waiting.
 #ifndef BYTEPS_OBSERVE_HTTP_SERVER_H_
 #define BYTEPS_OBSERVE_HTTP_SERVER_H_
 

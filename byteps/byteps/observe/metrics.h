@@ -1,9 +1,5 @@
-// What a worker and a server count, and the names under which they tell it.
-//
-// Counting is an addition to an atomic, in any thread and with no lock; the figures of
-// one reading may be a few operations apart.  What a queue holds is not counted but
-// looked up when somebody asks.  The tables in metrics.cc are the one list of metrics:
-// Prometheus, bps.get_metrics() and the documentation are made from them.
+// What a worker and a server count, the names under which they tell it, and their server for
+// Prometheus.
 #ifndef BYTEPS_OBSERVE_METRICS_H_
 #define BYTEPS_OBSERVE_METRICS_H_
 
@@ -11,15 +7,25 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "byteps/net/link/endpoint_counters.h"
-#include "byteps/net/link/nic_counters.h"
+#include "byteps/base/config.h"
+#include "byteps/net/link/counters.h"
+#include "byteps/observe/http_server.h"
 
 namespace byteps {
 namespace core {
+
+// What a worker and a server count, and the names under which they tell it.
+//
+// Counting is an addition to an atomic, in any thread and with no lock; the figures of
+// one reading may be a few operations apart.  What a queue holds is not counted but
+// looked up when somebody asks.  The tables in metrics.cc are the one list of metrics:
+// Prometheus, bps.get_metrics() and the documentation are made from them.
 
 // A number that only grows.
 class Counter {
@@ -129,6 +135,38 @@ std::vector<Metric> Tell(const std::vector<ps::NicReading>& nics);
 // The table of all metrics, as Markdown.
 std::string MetricsMarkdown();
 
+// Metrics for Prometheus, over HTTP.
+
+// What is served.  Both functions are called by the server's thread, at any time.
+struct MetricsSource {
+  Role role = Role::kWorker;
+  std::function<int()> rank;  // less than 0: not known yet
+  std::function<std::vector<Metric>()> metrics;
+};
+
+// What Prometheus gets, in its text format.
+std::string MetricsText(const MetricsSource& source);
+
+// Answers GET /metrics until it is destroyed, which waits for the requests in progress.
+class MetricsServer {
+ public:
+  // Listens at BYTEPS_METRICS_PORT plus `local_rank`, which keeps the processes of one
+  // host apart, of BYTEPS_METRICS_HOST: by default of the address at which the other nodes
+  // reach this process, and of loopback.  None when the port is 0.  Throws UsageError when
+  // it cannot listen there.
+  static std::unique_ptr<MetricsServer> Make(const Config& config, int local_rank,
+                                             MetricsSource source);
+  ~MetricsServer();
+  MetricsServer(const MetricsServer&) = delete;
+  MetricsServer& operator=(const MetricsServer&) = delete;
+
+ private:
+  explicit MetricsServer(std::unique_ptr<HttpServer> server);
+
+  std::unique_ptr<HttpServer> server_;
+};
+
 }  // namespace core
 }  // namespace byteps
+
 #endif  // BYTEPS_OBSERVE_METRICS_H_

@@ -1,13 +1,11 @@
-#include "byteps/observe/status_board.h"
-
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 
-#include "byteps/base/log_line.h"
-#include "byteps/base/text.h"
-#include "byteps/cluster/node_ids.h"
+#include "byteps/base/log.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/net/link/net_address.h"
+#include "byteps/observe/status.h"
 
 namespace byteps {
 namespace core {

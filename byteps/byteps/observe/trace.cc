@@ -8,10 +8,9 @@
 #include <system_error>
 #include <utility>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/protocol.h"
-#include "byteps/base/text.h"
 
 namespace byteps {
 namespace core {

@@ -17,8 +17,7 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/role.h"
-#include "byteps/base/steady_time.h"
+#include "byteps/base/process.h"
 
 namespace byteps {
 namespace core {

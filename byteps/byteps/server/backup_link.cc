@@ -6,9 +6,9 @@
 #include <new>
 #include <utility>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
-#include "byteps/base/probe.h"
-#include "byteps/base/steady_time.h"
+#include "byteps/base/process.h"
 #include "byteps/base/wire.h"
 
 namespace byteps {
@@ -45,7 +45,7 @@ BackupLink::BackupLink(bool is_on, int num_servers, size_t num_threads, Channel*
 void BackupLink::Start() {
   if (!is_on_) return;
   const int self = channel_->rank();
-  // Who has the lower rank connects (net/link/who_connects.h).
+  // Who has the lower rank connects (net/link/admission.h).
   if (backup() > self) Meet(backup(), kAnswer);
   if (primary() > self && primary() != backup()) Meet(primary(), kAnswer);
 }

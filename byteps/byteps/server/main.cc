@@ -8,23 +8,28 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <functional>
 #include <iostream>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "byteps/base/config.h"
-#include "byteps/base/error.h"
-#include "byteps/base/log_line.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
+#include "byteps/cluster/session.h"
 #include "byteps/net/auth/secret.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/membership/event.h"
 #include "byteps/observe/metrics.h"
-#include "byteps/observe/metrics_server.h"
-#include "byteps/server/check.h"
-#include "byteps/server/health.h"
-#include "byteps/server/options.h"
-#include "byteps/server/parent.h"
+#include "byteps/observe/status.h"
+#include "byteps/observe/trace.h"
 #include "byteps/server/reducer.h"
 #include "byteps/server/serve.h"
 #ifdef BYTEPS_WITH_RDMA
-#include "byteps/net/rdma/verbs_library.h"
+#include "byteps/net/rdma/verbs.h"
 #endif
 
 #ifndef BYTEPS_VERSION
@@ -33,6 +38,215 @@
 
 namespace byteps {
 namespace core {
+
+const char kUsage[] =
+    "usage: byteps-server [--role scheduler|server] [--keep] [--port-file PATH]\n"
+    "                     [--die-with-parent[=NAME] [--log PATH]]\n"
+    "       byteps-server --check[=N] [--role scheduler|server|worker] [--keep]\n"
+    "       byteps-server --new-secret PATH\n"
+    "       byteps-server --health\n"
+    "       byteps-server --print-config | --config-markdown | --metrics-markdown |\n"
+    "                     --features | --version | -h\n"
+    "\n"
+    "Runs the scheduler or one server of a BytePS cluster until its job ends.\n"
+    "\n"
+    "  --role ROLE         scheduler or server; default: DMLC_ROLE\n"
+    "  --keep              survive a failure of the job, and accept its restart, with as\n"
+    "                      many workers as then come; the same as BYTEPS_KEEP=1.  A job that ends\n"
+    "                      well, or a signal, ends this process as always\n"
+    "  --port-file PATH    write \"HOST PORT\" there once this process listens\n"
+    "  --die-with-parent[=NAME]\n"
+    "                      end when the process that started this one ends, and tell the other\n"
+    "                      nodes that NAME was lost\n"
+    "  --log PATH          the file that the output goes to: with the parent's end it is removed,\n"
+    "                      and its folder with the last file in it\n"
+    "  --check[=N]         look whether N (1) such processes of this machine could join the job,\n"
+    "                      and join nothing: reads all settings, listens for a moment, opens the\n"
+    "                      network device, and asks the scheduler, also one whose job runs\n"
+    "  --new-secret PATH   write a random secret for a job there, which this user alone may read;\n"
+    "                      the file must not exist\n"
+    "  --health            ask the process at BYTEPS_HEALTH_SOCKET how it is: prints its answer\n"
+    "                      and exits with 0, or with 1 if there is none within 3 s\n"
+    "  --print-config      print the settings in force and exit\n"
+    "  --config-markdown   print the reference of all settings and exit\n"
+    "  --metrics-markdown  print the reference of all metrics and exit\n"
+    "  --features          print what this build has, and can use on this machine, and exit\n"
+    "\n"
+    "Settings come from the environment, at least DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,\n"
+    "DMLC_NUM_WORKER (not with --keep), DMLC_NUM_SERVER and BYTEPS_SECRET_FILE.\n"
+    "\n"
+    "Exit status: 0 every worker left in order; 1 the job failed; 2 bad usage or settings;\n"
+    "128+n ended by signal n.  A second signal ends the process within 3 s.\n"
+    "Of --check: 0 it would be admitted; 1 something is wrong; 2 a setting is; 3 nothing that can "
+    "be\n"
+    "seen here is wrong, but the scheduler does not answer: start it, and check again.\n";
+
+Role ChooseRole(const Arguments& arguments, const Config& config) {
+  const std::string name = arguments.role.empty() ? config.String("DMLC_ROLE") : arguments.role;
+  if (name == "scheduler") return Role::kScheduler;
+  if (name == "server") return Role::kServer;
+  if (name == "worker" && arguments.check > 0) return Role::kWorker;
+  if (arguments.role.empty()) {
+    throw UsageError("say --role scheduler or --role server, or set DMLC_ROLE to one of them");
+  }
+  throw UsageError("--role " + name + " is not allowed: it must be scheduler or server" +
+                   (arguments.check > 0 ? ", or worker" : ""));
+}
+
+void CheckAddress(const Config& config, Role role) {
+  for (const char* name :
+       {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"}) {
+    const bool workers = strcmp(name, "DMLC_NUM_WORKER") == 0;
+    // A kept cluster takes as many as come, and a worker may be told by its launcher.
+    if (workers && (config.Bool("BYTEPS_KEEP") || role == Role::kWorker)) continue;
+    if (!config.IsSet(name)) throw UsageError(std::string(name) + " is not set");
+  }
+  if (config.String("DMLC_PS_ROOT_URI").empty()) throw UsageError("DMLC_PS_ROOT_URI is empty");
+  if (role != Role::kScheduler && config.Int("DMLC_PS_ROOT_PORT") == 0) {
+    throw UsageError(std::string("DMLC_PS_ROOT_PORT=0 is for the scheduler alone; give the ") +
+                     NameOf(role) + " the port it listens on");
+  }
+}
+
+void WarnOfUnknownVariables() {
+  for (const auto& warning : Config::UnknownVariables()) {
+    ps::WriteLogLine('W', __FILE__, __LINE__, warning);
+  }
+}
+
+namespace {
+
+// Tells of the address at which the process could listen, and hears nothing else.
+class Listener : public ChannelUser {
+ public:
+  explicit Listener(std::string how) : how_(std::move(how)) {}
+  void OnMessage(Message*) override {}
+  void OnEvent(const ps::MembershipEvent& event) override {
+    if (event.kind != ps::MembershipEvent::kListens) return;
+    std::cout << "ok    it can listen at " << PlaceOf(event.node) << how_ << std::endl;
+  }
+
+ private:
+  const std::string how_;
+};
+
+class Checks {
+ public:
+  // The worst that any of them found.
+  int status() const { return status_; }
+
+  void Try(const std::function<void()>& check) {
+    try {
+      check();
+    } catch (const UsageError& e) {
+      Complain(e.what(), kExitUsage);
+    } catch (const NoSchedulerError& e) {
+      Complain(
+          std::string(e.what()) + ": start it first, or look at its address and at the firewall",
+          kExitNoScheduler);
+    } catch (const std::exception& e) {
+      Complain(e.what(), kExitFailure);
+    }
+  }
+  void Ok(const std::string& what) { std::cout << "ok    " << what << std::endl; }
+
+ private:
+  void Complain(const std::string& what, int status) {
+    std::cout << "WRONG " << what << std::endl;
+    // A setting before a failure, and both before a scheduler that is not there.
+    if (status_ == 0 || status_ == kExitNoScheduler) status_ = status;
+    if (status == kExitUsage) status_ = status;
+  }
+
+  int status_ = 0;
+};
+
+// Ports of this process in addition to the one for the job, and what else it opens by name.
+void TryLocalThings(const Config& config, Role role, const Arguments& arguments, int local_rank,
+                    Checks* checks) {
+  for (int i = 0; i < arguments.check && role != Role::kScheduler; ++i) {
+    checks->Try([&] {
+      const MetricsSource nothing{role, [] { return -1; }, [] { return std::vector<Metric>(); }};
+      if (!MetricsServer::Make(config, local_rank + i, nothing)) return;
+      checks->Ok("metrics can be served at port " +
+                 std::to_string(config.Int("BYTEPS_METRICS_PORT") + local_rank + i));
+    });
+  }
+  if (role == Role::kServer && arguments.check > 1 && config.Int("BYTEPS_NODE_PORT") != 0) {
+    checks->Try([&] {
+      throw UsageError("BYTEPS_NODE_PORT=" + std::to_string(config.Int("BYTEPS_NODE_PORT")) +
+                       " is one port, and " + std::to_string(arguments.check) +
+                       " servers of this machine would listen there: unset it");
+    });
+  }
+  checks->Try([&] { Tracer::Make(config); });
+  if (role == Role::kWorker) return;
+  checks->Try([&] {
+    const std::string& path = config.String("BYTEPS_HEALTH_SOCKET");
+    if (!path.empty()) HealthServer(path, [] { return "it is only checked"; });
+  });
+  checks->Try([&] {
+    if (role != Role::kScheduler) return;
+    StatusBoard board("", 1);
+    if (StatusServer::Make(config, &board)) {
+      checks->Ok("the status page can be shown at port " +
+                 std::to_string(config.Int("BYTEPS_STATUS_PORT")));
+    }
+  });
+  checks->Try([&] {
+    if (arguments.port_file.empty()) return;
+    const auto folder = std::filesystem::absolute(arguments.port_file).parent_path();
+    if (access(folder.c_str(), W_OK | X_OK) == 0) return;
+    throw Error("cannot write --port-file " + arguments.port_file + ": " + strerror(errno));
+  });
+}
+
+SessionOptions OptionsOf(const Config& config, Role role, int* local_rank) {
+  SessionOptions options;
+  options.role = role;
+  options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
+  options.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
+  *local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));
+  if (role != Role::kWorker) return options;
+  const Launch launch = Launch::From(config);
+  const bool known = config.IsSet("WORLD_SIZE") || config.IsSet("DMLC_NUM_WORKER");
+  const bool ranked = config.IsSet("RANK") || config.IsSet("DMLC_WORKER_ID");
+  options.rank = ranked ? launch.rank : -1;        // any that is free
+  options.num_workers = known ? launch.size : -1;  // whatever the job has
+  *local_rank = launch.local_rank;
+  return options;
+}
+
+}  // namespace
+
+int Check(const Arguments& arguments, const char* version) {
+  Checks checks;
+  checks.Try([&] {
+    const Config config = Config::FromEnvironment();
+    const Role role = ChooseRole(arguments, config);
+    ps::SetLogIdentity(NameOf(role), -1);
+    WarnOfUnknownVariables();
+    CheckAddress(config, role);
+    int local_rank = 0;
+    const SessionOptions options = OptionsOf(config, role, &local_rank);
+    checks.Ok(std::string("the settings of a ") + NameOf(role) + " (byteps " + version + ")");
+    TryLocalThings(config, role, arguments, local_rank, &checks);
+    checks.Try([&] {
+      Listener listener(UsesRdma(config)            ? " by RDMA"
+                        : config.Bool("BYTEPS_TLS") ? " by TCP, with TLS"
+                                                    : " by TCP");
+      const std::string counts = Session(config, options).Probe(&listener, arguments.check);
+      if (role == Role::kScheduler) return;
+      checks.Ok("the scheduler would admit " +
+                (arguments.check == 1
+                     ? std::string("this ") + NameOf(role)
+                     : std::to_string(arguments.check) + " " + NameOf(role) + "s of this machine") +
+                ": " + counts);
+    });
+  });
+  return checks.status();
+}
+
 namespace {
 
 constexpr double kHealthTimeoutS = 3.0;

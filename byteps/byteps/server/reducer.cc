@@ -3,8 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "byteps/base/clones.h"
-#include "byteps/base/half_words.h"
+#include "byteps/base/dtype.h"
 
 namespace byteps {
 namespace core {

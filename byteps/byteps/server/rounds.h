@@ -1,3 +1,26 @@
+// The rounds of partitions, what becomes of their sums, and the threads that serve them.
+#ifndef BYTEPS_SERVER_ROUNDS_H_
+#define BYTEPS_SERVER_ROUNDS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <new>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/base/process.h"
+#include "byteps/server/backup_link.h"
+#include "byteps/server/round.h"
+
+namespace byteps {
+namespace core {
+
 // The rounds of the partitions that one thread serves.
 //
 // A worker numbers its pushes of a tensor.  A round is complete when every member of the tensor's
@@ -10,27 +33,9 @@
 //
 // Members of a replica that was removed are absent (docs/design/replicas.md): rounds close without
 // those pushes of theirs that had not come, and nobody waits to hear what they want of a step.
-#ifndef BYTEPS_SERVER_ROUNDS_H_
-#define BYTEPS_SERVER_ROUNDS_H_
-
-#include <cstdint>
-#include <map>
-#include <set>
-#include <string>
-#include <tuple>
-#include <vector>
-
-#include "byteps/server/copies.h"
-#include "byteps/server/copy_record.h"
-#include "byteps/server/round.h"
-#include "byteps/server/scratch.h"
-#include "byteps/server/server_context.h"
-
-namespace byteps {
-namespace core {
 
 // Not thread-safe: a SumThread calls it with its lock held.  Requests have the form that their
-// tensor's declaration lets them have (request_form.h).
+// tensor's declaration lets them have (sum_server.h).
 class Rounds {
  public:
   using Clock = Round::Clock;
@@ -54,7 +59,7 @@ class Rounds {
   // Those at the front that nobody needs any more.
   void DropDone(Partition* partition);
 
-  // ----- copies of the state (rounds_copied.cc)
+  // ----- copies of the state (copies.cc)
 
   // The backup is told with this pass from now on, and knows nothing; 0: there is none.  The
   // partitions that need not wait for another one any more.
@@ -165,6 +170,141 @@ class Rounds {
   std::vector<Partition*> states_;  // those that have a state
 };
 
+// What rounding lost of the last sum of a partition, of blocks with feedback: a part of a job's
+// state, read and loaded as that of an optimizer is (LOAD_STATE, READ_STATE), in fp32.
+
+// Whether a request is LOAD_STATE or READ_STATE of such a tensor, which no server updates.
+bool MovesFeedback(int op, const Declaration& declaration);
+
+// Serves one that has its form.  A member reads after it was answered, and loads before it pushes:
+// no sum is complete then that the values are not of.
+void MoveFeedback(ServerContext* context, Partition* partition, const Message& message,
+                  int64_t received);
+
+// What the server does for tensors with an UpdateRule, of which it keeps the parameters and their
+// moments (optimizer/).
+//
+// When a round is complete the parameters are updated, and the answer has them.  Members that ask
+// for different steps in one round get an error; the state is as it was.
+//
+// A step that is tried (PUSH_TRY) changes nothing: parameters are computed from the state and sent,
+// and the gradients are kept.  The round stays until each member has said what becomes of the step.
+// The first one who does so has it made, or dropped; a member that says something else gets an
+// error.
+
+// Whether what follows a request's header is as the tensor's rule wants it.
+bool HasFormOfUpdate(const Message& message, const Declaration& declaration, uint64_t index);
+
+// All others are of requests that have this form.  Of a push: the packed UpdateStep that it asks
+// for; "" where it wants the norm first.
+std::string StepOf(const Message& message);
+
+// Takes what a member says of the step that it tried in the round of this number, if it tried one.
+// A push is its last word on it.  Why it cannot be, or "".
+std::string SettleStep(Rounds* rounds, Partition* partition, const Message& message,
+                       uint32_t number);
+
+// STEP.  `is_copied`: the backup has been told of it.
+void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
+               int64_t received, bool is_copied = false);
+// LOAD_STATE and READ_STATE.
+void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
+               int64_t received);
+
+// A thread of a server that adds, and the partitions that belong to it.
+
+// Serves one request at a time: in its thread or, if the partition is small and nothing waits for
+// it, in the channel's thread that has the request, since to wake another takes longer.
+class SumThread {
+ public:
+  // "server 0 is out of memory: ...", about what a request wanted to do.
+  using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
+
+  SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text);
+  // Joins the thread; what it had not served stays unanswered.
+  ~SumThread();
+
+  // Any thread may call all of these.
+  //
+  // Serves a request that has its form (sum_server.h), now or later.
+  void Serve(Partition* partition, Message message);
+  // Rounds that lack the push of this worker fail, now and later.
+  void OnWorkerGone(int rank, const std::string& reason);
+  // See Rounds::SetAbsent.
+  void SetAbsent(const std::set<int>& ranks);
+  // See Rounds::Resume.
+  void Resume(const DeclaredTensor* tensor, uint32_t first_round);
+  // The backup is told with this pass from now on, of all first; 0: there is none.
+  void SetBackup(uint64_t pass);
+  // It has what a partition has told it by the request of this number.
+  void OnCopied(Partition* partition, uint64_t number);
+  // A partition has the state of a server that is lost.
+  void Adopt(Partition* partition);
+  // Does this behind all else.
+  void Call(std::function<void()> task);
+  // Rounds of this tensor that are open fail.
+  void FailAll(const DeclaredTensor* tensor, const std::string& reason);
+
+  size_t queued() { return queue_.Size(); }
+
+ private:
+  using Clock = Rounds::Clock;
+
+  struct Task {
+    enum Kind {
+      kRequest,
+      kGone,
+      kAbsent,
+      kFailAll,
+      kResume,
+      kLook,
+      kBackup,
+      kCopied,
+      kAdopt,
+      kCall,
+    } kind = kRequest;
+    Partition* partition = nullptr;          // kRequest, kCopied, kAdopt
+    Message message;                         // kRequest
+    int64_t received = 0;                    // when, in SteadyNs
+    int rank = 0;                            // kGone
+    std::set<int> ranks;                     // kAbsent
+    const DeclaredTensor* tensor = nullptr;  // kFailAll, kResume
+    uint32_t round = 0;                      // kResume
+    uint64_t number = 0;                     // kBackup: the pass; kCopied: of the request
+    std::function<void()> call;              // kCall
+    std::string reason;
+  };
+
+  void Queue(Task task);
+  // Serves a request at once, if it is small and nothing waits for this thread.
+  bool ServeHere(Task* task);
+  void Run();
+  void Do(Task* task) noexcept PS_REQUIRES(mu_);
+  void Handle(Task* task) PS_REQUIRES(mu_);
+  void HandleRequest(Task* task) PS_REQUIRES(mu_);
+  // A partition waits for its backup no more.
+  void GoOn(Partition* partition) PS_REQUIRES(mu_);
+  void OnOutOfMemory(const Task& task, const std::bad_alloc& error) PS_REQUIRES(mu_);
+  // Those that were due before `as_of`, if all that came until then was served.
+  void FailLate(Clock::time_point as_of) PS_REQUIRES(mu_);
+  // Looks whether there was another stall.
+  void NoteStall() PS_REQUIRES(mu_);
+  Clock::time_point NextLook() const PS_REQUIRES(mu_);
+
+  ServerContext* const context_;
+  const OutOfMemoryText out_of_memory_text_;
+  BlockingQueue<Task> queue_;
+  std::atomic<size_t> waiting_{0};  // tasks that were queued and not done yet
+  ps::Mutex mu_;                    // held while something is served
+  Rounds rounds_ PS_GUARDED_BY(mu_);
+  // When the thread looks what is late, if nothing is queued before.
+  Clock::time_point looks_at_ PS_GUARDED_BY(mu_) = Clock::time_point::max();
+  // The last one that was known when a round was late.
+  ps::StallWatch::Stall stall_ PS_GUARDED_BY(mu_);
+  std::thread thread_;
+};
+
 }  // namespace core
 }  // namespace byteps
+
 #endif  // BYTEPS_SERVER_ROUNDS_H_

@@ -1,16 +1,19 @@
-// How rounds end that have no sum.
+// Rounds that miss something: they fail, go on without members that are gone, or end by sums that
+// members have.
 #include <algorithm>
 #include <cstdio>
 #include <utility>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
-#include "byteps/base/probe.h"
-#include "byteps/base/text.h"
+#include "byteps/base/process.h"
 #include "byteps/server/rounds.h"
 
 namespace byteps {
 namespace core {
+
+// How rounds end that have no sum.
+
 namespace {
 
 // Of each partition.
@@ -199,6 +202,156 @@ void Rounds::DropDone(Partition* partition) {
     partition->rounds.pop_front();
     ++partition->first_round;
   }
+}
+
+// Rounds without the members of replicas that were removed.
+
+void Rounds::SetAbsent(const std::set<int>& ranks) {
+  std::vector<int> lost;
+  std::set_difference(ranks.begin(), ranks.end(), absent_.begin(), absent_.end(),
+                      std::back_inserter(lost));
+  absent_ = ranks;
+  accused_.clear();
+  for (Partition* partition : partitions_) {
+    for (const int rank : lost) {
+      const int member = partition->declaration().MemberIndex(rank);
+      if (member < 0) continue;
+      if (!partition->came.empty()) partition->came[member] = false;
+      for (Round& round : partition->rounds) Excuse(partition, &round, rank);
+    }
+    for (Round& round : partition->rounds) {
+      if (!round.done && !round.excused.empty() && round.has_all()) EndIfAll(partition, &round);
+    }
+    DropDone(partition);
+  }
+}
+
+void Rounds::Excuse(Partition* partition, Round* round, int rank) {
+  std::erase_if(round->callers, [rank](const Caller& caller) { return caller.rank == rank; });
+  round->Excuse(partition->declaration().MemberIndex(rank));
+  if (round->done) {
+    if (round->all_told()) round->accumulator.Clear(&scratch_);
+    return;
+  }
+  PS_PROBE(kRoundLosesMember);
+}
+
+void Rounds::EndIfAll(Partition* partition, Round* round) {
+  if (!round->has_all()) return BeginGrace(partition, round);
+  if (round->parts_had == 0) return CloseShort(partition, round);
+  PS_PROBE(kSumNowhere);
+  Fail(partition, round,
+       "'" + partition->declaration().name + "', round " + std::to_string(round->number) +
+           ": a server was lost that had answered some members, and they asked for parts alone: "
+           "its sum is lost");
+}
+
+void Rounds::CloseShort(Partition* partition, Round* round) {
+  if (std::find(round->pushed.begin(), round->pushed.end(), true) == round->pushed.end()) {
+    return Fail(partition, round, "no member of '" + partition->declaration().name + "' is there");
+  }
+  PS_PROBE(kRoundShort);
+  context_->counters.short_sums.Add();
+  Chance chance;
+  const AdditionRule rule = RuleOf(partition, round, &chance);
+  round->accumulator.Close(partition->declaration(), rule, &scratch_);
+  round->last_added = SteadyNs();
+  EndSummed(partition, round);
+}
+
+bool Rounds::RefuseAbsent(Partition* partition, const Message& message, const std::string& did) {
+  if (absent_.count(message.peer) == 0) return false;
+  PS_PROBE(kPushOfAbsent);
+  context_->Refuse(message, "worker " + std::to_string(message.peer) + " " + did + " of '" +
+                                partition->declaration().name +
+                                "', but its replica was removed from the job");
+  return true;
+}
+
+// Rounds that began at a server that is lost.  This one has its place: members push again what they
+// were not answered, and give the sums that they have.
+//
+// Each member speaks of a round once: it gives its sum, or pushes it.  So none ends by pushes alone
+// while a member that is there has its sum.
+
+namespace {
+
+std::string MembersOf(const Message& message) {
+  PushHeader header;
+  std::string members;
+  PushHeader::Unpack(message.body, &header, &members);
+  return members;
+}
+
+}  // namespace
+
+void Rounds::Resume(const DeclaredTensor* tensor, uint32_t first_round) {
+  for (Partition* partition : partitions_) {
+    if (partition->tensor != tensor) continue;
+    while (partition->first_round < first_round) {
+      if (!partition->rounds.empty()) {
+        Round* const round = &partition->rounds.front();
+        if (!round->done) Fail(partition, round, "all members have ended it");
+        round->accumulator.Clear(&scratch_);
+        partition->rounds.pop_front();
+      }
+      ++partition->first_round;
+      if (partition->rounds.empty()) partition->first_round = first_round;
+    }
+  }
+}
+
+void Rounds::Give(Partition* partition, Message* message) {
+  TakeGiven(partition, message);
+  // Only now does it push what is to come behind that.
+  context_->Answer(Caller{message->peer, message->number, message->op}, partition->key, "");
+}
+
+void Rounds::TakeGiven(Partition* partition, Message* message) {
+  const int rank = message->peer;
+  const int member = partition->declaration().MemberIndex(rank);
+  if (absent_.count(rank) > 0) return;
+  Round* const round = FindOrBegin(partition, HeaderOf(*message));
+  // All have ended one that is over; and this member has ended it, whatever became of it here.
+  if (round == nullptr || round->pushed[member]) {
+    if (round != nullptr) round->told[member] = true;
+    return DropDone(partition);
+  }
+  round->pushed[member] = round->told[member] = true;
+  if (round->done) return DropDone(partition);
+  if (message->values.empty()) {
+    ++round->parts_had;
+    if (round->has_all()) EndIfAll(partition, round);
+    return DropDone(partition);
+  }
+  round->callers.empty() ? PS_PROBE(kGivenFirst) : PS_PROBE(kGivenOpen);
+  round->accumulator.Put(std::move(message->values), &scratch_);
+  round->is_given = true;
+  const size_t members = partition->declaration().group.size();
+  round->pushed.assign(members, true);
+  round->excused.clear();
+  for (const size_t lacked : UnpackMembers(MembersOf(*message), members)) {
+    round->excused.resize(members);
+    round->excused[lacked] = true;
+    round->told[lacked] = true;
+  }
+  round->done = true;
+  round->last_added = SteadyNs();
+  Deliver(partition, round);
+  Close(*partition, *round);
+  DropDone(partition);
+}
+
+bool Rounds::AnswerFromGiven(Partition* partition, const Message& message, int64_t received) {
+  Round* const round = partition->Find(HeaderOf(message).round);
+  const int member = partition->declaration().MemberIndex(message.peer);
+  if (round == nullptr || !round->is_given || round->told[member]) return false;
+  if (absent_.count(message.peer) > 0) return false;
+  PS_PROBE(kPushOfGiven);
+  round->callers.push_back(CallerOf(message, received));
+  Deliver(partition, round);
+  DropDone(partition);
+  return true;
 }
 
 }  // namespace core

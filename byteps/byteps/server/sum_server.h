@@ -1,8 +1,8 @@
 // The server: adds what the workers push and answers with the sums.
 //
-// The channel's threads check each request, by the declaration of its tensor (request_form.h).
+// The channel's threads check each request, by the declaration of its tensor.
 // Each partition belongs to a thread that adds (SumThread), which keeps its rounds (Rounds).  Of a
-// tensor with an UpdateRule the server keeps the parameters as well (updates.h).  A sum is sent to
+// tensor with an UpdateRule the server keeps the parameters as well (rounds.h).  A sum is sent to
 // all members from where one of their pushes was received.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -18,15 +19,25 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/server/backup_link.h"
-#include "byteps/server/optimizer/state_memory.h"
-#include "byteps/server/server_context.h"
-#include "byteps/server/sum_thread.h"
+#include "byteps/server/optimizer/partition_state.h"
+#include "byteps/server/round.h"
+#include "byteps/server/rounds.h"
 
 namespace byteps {
 namespace core {
+
+// What a request about a partition must look like, by the declaration of its tensor.
+
+// Bytes of values that a request of this operation has; none of an operation that is not the
+// tensor's.
+std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index);
+
+// Whether the values and the header are those that `declaration` lets it have.
+bool HasForm(const Message& message, const Declaration& declaration, uint64_t index);
 
 class Server : private BackupUser {
  public:
@@ -49,7 +60,7 @@ class Server : private BackupUser {
   uint64_t OpenRounds() const { return context_.open_rounds; }
 
   // Whether a request, of which `head` has come, may have values of so many bytes.  Those of
-  // others need no memory (net/link/nowhere.h): they will be refused.  Any thread.
+  // others need no memory (net/link/registration_cache.h): they will be refused.  Any thread.
   bool Expects(const MessageHead& head, size_t bytes);
 
   // Takes a request over.  Any thread, several at a time; does not block.  Where there is no memory
@@ -116,4 +127,5 @@ class Server : private BackupUser {
 
 }  // namespace core
 }  // namespace byteps
+
 #endif  // BYTEPS_SERVER_SUM_SERVER_H_

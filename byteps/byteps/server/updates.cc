@@ -1,10 +1,14 @@
-#include "byteps/server/updates.h"
-
+// What rounds come to where a server keeps state: parameters, what rounding lost; and what all
+// parts of one server share.
+#include <cstring>
 #include <utility>
+#include <vector>
 
-#include "byteps/base/out_of_memory.h"
-#include "byteps/base/probe.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/process.h"
 #include "byteps/base/wire.h"
+#include "byteps/server/round.h"
+#include "byteps/server/rounds.h"
 
 namespace byteps {
 namespace core {
@@ -161,6 +165,119 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
   }
   if (!error.empty()) return context->Refuse(message, error);
   context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);
+}
+
+namespace {
+
+// Of a bfloat16 in a float, on CPUs that are little-endian.
+constexpr int kUpperHalf = 16;
+
+std::vector<uint16_t> Halves(const char* values, uint64_t count) {
+  std::vector<uint16_t> halves(count);
+  for (uint64_t i = 0; i < count; ++i) {
+    uint32_t word;
+    memcpy(&word, values + i * sizeof(word), sizeof(word));
+    halves[i] = static_cast<uint16_t>(word >> kUpperHalf);
+  }
+  return halves;
+}
+
+}  // namespace
+
+bool MovesFeedback(int op, const Declaration& declaration) {
+  return declaration.feedback && !declaration.rule && (op == kLoadState || op == kReadState);
+}
+
+void MoveFeedback(ServerContext* context, Partition* partition, const Message& message,
+                  int64_t received) {
+  Caller caller = CallerOf(message, received);
+  const uint64_t count = partition->declaration().PartitionValues(partition->index);
+  if (message.op == kLoadState) {
+    if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
+    partition->lost = Halves(message.values.data(), count);
+    return context->Answer(caller, message.key, "");
+  }
+  SharedBytes values = SharedBytes::New(caller.bytes);
+  const uint64_t first = caller.offset / sizeof(uint32_t);
+  for (uint64_t i = 0; i < caller.bytes / sizeof(uint32_t); ++i) {
+    const uint64_t at = first + i;  // before the first sum, nothing was lost
+    const uint32_t half = at < partition->lost.size() ? partition->lost[at] : 0;
+    const uint32_t word = half << kUpperHalf;
+    memcpy(values.data() + i * sizeof(word), &word, sizeof(word));
+  }
+  caller.offset = 0;  // of what is sent
+  context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);
+}
+
+namespace {
+
+TracedPartition Traced(const Partition& partition, const Round& round, const Caller& caller) {
+  const Declaration& d = partition.declaration();
+  return {d.name,       partition.key, partition.index,
+          round.number, caller.rank,   d.PartitionSize(partition.index)};
+}
+
+}  // namespace
+
+PushHeader HeaderOf(const Message& message) {
+  PushHeader header;
+  std::string rest;
+  PushHeader::Unpack(message.body, &header, &rest);
+  return header;
+}
+
+Caller CallerOf(const Message& message, int64_t received) {
+  const PushHeader header = HeaderOf(message);
+  const int64_t now = SteadyNs();
+  return {message.peer,
+          message.number,
+          message.op,
+          header.pull_offset,
+          header.pull_bytes,
+          (header.flags & PushHeader::kKeepsSums) != 0,
+          received,
+          now,
+          now};
+}
+
+ServerContext::ServerContext(const Config& config, Channel* how)
+    : channel(how),
+      deterministic(config.Bool("BYTEPS_DETERMINISTIC")),
+      wide_float32(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")),
+      tracer(Tracer::Make(config)) {}
+
+void ServerContext::Answer(const Caller& caller, uint64_t key, const std::string& error,
+                           const SharedBytes* values, const SharedBytes* note) {
+  Message message = MakeAnswer(caller.op, caller.rank, key, caller.request, error);
+  if (values != nullptr && caller.bytes > 0) {
+    message.SetValues(values->Part(caller.offset, caller.bytes));
+  }
+  if (note != nullptr) message.body.assign(note->data(), note->size());
+  channel->Send(message);
+}
+
+void ServerContext::Refuse(const Message& request, const std::string& error) {
+  counters.refused_requests.Add();
+  Answer(Caller{request.peer, request.number, request.op}, request.key, error);
+}
+
+void ServerContext::TraceRound(const Partition& partition, const Round& round, bool answered) {
+  if (!tracer || !tracer->Wants(round.number)) return;
+  const int64_t now = SteadyNs();
+  for (const Caller& caller : round.callers) {
+    tracer->AddRow(Traced(partition, round, caller), caller.received,
+                   {{"receive queue", caller.taken},
+                    {"add", caller.added},
+                    {"other workers", answered ? round.last_added : 0},
+                    {"answer", now}});
+  }
+}
+
+void ServerContext::TraceAddition(const Partition& partition, const Round& round,
+                                  const Caller& caller, int track) {
+  if (!tracer || !tracer->Wants(round.number)) return;
+  tracer->AddSlice(Traced(partition, round, caller), track, "add", caller.taken,
+                   TraceArrow::kPasses);
 }
 
 }  // namespace core

@@ -11,11 +11,49 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/error.h"
-#include "byteps/engine/worker.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/mutex.h"
+#include "byteps/engine/engine.h"
 
 namespace byteps {
 namespace core {
+
+// Operations that have ended, for the one thread that completes futures in Python.
+
+// Any thread may call anything.  The engine's threads push and never wait for Python.
+class EndedQueue {
+ public:
+  void Push(int64_t handle) {
+    {
+      ps::MutexLock lock(&mu_);
+      ended_.push_back(handle);
+    }
+    cond_.NotifyAll();
+  }
+
+  // Handles in the order in which their operations ended.  Blocks until there is one; empty: Wake
+  // was called, and there is none.
+  std::vector<int64_t> Await() {
+    ps::MutexLock lock(&mu_);
+    cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return woken_ || !ended_.empty(); });
+    if (ended_.empty()) woken_ = false;
+    return std::exchange(ended_, {});
+  }
+
+  void Wake() {
+    {
+      ps::MutexLock lock(&mu_);
+      woken_ = true;
+    }
+    cond_.NotifyAll();
+  }
+
+ private:
+  ps::Mutex mu_;
+  ps::CondVar cond_;
+  std::vector<int64_t> ended_ PS_GUARDED_BY(mu_);
+  bool woken_ PS_GUARDED_BY(mu_) = false;
+};
 
 // The worker of this process.
 Worker* GetWorker();
@@ -55,12 +93,13 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
 // c_update.cc: the class UpdatedTensor, load_feedback and read_feedback.
 void DefineUpdatedTensor(pybind11::module_* m);
 
-// c_replicas.cc: the functions about replicas.
+// c_update.cc: the functions about replicas.
 void DefineReplicas(pybind11::module_* m);
 
-// c_children.cc: the function end_children_at_exit.
+// c_lib.cc: the function end_children_at_exit.
 void DefineChildren(pybind11::module_* m);
 
 }  // namespace core
 }  // namespace byteps
+
 #endif  // BYTEPS_TORCH_C_PARTS_H_

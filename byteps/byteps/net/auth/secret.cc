@@ -10,7 +10,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "ps/base.h"
 

@@ -1,7 +1,6 @@
 #include "byteps/net/link/admission.h"
 
-#include "byteps/base/error.h"
-#include "byteps/net/link/who_connects.h"
+#include "byteps/base/invariant.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

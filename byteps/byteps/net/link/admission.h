@@ -1,20 +1,154 @@
-// Who may connect to this node, and for whom a peer speaks.
+// Who may connect to this node, by which name, and what both ends of a link make of what they are
+// told first.
 #ifndef BYTEPS_NET_LINK_ADMISSION_H_
 #define BYTEPS_NET_LINK_ADMISSION_H_
 
+#include <sys/random.h>
+
 #include <atomic>
+#include <cerrno>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 
-#include "byteps/net/link/node_token.h"
+#include "byteps/base/invariant.h"
 #include "ps/internal/message.h"
 
 namespace ps {
 
+// The meta of a message as it lies on the wire, by whatever transport.
+//
+// What identifies sender and receiver is not in it: a connection knows its ends.
+
+// Longer ones are refused when they come.  The names of some hundred thousand nodes fit.
+constexpr size_t kMaxMetaBytes = 64 << 20;
+
+std::string EncodeMeta(const Meta& meta);
+
+// False when the bytes are no meta of this version: too few or too many, or a value that
+// means nothing here.  `meta` is undefined then.
+bool DecodeMeta(const char* data, size_t size, Meta* meta);
+
+// Random numbers that name a process, among all that have ever been in its place, and a job.  That
+// of a process is carried in Node::endpoint_name.
+inline uint64_t NewToken() {
+  // From the kernel: the C++ library's source of random numbers needs a newer C library than
+  // the rest of us.
+  uint64_t token = 0;
+  while (token == 0) {
+    if (getrandom(&token, sizeof(token), 0) != sizeof(token)) ThrowErrno("getrandom");
+  }
+  return token;
+}
+
+// 0 if it has none.  Byte by byte, so that it means the same on every CPU.
+inline uint64_t TokenOf(const Node& node) {
+  uint64_t token = 0;
+  if (node.endpoint_name_len != sizeof(token)) return 0;
+  for (size_t i = 0; i < sizeof(token); ++i) {
+    token |= static_cast<uint64_t>(static_cast<unsigned char>(node.endpoint_name[i])) << (8 * i);
+  }
+  return token;
+}
+
+inline void SetToken(uint64_t token, Node* node) {
+  memset(node->endpoint_name, 0, sizeof(node->endpoint_name));
+  for (size_t i = 0; i < sizeof(token); ++i) {
+    node->endpoint_name[i] = static_cast<char>(token >> (8 * i) & 0xff);
+  }
+  node->endpoint_name_len = sizeof(token);
+}
+
+// The number of a job: a random one, and in its low bits the incarnation that the scheduler is at.
+// Who connects and who listens say it to each other and prove it, so that a connection belongs to
+// one incarnation of one job.
+constexpr uint64_t kIncarnationMask = 0xffff;
+
+inline uint64_t NewJob() {
+  uint64_t job = 0;
+  while (job == 0) job = NewToken() & ~kIncarnationMask;
+  return job;
+}
+
+inline uint64_t WithIncarnation(uint64_t job, int incarnation) {
+  return (job & ~kIncarnationMask) | (static_cast<uint64_t>(incarnation) & kIncarnationMask);
+}
+
+// Jobs count from 1.  A server says this to another one that connects before the scheduler has
+// named it: try again.
+constexpr int kNotTold = 0;
+
+// Why who says `theirs` has nothing to say to who is of `ours`.
+inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
+  if (((theirs ^ ours) & ~kIncarnationMask) != 0) return "it belongs to another job";
+  return "it is of generation " + std::to_string(theirs & kIncarnationMask) +
+         " of the job, and this node of generation " + std::to_string(ours & kIncarnationMask);
+}
+
+// Whether the node that says `theirs` is of an earlier incarnation of the same job than `ours`: the
+// scheduler's word on the new one is still in flight to it.
+inline bool IsBehind(uint64_t theirs, uint64_t ours) {
+  const bool same_job = ((theirs ^ ours) & ~kIncarnationMask) == 0;
+  return same_job && (theirs & kIncarnationMask) < (ours & kIncarnationMask);
+}
+
+// Who connects to whom: everybody to the scheduler, and a worker to each server.  With
+// BYTEPS_BACKUP_STATE the servers are a ring by rank, in which each keeps a copy of its state at
+// the next one, and neighbors have a link.  Who was connected to answers along the same
+// connections.
+inline bool ConnectsTo(Node::Role from, Node::Role to) {
+  if (from == to) return false;
+  return to == Node::SCHEDULER || (from == Node::WORKER && to == Node::SERVER);
+}
+
+// Whether the servers of these two ranks have a link, in a ring of so many.
+inline bool AreNeighbors(int one, int other, int servers) {
+  if (one == other || servers < 2) return false;
+  return (one + 1) % servers == other || (other + 1) % servers == one;
+}
+
+// Which of two neighbors makes it: with two servers there would be two links else.
+inline bool DialsNeighbor(int self, int other) { return self < other; }
+
+// Whether anybody connects to a node of this role, which listens then.
+inline bool Listens(Node::Role role) { return role != Node::WORKER; }
+
+// Whether a node may call itself a worker of the job by this id.
+inline bool IsWorkerId(int node_id) {
+  return node_id != Node::kEmpty && node_id > 8 && node_id % 2 == 1;
+}
+
+// Or a server.
+inline bool IsServerId(int node_id) { return node_id >= 8 && node_id % 2 == 0; }
+
+// What a greeting that failed means, over any transport.
+//
+// A refusal with a proof is what this very process decided: it is final, unless it says that what
+// stands in the way will pass.  Everything else (no proof, or a wrong one, bytes that do not parse,
+// an alert of TLS, another version) may as well come from bytes that were damaged on the way.  On a
+// link that was there before it is one failed attempt, and the next one is made until
+// BYTEPS_RECONNECT_TIMEOUT_S is over; on a first connection it is final, since there it almost
+// always means different settings.
+
+enum class GreetingFailure {
+  kMaybeDamaged,  // nothing proves that the other end has said so
+  kDecided,       // the other end has, and it was the one that was meant
+  kWillPass,      // it is not ready yet, such as one of an earlier incarnation of the job
+};
+
+// Whether another attempt is made.  `link_was_there`: the greeting is that of a link that broke.
+inline bool IsOneMoreAttempt(GreetingFailure failure, bool link_was_there) {
+  if (failure == GreetingFailure::kWillPass) return true;
+  return link_was_there && failure == GreetingFailure::kMaybeDamaged;
+}
+
+// Who may connect to this node, and for whom a peer speaks.
+
 // What a process that connected to this one has proved of itself.
 struct PeerIdentity {
-  uint64_t token = 0;  // node_token.h
-  int role = -1;       // a Node::Role
+  uint64_t token = 0;
+  int role = -1;  // a Node::Role
   // That a worker has or wants, or that a server has, to another server; -1: whatever the scheduler
   // says.
   int rank = -1;
@@ -48,7 +182,7 @@ void CheckControl(const Control& control, int peer, const PeerIdentity& who, boo
 // Likewise with any other message.
 void CheckMember(int peer);
 
-// The number of the job that this node is in (node_token.h); 0 while it is not known.  Any thread.
+// The number of the job that this node is in; 0 while it is not known.  Any thread.
 class JobNumber {
  public:
   uint64_t get() const { return job_; }
@@ -72,4 +206,5 @@ class OfAJob {
 };
 
 }  // namespace ps
+
 #endif  // BYTEPS_NET_LINK_ADMISSION_H_

@@ -1,12 +1,296 @@
 #include "byteps/net/link/dial_plan.h"
 
+#include <arpa/inet.h>
+
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <utility>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
+#include "byteps/net/link/net_address.h"
+#include "ps/internal/postoffice.h"
 
 namespace ps {
+namespace {
+
+// What the scheduler gives a node whose connection was closed: the process has ended, unless
+// something in between closed it.
+constexpr auto kClosedPatience = std::chrono::milliseconds(500);
+// And one whose connection broke: either is likely.  A node that lives sends a packet each
+// 1.5 s to connect.
+constexpr auto kBrokenPatience = std::chrono::seconds(5);
+// What every host takes in one packet (RFC 791, 3.1).
+constexpr uint64_t kSmallPacketBytes = 576;
+
+}  // namespace
+
+std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
+                                                 LinkFault fault) {
+  // Nobody waits for one that is not of the job yet, or not any more.
+  if (peer == Node::kEmpty || peer >= kRefusedBase) return {};
+  const auto limit = ToDuration(reconnect_s);
+  // Of the processes that end the scheduler alone must hear soon; it tells the others.
+  if (!is_scheduler || fault == LinkFault::kSilent) return limit;
+  if (fault == LinkFault::kClosed)
+    return std::min<LinkOutage::Clock::duration>(limit, kClosedPatience);
+  return std::min<LinkOutage::Clock::duration>(limit, kBrokenPatience);
+}
+
+LinkOutage LinkOutage::Of(const std::string& reason, LinkFault fault, Clock::duration patience,
+                          double reconnect_s) {
+  LinkOutage outage;
+  outage.reason = reason;
+  outage.fault = fault;
+  outage.begin = Clock::now();
+  outage.deadline = outage.begin + patience;
+  outage.briefly = patience < ToDuration(reconnect_s);
+  return outage;
+}
+
+std::string LinkOutage::GivenUp(double reconnect_s, const std::string& last_error) const {
+  if (listener_gone || (briefly && fault == LinkFault::kClosed)) return reason;
+  if (briefly) return reason + ", and it did not connect again";
+  const std::string limit = Limit(reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S");
+  if (last_error.empty() && unacknowledged > 0) {
+    return reason + ", and was made again, but of " + Unacknowledged() + " within " + limit +
+           LargePacketsVanish();
+  }
+  return reason + ", and could not be made again within " + limit +
+         (last_error.empty() ? "" : ": " + last_error);
+}
+
+std::string LinkOutage::Refused(const std::string& refusal) const {
+  const std::string hint = LargePacketsVanish();
+  return hint.empty() ? refusal : refusal + "; of " + Unacknowledged() + hint;
+}
+
+std::string LinkOutage::Unacknowledged() const {
+  return std::to_string(unacknowledged) + " bytes that were sent since none was acknowledged";
+}
+
+std::string LinkOutage::LargePacketsVanish() const {
+  if (unacknowledged <= kSmallPacketBytes) return "";
+  return ": small packets pass (a greeting did), and large ones do not; compare the MTU of both "
+         "hosts with that of the switches and tunnels between them (ip link; ping -M do -s SIZE)";
+}
+
+void LogResumed(const std::string& which, int peer, const std::string& address,
+                LinkOutage::Clock::duration after, size_t again) {
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(after).count();
+  BPS_LOG(WARNING) << which << " with "
+                   << (peer == kScheduler ? "the scheduler" : RoleAndRank(peer))
+                   << (address.empty() ? "" : " (" + address + ")")
+                   << " broke, and was made again after " << ms
+                   << " ms; messages sent again: " << again;
+}
+
+void LogAway(int peer, const std::string& home, const std::string& why, const std::string& path) {
+  BPS_LOG(WARNING) << "no connection with " << RoleAndRank(peer) << " from " << home
+                   << (why.empty() ? "" : " (" + why + ")") << ": " << path << " is used instead";
+}
+
+void LogHome(int peer, const std::string& home) {
+  BPS_LOG(WARNING) << "data for " << RoleAndRank(peer) << " goes from " << home << " again";
+}
+
+namespace {
+
+// What a new connection has at least for the first acknowledgement, or a quarter of
+// BYTEPS_RECONNECT_TIMEOUT_S.
+constexpr auto kChance = std::chrono::seconds(5);
+
+}  // namespace
+
+bool OutageWatch::Begin(const std::string& reason, LinkFault fault, bool by_peer,
+                        Clock::duration patience, Clock::duration counted) {
+  LinkOutage next = LinkOutage::Of(reason, fault, patience, reconnect_s_);
+  next.deadline -= counted;
+  continues_ = std::exchange(awaits_proof_, false);
+  if (continues_ && outage_.deadline <= next.deadline) return false;
+  lasts_ = true;
+  by_peer_ = by_peer;
+  if (continues_) {
+    next.begin = outage_.begin;
+    next.unacknowledged = outage_.unacknowledged;
+  } else {
+    longest_ = next.begin + ToDuration(reconnect_s_) - counted;
+  }
+  outage_ = next;
+  ++number_;
+  return true;
+}
+
+void OutageWatch::AwaitProof(size_t again) {
+  awaits_proof_ = true;
+  again_ = again;
+  resumed_at_ = Clock::now();
+  outage_.briefly = false;
+  outage_.deadline = std::max(outage_.deadline, longest_);
+}
+
+void OutageWatch::HearProofOfTheLast() {
+  if (continues_) longest_ = Clock::now() + ToDuration(reconnect_s_);
+}
+
+OutageWatch::Clock::time_point OutageWatch::ChanceUntil() const {
+  return resumed_at_ + std::min<Clock::duration>(kChance, ToDuration(reconnect_s_ / 4));
+}
+
+void OutageWatch::NoteUnacknowledged(uint64_t bytes) {
+  outage_.unacknowledged = std::max(outage_.unacknowledged, bytes);
+}
+
+OutageWatch::Clock::duration OutageWatch::End() {
+  lasts_ = awaits_proof_ = false;
+  outage_.unacknowledged = 0;
+  return resumed_at_ - outage_.begin;
+}
+
+std::string OutageWatch::GivenUp(bool listener_gone, const std::string& last_error) const {
+  LinkOutage outage = outage_;
+  outage.listener_gone = listener_gone;
+  return outage.GivenUp(reconnect_s_, last_error);
+}
+
+namespace {
+
+// Pairs that a connection tries when its own one fails: each may take seconds.
+constexpr size_t kMostTries = 8;
+
+struct Bits {
+  unsigned char bytes[sizeof(in6_addr)] = {};
+  int count = 0;  // 0: no address
+};
+
+Bits BitsOf(const std::string& address) {
+  Bits bits;
+  if (inet_pton(AF_INET, address.c_str(), bits.bytes) == 1) {
+    bits.count = 32;
+  } else if (inet_pton(AF_INET6, address.c_str(), bits.bytes) == 1) {
+    bits.count = 128;
+  }
+  return bits;
+}
+
+bool SameSubnet(const Nic& a, const Nic& b) {
+  const Bits x = BitsOf(a.address), y = BitsOf(b.address);
+  if (x.count == 0 || x.count != y.count) return false;
+  const int prefix = std::clamp(a.prefix, 0, x.count);
+  for (int i = 0; i < prefix; ++i) {
+    if (((x.bytes[i / 8] ^ y.bytes[i / 8]) >> (7 - i % 8) & 1) != 0) return false;
+  }
+  return prefix > 0;
+}
+
+using Indices = std::pair<size_t, size_t>;
+
+std::vector<Indices> Pairs(const std::vector<Nic>& from, const std::vector<Nic>& to) {
+  std::vector<Indices> own, near, all;
+  for (size_t i = 0; i < from.size(); ++i) {
+    for (size_t j = 0; j < to.size(); ++j) {
+      all.emplace_back(i, j);
+      if (from[i].address == to[j].address) own.emplace_back(i, j);
+      if (SameSubnet(from[i], to[j])) near.emplace_back(i, j);
+    }
+  }
+  if (!own.empty()) return own;
+  return near.empty() ? all : near;
+}
+
+// What each connection adds to the load of its two NICs.
+class Loads {
+ public:
+  Loads(const std::vector<Nic>& from, const std::vector<Nic>& to)
+      : from_(Costs(from)), to_(Costs(to)), from_load_(from.size()), to_load_(to.size()) {}
+
+  // The load of the busier NIC of the pair once it has another connection, and that of the other.
+  std::pair<double, double> With(const Indices& pair) const {
+    const double a = from_load_[pair.first] + from_[pair.first];
+    const double b = to_load_[pair.second] + to_[pair.second];
+    return {std::max(a, b), std::min(a, b)};
+  }
+  void Add(const Indices& pair) {
+    from_load_[pair.first] += from_[pair.first];
+    to_load_[pair.second] += to_[pair.second];
+  }
+
+ private:
+  // Of a connection, the part of its node's rate that the NIC has counted.  Where a rate is not
+  // known, all are alike.
+  static std::vector<double> Costs(const std::vector<Nic>& nics) {
+    double sum = 0;
+    bool known = true;
+    for (const Nic& nic : nics) {
+      sum += nic.mbps;
+      known = known && nic.mbps > 0;
+    }
+    std::vector<double> costs;
+    for (const Nic& nic : nics) {
+      costs.push_back(known ? sum / nic.mbps : static_cast<double>(nics.size()));
+    }
+    return costs;
+  }
+
+  const std::vector<double> from_, to_;
+  std::vector<double> from_load_, to_load_;
+};
+
+// Behind its own pair those that share neither NIC with it, then the others: whichever NIC has
+// failed, the second try avoids it.  They begin `skip` pairs behind the own one, so that
+// connections that leave the same NIC go to different ones.
+std::vector<Indices> Tries(std::vector<Indices> pairs, size_t own, size_t skip) {
+  const Indices first = pairs[own];
+  pairs.erase(pairs.begin() + static_cast<ptrdiff_t>(own));
+  if (!pairs.empty()) {
+    const size_t begin = (own + skip) % pairs.size();
+    std::rotate(pairs.begin(), pairs.begin() + static_cast<ptrdiff_t>(begin), pairs.end());
+  }
+  std::stable_partition(pairs.begin(), pairs.end(), [&](const Indices& pair) {
+    return pair.first != first.first && pair.second != first.second;
+  });
+  std::vector<Indices> order = {first};
+  order.insert(order.end(), pairs.begin(), pairs.end());
+  order.resize(std::min(order.size(), kMostTries));
+  return order;
+}
+
+}  // namespace
+
+int LeastConnections(const std::vector<Nic>& from, const std::vector<Nic>& to) {
+  if (from.empty() || to.empty()) return 1;
+  return static_cast<int>(std::max(from.size(), to.size()));
+}
+
+std::vector<std::vector<NicPair>> PairNics(const std::vector<Nic>& from, const Node& peer,
+                                           int count, int turn) {
+  const NicPair any{"", peer.hostname};
+  const std::vector<Nic>& to = peer.nics;
+  const std::vector<Indices> pairs = Pairs(from, to);
+  std::vector<std::vector<NicPair>> plan(count);
+  if (pairs.empty() || (from.size() == 1 && to.size() == 1 && to[0].address == peer.hostname)) {
+    for (auto& tries : plan) tries.push_back(any);
+    return plan;
+  }
+  Loads loads(from, to);
+  const auto first = static_cast<size_t>(std::max(turn, 0));
+  for (int i = 0; i < count; ++i) {
+    size_t best = first % pairs.size();
+    for (size_t j = 1; j < pairs.size(); ++j) {
+      const size_t other = (first + j) % pairs.size();
+      if (loads.With(pairs[other]) < loads.With(pairs[best])) best = other;
+    }
+    loads.Add(pairs[best]);
+    const size_t row = pairs.size() / from.size();
+    for (const Indices& pair : Tries(pairs, best, (first + i) * row)) {
+      plan[i].push_back({from[pair.first].address, to[pair.second].address});
+    }
+    plan[i].push_back(any);
+  }
+  return plan;
+}
+
 namespace {
 
 // A NIC that takes connections and loses what follows costs seconds each time.

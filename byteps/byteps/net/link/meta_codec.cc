@@ -1,10 +1,9 @@
-#include "byteps/net/link/meta_codec.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-#include "byteps/base/wire_bytes.h"
+#include "byteps/base/wire.h"
+#include "byteps/net/link/admission.h"
 #include "byteps/net/link/nics.h"
 
 namespace ps {

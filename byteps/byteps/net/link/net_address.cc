@@ -10,11 +10,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <set>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
+#include "ps/internal/postoffice.h"
 
 namespace ps {
 namespace {
@@ -161,6 +163,48 @@ std::vector<Address> Resolve(const std::string& host, int port) {
     throw Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
   }
   return addresses;
+}
+
+namespace {
+
+const char* RoleName(Node::Role role) {
+  if (role == Node::SCHEDULER) return "scheduler";
+  return role == Node::WORKER ? "worker" : "server";
+}
+
+}  // namespace
+
+std::string Limit(double seconds, const char* variable) {
+  char text[128];
+  snprintf(text, sizeof(text), "%.1f s (%s=%g)", seconds, variable, seconds);
+  return text;
+}
+
+std::string Plural(int n, const char* noun) {
+  return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
+}
+
+std::chrono::steady_clock::duration ToDuration(double seconds) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+      std::chrono::duration<double>(seconds));
+}
+
+std::string RoleAndRank(int node_id) {
+  return std::string(node_id % 2 ? "worker " : "server ") +
+         std::to_string(Postoffice::IDtoRank(node_id));
+}
+
+std::string AddressOf(const Node& node) {
+  return node.port > 0 ? JoinHostPort(node.hostname, node.port) : node.hostname;
+}
+
+std::string Describe(const Node& node) {
+  std::string name = RoleName(node.role);
+  if (node.role == Node::WORKER && node.aux_id >= 0) name += " " + std::to_string(node.aux_id);
+  if (node.role == Node::SERVER && node.id != Node::kEmpty && node.id < kRefusedBase) {
+    name += " " + std::to_string(Postoffice::IDtoRank(node.id));
+  }
+  return name + " (" + AddressOf(node) + ")";
 }
 
 }  // namespace ps

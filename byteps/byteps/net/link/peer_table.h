@@ -1,6 +1,6 @@
 // The processes at the other ends of this node's links.
 //
-// A process that connected to this one is known by its token (node_token.h), which it has proved.
+// A process that connected to this one is known by its token (admission.h), which it has proved.
 // It gets its node id later: from the scheduler, which names those that join, or, at a server, by
 // its own word, which is proved too.  Of a server that connects to a server the scheduler has told
 // both before, so that there is a link that it will take, and what is sent by it waits.  A node
@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -19,10 +20,53 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/admission.h"
-#include "byteps/net/link/choice.h"
 #include "ps/internal/message.h"
 
 namespace ps {
+
+// How a link ended, or a connection that carried it.
+struct LinkEnding {
+  std::string reason;
+  bool by_peer = false;  // and this side has nothing to say of the reason
+  bool orderly = false;  // the peer said goodbye, or this side closed it in order
+};
+
+// Which link of a pair of nodes the next message takes.
+
+// How a link stands.
+struct LinkLoad {
+  bool is_open = false;    // messages go over it now
+  bool is_closed = false;  // and none ever will
+  size_t queued_bytes = 0;
+  size_t in_flight_bytes = 0;  // written, and the other end has not told that they have come
+  uint64_t nics = 0;           // tells pairs of NICs apart
+};
+
+inline bool IsBetter(const LinkLoad& load, const LinkLoad& than) {
+  if (load.is_open != than.is_open) return load.is_open;
+  if (load.queued_bytes != than.queued_bytes) return load.queued_bytes < than.queued_bytes;
+  return load.nics != than.nics && load.in_flight_bytes < than.in_flight_bytes;
+}
+
+// That on which the fewest bytes wait, and one that is broken only where all are.  Where nothing
+// waits the kernel may hold much: of links over different NICs that with fewer bytes in flight, so
+// that each NIC carries what its rate allows.  Null: none is there.  Of `links` some may be null.
+template <typename Link>
+std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
+  // There is nothing to compare, and so nothing to ask under the link's lock.
+  if (links.size() == 1) return links.front();
+  const std::shared_ptr<Link>* best = nullptr;
+  LinkLoad least;
+  for (const auto& link : links) {
+    if (!link) continue;
+    const LinkLoad load = link->load();
+    if (load.is_closed) continue;
+    if (best != nullptr && !IsBetter(load, least)) continue;
+    best = &link;
+    least = load;
+  }
+  return best == nullptr ? nullptr : *best;
+}
 
 // Link: has `PeerIdentity identity`, load(), closed(), peer() and set_peer(), which take no lock
 // under which the table is called.  Any thread may call anything.
@@ -277,4 +321,5 @@ class PeerTable {
 };
 
 }  // namespace ps
+
 #endif  // BYTEPS_NET_LINK_PEER_TABLE_H_

@@ -1,3 +1,21 @@
+// Memory that transports use again and again: registrations, idle blocks, and the place of what
+// nobody wants.
+#ifndef BYTEPS_NET_LINK_REGISTRATION_CACHE_H_
+#define BYTEPS_NET_LINK_REGISTRATION_CACHE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/invariant.h"
+
+namespace ps {
+
 // The registration cache: memory that is sent from, or received into, again and again.
 //
 // Some transports have to register memory with a device before it may be used, which takes as
@@ -8,15 +26,6 @@
 // lie at the same address, old pages would be sent.  So all memory from which values are sent,
 // and in which they are received, has to be added, by its owner and again for each allocation;
 // what it overlaps has been freed, and is forgotten.
-#ifndef BYTEPS_NET_LINK_REGISTRATION_CACHE_H_
-#define BYTEPS_NET_LINK_REGISTRATION_CACHE_H_
-
-#include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <memory>
-
-namespace ps {
 
 // Any thread may call anything.
 class RegistrationCache {
@@ -46,5 +55,61 @@ class RegistrationCache {
   static void CountRegistration();
 };
 
+// Blocks of memory that nobody uses, kept to be used again: fresh pages cost as much as what is
+// done with them, and registering them costs more.
+
+// T: a pointer to a block, which is its owner's.  Locked by its owner.
+template <typename T>
+class IdleBlocks {
+ public:
+  // Keeps at most `limit` bytes.
+  explicit IdleBlocks(size_t limit) : limit_(limit) {}
+
+  // One of exactly this size.  False: there is none.
+  bool Take(size_t size, T* block) {
+    const auto it = blocks_.find(size);
+    if (it == blocks_.end() || it->second.empty()) return false;
+    *block = it->second.back();
+    it->second.pop_back();
+    BPS_INVARIANT_NOTED("bytes kept are those of the blocks kept", bytes_ >= size,
+                        std::to_string(bytes_) + " with a block of " + std::to_string(size));
+    bytes_ -= size;
+    return true;
+  }
+
+  // False: these would be more bytes than it keeps.
+  bool Keep(size_t size, T block) {
+    if (bytes_ + size > limit_) return false;
+    blocks_[size].push_back(block);
+    bytes_ += size;
+    return true;
+  }
+
+  std::vector<T> TakeAll() {
+    std::vector<T> all;
+    for (const auto& entry : blocks_)
+      all.insert(all.end(), entry.second.begin(), entry.second.end());
+    blocks_.clear();
+    bytes_ = 0;
+    return all;
+  }
+
+ private:
+  const size_t limit_;
+  std::map<size_t, std::vector<T>> blocks_;  // by size
+  size_t bytes_ = 0;
+};
+
+// Where values go that nobody wants.
+
+// What a place_for handler answers when it refuses values: a TCP transport takes no memory for
+// them, and reads and drops them.  Their message comes with one empty value, and with the bytes
+// that it had as meta.data_size.  A message whose values found no memory comes likewise.
+inline char* Nowhere() {
+  static char nowhere;
+  return &nowhere;
+}
+
 }  // namespace ps
+
 #endif  // BYTEPS_NET_LINK_REGISTRATION_CACHE_H_

@@ -14,7 +14,7 @@
 //    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives; a node's may carry a
 //    |                                      |  report on itself (SetReporter)
 //    | -- ADD_NODE (account) -------------> |  to the next scheduler, when one has died: what the
-//    |                                      |  node knows of the job (account.h)
+//    |                                      |  node knows of the job (roster.h)
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
 //    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
 //    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
@@ -31,15 +31,15 @@
 //    | <-- MEMBERS (server-lost) ---------- |  to workers: its requests wait; with backups to
 //    | <-- MEMBERS (server-replaced) ------ |  servers, too: this node has its place
 //
-// Each command is taken from those alone who may send it (net/membership/commands.cc).
+// Each command is taken from those alone who may send it (net/membership/membership.cc).
 //
 // Two classes take part, and neither knows the other: SchedulerMembership (scheduler_membership.h)
 // and NodeMembership (node_membership.h).  Membership is what a van knows of both.  What both are
-// made of: the nodes (roster.h), the texts in messages (protocol.h), the thread that sends
-// heartbeats (heartbeat.h), the events for the process (event.h).
+// made of: the nodes (roster.h), the texts in messages (below), the thread that sends heartbeats
+// and the events for the process (event.h).
 //
 // All times are of the AwakeClock: who stood still itself gives the others time to be heard before
-// it calls them lost, and says of itself that it stood still (base/stall_watch.h).
+// it calls them lost, and says of itself that it stood still (base/process.h).
 //
 // After a suspended job the scheduler forgets the nodes and admits those of the
 // next one; its worker count is then taken from the first worker that comes.
@@ -54,15 +54,46 @@
 #ifndef BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 
+#include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <vector>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/mutex.h"
 #include "byteps/net/membership/event.h"
-#include "byteps/net/membership/links.h"
 #include "ps/internal/message.h"
 
 namespace ps {
+
+// How membership reaches other processes.
+
+// A van is behind it, or a test.
+class MembershipLinks {
+ public:
+  virtual ~MembershipLinks() = default;
+  virtual Node self() const = 0;
+  virtual const Node& scheduler() const = 0;
+  // The scheduler has given this node its id.
+  virtual void SetSelf(const Node& node) = 0;
+  // Makes a connection to `node`, or names the one that came from it.  Of the scheduler, with which
+  // there is one, it learns the NICs.
+  virtual void Connect(const Node& node) = 0;
+  // Closes it when what was sent before has left.  A server closes it at once, and another process
+  // may come under this id from then on.
+  virtual void Disconnect(int node_id) = 0;
+  // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
+  virtual void Send(Message* msg) = 0;
+  // Connections that are made from now on belong to this incarnation of the job.
+  virtual void SetIncarnation(int incarnation) = 0;
+  // The number of the job (link/admission.h).  A scheduler that goes on with a job of another one
+  // takes its number.
+  virtual uint64_t job() const = 0;
+  virtual void SetJob(uint64_t job) = 0;
+};
 
 class NodeMembership;
 class SchedulerMembership;
@@ -104,7 +135,7 @@ struct MembershipSettings {
   // How long a job goes on without a server that is lost, until another one has its place; 0: its
   // loss ends the job.
   double replace_servers_s = 0;
-  // Servers have links with their neighbors (link/who_connects.h), and hear which servers are lost
+  // Servers have links with their neighbors (link/admission.h), and hear which servers are lost
   // and replaced.
   bool backups = false;
   // How long nodes wait for a scheduler that died to return, and that one for them
@@ -167,5 +198,135 @@ class Membership {
   virtual std::string NameOf(int node_id) = 0;
 };
 
+namespace membership {
+
+// What a scheduler and its nodes say to each other, apart from the commands.
+
+constexpr int kProtocol = 15;
+// How a REFUSED begins whose receiver may come again.
+constexpr char kAgain[] = "again: ";
+// And one whose receiver asked, and would be admitted.
+constexpr char kWould[] = "would: ";
+
+// What a node says of the job when it registers, in ADD_NODE.
+struct Claim {
+  int protocol = 0;
+  int workers = -1;  // -1: whatever the job has
+  int servers = -1;
+  int link_mbps = 0;  // of a worker's network card; 0: not known
+  int probe = 0;      // it asks for so many nodes, and does not join
+  int replicas = 0;   // of a worker: jobs that train its model; 0: it does not say
+  int backups = 0;    // 1: servers have links with each other
+};
+std::string PackClaim(const Claim& claim);
+// Whether all of it could be read.  The protocol may be known even if not.
+bool ParseClaim(const std::string& text, Claim* claim);
+
+// How often the place of a server was lost or given to another, by its rank; 0 is not said.  Who
+// has heard of an odd number knows that it is lost.
+using Turns = std::map<int, int>;
+std::string PackTurns(const Turns& turns);
+bool ParseTurns(const std::string& text, Turns* turns);
+int TurnOf(const Turns& turns, int rank);
+bool IsVacant(const Turns& turns, int rank);
+
+// What the scheduler says in ADD_NODE.
+struct Beginning {
+  int link_mbps = 0;  // the rate of the slowest worker's link
+  bool late = false;  // this worker's replica comes to a job that has begun
+  Turns turns;        // those that this node needs not hear of
+};
+std::string PackBeginning(const Beginning& beginning);
+// Of anything else: nothing.
+Beginning ParseBeginning(const std::string& text);
+
+// What the scheduler says in WELCOME: the incarnation of the job, and its own life.
+std::string PackWelcome(int incarnation, int life);
+int LifeIn(const std::string& text);
+
+// MEMBERS, to nodes.
+std::string PackReplicas(const ReplicaView& view);
+// False: it is no such thing.
+bool ParseReplicas(const std::string& text, ReplicaView* view);
+// MEMBERS, to the scheduler.  Of a server: it has made all changes up to an epoch; others wait for
+// a worker, which is passed on to that worker; its replica is late, and is to be removed.  Of a
+// worker that came late: it can take part.  Of a worker that takes part: it and all others are
+// between two steps, and a replica that waits may join.  To workers, and to servers with backups: a
+// server is lost, and another one is waited for; the node that comes with the message has taken its
+// place.  Of a server, where a scheduler may return: it knows that a worker has left.
+struct MemberWord {
+  enum Kind {
+    kAcknowledged,
+    kReady,
+    kAdmit,
+    kAwaited,
+    kLate,
+    kServerLost,
+    kServerReplaced,
+    kLeftKnown
+  } kind = kReady;
+  int number = 0;  // kAdmit: the replica; kAwaited, kLate, kLeftKnown: the worker's rank; of
+                   // others: the server's
+  // kAcknowledged: up to which; kAdmit: the replica's life; kAwaited: the round; kLate: the epoch
+  // that the server knows; kServerReplaced: how many servers there are.
+  int epoch = 0;
+  std::string text{};  // kAwaited: the tensor's name; kLate: why
+  int turn = 0;        // kServerLost, kServerReplaced: of the server's place
+};
+std::string PackWord(const MemberWord& word);
+bool ParseWord(const std::string& text, MemberWord* word);
+// A kServerLost, of this node id.
+std::string LostWord(int server, int turn, const std::string& reason);
+
+// What a worker says in LEAVE.  A server that is told to end says how: "stopped by
+// SIGTERM".
+std::string PackFarewell(const Farewell& farewell);
+struct Departure {
+  // What happened to the node: "was stopped by SIGTERM", "failed: exit status 3".  Empty:
+  // it has done its work.
+  std::string failure;
+  bool suspend = false;
+};
+// `errors_count`: a worker in which an operation failed has not done its work.
+Departure ParseFarewell(const std::string& text, bool errors_count);
+
+// How a JOB_END says that the workers come back.
+std::string PackEnd(bool suspended);
+bool ParseEnd(const std::string& text);
+
+void Send(MembershipLinks* links, Control::Command command, int recver,
+          const std::string& body = "", const std::vector<Node>& nodes = {});
+
+bool BeginsWith(const std::string& text, const std::string& prefix);
+
+// "scheduler (10.0.0.1:9000)"
+std::string NameOfScheduler(const MembershipLinks& links);
+
+// Which control commands of membership a node may send, and to whom.
+
+// How the LEAVE of a server begins that was told to end.
+constexpr char kStopped[] = "stopped";
+
+// Whether a node of role `from` may send this command to one of role `to`.  `body`: the message's.
+bool MaySend(Control::Command command, Node::Role from, Node::Role to, const std::string& body);
+
+// "JOB_END"
+std::string NameOf(Control::Command command);
+
+// Those that sent what they must not send.  Any thread.
+class IgnoredSenders {
+ public:
+  // Warns of the first such message of each sender.  `name_of`: what the node of an id is called.
+  void Add(const Message& msg, const std::function<std::string(int)>& name_of);
+  // The ids will be those of others.
+  void Clear();
+
+ private:
+  Mutex mu_;
+  std::set<int> senders_ PS_GUARDED_BY(mu_);
+};
+
+}  // namespace membership
 }  // namespace ps
+
 #endif  // BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_

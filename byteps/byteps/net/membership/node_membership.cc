@@ -6,13 +6,11 @@
 #include <cstring>
 #include <utility>
 
-#include "byteps/base/error.h"
 #include "byteps/base/invariant.h"
-#include "byteps/base/probe.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
-#include "byteps/net/link/node_text.h"
-#include "byteps/net/link/who_connects.h"
-#include "byteps/net/membership/protocol.h"
+#include "byteps/net/membership/membership.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

@@ -11,12 +11,9 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/base/stall_watch.h"
-#include "byteps/net/membership/account.h"
-#include "byteps/net/membership/commands.h"
-#include "byteps/net/membership/heartbeat.h"
+#include "byteps/base/process.h"
+#include "byteps/net/membership/event.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/protocol.h"
 #include "byteps/net/membership/roster.h"
 
 namespace ps {

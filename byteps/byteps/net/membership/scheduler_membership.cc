@@ -6,8 +6,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
-#include "byteps/base/probe.h"
-#include "byteps/net/link/node_text.h"
+#include "byteps/net/link/net_address.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

@@ -12,17 +12,37 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/base/stall_watch.h"
-#include "byteps/net/membership/account.h"
-#include "byteps/net/membership/admission.h"
-#include "byteps/net/membership/commands.h"
-#include "byteps/net/membership/heartbeat.h"
+#include "byteps/base/process.h"
+#include "byteps/net/membership/event.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/protocol.h"
-#include "byteps/net/membership/replica_table.h"
 #include "byteps/net/membership/roster.h"
+#include "ps/internal/message.h"
 
 namespace ps {
+namespace membership {
+
+// Which nodes a scheduler admits to its job.
+struct Refusal {
+  std::string reason;  // empty: it is admitted
+  bool later = false;  // it may be admitted at another time
+
+  explicit operator bool() const { return !reason.empty(); }
+};
+
+// Gives `node` its rank and its id, or refuses it.  The roster stays as it is.  `settings`: of the
+// scheduler.
+Refusal Assign(const Roster& roster, const ReplicaTable& replicas,
+               const MembershipSettings& settings, const Claim& claim, Node* node);
+
+// Why this scheduler does not go on with the job of a node that returns, which has its id.
+Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
+                    const Node& node);
+
+// Whether `claim.probe` nodes like `node` would be admitted, one after the other.
+Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,
+                  const MembershipSettings& settings, const Claim& claim, Node node);
+
+}  // namespace membership
 
 class SchedulerMembership : public Membership {
  public:
@@ -164,7 +184,7 @@ class SchedulerMembership : public Membership {
   // With backups, those with which a server has links.
   std::vector<Node> NeighborsOf(int server) PS_REQUIRES(mu_);
 
-  // Replicas (scheduler_replicas.cc).
+  // Replicas (scheduler_servers.cc).
   //
   // The replica of a worker that is gone is removed.  False: the job cannot go on without it.
   bool LoseReplica(int node_id, const std::string& reason);
@@ -253,4 +273,5 @@ class SchedulerMembership : public Membership {
 };
 
 }  // namespace ps
+
 #endif  // BYTEPS_NET_MEMBERSHIP_SCHEDULER_MEMBERSHIP_H_

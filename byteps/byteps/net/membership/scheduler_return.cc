@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
-#include "byteps/base/probe.h"
-#include "byteps/net/link/node_text.h"
-#include "byteps/net/link/node_token.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/membership/scheduler_membership.h"
 #include "ps/internal/postoffice.h"
 

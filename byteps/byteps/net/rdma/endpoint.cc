@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "byteps/base/invariant.h"
-#include "byteps/base/wire_bytes.h"
+#include "byteps/base/wire.h"
 
 namespace ps {
 namespace rdma {

@@ -30,18 +30,11 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/admission.h"
-#include "byteps/net/link/choice.h"
-#include "byteps/net/link/endpoint_counters.h"
-#include "byteps/net/link/link_ending.h"
-#include "byteps/net/link/link_outage.h"
-#include "byteps/net/link/nic_counters.h"
-#include "byteps/net/link/outage_watch.h"
-#include "byteps/net/rdma/inbox.h"
-#include "byteps/net/rdma/outbox.h"
+#include "byteps/net/link/counters.h"
+#include "byteps/net/link/dial_plan.h"
+#include "byteps/net/link/peer_table.h"
 #include "byteps/net/rdma/pool.h"
-#include "byteps/net/rdma/posted_sends.h"
-#include "byteps/net/rdma/registrar.h"
-#include "byteps/net/rdma/settings.h"
+#include "byteps/net/rdma/queues.h"
 #include "byteps/net/rdma/verbs.h"
 #include "byteps/net/rdma/wire.h"
 #include "ps/internal/message.h"
@@ -317,7 +310,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void LetGoIfDrained() PS_REQUIRES(mu_);
   void StopQueuePair() PS_REQUIRES(mu_);
 
-  // ----- endpoint_rendezvous.cc
+  // ----- endpoint_receive.cc
   void ClearWaiting();
   void ClearSlowly();
   bool MayClear() const PS_REQUIRES(mu_);

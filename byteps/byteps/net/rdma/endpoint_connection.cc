@@ -6,7 +6,7 @@
 #include <functional>
 #include <utility>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/net_address.h"

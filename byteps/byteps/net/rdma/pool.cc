@@ -1,14 +1,68 @@
 #include "byteps/net/rdma/pool.h"
 
+#include <pthread.h>
+
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
+#include <exception>
 #include <utility>
 
 #include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
+#include "byteps/net/link/registration_cache.h"
 #include "byteps/net/rdma/wire.h"
+#include "ps/internal/postoffice.h"
 
 namespace ps {
 namespace rdma {
+
+Registrar::Registrar() : thread_(&Registrar::Run, this) {
+  pthread_setname_np(thread_.native_handle(), "bps-rdma-mem");
+}
+
+Registrar::~Registrar() { Stop(); }
+
+void Registrar::Post(Task task) {
+  {
+    MutexLock lock(&mu_);
+    if (stop_) return;
+    tasks_.push_back(std::move(task));
+  }
+  cond_.NotifyOne();
+}
+
+void Registrar::Stop() {
+  std::deque<Task> dropped;  // they may hold what takes long to let go of: without the lock
+  {
+    MutexLock lock(&mu_);
+    stop_ = true;
+    dropped.swap(tasks_);
+  }
+  cond_.NotifyOne();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Registrar::Run() {
+  MutexLock lock(&mu_);
+  while (!stop_) {
+    if (tasks_.empty()) {
+      cond_.Wait(&mu_);
+      continue;
+    }
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.Unlock();
+    try {
+      task();
+    } catch (const std::exception& e) {
+      BPS_LOG(WARNING) << "RDMA memory: " << e.what();
+    }
+    task = nullptr;
+    lock.Lock();
+  }
+}
+
 namespace {
 
 constexpr size_t kPage = 4096;
@@ -99,6 +153,120 @@ void Pool::Return(Block* block) {
   }
   // It goes with the task, in the registrar's thread as long as there is one.
   registrar_->Post([held = std::move(surplus)] {});
+}
+
+namespace {
+
+// Below this, copying is cheaper than having the kernel pin the pages and let them go.
+constexpr uint64_t kCopyBytes = 32 << 10;
+
+void CopyToPool(Outgoing* out, Pool* pool) {
+  const uint64_t before = out->meta_in_region ? AlignUp(out->meta.size(), kRegionAlign) : 0;
+  Pool::Buffer buffer = pool->Take(before + out->value_bytes);
+  char* target = buffer.bytes.data();
+  if (out->meta_in_region) memcpy(target, out->meta.data(), out->meta.size());
+  target += before;
+  for (const auto& value : out->values) {
+    if (value.size() == 0) continue;
+    memcpy(target, value.data(), value.size());
+    target += value.size();
+  }
+  out->values.clear();  // nobody has to wait for them to be sent
+  out->copy = buffer.bytes;
+  out->address = out->copy.data();
+  out->length = out->copy.size();
+  out->keys = buffer.region;
+}
+
+// What a cache may hold: memory that is sent from is often received into as well.
+RegistrationCache::Registration RegisterAll(const Devices& devices, const void* begin,
+                                            size_t bytes) {
+  try {
+    return std::make_shared<Region>(devices, begin, bytes, kValueAccess);
+  } catch (const Error&) {  // it may be memory that cannot be written to
+  }
+  try {
+    return std::make_shared<Region>(devices, begin, bytes, 0);
+  } catch (const Error& e) {
+    BPS_LOG(WARNING) << e.what() << "; now each message registers its own part of it";
+    return nullptr;
+  }
+}
+
+// Null when the memory is not in the cache, or too much to be registered at once.
+std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool may_block,
+                                     const Devices& devices) {
+  RegistrationCache::Register make;
+  if (may_block) {
+    make = [&devices](const void* begin, size_t size) { return RegisterAll(devices, begin, size); };
+  }
+  return std::static_pointer_cast<Region>(RegistrationCache::Find(address, bytes, make));
+}
+
+}  // namespace
+
+OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
+                         uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
+                         Pool* pool) {
+  auto out = std::make_unique<Outgoing>();
+  out->meta = std::move(meta);
+  out->values = std::move(values);
+  out->key = key;
+  for (const auto& value : out->values) {
+    out->sizes.push_back(value.size());
+    out->value_bytes += value.size();
+  }
+
+  if (out->value_bytes > kMaxValueBytes || out->values.size() > kMaxValues) {
+    throw Error(out->Describe() +
+                ", is larger than any that a peer takes: " + std::to_string(kMaxValueBytes) +
+                " bytes in " + std::to_string(kMaxValues) + " values");
+  }
+  const uint64_t head = kFrameHeaderBytes + out->values.size() * sizeof(uint64_t);
+  const bool small = out->value_bytes <= inline_bytes;
+  if (small && head + out->meta.size() + out->value_bytes <= slot_bytes) return out;
+  out->in_region = true;
+  out->meta_in_region = head + out->meta.size() > slot_bytes;
+  if (out->values.size() != 1 || out->meta_in_region) {
+    CopyToPool(out.get(), pool);
+    return out;
+  }
+  const SArray<char>& value = out->values[0];
+  out->address = value.data();
+  out->length = value.size();
+  out->keys = pool->Find(out->address, out->length);
+  if (out->keys != nullptr) return out;
+  if (out->length <= kCopyBytes) {
+    CopyToPool(out.get(), pool);
+    return out;
+  }
+  out->region = CachedRegion(out->address, out->length, true, devices);
+  if (!out->region) out->region = std::make_shared<Region>(devices, out->address, out->length, 0);
+  out->keys = out->region.get();
+  return out;
+}
+
+std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
+                                        const Devices& devices) {
+  auto region = CachedRegion(address, bytes, may_block, devices);
+  if (region) return region->writable() ? region : nullptr;
+  if (!may_block || bytes <= kCopyBytes) return nullptr;
+  try {
+    return std::make_shared<Region>(devices, address, bytes, kValueAccess);
+  } catch (const Error& e) {
+    PS_VLOG(1) << e.what() << "; the value is received elsewhere and copied";
+    return nullptr;
+  }
+}
+
+std::vector<SArray<char>> Split(const SArray<char>& region, uint64_t offset,
+                                const std::vector<uint64_t>& sizes) {
+  std::vector<SArray<char>> values;
+  for (const uint64_t size : sizes) {
+    values.push_back(region.segment(offset, offset + size));
+    offset += size;
+  }
+  return values;
 }
 
 }  // namespace rdma

@@ -1,21 +1,54 @@
-// Registered memory, used again instead of being registered anew.
+// Registered memory: the thread that registers it, the pool that uses it again, and the parts of
+// messages that lie in it.
 #ifndef BYTEPS_NET_RDMA_POOL_H_
 #define BYTEPS_NET_RDMA_POOL_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
+#include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/link/idle_blocks.h"
-#include "byteps/net/rdma/registrar.h"
+#include "byteps/net/link/registration_cache.h"
+#include "byteps/net/rdma/queues.h"
 #include "byteps/net/rdma/verbs.h"
 #include "ps/sarray.h"
 
 namespace ps {
 namespace rdma {
+
+// A thread for what takes long: allocating memory and registering it, and letting it go.
+
+// Any thread may call anything.
+class Registrar {
+ public:
+  using Task = std::function<void()>;
+
+  Registrar();
+  ~Registrar();
+  Registrar(const Registrar&) = delete;
+  Registrar& operator=(const Registrar&) = delete;
+
+  // Has the thread do it.  Once stopped, drops the task at once.
+  void Post(Task task);
+  // Ends the thread; tasks that wait are dropped.
+  void Stop();
+
+ private:
+  void Run();
+
+  Mutex mu_;
+  CondVar cond_;
+  std::deque<Task> tasks_ PS_GUARDED_BY(mu_);
+  bool stop_ PS_GUARDED_BY(mu_) = false;
+  std::thread thread_;
+};
 
 // Any thread may call anything.
 class Pool : public std::enable_shared_from_this<Pool> {
@@ -64,6 +97,25 @@ class Pool : public std::enable_shared_from_this<Pool> {
   IdleBlocks<Block*> idle_ PS_GUARDED_BY(mu_);
 };
 
+// The memory of messages: where a device reads and writes their values.
+
+// Values that are not sent with the message are sent from where they lie: out of the pool,
+// out of lasting memory, or registered for as long as it takes.  Small or scattered ones
+// are copied, which is cheaper.  Throws Error when memory cannot be registered.
+OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
+                         uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
+                         Pool* pool);
+
+// The registration of memory for receiving.  `may_block`: it is made if there is none yet,
+// and otherwise not waited for.  Null: there is none, or it cannot be had.
+std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
+                                        const Devices& devices);
+
+// Cuts `region` into values of these sizes, from `offset` on.
+std::vector<SArray<char>> Split(const SArray<char>& region, uint64_t offset,
+                                const std::vector<uint64_t>& sizes);
+
 }  // namespace rdma
 }  // namespace ps
+
 #endif  // BYTEPS_NET_RDMA_POOL_H_

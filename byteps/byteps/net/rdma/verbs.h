@@ -1,4 +1,4 @@
-// Owners of verbs objects, and errors in words.
+// What RDMA is made of: its libraries, owners of their objects, and settings.
 #ifndef BYTEPS_NET_RDMA_VERBS_H_
 #define BYTEPS_NET_RDMA_VERBS_H_
 
@@ -6,15 +6,27 @@
 #include <rdma/rdma_cma.h>
 
 #include <atomic>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "byteps/base/fork.h"
+#include "byteps/base/process.h"
+#include "byteps/net/auth/secret.h"
 
 namespace ps {
 namespace rdma {
+
+// libibverbs and librdmacm, found at run time: a machine without them runs what does not
+// ask for RDMA.
+
+// Loads both libraries, once for the process.  To be called before any ibv_ or rdma_
+// function; verbs_library.cc defines those that the van calls and hands each call on.
+// Throws Error that names what is missing and the packages that have it.
+void LoadVerbsLibraries();
+
+// Owners of verbs objects, and errors in words.
 
 // Error: "what: reason (errno)".
 [[noreturn]] void Throw(const std::string& what, int error);
@@ -107,6 +119,51 @@ class Region {
   std::deque<Registration> registrations_;
 };
 
+// The RDMA van's settings, and the address that they choose.
+struct Settings {
+  std::string device;      // "": that of the address
+  int port = 0;            // of the device; 0: that of the address
+  int gid_index = -1;      // -1: that of the address
+  int traffic_class = -1;  // -1: the system's
+  int mtu = 0;             // bytes; 0: the port's
+  // As they were set, for errors.
+  uint32_t send_depth_set = 0;
+  uint32_t receive_depth_set = 0;
+  // The same, or what FitSlots left of them.
+  uint32_t send_depth = 0;
+  uint32_t receive_depth = 0;
+  uint64_t all_slots_bytes = 0;
+  uint32_t inline_bytes = 0;
+  uint64_t pool_bytes = 0;
+  uint64_t window_bytes = 0;
+  bool busy_poll = false;
+  bool data_plane = true;
+  int data_endpoints = 1;
+  uint64_t receive_window_bytes = 0;
+  double start_timeout_s = 30;
+  double reconnect_s = 30;  // BYTEPS_RECONNECT_TIMEOUT_S
+  auth::Secret secret;
+
+  // From ps-lite's Environment, which Config has checked.
+  static Settings Get();
+
+  uint32_t slot_bytes() const;
+  // Lowers the depths until the slots of so many endpoints fit into BYTEPS_RDMA_SLOT_BYTES.
+  void FitSlots(uint64_t endpoints);
+  // As an ibv_mtu; 0: any.
+  int path_mtu() const;
+
+  // Throws Error naming the setting that asks for more than the device can do.
+  void Check(const Device& device) const;
+};
+
+// The address of the device, port and GID that the settings name.  `fallback` when they
+// name none, or leave the choice open and it belongs to the device.  Throws Error
+// when there is no such device, port or GID, or it has no IP address.
+std::string AddressOfDevice(const Settings& settings, const std::string& fallback,
+                            bool fallback_was_given);
+
 }  // namespace rdma
 }  // namespace ps
+
 #endif  // BYTEPS_NET_RDMA_VERBS_H_

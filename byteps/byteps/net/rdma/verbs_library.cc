@@ -1,12 +1,11 @@
-#include "byteps/net/rdma/verbs_library.h"
-
 #include <dlfcn.h>
 #include <infiniband/verbs.h>
 #include <rdma/rdma_cma.h>
 
 #include <string>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
+#include "byteps/net/rdma/verbs.h"
 
 // The headers' inline functions call these by their names, and so must reach the functions below.
 #undef ibv_query_port

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "byteps/base/wire_bytes.h"
+#include "byteps/base/wire.h"
 #include "byteps/net/auth/secret.h"
-#include "byteps/net/link/meta_codec.h"
+#include "byteps/net/link/admission.h"
 
 namespace ps {
 namespace rdma {

@@ -7,7 +7,7 @@
 // In a job with a secret the first request is rejected with a Challenge, and the second one,
 // the same but for that, has a proof (net/auth/secret.h) over request and challenge; the reply has
 // another one.  Who listens keeps nothing meanwhile: it knows its challenge again.  A proof of what
-// the listener says is over that, too.  A failed greeting: see link/greeting.h; a challenge,
+// the listener says is over that, too.  A failed greeting: see link/admission.h; a challenge,
 // a reply or a refusal without a proof may have been damaged.
 //
 // A request that probes a path is rejected with no word, before anything else of it is looked at.

@@ -13,10 +13,10 @@
 // received, with each frame that it sends anyway or by one of its own, and keeps what it has
 // sent until the other has told so.  When the socket breaks, who had connected connects again
 // and both say what they have received; what is missing is sent again, in the same order.  So
-// each message comes exactly once.  A greeting that fails then is one more attempt (greeting.h).
-// The outage ends when something that was sent over the new socket has been acknowledged, or when
-// nothing is to be sent: a path may carry a greeting and nothing larger.  After
-// BYTEPS_RECONNECT_TIMEOUT_S of it the connection closes.
+// each message comes exactly once.  A greeting that fails then is one more attempt
+// (net/link/admission.h). The outage ends when something that was sent over the new socket has been
+// acknowledged, or when nothing is to be sent: a path may carry a greeting and nothing larger.
+// After BYTEPS_RECONNECT_TIMEOUT_S of it the connection closes.
 //
 // Life.  Closed once, by either side, an error, or Close; the owner hears of it once, in the
 // poller's thread.
@@ -25,6 +25,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,22 +34,48 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/auth/secret.h"
 #include "byteps/net/link/admission.h"
-#include "byteps/net/link/choice.h"
 #include "byteps/net/link/dial_plan.h"
-#include "byteps/net/link/link_ending.h"
-#include "byteps/net/link/link_outage.h"
-#include "byteps/net/link/outage_watch.h"
-#include "byteps/net/link/receipts.h"
-#include "byteps/net/tcp/frame_reader.h"
-#include "byteps/net/tcp/memory_pool.h"
-#include "byteps/net/tcp/poller.h"
-#include "byteps/net/tcp/send_queue.h"
-#include "byteps/net/tcp/stream.h"
+#include "byteps/net/link/peer_table.h"
+#include "byteps/net/link/replay_log.h"
+#include "byteps/net/tcp/frames.h"
+#include "byteps/net/tcp/socket.h"
 #include "byteps/net/tcp/wire.h"
 #include "ps/internal/message.h"
 
 namespace ps {
 namespace tcp {
+
+// Tries whether a peer can be connected to from one NIC to another, and says nothing to it.
+class PathProbe : public Pollable, public std::enable_shared_from_this<PathProbe> {
+ public:
+  using Done = std::function<void(bool works)>;
+
+  // Calls `done` once, in the poller's thread, within two seconds; but not after the poller has
+  // stopped.
+  static void Start(const std::shared_ptr<Poller>& poller, const DialPlan::Route& route, Done done);
+
+  PathProbe(const std::shared_ptr<Poller>& poller, Fd fd, Done done);
+
+  bool OnReady(uint32_t events) override;
+
+ private:
+  void End(bool works);
+
+  const std::shared_ptr<Poller> poller_;
+  Fd fd_;
+  Done done_;  // empty: it was called
+};
+
+// What has become of the bytes that were written to a socket.
+struct Delivery {
+  bool known = false;         // a kernel before 4.1 does not tell
+  uint64_t acknowledged = 0;  // bytes, by the other end's host, since the socket was connected
+  uint64_t waiting = 0;       // bytes that were written and are not acknowledged
+
+  uint64_t written() const { return acknowledged + waiting; }
+};
+
+Delivery DeliveryOf(int fd);
 
 // Reasons that tell more than that a socket broke (kLinkClosed is another).  The kernel closes the
 // sockets of a process that ends, and resets those that it had not read to the end.
@@ -213,7 +241,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   bool ReadChallenge() PS_REQUIRES(receive_mu_);
   bool ReadReply() PS_REQUIRES(receive_mu_);
 
-  // ----- connection_home.cc
+  // ----- connection_dial.cc
   // The connection is away from its first pair of NICs: tries now and then whether that works.
   void LookHome();
   void WarnThatAway();
@@ -252,7 +280,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Tells the other end what has come, soon or when there is enough of it.
   void TellReceived();
 
-  // ----- connection_receive.cc
+  // ----- connection.cc
   // Not `to_the_end`: epoll will tell of what is behind what the kernel holds now.
   bool Receive(bool to_the_end);
   void ReadingFailed(const Socket& socket, ssize_t result, int error);
@@ -296,4 +324,5 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
 }  // namespace tcp
 }  // namespace ps
+
 #endif  // BYTEPS_NET_TCP_CONNECTION_H_

@@ -1,21 +1,26 @@
-// The side of a connection that connects: dialing, and what is said before the first message.
+// The side of a connection that connects: dialing, and going back to its first pair of NICs.
 #include <sys/epoll.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <memory>
 #include <utility>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/text.h"
-#include "byteps/net/link/greeting.h"
-#include "byteps/net/link/node_token.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/dial_plan.h"
 #include "byteps/net/tcp/connection.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
 namespace tcp {
+
+// The side of a connection that connects: dialing, and what is said before the first message.
+
 namespace {
 
 // A socket that is not connected by then, or over which no answer came: perhaps its packets were
@@ -255,6 +260,108 @@ bool Connection::ReadReply() {
     throw GreetingError(GreetingFailure::kDecided, e.what());
   }
   return true;
+}
+
+// A connection that is away from its first pair of NICs, and goes back.
+
+double Connection::Silence() const {
+  if (!dial_.has_several_pairs()) return settings_->silence_s;
+  return std::min(settings_->silence_s, settings_->switch_s);
+}
+
+void Connection::AddPairs(const std::vector<NicPair>& pairs) {
+  poller_->Post([self = shared_from_this(), pairs] {
+    self->dial_.Add(pairs);
+    // The socket that is there can be given up sooner now.
+    const Socket socket = self->CurrentSocket();
+    if (socket) SetOptions(socket->fd(), self->Silence());
+  });
+}
+
+// Poller's thread, like all below.
+void Connection::LookHome() {
+  std::weak_ptr<Connection> weak = shared_from_this();
+  const uint64_t epoch = Epoch();
+  poller_->At(Clock::now() + dial_.NextLook(), [weak, epoch] {
+    const ConnectionPtr self = weak.lock();
+    // Over another socket it looks anew.
+    if (self && self->Epoch() == epoch && self->open()) self->TryHome();
+  });
+}
+
+void Connection::WarnThatAway() {
+  LogAway(peer_, dial_.home().Text(), dial_.redial().last_error(), address());
+}
+
+void Connection::TryHome() {
+  std::weak_ptr<Connection> weak = shared_from_this();
+  const uint64_t epoch = Epoch();
+  PathProbe::Start(poller_, dial_.home(), [weak, epoch](bool works) {
+    const ConnectionPtr self = weak.lock();
+    if (!self || self->Epoch() != epoch || !self->open()) return;
+    works ? self->GoHome() : self->LookHome();
+  });
+}
+
+// Another outage, by this end's will: what is in flight over the socket is sent again as after any.
+void Connection::GoHome() {
+  bool ends = false;
+  {
+    MutexLock lock(&receive_mu_);
+    ends = reader_.goodbye();
+  }
+  {
+    MutexLock lock(&mu_);
+    ends = ends || state_ != State::kOpen || closing_.goodbye_sent || closing_.when_flushed;
+  }
+  const LinkFault fault = LinkFault::kBroken;
+  const auto patience = ends ? Clock::duration::zero() : owner_->Patience(this, fault);
+  if (patience <= Clock::duration::zero()) return;
+  LogHome(peer_, dial_.home().Text());
+  BeginOutage({"it went back to its NIC", false, false}, patience);
+  Detach(State::kDialing);
+  hello_.resumes = true;
+  dial_.GoHome();
+  TryNext();
+}
+
+namespace {
+
+constexpr auto kTime = std::chrono::seconds(2);
+
+}  // namespace
+
+PathProbe::PathProbe(const std::shared_ptr<Poller>& poller, Fd fd, Done done)
+    : poller_(poller), fd_(std::move(fd)), done_(std::move(done)) {}
+
+void PathProbe::Start(const std::shared_ptr<Poller>& poller, const DialPlan::Route& route,
+                      Done done) {
+  const auto probe =
+      std::make_shared<PathProbe>(poller, BeginConnect(route.to, route.from), std::move(done));
+  auto when = Poller::Clock::now();
+  if (probe->fd_) {
+    try {
+      poller->Watch(probe->fd_.get(), probe);
+      when += kTime;
+    } catch (const Error&) {  // no more files: as if nobody had answered
+    }
+  }
+  poller->At(when, [probe] { probe->End(false); });
+}
+
+bool PathProbe::OnReady(uint32_t events) {
+  if (events != 0) End(ConnectError(fd_.get()) == 0);
+  return false;
+}
+
+void PathProbe::End(bool works) {
+  if (!done_) return;
+  const auto keep = shared_from_this();
+  if (fd_) poller_->Forget(fd_.get());
+  // Nothing of it is left at the peer, which has heard no word.
+  if (fd_) ResetOnClose(fd_.get());
+  fd_.Close();
+  std::exchange(done_, nullptr)(works);
 }
 
 }  // namespace tcp

@@ -1,15 +1,21 @@
 // What becomes of a connection whose socket broke.
+#include <linux/sockios.h>
+#include <linux/tcp.h>  // netinet/tcp.h, which cannot be included as well, lacks what is new
+#include <netinet/in.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
 #include <algorithm>
+#include <cstddef>
 #include <functional>
 #include <utility>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/probe.h"
-#include "byteps/net/link/nic_counters.h"
-#include "byteps/net/link/node_text.h"
+#include "byteps/net/link/counters.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/tcp/connection.h"
-#include "byteps/net/tcp/delivery.h"
-#include "byteps/net/tcp/handover.h"
+#include "byteps/net/tcp/socket.h"
 
 namespace ps {
 namespace tcp {
@@ -274,6 +280,20 @@ void Connection::TellReceived() {
     const ConnectionPtr self = weak.lock();
     if (self && self->receipts_.IsDue()) self->Enqueue(MakeFrame(kReceived));
   });
+}
+
+Delivery DeliveryOf(int fd) {
+  Delivery delivery;
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  int waiting = 0;
+  constexpr size_t kWanted = offsetof(tcp_info, tcpi_bytes_acked) + sizeof(info.tcpi_bytes_acked);
+  delivery.known = getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 &&
+                   length >= kWanted && ioctl(fd, SIOCOUTQ, &waiting) == 0;
+  if (!delivery.known) return delivery;
+  delivery.acknowledged = info.tcpi_bytes_acked;
+  delivery.waiting = waiting;
+  return delivery;
 }
 
 }  // namespace tcp

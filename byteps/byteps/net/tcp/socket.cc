@@ -2,14 +2,20 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/eventfd.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
 
 namespace ps {
 namespace tcp {
@@ -145,6 +151,205 @@ size_t MakeRoomForFiles(size_t connections) {
     if (setrlimit(RLIMIT_NOFILE, &limit) != 0) getrlimit(RLIMIT_NOFILE, &limit);
   }
   return limit.rlim_cur;
+}
+
+namespace {
+
+void Count(ssize_t bytes, std::atomic<uint64_t>* counter) {
+  counter->fetch_add(static_cast<uint64_t>(bytes), std::memory_order_relaxed);
+}
+
+}  // namespace
+
+Stream::Stream(Fd fd, const tls::Context* tls, Side side) : fd_(std::move(fd)) {
+  if (tls != nullptr) {
+    tls_ = std::make_unique<tls::Session>(tls, fd_.get(), side == kConnects);
+  }
+}
+
+ssize_t Stream::Read(const iovec* vector, int count) {
+  const ssize_t n = tls_ ? tls_->Read(vector, count) : readv(fd_.get(), vector, count);
+  if (n > 0 && counters_ != nullptr) Count(n, &counters_->bytes_received);
+  return n;
+}
+
+ssize_t Stream::Write(const iovec* vector, int count) {
+  const ssize_t n = tls_ ? tls_->Write(vector, count) : WritePlain(vector, count);
+  if (n > 0 && counters_ != nullptr) Count(n, &counters_->bytes_sent);
+  return n;
+}
+
+ssize_t Stream::WritePlain(const iovec* vector, int count) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(vector);
+  message.msg_iovlen = count;
+  return SendMessage(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+void Stream::Say(const std::string& bytes) {
+  const iovec whole = {const_cast<char*>(bytes.data()), bytes.size()};
+  if (Write(&whole, 1) == static_cast<ssize_t>(bytes.size())) return;
+  BPS_LOG(DEBUG) << "a greeting could not be sent: " << strerror(errno);
+}
+
+std::string Stream::Text(int error) {
+  const std::string failure = tls_ && error == EPROTO ? tls_->failure() : "";
+  return failure.empty() ? strerror(error) : failure;
+}
+
+namespace {
+
+constexpr int kEvents = 64;
+
+}  // namespace
+
+Poller::Poller(const std::string& name)
+    : epoll_(Fd::Make([] { return epoll_create1(EPOLL_CLOEXEC); })),
+      wake_(Fd::Make([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
+  if (!epoll_ || !wake_) {
+    throw Error(std::string("cannot wait for sockets: ") + strerror(errno) +
+                "; raise the limit of open files (ulimit -n)");
+  }
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = 0;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) ThrowErrno("epoll_ctl");
+  thread_ = std::thread(&Poller::Loop, this);
+  pthread_setname_np(thread_.native_handle(), ("bps-" + name).c_str());
+}
+
+Poller::~Poller() { Stop(); }
+
+void Poller::Stop() {
+  stop_ = true;
+  Wake();
+  if (thread_.joinable()) thread_.join();
+  // They hold this poller.  They go without the lock.
+  std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched;
+  std::multimap<Clock::time_point, Task> tasks;
+  MutexLock lock(&mu_);
+  watched.swap(watched_);
+  tasks.swap(tasks_);
+  numbers_.clear();
+  stopped_ = true;
+}
+
+bool Poller::RunOn(const std::set<int>& cores) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) CPU_SET(core, &set);
+  return pthread_setaffinity_np(thread_.native_handle(), sizeof(set), &set) == 0;
+}
+
+void Poller::Wake() {
+  const uint64_t one = 1;
+  // A full counter (EAGAIN) has woken the thread already.
+  if (write(wake_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN) ThrowErrno("eventfd");
+}
+
+void Poller::Watch(int fd, std::shared_ptr<Pollable> pollable) {
+  MutexLock lock(&mu_);
+  if (stopped_) throw Error("the transport was stopped");
+  const uint64_t number = ++last_number_;
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+  event.data.u64 = number;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    throw Error(std::string("cannot wait for a socket: ") + strerror(errno));
+  }
+  watched_[number] = std::move(pollable);
+  numbers_[fd] = number;
+}
+
+void Poller::Forget(int fd) {
+  std::shared_ptr<Pollable> last;  // goes without the lock
+  MutexLock lock(&mu_);
+  auto it = numbers_.find(fd);
+  if (it == numbers_.end()) return;
+  (void)epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  auto watched = watched_.find(it->second);
+  last = std::move(watched->second);
+  watched_.erase(watched);
+  numbers_.erase(it);
+}
+
+void Poller::At(Clock::time_point when, Task task) {
+  {
+    MutexLock lock(&mu_);
+    if (stopped_) return;
+    tasks_.emplace(when, std::move(task));
+  }
+  Wake();
+}
+
+std::shared_ptr<Pollable> Poller::Find(uint64_t number) {
+  MutexLock lock(&mu_);
+  auto it = watched_.find(number);
+  return it == watched_.end() ? nullptr : it->second;
+}
+
+int Poller::MillisecondsToWait() {
+  MutexLock lock(&mu_);
+  if (tasks_.empty()) return -1;
+  const auto wait = tasks_.begin()->first - Clock::now();
+  const auto ms = std::chrono::ceil<std::chrono::milliseconds>(wait).count();
+  return static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(ms, 60000)));
+}
+
+void Poller::RunTasks() {
+  while (true) {
+    Task task;
+    {
+      MutexLock lock(&mu_);
+      if (tasks_.empty() || tasks_.begin()->first > Clock::now()) return;
+      task = std::move(tasks_.begin()->second);
+      tasks_.erase(tasks_.begin());
+    }
+    try {
+      task();
+    } catch (const std::exception& e) {
+      BPS_LOG(ERROR) << "a task of the TCP transport failed: " << e.what();
+    }
+  }
+}
+
+int Poller::Await(epoll_event* events, int milliseconds) {
+  while (milliseconds != 0 && Clock::now() < awake_until_) {
+    const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
+    if (count != 0) return count;
+    std::this_thread::yield();
+  }
+  return epoll_wait(epoll_.get(), events, kEvents, milliseconds);
+}
+
+void Poller::Loop() {
+  epoll_event events[kEvents];
+  std::vector<uint64_t> unfinished;  // have more to do
+  while (!stop_) {
+    const int wait = unfinished.empty() ? MillisecondsToWait() : 0;
+    const int count = Await(events, wait);
+    std::vector<uint64_t> again;
+    const auto serve = [&](uint64_t number, uint32_t what) {
+      const auto pollable = Find(number);
+      if (pollable && pollable->OnReady(what)) again.push_back(number);
+    };
+    for (int i = 0; i < count; ++i) {
+      if (events[i].data.u64 != 0) {
+        serve(events[i].data.u64, events[i].events);
+        continue;
+      }
+      uint64_t value;
+      (void)!read(wake_.get(), &value, sizeof(value));  // nothing there: another event of it
+    }
+    for (const uint64_t number : unfinished) {
+      // Served just now: it says itself whether it has more.
+      const bool served = std::any_of(events, events + std::max(count, 0),
+                                      [&](const auto& event) { return event.data.u64 == number; });
+      if (!served) serve(number, 0);
+    }
+    unfinished = std::move(again);
+    RunTasks();
+  }
 }
 
 }  // namespace tcp

@@ -1,15 +1,79 @@
+// A van over TCP, and its threads.
+#ifndef BYTEPS_NET_TCP_VAN_H_
+#define BYTEPS_NET_TCP_VAN_H_
+
+#include <atomic>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "byteps/net/link/link_van.h"
+#include "byteps/net/link/nics.h"
+#include "byteps/net/tcp/connection.h"
+#include "byteps/net/tcp/frames.h"
+#include "byteps/net/tcp/greeter.h"
+#include "byteps/net/tcp/socket.h"
+
+namespace ps {
+namespace tcp {
+
+// The pollers of a process, and the memory that each of them receives into.
+//
+// On a host of several NUMA nodes the connections over a NIC have pollers on the NIC's node.  Their
+// memory is there as well: the kernel takes a page from the node of the thread that writes to it
+// first, and blocks are used again by threads of the same node only.
+
+class Pollers {
+ public:
+  // Keeps at most `pool_bytes` of memory that nobody uses.
+  Pollers(int threads, size_t pool_bytes);
+
+  // Of one connection.
+  struct Place {
+    std::shared_ptr<Poller> poller;
+    std::shared_ptr<MemoryPool> pool;
+  };
+
+  // These NICs are used.  Before the first connection.
+  void ServeNics(const std::vector<HostNic>& nics, const NumaNodes& nodes);
+  // For the next connection over the NIC with this address, round robin; any poller where it is the
+  // address of none of them.  Any thread.
+  Place Next(const std::string& address);
+
+  const std::shared_ptr<Poller>& first() const { return pollers_.front(); }
+  int size() const { return static_cast<int>(pollers_.size()); }
+  void Stop();
+
+ private:
+  // Pollers that share connections.
+  struct Group {
+    std::vector<Place> places;
+    std::atomic<size_t> next{0};
+  };
+
+  const size_t pool_bytes_;
+  std::vector<std::shared_ptr<Poller>> pollers_;
+  Group all_;
+  std::map<int, Group> of_node_;      // by the number of the NUMA node
+  std::map<std::string, int> nodes_;  // of each NIC, by its address
+};
+
+}  // namespace tcp
+
 // A van over TCP.
 //
 // Connections.  The scheduler and each server listen, at one port each, on all NICs that they use.
 // Everybody connects to the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS
 // connections, or as many as the link wants and the NICs of both; who was connected to answers
-// along the same connections.  So do servers that keep each other's state (who_connects.h); a
+// along the same connections.  So do servers that keep each other's state (net/link/admission.h); a
 // message to one that has yet to connect waits.  Nobody else is connected, and a worker listens
 // nowhere.  A message takes the connection on which the fewest bytes wait, of those that are not
 // broken.
 //
 // Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not, each next to the NICs
-// that it serves (pollers.h).  Data messages are handed to the data handler by the poller that read
+// that it serves (Pollers).  Data messages are handed to the data handler by the poller that read
 // them; control messages, and the news of lost peers, by Van's receiving thread.
 //
 // Who is who.  Who connects proves that it has the job's secret (greeter.h), and so does who is
@@ -17,21 +81,6 @@
 // to who connects; servers take connections of that incarnation alone.  A node's token, a random
 // number in Node::endpoint_name, tells which process a connection belongs to.  What a message says
 // of its sender is not looked at: the connection knows.
-#ifndef BYTEPS_NET_TCP_VAN_H_
-#define BYTEPS_NET_TCP_VAN_H_
-
-#include <memory>
-#include <string>
-#include <vector>
-
-#include "byteps/net/link/link_van.h"
-#include "byteps/net/tcp/connection.h"
-#include "byteps/net/tcp/greeter.h"
-#include "byteps/net/tcp/listener.h"
-#include "byteps/net/tcp/pending_peers.h"
-#include "byteps/net/tcp/pollers.h"
-
-namespace ps {
 
 namespace tcp {
 
@@ -109,4 +158,5 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
 };
 
 }  // namespace ps
+
 #endif  // BYTEPS_NET_TCP_VAN_H_

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "byteps/base/wire_bytes.h"
+#include "byteps/base/wire.h"
 #include "byteps/net/auth/secret.h"
-#include "byteps/net/link/meta_codec.h"
+#include "byteps/net/link/admission.h"
 #include "byteps/net/tls/tls.h"
 
 namespace ps {

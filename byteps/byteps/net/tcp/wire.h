@@ -11,7 +11,7 @@
 // of the Reply is over what it says, too.  In a job without a secret the proofs are checksums.
 // Either answer may refuse; then a reason follows it and the connection closes.
 //
-// What a failed greeting means: see link/greeting.h.
+// What a failed greeting means: see link/admission.h.
 //
 // Then each side sends frames:
 //

@@ -8,8 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "byteps/base/clones.h"
-#include "byteps/base/half_words.h"
+#include "byteps/base/dtype.h"
 
 namespace byteps {
 namespace core {
