@@ -13,80 +13,41 @@ find_package(GTest)
 if(GTest_FOUND)
   add_executable(unit_test
     tests/base/invariant_test.cc
-    tests/base/launch_test.cc
-    tests/base/log_output_test.cc
     tests/base/protocol_test.cc
-    tests/base/stall_watch_test.cc
     tests/cluster/ps_message_test.cc
     tests/device/device_test.cc
-    tests/engine/declarations_test.cc
     tests/engine/engine_gpu_test.cc
     tests/engine/engine_test.cc
     tests/engine/failure_test.cc
-    tests/engine/plan_test.cc
     tests/engine/push_scheduler_test.cc
-    tests/engine/remains_test.cc
-    tests/engine/server_loss_test.cc
-    tests/engine/streamed_sum_test.cc
-    tests/net/link/admission_test.cc
     tests/net/link/dial_plan_test.cc
-    tests/net/link/greeting_test.cc
-    tests/net/link/idle_blocks_test.cc
     tests/net/link/link_test.cc
-    tests/net/link/meta_codec_test.cc
-    tests/net/link/nic_counters_test.cc
-    tests/net/link/nic_pairs_test.cc
     tests/net/link/nics_test.cc
-    tests/net/link/outage_watch_test.cc
     tests/net/link/peer_table_test.cc
-    tests/net/link/receipts_test.cc
-    tests/net/link/redial_test.cc
-    tests/net/link/replay_log_test.cc
-    tests/net/membership/neighbors_test.cc
     tests/net/membership/node_membership_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
-    tests/net/membership/node_return_test.cc
     tests/net/membership/scheduler_return_test.cc
-    tests/net/membership/scheduler_servers_test.cc
-    tests/net/rdma/inbox_test.cc
     tests/net/rdma/outbox_test.cc
     tests/net/rdma/posted_sends_test.cc
-    tests/net/sarray_test.cc
-    tests/net/tcp/frame_reader_test.cc
     tests/net/tcp/greeter_test.cc
-    tests/net/tcp/pending_peers_test.cc
-    tests/net/tcp/pollers_test.cc
-    tests/net/tcp/send_queue_test.cc
-    tests/observe/http_server_test.cc
+    tests/net/tcp/stream_test.cc
     tests/observe/status_test.cc
-    tests/server/absent_test.cc
+    tests/server/accumulator_test.cc
     tests/server/backup_link_test.cc
     tests/server/backup_test.cc
-    tests/server/given_test.cc
-    tests/server/accumulator_test.cc
-    tests/server/feedback_test.cc
     tests/server/optimizer/differences_test.cc
-    tests/server/optimizer/round_update_test.cc
-    tests/server/optimizer/absent_steps_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/server_test.cc
-    tests/support/failing_memory.cc
-    tests/support/fake_channel.cc)
+    tests/support/job.cc)
   target_compile_options(unit_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(unit_test PRIVATE worker_under_test GTest::gtest_main)
-  target_link_options(unit_test PRIVATE  # failing_memory.cc
+  target_link_options(unit_test PRIVATE  # NoMemoryFrom in support/job.cc
     LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
   add_executable(connection_test
     tests/net/link/contract/contract_test.cc
-    tests/net/rdma/rdma_pair.cc
-    tests/net/tcp/connection/choice_test.cc
-    tests/net/tcp/connection/greeting_test.cc
-    tests/net/tcp/connection/link.cc
-    tests/net/tcp/connection/nics_test.cc
-    tests/net/tcp/connection/relay.cc
-    tests/net/tcp/connection/sending_test.cc
-    tests/net/tcp/connection/tcp_pair.cc)
+    tests/net/tcp/connection/connection_test.cc
+    tests/net/tcp/connection/link.cc)
   target_include_directories(connection_test PRIVATE tests/net/link/contract)
   target_compile_options(connection_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(connection_test PRIVATE byteps_net GTest::gtest_main)
@@ -106,18 +67,14 @@ target_link_libraries(server_ring PRIVATE byteps_engine)
 # It plays threads and time itself, which no sanitizer follows.
 if(NOT BYTEPS_SANITIZE)
   add_executable(simulate
-    tests/simulation/device.cc  # in place of fake.cc
+    tests/simulation/worker_script.cc  # its GPU is in place of fake.cc
     tests/simulation/job.cc
     tests/simulation/network.cc
-    tests/simulation/plan.cc
-    tests/simulation/probes.cc
+    tests/simulation/simulate.cc
     tests/simulation/replica_job.cc
     tests/simulation/replica_member.cc
-    tests/simulation/replica_optimizer.cc
-    tests/simulation/simulate.cc
     tests/simulation/simulated_channel.cc
-    tests/simulation/virtual_threads.cc
-    tests/simulation/worker_script.cc)
+    tests/simulation/virtual_threads.cc)
   target_compile_options(simulate PRIVATE ${WARNINGS})
   target_link_libraries(simulate PRIVATE worker_under_test)
 endif()
@@ -125,10 +82,13 @@ endif()
 # What reads bytes that come from a network, one program for each parser (tests/fuzz).
 if(BYTEPS_FUZZERS)
   add_custom_target(fuzzers)
+  add_library(fuzz_targets OBJECT tests/fuzz/membership_fuzzer.cc tests/fuzz/server_fuzzer.cc)
+  target_compile_options(fuzz_targets PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
+  target_link_libraries(fuzz_targets PRIVATE byteps_engine)
   foreach(name backup declarations frame hello http membership meta rdma server)
-    add_executable(${name}_fuzzer tests/fuzz/${name}_fuzzer.cc)
-    target_compile_options(${name}_fuzzer PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
-    target_link_options(${name}_fuzzer PRIVATE -fsanitize=fuzzer)
+    add_executable(${name}_fuzzer $<TARGET_OBJECTS:fuzz_targets>)
+    target_link_options(${name}_fuzzer PRIVATE -fsanitize=fuzzer
+      LINKER:--defsym=LLVMFuzzerTestOneInput=Fuzz_${name})
     target_link_libraries(${name}_fuzzer PRIVATE byteps_engine)
     add_dependencies(fuzzers ${name}_fuzzer)
   endforeach()

@@ -1,14 +1,25 @@
-// What workers and servers say to each other, byte for byte.
+// What processes say: workers and servers to each other, byte for byte, a launcher of its workers,
+// and all of them to their logs.
 #include "byteps/base/protocol.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <memory>
 #include <random>
+#include <string>
+#include <vector>
 
 #include "byteps/base/declaration_list.h"
+#include "byteps/base/error.h"
+#include "byteps/base/log_output.h"
 #include "byteps/net/link/meta_codec.h"
+#include "tests/support/kit.h"
 
 namespace byteps {
 namespace core {
@@ -230,6 +241,170 @@ TEST(Meta, TheNodesOfALargeJobComeBack) {
   EXPECT_EQ(ps::EncodeMeta(back), bytes);
 }
 
+// ----- what a launcher says of a worker, and of the replica that it belongs to
+
+Launch From(const Settings& settings) { return Launch::From(ConfigWith(settings)); }
+
+std::string ErrorOf(const Settings& settings) {
+  try {
+    From(settings);
+  } catch (const UsageError& e) {
+    return e.what();
+  }
+  return "";
+}
+
+TEST(Launch, IsTheLaunchersOrOurs) {
+  EXPECT_EQ(From({}).size, 1);
+  const Launch launch = From({{"RANK", "2"}, {"WORLD_SIZE", "3"}, {"DMLC_NUM_WORKER", "3"}});
+  EXPECT_EQ(launch.rank, 2);
+  EXPECT_EQ(launch.size, 3);
+  EXPECT_EQ(launch.replicas, 1);
+  EXPECT_EQ(ErrorOf({{"WORLD_SIZE", "3"}, {"DMLC_NUM_WORKER", "4"}}),
+            "WORLD_SIZE=3 and DMLC_NUM_WORKER=4 disagree; unset DMLC_NUM_WORKER");
+}
+
+TEST(Launch, OurPlaceOnTheHostComesBeforeTheLaunchers) {
+  Settings settings = {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}};
+  EXPECT_EQ(From(settings).local_rank, 1);
+  EXPECT_EQ(From(settings).local_size, 2);
+  settings.insert({{"BYTEPS_LOCAL_RANK", "3"}, {"BYTEPS_LOCAL_SIZE", "4"}});
+  EXPECT_EQ(From(settings).local_rank, 3);
+  EXPECT_EQ(From(settings).local_size, 4);
+}
+
+TEST(Launch, RanksOfReplicasFollowEachOther) {
+  for (const Settings& all : {Settings(), Settings{{"DMLC_NUM_WORKER", "8"}}}) {
+    Settings settings = {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"BYTEPS_REPLICA", "3/4"}};
+    settings.insert(all.begin(), all.end());
+    const Launch launch = From(settings);
+    EXPECT_EQ(launch.replica, 3);
+    EXPECT_EQ(launch.replicas, 4);
+    EXPECT_EQ(launch.rank, 7);
+    EXPECT_EQ(launch.size, 8);
+  }
+}
+
+TEST(Launch, ReplicasThatCannotBeAreRefused) {
+  for (const std::string text : {"4/4", "-1/4", "1", "1/", "a/4", "1/4x", "0/0", "0/5000"}) {
+    EXPECT_EQ(ErrorOf({{"BYTEPS_REPLICA", text}}),
+              "BYTEPS_REPLICA='" + text +
+                  "' is not NUMBER/COUNT: 0/4, 1/4, 2/4 and 3/4 are four replicas");
+  }
+  EXPECT_EQ(ErrorOf({{"BYTEPS_REPLICA", "0/3"}, {"WORLD_SIZE", "2"}, {"DMLC_NUM_WORKER", "4"}}),
+            "DMLC_NUM_WORKER=4 is not 3 replicas (BYTEPS_REPLICA) of equal size, WORLD_SIZE=2");
+}
+
 }  // namespace
 }  // namespace core
 }  // namespace byteps
+
+namespace ps {
+namespace {
+
+// ----- lines of the log reach a reader that is slow, and wait for nobody
+
+constexpr size_t kLimit = 64 << 10;
+constexpr int kPatienceMs = 60'000;  // against hangs alone
+
+std::string Line(int i) { return "line " + std::to_string(i) + std::string(100, '.') + "\n"; }
+
+std::string Notice(uint64_t dropped) { return "dropped " + std::to_string(dropped) + "\n"; }
+
+// What comes up to the end of the line that has `word`.
+std::string ReadUntil(int fd, const std::string& word) {
+  std::string all;
+  char buffer[4096];
+  pollfd item{fd, POLLIN, 0};
+  while (all.empty() || all.back() != '\n' || all.find(word) == std::string::npos) {
+    if (poll(&item, 1, kPatienceMs) != 1) return all + "(nothing more came)";
+    const ssize_t n = read(fd, buffer, sizeof(buffer));
+    if (n <= 0) return all + "(closed)";
+    all.append(buffer, n);
+  }
+  return all;
+}
+
+// It is never destroyed (see there), and stays where a search for leaks finds it.
+LogOutput* NewOutput(int fd) {
+  static auto* const all = new std::vector<LogOutput*>;
+  all->push_back(new LogOutput(fd, kLimit, Notice));
+  return all->back();
+}
+
+// A pipe or a connection, and what writes to it.
+struct Written {
+  explicit Written(bool pipes) {
+    EXPECT_EQ(pipes ? pipe(ends) : socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+    output = NewOutput(ends[1]);
+  }
+  int ends[2];
+  LogOutput* output;
+};
+
+void TryWhatIsReadComesAtOnce(bool pipes) {
+  const Written written(pipes);
+  written.output->Write(Line(7));
+  EXPECT_EQ(ReadUntil(written.ends[0], "line"), Line(7));
+  EXPECT_EQ(fcntl(written.ends[1], F_GETFL) & O_NONBLOCK, 0)
+      << "others share the descriptor's file";
+}
+
+TEST(LogOutputTest, WhatIsReadComesAtOnce) {
+  for (const bool pipes : {true, false}) TryWhatIsReadComesAtOnce(pipes);
+}
+
+void TryNobodyReadsForAWhile(bool pipes) {
+  const Written written(pipes);
+  int last = 0;
+  // More than any pipe or socket takes, and than may wait.
+  constexpr int kLines = 20'000;
+  for (; last < kLines; ++last) written.output->Write(Line(last));
+  written.output->Flush(0.01);
+  // All that was written first is there, in order; what came after it is counted.
+  std::string expected;
+  int kept = 0;
+  const std::string got = ReadUntil(written.ends[0], "dropped");
+  const size_t notice = got.rfind("dropped");
+  ASSERT_NE(notice, std::string::npos) << got.substr(got.size() - 200);
+  for (; expected.size() < notice; ++kept) expected += Line(kept);
+  EXPECT_EQ(got.substr(0, notice), expected);
+  EXPECT_GE(expected.size(), kLimit);
+  EXPECT_LT(kept, kLines);
+  EXPECT_EQ(got.substr(notice), Notice(kLines - kept));
+  written.output->Flush(60);
+  written.output->Write(Line(last));
+  EXPECT_EQ(ReadUntil(written.ends[0], "line"), Line(last));
+}
+
+TEST(LogOutputTest, NobodyReadsForAWhile) {
+  for (const bool pipes : {true, false}) TryNobodyReadsForAWhile(pipes);
+}
+
+void TryAChildOwnsNothingThatWaits(bool pipes) {
+  const Written written(pipes);
+  for (int i = 0; i < 5000; ++i) written.output->Write(Line(i));
+  int mine[2];
+  ASSERT_EQ(pipe(mine), 0);
+  written.output->BeforeFork();
+  const pid_t child = fork();
+  written.output->AfterFork(child == 0);
+  if (child == 0) {
+    dup2(mine[1], written.ends[1]);
+    written.output->Write("from the child\n");
+    written.output->Flush(60);
+    _exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  close(mine[1]);
+  EXPECT_EQ(ReadUntil(mine[0], "from"), "from the child\n");
+}
+
+TEST(LogOutputTest, AChildOwnsNothingThatWaits) {
+  for (const bool pipes : {true, false}) TryAChildOwnsNothingThatWaits(pipes);
+}
+
+}  // namespace
+}  // namespace ps

@@ -15,7 +15,7 @@
 #include "byteps/device/copy_queue.h"
 #include "byteps/device/fake.h"
 #include "byteps/device/pinned_pool.h"
-#include "tests/support/failing_memory.h"
+#include "tests/support/kit.h"
 
 namespace byteps {
 namespace core {

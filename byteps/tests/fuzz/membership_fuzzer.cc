@@ -1,21 +1,35 @@
-// A scheduler that any nodes may ask to join, and members that say anything; and a node to which
-// its scheduler says anything.  Whatever they say, both can be stopped, and tell of one end at
-// most.
+// Nodes whose peers are broken: a scheduler and its members, a server and its neighbors.
+// Tests.cmake makes a program of each function `Fuzz_NAME`: what libFuzzer calls.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "byteps/base/declaration_list.h"
 #include "byteps/base/error.h"
+#include "byteps/base/protocol.h"
+#include "byteps/base/update_rule.h"
+#include "byteps/base/wire.h"
+#include "byteps/cluster/message.h"
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/protocol.h"
-#include "demand.h"
+#include "byteps/server/backup_link.h"
+#include "byteps/server/optimizer/round_update.h"
 #include "ps/base.h"
+#include "tests/support/kit.h"
 
 namespace {
 
@@ -131,7 +145,10 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
+// A scheduler that any nodes may ask to join, and members that say anything; and a node to which
+// its scheduler says anything.  Whatever they say, both can be stopped, and tell of one end at
+// most.
+extern "C" int Fuzz_membership(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   const bool is_scheduler = data.ConsumeBool();
   NoLinks links(is_scheduler ? ps::Node::SCHEDULER : ps::Node::WORKER);
@@ -174,3 +191,281 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   DEMAND(failures <= 1);
   return 0;
 }
+
+namespace byteps {
+namespace core {
+
+namespace {
+
+constexpr int kServers = 3;
+constexpr int kPrimary = 0;
+constexpr int kSelf = 1;
+constexpr int kBackup = 2;
+constexpr int kTensors = 3;
+constexpr size_t kThreads = 2;
+constexpr uint32_t kMember = 1;
+
+// AdamW in two partitions; momentum, and gradients of eight bits, whose steps are tried.
+Declaration TheDeclaration(int which) {
+  Declaration d;
+  d.name = std::string(1, 'a' + which);
+  d.dtype = which == 2 ? DType::kInt8x128 : DType::kFloat32;
+  d.partition_bytes = which == 2 ? SizeOf(d.dtype) : 16;
+  d.bytes = which == 0 ? 24 : d.partition_bytes;
+  d.group = {0, 1};
+  auto rule = std::make_shared<UpdateRule>();
+  rule->algorithm = which == 0 ? UpdateRule::kAdamW : UpdateRule::kSgd;
+  rule->groups.push_back(which == 0 ? UpdateRule::Group{0.9, 0.99, 1e-8, false}
+                                    : UpdateRule::Group{which == 1 ? 0.9 : 0.0, 0, 0, which == 1});
+  rule->segments = {{ValuesIn(d.dtype, d.bytes), 0}};
+  rule->speculative = which > 0;
+  d.rule = rule;
+  return d;
+}
+
+SharedBytes Zeros(size_t bytes) {
+  SharedBytes values = SharedBytes::New(bytes);
+  memset(values.data(), 0, bytes);
+  return values;
+}
+
+// Runs what it is given when it is told to: of one key in order, of several in any.
+class Neighbors : public ServerChannel, public BackupUser {
+ public:
+  void Send(const Message& message) override {
+    DEMAND(message.between_servers);
+    DEMAND(message.peer == kPrimary || message.peer == kBackup);
+    if (!message.is_request) {
+      DEMAND(!message.failed || !message.body.empty());
+      int* const open = &asked_[{message.peer, message.op, message.key, message.number}];
+      DEMAND(*open > 0);
+      --*open;
+    } else if (message.op == kFetched) {
+      IsWhole(message);
+    }
+    sent_.push_back(message);
+  }
+  int rank() const override { return kSelf; }
+  void InThreadOf(uint64_t key, std::function<void()> task) override {
+    tasks_[key].push_back(std::move(task));
+  }
+  void OnCopied(uint64_t, uint64_t) override {}
+  void OnBackup(uint64_t pass) override { backup_pass_ = pass; }
+  void OnFetched() override {}
+
+  void WillBeAsked(const Message& message) {
+    ++asked_[{message.peer, message.op, message.key, message.number}];
+  }
+  bool RunOne(FuzzedDataProvider* data) {
+    if (tasks_.empty()) return false;
+    auto it = tasks_.begin();
+    std::advance(it, data->ConsumeIntegralInRange<size_t>(0, tasks_.size() - 1));
+    const auto task = std::move(it->second.front());
+    it->second.pop_front();
+    if (it->second.empty()) tasks_.erase(it);
+    task();
+    return true;
+  }
+  // The pass that it was last given, or gave.
+  uint64_t pass_of(int peer) const { return peer == kPrimary ? given_pass_ : backup_pass_; }
+  // Of the server's own life, which it tells where it meets another one.
+  uint64_t life() const { return life_; }
+  void Look() {
+    for (const Message& message : sent_) {
+      if (message.op != kMeet) continue;
+      WireReader in(message.body);
+      life_ = in.Get<uint64_t>();
+      const auto pass = in.Get<uint64_t>();
+      if (message.peer == kPrimary) given_pass_ = pass;
+    }
+    sent_.clear();
+  }
+
+ private:
+  // A server that has nothing takes it, and would send the same.
+  static void IsWhole(const Message& message) {
+    CopyRecord record;
+    DEMAND(CopyRecord::Unpack(message.body, &record));
+    Copies copies;
+    DEMAND(copies.Apply(message.key, record, message.values, copies.generation()).empty());
+    SharedBytes values;
+    CopyRecord again = copies.RecordOf(message.key, &values);
+    again.pass = record.pass;
+    DEMAND(again.Pack() == record.Pack());
+    DEMAND(values.size() == message.values.size());
+    DEMAND(values.empty() || memcmp(values.data(), message.values.data(), values.size()) == 0);
+  }
+
+  std::map<uint64_t, std::deque<std::function<void()>>> tasks_;
+  std::map<std::tuple<int, int, uint64_t, uint64_t>, int> asked_;
+  std::vector<Message> sent_;
+  uint64_t given_pass_ = 0, backup_pass_ = 0, life_ = 0;
+};
+
+std::string GoodStep(FuzzedDataProvider* data, const Declaration& d) {
+  UpdateStep step;
+  step.number = data->ConsumeIntegralInRange<uint64_t>(1, 3);
+  step.skip = data->ConsumeIntegralInRange<int>(0, 7) == 0;
+  step.rates.assign(d.rule->groups.size(), {0.5, 0});
+  return step.Pack();
+}
+
+std::string AnyStep(FuzzedDataProvider* data, const Declaration& d) {
+  if (data->ConsumeIntegralInRange<int>(0, 15) == 0) return data->ConsumeRandomLengthString(40);
+  return GoodStep(data, d);
+}
+
+// The last round of a state, as a server packs it; `sum` has its gradients.
+std::string AnyLast(FuzzedDataProvider* data, const Declaration& d, uint64_t index, uint32_t round,
+                    SharedBytes* sum) {
+  ServerCounters counters;
+  PartitionState state(&d, index);
+  state.Load(0, Zeros(state.size() * sizeof(float)).data());
+  RoundUpdate update(&d, round, &state, &counters);
+  const int op = d.rule->speculative && data->ConsumeBool() ? kPushTry : kPushNorm;
+  update.Agree(kMember, op, op == kPushTry ? GoodStep(data, d) : "");
+  update.CompleteCopy(sum);
+  std::string failure;
+  if (data->ConsumeBool()) update.Decide(kMember, GoodStep(data, d), sum, &failure);
+  return update.Pack();
+}
+
+// What one server tells another of a partition; often it fits.
+Message AnyRecord(FuzzedDataProvider* data, int op, int peer, uint64_t pass) {
+  const Declaration d = TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1));
+  const uint64_t index = data->ConsumeIntegralInRange<uint64_t>(0, d.NumPartitions());
+  const size_t values = index < d.NumPartitions() ? ValuesIn(d.dtype, d.PartitionSize(index)) : 1;
+  CopyRecord record;
+  record.pass = pass;
+  record.what = static_cast<CopyRecord::What>(data->ConsumeIntegralInRange<int>(0, 4));
+  if (data->ConsumeBool()) record.settled = AnyStep(data, d);
+  record.round = data->ConsumeIntegralInRange<uint32_t>(1, 3);
+  record.rank = kMember;
+  size_t bytes = 0;
+  SharedBytes sum;
+  if (record.what == CopyRecord::kState) {
+    record.declaration = PackDeclarations({d});
+    record.slots = data->ConsumeIntegralInRange<uint32_t>(0, (2U << d.NumSlots()) - 1);
+    record.is_all = data->ConsumeBool();
+    bytes = static_cast<size_t>(__builtin_popcount(record.slots)) * values * sizeof(float);
+    if (record.is_all && data->ConsumeBool() && index < d.NumPartitions()) {
+      sum = Zeros(d.dtype == DType::kFloat32 ? d.PartitionSize(index) : values * sizeof(float));
+      record.last = AnyLast(data, d, index, record.round, &sum);
+    }
+    if (data->ConsumeIntegralInRange<int>(0, 15) == 0) {
+      record.last = data->ConsumeRandomLengthString(64);
+    }
+  } else if (record.what == CopyRecord::kRound) {
+    record.op = data->ConsumeBool() ? kPushStep : data->ConsumeBool() ? kPushTry : kPushNorm;
+    if (record.op != kPushNorm) record.step = AnyStep(data, d);
+    bytes = values * sizeof(float);
+  }
+  std::string body = record.Pack();
+  if (data->ConsumeIntegralInRange<int>(0, 15) == 0) body = data->ConsumeRandomLengthString(100);
+  const uint64_t number = op == kFetched && data->ConsumeIntegralInRange<int>(0, 7) > 0
+                              ? pass
+                              : pass << 32 | data->ConsumeIntegralInRange<uint32_t>(0, 9);
+  Message message = MakeRequest(op, peer, d.Key() + index, number, std::move(body));
+  if (data->ConsumeIntegralInRange<int>(0, 15) == 0) {
+    message.SetValues(Zeros(data->ConsumeIntegralInRange<size_t>(0, 600)));
+  } else if (bytes + sum.size() > 0) {
+    const SharedBytes all = Zeros(bytes + sum.size());
+    if (!sum.empty()) memcpy(all.data() + bytes, sum.data(), sum.size());
+    message.SetValues(all);
+  }
+  return message;
+}
+
+Message AnyMeeting(FuzzedDataProvider* data, int peer, uint64_t life) {
+  WireWriter out;
+  out.Put(data->ConsumeIntegralInRange<uint64_t>(1, 4));
+  out.Put(data->ConsumeIntegralInRange<uint64_t>(0, 5));
+  out.Put(data->ConsumeIntegralInRange<int>(0, 7) > 0 ? life : 0);
+  out.Put(data->ConsumeIntegral<uint8_t>());
+  return MakeRequest(kMeet, peer, 0, 0, out.Take());
+}
+
+Message AnyMessage(FuzzedDataProvider* data, const Neighbors& neighbors) {
+  const int peer = data->ConsumeBool() ? kPrimary : kBackup;
+  // Mostly of this time.
+  const uint64_t pass = data->ConsumeIntegralInRange<int>(0, 7) > 0
+                            ? neighbors.pass_of(peer)
+                            : data->ConsumeIntegralInRange<uint64_t>(0, 5);
+  switch (data->ConsumeIntegralInRange<int>(0, 9)) {
+    case 0:
+      return AnyMeeting(data, peer, neighbors.life());
+    case 1:
+      return MakeRequest(kFetch, peer, 0, pass, "");
+    case 2: {
+      const int ops[] = {kFetch, kFetched, kCopy};
+      const int op = ops[data->ConsumeIntegralInRange<int>(0, 2)];
+      const uint64_t number =
+          op == kCopy ? pass << 32 | data->ConsumeIntegralInRange<uint32_t>(0, 9) : pass;
+      return MakeAnswer(op, peer, 0, number, data->ConsumeRandomLengthString(8));
+    }
+    case 3:
+      return MakeRequest(data->ConsumeIntegral<int>(), peer, 0, pass,
+                         data->ConsumeRandomLengthString(16));
+    default:
+      return AnyRecord(data, data->ConsumeIntegralInRange<int>(0, 3) > 0 ? kCopy : kFetched, peer,
+                       pass);
+  }
+}
+
+// As a server that adopts what has come.
+void TakeAll(BackupLink* link) {
+  for (const uint64_t key : link->fetched()->Keys()) {
+    const std::shared_ptr<StateCopy> copy = link->fetched()->Take(key);
+    DEMAND(copy != nullptr && copy->state != nullptr);
+    if (copy->last) copy->last->update->Restore(copy->last->sum);
+  }
+}
+
+}  // namespace
+
+// A server of three whose neighbors are servers of the job, and broken: they meet it in several
+// lives, tell it of states and rounds what does not fit what they declared, fetch before they have
+// met, answer what nobody asked, are lost and replaced in between.  Each request is answered at
+// most once, and what it sends of a copy is whole: another server makes the same of it.
+extern "C" int Fuzz_backup(const uint8_t* bytes, size_t size) {
+  setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
+  FuzzedDataProvider data(bytes, size);
+  Neighbors neighbors;
+  BackupLink link(true, kServers, kThreads, &neighbors, &neighbors);
+  link.Start();
+  neighbors.Look();
+  for (int i = 0; data.remaining_bytes() > 0 && i < 300; ++i) {
+    switch (data.ConsumeIntegralInRange<int>(0, 11)) {
+      case 0:
+        link.OnServerLost(data.ConsumeBool() ? kPrimary : kBackup);
+        break;
+      case 1:
+        link.OnServerReplaced(data.ConsumeBool() ? kPrimary : kBackup);
+        break;
+      case 2:
+        data.ConsumeBool() ? link.HasState() : link.OnToldAll(neighbors.pass_of(kBackup));
+        break;
+      case 3:
+        if (link.fetch_error().empty() && !link.Fetches()) TakeAll(&link);
+        break;
+      case 4:
+      case 5:
+      case 6:
+        neighbors.RunOne(&data);
+        break;
+      default: {
+        Message message = AnyMessage(&data, neighbors);
+        message.between_servers = true;
+        if (message.is_request) neighbors.WillBeAsked(message);
+        link.Expects(message);
+        link.OnMessage(&message);
+      }
+    }
+    neighbors.Look();
+  }
+  while (neighbors.RunOne(&data)) neighbors.Look();
+  return 0;
+}
+
+}  // namespace core
+}  // namespace byteps

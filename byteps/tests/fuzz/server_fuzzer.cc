@@ -1,11 +1,11 @@
-// A server whose workers are members of the job, and broken: they declare what does not fit
-// together, push and pull what they did not declare, twice, out of turn, or in other sizes, ask for
-// steps of optimizers likewise, give sums of a server that is lost, and leave in between.  Each
-// request is answered at most once, and a sum that is answered is right.
+// Any bytes as what comes from a network: messages of each kind, and requests of broken workers to
+// a server.  Tests.cmake makes a program of each function `Fuzz_NAME`: what libFuzzer calls.
 #include <fuzzer/FuzzedDataProvider.h>
 
+#include <algorithm>
 #include <cmath>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -21,13 +21,152 @@
 #include "byteps/base/update_rule.h"
 #include "byteps/base/wire.h"
 #include "byteps/cluster/message.h"
+#include "byteps/net/link/meta_codec.h"
+#include "byteps/net/rdma/wire.h"
+#include "byteps/net/tcp/wire.h"
+#include "byteps/observe/http_server.h"
 #include "byteps/server/sum_server.h"
-#include "demand.h"
 #include "ps/base.h"
-#include "tests/support/server_channel.h"
+#include "tests/support/kit.h"
+
+// Any bytes as what follows a TCP connection's greeting: a frame's header, and its meta.
+extern "C" int Fuzz_frame(const uint8_t* data, size_t size) {
+  const char* bytes = reinterpret_cast<const char*>(data);
+  while (size >= ps::tcp::kFrameHeaderBytes) {
+    ps::tcp::FrameHeader header;
+    if (!ps::tcp::DecodeFrameHeader(bytes, &header)) return 0;
+    DEMAND(header.values <= ps::tcp::kMaxValues && header.meta_bytes <= ps::kMaxMetaBytes);
+    bytes += ps::tcp::kFrameHeaderBytes;
+    size -= ps::tcp::kFrameHeaderBytes;
+    const size_t meta_bytes = std::min<size_t>(header.meta_bytes, size);
+    // A copy, so that a read beyond its end is seen.
+    const std::vector<char> copy(bytes, bytes + meta_bytes);
+    ps::Meta meta;
+    if (!ps::DecodeMeta(copy.data(), copy.size(), &meta)) return 0;
+    bytes += meta_bytes;
+    size -= meta_bytes;
+  }
+  return 0;
+}
+
+// Any bytes as what begins a TCP connection, from either side.
+extern "C" int Fuzz_hello(const uint8_t* data, size_t size) {
+  if (size < ps::tcp::kPreambleBytes) return 0;
+  const std::vector<char> bytes(data, data + size);
+  if (!ps::tcp::Mismatch(bytes.data()).empty()) return 0;
+  if (size >= ps::tcp::kHelloBytes) {
+    const std::string again = ps::tcp::DecodeHello(bytes.data()).Encode();
+    DEMAND(again.size() == ps::tcp::kHelloBytes);
+    DEMAND(ps::tcp::DecodeHello(again.data()).Encode() == again);
+  }
+  if (size >= ps::tcp::kChallengeBytes) {
+    size_t refusal_bytes = 0;
+    const ps::tcp::Challenge challenge = ps::tcp::DecodeChallenge(bytes.data(), &refusal_bytes);
+    DEMAND(refusal_bytes <= ps::tcp::kMaxRefusalBytes);
+    DEMAND(challenge.Encode().size() == ps::tcp::kChallengeBytes);
+  }
+  if (size >= ps::tcp::kReplyBytes) {
+    size_t refusal_bytes = 0;
+    const ps::tcp::Reply reply = ps::tcp::DecodeReply(bytes.data(), &refusal_bytes);
+    DEMAND(refusal_bytes <= ps::tcp::kMaxRefusalBytes);
+    DEMAND(reply.Encode().size() == ps::tcp::kReplyBytes);
+  }
+  return 0;
+}
+
+// Any bytes as the meta of a message: refused, or the very bytes that it would be sent as.
+extern "C" int Fuzz_meta(const uint8_t* data, size_t size) {
+  const char* const bytes = reinterpret_cast<const char*>(data);
+  ps::Meta meta;
+  if (!ps::DecodeMeta(bytes, size, &meta)) return 0;
+  DEMAND(!meta.DebugString().empty());  // as the log does
+  DEMAND(ps::EncodeMeta(meta) == std::string(bytes, size));
+  return 0;
+}
+
+namespace {
+
+// Whatever is believed would be sent the same way again.
+template <typename T>
+void Try(const std::vector<char>& bytes) {
+  T first;
+  if (!first.Decode(bytes.data(), bytes.size())) return;
+  const std::string sent = first.Encode();
+  T second;
+  DEMAND(second.Decode(sent.data(), sent.size()));
+  DEMAND(second.Encode() == sent);
+}
+
+}  // namespace
+
+// Any bytes as what RDMA connections carry: requests, replies and refusals, frames, targets.
+extern "C" int Fuzz_rdma(const uint8_t* data, size_t size) {
+  const std::vector<char> bytes(data, data + size);
+  const bool ours = ps::rdma::Mismatch(bytes.data(), bytes.size()).empty();
+  if (ours) Try<ps::rdma::ConnectRequest>(bytes);
+  if (ours) Try<ps::rdma::ConnectReply>(bytes);
+  if (ours) Try<ps::rdma::Challenge>(bytes);
+  Try<ps::rdma::Refusal>(bytes);
+  Try<ps::rdma::FrameHeader>(bytes);
+  Try<ps::rdma::Target>(bytes);
+  Try<ps::rdma::Resume>(bytes);
+  return 0;
+}
 
 namespace byteps {
 namespace core {
+
+// Any bytes as a list of declarations: refused with a reason, or a list that can be summed.
+extern "C" int Fuzz_declarations(const uint8_t* data, size_t size) {
+  const std::string text(reinterpret_cast<const char*>(data), size);
+  std::vector<Declaration> declarations;
+  std::string error;
+  if (!UnpackDeclarations(text, &declarations, &error)) {
+    DEMAND(!error.empty());
+    return 0;
+  }
+  for (const Declaration& d : declarations) {
+    const uint64_t partitions = d.NumPartitions();
+    DEMAND(partitions >= 1 && partitions <= kMaxPartitions);
+    const uint64_t last = d.PartitionSize(partitions - 1);
+    DEMAND(last >= 1 && last <= d.partition_bytes);
+    DEMAND((partitions - 1) * d.partition_bytes + last == d.bytes);
+    DEMAND(d.Key() % kMaxPartitions == 0);
+    DEMAND(d.MemberIndex(d.group.back()) == static_cast<int>(d.group.size()) - 1);
+    DEMAND(!d.Describe().empty());
+  }
+  if (declarations.empty()) return 0;
+  std::vector<Declaration> again;
+  const std::string packed = PackDeclarations(declarations);
+  DEMAND(UnpackDeclarations(packed, &again, &error));
+  DEMAND(again == declarations);
+  return 0;
+}
+
+// Any bytes as a request over HTTP: answered by a head and a body, or more are needed.
+extern "C" int Fuzz_http(const uint8_t* data, size_t size) {
+  const std::string request(reinterpret_cast<const char*>(data), size);
+  int asked = 0;
+  const auto handler = [&](const std::string& path) {
+    ++asked;
+    DEMAND(path.find_first_of("\r\n?") == std::string::npos);
+    DEMAND(path.size() < kMostHttpRequestBytes);
+    HttpAnswer answer;
+    answer.body = "here";
+    return answer;
+  };
+  const std::string reply = ReplyTo(request, handler);
+  DEMAND(asked <= 1);
+  if (reply.empty()) {
+    DEMAND(asked == 0 && size < kMostHttpRequestBytes);
+    return 0;
+  }
+  DEMAND(reply.rfind("HTTP/1.1 ", 0) == 0);
+  DEMAND((asked == 1) == (reply.compare(9, 3, "200") == 0));
+  DEMAND(reply.find("\r\n\r\n") != std::string::npos);
+  return 0;
+}
+
 namespace {
 
 constexpr int kWorkers = 3;
@@ -312,11 +451,12 @@ const Config& TheConfig(bool deterministic) {
 }
 
 }  // namespace
-}  // namespace core
-}  // namespace byteps
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
-  using namespace byteps::core;  // NOLINT: a target has one function
+// A server whose workers are members of the job, and broken: they declare what does not fit
+// together, push and pull what they did not declare, twice, out of turn, or in other sizes, ask for
+// steps of optimizers likewise, give sums of a server that is lost, and leave in between.  Each
+// request is answered at most once, and a sum that is answered is right.
+extern "C" int Fuzz_server(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   Answers answers;
   Server server(TheConfig(data.ConsumeBool()), &answers);
@@ -349,3 +489,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   }
   return 0;
 }
+
+}  // namespace core
+}  // namespace byteps

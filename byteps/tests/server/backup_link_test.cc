@@ -1,4 +1,5 @@
-// What a server does of messages of its neighbors that come late, or are no good.
+// What a server takes from others: late or bad messages of its neighbors, rounds of a server that
+// is lost, and what rounding lost there.
 #include "byteps/server/backup_link.h"
 
 #include <gtest/gtest.h>
@@ -6,13 +7,17 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/wire.h"
-#include "tests/support/server_channel.h"
+#include "byteps/server/sum_server.h"
+#include "tests/server/optimizer/step_job.h"
+#include "tests/support/kit.h"
 
 namespace byteps {
 namespace core {
@@ -223,6 +228,264 @@ TEST_F(BackupLinkTest, ABackupThatLosesItsCopyIsToldNothingMore) {
   link_.OnMessage(&answer);
   EXPECT_EQ(user_.backups, (std::vector<uint64_t>{9, 0}));
   EXPECT_EQ(user_.copied, std::vector<uint64_t>{number});
+}
+
+// ----- rounds that began at a server that is lost, at the one that has its place
+// (server/rounds_given.cc)
+
+constexpr uint32_t kBytes = 16;
+
+class GivenTest : public testing::Test {
+ protected:
+  GivenTest() : server_(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"}}), &answers_) {
+    declaration_.name = "tensor";
+    declaration_.bytes = declaration_.partition_bytes = kBytes;
+    declaration_.group = {0, 1, 2};
+  }
+
+  // Each rank declares the tensor, and says in which round it goes on.
+  void Resume(const std::vector<uint32_t>& rounds) {
+    for (int rank = 0; rank < 3; ++rank) {
+      Tell(
+          MakeRequest(kDeclare, 0, declaration_.Key(), ++number_, PackDeclarations({declaration_})),
+          rank);
+      EXPECT_FALSE(answers_.Await(number_).failed);
+      WireWriter out;
+      out.PutSize(1);
+      out.Put(declaration_.Key());
+      out.Put(rounds[rank]);
+      Tell(MakeRequest(kResume, 0, 0, ++number_, out.Take()), rank);
+      EXPECT_FALSE(answers_.Await(number_).failed);
+    }
+  }
+
+  uint64_t Send(int op, int rank, uint32_t round, const std::vector<float>& values,
+                const std::vector<bool>& lacks = {}) {
+    PushHeader header;
+    header.round = header.oldest = round;
+    header.timeout_ms = 600'000;
+    header.pull_bytes = op == kPushPull ? kBytes : 0;
+    header.flags = PushHeader::kKeepsSums;
+    Message message =
+        MakeRequest(op, 0, declaration_.Key(), ++number_, header.Pack() + PackMembers(lacks));
+    const SharedBytes bytes = SharedBytes::New(values.size() * sizeof(float));
+    memcpy(bytes.data(), values.data(), bytes.size());
+    message.SetValues(bytes);
+    Tell(std::move(message), rank);
+    return number_;
+  }
+  // Each rank's values are a power of two.
+  uint64_t Push(int rank, uint32_t round) {
+    return Send(kPushPull, rank, round, std::vector<float>(4, static_cast<float>(1 << rank)));
+  }
+  uint64_t Give(int rank, uint32_t round, float sum, const std::vector<bool>& lacks = {}) {
+    return Send(kGiveSum, rank, round, std::vector<float>(4, sum), lacks);
+  }
+
+  void Tell(Message request, int rank) {
+    request.peer = rank;
+    server_.OnMessage(&request);
+  }
+
+  void Expect(uint64_t number, float value, uint32_t ended,
+              const std::vector<size_t>& missing = {}) {
+    const Answers::Answer answer = answers_.Await(number);
+    ASSERT_FALSE(answer.failed) << answer.body;
+    ASSERT_EQ(answer.values.size(), 4u);
+    EXPECT_EQ(answer.values[0], value);
+    WireReader in(answer.body);
+    EXPECT_EQ(in.Get<uint32_t>(), ended);
+    EXPECT_EQ(UnpackMembers(answer.body.substr(sizeof(uint32_t)), 3), missing);
+  }
+
+  Answers answers_;
+  Server server_;
+  Declaration declaration_;
+  uint64_t number_ = 0;
+};
+
+TEST_F(GivenTest, WhatNobodyHasIsSummedAgain) {
+  Resume({7, 7, 7});
+  const uint64_t pushes[] = {Push(1, 7), Push(0, 7), Push(2, 7)};
+  for (const uint64_t number : pushes) Expect(number, 7, 7);
+}
+
+TEST_F(GivenTest, WhatOneHasTheOthersGet) {
+  Resume({7, 7, 7});
+  const uint64_t before = Push(1, 7);
+  EXPECT_FALSE(answers_.Await(Give(0, 7, 700)).failed);
+  Expect(before, 700, 0);
+  Expect(Push(2, 7), 700, 0);
+  // And they go on together.
+  const uint64_t next[] = {Push(0, 8), Push(1, 8), Push(2, 8)};
+  for (const uint64_t number : next) Expect(number, 7, 8);
+}
+
+TEST_F(GivenTest, ItKeepsTheListOfTheSum) {
+  Resume({3, 3, 3});
+  server_.SetAbsent({1});  // it had pushed, and died
+  EXPECT_FALSE(answers_.Await(Give(0, 3, 50)).failed);
+  Expect(Push(2, 3), 50, 0);
+  server_.SetAbsent({});  // it had died, and is there again
+  EXPECT_FALSE(answers_.Await(Give(0, 4, 60, {false, true, false})).failed);
+  Expect(Push(2, 4), 60, 0, {1});
+  const uint64_t next[] = {Push(0, 5), Push(2, 5), Push(1, 5)};
+  for (const uint64_t number : next) Expect(number, 7, 5);
+}
+
+TEST_F(GivenTest, SeveralMayGiveTheSame) {
+  Resume({5, 5, 6});
+  for (const int rank : {0, 1}) EXPECT_FALSE(answers_.Await(Give(rank, 5, 70)).failed);
+  const uint64_t next[] = {Push(2, 6), Push(1, 6), Push(0, 6)};
+  for (const uint64_t number : next) Expect(number, 7, 6);
+}
+
+TEST_F(GivenTest, AWorkerThatIsBehindMayComeLast) {
+  Resume({9, 9, 8});
+  EXPECT_FALSE(answers_.Await(Give(0, 9, 90)).failed);
+  EXPECT_FALSE(answers_.Await(Give(2, 8, 80)).failed) << "all have ended it";
+  Expect(Push(1, 9), 90, 0);
+  Expect(Push(2, 9), 90, 0);
+}
+
+TEST_F(GivenTest, WhatMembersHadPartsOfIsLost) {
+  Resume({2, 2, 2});
+  EXPECT_FALSE(answers_.Await(Send(kGiveSum, 0, 2, {})).failed);
+  const uint64_t first = Push(1, 2), second = Push(2, 2);
+  for (const uint64_t number : {first, second}) {
+    const Answers::Answer answer = answers_.Await(number);
+    EXPECT_TRUE(answer.failed);
+    EXPECT_NE(answer.body.find("its sum is lost"), std::string::npos) << answer.body;
+  }
+}
+
+TEST_F(GivenTest, PartsAloneThatAllHadHarmNobody) {
+  Resume({2, 2, 2});
+  for (const int rank : {0, 1, 2}) {
+    EXPECT_FALSE(answers_.Await(Send(kGiveSum, rank, 2, {})).failed);
+  }
+  const uint64_t next[] = {Push(2, 3), Push(1, 3), Push(0, 3)};
+  for (const uint64_t number : next) Expect(number, 7, 3);
+}
+
+TEST_F(GivenTest, WhatHasNotItsFormIsRefused) {
+  Resume({0, 0, 0});
+  EXPECT_TRUE(answers_.Await(Send(kGiveSum, 0, 0, {1, 2})).failed) << "half a sum";
+  EXPECT_TRUE(answers_.Await(Give(0, 0, 1, std::vector<bool>(64, true))).failed);
+  Tell(MakeRequest(kResume, 0, 0, ++number_, "what?"), 0);
+  EXPECT_TRUE(answers_.Await(number_).failed);
+}
+
+// ----- what rounding lost on a server is read, and loaded into another one
+
+using step_tests::Values;
+
+constexpr size_t kBlocks = 2;
+constexpr size_t kValuesOfSum = kBlocks * kBlockValues;
+
+// A server of one tensor of int4 blocks, of one partition, that two workers sum.
+class SumJob {
+ public:
+  explicit SumJob(bool feedback = true)
+      : server_(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"}}), &answers_) {
+    declaration_.name = "tensor";
+    declaration_.dtype = DType::kInt4x128;
+    declaration_.feedback = feedback;
+    declaration_.bytes = declaration_.partition_bytes = kBlocks * SizeOf(declaration_.dtype);
+    declaration_.group = {0, 1};
+    for (const int rank : {0, 1}) {
+      Message told =
+          MakeRequest(kDeclare, 0, declaration_.Key(), ++number_, PackDeclarations({declaration_}));
+      EXPECT_FALSE(Await(std::move(told), rank).failed);
+    }
+  }
+
+  // The bits of the sum.
+  std::string Sum(uint32_t round) {
+    for (const int rank : {0, 1}) {
+      std::vector<float> values(kValuesOfSum);
+      for (size_t i = 0; i < kValuesOfSum; ++i) {
+        values[i] = static_cast<float>((i * 13 + rank * 5 + round * 3) % 29) - 14;
+      }
+      const SharedBytes blocks = SharedBytes::New(declaration_.bytes);
+      EncodeBlocks(declaration_.dtype, blocks.data(), DType::kFloat32, values.data(), kValuesOfSum,
+                   nullptr);
+      Message push = Request(kPushPull, round, 0, static_cast<uint32_t>(declaration_.bytes));
+      push.SetValues(blocks);
+      Tell(std::move(push), rank);
+    }
+    const Values values = answers_.Await(number_).values;
+    return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
+  }
+
+  Answers::Answer Read(uint32_t first, uint32_t count) {
+    return Await(Request(kReadState, 0, first * sizeof(float), count * sizeof(float)), 1);
+  }
+
+  Answers::Answer Load(const Values& values) {
+    const SharedBytes bytes = SharedBytes::New(values.size() * sizeof(float));
+    memcpy(bytes.data(), values.data(), bytes.size());
+    Message load = Request(kLoadState, 0, 0, 0);
+    load.SetValues(bytes);
+    return Await(std::move(load), 0);
+  }
+
+ private:
+  Message Request(int op, uint32_t round, uint32_t offset, uint32_t bytes) {
+    PushHeader header;
+    header.round = round;
+    header.timeout_ms = 60'000;
+    header.pull_offset = offset;
+    header.pull_bytes = bytes;
+    return MakeRequest(op, 0, declaration_.Key(), ++number_, header.Pack());
+  }
+
+  void Tell(Message message, int rank) {
+    message.peer = rank;
+    server_.OnMessage(&message);
+  }
+
+  Answers::Answer Await(Message message, int rank) {
+    const uint64_t number = message.number;
+    Tell(std::move(message), rank);
+    return answers_.Await(number);
+  }
+
+  Answers answers_;
+  Server server_;
+  Declaration declaration_;
+  uint64_t number_ = 0;
+};
+
+TEST(FeedbackTest, AServerGoesOnWhereAnotherOneStopped) {
+  SumJob first, second, third;
+  EXPECT_EQ(first.Read(0, kValuesOfSum).values, Values(kValuesOfSum));
+  for (uint32_t round = 0; round < 3; ++round) first.Sum(round);
+  const Values lost = first.Read(0, kValuesOfSum).values;
+  EXPECT_NE(lost, Values(kValuesOfSum));
+  EXPECT_EQ(first.Read(40, 7).values, Values(lost.begin() + 40, lost.begin() + 47));
+  ASSERT_FALSE(second.Load(lost).failed);
+  const std::string fourth = first.Sum(3);
+  EXPECT_EQ(second.Read(0, kValuesOfSum).values, lost);
+  // Another history.
+  for (uint32_t round = 0; round < 3; ++round) {
+    second.Sum(round);
+    third.Sum(round);
+  }
+  ASSERT_FALSE(second.Load(lost).failed);
+  EXPECT_EQ(second.Sum(3), fourth);
+  ASSERT_FALSE(third.Load(Values(kValuesOfSum)).failed);
+  EXPECT_NE(third.Sum(3), fourth);
+}
+
+TEST(FeedbackTest, OtherFormsAreRefused) {
+  SumJob job;
+  EXPECT_TRUE(job.Load(Values(kValuesOfSum - 1)).failed);
+  EXPECT_TRUE(job.Read(kValuesOfSum, 1).failed);
+  EXPECT_FALSE(job.Read(kValuesOfSum - 1, 1).failed);
+  SumJob plain(false);
+  EXPECT_TRUE(plain.Load(Values(kValuesOfSum)).failed);
+  EXPECT_TRUE(plain.Read(0, 1).failed);
 }
 
 }  // namespace

@@ -17,8 +17,8 @@
 #include "byteps/base/wire.h"
 #include "byteps/server/backup_link.h"
 #include "byteps/server/sum_server.h"
-#include "tests/support/answers.h"
-#include "tests/support/settings.h"
+#include "tests/server/optimizer/step_job.h"
+#include "tests/support/kit.h"
 
 namespace byteps {
 namespace core {

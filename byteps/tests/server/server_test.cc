@@ -17,9 +17,7 @@
 #include "byteps/base/stall_watch.h"
 #include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
-#include "tests/support/failing_memory.h"
-#include "tests/support/server_channel.h"
-#include "tests/support/settings.h"
+#include "tests/support/kit.h"
 
 namespace byteps {
 namespace core {

@@ -7,9 +7,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/engine/worker.h"
-#include "probes.h"
-#include "virtual_threads.h"
-#include "worker_script.h"
+#include "world.h"
 
 namespace byteps {
 namespace simulation {

@@ -1,5 +1,3 @@
-#include "replica_job.h"
-
 #include <algorithm>
 #include <chrono>
 #include <iterator>
@@ -9,8 +7,8 @@
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/server/sum_server.h"
-#include "probes.h"
-#include "virtual_threads.h"
+#include "job.h"
+#include "world.h"
 
 namespace byteps {
 namespace simulation {
@@ -430,6 +428,38 @@ std::string ReplicaJob::Describe() const {
             (kept.is_spare ? ", spare: " : ": ") + (kept.error.empty() ? "well" : kept.error);
   }
   return text;
+}
+
+// ------------------------------------------------------------------ what was seen
+
+void Witness::SawSum(int step, int tensor, int place, size_t partition, uint32_t lacks) {
+  const auto [it, is_new] =
+      lists_.emplace(std::pair(std::pair(step, tensor), std::pair(place, partition)), lacks);
+  if (!is_new && it->second != lacks) {
+    Wrong("members got different sums of step " + std::to_string(step));
+  }
+  if (is_new && lacks != 0) ++short_sums;
+}
+
+void Witness::Pushes(int rank, int life, int step) {
+  const auto [it, is_new] = lives_.emplace(std::pair(rank, step), life);
+  if (!is_new && it->second != life) {
+    Wrong("two lives of rank " + std::to_string(rank) + " push step " + std::to_string(step));
+  }
+}
+
+int Witness::LifeAt(int rank, int step) const {
+  const auto it = lives_.find({rank, step});
+  return it == lives_.end() ? 0 : it->second;
+}
+
+void Witness::Ended(int rank, uint64_t state) {
+  const auto [it, is_new] = states_.emplace(rank, state);
+  if (!is_new && it->second != state) Wrong("replicas end with different states");
+}
+
+void Witness::Wrong(const std::string& what) {
+  if (wrong_.empty()) wrong_ = what;
 }
 
 }  // namespace simulation

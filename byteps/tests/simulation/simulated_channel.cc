@@ -1,5 +1,3 @@
-#include "simulated_channel.h"
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -14,7 +12,7 @@
 #include "byteps/net/link/who_connects.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
-#include "virtual_threads.h"
+#include "world.h"
 
 namespace byteps {
 namespace simulation {

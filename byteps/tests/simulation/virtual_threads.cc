@@ -1,7 +1,5 @@
 // longjmp goes from stack to stack here, which the checked one forbids.
 #undef _FORTIFY_SOURCE
-#include "virtual_threads.h"
-
 #include <cxxabi.h>
 #include <pthread.h>
 #include <sched.h>
@@ -22,6 +20,8 @@
 #include <random>
 #include <utility>
 #include <vector>
+
+#include "world.h"
 
 namespace byteps {
 namespace simulation {

@@ -1,4 +1,6 @@
 // Asks two GPUs for all of byteps/device/device.h; the fake driver says whether it was used well.
+// With -DFAKE_DRIVER it is that driver.
+#ifndef FAKE_DRIVER
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -84,3 +86,132 @@ int main() {
   }
   return failures == 0 ? 0 : 3;
 }
+
+#else
+
+// A driver of two GPUs whose memory is the host's and whose work is done at once.  As strict as
+// the real one about what must be current.  Built without some functions
+// (-DWITHOUT_...) it stands for an old driver.
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int kInvalidValue = 1;
+constexpr int kOutOfMemory = 2;
+constexpr int kNoDevice = 100;
+constexpr int kInvalidDevice = 101;
+constexpr int kInvalidContext = 201;
+
+struct Context {
+  int device;
+};
+struct OfContext {
+  Context* context;
+};
+
+Context primary[2] = {{0}, {1}};
+thread_local std::vector<Context*> current;
+
+Context* Current() { return current.empty() ? nullptr : current.back(); }
+
+int Make(void** object) {
+  if (Current() == nullptr) return kInvalidContext;
+  *object = new OfContext{Current()};
+  return 0;
+}
+
+// Of the current context, as a stream and an event of one call must be.
+int Check(void* object) {
+  if (Current() == nullptr) return kInvalidContext;
+  return object == nullptr || static_cast<OfContext*>(object)->context == Current() ? 0
+                                                                                    : kInvalidValue;
+}
+
+int Copy(void* to, const void* from, size_t bytes, void* stream) {
+  if (int error = Check(stream)) return error;
+  memcpy(to, from, bytes);
+  return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int fake_depth() { return static_cast<int>(current.size()); }
+int fake_current_device() { return Current() == nullptr ? -1 : Current()->device; }
+
+int cuInit(unsigned) { return getenv("FAKE_NO_GPU") != nullptr ? kNoDevice : 0; }
+int cuGetErrorName(int error, const char** text) {
+  *text = error == kNoDevice      ? "CUDA_ERROR_NO_DEVICE"
+          : error == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY"
+                                  : "CUDA_ERROR_OTHER";
+  return 0;
+}
+int cuGetErrorString(int error, const char** text) {
+  *text = error == kNoDevice      ? "no CUDA-capable device is detected"
+          : error == kOutOfMemory ? "out of memory"
+                                  : "other";
+  return 0;
+}
+int cuDeviceGet(int* device, int ordinal) {
+  if (ordinal < 0 || ordinal > 1) return kInvalidDevice;
+  *device = ordinal;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = &primary[device];
+  return 0;
+}
+int cuCtxPushCurrent_v2(void* context) {
+  current.push_back(static_cast<Context*>(context));
+  return 0;
+}
+int cuCtxPopCurrent_v2(void** context) {
+  if (current.empty()) return kInvalidContext;
+  *context = current.back();
+  current.pop_back();
+  return 0;
+}
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  if (Current() == nullptr) return kInvalidContext;
+  if (bytes > (size_t{1} << 40)) return kOutOfMemory;
+  *memory = malloc(bytes);
+  return 0;
+}
+int cuEventCreate(void** event, unsigned) { return Make(event); }
+int cuEventRecord(void* event, void* stream) {
+  if (int error = Check(event)) return error;
+  return Check(stream);
+}
+int cuEventQuery(void*) { return 0; }
+int cuStreamCreate(void** stream, unsigned) { return Make(stream); }
+int cuStreamQuery(void* stream) { return Check(stream); }
+// Events may be waited for across contexts.
+int cuStreamWaitEvent(void* stream, void*, unsigned) { return Check(stream); }
+// Streams do their work at once: nobody could set the word later.
+int cuStreamWaitValue32_v2(void* stream, unsigned long long word, unsigned value, unsigned flags) {
+  constexpr unsigned kEqual = 1;
+  if (int error = Check(stream)) return error;
+  const bool is_set = *reinterpret_cast<const unsigned*>(word) == value;
+  return is_set && flags == kEqual ? 0 : kInvalidValue;
+}
+int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
+  if (int error = Check(stream)) return error;
+  function(data);
+  return 0;
+}
+#ifndef WITHOUT_COPIES
+int cuMemcpyDtoHAsync_v2(void* host, unsigned long long device, size_t bytes, void* stream) {
+  return Copy(host, reinterpret_cast<const void*>(device), bytes, stream);
+}
+int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, size_t bytes, void* stream) {
+  return Copy(reinterpret_cast<void*>(device), host, bytes, stream);
+}
+#endif
+
+}  // extern "C"
+
+#endif  // FAKE_DRIVER

@@ -14,8 +14,8 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/node_token.h"
 #include "byteps/net/membership/protocol.h"
+#include "membership_test.h"
 #include "ps/internal/postoffice.h"
-#include "tests/net/membership/recorded_links.h"
 
 namespace ps {
 namespace {

@@ -13,13 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "answers.h"
 #include "byteps/net/membership/node_membership.h"
-#include "figures.h"
-#include "options.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
-#include "values.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "byteps/net/rdma/van.h"
 #endif

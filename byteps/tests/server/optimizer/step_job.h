@@ -1,11 +1,13 @@
-// A server of one tensor whose workers try, keep and drop steps of an optimizer.
+// What tests of a server share: its answers, kept to be looked at, and a job of an optimizer on it.
 #ifndef BYTEPS_TESTS_SERVER_OPTIMIZER_STEP_JOB_H_
 #define BYTEPS_TESTS_SERVER_OPTIMIZER_STEP_JOB_H_
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -16,14 +18,65 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/update_rule.h"
 #include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
-#include "tests/support/answers.h"
-#include "tests/support/settings.h"
+#include "tests/support/kit.h"
 
 namespace byteps {
 namespace core {
+
+// By number, which each request of a test has to itself.
+class Answers : public ServerChannel {
+ public:
+  static constexpr auto kPatience = std::chrono::seconds(120);
+
+  struct Answer {
+    bool failed = false;
+    std::string body;
+    std::vector<float> values;
+
+    // Members may follow that the sum lacks.
+    GradientSums sums() const {
+      GradientSums found;
+      EXPECT_GE(body.size(), sizeof(found));
+      memcpy(&found, body.data(), std::min(body.size(), sizeof(found)));
+      return found;
+    }
+  };
+
+  void Send(const Message& message) override {
+    Answer answer{message.failed, message.body, {}};
+    answer.values.resize(message.values.size() / sizeof(float));
+    memcpy(answer.values.data(), message.values.data(), message.values.size());
+    ps::MutexLock lock(&mu_);
+    answers_[message.number] = std::move(answer);
+    cond_.NotifyAll();
+  }
+
+  Answer Await(uint64_t number) {
+    ps::MutexLock lock(&mu_);
+    const bool came = cond_.WaitFor(&mu_, kPatience,
+                                    [&]() PS_REQUIRES(mu_) { return answers_.count(number) > 0; });
+    EXPECT_TRUE(came) << "no answer to request " << number;
+    return answers_[number];
+  }
+
+  bool Has(uint64_t number) {
+    ps::MutexLock lock(&mu_);
+    return answers_.count(number) > 0;
+  }
+
+ private:
+  ps::Mutex mu_;
+  ps::CondVar cond_;
+  std::map<uint64_t, Answer> answers_ PS_GUARDED_BY(mu_);
+};
+
 namespace step_tests {
+
+// ----- a job of an optimizer
+
 constexpr auto kPatience = Answers::kPatience;
 constexpr size_t kElements = 40;
 constexpr size_t kBytes = kElements * sizeof(float);

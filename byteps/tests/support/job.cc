@@ -1,21 +1,25 @@
-#include "fake_channel.h"
+#include "tests/support/job.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/wire.h"
+#include "tests/support/kit.h"
 
 namespace byteps {
 namespace core {
 namespace {
 
-constexpr auto kPatience = std::chrono::seconds(20);
+constexpr auto kChannelPatience = std::chrono::seconds(20);
 
 // What the caller asks for, of the values times `ranks`.
 std::vector<char> SumOf(const Message& request, float ranks) {
@@ -165,17 +169,17 @@ std::vector<std::pair<uint64_t, int>> FakeChannel::pushes() {
 
 bool FakeChannel::AwaitPushes(size_t count) {
   std::unique_lock<std::mutex> lock(mu_);
-  return cond_.wait_for(lock, kPatience, [&] { return pushes_.size() >= count; });
+  return cond_.wait_for(lock, kChannelPatience, [&] { return pushes_.size() >= count; });
 }
 
 bool FakeChannel::AwaitHeld(size_t count) {
   std::unique_lock<std::mutex> lock(mu_);
-  return cond_.wait_for(lock, kPatience, [&] { return held_.size() >= count; });
+  return cond_.wait_for(lock, kChannelPatience, [&] { return held_.size() >= count; });
 }
 
 bool FakeChannel::AwaitPlacing() {
   std::unique_lock<std::mutex> lock(place_mu_);
-  return place_cond_.wait_for(lock, kPatience, [&] { return !placing_.empty(); });
+  return place_cond_.wait_for(lock, kChannelPatience, [&] { return !placing_.empty(); });
 }
 
 bool FakeChannel::TakeNext(Message* request) {
@@ -280,5 +284,51 @@ void FakeChannel::ReceiveInPieces(const std::vector<char>& values, Placing* plac
   }
 }
 
+namespace {
+
+// ----- memory that cannot be had
+
+std::atomic<size_t> refused_from{SIZE_MAX};
+thread_local int times_left = -1;  // below 0: no limit
+
+}  // namespace
+
+static bool Refused(size_t bytes) {
+  if (bytes >= refused_from || times_left == 0) return true;
+  if (times_left > 0) --times_left;
+  return false;
+}
+
+NoMemoryFrom::NoMemoryFrom(size_t bytes) { refused_from = bytes; }
+NoMemoryFrom::~NoMemoryFrom() { refused_from = SIZE_MAX; }
+
+MemoryOnlyTimes::MemoryOnlyTimes(int times) { times_left = times; }
+MemoryOnlyTimes::~MemoryOnlyTimes() { times_left = -1; }
+
 }  // namespace core
 }  // namespace byteps
+
+// The linker sends each call of operator new, and of its forms for arrays, here
+// (cmake/Tests.cmake). Replacing the operators would take them from a sanitizer, which would then
+// see memory freed that it never gave. NOLINTBEGIN(bugprone-reserved-identifier): the linker's
+// names
+extern "C" {
+void* __real__Znwm(size_t bytes);
+void* __real__Znam(size_t bytes);
+void* __real__ZnamRKSt9nothrow_t(size_t bytes, const std::nothrow_t& nothrow);
+
+void* __wrap__Znwm(size_t bytes) {
+  if (byteps::core::Refused(bytes)) throw std::bad_alloc();
+  return __real__Znwm(bytes);
+}
+
+void* __wrap__Znam(size_t bytes) {
+  if (byteps::core::Refused(bytes)) throw std::bad_alloc();
+  return __real__Znam(bytes);
+}
+
+void* __wrap__ZnamRKSt9nothrow_t(size_t bytes, const std::nothrow_t& nothrow) {
+  return byteps::core::Refused(bytes) ? nullptr : __real__ZnamRKSt9nothrow_t(bytes, nothrow);
+}
+}
+// NOLINTEND(bugprone-reserved-identifier)

@@ -1,14 +1,16 @@
-// A job without a network: real workers and a real server in one process.
-//
-// What one sends, the other gets in a thread that belongs to the receiver, in the order in which it
-// was sent.  A test may take a push away, as if it had failed at its worker alone.
-#ifndef BYTEPS_TESTS_SUPPORT_LOOP_CHANNEL_H_
-#define BYTEPS_TESTS_SUPPORT_LOOP_CHANNEL_H_
+// What tests of several rooms share, without gtest: settings, memory that cannot be had, and
+// channels of servers.
+#ifndef BYTEPS_TESTS_SUPPORT_KIT_H_
+#define BYTEPS_TESTS_SUPPORT_KIT_H_
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -16,12 +18,72 @@
 #include <vector>
 
 #include "byteps/base/blocking_queue.h"
+#include "byteps/base/config.h"
 #include "byteps/base/protocol.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/server/sum_server.h"
-#include "server_channel.h"
+
+// What a fuzzer's target demands: otherwise the run ends here, with this line.
+#define DEMAND(condition)                                                            \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      fprintf(stderr, "%s:%d: does not hold: %s\n", __FILE__, __LINE__, #condition); \
+      abort();                                                                       \
+    }                                                                                \
+  } while (false)
 
 namespace byteps {
 namespace core {
+
+using Settings = std::map<std::string, std::string>;
+
+inline Config ConfigWith(const Settings& settings) {
+  for (const auto& s : settings) setenv(s.first.c_str(), s.second.c_str(), 1);
+  const Config config = Config::FromEnvironment();
+  for (const auto& s : settings) unsetenv(s.first.c_str());
+  return config;
+}
+
+inline Launch LaunchOf(int rank, int workers) {
+  Launch launch;
+  launch.rank = rank;
+  launch.size = workers;
+  return launch;
+}
+
+// ----- memory that cannot be had: operator new of this program, as a test wants it
+
+// While it lives, no thread gets so many bytes, or more, at once.
+class NoMemoryFrom {
+ public:
+  explicit NoMemoryFrom(size_t bytes);
+  ~NoMemoryFrom();
+};
+
+// While it lives, this thread gets memory so many times, and no more.
+class MemoryOnlyTimes {
+ public:
+  explicit MemoryOnlyTimes(int times);
+  ~MemoryOnlyTimes();
+};
+
+class ServerChannel : public Channel {
+ public:
+  void Start(ChannelUser*) override {}
+  void Leave(const ps::Farewell&) override {}
+  void Stop() override {}
+  void Abandon(const void*, size_t) override {}
+  bool RegistersMemory() const override { return false; }
+  double link_gbps() const override { return 0; }
+  int rank() const override { return 0; }
+  std::string NameOfServer(int) override { return "server"; }
+  std::string NameOfWorker(int) override { return "worker"; }
+};
+
+// ----- a job without a network: real workers and a real server in one process
+//
+// What one sends, the other gets in a thread that belongs to the receiver, in the order in which it
+// was sent.  A test may take a push away, as if it had failed at its worker alone.
 
 // A thread that hands messages on.
 class Courier {
@@ -145,4 +207,5 @@ class LoopJob {
 
 }  // namespace core
 }  // namespace byteps
-#endif  // BYTEPS_TESTS_SUPPORT_LOOP_CHANNEL_H_
+
+#endif  // BYTEPS_TESTS_SUPPORT_KIT_H_
