@@ -1,13 +1,15 @@
 """The backend ``byteps`` of torch.distributed, as a plugin: it needs no more than torch.
 
 `install` is for scripts that do not know of BytePS: groups that they make for NCCL or gloo then
-carry that backend and are told apart by nothing but their speed.
+carry that backend and are told apart by nothing but their speed. An entry point of the group
+``torch.backends`` names `autoload`: ``import torch`` ends with it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -43,7 +45,7 @@ def install() -> None:
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
-    from byteps.torch.c10d.group import BytePSGroup
+    from byteps.torch.c10d.hooks import BytePSGroup
 
     return BytePSGroup(options, backend_options, asked=asked.get())
 
@@ -78,3 +80,9 @@ def _tell_as(group: Any, name: str, device: torch.device | None) -> None:
     world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(dist.Backend(name)))
     if device is not None:
         group.bound_device_id = device
+
+
+def autoload() -> None:
+    """With ``BYTEPS_C10D=1``, have torch.distributed make process groups that use BytePS."""
+    if os.environ.get("BYTEPS_C10D", "0") not in ("", "0"):
+        install()

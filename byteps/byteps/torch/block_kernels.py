@@ -222,7 +222,7 @@ def encode(
     lost: torch.Tensor | None,
     seed: int | None = None,
 ) -> None:
-    """As `blocks.encode`, in the current stream."""
+    """As `wire.encode`, in the current stream."""
     count = values.numel()
     blocks = -(-count // BLOCK)
     most = 127.0 if wire.element_bytes > BLOCK else 7.0
@@ -253,7 +253,7 @@ def _signed(word: int) -> int:
 
 
 def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, skip: int) -> None:
-    """As `blocks.decode`, in the current stream."""
+    """As `wire.decode`, in the current stream."""
     count = out.numel()
     number = -(-(count + skip) // BLOCK)
     is_bfloat16 = out.dtype == torch.bfloat16
@@ -274,7 +274,7 @@ def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, skip: int) -
 
 
 def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
-    """As `blocks.add_differences`, in the current stream."""
+    """As `wire.add_differences`, in the current stream."""
     count, size = held.numel(), BLOCK + 2
     number = -(-count // BLOCK)
     is_bfloat16 = held.dtype == torch.bfloat16

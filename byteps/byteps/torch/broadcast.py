@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from byteps.torch import ops
-from byteps.torch.tensors import flat_view
+from byteps.torch.wire import flat_view
 
 __all__ = ["broadcast", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

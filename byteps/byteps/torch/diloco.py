@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from byteps.torch import ops
-from byteps.torch.alike import are_alike
-from byteps.torch.ranks import Group
+from byteps.torch.members import are_alike
+from byteps.torch.operations import Group
 from byteps.torch.session import BytePSError
 
 __all__ = ["LocalSteps"]

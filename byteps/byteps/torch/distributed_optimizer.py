@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from byteps.torch import operations, session
 from byteps.torch.compression import Compression
-from byteps.torch.tensors import flat_view
+from byteps.torch.wire import flat_view
 
 __all__ = ["DistributedOptimizer"]
 

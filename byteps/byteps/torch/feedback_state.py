@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from byteps.torch import operations, session
-from byteps.torch.feedback import feedback
+from byteps.torch.wire import feedback
 
 
 def state_dict() -> dict[str, dict[str, torch.Tensor]]:

@@ -1,13 +1,150 @@
-"""The tensors of operations in flight, kept alive until the engine is done with their memory."""
+"""Operations in flight: what keeps their tensors and registered memory, and what their end calls.
+
+A transport that registers memory with a device wants to do so once for a buffer that is sent every
+step, and must not use that registration for whatever comes to lie at the same address later. Who
+knows how long memory lives is torch: the registration lasts as long as the tensor's storage.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from byteps.torch import blocks
-from byteps.torch.chance import next_seed
-from byteps.torch.wire import WireType
+from byteps.torch import c_lib
+from byteps.torch.figures import setting
+from byteps.torch.wire import WireType, decode, encode
+
+_logger = logging.getLogger(__name__)
+
+
+class Completions:
+    """Calls a function for each operation that it watches, once that has ended.
+
+    The engine queues the handles of ended operations; one thread takes them from there. So no
+    thread waits for any one operation, and the engine's threads never wait for Python.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._then: dict[int, Callable[[], None]] = {}
+        self._thread: threading.Thread | None = None
+
+    def call_at_end(self, handle: int, then: Callable[[], None]) -> bool:
+        """Call `then` on the thread of completions once `synchronize(handle)` would not block.
+
+        Args:
+            handle: of an operation.
+            then: must not block for long, since others wait behind it.
+
+        Returns:
+            Whether it will be called. False: the operation was synchronised already.
+        """
+        with self._lock:
+            self._then[handle] = then
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="byteps-completions", daemon=True
+                )
+                self._thread.start()
+        try:
+            c_lib.watch(handle)
+        except ValueError:
+            with self._lock:
+                del self._then[handle]
+            return False
+        return True
+
+    def stop(self) -> None:
+        """End the thread, once it has called for all operations that have ended by now."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        c_lib.wake()
+        if thread is not threading.current_thread():
+            thread.join()
+
+    def forget(self) -> None:
+        """In a forked process: there is no thread, and no operation is this process's."""
+        self.__init__()  # type: ignore[misc]
+
+    def _run(self) -> None:
+        while handles := c_lib.await_ended():
+            for handle in handles:
+                with self._lock:
+                    then = self._then.pop(handle, None)
+                if then is None:
+                    continue
+                try:
+                    then()
+                except Exception:
+                    _logger.exception("what follows a reduction failed")
+
+
+completions = Completions()
+"""Of this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    storage: weakref.ref[torch.UntypedStorage]
+    bytes: int
+    number: int
+    """Of the engine's."""
+    end: weakref.finalize
+    """Forgets it with the storage."""
+
+
+_known: dict[int, _Known] = {}
+"""By address."""
+
+
+def will_be_sent(tensor: torch.Tensor) -> None:
+    """Make the storage of a CPU tensor known, before values are sent from it.
+
+    To be called for every tensor: what was at the same place before is forgotten then. A storage
+    that is freed is forgotten at once, and so is one that is resized, as trainers do that give
+    memory away between steps: it may come back at the same address, in other pages.
+    """
+    _watch_resizes()
+    storage = tensor.untyped_storage()
+    address, size = storage.data_ptr(), storage.nbytes()
+    before = _known.get(address)
+    if before is not None and before.bytes == size and before.storage() is storage:
+        return
+    number = c_lib.add_memory(address, size)
+    # torch keeps the Python object of a storage for as long as the storage lives.
+    end = weakref.finalize(storage, _forget_memory, address, number)
+    end.atexit = False
+    _known[address] = _Known(storage=weakref.ref(storage), bytes=size, number=number, end=end)
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def _watch_resizes() -> None:
+    """Have `UntypedStorage.resize_` forget the storage first: torch tells nobody of it."""
+    if torch.UntypedStorage.resize_ is _resize:
+        # torch declares the method of a base class, for all kinds of storages.
+        torch.UntypedStorage.resize_ = _forget_and_resize  # type: ignore[assignment]
+
+
+def _forget_and_resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    known = _known.get(self.data_ptr())
+    if known is not None and known.storage() is self:
+        known.end()
+    return _resize(self, size)
+
+
+def _forget_memory(address: int, number: int) -> None:
+    c_lib.remove_memory(number)
+    known = _known.get(address)
+    if known is not None and known.number == number:
+        del _known[address]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +161,7 @@ class Sum:
     """First and last plus one of the flattened elements that are wanted."""
     name: str
     stream: int
-    """As `tensors.current_stream` gives it, when the operation was started."""
+    """As `wire.current_stream` gives it, when the operation was started."""
     wire: WireType
     values: torch.Tensor
     """The caller's values, which the engine reads where it encodes them itself."""
@@ -44,7 +181,7 @@ class Sum:
             begin, end = self.elements
             first, skip = divmod(begin, self.wire.values)
             received = self.received[first * self.wire.element_bytes :]
-            blocks.decode(received, self.wire, self.output.view(-1)[begin:end], skip=skip)
+            decode(received, self.wire, self.output.view(-1)[begin:end], skip=skip)
 
     def _give_back(self) -> None:
         """The copy in the wire dtype is free for its next use."""
@@ -59,6 +196,8 @@ class Sum:
 
 registers_memory = False
 """Whether the transport registers what it sends; set when this process joins a job."""
+rank = -1
+"""This worker's; likewise."""
 sums: dict[int, Sum] = {}
 """By handle."""
 updates: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -68,6 +207,8 @@ failed: list[Sum | tuple[torch.Tensor, ...]] = []
 _wire_copies: dict[str, torch.Tensor] = {}
 """Copies in the wire dtype that nobody uses, by name: kept where the transport registers what it
 sends, so that it does so once."""
+_rounds: dict[str, int] = {}
+"""How many values of each name this job has begun to round by chance."""
 
 
 def held() -> list[Sum | tuple[torch.Tensor, ...]]:
@@ -83,8 +224,8 @@ def keep_failed(handle: int) -> None:
 
 
 def forget() -> None:
-    """Let go of all tensors, once nothing reads or writes their memory any more."""
-    for kept in (sums, updates, failed, _wire_copies):
+    """The job is left: let go of all tensors, whose memory nothing reads or writes any more."""
+    for kept in (sums, updates, failed, _wire_copies, _rounds):
         kept.clear()
 
 
@@ -104,7 +245,7 @@ def wire_copy(
     if wire.is_block:
         copy = _memory(wire.nbytes(tensor.numel()), wire.memory, name, tensor.device)
         if tensor.is_cuda:
-            blocks.encode(tensor.view(-1), wire, copy, lost, next_seed(name))
+            encode(tensor.view(-1), wire, copy, lost, next_seed(name))
         return copy
     if tensor.is_cuda or not registers_memory:
         return tensor.to(wire.memory)
@@ -117,3 +258,13 @@ def _memory(numel: int, dtype: torch.dtype, name: str, device: torch.device) -> 
     if kept is None or kept.numel() != numel or kept.dtype != dtype:
         return torch.empty(numel, dtype=dtype, device=device)
     return kept.view(-1)
+
+
+def next_seed(name: str) -> int | None:
+    """For what this process rounds next under a name, as the engine has it for what it rounds
+    itself (BYTEPS_STOCHASTIC_ROUNDING); None: to the nearest."""
+    if setting("BYTEPS_STOCHASTIC_ROUNDING") != "1":
+        return None
+    number = _rounds.get(name, 0)
+    _rounds[name] = number + 1
+    return c_lib.chance_seed(name, number, rank)

@@ -8,32 +8,36 @@ once each way. With a sharded optimizer a part consists of the shards that the r
 index own, each rank pulls its own shard, and nothing is gathered.
 
 A tensor is cut into a few pieces, so that one piece is summed inside the host while others are on
-the network. On a GPU all work is queued on a stream of its own and :meth:`NodeSum.start` returns at
-once. On the CPU the sum inside the host is done when it returns.
+the network. On a GPU all work is queued on a stream of its own and :meth:`NodeSum.start` returns
+at once. On the CPU the sum inside the host is done when it returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from byteps.torch import engine, operations, ops, session, wire
-from byteps.torch import pieces as cutting
 from byteps.torch.figures import setting
-from byteps.torch.hosts import HostLayout, host_name
 from byteps.torch.node_groups import (
     NodeGroup,
     NodeGroups,
+    Piece,
+    Range,
+    are_even,
     groups,
+    longest,
     on_side_stream,
     wait_for_side_stream,
+    whole_pieces,
 )
-from byteps.torch.pieces import Piece, Range, are_even, longest
 from byteps.torch.wire import Wire
+from byteps.torch.world import HostLayout, host_name
 
 __all__ = [
     "PIECES",
@@ -51,6 +55,7 @@ __all__ = [
     "setting",
     "whole_sum",
 ]
+
 
 PIECES = 8
 """A tensor is cut into at most so many pieces, each of BYTEPS_NODE_PIECE_BYTES at least."""
@@ -258,7 +263,7 @@ def whole_sum(
     """
     ranks = layout.on_host_of(session.rank())
     nbytes = wire.of(like.dtype, wire_dtype).nbytes(like.numel())
-    cut = cutting.whole_pieces(like.numel(), len(ranks), piece_count(nbytes // len(ranks)))
+    cut = whole_pieces(like.numel(), len(ranks), piece_count(nbytes // len(ranks)))
     return NodeSum(
         name=name,
         layout=layout,
@@ -338,3 +343,42 @@ def _side_by_side(flat: torch.Tensor, ranges: Sequence[Range], length: int) -> t
 
 def _is_view(part: torch.Tensor, flat: torch.Tensor) -> bool:
     return part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRanks:
+    """The ranks of this host. All of them call the methods, in one order."""
+
+    group: NodeGroup
+    local: int
+    """This rank's place among them."""
+    average: bool = False
+    """Gradients are divided by the number of these ranks before they are added."""
+    in_order: bool = False
+    """See `nodes.scatter`."""
+
+    def scatter(self, gradients: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Sum a piece of `gradients`; return this rank's shard of the sum, in them if it can be."""
+        return scatter(gradients, piece, self.group, self.local, in_order=self.in_order)
+
+    def gather(self, target: torch.Tensor, piece: Piece, shard: torch.Tensor) -> None:
+        """Put the shards that the ranks have of a piece into `target`, which has its length."""
+        gather(target, piece, shard, self.group)
+
+    def of_each(self, mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What each rank gives, in the order of ranks; of one dimension and the same length."""
+        gathered = mine.new_empty(self.group.size * mine.numel())
+        with self.stream(mine):
+            self.group.all_gather(gathered, mine)
+        return gathered.chunk(self.group.size)
+
+    @contextlib.contextmanager
+    def stream(self, tensor: torch.Tensor, *, joins: bool = True) -> Iterator[None]:
+        """Inside, work on a GPU is queued on the stream of the collectives inside the host.
+
+        `joins`: the caller's stream then waits for it.
+        """
+        with torch.no_grad(), on_side_stream(tensor):
+            yield
+        if joins:
+            wait_for_side_stream(tensor)

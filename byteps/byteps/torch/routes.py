@@ -1,16 +1,21 @@
-"""The ways in which a bucket can be summed, and which of them needs the least time."""
+"""The ways in which a bucket can be summed, and which needs the least time, counted or measured."""
 
 from __future__ import annotations
 
 import functools
+import statistics
+import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from byteps.cost_model import Load, Servers
+
 
 COLLECTIVE, FLAT, NODE_FIRST, AUTO = "collective", "flat", "node-first", "auto"
 ROUTES = (AUTO, FLAT, NODE_FIRST, COLLECTIVE)
@@ -186,3 +191,109 @@ def _for_servers(what: Sum, asked: str) -> tuple[str, str]:
     if len(per_host(what.hosts)) == 1:
         return FLAT, "all ranks are on one host"
     return _node_first(what, "asked for" if asked == NODE_FIRST else "fewest bytes")
+
+
+# The cost model counts bytes. How fast these go depends on more than the links: on what else uses
+# them, on the transport and on cores, and for servers on others than for a collective. So the
+# members of a group sum a scratch tensor by both routes, interleaved, before training begins.
+
+
+FIRST_BYTES = 1 << 20
+MOST_BYTES = 64 << 20
+LONG_ENOUGH_S = 0.02
+"""A sum that takes so long shows the links' rate rather than the time of a message."""
+ROUNDS = 3
+
+Try = Callable[[torch.Tensor], None]
+"""Sums a tensor in place, or a part of it, and returns when the sum is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Rates that a sum reached, in bytes per second over the NIC of a host."""
+
+    size: int
+    """Bytes of the tensor that was summed."""
+    rates: Mapping[str, float]
+    """By route: the collective, and one through servers."""
+
+    def applied(self, network: Network) -> Network:
+        """The network with these rates in the place of those that NICs tell."""
+        (servers,) = (rate for route, rate in self.rates.items() if route != COLLECTIVE)
+        return replace(
+            network,
+            host_rate=servers,
+            server_rate=None,
+            collective_rate=self.rates[COLLECTIVE],
+            measured_bytes=self.size,
+        )
+
+
+def measure(
+    what: Sum,
+    network: Network,
+    tries: Mapping[str, Try],
+    group: torch.distributed.ProcessGroup,
+    like: torch.Tensor,
+) -> Measured:
+    """Time the collective and the best way through servers; all members of the group call this.
+
+    Tensors grow from 1 MiB until both ways take 20 ms, to 64 MiB or the size of the sum at most.
+    Of three sums of each the middle one counts, of each sum the slowest member's time. All members
+    get the same rates.
+
+    Args:
+        what: the sum that is to be made later; a scratch tensor's is a part of it.
+        network: for the loads; its rates are not used.
+        tries: how to sum by each route that is possible.
+        group: the data-parallel group.
+        like: a tensor of the type, and on the device, of the gradients.
+
+    Raises:
+        BytePSError: a push-pull failed; the text names the peer.
+    """
+    ours = best_through_servers(what, replace(network, host_rate=None, server_rate=None))
+    ways = (ours, COLLECTIVE)
+    most = min(MOST_BYTES, what.gradient_bytes)
+    size = min(FIRST_BYTES, most)
+    while True:
+        members = len(what.hosts)
+        # Each member owns as much of it, in every type.
+        elements = -(-size // like.element_size() // members) * members
+        scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
+        for way in ways:
+            tries[way](scratch)  # the first one declares, and connects
+        once = {way: _seconds(tries[way], scratch, group) for way in ways}
+        if size >= most or min(once.values()) >= LONG_ENOUGH_S:
+            break
+        size = min(4 * size, most)
+    rounds = [{way: _seconds(tries[way], scratch, group) for way in ways} for _ in range(ROUNDS)]
+    loads = loads_of(
+        replace(
+            what,
+            gradient_bytes=scratch.nbytes,
+            wire_bytes=round(scratch.nbytes * what.wire_bytes / what.gradient_bytes),
+        ),
+        network.servers,
+    )
+    rates = {}
+    for way in ways:
+        seconds = statistics.median(one[way] for one in rounds)
+        rates[way] = max(loads[way].host, loads[way].server) / seconds
+    return Measured(size=scratch.nbytes, rates=rates)
+
+
+def _seconds(run: Try, scratch: torch.Tensor, group: torch.distributed.ProcessGroup) -> float:
+    """The time of the slowest member; the same on all of them."""
+    _slowest(0.0, scratch.device, group)  # begin together
+    begin = time.perf_counter()
+    run(scratch)
+    if scratch.is_cuda:
+        torch.cuda.synchronize(scratch.device)
+    return _slowest(time.perf_counter() - begin, scratch.device, group)
+
+
+def _slowest(seconds: float, device: torch.device, group: torch.distributed.ProcessGroup) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=group)
+    return float(value.item())

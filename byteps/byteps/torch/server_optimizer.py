@@ -16,15 +16,12 @@ from typing import Any
 
 import torch
 from byteps.torch import ops, session, wire
-from byteps.torch.bucketing import make_buckets
-from byteps.torch.feedback import feedback
-from byteps.torch.ranks import Group, ranks_of
-from byteps.torch.server_bucket import ServerBucket
-from byteps.torch.server_rule import rule_of
+from byteps.torch.operations import Group, ranks_of
+from byteps.torch.server_bucket import ServerBucket, make_buckets
+from byteps.torch.server_tensor import rule_of
 from byteps.torch.session import BytePSError
-from byteps.torch.speculation import Speculation
-from byteps.torch.step_machine import StepMachine, clip_scale
-from byteps.torch.wire import WireType
+from byteps.torch.step_machine import Speculation, StepMachine, clip_scale
+from byteps.torch.wire import WireType, feedback
 
 _logger = logging.getLogger(__name__)
 
@@ -263,7 +260,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         parameters there is "master_param", the fp32 values, as well. Where gradients travel in few
         bits there is "worker_param" too: what workers have, to which the next step adds. What
         rounding has lost of gradients each rank saves by `byteps.torch.feedback_state`, and loads
-        after this; or every rank calls `byteps.torch.feedback.feedback.drop`, so that who goes on
+        after this; or every rank calls `byteps.torch.wire.feedback.drop`, so that who goes on
         and who comes back make the same steps. Not collective: the rank that saves calls it, while
         nobody is in `step`.
 

@@ -7,15 +7,18 @@ import logging
 import os
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import NoReturn
 
 import torch
 from byteps import logs
 from byteps.launcher import embedded, leaving
 from byteps.launcher.meeting import Store
-from byteps.torch import c_lib, departure, in_flight
-from byteps.torch.completions import completions
-from byteps.torch.feedback import feedback
+from byteps.torch import c_lib, in_flight
+from byteps.torch.in_flight import completions
+from byteps.torch.wire import feedback
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +110,7 @@ def init(lazy: bool = True, *, store: Store | None = None) -> None:
             embedded.stop(graceful=False)
             raise
         in_flight.registers_memory = c_lib.registers_memory()
+        in_flight.rank = _launch.rank
         _joined_by = os.getpid()
         _sessions += 1
         _handled_at_init = id(sys.exception())
@@ -142,7 +146,7 @@ def shutdown() -> None:
     error = sys.exception()
     if id(error) == _handled_at_init:  # all of the job is done in some handler
         error = None
-    _leave(departure.reason(error or departure.last_error()))
+    _leave(_reason_of(error or _last_error()))
 
 
 def abort(reason: str) -> None:
@@ -177,7 +181,7 @@ def _leave(failure: str) -> None:
 def _at_exit() -> None:
     """Leave at the end of the process: with the exception that ends it, where there is one, or
     later, with the exit status, which only the C library learns."""
-    failure = departure.reason(departure.last_error())
+    failure = _reason_of(_last_error())
     if os.getpid() != _joined_by or failure or c_lib.has_failed():
         return _leave(failure)
     # The C library calls what is registered last first.
@@ -185,7 +189,7 @@ def _at_exit() -> None:
         return _leave(failure)
     with _lock:
         c_lib.shutdown_at_exit(in_flight.held())
-        departure.on_abrupt_exit(_leave)
+        _on_abrupt_exit(_leave)
 
 
 def suspend() -> None:
@@ -309,3 +313,47 @@ def replicas() -> int:
     Workers of all of them count in `rank` and `size`, those of replica 0 first. Before `init`
     too."""
     return (_launch or _told()).replicas
+
+
+# Why a worker's process ends, for the others to know.
+
+_TEXT_CHARS = 500
+"""Of an exception, for the other nodes to read."""
+
+
+def _reason_of(error: BaseException | None) -> str:
+    """What is told of a process that ends by this exception; empty if it ends well."""
+    if error is None:
+        return ""
+    if isinstance(error, SystemExit):
+        # As the interpreter does: a text is printed, and is a failure.
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return _of_status(status)
+    return traceback.format_exception_only(error)[-1].strip()[:_TEXT_CHARS]
+
+
+def _of_status(status: int) -> str:
+    """What is told of a process that ends with this exit status; empty for 0."""
+    return f"exit status {status}" if status != 0 else ""
+
+
+def _last_error() -> BaseException | None:
+    """The exception that nobody caught and that ends the interpreter, if it does. SystemExit is
+    none of these."""
+    if hasattr(sys, "ps1"):  # at a prompt life goes on
+        return None
+    return getattr(sys, "last_exc", None)
+
+
+def _on_abrupt_exit(leave: Callable[[str], None]) -> None:
+    """Call ``leave(reason)`` if the process ends by os._exit() after Python's exit handlers,
+    as one does that multiprocessing forked: the C library's handlers are not called then."""
+    end_now = os._exit
+    worker = os.getpid()
+
+    def leave_and_exit(status: int) -> NoReturn:
+        if os.getpid() == worker:
+            leave(_of_status(status))
+        end_now(status)
+
+    os._exit = leave_and_exit

@@ -1,11 +1,100 @@
-"""The types in which tensors travel: their own, a half type, or blocks of few bits."""
+"""What tensors the engine takes, and the types in which they travel: their own, or few bits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from byteps.torch.tensors import DTYPES
+from byteps.torch import c_lib
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+"""The element types that servers can add."""
+
+
+def check(tensor: torch.Tensor, what: str) -> None:
+    """Demand a tensor that can be summed. `what` is its name in the error.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: its type, layout, device or memory cannot be used.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} is {tensor.layout}; call .to_dense() first")
+    if tensor.is_complex():
+        raise ValueError(f"{what} is {tensor.dtype}; pass torch.view_as_real(tensor)")
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(sorted(DTYPES.values()))
+        raise ValueError(f"{what} is {tensor.dtype}; it can be {known}")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: it is not "
+            "contiguous; pass tensor.contiguous(), or the tensor that it is a view of"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
+    check_memory(tensor, what)
+
+
+def check_memory(tensor: torch.Tensor, what: str) -> None:
+    """Raises ValueError where the memory of a tensor was freed."""
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if (there := tensor.untyped_storage().nbytes()) < end:
+        raise ValueError(
+            f"{what} ends at byte {end:,} of a storage of {there:,} bytes: its memory was freed, "
+            "as when buffers are offloaded; bring it back first"
+        )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor fills its range of memory, in whatever order of dimensions."""
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def flat_view(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """All elements of a dense tensor as they lie in memory, without its history.
+
+    Raises:
+        ValueError: the tensor is sparse or has holes. `what` is its name in the error.
+    """
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} is {tensor.layout}; call .to_dense() first")
+    plain = tensor.detach()
+    if plain.is_contiguous():
+        return plain.view(-1)
+    if not is_dense(plain):
+        raise ValueError(f"{what} has strides {plain.stride()}, which leave holes in memory")
+    return plain.as_strided((plain.numel(),), (1,))
+
+
+def device_number(device: torch.device) -> int:
+    """The GPU's number; -1 for the CPU."""
+    if device.type != "cuda":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def current_stream(device: torch.device) -> int:
+    """The address of the device's current CUDA stream; 0 for the CPU.
+
+    torch.cuda.current_stream makes an object for it, which takes 15 us in a thread that has slept.
+    """
+    number = device_number(device)
+    return 0 if number < 0 else torch._C._cuda_getCurrentRawStream(number)
+
+
+# The types in which tensors travel: their own, a half type, or blocks of few bits.
+
 
 BLOCK = 128
 """Values of a block. Results depend on where blocks begin: each tensor's first at its start."""
@@ -114,3 +203,182 @@ def _named(wire: torch.dtype | str) -> WireType:
             f"{', '.join(map(repr, NAMES))}"
         )
     return NAMES[wire]
+
+
+# Values in blocks of few bits, and back: on the CPU by the engine, on a GPU by kernels.
+
+
+def encode(
+    values: torch.Tensor,
+    wire: WireType,
+    out: torch.Tensor,
+    lost: torch.Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """Round `values` to blocks.
+
+    Args:
+        values: flat and contiguous; fp32, bf16 or fp16.
+        wire: a type of blocks.
+        out: uint8, `wire.nbytes(values.numel())` of them, on the same device.
+        lost: bf16, one for each value: is added to the values, and gets what rounding loses.
+        seed: of `c_lib.chance_seed`, where numbers are rounded up or down by chance.
+    """
+    if values.is_cuda:
+        from byteps.torch.block_kernels import encode as encode_on_gpu
+
+        encode_on_gpu(values, wire, out, lost, seed)
+        return
+    c_lib.encode_blocks(
+        wire.engine_name,
+        out.data_ptr(),
+        DTYPES[values.dtype],
+        values.data_ptr(),
+        values.numel(),
+        0 if lost is None else lost.data_ptr(),
+        seed,
+    )
+
+
+def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
+    """Add to parameters what servers say, and round to their type. Servers do the same to what they
+    know of them, to the bit.
+
+    Args:
+        blocks: of `wire.int8()`, at least as many as hold the values.
+        held: flat and contiguous; fp32, bf16 or fp16.
+        out: as `held`, which it may be.
+    """
+    if held.is_cuda:
+        from byteps.torch.block_kernels import add_differences as add_on_gpu
+
+        add_on_gpu(blocks, held, out)
+        return
+    c_lib.add_differences(
+        *(blocks.data_ptr(), DTYPES[held.dtype], held.data_ptr(), held.numel(), out.data_ptr())
+    )
+
+
+def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, *, skip: int = 0) -> None:
+    """The values of blocks behind the first `skip` ones, rounded to the type of `out`, which has as
+    many as are wanted."""
+    if out.is_cuda:
+        from byteps.torch.block_kernels import decode as decode_on_gpu
+
+        decode_on_gpu(blocks, wire, out, skip)
+        return
+    values = out if skip == 0 else out.new_empty(skip + out.numel())
+    c_lib.decode_blocks(
+        wire.engine_name, blocks.data_ptr(), DTYPES[out.dtype], values.data_ptr(), values.numel()
+    )
+    if skip > 0:
+        out.copy_(values[skip:])
+
+
+Spec = tuple[str, str, int, int, bool, bool, c_lib.Ranks, int | None, int]
+"""What c_lib wants to know of a tensor."""
+
+
+@dataclass
+class _Lost:
+    values: torch.Tensor
+    generation: int
+    spec: Spec | None = None
+    """Under which servers keep what they lose; None: they lose nothing."""
+
+
+class Feedback:
+    """The losses of this process's tensors, in bfloat16, by the names under which they are summed;
+    and since when servers have to forget theirs."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, _Lost] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
+        """For tensors that were not sent since."""
+        self._of_servers: dict[str, torch.Tensor] = {}
+        """Likewise: what this process has to tell the servers."""
+        self._generation = 0
+
+    def of(
+        self, name: str, numel: int, device: torch.device, spec: Spec | None = None
+    ) -> tuple[torch.Tensor, bool]:
+        """What was lost of each value of a tensor that is about to be sent, zeros at first; and
+        whether `drop` was called since it was last sent.
+
+        Raises:
+            ValueError: what was loaded is of another size.
+        """
+        loaded = self._loaded.pop(name, None)
+        if loaded is not None:
+            if loaded.numel() != numel:
+                raise ValueError(
+                    f"the feedback that was loaded for {name!r} is of {loaded.numel()} values, the "
+                    f"tensor of {numel}"
+                )
+            # A copy: it changes with each sum.
+            values = loaded.to(device=device, dtype=torch.bfloat16, copy=True)
+            self._lost[name] = _Lost(values, self._generation)
+        lost = self._lost.get(name)
+        if lost is None or lost.values.numel() != numel or lost.values.device != device:
+            values = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+            lost = self._lost[name] = _Lost(values, self._generation)
+        lost.spec = spec
+        if lost.generation == self._generation:
+            return lost.values, False
+        lost.values.zero_()
+        lost.generation = self._generation
+        return lost.values, True
+
+    def drop(self) -> None:
+        """Forget what was lost of all tensors, here and, when they are next sent, on the servers.
+
+        All ranks call it between the same sums: after a step that was skipped or is made again,
+        whose losses are of values that nobody wanted; and where a checkpoint is loaded without
+        them.
+        """
+        self._generation += 1
+        self._loaded.clear()
+        self._of_servers.clear()
+
+    def names(self) -> list[str]:
+        """Of the tensors of which something may have been lost."""
+        sent = [name for name, lost in self._lost.items() if lost.generation == self._generation]
+        return sorted({*sent, *self._loaded})
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """What was lost of a tensor here, and is still to be added; None: nothing. Not a copy."""
+        lost = self._lost.get(name)
+        if name in self._loaded or lost is None:
+            return self._loaded.get(name)
+        return lost.values if lost.generation == self._generation else None
+
+    def put(self, name: str, lost: torch.Tensor, of_servers: torch.Tensor | None) -> None:
+        """What was lost of a tensor that is to be sent next.
+
+        All ranks that sum it call this between the same sums, and one of them names what was lost
+        `of_servers` of the sum, in whole blocks, which it tells them as it sends the tensor.
+        """
+        self._loaded[name] = lost
+        self._of_servers.pop(name, None)
+        if of_servers is not None:
+            self._of_servers[name] = of_servers
+
+    def of_servers(self, name: str) -> torch.Tensor | Spec | None:
+        """What was `put`, or under which spec the servers have it; None: they have nothing."""
+        if name in self._loaded:
+            return self._of_servers.get(name)
+        lost = self._lost.get(name)
+        return lost.spec if lost is not None and lost.generation == self._generation else None
+
+    def take_of_servers(self, name: str) -> torch.Tensor | None:
+        """Of `put`, for the servers to be told; None: they know."""
+        return self._of_servers.pop(name, None)
+
+    def forget(self) -> None:
+        """Let go of the memory."""
+        for kept in (self._lost, self._loaded, self._of_servers):
+            kept.clear()
+
+
+feedback = Feedback()
+"""Of this process."""

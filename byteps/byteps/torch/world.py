@@ -1,17 +1,221 @@
-"""All workers and servers of the job."""
+"""All workers and servers of the job: their hosts, their links, and what they tell each other."""
 
 from __future__ import annotations
 
+import functools
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
 import torch
-from byteps.torch import declarations, operations, session
+from byteps.cost_model import Servers
+from byteps.launcher import embedded
+from byteps.torch import engine, operations, session
+from byteps.torch.figures import setting
+from byteps.torch.routes import Network
+from byteps.torch.session import BytePSError
 
 __all__ = ["barrier", "num_servers"]
+
+
+_OURS = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE")
+_found: tuple[str | None, ...] = (None, None)
+"""What `find_place` set of them."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_name() -> str:
+    """What tells this host from others: BYTEPS_HOST_ID, or the host name and the kernel's boot id.
+
+    Ranks with the same name are taken to share a NIC and to reach each other without it.
+    """
+    given = setting("BYTEPS_HOST_ID")
+    if given:
+        return given
+    try:
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()} {boot}".strip()
+
+
+def find_place(rank: int, exchange: Callable[[tuple[str, str]], Sequence[tuple[str, str]]]) -> None:
+    """Set this rank's place on its host, where the launcher has told none that can be.
+
+    Ray's launchers tell each rank that it is alone on its host. Then metrics ports would collide,
+    and each rank would count the host's cores and NICs for itself. All ranks of the job call this
+    before `init`; a place that BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE name on any rank is kept.
+
+    Args:
+        rank: of this process among all that call.
+        exchange: returns what each rank gives it, in the order of ranks.
+    """
+    global _found
+    # What an earlier job in this process found was of other ranks.
+    named = any(os.environ.get(name) != was for name, was in zip(_OURS, _found, strict=True))
+    told = exchange((host_name(), "named" if named else os.environ.get("LOCAL_RANK", "")))
+    if any(place == "named" for _, place in told) or (
+        len(set(told)) == len(told) and all(place for _, place in told)
+    ):
+        return
+    layout = HostLayout.of(range(len(told)), [host for host, _ in told])
+    place = (layout.local_index(rank), len(layout.on_host_of(rank)))
+    found = tuple(map(str, place))
+    os.environ.update(zip(_OURS, found, strict=True))
+    _found = found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLayout:
+    """How the ranks of a group are spread over hosts."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """Global ranks of each host, in the order of the group; hosts by their first rank's place."""
+
+    @staticmethod
+    def of(ranks: Sequence[int], names: Sequence[str]) -> HostLayout:
+        """The layout of these ranks, of which each is on the host of the same place in `names`."""
+        hosts: dict[str, list[int]] = {}
+        for rank, name in zip(ranks, names, strict=True):
+            hosts.setdefault(name, []).append(rank)
+        return HostLayout(hosts=tuple(tuple(members) for members in hosts.values()))
+
+    @functools.cached_property
+    def per_host(self) -> int | None:
+        """Ranks on each host; None where hosts have different numbers."""
+        sizes = {len(members) for members in self.hosts}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def host_of(self, rank: int) -> int:
+        """Which of `hosts` a rank is on. Raises ValueError for a rank that is no member."""
+        return self._place(rank)[0]
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Its host, and its place among the ranks of that."""
+        if rank not in self._places:
+            raise ValueError(f"rank {rank} is none of {self.hosts}")
+        return self._places[rank]
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (host, local)
+            for host, members in enumerate(self.hosts)
+            for local, rank in enumerate(members)
+        }
+
+    def on_host_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of its host, itself among them."""
+        return self.hosts[self.host_of(rank)]
+
+    def local_index(self, rank: int) -> int:
+        """Its place among the ranks of its host."""
+        return self._place(rank)[1]
+
+    def across(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the same local index, one a host. Only where `per_host` is not None."""
+        return self._across[self.local_index(rank)]
+
+    @functools.cached_property
+    def _across(self) -> tuple[tuple[int, ...], ...]:
+        """By local index: each the same object whenever it is asked for."""
+        return tuple(zip(*self.hosts, strict=True))
+
+
+_GBPS = 1e9 / 8
+
+
+class Told(NamedTuple):
+    """What one worker tells the others. Of plain types, so that it travels as JSON too."""
+
+    host: str
+    server_link_gbps: float
+    local_servers: int
+    """Servers on each worker's host; -1: all of them are."""
+    servers_per_machine: int
+    measures: bool
+    """Whether it would have rates measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all workers told."""
+
+    hosts: tuple[int, ...]
+    """Of each rank: a number for each host."""
+    network: Network
+    measures: bool
+    """Whether rates are measured before anything is decided."""
+
+
+def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
+    """Learn every rank's host and link; all workers of the job call this, after `init`.
+
+    Args:
+        exchange: returns what each rank gives it, in the order of ranks.
+
+    Raises:
+        BytePSError: ranks have different settings of servers, or such as cannot be.
+    """
+    mine = Told(
+        host=host_name(),
+        server_link_gbps=float(setting("BYTEPS_SERVER_LINK_GBPS")),
+        local_servers=-1 if embedded.is_running() else int(setting("BYTEPS_LOCAL_SERVERS")),
+        servers_per_machine=int(setting("BYTEPS_SERVERS_PER_MACHINE")),
+        measures=setting("BYTEPS_MEASURE_LINKS") == "1" and not float(setting("BYTEPS_LINK_GBPS")),
+    )
+    told = exchange(mine)
+    for variable, values in (
+        ("BYTEPS_LOCAL_SERVERS", {one.local_servers for one in told}),
+        ("BYTEPS_SERVERS_PER_MACHINE", {one.servers_per_machine for one in told}),
+    ):
+        if len(values) > 1:
+            raise BytePSError(f"ranks disagree on {variable}: {sorted(values)}")
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(one.host for one in told))}
+    # One plan for all ranks: the slowest NIC decides, and a rate that a rank does not know is not
+    # known.
+    host = engine.link_gbps()
+    server = min(one.server_link_gbps for one in told)
+    return Job(
+        hosts=tuple(numbers[one.host] for one in told),
+        network=Network(
+            servers=_servers(len(numbers), mine),
+            host_rate=host * _GBPS or None,
+            server_rate=server * _GBPS or None,
+        ),
+        measures=all(one.measures for one in told),
+    )
+
+
+def _servers(hosts: int, told: Told) -> Servers:
+    count, local = num_servers(), told.local_servers
+    if local < 0:
+        return Servers(hosts=hosts, extra=0, local=max(1, count // hosts))
+    if local * hosts > count:
+        raise BytePSError(
+            f"BYTEPS_LOCAL_SERVERS={local} on {hosts} hosts are more than the job's {count} servers"
+        )
+    extra = count - local * hosts
+    if extra % told.servers_per_machine:
+        raise BytePSError(
+            f"{extra} servers on machines of their own are no whole number of machines with "
+            f"BYTEPS_SERVERS_PER_MACHINE={told.servers_per_machine}"
+        )
+    return Servers(
+        hosts=hosts,
+        extra=extra // told.servers_per_machine,
+        local=local,
+        per_machine=told.servers_per_machine,
+    )
 
 
 def num_servers() -> int:
     """Servers of the job. Raises BytePSError where this process is in none."""
     session.launched()
-    return len(declarations.bytes_per_server(1, name="count"))
+    return len(engine.bytes_per_server(1, name="count"))
 
 
 def barrier() -> None:

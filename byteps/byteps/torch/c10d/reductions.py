@@ -1,23 +1,179 @@
-"""The all-reduces of one group of ranks through the servers."""
+"""The all-reduces of one group of ranks through the servers: which go there, and their job."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import sys
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from byteps.torch import c_lib, nodes, operations, session
-from byteps.torch.c10d import joining, policy
-from byteps.torch.c10d.streamed_work import StreamedWork
-from byteps.torch.c10d.work import Line, ServerWork, Work
+from byteps import logs
+from byteps.launcher import meeting
+from byteps.torch import c_lib, nodes, operations, session, wire
+from byteps.torch.c10d.work import Line, ServerWork, StreamedWork, Work
 from byteps.torch.figures import setting
-from byteps.torch.routes import COLLECTIVE, FLAT
-from byteps.torch.tensors import flat_view, is_dense
-from byteps.torch.wire import WireType
+from byteps.torch.routes import COLLECTIVE, FLAT, Decision, Sum, decide
+from byteps.torch.wire import WireType, flat_view, is_dense
+from byteps.torch.world import Job, Told, meet
+
+_job: tuple[int, Job] | None = None
+"""With the number of the session that it belongs to."""
+
+
+def join(store: Any, rank: int, size: int) -> Job:
+    """Join the job, and learn the hosts of all its workers; all ranks call this.
+
+    Args:
+        store: of torch.distributed, with nobody's prefix.
+        rank: of this process in torch.distributed; its worker's rank must be the same.
+        size: ranks of torch.distributed.
+
+    Raises:
+        BytePSError: the scheduler or a server cannot be reached, or ranks are counted differently.
+    """
+    global _job
+    session.init(store=store)
+    if (session.rank(), session.size()) != (rank, size):
+        raise session.BytePSError(
+            f"BytePS is worker {session.rank()} of {session.size()}, torch.distributed is rank "
+            f"{rank} of {size}: check RANK and WORLD_SIZE against DMLC_WORKER_ID and "
+            "DMLC_NUM_WORKER"
+        )
+    if _job is None or _job[0] != session.number():
+        deadline = time.monotonic() + float(setting("BYTEPS_START_TIMEOUT_S"))
+        told = meet(lambda mine: _exchange(store, rank, size, mine, deadline))
+        _job = session.number(), told
+    return _job[1]
+
+
+def joined() -> Job:
+    """What `join` learned, or is learned now where torch.distributed's ranks all come here.
+
+    Raises:
+        BytePSError: see `join`.
+    """
+    if _job is not None and session.is_initialized() and _job[0] == session.number():
+        return _job[1]
+    return join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
+def _exchange(store: Any, rank: int, size: int, mine: Told, deadline: float) -> Sequence[Told]:
+    """What each rank told, in order. Rank 0 reads all and writes it once, so that a large job
+    reads two values a rank."""
+    if size == 1:
+        return [mine]
+    try:
+        prefix = meeting.meet(store, "c10d", rank, size, deadline)
+    except meeting.AbsentError as error:
+        raise session.BytePSError(
+            f"ranks {error.members} did not come to tell their hosts (BYTEPS_START_TIMEOUT_S)"
+        ) from None
+    store.set(f"{prefix}/told/{rank}", json.dumps(mine))
+    everything = f"{prefix}/told"
+    if rank == 0:
+        keys = [f"{prefix}/told/{other}" for other in range(size)]
+        if meeting.wait_for(store, keys, deadline):
+            told = [json.loads(text) for text in store.multi_get(keys)]
+            store.set(everything, json.dumps(told))
+    if not meeting.wait_for(store, [everything], deadline):
+        raise session.BytePSError("ranks did not tell their hosts (BYTEPS_START_TIMEOUT_S)")
+    return [Told(*one) for one in json.loads(store.get(everything))]
+
+
+# Which all-reduces of a group go through the servers, and how: the same on all members.
+
+
+SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+"""Types of gradients. Whole numbers stay with NCCL or gloo, which do not average them."""
+
+SAME = "same"
+"""The name of a tensor's own type."""
+
+_REFERENCE_BYTES = 64 << 20
+"""Bytes and times of a backend grow alike with the size, so that any size decides for all."""
+
+_told: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What users choose, by variables BYTEPS_C10D_*."""
+
+    backend: str
+    min_bytes: int
+    wire_dtype: str
+    """A name of `wire.NAMES`, or "same"."""
+
+    @staticmethod
+    def read() -> Settings:
+        """Those in force. Raises BytePSError where one has a value that it may not have."""
+        return Settings(
+            backend=setting("BYTEPS_C10D_BACKEND"),
+            min_bytes=int(setting("BYTEPS_C10D_MIN_BYTES")),
+            wire_dtype=setting("BYTEPS_C10D_WIRE_DTYPE"),
+        )
+
+    def wire_of(self, dtype: torch.dtype) -> WireType:
+        """The type in which a tensor travels: its own where the one that was asked for would keep
+        less of it, or cannot hold it."""
+        asked = wire.NAMES.get(self.wire_dtype)
+        return asked if asked is not None and asked.takes(dtype) else wire.of(dtype)
+
+
+def decide_for(
+    job: Job,
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    settings: Settings,
+) -> Decision:
+    """How all-reduces of a type are made over these ranks. Rank 0 of them says so, once.
+
+    A pure function of what all members know.
+    """
+    hosts = tuple(job.hosts[rank] for rank in ranks)
+    what = Sum(
+        hosts=hosts,
+        gradient_bytes=_REFERENCE_BYTES,
+        wire_bytes=settings.wire_of(dtype).nbytes(_REFERENCE_BYTES // dtype.itemsize),
+    )
+    decision = decide(what, job.network, settings.backend)
+    if session.rank() == min(ranks):
+        _tell(ranks, hosts, dtype, decision, settings)
+    return decision
+
+
+def _tell(
+    ranks: tuple[int, ...],
+    hosts: tuple[int, ...],
+    dtype: torch.dtype,
+    decision: Decision,
+    settings: Settings,
+) -> None:
+    form = settings.wire_of(dtype)
+    of_type = str(dtype).removeprefix("torch.")
+    if form != wire.of(dtype):
+        of_type += f", sent as {form}"
+    backend = (
+        "NCCL or gloo"
+        if decision.route == COLLECTIVE
+        else f"BytePS {decision.route}, from {settings.min_bytes} bytes"
+    )
+    text = (
+        f"all-reduces of {of_type} over {len(ranks)} ranks on {len(set(hosts))} host(s): "
+        f"{backend} ({decision.why})"
+    )
+    if text not in _told:
+        _told.add(text)
+        # Not by a logger: at its default level it says nothing.
+        sys.stderr.write(logs.render(logging.INFO, text) + "\n")
+
 
 _logger = logging.getLogger(__name__)
 _told_of_blocking: list[bool] = []
@@ -34,9 +190,7 @@ class Reductions:
     flight, and are told apart by their order.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], kind: str, settings: policy.Settings | None = None
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], kind: str, settings: Settings | None = None) -> None:
         """
         Args:
             ranks: global ranks of the group, in its order.
@@ -45,7 +199,7 @@ class Reductions:
             settings: the same on all members. None: those of the variables BYTEPS_C10D_*.
         """
         self._ranks = tuple(ranks)
-        self._settings = settings or policy.Settings.read()
+        self._settings = settings or Settings.read()
         digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:12]
         self._key = _keys.take(f"{kind}/{digest}")
         self._session = 0
@@ -61,7 +215,7 @@ class Reductions:
         """Whether a sum or average of the tensor goes through the servers: a function of its type,
         length and layout, and of what was taken before, so that all members say the same."""
         if (
-            tensor.dtype not in policy.SUMMED
+            tensor.dtype not in SUMMED
             or tensor.nbytes < self._settings.min_bytes
             or len(self._ranks) == 1
             or tensor.layout != torch.strided
@@ -115,13 +269,13 @@ class Reductions:
         return self._sums[key].start(tensor, flat, priority)
 
     def _route(self, dtype: torch.dtype) -> str:
-        job = joining.joined()
+        job = joined()
         if self._session != session.number():  # another job may have other servers
             self._session = session.number()
             self._routes.clear()
             self._sums.clear()
         if dtype not in self._routes:
-            decision = policy.decide_for(job, self._ranks, dtype, self._settings)
+            decision = decide_for(job, self._ranks, dtype, self._settings)
             self._routes[dtype] = decision.route
         return self._routes[dtype]
 
@@ -132,7 +286,7 @@ class Reductions:
         name = f"{self._key}/{of_type}/{flat.numel()}/{operation}"
         if self._route(dtype) == FLAT:
             return _Flat(name, self._ranks, average, wire)
-        hosts = joining.joined().hosts
+        hosts = joined().hosts
         layout = nodes.HostLayout.of(self._ranks, [str(hosts[rank]) for rank in self._ranks])
         node_sum = nodes.whole_sum(name, layout, flat, average=average, wire_dtype=wire)
         gatherer = None

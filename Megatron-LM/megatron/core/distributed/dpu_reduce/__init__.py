@@ -50,42 +50,26 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 =====================  ============================================================
 ``hooks``              the above
 ``translations``       what a recipe asks of ranks that servers do
-``refusals``           what cannot be served; ``refusal`` and ``replica_refusals`` are its parts
-``job``                hosts and links of the job
-``plan``               gives each bucket of a model its operation, from:
-``bucket_op``          what the operation of a bucket is
-``kept``               gradients that stay bf16 where others travel in few bits
-``naming``             names, priorities and placements of buckets
-``decisions``          the route of each bucket group of a model
-``trials``             how to try each route on these links
-``advice``             what each flag would gain
-``advised``            that, for a job that starts
-``check``              that, for arguments on the command line; ``layout``, ``parameters``,
-                       ``parsing`` and ``bridge`` are its parts
-``table``              what was chosen, and what to choose, in words
-``node_sums``          sums inside hosts first
-``declared``           what the servers are told
-``sums``               the sums in flight
-``whole_steps``        steps that are one CUDA graph
-``outer_sums``         sums over the replicas of a sharded model
-``replicas``           jobs that train one model, and meet only at the servers
-``replica_changes``    those that are lost, and those that come back
-``leaving``            one that is told to end leaves between two steps
-``left_out``           steps that a slow one leaves out
-``lost_samples``       the record of what was not trained on
+``refusals``           what cannot be served; ``replica_refusals`` is what replicas cannot
+``job``                hosts and links of the job, and the replicas that train one model in it
+``plan``               gives each bucket of a model its operation, and tells the servers; from:
+``bucket_op``          what the operation of a bucket is: its name, its sums inside hosts first,
+                       and what stays bf16 where others travel in few bits
+``decisions``          the route of each bucket group, and what a job that starts is told
+``advice``             what each flag would gain; tables of that and of routes, in words
+``check``              that, for arguments on the command line, or a recipe of Megatron-Bridge;
+                       ``parameters`` reads sizes from them
+``sums``               the sums in flight; of steps that are one CUDA graph, and over the replicas
+                       of a sharded model
+``replica_changes``    replicas that leave, that are lost, and that come back
 ``replica_state``      what one that comes back takes from another one
 ``data_slots``         which part of each batch a rank of them reads
-``outer_steps``        their exchanges, once in many steps
-``summed_later``       gradients that change after the backward pass, apart
-``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
-``quantized``          their parameters of fp8 or fp4
-``server_routes``      whether their copies are summed alike
+``outer_steps``        their exchanges, once in many steps, and steps that a slow one leaves out
+``summed_later``       parameters apart: matrices that stay on the ranks, with Muon, and gradients
+                       that change after the backward pass
+``server_buckets``     with ``--dpu-optimizer``: buckets that servers update, and their norms
 ``server_optimizer``   the optimizer of those; ``server_making`` makes it
-``matrices``           which parameters stay on the ranks, with Muon
-``ranks_part``         what ranks do with them in a step
-``server_replicas``    what replicas have to agree on, and what one that joins takes
 ``server_checkpoint``  what is saved of it
-``server_shards``      which part of a parameter a rank saves
 ``feedback_state``     what is saved of what rounding has lost
 ``bytepslib``          BytePS, imported when it is first needed
 =====================  ============================================================
@@ -93,7 +77,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 
 from __future__ import annotations
 
-from .bucket_op import BucketOp
+from .bucket_op import BucketOp, bucket_name, group_name
 from .hooks import (
     add_checkpoint_metadata,
     agreed_norm,
@@ -122,7 +106,6 @@ from .hooks import (
     training_begins,
     wanted_by_any,
 )
-from .naming import bucket_name, group_name
 from .refusals import fully_sharded, validate_args, validate_ddp_config
 from .sums import GradSyncHandle
 from .translations import translate_args, translate_config

@@ -1,23 +1,273 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The operation of one bucket: its name, group, wire dtype and route."""
+"""The operation of one bucket: its name, group, wire dtype and route, and what it is made of.
+
+Norms, biases and routers have few values, each of which weighs much. In a block of few bits with
+others, whose largest value sets the scale, they would lose most of their bits, or the others
+would: they are kept, and travel as bf16.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import functools
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import bytepslib, job
-from .kept import Kept
 
 if TYPE_CHECKING:
-    from byteps.torch.nodes import NodeSum
+    from byteps.torch import TensorDeclaration
+    from byteps.torch.nodes import HostLayout, NodeSum
     from byteps.torch.wire import WireType
 
+    from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
-    from ..param_and_grad_buffer import _ParamAndGradBucket
+    from ..param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
+
+
+_DTYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "uint8",
+}
+
+
+@functools.lru_cache(maxsize=64)
+def group_name(group: tuple[int, ...]) -> str:
+    """A name of all ranks of a group: its lowest rank, its size, and a digest of the others.
+
+    It depends on nothing else, so that all members find the same, and each group has its own.
+    """
+    ranks = ",".join(map(str, sorted(group)))
+    digest = hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
+    return f"dp{min(group)}x{len(group)}-{digest}"
+
+
+def bucket_name(
+    *,
+    kind: str,
+    group: tuple[int, ...],
+    model: int,
+    chunk: int,
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    bucket_id: int,
+    buffer: int = 0,
+) -> str:
+    """The key of a bucket: a pure function of what identifies it.
+
+    Every rank of a data-parallel group computes the same name and no two groups of a job share
+    one, whatever the order in which ranks build or sum their buckets, and whatever else some of
+    them build.
+
+    Args:
+        kind: ``dense`` or ``expert``, the kind of the data-parallel group.
+        group: the global ranks of the group.
+        model: how many models with this kind, group and chunk the process wrapped before this one.
+        chunk: index of the model chunk (virtual pipeline stage) on this rank.
+        param_dtype: dtype of the buffer's parameters.
+        grad_dtype: dtype in which the buffer's gradients are summed.
+        bucket_id: index of the bucket in its buffer.
+        buffer: index of the buffer among those of the model chunk that have these dtypes.
+    """
+    dtypes = f"{_dtype_name(param_dtype)}-{_dtype_name(grad_dtype)}"
+    if buffer:
+        dtypes += f"-{buffer}"
+    return (
+        f"dpu_reduce/{kind}/{group_name(group)}/model{model}/chunk{chunk}/{dtypes}/"
+        f"bucket{bucket_id}"
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@dataclass(kw_only=True)
+class Named:
+    """What this process has named so far.
+
+    All counts are by group: the members of a group build the same models for it in the same order,
+    but a member may build others for other groups in between.
+    """
+
+    models: Counter[tuple[str, tuple[int, ...], int]] = field(default_factory=Counter)
+    """Models by kind of group, group, and chunk."""
+    partitions: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Partitions of all buckets of a group: the next place in the round robin over the servers."""
+
+    def clear(self) -> None:
+        self.models.clear()
+        self.partitions.clear()
+
+    def next_model(self, kind: str, group: tuple[int, ...], chunk: int) -> int:
+        """How many models there were with these before; count one more."""
+        key = (kind, tuple(sorted(group)), chunk)
+        self.models[key] += 1
+        return self.models[key] - 1
+
+    def next_placement(self, group: tuple[int, ...], partitions: int) -> int:
+        """The place of so many partitions of a sum over a group.
+
+        Groups, of which each counts its own partitions, begin at different servers.
+        """
+        key = tuple(sorted(group))
+        place = self.partitions[key] + key[0]
+        self.partitions[key] += partitions
+        return place
+
+
+named = Named()
+"""Of this process."""
+
+
+_ROUTER = re.compile(r"\brouter\b")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The ranges of a bucket whose gradients travel as bf16, in one tensor of their own."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """First element in the bucket, and last plus one."""
+    parameters: tuple[torch.nn.Parameter, ...]
+    """Whose gradients these are, in their order."""
+
+    itemsize: int = 2
+    """Bytes of one of them as it travels."""
+
+    @property
+    def numel(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
+
+    @property
+    def nbytes(self) -> int:
+        """As they travel."""
+        return self.numel * self.itemsize
+
+    @staticmethod
+    def name_of(op: BucketOp) -> str:
+        """Under which they are summed."""
+        return f"{op.name}/kept"
+
+    def declaration(self, op: BucketOp, grads: torch.Tensor, *, average: bool) -> TensorDeclaration:
+        """What servers are told."""
+        return bytepslib.byteps.TensorDeclaration(
+            name=self.name_of(op),
+            dtype=grads.dtype,
+            numel=self.numel,
+            average=average,
+            group=op.group,
+            placement=op.placement,
+            wire_dtype=_wire(grads),
+            device=grads.device,
+        )
+
+    def bytes_per_server(self, op: BucketOp) -> list[int]:
+        """That a rank pushes, in the order of the servers' ranks."""
+        return bytepslib.byteps.bytes_per_server(
+            self.nbytes, name=self.name_of(op), group=op.group, placement=op.placement
+        )
+
+    def start(self, op: BucketOp, grads: torch.Tensor, *, average: bool) -> _PendingKept:
+        """Start summing them, and put zeros in their places."""
+        parts = [grads[begin:end] for begin, end in self.ranges]
+        values = torch.cat(parts)
+        torch._foreach_zero_(parts)
+        handle = bytepslib.byteps.push_pull_async_inplace(
+            values,
+            average=average,
+            name=self.name_of(op),
+            placement=op.placement,
+            group=op.group,
+            wire_dtype=_wire(grads),
+        )
+        return _PendingKept(handle, values, parts)
+
+
+class _PendingKept:
+    def __init__(self, handle: Any, values: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        self._handle = handle
+        self._values = values
+        self._parts = parts
+        self._others: Any = None
+
+    def after(self, others: Any) -> _PendingKept:
+        """To be awaited after the bucket's other gradients, in whose memory they belong."""
+        self._others = others
+        return self
+
+    def wait(self) -> None:
+        """Wait for both."""
+        self._others.wait()
+        bytepslib.byteps.synchronize(self._handle)
+        sums = self._values.split([part.numel() for part in self._parts])
+        torch._foreach_copy_(self._parts, sums)
+
+
+def kept_of(
+    bucket: _ParamAndGradBucket,
+    names: dict[torch.nn.Parameter, str],
+    config: DistributedDataParallelConfig,
+    model: TransformerConfig | None = None,
+) -> Kept | None:
+    """What of a bucket travels as bf16; None: nothing does.
+
+    Args:
+        names: of the model's parameters.
+        config: its `dpu_reduce_keep_bf16` names more than what is always kept.
+        model: where servers update: of the model, whose copied parameters are kept.
+    """
+    patterns = [re.compile(pattern) for pattern in config.dpu_reduce_keep_bf16 or ()]
+    least = int(bytepslib.figures.setting("BYTEPS_KEEP_BF16_BYTES"))
+    ranges: list[tuple[int, int]] = []
+    kept: list[tuple[int, torch.nn.Parameter]] = []
+    for parameter, (begin, end) in bucket.param_to_index.items():
+        name, nbytes = names.get(parameter, ""), (end - begin) * bucket.grad_data.itemsize
+        named = _ROUTER.search(name) or any(pattern.search(name) for pattern in patterns)
+        if parameter.dim() < 2 or nbytes < least or named or is_copied(parameter, model):
+            ranges.append((begin, end))
+            kept.append((begin, parameter))
+    if not ranges:
+        return None
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if merged and merged[-1][1] == begin:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    kept.sort(key=lambda one: one[0])
+    return Kept(tuple(merged), tuple(parameter for _, parameter in kept))
+
+
+def is_copied(parameter: torch.nn.Parameter, config: TransformerConfig | None) -> bool:
+    """Whether tensor-parallel ranks or stages of the pipeline have copies of a parameter.
+
+    Where servers update, copies are updated apart, by the same gradients. In a block with others,
+    which differ, they would be rounded differently, and would not stay the same.
+    """
+    if config is None:
+        return False
+    tp = config.tensor_model_parallel_size
+    if not getattr(parameter, "allreduce", True):  # an expert's
+        tp = getattr(config, "expert_tensor_parallel_size", None) or tp
+    if tp > 1 and not getattr(parameter, "tensor_model_parallel", False):
+        return True
+    marks = ("shared_embedding", "shared", "pipeline_parallel")
+    return config.pipeline_model_parallel_size > 1 and any(
+        getattr(parameter, mark, False) for mark in marks
+    )
+
+
+def _wire(grads: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if grads.dtype == torch.float32 else grads.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +338,73 @@ def wire_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfi
     if config.dpu_optimizer and wire.is_block:
         return max(wire.nbytes(elements), bytepslib.wire.int8().nbytes(elements))
     return wire.nbytes(elements)
+
+
+# Node first: the sums of a bucket whose ranks share hosts.
+
+
+_Group = torch.distributed.ProcessGroup
+
+
+def node_sums(
+    op: BucketOp, grads: torch.Tensor, buffer: _ParamAndGradBuffer, group: _Group
+) -> tuple[NodeSum, NodeSum | None]:
+    """The sum of which every rank gets all, and that of which each gets the shard that it owns.
+
+    All ranks of this host call this in the same order.
+
+    Args:
+        op: of the bucket; its placement and sums are not looked at.
+        grads: the bucket's gradients, flat.
+        buffer: that the bucket is a part of.
+        group: the data-parallel group, of the ranks of `op`.
+
+    Returns:
+        No second one without the distributed optimizer, or where several of its instances share a
+        host.
+    """
+    node, rank = bytepslib.nodes, job.rank()
+    layout = _layout(op.group, job.joined().hosts)
+    whole = node.whole_sum(
+        op.name,
+        layout,
+        grads,
+        average=buffer.ddp_config.average_in_collective,
+        wire_dtype=op.wire,
+        known=(buffer.data_parallel_group, group),
+    )
+    if not buffer.ddp_config.use_distributed_optimizer:
+        return whole, None
+    shards = len(op.owners)
+    owned = _owned(layout, op.group, shards)
+    mine = owned[layout.host_of(rank)][layout.local_index(rank)]
+    if op.owners[mine] != rank:
+        raise RuntimeError(
+            f"--use-dpu-reduce: rank {rank} is not shard {mine} of the owners {op.owners} in the "
+            f"data-parallel group {op.group}"
+        )
+    part_bytes = op.wire.nbytes(grads.numel()) // len(layout.on_host_of(rank))
+    cut = bytepslib.node_groups.shard_pieces(
+        grads.numel(),
+        owned,
+        layout.host_of(rank),
+        layout.local_index(rank),
+        node.piece_count(part_bytes),
+    )
+    if cut is None:
+        # Several instances on one host: its ranks own the same shards, and gather more than these.
+        return whole, None
+    return whole, replace(whole, name=f"{op.name}/shards", pieces=tuple(cut))
+
+
+@functools.lru_cache(maxsize=16)
+def _layout(group: tuple[int, ...], hosts: tuple[int, ...]) -> HostLayout:
+    """How a group is spread over the hosts of all ranks."""
+    return bytepslib.nodes.HostLayout.of(group, [str(hosts[rank]) for rank in group])
+
+
+@functools.lru_cache(maxsize=16)
+def _owned(layout: HostLayout, group: tuple[int, ...], shards: int) -> list[list[int]]:
+    """For each host, the shard that each of its ranks owns."""
+    places = {rank: place for place, rank in enumerate(group)}
+    return [[places[rank] % shards for rank in members] for members in layout.hosts]

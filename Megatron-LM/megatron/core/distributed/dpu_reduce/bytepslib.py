@@ -12,69 +12,45 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "alike",
     "byteps",
     "diloco",
     "engine",
-    "feedback",
     "figures",
-    "flat",
-    "gradient_check",
-    "hosts",
-    "job",
-    "joining",
     "load",
-    "measure",
     "members",
+    "node_groups",
     "nodes",
     "operations",
-    "pieces",
-    "policy",
     "reductions",
     "routes",
     "server_bucket",
-    "server_host",
-    "server_rule",
+    "server_tensor",
     "session",
-    "speculation",
-    "state_transfer",
     "step_machine",
     "wire",
     "world",
 ]
 
-_OF_C10D = ("joining", "policy", "reductions")
-
 if TYPE_CHECKING:
     # So that type checkers find calls of what these modules do not have.
     import byteps.torch as byteps
     from byteps.torch import (
-        alike,
         diloco,
         engine,
-        feedback,
         figures,
-        flat,
-        gradient_check,
-        hosts,
-        job,
-        measure,
         members,
+        node_groups,
         nodes,
         operations,
-        pieces,
         routes,
         server_bucket,
-        server_host,
-        server_rule,
+        server_tensor,
         session,
-        speculation,
-        state_transfer,
         step_machine,
         wire,
         world,
     )
-    from byteps.torch.c10d import joining, policy, reductions
+    from byteps.torch.c10d import reductions
 else:
 
     def __getattr__(name: str) -> Any:
@@ -83,8 +59,8 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         load()
-        package = "byteps.torch.c10d" if name in _OF_C10D else "byteps.torch"
-        module = globals()[name] = importlib.import_module(f"{package}.{name}")
+        within = "c10d." if name == "reductions" else ""
+        module = globals()[name] = importlib.import_module(f"byteps.torch.{within}{name}")
         return module
 
 

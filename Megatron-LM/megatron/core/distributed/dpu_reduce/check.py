@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import argparse
 import copy
+import difflib
+import importlib
+import inspect
 import math
+import pkgutil
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import bytepslib, parameters, refusal, refusals, table
+from . import advice, bytepslib, parameters, refusals, replica_refusals
 from .advice import Advice, Kind, Training, advise, wire_bytes
-from .layout import Parallelism
-from .parsing import NotMegatrons, parse
+from .parameters import NotMegatrons, Parallelism, parse
 
 if TYPE_CHECKING:
     from byteps.torch.routes import Network
+
 
 _GBPS = 1e9 / 8
 
@@ -164,7 +169,7 @@ def kinds_of(
 ) -> tuple[Kind, ...]:
     """The gradients of a model that is split so: dense, and expert where they have groups of their
     own."""
-    own, on_ranks = split.has_expert_groups, optimizer in refusal.OF_MATRICES
+    own, on_ranks = split.has_expert_groups, optimizer in replica_refusals.OF_MATRICES
     elements = held.dense if own else held.dense + held.expert
     dense = Kind(
         name="dense",
@@ -211,9 +216,9 @@ def render(verdict: Verdict, machines: Machines) -> str:
         "",
         "Bytes over a host's NICs each way, and over a server's, per step; times at best, nothing "
         "overlapping:",
-        table.compared(verdict.training, verdict.advice, machines.network),
+        advice.compared(verdict.training, verdict.advice, machines.network),
         "",
-        f"Advice: {table.change(verdict.advice)}",
+        f"Advice: {advice.change(verdict.advice)}",
     ]
     return "\n".join(lines)
 
@@ -257,9 +262,7 @@ def main(words: Sequence[str] | None = None) -> int:
             server_link_gbps=options.server_link_gbps or options.link_gbps,
         )
         if options.recipe:
-            from . import bridge
-
-            verdict = bridge.judge(bridge.recipe(options.recipe), machines)
+            verdict = judge_recipe(recipe(options.recipe), machines)
         else:
             architecture = 10 if options.blackwell else 9
             args = parse(options.arguments, world=machines.world, architecture=architecture)
@@ -276,3 +279,158 @@ def main(words: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# The same for a recipe of Megatron-Bridge, which has configs and no arguments.
+
+
+LIBRARY, PERFORMANCE = "megatron.bridge.recipes", "megatron.bridge.perf_recipes"
+"""Packages with recipes."""
+
+
+def recipes(package: str) -> Mapping[str, Callable[[], Any]]:
+    """The recipes of a package that can be made without an argument, by their names. One that has
+    several names is there under the longest, which says more.
+
+    Raises:
+        ImportError: Megatron-Bridge is not installed.
+    """
+    longest: dict[Any, str] = {}
+    for name, function in _functions(package):
+        needed = inspect.signature(function).parameters.values()
+        if any(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in needed):
+            continue
+        longest[function] = max(name, longest.get(function, ""), key=lambda text: (len(text), text))
+    return {name: function for function, name in sorted(longest.items(), key=lambda one: one[1])}
+
+
+def _functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """All functions of the modules of a package whose names are those of recipes; modules that make
+    parts of recipes aside."""
+    top = importlib.import_module(package)
+    modules = [top] + [
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(top.__path__, f"{package}.")
+        if not re.search(r"\.(utils|common|environment)\b", info.name)
+    ]
+    names = {module.__name__ for module in modules}
+    for module in modules:
+        for name, function in vars(module).items():
+            if not name.endswith("_config") or name.startswith("_"):
+                continue
+            if inspect.isfunction(function) and function.__module__ in names:
+                yield name, function
+
+
+def recipe(name: str) -> Any:
+    """The recipe's configs, as they are before training settles them.
+
+    Raises:
+        ImportError: Megatron-Bridge is not installed.
+        ValueError: it has no such recipe; the text names those that are like it.
+    """
+    known = [one for package in (LIBRARY, PERFORMANCE) for one in _functions(package)]
+    for other, function in known:
+        if other == name:
+            return function()
+    near = difflib.get_close_matches(name, {other for other, _ in known}, n=3)
+    like = f"; like it are {', '.join(near)}" if near else ""
+    raise ValueError(f"Megatron-Bridge has no recipe {name}{like}")
+
+
+def settle(config: Any, ranks: int) -> None:
+    """Do what Megatron-Bridge does first when it trains: types, and what overlaps.
+
+    Args:
+        config: of a recipe; it is changed.
+        ranks: of the job.
+    """
+    precision = config.mixed_precision
+    if isinstance(precision, str):
+        from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+        precision = config.mixed_precision = get_mixed_precision_config(precision)
+    if precision is not None:
+        precision.finalize()
+        precision.setup(config.model, config.optimizer, config.ddp)
+    if config.comm_overlap is not None:
+        split = _split(config.model, ranks)
+        config.comm_overlap.data_parallel_size = len(split.groups("dense")[0])
+        config.comm_overlap.finalize()
+        config.comm_overlap.setup(config.model, config.optimizer, config.ddp)
+    if config.ddp.use_distributed_optimizer or config.optimizer.use_distributed_optimizer:
+        config.ddp.use_distributed_optimizer = config.optimizer.use_distributed_optimizer = True
+    if config.ddp.overlap_param_gather or config.optimizer.overlap_param_gather:
+        config.ddp.overlap_param_gather = config.optimizer.overlap_param_gather = True
+
+
+def judge_recipe(config: Any, machines: Machines) -> Verdict:
+    """What the flags would do for a recipe.
+
+    Args:
+        config: of the recipe; it is settled here.
+        machines: that the job runs on.
+
+    Raises:
+        ValueError: the ranks cannot be split as the recipe wants.
+    """
+    settle(config, machines.world)
+    dist = getattr(config, "dist", None)
+    fully = config.ddp.use_megatron_fsdp or getattr(dist, "use_megatron_fsdp", False)
+    wrapper = "Megatron-FSDP" if fully else ""
+    if getattr(dist, "use_torch_fsdp2", False):
+        wrapper = "torch FSDP2"
+    optimizer_refused = _recipe_refused(config, wrapper, dpu_optimizer=True)
+    training = _training_of_recipe(config, machines)
+    return Verdict(
+        refused=_recipe_refused(config, wrapper),
+        optimizer_refused=optimizer_refused,
+        left=refusals.left_by(wrapper, config.ddp) if wrapper else "",
+        training=training,
+        advice=None if wrapper else advise(training, machines.network, optimizer_refused),
+    )
+
+
+def _recipe_refused(config: Any, wrapper: str, **flags: bool) -> str:
+    ddp = copy.copy(config.ddp)
+    vars(ddp).update(use_dpu_reduce=True, **flags)
+    try:
+        refusals.validate_ddp_config(ddp)
+        refusals.validate_model_config(config.model, ddp)
+        if ddp.dpu_optimizer:
+            refusals.validate_optimizer_config(config.optimizer)
+    except ValueError as error:
+        return str(error)
+    if wrapper and ddp.dpu_optimizer:
+        return f"--dpu-optimizer does not work with {wrapper}"
+    return ""
+
+
+def _split(model: Any, ranks: int) -> Parallelism:
+    return Parallelism(
+        world=ranks,
+        tensor=model.tensor_model_parallel_size,
+        pipeline=model.pipeline_model_parallel_size,
+        context=model.context_parallel_size,
+        expert=model.expert_model_parallel_size or 1,
+        expert_tensor=model.expert_tensor_parallel_size,
+        experts=getattr(model, "num_moe_experts", None) or 0,
+    )
+
+
+def _training_of_recipe(config: Any, machines: Machines) -> Training:
+    model, ddp = config.model, config.ddp
+    half = bool(model.bf16 or model.fp16)
+    return Training(
+        kinds=kinds_of(
+            *(_split(model, machines.world), parameters.count(model), machines),
+            config.optimizer.optimizer,
+        ),
+        gradient_bytes=2 if half and not ddp.grad_reduce_in_fp32 else 4,
+        parameter_bytes=1 if ddp.fp8_param_gather else 2 if half else 4,
+        sharded=ddp.use_distributed_optimizer,
+        instances=ddp.num_distributed_optimizer_instances,
+        updated=ddp.dpu_optimizer,
+        used=ddp.use_dpu_reduce,
+        wire_bytes=wire_bytes(ddp.dpu_reduce_wire_dtype),
+    )

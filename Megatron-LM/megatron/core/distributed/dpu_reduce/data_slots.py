@@ -8,7 +8,7 @@ functions.
 
 from __future__ import annotations
 
-from . import replicas
+from . import job
 
 __all__ = ["get_data_parallel_rank", "get_data_parallel_world_size"]
 
@@ -18,13 +18,13 @@ def get_data_parallel_rank() -> int:
     from ... import parallel_state  # which needs this package
 
     own = parallel_state.get_data_parallel_rank()
-    if replicas.count() == 1:
+    if job.replicas() == 1:
         return own
-    return replicas.number() * parallel_state.get_data_parallel_world_size() + own
+    return job.replica() * parallel_state.get_data_parallel_world_size() + own
 
 
 def get_data_parallel_world_size() -> int:
     """Of all replicas."""
     from ... import parallel_state
 
-    return parallel_state.get_data_parallel_world_size() * replicas.count()
+    return parallel_state.get_data_parallel_world_size() * job.replicas()

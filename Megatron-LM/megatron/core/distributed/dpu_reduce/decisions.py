@@ -1,30 +1,116 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The route of each bucket group of a model, and the table that says why."""
+"""The route of each bucket group of a model, by trials where asked, and what a job is told."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from . import bytepslib, job, matrices, replicas, table
-from .bucket_op import wire_bytes
-from .trials import measured
+from . import advice, bytepslib, job, refusals, summed_later
+from .advice import Kind, Training, advise
+from .bucket_op import BucketOp, group_name, node_sums, wire_bytes, wire_of
 
 if TYPE_CHECKING:
-    from byteps.torch.routes import Decision
+    from byteps.torch.routes import Decision, Measured, Sum
 
+    from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
     from ..param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
+
+
+_Group = torch.distributed.ProcessGroup
+
+_measurements: dict[tuple[object, ...], Measured] = {}
+"""By group and by what is summed: model chunks that are alike are measured once."""
+
+
+def measured(
+    kind: str,
+    group: _Group,
+    groups: Sequence[_ParamAndGradBucketGroup],
+    sums: Sequence[Sum],
+    buffer: _ParamAndGradBuffer,
+) -> Measured:
+    """The rates of the largest sum of a kind; all members of the group call this.
+
+    Args:
+        kind: ``dense`` or ``expert``.
+        group: the data-parallel group.
+        groups: bucket groups.
+        sums: of these, one each.
+        buffer: of that kind.
+
+    Raises:
+        byteps.torch.BytePSError: a push-pull failed; the text names the peer.
+    """
+    what, bucket_group = max(
+        zip(sums, groups, strict=True), key=lambda pair: pair[0].gradient_bytes
+    )
+    like, ranks = bucket_group.buckets[0].grad_data, job.ranks_of(group)
+    wire = wire_of(buffer.param_dtype, like.dtype, buffer.ddp_config)
+    owners = job.ranks_of(buffer.data_parallel_group)
+    key = (kind, ranks, owners, like.dtype, wire, what.sharded, what.gradient_bytes)
+    if key in _measurements:
+        return _measurements[key]
+
+    routes = bytepslib.routes
+
+    def sum_op(tensor: torch.Tensor, route: str) -> BucketOp:
+        dtypes = f"{like.dtype}-{wire}".replace("torch.", "").replace(" ", "-")
+        return BucketOp(
+            name=f"dpu_reduce/measured/{kind}/{group_name(ranks)}/{dtypes}/{tensor.numel()}",
+            group=ranks,
+            owners=owners,
+            placement=min(ranks),
+            wire=wire,
+            route=route,
+        )
+
+    def flat(tensor: torch.Tensor) -> None:
+        op, bps = sum_op(tensor, routes.FLAT), bytepslib.byteps
+        handle = bps.push_pull_async_inplace(
+            tensor,
+            average=False,
+            name=op.name,
+            placement=op.placement,
+            group=op.group,
+            pull=op.wanted(tensor.numel()) if what.sharded else None,
+            wire_dtype=wire,
+        )
+        bps.synchronize(handle)
+
+    def node_first(tensor: torch.Tensor) -> None:
+        op = sum_op(tensor, routes.NODE_FIRST)
+        whole, shards = node_sums(op, tensor, buffer, group)
+        replace(shards or whole, placement=op.placement).start(tensor).wait()
+
+    def collective(tensor: torch.Tensor) -> None:
+        if not what.sharded:
+            torch.distributed.all_reduce(tensor, group=group)
+            return
+        within = buffer.data_parallel_group
+        shard = tensor.view(within.size(), -1)[within.rank()]
+        torch.distributed.reduce_scatter_tensor(shard, tensor, group=within)
+        if what.instances > 1:
+            across = bucket_group.inter_distributed_optimizer_instance_group
+            torch.distributed.all_reduce(shard, group=across)
+
+    tries = {routes.FLAT: flat, routes.NODE_FIRST: node_first, routes.COLLECTIVE: collective}
+    _measurements[key] = bytepslib.routes.measure(what, job.joined().network, tries, group, like)
+    return _measurements[key]
+
 
 _UPDATED = "; the servers update the parameters"
 _told: set[str] = set()
 
 
 def forget() -> None:
-    """Tell tables again that were told before."""
+    """Measure anew, and tell tables again that were told before."""
+    _measurements.clear()
     _told.clear()
 
 
@@ -46,7 +132,7 @@ def decide_all(
         groups: bucket groups that it sums.
         buffers: that these are made of.
     """
-    if replicas.count() > 1:
+    if job.replicas() > 1:
         return _over_replicas(config, kind, group, groups)
     hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
     routes = bytepslib.routes
@@ -58,7 +144,7 @@ def decide_all(
             wire_bytes=sum(wire_bytes(bucket, config) for bucket in bucket_group.buckets),
             sharded=config.use_distributed_optimizer,
             instances=config.num_distributed_optimizer_instances,
-            updated=matrices.are_updated(bucket_group.buckets, config),
+            updated=summed_later.are_updated(bucket_group.buckets, config),
         )
         for bucket_group in groups
     ]
@@ -76,7 +162,7 @@ def decide_all(
     if torch.distributed.get_rank() == 0:
         for updated in (False, True):
             if some_rows := [row for row in rows if row[0].updated == updated]:
-                print_once(table.describe(kind, some_rows, network))
+                print_once(advice.describe(kind, some_rows, network))
     return decisions
 
 
@@ -100,7 +186,7 @@ def _over_replicas(
         servers = bytepslib.world.num_servers()
         inside = f"over {ranks} ranks by torch.distributed, then " if ranks > 1 else ""
         print_once(
-            f"dpu_reduce: replica {replicas.number()} of {replicas.count()}: {kind} gradients are "
+            f"dpu_reduce: replica {job.replica()} of {job.replicas()}: {kind} gradients are "
             f"summed {inside}over replicas by {servers} {'server' if servers == 1 else 'servers'}, "
             f"{sent:.1f} MB from each rank{_UPDATED if config.dpu_optimizer else ''}"
         )
@@ -111,4 +197,64 @@ def print_once(text: str) -> None:
     """Print it, unless it was printed before."""
     if text not in _told:
         _told.add(text)
-        print(table.as_lines(text), flush=True)
+        print(advice.as_lines(text), flush=True)
+
+
+_Kinds = Iterable[
+    tuple[
+        str,
+        torch.distributed.ProcessGroup,
+        Sequence["_ParamAndGradBucketGroup"],
+        Sequence["_ParamAndGradBuffer"],
+    ]
+]
+
+
+def tell(
+    config: DistributedDataParallelConfig, model_config: TransformerConfig, kinds: _Kinds
+) -> None:
+    """Rank 0 prints what its first model chunk would gain.
+
+    Args:
+        config: of the DDP.
+        model_config: of the model in it.
+        kinds: the name of each kind of gradients, its data-parallel group, its bucket groups and
+            buffers.
+    """
+    if torch.distributed.get_rank() != 0:
+        return
+    everybody = bytepslib.routes.per_host(job.joined().hosts)
+    found, gradient_bytes, parameter_bytes = [], 1, 1
+    for name, group, groups, buffers in kinds:
+        buckets = [bucket for bucket_group in groups for bucket in bucket_group.buckets]
+        elements = sum(bucket.grad_data.numel() for bucket in buckets)
+        if not elements:
+            continue
+        hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
+        # Every rank is in one such group, and hosts look alike.
+        count = everybody[hosts[0]] / bytepslib.routes.per_host(hosts)[hosts[0]]
+        left = sum(
+            parameter.numel()
+            for bucket in buckets
+            for parameter in bucket.params_list
+            if summed_later.stays(parameter, config)
+        )
+        found.append(Kind(name=name, groups={hosts: count}, elements=elements, left=left))
+        # Nearly all elements have one type; where they have not, the larger one decides.
+        gradient_bytes = max([gradient_bytes, *(b.grad_dtype.itemsize for b in buffers)])
+        parameter_bytes = max([parameter_bytes, *(b.param_dtype.itemsize for b in buffers)])
+    training = Training(
+        kinds=tuple(found),
+        gradient_bytes=gradient_bytes,
+        parameter_bytes=parameter_bytes,
+        sharded=config.use_distributed_optimizer,
+        instances=config.num_distributed_optimizer_instances,
+        updated=config.dpu_optimizer,
+        used=True,
+        wire_bytes=advice.wire_bytes(config.dpu_reduce_wire_dtype),
+    )
+    network = job.joined().network
+    refused = refusals.why_servers_cannot_update(config) or refusals.why_servers_cannot_update(
+        model_config
+    )
+    print_once(advice.brief(training, advise(training, network, refused), network))

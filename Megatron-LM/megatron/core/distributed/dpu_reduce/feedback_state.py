@@ -23,7 +23,7 @@ from ...dist_checkpointing.dict_utils import nested_values
 from ...dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from ...dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from . import bytepslib, job, plan
-from .server_shards import own_replica, saved_boxes
+from .server_checkpoint import own_replica, saved_boxes
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -136,7 +136,7 @@ def save(state: dict[str, Any]) -> None:
     boxes, owed = _agreed(*_boxes(state))
     tensors: list[ShardedTensor] = []
     for push, of_push in itertools.groupby(boxes, lambda box: box.push):
-        lost = bytepslib.feedback.feedback.get(push.name)
+        lost = bytepslib.wire.feedback.get(push.name)
         lost = torch.zeros(push.numel, dtype=torch.bfloat16) if lost is None else lost.cpu()
         servers = None
         if push.place == 0 and push.owed.servers:
@@ -198,7 +198,7 @@ def take(state: Mapping[str, Any]) -> bool:
     for push in loading.pushes:
         of_servers = servers[push.name] if push.place == 0 and push.owed.servers else None
         lost = own[push.name].to(torch.bfloat16)
-        bytepslib.feedback.feedback.put(push.name, lost, of_servers)
+        bytepslib.wire.feedback.put(push.name, lost, of_servers)
     return True
 
 
@@ -369,7 +369,7 @@ def _pushes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) 
         parts, at = [], 0
         for ranges in piece.scatters:
             parts.append((*ranges[local], at))
-            at += bytepslib.pieces.longest(ranges)
+            at += bytepslib.node_groups.longest(ranges)
         pushed.append(
             _Push(
                 name=push.name,

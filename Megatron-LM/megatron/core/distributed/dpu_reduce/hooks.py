@@ -16,20 +16,15 @@ import torch
 from . import (
     bytepslib,
     job,
-    leaving,
-    left_out,
     outer_steps,
-    outer_sums,
     plan,
     replica_changes,
-    replicas,
+    replica_state,
     server_buckets,
-    server_replicas,
     summed_later,
     sums,
-    whole_steps,
 )
-from .refusal import FEW_BITS
+from .replica_refusals import FEW_BITS
 
 if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
@@ -54,8 +49,8 @@ def initialize(args: Namespace | None = None) -> None:
         os.environ["BYTEPS_QUORUM"] = str(args.dpu_quorum)
         os.environ["BYTEPS_GRACE_S"] = str(args.dpu_grace)
     job.initialize()
-    if args is not None and replicas.count() > 1:
-        leaving.wait_for_training(args)
+    if args is not None and job.replicas() > 1:
+        replica_changes.wait_for_training(args)
 
 
 def apart(
@@ -93,24 +88,22 @@ def start_grad_sync(
     return sums.start_grad_sync(bucket_group, force_all_reduce)
 
 
-def outer_reduction(
-    config: Any, group: torch.distributed.ProcessGroup
-) -> outer_sums.OuterReduction:
-    """Megatron-FSDP is about to all-reduce shards over replicas: see :mod:`.outer_sums`."""
-    return outer_sums.OuterReduction(config, group)
+def outer_reduction(config: Any, group: torch.distributed.ProcessGroup) -> sums.OuterReduction:
+    """Megatron-FSDP is about to all-reduce shards over replicas: see :class:`.OuterReduction`."""
+    return sums.OuterReduction(config, group)
 
 
 def outside_graph(call: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a call that records a forward and backward pass in a CUDA graph, or replays it: see
-    :mod:`.whole_steps`. ``model`` and ``forward_only`` are among its keywords."""
+    :mod:`.sums`. ``model`` and ``forward_only`` are among its keywords."""
 
     @functools.wraps(call)
     def wrapped(self: object, *args: Any, **kwargs: Any) -> Any:
         model = kwargs.get("model")
-        if kwargs.get("forward_only") or not whole_steps.are_summed_outside(model):
+        if kwargs.get("forward_only") or not sums.are_summed_outside(model):
             return call(self, *args, **kwargs)
         chunks = model if isinstance(model, list) else [model]
-        return whole_steps.run(lambda: call(self, *args, **kwargs), chunks)
+        return sums.run(lambda: call(self, *args, **kwargs), chunks)
 
     return wrapped
 
@@ -143,7 +136,7 @@ def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
         from ...rerun_state_machine import RerunState, get_rerun_state_machine
 
         if get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:
-            bytepslib.feedback.feedback.drop()  # it is of gradients that are computed anew
+            bytepslib.wire.feedback.drop()  # it is of gradients that are computed anew
 
 
 def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
@@ -162,7 +155,7 @@ def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
     that the job that goes on computes the bits of the job that comes back."""
     if getattr(args, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
         return
-    if args.no_save_optim or replicas.count() > 1:
+    if args.no_save_optim or job.replicas() > 1:
         return _forget_lost(args)
     from .feedback_state import save  # of megatron.core, which needs this package
 
@@ -173,7 +166,7 @@ def ask_for_feedback(
     args: Namespace, state: dict[str, Any], common: Mapping[str, Any] | None
 ) -> None:
     """A state is about to be loaded, of a checkpoint that has `common` values, if it is there."""
-    if common is None or not _resumes_feedback(args) or replicas.count() > 1:
+    if common is None or not _resumes_feedback(args) or job.replicas() > 1:
         return
     from .feedback_state import ask
 
@@ -207,32 +200,32 @@ def step_ended(
     lost is of gradients that nobody wanted. Replicas that step by themselves may exchange."""
     if not successful:
         _forget_lost(args)
-    if replicas.count() > 1:
-        left_out.iteration_ended(args, model, optimizer)
+    if job.replicas() > 1:
+        outer_steps.iteration_ended(args, model, optimizer)
 
 
 def replicas_of(args: Namespace) -> int:
     """How many jobs train the model: each has so large a part of the data-parallel ranks."""
-    return replicas.of(args)
+    return job.replicas_of(args)
 
 
 def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
     """The model and its optimizer are there, new or from a checkpoint: see
-    :func:`.outer_steps.begin`. From now on a replica may be told to leave: :mod:`.leaving`."""
-    if replicas.count() == 1:
+    :func:`.outer_steps.begin`. From now on a replica may be told to leave."""
+    if job.replicas() == 1:
         return
     if not bytepslib.members.is_late():
         outer_steps.begin(args, model, optimizer)
-        for one in server_replicas.kept_by_servers(outer_steps.inner(optimizer)):
+        for one in replica_state.kept_by_servers(outer_steps.inner(optimizer)):
             one.begin_with_others()
-    leaving.listen(args)
+    replica_changes.listen(args)
 
 
 def leaves_out_step(
     args: Namespace, data: Any, model: Sequence[Any], optimizer: Any, scheduler: Any
 ) -> bool:
-    """Whether this iteration is done without being computed: see :func:`.left_out.leaves_out`."""
-    return replicas.count() > 1 and left_out.leaves_out(args, data, model, optimizer, scheduler)
+    """Whether this iteration is done without being computed: `.outer_steps.leaves_out`."""
+    return job.replicas() > 1 and outer_steps.leaves_out(args, data, model, optimizer, scheduler)
 
 
 def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,56 +234,57 @@ def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if replicas.count() == 1 or bytepslib.members.is_late():
+        if job.replicas() == 1 or bytepslib.members.is_late():
             return build(*args, **kwargs)
-        last = replicas.number() > 0
+        last = job.replica() > 0
         if last:
-            replicas.sum_(torch.zeros(1), "datasets", always=True)
+            job.sum_over_replicas(torch.zeros(1), "datasets", always=True)
         try:
             return build(*args, **kwargs)
         finally:
             if not last:
-                replicas.sum_(torch.zeros(1), "datasets", always=True)
+                job.sum_over_replicas(torch.zeros(1), "datasets", always=True)
 
     return wrapped
 
 
 def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) -> torch.Tensor:
-    """Data-parallel ranks of this replica have summed a few numbers: see :func:`.replicas.sum_`."""
-    return replicas.sum_(tensor, what, always=always)
+    """Data-parallel ranks of this replica have summed a few numbers: see
+    :func:`.job.sum_over_replicas`."""
+    return job.sum_over_replicas(tensor, what, always=always)
 
 
 def agreed_norm(norm: Any) -> Any:
-    """The norm of all gradients is known: see :func:`.replicas.agreed`."""
-    return replicas.agreed(norm)
+    """The norm of all gradients is known: see :func:`.job.agreed`."""
+    return job.agreed(norm)
 
 
 def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:
     """Whether a rank of any replica wants to end, at iterations after which replicas meet; nobody
     does at others. `flag` is not 0 where this replica wants to, and is changed in place. By a
     signal the job ends only where all replicas have got one: otherwise those leave."""
-    if replicas.count() == 1:
+    if job.replicas() == 1:
         return flag
     if not outer_steps.meets(args):
         return flag.zero_()
     if what == "signals":
-        return flag.fill_(int(replicas.all_want(bool(flag.any()), what)))
-    return replicas.sum_(flag, what, always=True)
+        return flag.fill_(int(job.all_want(bool(flag.any()), what)))
+    return job.sum_over_replicas(flag, what, always=True)
 
 
 def saves_checkpoint(args: Namespace, model: Sequence[Any], iteration: int) -> bool:
     """A checkpoint is about to be saved: whether this replica does it, which is the part of the
     first that is there. See :func:`.outer_steps.before_save`."""
-    if replicas.count() == 1:
+    if job.replicas() == 1:
         return True
     outer_steps.before_save(args, model, iteration)
-    return replicas.is_first()
+    return job.is_first_replica()
 
 
 def model_is_built(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
     """The model and its optimizer are there, and its data are not: see
     :func:`.replica_changes.join`."""
-    if replicas.count() > 1:
+    if job.replicas() > 1:
         replica_changes.join(args, model, optimizer, scheduler)
 
 
@@ -304,17 +298,17 @@ def between_steps(
 ) -> None:
     """An iteration is done, and another one may follow: see
     :func:`.replica_changes.between_steps`."""
-    if replicas.count() == 1:
+    if job.replicas() == 1:
         return
     if iteration < args.train_iters:
         replica_changes.between_steps(args, model, optimizer, scheduler, iteration, operations)
     else:
-        leaving.forget()
+        replica_changes.forget()
 
 
 def _forget_lost(args: Namespace) -> None:
     if getattr(args, "dpu_reduce_wire_dtype", None) in FEW_BITS:
-        bytepslib.feedback.feedback.drop()
+        bytepslib.wire.feedback.drop()
 
 
 def shutdown(args: Namespace | None = None) -> None:
@@ -327,10 +321,9 @@ def shutdown(args: Namespace | None = None) -> None:
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return
     plan.forget()
-    outer_sums.forget()
+    sums.forget()
     outer_steps.forget()
-    left_out.forget()
-    leaving.forget()
+    replica_changes.forget()
     nodes = sys.modules.get("byteps.torch.nodes")
     if nodes is not None:
         nodes.groups.forget()

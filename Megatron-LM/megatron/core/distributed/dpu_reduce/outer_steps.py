@@ -3,23 +3,29 @@
 """``--dpu-outer-steps``: replicas step by themselves, and exchange once in many steps.
 
 What is exchanged is what the inner optimizers step: fp32 parameters, of which each rank has those
-that it owns. The arithmetic is :mod:`byteps.torch.diloco`'s.
+that it owns. The arithmetic is :mod:`byteps.torch.diloco`'s. Steps are counted by the job's
+iterations, so that a job that resumes exchanges when one that was never stopped does. A checkpoint
+begins with an exchange of everything: the model in it is the one that all replicas then have.
 
-Steps are counted by the job's iterations, so that a job that resumes exchanges when one that was
-never stopped does. A checkpoint begins with an exchange of everything: the model in it is the one
-that all replicas then have.
+Once ``--dpu-quorum`` replicas are there, one that is not computes no more: it leaves steps out,
+that is, reads past its samples, and exchanges what it has learned in fewer steps. The next time it
+stops before the step that the others waited for. It makes one more once it has waited longer than
+a step takes, and now and then tries. So it stays in the job, and costs the others little.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import bytepslib, replicas
+from . import bytepslib, job
 
 _NAME = "outer/"
 _running: OuterSteps | None = None
@@ -43,7 +49,7 @@ class OuterSteps:
                 delay=args.dpu_outer_delay,
                 fragments=args.dpu_outer_fragments,
                 name=f"{_NAME}{index}",
-                group=replicas.peers(),
+                group=job.peers(),
                 compare=not joins,
             )
             for index, one in enumerate(self._optimizers)
@@ -51,7 +57,7 @@ class OuterSteps:
         ]
         for local in self._steps:
             local.steps = done
-        replicas.leave_each_other()
+        job.leave_each_other()
 
     def done(self) -> int:
         """Local steps that were made."""
@@ -118,8 +124,8 @@ def stepped(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def forget() -> None:
     """Training is done."""
-    global _running
-    _running = None
+    global _pace, _running
+    _pace, _running = _Pace(), None
 
 
 def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
@@ -128,7 +134,7 @@ def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
     Raises:
         RuntimeError: replicas begin with different parameters.
     """
-    if not replicas.are_alike(model):
+    if not job.replicas_are_alike(model):
         raise RuntimeError(
             "--use-dpu-reduce: replicas have different parameters to begin with: give all of them "
             "the same --seed, --load and layout"
@@ -139,7 +145,7 @@ def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
             _resume(args)
 
 
-def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> bool:
+def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> bool:
     """The optimizer has made its step, or left it out.
 
     Returns:
@@ -210,7 +216,7 @@ def _leave_each_other(args: Namespace, model: Sequence[Any], optimizer: Any, don
     _running = OuterSteps(args, model, optimizer, done)
     if torch.distributed.get_rank() == 0:
         print(
-            f"dpu_reduce: replica {replicas.number()} of {replicas.count()} steps by itself from "
+            f"dpu_reduce: replica {job.replica()} of {job.replicas()} steps by itself from "
             f"here on, and exchanges parameters once in {args.dpu_outer_steps} steps",
             flush=True,
         )
@@ -232,9 +238,9 @@ def before_save(args: Namespace, model: Sequence[Any], iteration: int) -> None:
     """
     if _running is not None:
         _running.exchange()
-        if replicas.is_first():
+        if job.is_first_replica():
             _running.save(_path(args.save, iteration))
-    if not replicas.are_alike(model):
+    if not job.replicas_are_alike(model):
         raise RuntimeError(
             "--use-dpu-reduce: the replicas' parameters have become different, though each was "
             "given the same sums: their GPUs or layouts are not alike. No checkpoint was saved."
@@ -257,3 +263,154 @@ def _resume(args: Namespace) -> None:
 def _path(folder: str | None, iteration: int) -> str:
     rank = torch.distributed.get_rank()
     return os.path.join(folder or "", "dpu_outer", f"iter_{iteration:07d}", f"rank_{rank:05d}.pt")
+
+
+# Steps that a slow replica leaves out, so that others do not wait for it.
+
+
+_TRY_AFTER = 8
+"""Exchanges for which nobody has waited."""
+
+
+@dataclass
+class _Pace:
+    """What this replica computes between two exchanges; the same on all of its ranks."""
+
+    computed: int = 0
+    """Steps since the last exchange began."""
+    most: int | None = None
+    """So many at most; None: as many as there are."""
+    awaited: bool = False
+    """Others have waited for it since the last exchange began."""
+    quiet: int = 0
+    """Exchanges for which nobody has waited, since `most` has changed."""
+    began: float = 0.0
+    """When the last step that was computed began."""
+    step_s: float = 0.0
+    """The shortest step."""
+    had_time: bool = False
+    """This rank has waited in the last exchange for longer than a step."""
+    since: tuple[int, int] | None = None
+    """The first iteration that was left out and not told yet, and its first sample."""
+
+
+_pace = _Pace()
+
+
+def leaves_out(
+    args: Namespace, data: Any, model: Sequence[Any], optimizer: Any, scheduler: Any
+) -> bool:
+    """Whether this iteration is left out. Then it is done: its samples were read, the learning rate
+    has advanced, and an exchange that was due has been made. All ranks of a replica call this.
+
+    Args:
+        data: the rank's iterator, or that of each model chunk; None where it reads nothing.
+
+    Raises:
+        byteps.torch.BytePSError: this replica was removed, or a server was lost.
+    """
+    if not args.dpu_quorum or not running():
+        return False
+    awaited, had_time = _agree()
+    if awaited and not _pace.awaited:
+        _pace.awaited, _pace.quiet = True, 0
+        _pace.most = max(_pace.computed - 1, 1)
+    elif _pace.most is not None and (had_time or _pace.quiet >= _TRY_AFTER):
+        _pace.quiet, _pace.most = 0, _pace.most + 1
+    if not awaited and (_pace.most is None or _pace.computed < _pace.most):
+        _tell(args, args.curr_iteration, args.consumed_train_samples)
+        _pace.began = time.monotonic()
+        return False
+    if _pace.since is None:
+        _pace.since = args.curr_iteration, args.consumed_train_samples
+    from ...num_microbatches_calculator import get_num_microbatches
+
+    microbatches = get_num_microbatches()
+    for one in _iterators(data):
+        for _ in range(microbatches):
+            next(one)
+        if hasattr(one, "advance"):  # what could be run again is not kept
+            one.advance()
+    samples = microbatches * args.micro_batch_size * args.data_parallel_size
+    scheduler.step(increment=samples * getattr(args, "gtp_weight_remat_size", 1))
+    iteration_ended(args, model, optimizer)
+    if args.curr_iteration + 1 == args.train_iters:
+        _tell(args, args.train_iters, args.consumed_train_samples + samples)
+    return True
+
+
+def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
+    """An iteration is done."""
+    now = time.monotonic()
+    if _pace.began:
+        took, _pace.began = now - _pace.began, 0.0
+        _pace.step_s = min(took, _pace.step_s or took)
+        _pace.computed += 1
+    if _end_of_iteration(args, model, optimizer):
+        waited = time.monotonic() - now
+        _pace.had_time = not _pace.awaited and waited > _pace.step_s > 0
+        _pace.quiet += not _pace.awaited
+        _pace.computed, _pace.awaited = 0, False
+
+
+def _iterators(data: Any) -> Iterator[Any]:
+    for one in data if isinstance(data, list) else [data]:
+        if one is not None:
+            yield one
+
+
+def _agree() -> tuple[bool, bool]:
+    """Whether others wait for an exchange of any rank of this replica, and whether all ranks have
+    waited for others in the last one."""
+    awaited = any(is_of_exchange(name) for name in bytepslib.members.awaited())
+    flags = torch.tensor([int(awaited), int(not _pace.had_time)])
+    _pace.had_time = False
+    if torch.distributed.get_backend() == "nccl":
+        flags = flags.cuda()
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    any_awaited, any_had_none = flags.tolist()
+    return bool(any_awaited), not any_had_none
+
+
+def _tell(args: Namespace, iteration: int, sample: int) -> None:
+    """Say and write down what was left out until this iteration and sample, if anything was."""
+    if _pace.since is None:
+        return
+    (first, begin), _pace.since = _pace.since, None
+    if torch.distributed.get_rank() != 0:
+        return
+    print(
+        f"dpu_reduce: replica {job.replica()} left out iterations {first + 1} to {iteration}, "
+        f"{(sample - begin) // job.replicas()} samples: it is slower than the {args.dpu_quorum} "
+        "replicas of --dpu-quorum",
+        flush=True,
+    )
+    record_lost_samples(args.save, iteration, begin, sample - begin, [job.replica()])
+
+
+_FILE = "dpu_lost_samples.jsonl"
+
+
+def record_lost_samples(
+    folder: str | None, iteration: int, first: int, samples: int, missing: Sequence[int]
+) -> None:
+    """Add a line to the file in the folder of the checkpoints; nothing if none are saved.
+
+    Args:
+        folder: of the checkpoints.
+        iteration: the last one that it is about, counted from 1.
+        first: sample of the first one.
+        samples: of all replicas, from that one on.
+        missing: the replicas whose part of them was left out.
+    """
+    if not folder:
+        return
+    os.makedirs(folder, exist_ok=True)
+    record = {
+        "iteration": iteration,
+        "first_sample": first,
+        "samples": samples,
+        "replicas": list(missing),
+    }
+    with open(os.path.join(folder, _FILE), "a") as file:
+        file.write(json.dumps(record) + "\n")

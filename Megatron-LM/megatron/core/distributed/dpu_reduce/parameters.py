@@ -1,18 +1,27 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""How many parameters a rank holds, counted from the sizes of a GPT or a hybrid of it.
+"""What a job's arguments say without a GPU, read as Megatron reads them: its sizes and its layout.
 
-Matrices, biases, norms and the further parameters of Mamba layers are counted, for the stage of a
-pipeline that holds the most. Nothing is built.
+Parameters of a rank are counted from the sizes of a GPT or a hybrid of it: matrices, biases, norms
+and the further ones of Mamba layers, for the stage of a pipeline that holds the most. Nothing is
+built.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import math
+import os
 import re
-from collections.abc import Sequence
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 _MAMBA, _ATTENTION, _DENSE, _MOE = "M", "*", "-", "E"
 
@@ -261,3 +270,209 @@ def _is_tied(model: Any) -> bool:
     if untied is not None:
         return not untied
     return bool(getattr(model, "share_embeddings_and_output_weights", False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How a model is split, in Megatron's words."""
+
+    world: int
+    """Ranks."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    """Of experts; None: as of the rest."""
+    experts: int = 0
+    """Of a layer; 0: it has none."""
+    pipeline_last: bool = True
+    """Ranks of a stage are neighbours: without ``--use-tp-pp-dp-mapping``."""
+    weight_shards: int = 1
+    """Ranks that hold a part each of a tensor-parallel weight."""
+    expert_weight_shards: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the ranks cannot be split so."""
+        for what, size in (
+            ("tensor x pipeline x context parallelism", self._dense),
+            ("expert, expert tensor and pipeline parallelism", self._sparse),
+        ):
+            if self.world % size:
+                raise ValueError(f"{self.world} ranks cannot be split by {size}, the {what}")
+
+    @property
+    def _dense(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.weight_shards
+
+    @property
+    def _sparse(self) -> int:
+        tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
+        return tensor * self.pipeline * self.expert * self.expert_weight_shards
+
+    def groups(self, kind: str) -> list[list[int]]:
+        """Ranks of each data-parallel group, context parallelism included, of dense or expert
+        gradients."""
+        from ...parallel_state import RankGenerator, _inject_gtp_remat_axis
+
+        order = "tp-cp-ep-dp-pp" if self.pipeline_last else "tp-cp-ep-pp-dp"
+        if kind == "dense":
+            made = RankGenerator(
+                tp=self.tensor,
+                ep=1,
+                dp=self.world // self._dense,
+                pp=self.pipeline,
+                cp=self.context,
+                order=_inject_gtp_remat_axis(order, after="tp"),
+                gtp_remat=self.weight_shards,
+            )
+            return [list(ranks) for ranks in made.get_ranks("dp-cp")]
+        made = RankGenerator(
+            tp=self.tensor if self.expert_tensor is None else self.expert_tensor,
+            ep=self.expert,
+            dp=self.world // self._sparse,
+            pp=self.pipeline,
+            cp=1,
+            order=_inject_gtp_remat_axis(order, after="ep"),
+            gtp_remat=self.expert_weight_shards,
+        )
+        return [list(ranks) for ranks in made.get_ranks("dp")]
+
+    @property
+    def has_expert_groups(self) -> bool:
+        """Whether experts are reduced over groups of their own."""
+        tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
+        return self.experts > 0 and (self.expert > 1 or tensor != self.tensor)
+
+    def by_host(self, kind: str, gpus_per_host: int) -> Mapping[tuple[int, ...], float]:
+        """The host of each member of each group, and how many groups have the same."""
+        return Counter(
+            tuple(rank // gpus_per_host for rank in ranks) for ranks in self.groups(kind)
+        )
+
+
+# Megatron's own parsing and checking of arguments, on a machine without a GPU.
+
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+class NotMegatrons(Exception):
+    """Megatron itself does not take the arguments; the text is its own."""
+
+
+def parse(
+    words: Sequence[str],
+    *,
+    world: int,
+    architecture: int = 9,
+    environment: Mapping[str, str] | None = None,
+) -> Namespace:
+    """Parse and check arguments of a training script as Megatron does, with what it derives.
+
+    What it asks of the machine is answered as a GPU and the newest Transformer Engine would.
+    Arguments that Megatron does not know are taken for those of the script.
+
+    Args:
+        words: of the command line, without the script.
+        world: ranks.
+        architecture: of the GPUs: 9 for Hopper, 10 for Blackwell.
+        environment: variables that the script sets. Where they leave CUDA_DEVICE_MAX_CONNECTIONS
+            open, Megatron finds the value that it demands.
+
+    Raises:
+        NotMegatrons: it refuses them.
+    """
+    variables = {"RANK": "0", "LOCAL_RANK": "0", **(environment or {}), "WORLD_SIZE": str(world)}
+    tries = [{}] if _CONNECTIONS in variables else [{_CONNECTIONS: "1"}, {_CONNECTIONS: "32"}]
+    reasons = []
+    for more in tries:
+        try:
+            return _parse(words, {**variables, **more}, architecture)
+        except NotMegatrons as error:
+            reasons.append(error)
+    # What the second one says is about that variable alone where the first got past it.
+    raise next((one for one in reasons if _CONNECTIONS not in str(one)), reasons[0])
+
+
+def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int) -> Namespace:
+    from megatron.training import arguments, cpu_platform
+
+    told = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, variables))
+        stack.enter_context(mock.patch.object(sys, "argv", ["check", *words]))
+        stack.enter_context(mock.patch.object(cpu_platform, "is_wanted", lambda: False))
+        for name, value in _answers(architecture).items():
+            if hasattr(arguments, name):
+                stack.enter_context(mock.patch.object(arguments, name, value))
+        capability = mock.patch("torch.cuda.get_device_capability", lambda *_: (architecture, 0))
+        stack.enter_context(capability)
+        stack.enter_context(_modules_that_are_asked_for())
+        stack.enter_context(contextlib.redirect_stdout(told))
+        stack.enter_context(contextlib.redirect_stderr(told))
+        stack.enter_context(_no_warnings())
+        try:
+            args = arguments.parse_args(ignore_unknown_args=True)
+            _pad_vocabulary(args)
+            arguments.validate_args(args)
+        except SystemExit:
+            lines = told.getvalue().strip().splitlines() or ["it ended"]
+            raise NotMegatrons(lines[-1]) from None
+        except Exception as error:
+            raise NotMegatrons(_text(error)) from error
+    return args
+
+
+def _answers(architecture: int) -> dict[str, Any]:
+    """What the module that checks arguments asks of the machine, by the names it has imported."""
+    answers: dict[str, Any] = {"get_device_arch_version": lambda: architecture}
+    if importlib.util.find_spec("transformer_engine") is None:
+        answers["is_te_min_version"] = lambda *_, **__: True
+    if importlib.util.find_spec("flashinfer") is None:
+        answers["is_flashinfer_min_version"] = lambda *_, **__: True
+    return answers
+
+
+@contextlib.contextmanager
+def _modules_that_are_asked_for() -> Iterator[None]:
+    """Optional packages that a recipe names, where they are missing: they are imported alone."""
+    name = "nvidia_resiliency_ext"
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        yield
+        return
+    names = [
+        ".".join([name, *rest[:depth]])
+        for rest in (["checkpointing", "local", "ckpt_managers", "local_manager"],)
+        for depth in range(len(rest) + 1)
+    ]
+    with mock.patch.dict(sys.modules, {one: mock.MagicMock(name=one) for one in names}):
+        yield
+
+
+@contextlib.contextmanager
+def _no_warnings() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _pad_vocabulary(args: Namespace) -> None:
+    """Megatron pads the vocabulary that its tokenizer has, which is not read here."""
+    if getattr(args, "padded_vocab_size", None) is None and getattr(args, "vocab_size", None):
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+
+
+def _text(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text or f"{type(error).__name__} in {_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"line {trace.tb_lineno}" if trace is not None else "its checks"

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""One plan made when DDP is built: each bucket gets its operation."""
+"""One plan made when DDP is built: each bucket gets its operation, and servers are told of it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import (
-    advised,
-    bytepslib,
-    decisions,
-    declared,
-    job,
-    matrices,
-    replica_refusals,
-    replicas,
-    table,
-    trials,
-)
-from .bucket_op import BucketOp, wire_of
-from .kept import kept_of
-from .naming import bucket_name, named
-from .node_sums import node_sums
-from .refusal import FEW_BITS
+from . import advice, bytepslib, decisions, job, replica_refusals, summed_later
+from .bucket_op import BucketOp, bucket_name, kept_of, named, node_sums, wire_of
 from .refusals import validate_ddp_config, validate_model_config
+from .replica_refusals import FEW_BITS
 from .sums import goes_through_servers
 
 if TYPE_CHECKING:
@@ -44,6 +30,72 @@ if TYPE_CHECKING:
         _ParamAndGradBucketGroup,
         _ParamAndGradBuffer,
     )
+    from .bucket_op import BucketOp
+
+
+def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig) -> None:
+    """Tell the servers of all sums by one message to each, so that no first step waits for them.
+
+    Raises:
+        byteps.torch.BytePSError: a server does not answer, or members disagree about a bucket.
+    """
+    bps, rank, declarations = bytepslib.byteps, job.rank(), []
+    average = config.average_in_collective
+    for bucket in buckets:
+        op: BucketOp = bucket.dpu_reduce_op
+        grads = bucket.grad_data
+        if op.route == bytepslib.routes.COLLECTIVE or len(op.group) == 1 or grads.numel() == 0:
+            continue
+        # Only these are summed at every step. The whole of a bucket that the optimizer shards is
+        # summed when somebody asks for it, and declares itself then.
+        if op.kept is not None:
+            declarations.append(op.kept.declaration(op, grads, average=average))
+        sums = op.node_shards or op.node_whole
+        if sums is not None:
+            declarations += sums.declarations(rank, grads.dtype, grads.device)
+            continue
+        declarations.append(
+            bps.TensorDeclaration(
+                name=op.name,
+                dtype=grads.dtype,
+                numel=grads.numel(),
+                average=average,
+                group=op.group,
+                placement=op.placement,
+                wire_dtype=op.wire,
+                device=grads.device,
+            )
+        )
+    if declarations:
+        bps.declare(declarations)
+
+
+def bytes_per_server(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
+    """Bytes that this rank pushes to each server in one step, of these buckets."""
+    bps, rank = bytepslib.byteps, job.rank()
+    total = [0] * bytepslib.world.num_servers()
+    for bucket in buckets:
+        op: BucketOp = bucket.dpu_reduce_op
+        sums = op.node_shards or op.node_whole
+        if sums is None:
+            parts = [
+                bps.bytes_per_server(
+                    op.wire.nbytes(bucket.grad_data.numel()),
+                    name=op.name,
+                    group=op.group,
+                    placement=op.placement,
+                    wire_dtype=op.wire,
+                )
+            ]
+        else:
+            pushes = sums.pushes(rank, bucket.grad_data.element_size())
+            parts = [push.bytes_per_server() for push in pushes]
+        if op.kept is not None:
+            parts.append(op.kept.bytes_per_server(op))
+        for part in parts:
+            total = [a + b for a, b in zip(total, part, strict=True)]
+    return total
+
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +107,7 @@ _planned: list[weakref.ref[DistributedDataParallel]] = []
 
 def forget() -> None:
     """Let go of everything that was planned."""
-    for one in (job, decisions, trials):
+    for one in (job, decisions):
         one.forget()
     named.clear()
     _planned.clear()
@@ -82,16 +134,16 @@ def register(ddp: DistributedDataParallel) -> None:
     validate_ddp_config(ddp.ddp_config)
     validate_model_config(ddp.config, ddp.ddp_config)
     chunk = _chunk_index(ddp.module)
-    matrices.part_groups(ddp)
+    summed_later.part_groups(ddp)
     job.initialize()
-    if replicas.count() > 1:
+    if job.replicas() > 1:
         replica_refusals.check_config(ddp.ddp_config)
     chosen: dict[int, Decision] = {}
     for kind, group, groups, buffers in _kinds(ddp):
         if groups:
             chosen |= decisions.decide_all(ddp.ddp_config, kind, group, groups, buffers)
-    if chunk == 0 and replicas.count() == 1:
-        advised.tell(ddp.ddp_config, ddp.config, _kinds(ddp))
+    if chunk == 0 and job.replicas() == 1:
+        decisions.tell(ddp.ddp_config, ddp.config, _kinds(ddp))
 
     parameters: dict[torch.nn.Parameter, str] = {}
     if ddp.ddp_config.dpu_reduce_wire_dtype in FEW_BITS:
@@ -116,7 +168,7 @@ def register(ddp: DistributedDataParallel) -> None:
 
     _planned.append(weakref.ref(ddp))
     buckets = [bucket for *_, buffers in _kinds(ddp) for b in buffers for bucket in b.buckets]
-    replicas.divide_gradients(ddp, buckets)
+    job.divide_gradients(ddp, buckets)
     for _, _, groups, _ in _kinds(ddp):
         _wait_for_collectives_alone(groups)
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
@@ -124,13 +176,13 @@ def register(ddp: DistributedDataParallel) -> None:
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
     # Of the others the optimizer does, with what servers do.
     summed = [bucket for bucket in buckets if not bucket.dpu_reduce_op.updated]
-    declared.declare(summed, ddp.ddp_config)
+    declare(summed, ddp.ddp_config)
     if parameters and chunk == 0 and torch.distributed.get_rank() == 0:
-        decisions.print_once(table.types(buckets))
+        decisions.print_once(advice.types(buckets))
     through = [
         bucket for bucket in buckets if bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE
     ]
-    spread = declared.bytes_per_server(through)
+    spread = bytes_per_server(through)
     logger.info(
         "gradient sums: %d of %d buckets go through BytePS, chunk %d, %.1f MB from this rank; the "
         "%d servers get %.1f to %.1f MB each",
@@ -179,7 +231,7 @@ def _register_buffer(
     config: TransformerConfig,
 ) -> None:
     ranks, owners = job.ranks_of(group), job.own_ranks_of(buffer.data_parallel_group)
-    instances = buffer.ddp_config.num_distributed_optimizer_instances * replicas.count()
+    instances = buffer.ddp_config.num_distributed_optimizer_instances * job.replicas()
     if not set(owners) <= set(ranks) or len(owners) * instances != len(ranks):
         raise RuntimeError(
             f"--use-dpu-reduce: the {kind} data-parallel group {ranks} is not {instances} "
@@ -203,7 +255,7 @@ def _register_buffer(
             placement=0,
             wire=wire,
             route=chosen[id(bucket)].route,
-            updated=matrices.are_updated([bucket], buffer.ddp_config),
+            updated=summed_later.are_updated([bucket], buffer.ddp_config),
         )
         if wire.is_block and op.route != bytepslib.routes.COLLECTIVE:
             kept = kept_of(bucket, names, buffer.ddp_config, config if op.updated else None)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, replica_refusals, table
-from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
+from . import advice, bytepslib, replica_refusals
+from .replica_refusals import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
 OPTIMIZER_CLIPS = ("speculate", "wait")
 """How --dpu-optimizer makes steps that may be clipped."""
@@ -317,7 +317,7 @@ def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> No
     replicas = 1
     if wrapper == REPLICATED and has_replicas(ddp_config):
         replicas = ddp_config.num_distributed_optimizer_instances
-        bytepslib.joining.joined()  # all ranks are here, as they may not be in a backward pass
+        bytepslib.reductions.joined()  # all ranks are here, as they may not be in a backward pass
     _say_that_collectives_stay(wrapper, torch.distributed.get_rank(), replicas)
 
 
@@ -358,4 +358,4 @@ def _say_that_collectives_stay(wrapper: str, rank: int, replicas: int = 1) -> No
             "through servers where that is faster"
         )
     text = f"dpu_reduce: {wrapper} shards gradients by reduce-scatters of its own: {rest}"
-    print(table.as_lines(text), flush=True)
+    print(advice.as_lines(text), flush=True)

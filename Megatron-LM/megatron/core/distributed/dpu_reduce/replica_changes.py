@@ -1,25 +1,184 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Replicas that are lost, and replicas that come back, between two steps.
+"""Replicas that leave, that are lost, and that come back, between two steps.
 
 After each step at which replicas meet, one small sum over them says which of them are there, which
 leave, and whether one that has come back joins. What sums have lacked is told, and written down. A
 replica joins while all others wait: the first one gives it what it lacks (:mod:`.replica_state`).
+
+A machine that is about to be taken away says so by SIGTERM to its processes. Once any rank of a
+replica has got it, the replica finishes the step that it is in, and leaves. What it has pushed
+counts, and the others go on without waiting for it.
 """
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from . import bytepslib, leaving, lost_samples, outer_steps, replica_state, replicas
+from . import bytepslib, job, outer_steps, replica_state
 
 if TYPE_CHECKING:
     from byteps.torch.members import Choice
+
+
+_LOOK_EVERY_S = 0.1
+_LAST_WORDS_S = 3.0
+"""For a rank of a removed replica to end by the error that says why."""
+
+_before: dict[int, Any] = {}
+"""Megatron's handlers, by signal."""
+
+
+class _Notice:
+    """What this rank was told since it listens."""
+
+    def __init__(self, args: Namespace) -> None:
+        """Listen, in the main thread."""
+        self.told = False
+        self._process = os.getpid()
+        self._numbers = _numbers(args)
+        for number in self._numbers:
+            before = signal.signal(number, self._on)
+            _before.setdefault(number, before)
+        self._reads, self._writes = os.pipe()
+        os.set_blocking(self._writes, False)
+        self._wakes = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="leaving", daemon=True).start()
+
+    def _on(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # one that a rank has forked ends by it, as ever
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.told = True
+        before = _before[number]
+        if callable(before):  # Megatron's, by which the job ends where all replicas are told
+            before(number, frame)
+
+    def _watch(self) -> None:
+        """End a process that was told to end, and whose main thread waits for ranks that are gone:
+        it runs no handler, and may wait for ever."""
+        while not self._numbers.intersection(data := os.read(self._reads, 64)):
+            if not data:
+                os.close(self._reads)
+                return
+        while self is _notice and not bytepslib.members.is_removed():
+            time.sleep(_LOOK_EVERY_S)
+        time.sleep(_LAST_WORDS_S)
+        if self is _notice:
+            os._exit(128 + signal.SIGTERM)
+
+    def close(self) -> None:
+        """Listen no more."""
+        if os.getpid() != self._process or not _in_main_thread():
+            return
+        for number in self._numbers:
+            if signal.getsignal(number) == self._on:
+                signal.signal(number, signal.SIG_DFL)
+        now = signal.set_wakeup_fd(self._wakes)
+        if now == self._writes:
+            os.close(now)  # the thread ends
+        else:
+            signal.set_wakeup_fd(now)  # somebody else's
+
+
+_notice: _Notice | None = None
+
+
+def wait_for_training(args: Namespace) -> None:
+    """This process has joined the job: until it trains, a signal ends it at once."""
+    if not _before:
+        atexit.register(_end_loaders)
+    if _in_main_thread():
+        for number in _numbers(args):
+            before = signal.signal(number, signal.SIG_DFL)
+            _before.setdefault(number, before)
+
+
+def _end_loaders() -> None:
+    """End the processes that load data: they ignore SIGTERM, by which the interpreter would end
+    them, and would be waited for for ever."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
+def _numbers(args: Namespace) -> set[int]:
+    """Signals that mean: end."""
+    handled = getattr(args, "exit_signal_handler", False)
+    return {int(signal.SIGTERM), *([int(args.exit_signal)] if handled else [])}
+
+
+def listen(args: Namespace) -> None:
+    """Training begins: from now on SIGTERM has the replica leave."""
+    global _notice
+    if _notice is None and _in_main_thread():
+        _notice = _Notice(args)
+
+
+def forget() -> None:
+    """Training is done: SIGTERM ends this process."""
+    global _notice
+    if _notice is not None:
+        notice, _notice = _notice, None
+        notice.close()
+
+
+def told() -> bool:
+    """Whether this rank was told to end."""
+    return _notice is not None and _notice.told
+
+
+def leave(iteration: int) -> NoReturn:
+    """Leave the others, which go on, and end this process. All ranks of the replica call this once
+    they have agreed with the others: nothing is in flight but exchanges of outer steps.
+
+    Raises:
+        SystemExit: always.
+        byteps.torch.BytePSError: this replica was removed, or a server was lost.
+    """
+    outer_steps.end_exchanges()
+    torch.distributed.barrier()  # with the first of them that leaves, all are out of the job
+    if torch.distributed.get_rank() == 0:
+        print(
+            f"dpu_reduce: this replica was told to end (SIGTERM), and leaves after iteration "
+            f"{iteration}",
+            flush=True,
+        )
+    global _notice
+    _notice = None  # without its end: SIGTERM, which may come twice, changes nothing any more
+    why = f"it was told to end by SIGTERM, and left after iteration {iteration}"
+    status = bytepslib.session.leave(why)
+    _finish_saves()
+    raise SystemExit(status)
+
+
+def _finish_saves() -> None:
+    """Wait for a checkpoint that is being written."""
+    saves = sys.modules.get("megatron.training.async_utils")
+    finish = getattr(saves, "maybe_finalize_async_save", None)
+    if finish is not None:
+        finish(blocking=True, terminate=True)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+# Replicas that are lost, and replicas that come back.
+
 
 _told: set[int] = set()
 """Replicas of whose loss this process has told, until they are back."""
@@ -40,15 +199,15 @@ def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) 
     began = time.monotonic()
     view = members.join()
     waited, began = time.monotonic() - began, time.monotonic()
-    giver = view.donor(replicas.number())
+    giver = view.donor(job.replica())
     state = replica_state.State(args, model, optimizer, scheduler)
     global _told_until
-    state.take(replicas.peers()[giver], f"join/{view.lives[replicas.number()]}")
+    state.take(job.peers()[giver], f"join/{view.lives[job.replica()]}")
     _told_until = args.consumed_train_samples
     _compare(model)
     if torch.distributed.get_rank() == 0:
         print(
-            f"dpu_reduce: replica {replicas.number()} has joined after iteration {args.iteration}: "
+            f"dpu_reduce: replica {job.replica()} has joined after iteration {args.iteration}: "
             f"it waited {waited:.1f} s for the others to be between two steps, and took "
             f"{state.megabytes:.1f} MB per rank from replica {giver} "
             f"{_of_servers(state)}in {time.monotonic() - began:.2f} s",
@@ -81,20 +240,20 @@ def between_steps(
     """
     if not outer_steps.meets(args):
         return
-    missing, leaves = _known_inside(bytepslib.members.take_missing(), leaving.told())
+    missing, leaves = _known_inside(bytepslib.members.take_missing(), told())
     choice = None
     if torch.distributed.get_rank() == 0:
         control = "replicas/control"
-        choice = bytepslib.members.choose(control, replicas.peers(), leaves=leaves)
+        choice = bytepslib.members.choose(control, job.peers(), leaves=leaves)
     choice = _told_inside(choice)
     _tell(args, missing, choice)
     global _told_until
     _told_until = args.consumed_train_samples
     if leaves:
-        leaving.leave(iteration)
+        leave(iteration)
     # One that leaves does not save the next checkpoint.
     stays = [there and not goes for there, goes in zip(choice.present, choice.leaving, strict=True)]
-    replicas.set_present(stays)
+    job.set_present(stays)
     if choice.joiner >= 0:
         _admit(args, model, optimizer, scheduler, choice, iteration, operations)
 
@@ -111,14 +270,14 @@ def _most_inside(facts: Sequence[int]) -> list[int]:
 
 def _known_inside(missing: set[int], leaves: bool) -> tuple[set[int], bool]:
     """What sums of any rank of this replica have lacked, and whether any was told to end."""
-    lacking = [int(replica in missing) for replica in range(replicas.count())]
+    lacking = [int(replica in missing) for replica in range(job.replicas())]
     *flags, any_leaves = _most_inside([*lacking, int(leaves)])
     return {replica for replica, flag in enumerate(flags) if flag}, bool(any_leaves)
 
 
 def _told_inside(choice: Choice | None) -> Choice:
     """Rank 0's choice, on all ranks of this replica."""
-    count = replicas.count()
+    count = job.replicas()
     facts = [0] * (2 * count + 2)
     if choice is not None:
         facts = [*choice.present, *choice.leaving, choice.joiner + 1, choice.life]
@@ -137,7 +296,7 @@ def _tell(args: Namespace, missing: set[int], choice: Choice) -> None:
     if torch.distributed.get_rank() != 0:
         return
     for replica, goes in enumerate(choice.leaving):
-        if goes and replica != replicas.number():
+        if goes and replica != job.replica():
             print(
                 f"dpu_reduce: replica {replica} was told to end, and leaves after iteration "
                 f"{args.curr_iteration + 1}; all of its samples until then count",
@@ -152,7 +311,7 @@ def _tell(args: Namespace, missing: set[int], choice: Choice) -> None:
 
     until = args.consumed_train_samples
     first = until - get_current_global_batch_size() if _told_until is None else _told_until
-    lost = (until - first) // replicas.count() * len(missing)
+    lost = (until - first) // job.replicas() * len(missing)
     iteration = args.curr_iteration + 1
     if new:
         news = bytepslib.members.view().news
@@ -163,8 +322,8 @@ def _tell(args: Namespace, missing: set[int], choice: Choice) -> None:
             flush=True,
         )
     present = [replica for replica, there in enumerate(choice.present) if there]
-    if replicas.number() == min(present):
-        lost_samples.write(args.save, iteration, first, until - first, sorted(missing))
+    if job.replica() == min(present):
+        outer_steps.record_lost_samples(args.save, iteration, first, until - first, sorted(missing))
 
 
 def _admit(
@@ -181,12 +340,12 @@ def _admit(
     outer_steps.before_join(model)
     torch.distributed.barrier()
     if rank == 0:  # all ranks of this replica are between two steps, and then all of all
-        replicas.sum_(torch.zeros(1), "rest", always=True)
+        job.sum_over_replicas(torch.zeros(1), "rest", always=True)
     torch.distributed.barrier()
     view = bytepslib.members.admit(choice.joiner, choice.life, asks=rank == 0)
-    if view is not None and view.donor(choice.joiner) == replicas.number():
+    if view is not None and view.donor(choice.joiner) == job.replica():
         state = replica_state.State(args, model, optimizer, scheduler)
-        state.give(replicas.peers()[choice.joiner], f"join/{choice.life}", iteration, operations)
+        state.give(job.peers()[choice.joiner], f"join/{choice.life}", iteration, operations)
     _compare(model)
     bytepslib.members.take_missing()  # of these sums, which are of no step
     if rank == 0:
@@ -204,7 +363,7 @@ def _compare(model: Sequence[Any]) -> None:
     Raises:
         RuntimeError: they have different parameters.
     """
-    if not replicas.are_alike(model):
+    if not job.replicas_are_alike(model):
         raise RuntimeError(
             "--use-dpu-reduce: the replicas' parameters are different though one of them was just "
             "given another one's: their GPUs or layouts are not alike"

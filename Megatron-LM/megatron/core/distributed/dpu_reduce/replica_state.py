@@ -4,21 +4,53 @@
 
 Each rank takes from the rank of its own place. Parameters, buffers, what the optimizer steps, its
 moments, and with ``--dpu-outer-steps`` the outer parameters and their momentum travel as they are;
-numbers of the schedule, the loss scale and the random state in a dictionary before them. What
-servers update with ``--dpu-optimizer`` comes from the servers.
+numbers of the schedule, the loss scale and the random state in a dictionary before them.
+
+With ``--dpu-optimizer`` replica 0 gives the servers what they begin with. One that joins takes the
+parameters from them, and no moments from anybody; from another replica it takes the number of the
+last step, and how many before it were clipped.
 """
 
 from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from . import bytepslib, outer_steps, replicas, server_replicas
+from . import bytepslib, job, outer_steps
+
+if TYPE_CHECKING:
+    from .server_optimizer import ServerOptimizer
+
+
+def demand_loaded() -> None:
+    """This rank has given the servers what they begin with, if it is one that does. All ranks of
+    all replicas call this, but of one that comes to a job whose servers have a state.
+
+    Raises:
+        byteps.torch.BytePSError: replica 0 was lost before it had given all of that.
+    """
+    if job.replicas() == 1 or bytepslib.members.is_late():
+        return
+    came = torch.zeros(job.replicas(), dtype=torch.float64)
+    came[job.replica()] = 1
+    if not job.sum_over_replicas(came, "loaded", always=True)[0]:
+        raise bytepslib.byteps.BytePSError(
+            "--dpu-optimizer: replica 0 was lost before it had given the servers the parameters "
+            "and the optimizer's state: start the job again"
+        )
+
+
+def kept_by_servers(optimizers: Iterable[Any]) -> Iterator[ServerOptimizer]:
+    """Of these optimizers those whose state servers have."""
+    for one in optimizers:
+        if hasattr(one, "facts_of_steps"):
+            yield one
+
 
 _COUNTED = (
     "consumed_train_samples",
@@ -39,7 +71,7 @@ class State:
         self._args, self._model, self._scheduler = args, model, scheduler
         self._optimizer = optimizer
         self._optimizers = list(outer_steps.inner(optimizer))
-        self._on_servers = list(server_replicas.kept_by_servers(self._optimizers))
+        self._on_servers = list(kept_by_servers(self._optimizers))
         self.megabytes = 0.0
         """How much was given or taken."""
         self.megabytes_of_servers = 0.0
@@ -56,7 +88,7 @@ class State:
         Raises:
             byteps.torch.BytePSError: a server was lost.
         """
-        transfer, mine = bytepslib.state_transfer, bytepslib.byteps.rank()
+        transfer, mine = bytepslib.members, bytepslib.byteps.rank()
         args = self._args
         facts = {
             "counted": {what: getattr(args, what, 0) for what in _COUNTED},
@@ -65,7 +97,7 @@ class State:
             "scheduler": self._scheduler.state_dict(),
             "scaler": _scaler(self._optimizers),
             "random": _random_state(),
-            "present": replicas.present(),
+            "present": job.present(),
             "outer": outer_steps.done(),
         }
         facts["counted"] |= {
@@ -85,7 +117,7 @@ class State:
         Raises:
             byteps.torch.BytePSError: that replica or a server was lost.
         """
-        transfer, mine = bytepslib.state_transfer, bytepslib.byteps.rank()
+        transfer, mine = bytepslib.members, bytepslib.byteps.rank()
         facts = transfer.take_facts(giver=rank, rank=mine, name=f"{name}/facts")
         for what, value in facts["counted"].items():
             setattr(self._args, what, value)
@@ -95,7 +127,7 @@ class State:
         self._scheduler.load_state_dict(facts["scheduler"])
         if facts["scaler"] is not None:
             self._optimizers[0].grad_scaler.load_state_dict(facts["scaler"])
-        replicas.set_present(facts["present"])
+        job.set_present(facts["present"])
         outer_steps.joined(self._args, self._model, self._optimizer, facts["outer"])
         tensors = self._tensors()
         self._count(tensors)

@@ -1,30 +1,81 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Megatron's buckets, as buckets whose parameters the servers keep in fp32 and update."""
+"""Megatron's buckets, as buckets whose parameters the servers keep in fp32 and update.
+
+Parameters of fp8 or fp4 come down in the wire dtype, and each rank quantizes them. That is what
+Megatron does with bf16 parameters before each product of matrices; with ``--fp8-param-gather`` it
+quantizes the fp32 ones instead, once, and gathers the result.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, job, quantized
+from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRAD_NORM_GROUPS
+from ...utils import log_single_rank
+from . import bytepslib, job
 from .sums import GradSyncHandle
 
 if TYPE_CHECKING:
-    from byteps.torch.flat import Place
-    from byteps.torch.gradient_check import GradientCheck
     from byteps.torch.server_bucket import BucketSpec, ServerBucket
-    from byteps.torch.server_rule import Rule
+    from byteps.torch.server_tensor import GradientCheck, Place, Rule
     from byteps.torch.wire import WireType
 
     from ..distributed_data_parallel import DistributedDataParallel
     from ..param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
-    from .bucket_op import BucketOp
-    from .kept import Kept
+    from .bucket_op import BucketOp, Kept
+
+
+class _Quantized:
+    """Reads and writes one parameter of Transformer Engine's."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+    def read(self) -> torch.Tensor:
+        """The first time the values before they were quantized, where those were kept."""
+        from ...fp8_utils import dequantize_fp8_tensor
+
+        kept = getattr(self._parameter, "get_high_precision_init_val", None)
+        values: torch.Tensor | None = kept() if kept is not None else None
+        if values is None:
+            return dequantize_fp8_tensor(self._parameter)
+        self._parameter.clear_high_precision_init_val()
+        return values.view(self._parameter.shape)
+
+    def write(self, values: torch.Tensor) -> None:
+        from ...fp8_utils import copy_tensor_to_quantized_param
+
+        copy_tensor_to_quantized_param(self._parameter, values)
+
+
+def codecs_of(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Quantized]:
+    """How to read and write those of the parameters that are quantized.
+
+    Raises:
+        ValueError: one is a group of parameters, which has no values of its own.
+    """
+    from ...fp8_utils import is_grouped_tensor_with_quantized_storage
+    from ..param_and_grad_buffer import _param_uses_quantized_storage
+
+    codecs = {}
+    for parameter in parameters:
+        if is_grouped_tensor_with_quantized_storage(parameter):
+            raise ValueError(
+                "--dpu-optimizer does not work with --moe-single-grouped-weight and parameters of "
+                "fp8 or fp4: the weights of all experts are one, which cannot be read as a whole"
+            )
+        if _param_uses_quantized_storage(parameter):
+            codecs[parameter] = _Quantized(parameter)
+    return codecs
+
 
 _CHANGED = (
     "something sums or scales them after the backward pass that dpu_reduce/summed_later.py does "
@@ -72,7 +123,7 @@ def make_server_buckets(
     begins = {parameter: begin for parameter, (begin, _) in bucket.param_to_index.items()}
     others = [parameter for parameter in bucket.params_list if parameter not in set(kept)]
     specs = _specs(bucket, rule, average=average, in_order=in_order)
-    place, made = bytepslib.flat.Place, []
+    place, made = bytepslib.server_tensor.Place, []
     for spec, places, gradients in (
         (specs.kept, _laid(kept), lambda: _taken_out(bucket)),
         (
@@ -85,7 +136,7 @@ def make_server_buckets(
             continue
         check: GradientCheck | None = None
         if checked is not None:
-            check = bytepslib.gradient_check.GradientCheck(places, checked, _CHANGED)
+            check = bytepslib.server_tensor.GradientCheck(places, checked, _CHANGED)
         made.append(
             bytepslib.server_bucket.ServerBucket(
                 places,
@@ -94,7 +145,7 @@ def make_server_buckets(
                 group_of=group_of,
                 counts=counts,
                 check=check,
-                codecs=quantized.codecs_of([place.parameter for place in places]),
+                codecs=codecs_of([place.parameter for place in places]),
             )
         )
     return made
@@ -105,7 +156,7 @@ def _laid(parameters: Sequence[torch.nn.Parameter]) -> list[Place]:
     places: list[Place] = []
     for parameter in parameters:
         begin = places[-1].end if places else 0
-        places.append(bytepslib.flat.Place(begin, parameter))
+        places.append(bytepslib.server_tensor.Place(begin, parameter))
     return places
 
 
@@ -173,7 +224,7 @@ def _spec(
             declarations=[whole], rule=rule, in_order=in_order, savers=job.of_this_replica(op.group)
         )
     if name != op.name:  # of few elements, in one piece
-        pieces = bytepslib.pieces.whole_pieces(numel, sums.node.size, 1)
+        pieces = bytepslib.node_groups.whole_pieces(numel, sums.node.size, 1)
         sums = replace(sums, name=name, pieces=tuple(pieces), wire_dtype=None)
     declarations = [
         replace(one, dtype=dtype, wire_dtype=wire)
@@ -185,7 +236,7 @@ def _spec(
         declarations=declarations,
         rule=rule,
         pieces=sums.pieces,
-        host=bytepslib.server_host.HostRanks(
+        host=bytepslib.nodes.HostRanks(
             group=sums.node,
             local=sums.layout.local_index(rank),
             average=average,
@@ -245,3 +296,153 @@ def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
                 "--dpu-optimizer: a model was wrapped for it, but its optimizer was not made by "
                 "get_megatron_optimizer()"
             )
+
+
+# Norms of the gradients of a step, from the squares that servers answer with. Megatron clips some
+# parameters by a norm of their own, as those of multi-token prediction whose heads are detached.
+# Their buckets hold nothing else (see `.summed_later`).
+
+
+_Group = torch.distributed.ProcessGroup
+_NAMES = (None, *SEPARATE_GRAD_NORM_GROUPS)
+"""Of the norms: None is that of all gradients that have none of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms:
+    """Of one step; the same bits on every rank."""
+
+    main: float
+    """Of all gradients that have no norm of their own."""
+    own: Mapping[str, float]
+    """Of the groups that have."""
+    zeros: int
+    """Gradients that are 0, if servers count them."""
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether all gradients are."""
+        return all(map(math.isfinite, (self.main, *self.own.values())))
+
+
+def norm_group_of(bucket: ServerBucket) -> str | None:
+    """The norm by which a bucket's gradients are clipped.
+
+    Raises:
+        ValueError: its parameters have different ones: they were marked after DDP was built.
+    """
+    names = {getattr(place.parameter, GRAD_NORM_GROUP_ATTR, None) for place in bucket.places}
+    if len(names) > 1 or not names <= set(_NAMES):
+        raise ValueError(
+            f"--dpu-optimizer: parameters of a bucket have {GRAD_NORM_GROUP_ATTR} "
+            f"{sorted(map(str, names))}. Set one of {', '.join(SEPARATE_GRAD_NORM_GROUPS)}, before "
+            "the model is wrapped in DistributedDataParallel"
+        )
+    return names.pop()
+
+
+def norms_of(
+    kinds: Sequence[tuple[Sequence[ServerBucket], _Group]],
+    norm_of: Mapping[ServerBucket, str | None],
+    scale: float,
+    device: torch.device,
+) -> Norms:
+    """The norms of a step that was pushed.
+
+    Partial sums are added by fsum, which rounds once: their order does not matter, nor which
+    ranks share a replica.
+
+    Args:
+        kinds: this rank's buckets, dense and expert, and for each kind the ranks that hold the
+            parts of one replica of the model. All of them call this.
+        norm_of: `norm_group_of` each bucket.
+        scale: by which gradients will be multiplied, to undo that of the loss.
+        device: of tensors that are exchanged.
+    """
+    parts = [part for buckets, group in kinds for part in _parts(buckets, group, norm_of, device)]
+    *squares, zeros = (math.fsum(part) for part in zip(*parts, strict=True))
+    main, *own = (math.sqrt(one) * scale for one in squares)
+    return Norms(
+        main=main, own=dict(zip(SEPARATE_GRAD_NORM_GROUPS, own, strict=True)), zeros=int(zeros)
+    )
+
+
+def _parts(
+    buckets: Sequence[ServerBucket],
+    group: _Group,
+    norm_of: Mapping[ServerBucket, str | None],
+    device: torch.device,
+) -> list[list[float]]:
+    """Of each rank of a group: the squares of each norm, and the zeros."""
+    squares: dict[str | None, list[float]] = {name: [] for name in _NAMES}
+    for bucket in buckets:
+        squares[norm_of[bucket]] += bucket.squares
+    mine = [math.fsum(squares[name]) for name in _NAMES]
+    mine.append(float(sum(bucket.zeros for bucket in buckets)))
+    if buckets:  # where the ranks of a host sum first, each has its parts
+        mine = [math.fsum(one) for one in zip(*buckets[0].of_host(mine), strict=True)]
+    if group.size() == 1:
+        return [mine]
+    one = torch.tensor(mine, dtype=torch.float64, device=device)
+    parts = [torch.empty_like(one) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, one, group=group)
+    return [part.tolist() for part in parts]
+
+
+# Copies of a parameter are summed alike, so that servers update them to the same bits.
+
+
+_logger = logging.getLogger(__name__)
+
+
+def keep_copies_alike(
+    model_chunks: Sequence[DistributedDataParallel], buffers: str, group: Any
+) -> None:
+    """Sum nothing inside hosts first, unless all data-parallel groups are spread over hosts alike.
+
+    Ranks of `group` hold parts of one replica of the model. A parameter that several of them have,
+    as tied embeddings are on two stages, is summed over as many data-parallel groups. If the ranks
+    of a host were other members in one of these than in another, values would be added in another
+    order, and the copies would drift apart. All ranks of `group` call this.
+
+    Args:
+        buffers: the attribute of a model chunk that holds its buffers.
+        group: of ranks that hold the parts of the model.
+    """
+    if group.size() == 1:
+        return
+    mine = [_spread(bucket.dpu_reduce_op) for bucket in _buckets(model_chunks, buffers)]
+    spreads: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(spreads, mine[0] if mine else None, group=group)
+    if alike([spread for spread in spreads if spread is not None]):
+        return
+    log_single_rank(
+        _logger,
+        logging.WARNING,
+        "dpu_reduce: every rank pushes whole buckets after all, since the data-parallel groups of "
+        f"the model's parts are spread over hosts differently: {spreads}",
+    )
+    for bucket in _buckets(model_chunks, buffers):
+        bucket.dpu_reduce_op = replace(
+            bucket.dpu_reduce_op, route=bytepslib.routes.FLAT, node_whole=None
+        )
+
+
+def alike(spreads: Sequence[Sequence[int]]) -> bool:
+    """Whether all groups are the same, or nobody sums inside a host first."""
+    return len({tuple(spread) for spread in spreads}) <= 1
+
+
+def _buckets(model_chunks: Sequence[DistributedDataParallel], buffers: str) -> Iterator[Any]:
+    for chunk in model_chunks:
+        for buffer in getattr(chunk, buffers):
+            for bucket in buffer.buckets:
+                if bucket.grad_data.numel() > 0 and bucket.dpu_reduce_op.updated:
+                    yield bucket
+
+
+def _spread(op: BucketOp) -> tuple[int, ...]:
+    """The place among hosts of each member of the group; nothing where each pushes by itself."""
+    if op.node_whole is None:
+        return ()
+    return tuple(op.node_whole.layout.host_of(rank) for rank in op.group)

@@ -32,9 +32,8 @@ from ...optimizer.optimizer import MegatronOptimizer
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
 from ...utils import get_model_config, log_single_rank
-from . import bytepslib, server_checkpoint, server_replicas, server_routes
-from .server_buckets import make_server_buckets
-from .server_norms import Norms, norm_group_of, norms_of
+from . import bytepslib, replica_state, server_buckets, server_checkpoint
+from .server_buckets import Norms, make_server_buckets, norm_group_of, norms_of
 from .summed_later import SummedLater
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from ...optimizer.optimizer_config import OptimizerConfig
     from ..distributed_data_parallel import DistributedDataParallel
     from ..param_and_grad_buffer import _ParamAndGradBuffer
-    from .ranks_part import RanksPart
+    from .server_making import RanksPart
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ class ServerOptimizer(MegatronOptimizer):
         self.tp_group, self.expert_tp_group = tp_group, expert_tp_group
         self._expert_group = expert_group
         self._ranks = ranks
-        self._rule = bytepslib.server_rule.rule_of(self.optimizer)
+        self._rule = bytepslib.server_tensor.rule_of(self.optimizer)
         self.grad_scaler = _grad_scaler(config)
         self._unscale = 1.0
         """What gradients are multiplied by, to undo the scale of the loss."""
@@ -127,7 +126,7 @@ class ServerOptimizer(MegatronOptimizer):
         """Whether a step asks for the norm."""
         self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
-        self._speculation = bytepslib.speculation.Speculation(
+        self._speculation = bytepslib.step_machine.Speculation(
             model_chunks[0].ddp_config.dpu_optimizer_clip,
             useful=self._looks or self._overlaps or self._counts_zeros,
         )
@@ -141,7 +140,7 @@ class ServerOptimizer(MegatronOptimizer):
         """Whose gradients are sent while the backward pass runs."""
         for group, kind in ((dense_group, "buffers"), (expert_group, "expert_parallel_buffers")):
             if group is not None:
-                server_routes.keep_copies_alike(model_chunks, kind, group)
+                server_buckets.keep_copies_alike(model_chunks, kind, group)
         summed_later = SummedLater(get_model_config(model_chunks[0]), tp_group, pp_group)
         for chunk in model_chunks:
             self._dense += self._take_buckets(chunk, chunk.buffers, summed_later)
@@ -319,7 +318,7 @@ class ServerOptimizer(MegatronOptimizer):
         for bucket in self._buckets:
             if bucket.is_first:
                 bucket.load_parameters()
-        server_replicas.demand_loaded()
+        replica_state.demand_loaded()
         self._machine.begin_anew()
         self._loaded = True
 
@@ -475,7 +474,7 @@ class ServerOptimizer(MegatronOptimizer):
             bucket.reread_parameters()
             if bucket.is_first:
                 bucket.load_held()
-        server_replicas.demand_loaded()
+        replica_state.demand_loaded()
         self._loaded = True
         self._machine.end_load((steps or {0}).pop() or 0)
 

@@ -1,18 +1,36 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The sums themselves, where Megatron would issue its collectives."""
+"""The sums themselves, where Megatron would issue its collectives.
+
+**Steps that Megatron records in one CUDA graph.** ``FullCudaGraphWrapper`` records the whole of a
+forward and backward pass, and a replay runs none of Megatron's Python. BytePS runs on the host. So
+``finalize_model_grads`` and all that it calls run after each replay, as they run without a graph.
+The sums of a step then overlap with nothing of its backward pass.
+
+**Megatron-FSDP with hybrid sharding.** Gradients are reduce-scattered within a replica of the
+model by ``torch.distributed``. Then each shard is all-reduced over replicas, through servers where
+these are faster. Megatron-FSDP orders its work by streams and events, and the end of a push-pull
+is known to the host alone. So the event that stands for a sum is one of ours: to wait for
+that is to wait for the sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from . import bytepslib, replicas
+from . import bytepslib, job
 from .bucket_op import BucketOp
 
 if TYPE_CHECKING:
+    from byteps.torch.c10d.reductions import Reductions
+
+    from ..distributed_data_parallel_config import DistributedDataParallelConfig
     from ..param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
 
 
@@ -51,7 +69,7 @@ class GradSyncHandle:
 
 def goes_through_servers(bucket_group: _ParamAndGradBucketGroup) -> bool:
     """Whether a bucket of the group is summed by servers."""
-    return replicas.sum_gradients() and any(
+    return job.sums_gradients() and any(
         bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE for bucket in bucket_group.buckets
     )
 
@@ -117,3 +135,193 @@ def _start_all(
         wire_dtype=op.wire,
     )
     return _PushPull(handle, bucket.grad_data)
+
+
+# Steps that are one CUDA graph.
+
+
+_Sums = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finalize:
+    """A call of ``finalize_model_grads`` that a recorded pass would have made."""
+
+    function: _Sums
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """Their tensors lie in the graph's memory: a replay gives them new values."""
+
+
+def run(step: Callable[[], Any], model: Sequence[Any]) -> Any:
+    """Run a step that is recorded, replayed, or neither yet, and then sum its gradients.
+
+    Args:
+        step: a forward and backward pass.
+        model: chunks, each a ``DistributedDataParallel``.
+
+    Returns:
+        what `step` returns.
+
+    Raises:
+        byteps.torch.BytePSError: a sum failed; the text names the peer.
+    """
+    first = model[0]
+    with _nothing_summed(model):
+        result = step()
+    finalize: _Finalize | None = getattr(first, "dpu_reduce_finalize", None)
+    if finalize is not None:
+        _start_at_once(model, bool(finalize.kwargs.get("force_all_reduce")))
+        finalize.function(*finalize.args, **finalize.kwargs)
+    return result
+
+
+@contextmanager
+def _nothing_summed(model: Sequence[Any]) -> Iterator[None]:
+    """Every micro-batch is as one before the last, and the end of the pass is noted, not made."""
+    first = model[0]
+    config = first.config
+    names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+    before = {name: getattr(config, name) for name in names}
+    finalize = before["finalize_model_grads_func"]
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        first.dpu_reduce_finalize = _Finalize(function=finalize, args=args, kwargs=kwargs)
+
+    config.no_sync_func = config.grad_sync_func = None
+    config.finalize_model_grads_func = None if finalize is None else note
+    try:
+        with ExitStack() as stack:
+            for chunk in model:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _start_at_once(model: Sequence[Any], force_all_reduce: bool) -> None:
+    """Start what goes through servers, all of it before any of it is waited for. Collectives are
+    left to ``finalize_model_grads``, which starts and waits for one bucket group after another: no
+    backward pass has counted gradients, so that it takes each step for the first one."""
+    for chunk in model:
+        if not chunk.ddp_config.overlap_grad_reduce:
+            continue
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if goes_through_servers(group):
+                group.start_grad_sync(force_all_reduce=force_all_reduce)
+
+
+def are_summed_outside(model: Any) -> bool:
+    """Whether a bucket of these chunks, or this one, goes through servers."""
+    chunks = model if isinstance(model, list) else [model]
+    return any(
+        goes_through_servers(group)
+        for chunk in chunks
+        if getattr(getattr(chunk, "ddp_config", None), "use_dpu_reduce", False)
+        for group in getattr(chunk, "bucket_groups", [])
+        + getattr(chunk, "expert_parallel_bucket_groups", [])
+    )
+
+
+# Sums over the replicas of a model that Megatron-FSDP shards.
+
+
+_Group = torch.distributed.ProcessGroup
+_Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and the sums that are to be copied into them."""
+
+_known: weakref.WeakKeyDictionary[_Group, Reductions] = weakref.WeakKeyDictionary()
+
+
+def forget() -> None:
+    """Name the sums of each group anew."""
+    for one in _known.values():
+        one.close()
+    _known.clear()
+
+
+class OuterReduction:
+    """The all-reduces of a bucket group over replicas."""
+
+    def __init__(self, config: DistributedDataParallelConfig, group: _Group) -> None:
+        """
+        Args:
+            config: of the model.
+            group: of ranks that hold the same shard.
+        """
+        self._group = group
+        self._reductions = None
+        if getattr(config, "use_dpu_reduce", False):
+            self._reductions = _reductions(config, group)
+        self._works: list[Any] = []
+
+    def all_reduce(self, tensor: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> None:
+        """Start the sum or average of a tensor, in place.
+
+        What a CUDA graph records stays with NCCL: a replay runs nothing on the host.
+
+        Raises:
+            byteps.torch.BytePSError: the job failed, or members disagree about the tensor.
+        """
+        work = None
+        if self._reductions is not None:
+            average = op == torch.distributed.ReduceOp.AVG
+            work = self._reductions.begin(tensor, average=average)
+        if work is None:
+            torch.distributed.all_reduce(tensor, group=self._group, op=op)
+        else:
+            self._works.append(work)
+
+    def end(self, copies: _Copies, stream: torch.cuda.Stream) -> Any:
+        """All were started, on this stream.
+
+        Returns:
+            an event: once it was waited for, the sums are there, and copied.
+        """
+        if self._works:
+            return _SumsEvent(self._works, copies, stream)
+        _copy(copies)
+        return stream.record_event()
+
+
+class _SumsEvent:
+    """Stands in for a CUDA event."""
+
+    def __init__(self, works: Sequence[Any], copies: _Copies, stream: torch.cuda.Stream) -> None:
+        self._works, self._copies, self._stream = list(works), list(copies), stream
+        self._event: Any = None
+
+    def wait(self) -> None:
+        """Block until the sums are there; on a GPU, for the current stream's work from now on.
+
+        Raises:
+            byteps.torch.BytePSError: a sum failed; the text names the peer.
+        """
+        if self._event is None:
+            with torch.cuda.stream(self._stream):
+                for work in self._works:
+                    work.wait()
+                _copy(self._copies)
+                self._event = self._stream.record_event()
+            self._works, self._copies = [], []
+        self._event.wait()
+
+
+def _copy(copies: _Copies) -> None:
+    for into, value in copies:
+        into.copy_(value)
+
+
+def _reductions(config: DistributedDataParallelConfig, group: _Group) -> Reductions:
+    if group not in _known:
+        _known[group] = bytepslib.reductions.Reductions(
+            job.ranks_of(group),
+            "megatron-fsdp",
+            bytepslib.reductions.Settings(
+                backend=config.dpu_reduce_route or bytepslib.routes.AUTO,
+                min_bytes=1,
+                wire_dtype=config.dpu_reduce_wire_dtype or bytepslib.reductions.SAME,
+            ),
+        )
+    return _known[group]

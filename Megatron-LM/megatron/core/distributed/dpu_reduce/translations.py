@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...utils import log_single_rank
-from . import replicas
-from .refusal import OF_MATRICES
+from . import job
+from .replica_refusals import OF_MATRICES
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -105,7 +105,7 @@ def translate_args(args: Namespace) -> None:
     """
     if getattr(args, "dpu_optimizer", False):
         args.use_dpu_reduce = True
-    if getattr(args, "use_dpu_reduce", False) and replicas.of(args) > 1:
+    if getattr(args, "use_dpu_reduce", False) and job.replicas_of(args) > 1:
         _fit_to_replicas(args)
     by_matrix = getattr(args, "optimizer", None) in OF_MATRICES
     if by_matrix:  # the DDP config has no other way to know
@@ -124,7 +124,7 @@ def translate_args(args: Namespace) -> None:
 def _fit_to_replicas(args: Namespace) -> None:
     """No replica repeats a step: its gradients would be summed with those of the others' next one.
     The first replica writes what all of them would write. SIGTERM ends a replica after its step,
-    and not its processes that load data before: see :mod:`.leaving`."""
+    and not its processes that load data before: see :mod:`.replica_changes`."""
     args.exit_signal_handler = True
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         args.rerun_mode = "disabled"
@@ -134,7 +134,7 @@ def _fit_to_replicas(args: Namespace) -> None:
                 "loss that is not finite ends the job",
                 flush=True,
             )
-    if replicas.number() > 0:
+    if job.replica() > 0:
         for name in ("tensorboard_dir", "wandb_project"):
             if getattr(args, name, None):
                 setattr(args, name, None)
