@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from bench.kit.interrupts import become_interruptible
+from bench.kit.processes import become_interruptible
 from bench.training.run import main
 
 if __name__ == "__main__":

@@ -24,11 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.kit.emulation import LOOPBACK
-from bench.kit.errors import LaunchError
-from bench.kit.interrupts import become_interruptible
-from bench.kit.launch import Placement, run_job
 from bench.kit.plan import Topology
-from bench.kit.processes import Processes
+from bench.kit.processes import LaunchError, Placement, Processes, become_interruptible, run_job
 from bench.kit.record import metadata
 from scripts.columns import aligned
 
@@ -66,7 +63,7 @@ def launch(options: argparse.Namespace) -> dict[str, list[float]]:
         placement = Placement(Topology(workers=2, servers=servers), [LOOPBACK])
         ours = {"BYTEPS_C10D_BACKEND": "flat", "BYTEPS_START_TIMEOUT_S": "200"}
         spec = {"bytes": options.bytes, "calls": options.calls, "device": options.device}
-        program = "bench.frameworks.call_rank"
+        program = "bench.frameworks.rank"
         return dict(run_job(program, spec, placement, processes, ours, TIMEOUT_S))
 
 

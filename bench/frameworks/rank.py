@@ -1,30 +1,38 @@
-"""A rank that trains a model of linear layers: ``python -m bench.frameworks.rank SPEC RESULT``.
+"""A rank that trains a model of linear layers, or that times all-reduces.
 
-SPEC is JSON: ``experiment``, ``rendezvous`` (the file by which the ranks find each other) and
-``timeout_s``. Rank 0 writes RESULT, the milliseconds of every step by way.
+``python -m bench.frameworks.rank SPEC RESULT``: SPEC is JSON, with ``rendezvous`` (the file by
+which the ranks find each other), ``timeout_s``, and either ``experiment`` or ``bytes``, ``calls``
+and ``device``. Rank 0 writes RESULT: the milliseconds of every step by way, or the microseconds of
+each call by form.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import byteps.torch as bps
 import torch
 import torch.distributed as dist
 from byteps import c10d_plugin
+from byteps.torch import c_lib
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+ROUNDS = 5
+"""Calls that are not timed, before those that are."""
 WAYS = ("ddp", "ddp-backend", "ddp-hook", "hsdp", "hsdp-backend")
 """Those without a suffix reduce by gloo, or NCCL, alone."""
 
@@ -141,21 +149,8 @@ def _native() -> Iterator[None]:
         inside._new_process_group_helper = carrying
 
 
-def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    experiment = Experiment(**spec["experiment"])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    if experiment.device != "cpu":  # ranks share GPUs where there are fewer
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    c10d_plugin.install()
-    dist.init_process_group(
-        "gloo" if experiment.device == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"file://{spec['rendezvous']}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=spec["timeout_s"]),
-    )
+def train(experiment: Experiment, rank: int, size: int) -> dict[str, Any]:
+    """Milliseconds of the steps of each way, and the sums of what they learned."""
     models = {way: Trained(way, experiment, rank, size) for way in experiment.ways}
     steps: dict[str, list[float]] = {way: [] for way in models}
     for number in range(experiment.steps + 2):
@@ -165,9 +160,92 @@ def main() -> None:
                 steps[way].append(took)
     if experiment.profile:
         _profile(list(models.values())[-1], Path(experiment.profile), rank)
-    sums = {way: model.check_sum() for way, model in models.items()}
+    return {"steps": steps, "sums": {way: model.check_sum() for way, model in models.items()}}
+
+
+def on_cpu(spec: dict[str, Any]) -> dict[str, list[float]]:
+    """Microseconds of calls of both forms, which find an engine that has nothing to do.
+
+    All go through the servers first.
+    """
+    (nbytes,) = spec["bytes"]
+    tensor = torch.zeros(nbytes // 4)
+    forms: dict[str, Callable[[], object]] = {
+        "push_pull_inplace": lambda: bps.push_pull_inplace(tensor, average=False, name="tensor"),
+        "all_reduce": lambda: dist.all_reduce(tensor),
+    }
+    for call in forms.values():
+        for _ in range(ROUNDS):
+            call()
+    done = bps.get_metrics()["byteps_worker_operations_total"]
+    if done != len(forms) * ROUNDS:
+        raise SystemExit(f"{done:g} all-reduces went through the server, not all")
+    took: dict[str, list[float]] = {form: [] for form in forms}
+    handles = itertools.count(1 << 40)
+    with (
+        mock.patch.object(c_lib, "push_pull", lambda *arguments: next(handles)),
+        mock.patch.object(c_lib, "wait", lambda *arguments: None),
+    ):
+        for _ in range(spec["calls"]):
+            for form, call in forms.items():
+                begin = time.perf_counter_ns()
+                call()
+                took[form].append((time.perf_counter_ns() - begin) / 1e3)
+    return took
+
+
+def on_gpu(spec: dict[str, Any], rank: int) -> dict[str, list[float]]:
+    """Microseconds of starting an all-reduce of each size: what the host spends before it goes on.
+
+    Raises SystemExit where a sum is wrong or did not go through the servers.
+    """
+    took: dict[str, list[float]] = {}
+    started = 0
+    for nbytes in spec["bytes"]:
+        tensor = torch.empty(nbytes // 4, device="cuda")
+        calls = took[f"all_reduce of {nbytes / 2**20:g} MiB"] = []
+        for number in range(ROUNDS + spec["calls"]):
+            tensor.fill_(rank + number)
+            torch.cuda.synchronize()
+            dist.barrier()
+            begin = time.perf_counter_ns()
+            work = dist.all_reduce(tensor, async_op=True)
+            spent = (time.perf_counter_ns() - begin) / 1e3
+            work.wait()
+            if not bool((tensor == 2 * number + 1).all()):
+                raise SystemExit(f"all-reduce {number} of {nbytes} bytes is wrong")
+            if number >= ROUNDS:
+                calls.append(spent)
+        started += ROUNDS + spec["calls"]
+    dist.barrier()
+    done = bps.get_metrics()["byteps_worker_operations_total"]
+    if done < started - 1:  # the last one's count may come after its values
+        raise SystemExit(f"{done:g} all-reduces went through the servers, not {started}")
+    return took
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    experiment = Experiment(**spec["experiment"]) if "experiment" in spec else None
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_host = (experiment.device if experiment else spec["device"]) == "cpu"
+    torch.set_num_threads(1)
+    if not on_host:  # ranks share GPUs where there are fewer
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    c10d_plugin.install()
+    dist.init_process_group(
+        "gloo" if on_host else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{spec['rendezvous']}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=spec["timeout_s"]),
+    )
+    if experiment:
+        found = train(experiment, rank, size)
+    else:
+        found = on_cpu(spec) if on_host else on_gpu(spec, rank)
     if rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps({"steps": steps, "sums": sums}), encoding="utf-8")
+        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -31,13 +31,9 @@ from typing import Any
 
 from bench.frameworks.rank import WAYS, Experiment
 from bench.kit.emulation import LOOPBACK, Emulation, EmulationError, Host
-from bench.kit.errors import LaunchError
-from bench.kit.interrupts import become_interruptible
-from bench.kit.launch import Placement, run_job
 from bench.kit.plan import Topology
-from bench.kit.processes import Processes
-from bench.kit.record import metadata, topology_text
-from bench.kit.units import parse_rate
+from bench.kit.processes import LaunchError, Placement, Processes, become_interruptible, run_job
+from bench.kit.record import metadata, parse_rate, topology_text
 from scripts.columns import aligned, pipes
 from scripts.gpus import outnumbered
 from scripts.progress import Progress

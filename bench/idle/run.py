@@ -11,20 +11,35 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from bench.kit import record
 from bench.kit.emulation import LOOPBACK
-from bench.kit.errors import LaunchError
-from bench.kit.interrupts import become_interruptible
-from bench.kit.launch import Placement, start_nodes, start_workers
 from bench.kit.plan import Topology
-from bench.kit.processes import Processes, plain_environment
-from bench.kit.units import parse_size, show_size
+from bench.kit.processes import (
+    LaunchError,
+    Placement,
+    Processes,
+    become_interruptible,
+    plain_environment,
+    start_nodes,
+    start_workers,
+)
+from bench.kit.record import parse_size, show_size
 from scripts.progress import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+_RANK_OF_IDLE = "BENCH_IDLE_RANK"
+"""Set in ranks, which run this module too. Only they import torch."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,7 +73,8 @@ def run(topology: Topology, spec: dict[str, Any], timeout_s: float) -> dict[str,
         shown.update(f"sums {spec['keys']} tensors, then rests for {spec['seconds']:g} s")
         spec = {**spec, "node_pids": pids, "rendezvous": f"{folder}/ranks"}
         result = Path(folder) / "result.json"
-        start_workers("bench.idle.rank", spec, result, placement, processes, {**environment, **job})
+        environment = {**environment, **job, _RANK_OF_IDLE: "1"}
+        start_workers("bench.idle.run", spec, result, placement, processes, environment)
         processes.wait_all(timeout_s)
         return json.loads(result.read_text())
 
@@ -122,6 +138,102 @@ def show(idle: dict[str, Any], options: argparse.Namespace, key_bytes: int) -> N
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """What rank 0 saw of itself, and of the servers."""
+
+    worker_core: float
+    """Part of a core that a worker uses while nothing is summed."""
+    server_core: float
+    """The same of the busiest server."""
+    scheduler_core: float
+    worker_bytes_beyond: int
+    """Memory that a worker gained by joining and summing, without the gradients themselves."""
+    server_bytes_per_key: float
+    """Memory that all servers together hold for each key, accumulators included."""
+    accumulator_bytes_per_key: int
+    """What the sums themselves take of that."""
+
+
+def _sum(tensors: list[torch.Tensor], names: list[str]) -> None:
+    import byteps.torch as bps
+
+    pairs = zip(tensors, names, strict=True)
+    handles = [bps.push_pull_async_inplace(t, average=False, name=name) for t, name in pairs]
+    for handle in handles:
+        bps.synchronize(handle)
+
+
+def _memory(pids: list[int]) -> int:
+    return sum(record.resident_bytes(pid) for pid in pids)
+
+
+def watch(spec: dict[str, Any]) -> Idle:
+    """Sum many keys, count memory, then do nothing and be watched; all ranks call it together."""
+    import byteps.torch as bps
+    import torch
+    import torch.distributed as dist
+
+    scheduler, *servers = spec["node_pids"]
+    keys, size = spec["keys"], spec["key_bytes"]
+    tensors = [torch.ones(size // 4) for _ in range(keys)]
+    names = [f"idle.{index}" for index in range(keys)]
+    dist.barrier()
+    own = record.resident_bytes(os.getpid())
+    bps.init()
+    # Threads, buffers and queues are there after the first sums; what comes later is the keys'.
+    few = keys // 10 + 1
+    _sum(tensors[:few], names[:few])
+    dist.barrier()
+    before = _memory(servers)
+    for _ in range(3):
+        _sum(tensors[few:], names[few:])
+    dist.barrier()
+    held = _memory(servers) - before
+    gained = record.resident_bytes(os.getpid()) - own
+    cores = _watch_idle([os.getpid(), scheduler, *servers], spec["seconds"])
+    dist.barrier()
+    bps.shutdown()
+    return Idle(
+        worker_core=cores[0],
+        scheduler_core=cores[1],
+        server_core=max(cores[2:]),
+        worker_bytes_beyond=gained,
+        server_bytes_per_key=held / (keys - few),
+        accumulator_bytes_per_key=size,
+    )
+
+
+def _watch_idle(pids: list[int], seconds: float) -> list[float]:
+    """Part of a core that each process uses meanwhile."""
+    time.sleep(1.0)  # let the last responses be done
+    begin, before = time.monotonic(), [record.process_cpu_ns(pid) for pid in pids]
+    time.sleep(seconds)
+    after, spent = [record.process_cpu_ns(pid) for pid in pids], time.monotonic() - begin
+    return [(b - a) / 1e9 / spent for a, b in zip(before, after, strict=True)]
+
+
+def rank_main(spec_file: Path, result_file: Path) -> None:
+    """Be a rank, which `run` has started with the files of its specification and its result."""
+    import torch.distributed as dist
+
+    spec = json.loads(spec_file.read_text())
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{spec['rendezvous']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    idle = watch(spec)
+    if dist.get_rank() == 0:
+        result_file.write_text(json.dumps(asdict(idle)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    become_interruptible()
-    sys.exit(main())
+    if os.environ.get(_RANK_OF_IDLE):
+        rank_main(*map(Path, sys.argv[1:]))
+    else:
+        become_interruptible()
+        sys.exit(main())

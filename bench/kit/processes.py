@@ -1,24 +1,51 @@
-"""The processes of a launch: what fails or is late ends all, and says why."""
+"""Starts the processes of a job, each on its host: what fails or is late ends all, and says why."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 from bench.kit.emulation import Host
-from bench.kit.errors import LaunchError
+from bench.kit.plan import Topology
 from scripts import children
 from scripts.children import LAUNCHER_VARIABLES, Spawned, end_all, last_lines
 
+START_S = 150.0
 _GRACE_S = 5.0
 _POLL_S = 0.02
 _LOG_LINES = 30
+_ROOT = Path(__file__).resolve().parents[2]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Of every job that this process launches.
 _SECRET = secrets.token_hex(32)
+
+
+class LaunchError(Exception):
+    """A launch did not end well; the text has the ends of its logs."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # A second one would leave the taking down half done; it is bounded in time by itself.
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def become_interruptible() -> None:
+    """Raise KeyboardInterrupt for the first of these signals, and ignore any later one.
+
+    Also where a shell that started this in the background has Ctrl-C ignored.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
 
 
 def server_executable() -> str:
@@ -117,3 +144,150 @@ class Processes:
             if lines := last_lines(process.log, _LOG_LINES):
                 parts += [f"---- last lines of {process.title}", lines]
         return "\n".join(parts)
+
+
+class Placement:
+    """Which host each process of a topology runs on.
+
+    Args:
+        shares_gpus: whether ranks of several hosts share a GPU.
+    """
+
+    def __init__(
+        self, topology: Topology, hosts: Sequence[Host], *, shares_gpus: bool = False
+    ) -> None:
+        self.ranks_per_host = topology.ranks_per_host
+        self.uneven = topology.uneven
+        used = topology.worker_hosts
+        self.workers = [hosts[self.host_of(i) % len(hosts)] for i in range(topology.workers)]
+        first = 0 if topology.colocate else used
+        around = used if topology.colocate else len(hosts)
+        machines = [hosts[(first + i) % around % len(hosts)] for i in range(topology.servers)]
+        self.servers = machines * topology.servers_per_machine
+        self.servers_per_machine = topology.servers_per_machine
+        self.local_servers = topology.local_servers
+        self.servers += [hosts[i % len(hosts)] for i in range(used)] * topology.local_servers
+        self.apart = any(host.namespace for host in hosts) or shares_gpus
+        """Whether NCCL has to take each host of workers for a machine."""
+        # It moves no gradients: next to worker 0 it costs no host.
+        self.scheduler = self.workers[0]
+
+    def host_of(self, rank: int) -> int:
+        """Which of the workers' hosts a rank is on."""
+        return rank // self.ranks_per_host
+
+
+def start_nodes(
+    placement: Placement, processes: Processes, environment: dict[str, str]
+) -> tuple[list[int], dict[str, str]]:
+    """Start scheduler and servers; return their pids, and the variables that lead to them."""
+    port_file = processes.folder / "scheduler.port"
+    job = {
+        "DMLC_PS_ROOT_URI": placement.scheduler.address,
+        "DMLC_PS_ROOT_PORT": "0",
+        "DMLC_NUM_WORKER": str(len(placement.workers)),
+        "DMLC_NUM_SERVER": str(len(placement.servers)),
+    }
+    if len(placement.scheduler.interfaces) > 1:
+        # Virtual NICs are not chosen by themselves.
+        nics = ",".join(placement.scheduler.interfaces)
+        job["BYTEPS_NICS"] = environment.get("BYTEPS_NICS", nics)
+    pids = [
+        processes.start(
+            "scheduler",
+            [*_node_command("scheduler"), "--port-file", str(port_file)],
+            placement.scheduler,
+            {**environment, **job},
+        )
+    ]
+    job["DMLC_PS_ROOT_PORT"] = processes.wait_file(port_file, START_S).split()[1]
+    for index, host in enumerate(placement.servers):
+        pids.append(start_server(index, host, processes, {**environment, **job}))
+    return pids, job
+
+
+def start_server(
+    index: int, host: Host, processes: Processes, environment: Mapping[str, str]
+) -> int:
+    """Start a server, ``server-INDEX``, of the job that the environment leads to. Its pid."""
+    return processes.start(f"server-{index}", _node_command("server"), host, environment)
+
+
+def _node_command(role: str) -> list[str]:
+    return [server_executable(), "--die-with-parent", "--role", role]
+
+
+def start_workers(
+    program: str,
+    spec: dict[str, Any],
+    result: Path,
+    placement: Placement,
+    processes: Processes,
+    environment: dict[str, str],
+) -> None:
+    """Start every rank: a module, called with the files of the specification and the result."""
+    spec_file = processes.folder / "spec.json"
+    spec_file.write_text(json.dumps(spec))
+    # Before what the user has there: the packages of a bundle, say.
+    paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
+    environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    for rank, host in enumerate(placement.workers):
+        variables = rank_variables(rank, placement)
+        command = [sys.executable, "-m", program, str(spec_file), str(result)]
+        processes.start(f"worker-{rank}", command, host, {**environment, **variables})
+
+
+def run_job(
+    program: str,
+    spec: dict[str, Any],
+    placement: Placement,
+    processes: Processes,
+    settings: Mapping[str, str],
+    timeout_s: float,
+) -> Any:
+    """Start the nodes and every rank of a job with these settings, and return what it found.
+
+    `spec` gets "rendezvous" and "timeout_s". Raises LaunchError where a process fails or is late.
+    """
+    environment = plain_environment()
+    _, job = start_nodes(placement, processes, environment)
+    told = {**spec, "rendezvous": f"{processes.folder}/ranks", "timeout_s": timeout_s}
+    result = processes.folder / "result.json"
+    start_workers(program, told, result, placement, processes, {**environment, **job, **settings})
+    processes.wait_all(timeout_s)
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
+    """What a launcher would tell a rank of itself."""
+    size, host, number = len(placement.workers), placement.workers[rank], placement.host_of(rank)
+    first = number * placement.ranks_per_host
+    connections = {}
+    if placement.uneven > 1:
+        ahead = rank - first == number % placement.ranks_per_host
+        connections["BYTEPS_TCP_CONNECTIONS"] = str(placement.uneven if ahead else 1)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - first),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(min(placement.ranks_per_host, size - first)),
+        "BYTEPS_HOST_ID": f"bench-host-{number}",
+        "BYTEPS_LOCAL_SERVERS": str(placement.local_servers),
+        "BYTEPS_SERVERS_PER_MACHINE": str(placement.servers_per_machine),
+        "GLOO_SOCKET_IFNAME": ",".join(host.interfaces),
+        **connections,
+        **(_as_machine(number, host, placement.ranks_per_host) if placement.apart else {}),
+    }
+
+
+def _as_machine(number: int, host: Host, ranks: int) -> dict[str, str]:
+    """Keep NCCL from seeing that the ranks of this host share a machine with others."""
+    variables = {
+        "NCCL_HOSTID": f"bench-host-{number}",
+        "NCCL_SOCKET_IFNAME": ",".join(host.interfaces),
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+    if ranks == 1:  # else those of one host are to use what they have
+        variables |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    return variables

@@ -1,21 +1,154 @@
-"""What figures depend on: versions, machine, settings and topology, in words."""
+"""What figures depend on: versions, machine, settings and topology, in words; sizes, rates and the
+kernel's counts of CPU time and memory."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import re
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from bench.kit import machine
 from bench.kit.plan import Plan, Topology
-from bench.kit.units import show_rate
 
 _ROOT = Path(__file__).resolve().parents[2]
+_SIZES = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+_RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def _scaled(text: str, units: dict[str, int], example: str) -> int:
+    match = _NUMBER.fullmatch(text.strip())
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in units:
+        raise ValueError(f"{text!r} is not understood: write it like {example}")
+    value = float(match.group(1)) * units[unit]
+    if value < 1 or value != int(value):
+        raise ValueError(f"{text!r} is not a whole, positive number")
+    return int(value)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4096``, ``64KiB``, ``1.5MiB`` or ``1GB`` (a GB is 1e9). Raises ValueError."""
+    return _scaled(text, _SIZES, "64KiB, 256MiB or 1GB")
+
+
+def parse_rate(text: str) -> int:
+    """Bits a second of ``500mbit``, ``2.5gbit``. Raises ValueError."""
+    return _scaled(text, _RATES, "500mbit or 1gbit")
+
+
+def parse_hosts(text: str) -> tuple[int, int]:
+    """Of ``8@500mbit``: how many hosts, and their links' bits per second. Raises ValueError."""
+    count, at, rate = text.partition("@")
+    if not at or not count.isdigit() or int(count) < 1:
+        raise ValueError(f"--emulate {text!r} is not understood: write it like 8@500mbit")
+    return int(count), parse_rate(rate)
+
+
+def sweep(smallest: int, largest: int, factor: float) -> list[int]:
+    """Sizes from the smallest on, each ``factor`` times the last, none above the largest."""
+    if factor <= 1:
+        raise ValueError(f"--factor must be larger than 1, not {factor:g}")
+    if smallest > largest:
+        raise ValueError(f"--min {smallest} is larger than --max {largest}")
+    sizes, size = [], float(smallest)
+    while round(size) <= largest:
+        sizes.append(round(size))
+        size *= factor
+    return sizes
+
+
+def show_size(count: int) -> str:
+    """The shortest exact way to write that many bytes."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count % scale == 0 and count:
+            return f"{count // scale}{unit}"
+    return f"{count}B"
+
+
+def show_rate(bits: int) -> str:
+    """The shortest exact way to write that many bits per second."""
+    for unit, scale in (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3)):
+        if bits % scale == 0 and bits:
+            return f"{bits // scale}{unit}"
+    return f"{bits}bit"
+
+
+def process_cpu_ns(pid: int) -> int:
+    """CPU time, user and system, of all threads of another process."""
+    # The kernel's encoding of "the clock of that process" (clock_getcpuclockid(3)).
+    per_process_clock = 2
+    return time.clock_gettime_ns(~pid << 3 | per_process_clock)
+
+
+def total_cpu_ns(pids: Sequence[int]) -> int:
+    """Sum over processes."""
+    return sum(process_cpu_ns(pid) for pid in pids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticks:
+    """CPU time of the whole machine since it started, in the kernel's ticks."""
+
+    busy: int
+    all: int
+
+    def __sub__(self, before: Ticks) -> Ticks:
+        return Ticks(busy=self.busy - before.busy, all=self.all - before.all)
+
+    def __add__(self, other: Ticks) -> Ticks:
+        return Ticks(busy=self.busy + other.busy, all=self.all + other.all)
+
+    @property
+    def fraction(self) -> float:
+        """Busy part, of all cores; 0 where no time has passed."""
+        return self.busy / self.all if self.all else 0.0
+
+
+def parse_ticks(stat: str) -> Ticks:
+    """The first line of /proc/stat."""
+    values = [int(field) for field in stat.splitlines()[0].split()[1:9]]
+    idle = values[3] + values[4]  # and waiting for a disk
+    return Ticks(busy=sum(values) - idle, all=sum(values))
+
+
+def ticks() -> Ticks:
+    return parse_ticks(Path("/proc/stat").read_text())
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process has in RAM and shares with no file or other process."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"/proc/{pid}/smaps_rollup has no line Anonymous")
+
+
+def hardware() -> str:
+    """Processor, cores and memory, in a line."""
+    model = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    return f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB"
 
 
 def _version(package: str) -> str:
@@ -58,7 +191,7 @@ def metadata(arguments: Sequence[str]) -> dict[str, str]:
         "torch": _version("torch"),
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "hardware": machine.hardware(),
+        "hardware": hardware(),
         "settings": " ".join(f"{k}={v}" for k, v in engine.items()) or "defaults",
     }
 

@@ -1,15 +1,202 @@
-"""The ways to sum a tensor over all workers that are compared."""
+"""The ways to sum a tensor over all workers that are compared.
+
+Plain sockets sum nothing: they are the limit that a transport over TCP can reach, in the pattern of
+a push-pull. ``sockets.cc`` moves the bytes; what is here compiles it and calls it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from bench.kit.plan import SAME
-from bench.pushpull.sockets import Sockets
+from bench.kit.plan import SAME, WIRE_BITS
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SOURCE = Path(__file__).with_name("sockets.cc")
+_LIMIT_S = 120.0
+
+
+class SocketsError(Exception):
+    """The program could not be built, or a connection broke; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What ``build`` made."""
+
+    server: Path
+    library: Path
+
+
+def build(folder: Path = _ROOT / "build" / "bench") -> Program:
+    """Compile the server and the workers' library, unless both are newer than the source.
+
+    Raises:
+        SocketsError: there is no compiler (g++, or what CXX names), or it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    program = Program(server=folder / "sockets", library=folder / "libsockets.so")
+    common = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-pthread"]
+    for path, flags in ((program.server, []), (program.library, ["-shared", "-fPIC"])):
+        if path.exists() and path.stat().st_mtime >= _SOURCE.stat().st_mtime:
+            continue
+        # Under a name of its own first: another benchmark may be running what is there.
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        _compile([*common, *flags, str(_SOURCE), "-o", str(part)])
+        part.replace(path)
+    return program
+
+
+def _compile(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+    except OSError as error:
+        raise SocketsError(f"{command[0]}: {error}: install g++, or set CXX") from error
+    if done.returncode != 0:
+        raise SocketsError(f"`{' '.join(command)}` failed:\n{done.stderr.strip()}")
+
+
+class Sockets:
+    """A worker's connections: a ``Backend`` that sums nothing, and verifies the number of bytes."""
+
+    sums = False
+
+    def __init__(self, *, library: str, servers: Sequence[str], flows: int) -> None:
+        """Connect to every server, ``flows`` times each.
+
+        Args:
+            library: the path of the compiled library.
+            servers: ``"address port"`` of each.
+
+        Raises:
+            SocketsError: a server cannot be reached.
+        """
+        self._calls = ctypes.CDLL(library, use_errno=True)
+        self._calls.sockets_connect.restype = ctypes.c_void_p
+        self._calls.sockets_push_pull.restype = ctypes.c_int64
+        places = "\n".join(servers).encode()
+        self._job = self._calls.sockets_connect(places, ctypes.c_size_t(flows))
+        if not self._job:
+            raise SocketsError(f"connecting to {servers}: {os.strerror(ctypes.get_errno())}")
+        self._pushed = self._pulled = torch.empty(0, dtype=torch.uint8)
+
+    def form(self, wire: str) -> str:
+        return wire
+
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
+        """Move as many bytes as the tensors take in this wire type, out of the host's memory and
+        into it.
+
+        Raises:
+            SocketsError: a connection broke.
+        """
+        bits = WIRE_BITS.get(wire)
+        size = sum(
+            tensor.nbytes if bits is None else round(tensor.numel() * bits / 8)
+            for tensor in tensors
+        )
+        if self._pushed.nbytes < size:
+            # Filled, so that the kernel has given every page.
+            self._pushed = torch.ones(size, dtype=torch.uint8)
+            self._pulled = torch.ones(size, dtype=torch.uint8)
+        moved = self._calls.sockets_push_pull(
+            ctypes.c_void_p(self._job),
+            ctypes.c_void_p(self._pushed.data_ptr()),
+            ctypes.c_void_p(self._pulled.data_ptr()),
+            ctypes.c_size_t(size),
+        )
+        if moved != size:
+            raise SocketsError(f"{label}: {os.strerror(ctypes.get_errno())}")
+
+    def close(self) -> None:
+        """Close the connections; the servers end when all workers have."""
+        self._calls.sockets_close(ctypes.c_void_p(self._job))
+
+
+BLOCK = 128
+_LARGEST = 448.0
+"""Of e4m3."""
+
+
+def encode(values: torch.Tensor) -> torch.Tensor:
+    """Blocks of 130 bytes of fp32 values whose number is a multiple of 128.
+
+    Scales are powers of two, which lose nothing of what a floating-point format keeps.
+    """
+    blocks = values.view(-1, BLOCK)
+    largest = blocks.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / _LARGEST)))
+    numbers = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    # By whole numbers: torch compiles no view of another size.
+    bits = scale.to(torch.bfloat16).view(torch.int16)
+    low, high = (bits & 255).to(torch.uint8), ((bits >> 8) & 255).to(torch.uint8)
+    return torch.cat([numbers, low, high], 1).view(-1)
+
+
+def decode(blocks: torch.Tensor) -> torch.Tensor:
+    """The values of blocks, fp32."""
+    rows = blocks.view(-1, BLOCK + 2)
+    numbers = rows[:, :BLOCK].contiguous().view(torch.float8_e4m3fn).float()
+    low, high = rows[:, BLOCK:].to(torch.int16).split(1, 1)
+    scale = (low | (high << 8)).view(torch.bfloat16).float()
+    return (numbers * scale).view(-1)
+
+
+def add(received: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The blocks of the sum of what this many ranks have sent."""
+    return encode(decode(received).view(ranks, -1).sum(0))
+
+
+class Fp8:
+    """Sums in blocks of fp8, by collectives of torch.distributed: the rival with as few bytes.
+
+    Each rank rounds its values to blocks of 128 fp8 (e4m3) with one scale, an all-to-all gives each
+    rank everybody's blocks of its part, it adds them in fp32 and rounds the sum, and an all-gather
+    gives all parts to all. A host's link carries 2 (n - 1) / n of the blocks' bytes each way.
+    """
+
+    sums = True
+
+    def __init__(self, name: str) -> None:
+        self._group = dist.new_group(backend=name)
+        compile_: Callable[[Any], Any] = torch.compile if name == "nccl" else lambda f: f
+        self._encode, self._decode, self._add = map(compile_, (encode, decode, add))
+
+    def form(self, wire: str) -> str:
+        return "fp8"
+
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
+        ranks, sent = dist.get_world_size(), []
+        for tensor in tensors:
+            unit = ranks * BLOCK
+            padded = tensor
+            if tensor.numel() % unit:
+                padded = torch.nn.functional.pad(tensor, (0, unit - tensor.numel() % unit))
+            blocks = self._encode(padded)
+            received = torch.empty_like(blocks)
+            work = dist.all_to_all_single(received, blocks, group=self._group, async_op=True)
+            sent.append((tensor, blocks, received, work))
+        gathered = []
+        for tensor, blocks, received, work in sent:
+            work.wait()
+            part = self._add(received, ranks)
+            work = dist.all_gather_into_tensor(blocks, part, group=self._group, async_op=True)
+            gathered.append((tensor, blocks, part, work))
+        for tensor, blocks, _, work in gathered:
+            work.wait()
+            tensor.copy_(self._decode(blocks)[: tensor.numel()])
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
 
 _NODES, _FP8 = "-nodes", "-fp8"
 
@@ -197,7 +384,5 @@ def make(name: str, device: str = "cpu", sockets: Mapping[str, Any] | None = Non
     if name.endswith(_NODES):
         return TwoLevels(name.removesuffix(_NODES), torch.device(device))
     if name.endswith(_FP8):
-        from bench.pushpull.fp8 import Fp8
-
         return Fp8(name.removesuffix(_FP8))
     return AllReduce(name)

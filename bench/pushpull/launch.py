@@ -1,21 +1,41 @@
-"""One launch: scheduler, servers and workers of one backend, from their start to their end."""
+"""Launches of a plan, from the start of their processes to figures and to the record of them."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import statistics
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from bench.kit.emulation import Host
-from bench.kit.errors import LaunchError
-from bench.kit.launch import START_S, Placement, start_nodes, start_workers
-from bench.kit.plan import Case, Plan
-from bench.kit.processes import Processes, plain_environment
-from bench.pushpull.measure import Measured
-from bench.pushpull.sockets import SocketsError, build
+import torch.distributed as dist
+from byteps import cost_model
+
+from bench.kit.emulation import Host, hosts_of
+from bench.kit.plan import Case, Plan, Topology, plan_from_json, through_servers
+from bench.kit.processes import (
+    START_S,
+    LaunchError,
+    Placement,
+    Processes,
+    plain_environment,
+    start_nodes,
+    start_workers,
+)
+from bench.pushpull.backends import SocketsError, build, make
+from bench.pushpull.rank import Measured, choose_device, measure_cases
+from scripts.progress import Progress
+
+SCHEMA = 1
+MAX_BUSY = 0.8
+"""Of this machine's cores: above it, an emulated link is not what limits."""
 
 
 @dataclass(kw_only=True)
@@ -93,3 +113,284 @@ def _told_of_links(plan: Plan) -> dict[str, str]:
     """The rate of emulated links, which hosts cannot find: virtual NICs make theirs up."""
     bits = plan.topology.host_bits
     return {"BYTEPS_LINK_GBPS": f"{bits / 1e9:g}"} if bits else {}
+
+
+def busiest_link(backend: str, topology: Topology) -> float:
+    """Bytes each way over the busiest link, for each byte that a worker has summed.
+
+    With n workers on h hosts, k servers, M bytes and links of B bytes per second each way:
+
+    - a ring sends 2 (n - 1) / n M over each host's link, each way; in two levels 2 (h - 1) / h M;
+    - through servers on hosts of their own, a host's link carries M each way, and a server's h/k M;
+    - a server next to workers sends its share, M/k, to the h - 1 other hosts, while the workers
+      send what is not summed next to them. The host with the most servers, s, carries
+      (k + s (h - 2)) M/k: for k = h what a ring's does.
+
+    Where several workers share a host they are taken to sum inside it first.
+    """
+    n, hosts, k = topology.workers, topology.worker_hosts, topology.servers
+    if backend == "gloo":
+        return 2 * (n - 1) / n
+    if not through_servers(backend):  # NCCL does as much by its trees, or by rings inside hosts
+        return 2 * (hosts - 1) / hosts
+    if topology.colocate:
+        most = -(-k // hosts)
+        return max(0.0, (k + most * (hosts - 2)) / k)
+    servers = cost_model.Servers(
+        hosts=hosts,
+        extra=k,
+        local=topology.local_servers,
+        per_machine=topology.servers_per_machine,
+    )
+    load = cost_model.push_pull(servers, 1.0, 1.0)
+    return max(load.host, load.server)
+
+
+def least_seconds(backend: str, topology: Topology, size: int) -> float | None:
+    """The physical limit for ``size`` bytes, headers left out; None where it is not known."""
+    share = busiest_link(backend, topology)
+    if not topology.host_bits or not share:
+        return None
+    return share * size * 8 / topology.host_bits
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The smallest sample that at least ``percent`` of all samples do not exceed."""
+    if not samples:
+        raise ValueError("no samples")
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A plan, and every launch that was made for it."""
+
+    plan: Plan
+    name: str = ""
+    """Of the experiment, in a set of several."""
+    launches: list[Launch] = field(default_factory=list)
+
+    @property
+    def quiet(self) -> list[Launch]:
+        """The launches of rounds in which the machine was not too busy for any backend."""
+        spoilt = {one.index for one in self.launches if not one.kept}
+        return [one for one in self.launches if one.index not in spoilt]
+
+    @property
+    def counted(self) -> list[Launch]:
+        """The quiet ones; all, for want of better, if none was."""
+        return self.quiet or self.launches
+
+    def of(self, backend: str, case: Case) -> list[Measured]:
+        """A case's outcomes, one a counted launch, in their order."""
+        position = self.plan.cases.index(case)
+        ordered = sorted(self.counted, key=lambda one: one.index)
+        return [one.measured[position] for one in ordered if one.backend == backend]
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements in all launches, counted or not."""
+        return sum(one.wrong for launch in self.launches for one in launch.measured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A case through a backend, over all counted launches."""
+
+    backend: str
+    case: Case
+    workers: int
+    servers: int | None
+    p50_s: float
+    """Median over the launches of each one's median."""
+    p99_s: float
+    """Of all iterations of all launches together."""
+    algbw: float
+    """Bytes a worker has summed, a second."""
+    busbw: float | None
+    """What each link carries each way, a second; for all-reduce, as nccl-tests has it."""
+    of_limit: float | None
+    """The least time that the links allow, over p50."""
+    of_sockets: float | None
+    """The time of plain sockets in the same run, over p50; None where they were not measured."""
+    cpu_s_per_gb: float | None
+    """CPU seconds of the whole job for each 1e9 bytes that a worker has summed."""
+    wrong: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "case": self.case.__dict__}
+
+
+def cpu_s_per_gb(outcomes: Sequence[Measured], backend: str) -> float | None:
+    """Median over launches; None where a part of the job runs out of sight."""
+    if through_servers(backend) and any(one.node_cpu_s is None for one in outcomes):
+        return None
+    return statistics.median(
+        (one.worker_cpu_s + (one.node_cpu_s or 0.0)) * 1e9 / (one.case.size * one.case.iters)
+        for one in outcomes
+    )
+
+
+def p50_s(outcomes: Sequence[Measured]) -> float:
+    """Median of the launches' medians."""
+    return statistics.median(percentile(one.samples_s, 50) for one in outcomes)
+
+
+def row(run: Run, backend: str, case: Case) -> Row:
+    outcomes = run.of(backend, case)
+    topology, middle = run.plan.topology, p50_s(outcomes)
+    sent = case.sent_bytes(backend)
+    limit = least_seconds(backend, topology, sent)
+    to_servers = through_servers(backend)
+    sockets = run.of("sockets", case) if "sockets" in run.plan.backends else []
+    return Row(
+        backend=backend,
+        case=case,
+        workers=topology.workers,
+        servers=topology.servers if to_servers else None,
+        p50_s=middle,
+        p99_s=percentile([sample for one in outcomes for sample in one.samples_s], 99),
+        algbw=case.size / middle,
+        busbw=None if to_servers else busiest_link(backend, topology) * sent / middle,
+        of_limit=None if limit is None else limit / middle,
+        of_sockets=p50_s(sockets) / middle if sockets else None,
+        cpu_s_per_gb=cpu_s_per_gb(outcomes, backend),
+        wrong=sum(one.wrong for one in outcomes),
+    )
+
+
+def rows(run: Run) -> list[Row]:
+    """Every case through every backend."""
+    return [row(run, backend, case) for case in run.plan.cases for backend in run.plan.backends]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """How many times as fast one is as the other."""
+
+    value: float
+    """The other's median of medians, over the one's."""
+    low: float
+    high: float
+    """Least and largest of the launches, each against the other's launch of the same round."""
+    launches: int
+
+
+def ratio(ours: Sequence[Measured], theirs: Sequence[Measured]) -> Ratio:
+    """``theirs`` over ``ours``: above 1, ours is faster. Both in the order of the rounds."""
+    each = [
+        percentile(b.samples_s, 50) / percentile(a.samples_s, 50)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return Ratio(
+        value=p50_s(theirs) / p50_s(ours), low=min(each), high=max(each), launches=len(each)
+    )
+
+
+def as_json(runs: Sequence[Run], meta: dict[str, str]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "meta": meta,
+        "runs": [
+            {
+                "name": run.name,
+                "plan": run.plan.as_json(),
+                "launches": [one.as_json() for one in run.launches],
+                "rows": [row.as_json() for row in rows(run)],
+            }
+            for run in runs
+        ],
+    }
+
+
+def write(runs: Sequence[Run], meta: dict[str, str], path: Path) -> None:
+    """Keep metadata, raw samples and figures as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(runs, meta), indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> tuple[list[Run], dict[str, str]]:
+    """What `write` wrote. Raises ValueError for another schema."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has schema {content.get('schema')!r}; this reads {SCHEMA}")
+    runs = []
+    for entry in content["runs"]:
+        launches = [
+            Launch(**{**one, "measured": [measured_from_json(m) for m in one["measured"]]})
+            for one in entry["launches"]
+        ]
+        plan = plan_from_json(entry["plan"])
+        runs.append(Run(plan=plan, name=entry["name"], launches=launches))
+    return runs, content["meta"]
+
+
+def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
+    """Launch all backends ``plan.launches`` times, interleaved.
+
+    A round in which the machine was too busy is repeated, ``plan.retries`` times in all. After
+    ``deadline``, of the monotonic clock, no other round begins.
+
+    Raises:
+        LaunchError: a process failed.
+        EmulationError: the hosts could not be made.
+    """
+    run = Run(plan=plan, name=name)
+    quiet = 0
+    total = plan.launches * len(plan.backends)
+    with hosts_of(plan) as hosts, Progress(name or "bench", total=total, unit="launches") as shown:
+        for index in range(plan.launches + plan.retries):
+            done: list[Launch] = []
+            for backend in plan.backends:
+                shown.update(f"launch {index} {backend}", done=len(run.launches) + len(done))
+                done.append(launch(plan, backend, index, hosts))
+            run.launches += done
+            for one in done:
+                medians = (1e3 * percentile(case.samples_s, 50) for case in one.measured)
+                busiest = max(case.busy for case in one.measured)
+                note = "" if one.kept else ": too busy, not counted"
+                text = (
+                    f"{name} launch {index} {one.backend}: p50 ms "
+                    f"{' '.join(f'{value:.2f}' for value in medians)}; "
+                    f"machine {busiest:.0%} busy{note}"
+                )
+                shown.say(text.strip())
+            quiet += all(one.kept for one in done)
+            if quiet == plan.launches:
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                shown.say(f"{name}: no more launches, since the time is used up")
+                break
+    return run
+
+
+def progress(text: str) -> None:
+    """To stderr: stdout is for what was measured."""
+    print(text.strip(), file=sys.stderr, flush=True)
+
+
+def run_in_cluster(plan: Plan) -> Run | None:
+    """Measure as one rank of the job; every rank calls it. The run on rank 0, None elsewhere.
+
+    A BytePS cluster ends when its workers leave it, so there is one connection for each backend,
+    and a launch is a turn of measurements through it.
+    """
+    size = os.environ["WORLD_SIZE"]
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == size
+    dist.init_process_group("gloo", timeout=timedelta(seconds=plan.timeout_s))
+    choose_device(plan)
+    made = {name: make(name, plan.device) for name in plan.backends}
+    run = Run(plan=plan)
+    for index in range(plan.launches):
+        for name, backend in made.items():
+            first_round = index * max(case.warmup + case.iters for case in plan.cases)
+            measured = measure_cases(plan, backend, one_clock=one_host, first_round=first_round)
+            if measured:
+                run.launches.append(Launch(backend=name, index=index, measured=measured, kept=True))
+                progress(f"launch {index} {name}: done")
+    for backend in made.values():
+        backend.close()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return run if rank == 0 else None

@@ -1,7 +1,8 @@
-"""A worker that the benchmark started: ``python -m bench.pushpull.rank SPEC RESULT``.
+"""What each rank measures, and the worker that the benchmark starts for it.
 
-SPEC is JSON: the plan, the backend, the pids of servers and scheduler, and the file by which the
-ranks find each other. Rank 0 writes RESULT, a list of what was measured.
+``python -m bench.pushpull.rank SPEC RESULT``: SPEC is JSON, the plan, the backend, the pids of
+servers and scheduler, and the file by which the ranks find each other. Rank 0 writes RESULT, a list
+of what was measured.
 """
 
 from __future__ import annotations
@@ -9,16 +10,138 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.kit.plan import Plan, plan_from_json
-from bench.pushpull import backends
-from bench.pushpull.measure import Measured, measure
+from bench.kit import record
+from bench.kit.pattern import Pattern
+from bench.kit.plan import Case, Plan, plan_from_json
+from bench.pushpull.backends import Backend, make
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """One case through one backend, in one launch, over all ranks."""
+
+    case: Case
+    samples_s: list[float]
+    """Each timed iteration; the slowest rank counts."""
+    wrong: int
+    """Elements of any rank and iteration, warm-up included, that were not the sum."""
+    worker_cpu_s: float
+    """Of all workers, in the timed iterations."""
+    node_cpu_s: float | None
+    """Of all servers and the scheduler; None where they run out of sight."""
+    busy: float
+    """Part of rank 0's machine that was busy meanwhile, with whatever else ran."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """What one rank recorded."""
+
+    spans_ns: list[tuple[int, int]] = field(default_factory=list)
+    wrong: int = 0
+    cpu_ns: int = 0
+
+
+def iteration_seconds(spans: Sequence[tuple[int, int]], *, one_clock: bool) -> float:
+    """How long an iteration took, from each rank's begin and end in ns.
+
+    With one clock for all, from when the last rank had begun to when the last was done: before, a
+    rank waits for the others, whatever sums. With a clock each, the longest of the ranks' times.
+    """
+    if one_clock:
+        return (max(end for _, end in spans) - max(begin for begin, _ in spans)) / 1e9
+    return max(end - begin for begin, end in spans) / 1e9
+
+
+def _finish(device: str) -> None:
+    """Wait for what the caller's stream still has to do."""
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def measure(
+    case: Case,
+    backend: Backend,
+    *,
+    device: str,
+    one_clock: bool,
+    node_pids: Sequence[int],
+    label: str,
+    first_round: int = 0,
+) -> Measured | None:
+    """Run a case; all ranks call it together, in torch.distributed's default group (gloo).
+
+    Args:
+        one_clock: all ranks are on this machine.
+        node_pids: servers and scheduler, where they are on this machine.
+        label: tells this case's tensors from those of others.
+        first_round: another one each time that a label is measured, so that a stale sum shows.
+
+    Returns:
+        the outcome on rank 0, None on the others.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pattern = Pattern(
+        rank=rank,
+        ranks=ranks,
+        size=case.size,
+        dtype=case.dtype,
+        device=device,
+        form=backend.form(case.wire),
+    )
+    lengths = case.lengths()
+    offsets = [sum(lengths[:index]) for index in range(len(lengths))]
+    tensors = [torch.empty(n, dtype=getattr(torch, case.dtype), device=device) for n in lengths]
+    seen, node_cpu_ns, busy = _Seen(), 0, record.Ticks(busy=0, all=0)
+    for iteration in range(case.warmup + case.iters):
+        round_ = first_round + iteration
+        if backend.sums:
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                pattern.fill(tensor, round_, offset)
+        _finish(device)
+        nodes, ticks = record.total_cpu_ns(node_pids), record.ticks()
+        dist.barrier()
+        cpu, begin = time.process_time_ns(), time.monotonic_ns()
+        backend.reduce(tensors, label, case.wire)
+        _finish(device)
+        end, cpu = time.monotonic_ns(), time.process_time_ns() - cpu
+        dist.barrier()
+        if iteration >= case.warmup:
+            seen.spans_ns.append((begin, end))
+            seen.cpu_ns += cpu
+            node_cpu_ns += record.total_cpu_ns(node_pids) - nodes
+            busy += record.ticks() - ticks
+        if not backend.sums:
+            continue
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            seen.wrong += pattern.count_wrong(tensor, round_, offset)
+    everyone: list[_Seen | None] | None = [None] * ranks if rank == 0 else None
+    dist.gather_object(seen, everyone)
+    if everyone is None:
+        return None
+    all_seen = [one for one in everyone if one is not None]
+    spans = zip(*(one.spans_ns for one in all_seen), strict=True)
+    return Measured(
+        case=case,
+        samples_s=[iteration_seconds(span, one_clock=one_clock) for span in spans],
+        wrong=sum(one.wrong for one in all_seen),
+        worker_cpu_s=sum(one.cpu_ns for one in all_seen) / 1e9,
+        node_cpu_s=node_cpu_ns / 1e9 if node_pids else None,
+        busy=busy.fraction,
+    )
 
 
 def choose_device(plan: Plan) -> str:
@@ -32,7 +155,7 @@ def choose_device(plan: Plan) -> str:
 
 def measure_cases(
     plan: Plan,
-    backend: backends.Backend,
+    backend: Backend,
     *,
     one_clock: bool,
     node_pids: Sequence[int] = (),
@@ -68,7 +191,7 @@ def main(arguments: list[str]) -> int:
         timeout=timedelta(seconds=plan.timeout_s),
     )
     choose_device(plan)
-    backend = backends.make(spec["backend"], plan.device, spec.get("sockets"))
+    backend = make(spec["backend"], plan.device, spec.get("sockets"))
     outcomes = measure_cases(plan, backend, one_clock=True, node_pids=spec["node_pids"])
     backend.close()
     if dist.get_rank() == 0:

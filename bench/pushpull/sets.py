@@ -9,19 +9,144 @@ from dataclasses import replace
 from byteps import cost_model
 
 from bench.kit.plan import WIRE_BITS, Case, Plan, Topology
-from bench.kit.units import parse_rate, parse_size
-from bench.pushpull import fast
-from bench.pushpull.experiment import Experiment
-from bench.pushpull.gates import Gate
-from bench.pushpull.options import MAX_BUSY
+from bench.kit.record import parse_rate, parse_size
+from bench.pushpull.launch import MAX_BUSY
+from bench.pushpull.tables import Experiment, Gate
 
 BACKENDS = ("byteps", "gloo")
 QUICK, FULL, GPU, FAST, FAST_GPU = "quick", "full", "gpu", "fast", "fast-gpu"
 _FEW = 3  # launches
+PROCESSORS = 16
+"""Of the experiments of fast links."""
+_FAST_LAUNCHES = 5
+# The kernel's copies take most of the cores' time, and plain sockets make the same ones.
+_MOST_CPU = 1.1
 
 
 def _case(size: str, dtype: str = "float32", *, iters: int, warmup: int = 1) -> Case:
     return Case(size=parse_size(size), dtype=dtype, iters=iters, warmup=warmup)
+
+
+def _fast_experiment(
+    name: str,
+    why: str,
+    topology: Topology,
+    cases: Sequence[Case],
+    gates: Sequence[Gate],
+    *,
+    ring: str | None,
+) -> Experiment:
+    others = ("sockets",) if ring is None else ("sockets", ring)
+    plan = Plan(
+        cases=tuple(cases),
+        topology=topology,
+        backends=("byteps", *others),
+        launches=_FAST_LAUNCHES,
+        # Sums of loopback are of the host's memory: plain sockets know no other.
+        device="cuda" if ring == "nccl" else "cpu",
+        retries=_FAST_LAUNCHES if topology.emulated_hosts else 0,
+        max_busy=0.95 if topology.emulated_hosts else 1.0,
+    )
+    return Experiment(name=name, why=why, plan=plan, gates=gates, processors=PROCESSORS)
+
+
+def _fast_loopback(workers: int, servers: int, gates: Sequence[Gate], case: Case) -> Experiment:
+    return _fast_experiment(
+        f"{workers}+{servers}-loopback",
+        "what the engine costs where no link limits",
+        Topology(workers=workers, servers=servers),
+        [case],
+        gates,
+        ring=None,
+    )
+
+
+def _fast_links(
+    name: str,
+    why: str,
+    hosts: int,
+    rate: str,
+    ring: str,
+    cases: Sequence[Case],
+    gates: Sequence[Gate],
+) -> Experiment:
+    """As many servers as workers, each on a host of its own."""
+    topology = Topology(
+        workers=hosts, servers=hosts, emulated_hosts=2 * hosts, link_bits=parse_rate(rate)
+    )
+    return _fast_experiment(name, why, topology, cases, gates, ring=ring)
+
+
+def _at_least(case: Case, base: str, low: float) -> Gate:
+    return Gate(kind="ratio", case=case, base=base, low=low)
+
+
+def _fast(ring: str) -> list[Experiment]:
+    """All of fast links, with plain sockets and ``ring`` (``nccl`` or ``gloo``) in the same run.
+
+    Thresholds are what links of 10 to 100 Gbit/s must give; shares are of what plain sockets carry
+    in the same pattern, interleaved with the engine.
+    """
+    large = _case("256MiB", iters=10, warmup=2)
+    small = _case("4KiB", iters=300, warmup=20)
+    middle = [_case("1MiB", iters=100, warmup=5), _case("16MiB", iters=30, warmup=3)]
+    return [
+        _fast_loopback(
+            1,
+            1,
+            [Gate(kind="speed", case=large, low=5.0), _at_least(large, "sockets", 0.7)],
+            large,
+        ),
+        _fast_loopback(1, 4, [Gate(kind="speed", case=large, low=10.0)], large),
+        _fast_loopback(
+            2,
+            2,
+            [
+                Gate(kind="cpu-seconds", case=large, high=1.5),
+                Gate(kind="cpu", case=large, base="sockets", high=_MOST_CPU),
+            ],
+            large,
+        ),
+        _fast_links(
+            "4+4-10gbit",
+            "the links allow 1.5 times a ring's speed",
+            4,
+            "10gbit",
+            ring,
+            [large],
+            [Gate(kind="of-limit", case=large, low=0.958), _at_least(large, ring, 1.479)],
+        ),
+        _fast_links(
+            "4+4-25gbit",
+            "the same on links of today's clusters",
+            4,
+            "25gbit",
+            ring,
+            [large],
+            [_at_least(large, "sockets", 0.95), _at_least(large, ring, 1.35)],
+        ),
+        _fast_links(
+            "2+2-25gbit-small",
+            "latency: two workers, whose ring sends as much as servers need",
+            2,
+            "25gbit",
+            ring,
+            [small, *middle],
+            [
+                _at_least(small, ring, 1 / 1.5),
+                *(_at_least(case, ring, 1.0) for case in middle),
+            ],
+        ),
+        _fast_links(
+            "2+2-100gbit",
+            "links so fast that cores limit too",
+            2,
+            "100gbit",
+            ring,
+            [large],
+            [_at_least(large, "sockets", 0.8)],
+        ),
+    ]
 
 
 def _emulated(workers: int, servers: int, rate: str, *, colocate: bool = False) -> Topology:
@@ -244,8 +369,8 @@ SETS: dict[str, Callable[[], list[Experiment]]] = {
     QUICK: _quick,
     FULL: _full,
     GPU: _gpu,
-    FAST: lambda: fast.experiments("gloo"),
-    FAST_GPU: lambda: fast.experiments("nccl"),
+    FAST: lambda: _fast("gloo"),
+    FAST_GPU: lambda: _fast("nccl"),
 }
 
 

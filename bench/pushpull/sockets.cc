@@ -6,7 +6,7 @@
 // and one that receives, in blocking calls over whole shares: no epoll, no copies, no
 // messages between threads but "go" and "done".
 //
-// Compiled twice by bench/pushpull/sockets.py: as a library for the workers, which
+// Compiled twice by bench/pushpull/backends.py: as a library for the workers, which
 // call sockets_connect, sockets_push_pull and sockets_close; and as the server:
 //
 //   sockets ADDRESS PORT_FILE CONNECTIONS

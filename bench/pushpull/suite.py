@@ -15,25 +15,284 @@ Exit status: 0 all thresholds are reached; 1 one was missed, a result was wrong,
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from bench.kit.emulation import EmulationError
-from bench.kit.errors import LaunchError
-from bench.kit.interrupts import become_interruptible
-from bench.kit.record import metadata, topology_text
-from bench.pushpull import samples
-from bench.pushpull.driver import progress, run_plan
-from bench.pushpull.experiment import Experiment, demand_hardware
-from bench.pushpull.gates import judge_all
-from bench.pushpull.markdown import replace_results, results
+from bench.kit.processes import LaunchError, become_interruptible
+from bench.kit.record import metadata, parse_size, show_size, topology_text
+from bench.pushpull import launch
+from bench.pushpull.launch import Row, Run, progress, rows, run_plan
 from bench.pushpull.sets import QUICK, SETS, choose
-from bench.pushpull.summary import Run
-from bench.pushpull.tables import brief_tables, gate_table, ratio_table, result_table
+from bench.pushpull.tables import (
+    BEGIN,
+    END,
+    Experiment,
+    brief_tables,
+    demand_hardware,
+    gate_table,
+    judge_all,
+    ratio_pairs,
+    ratio_table,
+    replace_results,
+    result_table,
+    results,
+)
 from scripts.columns import aligned
+
+_COLOURS = {
+    "byteps": "tab:blue",
+    "gloo": "tab:orange",
+    "gloo-nodes": "tab:olive",
+    "nccl": "tab:green",
+    "nccl-nodes": "tab:cyan",
+    "sockets": "tab:gray",
+}
+_DASHES = ("-", "--", ":", "-.")
+_OF_LIMIT = ("of-limit", "of M/B")
+_RATIO = ("NCCL's time over BytePS's", "speed over NCCL's (min..max)")
+"""Columns of documents' tables."""
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    # Here, because matplotlib takes a second and most runs draw nothing.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _lines(run: Run) -> list[tuple[str, str, str, list[Row]]]:
+    """(label, colour, dashes, rows by size) of each backend and element type."""
+    everything = rows(run)
+    dtypes = sorted({row.case.dtype for row in everything})
+    lines = []
+    for backend in run.plan.backends:
+        for dtype in dtypes:
+            chosen = [r for r in everything if r.backend == backend and r.case.dtype == dtype]
+            chosen.sort(key=lambda row: row.case.size)
+            dashes = _DASHES[dtypes.index(dtype) % len(_DASHES)]
+            lines.append((f"{backend}, {dtype}", _COLOURS[backend], dashes, chosen))
+    return lines
+
+
+def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [show_size(size) for size in sizes], rotation=30)
+    axes.set_xlabel("size")
+
+
+def draw(run: Run, folder: Path) -> list[Path]:
+    """Write the pictures that the run has figures for; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [_draw_times(run, folder / "time.png")]
+    if run.plan.topology.link_bits:
+        made.append(_draw_of_limit(run, folder / "of-limit.png"))
+    if len(run.plan.backends) > 1:
+        made.append(_draw_ratios(run, folder / "ratio.png"))
+    return made
+
+
+def parts_of_limit(run: Run) -> dict[str, float]:
+    """Of each backend, what the links allow the first one over the backend's median time.
+
+    The largest case counts. The limit is the same for all, so that the parts compare times. Empty
+    where links have no limit.
+    """
+    case = max(run.plan.cases, key=lambda one: one.size)
+    found = {row.backend: row for row in rows(run) if row.case == case}
+    ours = found.get(run.plan.backends[0])
+    if ours is None or ours.of_limit is None:
+        return {}
+    limit_s = ours.of_limit * ours.p50_s
+    return {backend: limit_s / row.p50_s for backend, row in found.items()}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one experiment says of speed."""
+
+    label: str
+    of_limit: Mapping[str, float]
+    """Of each backend: what the links allow the first one, over the backend's time."""
+
+
+def _parts(run: Run) -> Parts:
+    case = max(run.plan.cases, key=lambda one: one.size)
+    return Parts(f"{run.name}\n{show_size(case.size)} {case.dtype}", parts_of_limit(run))
+
+
+def draw_overview(runs: Sequence[Run], path: Path) -> None:
+    """One picture of many runs: each backend's part of what the links allow.
+
+    Args:
+        runs: those without a limit, or launches, have no place in it.
+        path: ends in ``.png``, ``.svg`` or another form that matplotlib writes.
+    """
+    draw_parts([parts for run in runs if run.launches if (parts := _parts(run)).of_limit], path)
+
+
+def described(experiments: Sequence[Parts]) -> str:
+    """All figures of a picture, which it carries as its description."""
+    return "; ".join(
+        f"{one.label.replace(chr(10), ', ')}: "
+        + ", ".join(f"{backend} {part:.2f}" for backend, part in one.of_limit.items())
+        for one in experiments
+    )
+
+
+def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
+    """One picture of how near to the links' limit each backend comes in each experiment."""
+    backends = list(dict.fromkeys(backend for one in experiments for backend in one.of_limit))
+    # Here, as in _figure.
+    from matplotlib.patches import Patch
+
+    figure, axes = _figure("Push-pull of gradients: fraction of link bandwidth")
+    figure.set_size_inches(8.5, 1.4 + 0.7 * max(len(experiments), 1))
+    for at, one in enumerate(experiments):
+        height = 0.8 / max(len(one.of_limit), 1)
+        for number, (backend, part) in enumerate(one.of_limit.items()):
+            place = at + (number - (len(one.of_limit) - 1) / 2) * height
+            bars = axes.barh(place, part, height * 0.92, color=_COLOURS[backend])
+            axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(experiments)), [one.label for one in experiments], fontsize=8)
+    axes.set_ylim(max(len(experiments), 1) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time at the links' limit / median time; longer is faster")
+    if backends:
+        axes.legend(
+            handles=[Patch(color=_COLOURS[name], label=name) for name in backends],
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.0),
+        )
+    figure.savefig(path, metadata={"Description": described(experiments)})
+
+
+def _draw_times(run: Run, path: Path) -> Path:
+    topology = run.plan.topology
+    title = f"Sum over {topology.workers} workers, {topology.servers} servers: median time"
+    figure, axes = _figure(title)
+    for label, colour, dashes, line in _lines(run):
+        sizes = [row.case.size for row in line]
+        times = [row.p50_s * 1e3 for row in line]
+        axes.plot(sizes, times, dashes, color=colour, marker="o", label=label)
+    _size_axis(axes, sorted({case.size for case in run.plan.cases}))
+    axes.set_yscale("log")
+    axes.set_ylabel("ms")
+    axes.legend()
+    figure.savefig(path)
+    return path
+
+
+def _draw_of_limit(run: Run, path: Path) -> Path:
+    figure, axes = _figure("Fraction of link bandwidth")
+    for label, colour, dashes, line in _lines(run):
+        points = [(row.case.size, row.of_limit) for row in line if row.of_limit is not None]
+        axes.plot(*zip(*points, strict=True), dashes, color=colour, marker="o", label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    _size_axis(axes, sorted({case.size for case in run.plan.cases}))
+    axes.set_ylabel("least time / median time")
+    axes.legend()
+    figure.savefig(path)
+    return path
+
+
+def _draw_ratios(run: Run, path: Path) -> Path:
+    pairs = ratio_pairs(run)
+    figure, axes = _figure(f"{run.plan.backends[0]}: times as fast, and the launches' spread")
+    labels = [f"{show_size(case.size)} {case.dtype}\n{theirs}" for case, _, theirs, _ in pairs]
+    values = [found.value for *_, found in pairs]
+    below = [found.value - min(found.low, found.value) for *_, found in pairs]
+    above = [max(found.high, found.value) - found.value for *_, found in pairs]
+    axes.bar(range(len(pairs)), values, yerr=[below, above], capsize=4, color="tab:blue")
+    axes.set_xticks(range(len(pairs)), labels, fontsize=8)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("times as fast")
+    figure.savefig(path)
+    return path
+
+
+def _tables(text: str) -> Iterator[list[dict[str, str]]]:
+    """Each table's rows by column."""
+    head: list[str] = []
+    rows: list[dict[str, str]] = []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("| ").split("|")]
+            if not head:
+                head = cells
+            elif set(cells[0]) != {"-"} or len(cells[0]) < 3:
+                # Of two columns of one name the first is ours.
+                rows.append(dict(reversed([*zip(head, cells, strict=False)])))
+            continue
+        if head:
+            yield rows
+            head, rows = [], []
+
+
+def _number(cell: str) -> float | None:
+    found = re.match(r"\**(\d+(?:\.\d+)?)", cell)
+    return float(found[1]) if found else None
+
+
+def _of_results(rows: Sequence[Mapping[str, str]]) -> Iterator[Parts]:
+    """The largest size of each experiment that `make bench` wrote."""
+    for name in dict.fromkeys(row["experiment"] for row in rows):
+        mine = [row for row in rows if row["experiment"] == name]
+        size = max((row["size"] for row in mine), key=lambda size: parse_size(size.split()[0]))
+        chosen = [row for row in mine if row["size"] == size]
+        ours = _number(chosen[0]["of-limit"])
+        if ours is None:
+            continue
+        parts = {"byteps": ours}
+        for row in chosen:
+            if row["backend"] != "-":
+                parts[row["backend"]] = ours * float(row["ms"]) / float(row["its ms"])
+        yield Parts(f"{name}\n{size}", parts)
+
+
+def _with_nccl(row: Mapping[str, str]) -> Parts | None:
+    """A row of tensors on GPUs."""
+    ours = next((_number(row[name]) for name in _OF_LIMIT if name in row), None)
+    ratio = next((_number(row[name]) for name in _RATIO if name in row), None)
+    if ours is None or ratio is None:
+        return None
+    label = f"{row['workers + servers']}, {row['links']}, GPU\n{row['size']}"
+    return Parts(label, {"byteps": ours, "nccl": ours / ratio})
+
+
+def parts_in(text: str) -> list[Parts]:
+    """Of each experiment on links with a limit, how near each backend comes to that limit.
+
+    Args:
+        text: of a document such as docs/results/figures.md.
+
+    Raises:
+        ValueError: it has no results.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    written, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"there are no results, which begin with {BEGIN!r} and end with {END!r}")
+    found: list[Parts | None] = []
+    for table in _tables(written):
+        found += _of_results(table)
+    for table in _tables(before + after):
+        if any(name in table[0] for name in _RATIO):
+            found += [_with_nccl(row) for row in table]
+    return [parts for parts in found if parts is not None]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -104,7 +363,7 @@ def earlier(
     """
     if not options.resume or not options.json.exists():
         return (), meta
-    runs, before = samples.read(options.json)
+    runs, before = launch.read(options.json)
     for name in ("byteps", "hardware", "settings"):
         if before.get(name) != meta[name]:
             raise ValueError(
@@ -116,9 +375,6 @@ def earlier(
 
 def draw_document(document: Path, chart: Path) -> int:
     """Draw what the tables of a document say; the exit status."""
-    from bench.pushpull.document import parts_in
-    from bench.pushpull.plots import draw_parts
-
     try:
         experiments = parts_in(document.read_text(encoding="utf-8"))
         chart.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     meta = metadata(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.from_json:
-            runs, meta = samples.read(options.from_json)
+            runs, meta = launch.read(options.from_json)
             return report(experiments, runs, meta, options)
         kept, meta = earlier(meta, options)
         names = {run.name for run in kept}
@@ -191,14 +447,10 @@ def report(
         if options.json:
             shown = [run for _, run in done]
             names = {run.name for run in shown}
-            samples.write([*shown, *(r for r in kept if r.name not in names)], meta, options.json)
+            launch.write([*shown, *(r for r in kept if r.name not in names)], meta, options.json)
         if options.plot:
-            from bench.pushpull.plots import draw
-
             draw(run, options.plot / run.name)
     if options.chart and done:
-        from bench.pushpull.plots import draw_overview
-
         options.chart.parent.mkdir(parents=True, exist_ok=True)
         draw_overview([run for _, run in done], options.chart)
     if options.brief:

@@ -1,13 +1,124 @@
-"""What a run prints: aligned tables of figures, ratios and thresholds."""
+"""Thresholds that a run must reach, and its tables: those that are printed, and a document's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mode
 
-from bench.kit.plan import Case
-from bench.kit.units import show_size
-from bench.pushpull.gates import Verdict
-from bench.pushpull.summary import Ratio, Row, Run, percentile, ratio, rows
+import torch
+
+from bench.kit.plan import Case, Plan
+from bench.kit.record import show_size
+from bench.pushpull.launch import Ratio, Row, Run, cpu_s_per_gb, p50_s, percentile, ratio, row, rows
+from scripts.columns import pipes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A figure of BytePS, and the bounds that it must keep."""
+
+    kind: str
+    """``ratio``: times as fast as the base; ``of-limit``: part of what the links allow; ``cpu``:
+    CPU seconds for a GB, over the base's; ``speed``: GB per second; ``cpu-seconds``: for a GB,
+    of all processes of the job."""
+    case: Case
+    """BytePS's."""
+    base: str = "gloo"
+    """The backend to compare with."""
+    base_case: Case | None = None
+    """The base's; None: the same."""
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def title(self) -> str:
+        what = f"{show_size(self.case.size)} {self.case.type_name}"
+        if self.kind == "of-limit":
+            return f"{what}: fraction of link bandwidth"
+        if self.kind == "speed":
+            return f"{what}: GB/s"
+        if self.kind == "cpu-seconds":
+            return f"{what}: CPU seconds per GB"
+        base = self.base_case or self.case
+        same = base.dtype == self.case.dtype and base.size == self.case.size
+        against = self.base if same else f"{self.base} {show_size(base.size)} {base.dtype}"
+        measure = "speed" if self.kind == "ratio" else "CPU seconds per GB"
+        return f"{what}: {measure} over that of {against}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a gate found."""
+
+    gate: Gate
+    value: float | None
+    """None: the run has no such figure, which is a miss."""
+    spread: Ratio | None = None
+
+    @property
+    def ok(self) -> bool:
+        gate = self.gate
+        if self.value is None:
+            return False
+        above = gate.low is None or self.value >= gate.low
+        return above and (gate.high is None or self.value <= gate.high)
+
+
+def judge(gate: Gate, run: Run) -> Verdict:
+    """Hold a run against a gate."""
+    if gate.kind == "of-limit":
+        return Verdict(gate=gate, value=row(run, "byteps", gate.case).of_limit)
+    if gate.kind == "speed":
+        return Verdict(gate=gate, value=row(run, "byteps", gate.case).algbw / 1e9)
+    if gate.kind == "cpu-seconds":
+        return Verdict(gate=gate, value=row(run, "byteps", gate.case).cpu_s_per_gb)
+    ours = run.of("byteps", gate.case)
+    theirs = run.of(gate.base, gate.base_case or gate.case)
+    if gate.kind == "cpu":
+        mine, base = cpu_s_per_gb(ours, "byteps"), cpu_s_per_gb(theirs, gate.base)
+        return Verdict(gate=gate, value=mine / base if mine and base else None)
+    spread = ratio(ours, theirs)
+    return Verdict(gate=gate, value=spread.value, spread=spread)
+
+
+def judge_all(gates: Sequence[Gate], run: Run) -> list[Verdict]:
+    return [judge(gate, run) for gate in gates]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A plan, why it is run, and what it must show."""
+
+    name: str
+    why: str
+    plan: Plan
+    gates: Sequence[Gate]
+    processors: int = 1
+    """Below so many the cores, not the links, would be what is measured."""
+
+    def of_launches(self, launches: int) -> Experiment:
+        """The same with another number of launches."""
+        return replace(self, plan=replace(self.plan, launches=launches, retries=launches))
+
+
+def demand_hardware(experiments: Sequence[Experiment]) -> None:
+    """Refuse what this machine cannot measure. Raises ValueError."""
+    there = len(os.sched_getaffinity(0))
+    for one in experiments:
+        if there < one.processors:
+            raise ValueError(
+                f"{one.name} needs {one.processors} cores, and there are {there}: "
+                "run it on a larger machine, or show what was recorded there with --from-json"
+            )
+        if one.plan.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"{one.name} needs a GPU, and torch finds none: take the same experiments of CPU "
+                "tensors (--set fast), or show what was recorded elsewhere with --from-json"
+            )
+
 
 RESULT_HEAD = (
     *("size", "count", "type", "backend", "workers", "servers", "p50 ms", "p99 ms"),
@@ -114,3 +225,99 @@ def brief_tables(runs: Sequence[tuple[Run, Sequence[Verdict]]]) -> list[list[Seq
         figures += [_brief_cells(run, row) for row in rows(run)]
         bars += [[run.name, *gate_cells(verdict)] for verdict in verdicts]
     return [figures, bars]
+
+
+BEGIN = "<!-- results: written by `make bench MARKDOWN=...`, not by hand -->"
+END = "<!-- end of results -->"
+HEAD = ("experiment", "size", "ms", "of-limit", "backend", "its ms", "ratio", "min..max")
+"""``ms`` and ``of-limit`` are BytePS's; ``ratio`` is how many times as fast it is."""
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.4g}"
+
+
+def _against(run: Run, case: Case) -> Iterator[tuple[str, str, Ratio | None]]:
+    """Each other backend, its time, and how many times as fast the first one is."""
+    first, *others = run.plan.backends
+    for other in others:
+        outcomes = run.of(other, case)
+        yield other, _ms(p50_s(outcomes)), ratio(run.of(first, case), outcomes)
+    if not others:
+        yield "-", "-", None
+
+
+def _spread(found: Ratio | None) -> tuple[str, str]:
+    if found is None:
+        return "-", "-"
+    return f"{found.value:.3f}", f"{found.low:.3f}..{found.high:.3f}"
+
+
+def lines_of(experiment: Experiment, run: Run) -> list[Sequence[str]]:
+    """A row for each case and each backend that BytePS is compared with."""
+    lines: list[Sequence[str]] = []
+    for case in run.plan.cases:
+        ours = row(run, run.plan.backends[0], case)
+        limit = "-" if ours.of_limit is None else f"{ours.of_limit:.3f}"
+        head = (experiment.name, f"{show_size(case.size)} {case.type_name}", _ms(ours.p50_s), limit)
+        for other, its, found in _against(run, case):
+            lines.append((*head, other, its, *_spread(found)))
+    return lines
+
+
+def launches_of(pairs: Sequence[tuple[Experiment, Run]]) -> str:
+    """How many launches of each backend count, and of which experiments others do, and why."""
+    counts = [len({launch.index for launch in run.counted}) for _, run in pairs]
+    usual = mode(counts)
+    text = f"{usual}"
+    for (experiment, run), rounds in zip(pairs, counts, strict=True):
+        made = len({launch.index for launch in run.launches})
+        if made > rounds:
+            text += f"; {experiment.name}: {rounds}, {made - rounds} more on a busy machine"
+        elif not run.quiet:
+            text += f"; {experiment.name}: {rounds}, **all on a busy machine**"
+        elif rounds != usual:
+            text += f"; {experiment.name}: {rounds}"
+    return text
+
+
+def missed(pairs: Sequence[tuple[Experiment, Run]]) -> str:
+    """How many thresholds are met, and those that are not."""
+    verdicts = [(one, v) for one, run in pairs for v in judge_all(one.gates, run)]
+    good = sum(verdict.ok for _, verdict in verdicts)
+    text = f"Thresholds met: {good} of {len(verdicts)}."
+    for experiment, verdict in verdicts:
+        if not verdict.ok:
+            title, bounds, value, *_ = gate_cells(verdict)
+            text += f" MISS: {experiment.name}, {title}: {value}, must be {bounds}."
+    return text
+
+
+def results(pairs: Sequence[tuple[Experiment, Run]], meta: Mapping[str, str]) -> str:
+    """One table of all, with what the figures depend on."""
+    table: list[Sequence[str]] = [HEAD]
+    for experiment, run in pairs:
+        table += lines_of(experiment, run)
+    wrong = sum(run.wrong for _, run in pairs)
+    return "\n".join(
+        [
+            *(f"- {name}: {text}" for name, text in meta.items()),
+            f"- launches of each backend, interleaved: {launches_of(pairs)}",
+            f"- wrong elements: {wrong}",
+            "",
+            *pipes(table),
+            "",
+            missed(pairs),
+        ]
+    )
+
+
+def replace_results(path: Path, text: str) -> None:
+    """Put the text between the marks of a document. Raises ValueError when it has none."""
+    whole = path.read_text(encoding="utf-8")
+    before, begin, rest = whole.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} lacks the lines {BEGIN!r} and {END!r}, between which to write")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")

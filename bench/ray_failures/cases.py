@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from bench.ray_failures.nodes import Nodes
+from megatron_byteps_ray.cluster import Pool
 from megatron_byteps_ray.job import Job, record_of_steps
-from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import PRELOAD, Settings
 from tests.layouts.platforms import CPU, Platform
 from tests.layouts.under_ray.pools import environment_on, settings_on

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_byteps_ray import training_state
+from megatron_byteps_ray import memory
 from tests.layouts.under_ray.gpus import take_a_share
 
 _HOLD_S = 120.0
@@ -83,7 +83,7 @@ def _before(module: Any, name: str, call: Callable[[dict[str, Any]], None]) -> N
 def _while_handed_in(step: int, what: str) -> None:
     """Strike when a part of that step's state is with the actor."""
 
-    class Keeper(training_state.Keeper):
+    class Keeper(memory.Keeper):
         def __init__(self, name: str, of: int) -> None:
             super().__init__(name, of)
             self._strikes = of == step
@@ -94,7 +94,7 @@ def _while_handed_in(step: int, what: str) -> None:
                 _do(what)
             super().finish()
 
-    training_state.Keeper = Keeper  # type: ignore[misc, assignment] # in place of the class
+    memory.Keeper = Keeper  # type: ignore[misc, assignment] # in place of the class
 
 
 def main() -> None:

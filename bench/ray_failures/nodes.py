@@ -1,4 +1,5 @@
-"""Further nodes of a Ray cluster on this machine, each of which can be lost as a machine is."""
+"""Further nodes of a Ray cluster on this machine, each of which can be lost as a machine is, and a
+script for jobs on them."""
 
 from __future__ import annotations
 
@@ -121,3 +122,28 @@ def _processes(name: str) -> list[psutil.Process]:
                 for one in (process, *process.children(recursive=True)):
                     found[one.pid] = one
     return list(found.values())
+
+
+# Trains nothing: three steps, a sum each.
+SCRIPT = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+import byteps.torch as bps
+from megatron_byteps_ray import report
+
+dist.init_process_group("gloo")
+bps.init()
+rank = dist.get_rank()
+for step in range(1, 4):
+    values = torch.arange(1.0, 5.0) * (rank + 1) * step
+    bps.push_pull_inplace(values, average=False, name="x")
+    report(step, tokens=4, total=values.sum().item())
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+seen = {"sum": values.tolist(), "arguments": sys.argv[1:], **{n: os.environ[n] for n in names}}
+assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
+    json.dump(seen, file)
+bps.shutdown()
+dist.destroy_process_group()
+"""

@@ -29,9 +29,8 @@ from bench.ray_failures.cases import (
     problems,
     several_nodes,
 )
-from megatron_byteps_ray.cluster import cluster
-from megatron_byteps_ray.phases import ORDER
-from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.cluster import Pool, cluster
+from megatron_byteps_ray.incarnation import ORDER
 from tests.layouts.command import refuse_missing_gpus
 from tests.layouts.platforms import CUDA, PLATFORMS
 from tests.layouts.table import Table, line

@@ -23,10 +23,9 @@ from typing import Any
 import byteps.torch as bps
 import torch
 
-from bench.kit import machine
+from bench.kit import record
 from bench.kit.emulation import LOOPBACK
-from bench.kit.errors import LaunchError
-from bench.kit.processes import Processes, plain_environment, server_executable
+from bench.kit.processes import LaunchError, Processes, plain_environment, server_executable
 
 START_S = 60.0
 RUN_S = 180.0
@@ -170,9 +169,9 @@ def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
             bps.push_pull_inplace(torch.ones(spec.size), average=False, name="idle")
             time.sleep(1.0)  # let the last of it be done
             pids = [*nodes, os.getpid()]
-            begin, before = time.monotonic(), [machine.process_cpu_ns(pid) for pid in pids]
+            begin, before = time.monotonic(), [record.process_cpu_ns(pid) for pid in pids]
             time.sleep(spec.idle_s)
-            spent, after = time.monotonic() - begin, [machine.process_cpu_ns(p) for p in pids]
+            spent, after = time.monotonic() - begin, [record.process_cpu_ns(p) for p in pids]
             bps.shutdown()
             return [(b - a) / 1e9 / spent for a, b in zip(before, after, strict=True)]
 

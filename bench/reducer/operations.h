@@ -1,5 +1,5 @@
-// The table of what is measured: how each operation uses memory, the plain loop that uses it alike,
-// and what it gives.
+// What is timed: every addition of the reducer, each with the plain loop that uses memory alike;
+// the optimizer's updates; and elements of every type, by means other than the reducer's.
 #ifndef BENCH_REDUCER_OPERATIONS_H_
 #define BENCH_REDUCER_OPERATIONS_H_
 
@@ -78,7 +78,11 @@ void Touch(char* a, char* b, char* c, size_t steps) {
   }
 }
 
+}  // namespace bench
+
 // The table of what is measured: one row for each function of the reducer.
+
+namespace bench {
 
 using byteps::core::DType;
 
@@ -141,7 +145,11 @@ inline std::vector<Operation> Operations() {
   return table;
 }
 
+}  // namespace bench
+
 // Elements of every type from and to double, by means other than the reducer's.
+
+namespace bench {
 
 // Small multiples of every divisor: exact in every type, also after an addition and
 // a division, and other ones in each buffer and at each index, up to a period.  None
@@ -232,7 +240,11 @@ inline double Get(DType t, bool wide, const char* p, size_t i) {
   return NAN;
 }
 
+}  // namespace bench
+
 // The optimizer's updates: gradients or parameters in one buffer, and fp32 state in others.
+
+namespace bench {
 
 // AdamW over partitions, which lie one after the other.
 class AdamWRun {

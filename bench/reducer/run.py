@@ -32,9 +32,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.kit import machine
+from bench.kit import record
 from bench.kit.plan import DTYPE_BYTES
-from bench.kit.units import parse_size, show_size
+from bench.kit.record import parse_size, show_size
 from scripts.columns import aligned
 from scripts.progress import Progress
 
@@ -238,7 +238,7 @@ def measure(options: argparse.Namespace) -> list[Result]:
 def metadata(options: argparse.Namespace, level: str) -> dict[str, str]:
     compiler = run([os.environ.get("CXX", "c++"), "--version"]).splitlines()[0]
     return {
-        "hardware": machine.hardware(),
+        "hardware": record.hardware(),
         "compiler": compiler,
         "instructions": level,
         "partition": show_size(options.partition),

@@ -15,25 +15,201 @@ usage.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from bench.kit.units import parse_rate, parse_size, show_rate, show_size
-from bench.simulator.checking import HEAD, compare
-from bench.simulator.flowcontrol import HEAD as RULES_HEAD
-from bench.simulator.flowcontrol import INCAST_HEAD, compare_incast, compare_rules
-from bench.simulator.prediction import Row, predict, table
+from byteps import cost_model as costmodel
+
+from bench.kit.record import parse_rate, parse_size, show_rate, show_size
+from bench.simulator import simulation
+from bench.simulator.incast import INCAST_HEAD, RULES_HEAD, compare_incast, compare_rules
 from bench.simulator.scenario import (
+    LARGEST_PARTITION,
     Scenario,
     Workers,
     engine_partition,
     engine_window,
     payload_fraction,
+    uniform,
 )
 from scripts.columns import aligned
+
+_HEAD = ("workers", "servers", "seconds", "over M/B", "closed form", "ring s", "ring / this")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is predicted for one scenario."""
+
+    workers: int
+    servers: int
+    seconds: float
+    """Of the push-pull."""
+    over_limit: float
+    """Those seconds over M/B, B being the workers' link with its framing."""
+    closed_form: float
+    """The same by the cost model."""
+    ring_seconds: float
+    """Of a ring all-reduce over the same workers and links."""
+    ratio: float
+    """The ring's seconds over the push-pull's: above 1 where servers win."""
+
+
+def predict(scenario: Scenario, link: float) -> Row:
+    """Simulate both ways; ``link`` is B in bytes per second, what the limit M/B is counted with."""
+    seconds = simulation.push_pull(scenario).seconds
+    ring_seconds = simulation.ring(scenario)
+    limit = scenario.size / link
+    if scenario.colocated:
+        closed_form = costmodel.colocated(scenario.count, scenario.size, link)
+    else:
+        closed_form = costmodel.own_machines(scenario.count, scenario.servers, scenario.size, link)
+    return Row(
+        workers=scenario.count,
+        servers=scenario.servers,
+        seconds=seconds,
+        over_limit=seconds / limit,
+        closed_form=closed_form / limit,
+        ring_seconds=ring_seconds,
+        ratio=ring_seconds / seconds,
+    )
+
+
+def table(rows: Sequence[Row]) -> list[Sequence[str]]:
+    """Head and cells."""
+    return [_HEAD, *map(_cells, rows)]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.workers),
+        str(row.servers),
+        f"{row.seconds:.4f}",
+        f"{row.over_limit:.3f}",
+        f"{row.closed_form:.3f}",
+        f"{row.ring_seconds:.4f}",
+        f"{row.ratio:.3f}",
+    )
+
+
+CHECK_HEAD = (
+    "workers",
+    "servers",
+    "size",
+    "type",
+    "backend",
+    "measured s",
+    "predicted s",
+    "off by",
+)
+_SMALLEST = "BYTEPS_MIN_PARTITION_BYTES="
+_LARGEST = "BYTEPS_PARTITION_BYTES="
+_WINDOW = "BYTEPS_SERVER_WINDOW_BYTES="
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One figure of the benchmark, and its prediction."""
+
+    workers: int
+    servers: int
+    size: int
+    dtype: str
+    backend: str
+    measured: float
+    """Seconds: the median."""
+    predicted: float
+
+    @property
+    def off_by(self) -> float:
+        """Measured over predicted, less 1: above 0 where the program is slower than the model."""
+        return self.measured / self.predicted - 1
+
+    def cells(self) -> Sequence[str]:
+        return (
+            str(self.workers),
+            str(self.servers),
+            show_size(self.size),
+            self.dtype,
+            self.backend,
+            f"{self.measured:.4f}",
+            f"{self.predicted:.4f}",
+            f"{self.off_by:+.1%}",
+        )
+
+
+def compare(path: Path, model: Scenario) -> list[Comparison]:
+    """Every figure of a file whose links have a known rate; the others cannot be predicted.
+
+    Workers, servers, links, sizes and the engine's settings are those of the file; what it does not
+    say (additions, latency) is taken from ``model``.
+
+    Raises:
+        ValueError: the file is not what the benchmark writes.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        settings = content["meta"].get("settings", "")
+        return [one for run in content["runs"] for one in _run(run, settings, model)]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not what pushpull_bench.py --json writes: {error!r}"
+        ) from error
+
+
+def _run(run: dict[str, Any], settings: str, model: Scenario) -> Iterator[Comparison]:
+    topology = run["plan"]["topology"]
+    if not topology["link_bits"]:
+        return
+    rate = topology["link_bits"] / 8 * payload_fraction(topology["mtu"])
+    for row in run["rows"]:
+        if row["backend"] == "sockets":
+            continue  # nobody waits for the sums that the simulation waits for
+        case = row["case"]
+        links = uniform(topology["workers"], topology["servers"], case["size"], rate)
+        # Tensors that are summed together follow each other as parts of one do.
+        partition = engine_partition(
+            case["size"] // case.get("tensors", 1),
+            topology["servers"],
+            _setting(settings, _SMALLEST, 0),
+            _setting(settings, _LARGEST, LARGEST_PARTITION),
+            link=topology["link_bits"] / 8,
+        )
+        window = _setting(settings, _WINDOW, 0)
+        scenario = replace(
+            model,
+            size=links.size,
+            workers=links.workers,
+            servers=links.servers,
+            server_rate=rate,
+            colocated=topology["colocate"],
+            partition=partition,
+            window=window or engine_window(partition, topology["servers"], rate),
+        )
+        through_servers = row["backend"] == "byteps"
+        push_pull = simulation.push_pull(scenario).seconds if through_servers else None
+        yield Comparison(
+            workers=topology["workers"],
+            servers=topology["servers"] if through_servers else 0,
+            size=case["size"],
+            dtype=case["dtype"],
+            backend=row["backend"],
+            measured=row["p50_s"],
+            predicted=simulation.ring(scenario) if push_pull is None else push_pull,
+        )
+
+
+def _setting(settings: str, name: str, fallback: int) -> int:
+    for word in settings.split():
+        if word.startswith(name):
+            return int(word.removeprefix(name))
+    return fallback
+
 
 WORKERS = "8,16,32,64,128,256,512,1024"
 
@@ -207,7 +383,7 @@ def check(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    print(aligned([HEAD, *(one.cells() for one in found)]))
+    print(aligned([CHECK_HEAD, *(one.cells() for one in found)]))
     worst = max(abs(one.off_by) for one in found)
     print(f"# largest difference {worst:.1%}; allowed {options.tolerance:.1%}")
     return 1 if worst > options.tolerance else 0

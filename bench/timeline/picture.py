@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.timeline.timelines import stages_of
-from megatron_byteps_ray import traces
+from bench.timeline.report import stages_of
+from megatron_byteps_ray import profiling
 
 COLORS = {
     "push": "tab:blue",
@@ -193,7 +193,7 @@ def main() -> int:
     for files, read in ((arguments.files, read_timeline), (arguments.profile, read_profile)):
         for file in files:
             try:
-                slices += read(traces.read(file))
+                slices += read(profiling.read(file))
             except (OSError, ValueError) as error:
                 print(f"error: {file}: {error}", file=sys.stderr)
                 return 1

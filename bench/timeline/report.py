@@ -15,14 +15,45 @@ import signal
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.timeline.timelines import Row, Stage, row_of, stages_of
-from megatron_byteps_ray import traces
+from megatron_byteps_ray import profiling
 from scripts.columns import aligned
+
+Row = tuple[int, str]
+"""A process's number, and that of one of its partitions in one round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A partition's stay in one stage. Milliseconds since the epoch."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def row_of(event: dict[str, Any]) -> Row | None:
+    """What an event of a partition is of; None for other events."""
+    return (event["pid"], event["id2"]["local"]) if event["ph"] in ("b", "e") else None
+
+
+def stages_of(events: Iterable[dict[str, Any]]) -> Iterator[tuple[Row, Stage]]:
+    """In the order in which they ended. Raises KeyError for what is no timeline of BytePS."""
+    begun: dict[tuple[Row, str], float] = {}
+    for event in events:
+        row = row_of(event)
+        if row is None or "args" in event:  # which tells of the whole way
+            continue
+        name, at = event["name"], event["ts"] / 1e3
+        if event["ph"] == "b":
+            begun[row, name] = at
+        elif (row, name) in begun:
+            yield row, Stage(name=name, begin=begun.pop((row, name)), end=at)
+
 
 PUSH, SERVER = "push", "server"
 BEFORE_PUSH = {
@@ -229,7 +260,7 @@ def main() -> int:
     ways: list[Way] = []
     for file in arguments.files:
         try:
-            ways += ways_of(traces.read(file))
+            ways += ways_of(profiling.read(file))
         except (OSError, ValueError) as error:
             print(f"error: {file}: {error}", file=sys.stderr)
             return 1

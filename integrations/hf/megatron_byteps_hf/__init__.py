@@ -5,8 +5,7 @@ Built on Megatron-Bridge, which knows how the weights of each family of models a
 
 ==============  ===================================================================
 ``options``     the flags
-``model``       a folder with a Hugging Face model: its arguments for Megatron, its weights
-``adapters``    LoRA adapters, and their files
+``model``       a folder with a Hugging Face model: arguments, weights, LoRA adapters
 ``bridge``      Megatron-Bridge, imported without Transformer Engine where there is none
 ``preload``     Megatron-Bridge again, imported by an import: for fork servers
 ``package``     the model that ``make train HF=1`` trains, taken out of a Python package

@@ -150,7 +150,7 @@ def run_local(settings: Settings) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(settings.ranks)]
     if not settings.entry.endswith(".py") or settings.profile is not None:
-        command += ["-m", "megatron_byteps_ray.entry"]
+        command += ["-m", "megatron_byteps_ray.rank_program"]
     folders = [*settings.python_path, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
     os.environ.update(settings.environment)
@@ -168,7 +168,7 @@ def run_local(settings: Settings) -> int:
 
 def _console_of(replica: int) -> Callable[[dict[str, Any]], None]:
     """Lines of a replica begin with its number."""
-    from .console import Console
+    from .job import Console
 
     return Console(lambda text: print(f"replica {replica}: {text}", flush=True))
 
@@ -190,11 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.mode == "local":
         return run_local(settings)
     # Here, because a bad flag should not wait for Ray.
-    from .cluster import cluster
-    from .console import Console
-    from .job import Job
-    from .pool import JobError
-    from .replicas import Replicas
+    from .cluster import JobError, cluster
+    from .job import Console, Job, Replicas
 
     try:
         job = Replicas(settings, _console_of) if settings.replicas > 1 else Job(settings, Console())

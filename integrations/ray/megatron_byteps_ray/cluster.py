@@ -1,18 +1,34 @@
-"""Joining a Ray cluster, or starting one on this machine for one job."""
+"""A Ray cluster, joined or started on this machine for one job; the actors of a job in it, each in
+a bundle of one placement; and what Ray's metrics show of the job.
+"""
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import services, state
+from ray.util.metrics import Counter, Gauge
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from .rank_actor import BytePSActor, RankActor
 from .settings import Settings
+
+
+def draining_nodes() -> set[str]:
+    """Ray's numbers of them. No public call of Ray tells them, only the one that its own libraries
+    use: none where a version of Ray has it no more."""
+    ask = getattr(state.state, "get_draining_nodes", None)
+    return set(ask()) if ask is not None else set()
+
 
 _NODE_S = 30.0
 """For how long it is asked for, each time that Ray does."""
@@ -107,3 +123,286 @@ def _patience() -> Iterator[None]:
         yield
     finally:
         services.get_node = ask
+
+
+_THREADS = 8
+_ATTEMPTS = 3
+_ANSWER_S = 60.0
+"""A spare that does not say where it is within this time is given up."""
+
+
+class JobError(Exception):
+    """The job cannot go on; the text says why."""
+
+
+@dataclass
+class Slot:
+    """An actor that is a rank, or may become one."""
+
+    bundle: int
+    actor: Any
+    facts_ref: Any
+    warm_ref: Any
+    attempt: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    warm: bool = False
+    gone: bool = False
+    strikes: int = 0
+    """How often its rank failed by itself."""
+
+
+class Pool:
+    """See the module. Not for several threads."""
+
+    def __init__(self, settings: Settings, *, of_ranks: bool = True) -> None:
+        """``of_ranks``: whether it has actors for ranks, and not only those of BytePS."""
+        self._settings = settings
+        self._count = settings.ranks + settings.spares if of_ranks else 0
+        self._slots: list[Slot] = []
+        self.assigned: list[Slot] = []
+        """The ranks, in their order."""
+        self.byteps: list[Any] = []
+        """The scheduler's actor, then the servers'; empty without BytePS."""
+        self._byteps_bundles = settings.servers + 1 if settings.servers else 0
+        self._group: Any = None
+        self._draining: set[str] = set()
+        """Machines that are taken away, on which no replica is started again."""
+
+    # ----------------------------------------------------------------- opening and closing
+
+    def open(self) -> None:
+        """Find room for all actors, start them, and wait until ranks have imported everything.
+
+        Raises:
+            JobError: there is no room, or an actor cannot import what it must.
+        """
+        settings = self._settings
+        server = {"CPU": settings.server_cpus}
+        if settings.server_resource:
+            server[settings.server_resource] = 1.0
+        rank = {"CPU": settings.cpus_per_rank}
+        if settings.gpus_per_rank:
+            rank["GPU"] = settings.gpus_per_rank
+        count = self._count
+        bundles = [server] * self._byteps_bundles + [rank] * count
+        self._group = placement_group(bundles, strategy="PACK")
+        if not self._group.wait(settings.limits.place):
+            raise JobError(
+                f"Ray found no room within {settings.limits.place:g} s for {count} ranks and "
+                f"spares with {rank} each, scheduler and servers with {server} each; "
+                f"the cluster has {ray.cluster_resources()}, free are {ray.available_resources()}"
+            )
+        self.byteps = [self._new_byteps(index) for index in range(self._byteps_bundles)]
+        for index in range(count):
+            self._slots.append(self._new_slot(self._byteps_bundles + index, attempt=0))
+        self.wait_warm(min(settings.ranks, count), settings.limits.warm)
+
+    def close(self) -> None:
+        """End all actors; what they own ends with them."""
+        for actor in [*(slot.actor for slot in self._slots), *self.byteps]:
+            ray.kill(actor)
+        self._slots, self.assigned, self.byteps = [], [], []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=bundle
+        )
+
+    def _new_byteps(self, bundle: int) -> Any:
+        settings = self._settings
+        resources = {settings.server_resource: 1.0} if settings.server_resource else None
+        name = "scheduler" if bundle == 0 else f"server{bundle - 1}"
+        return (
+            ray.remote(BytePSActor)
+            .options(
+                num_cpus=settings.server_cpus,
+                resources=resources,
+                max_concurrency=_THREADS,
+                scheduling_strategy=self._strategy(bundle),
+            )
+            .remote(folder=str(settings.folder / "logs"), name=name)
+        )
+
+    def _new_slot(self, bundle: int, attempt: int) -> Slot:
+        settings = self._settings
+        environment = settings.forwarded()
+        # The GPU's number is the local rank: a process sees all GPUs that Ray may give away.
+        actor_environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        actor = (
+            ray.remote(RankActor)
+            .options(
+                num_cpus=settings.cpus_per_rank,
+                num_gpus=settings.gpus_per_rank,
+                max_concurrency=_THREADS,
+                scheduling_strategy=self._strategy(bundle),
+                runtime_env={"env_vars": actor_environment} if settings.gpus_per_rank else None,
+            )
+            .remote(
+                folder=str(settings.folder / "logs"),
+                preload=settings.preload,
+                python_path=settings.python_path,
+                environment=environment,
+            )
+        )
+        return Slot(
+            bundle=bundle,
+            actor=actor,
+            facts_ref=actor.facts.remote(),
+            warm_ref=actor.warm.remote(settings.limits.warm),
+            attempt=attempt,
+        )
+
+    # ----------------------------------------------------------------- who is there
+
+    def refresh(self) -> None:
+        """See which actors have become warm, and which were lost meanwhile.
+
+        Raises:
+            JobError: actors in one place cannot import what they must, again and again.
+        """
+        if self._settings.is_replica:
+            self._draining = draining_nodes()
+        pending = [slot for slot in self._slots if not slot.warm]
+        refs = [slot.warm_ref for slot in pending]
+        done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
+        for slot in pending:
+            if slot.warm_ref not in done:
+                continue
+            try:
+                problem = ray.get(slot.warm_ref)
+                slot.facts = slot.facts or ray.get(slot.facts_ref)
+            except ray.exceptions.RayActorError as error:
+                problem = f"its actor was lost: {error}"
+            if not problem:
+                slot.warm = True
+            elif slot.attempt + 1 < _ATTEMPTS:
+                self.lose(slot)
+            else:
+                raise JobError(f"an actor cannot be a rank: {problem}")
+
+    def wait_warm(self, count: int, limit_s: float) -> bool:
+        """Wait until so many actors are warm; whether they are."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            self.refresh()
+            if len(self.warm()) >= count:
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            pending = [slot.warm_ref for slot in self._slots if not slot.warm]
+            ray.wait(pending, num_returns=1, timeout=min(1.0, left))
+
+    def warm(self) -> list[Slot]:
+        """The actors that are ranks or could be at once."""
+        return [
+            slot for slot in self._slots if slot.warm and slot.facts["node"] not in self._draining
+        ]
+
+    def spares(self) -> list[Slot]:
+        """Those of them that are no ranks."""
+        return [slot for slot in self.warm() if slot not in self.assigned]
+
+    def drop_dead_spares(self) -> None:
+        """Replace spares that were lost while they waited."""
+        limit_s = min(self._settings.limits.beat, _ANSWER_S)
+        asked = {slot.actor.facts.remote(): slot for slot in self.spares()}
+        if not asked:
+            return
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
+        for ref in silent:
+            self.lose(asked[ref])
+        for ref in answered:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError:
+                self.lose(asked[ref])
+
+    def lose(self, slot: Slot) -> None:
+        """Give an actor up, and start another one in its place, which becomes a spare."""
+        slot.gone = True
+        ray.kill(slot.actor)
+        self._slots.remove(slot)
+        # One that had worked was lost for another reason than what it imports.
+        self._slots.append(self._new_slot(slot.bundle, 0 if slot.warm else slot.attempt + 1))
+
+    def replace_byteps(self, index: int) -> None:
+        """Another actor for a scheduler or server whose own was lost."""
+        ray.kill(self.byteps[index])
+        self.byteps[index] = self._new_byteps(index)
+
+    def assign(self, ranks: int) -> list[Slot]:
+        """The actors of the ranks: those of ranks stay, spares take the places of the lost.
+
+        ``ranks`` must not exceed what is warm. Where their number changes all are dealt anew.
+        """
+        live = self.warm()
+        if len(self.assigned) != ranks:
+            # Ranks of one machine follow each other.
+            kept = [slot for slot in self.assigned if slot in live]
+            chosen = (kept + [slot for slot in live if slot not in kept])[:ranks]
+            self.assigned = sorted(chosen, key=lambda slot: (slot.facts["node"], slot.bundle))
+        else:
+            spares = self.spares()
+            self.assigned = [
+                slot if slot in live else _take(spares, slot) for slot in self.assigned
+            ]
+        return list(self.assigned)
+
+
+def _take(spares: list[Slot], lost: Slot) -> Slot:
+    """A spare, of the same machine if there is one."""
+    near = [slot for slot in spares if slot.facts["node"] == lost.facts.get("node")]
+    slot = (near or spares)[0]
+    spares.remove(slot)
+    return slot
+
+
+_WINDOW = 20
+
+
+class Metrics:
+    """Gauges and counters, each with the job's name as a tag."""
+
+    def __init__(self, job: str) -> None:
+        self._tags = {"job": job}
+        self._gauges: dict[str, Gauge] = {}
+        self._restarts = Counter(
+            "megatron_byteps_restarts_total", description="Restarts so far", tag_keys=("job",)
+        )
+        self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_WINDOW)
+        self.tokens_per_s = 0.0
+        """Over the last 20 steps; 0 before the second."""
+
+    def _set(self, name: str, description: str, value: float) -> None:
+        gauge = self._gauges.get(name)
+        if gauge is None:
+            gauge = Gauge(f"megatron_byteps_{name}", description=description, tag_keys=("job",))
+            self._gauges[name] = gauge
+        gauge.set(value, tags=self._tags)
+
+    def ranks(self, ranks: int, spares: int, incarnation: int) -> None:
+        self._recent.clear()
+        self._set("ranks", "Ranks that train", ranks)
+        self._set("spares", "Warm spares", spares)
+        self._set("incarnation", "Generation of the job, from 0", incarnation)
+
+    def step(self, step: dict[str, Any]) -> None:
+        self._recent.append((step["time"], step["tokens"]))
+        spent = self._recent[-1][0] - self._recent[0][0]
+        if spent > 0:
+            tokens = sum(count for _, count in list(self._recent)[1:])
+            self.tokens_per_s = tokens / spent
+        self._set("step", "Number of the last step", step["step"])
+        for name, value in step["values"].items():
+            self._set(name.replace(" ", "_").replace("lm_loss", "loss"), name, value)
+        self._set("tokens_per_second", "Tokens a second over 20 steps", self.tokens_per_s)
+
+    def restart(self) -> None:
+        self._restarts.inc(tags=self._tags)
+
+    def recovery(self, seconds: float) -> None:
+        self._set("recovery_seconds", "From the last failure to training again", seconds)

@@ -13,7 +13,7 @@ the machine. It ends by itself a while after the last actor.
 
 Orders: ``start`` with ``environment``, ``folder``, ``log``, ``entry`` and ``arguments``; ``signal``
 with ``number``, to the rank's process group; ``tell`` with ``number``, to the rank alone. Messages:
-what the rank reports (``reporting``), and ``warm``, ``started`` (``pid``), ``ended`` (``pid``,
+what the rank reports (``send``), and ``warm``, ``started`` (``pid``), ``ended`` (``pid``,
 ``status``), ``failed`` (``text``).
 """
 
@@ -34,7 +34,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from . import rank_program, reporting
+from . import connect, rank_program, send
 
 IDLE_S = 30.0
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -121,8 +121,8 @@ def _be_child(parent: int, orders: int, messages: int, modules: Sequence[str]) -
             os._exit(1)
         for name in modules:
             importlib.import_module(name)
-        reporting.connect(messages)
-        reporting.send("standby")
+        connect(messages)
+        send("standby")
         with os.fdopen(orders, "rb") as source:
             line = source.readline()
         if line:

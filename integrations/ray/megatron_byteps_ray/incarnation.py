@@ -1,23 +1,73 @@
-"""One life of the job: starts its processes, watches them, ends them."""
+"""One life of the job: starts its processes, watches them, ends them, and times a recovery."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from . import scraping
-from .draining import draining_nodes
-from .failures import FAILED, HUNG, End, Failure
-from .phases import Phases
-from .places import local_variables
-from .pool import Slot
-from .servers import Servers
-from .settings import Settings
+from .cluster import Slot, draining_nodes
+from .recovery import FAILED, HUNG, End, Failure, Servers
+from .settings import (
+    Settings,
+    first_metrics_port,
+    local_variables,
+    metrics_of_ranks,
+    write_metrics_list,
+)
+
+ORDER = {
+    "noticed": "failure noticed",
+    "ended": "old processes ended",
+    "replaced": "lost ranks replaced",
+    "servers": "scheduler and servers listen",
+    "started": "ranks started",
+    "groups": "process groups made",
+    "byteps": "BytePS joined",
+    "loaded": "state loaded",
+    "step": "first step done",
+}
+"""What ends each part, in the order in which they come."""
+
+
+@dataclass
+class Phases:
+    """One recovery: when the failure was, and when each part ended, in seconds since the epoch."""
+
+    failed_at: float
+    ends: dict[str, float] = field(default_factory=dict)
+
+    def end(self, name: str, at: float | None = None) -> None:
+        """A part is done; of several ranks the last counts."""
+        self.ends[name] = max(self.ends.get(name, 0.0), time.time() if at is None else at)
+
+    @property
+    def done(self) -> bool:
+        return "step" in self.ends
+
+    def seconds(self) -> dict[str, float]:
+        """Each part's own length, and ``total``. A part that did not occur is left out."""
+        result, before = {}, self.failed_at
+        for name in ORDER:
+            if name in self.ends:
+                result[name] = max(0.0, self.ends[name] - before)
+                before = max(before, self.ends[name])
+        result["total"] = max(0.0, before - self.failed_at)
+        return result
+
+    def table(self) -> str:
+        """For the driver's output."""
+        lines = [
+            f"  {ORDER.get(name, 'training again'):30s} {spent:7.2f} s"
+            for name, spent in self.seconds().items()
+        ]
+        return "\n".join(lines)
+
 
 POLL_S = 0.25
 SETTLE_S = 1.0
@@ -110,7 +160,7 @@ class Incarnation:
             self._lost("rank 0")
             return False
         environment |= cluster
-        environment |= scraping.of_ranks(environment, self._settings.servers)
+        environment |= metrics_of_ranks(environment, self._settings.servers)
         environment |= {
             "WORLD_SIZE": str(len(self._slots)),
             "MASTER_ADDR": self._slots[0].facts["address"],
@@ -138,7 +188,7 @@ class Incarnation:
                 self._lost(f"rank {rank}")
         if self._ends:
             return False
-        self._metrics_port = scraping.first_port(environment)
+        self._metrics_port = first_metrics_port(environment)
         self._list_metrics()
         self._mark("started")
         for rank, slot in enumerate(self._slots):
@@ -152,7 +202,7 @@ class Incarnation:
         if self._metrics_port:
             places = [slot.facts for slot in self._slots]
             folder = self._settings.folder.absolute()
-            scraping.write_list(folder, self._metrics_port, self._servers.metrics(), places)
+            write_metrics_list(folder, self._metrics_port, self._servers.metrics(), places)
 
     def _replaced(self, who: str) -> bool:
         """Whether a server that has ended was replaced, and so ends nothing."""

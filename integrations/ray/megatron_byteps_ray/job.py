@@ -1,22 +1,92 @@
-"""The driver: incarnations one after the other, until training is done."""
+"""The driver: incarnations one after the other, until training is done, also of several replicas.
+
+A job's events go to a listener: ``Console`` makes lines for a person of them.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .failures import FAILED, HUNG, LEFT, LOST, Failure
-from .incarnation import Incarnation
-from .layout import Layout, option
-from .metrics import Metrics
-from .phases import Phases
-from .pool import JobError, Pool, Slot
-from .recovery import Recovery
-from .servers import Servers
-from .settings import Settings
+import ray
+
+from .cluster import JobError, Metrics, Pool, Slot
+from .incarnation import Incarnation, Phases
+from .recovery import FAILED, HUNG, LEFT, LOST, End, Failure, Recovery, Servers
+from .settings import Layout, Settings, metrics_of_ranks, option, write_metrics_list
+
+PROGRESS_S = 2.0
+
+
+class Console:
+    """Prints what happens; steps now and then."""
+
+    def __init__(self, write: Callable[[str], None] | None = None) -> None:
+        self._write = write or (lambda text: print(text, flush=True))
+        self._shown = 0.0
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        text = getattr(self, f"_{event['event']}")(event)
+        if text:
+            self._write(text)
+
+    def _opened(self, event: dict[str, Any]) -> str:
+        return f"{event['actors']} actors are there, all imports done"
+
+    def _incarnation(self, event: dict[str, Any]) -> str:
+        return (
+            f"generation {event['number']}: {event['ranks']} ranks on {event['nodes']} "
+            f"{'machine' if event['nodes'] == 1 else 'machines'}, {event['spares']} warm spares"
+        )
+
+    def _step(self, event: dict[str, Any]) -> str:
+        if time.monotonic() - self._shown < PROGRESS_S:
+            return ""
+        self._shown = time.monotonic()
+        values = "  ".join(f"{name} {value:.4f}" for name, value in event["values"].items())
+        return f"  step {event['step']:6d}  {values}  {event['tokens_per_s']:,.0f} tokens/s"
+
+    def _failure(self, event: dict[str, Any]) -> str:
+        failure = event["failure"]
+        lines = [f"generation {event['incarnation']} failed: {failure}"]
+        for end in failure.causes:
+            lines += [f"  {end.who}: {line}" for line in end.lines[-12:]]
+        return "\n".join(lines)
+
+    def _recovered(self, event: dict[str, Any]) -> str:
+        self._shown = 0.0
+        return f"training again, after the failure:\n{event['phases'].table()}"
+
+    def _kept(self, event: dict[str, Any]) -> str:
+        if not event["first"]:
+            return ""
+        megabytes = event["bytes"] / 1e6
+        return f"  step {event['step']:6d}  in memory: {megabytes:.1f} MB; {event['where']}"
+
+    def _state(self, event: dict[str, Any]) -> str:
+        if event["source"] == "memory":
+            return (
+                f"state of step {event['step']} from memory: {event['bytes'] / 1e6:.1f} MB, "
+                f"{event['moved']} of {event['ranks']} ranks take it from another actor, "
+                f"{event['seconds']:.2f} s"
+            )
+        return f"state from the last checkpoint, if any, not from memory: {event['why']}"
+
+    def _waiting(self, event: dict[str, Any]) -> str:
+        return f"{event['available']} of {event['wanted']} ranks are ready: waiting for the others"
+
+    def _fewer(self, event: dict[str, Any]) -> str:
+        return f"going on with {event['ranks']} ranks instead of {event['wanted']}"
+
+    def _done(self, event: dict[str, Any]) -> str:
+        count = event["incarnations"]
+        return f"done, after {count} {'generation' if count == 1 else 'generations'}"
+
 
 SCHEMA = 1
 _STRIKES = 2
@@ -279,3 +349,111 @@ def record_of_steps(folder: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+_POLL_S = 0.25
+_END_S = 60.0
+"""For scheduler and servers to end by themselves after the replicas."""
+
+
+class Replicas:
+    """Trains on the cluster that ``ray.init`` joined."""
+
+    def __init__(self, settings: Settings, listener: Callable[[int], Listener]) -> None:
+        """``listener`` makes the listener of a replica, by its number; see :class:`.job.Job`."""
+        if "BYTEPS_START_TIMEOUT_S" not in settings.forwarded():
+            # The actors of one replica may be there long before those of another one.
+            waits = {"BYTEPS_START_TIMEOUT_S": f"{settings.limits.start:g}"}
+            settings = replace(settings, environment={**settings.environment, **waits})
+        self._settings = settings
+        self._listener = listener
+        self._secret = settings.secret()
+        self.pool = Pool(settings, of_ranks=False)
+        """The actors of scheduler and servers."""
+        self._servers = Servers(settings, self.pool, self._secret, keep=False)
+        self._done = threading.Event()
+        """A replica has trained to the end, or none can."""
+        self._errors: dict[int, BaseException] = {}
+        self.jobs: list[Job] = []
+
+    def run(self) -> None:
+        """Train to the end. Also where some replicas are given up, as long as one gets there.
+
+        Raises:
+            JobError: none did, or there is no room.
+        """
+        try:
+            self.pool.open()
+            known, refused = self._servers.start(self._settings.ranks)
+            if refused is not None:
+                raise JobError(f"BytePS does not start: {refused}")
+            self._list_metrics()
+            self.jobs = [self._job(number, known) for number in range(self._settings.replicas)]
+            threads = []
+            for number in range(len(self.jobs)):
+                # Daemons: what ends this thread ends the driver, and its actors with it.
+                name = f"replica {number}"
+                thread = threading.Thread(
+                    target=self._drive, args=(number,), name=name, daemon=True
+                )
+                threads.append(thread)
+                thread.start()
+            lost = self._watch(threads)
+            if len(self._errors) == len(self.jobs):
+                why = "; ".join(f"replica {n}: {e}" for n, e in sorted(self._errors.items()))
+                raise JobError(f"{lost}; {why}" if lost else why)
+            self._servers.wait_end(_END_S)
+        finally:
+            self._servers.stop()
+            self.pool.close()
+
+    def _list_metrics(self) -> None:
+        """Write where Prometheus finds the servers; each replica does so for its ranks."""
+        if servers := self._servers.metrics():
+            folder = self._settings.folder.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            write_metrics_list(folder, 0, servers, [])
+
+    def _job(self, number: int, known: dict[str, str]) -> Job:
+        settings = self._settings
+        own = {**known, "BYTEPS_REPLICA": f"{number}/{settings.replicas}"}
+        own |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
+        # After the servers' ports those of a replica's ranks, and then those of the next one's.
+        before = settings.servers + number * (settings.ranks // settings.replicas)
+        own |= metrics_of_ranks(settings.forwarded(), before)
+        of_replica = replace(
+            settings,
+            replicas=1,
+            servers=0,
+            ranks=settings.ranks // settings.replicas,
+            folder=settings.folder / f"replica{number}",
+            environment={**settings.environment, **own},
+        )
+        return Job(of_replica, self._listener(number), is_over=self._done.is_set)
+
+    def _drive(self, number: int) -> None:
+        try:
+            self.jobs[number].run()
+        except BaseException as error:
+            self._errors[number] = error
+        else:
+            self._done.set()
+
+    def _watch(self, threads: list[threading.Thread]) -> str:
+        """Replace servers until all replicas have ended. What of BytePS was lost for good."""
+        lost = ""
+        while any(thread.is_alive() for thread in threads):
+            refs = list(self._servers.watched)
+            if not refs:
+                time.sleep(_POLL_S)
+                continue
+            for ref in ray.wait(refs, num_returns=1, timeout=_POLL_S)[0]:
+                who, end = self._servers.take(ref)
+                if end is not None and end["status"] == 0:
+                    continue
+                if self._servers.replace(who):
+                    self._list_metrics()
+                    continue
+                lost = str(End.lost(who) if end is None else End.told(who, end))
+                self._done.set()  # no replica can go on without it
+        return lost

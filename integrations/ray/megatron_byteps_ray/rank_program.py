@@ -1,10 +1,15 @@
-"""What runs in a rank's process: the user's script, unchanged, and what watches its progress."""
+"""What runs in a rank's process: the user's script, unchanged, and what watches its progress.
+
+As a program it runs a script, or ``module:function``, under torchrun:
+``torchrun ... -m megatron_byteps_ray.rank_program ENTRY ARGUMENTS``.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import functools
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -18,8 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import reporting, training_state
-from .profiling import profiled
+from . import memory, report, send
+from .profiling import asked_for, profiled
 
 BEAT_S = 1.0
 STACKS_SIGNAL = signal.SIGUSR2
@@ -44,13 +49,13 @@ def run(order: dict[str, Any]) -> int:
     if "megatron.training" in sys.modules:
         _prepare_checkpoints()
         _watch_megatron()
-    training_state.install()
+    memory.install()
     threading.Thread(target=_beat, name="progress", daemon=True).start()
     try:
         with profiled():
             call_entry(order["entry"], order["arguments"])
-        training_state.finish()
-        reporting.send("mark", mark="leaving")
+        memory.finish()
+        send("mark", mark="leaving")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
@@ -92,7 +97,7 @@ def _beat() -> None:
         bps = sys.modules.get("byteps.torch")
         if bps is not None and bps.is_initialized():
             pushed = bps.get_metrics().get("byteps_worker_pushed_bytes_total", 0)
-        reporting.send("beat", pushed=pushed)
+        send("beat", pushed=pushed)
         time.sleep(BEAT_S)
 
 
@@ -135,9 +140,9 @@ def _mark_after(module: Any, name: str, mark: str, before: str = "") -> None:
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
         if before:
-            reporting.send("mark", mark=before)
+            send("mark", mark=before)
         result = function(*args, **kwargs)
-        reporting.send("mark", mark=mark)
+        send("mark", mark=mark)
         return result
 
     setattr(module, name, marked)
@@ -155,7 +160,14 @@ def _reporting(training_log: Callable[..., Any]) -> Callable[..., Any]:
         settings = get_args()
         losses = {name: float(loss) for name, loss in values["loss_dict"].items()}
         tokens = settings.global_batch_size * settings.seq_length
-        reporting.report(values["iteration"], tokens=tokens, **losses)
+        report(values["iteration"], tokens=tokens, **losses)
         return training_log(*args, **kwargs)
 
     return log_and_report
+
+
+if __name__ == "__main__":
+    if asked_for() is not None and importlib.util.find_spec("megatron"):
+        report_megatron_steps()
+    with profiled():
+        call_entry(sys.argv[1], sys.argv[2:])

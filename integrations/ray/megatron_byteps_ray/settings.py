@@ -1,15 +1,206 @@
-"""What a job is, and what it may take."""
+"""What a job is, what it may take, and where its processes stand.
+
+Ray names GPUs as the mask does with which its node was started: ``4`` of ``4,5``, or the UUID of a
+GPU or of a slice of one (MIG). CUDA counts them by their place in that mask, which is what
+``LOCAL_RANK`` must be for ``torch.cuda.set_device(LOCAL_RANK)``. BytePS counts ranks instead.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from . import scraping
 from .profiling import Profile
+
+_MODEL_PARALLEL = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """The value that the last ``--name value`` or ``--name=value`` gives."""
+    value = None
+    for index, argument in enumerate(arguments):
+        if argument == name and index + 1 < len(arguments):
+            value = arguments[index + 1]
+        elif argument.startswith(f"{name}="):
+            value = argument.partition("=")[2]
+    return value
+
+
+def _number(arguments: Sequence[str], name: str, default: int) -> int:
+    text = option(arguments, name)
+    if text is None:
+        return default
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{name} {text}: not a whole number from 1")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the ranks of a job are cut."""
+
+    model: int
+    """Ranks that hold one copy of the model: tensor times pipeline times context parallelism."""
+    expert: int
+    """Copies must divide among so many ranks of experts."""
+    micro_batch: int
+    global_batch: int | None
+    """Sequences of a step; None: as many as the copies take at once."""
+
+    @classmethod
+    def of(cls, arguments: Sequence[str], multiple: int | None = None) -> Layout:
+        """Of Megatron's arguments. Raises ValueError where one is no number."""
+        model = 1
+        for name in _MODEL_PARALLEL:
+            model *= _number(arguments, name, 1)
+        whole = option(arguments, "--global-batch-size")
+        return cls(
+            model=multiple or model,
+            expert=_number(arguments, "--expert-model-parallel-size", 1),
+            micro_batch=_number(arguments, "--micro-batch-size", 1),
+            global_batch=_number(arguments, "--global-batch-size", 1) if whole else None,
+        )
+
+    def fits(self, ranks: int) -> bool:
+        """Whether a job of so many ranks can train with the same arguments."""
+        if ranks < 1 or ranks % self.model or (ranks % self.expert):
+            return False
+        copies = ranks // self.model
+        return self.global_batch is None or self.global_batch % (self.micro_batch * copies) == 0
+
+    def largest(self, available: int) -> int:
+        """The largest number of ranks that fits; 0 where none does."""
+        return next((ranks for ranks in range(available, 0, -1) if self.fits(ranks)), 0)
+
+
+_SLICE = "MIG-"
+
+
+def gpu_numbers(given: Sequence[str], mask: str | None) -> list[int]:
+    """How CUDA numbers these GPUs in a process that sees those of ``mask``; None: all there are.
+
+    Raises:
+        ValueError: the mask does not have them.
+    """
+    if mask is None:
+        return [int(gpu) for gpu in given]
+    visible = [gpu.strip() for gpu in mask.split(",")]
+    for gpu in given:
+        if gpu not in visible:
+            raise ValueError(
+                f"Ray gave GPU {gpu}, but ranks see CUDA_VISIBLE_DEVICES={mask}: set it for "
+                "`ray start`, not for the ranks"
+            )
+    return [visible.index(gpu) for gpu in given]
+
+
+def is_slice(given: Sequence[str]) -> bool:
+    """Whether it is a part of a GPU (MIG)."""
+    return any(gpu.startswith(_SLICE) for gpu in given)
+
+
+def local_variables(places: Sequence[Mapping[str, Any]], rank: int) -> dict[str, str]:
+    """What tells a rank its place among those of its machine.
+
+    Args:
+        places: of each rank, ``node``, ``gpus`` (CUDA's numbers) and ``slice``.
+    """
+    node, gpus = places[rank]["node"], places[rank]["gpus"]
+    here = [other for other, place in enumerate(places) if place["node"] == node]
+    number = here.index(rank)
+    ours = {"BYTEPS_LOCAL_RANK": str(number), "BYTEPS_LOCAL_SIZE": str(len(here))}
+    if not gpus:
+        return {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(len(here)), **ours}
+    highest = max(gpu for other in here for gpu in places[other]["gpus"])
+    values = {"LOCAL_RANK": str(gpus[0]), "LOCAL_WORLD_SIZE": str(highest + 1), **ours}
+    # NCCL lets no two ranks of a machine share a GPU: to it those that do are on several.
+    if any(_sharers_before(places, here, other) for other in here):
+        values["NCCL_HOSTID"] = f"{node}-{_sharers_before(places, here, rank)}"
+    return values
+
+
+def _sharers_before(places: Sequence[Mapping[str, Any]], here: Sequence[int], rank: int) -> int:
+    """How many lower ranks have the same GPU. A slice's name does not tell whose it is, so that
+    all are taken to be of one."""
+    own = places[rank]
+    return sum(
+        other < rank
+        and (places[other]["gpus"] == own["gpus"] or (places[other]["slice"] and own["slice"]))
+        for other in here
+    )
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+METRICS_PORT = "BYTEPS_METRICS_PORT"
+"""The first port of metrics. Servers have one each, whatever machines they are on, and ranks the
+ports after those: no two processes of a machine have the same."""
+METRICS_FILE = "prometheus.json"
+"""In the job's folder; Prometheus reads it as ``file_sd_configs``, and again when it changes."""
+
+
+def first_metrics_port(environment: Mapping[str, str]) -> int:
+    """0 where metrics are off.
+
+    Raises:
+        ValueError: the variable is no port.
+    """
+    text = environment.get(METRICS_PORT, "0")
+    if not (text.isdigit() and int(text) < 1 << 16):
+        raise ValueError(
+            f"{METRICS_PORT}={text} is no port: set it to the first of those to use, or 0"
+        )
+    return int(text)
+
+
+def metrics_of_server(environment: Mapping[str, str], index: int) -> dict[str, str]:
+    """The variable of one of the servers."""
+    first = first_metrics_port(environment)
+    return {METRICS_PORT: str(first + index)} if first else {}
+
+
+def metrics_of_ranks(environment: Mapping[str, str], servers: int) -> dict[str, str]:
+    """The variable of ranks, each of which adds its BYTEPS_LOCAL_RANK."""
+    return metrics_of_server(environment, servers)
+
+
+def write_metrics_list(
+    folder: Path, ranks: int, servers: Sequence[str], places: Sequence[Mapping[str, Any]]
+) -> None:
+    """Replace the list in this folder.
+
+    Args:
+        ranks: the port of ranks, before they add to it.
+        servers: where each server's metrics are, as ``address:port``.
+        places: of ranks; see ``local_variables``, with ``address``.
+    """
+    targets = [
+        {"targets": [where], "labels": {"job": folder.name, "server": str(index)}}
+        for index, where in enumerate(servers)
+    ]
+    for rank, place in enumerate(places):
+        port = ranks + int(local_variables(places, rank)["BYTEPS_LOCAL_RANK"])
+        labels = {"job": folder.name, "worker": str(rank)}
+        targets.append({"targets": [f"{place['address']}:{port}"], "labels": labels})
+    new = folder / f"{METRICS_FILE}.new"
+    new.write_text(json.dumps(targets, indent=1) + "\n", encoding="utf-8")
+    new.replace(folder / METRICS_FILE)
+
 
 FORWARDED = ("BYTEPS_", "DMLC_INTERFACE", "GLOO_", "MEGATRON_", "NCCL_", "OMP_", "TORCH_")
 """Variables of the driver whose names begin so are set in all ranks and servers."""
@@ -112,7 +303,7 @@ class Settings:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
         self._check_replicas()
-        scraping.first_port(self.forwarded())
+        first_metrics_port(self.forwarded())
         if self.max_fruitless < 1:
             raise ValueError(f"max_fruitless must be 1 or more, not {self.max_fruitless}")
         if self.memory_save_interval is not None:

@@ -1,4 +1,6 @@
-"""How a call is spread over a mesh of ranks, and its results are joined."""
+"""How a call is spread over a mesh of ranks, and its results are joined: batches of sequences,
+arrays and tensors, or dicts of such.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,163 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from . import batches
-from .mesh import Mesh
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands in each direction of the mesh."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Sizes of Megatron's groups. Ranks are numbered in its order: tensor, context, data, pipeline.
+
+    Raises:
+        ValueError: a size is less than 1.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if size < 1:
+                raise ValueError(f"the mesh's size {name!r} must be 1 or more, not {size}")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.tensor * self.context * self.pipeline
+
+    def place(self, rank: int) -> Place:
+        """Of a rank."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        return Place(tensor=tensor, context=context, data=data, pipeline=pipeline)
+
+    def places(self) -> list[Place]:
+        """Of all ranks, in their order."""
+        return [self.place(rank) for rank in range(self.size)]
+
+
+def columns(value: Any) -> list[Any]:
+    """Of a batch: the values of a dict, else itself."""
+    return list(value.values()) if isinstance(value, Mapping) else [value]
+
+
+def on_columns(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with every column changed."""
+    if isinstance(value, Mapping):
+        return {name: change(column) for name, column in value.items()}
+    return change(value)
+
+
+def first_column(value: Any) -> Any:
+    """Of a batch; raises ValueError unless all columns are as long."""
+    found = columns(value)
+    lengths = {len(column) for column in found if hasattr(column, "__len__")}
+    if len(lengths) != 1 or any(isinstance(column, str) for column in found):
+        raise ValueError(f"no batch: {type(value).__name__}, whose first axis cannot be cut")
+    return found[0]
+
+
+def rows(values: Sequence[Any]) -> int:
+    """Of batches; raises ValueError unless all have as many."""
+    found = {len(first_column(value)) for value in values}
+    if len(found) > 1:
+        raise ValueError(f"batches of different lengths: {sorted(found)}")
+    return found.pop() if found else 0
+
+
+def padded(value: Any, missing: int) -> Any:
+    """With the last row ``missing`` times more."""
+    if not missing:
+        return value
+    return on_columns(value, lambda c: _concatenated([c] + [c[-1:]] * missing, axis=0))
+
+
+def part(value: Any, number: int, of: int) -> Any:
+    """One of ``of`` parts of the first axis."""
+
+    def cut(column: Any) -> Any:
+        size = len(column) // of
+        return column[number * size : (number + 1) * size]
+
+    return on_columns(value, cut)
+
+
+def chunked(value: Any, number: int, of: int) -> Any:
+    """The part of one of ``of`` ranks of the second axis of each tensor or array: of twice as many
+    chunks, one from the front and its mirror image from the back."""
+
+    def cut(column: Any) -> Any:
+        size = column.shape[1] // (2 * of)
+        return _concatenated(
+            [column[:, n * size : (n + 1) * size] for n in (number, 2 * of - 1 - number)], axis=1
+        )
+
+    return value if of == 1 else on_columns(value, cut)
+
+
+def unchunked(parts: Sequence[Any]) -> Any:
+    """The opposite of ``chunked``, of all ranks' parts."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], Mapping):
+        return {name: unchunked([part[name] for part in parts]) for name in parts[0]}
+    half = parts[0].shape[1] // 2
+    front = [part[:, :half] for part in parts]
+    back = [part[:, half:] for part in reversed(parts)]
+    return _concatenated([*front, *back], axis=1)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Along the first axis; None where all are None."""
+    if all(part is None for part in parts):
+        return None
+    kinds = {type(part) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"ranks returned different kinds: {sorted(k.__name__ for k in kinds)}")
+    if isinstance(parts[0], Mapping):
+        if len({frozenset(part) for part in parts}) != 1:
+            raise ValueError("ranks returned different keys")
+        return {name: joined([part[name] for part in parts]) for name in parts[0]}
+    return _concatenated(parts, axis=0)
+
+
+def _concatenated(parts: Sequence[Any], axis: int) -> Any:
+    kind = type(parts[0])
+    if kind.__module__.partition(".")[0] == "torch":
+        import torch
+
+        return torch.cat(list(parts), dim=axis)
+    if hasattr(parts[0], "__array__"):
+        import numpy
+
+        return numpy.concatenate(list(parts), axis=axis)
+    if not isinstance(parts[0], list | tuple):
+        raise ValueError(f"ranks returned {kind.__name__}, which cannot be joined")
+    return kind(item for part in parts for item in part)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two results have the same values, arrays and tensors element by element."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(equal, one, other))
+    same = one == other
+    # Arrays and tensors compare by element, and of different shapes perhaps not at all.
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
 @dataclass(frozen=True)
@@ -81,7 +238,7 @@ class _Same(_All):
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
         del mesh
         for rank, result in enumerate(results):
-            if not batches.equal(result, results[0]):
+            if not equal(result, results[0]):
                 raise ValueError(f"rank {rank} returned another value than rank 0")
         return results[0]
 
@@ -94,7 +251,7 @@ class _Data:
     """
 
     def validate(self, mesh: Mesh, arguments: Arguments) -> None:
-        total = batches.rows(arguments.values())
+        total = rows(arguments.values())
         if total % mesh.data:
             raise ValueError(
                 f"{total} rows cannot be cut evenly over {mesh.data} data ranks: pad=True repeats "
@@ -103,7 +260,7 @@ class _Data:
 
     def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
         parts = [
-            arguments.each(partial(batches.part, number=number, of=mesh.data))
+            arguments.each(partial(part, number=number, of=mesh.data))
             for number in range(mesh.data)
         ]
         return [parts[place.data] for place in mesh.places()]
@@ -114,7 +271,7 @@ class _Data:
             for rank, place in enumerate(mesh.places())
             if place.tensor == 0 and place.context == 0 and place.pipeline == mesh.pipeline - 1
         ]
-        return batches.joined([results[rank] for rank in wanted])
+        return joined([results[rank] for rank in wanted])
 
 
 class _Sequence(_Data):
@@ -127,7 +284,7 @@ class _Sequence(_Data):
     def validate(self, mesh: Mesh, arguments: Arguments) -> None:
         chunks = 2 * mesh.context if mesh.context > 1 else 1
         for value in arguments.values():
-            for column in batches.columns(value):
+            for column in columns(value):
                 length = getattr(column, "shape", ())[1:2]
                 if not length or length[0] % chunks:
                     raise ValueError(
@@ -141,8 +298,8 @@ class _Sequence(_Data):
         parts = {}
         for place, own in zip(places, super().cut(mesh, arguments), strict=True):
             if (place.data, place.context) not in parts:
-                chunked = partial(batches.chunked, number=place.context, of=mesh.context)
-                parts[place.data, place.context] = own.each(chunked)
+                cut = partial(chunked, number=place.context, of=mesh.context)
+                parts[place.data, place.context] = own.each(cut)
         return [parts[place.data, place.context] for place in places]
 
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
@@ -153,8 +310,8 @@ class _Sequence(_Data):
                 for rank, place in enumerate(mesh.places())
                 if place.tensor == 0 and place.data == data and place.pipeline == mesh.pipeline - 1
             ]
-            rows.append(batches.unchunked(parts))
-        return batches.joined(rows)
+            rows.append(unchunked(parts))
+        return joined(rows)
 
 
 class _Model:

@@ -12,8 +12,6 @@ and lets a run fail, and go on, where verl alone would wait.
 ``rollout``       verl's vLLM rollout, whose update of weights can fail
 ``vllm_worker``   its part in a vLLM worker on a CPU
 ``__main__``      verl's trainer, again from its last checkpoint when it fails
-``attempt``       one run of it
-``deaths``        ends a run in which an actor died
-``leftovers``     shared memory that killed processes left
+``attempt``       one run of it, which ends when an actor died
 ================  =============================================================
 """

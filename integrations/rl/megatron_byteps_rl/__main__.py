@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-from . import leftovers
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 30.0
+_FOLDER = Path("/dev/shm")
+_PATTERNS = ("psm_*", "vllm_dist_*", "verl_weights_*")
+"""The names that Python, for vLLM, the ranks of a vLLM on a CPU, and verl give it."""
 LATEST = "latest_checkpointed_iteration.txt"
 """In which verl keeps the step of its last checkpoint."""
 
@@ -42,10 +43,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
             parser.error("--restarts needs trainer.save_freq=STEPS: a run goes on from checkpoints")
         if "trainer.default_local_dir" not in given:
             parser.error("--restarts needs trainer.default_local_dir=FOLDER, of the checkpoints")
-        if given.get("trainer.resume_mode", "auto") != "auto":
-            parser.error(
-                f"--restarts needs trainer.resume_mode=auto, not {given['trainer.resume_mode']}"
-            )
+        if (mode := given.get("trainer.resume_mode", "auto")) != "auto":
+            parser.error(f"--restarts needs trainer.resume_mode=auto, not {mode}")
     return options, overrides
 
 
@@ -69,15 +68,8 @@ def keep_metrics(overrides: Sequence[str]) -> None:
 
 
 def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int) -> int:
-    """Run until it succeeds, or has failed once more than `restarts` times at one checkpoint.
-
-    Args:
-        run: once; returns an exit status.
-        checkpoint: tells which is the last one.
-
-    Returns:
-        The last exit status.
-    """
+    """Run until it succeeds, or has failed once more than `restarts` times at one checkpoint, which
+    `checkpoint` tells. Returns the last exit status."""
     failures, last = 0, checkpoint()
     while status := run():
         now = checkpoint()
@@ -85,11 +77,8 @@ def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int)
         last = now
         if failures > restarts:
             break
-        print(
-            f"the run failed (exit status {status}); again from "
-            f"{f'step {now}' if now else 'the beginning'}",
-            flush=True,
-        )
+        where = f"step {now}" if now else "the beginning"
+        print(f"the run failed (exit status {status}); again from {where}", flush=True)
     return status
 
 
@@ -111,7 +100,7 @@ def _run(overrides: Sequence[str]) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
         _end(process)
-        if left := leftovers.remove(began):
+        if left := remove_leftovers(began):
             print(f"shared memory that the run left was removed: {', '.join(left)}", flush=True)
 
 
@@ -143,6 +132,35 @@ def _session(leader: int) -> list[int]:
         if fields[0] != "Z" and int(fields[3]) == leader:
             found.append(int(stat.parent.name))
     return found
+
+
+def _mapped() -> Iterator[str]:
+    """The files that processes of this machine have in memory now."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            yield from (line.split(None, 5)[-1].rstrip() for line in maps.open(encoding="utf-8"))
+        except OSError:  # it ended, or is another user's
+            continue
+
+
+def remove_leftovers(since: float) -> list[str]:
+    """Remove this user's shared memory that was made after `since` and that no process has mapped.
+
+    Ray ends vLLM's processes by SIGKILL, with no time to tidy up. Returns the names of what it was.
+    """
+    found = [file for pattern in _PATTERNS for file in _FOLDER.glob(pattern)]
+    mapped = set(_mapped()) if found else set()
+    removed = []
+    for file in found:
+        try:
+            status = file.stat()
+            if status.st_uid != os.getuid() or status.st_ctime < since or str(file) in mapped:
+                continue
+            file.unlink()
+        except FileNotFoundError:
+            continue
+        removed.append(file.name)
+    return sorted(removed)
 
 
 def main() -> int:

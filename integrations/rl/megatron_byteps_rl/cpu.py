@@ -1,7 +1,4 @@
-"""The CPU as a platform of verl's.
-
-verl takes it where ``VERL_PLATFORM=cpu``; see ``plugin``.
-"""
+"""The CPU as a platform of verl's, which takes it where ``VERL_PLATFORM=cpu``; see ``plugin``."""
 
 from __future__ import annotations
 

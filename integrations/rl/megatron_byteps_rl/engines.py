@@ -14,24 +14,17 @@ VENDOR = "local"
 """Under which verl finds these engines where ``VERL_ENGINE_VENDOR`` names it."""
 
 # What Megatron and its bridge would take from Transformer Engine and Apex.
-TRANSFORMER = {
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-    "cross_entropy_loss_fusion": False,
-    "attention_backend": "unfused",
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-}
-"""Settings of Megatron's transformer, on any device."""
+_FUSED = (
+    *("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion"),
+    *("bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm"),
+    *("cross_entropy_loss_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
+)
 
 
 def transformer() -> dict[str, Any]:
-    """``TRANSFORMER``, and where this process initializes weights."""
-    return {**TRANSFORMER, "use_cpu_initialization": get_device_name() == "cpu"}
+    """Settings of Megatron's transformer, and where this process initializes weights."""
+    plain = {"attention_backend": "unfused", **dict.fromkeys(_FUSED, False)}
+    return {**plain, "use_cpu_initialization": get_device_name() == "cpu"}
 
 
 def _buffers(chunk: Any) -> list[Any]:
@@ -56,10 +49,8 @@ def prepare() -> None:
     """Make this process a worker with these engines, before verl imports its own; once.
 
     Joins the process group that the environment describes: over gloo, and NCCL for GPUs. A rank
-    takes the GPU of its local rank, among those that it sees.
-
-    Raises:
-        RuntimeError: torch.distributed could not be joined, or a GPU is wanted and none is seen.
+    takes the GPU of its local rank, among those that it sees. Raises RuntimeError where it cannot
+    join, or a GPU is wanted and none is seen.
     """
     global _prepared
     if _prepared:
@@ -107,11 +98,8 @@ def keep_parameters() -> None:
 
 
 def take_gpu() -> None:
-    """Make this rank's GPU the current one: under Ray a process sees only its own.
-
-    Raises:
-        RuntimeError: torch sees none.
-    """
+    """Make this rank's GPU the current one: under Ray a process sees only its own. Raises
+    RuntimeError where torch sees none."""
     seen = torch.cuda.device_count()
     if seen == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -127,15 +115,9 @@ def register() -> None:
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from verl.utils.megatron_utils import (
-        load_megatron_model_to_gpu,
-        offload_megatron_model_to_cpu,
-    )
+    from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
     from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.megatron import (
-        MegatronEngineWithLMHead,
-        MegatronEngineWithValueHead,
-    )
+    from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
     def without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Sequences are padded on the right: what attention may not look at comes later anyhow, and

@@ -9,16 +9,11 @@ import os
 
 from . import engines, rollout
 
-
-def _is_rank() -> bool:
-    """Whether this process is one of a worker group of verl's."""
-    return os.environ.get("WG_BACKEND") == "ray"
-
-
 if os.environ.get("VERL_PLATFORM") == "cpu":
     from . import cpu
 
     cpu.name_vllm()
 rollout.register()
-if _is_rank() and engines.are_wanted():
+# In the ranks of verl's worker groups.
+if os.environ.get("WG_BACKEND") == "ray" and engines.are_wanted():
     engines.prepare()

@@ -27,12 +27,8 @@ class WeightUpdateError(RuntimeError):
 def wait_for(socket: Any, event: int, receiving: Any) -> None:
     """Wait until a socket can send to the receiver (zmq.POLLOUT) or has its answer (zmq.POLLIN).
 
-    Args:
-        socket: ZeroMQ's.
-        receiving: a reference to Ray's call that receives, or None where another rank made it.
-
-    Raises:
-        WeightUpdateError: the call failed, or returned without an answer.
+    ``receiving`` is Ray's call that receives, or None where another rank made it. Raises
+    WeightUpdateError where that call failed, or returned without an answer.
     """
     returned_at: float | None = None
     while not socket.poll(_LOOK_MS, event):
