@@ -3,8 +3,8 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-# shellcheck source=scripts/lib/python.sh
-source "$root/scripts/lib/python.sh"
+# shellcheck source=scripts/lib/system.sh
+source "$root/scripts/lib/system.sh"
 
 python="$root/build/venv/bin/python"
 if ! python_works "$python"; then

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.releasekit.common import ReleaseError, pins, ship_tools
+from scripts.releasekit.contents import ReleaseError, pins, ship_tools
 
 FOUND, UNREACHABLE = 1, 3
 SERVICES = ("pypi", "osv")

@@ -1,13 +1,16 @@
-"""Child processes: each with a log, waited for with a deadline, ended by its pid.
+"""Child processes, and the ports and GPUs that they get.
 
-Whatever this project starts and waits for, it starts by this: training, benchmarks, tests.
+Whatever this project starts and waits for, it starts by this: training, benchmarks, tests. Each
+child has a log, is waited for with a deadline, and ended by its pid.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ from pathlib import Path
 
 from scripts.progress import end_with_parent
 
+LOOPBACK = "127.0.0.1"
 LAUNCHER_VARIABLES = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -128,3 +132,54 @@ def end_all(processes: Iterable[Spawned], grace_s: float) -> None:
             process.wait(deadline - time.monotonic())
         except Late:
             process.kill()
+
+
+def free_ports(count: int = 1, host: str = LOOPBACK) -> int:
+    """The first of ``count`` ports in a row that nobody listens at, at this address of the machine.
+
+    None of those that the kernel gives on a request for any port: a node of the job itself might
+    get it before the one that it is for.
+    """
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
+    lowest = int(given.split()[0])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        port = random.randrange(min(10_000, lowest // 2), lowest - count)
+        try:
+            for number in range(port, port + count):
+                socket.create_server((host, number), family=family).close()
+        except OSError:
+            continue
+        return port
+
+
+def outnumbered(ranks: int) -> bool:
+    """Whether so many ranks share GPUs of this machine. NCCL refuses that to ranks of a machine."""
+    return 0 < count_gpus() < ranks
+
+
+def place_among(number: int, per_machine: int) -> dict[str, str]:
+    """Variables of a rank, of which so many have a GPU each. Those are a machine to NCCL, which
+    lets no two ranks of a machine share a GPU."""
+    machine, local = divmod(number, per_machine)
+    return {"LOCAL_RANK": str(local), "NCCL_HOSTID": f"machine{machine}"}
+
+
+def some_gpus(first: int, count: int) -> str:
+    """``count`` GPUs of this machine from the ``first`` one on and around, by
+    CUDA_VISIBLE_DEVICES."""
+    gpus = _gpus()
+    return ",".join(gpus[(first + i) % len(gpus)] for i in range(count))
+
+
+def count_gpus() -> int:
+    """How many GPUs of this machine may be used."""
+    return len(_gpus())
+
+
+def _gpus() -> list[str]:
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return given.split(",")
+    import torch  # here, because most of those who start processes need none of it
+
+    return [str(i) for i in range(torch.cuda.device_count())]

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scripts.patchkit import export, target, tree
-from scripts.patchkit.common import PatchError, say
-from scripts.patchkit.lock import Upstream, load_lock
+from scripts.patchkit.lock import PatchError, Upstream, load_lock, say
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

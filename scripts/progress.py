@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Shows what a long command is doing: a bar on a terminal, a line every ten seconds in a log.
+With tables for a terminal, and as Markdown.
 
 Imports none of our modules: it also runs where there is no environment yet.
 """
@@ -20,6 +21,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
+
+
+def aligned(table: Sequence[Sequence[str]], left: int = 0) -> str:
+    """Columns of equal width: numbers, to the right, and before them ``left`` columns of text."""
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    )
+
+
+def pipes(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table as Markdown."""
+    lines = [f"| {' | '.join(line)} |" for line in table]
+    return [lines[0], "|" + " --- |" * len(table[0]), *lines[1:]]
+
 
 EVERY_S = 10.0
 REFRESH_S = 0.5

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.progress import Progress
-from scripts.recipekit import megatron, page
-from scripts.recipekit.outcome import Outcome
+from scripts.recipekit import features, megatron
+from scripts.recipekit.features import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 THRESHOLDS = {
@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
             outcomes[kind] = _examined(kind, list(bridge.names(package)), bridge.examine)
             sources[kind] = f"Megatron-Bridge {bridge.version()}"
     if options.markdown is not None:
-        page.write(options.markdown, outcomes, sources)
+        features.write(options.markdown, outcomes, sources)
     return _report(outcomes)
 
 

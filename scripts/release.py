@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scripts import audit, patchset
 from scripts.releasekit import contents
-from scripts.releasekit.common import ROOT, ReleaseError, ship_tools
+from scripts.releasekit.contents import ROOT, ReleaseError, ship_tools
 
 IMAGES = ("server", "worker", "worker-ray", "worker-hf", "worker-rl")
 ARCHITECTURES = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
@@ -111,7 +111,7 @@ def build(options: argparse.Namespace, release: contents.Release, folder: Path) 
             command += ["--platform", ",".join(ARCHITECTURES[one] for one in architectures)]
         run(f"the image of the {kind}", *command, *(["--with", group] if group else []))
     say("the bill of materials")
-    library = 'source "$0/scripts/lib/library_sources.sh"; sodium_source "$1"'
+    library = 'source "$0/scripts/lib/system.sh"; sodium_source "$1"'
     cache = os.environ.get("MEGATRON_BYTEPS_CACHE") or str(
         Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megatron-byteps")
     )

@@ -26,24 +26,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scripts import prepare_data
 from scripts.progress import Progress
 from scripts.trainkit import hf
-from scripts.trainkit.arguments import positive
-from scripts.trainkit.job import Job, JobError, Record
-from scripts.trainkit.report import (
+from scripts.trainkit.job import (
+    Job,
+    JobError,
+    RayJob,
+    Record,
     Result,
     draw,
     largest_difference,
+    positive,
     same_parameters,
     table,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from scripts.trainkit.ray_job import RayJob
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_STEPS = 400
@@ -237,8 +236,6 @@ def train(
     }
     job: Job | RayJob = Job(**shared)
     if options.mode == "ray":
-        from scripts.trainkit.ray_job import RayJob
-
         job = RayJob(
             **shared,
             servers=servers,

@@ -5,14 +5,6 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # shellcheck source=scripts/lib/system.sh
 source "$root/scripts/lib/system.sh"
-# shellcheck source=scripts/lib/python.sh
-source "$root/scripts/lib/python.sh"
-# shellcheck source=scripts/lib/ship_tools.sh
-source "$root/scripts/lib/ship_tools.sh"
-# shellcheck source=scripts/lib/cache.sh
-source "$root/scripts/lib/cache.sh"
-# shellcheck source=scripts/lib/library_sources.sh
-source "$root/scripts/lib/library_sources.sh"
 
 usage() {
   cat <<'TEXT'

@@ -1,5 +1,99 @@
 # shellcheck shell=bash
-# Sourced: which system packages the build needs, and their installation where that is possible.
+# Sourced by what builds and packs: Python, uv and system packages of this machine, the sources of a library, and what is
+# kept in the cache.
+
+# keep NEW KEPT: gives a folder that is whole its name in the cache. Several setups may make the same
+# at once: a later one finds the first one's, which is as good, and leaves it in place.
+keep() {
+  mkdir -p "$(dirname "$2")"
+  mv -T "$1" "$2" 2>/dev/null || { [[ -d $2 ]] && rm -rf "$1"; }
+}
+
+# ---- a Python that really runs
+# A pyenv shim on PATH may exist and fail, so each candidate is asked for its version instead of being trusted by name.
+
+# python_works PYTHON: whether PYTHON runs and is at least 3.12, which Megatron-LM needs.
+python_works() {
+  [[ -n "${1:-}" ]] && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' \
+    >/dev/null 2>&1
+}
+
+# find_python: prints the first working one of $PYTHON, PATH, pyenv's versions, uv's; or fails.
+find_python() {
+  local candidate pyenv uv
+  if [[ -n "${PYTHON:-}" ]]; then
+    if python_works "$PYTHON"; then
+      command -v "$PYTHON"
+      return 0
+    fi
+    echo "error: PYTHON=$PYTHON is not a Python >= 3.12 that runs" >&2
+    return 1
+  fi
+  # 3.12 first: the lock file was resolved and tested with it.
+  for candidate in python3.12 python3.13 python3.14 python3; do
+    if command -v "$candidate" >/dev/null 2>&1 && python_works "$candidate"; then
+      "$candidate" -c 'import sys; print(sys.executable)'
+      return 0
+    fi
+  done
+  pyenv="${PYENV_ROOT:-${HOME:-/nonexistent}/.pyenv}"
+  for candidate in "$pyenv"/versions/3.12*/bin/python3.12 "$pyenv"/versions/3.1[3-9]*/bin/python3; do
+    if [[ -x "$candidate" ]] && python_works "$candidate"; then
+      echo "$candidate"
+      return 0
+    fi
+  done
+  uv="$(command -v uv || true)"
+  if [[ -n "$uv" ]] && candidate="$("$uv" python find '>=3.12' 2>/dev/null)" &&
+    python_works "$candidate"; then
+    echo "$candidate"
+    return 0
+  fi
+  return 1
+}
+
+# find_uv ROOT CACHE: sets `uv`, the one on PATH or that of locks/bootstrap.lock in CACHE; or fails.
+find_uv() {
+  local key
+  if command -v uv >/dev/null 2>&1; then
+    uv="$(command -v uv)"
+  else
+    key="$(sha256sum <"$1/locks/bootstrap.lock" | cut -c -16)"
+    uv="$2/uv-$key/bin/uv"
+  fi
+  [[ -x "$uv" ]]
+}
+
+# use_uv CACHE: where uv keeps packages, and whom it trusts.
+use_uv() {
+  export UV_CACHE_DIR="${UV_CACHE_DIR:-$1/uv}"
+  # uv brings its own list of authorities; where the system has one, it knows the local ones as well.
+  if [[ -s /etc/ssl/certs/ca-certificates.crt ]]; then
+    export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"
+    export UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" # the older name
+  fi
+}
+
+# install_ship_tools ROOT: makes ROOT/build/venv-ship from locks/ship.lock, unless it is
+# current, and puts it on PATH.
+install_ship_tools() {
+  local root=$1 tools="$1/build/venv-ship" key uv
+  local cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
+  key=$(sha256sum <"$root/locks/ship.lock" | cut -c -64)
+  if [[ ! -f $tools/.key || $(<"$tools/.key") != "$key" ]]; then
+    echo "installing locks/ship.lock in build/venv-ship" >&2
+    # make setup left it there.
+    find_uv "$root" "$cache" || { echo "error: no uv: run scripts/setup.sh" >&2; return 1; }
+    use_uv "$cache"
+    "$uv" venv --quiet --clear --python "$root/build/venv/bin/python" "$tools"
+    "$uv" pip sync --quiet --python "$tools/bin/python" --require-hashes \
+      "$root/locks/ship.lock"
+    echo "$key" >"$tools/.key"
+  fi
+  PATH="$tools/bin:$PATH"
+}
+
+# ---- system packages that the build needs, and their installation where that is possible
 
 # Each line: a test (a command, a header if it ends in .h, or a file's path), Debian's package, need.
 system_needs='
@@ -131,3 +225,74 @@ setup_more() {
 setup_images() { setup_more "$image_needs"; }
 setup_slurm() { setup_more "$slurm_needs"; }
 setup_valgrind() { setup_more "$valgrind_needs"; }
+
+# ---- the sources of the library that is compiled into what is shipped, libsodium
+# They come from the distribution's signed source packages, so that no address stands here.
+
+distribution() { (. /etc/os-release && echo "$ID-$VERSION_ID"); }
+
+# sodium_source CACHE: prints the folder of its sources. A newer package of the machine is fetched anew.
+sodium_source() {
+  local version
+  version=$(dpkg-query --show --showformat '${Version}' libsodium-dev 2>/dev/null) || version=unknown
+  echo "$1/libsodium-$(distribution)-$version"
+}
+
+fetch_sodium_source() { fetch_sources "$1" libsodium; }
+
+# fetch_sources FOLDER PACKAGE...: makes FOLDER with PACKAGE-VERSION/ for each, with the distribution's
+# own patches, and `versions`, a line for each: package, version, distribution. Does nothing where FOLDER
+# is there.
+fetch_sources() {
+  local folder=$1 work archive package patch status
+  [[ -d $folder ]] && return 0
+  shift
+  command -v apt-get >/dev/null 2>&1 || {
+    echo "error: the sources of $* come from Debian's or Ubuntu's archive, and there" \
+      "is no apt-get here" >&2
+    return 1
+  }
+  work=$(mktemp -d "$(dirname "$folder")/sources.XXXXXX")
+  # Not `( ) || status=1`: there bash would ignore the failures inside.
+  set +e
+  (
+    set -e
+    mkdir -p "$work"/{lists/partial,cache/archives/partial,parts,tree}
+    # The same archives as for packages, with their sources; the system's own list stays as it is.
+    { cat /etc/apt/sources.list /etc/apt/sources.list.d/*.list 2>/dev/null || true; } |
+      sed -n 's/^deb /deb-src /p' >"$work/parts/all.list"
+    for archive in /etc/apt/sources.list.d/*.sources; do
+      [[ -e $archive ]] || continue
+      sed 's/^Types:.*/Types: deb-src/' "$archive" >"$work/parts/${archive##*/}"
+    done
+    apt=(apt-get -qq -o "Dir::Etc::sourcelist=/dev/null" -o "Dir::Etc::sourceparts=$work/parts"
+      -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache" -o "APT::Sandbox::User=root")
+    "${apt[@]}" update
+    cd "$work/tree"
+    "${apt[@]}" source --download-only "$@"
+    for archive in *.orig.tar.*; do tar -xf "$archive"; done
+    # dfsg and the like mark a repacked archive, not another version.
+    for archive in */; do
+      [[ $archive == *+* ]] && mv "$archive" "${archive%%+*}"
+    done
+    for package; do
+      cd "$work/tree/$(echo "$package"-*)"
+      archive=$(echo ../"$package"_*.dsc)
+      echo "$package $(sed -n 's/^Version: //p' "$archive" | head -n 1) $(distribution)" >>../versions
+      tar -xf ../"$package"_*.debian.tar.*
+      [[ -e debian/patches/series ]] || continue
+      # No repository around the cache is meant.
+      while read -r patch; do
+        GIT_CEILING_DIRECTORIES=$work/tree git apply "debian/patches/$patch"
+      done < <(sed -E 's/#.*//; /^ *$/d' debian/patches/series)
+    done
+    cd "$work/tree"
+    rm -f -- *.dsc *.tar.*
+  )
+  status=$?
+  set -e
+  ((status != 0)) || keep "$work/tree" "$folder" || status=1
+  rm -rf "$work"
+  ((status == 0)) || echo "error: could not fetch the sources of $*" >&2
+  return "$status"
+}

@@ -1,17 +1,105 @@
-"""upstream.lock, the patch series and the overlay folders: what the trees are made from."""
+"""What the trees are made from: upstream.lock, overlays, series of patches, and the upstreams.
+
+These are fetched by hash. With errors, messages and a git that heeds no user's configuration.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from .common import PatchError, sha256_file
+IDENTITY_NAME = "Megatron-BytePS"
+IDENTITY_EMAIL = "patches@megatron-byteps.invalid"
+# Upstream and overlay commits carry a fixed date so that equal content gives equal commit hashes.
+FIXED_DATE = "2000-01-01T00:00:00+0000"
+
+
+class PatchError(Exception):
+    """What a user can cause or repair; the message is printed without a traceback."""
+
+
+def say(message: str) -> None:
+    print(message, flush=True)
+
+
+def warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def git_env() -> dict[str, str]:
+    """An environment in which git ignores the user's and the system's settings."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    env |= {
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_COUNT": "1",
+        # A tree made as root and read as a user (or the reverse, in containers) is still ours.
+        "GIT_CONFIG_KEY_0": "safe.directory",
+        "GIT_CONFIG_VALUE_0": "*",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_AUTHOR_NAME": IDENTITY_NAME,
+        "GIT_AUTHOR_EMAIL": IDENTITY_EMAIL,
+        "GIT_AUTHOR_DATE": FIXED_DATE,
+        "GIT_COMMITTER_NAME": IDENTITY_NAME,
+        "GIT_COMMITTER_EMAIL": IDENTITY_EMAIL,
+        "GIT_COMMITTER_DATE": FIXED_DATE,
+        "LC_ALL": "C",
+        "TZ": "UTC",
+    }
+    return env
+
+
+def try_git(
+    cwd: Path, *args: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs git in `cwd` and returns the result, whatever its exit status."""
+    try:
+        return subprocess.run(
+            ["git", *args],
+            cwd=cwd,
+            env=git_env() | (env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        if not Path(cwd).is_dir():
+            raise
+        raise PatchError("git is not installed (or not on PATH)") from error
+
+
+def git(cwd: Path, *args: str, env: dict[str, str] | None = None) -> str:
+    """Runs git in `cwd` and returns what it printed; a failure is a PatchError."""
+    result = try_git(cwd, *args, env=env)
+    if result.returncode != 0:
+        reason = reason_of(result)
+        raise PatchError(f"git {' '.join(args)} failed in {cwd}: {reason}")
+    return result.stdout.decode(errors="surrogateescape")
+
+
+def reason_of(result: subprocess.CompletedProcess[bytes]) -> str:
+    """The lines in which git says what is wrong, without its advice on what to type next."""
+    lines = (result.stderr + b"\n" + result.stdout).decode(errors="replace").splitlines()
+    marks = ("error: ", "fatal: ")
+    errors = [line.strip().partition(": ")[2] for line in lines if line.startswith(marks)]
+    return "; ".join(errors) or " ".join(line.strip() for line in lines if line.strip())
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 # What editors, interpreters and tools leave in an overlay folder; never part of the tree.
 JUNK = (
@@ -204,3 +292,176 @@ def fingerprint(upstream: Upstream) -> str:
     for path in read_series(upstream).patches:
         digest.update(f"\0p\0{path.name}\0{sha256_file(path)}".encode())
     return digest.hexdigest()
+
+
+# ---- upstreams, through pip and git, into the cache
+
+
+def cache_root() -> Path:
+    """The project's cache folder, outside the checkout; everything in it is keyed by content."""
+    chosen = os.environ.get("MEGATRON_BYTEPS_CACHE")
+    if chosen:
+        return Path(chosen).absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "megatron-byteps"
+
+
+def fetch_sdist(upstream: Upstream) -> Path:
+    """The verified archive of `upstream`; downloads it when the cache lacks it.
+
+    Raises PatchError, naming the file and both hashes, when the content is not what is pinned.
+    """
+    folder = cache_root() / "sdists" / upstream.sha256
+    files = sorted(folder.glob("*.tar.gz"))
+    if files:
+        _verify(files[0], upstream)
+        return files[0]
+    say(f"{upstream.name} {upstream.version}: fetching the source distribution")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as temporary:
+        _pip_download(upstream, Path(temporary))
+        archives = sorted(Path(temporary).glob("*.tar.gz"))
+        if len(archives) != 1:
+            raise PatchError(f"pip left {len(archives)} archives for {upstream.name}, not one")
+        _verify(archives[0], upstream)
+        folder.mkdir(exist_ok=True)
+        # A rename, so that a reader never sees half a file.
+        return archives[0].replace(folder / archives[0].name)
+
+
+def unpack(upstream: Upstream, destination: Path) -> None:
+    """Writes upstream's files to `destination`, which must not exist.
+
+    Raises PatchError when they are neither at hand nor can be fetched.
+    """
+    if upstream.commit:
+        _check_out(upstream, find_repository(upstream), destination)
+    else:
+        _unpack(fetch_sdist(upstream), destination)
+
+
+def find_repository(upstream: Upstream) -> Path:
+    """A git repository that has the commit of `upstream`: the one that the user names, or the one
+    in the cache, which is fetched where it is missing.
+
+    Raises PatchError when there is none.
+    """
+    named = os.environ.get(upstream.variable)
+    if named:
+        if not Path(named).is_dir():
+            raise PatchError(f"{upstream.variable}={named}: there is no such folder")
+        if not _has_commit(Path(named), upstream):
+            raise PatchError(
+                f"{upstream.variable}={named} has no commit {upstream.commit}, for which the "
+                f"series of {upstream.label} is made"
+            )
+        return Path(named)
+    cached = cache_root() / "checkouts" / upstream.commit
+    if cached.is_dir() and _has_commit(cached, upstream):
+        return cached
+    say(f"{upstream.label}: fetching commit {upstream.commit}")
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as temporary:
+        new = Path(temporary, "repository")
+        git(cached.parent, "init", "-q", "--bare", "--template=", str(new))
+        # A link that carries nothing ends the command after half a minute.
+        result = try_git(
+            new, "-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=30",
+            "fetch", "-q", "--depth=1", "--no-tags", upstream.repository, upstream.commit,
+        )  # fmt: skip
+        if result.returncode != 0:
+            raise PatchError(
+                f"{upstream.label}: cannot fetch commit {upstream.commit} from "
+                f"{upstream.repository} ({reason_of(result)}): name a checkout that has it, "
+                f"{upstream.variable}=/path/to/Megatron-LM"
+            )
+        shutil.rmtree(cached, ignore_errors=True)
+        new.rename(cached)
+    return cached
+
+
+def _has_commit(repository: Path, upstream: Upstream) -> bool:
+    return try_git(repository, "cat-file", "-e", f"{upstream.commit}^{{tree}}").returncode == 0
+
+
+def _check_out(upstream: Upstream, repository: Path, destination: Path) -> None:
+    """Writes the files of the commit, without touching the repository's own index and files."""
+    destination.mkdir()
+    with tempfile.TemporaryDirectory(prefix="patchset-index-") as temporary:
+        env = {
+            "GIT_DIR": git(repository, "rev-parse", "--absolute-git-dir").strip(),
+            "GIT_WORK_TREE": str(destination.absolute()),
+            "GIT_INDEX_FILE": str(Path(temporary, "index")),
+        }
+        git(destination, "read-tree", upstream.commit, env=env)
+        git(destination, "checkout-index", "--all", "--quiet", env=env)
+
+
+def _unpack(archive: Path, destination: Path) -> None:
+    """Unpacks the one top folder of `archive` as `destination`, which must not exist."""
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".unpack-") as temporary:
+        with tarfile.open(archive) as tar:
+            tar.extractall(temporary, filter="data")
+        tops = list(Path(temporary).iterdir())
+        if len(tops) != 1 or not tops[0].is_dir():
+            raise PatchError(f"{archive} does not hold exactly one top folder")
+        tops[0].rename(destination)
+
+
+def _verify(archive: Path, upstream: Upstream) -> None:
+    actual = sha256_file(archive)
+    if actual != upstream.sha256:
+        raise PatchError(
+            f"wrong hash of {archive}: expected sha256 {upstream.sha256} (upstream.lock), "
+            f"actual {actual}; delete the file if it is damaged"
+        )
+
+
+def _python_with_pip(root: Path) -> str:
+    candidates = [sys.executable, str(root / "build/venv/bin/python")]
+    candidates += [path for name in ("python3", "python") if (path := shutil.which(name))]
+    # megatron-core's metadata asks for 3.12.
+    probe = "import pip, sys; sys.exit(sys.version_info < (3, 12))"
+    for candidate in candidates:
+        if not os.path.exists(candidate):
+            continue
+        result = subprocess.run([candidate, "-c", probe], capture_output=True, check=False)
+        if result.returncode == 0:
+            return candidate
+    raise PatchError(
+        "fetching needs a Python >= 3.12 with pip: run scripts/setup.sh, which makes one "
+        "(build/venv), or install pip for the Python that runs this script"
+    )
+
+
+def _pip_download(upstream: Upstream, destination: Path) -> None:
+    pin = f"{upstream.name}=={upstream.version}"
+    requirements = destination / "requirements.txt"
+    requirements.write_text(f"{pin} --hash=sha256:{upstream.sha256}\n", encoding="utf-8")
+    # Only this package has to come as source: its build dependencies may be wheels, which is
+    # what makes this take seconds. Build isolation stays on, since BytePS's setup.py needs it.
+    command = [
+        _python_with_pip(upstream.root), "-m", "pip", "download", "--no-deps",
+        "--no-binary", upstream.name, "--require-hashes", "--disable-pip-version-check",
+        "--progress-bar", "off", "--dest", str(destination), "-r", str(requirements),
+    ]  # fmt: skip
+    result = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    requirements.unlink()
+    if result.returncode == 0:
+        return
+    got = re.search(r"Got\s+([0-9a-f]{64})", result.stdout)
+    if got:
+        file = re.search(r"([^\s/]+\.tar\.gz)", result.stdout)
+        raise PatchError(
+            f"wrong hash of {file.group(1) if file else pin} as downloaded: expected sha256 "
+            f"{upstream.sha256} (upstream.lock), actual {got.group(1)}"
+        )
+    tail = "\n  ".join(result.stdout.strip().splitlines()[-12:])
+    raise PatchError(f"pip could not download {pin}:\n  {tail}")

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from scripts.recipekit.features import setup_of_recipe, used
-from scripts.recipekit.outcome import Outcome
+from scripts.recipekit.features import Outcome, setup_of_recipe, used
 
 PACKAGES = {
     "library recipes": "megatron.bridge.recipes",

@@ -1,17 +1,53 @@
-"""What a release is, whether this checkout may be one, and the files that need no compiler."""
+"""What a release is, whether this checkout may be one, and the packages and files in it."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import subprocess
+import tarfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from scripts.patchkit.common import sha256_file
-from scripts.releasekit.common import ReleaseError
+from scripts import locks
+from scripts.patchkit.lock import sha256_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ReleaseError(Exception):
+    """What a user can cause or repair; the message is printed without a traceback."""
+
+
+def ship_tools() -> Path:
+    """The folder of the programs of locks/ship.lock, which is installed where it is not current.
+
+    Raises:
+        ReleaseError: it could not be installed.
+    """
+    install = f'source "{ROOT}/scripts/lib/system.sh"; install_ship_tools "{ROOT}"'
+    if subprocess.run(["bash", "-euo", "pipefail", "-c", install], check=False).returncode != 0:
+        raise ReleaseError("locks/ship.lock could not be installed in build/venv-ship, see above")
+    return ROOT / "build/venv-ship/bin"
+
+
+def pins() -> dict[tuple[str, str], tuple[list[str], list[str]]]:
+    """By name and version of each package in locks/: the groups that hold it, its files' sha256."""
+    found: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+    groups = locks.configuration()["dependency-groups"]
+    for group in groups:
+        for name, entry in locks.whole(group, groups).items():
+            version = entry.removeprefix(name).split(maxsplit=1)[0].split("==", 1)[1]
+            hashes = re.findall(r"--hash=sha256:([0-9a-f]{64})", entry)
+            of_groups, of_files = found.setdefault((name, version), ([], []))
+            of_groups.append(group)
+            of_files += [one for one in hashes if one not in of_files]
+    return dict(sorted(found.items()))
+
 
 SUMS = "SHA256SUMS"
 INTEGRATIONS = ("ray", "hf", "rl")
@@ -121,3 +157,78 @@ def write_sums(folder: Path) -> Path:
     lines = [f"{sha256_file(path)}  {path.name}\n" for path in files]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
     return folder / SUMS
+
+
+STATUS = "var/lib/dpkg/status"
+RELEASE = ("usr/lib/os-release", "etc/os-release")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    name: str
+    version: str
+    architecture: str
+    distribution: str
+    """Such as "debian-12"."""
+
+
+def _fields(text: str, separator: str) -> dict[str, str]:
+    lines = (line.split(separator, 1) for line in text.splitlines() if line[:1].isalpha())
+    return {line[0]: line[1].strip().strip('"') for line in lines if len(line) == 2}
+
+
+def _read_layer(file: IO[bytes]) -> dict[str, str]:
+    """The files of a layer that are wanted here."""
+    found = {}
+    try:
+        with tarfile.open(fileobj=file, mode="r|*") as layer:
+            for member in layer:
+                name = member.name.removeprefix("./")
+                if name == STATUS or (name in RELEASE and member.isfile()):
+                    content = layer.extractfile(member)
+                    if content is not None:
+                        found[name] = content.read().decode(errors="replace")
+    except tarfile.ReadError:
+        return {}  # a description of the image, and no layer
+    return found
+
+
+def packages(image: Path) -> list[Package]:
+    """What dpkg installed in an image that `docker save` or `buildah push docker-archive:` wrote.
+
+    Raises:
+        ReleaseError: this is no such file, or the image has no packages of Debian's kind.
+    """
+    layers: dict[str, dict[str, str]] = {}
+    order: list[str] = []
+    try:
+        # Once, from its beginning to its end: a worker's has gigabytes.
+        with tarfile.open(image, mode="r|*") as saved:
+            for member in saved:
+                content = saved.extractfile(member) if member.isfile() else None
+                if content is None:
+                    continue
+                if member.name == "manifest.json":
+                    order = json.loads(content.read())[0]["Layers"]
+                elif member.size:
+                    layers[member.name] = _read_layer(content)
+    except tarfile.ReadError as error:
+        raise ReleaseError(f"{image} is no saved image: {error}") from error
+    files: dict[str, str] = {}
+    for name in order:
+        files |= layers.get(name, {})
+    if STATUS not in files:
+        raise ReleaseError(f"{image} has no {STATUS}: its packages cannot be listed")
+    about = _fields(next((files[name] for name in RELEASE if name in files), ""), "=")
+    distribution = f"{about.get('ID', 'unknown')}-{about.get('VERSION_ID', 'unknown')}"
+    stanzas = [_fields(one, ":") for one in files[STATUS].split("\n\n")]
+    return [
+        Package(
+            name=one["Package"],
+            version=one["Version"],
+            architecture=one["Architecture"],
+            distribution=distribution,
+        )
+        for one in stanzas
+        if one.get("Status", "").endswith(" installed")
+    ]

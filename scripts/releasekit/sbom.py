@@ -39,11 +39,8 @@ from elftools.elf.elffile import ELFFile
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-from scripts.patchkit.common import sha256_file
-from scripts.patchkit.lock import Upstream, load_lock, read_series
-from scripts.releasekit.common import ROOT, ReleaseError, pins
-from scripts.releasekit.contents import INTEGRATIONS, Release
-from scripts.releasekit.images import packages
+from scripts.patchkit.lock import Upstream, load_lock, read_series, sha256_file
+from scripts.releasekit.contents import INTEGRATIONS, ROOT, Release, ReleaseError, packages, pins
 
 IMAGE_SUFFIX = ".image.tar.gz"
 BINARIES = (".so", "/byteps-server")
@@ -133,7 +130,7 @@ def _pinned(materials: Materials) -> dict[str, dict[str, Component]]:
 
 
 def _sodium(materials: Materials, folder: Path) -> Component:
-    """libsodium as scripts/lib/library_sources.sh fetched it: with the distribution's patches."""
+    """libsodium as scripts/lib/system.sh fetched it: with the distribution's patches."""
     name, version, distribution = (folder / "versions").read_text(encoding="utf-8").split()
     purl = _debian(name, version, "source", distribution)
     upstream = version.partition(":")[2] or version

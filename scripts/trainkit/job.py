@@ -1,21 +1,35 @@
-"""One training run: torchrun on this machine, watched through the record that rank 0 writes."""
+"""One training run, by torchrun on this machine or under Ray, and what it, or two, came to.
+
+A run is watched through the record that rank 0 writes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.children import Spawned, end_all, last_lines
+from scripts.progress import aligned
+
+if TYPE_CHECKING:
+    from megatron_byteps_ray import job as ray_job
 
 ENTRY = "pretrain_dpu_gpt.py"
+SCHEMA = 1
+"""Of the JSON of losses."""
+SAVE_EVERY = 50
+"""Steps, where a rank is to be lost; fewer where that is soon."""
 LOG_LINES = 40
 _GRACE_S = 10.0
 _POLL_S = 0.2
@@ -139,3 +153,226 @@ class Job:
         """The end of what each worker wrote to stderr, or of torchrun's log when none did."""
         logs = sorted(self.folder.rglob("stderr.log")) or [self.folder / "torchrun.log"]
         return "\n".join(f"---- last lines of {log}\n{last_lines(log, LOG_LINES)}" for log in logs)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A run that ended well."""
+
+    backend: str
+    workers: int
+    servers: int
+    """0 where there are none."""
+    record: Record
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.record.steps]
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of the last ten steps: one batch alone says little."""
+        return statistics.fmean(self.losses[-10:])
+
+    @property
+    def push_pull_mb_per_s(self) -> float:
+        """Median over the steps for which BytePS gave a speed; 0 without."""
+        speeds = [s.push_pull_mb_per_s for s in self.record.steps if s.push_pull_mb_per_s > 0]
+        return statistics.median(speeds) if speeds else 0.0
+
+
+def largest_difference(one: Result, other: Result) -> float:
+    """Of the two runs' losses at the same step, over all steps."""
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def same_parameters(one: Result, other: Result) -> bool:
+    """Whether the final parameters of the two runs are the same to the last bit."""
+    return one.record.checksum == other.record.checksum
+
+
+def table(results: Sequence[Result]) -> str:
+    """The summary that ends ``make train``."""
+    head = [
+        "backend",
+        "workers",
+        "servers",
+        "first loss",
+        "last loss",
+        "tokens/s",
+        "push-pull MB/s",
+    ]
+    rows = [head]
+    for result in results:
+        rows.append(
+            [
+                result.backend,
+                str(result.workers),
+                str(result.servers) if result.servers else "-",
+                f"{result.losses[0]:.4f}",
+                f"{result.final_loss:.4f}",
+                f"{result.record.tokens_per_s():,.0f}",
+                f"{result.push_pull_mb_per_s:,.1f}" if result.push_pull_mb_per_s else "-",
+            ]
+        )
+    lines = aligned(rows, left=1).splitlines()
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def write_json(results: Sequence[Result], path: Path) -> None:
+    """Every loss at full precision, with what each run was."""
+    runs = [
+        {
+            "backend": result.backend,
+            "workers": result.workers,
+            "servers": result.servers,
+            "losses": result.losses,
+            "tokens_per_s": result.record.tokens_per_s(),
+            "push_pull_mb_per_s": result.push_pull_mb_per_s,
+            "parameters_sha256": result.record.checksum,
+        }
+        for result in results
+    ]
+    path.write_text(json.dumps({"schema": SCHEMA, "runs": runs}, indent=1) + "\n")
+
+
+def draw(
+    results: Sequence[Result],
+    path: Path,
+    title: str = "GPT on text, byte by byte: data-parallel gradients summed by BytePS",
+    unit: str = "byte",
+) -> None:
+    """The loss curves as a PNG; losses are per unit."""
+    # Here, because matplotlib takes a second and a failed run needs none of it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    styles: list[dict[str, Any]] = [
+        {"linewidth": 3.5, "alpha": 0.45},
+        {"linewidth": 1.0, "color": "black"},
+    ]
+    for result, style in zip(results, styles, strict=False):
+        steps = [step.iteration for step in result.record.steps]
+        label = f"{result.backend}, {result.workers} workers"
+        axes.plot(steps, result.losses, label=label, **style)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"loss (nats per {unit})")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayJob:
+    """The counterpart of Job under Ray, on this machine or a cluster; needs build/venv-ray or
+    venv-hf. What they share means the same."""
+
+    tree: Path
+    folder: Path
+    workers: int
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    servers: int
+    spares: int
+    address: str | None
+    """Of a Ray cluster; None starts one on this machine."""
+    lose_at: int | None
+    """Kill the actor of the last rank after this step, to see the job go on."""
+    gpus: bool
+    """Each worker has one."""
+
+    def run(self, progress: Callable[[Record], None]) -> Record:
+        """Train; ``progress`` is called with the record as it grows.
+
+        Raises:
+            JobError: the job could not go on, or ended without its record.
+        """
+        from megatron_byteps_ray import job as ray_job
+        from megatron_byteps_ray.cluster import cluster
+        from megatron_byteps_ray.console import Console
+        from megatron_byteps_ray.pool import JobError as RayJobError
+        from megatron_byteps_ray.settings import Settings, preload_for
+
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        record_file = self.folder / "steps-of-rank.jsonl"
+        settings = Settings(
+            entry=str((self.tree / ENTRY).absolute()),
+            arguments=(*self._saving(), *self.arguments, "--record-steps", str(record_file)),
+            ranks=self.workers,
+            spares=self.spares,
+            servers=self.servers,
+            gpus_per_rank=float(self.gpus),
+            folder=self.folder,
+            environment=self.environment,
+            python_path=(str(self.tree.absolute()),),
+            preload=preload_for(self.arguments),
+        )
+        record, begin = Record(), [0.0]
+        show = Console(lambda text: print(f"  {text}", flush=True))
+
+        def listen(event: dict[str, Any]) -> None:
+            if event["event"] != "step":
+                show(event)
+                return
+            begin[0] = begin[0] or event["time"]
+            _add(record, event, begin[0])
+            progress(record)
+            self._lose(job, event)
+
+        job = ray_job.Job(settings, listen)
+        # Ray's sockets need a short path, whatever TMPDIR is.
+        with tempfile.TemporaryDirectory(prefix="mbr-", dir="/tmp") as scratch:
+            try:
+                with cluster(settings, address=self.address, temp_dir=scratch):
+                    job.run()
+            except RayJobError as error:
+                raise JobError(str(error)) from error
+        written = read_record(record_file)
+        if not record.steps or not written.checksum:
+            raise JobError("training ended without its record")
+        record.checksum = written.checksum
+        return record
+
+    def _saving(self) -> list[str]:
+        """Where a run that is to lose a rank keeps its checkpoints."""
+        if self.lose_at is None:
+            return []
+        saved = str((self.folder / "checkpoints").absolute())
+        every = max(1, min(SAVE_EVERY, self.lose_at // 2))
+        return ["--save", saved, "--load", saved, "--save-interval", str(every)]
+
+    def _lose(self, job: ray_job.Job, event: dict[str, Any]) -> None:
+        first = event["incarnation"] == 0
+        if self.lose_at is not None and first and event["step"] == self.lose_at:
+            import ray
+
+            print(f"  step {event['step']}: killing the actor of rank {self.workers - 1}")
+            ray.kill(job.pool.assigned[-1].actor)
+
+
+def _add(record: Record, event: Mapping[str, Any], begin: float) -> None:
+    """Add a step; one that is done again after a failure replaces those from it on."""
+    while record.steps and record.steps[-1].iteration >= event["step"]:
+        record.steps.pop()
+    record.steps.append(
+        Step(
+            iteration=event["step"],
+            loss=event["values"]["lm loss"],
+            tokens=event["tokens"],
+            seconds=event["time"] - begin,
+            push_pull_mb_per_s=0.0,
+        )
+    )

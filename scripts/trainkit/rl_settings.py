@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import rl_chat, rl_task
+from . import rl_task
 
 ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
 """Names, and verl's advantage estimators."""
@@ -57,8 +57,8 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
 class Task:
     """Sums to ask for, and how a model learns them."""
 
-    file: str
-    """Which has the reward function ``compute_score``."""
+    score: Callable[..., float]
+    """The reward function, of a file that verl imports."""
     pairs: Sequence[tuple[int, int]]
     ask: Callable[[int, int], str]
     prompt_tokens: int
@@ -74,7 +74,7 @@ class Task:
 
 
 SUMS = Task(
-    file=rl_task.__file__,
+    score=rl_task.compute_score,
     pairs=rl_task.PAIRS,
     ask=rl_task.prompt,
     prompt_tokens=rl_task.PROMPT_TOKENS,
@@ -86,11 +86,11 @@ SUMS = Task(
 )
 """For the tiny model that `rl_task` makes."""
 CHAT = Task(
-    file=rl_chat.__file__,
-    pairs=rl_chat.PAIRS,
-    ask=rl_chat.prompt,
-    prompt_tokens=rl_chat.PROMPT_TOKENS,
-    response_tokens=rl_chat.RESPONSE_TOKENS,
+    score=rl_task.score_last_number,
+    pairs=rl_task.CHAT_PAIRS,
+    ask=rl_task.ask_in_words,
+    prompt_tokens=rl_task.CHAT_PROMPT_TOKENS,
+    response_tokens=rl_task.CHAT_RESPONSE_TOKENS,
     rate=2e-5,
     adapter_rate=1e-3,
     at_once=8,  # each has a score per token and word of a large vocabulary
@@ -234,8 +234,8 @@ class Settings:
             "critic.model.path": self.model,
             "critic.model.use_remove_padding": False,
             "reward.num_workers": 1,
-            "reward.custom_reward_function.path": task.file,
-            "reward.custom_reward_function.name": rl_task.compute_score.__name__,
+            "reward.custom_reward_function.path": rl_task.__file__,
+            "reward.custom_reward_function.name": task.score.__name__,
         }
 
     def _rollout(self) -> dict[str, object]:

@@ -1,1 +1,0 @@
-"""What scripts/release.py and scripts/audit.py are made of."""
