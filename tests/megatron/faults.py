@@ -1,4 +1,6 @@
-"""Kills a rank or a server within a step of a training job."""
+"""Ways in which a reducer can be wrong, each a function that breaks BytePS in this process; and the
+killing of a rank or a server within a step.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,14 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
@@ -142,3 +146,285 @@ def _kill(victim: str) -> None:
             os.kill(int(process.name), signal.SIGKILL)
             return
     raise AssertionError("this job has no server")
+
+
+# Ways in which a reducer can be wrong; each function breaks BytePS in this process.
+
+
+Change = Callable[[str, torch.Tensor], object]
+
+
+def _change_results(change: Change) -> None:
+    """Have ``change`` called with the name and the tensor of each sum that has arrived."""
+    import byteps.torch as bps
+
+    push_pull, synchronize = bps.push_pull_async_inplace, bps.synchronize
+    names: dict[int, str] = {}
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        handle = push_pull(*args, **kwargs)
+        names[handle] = kwargs["name"]
+        return handle
+
+    def changed(handle: int) -> torch.Tensor:
+        result = synchronize(handle)
+        change(names.pop(handle), result)
+        return result
+
+    bps.push_pull_async_inplace, bps.synchronize = named, changed
+
+
+def last_places() -> None:
+    """Off by two units in the last place."""
+    _change_results(lambda name, result: result.mul_(1.0 + 2.0**-22))
+
+
+def divisor() -> None:
+    """Averages over all ranks of the job instead of the group's."""
+    from megatron.core import mpu
+
+    def change(name: str, result: torch.Tensor) -> None:
+        result.mul_(mpu.get_data_parallel_world_size() / dist.get_world_size())
+
+    _change_results(change)
+
+
+def divisor_once() -> None:
+    """Divides one sum of one step on one rank by one too many."""
+    calls = 0
+
+    def change(name: str, result: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls == 5:
+            size = dist.get_world_size()
+            result.mul_(size / (size + 1))
+
+    _change_results(change)
+
+
+def stale() -> None:
+    """Returns the sum of the step before, as a buffer that is reused too early would."""
+    before: dict[str, torch.Tensor] = {}
+
+    def change(name: str, result: torch.Tensor) -> None:
+        now = result.clone()
+        if name in before:
+            result.copy_(before[name])
+        before[name] = now
+
+    _change_results(change)
+
+
+def swapped_groups() -> None:
+    """Gives a rank the sum of the group of its neighbour in tensor parallelism."""
+    from megatron.core import mpu
+
+    def change(name: str, result: torch.Tensor) -> None:
+        group = mpu.get_tensor_model_parallel_group()
+        sums = [torch.empty_like(result) for _ in range(group.size())]
+        dist.all_gather(sums, result, group=group)
+        result.copy_(sums[(group.rank() + 1) % group.size()])
+
+    _change_results(change)
+
+
+def swapped_buckets() -> None:
+    """Exchanges what came back for two buckets, as far as the smaller one goes."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    finish = DistributedDataParallel.finish_grad_sync
+
+    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        finish(self, *args, **kwargs)
+        one, other = (bucket.grad_data for bucket in self.buffers[0].buckets[:2])
+        size = min(one.numel(), other.numel())
+        first = one[:size].clone()
+        one[:size] = other[:size]
+        other[:size] = first
+
+    DistributedDataParallel.finish_grad_sync = finish_grad_sync
+
+
+def undecayed() -> None:
+    """Servers are told of no weight decay."""
+    from byteps.torch.step_machine import StepMachine
+
+    plain = StepMachine.next_step
+
+    def without(self: StepMachine, param_groups: Any, scale: float = 1.0) -> Any:
+        step = plain(self, param_groups, scale)
+        return step._replace(rates=[(rate, 0.0) for rate, _ in step.rates])
+
+    StepMachine.next_step = without
+
+
+def one_rank() -> None:
+    """One rank's parameters are a hair off."""
+    from byteps.torch.server_bucket import ServerBucket
+
+    take = ServerBucket.take_parameters
+
+    def off(self: ServerBucket) -> None:
+        take(self)
+        if dist.get_rank() == 1:
+            self.places[0][1].data.view(-1)[0] *= 1.0 + 2.0**-6
+
+    ServerBucket.take_parameters = off
+
+
+def pushed_too_early() -> None:
+    """Gradients that other stages add to are sent before they do."""
+    from megatron.core.distributed.dpu_reduce.summed_later import SummedLater
+
+    SummedLater.__call__ = lambda self, parameter, name: False
+
+
+def checked() -> None:
+    """Not broken: gradients that were sent early are looked at again in the step."""
+    os.environ["BYTEPS_CHECK_GRADIENTS"] = "1"
+
+
+def pushed_too_early_checked() -> None:
+    """The same, and it is noticed."""
+    checked()
+    pushed_too_early()
+
+
+def summed_once_more_checked() -> None:
+    """As if a new version of Megatron summed another gradient over tensor-parallel ranks."""
+    checked()
+    from megatron.core import mpu
+
+    module: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    sums = module._allreduce_non_tensor_model_parallel_grads
+
+    def more(model: Any, *args: Any, **kwargs: Any) -> None:
+        sums(model, *args, **kwargs)
+        for chunk in model:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("layers.1.mlp.linear_fc2.weight"):
+                    group = mpu.get_tensor_model_parallel_group()
+                    dist.all_reduce(parameter.main_grad, group=group)
+
+    module._allreduce_non_tensor_model_parallel_grads = more
+
+
+def pushed_twice() -> None:
+    """Not broken: Megatron's rerun machine has each step's passes run again. No gradient is zeroed
+    while servers send into its memory."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    should_run = RerunStateMachine.should_run_forward_backward
+
+    def twice(self: RerunStateMachine, data_iterator: Any) -> bool:
+        self.mode = RerunMode.REPORT_DETERMINISM_STATS
+        self.rerun_requested = True
+        return should_run(self, data_iterator)
+
+    reset = _ParamAndGradBuffer.reset
+
+    def reset_when_nothing_moves(self: _ParamAndGradBuffer) -> None:
+        assert all(
+            one._pushed is None for bucket in self.buckets for one in bucket.dpu_server_buckets
+        )
+        reset(self)
+
+    RerunStateMachine.should_run_forward_backward = twice
+    _ParamAndGradBuffer.reset = reset_when_nothing_moves
+
+
+def lost() -> None:
+    """The last rank ends in its second step, with some of its gradients sent."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    ready, steps = ServerOptimizer.bucket_is_ready, 0
+    step = ServerOptimizer.step
+
+    def is_ready(self: ServerOptimizer, bucket: Any) -> None:
+        if (
+            steps == 1
+            and bucket is self._buckets[1]
+            and dist.get_rank() == dist.get_world_size() - 1
+        ):
+            os._exit(7)
+        ready(self, bucket)
+
+    def counted(self: ServerOptimizer) -> Any:
+        nonlocal steps
+        steps += 1
+        return step(self)
+
+    ServerOptimizer.bucket_is_ready, ServerOptimizer.step = is_ready, counted
+
+
+def sent_before_the_step() -> None:
+    """Not broken: all gradients that only data-parallel ranks sum were sent when the step begins,
+    after the first one, in which Megatron finds out when a bucket is ready."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    step = ServerOptimizer.step
+
+    def step_when_sent(self: ServerOptimizer) -> Any:
+        if self._machine.steps > 0:
+            waiting = [bucket for bucket in self._buckets if bucket._pushed is None]
+            late = [parameter for bucket in waiting for _, parameter in bucket.places]
+            assert all(getattr(parameter, "sequence_parallel", False) for parameter in late)
+            assert len(late) > 0 and len(waiting) < len(self._buckets) / 2
+        return step(self)
+
+    ServerOptimizer.step = step_when_sent
+
+
+def too_many_zeros() -> None:
+    """A gradient that is no zero is counted as one, on one rank."""
+    from byteps.torch.server_bucket import ServerBucket
+
+    buckets: Any = ServerBucket  # of which mypy knows no properties, but their values
+    counted = buckets.zeros.fget
+    buckets.zeros = property(lambda self: counted(self) + (dist.get_rank() == 0))
+
+
+def copies_counted() -> None:
+    """The norm has the copies of a parameter on tensor-parallel ranks each."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    ServerOptimizer._counts = lambda self, parameter: True
+
+
+def one_norm() -> None:
+    """Gradients that have a norm of their own are clipped with the others."""
+    from megatron.core.distributed.dpu_reduce import server_optimizer
+
+    server_optimizer.norm_group_of = lambda bucket: None
+
+
+def not_scaled_back() -> None:
+    """Servers update with gradients of the scaled loss."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    ServerOptimizer._note_scale = lambda self: None
+
+
+BREAKS: dict[str, Callable[[], None]] = {
+    "last-places": last_places,
+    "divisor": divisor,
+    "divisor-once": divisor_once,
+    "stale": stale,
+    "swapped-groups": swapped_groups,
+    "swapped-buckets": swapped_buckets,
+    "undecayed": undecayed,
+    "one-rank": one_rank,
+    "too-many-zeros": too_many_zeros,
+    "copies-counted": copies_counted,
+    "one-norm": one_norm,
+    "not-scaled-back": not_scaled_back,
+    "checked": checked,
+    "pushed-too-early": pushed_too_early,
+    "pushed-too-early-checked": pushed_too_early_checked,
+    "summed-once-more-checked": summed_once_more_checked,
+    "pushed-twice": pushed_twice,
+    "lost": lost,
+    "sent-before-the-step": sent_before_the_step,
+}

@@ -33,7 +33,7 @@ from megatron.training import cpu_platform, training
 from tests.layouts.gpt.rank import run
 from tests.layouts.gpt.seen import RankSeen
 from tests.layouts.job import LIMIT_S
-from tests.megatron import broken_reducers, faults
+from tests.megatron import faults
 
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2
@@ -54,13 +54,13 @@ def train(
     """Megatron's training loop through the entry script, on the small model.
 
     ``hide_byteps`` makes ``import byteps`` fail; ``broken`` names a function of
-    broken_reducers.py; with ``waits`` checkpoints are written after another step.
+    faults.py; with ``waits`` checkpoints are written after another step.
     """
     if hide_byteps:
         sys.modules["byteps"] = None  # type: ignore[assignment] # as the import system has it
     if waits:
         _write_later(folder)
-    broken_by = broken_reducers.BREAKS[broken] if broken else None
+    broken_by = faults.BREAKS[broken] if broken else None
     return run([*MODEL, *_through_servers(arguments)], broken=broken_by)
 
 
@@ -105,7 +105,7 @@ def train_layout(
     **options: Any,
 ) -> RankSeen:
     """A run of the parity harness whose reducer is broken; `options`: as :func:`run` has them."""
-    return run(arguments, broken=broken_reducers.BREAKS[broken], **options)
+    return run(arguments, broken=faults.BREAKS[broken], **options)
 
 
 def compiles(folder: Path) -> tuple[float, int]:
@@ -134,10 +134,10 @@ def train_on_hosts(
 def train_owed(
     folder: Path, arguments: Sequence[str], environment: dict[str, str]
 ) -> dict[str, Any]:
-    """What is owed at a checkpoint: see owed.py."""
-    from tests.megatron import owed  # which imports byteps: some of these programs must not
+    """What is owed at a checkpoint."""
+    from tests.megatron.recipe_programs import watch  # which imports this module
 
-    found = owed.watch()
+    found = watch()
     run([*MODEL, *_through_servers(arguments)])
     return {"owed": found, "tensor_rank": parallel_state.get_tensor_model_parallel_rank()}
 

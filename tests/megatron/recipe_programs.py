@@ -1,16 +1,25 @@
-"""What the ranks of tests of recipes run: steps that are one graph, Muon, models of many sizes."""
+"""What ranks run in tests of recipes: steps that are one graph, Muon, models of many sizes,
+Megatron-FSDP; and what rounding has lost of each parameter's gradient.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, dpu_reduce
-from megatron.core.distributed.dpu_reduce import parameters
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    dpu_reduce,
+)
+from megatron.core.distributed.dpu_reduce import parameters, plan
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -18,6 +27,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.training import training
 
 from tests.megatron.rank_programs import Mixed, _on_core, _pushed_bytes, _wrap
 
@@ -196,3 +206,103 @@ def core_muon(folder: Path, served: bool) -> dict[str, Any]:
         return {"made": made, "norms": norms, "parameters": parameters}
 
     return _on_core(body)
+
+
+STEPS = 3
+
+
+def hybrid(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of a model with two replicas of two ranks each, as this rank holds them in each
+    step, and how many bytes it pushed, under Megatron-FSDP."""
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    def body() -> dict[str, Any]:
+        # Of 256 parameters each, which need no padding: that is not initialized.
+        layers = (torch.nn.Linear(16, 16, bias=False) for _ in range(3))
+        module = torch.nn.Sequential(*layers)
+        ddp_config = DistributedDataParallelConfig(
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy="optim_grads_params",
+            num_distributed_optimizer_instances=2,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            gradient_reduce_div_fusion=False,  # gloo cannot scale and sum in one
+            **config,
+        )
+        transformer = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
+        with mock.patch("torch.cuda.current_device", lambda: 0):  # it asks for a number
+            model = FullyShardedDataParallel(
+                transformer,
+                ddp_config,
+                module,
+                fsdp_unit_modules=[torch.nn.Linear],
+                device=torch.device("cpu"),
+            )
+        steps: list[list[torch.Tensor]] = []
+        for step in range(STEPS):
+            model.zero_grad_buffer()
+            inputs = torch.sin(torch.arange(64.0).view(4, 16) ** 2 + step + dist.get_rank())
+            with model.no_sync():  # replicas reduce after the last micro-batch
+                model(inputs).square().sum().backward()
+            model(inputs + 1.0).square().sum().backward()
+            model.finish_grad_sync()
+            groups = model.param_and_grad_buffer.parameter_groups
+            steps.append([group.main_grad_buffer.data.clone() for group in groups])
+        return {"gradients": steps, "pushed": _pushed_bytes()}
+
+    return _on_core(body, num_distributed_optimizer_instances=2)
+
+
+Owed = dict[str, tuple[torch.Tensor, int | None]]
+"""What rounding has lost of gradients, by parameter: this rank's part of it, and the axis along
+which it is split."""
+
+
+def watch() -> Owed:
+    """What is owed at the first checkpoint that is saved or loaded, once it is."""
+    found: Owed = {}
+    save, load = training.save_checkpoint, training.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(iteration: int, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        result = save(iteration, model, *args, **kwargs)
+        if not found:
+            found.update(_owed(model))
+        return result
+
+    @functools.wraps(load)
+    def load_checkpoint(model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        result = load(model, *args, **kwargs)
+        found.update(_owed(model))
+        return result
+
+    training.save_checkpoint, training.load_checkpoint = save_checkpoint, load_checkpoint
+    return found
+
+
+def _owed(model: Sequence[Any]) -> Owed:
+    from byteps.torch import operations
+    from byteps.torch.feedback import feedback
+
+    (chunk,) = model
+    names = {parameter: name.split("module.")[-1] for name, parameter in chunk.named_parameters()}
+    found: Owed = {}
+    for bucket, config in plan.all_buckets():
+        op, elements = bucket.dpu_reduce_op, bucket.grad_data.numel()
+        own = feedback.get(op.name)
+        assert own is not None
+        weight = 1 / len(op.group) if config.average_in_collective else 1
+        values = own.float() * weight
+        if torch.distributed.get_rank() == op.group[0] and not op.updated:
+            values += operations.read_feedback(op.name, elements).float()
+        kept = op.kept.parameters if op.kept is not None else ()
+        for parameter, (begin, end) in bucket.param_to_index.items():
+            if any(parameter is one for one in kept):
+                continue
+            axis = getattr(parameter, "partition_dim", 0)
+            is_split = getattr(parameter, "tensor_model_parallel", False)
+            name = names[parameter]
+            if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+                name = name.replace("output_layer", "embedding.word_embeddings")
+            found[name] = values[begin:end].view(parameter.shape), axis if is_split else None
+    return found

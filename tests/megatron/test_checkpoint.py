@@ -1,4 +1,5 @@
-"""A run that is saved under one backend goes on under the other as if nothing had happened.
+"""Checkpoints: a run that is saved under one backend goes on under the other as if nothing had
+happened; who saves what of an optimizer that is on the servers, and when it is written.
 
 With two ranks all sums are the same to the last bit, so that the run that goes on must equal the
 one that was never interrupted, whichever backend that had.
@@ -6,11 +7,21 @@ one that was never interrupted, whichever backend that had.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.distributed.dpu_reduce import server_checkpoint, server_shards
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from scripts.prepare_data import Dataset
 from tests.layouts.data import data_arguments
@@ -120,3 +131,224 @@ def test_the_optimizer_moves(
     assert len(rest) == 2
     # Without the moments, or their number of steps, the last loss differs by a hundredth.
     assert rest == pytest.approx(whole[2:], rel=1e-5)
+
+
+# Checkpoints of an optimizer that is on the servers: who saves what, and when it is written.
+
+
+SHAPE = (4, 3, 5)
+BF16_SERVERS = ("--bf16", "--use-dpu-reduce", "--dpu-optimizer")
+IN_BACKGROUND = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 5), SHAPE, (2, 1, 3, 2)])
+def test_boxes_hold_the_range_once_and_in_order(shape: tuple[int, ...]) -> None:
+    values = numbered(shape)
+    count = values.numel()
+    for begin in range(count + 1):
+        for end in range(begin, count + 1):
+            found = [
+                values[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))].flatten()
+                for offset, size in server_shards.boxes(shape, begin, end)
+            ]
+            assert len(found) <= max(1, 2 * len(shape) - 1)
+            held = torch.cat([torch.empty(0), *found])
+            assert held.tolist() == list(range(begin, end))
+
+
+def in_halves(key: str, data: torch.Tensor, replica: Any, _: None) -> list[ShardedTensor]:
+    """As gated layers are saved: two tensors, side by side in the parameter."""
+    return [
+        ShardedTensor.from_rank_offsets(
+            f"{key}.{half}", part, (0, 1, 3), replica_id=replica, prepend_axis_num=1
+        )
+        for half, part in enumerate(data.chunk(2))
+    ]
+
+
+def in_columns(key: str, data: torch.Tensor, replica: Any, _: None) -> list[ShardedTensor]:
+    return [
+        ShardedTensor.from_rank_offsets(f"{key}.{n}", part, replica_id=replica)
+        for n, part in enumerate(data.chunk(2, dim=2))
+    ]
+
+
+REPLICA = (0, 0, 1)
+PLAIN = ShardedTensor.from_rank_offsets(
+    "plain", numbered(SHAPE), (0, 1, 2), (1, 2, 3), replica_id=REPLICA, prepend_axis_num=1
+)
+HALVES = ShardedTensorFactory("halves", numbered(SHAPE), in_halves, torch.cat, REPLICA)
+COLUMNS = ShardedTensorFactory("columns", numbered(SHAPE), in_columns, torch.cat, REPLICA)
+
+
+def collected(parts: list[ShardedTensor]) -> dict[str, torch.Tensor]:
+    """The global tensors, with -1 where nothing is."""
+    wholes: dict[str, torch.Tensor] = {}
+    for part in parts:
+        whole = wholes.setdefault(part.key, torch.full(part.global_shape, -1.0))
+        target = whole[part.global_slice()]
+        assert part.data is not None and (target == -1).all(), "saved twice"
+        target.copy_(part.data)
+    return wholes
+
+
+@pytest.mark.parametrize("parameter", [PLAIN, HALVES], ids=["plain", "factory"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 60, 70])
+def test_ranks_save_what_one_would(
+    parameter: ShardedTensor | ShardedTensorFactory, ranks: int
+) -> None:
+    """All of them together, in whatever ranges the parameter is cut."""
+    values = numbered(SHAPE)
+    whole = server_shards.with_values(parameter, "key", values)
+    expected = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
+    size = -(-values.numel() // ranks)
+    saved = []
+    for begin in range(0, values.numel(), size):
+        end = min(begin + size, values.numel())
+        mine = server_shards.saved_boxes(parameter, "key", begin, end)
+        assert mine is not None and sum(p.end - p.begin for p in mine) == end - begin
+        for piece in mine:
+            part = piece.holding(values.flatten()[piece.begin : piece.end])
+            assert part.replica_id == (0, 0, 0) and not part.has_regular_grid
+            # Nothing else is in its memory, so that Megatron need not copy it.
+            assert part.data.untyped_storage().size() == part.data.numel() * 4
+            # Megatron writes parts without a grid with as many axes as the whole.
+            assert len(part.local_shape) == len(part.global_shape)
+            saved.append(part)
+    found, wanted = collected(saved), collected(expected)
+    assert found.keys() == wanted.keys()
+    for key, one in wanted.items():
+        assert torch.equal(found[key], one), key
+
+
+def test_what_cannot_be_cut_or_is_saved_elsewhere() -> None:
+    assert server_shards.saved_boxes(COLUMNS, "key", 0, 10) is None
+    assert server_shards.is_saved(PLAIN)
+    assert not server_shards.is_saved(replace(PLAIN, replica_id=(0, 1, 0)))
+    assert server_shards.own_replica(3) == 0
+
+
+class Bucket:
+    """Of some ranks; its values are their places, a slot after the other."""
+
+    def __init__(self, parameters: list[torch.Tensor], rank: int, ranks: int) -> None:
+        ends = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
+        self.places = list(zip(ends, parameters, strict=False))
+        self.numel, self.is_first = ends[-1], rank == 0
+        size = -(-self.numel // ranks)
+        self.owned = [(min(rank * size, self.numel), min(rank * size + size, self.numel))]
+        self.local = 0
+        self.read_elements = 0
+
+    def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        self.read_elements += end - begin
+        return torch.arange(begin, end, dtype=torch.float32) + slot * self.numel
+
+    def gather(
+        self, slot: int, begin: int, end: int, *, wanted: bool = True
+    ) -> torch.Tensor | None:
+        return self.read(slot, begin, end) if wanted else None
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+def test_ranks_save_a_bucket(whole: bool) -> None:
+    """Once, whatever its parameters are; a parameter that cannot be cut as a whole."""
+    elsewhere = replace(PLAIN, key="elsewhere", data=numbered(SHAPE), replica_id=(0, 1, 1))
+    model = {str(n): one for n, one in enumerate((PLAIN, COLUMNS, HALVES, elsewhere))}
+    parameters = [one.data for one in model.values()]
+    count = parameters[0].numel()
+    saved: list[Any] = []
+    read = []
+    for rank in range(3):
+        bucket = Bucket(parameters, rank, 3)
+        buckets: list[Any] = [bucket]
+        state = server_checkpoint.sharded_state(
+            buckets, [], model, slots=["param", "m"], steps=1, is_loading=False, is_whole=whole
+        )
+        read.append(bucket.read_elements)
+        parts = list(state["param_state"].values())
+        assert not whole or len(parts) == (8 if rank == 0 else 0)
+        for part in parts:
+            saved += part.build() if isinstance(part, ShardedTensorFactory) else [part]
+    # Nothing is read twice but what cannot be cut.
+    assert sum(read) == (8 if whole else 8 + 2) * count
+    found = collected(saved)
+    for slot, name in enumerate(("param", "m")):
+        for number, (one, key) in enumerate(((PLAIN, "plain"), (COLUMNS, "columns"))):
+            key = f"optimizer.state.{name}.{key}"
+            values = numbered(SHAPE) + number * count + slot * 4 * count
+            one = server_shards.with_values(one, key, values)
+            wanted = one.build() if isinstance(one, ShardedTensorFactory) else [one]
+            for key, value in collected(wanted).items():
+                assert torch.equal(found.pop(key), value), key
+
+
+@pytest.mark.thorough
+def test_a_stage_that_learns_nothing_saves_nothing(run_job: Callable[..., Job]) -> None:
+    """And is not waited for."""
+    job = run_job("core_frozen_stage", 4)
+    assert sum(job.result(rank) for rank in (0, 1)) == 0
+    assert sum(job.result(rank) for rank in (2, 3)) == 4 * 3 + 3
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state,
+        storage_reader=dcp.FileSystemReader(checkpoint),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(prefix: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[prefix] = value
+        elif isinstance(value, dict):
+            for name, one in value.items():
+                collect(f"{prefix}.{name}", one)
+
+    collect("", state)
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(BF16_SERVERS, id="servers"),
+        pytest.param((), id="all-reduce", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_checkpoint_is_written_while_training_goes_on(
+    train: Train, run_dir: Path, arguments: tuple[str, ...]
+) -> None:
+    """By processes that wait until another step was made: it has the bits of one that was written
+    at once, and a run resumes from it. A rank reads its part of the servers' state, and no more."""
+    now, later = run_dir / "now", run_dir / "later"
+    save = ("--save-interval", "2", "--save")
+    plain = train(*arguments)
+    at_once = train(*arguments, *save, str(now))
+    behind = train(*arguments, *IN_BACKGROUND, *save, str(later), waits=True)
+    assert {path.name for path in behind.job.folder.glob("waited.*")} == {"waited.0", "waited.1"}
+    assert behind.losses == at_once.losses == plain.losses
+    for iteration in ("iter_0000002", "iter_0000004"):
+        wanted, found = tensors_of(now / iteration), tensors_of(later / iteration)
+        assert found.keys() == wanted.keys()
+        assert any("optimizer.state.exp_avg_sq" in name for name in wanted)
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), f"{iteration} {name}"
+    rest = train(*arguments, "--load", str(later), "--ckpt-step", "2")
+    assert rest.losses == plain.losses[2:]
+    for name, value in plain.parameters.items():
+        assert torch.equal(value, rest.parameters[name]), name
+    # Two checkpoints, of three fp32 values for each parameter of one half.
+    wanted_bytes = 2 * 12 * sum(value.numel() for value in plain.parameters.values()) / 2
+    for rank in range(2):
+        for saved in (at_once, behind):
+            read = saved.job.result(rank).pulled_bytes - plain.job.result(rank).pulled_bytes
+            assert read == pytest.approx(wanted_bytes if arguments else 0, rel=0.02)

@@ -1,14 +1,21 @@
-"""DistributedDataParallel through BytePS, without megatron.training."""
+"""DistributedDataParallel and Megatron-FSDP through BytePS, without megatron.training; names,
+priorities and placements of buckets.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from byteps.torch.c10d import reductions
+from megatron.core.distributed import dpu_reduce
+from megatron.core.distributed.dpu_reduce import naming, outer_sums
 
 from tests.layouts.job import Job
 
@@ -262,3 +269,122 @@ def test_a_step_that_is_one_graph_is_summed_after_it(
         assert one["pushed"] > 0 == other["pushed"]
         for step, (mine, twin) in enumerate(zip(one["gradients"], other["gradients"], strict=True)):
             assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True)), step
+
+
+# Megatron-FSDP with hybrid sharding: what replicas reduce goes through servers.
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="in-place"),
+        # Shards are copied, and the sums back.
+        pytest.param({"megatron_fsdp_grad_comm_dtype": torch.bfloat16}, id="copied"),
+    ],
+)
+def test_replicas_sum_their_shards_through_servers(
+    fork_server: None, run_dir: Path, config: dict[str, Any]
+) -> None:
+    """To the same bits as by an all-reduce: there are two of them."""
+
+    def run(name: str, **more: object) -> Job:
+        program = "tests.megatron.recipe_programs:hybrid"
+        job = Job(run_dir / name, program, 4, {"config": {**config, **more}}, per_host=2)
+        job.run()
+        return job
+
+    theirs = run("all-reduce")
+    ours = run("byteps", use_dpu_reduce=True, dpu_reduce_route="flat")
+    for rank in range(4):
+        one, other = ours.result(rank), theirs.result(rank)
+        assert one["pushed"] > 0 == other["pushed"]
+        for mine, twin in zip(one["gradients"], other["gradients"], strict=True):
+            assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True))
+
+
+def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Reductions(reductions.Reductions):
+        def __init__(self) -> None:
+            self._sums = {}
+
+        def takes(self, tensor: object) -> bool:
+            return True
+
+        def start(self, tensor: object, *, average: bool, priority: int = 0) -> Any:
+            calls.append("servers")
+            return object()
+
+    monkeypatch.setattr(outer_sums, "_reductions", lambda config, group: Reductions())
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: calls.append("NCCL"))
+    config: Any = SimpleNamespace(use_dpu_reduce=True)
+    reduction = outer_sums.OuterReduction(config, None)  # type: ignore[arg-type] # not looked at
+    gradient: Any = SimpleNamespace(is_cuda=True, dtype=None, device=None, numel=lambda: 1)
+    for records in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda it=records: it)
+        reduction.all_reduce(gradient, torch.distributed.ReduceOp.SUM)
+    assert calls == ["servers", "NCCL"]
+
+
+# Names, priorities and placements of buckets: pure functions of what identifies them.
+
+
+def _name(**changed: Any) -> str:
+    identity: dict[str, Any] = {
+        "kind": "dense",
+        "group": (0, 1),
+        "model": 0,
+        "chunk": 0,
+        "param_dtype": torch.bfloat16,
+        "grad_dtype": torch.float32,
+        "bucket_id": 3,
+    }
+    return dpu_reduce.bucket_name(**{**identity, **changed})
+
+
+def test_name() -> None:
+    assert _name() == ("dpu_reduce/dense/dp0x2-9fc81a7857d8/model0/chunk0/bf16-fp32/bucket3")
+    assert _name(group=(1, 0)) == _name()
+
+
+def test_every_part_of_the_identity_counts() -> None:
+    kinds, models, chunks = ("dense", "expert"), (0, 1), (0, 1, 10)
+    groups = ((0,), (0, 1), (0, 2), (0, 1, 2), (1, 2), (10, 11))
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
+    buckets, buffers = (0, 1, 10, 11), (0, 1, 10)
+    names = {
+        _name(
+            kind=kind,
+            group=group,
+            model=model,
+            chunk=chunk,
+            param_dtype=param,
+            grad_dtype=grad,
+            bucket_id=bucket,
+            buffer=buffer,
+        )
+        for kind, group, model, chunk, param, grad, bucket, buffer in itertools.product(
+            kinds, groups, models, chunks, dtypes, dtypes, buckets, buffers
+        )
+    }
+    assert len(names) == 2 * 6 * 2 * 3 * 5 * 5 * 4 * 3
+
+
+def test_an_unusual_dtype_has_a_name() -> None:
+    assert "/int32-fp32/" in _name(param_dtype=torch.int32)
+
+
+def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:
+    """Not even for a group with the same lowest rank: its members alone know of it."""
+    everywhere, here = naming.Named(), naming.Named()
+    group, alone = (0, 1), (0,)
+    seen = []
+    for named in (everywhere, here):
+        first = named.next_model("dense", group, 0), named.next_placement(group, 7)
+        if named is here:
+            assert named.next_model("dense", alone, 0) == 0
+            assert named.next_placement(alone, 3) == 0
+        seen.append((first, named.next_model("dense", group, 0), named.next_placement(group, 5)))
+    assert seen[0] == seen[1] == ((0, 0), 1, 7)
+    assert _name(group=alone) != _name(group=group)

@@ -1,17 +1,25 @@
-"""Training with the optimizer on the servers, when a rank or a server is lost within a step."""
+"""Training when a rank or a server is lost within a step, when servers are lost and replaced, and
+when a gradient is no number.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.prepare_data import Dataset
 from tests.layouts.data import data_arguments
 from tests.layouts.job import Job
+from tests.megatron.training_jobs import Trained, assert_same_run
+from tests.multiproc.cluster import RUN_S, START_S, Cluster, Spawned
 
 RunJob = Callable[..., Job]
 
@@ -91,3 +99,146 @@ def test_servers_with_too_little_memory(run_job: RunJob, dataset: Dataset) -> No
         # No step was made, and none was begun.
         assert not (job.folder / f"digests.{rank}").exists()
         assert not (job.folder / f"left.{rank}").exists()
+
+
+# Servers are lost in a training while others wait for their places: it makes no difference.
+
+
+SETTINGS = {
+    "BYTEPS_REPLACE_SERVERS_S": "60",
+    "BYTEPS_PARTITION_BYTES": "4096",
+    "BYTEPS_NODE_PIECE_BYTES": "2048",
+}
+EARLY = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
+CASES = {
+    "fp32": (2, EARLY),
+    "bf16-wire": (2, ("--bf16", "--grad-reduce-in-bf16", *EARLY)),
+    "sharded": (2, ("--use-distributed-optimizer", *EARLY)),
+    "node-first": (4, ("--dpu-reduce-route", "node-first", *EARLY)),
+    "servers": (2, ("--dpu-optimizer", *EARLY)),
+    "servers-node-first": (4, ("--dpu-optimizer", "--bf16", *EARLY)),
+    "servers-int8": (2, ("--dpu-optimizer", *EARLY, "--dpu-reduce-wire-dtype", "int8")),
+}
+COPIES = {**SETTINGS, "BYTEPS_BACKUP_STATE": "1"}
+IN_EACH_RUN = ("fp32", "servers")
+
+
+@pytest.fixture
+def make_nodes(run_dir: Path) -> Iterator[Callable[[int, dict[str, str]], Cluster]]:
+    """A scheduler and four servers, two of which wait, for so many ranks."""
+    with ExitStack() as stack:
+
+        def make(ranks: int, settings: dict[str, str]) -> Cluster:
+            nodes = Cluster(run_dir / "nodes", None, workers=ranks, servers=2, env=settings)
+            stack.enter_context(nodes)
+            nodes.start_nodes()
+            for server in nodes.servers:
+                wait_for_text(server, "has taken this server")
+            for _ in range(2):
+                wait_for_text(nodes.start_server(), "waiting for the place of a server")
+            return nodes
+
+        yield make
+
+
+def wait_for_text(node: Spawned, text: str) -> None:
+    deadline = time.monotonic() + START_S
+    while text not in node.text:
+        assert node.running and time.monotonic() < deadline, node.text
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in IN_EACH_RUN else pytest.mark.thorough)
+        for case in CASES
+    ],
+)
+def test_all_bits_are_those_of_a_run_that_lost_none(
+    run_job: Callable[..., Job],
+    dataset: Dataset,
+    make_nodes: Callable[[int, dict[str, str]], Cluster],
+    case: str,
+) -> None:
+    """One is killed in the second step, the other one in the third, within their sums.
+
+    Of servers that keep the optimizer one is: another one's copy takes a moment.
+    """
+    ranks, words = CASES[case]
+    settings, deaths = (COPIES, 1) if case.startswith("servers") else (SETTINGS, 2)
+    arguments = [*data_arguments(dataset), "--use-dpu-reduce", *words]
+    per_host = ranks // 2
+    whole = Trained.of(
+        run_job("train", ranks, arguments=arguments, per_host=per_host, environment=SETTINGS)
+    )
+    nodes = make_nodes(ranks, settings)
+    lost = nodes.servers[:deaths]
+    where = {
+        name: value
+        for name, value in nodes.node_environment().items()
+        if name.startswith(("DMLC_", "BYTEPS_"))
+    }
+    job = run_job(
+        "train_without_servers",
+        ranks,
+        arguments=arguments,
+        per_host=per_host,
+        environment=where,
+        victims=[server.pid for server in lost],
+    )
+    assert_same_run(Trained.of(job), whole)
+    assert len(whole.losses) == 4
+    for node in (nodes.scheduler, *nodes.servers[deaths : deaths + 2]):
+        assert node.wait(RUN_S) == 0, node.text
+    said = nodes.scheduler.text
+    assert said.count("has taken the place of the server that was lost") == deaths, said
+
+
+# A gradient that is no number: found before it is summed, summed like any other, or skipped.
+
+
+BACKENDS = {"byteps": ("--use-dpu-reduce",), "all-reduce": ()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_the_check_ends_the_job(run_job: RunJob, dataset: Dataset, backend: tuple[str]) -> None:
+    """The rank that finds it says so; the other one does not wait for it."""
+    arguments = [*data_arguments(dataset), *backend]
+    job = run_job("train_poisoned", 2, fails=True, arguments=arguments)
+    assert "found NaN in local grad norm for bucket #0" in job.log_of(1).read_text()
+    assert "found NaN" not in job.log_of(0).read_text()
+
+
+def test_without_the_check_both_backends_sum_it(run_job: RunJob, dataset: Dataset) -> None:
+    """As with all-reduce, the sum is no number in the same element, on every rank, and no other."""
+    arguments = [*data_arguments(dataset), "--no-check-for-nan-in-loss-and-grad"]
+    where = []
+    for backend in BACKENDS.values():
+        job = run_job("train_poisoned", 2, arguments=[*arguments, *backend])
+        for rank in range(2):
+            (total,) = job.result(rank).steps[1].sums.values()
+            where.append(torch.isnan(total.result).nonzero().tolist())
+    assert where == [[[5]]] * 4
+
+
+def test_with_the_optimizer_on_the_servers_the_step_is_skipped(
+    run_job: RunJob, dataset: Dataset
+) -> None:
+    """By all ranks; training goes on, and they agree to the bit, whether servers try steps, which
+    are clipped before and after, or wait."""
+    arguments = [*data_arguments(dataset), "--no-check-for-nan-in-loss-and-grad"]
+    arguments += ["--use-dpu-reduce", "--dpu-optimizer", "--overlap-grad-reduce"]
+    found = []
+    for clip in ("speculate", "wait"):
+        job = run_job("train_poisoned", 2, arguments=[*arguments, "--dpu-optimizer-clip", clip])
+        for rank in range(2):
+            found.append(job.result(rank).parameters)
+            norms = [step.grad_norm for step in job.result(rank).steps]
+            is_none = [norm is None or math.isnan(norm) for norm in norms]
+            assert is_none == [False, True, False, False]
+        logs = job.log_of(0).read_text() + job.log_of(1).read_text()
+        assert "number of skipped iterations:   1" in logs
+    for name, value in found[0].items():
+        assert torch.isfinite(value).all()
+        assert all(torch.equal(value, other[name]) for other in found), name

@@ -1,7 +1,42 @@
-"""Fixtures of the tests that start a cluster."""
+"""Fixtures of tests that start a cluster, wherever they lie: others import them from here."""
 
 from __future__ import annotations
 
-from tests.multiproc.cluster_fixtures import make_cluster, nursery
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
-__all__ = ["make_cluster", "nursery"]
+import pytest
+
+from tests.multiproc.cluster import Cluster, Nursery
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """One for the session: its start pays for the import of torch."""
+    made = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield made
+    made.close()
+
+
+@contextmanager
+def cluster_maker(folder: Path, nursery: Nursery) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters, each in a folder of its own, that end with the context."""
+    with ExitStack() as stack:
+        made = 0
+
+        def make(**settings: Any) -> Cluster:
+            nonlocal made
+            own = folder / f"cluster{made}"
+            made += 1
+            return stack.enter_context(Cluster(own, nursery, **settings))
+
+        yield make
+
+
+@pytest.fixture
+def make_cluster(run_dir: Path, nursery: Nursery) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters that end with the test."""
+    with cluster_maker(run_dir, nursery) as make:
+        yield make

@@ -1,13 +1,31 @@
-"""How processes of a cluster end when something is wrong: in time, with an error that says it."""
+"""What tests do to a cluster and await of it: lost processes and connections, spares, and ends
+in time with an error that says why.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from tests.multiproc.cluster import END_S, Cluster, Nursed, Process, Spawned, wait_all
+from tests.multiproc.cluster import (
+    END_S,
+    IMPORT_S,
+    RUN_S,
+    Cluster,
+    Nursed,
+    Process,
+    Spawned,
+    wait_all,
+    wait_for_file,
+)
 
 
 def start_looping(
@@ -63,3 +81,119 @@ def wait_for_text(node: Spawned, pattern: str) -> None:
         assert time.monotonic() < deadline, f"{pattern!r} is not in {node.text!r}"
         assert node.running, node.text
         time.sleep(0.02)
+
+
+# Jobs with a server that waits for the place of one that is lost.
+
+
+WAIT = {"BYTEPS_REPLACE_SERVERS_S": "60"}
+
+
+def wait_done(cluster: Cluster, step: int) -> None:
+    """Until worker 0 has made so many steps."""
+    workers = list(cluster.workers.values())
+    path = cluster.folder / "done.0"
+    wait_for_file(path, IMPORT_S, workers)
+    end = time.monotonic() + RUN_S
+    while int(path.read_text() or 0) < step:
+        assert all(worker.running for worker in workers), workers[0].text[-3000:]
+        assert time.monotonic() < end, f"step {step} was not made"
+        time.sleep(0.01)
+
+
+def wait_for_count(node: Process, text: str, times: int = 1) -> None:
+    end = time.monotonic() + RUN_S
+    while node.text.count(text) < times:
+        assert node.running and time.monotonic() < end, node.text[-3000:]
+        time.sleep(0.02)
+
+
+def start_with_spare(cluster: Cluster, **args: object) -> list[Nursed]:
+    """A spare comes once the others have their places."""
+    workers = cluster.start("lost_servers:train", **args)
+    wait_done(cluster, 1)
+    wait_for_count(cluster.start_server(), "waiting for the place of a server")
+    return workers
+
+
+# The TCP sockets of another process, and their breaking as the network would break them.
+
+
+_PIDFD_GETFD = 438
+"""The number of the system call, on x86-64 and arm64."""
+_ESTABLISHED = "01"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Socket:
+    pid: int
+    fd: int
+    local: int
+    """Its port."""
+    remote: int
+
+    def reset(self) -> None:
+        """Both ends find their connection reset, as by a firewall that has forgotten it.
+
+        To disconnect a socket sends a reset at once, and leaves the descriptor to its owner.
+        """
+        with self._taken() as taken:
+            unspecified = struct.pack("=H14x", socket.AF_UNSPEC)
+            if _libc.connect(taken.fileno(), unspecified, len(unspecified)) != 0:
+                error = ctypes.get_errno()
+                raise OSError(error, f"disconnecting: {os.strerror(error)}")
+
+    def close(self) -> None:
+        """Both ends read that the other has closed, as by a proxy that ends."""
+        with self._taken() as taken:
+            taken.shutdown(socket.SHUT_RDWR)
+
+    def insert(self, said: bytes) -> None:
+        """The other end reads this amid what the owner sends it, as if by somebody in between."""
+        with self._taken() as taken:
+            taken.send(said, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def waiting(self, most: int) -> bytes:
+        """What has come and the owner has not read; it stays there."""
+        with self._taken() as taken:
+            try:
+                return taken.recv(most, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return b""
+
+    def _taken(self) -> socket.socket:
+        """The same socket, in this process."""
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            copy = _libc.syscall(_PIDFD_GETFD, pidfd, self.fd, 0)
+        finally:
+            os.close(pidfd)
+        if copy < 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"pidfd_getfd: {os.strerror(error)}")
+        return socket.socket(fileno=copy)
+
+
+def connections_of(pid: int) -> list[Socket]:
+    """Its TCP sockets that are connected."""
+    by_inode = {}
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _ESTABLISHED:
+                ports = [int(end.rpartition(":")[2], 16) for end in fields[1:3]]
+                by_inode[fields[9]] = ports
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:[") and target[8:-1] in by_inode:
+            local, remote = by_inode[target[8:-1]]
+            found.append(Socket(pid=pid, fd=int(entry.name), local=local, remote=remote))
+    return found

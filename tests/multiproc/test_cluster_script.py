@@ -1,19 +1,31 @@
-"""cluster.sh: a whole job on a list of hosts, up, seen, and down without a trace."""
+"""cluster.sh: a whole job on a list of hosts, up, seen, and down without a trace; also over a real
+ssh, by a server of the test's own.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from scripts.children import last_lines
 from scripts.ports import free_ports
-from tests.multiproc.cluster import LOOPBACK, REPOSITORY, RUN_S, START_S, clean_environment
+from tests.multiproc.cluster import (
+    END_S,
+    LOOPBACK,
+    REPOSITORY,
+    RUN_S,
+    START_S,
+    Spawned,
+    clean_environment,
+)
 
 SCRIPT = REPOSITORY / "scripts/cluster.sh"
 # What ssh does, without a network: the command goes to a shell, the host into a file.
@@ -218,3 +230,160 @@ def test_help(job: Job) -> None:
         )
         assert said.returncode == 0
         assert "cluster.sh up HOSTS" in said.stdout
+
+
+# An ssh server of a test's own: its keys, port and settings lie in the test's folder.
+
+
+SSH_HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+"""Addresses of this machine that stand for hosts."""
+PACKAGES = ("openssh-server", "libwrap0")
+
+
+def find_sshd(folder: Path) -> tuple[str, dict[str, str]]:
+    """The program and what its environment needs.
+
+    Where it is not installed, Debian's package is unpacked in `folder`: installing it would start a
+    service for all of the machine.
+    """
+    for place in ("/usr/sbin/sshd", "/usr/local/sbin/sshd"):
+        if Path(place).exists():
+            return place, {}
+    folder.mkdir()
+    environment = {**os.environ, "LC_ALL": "C"}
+    subprocess.run(
+        ["apt-get", "download", "-qq", *PACKAGES], cwd=folder, env=environment, check=True,
+        timeout=END_S * 4, capture_output=True,
+    )  # fmt: skip
+    for package in folder.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "-x", package, folder / "tree"], check=True, timeout=END_S)
+    libraries = [str(path.parent) for path in (folder / "tree").rglob("libwrap.so.0")]
+    return str(folder / "tree/usr/sbin/sshd"), {"LD_LIBRARY_PATH": ":".join(libraries)}
+
+
+class Sshd:
+    """Serves this user at HOSTS, with one key that is allowed. A context manager."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in ("host", "user"):
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
+                check=True, timeout=START_S,
+            )  # fmt: skip
+        shutil.copy(folder / "user.pub", folder / "authorized_keys")
+        (folder / "sshd_config").write_text(
+            "".join(f"ListenAddress {host}:{port}\n" for host in SSH_HOSTS)
+            + f"HostKey {folder}/host\nPidFile none\nAuthorizedKeysFile {folder}/authorized_keys\n"
+            # The folders of a test may be anybody's.
+            "StrictModes no\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\n"
+            "MaxStartups 100\nMaxSessions 100\n"
+        )
+        key = (folder / "host.pub").read_text()
+        known = "".join(f"[{host}]:{port} {key}" for host in SSH_HOSTS)
+        (folder / "known_hosts").write_text(known)
+        (folder / "ssh_config").write_text(
+            f"Host *\n  Port {port}\n  IdentityFile {folder}/user\n  IdentitiesOnly yes\n"
+            f"  UserKnownHostsFile {folder}/known_hosts\n  StrictHostKeyChecking yes\n"
+            "  BatchMode yes\n  ConnectTimeout 30\n"
+        )
+        self.command = f"ssh -F {folder}/ssh_config"
+        program, more = find_sshd(folder / "package")
+        # It gives up its rights as the user sshd, in the folder /run/sshd; where its package is not
+        # installed there is neither. So it gets a view of its own of both.
+        users = Path("/etc/passwd").read_text()
+        if not re.search(r"^sshd:", users, re.M):
+            users += "sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n"
+        (folder / "passwd").write_text(users)
+        script = (
+            f"mount --bind {folder}/passwd /etc/passwd && mkdir -p /run/sshd && "
+            f"exec {program} -D -e -f {folder}/sshd_config"
+        )
+        self.process = Spawned(
+            "sshd", ["unshare", "--mount", "sh", "-c", script], {**os.environ, **more}, folder
+        )
+
+    def __enter__(self) -> Sshd:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.running:
+            tried = subprocess.run(
+                [*self.command.split(), SSH_HOSTS[-1], "true"], check=False, timeout=START_S * 2,
+                capture_output=True, text=True,
+            )  # fmt: skip
+            if tried.returncode == 0:
+                return self
+            time.sleep(0.1)
+        self.__exit__()
+        raise AssertionError(f"sshd does not serve: {tried.stderr}{last_lines(self.process.log)}")
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.running:
+            self.process._process.terminate()
+        self.process.wait(END_S)
+
+
+# cluster.sh over a real ssh: up, status, logs and down, and nothing is left.
+
+
+PROGRAM = """
+import os, time, torch, byteps.torch as bps
+bps.init()
+print(f"rank {bps.rank()} is on {os.environ['SSH_CONNECTION'].split()[2]}", flush=True)
+while True:
+    bps.push_pull(torch.ones(1000), average=False, name="x")
+    time.sleep(0.02)
+"""
+
+
+def wait_until_said(what: str, say: Callable[[], str], pattern: str) -> str:
+    deadline = time.monotonic() + RUN_S
+    while time.monotonic() < deadline:
+        said = say()
+        if re.search(pattern, said, re.M):
+            return said
+        time.sleep(0.5)
+    raise AssertionError(f"never saw {what}: {said}")
+
+
+@pytest.mark.requires("sshd", "root")
+def test_a_cluster_over_ssh(run_dir: Path) -> None:
+    ports = free_ports(4)
+    (run_dir / "job.py").write_text(PROGRAM)
+    name = f"ssh-{uuid.uuid4().hex[:12]}"
+    hosts = run_dir / "hosts.txt"
+    hosts.write_text(f"scheduler {SSH_HOSTS[0]}\nserver {SSH_HOSTS[1]}\nworker {SSH_HOSTS[2]}\n")
+    with Sshd(run_dir / "sshd", ports) as sshd:
+        env = {**clean_environment(run_dir), "CLUSTER_SSH": sshd.command, "TMPDIR": "/tmp"}
+
+        def cluster(action: str, *words: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [REPOSITORY / "scripts/cluster.sh", action, hosts, "--name", name, *words],
+                env=env, capture_output=True, text=True, check=False, timeout=RUN_S,
+            )  # fmt: skip
+
+        try:
+            up = cluster(
+                "up", "--port", str(ports + 1), "--status-port", str(ports + 2),
+                "--master-port", str(ports + 3), "--", str(run_dir / "job.py"),
+            )  # fmt: skip
+            assert up.returncode == 0, up.stdout + up.stderr
+            said = wait_until_said(
+                "the running job", lambda: cluster("status").stdout,
+                rf"(?s)job running at {SSH_HOSTS[0]}:{ports + 1}: 1 of 1 workers, 1 of 1 servers.*"
+                rf"^server 0 +{SSH_HOSTS[1]}:\d+ .*^worker 0 +{SSH_HOSTS[2]} ",
+            )  # fmt: skip
+            groups = [int(pid) for pid in re.findall(r"running \(pid (\d+)\)", said)]
+            assert len(groups) == 3, said
+            wait_until_said(
+                "the worker's line", lambda: cluster("logs").stdout,
+                rf"^worker {SSH_HOSTS[2]}: .*rank 0 is on {SSH_HOSTS[2]}$",
+            )  # fmt: skip
+        finally:
+            down = cluster("down")
+        assert down.returncode == 0, down.stdout + down.stderr
+        assert not [line for group in groups for line in alive(group)]
+        assert not Path(f"/tmp/megatron-byteps-{os.geteuid()}-{name}").exists()
+        gone = cluster("status")
+        assert gone.returncode == 1
+        assert gone.stdout.count("not started") == 3

@@ -1,16 +1,20 @@
-"""Every way in which a rank can end: the exit status and the log of every process of its job."""
+"""Every way in which a rank can end, servers and schedulers that are told to, and processes that
+stand still: the exit status and the log of every process of the job.
+"""
 
 from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from tests.multiproc.cluster import END_S, RUN_S, Cluster, Nursed, wait_all
-from tests.multiproc.endings import demand_error, demand_failed, wait_for_text
+from tests.multiproc.cluster import END_S, RUN_S, Cluster, Nursed, Process, Spawned, stop, wait_all
+from tests.multiproc.endings import demand_error, demand_failed, start_looping, wait_for_text
+from tests.multiproc.test_check import start_with_socket, wait_to_hear
 
 Make = Callable[..., Cluster]
 LOST = r"worker 1 \(.*\) was lost: its connection (was )?(closed|reset)"
@@ -19,7 +23,7 @@ RAISED = r"worker 1 \(.*\) failed: RuntimeError: no checkpoint for rank 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """One way to end (programs/endings.py)."""
+    """One way to end (programs/failures.py)."""
 
     way: str
     status: int
@@ -70,7 +74,7 @@ def start(
 ) -> tuple[Cluster, Nursed]:
     """A job of two that has summed; rank 1 waits for its end."""
     cluster = make(workers=2, servers=2, env={"BYTEPS_KEEP": str(int(keep))})
-    cluster.start("endings:ends", way=ending.way, **args)
+    cluster.start("failures:ends", way=ending.way, **args)
     cluster.wait_mark("summed", range(2))
     return cluster, cluster.workers["worker 0"]
 
@@ -133,7 +137,7 @@ def start_embedded(make: Make, ending: Ending, *, swapped: bool = False) -> Clus
     for rank in range(2):
         env = dict.fromkeys((*unset, "BYTEPS_SECRET"))
         cluster.start_worker(
-            rank, "endings:ends", env=env, way=ending.way, group=True, swapped=swapped
+            rank, "failures:ends", env=env, way=ending.way, group=True, swapped=swapped
         )
     cluster.wait_mark("summed", range(2))
     return cluster
@@ -223,3 +227,157 @@ def test_a_refused_node_and_then_the_right_ones(
     for rank in range(2):
         cluster.start_worker(rank, "keep:joins")
     cluster.finish()
+
+
+# Processes that stand still for a while, by SIGSTOP, as in a virtual machine that is paused: the
+# job goes on, or its error names the one that stood still.
+
+
+SHORT = {"BYTEPS_PEER_TIMEOUT_S": "3"}
+
+
+def pause(process: Process, seconds: float) -> None:
+    stop(process)
+    time.sleep(seconds)
+    process.send(signal.SIGCONT)
+
+
+def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
+    """It stands still for longer than it waits for others, and these for longer than it did."""
+    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "10"})
+    cluster.start_scheduler()
+    cluster.set_env({"BYTEPS_PEER_TIMEOUT_S": "60"})
+    cluster.start_server()
+    for rank in range(2):
+        cluster.start_worker(rank, "failures:steady")
+    cluster.wait_mark("looping", range(2))
+    pause(cluster.scheduler, 14)
+    # Longer than a heartbeat of the others: whatever it made of the pause has happened.
+    time.sleep(6)
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_scheduler(make_cluster: Make) -> None:
+    """For longer than the others wait: they say so, and so does the scheduler itself."""
+    cluster = start_looping(make_cluster, SHORT, workers=2, servers=1)
+    stop(cluster.scheduler)
+    workers = list(cluster.workers.values())
+    wait_all([*workers, *cluster.servers], END_S)
+    for worker in workers:
+        demand_error(worker, r"scheduler .*was lost: no heartbeat")
+    cluster.scheduler.send(signal.SIGCONT)
+    demand_failed(
+        cluster.scheduler, r"the scheduler \(.*\) stood still for \d+\.\d s; \w+ \d .* was lost"
+    )
+
+
+@pytest.mark.parametrize("victim", ["worker 1", "server"])
+def test_node(make_cluster: Make, victim: str) -> None:
+    cluster = start_looping(make_cluster, SHORT, workers=2, servers=1)
+    node: Process = cluster.servers[0] if victim == "server" else cluster.workers[victim]
+    stop(node)
+    others = [p for p in cluster.everyone() if p is not node]
+    wait_all(others, END_S)
+    name = "server 0" if victim == "server" else victim
+    demand_error(cluster.workers["worker 0"], rf"{name} \(.*\) was lost: no heartbeat")
+    demand_failed(cluster.scheduler, rf"{name} \(.*\) was lost: no heartbeat")
+    node.send(signal.SIGCONT)
+    assert node.wait(END_S) == 1, node.text
+    last = node.text.rstrip().rpartition("\n")[2]
+    assert f"{name} (" in last, node.text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", ["scheduler", "server", "worker"])
+def test_twenty_seconds_by_the_defaults(make_cluster: Make, victim: str) -> None:
+    """In the middle of traffic: nobody notices."""
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.start("failures:sums")
+    cluster.wait_mark("summing", range(2))
+    nodes: dict[str, Process] = {
+        "scheduler": cluster.scheduler,
+        "server": cluster.servers[0],
+        "worker": cluster.workers["worker 1"],
+    }
+    for _ in range(2):
+        pause(nodes[victim], 20)
+        time.sleep(2)
+    cluster.go("end")
+    cluster.finish()
+
+
+# Servers and schedulers that are told to end: what runs is finished, and everybody learns why.
+
+
+FIVE_SECONDS = {"BYTEPS_PEER_TIMEOUT_S": "5"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_learn_which_server_was_stopped(
+    make_cluster: Callable[..., Cluster], number: signal.Signals
+) -> None:
+    cluster = make_cluster(workers=2, servers=2, env=FIVE_SECONDS)
+    workers = cluster.start("failures:loop")
+    cluster.wait_mark("looping", [0, 1])
+    cluster.servers[1].send(number)
+    wait_all(cluster.everyone(), END_S)
+    assert cluster.servers[1].wait(0) == 128 + number
+    for worker in workers:
+        # Ranks of servers follow the order in which they registered.
+        demand_error(worker, rf"server [01] \(.*\) was stopped by {number.name}")
+    assert "was stopped by SIG" in cluster.servers[0].text
+    assert "was stopped by SIG" in cluster.scheduler.text
+
+
+def start_half_a_sum(make_cluster: Callable[..., Cluster], **env: str) -> tuple[Cluster, Spawned]:
+    """A job of two whose server has one worker's push of a sum, and waits for the other's."""
+    cluster = make_cluster(workers=2, servers=1, env={**FIVE_SECONDS, **env})
+    cluster.start_scheduler()
+    socket = cluster.folder / "health"
+    server = start_with_socket(cluster, "server", "--role", "server", socket=socket)
+    cluster.servers.append(server)
+    for rank in range(2):
+        cluster.start_worker(rank, "lifecycle:drained")
+    wait_to_hear(socket, "sums_total=1 ", server)
+    wait_to_hear(socket, "open_rounds=1", server)
+    return cluster, server
+
+
+def test_the_sum_under_way_is_finished_first(make_cluster: Callable[..., Cluster]) -> None:
+    cluster, server = start_half_a_sum(make_cluster)
+    server.send(signal.SIGTERM)
+    # Worker 1 has not pushed: the server waits for it.
+    cluster.go("push")
+    cluster.wait_mark("summed", [0, 1])
+    wait_all(cluster.everyone(), END_S)
+    assert server.wait(0) == 143
+    for rank in range(2):
+        demand_error(cluster.workers[f"worker {rank}"], r"server 0 .*stopped by SIGTERM")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the time is up", "a second signal"])
+def test_the_wait_has_an_end(make_cluster: Callable[..., Cluster], again: bool) -> None:
+    patience = "3000" if again else "0.3"
+    cluster, server = start_half_a_sum(make_cluster, BYTEPS_STOP_TIMEOUT_S=patience)
+    server.send(signal.SIGTERM)
+    while again and server.running:
+        time.sleep(0.1)
+        server.send(signal.SIGTERM)
+    assert server.wait(END_S) == 143
+    demand_error(
+        cluster.workers["worker 0"],
+        r"server 0 .*stopped by SIGTERM before the reductions in flight were complete",
+    )
+    cluster.go("push")
+    wait_all(cluster.everyone(), END_S)
+
+
+def test_a_scheduler_that_is_stopped_says_so(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=1, servers=1, env=FIVE_SECONDS)
+    [worker] = cluster.start("failures:loop")
+    cluster.wait_mark("looping", [0])
+    cluster.scheduler.send(signal.SIGTERM)
+    wait_all(cluster.everyone(), END_S)
+    assert cluster.scheduler.wait(0) == 143
+    demand_error(worker, r"the scheduler \(.*\) was stopped by SIGTERM")

@@ -1,10 +1,13 @@
-"""Unauthenticated peers by the thousand neither keep a job from starting nor end one that runs."""
+"""Thousands of peers: those that prove nothing neither keep a job from starting nor end one that
+runs, and one scheduler serves a job of two thousand nodes.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import native
 from tests.multiproc.cluster import END_S, LOOPBACK, SECRET, Cluster, Process
-from tests.multiproc.flood import Flood, Plan
-from tests.multiproc.strangers import Hello, greeted, read_all
+from tests.multiproc.flood import Flood, Hello, Plan, greeted, read_all
 from tests.multiproc.test_reconnect import between, rounds_of, server_port, wait_for_rounds
 
 MOST_LINES = 10
@@ -71,7 +74,7 @@ def run_amid_floods(cluster: Cluster, kind: str, sources: int, burst: int, count
     with flooded(scheduler, plan_for(cluster.port, kind, sources, burst, count), cluster.folder):
         cluster.start_server()
         for rank in range(2):
-            cluster.start_worker(rank, "rounds:checked", most=60_000)
+            cluster.start_worker(rank, "failures:checked", most=60_000)
         cluster.wait_mark("looping", range(2))
         break_links(cluster)
         wait_for_rounds(cluster, 3)
@@ -108,7 +111,7 @@ def test_a_job_amid_ten_thousand(
 def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
     """All connections of a scheduler that is flooded break, again and again."""
     cluster = make_cluster(workers=2, servers=2)
-    cluster.start("rounds:checked", most=60_000)
+    cluster.start("failures:checked", most=60_000)
     cluster.wait_mark("looping", range(2))
     with flooded(cluster.scheduler, plan_for(cluster.port, "silent", 0, 8000), cluster.folder):
         for _ in range(10):
@@ -149,3 +152,41 @@ def test_one_that_never_stops_talking_is_closed(make_cluster: Callable[..., Clus
     assert sum(sent) < most // 2
     with greeted((LOOPBACK, cluster.port), Hello(), SECRET) as (_, refused):
         assert refused == ""
+
+
+# One scheduler serves a job of two thousand nodes.
+
+
+WORKERS = SERVERS = 1000
+PATIENCE_S = 400
+"""Against hangs: it takes seconds."""
+MESSAGES_A_NODE = 20
+"""Welcome, the servers or the start, a farewell, its workers' departures, and an end; heartbeats
+are not counted. Departures come as many together as the scheduler finds at once, in two messages or
+three, more on a busy machine. If each node heard of each one by itself, that would be thousands."""
+
+MOST_LINES_OF_ALL = 80
+"""Those that come and leave are named 16 times each, and counted every ten seconds."""
+
+
+def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster]) -> None:
+    program = native.build("swarm") / "swarm"
+    patience = {"BYTEPS_START_TIMEOUT_S": "120", "BYTEPS_PEER_TIMEOUT_S": "120"}
+    cluster = make_cluster(workers=WORKERS, servers=SERVERS, env=patience)
+    scheduler = cluster.start_scheduler()
+    swarm = subprocess.run(
+        [
+            *(program, "--host", LOOPBACK, "--port", str(cluster.port)),
+            *("--workers", str(WORKERS), "--servers", str(SERVERS), "--timeout", "120"),
+        ],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        env=cluster.node_environment(),
+    )  # fmt: skip
+    assert swarm.returncode == 0, swarm.stdout + swarm.stderr
+    told = re.search(r"([\d.]+) for each node", swarm.stdout)
+    assert told is not None, swarm.stdout
+    assert float(told[1]) <= MESSAGES_A_NODE
+    assert scheduler.wait(PATIENCE_S) == 0, scheduler.text
+    said = scheduler.text.splitlines()
+    assert len(said) <= MOST_LINES_OF_ALL, said
+    assert "the job is complete, 1000 workers and 1000 servers" in scheduler.text

@@ -265,8 +265,8 @@ def test_torchrun_restarts_workers(make_cluster: Make) -> None:
     command = [sys.executable, *launcher, "--max-restarts", "1", "--monitor-interval", "0.1"]
     env = {**cluster.node_environment(), "JOB_FOLDER": str(cluster.folder)}
     del env["DMLC_NUM_WORKER"]
-    script = str(HERE / "jobs" / "restarted_job.py")
-    torchrun = Spawned("torchrun", [*command, script], env, cluster.folder)
+    script = [str(HERE / "programs/keep.py"), "restarted"]
+    torchrun = Spawned("torchrun", [*command, *script], env, cluster.folder)
     assert torchrun.wait(RUN_S) == 0, torchrun.text
     assert "attempt 0: rank 0 of 2 begins at step 0" in torchrun.text
     begun = re.findall(r"attempt 1: rank \d of 2 begins at step (\d+)", torchrun.text)

@@ -1,16 +1,18 @@
-"""Jobs that leave, come back, stand side by side, idle, and report on themselves."""
+"""Jobs that leave, come back, stand side by side, idle and fork, and what workers say of bad
+settings."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.multiproc.cluster import END_S, Cluster, cpu_seconds, wait_for_file
-from tests.multiproc.sockets import connections_of
+from tests.multiproc.cluster import END_S, Cluster, cpu_seconds, wait_all, wait_for_file
+from tests.multiproc.endings import connections_of, demand_error
 
 IDLE_S = 2.0
 IDLE_LIMIT = 0.10  # of a core; upstream's polling loops burn whole cores
@@ -121,3 +123,89 @@ def test_nothing_is_left_in_shared_memory(make_cluster: Callable[..., Cluster]) 
     assert not {name for name in after - before if "byteps" in name.lower()}
     left = {path.name for path in cluster.folder.iterdir() if path.is_socket()}
     assert not left
+
+
+# Workers read the same table of settings, and say what is wrong with them in bps.init().
+
+
+BAD = [
+    ("RANK", "x"),
+    ("RANK", "1"),  # of 1
+    ("WORLD_SIZE", "0"),
+    ("WORLD_SIZE", "1.0"),
+    ("DMLC_NUM_SERVER", "-1"),
+    ("DMLC_PS_ROOT_PORT", "65536"),
+    ("DMLC_PS_ROOT_PORT", "http"),
+    ("BYTEPS_PARTITION_BYTES", "0"),
+    ("BYTEPS_PARTITION_BYTES", "4 MB"),
+    ("BYTEPS_PUSH_THREAD", "65"),
+    ("BYTEPS_SERVER_WINDOW_BYTES", "4k"),
+    ("BYTEPS_KEY_HASH_FN", "md5"),
+    ("BYTEPS_LOG_LEVEL", "loud"),
+    ("BYTEPS_PEER_TIMEOUT_S", "30s"),
+    ("BYTEPS_OP_TIMEOUT_S", ""),
+]
+
+
+def test_bad_values(make_cluster: Callable[..., Cluster]) -> None:
+    """One process tries them all: a refused init leaves it able to try again."""
+    cluster = make_cluster(workers=1, env={"BYTEPS_START_TIMEOUT_S": "2"})
+    cluster.port = 9
+    worker = cluster.start_worker(0, "lifecycle:bad_values", bad=BAD)
+    wait_all([worker], END_S)
+    cluster.demand_checks()
+    assert worker.status == 0
+
+
+def test_contradictions(make_cluster: Callable[..., Cluster]) -> None:
+    """RANK and DMLC_WORKER_ID, WORLD_SIZE and DMLC_NUM_WORKER, when both are set."""
+    cluster = make_cluster(workers=2, env={"BYTEPS_START_TIMEOUT_S": "2"})
+    cluster.port = 9
+    worker = cluster.start_worker(0, "lifecycle:disagreeing_ranks")
+    wait_all([worker], END_S)
+    cluster.demand_checks()
+    assert worker.status == 0
+
+
+def test_init_after_a_refused_init(make_cluster: Callable[..., Cluster]) -> None:
+    """A bad value, then a good one, in one process."""
+    make_cluster(workers=1).run("lifecycle:second_try")
+
+
+def test_unknown_variable_is_warned_about(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=1)
+    cluster.start_nodes()
+    cluster.start_worker(0, "failures:init_only", env={"BYTEPS_PUSH_THREADS": "2"})
+    cluster.finish()
+    lines = cluster.workers["worker 0"].text.splitlines()
+    said = [line for line in lines if "BYTEPS_PUSH_THREADS" in line]
+    assert len(said) == 1
+    assert said[0].rstrip("?. ").endswith("BYTEPS_PUSH_THREAD")
+
+
+# Processes that are forked from a worker neither disturb its job nor hide its end.
+
+
+@pytest.mark.parametrize("env", [{}, {"BYTEPS_TLS": "1"}], ids=["plain", "tls"])
+def test_children_cannot_reach_the_job(
+    make_cluster: Callable[..., Cluster], env: dict[str, str]
+) -> None:
+    make_cluster(workers=2, servers=2, env=env).run("failures:children")
+
+
+def test_data_loaders(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1).run("failures:loads_data")
+
+
+def test_a_killed_worker_is_noticed_by_its_connection(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """Not by its silence, which would take longer than this test waits."""
+    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "3000"})
+    workers = cluster.start("failures:killed")
+    cluster.wait_mark("sums", (0, 1))
+    cluster.wait_mark("child", (1,))
+    workers[1].send(signal.SIGKILL)
+    demand_error(workers[0], r"worker 1 \(.*\) was lost: its connection closed")
+    cluster.go("end")
+    cluster.wait_mark("ended", ())

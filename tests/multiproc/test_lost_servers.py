@@ -1,14 +1,18 @@
-"""Servers that are lost while others wait for their places: the job goes on, all sums right."""
+"""Servers and schedulers that are lost: the job goes on, all sums right, and others take their
+places.
+"""
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.multiproc.cluster import RUN_S, Cluster
-from tests.multiproc.spares import WAIT, start_with_spare, wait_done, wait_for_text
+from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Process, stop
+from tests.multiproc.endings import WAIT, start_with_spare, wait_done, wait_for_count
 
 COPIED = "has a copy of this server's state"
 
@@ -20,7 +24,7 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], wor
     first, second, spare = cluster.servers
     wait_done(cluster, 10)
     first.send(signal.SIGKILL)
-    wait_for_text(spare, "this is server")
+    wait_for_count(spare, "this is server")
     another = cluster.start_server()
     wait_done(cluster, int((cluster.folder / "done.0").read_text()) + 5)
     second.send(signal.SIGKILL)
@@ -78,11 +82,11 @@ def test_optimizer_state_is_copied(make_cluster: Callable[..., Cluster]) -> None
     wait_done(cluster, 1)
     first, second = cluster.servers
     for server in (first, second):
-        wait_for_text(server, COPIED)
-    wait_for_text(cluster.start_server(), "waiting for the place of a server")
+        wait_for_count(server, COPIED)
+    wait_for_count(cluster.start_server(), "waiting for the place of a server")
     first.send(signal.SIGKILL)
-    wait_for_text(second, COPIED, times=2)
-    wait_for_text(cluster.start_server(), "waiting for the place of a server")
+    wait_for_count(second, COPIED, times=2)
+    wait_for_count(cluster.start_server(), "waiting for the place of a server")
     wait_done(cluster, int((cluster.folder / "done.0").read_text()) + 5)
     second.send(signal.SIGKILL)
     cluster.finish_with(training, [first, second])
@@ -100,3 +104,246 @@ def test_optimizer_state_is_lost_with_its_server(make_cluster: Callable[..., Clu
     text = "".join(worker.text for worker in training)
     assert "the optimizer state that it had of" in text, text[-3000:]
     assert "load the last checkpoint" in text
+
+
+# Jobs whose scheduler dies: they go on, and another one takes its place.
+
+
+RETURNS = {"BYTEPS_SCHEDULER_RETURN_S": "120"}
+GOES_ON = "goes on with the job of another one that died"
+PACE = {"steps": 1_000_000, "pace": 0.03}
+
+
+def kill_scheduler(cluster: Cluster) -> None:
+    cluster.scheduler.send(signal.SIGKILL)
+    assert cluster.scheduler.wait(RUN_S) == -signal.SIGKILL
+
+
+def others(cluster: Cluster) -> list[Process]:
+    """All nodes but the scheduler."""
+    return [*cluster.workers.values(), *cluster.servers]
+
+
+def test_the_job_goes_on_without_it_and_with_the_next(make_cluster: Callable[..., Cluster]) -> None:
+    """Twice."""
+    cluster = make_cluster(workers=3, servers=2, env=RETURNS)
+    cluster.start("lost_servers:train", steps=50, holds=[10, 20, 30, 40])
+    for number, step in ((1, 10), (2, 30)):
+        wait_done(cluster, step)
+        kill_scheduler(cluster)
+        for node in others(cluster):
+            wait_for_count(node, "and the job goes on meanwhile", number)
+        cluster.go(str(step))
+        wait_done(cluster, step + 10)  # no sum needs it
+        cluster.start_scheduler()
+        wait_for_count(cluster.scheduler, GOES_ON, number)
+        for node in others(cluster):
+            wait_for_count(node, "is there again after", number)
+        cluster.go(str(step + 10))
+    cluster.finish()
+
+
+def test_a_scheduler_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
+    """As where its machine is lost, or cut off: no connection closes."""
+    cluster = make_cluster(workers=2, servers=1, env={**RETURNS, "BYTEPS_PEER_TIMEOUT_S": "8"})
+    cluster.start("lost_servers:train", steps=30, holds=[10, 20])
+    wait_done(cluster, 10)
+    stop(cluster.scheduler)
+    for node in others(cluster):
+        wait_for_count(node, "was lost: no heartbeat for", 1)
+    cluster.go("10")
+    wait_done(cluster, 20)
+    kill_scheduler(cluster)
+    cluster.start_scheduler()
+    for node in others(cluster):
+        wait_for_count(node, "is there again after", 1)
+    cluster.go("20")
+    cluster.finish()
+
+
+def test_workers_that_leave_meanwhile_wait_for_the_next(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = make_cluster(workers=2, servers=2, env=RETURNS)
+    training = cluster.start("lost_servers:train", steps=30, holds=[10])
+    wait_done(cluster, 10)
+    kill_scheduler(cluster)
+    cluster.go("10")
+    wait_done(cluster, 30)
+    cluster.start_scheduler()
+    cluster.finish()
+    assert all("is there again after" in worker.text for worker in training)
+
+
+def test_servers_are_replaced_before_and_after(make_cluster: Callable[..., Cluster]) -> None:
+    """One before the scheduler dies, and one that the next scheduler never sees."""
+    env = {**WAIT, "BYTEPS_SCHEDULER_RETURN_S": "8"}
+    cluster = make_cluster(workers=2, servers=2, env=env)
+    training = start_with_spare(cluster, steps=60, pace=0.03)
+    first, second, spare = cluster.servers
+    first.send(signal.SIGKILL)
+    wait_for_count(spare, "this is server")
+    kill_scheduler(cluster)
+    second.send(signal.SIGKILL)
+    cluster.start_scheduler()
+    wait_for_count(cluster.scheduler, "did not come back to the scheduler")
+    cluster.start_server()
+    cluster.finish_with(training, [first, second])
+    assert cluster.scheduler.text.count("has taken the place of the server that was lost") == 2
+
+
+def test_a_place_is_vacant_when_the_scheduler_dies(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=2, env={**WAIT, **RETURNS})
+    training = cluster.start("lost_servers:train", steps=40, pace=0.03)
+    wait_done(cluster, 5)
+    lost = cluster.servers[0]
+    lost.send(signal.SIGKILL)
+    for worker in training:
+        wait_for_count(worker, "waiting for another server")
+    kill_scheduler(cluster)
+    cluster.start_scheduler()
+    wait_for_count(cluster.scheduler, GOES_ON)
+    cluster.start_server()
+    cluster.finish_with(training, [lost])
+    assert all(worker.text.count("waiting for another server") == 1 for worker in training)
+
+
+def test_one_that_does_not_return_ends_the_job(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_SCHEDULER_RETURN_S": "2"})
+    cluster.start("lost_servers:train", **PACE)
+    wait_done(cluster, 3)
+    kill_scheduler(cluster)
+    for node in others(cluster):
+        assert node.wait(RUN_S) != 0
+        assert "it did not return within 2.0 s (BYTEPS_SCHEDULER_RETURN_S=2)" in node.text
+        assert f"scheduler (127.0.0.1:{cluster.port}) was lost" in node.text
+
+
+def test_without_the_setting_its_death_ends_the_job(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.start("lost_servers:train", **PACE)
+    wait_done(cluster, 3)
+    kill_scheduler(cluster)
+    for node in others(cluster):
+        assert node.wait(RUN_S) != 0
+        assert "was lost: its connection closed" in node.text
+        assert "meanwhile" not in node.text
+
+
+def test_a_worker_that_is_lost_meanwhile_fails_the_job(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_SCHEDULER_RETURN_S": "8"})
+    training = cluster.start("lost_servers:train", **PACE)
+    wait_done(cluster, 3)
+    kill_scheduler(cluster)
+    training[1].send(signal.SIGKILL)
+    cluster.start_scheduler()
+    assert training[0].wait(RUN_S) != 0
+    assert cluster.scheduler.wait(RUN_S) == 1
+    assert "worker 1 (unknown) did not come back to the scheduler" in training[0].text
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"BYTEPS_SECRET": "e" * 64}, "the two nodes have different job secrets"),
+        ({"DMLC_NUM_WORKER": "3"}, "it is in a job of 2 workers and 1 server, the scheduler was "),
+        ({"BYTEPS_SCHEDULER_RETURN_S": "0"}, "it belongs to another job"),
+    ],
+    ids=["secret", "size", "setting"],
+)
+def test_another_scheduler_there_is_named(
+    make_cluster: Callable[..., Cluster], env: dict[str, str], why: str
+) -> None:
+    limits = {"BYTEPS_SCHEDULER_RETURN_S": "4", "BYTEPS_RECONNECT_TIMEOUT_S": "2"}
+    cluster = make_cluster(workers=2, servers=1, env=limits)
+    training = cluster.start("lost_servers:train", **PACE)
+    wait_done(cluster, 3)
+    kill_scheduler(cluster)
+    cluster.workers_wanted = int(env.get("DMLC_NUM_WORKER", 2))
+    cluster.set_env(env)
+    cluster.start_scheduler()
+    for worker in training:
+        assert worker.wait(RUN_S) != 0
+        assert why in worker.text, worker.text[-3000:]
+
+
+# ----------------------------------------------------------------- replicas
+
+
+class Replicas:
+    """Three replicas of one worker each."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def start(self, number: int, life: int = 1, **args: Any) -> Nursed:
+        env = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "DMLC_NUM_WORKER": "3",
+            "BYTEPS_REPLICA": f"{number}/3",
+        }
+        title = f"replica {number} life {life}"
+        return self.cluster.start_worker(number, "replicas:train", title=title, env=env, **args)
+
+    def wait_done(self, step: int) -> None:
+        path = self.cluster.folder / "done.0.0"
+        end = time.monotonic() + RUN_S
+        while not path.exists() or int(path.read_text()) < step:
+            assert time.monotonic() < end, f"step {step} was not made"
+            time.sleep(0.02)
+
+    def finish(self, workers: list[Nursed]) -> None:
+        self.cluster.finish_with(workers)
+
+
+@pytest.fixture
+def replicas(make_cluster: Callable[..., Cluster]) -> Replicas:
+    cluster = make_cluster(workers=3, servers=2, env={"BYTEPS_SCHEDULER_RETURN_S": "25"})
+    cluster.start_nodes()
+    return Replicas(cluster)
+
+
+def test_a_replica_that_is_lost_after_the_return_comes_back(replicas: Replicas) -> None:
+    cluster = replicas.cluster
+    rest = [replicas.start(number, steps=200, pace=0.05) for number in (0, 2)]
+    dying = replicas.start(1, steps=200, pace=0.05, dies=["pushed", 30])
+    replicas.wait_done(5)
+    kill_scheduler(cluster)
+    replicas.wait_done(8)
+    cluster.start_scheduler()
+    wait_for_count(cluster.scheduler, GOES_ON)
+    assert dying.wait(IMPORT_S) == -signal.SIGKILL
+    replicas.finish([*rest, replicas.start(1, life=2, steps=200, pace=0.05)])
+    assert cluster.scheduler.text.count("replica 1 was removed") == 1
+    assert cluster.scheduler.text.count("replica 1 has joined") == 1
+
+
+def test_a_replica_that_was_removed_before_comes_back_after(replicas: Replicas) -> None:
+    cluster = replicas.cluster
+    rest = [replicas.start(number, steps=200, pace=0.05) for number in (0, 2)]
+    dying = replicas.start(1, steps=200, pace=0.05, dies=["pushed", 5])
+    assert dying.wait(IMPORT_S) == -signal.SIGKILL
+    wait_for_count(cluster.scheduler, "replica 1 was removed")
+    kill_scheduler(cluster)
+    again = replicas.start(1, life=2, steps=200, pace=0.05)
+    replicas.wait_done(20)
+    cluster.start_scheduler()
+    replicas.finish([*rest, again])
+    assert cluster.scheduler.text.count("replica 1 has joined") == 1
+
+
+def test_a_replica_that_is_lost_meanwhile_is_removed(replicas: Replicas) -> None:
+    cluster = replicas.cluster
+    rest = [replicas.start(number, steps=40, pace=0.05) for number in (0, 2)]
+    dying = replicas.start(1, steps=40, pace=0.05, dies=["pushed", 15])
+    replicas.wait_done(5)
+    kill_scheduler(cluster)
+    assert dying.wait(IMPORT_S) == -signal.SIGKILL
+    cluster.start_scheduler()
+    replicas.finish(rest)
+    assert "replica 1 was removed: worker 1 (unknown) did not come back" in (cluster.scheduler.text)

@@ -1,13 +1,18 @@
-"""push_pull sums every dtype and size, in any order, and refuses what it cannot sum."""
+"""push_pull sums every dtype and size, over all ranks or some, as they were declared, and refuses
+what it cannot sum; what stays of upstream's Python interface works over it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import signal
+import sys
 from collections.abc import Callable
 
 import pytest
 
-from tests.multiproc.cluster import Cluster
+from tests.multiproc.cluster import Cluster, Spawned
 
 # A page: tensors of moderate size then have many partitions.
 SMALL = 4096
@@ -83,7 +88,7 @@ def test_shapes_and_refusals(make_cluster: Callable[..., Cluster], workers: int)
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 3)])
 def test_every_order(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> None:
     env = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE}
-    make_cluster(workers=workers, servers=servers, env=env).run("handles:every_order")
+    make_cluster(workers=workers, servers=servers, env=env).run("declare:every_order")
 
 
 def test_every_order_with_many_threads(make_cluster: Callable[..., Cluster]) -> None:
@@ -94,7 +99,7 @@ def test_every_order_with_many_threads(make_cluster: Callable[..., Cluster]) -> 
         "BYTEPS_SERVER_ENGINE_THREAD": "8",
         "BYTEPS_SERVER_WINDOW_BYTES": "1000000000",
     }
-    make_cluster(workers=2, servers=2, env=env).run("handles:every_order")
+    make_cluster(workers=2, servers=2, env=env).run("declare:every_order")
 
 
 @pytest.mark.parametrize(
@@ -114,3 +119,130 @@ def test_synchronize_can_be_interrupted(make_cluster: Callable[..., Cluster]) ->
     cluster.wait_mark("interrupted", [0])
     cluster.go("push")
     cluster.finish()
+
+
+# How tensors are declared, cut and placed, and what members of a group must agree on.
+
+
+def test_many_tensors(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=3, servers=2).run("declare:many")
+
+
+def test_hash_functions_must_agree(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=2)
+    cluster.start_nodes()
+    for rank, name in enumerate(("djb2", "raw")):
+        cluster.start_worker(rank, "declare:hashed", env={"BYTEPS_KEY_HASH_FN": name})
+    cluster.wait_mark("declared", [0])
+    cluster.go("second")
+    cluster.wait_mark("done", [0, 1])
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_parameters_without_names(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2).run("declare:broadcast")
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 4, 5, 8])
+def test_spread(make_cluster: Callable[..., Cluster], servers: int) -> None:
+    """Servers get equal parts of what a step sums."""
+    make_cluster(workers=1, servers=servers).run("declare:spread", servers=servers)
+
+
+@pytest.mark.parametrize(
+    ("rates", "slowest"), [(("25", "100"), 25), (("100", None), 0)], ids=["the-slowest", "unknown"]
+)
+def test_the_slowest_workers_link_decides(
+    make_cluster: Callable[..., Cluster], rates: tuple[str | None, str | None], slowest: int
+) -> None:
+    """Partitions are as long as it wants them, the same on all workers."""
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.start_nodes()
+    for rank, rate in enumerate(rates):
+        env = {} if rate is None else {"BYTEPS_LINK_GBPS": rate}
+        cluster.start_worker(rank, "declare:by_link", env=env, slowest=slowest)
+    cluster.finish()
+
+
+def test_the_other_hash(make_cluster: Callable[..., Cluster]) -> None:
+    env = {"BYTEPS_KEY_HASH_FN": "djb2"}
+    make_cluster(workers=1, servers=3, env=env).run("declare:placed_by_hash")
+
+
+# Sums over some of the ranks, and members that disagree.
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_groups_under_one_name_do_not_mix(
+    make_cluster: Callable[..., Cluster], servers: int
+) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "20"}
+    make_cluster(workers=4, servers=servers, env=env).run("sums:disjoint")
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_parts_of_a_sum(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    env = {
+        "BYTEPS_PARTITION_BYTES": "4096",
+        "BYTEPS_OP_TIMEOUT_S": "20",
+    }
+    make_cluster(workers=workers, servers=2, env=env).run("sums:parts")
+
+
+@pytest.mark.parametrize("kind", ["size", "partitions", "dtype", "average"])
+def test_members_that_disagree(make_cluster: Callable[..., Cluster], kind: str) -> None:
+    """Every member gets an error with the key's name and both ranks, long before any timeout."""
+    env = {"BYTEPS_PARTITION_BYTES": "4096"}
+    cluster = make_cluster(workers=2, servers=2, env=env)
+    cluster.run("sums:mismatch", kind=kind)
+    for rank in range(2):
+        text = (cluster.folder / f"mismatch.{rank}").read_text()
+        assert "layer.weight" in text
+        assert re.search(r"worker 0\b.*worker 1\b|worker 1\b.*worker 0\b", text), text
+
+
+# Of upstream's Python interface: what stays in the wheel works, and the rest is not in it.
+
+
+PROGRAMS = (
+    "distributed",
+    "clipped",
+    "passes",
+    "compressed",
+    "state",
+    "uneven",
+    "scaled",
+    "broadcasts",
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "program"),
+    [(4, "distributed"), (1, "alone"), *((2, program) for program in PROGRAMS)],
+)
+def test_upstreams_optimizer(
+    make_cluster: Callable[..., Cluster], workers: int, program: str
+) -> None:
+    cluster = make_cluster(workers=workers, servers=1, env={"BYTEPS_OP_TIMEOUT_S": "20"})
+    cluster.run(f"optimizer:{program}", device="cpu")
+    if program == "broadcasts":
+        said = cluster.workers["worker 0"].text
+        assert "1 handles were never synchronized, the first of 'forgotten'" in said, said
+
+
+def test_a_server_that_is_imported(make_cluster: Callable[..., Cluster]) -> None:
+    """As upstream starts servers: `DMLC_ROLE=server python -c 'import byteps.server'`."""
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.start_scheduler()
+    command = [sys.executable, "-c", "import byteps.server"]
+    env = {**cluster.node_environment(), "DMLC_ROLE": "server"}
+    cluster.servers.append(Spawned("server 0", command, env, cluster.folder))
+    for rank in range(2):
+        cluster.start_worker(rank, "optimizer:clipped", device="cpu")
+    cluster.finish()
+
+
+@pytest.mark.parametrize("name", ["__version__", "common", "torch.cross_barrier", "torch.parallel"])
+def test_what_nothing_tries_is_not_installed(name: str) -> None:
+    assert importlib.util.find_spec(f"byteps.{name}") is None

@@ -10,8 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.multiproc.cluster import END_S, Cluster, Process, stop, wait_all, wait_for_file
-from tests.multiproc.endings import demand_error, demand_failed, start_looping, wait_for_text
-from tests.multiproc.sockets import Socket, connections_of
+from tests.multiproc.endings import (
+    Socket,
+    connections_of,
+    demand_error,
+    demand_failed,
+    start_looping,
+    wait_for_text,
+)
 
 RESETS = 12
 """Of each kind of link, at whatever moments they come."""
@@ -50,7 +56,7 @@ def wait_for_rounds(cluster: Cluster, more: int) -> None:
 def test_data_connections(make_cluster: Callable[..., Cluster], how: str) -> None:
     """Those of workers with servers, amid rounds."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
-    cluster.start("rounds:checked")
+    cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
     broken = 0
     deadline = time.monotonic() + END_S
@@ -69,7 +75,7 @@ def test_data_connections(make_cluster: Callable[..., Cluster], how: str) -> Non
 def test_the_servers_end_of_it(make_cluster: Callable[..., Cluster]) -> None:
     """The server's kernel forgets a connection; the worker hears when it next sends."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
-    cluster.start("rounds:checked")
+    cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
     port = server_port(cluster, 0)
     for _ in range(RESETS):
@@ -83,7 +89,7 @@ def test_the_servers_end_of_it(make_cluster: Callable[..., Cluster]) -> None:
 
 def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
-    cluster.start("rounds:checked")
+    cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
     processes: list[Process] = [*cluster.workers.values(), *cluster.servers]
     for number, process in enumerate(processes):
@@ -98,7 +104,7 @@ def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) ->
 def test_everything_at_once(make_cluster: Callable[..., Cluster]) -> None:
     """A firewall that starts anew forgets all of them."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
-    cluster.start("rounds:checked")
+    cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
     for _ in range(3):
         for process in cluster.everyone():
@@ -112,7 +118,7 @@ def test_everything_at_once(make_cluster: Callable[..., Cluster]) -> None:
 def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster]) -> None:
     """The connection cannot be made again at once: it is made when that is possible."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
-    cluster.start("rounds:checked")
+    cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
     stop(cluster.servers[0])
     for worker in cluster.workers.values():

@@ -33,6 +33,7 @@ from tests.multiproc.cluster import (
 
 SCRIPTS = REPOSITORY / "scripts"
 MARK = "SCRIPTS_TEST_MARK"
+SCRIPTED = (str(HERE / "programs/keep.py"), "scripted")
 GOOD = {
     "scheduler": ["--host", LOOPBACK, "--port", "9", "--workers", "1", "--servers", "1"],
     "server": ["--scheduler", f"{LOOPBACK}:9", "--workers", "1", "--servers", "1"],
@@ -211,7 +212,7 @@ class Scripted:
             *("--scheduler", f"{LOOPBACK}:{self.port}", "--servers", str(servers)),
             *("--nnodes", "1", "--nproc-per-node", str(ranks)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
-            *("--", str(HERE / "jobs" / "scripts_job.py"), mode, str(self.folder)),
+            *("--", *SCRIPTED, mode, str(self.folder)),
         )
 
     def wait_for_instances(self, number: int) -> list[int]:
@@ -281,7 +282,7 @@ def test_servers_beside_the_workers(scripted: Scripted) -> None:
         "worker",
         *(*address, "--servers", "3", "--local-servers", "2", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
-        *("--", str(HERE / "jobs" / "scripts_job.py"), "once", str(scripted.folder)),
+        *("--", *SCRIPTED, "once", str(scripted.folder)),
     )
     wait_all([worker, server, scheduler], RUN_S)
     for process in (worker, server, scheduler):
@@ -298,11 +299,10 @@ def test_local_servers_need_a_scheduler(run_dir: Path) -> None:
 
 def test_embedded_mode_of_worker_sh(scripted: Scripted) -> None:
     """Without --scheduler; a single rank needs no torch.distributed."""
-    job = str(HERE / "jobs" / "scripts_job.py")
     worker = scripted.start(
         "worker",
         *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
-        *("--servers", "2", "--", job, "once", str(scripted.folder)),
+        *("--servers", "2", "--", *SCRIPTED, "once", str(scripted.folder)),
     )
     assert worker.wait(RUN_S) == 0, worker.text
     assert "rank 0 of 1: sums are right" in worker.text

@@ -1,13 +1,16 @@
-"""The optimizer on the servers: what it computes, what it refuses, and that all ranks agree."""
+"""The optimizer on the servers, sums in few bits, and local steps: what they compute and refuse,
+and that all ranks agree, also when one is killed.
+"""
 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 
 import pytest
 
-from tests.multiproc.cluster import Cluster
+from tests.multiproc.cluster import END_S, RUN_S, Cluster, wait_all
 
 ENV = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "60"}
 
@@ -77,3 +80,149 @@ def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
 def test_what_is_refused(make_cluster: Callable[..., Cluster]) -> None:
     env = {**ENV, "BYTEPS_SERVER_STATE_BYTES": "40000"}
     make_cluster(workers=2, servers=1, env=env).run("server_optimizer:refused")
+
+
+# The optimizer on the servers, when a rank or a server is killed within a step.
+
+
+KEPT = {
+    "BYTEPS_PARTITION_BYTES": "4096",
+    "BYTEPS_OP_TIMEOUT_S": "60",
+    "BYTEPS_KEEP": "1",
+    "BYTEPS_PEER_TIMEOUT_S": "5",
+}
+PHASES = ("before", "pushed", "answered", "again", "after")
+
+
+@pytest.mark.parametrize("victim", ["server", pytest.param("rank", marks=pytest.mark.thorough)])
+def test_one_is_killed_at_each_phase(make_cluster: Callable[..., Cluster], victim: str) -> None:
+    """Of a step that is tried: all ranks that live end with an error that names who is lost, no
+    rank has parameters of a step whose norm it does not know, and the job resumes from its
+    checkpoint to the bits of a job in which nobody died."""
+    cluster = make_cluster(workers=2, servers=2, env=KEPT)
+    cluster.start_nodes()
+    for life, phase in enumerate((*PHASES, None)):
+        server = cluster.servers[-1] if victim == "server" and phase else None
+        workers = [
+            cluster.start_worker(
+                rank,
+                "lost_servers:dies",
+                title=f"life {life} worker {rank}",
+                device="cpu",
+                life=life,
+                phase=phase,
+                server=server and server.pid,
+            )
+            for rank in range(2)
+        ]
+        wait_all(workers, RUN_S)
+        alive = [rank for rank in range(2) if phase is None or victim == "server" or rank == 0]
+        for rank, worker in enumerate(workers):
+            assert worker.status == (0 if rank in alive else -signal.SIGKILL), worker.text
+        left = {(cluster.folder / f"left{life}.{rank}").read_text() for rank in alive}
+        assert len(left) == 1, "ranks are left with different parameters"
+        for rank in alive if phase else ():
+            error = (cluster.folder / f"error{life}.{rank}").read_text()
+            lost = r"server [01]\b.*lost" if victim == "server" else r"worker 1\b.*lost"
+            assert re.search(lost, error), f"{phase}: {error}"
+        if server is not None:
+            server.wait(END_S)
+            cluster.start_server()
+    cluster.demand_checks()
+
+
+# Sums in blocks of eight and four bits.
+
+
+IN_ORDER = {"BYTEPS_DETERMINISTIC": "1", "BYTEPS_OP_TIMEOUT_S": "120"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.thorough),
+        pytest.param(2, 1, marks=pytest.mark.thorough),
+        (3, 2),
+        pytest.param(3, 4, marks=pytest.mark.thorough),
+    ],
+)
+def test_sums(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> None:
+    """The bits do not depend on how many servers there are."""
+    make_cluster(workers=workers, servers=servers, env=IN_ORDER).run("few_bits:sums")
+
+
+@pytest.mark.thorough  # tests/server/accumulator_test.cc has so many, too
+def test_sums_of_more_ranks_than_are_added_at_once(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=10, servers=1, env=IN_ORDER).run("few_bits:parts")
+
+
+@pytest.mark.parametrize("servers", [1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_sums_that_are_rounded_by_chance(
+    make_cluster: Callable[..., Cluster], servers: int
+) -> None:
+    """The bits do not depend on how many partitions and servers there are."""
+    chance = {"BYTEPS_STOCHASTIC_ROUNDING": "1", "BYTEPS_PARTITION_BYTES": "4096"}
+    make_cluster(workers=2, servers=servers, env=IN_ORDER | chance).run("few_bits:by_chance")
+
+
+def test_parts(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=2, env=IN_ORDER).run("few_bits:parts")
+
+
+def test_what_is_not_finite(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env=IN_ORDER).run("few_bits:not_finite")
+
+
+def test_what_was_lost_can_be_forgotten(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=2, env=IN_ORDER).run("few_bits:forgotten")
+
+
+def test_losses_are_saved_and_loaded(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=2, env=IN_ORDER).run("few_bits:saved")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_refusals(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    make_cluster(workers=workers, servers=1, env=IN_ORDER).run("few_bits:refused")
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers"),
+    [
+        (2, 2),
+        pytest.param(3, 1, marks=pytest.mark.thorough),
+        pytest.param(2, 4, marks=pytest.mark.thorough),
+    ],
+)
+def test_steps_of_the_optimizer_on_the_servers(
+    make_cluster: Callable[..., Cluster], workers: int, servers: int
+) -> None:
+    """The bits do not depend on how many servers there are."""
+    env = {**IN_ORDER, "BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_KEEP_BF16_BYTES": "1024"}
+    cluster = make_cluster(workers=workers, servers=servers, env=env)
+    cluster.run("few_bits:steps")
+    demand_same_bits(cluster)
+
+
+def test_what_an_optimizer_on_the_servers_refuses(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env=IN_ORDER).run("few_bits:refused_by_servers")
+
+
+# Replicas that step by themselves, and exchange parameters once in many steps.
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_steps_are_those_of_torch(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    make_cluster(workers=workers, servers=2).run("optimizer:equals_torch")
+
+
+def test_fragments(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1).run("optimizer:fragments")
+
+
+def test_members_stay_alike(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=3, servers=2).run("optimizer:momentum_keeps_members_alike")
+
+
+def test_refusals_of_local_steps(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1).run("optimizer:refused")

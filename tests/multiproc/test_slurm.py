@@ -1,18 +1,173 @@
-"""scripts/examples/slurm.sbatch, in a real Slurm whose nodes are emulated hosts."""
+"""scripts/examples/slurm.sbatch in a real Slurm cluster of the test's own: a node is an emulated
+host, files lie in the test's folder.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
-from tests.multiproc.cluster import HERE, REPOSITORY
-from tests.multiproc.slurm import SlurmCluster
+from bench.kit.emulation import Emulation, Host
+from bench.kit.plan import Topology
+from scripts.children import Spawned, last_lines
+from tests.multiproc.cluster import HERE, REPOSITORY, START_S
+
+LINK_BITS = 1_000_000_000
+CONTROLLER = "controller"
+
+
+class SlurmCluster:
+    """Nodes n0, n1, ... and a controller, each on a host of its own; a context manager.
+
+    A node's processes have process ids of their own, and end with it.
+    """
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder = folder
+        self.names = [f"n{index}" for index in range(nodes)]
+        self._emulation = Emulation(
+            Topology(workers=nodes, servers=1, emulated_hosts=nodes + 1, link_bits=LINK_BITS)
+        )
+        self._daemons: list[Spawned] = []
+
+    @property
+    def _hosts(self) -> dict[str, Host]:
+        return dict(zip([*self.names, CONTROLLER], self._emulation.hosts, strict=True))
+
+    @property
+    def _env(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "BYTEPS_"))}
+        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+
+    def __enter__(self) -> SlurmCluster:
+        self.folder.mkdir(mode=0o700)
+        self._emulation.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for daemon in self._daemons:
+            daemon.kill()
+        self._emulation.down()
+
+    def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run one of Slurm's commands next to the controller."""
+        return subprocess.run(
+            self._hosts[CONTROLLER].command(command), env=self._env, cwd=REPOSITORY,
+            capture_output=True, text=True, check=False, timeout=timeout_s,
+        )  # fmt: skip
+
+    def _start(self) -> None:
+        folder = self.folder
+        for name in ("state", *(f"spool.{name}" for name in self.names)):
+            (folder / name).mkdir()
+        (folder / "hosts").write_text(
+            "127.0.0.1 localhost\n"
+            + "".join(f"{host.address} {name}\n" for name, host in self._hosts.items())
+        )
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        self._write_conf()
+        files = {"socket": "munge", "key-file": "munge.key", "pid-file": "munge.pid",
+                 "log-file": "munge.log", "seed-file": "munge.seed"}  # fmt: skip
+        options = [f"--{name}={folder / file}" for name, file in files.items()]
+        # --force: its folder is a test's, not root's alone all the way up.
+        self._daemons.append(
+            Spawned(
+                "munged", [_find("munged"), "--foreground", "--force", *options], self._env, folder
+            )
+        )
+        self._await("munge's socket", (folder / "munge").exists)
+        self._spawn(CONTROLLER, "slurmctld", "-D", "-c")
+        for name in self.names:
+            self._spawn(name, "slurmd", "-D")
+        self._await("idle nodes", self._all_idle)
+
+    def _all_idle(self) -> bool:
+        said = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").stdout
+        return sorted(said.split("\n")) == sorted(["", *(f"{name} idle" for name in self.names)])
+
+    def _spawn(self, name: str, program: str, *options: str) -> None:
+        # A name, a table of names and processes of its own.
+        enter = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        begin = f'hostname {name} && mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
+        command = [*enter, "sh", "-c", begin, "sh", _find(program), *options]
+        on_host = self._hosts[name].command(command)
+        self._daemons.append(Spawned(f"{program} {name}", on_host, self._env, self.folder))
+
+    def _await(self, what: str, there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while not there():
+            dead = [daemon for daemon in self._daemons if not daemon.running]
+            if dead or time.monotonic() > deadline:
+                tails = "\n".join(f"{d.title}:\n{last_lines(d.log)}" for d in dead or self._daemons)
+                raise AssertionError(f"no {what}\n{tails}")
+            time.sleep(0.1)
+
+    def _write_conf(self) -> None:
+        folder, hosts = self.folder, self._hosts
+        lines = [
+            "ClusterName=test",
+            f"SlurmctldHost={CONTROLLER}({hosts[CONTROLLER].address})",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            f"AuthInfo=socket={folder}/munge",
+            f"StateSaveLocation={folder}/state",
+            f"SlurmdSpoolDir={folder}/spool.%n",
+            f"SlurmctldPidFile={folder}/slurmctld.pid",
+            f"SlurmdPidFile={folder}/slurmd.%n.pid",
+            # No control groups, no accounts, no MPI: what runs is what counts here.
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "JobAcctGatherType=jobacct_gather/none",
+            "MpiDefault=none",
+            "SchedulerType=sched/builtin",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_Core",
+            # This machine may have fewer cores than a node says.
+            "SlurmdParameters=config_overrides",
+            "KillWait=5",
+            *(
+                f"NodeName={name} NodeAddr={hosts[name].address} NodeHostname={name} CPUs=2"
+                for name in self.names
+            ),
+            "PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE",
+        ]
+        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+        # Nothing uses them, but slurmd looks which kind there is, and a host may show none.
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+
+def _find(program: str) -> str:
+    """Debian's daemons lie where not every user's PATH looks."""
+    found = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
+    assert found is not None, f"{program} is not installed"
+    return found
+
 
 SCRIPT = REPOSITORY / "scripts/examples/slurm.sbatch"
-JOB = HERE / "jobs/scripts_job.py"
+JOB = (str(HERE / "programs/keep.py"), "scripted")
 NODES = 4
 
 pytestmark = [
@@ -45,7 +200,7 @@ def ranks_of(said: str) -> dict[str, str]:
 
 
 def test_half_of_the_nodes_train(slurm: SlurmCluster, run_dir: Path) -> None:
-    status, said = submit(slurm, run_dir, str(JOB), "once", str(run_dir))
+    status, said = submit(slurm, run_dir, *JOB, "once", str(run_dir))
     assert status == 0, said
     assert ranks_of(said) == {"0": "2", "1": "2"}, said
     # The scheduler and the workers are on the first nodes, the servers on the last.
@@ -55,14 +210,14 @@ def test_half_of_the_nodes_train(slurm: SlurmCluster, run_dir: Path) -> None:
 
 def test_three_nodes_of_two_ranks_and_one_server(slurm: SlurmCluster, run_dir: Path) -> None:
     export = ",SERVER_NODES=1,GPUS_PER_NODE=2"
-    status, said = submit(slurm, run_dir, str(JOB), "once", str(run_dir), export=export)
+    status, said = submit(slurm, run_dir, *JOB, "once", str(run_dir), export=export)
     assert status == 0, said
     assert ranks_of(said) == {str(rank): "6" for rank in range(6)}, said
 
 
 def test_a_failure_ends_the_job_with_its_status(slurm: SlurmCluster, run_dir: Path) -> None:
     # The program fails at once: it is given no folder.
-    status, said = submit(slurm, run_dir, str(JOB), "once")
+    status, said = submit(slurm, run_dir, *JOB, "once")
     assert status != 0, said
     assert "IndexError" in said
     # Nothing of the job is left on any node.

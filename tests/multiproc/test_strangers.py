@@ -23,7 +23,7 @@ from tests.multiproc.cluster import (
     wait_for_file,
 )
 from tests.multiproc.endings import demand_error
-from tests.multiproc.strangers import (
+from tests.multiproc.flood import (
     ADD_NODE,
     CHALLENGE_BYTES,
     JOB_FAILED,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cluster import END_S, REPOSITORY, Cluster, stop, wait_all
-from tests.multiproc.programs.observed import ROUNDS
+from tests.multiproc.programs.lifecycle import ROUNDS
 
 WORKER_STAGES = ["queue", "push", "server", "pull queue", "pull"]
 SERVER_STAGES = ["receive queue", "add", "other workers", "answer"]
@@ -119,7 +119,7 @@ def test_every_partition_and_stage_once(
 ) -> None:
     env = settings(run_dir, BYTEPS_DETERMINISTIC=deterministic)
     begin = time.time() * 1e6
-    run(make_cluster(workers=WORKERS, servers=2, env=env), "observed:known")
+    run(make_cluster(workers=WORKERS, servers=2, env=env), "lifecycle:known")
     end = time.time() * 1e6
     workers, servers = timelines(run_dir, "worker"), timelines(run_dir, "server")
     assert (len(workers), len(servers)) == (WORKERS, 2)
@@ -150,7 +150,7 @@ def test_every_partition_and_stage_once(
 def test_steps_and_limit(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     """Only the rounds that were asked for, and no more than fit."""
     more = {"BYTEPS_TRACE_START_STEP": "1", "BYTEPS_TRACE_END_STEP": "1", "BYTEPS_TRACE_LIMIT": "3"}
-    run(make_cluster(workers=WORKERS, env=settings(run_dir, **more)), "observed:known")
+    run(make_cluster(workers=WORKERS, env=settings(run_dir, **more)), "lifecycle:known")
     for worker in timelines(run_dir, "worker"):
         assert len(worker.rows) == len(worker.slices) == 3
         assert {row.args["round"] for row in worker.rows} == {1}
@@ -161,7 +161,7 @@ def test_steps_and_limit(make_cluster: Callable[..., Cluster], run_dir: Path) ->
 
 def test_names_are_escaped(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     names = ['quoted "name"', "back\\slash", "two\nlines\x01", "Gewicht größer 0 \U0001f600"]
-    run(make_cluster(workers=1, env=settings(run_dir)), "observed:odd_names", names=names)
+    run(make_cluster(workers=1, env=settings(run_dir)), "lifecycle:odd_names", names=names)
     for role in ("worker", "server"):
         (timeline,) = timelines(run_dir, role)
         assert sorted(row.args["tensor"] for row in timeline.rows) == sorted(names)
@@ -173,7 +173,7 @@ def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Pat
     cluster = make_cluster(
         workers=WORKERS, servers=1, env=settings(run_dir, BYTEPS_PEER_TIMEOUT_S="3")
     )
-    cluster.start("observed:waiting")
+    cluster.start("lifecycle:waiting")
     cluster.wait_mark("pushed", [0])
     lost = cluster.workers["worker 1"]
     stop(lost)
@@ -194,7 +194,7 @@ def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Pat
 
 def test_a_file_for_each_life(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     """What was written before a suspend stays."""
-    run(make_cluster(workers=1, env=settings(run_dir)), "observed:two_lives")
+    run(make_cluster(workers=1, env=settings(run_dir)), "lifecycle:two_lives")
     for role in ("worker", "server"):
         names = [{row.args["tensor"] for row in t.rows} for t in timelines(run_dir, role)]
         assert names == [{"after"}, {"before"}]  # byteps-worker-0.2.json, byteps-worker-0.json
@@ -214,14 +214,14 @@ def test_folder_that_cannot_be_made(make_cluster: Callable[..., Cluster], run_di
 
 def test_nothing_is_written_unasked(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     env = {**settings(run_dir), "BYTEPS_TRACE_ON": "0"}
-    run(make_cluster(workers=1, env=env), "observed:known")
+    run(make_cluster(workers=1, env=env), "lifecycle:known")
     assert not (run_dir / "timelines").exists()
     assert not list(run_dir.rglob("byteps-*.json"))
 
 
 def test_merging(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     """scripts/merge_traces.py loses nothing and keeps processes apart."""
-    run(make_cluster(workers=WORKERS, env=settings(run_dir)), "observed:known")
+    run(make_cluster(workers=WORKERS, env=settings(run_dir)), "lifecycle:known")
     files = sorted((run_dir / "timelines" / "new").iterdir())
     script = str(REPOSITORY / "scripts" / "merge_traces.py")
     target = run_dir / "all.json"

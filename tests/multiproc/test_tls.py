@@ -1,5 +1,6 @@
 """Connections that are encrypted: nobody in between reads or changes a value, and who does not
-encrypt, or has another secret or certificate, is told so."""
+encrypt, or has another secret or certificate, is told so.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.authority import Authority
 from tests.multiproc.cluster import (
     END_S,
     Cluster,
@@ -23,9 +23,47 @@ from tests.multiproc.cluster import (
     stop,
     wait_all,
 )
-from tests.multiproc.endings import demand_error, start_looping, wait_for_text
-from tests.multiproc.sockets import connections_of
+from tests.multiproc.endings import connections_of, demand_error, start_looping, wait_for_text
 from tests.multiproc.test_reconnect import between, resent, server_port, wait_for_rounds
+
+
+def _openssl(*words: str | Path) -> None:
+    subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=60)
+
+
+class Authority:
+    """Signs certificates of nodes; all its files lie in ``folder``."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.certificate = folder / f"{name}.pem"
+        self._folder = folder
+        self._name = name
+        self._key = folder / f"{name}.key"
+        _openssl(
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-days", "2", "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.certificate),
+        )
+
+    def node(self, name: str = "node", days: str = "2") -> dict[str, str]:
+        """The settings of a node with a certificate of its own, which ends in so many days."""
+        key, request, certificate = (
+            self._folder / f"{self._name}-{name}.{kind}" for kind in ("key", "csr", "pem")
+        )
+        _openssl(
+            *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-subj", f"/CN={name} of {self._name}", "-keyout", key, "-out", request),
+        )
+        _openssl(
+            *("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key),
+            *("-CAcreateserial", "-days", days, "-out", certificate),
+        )
+        return {
+            "BYTEPS_TLS_CERT": str(certificate),
+            "BYTEPS_TLS_KEY": str(key),
+            "BYTEPS_TLS_CA": str(self.certificate),
+        }
+
 
 TLS = {"BYTEPS_TLS": "1"}
 SETTINGS = {**TLS, "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_TCP_CONNECTIONS": "2"}
@@ -51,7 +89,7 @@ def test_sums_are_the_same(
     env = dict(SETTINGS) if how == "secret" else {**SETTINGS, **authority.node()}
     if how == "certificates-alone":
         env |= {"BYTEPS_AUTH": "0", "BYTEPS_SECRET": ""}
-    make_cluster(workers=2, servers=2, env=env).run("rounds:checked", rounds=10)
+    make_cluster(workers=2, servers=2, env=env).run("failures:checked", rounds=10)
 
 
 def overheard(cluster: Cluster) -> bytes:
@@ -81,7 +119,7 @@ def test_who_listens_in_between(make_cluster: Callable[..., Cluster], tls: str) 
 def test_who_speaks_in_between(make_cluster: Callable[..., Cluster]) -> None:
     """What a stranger puts into a connection breaks it, and is in no sum."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
-    cluster.start("rounds:checked")
+    cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
     broken = 0
     deadline = time.monotonic() + END_S
@@ -104,7 +142,7 @@ def test_who_speaks_in_between(make_cluster: Callable[..., Cluster]) -> None:
 def test_connections_that_break(make_cluster: Callable[..., Cluster], how: str) -> None:
     """Amid rounds, with servers and the scheduler; they are made again, and encrypted again."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
-    cluster.start("rounds:checked")
+    cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
     broken = 0
     deadline = time.monotonic() + END_S
@@ -123,7 +161,7 @@ def test_connections_that_break(make_cluster: Callable[..., Cluster], how: str) 
 def test_connections_that_break_while_they_begin(make_cluster: Callable[..., Cluster]) -> None:
     """In the middle of a handshake, too, since they break before they have had much time."""
     cluster = make_cluster(workers=1, servers=1, env=SETTINGS)
-    cluster.start("rounds:checked")
+    cluster.start("failures:checked")
     cluster.wait_mark("looping", [0])
     moments = random.Random(1)
     for _ in range(100):

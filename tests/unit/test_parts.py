@@ -1,14 +1,21 @@
-"""Each part of the C++ code alone (byteps/tests/*/*_test.cc), suite by suite."""
+"""The C++ test programs, part by part: units, connections, simulated jobs, jobs under valgrind; and
+what fuzzers begin with.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from scripts import corpora
+from scripts.fuzz import TARGETS
 from tests import native
+from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
 
 BYTEPS = Path(__file__).resolve().parents[2] / "byteps"
 PROGRAM = re.compile(r"add_executable\(unit_test\s([^)]+)\)")
@@ -30,7 +37,7 @@ SUITES = sorted(
         for suite in _suites((BYTEPS / source).read_text())
     }
 )
-LIMIT_S = 240
+LIMIT_S = 280
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +72,282 @@ def test_suite(unit_test: Path, run_dir: Path, suite: str) -> None:
         )
     assert ended.returncode == 0
     assert "[  PASSED  ] 0 tests" not in log.read_text(errors="replace")
+
+
+# Both ends of TCP connections in one process, with a relay (byteps/tests/net/tcp/connection).
+
+
+CONNECTION_SUITES = (
+    "BestOf",
+    "ConnectionOverNics",
+    "Contract",
+    "Greeting",
+    "Refusal",
+    "Sending",
+    "VanInbox",
+)
+PARTS = [*(f"{suite}.*" for suite in CONNECTION_SUITES if suite != "Greeting")]
+PARTS += ["Greeting.*/Plain", "Greeting.*/Tls"]  # each waits for seconds
+CONNECTION_LIMIT_S = 500
+
+
+@pytest.fixture(scope="module")
+def connection_test() -> Path:
+    return native.build("connection_test") / "connection_test"
+
+
+def run(program: Path, part: str, log: Path, *, thorough: bool = False) -> str:
+    env = {**os.environ, "CONNECTION_TEST_THOROUGH": "1"} if thorough else dict(os.environ)
+    with log.open("wb") as out:
+        ended = subprocess.run(
+            [program, f"--gtest_filter=*{part}"],
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            timeout=CONNECTION_LIMIT_S,
+            check=False,
+        )
+    assert ended.returncode == 0
+    return log.read_text(errors="replace")
+
+
+def test_every_suite_of_connections_is_run(connection_test: Path) -> None:
+    listed = subprocess.run(
+        [connection_test, "--gtest_list_tests"], capture_output=True, text=True, check=True
+    )
+    lines = [line.split()[0] for line in listed.stdout.splitlines() if not line.startswith(" ")]
+    found = {line.removesuffix(".").rpartition("/")[2] for line in lines if line.endswith(".")}
+    assert found == set(CONNECTION_SUITES)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_part(connection_test: Path, run_dir: Path, part: str) -> None:
+    assert "[  PASSED  ] 0 tests" not in run(connection_test, part, run_dir / "test.log")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(CONNECTION_LIMIT_S)
+def test_damage_at_every_place(connection_test: Path, run_dir: Path) -> None:
+    """Every bit of a greeting is flipped once; at each byte it is cut, held, or gets one more."""
+    run(connection_test, "Greeting.*", run_dir / "test.log", thorough=True)
+
+
+def test_encryption(run_dir: Path) -> None:
+    """Between two sockets, without a job (byteps/tests/net/tls)."""
+    program = native.build("tls_test") / "tls_test"
+    assert "[  PASSED  ] 0 tests" not in run(program, "*", run_dir / "test.log")
+
+
+# Whole jobs in threads and time that a seed decides (byteps/tests/simulation).
+
+
+FREQUENT = {
+    "CallerQueued",
+    "CopyCalled",
+    "CopyLeft",
+    "DeparturesTogether",
+    "FailedInJoin",
+    "GoneAlready",
+    "IncarnationEnds",
+    "LastLeaves",
+    "LastWord",
+    "LinkReported",
+    "LooksSooner",
+    "NoSpareMemory",
+    "PushAfterFailure",
+    "PushAwaitsPinned",
+    "QueuedWhileServing",
+    "RoundLate",
+    "RoundOfLost",
+    "RoundsOpen",
+    "SaysGoodbye",
+    "SentByCaller",
+    "ServedHere",
+    "StepDropped",
+    "StepMade",
+    "StepOvertaken",
+    "StepRedone",
+    "StepsBack",
+    "WindowFull",
+}
+"""Probes that some hundred seeds reach."""
+FREQUENT_OF_REPLICAS = {
+    "LinkReported",
+    "PushOfAbsent",
+    "ReplicaJoined",
+    "ReplicaRemoved",
+    "RoundLosesMember",
+    "RoundShort",
+    "SchedulerAway",
+    "SchedulerGoesOn",
+}
+"""The same of jobs of several replicas."""
+FREQUENT_OF_BACKUPS = {
+    "AnsweredAgain",
+    "BackupLost",
+    "HeldForBackup",
+    "LateRecord",
+    "LoadCopied",
+    "RoundCopied",
+    "ServerReplaced",
+    "StateCopied",
+    "StateFetched",
+    "StepCopied",
+}
+"""The same where servers have copies of each other's state."""
+
+
+def simulate(*arguments: str) -> str:
+    program = native.build("simulate") / "simulate"
+    ended = subprocess.run(
+        [program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, f"{ended.stdout[-4000:]}{ended.stderr[-2000:]}"
+    return ended.stdout
+
+
+@pytest.mark.slow
+def test_schedules_of_messages_and_losses() -> None:
+    """Some thousand jobs of `make simulate`, the same ones each time."""
+    said = simulate("--seeds", "6000")
+    assert "6000 schedules held" in said
+    # Had nothing been lost, nothing would have been shown.
+    assert int(said.split("held: ")[1].split()[0]) > 500
+
+
+def reached(said: str) -> dict[str, int]:
+    """Of the table of probes (base/probe.h): how many jobs reached each."""
+    rows = [line.split("|") for line in said.splitlines() if line.startswith("| ")]
+    return {row[1].strip(): int(row[3]) for row in rows[1:]}
+
+
+def test_few_seeds_reach_rare_branches() -> None:
+    """A simulation that went other ways than it should would hold, too."""
+    jobs = reached(simulate("--seeds", "600"))
+    assert not FREQUENT - jobs.keys()
+    assert len(jobs) > len(FREQUENT)
+
+
+def test_replicas_that_die_and_come_back() -> None:
+    said = simulate("--replicas", "--seeds", "600")
+    assert "600 schedules held" in said
+    assert not FREQUENT_OF_REPLICAS - reached(said).keys()
+
+
+def test_servers_whose_state_is_copied() -> None:
+    said = simulate("--backups", "--seeds", "1000")
+    assert "1000 schedules held" in said
+    assert not FREQUENT_OF_BACKUPS - reached(said).keys()
+
+
+def test_a_broken_invariant_is_noticed() -> None:
+    program: Path = native.build("simulate") / "simulate"
+    command: list[str | Path] = [program, "--seeds", "1", "--break-invariant"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ended.returncode == 1
+    assert "the invariant 'nothing is broken on purpose' was broken" in ended.stdout
+
+
+def test_a_seed_is_one_order_of_events() -> None:
+    assert "200 schedules held" in simulate("--seeds", "200", "--twice")
+
+
+@pytest.mark.parametrize("arguments", [["--seed"], ["--from"]])
+def test_bad_usage(arguments: list[str]) -> None:
+    program: Path = native.build("simulate") / "simulate"
+    assert subprocess.run([program, *arguments], capture_output=True, check=False).returncode == 2
+
+
+# Jobs watched by valgrind: it sees what sanitizers do not, uninitialised bytes that are sent or
+# decided upon, and what is lost at the end.
+
+
+VALGRIND_LIMIT_S = 600.0
+WORKERS = 2
+FOUND = 99
+"""Exit status of a process in which valgrind found something."""
+VALGRIND = [
+    *("valgrind", "--quiet", f"--error-exitcode={FOUND}"),
+    *("--leak-check=full", "--show-leak-kinds=definite", "--errors-for-leak-kinds=definite"),
+    f"--suppressions={Path(__file__).with_name('valgrind.supp')}",
+]
+# Processes are some thirty times slower: nothing that is slow has failed.
+PATIENT = {
+    name: str(VALGRIND_LIMIT_S)
+    for name in ("BYTEPS_START_TIMEOUT_S", "BYTEPS_PEER_TIMEOUT_S", "BYTEPS_OP_TIMEOUT_S")
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.requires("valgrind")
+@pytest.mark.timeout(2 * VALGRIND_LIMIT_S)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"BYTEPS_TRACE_ON": "1"}, {"BYTEPS_TLS": "1"}],
+    ids=["plain", "traced", "tls"],
+)
+def test_a_whole_job(run_dir: Path, settings: dict[str, str]) -> None:
+    programs = native.build("byteps-server", "sum_worker")
+    port_file = run_dir / "scheduler.port"
+    env = {
+        **clean_environment(run_dir),
+        **PATIENT,
+        "DMLC_PS_ROOT_URI": LOOPBACK,
+        "DMLC_PS_ROOT_PORT": "0",
+        "DMLC_NUM_WORKER": str(WORKERS),
+        "DMLC_NUM_SERVER": "1",
+        "BYTEPS_PARTITION_BYTES": "16384",
+        "BYTEPS_TRACE_DIR": str(run_dir / "traces"),
+        **settings,
+    }
+    server = [*VALGRIND, str(programs / "byteps-server"), "--role"]
+    processes: list[Spawned] = []
+    try:
+        scheduler = [*server, "scheduler", "--port-file", str(port_file)]
+        processes.append(Spawned("scheduler", scheduler, env, run_dir))
+        env["DMLC_PS_ROOT_PORT"] = wait_for_file(port_file, VALGRIND_LIMIT_S, processes).split()[1]
+        processes.append(Spawned("server", [*server, "server"], env, run_dir))
+        for rank in range(WORKERS):
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
+            command = [*VALGRIND, str(programs / "sum_worker"), "--rounds", "4", "--tensors", "3"]
+            processes.append(Spawned(f"worker {rank}", command, {**env, **ranks}, run_dir))
+        wait_all(processes, VALGRIND_LIMIT_S)
+        assert {p.title: p.wait(0) for p in processes} == {p.title: 0 for p in processes}
+    finally:
+        for process in processes:
+            if process.running:
+                process.send(signal.SIGKILL)
+                process.wait(VALGRIND_LIMIT_S)
+
+
+# What fuzzers begin with.
+
+
+def test_each_target_has_a_corpus() -> None:
+    assert {folder.name for folder in corpora.unpack().iterdir()} == set(TARGETS)
+
+
+def test_packing_what_was_unpacked_changes_nothing(tmp_path: Path) -> None:
+    again = tmp_path / "corpora.tar.xz"
+    corpora.pack(corpora.unpack(below=tmp_path / "unpacked"), again)
+    assert again.read_bytes() == corpora.ARCHIVE.read_bytes()
+
+
+def test_what_was_added_is_unpacked(tmp_path: Path) -> None:
+    archive, below = tmp_path / "corpora.tar.xz", tmp_path / "unpacked"
+    (tmp_path / "first/meta").mkdir(parents=True)
+    (tmp_path / "first/meta/old").write_bytes(b"old")
+    corpora.pack(tmp_path / "first", archive)
+
+    def add_another(folder: Path) -> None:
+        (folder / "meta/new").write_bytes(b"new")
+
+    corpora.change(add_another, archive, below)
+
+    unpacked = corpora.unpack(archive, below)
+    found = {file.name: file.read_bytes() for file in unpacked.glob("meta/*")}
+    assert found == {"old": b"old", "new": b"new"}

@@ -1,12 +1,21 @@
-"""The phases of a step of an optimizer on the servers, over its buckets."""
+"""Parts of byteps.torch by themselves: the phases of a step of an optimizer on the servers, flat
+parameters, known memory, all-reduces that streams wait for, and the kernels of blocks.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from byteps.torch import BytePSError
+import torch
+from byteps.torch import BytePSError, blocks, c_lib, memory, operations, tensors, wire
+from byteps.torch.c10d import streamed_work
+from byteps.torch.c10d.streamed_work import StreamedWork
+from byteps.torch.flat import Codec, Place, laid_flat, read_encoded, write_encoded
 from byteps.torch.server_rule import Rule, Step
 from byteps.torch.speculation import Speculation
 from byteps.torch.step_machine import StepMachine, clip_scale
@@ -162,3 +171,292 @@ def test_gradients_are_scaled_down_to_the_limit_alone() -> None:
     assert clip_scale(0.5, 1.0) == 1.0
     assert math.isclose(clip_scale(4.0, 1.0), 0.25, rel_tol=1e-6)
     assert clip_scale(math.nan, 1.0) == clip_scale(math.inf, 1.0) == 1.0
+
+
+# Parameters laid end to end: as views of a flat tensor, or as copies of what they keep.
+
+
+class Quarters:
+    """Keeps multiples of a quarter, as integers."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.kept = (values * 4).round().to(torch.int8)
+
+    def read(self) -> torch.Tensor:
+        return self.kept.float() / 4
+
+    def write(self, values: torch.Tensor) -> None:
+        self.kept = (values * 4).round().to(torch.int8)
+
+
+def test_plain_parameters_become_views_and_encoded_ones_stay() -> None:
+    plain = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    encoded = torch.nn.Parameter(torch.tensor([9.0, 9.0, 9.0]))
+    place = encoded.data_ptr()
+    codecs: dict[torch.Tensor, Codec] = {encoded: Quarters(torch.tensor([0.25, -0.5, 1.0]))}
+    places = [Place(0, plain), Place(6, encoded)]
+    flat = laid_flat(places, 10, torch.device("cpu"), codecs)
+    assert flat.tolist() == [1, 2, 3, 4, 0, 0, 0.25, -0.5, 1.0, 0]
+    assert plain.data_ptr() == flat.data_ptr() and encoded.data_ptr() == place
+
+    flat.copy_(torch.arange(10.0) + 0.3)
+    write_encoded(places, flat, codecs)
+    assert codecs[encoded].read().tolist() == [6.25, 7.25, 8.25], "as nearly as it can"
+    assert torch.equal(plain.flatten(), flat[:4])
+    assert torch.allclose(flat[6:9], torch.tensor([6.3, 7.3, 8.3])), "the copy keeps them all"
+
+    codecs[encoded].write(torch.tensor([1.0, 2.0, 3.0]))
+    read_encoded(places, flat, codecs)
+    assert flat[6:9].tolist() == [1, 2, 3]
+
+
+# Memory that is registered once, and forgotten when torch gives it away.
+
+
+class Engine:
+    """Stands for the extension: counts what is known to it."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[int, int]] = {}
+        self.added = 0
+
+    def add_memory(self, address: int, size: int) -> int:
+        self.added += 1
+        self.known[self.added] = (address, size)
+        return self.added
+
+    def remove_memory(self, number: int) -> None:
+        self.known.pop(number, None)
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    made = Engine()
+    monkeypatch.setattr(memory, "c_lib", made)
+    monkeypatch.setattr(memory, "_known", {})
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)
+    return made
+
+
+def test_a_storage_is_known_once_and_forgotten_when_it_is_resized(extension: Engine) -> None:
+    tensor = torch.zeros(1000)
+    views = tensor[:300], tensor[300:]
+    for _ in range(2):
+        for view in views:
+            memory.will_be_sent(view)
+    assert list(extension.known.values()) == [(tensor.data_ptr(), 4000)]
+    for round_ in range(2, 5):
+        # As Megatron and trainers on it do; the old interface, and the new.
+        (tensor.storage() if round_ % 2 else tensor.untyped_storage()).resize_(0)
+        assert extension.known == {}
+        (tensor.storage().resize_(1000) if round_ % 2 else tensor.untyped_storage().resize_(4000))
+        memory.will_be_sent(views[1])
+        assert extension.added == round_
+        assert list(extension.known.values()) == [(tensor.data_ptr(), 4000)]
+    # Another storage at any place is none of its business.
+    torch.zeros(10).untyped_storage().resize_(0)
+    assert len(extension.known) == 1
+    del tensor, views, view
+    assert extension.known == {} == memory._known
+
+
+def test_memory_that_was_freed_is_not_summed() -> None:
+    tensor = torch.zeros(1000)
+    tensor.untyped_storage().resize_(0)
+    for check in (
+        lambda: tensors.check(tensor, "g"),
+        lambda: operations.start_update(lambda: pytest.fail("it was started"), tensor),
+    ):
+        with pytest.raises(ValueError, match="ends at byte 4,000 of a storage of 0 bytes"):
+            check()
+    tensors.check(torch.zeros(0), "g")
+    tensors.check(torch.zeros(5)[5:], "g")
+
+
+# When an all-reduce that streams wait for is queued, and how long its tensors are kept.
+
+
+type Given = list[Landing]
+"""What a stream was given."""
+
+
+class Landing:
+    come = False
+
+    def query(self) -> bool:
+        return self.come
+
+    def wait(self, stream: Given) -> None:
+        stream.append(self)
+
+
+class Stream:
+    def __init__(self, device: object = None) -> None:
+        self.given: Given = []
+
+
+def land(stream: Any) -> Any:
+    stream.given.append(landing := Landing())
+    return landing
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Given:
+    """The current stream. There is none yet on which sums land."""
+    given: Given = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(streamed_work, "current_stream", lambda device: given)
+    monkeypatch.setattr(streamed_work, "_streams", {})
+    monkeypatch.setattr(streamed_work, "_landing", type(streamed_work._landing)())
+    monkeypatch.setattr(c_lib, "check", lambda: None)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    return given
+
+
+def test_what_nobody_waits_for_is_queued_all_the_same(current: Given) -> None:
+    StreamedWork([torch.ones(1)], land)
+    (stream,) = streamed_work._streams.values()
+    assert len(stream.given) == 1  # type: ignore[attr-defined]
+    assert current == []
+
+
+def test_with_one_queue_of_the_device_the_first_who_waits_queues_it(
+    current: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    work = StreamedWork([torch.ones(1)], land)
+    assert not streamed_work._streams
+    work.wait()
+    work.wait()
+    (stream,) = streamed_work._streams.values()
+    assert current == stream.given * 2  # type: ignore[attr-defined]
+    assert len(current) == 2
+
+
+def test_tensors_are_kept_until_they_have_landed(
+    current: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = [StreamedWork([torch.ones(1)], land, [torch.ones(2)]) for _ in range(3)]
+    moments: list[Any] = [moment for moment, _ in streamed_work._landing]
+    assert [len(tensors) for _, tensors in streamed_work._landing] == [2, 2, 2]
+    for moment in moments[:2]:
+        moment.come = True
+    assert [work.is_completed() for work in works] == [True, True, False]
+    StreamedWork([torch.ones(1)], land)
+    assert next(moment for moment, _ in streamed_work._landing) is moments[2]
+    landing = [moment for moment, _ in streamed_work._landing]
+    monkeypatch.setattr(c_lib, "check", lambda: setattr(landing.pop(0), "come", True))
+    with pytest.raises(IndexError):  # it looks once more when all have landed
+        streamed_work.await_all()
+    assert not streamed_work._landing
+    assert all(work.is_completed() for work in works)
+
+
+def test_the_next_call_hears_of_a_failure(current: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = StreamedWork([torch.ones(1)], land)
+
+    def fail() -> None:
+        raise c_lib.BytePSError("worker 1 was lost")
+
+    monkeypatch.setattr(c_lib, "check", fail)
+    for call in (work.wait, work.result, streamed_work.await_all):
+        with pytest.raises(c_lib.BytePSError, match="worker 1 was lost"):
+            call()
+    assert "worker 1" in str(work.exception())
+
+
+def test_without_streams_there_is_nothing_to_await(
+    current: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c_lib, "check", lambda: pytest.fail("the job was looked at"))
+    streamed_work.await_all()
+
+
+# The kernels that put values into blocks on a GPU: the bits of the engine's codec.
+
+
+FORMS = {"int8": wire.int8(), "int4": wire.int4()}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LIMIT_S = 300.0
+
+
+def inputs(count: int, dtype: torch.dtype, bad: float | None) -> torch.Tensor:
+    """Of both signs and many magnitudes, with blocks of zeros and of nearly nothing."""
+    torch.manual_seed(count)
+    values = torch.randn(count) * torch.logspace(-4, 4, count)
+    values[256:384] = 0
+    values[384:512] *= 1e-35
+    if bad is not None:
+        values[count // 2] = bad
+    return values.to(dtype)
+
+
+def compare(device: str) -> None:
+    """Kernels on this device with the engine on the CPU."""
+    from byteps.torch import block_kernels
+
+    for name, form in FORMS.items():
+        for dtype in DTYPES.values():
+            for count in (1, 129, 700):
+                for bad in (None, float("nan"), float("inf")):
+                    label = f"{name} {dtype} {count} {bad}"
+                    given = inputs(count, dtype, bad)
+                    one = form.empty(count, given.device)
+                    other = torch.zeros_like(one, device=device)
+                    lost = (torch.randn(count) * 0.01).bfloat16()
+                    moved = lost.clone().to(device)
+                    for kept, theirs in ((None, None), (lost, moved)):
+                        for seed in (None, count * 0x123456789ABCDEF % 2**64):
+                            blocks.encode(given, form, one, kept, seed)
+                            block_kernels.encode(given.to(device), form, other, theirs, seed)
+                            assert torch.equal(one, other.cpu()), f"{label} {seed}"
+                    assert torch.equal(lost, moved.cpu()), label
+                    for skip in (0, min(5, count - 1), min(100, count - 1)):
+                        want = torch.empty(count - skip, dtype=dtype)
+                        got = torch.empty_like(want, device=device)
+                        blocks.decode(one, form, want, skip=skip)
+                        block_kernels.decode(other, form, got, skip)
+                        assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
+                    if name == "int8":
+                        held = torch.cat([inputs(count, dtype, None)[1:], torch.tensor([-0.0])])
+                        held = held.to(dtype)
+                        want, got = torch.empty_like(held), held.clone().to(device)
+                        blocks.add_differences(one, held, want)
+                        block_kernels.add_differences(other, got, got)
+                        assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
+                        same = want == 0
+                        assert torch.equal(want[same].signbit(), got.cpu()[same].signbit()), label
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_mean_of_what_is_rounded_by_chance_is_the_value(name: str) -> None:
+    form, count, times = FORMS[name], 300, 4000
+    torch.manual_seed(1)
+    values, total = torch.randn(count), torch.zeros(count, dtype=torch.float64)
+    out, one = form.empty(count, values.device), torch.empty(count)
+    for number in range(times):
+        blocks.encode(values, form, out, seed=c_lib.chance_seed("values", number, 0))
+        blocks.decode(out, form, one)
+        total += one
+    largest = torch.stack([part.abs().max() for part in values.split(wire.BLOCK)])
+    scale = (largest / (127 if name == "int8" else 7)).repeat_interleave(wire.BLOCK)[:count]
+    # Of one value: at most half a step, in five sigmas of so many.
+    error = ((total / times - values) / scale).abs()
+    assert error.max() < 5 * 0.5 / times**0.5
+    blocks.encode(values, form, out)
+    blocks.decode(out, form, one)
+    assert ((one - values) / scale).abs().max() > 0.4, "to the nearest, some are nearly half off"
+
+
+@pytest.mark.slow
+def test_they_compute_the_bits_of_the_engine() -> None:
+    program = "from tests.unit.test_step_machine import compare; compare('cpu')"
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], check=True, env=env, timeout=LIMIT_S
+    )
+
+
+@pytest.mark.requires("gpu")
+def test_on_a_gpu() -> None:
+    compare("cuda")

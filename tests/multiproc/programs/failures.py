@@ -1,11 +1,24 @@
-"""Workers for tests in which something is lost; what they raise is noted by Job.run."""
+"""Workers for tests in which something is lost, stands still, ends or forks; what they raise is
+noted by Job.run.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import byteps.torch as bps
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from tests.multiproc.programs.job import Job
 
@@ -65,3 +78,309 @@ def steady(job: Job) -> None:
         total = bps.push_pull(torch.ones(10), average=False, name="last")
         assert (total == job.size).all()
     bps.shutdown()
+
+
+# A worker that ends in one of many ways, and others that see what becomes of the job.
+
+
+WHY = "no checkpoint for rank 1"
+
+
+def _raise() -> None:
+    raise RuntimeError(WHY)
+
+
+def _raise_text() -> None:
+    raise SystemExit(WHY)
+
+
+def _raise_and_shut_down() -> None:
+    try:
+        _raise()
+    finally:
+        bps.shutdown()
+
+
+def _handle_and_shut_down() -> None:
+    with contextlib.suppress(RuntimeError):
+        _raise()
+    bps.shutdown()
+
+
+def _as_multiprocessing_does(status: int) -> None:
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+def _hang() -> None:
+    time.sleep(1000)
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "return": lambda: None,
+    "shutdown": bps.shutdown,
+    "handled": _handle_and_shut_down,
+    "exit-0": lambda: sys.exit(0),
+    "forked-0": lambda: _as_multiprocessing_does(0),
+    "raise": _raise,
+    "finally": _raise_and_shut_down,
+    "exit-3": lambda: sys.exit(3),
+    "exit-text": _raise_text,
+    "forked-3": lambda: _as_multiprocessing_does(3),
+    "_exit-0": lambda: os._exit(0),
+    "_exit-3": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "hang": _hang,
+}
+
+
+def ends(job: Job) -> None:
+    """Rank 1 ends as ``way`` of args says; rank 0 sums alone until the test says ``end``, or until
+    that fails.
+
+    args: ``first``: rank 0 ends before rank 1 does; ``hangs``: it does nothing until ``end``;
+    ``group``: with a process group, for embedded mode; ``swapped``: rank 0 ends in that way, and
+    rank 1 is the other.
+    """
+    ending = 0 if job.args.get("swapped") else 1
+    if job.args.get("group"):
+        store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
+    bps.init()
+    total = bps.push_pull(torch.full((100,), job.rank + 1.0), average=False, name="together")
+    assert (total == job.size * (job.size + 1) / 2).all()
+    job.mark("summed")
+    if job.rank == ending:
+        job.wait_go("way")
+        return WAYS[job.args["way"]]()
+    if job.args.get("hangs"):
+        return job.wait_go("end")
+    while not job.args.get("first") and not (job.folder / "go.end").exists():
+        bps.push_pull(torch.ones(100), average=False, name="alone", group=[job.rank])
+        time.sleep(0.02)
+
+
+# Workers that sum while processes are stopped.
+
+
+def sums(job: Job) -> None:
+    """Rank 0 ends the sums when the test says so: all end with the same one."""
+    bps.init()
+    round_ = 0
+    while True:
+        last = job.rank == 0 and (job.folder / "go.end").exists()
+        given = torch.full((50_000,), float(round_ % 100 + job.rank))
+        given[0] = float(last)
+        total = bps.push_pull(given, average=False, name="sum")
+        want = job.size * (round_ % 100) + job.size * (job.size - 1) / 2
+        assert (total[1:] == want).all(), f"round {round_}"
+        if total[0] > 0:
+            break
+        round_ += 1
+        if round_ == 5:
+            job.mark("summing")
+    bps.shutdown()
+
+
+# Workers that sum, round after round, and check every value, while a test breaks what is below.
+
+
+TENSORS = {"small": 700, "middle": 60_000, "large": 1_000_000}
+"""Elements: one message that is copied, some partitions, and many."""
+
+
+def _values(rank: int, round_: int, index: int, count: int) -> torch.Tensor:
+    """Whole numbers, different for each rank, round, tensor and element."""
+    ramp = torch.arange(count, dtype=torch.float32) % 251
+    return ramp + (rank + 1) * 1000 + round_ % 97 * 7 + index
+
+
+def _sum(size: int, round_: int, index: int, count: int) -> torch.Tensor:
+    ramp = torch.arange(count, dtype=torch.float32) % 251
+    return size * (ramp + round_ % 97 * 7 + index) + 1000 * size * (size + 1) / 2
+
+
+def checked(job: Job) -> None:
+    """Rounds until the test says "end" (or args["rounds"]); every sum is exact.
+
+    Tensors have args["most"] elements at most; the test may take args["limit_s"].
+    """
+    bps.init()
+    round_ = 0
+    last = job.args.get("rounds", 0)
+    deadline = time.monotonic() + job.args.get("limit_s", 120)
+    counts = {name: min(count, job.args.get("most", count)) for name, count in TENSORS.items()}
+    ended = torch.zeros(1)
+    with job.check("every sum"):
+        while ended.item() == 0:
+            assert time.monotonic() < deadline, "the test gave no sign"
+            handles = []
+            for index, (name, count) in enumerate(counts.items()):
+                tensor = _values(job.rank, round_, index, count)
+                handles.append(
+                    (bps.push_pull_async_inplace(tensor, average=False, name=name), tensor)
+                )
+            for index, (handle, tensor) in enumerate(handles):
+                bps.synchronize(handle)
+                wanted = _sum(job.size, round_, index, len(tensor))
+                wrong = (tensor != wanted).nonzero()
+                assert not len(wrong), f"round {round_}, tensor {index}: {len(wrong)} are wrong"
+            round_ += 1
+            if round_ == 3:
+                job.mark("looping")
+            ended = torch.tensor([float(last == round_ or (job.folder / "go.end").exists())])
+            ended = bps.push_pull(ended, average=False, name="ended")
+            job.note("rounds", str(round_))
+    bps.shutdown()
+
+
+# Workers that fork: what their children may do, and what they do not keep.
+
+
+def _demand_sum(job: Job, name: str, round_: int) -> None:
+    found = bps.push_pull(torch.full((3000,), float(job.rank + round_)), average=False, name=name)
+    want = float(sum(rank + round_ for rank in range(job.size)))
+    assert (found == want).all(), (found[0], want)
+
+
+def _in_child(run: Callable[[], None]) -> int:
+    """The exit status of a forked process that runs this, and then what runs at a program's end."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            run()
+            atexit._run_exitfuncs()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _demand_none(status: int) -> None:
+    assert status == 0
+
+
+def _sockets() -> list[str]:
+    """What this process has open of the kind that a transport needs."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:
+            continue
+        if target.startswith(("socket:", "anon_inode:[eventpoll]", "anon_inode:[eventfd]")):
+            found.append(f"{entry.name} {target}")
+    return found
+
+
+def children(job: Job) -> None:
+    """A child cannot reach the job, nor end it; a child of a child neither."""
+    bps.init()
+    given = torch.ones(8)
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    pending = bps.push_pull_async(given, average=False, name="pending")
+    refused: dict[str, Callable[[], object]] = {
+        "push_pull": lambda: bps.push_pull(torch.ones(3), name="a"),
+        "push_pull of another size": lambda: bps.push_pull(torch.ones(3000), name="grad"),
+        "declare": lambda: bps.declare(
+            [bps.TensorDeclaration(name="b", dtype=torch.float32, numel=3)]
+        ),
+        "synchronize": lambda: bps.synchronize(pending),
+        "poll": lambda: bps.poll(pending),
+        "init": bps.init,
+        "suspend": bps.suspend,
+        "resume": lambda: bps.resume(job.size, 1, job.rank),
+        "get_metrics": bps.get_metrics,
+        "partition_bytes": lambda: bps.partition_bytes(100),
+        "optimizer": lambda: bps.ServerOptimizer(sgd),
+    }
+
+    def child() -> None:
+        assert not bps.is_initialized()
+        assert (bps.rank(), bps.size()) == (job.rank, job.size)
+        for name, call in refused.items():
+            try:
+                call()
+            except bps.BytePSError as error:
+                assert "was forked from a worker" in str(error), (name, error)
+            else:
+                raise AssertionError(f"{name} was not refused")
+        bps.shutdown()
+        assert not _sockets(), _sockets()
+
+    for round_ in range(3):
+        _demand_sum(job, "grad", round_)
+        with job.check(f"child {round_}"):
+            assert _in_child(child) == 0
+    with job.check("child of a child"):
+        assert _in_child(lambda: _demand_none(_in_child(child))) == 0
+    with job.check("what is started by exec"):
+        command = ["ls", "-l", "/proc/self/fd"]
+        told = subprocess.run(
+            command, check=True, close_fds=False, stdout=subprocess.PIPE, text=True
+        )
+        assert "socket:" not in told.stdout and "eventpoll" not in told.stdout, told.stdout
+    with job.check("the parent goes on"):
+        assert bps.is_initialized()
+        assert (bps.synchronize(pending) == job.size).all()
+        _demand_sum(job, "grad", 9)
+    bps.shutdown()
+    with job.check("forked after the end"):
+        assert _in_child(lambda: _demand_may_join()) == 0
+
+
+def _demand_may_join() -> None:
+    """There is no job: the child is a process as any other."""
+    os.environ["BYTEPS_START_TIMEOUT_S"] = "1"
+    os.environ["DMLC_PS_ROOT_PORT"] = "1"
+    try:
+        bps.init()
+    except bps.BytePSError as error:
+        assert "forked" not in str(error) and "scheduler" in str(error), error
+    else:
+        raise AssertionError("there is no scheduler")
+
+
+class _Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert not bps.is_initialized()
+        return torch.full((500,), float(index))
+
+
+def _batches(job: Job) -> Iterator[torch.Tensor]:
+    yield from DataLoader(
+        _Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork", shuffle=False
+    )
+
+
+def loads_data(job: Job) -> None:
+    """Processes of a DataLoader come, go, and are there while the job sums."""
+    bps.init()
+    for epoch in range(2):
+        with job.check(f"epoch {epoch}"):
+            for number, batch in enumerate(_batches(job)):
+                found = bps.push_pull(batch.mean(0), average=False, name="batch")
+                assert (found == job.size * (8 * number + 3.5)).all(), found[0]
+    bps.shutdown()
+
+
+def killed(job: Job) -> None:
+    """Rank 1 has a child that outlives it; all sum until they hear of its end."""
+    bps.init()
+    if job.rank == 1:
+        pid = os.fork()
+        if pid == 0:
+            job.mark("child")
+            job.wait_go("end")
+            job.mark("ended")
+            os._exit(0)
+    while True:
+        _demand_sum(job, "loop", 0)
+        job.mark("sums")

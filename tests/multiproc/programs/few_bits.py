@@ -1,15 +1,23 @@
-"""Sums in blocks of few bits against a reference in torch, to the bit."""
+"""Sums in blocks of few bits, also with the optimizer on the servers, which send differences down:
+against a reference in torch, to the bit.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import byteps.torch as bps
 import torch
-from byteps.torch import feedback_state, wire
+from byteps.torch import ServerOptimizer, feedback_state, wire
 from byteps.torch.feedback import feedback
+from byteps.torch.step_machine import clip_scale
+from byteps.torch.wire import WireType
 
-from tests.few_bits import Sums
+from tests.few_bits import Rounding, Sums, moved
 from tests.multiproc.programs import values
 from tests.multiproc.programs.job import Job
+from tests.multiproc.programs.server_optimizer import demand_same
 
 FORMS = {
     "int8": wire.int8(),
@@ -174,3 +182,192 @@ def refused(job: Job) -> None:
 
 def _inputs(job: Job, count: int, name: str, round_: int, dtype: str) -> list[torch.Tensor]:
     return [values.random_input(count, rank, name, round_, dtype) for rank in range(job.size)]
+
+
+# Gradients in blocks of few bits with the optimizer on the servers, which send differences down.
+
+
+SHAPES = ((70, 65), (65,), (3, 200), (40, 33))
+"""All but the second travel in few bits, in one tensor."""
+RATE = 0.25
+"""A power of two: its product with a gradient is exact, however servers multiply."""
+SERVER_FORMS = {
+    "int8": wire.int8(),
+    "int8 with feedback": wire.int8(feedback=True),
+    "int4": wire.int4(),
+}
+STEPS = 7
+CLIPPED, SPOILT = (2, 5), 3
+
+
+def gradient(rank: int, step: int, kind: int, count: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1000 * rank + 10 * step + kind)
+    return torch.randn(count, generator=random) * (1.0 if step in CLIPPED else 1e-3)
+
+
+class Reference:
+    """What servers and workers have of parameters that are laid end to end."""
+
+    def __init__(self, form: WireType | None, ranks: int, held: torch.Tensor) -> None:
+        self._up = (
+            None
+            if form is None
+            else [Rounding(form.name, feedback=form.feedback) for _ in range(ranks)]
+        )
+        self.held = held
+        self.master = held.float()
+
+    def forget(self) -> None:
+        for rounding in self._up or ():
+            rounding.forget()
+
+    def total(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The mean of these, as the servers have it."""
+        rounded = gradients
+        if self._up is not None:
+            rounded = [up(one) for up, one in zip(self._up, gradients, strict=True)]
+        total = rounded[0].double() if self._up is None else rounded[0].clone()
+        for one in rounded[1:]:
+            total = total + one
+        if self._up is not None:
+            return total / len(rounded)
+        # Sums of values of half a type, or of fp32 in fp64, are rounded once.
+        wide = total.float() if self.held.dtype != torch.float32 else total
+        return (wide / len(rounded)).to(self.held.dtype).float()
+
+    def step(self, mean: torch.Tensor, scale: float) -> None:
+        self.master = self.master - RATE * (mean * torch.tensor(scale, dtype=torch.float32))
+        if self._up is None:
+            self.held = self.master.to(self.held.dtype)
+        else:
+            self.held = moved(self.held, self.master)
+
+
+class Run:
+    """A ServerOptimizer and its references: of what travels in few bits, and of what does not."""
+
+    def __init__(
+        self, job: Job, form: WireType, dtype: torch.dtype, name: str, **options: Any
+    ) -> None:
+        self.job, self.dtype = job, dtype
+        torch.manual_seed(3)
+        self.parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype) * 3) for shape in SHAPES]
+        self.served = ServerOptimizer(
+            torch.optim.SGD(self.parameters, lr=RATE), name=name, wire_dtype=form, **options
+        )
+        few = torch.cat([p.detach().flatten() for p in self.parameters if p.dim() > 1])
+        self.references = [
+            Reference(form, job.size, few.clone()),
+            Reference(None, job.size, self.parameters[1].detach().clone()),
+        ]
+
+    @property
+    def _kinds(self) -> list[list[torch.nn.Parameter]]:
+        return [[p for p in self.parameters if p.dim() > 1], [self.parameters[1]]]
+
+    def step(self, step: int) -> None:
+        self.served.zero_grad()
+        means = []
+        for kind, (some, reference) in enumerate(zip(self._kinds, self.references, strict=True)):
+            count = sum(p.numel() for p in some)
+            all_ = [
+                gradient(rank, step, kind, count).to(self.dtype) for rank in range(self.job.size)
+            ]
+            if step == SPOILT and self.served.max_norm is not None:
+                all_[-1][count // 2] = math.nan
+            mine = all_[self.job.rank].split([p.numel() for p in some])
+            for parameter, one in zip(some, mine, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(one.view(parameter.shape))
+            means.append(reference.total([one.float() for one in all_]))
+        self.served.step()
+        scale = 1.0
+        if self.served.max_norm is not None:
+            norm = self.served.last_norm
+            assert norm is not None
+            wanted = math.sqrt(sum(float(mean.double().square().sum()) for mean in means))
+            assert norm == wanted or math.isclose(norm, wanted, rel_tol=1e-9) or step == SPOILT
+            assert math.isfinite(norm) == (step != SPOILT)
+            scale = clip_scale(norm, self.served.max_norm)
+            assert (scale < 1) == (step in CLIPPED)
+            if step == SPOILT:
+                for reference in self.references:
+                    reference.forget()
+                return
+        for mean, reference in zip(means, self.references, strict=True):
+            reference.step(mean, scale)
+
+    def demand_equal(self) -> None:
+        for some, reference in zip(self._kinds, self.references, strict=True):
+            mine = torch.cat([p.detach().flatten() for p in some])
+            assert mine.dtype == reference.held.dtype
+            assert torch.equal(mine, reference.held)
+
+    def demand_equal_state(self) -> None:
+        saved = self.served.state_dict()["state"]
+        few = [index for index, p in enumerate(self.parameters) if p.dim() > 1]
+        for name, wanted in (
+            ("master_param", self.references[0].master),
+            ("worker_param", self.references[0].held.float()),
+        ):
+            assert torch.equal(torch.cat([saved[i][name].flatten() for i in few]), wanted), name
+        assert "worker_param" not in saved[1]
+
+
+def steps(job: Job) -> None:
+    """Made at once, tried and kept, tried and made again, tried and dropped, and made late."""
+    bps.init()
+    for label, form in SERVER_FORMS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            for how, options in (
+                ("at once", {}),
+                ("speculate", {"max_norm": 8.0}),
+                ("wait", {"max_norm": 8.0, "clip": "wait"}),
+            ):
+                name = f"{label} {str(dtype).removeprefix('torch.')} {how}"
+                run = Run(job, form, dtype, name, **options)
+                for step in range(STEPS):
+                    with job.check(f"{name}: step {step}"):
+                        run.step(step)
+                        run.demand_equal()
+                with job.check(f"{name}: state"):
+                    run.demand_equal_state()
+                if how == "speculate":
+                    with job.check(f"{name}: counts"):
+                        assert run.served.redone_steps == len(CLIPPED)
+                        assert run.served.skipped_steps == 1
+                with job.check(f"{name}: goes on"):
+                    _goes_on(job, run, form, dtype, name, options)
+                demand_same(job, name, run.parameters)
+    bps.shutdown()
+
+
+def _goes_on(
+    job: Job, run: Run, form: WireType, dtype: torch.dtype, name: str, options: dict[str, Any]
+) -> None:
+    """Who loads what was saved makes the steps of who goes on, once both forget what was lost."""
+    saved = run.served.state_dict()
+    again = Run(job, form, dtype, f"{name} again", **options)
+    with torch.no_grad():
+        for mine, other in zip(again.parameters, run.parameters, strict=True):
+            mine.copy_(other)
+    again.served.load_state_dict(saved)
+    feedback.drop()
+    for one, others in zip(run.references, again.references, strict=True):
+        one.forget()
+        others.master, others.held = one.master.clone(), one.held.clone()
+    for each in (run, again):
+        each.step(STEPS)
+        each.demand_equal()
+    for mine, other in zip(again.parameters, run.parameters, strict=True):
+        assert torch.equal(mine, other)
+
+
+def refused_by_servers(job: Job) -> None:
+    """Types in which parameters do not come down as differences."""
+    bps.init()
+    for form in ("bf16", wire.of(torch.float16)):
+        some = [torch.nn.Parameter(torch.ones(3, 3))]
+        with job.check_raises(str(form), ValueError, "it can be 'int8' or 'int4'"):
+            ServerOptimizer(torch.optim.SGD(some, lr=1.0), name="refused", wire_dtype=form)
+    bps.shutdown()

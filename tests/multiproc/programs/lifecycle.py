@@ -1,9 +1,10 @@
-"""Joining, leaving, coming back, idling, and what the engine reports."""
+"""Joining, leaving, coming back and idling; what the engine reports of known jobs; bad settings."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import time
 
 import byteps.torch as bps
@@ -140,3 +141,180 @@ def speed(job: Job) -> None:
     os.environ["BYTEPS_PARTITION_BYTES"] = "12345"  # too late: not in force
     bps.print_config()
     bps.shutdown()
+
+
+# What bps.init() says to settings that are bad.
+
+
+def bad_values(job: Job) -> None:
+    """Each (variable, value) of args must make init raise an error that names both."""
+    for name, value in job.args["bad"]:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        label = f"{name}={value!r}"
+        with job.check(label):
+            try:
+                bps.init()
+            except bps.BytePSError as error:
+                text = str(error)
+                assert name in text, f"does not name {name}: {text}"
+                assert value in text, f"does not show {value!r}: {text}"
+            else:
+                bps.shutdown()
+                raise AssertionError("was accepted")
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def disagreeing_ranks(job: Job) -> None:
+    """torchrun's variables and BytePS's own must not contradict each other."""
+    for name, value in (("DMLC_WORKER_ID", "1"), ("DMLC_NUM_WORKER", "3")):
+        before = os.environ.pop(name, None)
+        os.environ[name] = value
+        with job.check(name):
+            try:
+                bps.init()
+            except bps.BytePSError as error:
+                assert re.search(name, str(error)), str(error)
+                assert re.search("RANK|WORLD_SIZE", str(error)), str(error)
+            else:
+                bps.shutdown()
+                raise AssertionError("was accepted")
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def second_try(job: Job) -> None:
+    """init works once what was wrong is put right."""
+    os.environ["BYTEPS_PUSH_THREAD"] = "many"
+    with job.check_raises("bad value", bps.BytePSError, "BYTEPS_PUSH_THREAD"):
+        bps.init()
+    with job.check("not initialised"):
+        assert bps.is_initialized() is False
+    os.environ["BYTEPS_PUSH_THREAD"] = "3"
+    bps.init()
+    with job.check("sum"):
+        assert (bps.push_pull(torch.ones(7), average=False, name="x") == job.size).all()
+    bps.shutdown()
+
+
+# Known jobs, whose figures and timelines the tests look at.
+
+
+ROUNDS = 3
+LARGE = 2500
+"""Elements of fp32: 10,000 bytes, three partitions of at most 4096."""
+SMALL = 100
+"""Elements: one partition."""
+PARTITIONS = 4
+"""Of both tensors."""
+
+
+def known(job: Job) -> None:
+    """ROUNDS sums of two tensors; then it waits to be looked at."""
+    bps.init()
+    for _ in range(ROUNDS):
+        handle = bps.push_pull_async(torch.ones(LARGE), average=False, name="large")
+        bps.push_pull(torch.ones(SMALL), average=True, name="small")
+        bps.synchronize(handle)
+    job.mark("done")
+    with job.check("get_metrics agrees with the job"):
+        metrics = bps.get_metrics()
+        assert metrics["byteps_worker_operations_total"] == 2 * ROUNDS, metrics
+        assert metrics["byteps_worker_pushed_bytes_total"] == ROUNDS * 4 * (LARGE + SMALL), metrics
+        spread = metrics["byteps_worker_operation_seconds"]
+        assert spread.count == 2 * ROUNDS, spread
+        assert list(spread.buckets.values()) == sorted(spread.buckets.values()), spread
+        assert spread.sum > 0, spread
+    job.wait_go("end")
+    bps.shutdown()
+    with job.check("get_metrics after shutdown"):
+        assert bps.get_metrics()["byteps_worker_operations_total"] == 2 * ROUNDS
+
+
+def waiting(job: Job) -> None:
+    """Worker 0 pushes and worker 1 does not, until the test says so."""
+    with job.check("get_metrics before init"):
+        assert bps.get_metrics()["byteps_worker_pushed_partitions_total"] == 0
+    bps.init()
+    bps.push_pull(torch.ones(SMALL), average=False, name="small")
+    tensor = torch.ones(LARGE)
+    if job.rank == 0:
+        handle = bps.push_pull_async_inplace(tensor, average=False, name="large")
+        pushed = "byteps_worker_pushed_partitions_total"
+        job.wait_until("all pushes", lambda: bps.get_metrics()[pushed] == PARTITIONS)
+        job.mark("pushed")
+        bps.synchronize(handle)
+    else:
+        job.wait_go("push")
+        bps.push_pull_inplace(tensor, average=False, name="large")
+    bps.shutdown()
+
+
+def disagreeing(job: Job) -> None:
+    """Each worker has another idea of the size of a tensor; one of them is told so."""
+    bps.init()
+    bps.push_pull(torch.ones(SMALL), average=False, name="small")
+    try:
+        bps.push_pull(torch.ones(SMALL + job.rank), average=False, name="other")
+    except bps.BytePSError:
+        job.note("refused", str(bps.get_metrics()["byteps_worker_failed_requests_total"]))
+    job.mark("done")
+    job.wait_go("end")
+    bps.shutdown()
+
+
+def odd_names(job: Job) -> None:
+    """Sums under names that have to be escaped in JSON."""
+    bps.init()
+    for name in job.args["names"]:
+        bps.push_pull(torch.ones(SMALL), average=False, name=name)
+    bps.shutdown()
+
+
+def two_lives(job: Job) -> None:
+    """Leaves the job and comes back."""
+    bps.init()
+    bps.push_pull(torch.ones(SMALL), average=False, name="before")
+    bps.suspend()
+    bps.resume(job.size, 1, job.rank)
+    bps.push_pull(torch.ones(SMALL), average=False, name="after")
+    bps.shutdown()
+
+
+def straggling(job: Job) -> None:
+    """Sums until the test says so, to which the last worker always comes late."""
+    bps.init()
+    tensor, ends = torch.ones(LARGE), job.folder / "go.end"
+    deadline = time.monotonic() + 100.0
+    job.mark("looping")
+    while time.monotonic() < deadline:
+        if job.rank == job.size - 1:
+            time.sleep(0.02)
+        bps.push_pull_inplace(tensor.fill_(1.0), average=False, name="large")
+        # All leave after the same sum.
+        asked = torch.tensor([1.0 if ends.exists() else 0.0])
+        if bps.push_pull(asked, average=False, name="asked").item() == job.size:
+            break
+    bps.shutdown()
+
+
+def drained(job: Job) -> None:
+    """Worker 0 pushes, worker 1 when the test says so; then they sum until that fails."""
+    bps.init()
+    bps.push_pull(torch.ones(SMALL), average=False, name="small")
+    if job.rank == 0:
+        total = bps.push_pull(torch.ones(LARGE), average=False, name="large")
+    else:
+        job.wait_go("push")
+        total = bps.push_pull(torch.ones(LARGE), average=False, name="large")
+    with job.check("the sum is right"):
+        assert torch.equal(total, torch.full((LARGE,), 2.0)), total
+    job.mark("summed")
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        bps.push_pull(torch.ones(SMALL), average=False, name="small")

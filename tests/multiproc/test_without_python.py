@@ -1,0 +1,276 @@
+"""Jobs without Python: what servers keep in memory, servers that stand still or have links with
+each other, and a broken invariant (base/invariant.h), which ends the job.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import native
+from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
+
+LIMIT_S = 300.0
+
+
+class SmallCluster:
+    """A scheduler and one server, which outlive the workers."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.programs = native.build("byteps-server", "sum_worker")
+        self.env = {
+            **clean_environment(folder),
+            "DMLC_PS_ROOT_URI": LOOPBACK,
+            "DMLC_PS_ROOT_PORT": "0",
+            "DMLC_NUM_SERVER": "1",
+            "BYTEPS_KEEP": "1",
+            **env,
+        }
+        self.processes: list[Spawned] = []
+        port_file = folder / "scheduler.port"
+        self._start("scheduler", "byteps-server", "--role", "scheduler", "--port-file", port_file)
+        port = wait_for_file(port_file, LIMIT_S, self.processes).split()[1]
+        self.env["DMLC_PS_ROOT_PORT"] = port
+        self.server = self._start("server", "byteps-server", "--role", "server")
+
+    def _start(self, title: str, program: str, *arguments: str | Path, **env: str) -> Spawned:
+        command = [str(self.programs / program), *map(str, arguments)]
+        process = Spawned(title, command, {**self.env, **env}, self.folder)
+        self.processes.append(process)
+        return process
+
+    def start_workers(self, count: int, *arguments: str, name: str = "worker") -> list[Spawned]:
+        size = str(count)
+        return [
+            self._start(
+                f"{name} {rank}",
+                "sum_worker",
+                *arguments,
+                RANK=str(rank),
+                WORLD_SIZE=size,
+                DMLC_NUM_WORKER=size,
+            )
+            for rank in range(count)
+        ]
+
+    def end_well(self, count: int) -> None:
+        """By a job of so many workers, which ends all."""
+        workers = self.start_workers(count, "--rounds", "3", name="last")
+        wait_all([*workers, *self.processes[:2]], LIMIT_S)
+        assert [process.wait(0) for process in [*workers, *self.processes[:2]]] == [0] * (count + 2)
+
+    def memory(self, name: str) -> int:
+        """Of the server: a line of /proc/PID/status, in bytes."""
+        status = Path(f"/proc/{self.server.pid}/status").read_text()
+        (kibibytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+        return int(kibibytes) * 1024
+
+
+@contextmanager
+def small_cluster(folder: Path, **env: str) -> Iterator[SmallCluster]:
+    made = SmallCluster(folder, env)
+    try:
+        yield made
+    finally:
+        for process in made.processes:
+            if process.running:
+                process.send(signal.SIGKILL)
+                process.wait(LIMIT_S)
+
+
+# What servers keep in memory, and what they say when there is none.
+
+
+MIB = 1 << 20
+
+LARGE = 256 * MIB
+ONE_PARTITION = {f"BYTEPS_{name}_BYTES": str(LARGE) for name in ("PARTITION", "MIN_PARTITION")}
+
+
+def test_values_that_nobody_declared_take_no_memory(run_dir: Path) -> None:
+    """They are refused by name, and the server has never had room for them."""
+    with small_cluster(run_dir, **ONE_PARTITION) as job:
+        arguments = ["--bytes", str(LARGE), "--tensors", "1", "--rounds", "1", "--fail-in", "0"]
+        workers = job.start_workers(1, *arguments)
+        wait_all(workers, LIMIT_S)
+        assert workers[0].wait(0) == 0
+        assert "which nobody declared" in workers[0].text
+        assert job.memory("VmHWM") < 128 * MIB
+
+
+def test_a_server_without_memory_says_what_it_wanted(run_dir: Path) -> None:
+    """The operation fails, and the server serves the next job, which wants less."""
+    with small_cluster(run_dir, **ONE_PARTITION, MALLOC_ARENA_MAX="1") as job:
+        limit = job.memory("VmSize") + LARGE // 2
+        resource.prlimit(job.server.pid, resource.RLIMIT_AS, (limit, limit))
+        arguments = ["--bytes", str(LARGE), "--tensors", "1", "--rounds", "1"]
+        workers = job.start_workers(1, *arguments)
+        wait_all(workers, LIMIT_S)
+        assert workers[0].wait(0) == 1
+        told = (
+            rf"server 0 is out of memory: it wanted {LARGE} bytes for a push of 'tensor\.0' from "
+            r"worker 0, partition 0; take more servers"
+        )
+        assert re.search(told, workers[0].text), workers[0].text
+        assert job.server.running
+        job.end_well(2)
+
+
+def test_a_failed_operation_leaves_no_memory_behind(run_dir: Path) -> None:
+    """One rank fails alone. All go on, and the server ends as large as it was."""
+    rounds = 2000
+    with small_cluster(run_dir, BYTEPS_RECEIVE_POOL_BYTES=str(16 * MIB)) as job:
+        arguments = ["--bytes", "400000", "--tensors", "2", "--rounds", str(rounds)]
+        workers = job.start_workers(2, *arguments, "--fail-in", "5")
+        wait_all(workers, LIMIT_S)
+        # Who leaves first takes its failure along, and may end the other one's last round.
+        ended_by = r"sum_worker: worker \d .* failed: .*(gave up round 5|which nobody declared)"
+        for worker in workers:
+            assert worker.wait(0) == 0 or re.search(ended_by, worker.text)
+        assert 0 in [worker.wait(0) for worker in workers]
+        assert "which nobody declared" in workers[0].text
+        assert "worker 0 gave up round 5" in workers[1].text
+        # byteps.sizing: three times what is summed, the pool, and 256 MiB for the process.
+        assert job.memory("VmHWM") < 3 * 2 * 400_000 + 16 * MIB + 256 * MIB
+        job.end_well(2)
+
+
+# A server that stands still, as under SIGSTOP or in a paused VM, and goes on.
+
+
+OP_TIMEOUT_S = 6.0
+PAUSE_S = 8.0
+"""Longer than that, and shorter than workers wait for a server that does not answer: 5 s more."""
+
+
+@pytest.mark.thorough
+def test_a_server_that_stood_still_blames_nobody(run_dir: Path) -> None:
+    """Rounds whose deadline has passed meanwhile are completed by what lies in its sockets."""
+    settings = {
+        "BYTEPS_OP_TIMEOUT_S": str(OP_TIMEOUT_S),
+        "BYTEPS_PEER_TIMEOUT_S": "60",
+        "BYTEPS_LOG_LEVEL": "DEBUG",
+    }
+    with small_cluster(run_dir, **settings) as job:
+        arguments = ["--bytes", "40000000", "--tensors", "3", "--rounds", "40"]
+        workers = job.start_workers(2, *arguments)
+        deadline = time.monotonic() + LIMIT_S
+        while not all("PUSH 'tensor.0'" in worker.text for worker in workers):  # until it sums
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        job.server.send(signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        job.server.send(signal.SIGCONT)
+        wait_all(workers, LIMIT_S)
+        assert [worker.wait(0) for worker in workers] == [0, 0]
+        wait_all(job.processes[:2], LIMIT_S)
+        assert "stood still for" in job.server.text
+
+
+# A broken invariant (base/invariant.h) ends the job, and every node says which and where.
+
+
+WORKERS = 2
+
+
+@pytest.mark.breaks_invariant
+@pytest.mark.parametrize("breaker", [0, 1])
+def test_one_broken_in_a_worker_ends_the_job(run_dir: Path, breaker: int) -> None:
+    programs = native.build("byteps-server", "sum_worker")
+    port_file = run_dir / "port"
+    env = clean_environment(run_dir) | {
+        "DMLC_PS_ROOT_URI": LOOPBACK,
+        "DMLC_PS_ROOT_PORT": "0",
+        "DMLC_NUM_WORKER": str(WORKERS),
+        "DMLC_NUM_SERVER": "1",
+        # Heartbeats, which carry the news, are 0.5 s apart.
+        "BYTEPS_PEER_TIMEOUT_S": "3",
+    }
+    server = str(programs / "byteps-server")
+    processes: list[Spawned] = []
+    try:
+        scheduler = [server, "--role", "scheduler", "--port-file", str(port_file)]
+        processes.append(Spawned("scheduler", scheduler, env, run_dir))
+        env["DMLC_PS_ROOT_PORT"] = wait_for_file(port_file, LIMIT_S, processes).split()[1]
+        processes.append(Spawned("server 0", [server, "--role", "server"], env, run_dir))
+        for rank in range(WORKERS):
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
+            # More rounds than anybody waits for.
+            command = [str(programs / "sum_worker"), "--rounds", "1000000", "--pause-ms", "10"]
+            if rank == breaker:
+                command.append("--break-invariant")
+            processes.append(Spawned(f"worker {rank}", command, {**env, **ranks}, run_dir))
+        wait_all(processes, LIMIT_S)
+        for process in processes:
+            assert process.wait(0) == 1, process.title
+            words = f"worker {breaker} ({LOOPBACK}) cannot go on: the invariant"
+            assert f"{words} 'nothing is broken on purpose' was broken" in process.text
+    finally:
+        for process in processes:
+            if process.running:
+                process.send(signal.SIGKILL)
+                process.wait(LIMIT_S)
+
+
+# Servers that have links with each other exchange values, also with one that has come later.
+
+
+BACKUPS = {
+    "BYTEPS_BACKUP_STATE": "1",
+    "BYTEPS_REPLACE_SERVERS_S": "60",
+    "DMLC_NUM_SERVER": "2",
+    "DMLC_NUM_WORKER": "1",
+    "DMLC_PS_ROOT_URI": "127.0.0.1",
+    "DMLC_PS_ROOT_PORT": "9",
+}
+
+
+@pytest.mark.parametrize("env", [{}, {"BYTEPS_TLS": "1"}], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("servers", [2, 3, 4])
+def test_neighbors_exchange_values(run_dir: Path, servers: int, env: dict[str, str]) -> None:
+    program = native.build("server_ring") / "server_ring"
+    ended = subprocess.run(
+        [program, str(servers)],
+        env={**clean_environment(run_dir), **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
+    assert ended.stdout.count("all have answered: 1") == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"BYTEPS_REPLACE_SERVERS_S": "0"}, "set BYTEPS_REPLACE_SERVERS_S, too"),
+        ({"DMLC_NUM_SERVER": "1"}, "needs two servers at least: DMLC_NUM_SERVER"),
+        ({"BYTEPS_KEEP": "1"}, "does not go with BYTEPS_KEEP (--keep): unset one of them"),
+        ({"DMLC_ENABLE_RDMA": "ibverbs"}, "does not go with DMLC_ENABLE_RDMA: unset one of them"),
+    ],
+    ids=["unreplaced", "alone", "kept", "rdma"],
+)
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_what_it_does_not_go_with(run_dir: Path, role: str, env: dict[str, str], why: str) -> None:
+    program = native.build("byteps-server") / "byteps-server"
+    ended = subprocess.run(
+        [program, "--role", role],
+        env={**clean_environment(run_dir), **BACKUPS, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "BYTEPS_BACKUP_STATE" in ended.stderr
+    assert why in ended.stderr

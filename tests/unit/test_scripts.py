@@ -1,0 +1,356 @@
+"""scripts/progress.py, recipes as arguments (scripts/recipekit), and merged traces of torch, of
+which tests/multiproc/test_timeline.py has those of BytePS.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_byteps_ray import traces
+from scripts import progress
+from scripts.recipekit import megatron, page, shell
+from scripts.recipekit.features import FEATURES, row_of, rows_of_results, used
+from scripts.recipekit.outcome import Outcome
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/progress.py"
+
+LATEST_S = 60.0
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LATEST_S
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_log_gets_lines() -> None:
+    log = io.StringIO()
+    with progress.Progress("bench", total=5, unit="launches", stream=log, every_s=0.01) as shown:
+        shown.update("launch 2 gloo", done=3)
+        wait_for(lambda: "3 of 5 launches: launch 2 gloo\n" in log.getvalue())
+        shown.step()
+        wait_for(lambda: "4 of 5 launches: launch 2 gloo\n" in log.getvalue())
+        shown.say("p50 3 ms")
+    lines = log.getvalue().splitlines()
+    assert "p50 3 ms" in lines
+    assert all(line.startswith("bench: ") for line in lines if line != "p50 3 ms")
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 100))
+    seen: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while chunk := os.read(leader, 4096):
+                seen.append(chunk)
+        except OSError:  # how Linux says that the other end is closed
+            pass
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with (
+        os.fdopen(follower, "w") as terminal,
+        progress.Progress("bench", total=4, unit="launches", stream=terminal) as shown,
+    ):
+        shown.update("launch 1 gloo", done=1)
+        wait_for(lambda: b"25%|" in b"".join(seen) and b"launch 1 gloo" in b"".join(seen))
+        shown.say("a line")
+        wait_for(lambda: b"a line" in b"".join(seen))
+    reader.join(LATEST_S)
+    os.close(leader)
+
+
+@pytest.mark.parametrize("line", ["[3/8] Building CXX object", "STEP 3/8: RUN apt-get"])
+def test_how_far_a_command_says_it_is(tmp_path: Path, line: str) -> None:
+    go, log = tmp_path / "go", io.StringIO()
+    program = f"echo '{line}'; while ! [ -e {go} ]; do sleep 0.02; done; echo last; exit 3"
+    ended: list[int] = []
+
+    def run() -> None:
+        command, output = ["sh", "-c", program], tmp_path / "out"
+        ended.append(progress.run("build", command, output, stream=log, every_s=0.01))
+
+    runner = threading.Thread(target=run)
+    try:
+        runner.start()
+        wait_for(lambda: f"3 of 8 steps: {line}\n" in log.getvalue())
+    finally:
+        go.touch()
+        runner.join(LATEST_S)
+    assert ended == [3]
+    assert (tmp_path / "out").read_text() == f"{line}\nlast\n"
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        progress.run(
+            "wait", ["sleep", "600"], tmp_path / "out", timeout_s=0.2, stream=io.StringIO()
+        )
+
+
+def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
+    here = tmp_path / "pid"
+    command = [SCRIPT, "--name", "it", "--log", tmp_path / "log", "--"]
+    # A shell that waits for a child, as scripts do.
+    program = f"sleep 600 & echo $! >{here}.new; mv {here}.new {here}; wait; true"
+    running = subprocess.Popen([sys.executable, *map(str, command), "sh", "-c", program])
+    wait_for(here.exists)
+    running.terminate()
+    assert running.wait(LATEST_S) == 143
+    pid = int(here.read_text())
+    wait_for(lambda: not runs(pid))
+
+
+ENDED_WHILE_IT_STARTS = """
+import os, pathlib, signal, subprocess, sys, threading, time
+from scripts import progress
+
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        while not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.01)
+        # Whichever thread gets it, the main one raises.
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+progress.subprocess.Popen = Popen
+sys.exit(progress.main(sys.argv[2:]))
+"""
+
+
+def test_nothing_is_left_of_a_command_that_has_just_begun(tmp_path: Path) -> None:
+    here = tmp_path / "pid"
+    program = f"sleep 600 & echo $! >{here}.new; mv {here}.new {here}; wait; true"
+    command = [here, "--name", "it", "--log", tmp_path / "log", "--", "sh", "-c", program]
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDED_WHILE_IT_STARTS, *map(str, command)],
+        timeout=LATEST_S,
+    )
+    assert ended.returncode == 143
+    pid = int(here.read_text())
+    wait_for(lambda: not runs(pid))
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "said"),
+    [
+        ("echo one; echo two", 0, "two\n"),
+        ("echo one; exit 7", 7, ""),
+        ("kill -9 $$", 137, ""),
+    ],
+)
+def test_the_script(tmp_path: Path, program: str, status: int, said: str) -> None:
+    command = [SCRIPT, "--name", "it", "--log", tmp_path / "log", "--show-end", "1", "--"]
+    done = subprocess.run(
+        [sys.executable, *map(str, command), "sh", "-c", program],
+        capture_output=True, text=True, check=False, timeout=LATEST_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (status, said)
+    if status == 7:
+        assert "it FAILED" in done.stderr and "one" in done.stderr
+
+
+# Recipes as arguments: out of tests and scripts of a checkout; and the page about them.
+
+
+RECIPE = """#!/bin/bash
+set -e
+GPUS_PER_NODE=4
+NUM_NODES=${2:+3}
+WORLD=$(($GPUS_PER_NODE * $NUM_NODES))
+cd /nowhere && mkdir made; echo text > made.txt; /bin/touch made.too
+[ -f /no/such/file ] || exit 1
+MODEL_ARGS=(
+    --num-layers $WORLD   # as many as ranks
+    --spec "a b"
+)
+DISTRIBUTED="--nproc_per_node $GPUS_PER_NODE --nnodes $NUM_NODES"
+torchrun $DISTRIBUTED pretrain_gpt.py ${MODEL_ARGS[@]} --data "$1"
+"""
+LISTED = """
+export MODEL_OPTIONS=" --num-layers 2 --seed ${SEED} --load $LOAD"
+"""
+TOLD = """
+ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: 1
+MODEL_ARGS:
+  --num-layers: 2
+  --bf16: true
+  --spec: "[a b]"
+  --pattern: "([1]+[0])"
+  --message: two words
+  --save: ${PLACE}
+"""
+PRODUCTS = """
+spec:
+  nodes: 2
+  gpus: 4
+  platforms: dgx_gb200
+  script: '"TRAINING_SCRIPT_PATH=pretrain_gpt.py"'
+products:
+  - test_case: [small]
+"""
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_script_says_what_it_would_start_and_starts_nothing(tmp_path: Path) -> None:
+    path = _write(tmp_path / "train.sh", RECIPE)
+    (one,) = shell.started(path, tmp_path)
+    assert (one.script, one.hosts, one.gpus) == ("pretrain_gpt.py", 3, 4)
+    assert one.arguments == ("--num-layers", "12", "--spec", "a", "b", "--data", "8")
+    assert [file.name for file in tmp_path.iterdir()] == ["train.sh"]
+
+
+def test_a_script_that_lists_arguments_for_another_one(tmp_path: Path) -> None:
+    (one,) = shell.started(_write(tmp_path / "model.sh", LISTED), tmp_path)
+    assert one.script == ""
+    assert one.arguments[-6:] == ("--num-layers", "2", "--seed", "8", "--load", "8")
+    assert shell.started(_write(tmp_path / "none.sh", "ls\n"), tmp_path) == []
+
+
+def test_functional_tests_and_examples_of_a_checkout(tmp_path: Path) -> None:
+    cases = tmp_path / "tests/functional_tests/test_cases/gpt"
+    _write(cases / "small/model_config.yaml", TOLD)
+    _write(cases / "asks/model_config.yaml", f"MODE: inference\n{TOLD}")
+    _write(tmp_path / "tests/test_utils/recipes/h100/gpt.yaml", PRODUCTS)
+    (test,) = megatron.functional(tmp_path)
+    assert test.words == (
+        *("--num-layers", "2", "--bf16", "--spec", "a", "b", "--pattern", "([1]+[0])"),
+        *("--message", "two words", "--save", "/given/PLACE"),
+    )
+    assert (test.name, test.hosts, test.gpus, test.architecture) == ("gpt/small", 2, 4, 10)
+    assert test.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    _write(tmp_path / "examples/gpt/train.sh", RECIPE)
+    _write(tmp_path / "examples/gpt/run_inference.sh", RECIPE)
+    _write(tmp_path / "examples/gpt/part.sh", "OTHER_ARGS=(--seed 1)")
+    assert [one.name for one in megatron.examples(tmp_path)] == ["gpt/train.sh"]
+
+
+def test_features_name_layouts() -> None:
+    names = [feature.name for feature in FEATURES]
+    assert len(set(names)) == len(names)
+    setup = {"te": False, "tensor": 2, "sharded": True, "instances": 1, "gradients": 4}
+    assert used(setup) == ("local layers", "tensor parallelism", "distributed optimizer")
+    by_name = {feature.name: feature for feature in FEATURES}
+    tensor = by_name["tensor parallelism"]
+    assert row_of(tensor, {"tp2-dp2-overlap"}) == "tp2-dp2-overlap"
+    assert row_of(tensor, {"dp2"}) == ""
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    marks = "".join(f"<!-- {mark}: made -->\nold\n<!-- end -->\n" for mark in page.MARKS)
+    _write(tmp_path / "results/recipes.md", f"# Recipes\n{marks}The end.\n")
+    _write(tmp_path / "results/correctness.md", "| layout | ok |\n| --- | --- |\n| dp2 | yes |\n")
+    return tmp_path
+
+
+def test_three_counts_that_are_not_mixed(docs: Path) -> None:
+    assert "dp2" in rows_of_results(docs)
+    outcomes = {
+        "examples": [
+            Outcome(name="run", hosts=1, features=("local layers",)),
+            Outcome(name="goes", hosts=4, reaches_servers=True, most_hosts=4, features=("mxfp8",)),
+            Outcome(name="no", hosts=1, refused="--use-dpu-reduce does not work with --x: y",
+                    optimizer_refused="--use-dpu-reduce does not work with --x: y"),
+            Outcome(name="odd", hosts=1, not_read="what | is /some/where/this at https://a.b"),
+        ]
+    }  # fmt: skip
+    file = docs / "results/recipes.md"
+    page.write(file, outcomes, {"examples": "Megatron-LM 1.2.3"})
+    text = file.read_text()
+    assert (
+        "| examples | Megatron-LM 1.2.3 | 3 | 2 (66.7 %) | 2 (66.7 %) | 1 | 1 | 1 (33.3 %) |"
+        in text
+    )
+    assert "| local layers | dp2 | 1 |" in text and "| mxfp8 | accepted, never run | 1 |" in text
+    assert "| examples | `--use-dpu-reduce` | --x: y | 1 |" in text
+    assert "| examples | not read | what / is this at the hub | 1 |" in text
+    assert "old" not in text and text.endswith("The end.\n")
+    page.write(file, outcomes, {"examples": "Megatron-LM 1.2.3"})
+    assert file.read_text() == text
+    file.write_text("# Recipes\n")
+    with pytest.raises(ValueError, match="no mark <!-- counts:"):
+        page.write(file, outcomes, {"examples": "x"})
+
+
+# Merges traces of torch; tests/multiproc/test_timeline.py has BytePS's.
+
+
+def _of_torch(file: Path, rank: int, base_ns: int) -> Path:
+    """A trace as torch.profiler writes it: one operation, 250 us long, half a second in."""
+    place = {"pid": 77, "tid": 77}
+    arrow = {"ph": "s", "id": 3, "cat": "fwdbwd", "name": "fwdbwd", **place}
+    end = {"ph": "i", "name": "Record Window End", "pid": "Traces", "tid": 1, "ts": 600_000}
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}},
+        {"ph": "X", "cat": "cpu_op", "name": "mm", **place, "ts": 500_000.125, "dur": 250.0},
+        {**arrow, "ts": 500_001},
+        end,
+    ]
+    trace = {"baseTimeNanoseconds": base_ns, "traceEvents": events}
+    trace["distributedInfo"] = {"rank": rank}
+    with gzip.open(file, "wt") as stream:
+        json.dump(trace, stream)
+    return file
+
+
+def test_merging_with_traces_of_torch(tmp_path: Path) -> None:
+    """Times of both meet, and processes and arrows of different files stay apart."""
+    moment = 1_790_000_000 * 10**9  # since 1970, in nanoseconds
+    ours = tmp_path / "byteps-worker-0.json"
+    partition = {"ph": "b", "cat": "partition", "name": "g.0", "pid": 1, "tid": 0}
+    # While the first rank's operation runs.
+    events = [{**partition, "ts": moment / 1000 + 1_500_100}]
+    ours.write_text(json.dumps({"traceEvents": events}))
+    files = [
+        _of_torch(tmp_path / "a.json.gz", 0, moment + 10**9),
+        ours,
+        _of_torch(tmp_path / "b.json.gz", 1, moment + 2 * 10**9),
+    ]
+    merged = traces.merge(files)["traceEvents"]
+    assert len(merged) == 4 + 1 + 4 + 2  # "Traces" had no name
+    first, second = (event for event in merged if event["name"] == "mm")
+    (push,) = (event for event in merged if event["name"] == "g.0")
+    assert (first["ts"], second["ts"]) == (500_000.125, 1_500_000.125)
+    assert first["ts"] < push["ts"] < first["ts"] + first["dur"]
+    assert push["pid"] == 1
+    names = {e["pid"]: e["args"]["name"] for e in merged if e["name"] == "process_name"}
+    assert names[first["pid"]] == "torch, rank 0: python"
+    assert names[second["pid"]] == "torch, rank 1: python"
+    assert len(names) == 4
+    assert len({event["id"] for event in merged if event["ph"] == "s"}) == 2
+    (tmp_path / "cut.json.gz").write_bytes(files[0].read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"cut.json.gz is no timeline"):
+        traces.merge([tmp_path / "cut.json.gz"])
