@@ -2,7 +2,8 @@
 """Builds the C++ programs of the tests, in one folder: `make test` does so before it runs any.
 
 What is built already is left alone, so a test may call :func:`build` too. A build with a sanitizer
-has a folder of its own; clang makes it, which `scripts/clang.sh` installs.
+has a folder of its own; clang makes it, which `scripts/clang.sh` installs. Here is also what makes
+things once for a session, :func:`made_once`, and a job of such programs, :class:`SumJob`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scripts import progress
+from scripts.children import Late, Spawned, last_lines
+
+if TYPE_CHECKING:
+    import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -40,7 +47,7 @@ SANITIZED = {
     "thread": ("connection_test", "unit_test", "sum_worker", "server_ring", "byteps-server"),
 }
 """What can be built with which sanitizer."""
-LIMIT_S = 1200
+BUILD_LIMIT_S = 1200
 """For a machine on which others build as well."""
 
 
@@ -91,9 +98,11 @@ def build(*programs: str, sanitize: str = "") -> Path:
         compile_all += ["--target", *programs]
         log = folder / "build.log"
         try:
-            status = progress.run(f"building {folder.name}", compile_all, log, timeout_s=LIMIT_S)
+            status = progress.run(
+                f"building {folder.name}", compile_all, log, timeout_s=BUILD_LIMIT_S
+            )
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"'{cmake} --build' still ran after {LIMIT_S} s") from error
+            raise BuildError(f"'{cmake} --build' still ran after {BUILD_LIMIT_S} s") from error
         if status != 0:
             said = log.read_text(errors="replace")[-8000:]
             raise BuildError(f"'{cmake} --build' failed:\n{said}")
@@ -111,9 +120,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _run(*command: str | Path) -> str:
     words = [str(word) for word in command]
     try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        ended = subprocess.run(
+            words, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"'{' '.join(words[:2])}' still ran after {LIMIT_S} s") from error
+        raise BuildError(f"'{' '.join(words[:2])}' still ran after {BUILD_LIMIT_S} s") from error
     if ended.returncode != 0:
         said = f"{ended.stdout[-4000:]}{ended.stderr[-4000:]}"
         raise BuildError(f"'{' '.join(words[:2])}' failed:\n{said}")
@@ -134,6 +145,77 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder of this name, which the first of a session's processes to ask has had filled."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # each worker has one of its own in it
+    folder, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            folder.mkdir(exist_ok=True)
+            make(folder)
+            done.touch()
+    return folder
+
+
+LIMIT_S = 240.0
+"""For a machine on which others work as well, and a guest whose CPU is emulated."""
+BYTES = 1 << 20
+"""Of each of a worker's two tensors."""
+
+
+class SumJob:
+    """A job of native programs in which every worker checks every sum.
+
+    Processes by title. The one who starts it ends it by `finish` or `kill`.
+    """
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        """
+        Args:
+            programs: the folder of byteps-server and sum_worker.
+            folder: for what the processes write.
+        """
+        self._programs = programs
+        self._folder = folder
+        self.processes: dict[str, Spawned] = {}
+
+    def server_command(self, role: str) -> list[str]:
+        """Of a scheduler or a server."""
+        return [str(self._programs / "byteps-server"), "--role", role]
+
+    def worker_command(self, rounds: int) -> list[str]:
+        """Of a worker that rests a moment after each round."""
+        program = str(self._programs / "sum_worker")
+        sizes = ["--rounds", str(rounds), "--bytes", str(BYTES)]
+        return [program, "--pause-ms", "5", "--tensors", "2", *sizes]
+
+    def spawn(self, title: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a process."""
+        self.processes[title] = Spawned(title, list(command), dict(env), self._folder)
+
+    def demand_running(self) -> None:
+        """No process has ended."""
+        for process in self.processes.values():
+            assert process.running, process.text
+
+    def finish(self) -> None:
+        """All sums were right, and every process ended well."""
+        deadline = time.monotonic() + LIMIT_S
+        for title, process in self.processes.items():
+            try:
+                assert process.wait(deadline - time.monotonic()) == 0, last_lines(process.log)
+            except Late as error:
+                raise AssertionError(f"{title}: {error}") from None
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for process in self.processes.values():
+            process.kill()
 
 
 if __name__ == "__main__":

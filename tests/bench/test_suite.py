@@ -1,24 +1,33 @@
-"""The set of experiments: recorded, shown, written into a document, judged."""
+"""The set of experiments: figures, recorded, shown, written into a document, judged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from bench import pushpull_bench
 from bench.kit import record
 from bench.kit.errors import LaunchError
-from bench.kit.plan import Plan
-from bench.pushpull import suite
+from bench.kit.plan import Case, Plan, Topology
+from bench.pushpull import samples, suite
+from bench.pushpull.document import parts_in
 from bench.pushpull.experiment import Experiment
-from bench.pushpull.gates import Gate
-from bench.pushpull.markdown import BEGIN, END
-from bench.pushpull.sets import SETS
-from bench.pushpull.summary import Run
-from tests.bench.made_up import make_run
+from bench.pushpull.gates import Gate, judge
+from bench.pushpull.launch import Launch
+from bench.pushpull.limits import busiest_link, least_seconds
+from bench.pushpull.markdown import BEGIN, END, replace_results, results
+from bench.pushpull.measure import Measured, iteration_seconds
+from bench.pushpull.options import parse
+from bench.pushpull.plots import described, draw_overview, parts_of_limit
+from bench.pushpull.sets import SETS, choose
+from bench.pushpull.summary import Run, percentile, ratio, row
+from bench.pushpull.tables import ratio_table
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "results" / "figures.md"
+FIGURES = Path(__file__).resolve().parents[2] / "docs" / "results" / "figures.md"
 
 
 def experiment(name: str, low: float) -> Experiment:
@@ -101,7 +110,7 @@ def test_a_record_of_another_set_is_refused(
 
 
 def test_the_documentation_has_a_place_for_the_results() -> None:
-    text = DOCS.read_text(encoding="utf-8")
+    text = FIGURES.read_text(encoding="utf-8")
     assert text.index(BEGIN) < text.index(END)
 
 
@@ -154,3 +163,330 @@ def test_fast_links_need_processors_and_gpus(
     else:
         with pytest.raises(ValueError, match="4\\+4-10gbit needs a GPU"):
             refused(SETS[name]())
+
+
+CASE = Case(size=1 << 20, dtype="float32", iters=3, warmup=1)
+SAMPLES = {"byteps": [[1.0, 1.1], [1.05, 1.0]], "gloo": [[1.5, 1.6], [1.55, 1.5]]}
+QUIET, MAX_BUSY = 0.1, 0.8
+
+
+def make_run(
+    samples: Mapping[str, Sequence[Sequence[float]]] = SAMPLES,
+    *,
+    busy: Mapping[int, float] | None = None,
+    wrong: int = 0,
+    link_bits: int = 8 << 20,
+) -> Run:
+    """Four workers and four servers; ``busy`` says how busy the machine was, by launch."""
+    topology = Topology(workers=4, servers=4, emulated_hosts=8, link_bits=link_bits)
+    plan = Plan(
+        cases=(CASE,),
+        topology=topology,
+        backends=tuple(samples),
+        device="cuda" if any(name.startswith("nccl") for name in samples) else "cpu",
+        max_busy=MAX_BUSY,
+    )
+    run = Run(plan=plan, name="made-up")
+    for backend, launches in samples.items():
+        for index, seconds in enumerate(launches):
+            measured = Measured(
+                case=CASE,
+                samples_s=list(seconds),
+                wrong=wrong,
+                worker_cpu_s=0.3,
+                node_cpu_s=0.1 if backend == "byteps" else None,
+                busy=(busy or {}).get(index, QUIET),
+            )
+            kept = measured.busy <= MAX_BUSY
+            run.launches.append(
+                Launch(backend=backend, index=index, measured=[measured], kept=kept)
+            )
+    return run
+
+
+# Figures from samples: medians, spreads, limits, thresholds.
+
+
+def test_percentiles_are_samples() -> None:
+    samples = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert percentile(samples, 50) == 3.0
+    assert percentile(samples, 99) == 5.0
+    assert percentile([7.0], 50) == 7.0
+    assert percentile(list(range(1, 101)), 99) == 99
+
+
+def test_the_slowest_rank_counts() -> None:
+    # Rank 1 begins 2 s after rank 0, which therefore waits for it.
+    spans = [(0, 5_000_000_000), (2_000_000_000, 6_000_000_000)]
+    assert iteration_seconds(spans, one_clock=True) == 4.0
+    assert iteration_seconds(spans, one_clock=False) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers", "servers", "colocate", "share"),
+    [
+        ("gloo", 2, 1, False, 1.0),
+        ("gloo", 4, 4, False, 1.5),
+        ("nccl", 8, 8, False, 1.75),
+        ("byteps", 4, 4, False, 1.0),
+        ("byteps", 4, 2, False, 2.0),
+        ("byteps", 2, 4, False, 1.0),
+        ("byteps", 4, 4, True, 1.5),
+        ("byteps", 2, 2, True, 1.0),
+        ("byteps", 8, 1, True, 7.0),
+        ("byteps", 1, 1, True, 0.0),
+    ],
+)
+def test_the_busiest_link(
+    backend: str, workers: int, servers: int, colocate: bool, share: float
+) -> None:
+    topology = Topology(workers=workers, servers=servers, colocate=colocate)
+    assert busiest_link(backend, topology) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("backend", "share"),
+    # Four hosts of two ranks: 2 * 7/8 in a flat ring, 2 * 3/4 in two levels, once through servers.
+    [("gloo", 1.75), ("gloo-nodes", 1.5), ("nccl", 1.5), ("byteps", 1.0)],
+)
+def test_the_busiest_link_of_hosts_with_two_ranks(backend: str, share: float) -> None:
+    topology = Topology(workers=8, ranks_per_host=2, servers=4)
+    assert busiest_link(backend, topology) == pytest.approx(share)
+
+
+def test_the_busiest_link_with_servers_of_both_kinds() -> None:
+    """x = 3/10 on each machine, y = 1/10 next to each worker: 4 * 3/10 = 1 + 2 * 1/10."""
+    both = Topology(workers=4, servers=2, servers_per_machine=3, local_servers=1)
+    assert busiest_link("byteps", both) == pytest.approx(1.2)
+
+
+def test_the_limit_counts_all_nics() -> None:
+    one = Topology(workers=2, servers=1, emulated_hosts=3, link_bits=8_000_000)
+    two = Topology(**{**one.__dict__, "nics_per_host": 2})
+    assert least_seconds("byteps", one, 1_000_000) == pytest.approx(2.0)
+    assert least_seconds("byteps", two, 1_000_000) == pytest.approx(1.0)
+
+
+def test_no_limit_without_a_link() -> None:
+    assert least_seconds("byteps", Topology(workers=2, servers=1), 4096) is None
+
+
+def test_a_row_takes_the_median_of_the_launches_medians() -> None:
+    run = make_run(
+        {"byteps": [[1.0, 1.1, 1.2], [1.25, 1.25, 9.0], [2.0, 2.0, 2.0]], "gloo": [[3.0] * 3] * 3}
+    )
+    found = row(run, "byteps", CASE)
+    assert found.p50_s == 1.25
+    assert found.p99_s == 9.0
+    assert found.algbw == pytest.approx((1 << 20) / 1.25)
+    assert found.busbw is None
+    # 1 MiB over 8 MiBit/s takes a second.
+    assert found.of_limit == pytest.approx(1 / 1.25)
+    assert found.cpu_s_per_gb == pytest.approx(0.4 / 3 * 1e9 / (1 << 20))
+    gloo = row(run, "gloo", CASE)
+    assert gloo.servers is None
+    assert gloo.of_limit == pytest.approx(1.5 / 3.0)
+    assert gloo.busbw == pytest.approx(1.5 * (1 << 20) / 3.0)
+    assert gloo.cpu_s_per_gb == pytest.approx(0.3 / 3 * 1e9 / (1 << 20))
+
+
+def test_a_ratio_pairs_the_launches_of_a_round() -> None:
+    run = make_run({"byteps": [[1.0], [2.0], [1.0]], "gloo": [[1.5], [4.0], [1.4]]})
+    found = ratio(run.of("byteps", CASE), run.of("gloo", CASE))
+    assert (found.value, found.low, found.high) == (1.5, 1.4, 2.0)
+    assert found.launches == 3
+
+
+def test_a_round_that_was_too_busy_is_left_out_for_all() -> None:
+    run = make_run({"byteps": [[1.0], [5.0]], "gloo": [[1.5], [1.5]]}, busy={1: 0.9})
+    assert row(run, "byteps", CASE).p50_s == 1.0
+    assert len(run.of("gloo", CASE)) == 1
+
+
+def test_all_rounds_count_when_none_was_quiet() -> None:
+    run = make_run({"byteps": [[1.0], [3.0]], "gloo": [[1.5], [1.5]]}, busy={0: 0.9, 1: 0.95})
+    assert run.quiet == []
+    assert row(run, "byteps", CASE).p50_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "value", "ok"),
+    [
+        ("ratio", 1.45, None, 1.5, True),
+        ("ratio", 1.55, None, 1.5, False),
+        ("ratio", 0.95, 1.05, 1.5, False),
+        ("of-limit", 0.95, None, 1.0, True),
+        ("cpu", None, 3.0, 4 / 3, True),
+        ("cpu", None, 1.2, 4 / 3, False),
+        # 1 MiB in a second; 0.4 CPU seconds for three times 1 MiB.
+        ("speed", 0.001, None, 1.048576e-3, True),
+        ("speed", 0.002, None, 1.048576e-3, False),
+        ("cpu-seconds", None, 128.0, 0.4 / 3 / 1.048576e-3, True),
+        ("cpu-seconds", None, 127.0, 0.4 / 3 / 1.048576e-3, False),
+    ],
+)
+def test_bars(kind: str, low: float | None, high: float | None, value: float, ok: bool) -> None:
+    run = make_run({"byteps": [[1.0]], "gloo": [[1.5]]})
+    verdict = judge(Gate(kind=kind, case=CASE, low=low, high=high), run)
+    assert verdict.value == pytest.approx(value)
+    assert verdict.ok == ok
+
+
+def test_a_bar_on_what_is_not_known_is_missed() -> None:
+    run = make_run({"byteps": [[1.0]], "gloo": [[1.5]]}, link_bits=0)
+    assert not judge(Gate(kind="of-limit", case=CASE, low=0.1), run).ok
+
+
+def test_the_share_of_plain_sockets() -> None:
+    run = make_run({"byteps": [[1.0]], "sockets": [[0.8]]})
+    assert row(run, "byteps", CASE).of_sockets == pytest.approx(0.8)
+    assert row(run, "sockets", CASE).of_sockets == 1.0
+    assert row(run, "sockets", CASE).servers == 4
+    assert row(make_run(), "byteps", CASE).of_sockets is None
+
+
+# What a run leaves: tables, JSON, Markdown, pictures, an exit status.
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+REDRAW = (
+    "bench/pushpull/suite.py --from-markdown docs/results/figures.md "
+    "--chart docs/images/speed.png, by build/venv/bin/python"
+)
+
+
+def test_what_was_measured_is_known_or_said_not_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = record.series_hash()
+    assert len(present) == 16 and int(present, 16)
+    monkeypatch.setattr(record, "_ROOT", tmp_path)
+    (tmp_path / "byteps").mkdir()
+    assert record.series_hash() == "not known"
+    (tmp_path / "patches/byteps").mkdir(parents=True)
+    (tmp_path / "byteps/one.cc").write_text("1")
+    assert len(record.series_hash()) == 16
+
+
+def test_a_ratio_has_its_spread() -> None:
+    head, line = ratio_table(make_run())
+    assert head[2:] == ("ours", "theirs", "ratio", "min..max", "launches")
+    assert line == ("1MiB", "float32", "byteps", "gloo", "1.500", "1.500..1.500", "2")
+
+
+def test_json_is_read_back_as_it_was(tmp_path: Path) -> None:
+    run = make_run(busy={1: 0.9}, wrong=3)
+    meta = record.metadata(["--json", "x"])
+    path = tmp_path / "new" / "run.json"
+    samples.write([run], meta, path)
+    assert samples.read(path) == ([run], meta)
+    content = json.loads(path.read_text())
+    assert content["schema"] == samples.SCHEMA
+    assert content["runs"][0]["launches"][0]["measured"][0]["samples_s"] == [1.0, 1.1]
+    assert content["runs"][0]["rows"][0]["of_limit"] == 1.0
+
+
+def test_another_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"schema": 99}))
+    with pytest.raises(ValueError, match="schema 99"):
+        samples.read(path)
+
+
+def test_the_header_says_what_figures_depend_on() -> None:
+    text = record.header(record.metadata(["--emulate", "8@1mbit"]), make_run().plan)
+    assert all(line.startswith("# ") for line in text.splitlines())
+    for word in ("torch", "byteps", "hardware", "cubic", "MTU 9000", "fair queue", "--emulate"):
+        assert word in text
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    return parse(arguments, "")
+
+
+def test_a_wrong_result_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pushpull_bench.report(make_run(), [], options_of(), []) == 0
+    assert pushpull_bench.report(make_run(wrong=1), [], options_of(), []) == 1
+    assert capsys.readouterr().out.splitlines()[-4].endswith(" 2")
+
+
+def test_results_replace_those_of_before(tmp_path: Path) -> None:
+    document = tmp_path / "doc.md"
+    document.write_text(f"# Method\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    replace_results(document, "new")
+    assert document.read_text() == f"# Method\n\n{BEGIN}\n\nnew\n\n{END}\n\nafter\n"
+    document.write_text("no marks")
+    with pytest.raises(ValueError, match="lacks the lines"):
+        replace_results(document, "new")
+
+
+@pytest.mark.parametrize("name", sorted(SETS))
+def test_every_bar_of_a_set_is_about_a_case_of_its_plan(name: str) -> None:
+    for experiment in choose(name):
+        assert experiment.gates
+        for gate in experiment.gates:
+            assert gate.case in experiment.plan.cases
+            if gate.kind in ("ratio", "cpu"):
+                assert gate.base in experiment.plan.backends
+            assert gate.base_case is None or gate.base_case in experiment.plan.cases
+
+
+def test_an_unknown_experiment_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no experiment 'x', but 4\+4-500mbit"):
+        choose("quick", ["x"])
+
+
+def test_results_say_which_launches_count_and_what_was_missed() -> None:
+    experiment = choose("quick")[0]
+    run = make_run(busy={1: 0.9}, wrong=1)
+    run.plan = experiment.plan
+    for launch in run.launches:
+        launch.measured = [
+            type(launch.measured[0])(**{**launch.measured[0].__dict__, "case": case})
+            for case in experiment.plan.cases
+        ]
+    text = results([(experiment, run)], {"date": "today"})
+    assert "- date: today\n" in text
+    assert "interleaved: 1; 4+4-500mbit: 1, 1 more on a busy machine\n" in text
+    assert "- wrong elements: 8\n" in text
+    assert (
+        "| 4+4-500mbit | 64MiB float32 | 1000 | 1.074 | gloo | 1500 | 1.500 | 1.500..1.500 |"
+        in text
+    )
+    missed = "32MiB bfloat16: speed over that of gloo 64MiB float32: 1.500, must be >= 2.9."
+    assert f"Thresholds met: 4 of 5. MISS: 4+4-500mbit, {missed}" in text
+
+
+def test_overview_compares_times_with_one_limit(run_dir: Path) -> None:
+    # 1 MiB over links of 1 MiB/s: the limit is a second.
+    run = make_run({"byteps": [[1.25, 1.25]], "gloo": [[2.5, 2.5]]})
+    assert parts_of_limit(run) == pytest.approx({"byteps": 0.8, "gloo": 0.4})
+    no_limit = make_run(link_bits=0)
+    assert parts_of_limit(no_limit) == {}
+    for runs in ([run, run, no_limit], [no_limit], []):
+        picture = run_dir / f"{len(runs)}.png"
+        draw_overview(runs, picture)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_documents_chart_shows_its_tables() -> None:
+    experiments = parts_in((DOCS / "results/figures.md").read_text())
+    by_label = {one.label: one.of_limit for one in experiments}
+    # What the links allow, over each one's time: gloo's is 0.963 * 4459 / 6494.
+    assert by_label["4+4-500mbit\n256MiB float32"] == pytest.approx(
+        {"byteps": 0.963, "gloo": 0.6612}, rel=1e-3
+    )
+    assert by_label["4 + 4, 10 Gbit/s, GPU\n256 MiB"]["nccl"] == pytest.approx(0.927 / 1.42)
+    assert by_label["4 of two GPUs + 4, 10 Gbit/s, GPU\n256 MiB"]["byteps"] == 0.91
+    picture = (DOCS / "images/speed.png").read_bytes()
+    assert described(experiments).encode() in picture, f"draw it again: {REDRAW}"
+
+
+def test_a_document_without_results_has_no_chart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.md").write_text("# Nothing\n")
+    command = ["--from-markdown", str(tmp_path / "empty.md"), "--chart", str(tmp_path / "a.png")]
+    assert suite.main(command) == 1
+    assert "there are no results" in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()

@@ -1,19 +1,25 @@
-"""A release's bill of materials, and a whole release, made twice."""
+"""What is shipped: its bill of materials, a whole release made twice, packages of integrations/."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import os
 import platform
+import re
 import subprocess
+import sys
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from scripts.patchkit.lock import load_lock
 from scripts.releasekit.common import ROOT, pins, ship_tools
@@ -140,7 +146,7 @@ def _released(root: Path, cache: Path, **more: str) -> dict[str, str]:
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_a_release_of_two_checkouts(tmp_path: Path) -> None:
-    """Of one commit, in two places, compiled twice: the same bytes. Patches apply from its archive."""
+    """One commit, compiled in two places: the same bytes. Patches apply from its archive."""
     ship_tools()
     first = _released(tmp_path / "one", tmp_path / "cache")
     again = _released(tmp_path / "another-place", tmp_path / "other", CCACHE_DISABLE="1")
@@ -153,3 +159,149 @@ def test_a_release_of_two_checkouts(tmp_path: Path) -> None:
         packed.extractall(tmp_path, filter="data")
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
     subprocess.run([unpacked / "scripts/apply_patches.sh"], check=True, timeout=600)
+
+
+# The packages of integrations/: their locks hold what they ask for, their wheels work elsewhere.
+
+
+NAMES = ("ray", "hf", "rl")
+TRIED = {
+    "ray": ["-m", "megatron_byteps_ray", "--help"],
+    "hf": ["-c", "from megatron_byteps_hf.options import Options; print(Options)"],
+    "rl": ["-m", "megatron_byteps_rl", "--help"],
+}
+"""What needs none of their dependencies."""
+
+
+def _project(folder: str) -> dict[str, str | list[str]]:
+    project: dict[str, str | list[str]] = tomllib.loads(
+        (ROOT / folder / "pyproject.toml").read_text()
+    )["project"]
+    return project
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_environment_holds_what_it_asks_for(name: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, ROOT / "scripts/locks.py", "show", name],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    versions = dict(re.findall(r"^([a-z0-9-]+)==([^ ]+)", shown.stdout, re.MULTILINE))
+    for other in (f"integrations/{one}" for one in NAMES):
+        project = _project(other)
+        versions[str(project["name"])] = str(project["version"])
+    for requirement in map(Requirement, _project(f"integrations/{name}")["dependencies"]):
+        assert Version(versions[requirement.name]) in requirement.specifier, requirement
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_wheels_work_elsewhere(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    build: list[str | Path] = [ROOT / "scripts/wheel.sh", "--integrations-only", "--out", wheels]
+    subprocess.run(build, check=True, timeout=400)
+    found = {path.name.split("-")[0] for path in wheels.iterdir()}
+    assert found == {f"megatron_byteps_{name}" for name in NAMES}
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
+    python = str(environment / "bin/python")
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*install, "--no-index", *wheels.iterdir()], check=True, timeout=300)
+    for name in NAMES:
+        done = subprocess.run(
+            [environment / "bin/python", *TRIED[name]],
+            env={"PATH": "/usr/bin:/bin"},
+            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+        where = f"import megatron_byteps_{name} as package; print(package.__file__)"
+        path = subprocess.check_output([environment / "bin/python", "-c", where], cwd=tmp_path)
+        assert path.decode().startswith(str(environment))
+
+
+# What users install holds no module of Python that nothing here tries.
+
+
+MODULES = {
+    "byteps/__init__.py": "",
+    "byteps/autoload.py": "tests/multiproc/test_c10d.py",
+    "byteps/c10d_plugin.py": "tests/multiproc/test_c10d.py",
+    "byteps/cost_model.py": "tests/bench/test_simulation.py",
+    "byteps/launcher/__init__.py": "",
+    "byteps/launcher/board.py": "tests/multiproc/test_embedded.py",
+    "byteps/launcher/children.py": "tests/unit/test_embedded_choices.py",
+    "byteps/launcher/embedded.py": "tests/multiproc/test_embedded.py",
+    "byteps/launcher/environment.py": "tests/unit/test_embedded_choices.py",
+    "byteps/launcher/leaving.py": "tests/multiproc/test_leaving.py",
+    "byteps/launcher/meeting.py": "tests/unit/test_meeting.py",
+    "byteps/logs.py": "tests/multiproc/test_logs.py",
+    "byteps/server/__init__.py": "tests/multiproc/test_optimizer.py",
+    "byteps/sizing/__init__.py": "tests/unit/test_sizing.py",
+    "byteps/sizing/__main__.py": "tests/unit/test_sizing.py",
+    "byteps/torch/__init__.py": "tests/multiproc/test_optimizer.py",
+    "byteps/torch/alike.py": "tests/multiproc/test_diloco.py",
+    "byteps/torch/block_kernels.py": "tests/unit/test_block_kernels.py",
+    "byteps/torch/blocks.py": "tests/unit/test_block_kernels.py",
+    "byteps/torch/broadcast.py": "tests/multiproc/test_optimizer.py",
+    "byteps/torch/bucketing.py": "tests/multiproc/test_server_optimizer.py",
+    "byteps/torch/c10d/__init__.py": "",
+    "byteps/torch/c10d/group.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/c10d/hooks.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/c10d/joining.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/c10d/policy.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/c10d/reductions.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/c10d/streamed_work.py": "tests/unit/test_streamed_work.py",
+    "byteps/torch/c10d/work.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/chance.py": "tests/multiproc/test_few_bits.py",
+    "byteps/torch/completions.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/compression.py": "tests/multiproc/test_optimizer.py",
+    "byteps/torch/declarations.py": "tests/multiproc/test_declarations.py",
+    "byteps/torch/departure.py": "tests/multiproc/test_endings.py",
+    "byteps/torch/diloco.py": "tests/multiproc/test_diloco.py",
+    "byteps/torch/distributed_optimizer.py": "tests/multiproc/test_optimizer.py",
+    "byteps/torch/engine.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/feedback.py": "tests/multiproc/test_few_bits.py",
+    "byteps/torch/feedback_state.py": "tests/multiproc/test_few_bits.py",
+    "byteps/torch/figures.py": "tests/multiproc/test_metrics.py",
+    "byteps/torch/flat.py": "tests/multiproc/test_server_optimizer.py",
+    "byteps/torch/gradient_check.py": "tests/megatron/test_layouts.py",
+    "byteps/torch/hosts.py": "tests/unit/test_nodes.py",
+    "byteps/torch/in_flight.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/job.py": "tests/megatron/test_core.py",
+    "byteps/torch/measure.py": "tests/megatron/test_routes.py",
+    "byteps/torch/members.py": "tests/multiproc/test_replicas.py",
+    "byteps/torch/memory.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/node_groups.py": "tests/unit/test_server_nodes.py",
+    "byteps/torch/nodes.py": "tests/unit/test_nodes.py",
+    "byteps/torch/operations.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/ops.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/pieces.py": "tests/unit/test_nodes.py",
+    "byteps/torch/ranks.py": "tests/multiproc/test_groups.py",
+    "byteps/torch/routes.py": "tests/megatron/test_routes.py",
+    "byteps/torch/server_blocks.py": "tests/multiproc/test_few_bits.py",
+    "byteps/torch/server_bucket.py": "tests/multiproc/test_server_optimizer.py",
+    "byteps/torch/server_host.py": "tests/unit/test_server_nodes.py",
+    "byteps/torch/server_optimizer.py": "tests/multiproc/test_server_optimizer.py",
+    "byteps/torch/server_rule.py": "tests/unit/test_server_nodes.py",
+    "byteps/torch/server_shards.py": "tests/unit/test_server_nodes.py",
+    "byteps/torch/server_tensor.py": "tests/multiproc/test_server_optimizer.py",
+    "byteps/torch/server_transfer.py": "tests/unit/test_server_nodes.py",
+    "byteps/torch/session.py": "tests/multiproc/test_lifecycle.py",
+    "byteps/torch/speculation.py": "tests/unit/test_step_machine.py",
+    "byteps/torch/state_transfer.py": "tests/multiproc/test_replicas.py",
+    "byteps/torch/step_machine.py": "tests/unit/test_step_machine.py",
+    "byteps/torch/tensors.py": "tests/unit/test_known_memory.py",
+    "byteps/torch/wire.py": "tests/multiproc/test_few_bits.py",
+    "byteps/torch/world.py": "tests/multiproc/test_optimizer.py",
+}
+"""All modules of the wheel, and what tries each on a CPU. Another one is left out of the wheel
+(wheel.exclude in byteps/pyproject.toml) or gets a test, and a line here."""
+
+
+def test_each_module_of_the_wheel_has_its_test() -> None:
+    files = importlib.metadata.files("byteps")
+    assert files is not None
+    assert {str(file) for file in files if file.suffix == ".py"} == set(MODULES)
+    for module, test in MODULES.items():
+        assert not test or (ROOT / test).is_file(), module

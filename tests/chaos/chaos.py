@@ -22,25 +22,29 @@ others must end well.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
-from bench.kit.emulation import Emulation
+from bench.kit.emulation import Emulation, Host
 from bench.kit.plan import Topology
+from scripts.children import Late
 from scripts.progress import Progress
 from tests import native
-from tests.chaos.broken_job import LINK_BITS, Job, Result, run
-from tests.chaos.copying_job import CopyingJob
-from tests.chaos.lasting_job import LastingJob, ReturningJob
-from tests.chaos.seeds import KINDS, Script, make_script
+from tests.chaos.broken_job import LIMIT_S, LINK_BITS, Job, Result, run
+from tests.chaos.seeds import KINDS, LONG_S, Fault, Script, make_script
 from tests.multiproc.cluster import Nursery
 
 HOSTS = 8
@@ -177,6 +181,234 @@ def main() -> int:
         f"{wrong} wrong"
     )
     return 1 if wrong else 0
+
+
+# A job that goes on when servers and replicas are lost; and what must hold of it.
+
+
+REPLICA_PACE_S = 0.05
+
+
+class LastingJob(Job):
+    """Starts another server for each that is lost, and a killed replica again.
+
+    Args:
+        nursery: forks the workers, where they are Python's.
+    """
+
+    # Nothing but a peer's silence is found out by a limit.
+    settings: ClassVar[Mapping[str, str]] = {
+        "BYTEPS_REPLACE_SERVERS_S": "60",
+        "BYTEPS_OP_TIMEOUT_S": "90",
+        "BYTEPS_START_TIMEOUT_S": "20",
+    }
+
+    def __init__(
+        self,
+        script: Script,
+        hosts: Sequence[Host],
+        switch: str,
+        programs: Path,
+        folder: Path,
+        nursery: Nursery | None,
+    ) -> None:
+        super().__init__(script, hosts, switch, programs, folder)
+        self._nursery = nursery
+        self._gone: deque[str] = deque()
+        """Nodes that are to be started again."""
+
+    # ----- processes
+
+    def _start_workers(self, life: int) -> None:
+        for index in range(self.script.servers):
+            self._await_text(f"server {index}", "has taken this server")
+        for index in range(self.script.spares):
+            self._start_server(f"spare {index}")
+        if not self.script.forks:
+            return super()._start_workers(life)
+        for rank in range(self.script.workers):
+            self._start_worker(rank)
+
+    def _start_worker(self, rank: int) -> None:
+        """A replica."""
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        number = {"BYTEPS_REPLICA": f"{rank}/{self.script.workers}"}
+        self._fork(rank, "train", {**ranks, **number}, REPLICA_PACE_S)
+
+    def _fork(self, rank: int, program: str, env: Mapping[str, str], pace: float) -> None:
+        """Start a program of on_host.py as this worker."""
+        node, folder = f"worker {rank}", self.folder / "workers"
+        folder.mkdir(exist_ok=True)
+        args = {
+            "namespace": self._hosts[node].namespace,
+            "steps": self.script.rounds,
+            "pace": pace,
+        }
+        assert self._nursery is not None
+        title = self._title_of_next(node)
+        self._processes[node] = self._nursery.start(
+            title, f"on_host:{program}", {**self._env, **env}, folder, args
+        )
+
+    def _title_of_next(self, node: str) -> str:
+        """Of the node's next process."""
+        if node not in self._processes:
+            return node
+        self._earlier.append((node, self._processes[node]))
+        return f"{node} again {sum(one == node for one, _ in self._earlier)}"
+
+    def _start_gone(self) -> None:
+        while self._gone:
+            node = self._gone.popleft()
+            if node == "scheduler":
+                life = 1 + sum(one == node for one, _ in self._earlier)
+                command = [str(self._programs / "byteps-server"), "--role", node]
+                self._spawn(node, command, self._env, life)
+                continue
+            if node.startswith("worker"):
+                self._start_worker(int(node.split()[1]))
+                continue
+            self._start_server(node, 1 + sum(one == node for one, _ in self._earlier))
+
+    # ----- the run
+
+    def _await_begin(self) -> None:
+        """Until all have come: none may be missing at the start."""
+        self._await_text("scheduler", "the job is complete")
+
+    def _await_text(self, node: str, text: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while text not in self._processes[node].text:
+            if not self._processes[node].running or time.monotonic() > deadline:
+                said = self._processes[node].text[-2000:]
+                return self._wrong.append(f"{node} does not say '{text}': {said}")
+            time.sleep(0.01)
+
+    def _break(self, fault: Fault) -> None:
+        was_there = self._processes[fault.node].running
+        super()._break(fault)
+        if not fault.loses or not was_there:
+            return
+        lasts = fault.kind in ("stop", "cut")
+        # A replica that stood still is there, and has to find out.
+        if not lasts or not fault.node.startswith("worker"):
+            again = partial(self._gone.append, fault.node)
+            away = lasts or fault.node == "scheduler"
+            self._later(fault.seconds if away else 0.0, again)
+
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while any(worker.running for worker in self._workers()) and time.monotonic() < deadline:
+            # By this thread, and by no timer's: children end with the thread that started them.
+            self._start_gone()
+            time.sleep(0.02)
+        self._mend()
+        for node, process in [*self._processes.items(), *self._earlier]:
+            try:
+                process.wait(deadline - time.monotonic())
+            except Late:
+                self._wrong.append(f"{process.title} of {node} still ran after {LIMIT_S:g} s")
+
+    def _mend(self) -> None:
+        super()._mend()
+        for _, process in self._earlier:
+            process.send(signal.SIGCONT)
+
+    def _judge(self, ended: dict[str, int]) -> None:
+        super()._judge(ended)
+        for node, process in [*self._processes.items(), *self._earlier]:
+            if "AssertionError" in process.text:
+                self._wrong.append(f"{node} has seen what is wrong: {process.text[-2000:]}")
+        may_fail = {fault.node for fault in self.script.faults if fault.loses}
+        for node, status in ended.items():
+            if status != 0 and node not in may_fail:
+                said = self._processes[node].text.strip()
+                self._wrong.append(f"{node} did not go on, and ended with {status}: {said[-600:]}")
+
+
+class ReturningJob(LastingJob):
+    """Starts the scheduler again each time that it is killed."""
+
+    settings: ClassVar[Mapping[str, str]] = {
+        "BYTEPS_SCHEDULER_RETURN_S": "60",
+        "BYTEPS_OP_TIMEOUT_S": "120",
+        "BYTEPS_START_TIMEOUT_S": "20",
+    }
+
+    def _await_begin(self) -> None:
+        super()._await_begin()
+        for node in self.script.server_nodes:
+            self._await_text(node, "the job is complete")
+
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        others = [one for node, one in self._processes.items() if node != "scheduler"]
+        while any(one.running for one in others) and time.monotonic() < deadline:
+            self._start_gone()
+            time.sleep(0.02)
+        # One that comes when the job is over waits for another one.
+        with contextlib.suppress(Late):
+            self._processes["scheduler"].wait(LONG_S)
+        self._processes["scheduler"].send(signal.SIGKILL)
+        super()._await_end()
+
+
+# A job whose servers keep an optimizer's state and have copies of it, of which some are lost.
+
+
+PACE_S = 0.03
+FOUND_S = 8.0
+"""Within these the scheduler knows of a server that is lost."""
+COPIED = "has a copy of this server's state"
+
+
+class CopyingJob(LastingJob):
+    """Loses a server only while each one's state is copied: then no loss ends the job."""
+
+    settings: ClassVar[Mapping[str, str]] = {**LastingJob.settings, "BYTEPS_BACKUP_STATE": "1"}
+
+    def _start_worker(self, rank: int) -> None:
+        size = str(self.script.workers)
+        ranks = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        self._fork(rank, "with_copies", ranks, PACE_S)
+
+    def _await_begin(self) -> None:
+        self._one_loss = threading.Lock()
+        super()._await_begin()
+        for node in self.script.server_nodes[: self.script.servers]:
+            self._await_text(node, COPIED)
+
+    # ----- one loss after the other
+
+    def _break(self, fault: Fault) -> None:
+        if not fault.loses:
+            return super()._break(fault)
+        with self._one_loss:
+            if not self._await(self._all_copied, LIMIT_S):
+                return
+            lost = self._lost()
+            super()._break(fault)
+            # It may have waited for a place: then nothing is lost.
+            self._await(lambda: self._lost() > lost, fault.seconds + FOUND_S)
+
+    def _await(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """False: it does not hold in time, or the job has ended."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline or not self._processes["scheduler"].running:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _lost(self) -> int:
+        return self._processes["scheduler"].text.count("another server has")
+
+    def _all_copied(self) -> bool:
+        replaced = self._processes["scheduler"].text.count("has taken the place of")
+        everyone = [*self._processes.values(), *(process for _, process in self._earlier)]
+        copied = sum(process.text.count(COPIED) for process in everyone)
+        # Two say so when one has come: itself, and that whose copy it has.
+        return self._lost() == replaced and copied >= self.script.servers + 2 * replaced
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """The project's pages: their links lead somewhere, their drawings are those of their sources, and
-README's figures those of the pages that hold the measurements, and of the patches."""
+README's figures those of the pages that hold the measurements, and of the patches.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from scripts.recipekit.features import FEATURES, rows_of_results
+from scripts.recipekit.page import MARKS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
@@ -73,3 +79,352 @@ def test_size_of_the_patches_to_megatron() -> None:
     assert re.search(said, README), f"README: not {lines} lines in {len(files)} files"
     install = (REPOSITORY / "docs/use/install.md").read_text(encoding="utf-8")
     assert re.search(said.replace("by\\s+", ""), install)
+
+
+# Pages, errors and help texts use the field's words, by which people search: NIC, bandwidth.
+
+
+RATE = r"(?:[kMGT]i?(?:B|bit)|bytes?|bits?|gradients|connections|lines?|steps?|ms)"
+INSTEAD = {
+    r"\b(?:network )?cards?\b": "NIC",
+    r"\bprocessors?\b": "core, CPU; processor time: CPU time",
+    r"\bpart of what (?:the|a) links? allows?": "fraction of link bandwidth",
+    r"\bbars?\b": "threshold",
+    r"\bunder way\b": "in flight, running",
+    r"\b(?:on|amid) (?:its|their|the) way\b": "in flight",
+    r"\bno way to\b": "no path to",
+    r"\bmend(?:ed|s|ing)?\b": "fixed",
+    r"\bincarnations?\b": "restart, generation",
+    r"\bstopped by order\b": "stopped by SIGTERM",
+    r"\bstrangers?\b": "unauthenticated peers",
+    r"\bin turns?\b": "interleaved",
+    rf"\b{RATE} an? (?:second|host|GPU|rank|parameter|server|step)\b": "per second, per host",
+    r"\b(?:GPUs|ranks|NICs) a (?:host|machine)\b": "per host",
+    r"\bwhoever\b": "anybody who, a process that",
+    r"\bbeside\b": "next to, compared with",
+}
+"""A pattern, and what to write instead."""
+ANY = re.compile("|".join(INSTEAD).replace(" ", r"\s+"), re.I)
+
+FOR_USERS = [
+    *(REPOSITORY / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")),
+    REPOSITORY / "CONTRIBUTING.md",
+    *sorted(REPOSITORY.glob("docs/**/*.md")),
+]
+FOLDERS = ("byteps/byteps", "Megatron-LM", "integrations", "scripts", "bench")
+SOURCES = [
+    path
+    for folder in FOLDERS
+    for path in sorted((REPOSITORY / folder).rglob("*"))
+    if path.suffix in (".py", ".cc", ".h", ".sh")
+]
+OTHERS = ("Makefile", "deploy/grafana/byteps.json", "scripts/examples/slurm.sbatch")
+MOST_WORDS = 45_000
+"""Of docs/: each thing is said once, and raw figures are records, not pages."""
+
+
+def prose(text: str, *, tables: bool = True) -> str:
+    """The text without code, and without what commands write, of the same number of lines."""
+
+    def blank(match: re.Match[str]) -> str:
+        return "\n" * match[0].count("\n")
+
+    text = re.sub(r"<!-- (?:made|results).*?<!-- end", blank, text, flags=re.S)
+    if not tables:
+        text = re.sub(r"^\|.*$", blank, text, flags=re.M)
+    text = re.sub(r"^```.*?^```", blank, text, flags=re.S | re.M)
+    text = re.sub(r"(?<=\n\n)(?:(?: {4}|\t).*\n|\n(?= {4}))+", blank, text)
+    return re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->", blank, text, flags=re.S)
+
+
+def faults(text: str) -> list[str]:
+    """A line for each word that has a better one."""
+    found = []
+    for pattern, instead in INSTEAD.items():
+        for match in re.finditer(pattern.replace(" ", r"\s+"), text, re.I):
+            line = text.count("\n", 0, match.start()) + 1
+            words = " ".join(match[0].split())
+            found.append(f"line {line}: '{words}': write {instead}")
+    return found
+
+
+def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string, but of docstrings only a module's that is printed as help."""
+    tree = ast.parse(source)
+    notes = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    if "__doc__" in source and isinstance(tree.body[0], ast.Expr):
+        notes.discard(tree.body[0].value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in notes:
+            yield node.lineno, node.value
+
+
+def texts_of_cpp(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string, those next to each other joined."""
+    text = r'"(?:\\.|[^"\\\n])*"'
+    tokens = rf"//[^\n]*|/\*.*?\*/|{text}(?:\s*{text})*|'(?:\\.|[^'\\])+'"
+    for match in re.finditer(tokens, source, re.S):
+        if match[0].startswith('"'):
+            joined = re.sub(r'"\s*"', "", match[0])
+            yield source.count("\n", 0, match.start()) + 1, joined
+
+
+def shown(path: Path) -> str:
+    """All texts of a source that somebody may read, at their lines."""
+    source = path.read_text(encoding="utf-8")
+    if not ANY.search(re.sub(r'"\s*f?"', "", source)):
+        return ""  # most sources; so they need not be parsed
+    if path.suffix == ".sh":
+        return re.sub(r"^\s*#.*$", "", source, flags=re.M)
+    texts = texts_of_python(source) if path.suffix == ".py" else texts_of_cpp(source)
+    lines = [""] * (source.count("\n") + 2)
+    for number, text in texts:
+        if " " in text.strip():
+            lines[number] += " ".join(text.split()) + " | "
+    return "\n".join(lines[1:])
+
+
+@pytest.mark.parametrize("page", FOR_USERS, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_field_words(page: Path) -> None:
+    part = page.relative_to(REPOSITORY).parts[1:2]
+    tables = part not in [("design",), ("results",)]
+    found = faults(prose(page.read_text(encoding="utf-8"), tables=tables))
+    assert not found, "\n".join([f"{page.relative_to(REPOSITORY)}:", *found])
+
+
+def test_field_words_in_errors_and_help() -> None:
+    assert len(SOURCES) > 300
+    found = [
+        f"{path.relative_to(REPOSITORY)}, {fault}"
+        for path in SOURCES
+        for fault in faults(shown(path))
+    ]
+    for name in OTHERS:
+        found += [f"{name}, {fault}" for fault in faults((REPOSITORY / name).read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A host's card carries it.", "two processors", "What is under\nway is lost.", "mended",
+     "10 MB a second", "two GPUs a host", "strangers", "in turn"],
+)  # fmt: skip
+def test_old_words_are_found(text: str) -> None:
+    assert faults(prose(text))
+
+
+@pytest.mark.parametrize("text", ["`stopped by order`", "```\nmended\n```\n", "a NIC per host"])
+def test_code_and_field_words_are_not(text: str) -> None:
+    assert not faults(prose(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("error.py", 'raise ValueError(\n    f"{count} processors are "\n    "too few"\n)\n'),
+        ("help.py", '"""Measures.\n\nStatus: 1 a bar was missed.\n"""\nprint(__doc__)\n'),
+        ("error.cc", '// Fine.\nthrow Error("a sum is under "\n            "way to " + name);\n'),
+        ("usage.sh", "cat <<TEXT\nload the card's driver\nTEXT\n"),
+    ],
+)
+def test_old_words_in_sources_are_found(tmp_path: Path, name: str, source: str) -> None:
+    (tmp_path / name).write_text(source)
+    assert len(faults(shown(tmp_path / name))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("name.py", '"""A card of a game."""\nevent["incarnation"] = 1  # under way\n'),
+        ("note.py", 'X = 1\n"""What a bar is."""\n'),
+        ("name.cc", '// Under way.\nout.Number("incarnation", 1);\n'),
+        ("note.sh", "  # whoever calls\n"),
+    ],
+)
+def test_names_and_comments_are_not(tmp_path: Path, name: str, source: str) -> None:
+    (tmp_path / name).write_text(source)
+    assert not faults(shown(tmp_path / name))
+
+
+def test_words_that_people_search_for_are_there() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in FOR_USERS)
+    for word in ("NIC", "bandwidth", "throughput", "in flight", "restart", "rendezvous"):
+        assert re.search(rf"\b{word}\b", text), word
+
+
+def test_pages_stay_short() -> None:
+    """A word has a letter or a digit: the lines of tables are none."""
+    words = sum(
+        len([word for word in page.read_text(encoding="utf-8").split() if re.search(r"\w", word)])
+        for page in REPOSITORY.glob("docs/**/*.md")
+    )
+    assert words <= MOST_WORDS, f"docs/ has {words} words: say each thing once, in fewer words"
+
+
+# Commands of README and docs/ name programs, targets and flags that there are.
+
+
+OVERLAY = REPOSITORY / "byteps"
+WITH_COMMANDS = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", (REPOSITORY / "Makefile").read_text(), re.M))
+
+
+def commands(text: str) -> list[str]:
+    """The lines of all code, those that go on in the next one joined; in a line, too."""
+    text = text.replace("\\\n", " ")
+    blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.S | re.M)
+    blocks += re.findall(r"(?:^ {4,}\S.*\n)+", text, re.M)
+    blocks += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+    return [line.strip() for block in blocks for line in block.splitlines()]
+
+
+def told_by(script: Path) -> str:
+    """The text of a script, and of the program that it hands its arguments to."""
+    if not script.exists():
+        return ""
+    text = script.read_text(encoding="utf-8")
+    for program in re.findall(r"scripts[/.](\w+)(?:\.py)?\b", text):
+        if (script.parent / f"{program}.py").exists():
+            text += (script.parent / f"{program}.py").read_text(encoding="utf-8")
+    return text
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_programs_targets_and_flags_are_there(page: Path) -> None:
+    missing = []
+    for line in commands(page.read_text(encoding="utf-8")):
+        for program in re.findall(r"(?<![\w/.-])(?:scripts|bench|tests)/[\w/.-]+\.\w+", line):
+            if not any((folder / program).exists() for folder in (REPOSITORY, OVERLAY)):
+                missing.append(f"{program}: {line}")
+        for target in re.findall(r"(?:^|[;&] *)make ([a-z][a-z0-9-]*)", line):
+            if target not in TARGETS:
+                missing.append(f"make {target}: {line}")
+        if match := re.match(r"(?:build/venv\S*/bin/python )?(scripts/[\w-]+\.sh)(?= )(.*)", line):
+            options = re.split(r" -- |#|\|", match[2])[0]
+            for flag in re.findall(r"(?<=\s)--[a-z][a-z-]+", options):
+                if flag not in told_by(REPOSITORY / match[1]):
+                    missing.append(f"{match[1]} {flag}: {line}")
+    assert not missing, "\n".join(missing)
+
+
+def test_what_is_looked_at() -> None:
+    text = "`make no`\n\n    scripts/a.sh --b \\\n        --c\n\n```\nmake x\n```\n"
+    assert commands(text) == ["make x", "scripts/a.sh --b          --c", "make no"]
+
+
+USE = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/use/*.md"))]
+COMMAND = re.compile(
+    r"(?:\$ |[A-Z_]+=\S+ )*(?:(?:scripts|bench|build|tests)/|"
+    r"(?:byteps-server|docker|kubectl|make|openssl|python|sbatch|torchrun)\b)"
+)
+"""A line that is neither a command of the machine, such as ``cd``, nor what a command prints.
+Debian's and Python's installers are the machine's."""
+TRIED = {
+    r"make setup": ".ci/run",
+    r"make train\b(?!.*\b(?:HF|MODE)=)": "tests/megatron/test_train_script.py",
+    r"make train MODE=ray": "tests/under_ray/test_modes.py",
+    r"make train HF=": "tests/hugging_face/test_hugging_face.py",
+    r"make rl\b": "tests/reinforcement/test_rl_script.py",
+    r"make wheel": "tests/images/test_images.py",
+    r"make images|(?:\w+=\S+ )?scripts/images\.sh": "tests/images/test_images.py",
+    r"scripts/apply_patches\.sh --target": "tests/patches/test_export.py",
+    r"byteps-server --new-secret": "tests/multiproc/test_scripts.py",
+    r"byteps-server --features": "tests/images/test_images.py",
+    r"scripts/(?:scheduler|server|worker)\.sh": "tests/multiproc/test_scripts.py",
+    r"scripts/cluster\.sh": "tests/multiproc/test_cluster_script.py",
+    r"scripts/status\.sh": "tests/multiproc/test_status.py",
+    r"scripts/check_rdma\.sh": "tests/rdma/test_vm.py",
+    r"scripts/merge_traces\.py": "tests/multiproc/test_timeline.py",
+    r"scripts/prepare_data\.py": "tests/megatron/test_prepare_data.py",
+    r"sbatch": "tests/multiproc/test_slurm.py",
+    r"docker compose": "tests/images/test_images.py",
+    r"openssl": "tests/multiproc/authority.py",
+    r"torchrun --nproc-per-node 2 try\.py": "tests/multiproc/test_embedded.py",
+    r"(?:BYTEPS_\w+=\S+ )*bench/pushpull_bench\.py": "tests/bench/test_end_to_end.py",
+    r"\$ python -m byteps\.sizing": "tests/unit/test_sizing.py",
+    r"\$ python -m megatron\.core\.distributed\.dpu_reduce\.check": "tests/megatron/test_check.py",
+    r"tests/rdma/run_in_vm\.py": "tests/rdma/test_vm.py",
+}
+"""Commands, and what runs each, or the same with other numbers."""
+
+
+def blocks_to_run(text: str) -> list[list[str]]:
+    """The commands of each indented block, those that go on in the next line joined."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).replace("\\\n", " ")
+    found = re.findall(r"(?<=\n\n)(?: {4}\S.*\n)(?: {4,}.*\n|\n(?= {4}))*", text)
+    found += re.findall(r"(?<=\n\n)(?: {6}\S.*\n)+", text)  # below an item of a list
+    return [[line.strip() for line in block.splitlines() if line.strip()] for block in found]
+
+
+def not_tried(text: str) -> list[str]:
+    """Commands that no test runs and nothing marks as needing what a test has not."""
+    if "Commands on this page need a cluster" in text:
+        return []
+    missing = []
+    for block in blocks_to_run(text):
+        if not block[0].startswith("# needs"):
+            missing += [
+                line
+                for line in block
+                if COMMAND.match(line) and not any(re.match(known, line) for known in TRIED)
+            ]
+    return missing
+
+
+@pytest.mark.parametrize("page", USE, ids=lambda page: page.name)
+def test_each_command_is_tried_or_says_what_it_needs(page: Path) -> None:
+    assert not not_tried(page.read_text(encoding="utf-8"))
+
+
+def test_what_tries_commands_is_there() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", " ") for page in USE)
+    lines = [line for block in blocks_to_run(pages) for line in block]
+    for pattern, path in TRIED.items():
+        assert (REPOSITORY / path).exists(), path
+        assert any(re.match(pattern, line) for line in lines), f"no page has {pattern}"
+
+
+def test_a_command_that_nothing_tries_is_found() -> None:
+    text = "Do:\n\n    make train\n    scripts/new.sh \\\n        --all\n\nor\n\n"
+    text += "    # needs a GPU\n    make new\n"
+    assert not_tried(text) == ["scripts/new.sh          --all"]
+
+
+# docs/results/recipes.md: as `make recipes` writes it, and true of the other results.
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "results/recipes.md").read_text(encoding="utf-8")
+
+
+def _rows(mark: str) -> list[list[str]]:
+    """Of the table under a mark, without its head."""
+    text = re.search(rf"<!-- {mark}: .*?-->\n(.*?)\n<!-- end -->", PAGE, re.S)
+    assert text, mark
+    lines = [line.strip("| ").split(" | ") for line in text[1].splitlines()]
+    assert len({len(line) for line in lines[:1] + lines[2:]}) == 1, mark
+    return lines[2:]
+
+
+def test_every_table_is_there() -> None:
+    for mark in MARKS:
+        assert _rows(mark), mark
+
+
+def test_counts_are_of_one_number() -> None:
+    for _, source, number, *counts in _rows("counts"):
+        assert re.search(r"\d+\.\d+\.\d+", source)
+        for count in counts:
+            whole, _, part = count.partition(" ")
+            assert int(whole) <= int(number)
+            assert not part or part == f"({100 * int(whole) / int(number):.1f} %)"
+        accepted, through, run = (int(counts[i].split()[0]) for i in (0, 2, 4))
+        assert max(through, run) <= accepted
+
+
+def test_what_was_run_is_in_the_tables_of_correctness() -> None:
+    rows, features = rows_of_results(DOCS), {feature.name: feature for feature in FEATURES}
+    for name, told, *_ in _rows("features"):
+        if told != "accepted, never run":
+            assert told in rows, f"{name}: no table has {told} any more: `make recipes`"
+            assert told in features[name].rows, name

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts.data import data_arguments, tiny_dataset
 from tests.layouts.hugging_face.runs import PROGRAMS
-from tests.layouts.job import start_fork_server
+from tests.layouts.job import data_arguments, start_fork_server, tiny_dataset
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,32 @@
-"""The server's image for both platforms, and the arm64 one as the server of x86-64 workers."""
+"""Images for both platforms, a job from the compose file, and the wheels, where nothing else is."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts.releasekit.images import packages
-from tests.images.containers import Buildah
-from tests.multiproc.cluster import Cluster, Nursery, Spawned
+from tests.images.containers import ROOT, Buildah, Podman, needs, run
+from tests.multiproc.cluster import Cluster, Nursery, Spawned, wait_all
 
 PLATFORMS = ("linux/amd64", "linux/arm64")
 LARGEST = 120_000_000
 ADDITIONS = {"linux/amd64": "x86-64-v", "linux/arm64": "armv8-a"}
 """The fast paths of sums, one of which each CPU has."""
-
-pytestmark = [pytest.mark.requires("root", "images"), pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(params=PLATFORMS)
@@ -32,6 +40,8 @@ def container(platform: str, server_image: Callable[[str], str], buildah: Builda
         yield name
 
 
+@pytest.mark.requires("root", "images")
+@pytest.mark.timeout(3600)
 def test_what_the_image_is(
     platform: str, server_image: Callable[[str], str], buildah: Buildah
 ) -> None:
@@ -46,6 +56,8 @@ def test_what_the_image_is(
     assert buildah.size(name) < LARGEST
 
 
+@pytest.mark.requires("root", "images")
+@pytest.mark.timeout(3600)
 def test_it_can_be_saved(
     server_image: Callable[[str], str], buildah: Buildah, tmp_path: Path
 ) -> None:
@@ -60,6 +72,8 @@ def test_it_can_be_saved(
     assert {*found.values()} == {"debian-12"}
 
 
+@pytest.mark.requires("root", "images")
+@pytest.mark.timeout(3600)
 def test_what_it_can_do(platform: str, container: str, buildah: Buildah) -> None:
     said = buildah("run", container, "--", "byteps-server", "--features")
     lines = dict(line.split(": ", 1) for line in said.splitlines())
@@ -89,6 +103,8 @@ class ImageCluster(Cluster):
         return server
 
 
+@pytest.mark.requires("root", "images")
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("platform", ["linux/arm64"])
 def test_arm64_servers_of_x86_workers(
     container: str, buildah: Buildah, nursery: Nursery, run_dir: Path
@@ -101,6 +117,8 @@ def test_arm64_servers_of_x86_workers(
         cluster.run("sums:every_dtype", timeout_s=1200, partition_bytes=4096)
 
 
+@pytest.mark.requires("root", "images")
+@pytest.mark.timeout(3600)
 @pytest.mark.thorough
 def test_a_worker_for_ray(ray_image: str, buildah: Buildah) -> None:
     with buildah.container(ray_image, "amd64") as container:
@@ -109,3 +127,255 @@ def test_a_worker_for_ray(ray_image: str, buildah: Buildah) -> None:
         assert said.startswith("/opt/venv/")
         said = buildah("run", container, "--", "python", "-m", "megatron_byteps_ray", "--help")
         assert said.startswith("usage: ")
+
+
+# docker/compose.yaml, as it is: a scheduler, two servers, and two workers that train.
+
+
+NODES = ("scheduler", "server-0", "server-1")
+WORKERS = ("worker-0", "worker-1")
+PROJECT = "trial"
+LATEST_S = 1800.0
+
+
+@pytest.fixture(scope="module")
+def compose() -> list[str | Path]:
+    """The command that runs docker/compose.yaml."""
+    install = f"source {ROOT}/scripts/lib/ship_tools.sh; install_ship_tools {ROOT}"
+    run("bash", "-euo", "pipefail", "-c", install)
+    docker = ROOT / "docker"
+    return [
+        "env", f"BYTEPS_SECRET={secrets.token_hex(32)}",
+        ROOT / "build/venv-ship/bin/podman-compose", "--no-ansi", "--project-name", PROJECT,
+        "--env-file", docker / "versions.env", "--file", docker / "compose.yaml",
+    ]  # fmt: skip
+
+
+def container_of(service: str) -> str:
+    return f"{PROJECT}_{service}_1"
+
+
+def losses(log: str) -> list[float]:
+    return [float(found) for found in re.findall(r"lm loss: (\S+)", log)]
+
+
+@pytest.mark.requires("root", "images")
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("worker_image")
+def test_it_trains(
+    server_image: Callable[[str], str], podman: Podman, compose: list[str | Path], run_dir: Path
+) -> None:
+    server_image("linux/amd64")
+
+    def healthy(node: str) -> bool:
+        """What the image's health check says, which Docker runs by itself."""
+        check = podman.command("podman", "healthcheck", "run", container_of(node))
+        return subprocess.run(check, env=podman.full_env, capture_output=True).returncode == 0
+
+    def inspected() -> list[dict[str, Any]]:
+        return json.loads(podman("inspect", *map(container_of, (*NODES, *WORKERS))))
+
+    try:
+        # They wait for their workers as long as it takes.
+        podman.run(*compose, "up", "--detach", *NODES)
+        deadline = time.monotonic() + LATEST_S
+        while not all(healthy(node) for node in NODES):
+            assert time.monotonic() < deadline, podman("ps", "--all")
+            time.sleep(0.5)
+        said = podman("exec", container_of("server-1"), "byteps-server", "--health")
+        assert "server waits for the job to gather" in said
+        (run_dir / "workers.log").write_text(podman.run(*compose, "up", *WORKERS))
+        # Scheduler and servers end by themselves when the workers have ended.
+        while any(one["State"]["Running"] for one in inspected()):
+            assert time.monotonic() < deadline, podman("ps", "--all")
+            time.sleep(0.5)
+        told = inspected()
+        ended = {one["Name"]: one["State"]["ExitCode"] for one in told}
+        assert set(ended.values()) == {0}, ended
+        # What compose.yaml asks for is what the containers had.
+        for one in told:
+            assert one["EffectiveCaps"] in (None, []), one["Name"]
+            assert one["Config"]["User"] == "10001:10001", one["Name"]
+        # The last rank prints the loss.
+        said = podman("logs", container_of("worker-1"))
+        assert "iteration       20/      20" in said, said[-4000:]
+        fell = losses(said)
+        assert len(fell) >= 4 and fell[-1] < fell[0], fell
+    finally:
+        podman.run(*compose, "down", "--timeout", "5")
+
+
+# The wheels that are shipped: what they need, what is in them, and that they work installed.
+
+
+# One worker, in embedded mode: the wheel's own scheduler and server.
+PROGRAM = """
+import torch, byteps.torch as bps
+bps.init()
+tensor = torch.arange(100_000, dtype=torch.float32)
+assert torch.equal(bps.push_pull(tensor, average=False, name="t"), tensor)
+bps.shutdown()
+print("summed by", bps.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For this machine and Python."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(ROOT / "scripts/wheel.sh", "--arch", os.uname().machine, "--out", folder)
+    (made,) = folder.glob("byteps-*.whl")
+    return made
+
+
+def demand_portable(wheel: Path, machine: str, folder: Path) -> None:
+    assert f"-manylinux_2_34_{machine}.whl" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(folder)
+    binaries = [name for name in names if name.endswith((".so", "/byteps-server"))]
+    assert len(binaries) == 2, binaries
+    # Python finds a module by this name alone.
+    (module,) = [name for name in binaries if name.endswith(".so")]
+    assert module.endswith(f".cpython-{wheel.name.split('-cp')[1][:3]}-{machine}-linux-gnu.so")
+    for name in binaries:
+        found = needs(folder / name)
+        assert found.machine == machine
+        found.demand_portable()
+
+
+@pytest.mark.timeout(1800)
+def test_what_it_needs_and_has(wheel: Path, tmp_path: Path) -> None:
+    demand_portable(wheel, os.uname().machine, tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "byteps/torch/__init__.py" in names
+    assert not [name for name in names if name.endswith((".cc", ".h", ".tar.gz", ".zip"))]
+    kept = [name for name in names if "/licenses/" in name and not name.endswith("/")]
+    licences = {Path(name).name for name in kept}
+    assert licences == {"LICENSE", "libsodium.txt", "pybind11.txt"}
+
+
+@pytest.mark.timeout(600)
+def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
+    # An environment of its own, which borrows torch: the server is found next to its Python.
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
+    python = environment / "bin/python"
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([python, *install], check=True, timeout=300)
+    (site,) = environment.glob("lib/python3*/site-packages")
+    (site / "torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [python, "-c", PROGRAM],
+        env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"summed by {site}" in done.stdout
+
+
+@pytest.mark.requires("arm64")
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+def test_the_arm64_wheel(wheel_for: Callable[[str], Path], tmp_path: Path) -> None:
+    demand_portable(wheel_for("aarch64"), "aarch64", tmp_path)
+
+
+# The wheels, installed by pip in a Debian with Python and nothing that anybody builds with.
+
+
+SUITE, SITE = "trixie", "lib/python3.13/site-packages"
+ALONE = """
+import torch, byteps.torch as bps
+bps.init()
+tensor = torch.arange(100_000, dtype=torch.float32)
+assert torch.equal(bps.push_pull(tensor, average=False, name="t"), tensor)
+bps.shutdown()
+print("summed by", bps.__file__)
+"""
+"""One worker, in embedded mode: the wheel's own scheduler and server."""
+PLAIN_WORKER = Path(__file__).with_name("plain_worker.py")
+PARTITION = 4096
+MACHINES = ("x86_64", "aarch64")
+OURS = ("DMLC_", "BYTEPS_")
+
+
+@contextmanager
+def bare(buildah: Buildah, arch: str, wheel: Path) -> Iterator[str]:
+    """A container with the wheel in an environment of its own, /opt/venv."""
+    with buildah.container(buildah.base(SUITE, arch, "python3", "python3-venv"), arch) as container:
+        buildah("copy", container, wheel, f"/tmp/{wheel.name}")
+        said = buildah(
+            "run", container, "--", "sh", "-ec",
+            f"""
+            for tool in gcc g++ cc make; do if command -v $tool; then exit 1; fi; done
+            if ldconfig -p | grep -E 'zmq|verbs|rdmacm|prometheus|cuda'; then exit 1; fi
+            python3 -m venv /opt/venv
+            /opt/venv/bin/pip install --quiet --no-deps --no-index /tmp/{wheel.name}
+            mkdir /opt/torch
+            /opt/venv/bin/byteps-server --features""",
+        )  # fmt: skip
+        # Compiled in, and the system's libraries are not there to be loaded.
+        assert "rdma: no: " in said
+        yield container
+
+
+@pytest.mark.requires("root", "images")
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+def test_a_job_on_x86(
+    worker_image: str, wheel_for: Callable[[str], Path], buildah: Buildah
+) -> None:
+    with buildah.container(worker_image, "amd64") as worker:
+        torch = Path(buildah("mount", worker).strip()) / "opt/venv" / SITE
+        with bare(buildah, "amd64", wheel_for("x86_64")) as container:
+            # After the environment's own packages: byteps is the one that was installed there.
+            late = f"echo /opt/torch >/opt/venv/{SITE}/late.pth"
+            buildah("run", container, "--", "sh", "-ec", late)
+            said = buildah(
+                "run", "--volume", f"{torch}:/opt/torch:ro", container, "--",
+                "/opt/venv/bin/python", "-c", ALONE,
+            )  # fmt: skip
+    assert "summed by /opt/venv/" in said
+
+
+@pytest.mark.requires("root", "images")
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("emulator")
+def test_an_arm64_worker_beside_one_of_x86(
+    wheel_for: Callable[[str], Path], buildah: Buildah, nursery: Nursery, run_dir: Path
+) -> None:
+    assert os.uname().machine == "x86_64"
+    folder, largest = run_dir / "cluster", str(5 * PARTITION + 24)
+    env = {"BYTEPS_PARTITION_BYTES": str(PARTITION), "BYTEPS_OP_TIMEOUT_S": "300",
+           "BYTEPS_START_TIMEOUT_S": "300"}  # fmt: skip
+    with (
+        bare(buildah, "arm64", wheel_for("aarch64")) as container,
+        Cluster(folder, nursery, workers=2, servers=2, env=env) as cluster,
+    ):
+        buildah("copy", container, PLAIN_WORKER, "/opt/plain_worker.py")
+        cluster.start_nodes()
+        workers = []
+        for rank, title in enumerate(("x86 worker", "arm64 worker")):
+            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            full = {**cluster.node_environment(), **own}
+            command = [sys.executable, str(PLAIN_WORKER), largest]
+            if title.startswith("arm64"):
+                told = [f"--env={k}={v}" for k, v in full.items() if k.startswith(OURS) or k in own]
+                python = ["/opt/venv/bin/python", "/opt/plain_worker.py", largest]
+                command = ["buildah", "run", *told, container, "--", *python]
+                full |= buildah.env
+            workers.append(Spawned(title, command, full, folder))
+        try:
+            wait_all(workers, 900)
+        finally:
+            for worker in workers:
+                if worker.running:
+                    worker.send(signal.SIGKILL)
+        assert [worker.wait(0) for worker in workers] == [0, 0], [w.text[-2000:] for w in workers]
+        said = [worker.text.splitlines()[-1] for worker in workers]
+        assert said == [f"{m}: 24 tensors, 3 rounds, every value right" for m in MACHINES]
+        cluster.finish()

@@ -21,22 +21,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.layouts.functional.arguments import Case
+
 # No more than these: every rank imports this file.
 from tests.layouts.functional.rows import CASES
-from tests.layouts.functional.runs import Case
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from scripts.progress import Progress
-    from tests.layouts.command import parser_of, run_cells
-    from tests.layouts.functional import report as text
-    from tests.layouts.functional import upstream
-    from tests.layouts.functional.runs import check
-    from tests.layouts.gpt.outcome import Report
-    from tests.layouts.gpt.report import verdict
-    from tests.layouts.gpt.runs import PROGRAM
+    from tests.layouts.functional.arguments import (
+        cases_of,
+        check,
+        listing,
+        put,
+        put_others,
+        strange,
+    )
+    from tests.layouts.gpt.layout import Report
+    from tests.layouts.gpt.runs import PROGRAM, verdict
     from tests.layouts.job import start_fork_server
-    from tests.layouts.rows import named
+    from tests.layouts.table import named, parser_of, run_cells
 
     parser = parser_of(__doc__, devices=False)
     parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="of Megatron-LM")
@@ -45,18 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     cases: Sequence[Case] = CASES
     cannot: dict[str, str] = {}
-    strange: list[str] = []
+    beyond: list[str] = []
     if options.markdown is not None and options.megatron is None:
         parser.error("--markdown needs --megatron: the table is of all tests of a checkout")
     try:
         if options.megatron is not None:
-            cases, cannot = upstream.cases_of(options.megatron)
-            strange = upstream.strange(CASES, cases)
+            cases, cannot = cases_of(options.megatron)
+            beyond = strange(CASES, cases)
         chosen = named(cases, options.layout)
     except ValueError as error:
         parser.error(str(error))
     if options.list:
-        print(text.listing(chosen, cannot))
+        print(listing(chosen, cannot))
         return 0
 
     start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"])
@@ -65,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Progress("functional", total=len(chosen), unit="tests") as bar,
     ):
         folder = options.keep or Path(scratch)
-        for problem in strange:
+        for problem in beyond:
             bar.say(problem)
         if options.markdown is not None:
-            text.put_others(options.markdown, cannot)
+            put_others(options.markdown, cannot)
 
         def run(case: Case) -> Report:
             start = time.monotonic()
@@ -80,13 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def tell(case: Case, report: Report) -> list[str]:
             if options.markdown is not None:
-                text.put(options.markdown, report, case, cases)
+                put(options.markdown, report, case, cases)
             return report.misses
 
         good = run_cells(
             chosen, run, tell, title=lambda case: case.name, bar=bar, budget=options.budget
         )
-    return 0 if good and not strange else 1
+    return 0 if good and not beyond else 1
 
 
 if __name__ == "__main__":

@@ -16,12 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.progress import Progress
-from tests.layouts.command import machine_of, parse, parser_of, run_cells
-from tests.layouts.data import data_arguments, tiny_dataset
-from tests.layouts.hugging_face.rows import LAYOUTS, Layout
-from tests.layouts.hugging_face.runs import PROGRAMS, Outcome, compare
-from tests.layouts.job import start_fork_server
-from tests.layouts.table import Table, line
+from tests.layouts.hugging_face.runs import LAYOUTS, PROGRAMS, Layout, Outcome, compare
+from tests.layouts.job import data_arguments, start_fork_server, tiny_dataset
+from tests.layouts.table import Table, line, machine_of, parse, parser_of, run_cells
 
 MADE_BY = "`make hf-layouts MARKDOWN=docs/results/huggingface.md`; not to be edited by hand"
 TABLE = Table(

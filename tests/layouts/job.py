@@ -1,4 +1,4 @@
-"""Starts the ranks of a job and collects what they saw.
+"""Starts the ranks of a job, on the CPU over gloo or on GPUs over NCCL, and collects what they saw.
 
 Importing torch and Megatron takes seconds a process. The ranks are forked from multiprocessing's
 fork server, which imports both once. They find each other as under torchrun: through a store that
@@ -7,6 +7,7 @@ this process keeps, on a port that the kernel chooses.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import importlib
 import multiprocessing
@@ -22,9 +23,75 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .platforms import CPU, Platform
+from scripts.prepare_data import Dataset, prepare
+
+if TYPE_CHECKING:
+    from megatron_byteps_ray.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """What makes a training job run on a kind of device."""
+
+    name: str
+    environment: Mapping[str, str]
+    """Of every rank."""
+    arguments: tuple[str, ...] = ()
+    """Of Megatron, under either backend."""
+    shares_devices: bool = False
+    """Ranks have GPUs; where several share a host, hosts that are taken to differ share them."""
+    preloaded: tuple[str, ...] | None = None
+    """Modules that the process has imported from which ranks are forked; None: the program's, with
+    all that it needs."""
+
+
+CPU = Platform(
+    name="cpu",
+    # Also on a machine with GPUs.
+    environment={"MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+)
+
+CUDA = Platform(
+    name="cuda",
+    environment={
+        "MEGATRON_CPU": "0",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it where tensors are cut
+        # The two runs are compared bit by bit: matrix products and NCCL always in one order.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring",
+    },
+    shares_devices=True,
+    # What works without Transformer Engine and Apex, and needs no compiler while it runs.
+    arguments=(
+        *("--transformer-impl", "local", "--attention-backend", "unfused"),
+        *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
+        *("--no-masked-softmax-fusion", "--no-rope-fusion", "--no-bias-gelu-fusion"),
+        *("--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--disable-jit-fuser"),
+    ),
+    # Importing Megatron asks for the number of GPUs, after which CUDA does not start in a child.
+    preloaded=("torch",),
+)
+
+CUDA_TE = dataclasses.replace(
+    CUDA,
+    # Its layers read this when they are built.
+    environment={**CUDA.environment, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
+    # No compiler while it runs.
+    arguments=("--transformer-impl", "transformer_engine", "--disable-jit-fuser"),
+)
+"""With layers of Transformer Engine."""
+
+PLATFORMS = {platform.name: platform for platform in (CPU, CUDA)}
+
+THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
+"""Arguments of Megatron."""
+SMALL_PARTITIONS = {"BYTEPS_PARTITION_BYTES": "4096"}
+TWO_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", **SMALL_PARTITIONS}
+"""Variables of ranks: with these it matters which server sums what, and which part is pulled."""
+
 
 LIMIT_S = 240.0
 _STARTING = threading.Lock()
@@ -204,3 +271,46 @@ def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def tiny_dataset(folder: Path) -> Dataset:
+    """A few thousand bytes of text that a small model can learn, as Megatron reads it, written into
+    an existing folder."""
+    # Several documents: Megatron splits them between training and validation.
+    sources = [folder / f"{number}.txt" for number in range(10)]
+    for number, source in enumerate(sources):
+        lines = (f"{number} times {n} is {number * n}.\n" for n in range(60))
+        source.write_text("".join(lines))
+    return prepare(sources, folder, 1 << 20)
+
+
+def data_arguments(dataset: Dataset) -> list[str]:
+    """What Megatron must be told to read it."""
+    cache = dataset.prefix.parent / "cache"
+    return ["--data-path", str(dataset.prefix), "--data-cache-path", str(cache)]
+
+
+# ----- ranks that outnumber GPUs share those there are; scripts.gpus imports torch
+
+
+def gpus_to_offer(settings: Settings) -> int | None:
+    """For ``cluster``: a GPU for each rank and spare, where Ray would find too few.
+
+    None where ranks need none, and where there are enough.
+    """
+    from scripts.gpus import outnumbered
+
+    wanted = int((settings.ranks + settings.spares) * settings.gpus_per_rank)
+    return wanted if outnumbered(wanted) else None
+
+
+def take_a_share() -> None:
+    """In a rank whose GPU's number is its local rank: take one that is there.
+
+    Does nothing where ranks compute on the CPU, or have a GPU each.
+    """
+    from scripts.gpus import count_gpus, outnumbered, place_among
+
+    on_gpus = os.environ["MEGATRON_CPU"] != "1"
+    if on_gpus and outnumbered(int(os.environ["LOCAL_WORLD_SIZE"])):
+        os.environ |= place_among(int(os.environ["LOCAL_RANK"]), count_gpus())

@@ -25,18 +25,17 @@ TREE = ROOT / "build" / "Megatron-LM"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from tests.layouts.command import machine_of, parse, parser_of
-    from tests.layouts.gpt import report as text
-    from tests.layouts.gpt.cells import run_layouts
-    from tests.layouts.gpt.outcome import Report
-    from tests.layouts.platforms import PLATFORMS
+    from tests.layouts.gpt import runs
+    from tests.layouts.gpt.layout import Report
+    from tests.layouts.job import PLATFORMS
+    from tests.layouts.table import machine_of, parse, parser_of
 
     parser = parser_of(__doc__)
     parser.add_argument("--list", action="store_true", help="show the layouts and stop")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave logs and records there")
     layouts, options = parse(parser, LAYOUTS, arguments)
     if options.list:
-        print(text.listing(layouts))
+        print(runs.listing(layouts))
         return 0
     if not (TREE / "pretrain_dpu_gpt.py").is_file():
         print(f"parity.py: {TREE} is not assembled: run `make setup`", file=sys.stderr)
@@ -44,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def put(report: Report) -> None:
         if options.markdown is not None and options.device == "cpu":
-            text.put(options.markdown, report)
+            runs.put(options.markdown, report)
 
     platform = PLATFORMS[options.device]
-    good, reports = run_layouts("parity", layouts, platform, options, put)
+    good, reports = runs.run_layouts("parity", layouts, platform, options, put)
     if options.markdown is not None and options.device == "cuda":
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(text.page(machine_of("cuda"), reports), encoding="utf-8")
+        options.markdown.write_text(runs.page(machine_of("cuda"), reports), encoding="utf-8")
     return 0 if good else 1
 
 

@@ -54,16 +54,20 @@ def title(cell: Cell) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from tests.layouts.command import machine_of, parse, parser_of, run_cells
+    from tests.layouts.table import machine_of, parse, parser_of, run_cells
 
     cells, options = parse(parser_of(__doc__), CELLS, arguments)
     from megatron_byteps_ray.pool import JobError
     from scripts.progress import Progress
-    from tests.layouts.data import data_arguments, tiny_dataset
-    from tests.layouts.job import JobFailed, start_fork_server
-    from tests.layouts.platforms import PLATFORMS
+    from tests.layouts.job import (
+        PLATFORMS,
+        JobFailed,
+        data_arguments,
+        start_fork_server,
+        tiny_dataset,
+    )
     from tests.layouts.under_ray import modes
-    from tests.layouts.under_ray.pools import warm_pool
+    from tests.layouts.under_ray.modes import warm_pool
 
     platform = PLATFORMS[options.device]
     ranks = max(cell.ranks for cell in cells)

@@ -19,8 +19,7 @@ from scripts import rl
 from scripts.progress import Progress
 from scripts.trainkit.job import JobError
 from scripts.trainkit.rl_report import Outcome
-from tests.layouts.command import machine_of, parse, parser_of, run_cells
-from tests.layouts.table import Table, line
+from tests.layouts.table import Table, line, machine_of, parse, parser_of, run_cells
 
 STEPS = 4
 ROUNDING = 0.2

@@ -1,11 +1,75 @@
-"""Tables of layouts in documents. Each line is a row that was run, now or before."""
+"""Tables of layouts: their rows, the documents that hold them, and the command that runs cells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import argparse
+import math
+import platform
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Protocol
+
+from scripts.progress import Progress
+
+from .job import PLATFORMS, JobFailed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One training job. Parallel sizes are Megatron's; data parallelism is what remains."""
+
+    name: str
+    ranks: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks with samples of their own: those that sum all but experts' gradients are ``cp``
+        times as many."""
+        return self.ranks // (self.tp * self.cp * self.pp)
+
+    def size_arguments(self) -> list[str]:
+        """Megatron's arguments for sizes above 1."""
+        sizes = {
+            "tensor-model": self.tp,
+            "context": self.cp,
+            "pipeline-model": self.pp,
+            "expert-model": self.ep,
+        }
+        found: list[str] = []
+        for kind, size in sizes.items():
+            found += [f"--{kind}-parallel-size", str(size)] if size > 1 else []
+        return found
+
+
+class Named(Protocol):
+    """Whatever has a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def named[R: Named](rows: Sequence[R], names: Sequence[str]) -> list[R]:
+    """The rows with these names, in the order of the table; all of them for no names.
+
+    Raises:
+        ValueError: no row has one of the names.
+    """
+    known = dict.fromkeys(row.name for row in rows)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no layout is called {', '.join(unknown)}; there are: {' '.join(known)}")
+    return [row for row in rows if not names or row.name in names]
+
+
+# ----- tables in documents: each line is a row that was run, now or before
+
 
 END = "<!-- end -->"
 _RULES = {"l": "---", "r": "---:"}
@@ -59,3 +123,120 @@ def line(cells: Sequence[str]) -> str:
 def cells_of(text: str) -> list[str]:
     """The cells of such a row."""
     return [cell.strip() for cell in text.split("|")[1:-1]]
+
+
+# ----- the command of a table
+
+
+def parser_of(about: str, *, devices: bool = True) -> argparse.ArgumentParser:
+    """The options that all tables have, for a command with this description.
+
+    Args:
+        devices: whether ranks may have GPUs, and several cells may run at once.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
+    add("--markdown", type=Path, metavar="FILE", help="write the rows into this document")
+    add("--budget", type=float, metavar="S", help="begin nothing new after so many seconds")
+    if devices:
+        text = "of the ranks (default: %(default)s); GPUs are shared where there are too few"
+        add("--jobs", type=int, default=1, metavar="N", help="runs at once (default: 1)")
+        add("--device", choices=PLATFORMS, default="cpu", help=text)
+    return parser
+
+
+def parse[R: Named](
+    parser: argparse.ArgumentParser, rows: Sequence[R], arguments: Sequence[str] | None
+) -> tuple[list[R], argparse.Namespace]:
+    """The rows that a command line names, and its options. Exits with status 2 for bad usage.
+
+    Args:
+        arguments: None for the process's own.
+    """
+    options = parser.parse_args(arguments)
+    if getattr(options, "jobs", 1) < 1:
+        parser.error(f"--jobs must be 1 or more, not {options.jobs}")
+    try:
+        chosen = named(rows, options.layout)
+    except ValueError as error:
+        parser.error(str(error))
+    refuse_missing_gpus(parser, getattr(options, "device", "cpu"))
+    return chosen, options
+
+
+def refuse_missing_gpus(parser: argparse.ArgumentParser, device: str) -> None:
+    """Exit with status 2 where there is no GPU for ``--device cuda``."""
+    if device != "cuda":
+        return
+    import torch
+
+    from scripts import gpus
+
+    if not gpus.count_gpus():
+        parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")
+
+
+def machine_of(device: str) -> str:
+    """What ran the cells, in words."""
+    if device != "cuda":
+        return f"the CPU of {platform.system()} {platform.machine()}"
+    import torch
+
+    gpus = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
+    return f"{gpus}, torch {torch.__version__}"
+
+
+def run_cells[C, O](
+    cells: Sequence[C],
+    run: Callable[[C], O],
+    tell: Callable[[C, O], Iterable[str]],
+    *,
+    title: Callable[[C], str],
+    bar: Progress,
+    jobs: int = 1,
+    budget: float | None = None,
+    failures: tuple[type[Exception], ...] = (JobFailed,),
+) -> bool:
+    """Run every cell; one that fails does not stop the others.
+
+    Args:
+        run: makes the runs of a cell and compares them.
+        tell: called for each outcome, in the order of the cells: shows it, and returns what is not
+            as it must be.
+        title: of a cell, for people.
+        jobs: cells at once. One alone runs in the calling thread.
+        budget: seconds after which no other cell is begun.
+        failures: what ``run`` raises where a cell fails.
+
+    Returns:
+        whether all cells were run and all is as it must be.
+    """
+    deadline = math.inf if budget is None else time.monotonic() + budget
+    left: list[str] = []
+    good = True
+
+    def one(cell: C) -> O | None:
+        return None if time.monotonic() > deadline else run(cell)
+
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        running = [pool.submit(one, cell) for cell in cells] if jobs > 1 else []
+        for number, cell in enumerate(cells):
+            bar.update(title(cell), done=number)
+            try:
+                outcome = running[number].result() if running else one(cell)
+            except failures as error:
+                bar.say(f"{title(cell)}: {error}")
+                good = False
+                continue
+            if outcome is None:
+                left.append(title(cell))
+                continue
+            for problem in tell(cell, outcome):
+                bar.say(f"{title(cell)}: {problem}")
+                good = False
+    if left:
+        bar.say(f"not run, since --budget is used up: {'; '.join(left)}")
+    return good and not left

@@ -24,11 +24,10 @@ from tests.layouts.gpt.te_rows import TE_LAYOUTS
 def main(arguments: Sequence[str] | None = None) -> int:
     from importlib.metadata import version
 
-    from tests.layouts.command import machine_of, parse, parser_of, refuse_missing_gpus
-    from tests.layouts.gpt import report as text
-    from tests.layouts.gpt.cells import run_layouts
-    from tests.layouts.gpt.outcome import Report
-    from tests.layouts.platforms import CUDA_TE
+    from tests.layouts.gpt import runs
+    from tests.layouts.gpt.layout import Report
+    from tests.layouts.job import CUDA_TE
+    from tests.layouts.table import machine_of, parse, parser_of, refuse_missing_gpus
 
     parser = parser_of(__doc__, devices=False)
     parser.add_argument("--list", action="store_true", help="show the layouts and stop")
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     layouts, options = parse(parser, TE_LAYOUTS, arguments)
     if options.list:
-        print(text.listing(layouts))
+        print(runs.listing(layouts))
         return 0
     refuse_missing_gpus(parser, "cuda")
     machine = f"{machine_of('cuda')}, Transformer Engine {version('transformer-engine')}"
@@ -49,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             begin=mark.format("updates" if servers else "sums"),
             keys=[layout.name for layout in TE_LAYOUTS if layout.servers == servers],
         )
-        for servers, table in text.ALL.items()
+        for servers, table in runs.ALL.items()
     }
 
     def put(report: Report) -> None:
         if options.markdown is not None:
-            text.put(options.markdown, report, tables, machine)
+            runs.put(options.markdown, report, tables, machine)
 
-    good, _ = run_layouts("te-layouts", layouts, CUDA_TE, options, put)
+    good, _ = runs.run_layouts("te-layouts", layouts, CUDA_TE, options, put)
     return 0 if good else 1
 
 

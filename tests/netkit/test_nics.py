@@ -17,7 +17,7 @@ import pytest
 from bench.kit.emulation import Emulation, Host
 from bench.kit.plan import Topology
 from tests import native
-from tests.sum_job import BYTES, LIMIT_S, SumJob
+from tests.native import BYTES, LIMIT_S, SumJob
 
 pytestmark = pytest.mark.requires("root")
 

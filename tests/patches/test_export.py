@@ -1,4 +1,4 @@
-"""Commits to patches and back: exact, deterministic, and refused where they would not be."""
+"""Commits to patches and back, exact and deterministic; and the series on a user's own checkout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.patches.patch_project import Project, run_script, snapshot
+from tests.patches.patch_project import (
+    REPOSITORY,
+    UPSTREAM_FILES,
+    Project,
+    contents,
+    git,
+    run_script,
+    snapshot,
+)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -184,3 +192,197 @@ def test_check_leaves_the_tree_alone(patched: Project) -> None:
     patched.ok("apply", "--check")
     assert snapshot(patched.tree()) == before
     assert patched.git("rev-parse", "HEAD") == head
+
+
+# The series on a user's own checkout: all or nothing, and undone to the byte.
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A user's own trainer: newer layout around the same files, with a file more."""
+    folder = tmp_path / "mine"
+    for path, text in (UPSTREAM_FILES["trainer"] | {"pretrain.py": "main()\n"}).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_megatron_forward_and_back(tmp_path: Path) -> None:
+    """The real series on the real upstream gives what the assembled tree holds, and goes away."""
+    # A tree of its own: build/ may be in the middle of somebody's work.
+    root = tmp_path / "project"
+    root.mkdir()
+    for name in ("upstream.lock", "patches", "Megatron-LM"):
+        (root / name).symlink_to(REPOSITORY / name)
+    result = run_script("--root", str(root), "apply", "--only", "megatron-core")
+    assert result.status == 0, result.output
+    tree = root / "build/Megatron-LM"
+    patched_files = contents(tree)
+    git(tree, "checkout", "-q", "upstream")
+    before = contents(tree)
+    assert before != patched_files
+
+    # By itself, nothing of what a CPU needs: a node whose driver is broken must fail.
+    result = run_script("--root", str(root), "apply", "--target", str(tree))
+    assert result.status == 0, result.output
+    assert "(6 patches)" in result.output
+    assert (tree / "megatron/core/distributed/dpu_reduce/__init__.py").exists()
+    assert not (tree / "megatron/training/cpu_platform.py").exists()
+    # Our own checker of arguments needs no GPU either, and uses it where it is.
+    upstreams = {n: c for n, (c, _) in contents(tree).items() if "dpu_reduce/" not in n}
+    assert not any(b"cpu_platform" in content for content in upstreams.values())
+    result = run_script("--root", str(root), "apply", "--target", str(tree), "--cpu")
+    assert result.status == 1
+    assert "other parts" in result.output and "--reverse" in result.output
+    result = run_script("--root", str(root), "apply", "--target", str(tree), "--reverse")
+    assert result.status == 0, result.output
+    assert contents(tree) == before
+
+    result = run_script("--root", str(root), "apply", "--target", str(tree), "--cpu")
+    assert result.status == 0, result.output
+    after = contents(tree)
+    assert {name for name in after if not name.startswith(".megatron-byteps")} == set(patched_files)
+    for name, content in patched_files.items():
+        assert after[name] == content, name
+
+    result = run_script("--root", str(root), "apply", "--target", str(tree), "--reverse")
+    assert result.status == 0, result.output
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize("as_git", [False, True], ids=["plain", "git"])
+def test_forward_and_back(patched: Project, checkout: Path, as_git: bool) -> None:
+    if as_git:
+        git(checkout, "init", "-q")
+        git(checkout, "add", ".")
+        git(checkout, "commit", "-q", "-m", "mine")
+    before = contents(checkout)
+    output = patched.ok("apply", "--target", str(checkout))
+    assert "3.1.4, series for trainer 1.0: added 1 files, patched 1 (1 patches)" in output
+    assert "warning" not in output
+    assert (checkout / "trainer/extra/hook.py").read_text() == "HOOK = 1\n"
+    assert "    hook()\n" in (checkout / "trainer/loop.py").read_text()
+    if as_git:
+        status = git(checkout, "status", "--porcelain", "--untracked-files=all")
+        assert status.split("\n") == [" M trainer/loop.py", "?? trainer/extra/hook.py", ""]
+    # What an interpreter leaves next to our files goes with them.
+    (checkout / "trainer/extra/__pycache__").mkdir()
+    (checkout / "trainer/extra/__pycache__/hook.pyc").write_bytes(b"x")
+    assert "undone" in patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == before
+    if as_git:
+        assert git(checkout, "status", "--porcelain", "--ignored") == ""
+
+
+def test_inside_another_repository(
+    patched: Project, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git apply silently skips files when it takes the wrong repository for its own."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    patched.ok("apply", "--target", str(checkout))
+    assert "    hook()\n" in (checkout / "trainer/loop.py").read_text()
+
+
+def test_second_apply_and_second_reverse_say_so(patched: Project, checkout: Path) -> None:
+    patched.ok("apply", "--target", str(checkout))
+    after = contents(checkout)
+    assert "applied already" in patched.ok("apply", "--target", str(checkout))
+    assert contents(checkout) == after
+    patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert "nothing to undo" in patched.ok("apply", "--target", str(checkout), "--reverse")
+
+
+@pytest.mark.parametrize("path", ["trainer/loop.py", "trainer/extra/hook.py"])
+def test_reverse_refuses_after_a_change(patched: Project, checkout: Path, path: str) -> None:
+    patched.ok("apply", "--target", str(checkout))
+    (checkout / path).write_text("edited\n")
+    after = contents(checkout)
+    assert path in patched.fails("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == after
+
+
+def test_other_state_of_the_series_must_be_undone_first(patched: Project, checkout: Path) -> None:
+    before = contents(checkout)
+    patched.ok("apply", "--target", str(checkout))
+    patched.write_overlay("trainer/extra/hook.py", "HOOK = 2\n", "trainer")
+    assert "undo it first" in patched.fails("apply", "--target", str(checkout))
+    # Undoing needs only what was recorded, not the series as it was.
+    patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == before
+
+
+def test_users_own_changes_elsewhere_stay(patched: Project, checkout: Path) -> None:
+    loop = checkout / "trainer/loop.py"
+    loop.write_text(loop.read_text() + "\n\n\n\n# mine\n")
+    before = contents(checkout)
+    patched.ok("apply", "--target", str(checkout))
+    assert loop.read_text().endswith("# mine\n")
+    patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == before
+
+
+def test_patch_that_does_not_apply_changes_nothing(patched: Project, checkout: Path) -> None:
+    loop = checkout / "trainer/loop.py"
+    loop.write_text(loop.read_text().replace("update()", "optimizer.update()"))
+    before = contents(checkout)
+    output = patched.fails("apply", "--target", str(checkout))
+    assert "no series of patches applies" in output
+    assert "nothing was changed\n  trainer 1.0 does not apply:" in output
+    assert (
+        "patches/trainer/0001-loop-hook.patch: trainer/loop.py: hunk 1 of 1, from line 3: the file "
+        "has no line '    update()'"
+    ) in output
+    assert contents(checkout) == before
+
+
+def test_patch_to_a_missing_file_changes_nothing(patched: Project, checkout: Path) -> None:
+    (checkout / "trainer/loop.py").unlink()
+    before = contents(checkout)
+    output = patched.fails("apply", "--target", str(checkout))
+    assert "trainer/loop.py: there is no such file" in output
+    assert contents(checkout) == before
+
+
+def test_file_in_an_overlay_files_place_is_refused(patched: Project, checkout: Path) -> None:
+    (checkout / "trainer/extra").mkdir()
+    (checkout / "trainer/extra/hook.py").write_text("mine\n")
+    output = patched.fails("apply", "--target", str(checkout))
+    assert "overlay file trainer/trainer/extra/hook.py would overwrite" in output
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("PATCH = 5", "3.1.5"),
+        ("PATCH = 4\nPRE_RELEASE = 'rc1'", "3.1.4rc1"),
+        ("PATCH = 40", "3.1.40"),
+    ],
+)
+def test_other_versions_bring_a_warning(
+    patched: Project, checkout: Path, line: str, version: str
+) -> None:
+    (checkout / "trainer/info.py").write_text(f"MAJOR = 3\nMINOR = 1\n{line}\n")
+    output = patched.ok("apply", "--target", str(checkout))
+    warning = f"the series for trainer 1.0 applies, and was never tried with Megatron-LM {version}"
+    assert f"warning: {warning}\n" in output
+
+
+def test_folder_that_is_no_checkout_is_refused(patched: Project, tmp_path: Path) -> None:
+    assert "no Megatron-LM checkout" in patched.fails("apply", "--target", str(tmp_path / "none"))
+    assert "no Megatron-LM checkout" in patched.fails(
+        "apply", "--target", str(tmp_path), "--reverse"
+    )
+
+
+def test_part_that_the_lock_does_not_know(patched: Project, checkout: Path) -> None:
+    patch = next(patched.patch_folder("trainer").glob("*.patch"))
+    patch.write_text(patch.read_text().replace("\n---\n", "\nPart: gpu\n---\n", 1))
+    before = contents(checkout)
+    assert "Part: gpu" in patched.fails("apply", "--target", str(checkout))
+    assert contents(checkout) == before
+
+
+def test_cpu_goes_with_target(patched: Project) -> None:
+    assert "--cpu goes with --target" in patched.run("apply", "--cpu").output

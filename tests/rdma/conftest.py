@@ -1,4 +1,4 @@
-"""Tests marked `on_rdma` run in a guest that has RDMA, and are reported here; see relay.py.
+"""Tests marked `on_rdma` run in a guest that has RDMA, and are reported here; see transports.py.
 
 On a machine with RDMA of its own, MEGATRON_BYTEPS_RDMA_ADDRESS=<an address of its device> runs them
 there instead.
@@ -7,6 +7,7 @@ there instead.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +17,20 @@ import pytest
 from tests import native
 from tests.multiproc.cluster import Cluster, Nursery
 from tests.multiproc.cluster_fixtures import make_cluster
-from tests.rdma.meddling import LIBRARY, build_meddle
-from tests.rdma.relay import ADDRESS_VARIABLE, REPORTS_VARIABLE, RemoteRun, Writer
-from tests.rdma.transports import Transport, make
+from tests.native import FOLDER, BuildError
+from tests.rdma.transports import (
+    ADDRESS_VARIABLE,
+    REPORTS_VARIABLE,
+    RemoteRun,
+    Transport,
+    Writer,
+    make,
+)
 from tests.rdma.vm.guest import missing_tool
 from tests.rdma.vm.kernel import VmError
 
 __all__ = ["make_cluster"]
+
 
 # By transport. The others are RDMA with another setting.
 _MARKS = {
@@ -31,11 +39,17 @@ _MARKS = {
     "others": [pytest.mark.on_rdma, pytest.mark.thorough],
 }
 PROGRAMS = {
-    "test_contract.py": ("connection_test",),
-    "test_nics.py": ("byteps-server", "sum_worker"),
+    "test_transport.py": ("byteps-server", "connection_test", "sum_worker"),
     "test_van.py": ("van_test",),
 }
 """By the file whose tests run them."""
+SOURCE = Path(__file__).parent / "meddle.cc"
+OVERLAY = SOURCE.parents[2] / "byteps"
+PS_LITE = SOURCE.parents[2] / "build/byteps/3rdparty/ps-lite/include"
+SOURCES = [SOURCE, OVERLAY / "byteps/net/rdma/wire.cc"]
+LIBRARY = FOLDER / "meddle.so"
+"""Of meddle.cc, to preload: it breaks RDMA inside a process of a test. It does
+nothing to a process whose environment does not ask for it."""
 _REMOTE = pytest.StashKey[list[str]]()
 _RUN = pytest.StashKey[RemoteRun | str]()
 
@@ -153,6 +167,21 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
     if isinstance(found, str):
         raise VmError(found)
     return found
+
+
+def build_meddle() -> Path:
+    """Compiles the library. Raises BuildError."""
+    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    part = LIBRARY.with_suffix(".part")
+    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+    command += [f"-I{OVERLAY}", "-isystem", str(PS_LITE), *map(str, SOURCES), "-o", str(part)]
+    # What it asks for by name alone, a linker may take for not needed.
+    command += ["-Wl,--no-as-needed", "-ldl", "-libverbs", "-lrdmacm"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    if ended.returncode != 0:
+        raise BuildError(f"{SOURCE.name} does not compile:\n{ended.stderr}")
+    part.rename(LIBRARY)
+    return LIBRARY
 
 
 def pytest_configure(config: pytest.Config) -> None:

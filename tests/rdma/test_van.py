@@ -16,8 +16,7 @@ import pytest
 
 from scripts.ports import free_ports
 from tests import native
-from tests.rdma.relay import ADDRESS_VARIABLE
-from tests.rdma.transports import VARIANTS, Transport
+from tests.rdma.transports import ADDRESS_VARIABLE, VARIANTS, Transport
 
 Run = Callable[..., str]
 

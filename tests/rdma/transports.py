@@ -1,12 +1,116 @@
-"""The transports that one suite of tests runs over."""
+"""The transports that tests run over, and the guest in which those of RDMA run.
+
+The guest runs pytest on the tests it is given. Its conftest.py writes what pytest says of each into
+a file that both see; this side reads it and hands the reports to its own pytest.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.multiproc.cluster import LOOPBACK
-from tests.rdma.relay import ADDRESS_VARIABLE
+from tests.multiproc.nursery import PRELOAD
+from tests.rdma.vm.guest import Guest, address_of, compiled
+from tests.rdma.vm.kernel import VmError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+REPORTS = "reports.jsonl"
+REPORTS_VARIABLE = "MEGATRON_BYTEPS_RDMA_REPORTS"
+ADDRESS_VARIABLE = "MEGATRON_BYTEPS_RDMA_ADDRESS"
+"""An address of an RDMA device of this machine: tests that need one run here, in no guest."""
+
+TEST_S = 560
+"""Of one test in the guest."""
+SILENCE_S = 580.0
+"""Without a word the guest is taken for dead: just below pytest's own limit for a test."""
+
+
+class Writer:
+    """The guest's side: a plugin of its pytest."""
+
+    def __init__(self, config: pytest.Config, path: Path) -> None:
+        self._config = config
+        self._file = path.open("a", encoding="utf-8")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._file.write(json.dumps({"report": data}) + "\n")
+        self._file.flush()
+
+
+class RemoteRun:
+    """This side: a guest that runs tests, in their order."""
+
+    def __init__(self, folder: Path, tests: Sequence[str]) -> None:
+        self.broken: str | None = None
+        self._records: list[dict[str, Any]] = []
+        self._offset = 0
+        self._rest = b""
+        self._file = folder / REPORTS
+        folder.mkdir(parents=True)
+        (folder / "tests").write_text("\n".join(tests) + "\n", encoding="utf-8")
+        pytest_command = [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("--rootdir", str(REPOSITORY), "--basetemp", "/tmp/pytest", "-o", f"timeout={TEST_S}"),
+            f"@{folder / 'tests'}",
+        ]
+        env = {
+            REPORTS_VARIABLE: str(self._file),
+            ADDRESS_VARIABLE: address_of(1),
+            "PATH": os.environ["PATH"],
+            **compiled(("pytest", *PRELOAD), [REPOSITORY / "tests/multiproc"]),
+        }
+        in_repository = ["/bin/bash", "-c", 'cd "$1" && shift && exec "$@"', "-", str(REPOSITORY)]
+        self._guest = Guest(folder, [*in_repository, *pytest_command], env=env)
+
+    def reports(self, test: str) -> list[dict[str, Any]]:
+        """Of that test: of its setup, itself, its teardown. Raises VmError; then all later do."""
+        if self.broken is not None:
+            raise VmError(self.broken)
+        found: list[dict[str, Any]] = []
+        deadline = time.monotonic() + SILENCE_S
+        while not (found and found[-1].get("when") == "teardown"):
+            record = self._next(deadline, test)
+            report = record.get("report")
+            if report is not None and report["nodeid"] == test:
+                found.append(report)
+        return found
+
+    def _next(self, deadline: float, test: str) -> dict[str, Any]:
+        while not self._records:
+            ended = not self._guest.running
+            self._read()
+            if self._records:
+                break
+            if ended or time.monotonic() > deadline:
+                how = "ended" if ended else f"said nothing for {SILENCE_S:g} s"
+                self.broken = f"the guest {how} before {test} was done (a test before)"
+                words = self._guest.last_words()
+                raise VmError(f"the guest {how} before {test} was done\n{words}")
+            time.sleep(0.05)
+        return self._records.pop(0)
+
+    def _read(self) -> None:
+        if not self._file.exists():
+            return
+        with self._file.open("rb") as file:
+            file.seek(self._offset)
+            piece = file.read()
+        self._offset += len(piece)
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        self._records += [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        self._guest.close()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""verl's Megatron engine in each layout: BytePS reduces gradients to the bits of all-reduce, and an
-engine that goes on from a checkpoint computes what one that never stopped does."""
+"""verl's Megatron engine and Twinkle: BytePS reduces gradients to the bits of all-reduce."""
 
 from __future__ import annotations
 
@@ -81,3 +80,70 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=key)
+
+
+TWINKLE_LIMIT_S = 400.0
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny model with a tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate([*letters, "<pad>", "<end>"])}
+    raw = Tokenizer(models.BPE(vocab=words, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>")
+    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    made.save_pretrained(folder)
+    return folder
+
+
+def run_twinkle(kind: str, *, through_byteps: bool, model: Path, out: Path) -> None:
+    """Train on two ranks."""
+    out.mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-W", "ignore", *launcher, "-m", "tests.reinforcement.twinkle_rank"]
+    arguments = [kind, str(int(through_byteps)), str(model), str(out)]
+    environment = {**os.environ, "MODELSCOPE_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    process = Spawned("twinkle", [*command, *arguments], environment, out, cwd=out)
+    try:
+        process.wait(TWINKLE_LIMIT_S)
+    finally:
+        end_all([process], 10.0)
+    assert process.status == 0, last_lines(process.log, 60)
+    assert ("BytePS flat" in process.text) == through_byteps, last_lines(process.log, 60)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["whole", "lora"])
+def test_the_same_bits_by_twinkle(kind: str, qwen: Path, tmp_path: Path) -> None:
+    import torch
+
+    ours, theirs = tmp_path / "byteps", tmp_path / "all-reduce"
+    for out in (ours, theirs):
+        run_twinkle(kind, through_byteps=out == ours, model=qwen, out=out)
+    for rank in range(2):
+        one: dict[str, Any] = torch.load(ours / f"{rank}.pt")
+        other = torch.load(theirs / f"{rank}.pt")
+        assert one.keys() == other.keys() and one
+        assert all("lora" in name for name in one) == (kind == "lora")
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(one[name], torch.load(ours / "0.pt")[name]) for name in one)

@@ -1,5 +1,6 @@
 """Worker, servers and scheduler watched by AddressSanitizer and UndefinedBehaviorSanitizer, and by
-ThreadSanitizer, each built whole by `tests/native.py --sanitize`."""
+ThreadSanitizer; and a short run of each fuzzer.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.fuzz import TARGETS, fuzz
 from tests import native
 from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
 
@@ -22,8 +24,6 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
-
-pytestmark = pytest.mark.requires("clang")
 
 
 @pytest.fixture(
@@ -39,6 +39,7 @@ def programs(request: pytest.FixtureRequest) -> Path:
     return native.build(*wanted, sanitize=request.param)
 
 
+@pytest.mark.requires("clang")
 @pytest.mark.breaks_invariant
 @pytest.mark.timeout(LIMIT_S)
 def test_the_worker_over_a_fake_channel(programs: Path, run_dir: Path) -> None:
@@ -55,6 +56,7 @@ def test_the_worker_over_a_fake_channel(programs: Path, run_dir: Path) -> None:
     assert ended.returncode == 0
 
 
+@pytest.mark.requires("clang")
 @pytest.mark.timeout(LIMIT_S)
 def test_connections(programs: Path, run_dir: Path) -> None:
     with (run_dir / "connection_test.log").open("wb") as out:
@@ -69,6 +71,7 @@ def test_connections(programs: Path, run_dir: Path) -> None:
     assert ended.returncode == 0
 
 
+@pytest.mark.requires("clang")
 @pytest.mark.timeout(LIMIT_S)
 def test_memory_that_changes_while_it_is_sent_is_seen(programs: Path, run_dir: Path) -> None:
     """By ThreadSanitizer, which must not be told more than is so (tcp/handover.h)."""
@@ -90,6 +93,7 @@ def test_memory_that_changes_while_it_is_sent_is_seen(programs: Path, run_dir: P
     assert "data race" in text and "Connection::Drain" in text
 
 
+@pytest.mark.requires("clang")
 @pytest.mark.timeout(LIMIT_S)
 def test_a_whole_job(programs: Path, run_dir: Path) -> None:
     port_file = run_dir / "scheduler.port"
@@ -124,3 +128,24 @@ def test_a_whole_job(programs: Path, run_dir: Path) -> None:
             if process.running:
                 process.send(signal.SIGKILL)
                 process.wait(LIMIT_S)
+
+
+# A short run of each fuzzer: its corpus, which holds whatever was found, and some more.
+
+
+RUNS = {"membership": 1_000, "server": 1_000}
+"""Those that start threads are slower."""
+OTHER_RUNS = 30_000
+
+
+@pytest.fixture(scope="session")
+def fuzzers() -> Path:
+    return native.build("fuzzers", sanitize="address")
+
+
+@pytest.mark.sanitized_by_address
+@pytest.mark.requires("clang")
+@pytest.mark.parametrize("target", TARGETS)
+def test_target(fuzzers: Path, target: str) -> None:
+    runs = RUNS.get(target, OTHER_RUNS)
+    assert fuzz(fuzzers, target, runs, seed=1)["executions"] >= runs

@@ -12,7 +12,7 @@ import pytest
 from bench.ray_failures.cases import Runner, cluster_settings, pool_settings
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
-from tests.layouts.under_ray.pools import warm_pool
+from tests.layouts.under_ray.modes import warm_pool
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,27 @@
-"""From the arguments of one of Megatron's functional tests to those of a run on two cores.
+"""From the arguments of one of Megatron's functional tests, as a checkout has them, to those of a
+run on two cores through either backend, and to its row of a table.
 
 What is changed is said here, as data, with the reason; every other argument stays as it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from ..gpt.rows import STEPS
+import yaml
+
+from scripts.columns import aligned
+
+from ..gpt.compare import compare
+from ..gpt.layout import Report
+from ..gpt.rows import STEPS, Family, Layout
+from ..gpt.runs import train
+from ..table import Table
 
 Value = str | bool | Sequence[str]
 """True for a flag alone, several words for one that takes several."""
@@ -226,3 +239,189 @@ def words(given: Mapping[str, Value]) -> list[str]:
         elif not isinstance(value, bool):
             found += value
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Layout):
+    """A functional test, made small; or several with the same arguments."""
+
+    arguments: tuple[str, ...]
+    """Of Megatron: all of them, in the order of the flags."""
+    left_out: tuple[str, ...] = ()
+    """Flags of the test that a CPU cannot serve."""
+    others: tuple[str, ...] = ()
+    """Tests whose arguments come to the same."""
+
+    def megatron_arguments(self) -> list[str]:
+        return list(self.arguments)
+
+
+def check(case: Case, folder: Path) -> Report:
+    """Train it both ways, in a new folder, and compare.
+
+    Raises:
+        JobFailed: a run failed.
+    """
+    folder.mkdir(parents=True)
+    ours = train(case, folder / "byteps", (), through_byteps=True)
+    theirs = train(case, folder / "all-reduce", (), through_byteps=False)
+    report = compare(case, ours.results(), theirs.results())
+    if not report.misses and not report.same_bits:
+        report.misses.append("not the same bits")
+    return report
+
+
+# ----- a checkout of Megatron-LM
+
+
+FAMILIES: dict[str, Family] = {
+    "bert": "bert",
+    "gpt": "gpt",
+    "mixtral": "gpt",
+    "moe": "gpt",
+    "t5": "t5",
+}
+"""Folders of tests whose models can be trained here: which model each has."""
+_CASES = "tests/functional_tests/test_cases"
+_NO_TRAINING = re.compile(r"inference|grpo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Test:
+    """A functional test that trains."""
+
+    name: str
+    family: Family
+    arguments: dict[str, Value]
+    """By flag."""
+
+
+def tests_of(checkout: Path) -> Iterator[Test]:
+    """The tests that train one of the models of FAMILIES.
+
+    Raises:
+        ValueError: the folder has no functional tests.
+    """
+    found = sorted((checkout / _CASES).glob("*/*/model_config.yaml"))
+    if not found:
+        raise ValueError(
+            f"{checkout} has no {_CASES}: give a checkout of Megatron-LM with its tests"
+        )
+    for file in found:
+        folder, name = file.parts[-3:-1]
+        if folder not in FAMILIES or _NO_TRAINING.search(name):
+            continue
+        given = yaml.safe_load(file.read_text(encoding="utf-8"))["MODEL_ARGS"]
+        arguments = {flag: _value(value) for flag, value in given.items()}
+        yield Test(name=name, family=FAMILIES[folder], arguments=arguments)
+
+
+def cases_of(checkout: Path) -> tuple[list[Case], dict[str, str]]:
+    """What a CPU can run of a checkout, tests with equal arguments as one case; and why it cannot
+    run the others, by name.
+
+    Raises:
+        ValueError: the folder has no functional tests.
+    """
+    cases: dict[object, Case] = {}
+    cannot: dict[str, str] = {}
+    for test in tests_of(checkout):
+        try:
+            made = small(test.arguments)
+        except CannotRun as reason:
+            cannot[test.name] = str(reason)
+            continue
+        key = (test.family, made.ranks, made.arguments)
+        if key in cases:
+            cases[key] = replace(cases[key], others=(*cases[key].others, test.name))
+            continue
+        cases[key] = Case(
+            name=test.name,
+            family=test.family,
+            ranks=made.ranks,
+            arguments=made.arguments,
+            left_out=made.left_out,
+        )
+    return sorted(cases.values(), key=lambda case: (case.ranks, case.name)), cannot
+
+
+def strange(rows: Sequence[Case], cases: Sequence[Case]) -> list[str]:
+    """How rows differ from the tests of a checkout that they repeat."""
+    known = {name: case for case in cases for name in (case.name, *case.others)}
+    found = []
+    for row in rows:
+        twin = known.get(row.name)
+        if twin is None:
+            found.append(f"{row.name}: the checkout has no such test that a CPU can run")
+            continue
+        mine, theirs = _pairs(row), _pairs(twin)
+        if apart := sorted(mine ^ theirs):
+            told = "; ".join(
+                f"{'the row' if pair in mine else 'the checkout'} has {pair}" for pair in apart
+            )
+            found.append(f"{row.name}: {told}")
+    return found
+
+
+def _pairs(case: Case) -> set[str]:
+    """The arguments, each flag with its values."""
+    text = " ".join(case.arguments)
+    pairs = {f"--{part.strip()}" for part in (" " + text).split(" --") if part.strip()}
+    return {*pairs, f"{case.ranks} ranks", f"a {case.family}"}
+
+
+def _value(given: Any) -> Value:
+    """As the tests' own launcher hands it over, in its first run: words in brackets are several, in
+    parentheses one."""
+    if given is True:
+        return True
+    text = str(given).strip().replace("${REPEAT}", "1")
+    if text.startswith("[") and text.endswith("]"):
+        return tuple(text[1:-1].split())
+    return text
+
+
+# ----- tables
+
+
+_MADE_BY = "made by `make functional MEGATRON=CHECKOUT MARKDOWN=docs/results/functional.md`"
+_MARK = f"<!-- {{}}: {_MADE_BY}; not to be edited by hand -->"
+_MISS = " (MISS)"
+"""After the name of a test whose two runs differ."""
+
+
+def put(document: Path, report: Report, case: Case, cases: Sequence[Case]) -> None:
+    """Write a test's row into the document.
+
+    Raises:
+        SystemExit: the document has no place for it.
+    """
+    missed = report.misses or not report.same_bits
+    table = Table(
+        begin=_MARK.format("run"),
+        head=("test", "also", "left out"),
+        align="lrl",
+        keys=[case.name for case in cases],
+        key_of=lambda cells: cells[0].removesuffix(_MISS),
+    )
+    row = [
+        case.name + _MISS * bool(missed),
+        str(len(case.others) or ""),
+        " ".join(case.left_out),
+    ]
+    table.put(document, [row])
+
+
+def put_others(document: Path, cannot: Mapping[str, str]) -> None:
+    """Write how many tests a CPU cannot run, and why."""
+    tests = Counter(cannot.values())
+    reasons = sorted(tests, key=lambda why: (-tests[why], why))
+    table = Table(begin=_MARK.format("not run"), head=("why", "tests"), align="lr", keys=reasons)
+    table.put(document, [[why, str(tests[why])] for why in reasons])
+
+
+def listing(cases: Sequence[Case], cannot: Mapping[str, str]) -> str:
+    """What there is to run, and what cannot be."""
+    rows = [[case.name, str(case.ranks), " ".join(case.arguments)] for case in cases]
+    rows += [[name, "-", why] for name, why in cannot.items()]
+    return aligned([["test", "ranks", "arguments"], *rows], left=3)

@@ -7,8 +7,7 @@ checkout `make functional` reads the tests themselves, and says where a row diff
 from __future__ import annotations
 
 from ..gpt.rows import Family
-from .arguments import Value, words
-from .runs import Case
+from .arguments import Case, Value, words
 
 _ALL = """
     --eval-interval 1000 --eval-iters 0 --hidden-size 64 --log-memory-to-tensorboard

@@ -1,11 +1,11 @@
-"""What a layout is: how a model and its data are split, and what is added in what."""
+"""What a layout is, what its ranks saw of their training, and what the comparison came to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from ..rows import Row
+from ..table import Row
 
 Dtype = Literal["fp32", "bf16", "bf16-wire", "fp16-wire"]
 Family = Literal["gpt", "t5", "bert"]
@@ -148,3 +148,140 @@ class Layout(Row):
         if self.overlap:
             arguments += ["--overlap-grad-reduce", "--ddp-bucket-size", str(BUCKET_ELEMENTS)]
         return [*arguments, *self.extra]
+
+
+# ----- what a rank saw: written by the ranks, read by the comparison
+
+
+@dataclass(kw_only=True)
+class Sum:
+    """One gradient bucket of one step on one rank, before and after the ranks summed it."""
+
+    members: tuple[int, ...]
+    """The global ranks that summed."""
+    local: Any
+    """The whole bucket of this rank as it went into the sum: accumulated and scaled."""
+    result: Any
+    """The sum as this rank got it: the whole bucket, the shard that it owns, or nothing where
+    servers keep it."""
+    offset: int
+    """Where in the bucket the result begins."""
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each parameter, by its name: first element in the bucket, and last plus one."""
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One step of the optimizer on one rank."""
+
+    sums: dict[str, Sum] = field(default_factory=dict)
+    """By the bucket's place in the model, the same under every backend."""
+    loss: float | None = None
+    """Average over all ranks; None where the pipeline's last stage is elsewhere."""
+    grad_norm: float | None = None
+    zeros: int | None = None
+    """Gradients that are 0, where they are counted."""
+
+    def gradients(self) -> dict[str, Any]:
+        """Of each parameter, as they went into the sums, whatever buckets they were in."""
+        return {
+            f"{bucket.split('/', 1)[0]}/{name}": total.local[begin:end]
+            for bucket, total in self.sums.items()
+            for name, (begin, end) in total.places.items()
+        }
+
+
+@dataclass(kw_only=True)
+class RankSeen:
+    """A whole run on one rank."""
+
+    steps: list[Step]
+    parameters: dict[str, Any]
+    """At the end."""
+    names: list[str]
+    """Of the BytePS operations that this rank started, in that order; empty without."""
+    byteps_imported: bool
+    pushed_bytes: int = 0
+    """To servers, as the engine counts them, in the whole run."""
+    pulled_bytes: int = 0
+    inexact_updates: list[str] | None = None
+    """With gradients in few bits and servers that update: where parameters are not the bits that
+    they have to be. None: nobody looked."""
+    update_error: tuple[float, float] | None = None
+    """Of the final fp32 parameters, sums of squares: of how far they are from those that updates in
+    fp64 make of the same gradients, and of these."""
+
+
+# ----- what the comparison came to
+
+
+# Largest relative difference of a step's loss where the order of additions may differ.
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "bf16-wire": 2e-2, "fp16-wire": 5e-3}
+SENT_AS_TOLERANCE = {"bf16": 2e-2, "int8": 2e-2, "int4": 5e-2}
+
+
+@dataclass(kw_only=True)
+class Errors:
+    """How far a backend's sums are from the sums in fp64 of what went into them."""
+
+    relative: dict[str, float] = field(default_factory=dict)
+    """By dtype: the largest error of an element over the sum of its parts' magnitudes."""
+    inexact: list[str] = field(default_factory=list)
+    """Sums of two values that are not the correctly rounded sum."""
+    split: list[str] = field(default_factory=list)
+    """Sums that are not the same on all members."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.relative.values(), default=0.0)
+
+
+@dataclass(kw_only=True)
+class Difference:
+    """How far two runs are from each other."""
+
+    parameters: float = 0.0
+    """The norm of the difference of all final parameters, relative to their norm."""
+    norm: float = 0.0
+    """Of a step's gradients, relative; the largest."""
+    ours: float = 0.0
+    """How far our fp32 parameters are from those that updates in fp64 make of the same gradients,
+    relative to their norm."""
+    theirs: float = 0.0
+    """The same of Megatron's own optimizer, with its gradients."""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What the comparison of one layout came to."""
+
+    layout: Layout
+    groups: list[int] = field(default_factory=list)
+    """Sizes of the groups that sum: the number of values in a sum."""
+    buckets: int = 0
+    """Different sums of a step, over all ranks."""
+    same_bits: bool = False
+    """Whether every sum, loss, gradient norm and final parameter is the same to the last bit."""
+    ours: Errors = field(default_factory=Errors)
+    theirs: Errors = field(default_factory=Errors)
+    loss_difference: float = 0.0
+    """Largest relative difference of the losses of a step."""
+    update: Difference | None = None
+    """With the optimizer on the servers: how far its run is from Megatron's own."""
+    misses: list[str] = field(default_factory=list)
+    """What is not as it must be; empty when all is well."""
+
+    @property
+    def bits_must_agree(self) -> bool:
+        """Whether both backends round the same sums of at most two values once."""
+        small = max(self.groups, default=1) <= 2
+        return small and not self.layout.wire and not self.layout.servers
+
+    @property
+    def loss_tolerance(self) -> float:
+        """Largest relative difference of the losses of a step."""
+        if self.bits_must_agree:
+            return 0.0
+        if self.layout.wire:
+            return SENT_AS_TOLERANCE[self.layout.wire]
+        return LOSS_TOLERANCE[self.layout.dtype]

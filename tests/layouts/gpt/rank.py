@@ -18,13 +18,11 @@ from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.training import training
 from megatron.training.cpu_layers import allow_context_parallel, allow_sequence_parallel
 
-from . import encoders
-from .exact import ExactUpdates
-from .exact_bits import ExactBits
-from .precision import allow_precision_aware_optimizer
+from . import models
+from .exact import ExactBits, ExactUpdates
+from .layout import RankSeen, Step, Sum
+from .models import allow_precision_aware_optimizer, fuse_output_layer, pack
 from .rows import Family
-from .seen import RankSeen, Step, Sum
-from .te_model import fuse_output_layer, pack
 
 
 class Witness:
@@ -280,5 +278,5 @@ def run(
     if family == "gpt":
         pretrain_dpu_gpt.main()
     else:
-        encoders.main(family)
+        models.main(family)
     return witness.seen()

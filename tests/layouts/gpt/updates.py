@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from . import few_bits
 from .compare import (
     BYTES_TOLERANCE,
     FEW_BITS_TOLERANCE,
@@ -17,12 +16,12 @@ from .compare import (
     begin_report,
     check_first_step,
     check_losses,
+    kept_bytes,
     sharers_of,
     way_of,
 )
-from .outcome import Difference, Report
+from .layout import Difference, RankSeen, Report, Sum
 from .rows import Layout
-from .seen import RankSeen, Sum
 
 # Largest relative difference of the final parameters, as one vector, and of a step's norm. Both
 # runs update in fp32. What differs is how a sum of gradients is rounded.
@@ -246,7 +245,7 @@ def _apart(layout: Layout, total: Sum) -> float:
         for name, (begin, end) in total.places.items()
         if layout.pp > 1 and name.endswith(_TIED)
     ]
-    return few_bits.kept_bytes(total) / 2 + sum(tied)
+    return kept_bytes(total) / 2 + sum(tied)
 
 
 def _held_bytes(layout: Layout) -> int:

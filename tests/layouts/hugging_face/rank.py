@@ -18,10 +18,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_byteps_hf.bridge import auto_bridge
+from tests.layouts.gpt.layout import RankSeen
 from tests.layouts.gpt.rank import run
-from tests.layouts.gpt.seen import RankSeen
 
-from .models import VOCABULARY, make
+from .runs import VOCABULARY, make
 
 # Before anything else of Megatron-Bridge is imported.
 auto_bridge()

@@ -1,16 +1,136 @@
-"""Trains a layout through both backends and looks at the files that come out."""
+"""Trains tiny Hugging Face models in layouts through both backends, whole or by adapters, and looks
+at the files that come out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.layouts.job import Job
-from tests.layouts.platforms import THROUGH_SERVERS, TWO_SERVERS
+from tests.layouts.job import THROUGH_SERVERS, TWO_SERVERS, Job
 
-from .rows import STEPS, Layout
+from ..table import Row
+
+VOCABULARY = 320
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    # Larger than a real model's: a wrong layer shows in the logits.
+    "initializer_range": 0.1,
+}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_COMMON, tie_word_embeddings=True))
+
+
+def _qwen2() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**_COMMON))
+
+
+def _qwen3() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=32))
+
+
+def _qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**_COMMON, **experts, head_dim=16, norm_topk_prob=True)
+    )
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,  # the embedding is the output layer too
+    "qwen2": _qwen2,  # biases in attention
+    "qwen3": _qwen3,  # norms of queries and keys, heads wider than hidden / heads
+    "qwen3-moe": _qwen3_moe,  # experts
+}
+
+
+def make(name: str, folder: Path) -> None:
+    """Write one of them."""
+    import torch
+
+    torch.manual_seed(11)
+    model = MAKERS[name]()
+    # Biases and norms are zeros and ones when new: a swapped one would not show.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(folder)
+
+
+# ----- layouts
+
+
+STEPS = 3
+SEQUENCE = 32
+LORA_RANK = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Row):
+    """A model, and how it is cut over ranks."""
+
+    model: str
+    """A name in ``layouts.hugging_face.models``."""
+    extra: tuple[str, ...] = ()
+
+    def arguments(self, *, lora: bool) -> list[str]:
+        """Of Megatron, but for model, data and backend."""
+        arguments = [
+            *("--seq-length", str(SEQUENCE), "--micro-batch-size", "2"),
+            *("--global-batch-size", str(4 * self.dp), "--train-iters", str(STEPS)),
+            *("--lr", "1e-2", "--lr-decay-style", "constant", "--split", "100,0,0"),
+            *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
+            *("--seed", "7", "--num-workers", "0"),
+            *self.size_arguments(),
+        ]
+        if lora:
+            arguments += ["--lora", "--lora-rank", str(LORA_RANK), "--lora-alpha", "8"]
+            # Adapters on experts that lie on several ranks are refused.
+            arguments += ["--lora-targets", "linear_qkv", "linear_proj"] if self.ep > 1 else []
+        return [*arguments, *self.extra]
+
+
+_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
+              "--recompute-num-layers", "1")  # fmt: skip
+
+# Two data-parallel ranks where there are any: a sum of two values has one result in any order.
+LAYOUTS: tuple[Layout, ...] = (
+    Layout(name="dp2", model="llama", ranks=2),
+    Layout(name="dp2-qwen2", model="qwen2", ranks=2),
+    Layout(name="dp2-qwen3", model="qwen3", ranks=2),
+    Layout(name="dp2-recompute", model="llama", ranks=2, extra=_RECOMPUTE),
+    Layout(name="dp2-distributed-optimizer", model="llama", ranks=2,
+           extra=("--use-distributed-optimizer",)),
+    Layout(name="tp2-dp2", model="llama", ranks=4, tp=2),
+    Layout(name="pp2-dp2", model="llama", ranks=4, pp=2),
+    Layout(name="tp2-pp2-dp2", model="qwen3", ranks=8, tp=2, pp=2),
+    Layout(name="pp4-dp2", model="qwen2", ranks=8, pp=4),
+    Layout(name="dp2-experts", model="qwen3-moe", ranks=2),
+    Layout(name="ep2", model="qwen3-moe", ranks=2, ep=2),
+)  # fmt: skip
+
+
+# ----- runs
+
 
 PROGRAMS = "tests.layouts.hugging_face.rank"
 # As the program's names; that module takes seconds to import, and the parent does without.

@@ -1,23 +1,66 @@
-"""Trains a layout locally and under Ray, and holds one run against the other."""
+"""Trains a layout locally and under Ray, on a pool of actors, and compares the two runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_byteps_ray.cluster import cluster
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
-from megatron_byteps_ray.settings import PRELOAD, Settings
-from tests.layouts.gpt.compare import differences
-from tests.layouts.gpt.seen import RankSeen
+from megatron_byteps_ray.settings import PRELOAD, Limits, Settings
+from tests.layouts.gpt.layout import RankSeen
 from tests.layouts.hugging_face.runs import make_model
+from tests.layouts.job import CPU, SMALL_PARTITIONS, THROUGH_SERVERS, Platform, gpus_to_offer
 from tests.layouts.job import Job as LocalJob
-from tests.layouts.platforms import CPU, SMALL_PARTITIONS, THROUGH_SERVERS, Platform
 
-from .pools import environment_on, settings_on
 from .rows import Cell
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def environment_on(platform: Platform) -> dict[str, str]:
+    """Of all ranks and servers."""
+    return {
+        **platform.environment,
+        "PYTHONWARNINGS": "ignore",
+        # Sums of more than two values have one result, in any order.
+        "BYTEPS_DETERMINISTIC": "1",
+    }
+
+
+def settings_on(platform: Platform, folder: Path, **changes: Any) -> Settings:
+    """Of a pool whose actors find the patched Megatron."""
+    settings: dict[str, Any] = {
+        "folder": folder,
+        "arguments": platform.arguments,
+        "gpus_per_rank": float(platform.shares_devices),
+        "environment": environment_on(platform),
+        "python_path": (str(ROOT / "build/Megatron-LM"),),
+        "limits": Limits(warm=1200.0),
+    }
+    return Settings(**settings, **changes)
+
+
+@contextmanager
+def warm_pool(settings: Settings, *, of_cluster: Settings | None = None) -> Iterator[Pool]:
+    """The actors of `settings`, in a cluster of its size, or of that of `of_cluster`."""
+    # Ray's sockets need a short path, and its processes may still write there as they end.
+    with (
+        tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        cluster(of_cluster or settings, temp_dir=folder, gpus=gpus_to_offer(settings)),
+    ):
+        pool = Pool(settings)
+        try:
+            pool.open()
+            yield pool
+        finally:
+            pool.close()
+
 
 SERVERS = 2
 MODULE = "tests.layouts.under_ray.witness"
@@ -111,6 +154,8 @@ class Outcome:
 
 def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
     """Hold a run under Ray against the local one, rank by rank."""
+    from tests.layouts.gpt.compare import differences  # imports torch
+
     found = list(differences(local, ray))
     for rank, (one, other) in enumerate(zip(local, ray, strict=True)):
         if sorted(one.names) != sorted(other.names):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.layouts.gpt.rows import Layout
-from tests.layouts.hugging_face.rows import Layout as HuggingFaceLayout
-from tests.layouts.rows import Row
+from tests.layouts.hugging_face.runs import Layout as HuggingFaceLayout
+from tests.layouts.table import Row
 
 FULL, LORA = "all", "adapters"
 

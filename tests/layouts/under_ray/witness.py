@@ -14,7 +14,7 @@ import torch
 
 from tests.layouts.gpt.rank import run
 
-from .gpus import take_a_share
+from ..job import take_a_share
 
 
 def main() -> None:

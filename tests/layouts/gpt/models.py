@@ -1,14 +1,19 @@
-"""T5 and BERT in Megatron's training loop, with layers of megatron.core alone, on random tokens."""
+"""What models need in addition to Megatron's: T5 and BERT in its training loop, with layers of
+megatron.core alone; layers of Transformer Engine; and the Adam that it would bring."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
@@ -17,6 +22,8 @@ from megatron.core.models.T5.t5_spec import (
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -194,3 +201,115 @@ def main(family: str) -> None:
     pretrain(container, datasets, ModelType.encoder_or_decoder, step, model)
     dist.barrier()
     dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------- Transformer Engine
+
+
+DOCUMENTS = (0, 24, 40, 64)
+"""Where the documents of a packed row begin, and where the last one ends."""
+
+
+def fuse_output_layer() -> None:
+    """Have Megatron's own output layer add its weight's gradient to the bucket.
+
+    Transformer Engine's layers do; for this one Megatron takes a kernel of Apex.
+    """
+
+    def add(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:
+        """``[n, in]`` and ``[n, out]``, into ``[out, in]``."""
+        total.add_(grads.t().float() @ inputs.float())
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add
+    )
+    layers._grad_accum_fusion_available = True
+
+
+def pack(model: torch.nn.Module) -> None:
+    """Have a model take each row of tokens for several documents, laid end to end."""
+
+    def with_documents(_: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        tokens, position_ids, _ = args
+        starts = torch.tensor(DOCUMENTS, dtype=torch.int32, device=tokens.device)
+        longest = max(end - begin for begin, end in pairwise(DOCUMENTS))
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        # The documents say what a token may look at.
+        return (tokens, position_ids, None), {**kwargs, "packed_seq_params": packed}
+
+    model.register_forward_pre_hook(with_documents, with_kwargs=True)
+
+
+class PrecisionAwareAdam(torch.optim.Optimizer):
+    """AdamW. Arguments are those that Megatron gives."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype = torch.float32,
+        master_weights: bool = False,
+        use_decoupled_grad: bool = False,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        assert master_weights and use_decoupled_grad and adam_w_mode and not capturable
+        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        super().__init__(params, defaults)
+        self._dtypes = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
+
+    def initialize_state(self, parameter: torch.Tensor, *_: Any) -> None:
+        """As before the first step."""
+        state = self.state[parameter]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=self._dtypes[name])
+        state["master_param"] = parameter.detach().to(self._dtypes["master_param"], copy=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update; parameters without a gradient stay as they are."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                gradient = getattr(parameter, "decoupled_grad", None)
+                if gradient is not None:
+                    self._update(parameter, gradient.float(), group)
+
+    def _update(self, parameter: Any, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        if not self.state[parameter]:
+            self.initialize_state(parameter)
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        mean = state["exp_avg"].float().lerp(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].float().lerp(gradient.square(), 1 - beta2)
+        master = state["master_param"].float() * (1 - group["lr"] * group["weight_decay"])
+        root = (square / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+        master -= group["lr"] * mean / (1 - beta1 ** group["step"]) / root
+        for name, value in (("exp_avg", mean), ("exp_avg_sq", square), ("master_param", master)):
+            state[name].copy_(value)
+        parameter.copy_(state["master_param"])
+
+
+def allow_precision_aware_optimizer() -> None:
+    """Have Megatron, which is imported by now without Transformer Engine, find this Adam there."""
+    package = ModuleType("transformer_engine.pytorch.optimizers")
+    package.FusedAdam = PrecisionAwareAdam  # type: ignore[attr-defined] # as the package has it
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[package.__name__] = package
+    megatron_optimizer.Adam = PrecisionAwareAdam
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False

@@ -1,1 +1,0 @@
-"""Megatron's functional tests' arguments, trained small on a CPU through both backends."""
