@@ -28,7 +28,7 @@ help: ## list the targets
 	@echo 'make rl: ALGORITHM=ppo (default: grpo) STEPS=20 WORKERS=2 COMPARE=1 (through all-reduce too) ARGS="--seed 2" (any flag of scripts/rl.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/results/correctness.md (write it anew)'
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/results/figures.md (write the results) CHART=docs/images/speed.png (one picture of them) ARGS=... (any flag of bench/pushpull/suite.py)'
-	@echo 'make functional: MEGATRON=checkout (all tests of a Megatron-LM; else the rows that are kept here) LAYOUTS="gpt3_mcore_tp1_pp2" MARKDOWN=docs/results/functional.md'
+	@echo 'make functional: MEGATRON=checkout (all tests of a Megatron-LM; else the rows that are kept here) LAYOUTS="gpt3_mcore_tp1_pp2" MARKDOWN=docs/results/recipes.md'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
 	@echo 'make soak: MINUTES=60 PICTURE=docs/images/soak.png ARGS="--seed 2"'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'

@@ -31,7 +31,7 @@ from bench.kit.processes import LaunchError, become_interruptible
 from bench.kit.record import header, metadata, parse_hosts, parse_rate, parse_size, sweep
 from bench.pushpull.launch import MAX_BUSY, Run, run_in_cluster, run_plan, write
 from bench.pushpull.tables import Gate, gate_table, judge_all, ratio_table, result_table
-from scripts.columns import aligned
+from scripts.progress import aligned
 
 DEFAULT_SIZES = "4KiB,64KiB,1MiB,16MiB"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs megatron_byteps_ray.traces of this checkout, by any Python 3.12 or later: see its -h."""
+"""Runs megatron_byteps_ray.profiling of this checkout, by any Python 3.12 or later: see its -h."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "integrations" / "ray"
 
 if __name__ == "__main__":
-    command = [sys.executable, "-m", "megatron_byteps_ray.traces", *sys.argv[1:]]
+    command = [sys.executable, "-m", "megatron_byteps_ray.profiling", *sys.argv[1:]]
     os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": str(PACKAGE)})

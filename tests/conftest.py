@@ -54,7 +54,7 @@ def _can_switch() -> bool:
 def _has_megatron_main() -> bool:
     """Whether a checkout of Megatron's main branch is named, or was fetched: no test waits for a
     network."""
-    from scripts.patchkit.fetch import cache_root
+    from scripts.patchkit.lock import cache_root
     from scripts.patchkit.lock import load_lock
 
     (upstream,) = (

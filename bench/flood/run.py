@@ -24,10 +24,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests.multiproc.cluster import LOOPBACK, Cluster, Nursery, Process, wait_all
 from tests.multiproc.flood import KINDS, Flood, Plan
-from tests.multiproc.sockets import connections_of
+from tests.multiproc.endings import connections_of
 
 MOST_SECONDS_MORE = 5.0
 MOST_LINES, MOST_MIB, MOST_FILES = 10, 64.0, 1024

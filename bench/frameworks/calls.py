@@ -27,7 +27,7 @@ from bench.kit.emulation import LOOPBACK
 from bench.kit.plan import Topology
 from bench.kit.processes import LaunchError, Placement, Processes, become_interruptible, run_job
 from bench.kit.record import metadata
-from scripts.columns import aligned
+from scripts.progress import aligned
 
 TIMEOUT_S = 600.0
 

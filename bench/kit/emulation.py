@@ -357,7 +357,7 @@ def _sharing(plan: Plan) -> str:
     """How many share what; nothing where each rank has a GPU of its own."""
     if not plan.shares_gpus():
         return ""
-    from scripts.gpus import count_gpus
+    from scripts.children import count_gpus
 
     return f"{plan.topology.workers} ranks share {count_gpus()} GPUs"
 

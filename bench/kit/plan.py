@@ -190,7 +190,7 @@ class Plan:
         """Whether the ranks outnumber this machine's GPUs."""
         if self.device != "cuda":
             return False
-        from scripts.gpus import outnumbered
+        from scripts.children import outnumbered
 
         return outnumbered(self.topology.workers)
 

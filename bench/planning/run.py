@@ -28,13 +28,14 @@ from unittest import mock
 import byteps.torch as bps
 import torch
 from byteps.cost_model import Servers
-from byteps.torch import c_lib, declarations, engine, in_flight, nodes, session
-from byteps.torch.job import Job
+from byteps.torch import c_lib, engine, in_flight, nodes, session
+from byteps.torch import engine
+from byteps.torch.world import Job
 from byteps.torch.routes import Network
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.dpu_reduce import job, plan
 
-from scripts.columns import aligned
+from scripts.progress import aligned
 
 PARTITION = 4 << 20
 RATE = 12.5e9
@@ -117,9 +118,9 @@ class MadeUp:
                 (job, "_job", told),
                 (nodes, "groups", SimpleNamespace(get=lambda ranks, *_: _node_of(ranks))),
                 (session, "_launch", launch),
-                (declarations, "partition_bytes", lambda nbytes, **_: min(nbytes, PARTITION)),
+                (engine, "partition_bytes", lambda nbytes, **_: min(nbytes, PARTITION)),
                 (bps, "partition_count", lambda nbytes, **_: -(-nbytes // PARTITION)),
-                (declarations, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
+                (engine, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (bps, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (nodes.engine, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (c_lib, "declare", declared.extend),

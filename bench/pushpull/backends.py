@@ -265,7 +265,7 @@ class TwoLevels:
         self._local = self._layout.local_index(rank)
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
-        from byteps.torch.pieces import whole_pieces
+        from byteps.torch.node_groups import whole_pieces
 
         under_way = []
         for tensor in tensors:
@@ -348,7 +348,7 @@ class PushPull:
         return wire
 
     def _reduce_node_first(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
-        from byteps.torch.pieces import whole_pieces
+        from byteps.torch.node_groups import whole_pieces
 
         pending, partitions, rank = [], 0, dist.get_rank()
         assert self._node is not None

@@ -44,7 +44,7 @@ from bench.pushpull.tables import (
     result_table,
     results,
 )
-from scripts.columns import aligned
+from scripts.progress import aligned
 
 _COLOURS = {
     "byteps": "tab:blue",

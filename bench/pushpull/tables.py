@@ -13,7 +13,7 @@ import torch
 from bench.kit.plan import Case, Plan
 from bench.kit.record import show_size
 from bench.pushpull.launch import Ratio, Row, Run, cpu_s_per_gb, p50_s, percentile, ratio, row, rows
-from scripts.columns import pipes
+from scripts.progress import pipes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,10 @@ from typing import Any
 
 from bench.kit import gpt
 from bench.kit.record import metadata
-from scripts import gpus, prepare_data
+from scripts import prepare_data
+from scripts import children
 from scripts import train as train_script
-from scripts.columns import aligned
+from scripts.progress import aligned
 from scripts.trainkit.job import Job, JobError, Record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,8 +79,8 @@ def learn(
         arguments += ["--dpu-reduce-wire-dtype", wire]
     environment = train_script.environment(options.workers, options.servers)
     if train_script.on_gpu():
-        shown = min(options.workers, gpus.count_gpus())
-        environment["CUDA_VISIBLE_DEVICES"] = gpus.some_gpus(number * shown, shown)
+        shown = min(options.workers, children.count_gpus())
+        environment["CUDA_VISIBLE_DEVICES"] = children.some_gpus(number * shown, shown)
     job = Job(
         tree=options.tree,
         folder=options.out / f"{wire}-{seed}",

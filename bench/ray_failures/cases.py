@@ -16,8 +16,8 @@ from bench.ray_failures.nodes import Nodes
 from megatron_byteps_ray.cluster import Pool
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.settings import PRELOAD, Settings
-from tests.layouts.platforms import CPU, Platform
-from tests.layouts.under_ray.pools import environment_on, settings_on
+from tests.layouts.job import CPU, Platform
+from tests.layouts.under_ray.modes import environment_on, settings_on
 
 STEPS, SAVE_EVERY, STRIKE = 12, 4, 7
 RANKS, SPARES = 2, 3

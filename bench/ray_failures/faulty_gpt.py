@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_byteps_ray import memory
-from tests.layouts.under_ray.gpus import take_a_share
+from tests.layouts.job import take_a_share
 
 _HOLD_S = 120.0
 
@@ -51,9 +51,9 @@ def _do(what: str) -> None:
     elif what.startswith("hold:"):
         _await(Path(what.partition(":")[2]).exists)
     elif what == "told":
-        from megatron.core.distributed.dpu_reduce import leaving
+        from megatron.core.distributed.dpu_reduce import replica_changes
 
-        _await(leaving.told)
+        _await(replica_changes.told)
     elif what.startswith("joiner:"):
         from byteps.torch import members
 

@@ -3,7 +3,7 @@
 
 Interleaved, several times: perftest's plain writes, then push_pull with one plane and with two, and
 the delay of a control message while values fill the link. At the end, the CPU time of a job that
-sums nothing. docs/results/rdma.md says what such figures can tell.
+sums nothing. docs/results/method.md says what such figures can tell.
 
 Exit status: 0; 1 something failed or a threshold was missed; 2 bad usage.
 """
@@ -24,10 +24,10 @@ from typing import Any
 
 from bench.kit.processes import become_interruptible
 from bench.kit.record import parse_size, show_size
-from scripts.columns import aligned, pipes
+from scripts.progress import aligned, pipes
 from scripts.progress import Progress
 from tests import native
-from tests.rdma.vm.bytecode import compiled
+from tests.rdma.vm.guest import compiled
 from tests.rdma.vm.guest import Guest, address_of
 from tests.rdma.vm.kernel import VmError
 

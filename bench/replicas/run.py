@@ -45,10 +45,11 @@ from bench.kit.emulation import LOOPBACK, Host
 from bench.kit.plan import Topology
 from bench.kit.processes import LaunchError, Placement, Processes, plain_environment, start_nodes
 from bench.kit.record import metadata, parse_rate
-from scripts import gpus, prepare_data
+from scripts import prepare_data
+from scripts import children
 from scripts import train as train_script
-from scripts.columns import aligned
-from scripts.ports import free_ports
+from scripts.progress import aligned
+from scripts.children import free_ports
 from scripts.trainkit.job import ENTRY, Record, read_record
 from tests.netkit.switch import DEVICE, Rule, Switch
 
@@ -312,11 +313,11 @@ def gpus_of(world: int, rank: int, size: int) -> dict[str, str]:
     """Variables of a rank that spread worlds over the GPUs of this machine, one after the other."""
     if not train_script.on_gpu():
         return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    shown = min(size, gpus.count_gpus())
+    shown = min(size, children.count_gpus())
     return {
-        **gpus.place_among(rank, shown),
+        **children.place_among(rank, shown),
         "LOCAL_WORLD_SIZE": str(shown),
-        "CUDA_VISIBLE_DEVICES": gpus.some_gpus(world * size, shown),
+        "CUDA_VISIBLE_DEVICES": children.some_gpus(world * size, shown),
     }
 
 

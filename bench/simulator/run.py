@@ -37,7 +37,7 @@ from bench.simulator.scenario import (
     payload_fraction,
     uniform,
 )
-from scripts.columns import aligned
+from scripts.progress import aligned
 
 _HEAD = ("workers", "servers", "seconds", "over M/B", "closed form", "ring s", "ring / this")
 

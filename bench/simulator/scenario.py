@@ -31,7 +31,7 @@ def engine_partition(
     link: float = 0.0,
 ) -> int:
     """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, whole pages,
-    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/base/placement.h).
+    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/base/protocol.h).
 
     ``link``: bytes per second of a worker's link, where TCP carries the values; on a fast one they
     are longer, on a slow one the smallest is shorter, unless it is given.
@@ -55,7 +55,7 @@ def engine_window(partition: int, servers: int, rate: float) -> int:
     """Bytes that a worker may have in flight for each server (BYTEPS_SERVER_WINDOW_BYTES=0): two
     partitions, so that one follows the other without a pause, and where those are small, what the
     worker's link of ``rate`` bytes per second carries in 5 ms, over all servers, 16 MiB at most
-    (byteps/engine/push_scheduler.h)."""
+    (byteps/engine/requests.h)."""
     return max(2 * partition, int(min(MOST_BY_RATE, COVERED_S * rate)) // servers)
 
 

@@ -10,7 +10,7 @@ form. In brackets: what the links allow at best.
   bench/stragglers/run.py                            four workers and servers at 100 Mbit/s
   bench/stragglers/run.py --servers 2 --shards       fewer servers; each rank takes its share alone
 
-docs/results/rl.md says what the columns mean, and holds the table. Needs root.
+docs/results/ray.md says what the columns mean, and holds the table. Needs root.
 
 Exit status: 0 all sums are right; 1 one is not, or a process failed; 2 bad usage.
 """
@@ -33,7 +33,7 @@ from bench.kit.processes import LaunchError, Placement, Processes, become_interr
 from bench.kit.record import parse_rate, parse_size, show_rate, show_size
 from bench.simulator.scenario import payload_fraction
 from bench.stragglers.rank import KINDS, WAYS, Experiment, Links, Step, delay, least_seconds, loads
-from scripts.columns import aligned, pipes
+from scripts.progress import aligned, pipes
 from scripts.progress import Progress
 
 SCHEMA = 1

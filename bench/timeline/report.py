@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_byteps_ray import profiling
-from scripts.columns import aligned
+from scripts.progress import aligned
 
 Row = tuple[int, str]
 """A process's number, and that of one of its partitions in one round."""

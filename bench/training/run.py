@@ -46,9 +46,9 @@ from bench.kit.processes import (
 from bench.kit.record import header, metadata, parse_hosts, ticks
 from scripts import prepare_data
 from scripts import train as train_script
-from scripts.columns import aligned
-from scripts.gpus import count_gpus, some_gpus
-from scripts.ports import free_ports
+from scripts.progress import aligned
+from scripts.children import count_gpus, some_gpus
+from scripts.children import free_ports
 from scripts.progress import Progress
 from scripts.trainkit.job import ENTRY, Record, read_record
 

@@ -37,7 +37,7 @@ from bench.training import run as train_bench
 from bench.training.run import Trained, show_memory
 from scripts import prepare_data
 from scripts import train as train_script
-from scripts.columns import pipes
+from scripts.progress import pipes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = 1

@@ -139,7 +139,7 @@ crun                   crun           required
 iptables               iptables       required
 '
 
-# A Slurm cluster on emulated hosts (tests/multiproc/slurm.py).
+# A Slurm cluster on emulated hosts (tests/multiproc/test_slurm.py).
 slurm_needs='
 /usr/sbin/slurmctld    slurmctld      required
 /usr/sbin/slurmd       slurmd         required
@@ -147,7 +147,7 @@ srun                   slurm-client   required
 /usr/sbin/munged       munge          required
 '
 
-# Thorough tests of memory (tests/unit/test_valgrind.py).
+# Thorough tests of memory (tests/unit/test_parts.py).
 valgrind_needs='
 valgrind               valgrind       required
 '

@@ -138,11 +138,11 @@ def names(package: str) -> list[str]:
 
 @functools.cache
 def _recipes(package: str) -> Mapping[str, Callable[[], Any]]:
-    from megatron.core.distributed.dpu_reduce import bridge
+    from megatron.core.distributed.dpu_reduce import check
 
     _imported(package)
     with _what_is_not_installed():
-        return bridge.recipes(package)
+        return check.recipes(package)
 
 
 def examine(name: str) -> Outcome:
@@ -161,7 +161,8 @@ def examine(name: str) -> Outcome:
 
 
 def _examined(package: str, recipe: str, times: int) -> Outcome:
-    from megatron.core.distributed.dpu_reduce import bridge, check
+    from megatron.core.distributed.dpu_reduce import check
+    from megatron.core.distributed.dpu_reduce import check
 
     config = _made(_recipes(package)[recipe])
     model = config.model
@@ -187,7 +188,7 @@ def _examined(package: str, recipe: str, times: int) -> Outcome:
         server_link_gbps=LINK_GBPS,
     )
     with _what_is_not_installed(), _newest_transformer_engine(), _silence():
-        verdict = bridge.judge(config, machines)
+        verdict = check.judge(config, machines)
     return Outcome(
         name=recipe,
         hosts=hosts,

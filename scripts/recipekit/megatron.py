@@ -244,13 +244,13 @@ def examine(source: Source) -> Outcome:
 
     Megatron is asked with as many hosts as it needs, where a recipe names too few for one model.
     """
-    from megatron.core.distributed.dpu_reduce import parsing
+    from megatron.core.distributed.dpu_reduce import parameters
 
     hosts = source.hosts
     while True:
         try:
             return _examined(source, hosts)
-        except (parsing.NotMegatrons, ValueError) as error:
+        except (parameters.NotMegatrons, ValueError) as error:
             too_few = re.search(r"is not divisible by|cannot be split by", str(error))
             if not too_few or hosts >= _MOST_HOSTS:
                 return Outcome(name=source.name, hosts=source.hosts, not_read=str(error)[:200])
@@ -258,9 +258,10 @@ def examine(source: Source) -> Outcome:
 
 
 def _examined(source: Source, hosts: int) -> Outcome:
-    from megatron.core.distributed.dpu_reduce import check, parsing
+    from megatron.core.distributed.dpu_reduce import check
+    from megatron.core.distributed.dpu_reduce import parameters
 
-    args = parsing.parse(
+    args = parameters.parse(
         source.words,
         world=hosts * source.gpus,
         architecture=source.architecture,

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.kit import machine
+from bench.kit import record
 from bench.kit.emulation import Emulation, EmulationError, Host, left_behind, remove_stale
-from bench.kit.mps import together
+from bench.kit.emulation import together
 from bench.kit.pattern import PERIOD, Pattern
 from bench.kit.plan import DTYPE_BYTES, Case, Plan, Topology
-from bench.pushpull.fp8 import add, decode, encode
-from bench.pushpull.measure import Measured, measure
-from scripts import gpus
+from bench.pushpull.backends import add, decode, encode
+from bench.pushpull.rank import Measured, measure
+from scripts import children
 from tests.few_bits import BLOCK, MOST, rounded
 
 TOPOLOGY = Topology(workers=2, servers=1, emulated_hosts=3, link_bits=100_000_000)
@@ -166,27 +166,27 @@ def test_another_process_clock_counts_what_it_used() -> None:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        first = machine.process_cpu_ns(child.pid)
+        first = record.process_cpu_ns(child.pid)
         assert first >= 0.3e9
-        assert machine.total_cpu_ns([child.pid, child.pid]) >= 2 * first
+        assert record.total_cpu_ns([child.pid, child.pid]) >= 2 * first
         child.communicate(b"\n")
 
 
 def test_busy_is_all_but_idle() -> None:
-    one = machine.parse_ticks("cpu  10 0 5 80 5 0 0 0 0 0\ncpu0 1 1 1 1\n")
-    other = machine.parse_ticks("cpu  40 0 15 130 15 0 0 0 0 0\n")
+    one = record.parse_ticks("cpu  10 0 5 80 5 0 0 0 0 0\ncpu0 1 1 1 1\n")
+    other = record.parse_ticks("cpu  40 0 15 130 15 0 0 0 0 0\n")
     assert (other - one).fraction == 0.4
-    assert machine.Ticks(busy=0, all=0).fraction == 0.0
+    assert record.Ticks(busy=0, all=0).fraction == 0.0
 
 
 def test_memory_of_its_own() -> None:
-    before = machine.resident_bytes(os.getpid())
+    before = record.resident_bytes(os.getpid())
     held = bytearray(os.urandom(1 << 20) * 32)
-    assert machine.resident_bytes(os.getpid()) - before > 24 << 20
+    assert record.resident_bytes(os.getpid()) - before > 24 << 20
     assert len(held) == 32 << 20
 
 
-# bench/kit/mps.py, with a service that the test plays.
+# bench/kit/emulation.py, with a service that the test plays.
 
 
 SERVICE = """#!/bin/sh
@@ -224,7 +224,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, start: str = ":") -> 
     program.write_text(SERVICE.format(told=told, start=start))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
+    monkeypatch.setattr(children, "count_gpus", lambda: 2)
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     return told
 

@@ -19,8 +19,10 @@ from bench.kit.plan import DTYPE_BYTES
 from bench.kit.processes import Processes
 from bench.quality import run as quality_run
 from bench.reducer import run as reducer_bench
-from bench.replicas import failures, paced_gpt, report, run, server_deaths
-from bench.replicas.server_deaths import REPLACED, WAITS, ServerDeaths, Servers
+from bench.replicas import failures, paced_gpt, run
+from bench.replicas import run
+from bench.replicas import failures
+from bench.replicas.failures import REPLACED, WAITS, ServerDeaths, Servers
 from scripts import train as train_script
 from scripts.trainkit.job import Record, Step
 
@@ -48,7 +50,7 @@ def of(losses: list[list[float]], every: int | None, **how: Any) -> dict[str, An
     return {"every": every, "after": 0, "seed": 1, **summary}
 
 
-def result(apart: float, slower: float = 1.0) -> dict[str, list[report.Run]]:
+def result(apart: float, slower: float = 1.0) -> dict[str, list[run.Run]]:
     """Of one job, and of replicas whose loss and time are so far from it."""
     losses = [2.0] * 60
     apart_by = [[x * (1 + apart + by) for x in losses] for by in (-0.01, 0.01)]
@@ -60,9 +62,9 @@ def result(apart: float, slower: float = 1.0) -> dict[str, list[report.Run]]:
 
 def test_replicas_count_by_their_mean() -> None:
     runs = result(0.02, slower=1.5)
-    assert report.over(runs, NAME, report.loss) == pytest.approx([0.02])
-    assert report.over(runs, NAME, report.step_s) == pytest.approx([0.5])
-    assert report.rows(runs)[-1] == [
+    assert run.over(runs, NAME, run.loss) == pytest.approx([0.02])
+    assert run.over(runs, NAME, run.step_s) == pytest.approx([0.5])
+    assert run.rows(runs)[-1] == [
         *(NAME, "2.0400", "+2.00%", "+2.00%"),
         *("4.0", "1.500", "+50.00%"),
     ]
@@ -74,8 +76,8 @@ def test_seeds_are_compared_one_by_one() -> None:
         run.ONE_JOB: [of([[loss] * 60], None) for loss in (1.0, 2.0, 3.0)],
         NAME: [of([[loss] * 60], 10) for loss in (1.01, 2.04, 3.09)],
     }
-    assert report.over(runs, NAME, report.loss) == pytest.approx([0.01, 0.02, 0.03])
-    cells = report.rows(runs)[-1]
+    assert run.over(runs, NAME, run.loss) == pytest.approx([0.01, 0.02, 0.03])
+    cells = run.rows(runs)[-1]
     assert cells[1:4] == ["2.0467", "+2.00% ±2.48%", "+2.00% ±2.48%"]
 
 
@@ -109,8 +111,8 @@ def test_what_is_exchanged_counts_by_whole_exchanges() -> None:
     one, mine = [2.0] * 60, [2.0 * (1.01 if at % 10 == 0 else 1.5) for at in range(60)]
     first, exchanged = of([one], None), of([mine], 10)
     exchanged["pushed_bytes"] = [(step // 10) * 500 for step in range(1, 61)]
-    assert report.per_step(exchanged, "pushed_bytes") == pytest.approx(50)
-    assert report.common_loss(exchanged, first) == pytest.approx(0.01)
+    assert run.per_step(exchanged, "pushed_bytes") == pytest.approx(50)
+    assert run.common_loss(exchanged, first) == pytest.approx(0.01)
 
 
 def test_what_is_above_its_limit_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +185,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Namespace:
         processes.texts[f"server-{index}"] = "listening"
         return 0
 
-    monkeypatch.setattr(server_deaths, "start_server", start)
+    monkeypatch.setattr(failures, "start_server", start)
     servers = Servers(processes, 2, {})
     return Namespace(
         servers=servers, texts=processes.texts, killed=processes.killed, lives=[Namespace(ends=[])]

@@ -17,7 +17,7 @@ import pytest
 from byteps import cost_model as costmodel
 
 from bench.simulator import run as simulate
-from bench.simulator.fairshare import Hop, max_min
+from bench.simulator.simulation import Hop, max_min
 from bench.simulator.scenario import Scenario, Workers, engine_partition, payload_fraction, uniform
 from bench.simulator.simulation import push_pull, ring
 

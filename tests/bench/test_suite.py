@@ -11,20 +11,21 @@ import pytest
 
 from bench import pushpull_bench
 from bench.kit import record
-from bench.kit.errors import LaunchError
+from bench.kit.processes import LaunchError
 from bench.kit.plan import Case, Plan, Topology
-from bench.pushpull import samples, suite
-from bench.pushpull.document import parts_in
-from bench.pushpull.experiment import Experiment
-from bench.pushpull.gates import Gate, judge
+from bench.pushpull import suite
+from bench.pushpull import launch
+from bench.pushpull.suite import parts_in
+from bench.pushpull.tables import Experiment
+from bench.pushpull.tables import Gate, judge
 from bench.pushpull.launch import Launch
-from bench.pushpull.limits import busiest_link, least_seconds
-from bench.pushpull.markdown import BEGIN, END, replace_results, results
-from bench.pushpull.measure import Measured, iteration_seconds
-from bench.pushpull.options import parse
-from bench.pushpull.plots import described, draw_overview, parts_of_limit
+from bench.pushpull.launch import busiest_link, least_seconds
+from bench.pushpull.tables import BEGIN, END, replace_results, results
+from bench.pushpull.rank import Measured, iteration_seconds
+from bench.pushpull_bench import parse
+from bench.pushpull.suite import described, draw_overview, parts_of_limit
 from bench.pushpull.sets import SETS, choose
-from bench.pushpull.summary import Run, percentile, ratio, row
+from bench.pushpull.launch import Run, percentile, ratio, row
 from bench.pushpull.tables import ratio_table
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "results" / "figures.md"
@@ -182,12 +183,12 @@ def make_run(
     plan = Plan(
         cases=(CASE,),
         topology=topology,
-        backends=tuple(samples),
-        device="cuda" if any(name.startswith("nccl") for name in samples) else "cpu",
+        backends=tuple(launch),
+        device="cuda" if any(name.startswith("nccl") for name in launch) else "cpu",
         max_busy=MAX_BUSY,
     )
     run = Run(plan=plan, name="made-up")
-    for backend, launches in samples.items():
+    for backend, launches in launch.items():
         for index, seconds in enumerate(launches):
             measured = Measured(
                 case=CASE,
@@ -208,9 +209,9 @@ def make_run(
 
 
 def test_percentiles_are_samples() -> None:
-    samples = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert percentile(samples, 50) == 3.0
-    assert percentile(samples, 99) == 5.0
+    launch = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert percentile(launch, 50) == 3.0
+    assert percentile(launch, 99) == 5.0
     assert percentile([7.0], 50) == 7.0
     assert percentile(list(range(1, 101)), 99) == 99
 
@@ -378,10 +379,10 @@ def test_json_is_read_back_as_it_was(tmp_path: Path) -> None:
     run = make_run(busy={1: 0.9}, wrong=3)
     meta = record.metadata(["--json", "x"])
     path = tmp_path / "new" / "run.json"
-    samples.write([run], meta, path)
-    assert samples.read(path) == ([run], meta)
+    launch.write([run], meta, path)
+    assert launch.read(path) == ([run], meta)
     content = json.loads(path.read_text())
-    assert content["schema"] == samples.SCHEMA
+    assert content["schema"] == launch.SCHEMA
     assert content["runs"][0]["launches"][0]["measured"][0]["samples_s"] == [1.0, 1.1]
     assert content["runs"][0]["rows"][0]["of_limit"] == 1.0
 
@@ -390,7 +391,7 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"schema": 99}))
     with pytest.raises(ValueError, match="schema 99"):
-        samples.read(path)
+        launch.read(path)
 
 
 def test_the_header_says_what_figures_depend_on() -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from bench.kit.emulation import LOOPBACK, Emulation
-from bench.kit.errors import LaunchError
-from bench.kit.launch import Placement, rank_variables
+from bench.kit.processes import LaunchError
+from bench.kit.processes import Placement, rank_variables
 from bench.kit.plan import Plan, Topology
 from bench.timeline import picture as timeline
 from bench.timeline import report as timeline_report
 from bench.training import run as train_bench
-from bench.training.launches import WAYS, Trained, Training, arguments_of, gpus_of, step_seconds
+from bench.training.run import WAYS, Trained, Training, arguments_of, gpus_of, step_seconds
 from scripts.trainkit.job import Record, Step
 
 SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]

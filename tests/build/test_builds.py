@@ -19,7 +19,7 @@ import pytest
 
 from tests.images.containers import needs
 from tests.multiproc.cluster import Cluster, Nursery, Spawned
-from tests.multiproc.cluster_fixtures import nursery
+from tests.multiproc.conftest import nursery
 
 __all__ = ["nursery"]
 
@@ -96,7 +96,7 @@ def compiled(*words: str | Path) -> None:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("device") / "device_program"
-    sources = [OVERLAY / "byteps/device/cuda.cc", OVERLAY / "byteps/device/cuda_api.cc"]
+    sources = [OVERLAY / "byteps/device/cuda.cc", OVERLAY / "byteps/device/cuda.cc"]
     compiled(
         "-I", OVERLAY,
         PROGRAMS / "device_program.cc", *sources,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from scripts.children import Spawned
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests.multiproc.cluster import Cluster, clean_environment, wait_all
 
 PROGRAMS = Path(__file__).parent / "programs"

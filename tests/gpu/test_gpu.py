@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests.layouts.job import CUDA, Job
 from tests.multiproc.cluster import END_S, Cluster, wait_all
 from tests.multiproc.endings import lose

@@ -326,7 +326,7 @@ def test_no_class_has_too_many_fields() -> None:
 
 
 DOCUMENT = REPOSITORY / "docs/design/reliability.md"
-PROBES = REPOSITORY / "byteps/byteps/base/probe.h"
+PROBES = REPOSITORY / "byteps/byteps/base/invariant.h"
 USE = re.compile(r'BPS_INVARIANT(?:_NOTED)?\(\s*"([^"]+)"')
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts.recipekit.features import FEATURES, rows_of_results
-from scripts.recipekit.page import MARKS
+from scripts.recipekit.features import MARKS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
@@ -335,10 +335,10 @@ TRIED = {
     r"scripts/status\.sh": "tests/multiproc/test_status.py",
     r"scripts/check_rdma\.sh": "tests/rdma/test_vm.py",
     r"scripts/merge_traces\.py": "tests/multiproc/test_timeline.py",
-    r"scripts/prepare_data\.py": "tests/megatron/test_prepare_data.py",
+    r"scripts/prepare_data\.py": "tests/megatron/test_train_script.py",
     r"sbatch": "tests/multiproc/test_slurm.py",
     r"docker compose": "tests/images/test_images.py",
-    r"openssl": "tests/multiproc/authority.py",
+    r"openssl": "tests/multiproc/test_tls.py",
     r"torchrun --nproc-per-node 2 try\.py": "tests/multiproc/test_embedded.py",
     r"(?:BYTEPS_\w+=\S+ )*bench/pushpull_bench\.py": "tests/bench/test_end_to_end.py",
     r"\$ python -m byteps\.sizing": "tests/unit/test_sizing.py",

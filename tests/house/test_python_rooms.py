@@ -179,7 +179,7 @@ MISTAKES = {
     "from byteps.torch import c_lib; c_lib.poll('a')": 'incompatible type "str"',
     "import byteps.torch as bps; bps.partition_bytes()": "Too few arguments",
     "from megatron.core.distributed.dpu_reduce import bytepslib as b; b.nodes.no_such": "no_such",
-    "from megatron.core.distributed.dpu_reduce.naming import no_such": "no_such",
+    "from megatron.core.distributed.dpu_reduce.bucket_op import no_such": "no_such",
     "from bench.kit.plan import no_such": "no_such",
     "from tests.layouts.gpt.rows import no_such": "no_such",
     "from scripts.trainkit.job import no_such": "no_such",

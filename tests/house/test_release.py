@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from scripts import audit
-from scripts.releasekit import contents, images
-from scripts.releasekit.common import ReleaseError, pins
+from scripts.releasekit import contents
+from scripts.releasekit import contents
+from scripts.releasekit.contents import ReleaseError, pins
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERSION = "1.2+megatron.7"
@@ -169,15 +170,15 @@ def test_packages_of_an_image(tmp_path: Path) -> None:
     path = tmp_path / "saved.image.tar.gz"
     path.write_bytes(packed(layers, "w:gz"))
     found = [(one.name, one.version, one.architecture, one.distribution)
-             for one in images.packages(path)]  # fmt: skip
+             for one in contents.packages(path)]  # fmt: skip
     assert found == [("libc6", "2:2", "amd64", "debian-12"), ("ssl", "3", "amd64", "debian-12")]
     del layers["old"], layers["new"]
     path.write_bytes(packed(layers, "w:gz"))
     with pytest.raises(ReleaseError, match="has no var/lib/dpkg/status"):
-        images.packages(path)
+        contents.packages(path)
     path.write_bytes(b"no archive")
     with pytest.raises(ReleaseError, match="is no saved image"):
-        images.packages(path)
+        contents.packages(path)
 
 
 def test_pins_are_all_of_the_locks() -> None:

@@ -75,7 +75,7 @@ def test_make_lists_its_targets() -> None:
 def test_setups_that_make_the_same_at_once_keep_one(tmp_path: Path) -> None:
     """In any order: no process sees a folder that is not whole, or none where there was one."""
     makers = """
-        source scripts/lib/cache.sh
+        source scripts/lib/system.sh
         for i in $(seq 20); do
           (
             new="$0/kept.$BASHPID"
@@ -91,12 +91,12 @@ def test_setups_that_make_the_same_at_once_keep_one(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
         "in/kept/file"
     ]
-    nowhere = run("bash", "-c", 'source scripts/lib/cache.sh; keep "$0/none" "$0/x"', str(tmp_path))
+    nowhere = run("bash", "-c", 'source scripts/lib/system.sh; keep "$0/none" "$0/x"', str(tmp_path))
     assert nowhere.returncode == 1
 
 
 def test_python_that_does_not_run_is_named() -> None:
-    command = "source scripts/lib/python.sh; find_python"
+    command = "source scripts/lib/system.sh; find_python"
     result = run("bash", "-c", command, env={"PYTHON": "/no/such/python"})
     assert result.returncode == 1
     assert "PYTHON=/no/such/python is not a Python >= 3.12 that runs" in result.stderr
@@ -113,7 +113,7 @@ def test_python_shim_that_fails_is_passed_over(tmp_path: Path) -> None:
     for name in ("python3", "python3.13", "python3.14", "uv"):
         (tmp_path / name).symlink_to(shim)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv"), "PYTHON": ""}
-    result = run("bash", "-c", "source scripts/lib/python.sh; find_python", env=env)
+    result = run("bash", "-c", "source scripts/lib/system.sh; find_python", env=env)
     assert result.stdout.strip() == str(real), result.stderr
 
 

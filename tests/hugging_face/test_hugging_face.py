@@ -17,7 +17,7 @@ import pytest
 
 from bench.ray_failures.cases import CASES, Case, Runner, pool_settings, problems
 from megatron_byteps_hf.options import TARGETS, LoraOptions, is_asked_for, read
-from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.cluster import Pool
 from megatron_byteps_ray.settings import Settings, preload_for
 from scripts.prepare_data import DataError, prepare, tokens_of
 from tests.layouts.hugging_face.runs import (

@@ -12,7 +12,7 @@ import pytest
 
 from tests.images import containers
 from tests.images.containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_of, run
-from tests.multiproc.cluster_fixtures import nursery
+from tests.multiproc.conftest import nursery
 
 __all__ = ["nursery"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from scripts.releasekit.images import packages
+from scripts.releasekit.contents import packages
 from tests.images.containers import ROOT, Buildah, Podman, needs, run
 from tests.multiproc.cluster import Cluster, Nursery, Spawned, wait_all
 

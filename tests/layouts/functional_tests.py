@@ -3,7 +3,7 @@
 
 Each set of arguments is run small on this machine's CPU, a few steps long, every rank a process. On
 every rank the losses, gradient norms, reduced gradients and final parameters of both runs must be
-the same to the last bit. docs/results/functional.md says what is changed of a test, and holds the
+the same to the last bit. docs/results/recipes.md says what is changed of a test, and holds the
 tables that --markdown writes.
 
 Without --megatron the rows of tests/layouts/functional/rows.py are run. With it all tests of a

@@ -214,15 +214,15 @@ class Job:
     def _gpus(self, rank: int) -> dict[str, str]:
         """Variables that give a rank its GPU. Hosts that outnumber GPUs share them, and so do ranks
         of one a host. A host of more ranks than there are GPUs is several machines to NCCL."""
-        from scripts import gpus
+        from scripts import children
 
         together = self.per_host if self.per_host > 1 else self.ranks
-        per_machine = min(together, gpus.count_gpus())
+        per_machine = min(together, children.count_gpus())
         first = self.first_gpu + rank // per_machine * per_machine
         return {
             # No more: torch takes the rank's number modulo these for its GPU's.
-            "CUDA_VISIBLE_DEVICES": gpus.some_gpus(first, per_machine),
-            **gpus.place_among(rank, per_machine),
+            "CUDA_VISIBLE_DEVICES": children.some_gpus(first, per_machine),
+            **children.place_among(rank, per_machine),
         }
 
     def log_of(self, rank: int) -> Path:
@@ -290,7 +290,7 @@ def data_arguments(dataset: Dataset) -> list[str]:
     return ["--data-path", str(dataset.prefix), "--data-cache-path", str(cache)]
 
 
-# ----- ranks that outnumber GPUs share those there are; scripts.gpus imports torch
+# ----- ranks that outnumber GPUs share those there are; scripts.children imports torch
 
 
 def gpus_to_offer(settings: Settings) -> int | None:
@@ -298,7 +298,7 @@ def gpus_to_offer(settings: Settings) -> int | None:
 
     None where ranks need none, and where there are enough.
     """
-    from scripts.gpus import outnumbered
+    from scripts.children import outnumbered
 
     wanted = int((settings.ranks + settings.spares) * settings.gpus_per_rank)
     return wanted if outnumbered(wanted) else None
@@ -309,7 +309,7 @@ def take_a_share() -> None:
 
     Does nothing where ranks compute on the CPU, or have a GPU each.
     """
-    from scripts.gpus import count_gpus, outnumbered, place_among
+    from scripts.children import count_gpus, outnumbered, place_among
 
     on_gpus = os.environ["MEGATRON_CPU"] != "1"
     if on_gpus and outnumbered(int(os.environ["LOCAL_WORLD_SIZE"])):

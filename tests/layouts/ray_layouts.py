@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tests.layouts.table import machine_of, parse, parser_of, run_cells
 
     cells, options = parse(parser_of(__doc__), CELLS, arguments)
-    from megatron_byteps_ray.pool import JobError
+    from megatron_byteps_ray.cluster import JobError
     from scripts.progress import Progress
     from tests.layouts.job import (
         PLATFORMS,

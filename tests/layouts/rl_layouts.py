@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains by verl's own trainer in every layout, with its vLLM rollout, through BytePS.
 
-Each row is a run of scripts/rl.py for a few steps. docs/results/rl.md says what must come out, and
+Each row is a run of scripts/rl.py for a few steps. docs/results/ray.md says what must come out, and
 holds the table that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a run failed, whose log is shown; 2 bad usage.
@@ -18,14 +18,14 @@ from pathlib import Path
 from scripts import rl
 from scripts.progress import Progress
 from scripts.trainkit.job import JobError
-from scripts.trainkit.rl_report import Outcome
+from scripts.rl import Outcome
 from tests.layouts.table import Table, line, machine_of, parse, parser_of, run_cells
 
 STEPS = 4
 ROUNDING = 0.2
 """Training and rollout compute in bf16: up to 0.11 was seen, 0.49 with weights of a step before."""
 BYTEPS = "BytePS flat"
-BEGIN = "<!-- made by `make rl-layouts MARKDOWN=docs/results/rl.md`; not to be edited by hand -->"
+BEGIN = "<!-- made by `make rl-layouts MARKDOWN=docs/results/ray.md`; not to be edited by hand -->"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,9 +173,9 @@ def refuse_missing_gpus(parser: argparse.ArgumentParser, device: str) -> None:
         return
     import torch
 
-    from scripts import gpus
+    from scripts import children
 
-    if not gpus.count_gpus():
+    if not children.count_gpus():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")
 
 
@@ -185,8 +185,8 @@ def machine_of(device: str) -> str:
         return f"the CPU of {platform.system()} {platform.machine()}"
     import torch
 
-    gpus = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
-    return f"{gpus}, torch {torch.__version__}"
+    children = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
+    return f"{children}, torch {torch.__version__}"
 
 
 def run_cells[C, O](

@@ -4,7 +4,7 @@
 Trains each layout of a table from one seed through NCCL and through BytePS, each rank on a GPU of
 its own where there are enough, and compares every gradient bucket, loss and norm of every step on
 every rank, and the parameters at the end. Needs GPUs with fp8 (Hopper or later), Transformer Engine
-and its PyTorch extension. docs/results/correctness-gpu.md says what is required, and holds the
+and its PyTorch extension. docs/results/correctness.md says what is required, and holds the
 tables that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.prepare_data import Dataset
-from tests.layouts.data import data_arguments, tiny_dataset
+from tests.layouts.job import data_arguments, tiny_dataset
 from tests.layouts.job import Job, start_fork_server
 from tests.megatron.training_jobs import Trained
 

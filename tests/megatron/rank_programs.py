@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform, training
 
 from tests.layouts.gpt.rank import run
-from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.gpt.layout import RankSeen
 from tests.layouts.job import LIMIT_S
 from tests.megatron import faults
 

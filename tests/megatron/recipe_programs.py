@@ -282,7 +282,7 @@ def watch() -> Owed:
 
 def _owed(model: Sequence[Any]) -> Owed:
     from byteps.torch import operations
-    from byteps.torch.feedback import feedback
+    from byteps.torch.wire import feedback
 
     (chunk,) = model
     names = {parameter: name.split("module.")[-1] for name, parameter in chunk.named_parameters()}

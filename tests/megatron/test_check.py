@@ -16,11 +16,12 @@ from unittest import mock
 import pytest
 import torch
 from byteps.torch import engine, nodes
-from byteps.torch import ranks as rank_groups
-from megatron.core.distributed.dpu_reduce import check, job, parameters, plan, quantized
-from megatron.core.distributed.dpu_reduce.layout import Parallelism
+from byteps.torch import operations as rank_groups
+from megatron.core.distributed.dpu_reduce import check, job, parameters, plan
+from megatron.core.distributed.dpu_reduce import server_buckets
+from megatron.core.distributed.dpu_reduce.parameters import Parallelism
 
-from bench.planning.made_up import MadeUp
+from bench.planning.run import MadeUp
 from tests.layouts.job import Job
 
 RECIPE = (
@@ -149,7 +150,7 @@ def test_quantized_parameters_begin_with_what_they_were_made_of(
         "copy_tensor_to_quantized_param",
         lambda one, values: one.data.copy_((values * 4).round() / 4),
     )
-    codecs = quantized.codecs_of([parameter, other])
+    codecs = server_buckets.codecs_of([parameter, other])
     assert list(codecs) == [parameter]
     assert torch.equal(codecs[parameter].read(), exact)
     assert torch.equal(codecs[parameter].read(), torch.tensor([0.25, 0.5])), "then as it is"

@@ -19,12 +19,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.distributed.dpu_reduce import server_checkpoint, server_shards
+from megatron.core.distributed.dpu_reduce import server_checkpoint
+from megatron.core.distributed.dpu_reduce import server_checkpoint
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from scripts.prepare_data import Dataset
-from tests.layouts.data import data_arguments
+from tests.layouts.job import data_arguments
 from tests.layouts.job import Job
 from tests.megatron.training_jobs import Trained, same
 
@@ -153,7 +154,7 @@ def test_boxes_hold_the_range_once_and_in_order(shape: tuple[int, ...]) -> None:
         for end in range(begin, count + 1):
             found = [
                 values[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))].flatten()
-                for offset, size in server_shards.boxes(shape, begin, end)
+                for offset, size in server_checkpoint.boxes(shape, begin, end)
             ]
             assert len(found) <= max(1, 2 * len(shape) - 1)
             held = torch.cat([torch.empty(0), *found])
@@ -203,13 +204,13 @@ def test_ranks_save_what_one_would(
 ) -> None:
     """All of them together, in whatever ranges the parameter is cut."""
     values = numbered(SHAPE)
-    whole = server_shards.with_values(parameter, "key", values)
+    whole = server_checkpoint.with_values(parameter, "key", values)
     expected = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
     size = -(-values.numel() // ranks)
     saved = []
     for begin in range(0, values.numel(), size):
         end = min(begin + size, values.numel())
-        mine = server_shards.saved_boxes(parameter, "key", begin, end)
+        mine = server_checkpoint.saved_boxes(parameter, "key", begin, end)
         assert mine is not None and sum(p.end - p.begin for p in mine) == end - begin
         for piece in mine:
             part = piece.holding(values.flatten()[piece.begin : piece.end])
@@ -226,10 +227,10 @@ def test_ranks_save_what_one_would(
 
 
 def test_what_cannot_be_cut_or_is_saved_elsewhere() -> None:
-    assert server_shards.saved_boxes(COLUMNS, "key", 0, 10) is None
-    assert server_shards.is_saved(PLAIN)
-    assert not server_shards.is_saved(replace(PLAIN, replica_id=(0, 1, 0)))
-    assert server_shards.own_replica(3) == 0
+    assert server_checkpoint.saved_boxes(COLUMNS, "key", 0, 10) is None
+    assert server_checkpoint.is_saved(PLAIN)
+    assert not server_checkpoint.is_saved(replace(PLAIN, replica_id=(0, 1, 0)))
+    assert server_checkpoint.own_replica(3) == 0
 
 
 class Bucket:
@@ -281,7 +282,7 @@ def test_ranks_save_a_bucket(whole: bool) -> None:
         for number, (one, key) in enumerate(((PLAIN, "plain"), (COLUMNS, "columns"))):
             key = f"optimizer.state.{name}.{key}"
             values = numbered(SHAPE) + number * count + slot * 4 * count
-            one = server_shards.with_values(one, key, values)
+            one = server_checkpoint.with_values(one, key, values)
             wanted = one.build() if isinstance(one, ShardedTensorFactory) else [one]
             for key, value in collected(wanted).items():
                 assert torch.equal(found.pop(key), value), key

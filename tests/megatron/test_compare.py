@@ -13,19 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import gpus
+from scripts import children
 from scripts.prepare_data import Dataset
-from tests.layouts import command, parity, te_layouts
+from tests.layouts import parity, te_layouts
+from tests.layouts import table
 from tests.layouts.gpt import runs
 from tests.layouts.gpt.compare import compare
-from tests.layouts.gpt.outcome import Report
+from tests.layouts.gpt.layout import Report
 from tests.layouts.gpt.rows import LAYOUTS, STEPS, Layout
-from tests.layouts.gpt.seen import RankSeen, Step, Sum
+from tests.layouts.gpt.layout import RankSeen, Step, Sum
 from tests.layouts.gpt.te_rows import TE_LAYOUTS
 from tests.layouts.gpt.updates import _bytes
 from tests.layouts.job import Job
-from tests.layouts.platforms import CPU, CUDA, CUDA_TE, Platform
-from tests.layouts.rows import named
+from tests.layouts.job import CPU, CUDA, CUDA_TE, Platform
+from tests.layouts.table import named
 
 Run = list[RankSeen]
 
@@ -271,9 +272,9 @@ def test_the_page_has_every_type(
         ran.append(layout.name)
         return Report(layout=layout)
 
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
+    monkeypatch.setattr(children, "count_gpus", lambda: 2)
     monkeypatch.setattr(runs, "check", check)
-    monkeypatch.setattr(command, "machine_of", lambda device: f"2x a GPU of {device}")
+    monkeypatch.setattr(table, "machine_of", lambda device: f"2x a GPU of {device}")
     written = tmp_path / "gpu.md"
     words = ["--device", "cuda", "--markdown", str(written), "--budget", "60"]
     names = ["dp2", "node4-dp8-overlap", "servers-lion"]
@@ -292,12 +293,12 @@ def test_rows_of_transformer_engine_are_put_into_the_document(
         assert platform is CUDA_TE
         return Report(layout=layout, same_bits=True)
 
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
+    monkeypatch.setattr(children, "count_gpus", lambda: 2)
     monkeypatch.setattr(runs, "check", check)
-    monkeypatch.setattr(command, "machine_of", lambda device: f"2x a GPU of {device}")
+    monkeypatch.setattr(table, "machine_of", lambda device: f"2x a GPU of {device}")
     monkeypatch.setattr(metadata, "version", lambda name: f"9 of {name}")
     document = tmp_path / "gpu.md"
-    shutil.copy(ROOT / "docs/results/correctness-gpu.md", document)
+    shutil.copy(ROOT / "docs/results/correctness.md", document)
     before = document.read_text()
     assert te_layouts.main(["--markdown", str(document)]) == 0
     text = document.read_text()
@@ -312,7 +313,7 @@ def test_rows_of_transformer_engine_are_put_into_the_document(
 def test_without_a_gpu_it_is_an_error(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 0)
+    monkeypatch.setattr(children, "count_gpus", lambda: 0)
     with pytest.raises(SystemExit, match="2"):
         parity.main(["--device", "cuda", "--layout", "dp2"])
     assert "sees no GPU" in capsys.readouterr().err

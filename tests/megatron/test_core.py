@@ -15,7 +15,8 @@ import pytest
 import torch
 from byteps.torch.c10d import reductions
 from megatron.core.distributed import dpu_reduce
-from megatron.core.distributed.dpu_reduce import naming, outer_sums
+from megatron.core.distributed.dpu_reduce import bucket_op
+from megatron.core.distributed.dpu_reduce import sums
 
 from tests.layouts.job import Job
 
@@ -316,10 +317,10 @@ def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPat
             calls.append("servers")
             return object()
 
-    monkeypatch.setattr(outer_sums, "_reductions", lambda config, group: Reductions())
+    monkeypatch.setattr(sums, "_reductions", lambda config, group: Reductions())
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: calls.append("NCCL"))
     config: Any = SimpleNamespace(use_dpu_reduce=True)
-    reduction = outer_sums.OuterReduction(config, None)  # type: ignore[arg-type] # not looked at
+    reduction = sums.OuterReduction(config, None)  # type: ignore[arg-type] # not looked at
     gradient: Any = SimpleNamespace(is_cuda=True, dtype=None, device=None, numel=lambda: 1)
     for records in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda it=records: it)
@@ -377,7 +378,7 @@ def test_an_unusual_dtype_has_a_name() -> None:
 
 def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:
     """Not even for a group with the same lowest rank: its members alone know of it."""
-    everywhere, here = naming.Named(), naming.Named()
+    everywhere, here = bucket_op.Named(), bucket_op.Named()
     group, alone = (0, 1), (0,)
     seen = []
     for named in (everywhere, here):

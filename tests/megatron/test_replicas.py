@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from megatron.core.distributed.dpu_reduce import replica_refusals
 
-from bench.kit.errors import LaunchError
+from bench.kit.processes import LaunchError
 from bench.replicas import run as bench
 from scripts import prepare_data
 

@@ -12,7 +12,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
-from megatron.core.distributed.dpu_reduce import bytepslib, parsing, server_checkpoint
+from megatron.core.distributed.dpu_reduce import bytepslib, server_checkpoint
+from megatron.core.distributed.dpu_reduce import parameters
 from megatron.training import arguments, cpu_platform
 
 REFUSED = {
@@ -147,8 +148,8 @@ def test_refused(parse: Parse, flag: str, values: tuple[str, ...]) -> None:
     pattern = rf"--use-dpu-reduce does not work with {re.escape(shown)}: \w.* Drop one of the two"
     with pytest.raises(ValueError, match=pattern):
         dpu_reduce.validate_args(args)
-    with pytest.raises(parsing.NotMegatrons, match=pattern):
-        parsing.parse([*SMALL, "--use-dpu-reduce", flag, *values], world=2)
+    with pytest.raises(parameters.NotMegatrons, match=pattern):
+        parameters.parse([*SMALL, "--use-dpu-reduce", flag, *values], world=2)
 
 
 @pytest.mark.usefixtures("byteps")
@@ -175,7 +176,7 @@ def test_rules_see_arguments_as_megatron_has_renamed_and_derived_them(
     """Each setting has one name then, whatever it was called on the command line."""
     seen: list[object] = []
     monkeypatch.setattr(dpu_reduce, "validate_args", lambda args: seen.append(getattr(args, name)))
-    parsing.parse([*SMALL, "--no-check-for-nan-in-loss-and-grad", *words], world=2)
+    parameters.parse([*SMALL, "--no-check-for-nan-in-loss-and-grad", *words], world=2)
     assert seen == [value]
 
 
@@ -247,12 +248,12 @@ def test_servers_do_what_a_recipe_has_ranks_do(
 )
 def test_matrices_stay_on_the_ranks_with_muon(words: tuple[str, ...], by_layer: bool) -> None:
     """Cut over ranks by layer where they were, without shards of gradient buffers."""
-    args = parsing.parse([*SMALL, "--dpu-optimizer", *words], world=2)
+    args = parameters.parse([*SMALL, "--dpu-optimizer", *words], world=2)
     assert args.optimizer == "muon" and not args.use_distributed_optimizer
     assert args.use_layer_wise_distributed_optimizer is by_layer
     assert args.use_layer_wise_param_layout is not by_layer and not args.overlap_param_gather
     assert args.dpu_optimizer_matrices is False
-    plain = parsing.parse([*SMALL, "--dpu-optimizer"], world=2)
+    plain = parameters.parse([*SMALL, "--dpu-optimizer"], world=2)
     assert not hasattr(plain, "dpu_optimizer_matrices")
 
 

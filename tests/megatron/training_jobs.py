@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.gpt.layout import RankSeen
 from tests.layouts.job import Job
 
 

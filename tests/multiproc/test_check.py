@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts.children import last_lines
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests.multiproc.cluster import END_S, LOOPBACK, Cluster, stop, wait_all
 from tests.multiproc.endings import (
     demand_error,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,

@@ -22,7 +22,7 @@ from tests.multiproc.cluster import (
     wait_all,
     wait_for_file,
 )
-from tests.multiproc.sockets import connections_of
+from tests.multiproc.endings import connections_of
 from tests.netkit.switch import Rule, Switch
 
 RECONNECT_S = 6.0

@@ -21,7 +21,7 @@ from bench.ray_failures.cases import (
     pool_settings,
     problems,
 )
-from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.cluster import Pool
 from megatron_byteps_ray.settings import Settings
 from scripts.children import Spawned, end_all, last_lines
 from tests.layouts.under_ray.modes import warm_pool

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.patchkit import fetch
-from scripts.patchkit.common import PatchError
-from scripts.patchkit.form import check_form
+from scripts.patchkit import lock
+from scripts.patchkit.lock import PatchError
+from scripts.patchkit.export import check_form
 from scripts.patchkit.lock import Upstream, load_lock
 from tests.patches.patch_project import (
     NEWEST_FILES,
@@ -345,7 +345,7 @@ def test_series_applies_and_survives_the_round_trip() -> None:
 def checkout(main_branch: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout as users have it, patched, with what a CPU needs."""
     folder = tmp_path_factory.mktemp("checkout") / "Megatron-LM"
-    fetch.unpack(main_branch, folder)
+    lock.unpack(main_branch, folder)
     before = contents(folder)
     target = ["apply", "--target", str(folder)]
     # There and back, and there again.

@@ -16,7 +16,7 @@ import pytest
 
 from tests import native
 from tests.multiproc.cluster import Cluster, Nursery
-from tests.multiproc.cluster_fixtures import make_cluster
+from tests.multiproc.conftest import make_cluster
 from tests.native import FOLDER, BuildError
 from tests.rdma.transports import (
     ADDRESS_VARIABLE,

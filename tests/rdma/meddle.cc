@@ -26,7 +26,7 @@
 #include <string>
 #include <thread>
 
-#include "byteps/base/wire_bytes.h"
+#include "byteps/base/wire.h"
 #include "byteps/net/rdma/wire.h"
 
 namespace {

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests import native
 from tests.multiproc.cluster import END_S, Cluster, wait_all
 from tests.multiproc.endings import demand_error, demand_failed, start_looping
-from tests.multiproc.spares import WAIT, start_with_spare, wait_done
+from tests.multiproc.endings import WAIT, start_with_spare, wait_done
 from tests.native import BYTES, LIMIT_S, SumJob
 from tests.rdma.transports import ADDRESS_VARIABLE, VARIANTS, Transport, make
 
@@ -224,7 +224,7 @@ def test_a_lost_server_is_replaced(make_over: Make) -> None:
     cluster.finish_with(training, [cluster.servers[0]])
 
 
-# What every transport promises of a link, over RDMA; tests/unit/test_connections.py tries TCP.
+# What every transport promises of a link, over RDMA; tests/unit/test_parts.py tries TCP.
 
 
 CONTRACT_LIMIT_S = 400

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.ports import free_ports
+from scripts.children import free_ports
 from tests import native
 from tests.rdma.transports import ADDRESS_VARIABLE, VARIANTS, Transport
 

@@ -19,14 +19,17 @@ from typing import Any
 import pytest
 import zmq
 
-from bench.stragglers.delays import KINDS, Links, Load, delay, least_seconds, loads
+from bench.stragglers.rank import KINDS, Links, Load, delay, least_seconds, loads
 from bench.stragglers.rank import Experiment, Step
-from bench.stragglers.report import rows, table
+from bench.stragglers.run import rows, table
 from megatron_byteps_rl import __main__ as runs
-from megatron_byteps_rl import deaths, leftovers, rollout
+from megatron_byteps_rl import rollout
+from megatron_byteps_rl import attempt
+from megatron_byteps_rl import __main__
 from megatron_byteps_rl.__main__ import LATEST
 from scripts.children import Spawned, end_all, last_lines
-from scripts.trainkit import rl_report, rl_task
+from scripts.trainkit import rl_task
+from scripts import rl
 from scripts.trainkit.rl_settings import EXTENSION, Settings
 
 
@@ -129,7 +132,7 @@ def test_actors_that_died_of_themselves_are_named() -> None:
         "c": actor("UNSPECIFIED", ""),
         "d": actor("WORKER_DIED", "", state="ALIVE"),
     }
-    assert deaths.unwanted(some) == ["actor WorkerDict rank 1 (process 7) died: killed by SIGKILL"]
+    assert attempt.unwanted(some) == ["actor WorkerDict rank 1 (process 7) died: killed by SIGKILL"]
 
 
 @pytest.mark.parametrize("prefix", ["psm", "vllm_dist"])
@@ -139,8 +142,8 @@ def test_shared_memory_that_nobody_has_is_removed(prefix: str) -> None:
     held, left = (shared_memory.SharedMemory(name=name, create=True, size=8) for name in names)
     try:
         left.close()
-        assert names[1] not in leftovers.remove(time.time() + 60)  # it is older than the run
-        removed = leftovers.remove(began)
+        assert names[1] not in __main__.remove(time.time() + 60)  # it is older than the run
+        removed = __main__.remove(began)
         assert names[1] in removed and names[0] not in removed
         assert not Path("/dev/shm", names[1]).exists()
     finally:
@@ -272,7 +275,7 @@ def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: P
     try:
         deadline = time.monotonic() + LIMIT_S
         # verl writes a step's metrics after its checkpoint.
-        while not rl_report.read_steps(settings.folder):
+        while not rl.read_steps(settings.folder):
             assert run.running and time.monotonic() < deadline, last_lines(run.log, 80)
             time.sleep(0.2)
         assert saved.exists(), last_lines(run.log, 80)
@@ -288,7 +291,7 @@ def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: P
     if named is not None:
         assert f"actor {named} " in run.text and f"(process {victims[1]}) died" in run.text
     # Of both attempts; verl writes no metrics of a step that ended after its checkpoint.
-    steps = {step.number for step in rl_report.read_steps(settings.folder)}
+    steps = {step.number for step in rl.read_steps(settings.folder)}
     assert steps | {int(again[1])} == set(range(1, STEPS + 1))
     assert (settings.folder / "steps.1.jsonl").exists()
     assert saved.read_text().strip() == str(STEPS)

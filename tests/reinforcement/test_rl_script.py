@@ -15,7 +15,9 @@ import pytest
 
 from scripts import rl
 from scripts.children import Spawned, end_all, last_lines
-from scripts.trainkit import rl_chat, rl_report, rl_task
+from scripts.trainkit import rl_task
+from scripts.trainkit import rl_task
+from scripts import rl
 from scripts.trainkit.rl_settings import CHAT, ENVIRONMENTS, EXTENSION, SUMS, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +102,7 @@ def test_only_the_right_sum_is_rewarded(answer: str, score: float) -> None:
     [("12", 1.0), ("5 + 7 = 12.", 1.0), ("12 is 5 + 7", 0.0), ("112", 0.0), ("twelve", 0.0)],
 )
 def test_the_last_number_of_an_answer_counts(answer: str, score: float) -> None:
-    assert rl_chat.compute_score("sums", answer, "12") == score
+    assert rl_task.compute_score("sums", answer, "12") == score
 
 
 def test_a_rank_computes_with_as_many_responses_as_its_task_allows() -> None:
@@ -151,16 +153,16 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
         "                BytePS flat     0.0          0.0            -   yes: asked for",
     ]
     (tmp_path / "verl.log").write_text("\n".join(f"(WorkerDict pid=7) {one}" for one in table))
-    outcome = rl_report.read(tmp_path, "BytePS")
+    outcome = rl.read(tmp_path, "BytePS")
     assert outcome.first_reward == pytest.approx(0.4)
     assert outcome.last_reward == pytest.approx(0.9)
     assert [step.number for step in outcome.steps] == [1, 2, 3, 4, 5, 6]
     assert outcome.backends == ["BytePS flat"]
-    lines_of = rl_report.samples(outcome).splitlines()
+    lines_of = rl.samples(outcome).splitlines()
     assert lines_of[2].split() == ["3+4=", "7", "3", "7"]
     assert lines_of[3].split() == ["all", "0", "of", "2", "1", "of", "2"]
     picture = tmp_path / "picture.png"
-    rl_report.draw([outcome], picture, "title")
+    rl.draw([outcome], picture, "title")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -253,7 +255,7 @@ def test_a_model_of_the_users_own_is_trained(
     model = make_chat_model(tmp_path / "model")
     arguments = ["--model", str(model), "--steps", "2", "--prompts", "4", "--responses", "4"]
     assert rl.main([*arguments, "--rise", "-1", "--out", str(tmp_path / "out")]) == 0
-    outcome = rl_report.read(tmp_path / "out/grpo-byteps", "BytePS")
+    outcome = rl.read(tmp_path / "out/grpo-byteps", "BytePS")
     assert [step.number for step in outcome.steps] == [1, 2]
     assert all(0 < step.mismatch < 0.2 for step in outcome.steps)
     assert set(outcome.backends) == {"BytePS flat"}
@@ -364,7 +366,7 @@ def test_a_users_own_command_line(
         end_all([process], 10.0)
     log = last_lines(settings.folder / "verl.log", 80)
     assert process.status == 0, log
-    outcome = rl_report.read(settings.folder, "BytePS")
+    outcome = rl.read(settings.folder, "BytePS")
     assert [step.number for step in outcome.steps] == [1, 2], log
     assert all(0 < step.mismatch < 0.2 for step in outcome.steps)
     # Two hosts with one rank each, and the server on a machine of its own.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.ray_failures.cases import Runner, cluster_settings, pool_settings
-from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.cluster import Pool
 from megatron_byteps_ray.settings import Settings
 from tests.layouts.under_ray.modes import warm_pool
 

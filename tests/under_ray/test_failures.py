@@ -34,7 +34,7 @@ from bench.ray_failures.cases import (
 from megatron_byteps_ray import memory
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.memory import Keeper, Port, Snapshots
-from megatron_byteps_ray.pool import JobError, Pool
+from megatron_byteps_ray.cluster import JobError, Pool
 from tests.layouts.under_ray.modes import ROOT
 
 NAMES = [

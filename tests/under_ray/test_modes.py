@@ -22,14 +22,14 @@ import ray
 import torch
 
 from bench.ray_failures.cases import ENVIRONMENT, MODEL
-from bench.ray_failures.script import SCRIPT
+from bench.ray_failures.nodes import SCRIPT
 from megatron_byteps_ray.job import Job, record_of_steps
-from megatron_byteps_ray.metrics import Metrics
-from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.cluster import Metrics
+from megatron_byteps_ray.cluster import Pool
 from megatron_byteps_ray.profiling import Profile
 from megatron_byteps_ray.settings import Settings
-from megatron_byteps_ray.traces import merge
-from scripts.ports import free_ports
+from megatron_byteps_ray.profiling import merge
+from scripts.children import free_ports
 from tests.layouts.job import data_arguments, tiny_dataset
 from tests.layouts.under_ray.modes import compare, run_locally, run_under_ray
 from tests.layouts.under_ray.rows import CELLS, FULL, Cell

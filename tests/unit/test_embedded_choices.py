@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from byteps.launcher import children, embedded, environment
-from byteps.launcher.children import Child
-from byteps.launcher.environment import Ranks
+from byteps.launcher import embedded
+from byteps.launcher import embedded
+from byteps.launcher import meeting
+from byteps.launcher.embedded import Child
+from byteps.launcher.meeting import Ranks
 from byteps.launcher.meeting import AbsentError, meet
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -28,26 +30,26 @@ TWO_HOSTS = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1)
 
 
 def test_ranks_of_torchrun() -> None:
-    ranks = environment.read_ranks(TORCHRUN)
+    ranks = meeting.read_ranks(TORCHRUN)
     assert ranks == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2)
     assert not ranks.single_host
 
 
 @pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"DMLC_NUM_WORKER": "1"}])
 def test_single_process(env: dict[str, str]) -> None:
-    ranks = environment.read_ranks(env)
+    ranks = meeting.read_ranks(env)
     assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.single_host
 
 
 def test_own_variables_stand_in_for_the_launcher() -> None:
     env = {"DMLC_WORKER_ID": "1", "DMLC_NUM_WORKER": "2", "LOCAL_RANK": "1"}
-    ranks = environment.read_ranks({**env, "LOCAL_WORLD_SIZE": "2"})
+    ranks = meeting.read_ranks({**env, "LOCAL_WORLD_SIZE": "2"})
     assert (ranks.rank, ranks.world_size) == (1, 2)
 
 
 def test_own_place_on_the_host_comes_first() -> None:
-    ranks = environment.read_ranks(
+    ranks = meeting.read_ranks(
         {**TORCHRUN, "BYTEPS_LOCAL_RANK": "3", "BYTEPS_LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
     )
     assert (ranks.local_rank, ranks.local_world_size) == (3, 4)
@@ -69,7 +71,7 @@ def test_own_place_on_the_host_comes_first() -> None:
 def test_bad_ranks(change: dict[str, str | None], pattern: str) -> None:
     env = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(RuntimeError, match=pattern):
-        environment.read_ranks(env)
+        meeting.read_ranks(env)
 
 
 @pytest.mark.parametrize(
@@ -108,36 +110,36 @@ def test_a_cluster_was_meant(
     ],
 )
 def test_no_cluster_was_meant(env: dict[str, str]) -> None:
-    environment.demand_no_cluster(env, environment.read_ranks(env))
+    meeting.demand_no_cluster(env, meeting.read_ranks(env))
 
 
 def test_one_host_uses_loopback() -> None:
     env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "10.1.2.3"}
-    assert environment.scheduler_host(env, ONE_HOST) == "127.0.0.1"
+    assert meeting.scheduler_host(env, ONE_HOST) == "127.0.0.1"
 
 
 def test_several_hosts_take_what_is_said() -> None:
     env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "host-a"}
-    assert environment.scheduler_host(env, TWO_HOSTS) == "host-a"
-    assert environment.scheduler_host({"DMLC_INTERFACE": "lo"}, TWO_HOSTS) == "127.0.0.1"
+    assert meeting.scheduler_host(env, TWO_HOSTS) == "host-a"
+    assert meeting.scheduler_host({"DMLC_INTERFACE": "lo"}, TWO_HOSTS) == "127.0.0.1"
 
 
 def test_several_hosts_take_the_way_to_the_master() -> None:
-    assert environment.scheduler_host({"MASTER_ADDR": "127.0.0.1"}, TWO_HOSTS) == "127.0.0.1"
-    assert environment.scheduler_host({"MASTER_ADDR": "localhost"}, TWO_HOSTS) == "127.0.0.1"
+    assert meeting.scheduler_host({"MASTER_ADDR": "127.0.0.1"}, TWO_HOSTS) == "127.0.0.1"
+    assert meeting.scheduler_host({"MASTER_ADDR": "localhost"}, TWO_HOSTS) == "127.0.0.1"
 
 
 def test_own_name_that_means_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_address_towards", lambda host: "127.0.0.1")
+    monkeypatch.setattr(meeting, "_address_towards", lambda host: "127.0.0.1")
     with pytest.raises(RuntimeError, match="DMLC_NODE_HOST"):
-        environment.scheduler_host({"MASTER_ADDR": "node-7"}, TWO_HOSTS)
+        meeting.scheduler_host({"MASTER_ADDR": "node-7"}, TWO_HOSTS)
 
 
 def test_several_hosts_without_an_address() -> None:
     with pytest.raises(RuntimeError, match="MASTER_ADDR"):
-        environment.scheduler_host({}, TWO_HOSTS)
+        meeting.scheduler_host({}, TWO_HOSTS)
     with pytest.raises(RuntimeError, match="no-such-nic"):
-        environment.scheduler_host({"DMLC_INTERFACE": "no-such-nic"}, TWO_HOSTS)
+        meeting.scheduler_host({"DMLC_INTERFACE": "no-such-nic"}, TWO_HOSTS)
 
 
 def test_executable_beside_python_comes_first(
@@ -149,13 +151,13 @@ def test_executable_beside_python_comes_first(
         (tmp_path / folder / "byteps-server").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    monkeypatch.setattr(children.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert children.find_executable() == str(tmp_path / "beside" / "byteps-server")
+    monkeypatch.setattr(embedded.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert embedded.find_executable() == str(tmp_path / "beside" / "byteps-server")
     (tmp_path / "beside" / "byteps-server").unlink()
-    assert children.find_executable() == str(tmp_path / "path" / "byteps-server")
+    assert embedded.find_executable() == str(tmp_path / "path" / "byteps-server")
     (tmp_path / "path" / "byteps-server").unlink()
     with pytest.raises(RuntimeError, match="install the byteps wheel"):
-        children.find_executable()
+        embedded.find_executable()
 
 
 def test_does_nothing_with_a_scheduler_or_without_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +234,7 @@ def test_import_needs_neither_torch_nor_the_engine() -> None:
 
 
 def test_interface_address_matches_the_kernel() -> None:
-    assert environment._interface_address("lo") == socket.inet_ntoa(b"\x7f\x00\x00\x01")
+    assert meeting._interface_address("lo") == socket.inet_ntoa(b"\x7f\x00\x00\x01")
 
 
 def _folder_of(state: embedded._Embedded) -> Path:

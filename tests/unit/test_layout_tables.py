@@ -13,12 +13,15 @@ import pytest
 
 from scripts.progress import Progress
 from tests.layouts import functional_tests, ray_layouts, rl_layouts
-from tests.layouts.command import run_cells
-from tests.layouts.functional import arguments, upstream
+from tests.layouts.table import run_cells
+from tests.layouts.functional import arguments
+from tests.layouts.functional import arguments
 from tests.layouts.functional.arguments import CannotRun, Value, small
 from tests.layouts.functional.rows import CASES, QUICK
-from tests.layouts.gpt import outcome, report, updates
-from tests.layouts.gpt.outcome import Report
+from tests.layouts.gpt import updates
+from tests.layouts.gpt import layout
+from tests.layouts.gpt import runs
+from tests.layouts.gpt.layout import Report
 from tests.layouts.job import JobFailed
 from tests.layouts.table import Table, line
 
@@ -78,7 +81,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(jobs: int) -> None:
         return cell.upper()
 
     def tell(cell: str, outcome: str) -> list[str]:
-        told.append((cell, outcome))
+        told.append((cell, layout))
         return ["is not right"] if cell == "c" else []
 
     def good(cells: str) -> bool:
@@ -108,9 +111,9 @@ def test_nothing_is_begun_after_the_budget() -> None:
 
 def test_the_document_has_the_tolerances_and_a_place_for_each_table() -> None:
     text = (ROOT / "docs/results/correctness.md").read_text()
-    for tolerances in (outcome.LOSS_TOLERANCE, updates.TOLERANCE):
+    for tolerances in (layout.LOSS_TOLERANCE, updates.TOLERANCE):
         assert ", ".join(f"{value:g} ({kind})" for kind, value in tolerances.items()) in text
-    for table in (report.SUMS, report.UPDATES):
+    for table in (runs.SUMS, runs.UPDATES):
         assert f"{table.begin}\n\n{table.lines([])[0]}\n{table.lines([])[1]}\n" in text
 
 
@@ -265,7 +268,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_tests_of_a_checkout(checkout: Path) -> None:
-    cases, cannot = upstream.cases_of(checkout)
+    cases, cannot = arguments.cases_of(checkout)
     assert [(case.name, case.others) for case in cases] == [
         ("lists", ()),
         ("one", ("one_resumed",)),
@@ -273,19 +276,19 @@ def test_tests_of_a_checkout(checkout: Path) -> None:
     assert "--recompute-modules mlp core_attn --seed 1 " in " ".join(cases[0].arguments)
     assert list(cannot) == ["fp8"]
     with pytest.raises(ValueError, match="give a checkout of Megatron-LM"):
-        upstream.cases_of(checkout / "tests")
+        arguments.cases_of(checkout / "tests")
 
 
 def test_a_row_that_differs_from_its_test_is_told(checkout: Path) -> None:
-    cases, _ = upstream.cases_of(checkout)
-    assert upstream.strange(cases, cases) == []
+    cases, _ = arguments.cases_of(checkout)
+    assert arguments.strange(cases, cases) == []
     (one,) = (case for case in cases if case.name == "one")
-    assert upstream.strange([one], [case for case in cases if case is not one]) == [
+    assert arguments.strange([one], [case for case in cases if case is not one]) == [
         "one: the checkout has no such test that a CPU can run"
     ]
     arguments = tuple("3" if word == "64" else word for word in one.arguments)
     row = type(one)(name="one_resumed", ranks=4, arguments=arguments)
-    assert upstream.strange([row], cases) == [
+    assert arguments.strange([row], cases) == [
         "one_resumed: the row has --hidden-size 3; the checkout has --hidden-size 64"
     ]
 
@@ -309,16 +312,16 @@ PAGE = """# Tests
 def test_the_command(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.layouts.functional import runs
+    from tests.layouts.functional import arguments
 
     misses: list[str] = []
 
-    def check(case: runs.Case, folder: Path) -> Report:
+    def check(case: arguments.Case, folder: Path) -> Report:
         return Report(layout=case, buckets=3, same_bits=not misses, misses=list(misses))
 
-    monkeypatch.setattr(runs, "check", check)
+    monkeypatch.setattr(arguments, "check", check)
     monkeypatch.setattr(functional_tests, "CASES", ())
-    by = "made by `make functional MEGATRON=CHECKOUT MARKDOWN=docs/results/functional.md`"
+    by = "made by `make functional MEGATRON=CHECKOUT MARKDOWN=docs/results/recipes.md`"
     document = checkout / "functional.md"
     document.write_text(PAGE.format(by=by))
     words = ["--megatron", str(checkout), "--markdown", str(document)]
@@ -334,7 +337,7 @@ def test_the_command(
     assert functional_tests.main([*words, "--layout", "one"]) == 0
     assert document.read_text() == text
     # A row that the checkout does not have is a failure.
-    row = upstream.cases_of(checkout)[0][0]
+    row = arguments.cases_of(checkout)[0][0]
     monkeypatch.setattr(functional_tests, "CASES", [type(row)(name="x", ranks=2, arguments=())])
     assert functional_tests.main(words[:2]) == 1
     assert "x: the checkout has no such test" in capsys.readouterr().err

@@ -15,14 +15,16 @@ import byteps.torch as bps
 import pytest
 import torch
 import torch.distributed as dist
-from byteps.torch import engine, hosts, nodes, ops, server_shards, session
-from byteps.torch.flat import Place
+from byteps.torch import engine, nodes, ops, session
+from byteps.torch import world
+from byteps.torch import server_transfer
+from byteps.torch.server_tensor import Place
 from byteps.torch.nodes import HostLayout, NodeGroup, host_name
-from byteps.torch.pieces import Piece, shard_pieces, whole_pieces
+from byteps.torch.node_groups import Piece, shard_pieces, whole_pieces
 from byteps.torch.server_bucket import BucketSpec, ServerBucket
-from byteps.torch.server_host import HostRanks
-from byteps.torch.server_rule import Rule, Step, cut_segments
-from byteps.torch.server_shards import ServerShards
+from byteps.torch.nodes import HostRanks
+from byteps.torch.server_tensor import Rule, Step, cut_segments
+from byteps.torch.server_transfer import ServerShards
 from byteps.torch.step_machine import start_and_wait
 
 
@@ -70,8 +72,8 @@ def test_whole_pieces_hold_every_element_once(elements: int, per_host: int, piec
 
 def _instances(hosts: int, per_host: int, instances: int) -> list[list[int]]:
     """The shard that each rank owns: an instance is consecutive ranks, which own a shard each."""
-    shards = hosts * per_host // instances
-    return [[(h * per_host + i) % shards for i in range(per_host)] for h in range(hosts)]
+    shards = world * per_host // instances
+    return [[(h * per_host + i) % shards for i in range(per_host)] for h in range(world)]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 8])
@@ -82,10 +84,10 @@ def _instances(hosts: int, per_host: int, instances: int) -> list[list[int]]:
 def test_each_rank_gets_exactly_the_shard_it_owns(
     hosts: int, per_host: int, instances: int, pieces: int
 ) -> None:
-    owned = _instances(hosts, per_host, instances)
-    shards = hosts * per_host // instances
+    owned = _instances(world, per_host, instances)
+    shards = world * per_host // instances
     size = 6
-    for host, local in itertools.product(range(hosts), range(per_host)):
+    for host, local in itertools.product(range(world), range(per_host)):
         cut = shard_pieces(shards * size, owned, host, local, pieces)
         assert cut is not None
         everything = sorted(
@@ -102,7 +104,7 @@ def test_each_rank_gets_exactly_the_shard_it_owns(
     # Nothing but `wanted` differs between ranks: they must agree on every reduce-scatter.
     plans = {
         tuple(piece.scatters for piece in shard_pieces(shards * size, owned, h, i, pieces) or ())
-        for h, i in itertools.product(range(hosts), range(per_host))
+        for h, i in itertools.product(range(world), range(per_host))
     }
     assert len(plans) == 1
 
@@ -235,8 +237,8 @@ class Kept:
 def test_ranks_load_their_shards_and_gather_any_range(
     monkeypatch: pytest.MonkeyPatch, elements: int, size: int, pieces: int
 ) -> None:
-    monkeypatch.setattr(server_shards, "ServerTensor", Kept)
-    monkeypatch.setattr(server_shards, "_GATHERED_AT_ONCE", 3)  # in several turns
+    monkeypatch.setattr(server_transfer, "ServerTensor", Kept)
+    monkeypatch.setattr(server_transfer, "_GATHERED_AT_ONCE", 3)  # in several turns
     cut, whole = whole_pieces(elements, size, pieces), torch.arange(float(elements))
     ranges = [(b, e) for b in range(elements + 1) for e in range(b, elements + 1)]
 
@@ -332,7 +334,7 @@ def test_all_shards_are_waited_for_when_a_rank_of_the_host_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else what comes down for the others would be written into memory that the caller has back."""
-    monkeypatch.setattr(server_shards, "ServerTensor", Moving)
+    monkeypatch.setattr(server_transfer, "ServerTensor", Moving)
     monkeypatch.setattr(session, "rank", lambda: 0)
     monkeypatch.setattr(Moving, "waited", [], raising=False)
     cut = whole_pieces(12, 2, 3)
@@ -387,8 +389,8 @@ def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
         # Set and deleted, so that what the test leaves goes too.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(hosts, "_found", (None, None))
-    monkeypatch.setattr(hosts, "host_name", lambda: "mine")
+    monkeypatch.setattr(world, "_found", (None, None))
+    monkeypatch.setattr(world, "host_name", lambda: "mine")
 
 
 def _find(rank: int, others: Sequence[Told]) -> tuple[str | None, str | None]:
@@ -398,7 +400,7 @@ def _find(rank: int, others: Sequence[Told]) -> tuple[str | None, str | None]:
     def exchange(mine: Told) -> list[Told]:
         return [*others[:rank], mine, *others[rank:]]
 
-    hosts.find_place(rank, exchange)
+    world.find_place(rank, exchange)
     return os.environ.get("BYTEPS_LOCAL_RANK"), os.environ.get("BYTEPS_LOCAL_SIZE")
 
 

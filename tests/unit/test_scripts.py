@@ -19,11 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_byteps_ray import traces
+from megatron_byteps_ray import profiling
 from scripts import progress
-from scripts.recipekit import megatron, page, shell
+from scripts.recipekit import megatron
+from scripts.recipekit import features
+from scripts.recipekit import megatron
 from scripts.recipekit.features import FEATURES, row_of, rows_of_results, used
-from scripts.recipekit.outcome import Outcome
+from scripts.recipekit.features import Outcome
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/progress.py"
 
@@ -225,17 +227,17 @@ def _write(path: Path, text: str) -> Path:
 
 def test_a_script_says_what_it_would_start_and_starts_nothing(tmp_path: Path) -> None:
     path = _write(tmp_path / "train.sh", RECIPE)
-    (one,) = shell.started(path, tmp_path)
+    (one,) = megatron.started(path, tmp_path)
     assert (one.script, one.hosts, one.gpus) == ("pretrain_gpt.py", 3, 4)
     assert one.arguments == ("--num-layers", "12", "--spec", "a", "b", "--data", "8")
     assert [file.name for file in tmp_path.iterdir()] == ["train.sh"]
 
 
 def test_a_script_that_lists_arguments_for_another_one(tmp_path: Path) -> None:
-    (one,) = shell.started(_write(tmp_path / "model.sh", LISTED), tmp_path)
+    (one,) = megatron.started(_write(tmp_path / "model.sh", LISTED), tmp_path)
     assert one.script == ""
     assert one.arguments[-6:] == ("--num-layers", "2", "--seed", "8", "--load", "8")
-    assert shell.started(_write(tmp_path / "none.sh", "ls\n"), tmp_path) == []
+    assert megatron.started(_write(tmp_path / "none.sh", "ls\n"), tmp_path) == []
 
 
 def test_functional_tests_and_examples_of_a_checkout(tmp_path: Path) -> None:
@@ -270,7 +272,7 @@ def test_features_name_layouts() -> None:
 
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:
-    marks = "".join(f"<!-- {mark}: made -->\nold\n<!-- end -->\n" for mark in page.MARKS)
+    marks = "".join(f"<!-- {mark}: made -->\nold\n<!-- end -->\n" for mark in features.MARKS)
     _write(tmp_path / "results/recipes.md", f"# Recipes\n{marks}The end.\n")
     _write(tmp_path / "results/correctness.md", "| layout | ok |\n| --- | --- |\n| dp2 | yes |\n")
     return tmp_path
@@ -288,7 +290,7 @@ def test_three_counts_that_are_not_mixed(docs: Path) -> None:
         ]
     }  # fmt: skip
     file = docs / "results/recipes.md"
-    page.write(file, outcomes, {"examples": "Megatron-LM 1.2.3"})
+    features.write(file, outcomes, {"examples": "Megatron-LM 1.2.3"})
     text = file.read_text()
     assert (
         "| examples | Megatron-LM 1.2.3 | 3 | 2 (66.7 %) | 2 (66.7 %) | 1 | 1 | 1 (33.3 %) |"
@@ -298,11 +300,11 @@ def test_three_counts_that_are_not_mixed(docs: Path) -> None:
     assert "| examples | `--use-dpu-reduce` | --x: y | 1 |" in text
     assert "| examples | not read | what / is this at the hub | 1 |" in text
     assert "old" not in text and text.endswith("The end.\n")
-    page.write(file, outcomes, {"examples": "Megatron-LM 1.2.3"})
+    features.write(file, outcomes, {"examples": "Megatron-LM 1.2.3"})
     assert file.read_text() == text
     file.write_text("# Recipes\n")
     with pytest.raises(ValueError, match="no mark <!-- counts:"):
-        page.write(file, outcomes, {"examples": "x"})
+        features.write(file, outcomes, {"examples": "x"})
 
 
 # Merges traces of torch; tests/multiproc/test_timeline.py has BytePS's.
@@ -339,7 +341,7 @@ def test_merging_with_traces_of_torch(tmp_path: Path) -> None:
         ours,
         _of_torch(tmp_path / "b.json.gz", 1, moment + 2 * 10**9),
     ]
-    merged = traces.merge(files)["traceEvents"]
+    merged = profiling.merge(files)["traceEvents"]
     assert len(merged) == 4 + 1 + 4 + 2  # "Traces" had no name
     first, second = (event for event in merged if event["name"] == "mm")
     (push,) = (event for event in merged if event["name"] == "g.0")
@@ -353,4 +355,4 @@ def test_merging_with_traces_of_torch(tmp_path: Path) -> None:
     assert len({event["id"] for event in merged if event["ph"] == "s"}) == 2
     (tmp_path / "cut.json.gz").write_bytes(files[0].read_bytes()[:50])
     with pytest.raises(ValueError, match=r"cut.json.gz is no timeline"):
-        traces.merge([tmp_path / "cut.json.gz"])
+        profiling.merge([tmp_path / "cut.json.gz"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.once import made_once
+from tests.native import made_once
 
 pytestmark = pytest.mark.slow  # it compiles each build
 

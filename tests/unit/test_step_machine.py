@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from byteps.torch import BytePSError, blocks, c_lib, memory, operations, tensors, wire
-from byteps.torch.c10d import streamed_work
-from byteps.torch.c10d.streamed_work import StreamedWork
-from byteps.torch.flat import Codec, Place, laid_flat, read_encoded, write_encoded
-from byteps.torch.server_rule import Rule, Step
-from byteps.torch.speculation import Speculation
+from byteps.torch import BytePSError, c_lib, operations, wire
+from byteps.torch import wire
+from byteps.torch import in_flight
+from byteps.torch import wire
+from byteps.torch.c10d import work
+from byteps.torch.c10d.work import StreamedWork
+from byteps.torch.server_tensor import Codec, Place, laid_flat, read_encoded, write_encoded
+from byteps.torch.server_tensor import Rule, Step
+from byteps.torch.step_machine import Speculation
 from byteps.torch.step_machine import StepMachine, clip_scale
 
 GROUPS: list[dict[str, Any]] = [
@@ -232,8 +235,8 @@ class Engine:
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch) -> Engine:
     made = Engine()
-    monkeypatch.setattr(memory, "c_lib", made)
-    monkeypatch.setattr(memory, "_known", {})
+    monkeypatch.setattr(in_flight, "c_lib", made)
+    monkeypatch.setattr(in_flight, "_known", {})
     monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)
     return made
 
@@ -243,34 +246,34 @@ def test_a_storage_is_known_once_and_forgotten_when_it_is_resized(extension: Eng
     views = tensor[:300], tensor[300:]
     for _ in range(2):
         for view in views:
-            memory.will_be_sent(view)
+            in_flight.will_be_sent(view)
     assert list(extension.known.values()) == [(tensor.data_ptr(), 4000)]
     for round_ in range(2, 5):
         # As Megatron and trainers on it do; the old interface, and the new.
         (tensor.storage() if round_ % 2 else tensor.untyped_storage()).resize_(0)
         assert extension.known == {}
         (tensor.storage().resize_(1000) if round_ % 2 else tensor.untyped_storage().resize_(4000))
-        memory.will_be_sent(views[1])
+        in_flight.will_be_sent(views[1])
         assert extension.added == round_
         assert list(extension.known.values()) == [(tensor.data_ptr(), 4000)]
     # Another storage at any place is none of its business.
     torch.zeros(10).untyped_storage().resize_(0)
     assert len(extension.known) == 1
     del tensor, views, view
-    assert extension.known == {} == memory._known
+    assert extension.known == {} == in_flight._known
 
 
 def test_memory_that_was_freed_is_not_summed() -> None:
     tensor = torch.zeros(1000)
     tensor.untyped_storage().resize_(0)
     for check in (
-        lambda: tensors.check(tensor, "g"),
+        lambda: wire.check(tensor, "g"),
         lambda: operations.start_update(lambda: pytest.fail("it was started"), tensor),
     ):
         with pytest.raises(ValueError, match="ends at byte 4,000 of a storage of 0 bytes"):
             check()
-    tensors.check(torch.zeros(0), "g")
-    tensors.check(torch.zeros(5)[5:], "g")
+    wire.check(torch.zeros(0), "g")
+    wire.check(torch.zeros(5)[5:], "g")
 
 
 # When an all-reduce that streams wait for is queued, and how long its tensors are kept.
@@ -305,9 +308,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Given:
     """The current stream. There is none yet on which sums land."""
     given: Given = []
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(streamed_work, "current_stream", lambda device: given)
-    monkeypatch.setattr(streamed_work, "_streams", {})
-    monkeypatch.setattr(streamed_work, "_landing", type(streamed_work._landing)())
+    monkeypatch.setattr(work, "current_stream", lambda device: given)
+    monkeypatch.setattr(work, "_streams", {})
+    monkeypatch.setattr(work, "_landing", type(work._landing)())
     monkeypatch.setattr(c_lib, "check", lambda: None)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     return given
@@ -315,7 +318,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Given:
 
 def test_what_nobody_waits_for_is_queued_all_the_same(current: Given) -> None:
     StreamedWork([torch.ones(1)], land)
-    (stream,) = streamed_work._streams.values()
+    (stream,) = work._streams.values()
     assert len(stream.given) == 1  # type: ignore[attr-defined]
     assert current == []
 
@@ -325,10 +328,10 @@ def test_with_one_queue_of_the_device_the_first_who_waits_queues_it(
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     work = StreamedWork([torch.ones(1)], land)
-    assert not streamed_work._streams
+    assert not work._streams
     work.wait()
     work.wait()
-    (stream,) = streamed_work._streams.values()
+    (stream,) = work._streams.values()
     assert current == stream.given * 2  # type: ignore[attr-defined]
     assert len(current) == 2
 
@@ -337,18 +340,18 @@ def test_tensors_are_kept_until_they_have_landed(
     current: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = [StreamedWork([torch.ones(1)], land, [torch.ones(2)]) for _ in range(3)]
-    moments: list[Any] = [moment for moment, _ in streamed_work._landing]
-    assert [len(tensors) for _, tensors in streamed_work._landing] == [2, 2, 2]
+    moments: list[Any] = [moment for moment, _ in work._landing]
+    assert [len(wire) for _, wire in work._landing] == [2, 2, 2]
     for moment in moments[:2]:
         moment.come = True
     assert [work.is_completed() for work in works] == [True, True, False]
     StreamedWork([torch.ones(1)], land)
-    assert next(moment for moment, _ in streamed_work._landing) is moments[2]
-    landing = [moment for moment, _ in streamed_work._landing]
+    assert next(moment for moment, _ in work._landing) is moments[2]
+    landing = [moment for moment, _ in work._landing]
     monkeypatch.setattr(c_lib, "check", lambda: setattr(landing.pop(0), "come", True))
     with pytest.raises(IndexError):  # it looks once more when all have landed
-        streamed_work.await_all()
-    assert not streamed_work._landing
+        work.await_all()
+    assert not work._landing
     assert all(work.is_completed() for work in works)
 
 
@@ -359,7 +362,7 @@ def test_the_next_call_hears_of_a_failure(current: Given, monkeypatch: pytest.Mo
         raise c_lib.BytePSError("worker 1 was lost")
 
     monkeypatch.setattr(c_lib, "check", fail)
-    for call in (work.wait, work.result, streamed_work.await_all):
+    for call in (work.wait, work.result, work.await_all):
         with pytest.raises(c_lib.BytePSError, match="worker 1 was lost"):
             call()
     assert "worker 1" in str(work.exception())
@@ -369,7 +372,7 @@ def test_without_streams_there_is_nothing_to_await(
     current: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(c_lib, "check", lambda: pytest.fail("the job was looked at"))
-    streamed_work.await_all()
+    work.await_all()
 
 
 # The kernels that put values into blocks on a GPU: the bits of the engine's codec.
@@ -407,21 +410,21 @@ def compare(device: str) -> None:
                     moved = lost.clone().to(device)
                     for kept, theirs in ((None, None), (lost, moved)):
                         for seed in (None, count * 0x123456789ABCDEF % 2**64):
-                            blocks.encode(given, form, one, kept, seed)
+                            wire.encode(given, form, one, kept, seed)
                             block_kernels.encode(given.to(device), form, other, theirs, seed)
                             assert torch.equal(one, other.cpu()), f"{label} {seed}"
                     assert torch.equal(lost, moved.cpu()), label
                     for skip in (0, min(5, count - 1), min(100, count - 1)):
                         want = torch.empty(count - skip, dtype=dtype)
                         got = torch.empty_like(want, device=device)
-                        blocks.decode(one, form, want, skip=skip)
+                        wire.decode(one, form, want, skip=skip)
                         block_kernels.decode(other, form, got, skip)
                         assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
                     if name == "int8":
                         held = torch.cat([inputs(count, dtype, None)[1:], torch.tensor([-0.0])])
                         held = held.to(dtype)
                         want, got = torch.empty_like(held), held.clone().to(device)
-                        blocks.add_differences(one, held, want)
+                        wire.add_differences(one, held, want)
                         block_kernels.add_differences(other, got, got)
                         assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
                         same = want == 0
@@ -435,16 +438,16 @@ def test_the_mean_of_what_is_rounded_by_chance_is_the_value(name: str) -> None:
     values, total = torch.randn(count), torch.zeros(count, dtype=torch.float64)
     out, one = form.empty(count, values.device), torch.empty(count)
     for number in range(times):
-        blocks.encode(values, form, out, seed=c_lib.chance_seed("values", number, 0))
-        blocks.decode(out, form, one)
+        wire.encode(values, form, out, seed=c_lib.chance_seed("values", number, 0))
+        wire.decode(out, form, one)
         total += one
     largest = torch.stack([part.abs().max() for part in values.split(wire.BLOCK)])
     scale = (largest / (127 if name == "int8" else 7)).repeat_interleave(wire.BLOCK)[:count]
     # Of one value: at most half a step, in five sigmas of so many.
     error = ((total / times - values) / scale).abs()
     assert error.max() < 5 * 0.5 / times**0.5
-    blocks.encode(values, form, out)
-    blocks.decode(out, form, one)
+    wire.encode(values, form, out)
+    wire.decode(out, form, one)
     assert ((one - values) / scale).abs().max() > 0.4, "to the nearest, some are nearly half off"
 
 

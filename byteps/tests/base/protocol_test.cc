@@ -15,10 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "byteps/base/declaration_list.h"
-#include "byteps/base/error.h"
-#include "byteps/base/log_output.h"
-#include "byteps/net/link/meta_codec.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
+#include "byteps/net/link/admission.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

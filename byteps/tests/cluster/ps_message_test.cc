@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "byteps/base/protocol.h"
-#include "byteps/cluster/node_ids.h"
+#include "byteps/cluster/channel.h"
 #include "ps/sarray.h"
 
 namespace byteps {

@@ -10,11 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include "byteps/base/error.h"
-#include "byteps/device/copies.h"
-#include "byteps/device/copy_queue.h"
+#include "byteps/base/invariant.h"
+#include "byteps/device/device.h"
 #include "byteps/device/fake.h"
-#include "byteps/device/pinned_pool.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/device/fake.h"
-#include "byteps/engine/worker.h"
+#include "byteps/engine/engine.h"
 #include "tests/support/job.h"
 #include "tests/support/kit.h"
 

@@ -1,5 +1,5 @@
 // How tensors are cut and dealt, and which partition goes next.
-#include "byteps/engine/push_scheduler.h"
+#include "byteps/engine/requests.h"
 
 #include <gtest/gtest.h>
 
@@ -13,9 +13,9 @@
 #include <thread>
 #include <utility>
 
-#include "byteps/base/error.h"
-#include "byteps/base/placement.h"
-#include "byteps/engine/plan.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/protocol.h"
+#include "byteps/engine/declarations.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

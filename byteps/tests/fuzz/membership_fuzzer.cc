@@ -16,18 +16,15 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/declaration_list.h"
-#include "byteps/base/error.h"
 #include "byteps/base/protocol.h"
-#include "byteps/base/update_rule.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/wire.h"
-#include "byteps/cluster/message.h"
-#include "byteps/net/link/meta_codec.h"
-#include "byteps/net/membership/account.h"
+#include "byteps/cluster/channel.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/membership/roster.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/protocol.h"
 #include "byteps/server/backup_link.h"
-#include "byteps/server/optimizer/round_update.h"
+#include "byteps/server/optimizer/partition_state.h"
 #include "ps/base.h"
 #include "tests/support/kit.h"
 

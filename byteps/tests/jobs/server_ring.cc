@@ -29,10 +29,10 @@
 #include <utility>
 
 #include "byteps/base/config.h"
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/session.h"
-#include "byteps/net/link/who_connects.h"
+#include "byteps/net/link/admission.h"
 
 namespace {
 

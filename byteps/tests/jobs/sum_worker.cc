@@ -36,10 +36,9 @@
 #include <vector>
 
 #include "byteps/base/config.h"
-#include "byteps/base/error.h"
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
-#include "byteps/engine/worker.h"
+#include "byteps/engine/engine.h"
 
 namespace byteps {
 namespace core {

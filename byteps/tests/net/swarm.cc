@@ -18,8 +18,8 @@
 #include <thread>
 #include <vector>
 
-#include "byteps/base/error.h"
-#include "byteps/net/link/node_token.h"
+#include "byteps/base/invariant.h"
+#include "byteps/net/link/admission.h"
 #include "byteps/net/membership/node_membership.h"
 #include "byteps/net/tcp/connection.h"
 #include "ps/base.h"

@@ -7,15 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "byteps/base/text.h"
-#include "byteps/cluster/node_ids.h"
+#include "byteps/base/log.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/net/tcp/socket.h"
 #include "byteps/observe/http_server.h"
-#include "byteps/observe/lateness.h"
-#include "byteps/observe/metrics_server.h"
-#include "byteps/observe/status_board.h"
-#include "byteps/observe/status_record.h"
+#include "byteps/observe/status.h"
+#include "byteps/observe/metrics.h"
 
 namespace byteps {
 namespace core {

@@ -1,6 +1,6 @@
 // How the pushes of one round are added, and rounds without the members of replicas that were
 // removed (server/rounds_absent.cc).
-#include "byteps/server/accumulator.h"
+#include "byteps/server/round.h"
 
 #include <gtest/gtest.h>
 
@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "byteps/base/block_codec.h"
-#include "byteps/base/declaration_list.h"
-#include "byteps/base/error.h"
+#include "byteps/base/protocol.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 #include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"

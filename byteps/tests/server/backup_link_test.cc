@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "byteps/base/block_codec.h"
-#include "byteps/base/declaration_list.h"
+#include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 #include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "byteps/base/block_codec.h"
-#include "byteps/base/blocking_queue.h"
-#include "byteps/base/declaration_list.h"
+#include "byteps/base/mutex.h"
+#include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 #include "byteps/server/backup_link.h"
 #include "byteps/server/sum_server.h"

@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/declaration_list.h"
+#include "byteps/base/protocol.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/stall_watch.h"
-#include "byteps/cluster/message.h"
+#include "byteps/base/process.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/server/sum_server.h"
 #include "tests/support/kit.h"
 

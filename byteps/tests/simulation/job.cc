@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "byteps/base/error.h"
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
-#include "byteps/engine/worker.h"
+#include "byteps/engine/engine.h"
 #include "world.h"
 
 namespace byteps {

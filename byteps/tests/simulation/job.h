@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/engine/worker.h"
+#include "byteps/engine/engine.h"
 #include "byteps/server/optimizer/partition_state.h"
 #include "byteps/server/sum_server.h"
 #include "world.h"

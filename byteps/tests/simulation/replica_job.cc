@@ -3,7 +3,6 @@
 #include <iterator>
 #include <utility>
 
-#include "byteps/base/error.h"
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/server/sum_server.h"

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <thread>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "job.h"
 #include "world.h"
 

@@ -3,13 +3,10 @@
 #include <cstring>
 #include <thread>
 
-#include "byteps/base/error.h"
 #include "byteps/base/invariant.h"
-#include "byteps/base/probe.h"
-#include "byteps/cluster/node_ids.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/cluster/session.h"
-#include "byteps/net/link/node_token.h"
-#include "byteps/net/link/who_connects.h"
+#include "byteps/net/link/admission.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 #include "world.h"

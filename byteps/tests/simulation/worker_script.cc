@@ -17,10 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/error.h"
-#include "byteps/device/copies.h"
+#include "byteps/base/invariant.h"
 #include "byteps/device/device.h"
-#include "byteps/device/pinned_pool.h"
 #include "byteps/engine/streamed_sum.h"
 #include "job.h"
 #include "world.h"

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "byteps/base/config.h"
-#include "byteps/base/probe.h"
+#include "byteps/base/invariant.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/cluster/ps_message.h"
 #include "byteps/device/device.h"

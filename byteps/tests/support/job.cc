@@ -10,7 +10,7 @@
 #include <new>
 #include <utility>
 
-#include "byteps/base/declaration_list.h"
+#include "byteps/base/protocol.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/wire.h"
 #include "tests/support/kit.h"

@@ -22,10 +22,10 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
-#include "byteps/engine/worker.h"
+#include "byteps/engine/engine.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/blocking_queue.h"
+#include "byteps/base/mutex.h"
 #include "byteps/base/config.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"

@@ -10,8 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "byteps/base/error.h"
-#include "byteps/device/cuda_api.h"
+#include "byteps/base/invariant.h"
 #include "byteps/device/device.h"
 
 namespace core = byteps::core;

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from scripts.columns import aligned
+from scripts.progress import aligned
 
 from ..gpt.compare import compare
 from ..gpt.layout import Report
@@ -384,7 +384,7 @@ def _value(given: Any) -> Value:
 # ----- tables
 
 
-_MADE_BY = "made by `make functional MEGATRON=CHECKOUT MARKDOWN=docs/results/functional.md`"
+_MADE_BY = "made by `make functional MEGATRON=CHECKOUT MARKDOWN=docs/results/recipes.md`"
 _MARK = f"<!-- {{}}: {_MADE_BY}; not to be edited by hand -->"
 _MISS = " (MISS)"
 """After the name of a test whose two runs differ."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from scripts.columns import aligned, pipes
+from scripts.progress import aligned, pipes
 from scripts.prepare_data import Dataset
 from scripts.progress import Progress
 

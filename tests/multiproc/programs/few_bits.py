@@ -10,7 +10,7 @@ from typing import Any
 import byteps.torch as bps
 import torch
 from byteps.torch import ServerOptimizer, feedback_state, wire
-from byteps.torch.feedback import feedback
+from byteps.torch.wire import feedback
 from byteps.torch.step_machine import clip_scale
 from byteps.torch.wire import WireType
 

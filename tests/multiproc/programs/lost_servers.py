@@ -12,7 +12,7 @@ from typing import Any
 
 import byteps.torch as bps
 import torch
-from byteps.torch.alike import are_alike
+from byteps.torch.members import are_alike
 
 from tests.multiproc.programs import replicas
 from tests.multiproc.programs.job import Job

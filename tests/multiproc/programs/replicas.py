@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 import byteps.torch as bps
 import torch
-from byteps.torch import c_lib, members, session, state_transfer
-from byteps.torch.alike import are_alike
-from byteps.torch.server_rule import Rule, Step
+from byteps.torch import c_lib, members, session
+from byteps.torch import members
+from byteps.torch.members import are_alike
+from byteps.torch.server_tensor import Rule, Step
 from byteps.torch.server_tensor import ServerTensor
 
 from tests.multiproc.programs.job import Job
@@ -119,7 +120,7 @@ class Replica:
         self.log.append({"step": step, "joined": view is not None})
 
     def give(self, choice: members.Choice, step: int) -> None:
-        state_transfer.give_tensors(
+        members.give_tensors(
             [self.parameters],
             to=choice.joiner,
             rank=bps.rank(),
@@ -131,13 +132,13 @@ class Replica:
         lives = [self.lives[replica] for replica in range(self.count)]
         facts = {"step": step, "lives": lives, "rounds": members.rounds()}
         name = f"join/{choice.life}"
-        state_transfer.give_facts(facts, to=choice.joiner, rank=bps.rank(), name=name)
+        members.give_facts(facts, to=choice.joiner, rank=bps.rank(), name=name)
 
     def join(self) -> int:
         self.may_die("ready", 0)
         view = members.join()
         giver, name = view.donor(self.number), f"join/{view.lives[self.number]}"
-        state_transfer.take_tensors(
+        members.take_tensors(
             [self.parameters], giver=giver, rank=bps.rank(), name=f"{name}/state"
         )
         self.may_die("take", 0)
@@ -147,7 +148,7 @@ class Replica:
 
     def take_facts(self, giver: int, name: str) -> int:
         """Returns the step that it joins after."""
-        facts = state_transfer.take_facts(giver=giver, rank=bps.rank(), name=name)
+        facts = members.take_facts(giver=giver, rank=bps.rank(), name=name)
         self.lives = dict(enumerate(facts["lives"]))
         self.lives[self.number] += 1
         self.life = self.lives[self.number]

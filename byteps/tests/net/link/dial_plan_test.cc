@@ -10,9 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "byteps/net/link/nic_pairs.h"
-#include "byteps/net/link/outage_watch.h"
-#include "byteps/net/link/redial.h"
 
 namespace ps {
 namespace {

@@ -11,13 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "byteps/net/link/idle_blocks.h"
-#include "byteps/net/link/link_outage.h"
-#include "byteps/net/link/meta_codec.h"
+#include "byteps/net/link/registration_cache.h"
+#include "byteps/net/link/dial_plan.h"
+#include "byteps/net/link/admission.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
-#include "byteps/net/link/node_text.h"
-#include "byteps/net/link/receipts.h"
 #include "byteps/net/link/replay_log.h"
 #include "byteps/net/rdma/wire.h"
 #include "byteps/net/tcp/van.h"

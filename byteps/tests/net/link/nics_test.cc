@@ -11,9 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "byteps/base/error.h"
-#include "byteps/net/link/nic_counters.h"
-#include "byteps/net/link/numa.h"
+#include "byteps/base/invariant.h"
+#include "byteps/net/link/counters.h"
 #include "byteps/observe/metrics.h"
 
 namespace ps {

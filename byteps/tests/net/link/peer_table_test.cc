@@ -9,11 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/net/link/admission.h"
-#include "byteps/net/link/choice.h"
-#include "byteps/net/link/greeting.h"
-#include "byteps/net/link/who_connects.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

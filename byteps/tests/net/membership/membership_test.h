@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/link/meta_codec.h"
-#include "byteps/net/membership/links.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/scheduler_membership.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"

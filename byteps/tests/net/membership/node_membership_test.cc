@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/link/node_token.h"
-#include "byteps/net/membership/protocol.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/membership/membership.h"
 #include "membership_test.h"
 #include "ps/internal/postoffice.h"
 

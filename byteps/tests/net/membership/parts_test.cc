@@ -12,12 +12,11 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/membership/account.h"
-#include "byteps/net/membership/admission.h"
-#include "byteps/net/membership/heartbeat.h"
-#include "byteps/net/membership/node_membership.h"
-#include "byteps/net/membership/protocol.h"
 #include "byteps/net/membership/roster.h"
+#include "byteps/net/membership/scheduler_membership.h"
+#include "byteps/net/membership/event.h"
+#include "byteps/net/membership/node_membership.h"
+#include "byteps/net/membership/membership.h"
 #include "membership_test.h"
 #include "ps/internal/postoffice.h"
 

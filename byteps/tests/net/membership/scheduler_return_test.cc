@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "byteps/net/link/node_token.h"
-#include "byteps/net/membership/account.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/membership/roster.h"
 #include "membership_test.h"
 
 namespace ps {

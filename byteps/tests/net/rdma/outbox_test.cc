@@ -1,5 +1,5 @@
 // What an endpoint sends, and sends again; and where it receives what is written into its memory.
-#include "byteps/net/rdma/outbox.h"
+#include "byteps/net/rdma/queues.h"
 
 #include <gtest/gtest.h>
 
@@ -7,8 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "byteps/base/error.h"
-#include "byteps/net/rdma/inbox.h"
+#include "byteps/base/invariant.h"
 
 namespace ps {
 namespace rdma {

@@ -1,5 +1,5 @@
 // Which requests are signalled, and what is over when a device tells of one.
-#include "byteps/net/rdma/posted_sends.h"
+#include "byteps/net/rdma/queues.h"
 
 #include <gtest/gtest.h>
 

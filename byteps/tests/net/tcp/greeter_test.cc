@@ -17,9 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "byteps/base/text.h"
-#include "byteps/net/tcp/pending_peers.h"
-#include "byteps/net/tcp/pollers.h"
+#include "byteps/base/log.h"
+#include "byteps/net/tcp/van.h"
 
 namespace ps {
 namespace tcp {

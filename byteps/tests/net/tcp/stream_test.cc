@@ -9,10 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "byteps/base/error.h"
-#include "byteps/net/link/nowhere.h"
-#include "byteps/net/tcp/frame_reader.h"
-#include "byteps/net/tcp/send_queue.h"
+#include "byteps/base/invariant.h"
+#include "byteps/net/link/registration_cache.h"
+#include "byteps/net/tcp/frames.h"
 
 namespace ps {
 namespace tcp {

@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #if __has_include(<openssl/ssl.h>)
 #include <openssl/err.h>
 #include <openssl/ssl.h>

@@ -18,7 +18,7 @@
 #include <thread>
 #include <utility>
 
-#include "byteps/net/link/endpoint_counters.h"
+#include "byteps/net/link/counters.h"
 #include "byteps/net/link/registration_cache.h"
 #include "node.h"
 #include "ps/internal/postoffice.h"

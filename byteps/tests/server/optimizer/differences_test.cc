@@ -11,11 +11,9 @@
 #include <vector>
 
 #include "byteps/base/block_codec.h"
-#include "byteps/base/error.h"
-#include "byteps/base/half_words.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/dtype.h"
 #include "byteps/server/optimizer/partition_state.h"
-#include "byteps/server/optimizer/round_update.h"
-#include "byteps/server/optimizer/state_memory.h"
 
 namespace byteps {
 namespace core {

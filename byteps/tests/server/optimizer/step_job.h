@@ -16,10 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/declaration_list.h"
+#include "byteps/base/protocol.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/update_rule.h"
-#include "byteps/cluster/message.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/server/sum_server.h"
 #include "tests/support/kit.h"
 

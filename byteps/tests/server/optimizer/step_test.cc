@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/declaration_list.h"
 #include "byteps/base/protocol.h"
 #include "step_job.h"
 

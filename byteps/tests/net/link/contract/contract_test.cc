@@ -16,13 +16,13 @@
 #include "byteps/base/mutex.h"
 #include "link_pair.h"
 #ifdef BYTEPS_WITH_RDMA
-#include "byteps/net/link/endpoint_counters.h"
-#include "byteps/net/link/meta_codec.h"
-#include "byteps/net/link/node_text.h"
-#include "byteps/net/rdma/connector.h"
+#include "byteps/net/link/counters.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/rdma/van.h"
 #include "byteps/net/rdma/endpoint.h"
-#include "byteps/net/rdma/message_parts.h"
-#include "byteps/net/rdma/verbs_library.h"
+#include "byteps/net/rdma/pool.h"
+#include "byteps/net/rdma/verbs.h"
 #include "dmlc/logging.h"
 #endif
 

@@ -12,8 +12,7 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/link/choice.h"
-#include "byteps/net/link/link_ending.h"
+#include "byteps/net/link/peer_table.h"
 #include "ps/sarray.h"
 
 namespace contract {

@@ -13,7 +13,6 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/greeter.h"
-#include "byteps/net/tcp/listener.h"
 #include "link_pair.h"
 
 namespace connection_test {
