@@ -231,7 +231,7 @@ std::vector<uint64_t> BytesPerServer(const std::string& name, const std::string&
       Spec(name, dtype, bytes, piece_of, true, false, group, placement, kCpu));
 }
 
-uint64_t PartitionBytes(const std::string& dtype, uint64_t bytes, uint64_t piece_of) {
+uint64_t PartitionBytesOf(const std::string& dtype, uint64_t bytes, uint64_t piece_of) {
   return GetWorker()->PartitionBytes(ParsedDType(dtype), bytes, piece_of);
 }
 
@@ -428,7 +428,7 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("endpoints", &Endpoints);
   m.def("nics", &Nics);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
-  m.def("partition_bytes", &PartitionBytes, py::arg("dtype"), py::arg("bytes"),
+  m.def("partition_bytes", &PartitionBytesOf, py::arg("dtype"), py::arg("bytes"),
         py::arg("piece_of"));
   m.def(
       "link_gbps", [] { return GetWorker()->LinkGbps(); },
