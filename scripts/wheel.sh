@@ -179,7 +179,7 @@ build_integrations() {
     # A build leaves files where it runs.
     copy="$work/integrations/$(basename "$folder")"
     mkdir -p "$copy"
-    cp -r "$folder"/{pyproject.toml,README.md,megatron_byteps_"$(basename "$folder")"} \
+    cp -r "$folder"/{pyproject.toml,megatron_byteps_"$(basename "$folder")"} \
       "$root"/{LICENSE,NOTICE} "$copy"
     copies+=("$copy")
   done

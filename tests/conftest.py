@@ -37,10 +37,11 @@ def _has(*programs: str) -> bool:
     return all(shutil.which(program) is not None for program in programs)
 
 
-def _succeeds(script: str) -> bool:
+def _succeeds(script: str, *arguments: str) -> bool:
     """Whether this script of the repository does; what it installs stays."""
     path = Path(__file__).resolve().parents[1] / script
-    return subprocess.run([path], capture_output=True, timeout=600, check=False).returncode == 0
+    command = [str(path), *arguments]
+    return subprocess.run(command, capture_output=True, timeout=600, check=False).returncode == 0
 
 
 def _can_switch() -> bool:
@@ -54,8 +55,7 @@ def _can_switch() -> bool:
 def _has_megatron_main() -> bool:
     """Whether a checkout of Megatron's main branch is named, or was fetched: no test waits for a
     network."""
-    from scripts.patchkit.lock import cache_root
-    from scripts.patchkit.lock import load_lock
+    from scripts.patchkit.lock import cache_root, load_lock
 
     (upstream,) = (
         each for each in load_lock(Path(__file__).parents[1]) if each.name == "megatron-main"
@@ -73,8 +73,8 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
         _has("ssh", "ssh-keygen")
         and (Path("/usr/sbin/sshd").exists() or _has("apt-get", "dpkg-deb"))
     ),
-    "clang": lambda: _succeeds("scripts/clang.sh"),
-    "valgrind": lambda: _succeeds("scripts/valgrind.sh"),
+    "clang": lambda: _succeeds("scripts/tools.sh", "clang"),
+    "valgrind": lambda: _succeeds("scripts/tools.sh", "valgrind"),
     "slurm": lambda: all(
         shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
         for program in ("slurmctld", "slurmd", "srun", "munged")

@@ -2,8 +2,8 @@
 """Builds the C++ programs of the tests, in one folder: `make test` does so before it runs any.
 
 What is built already is left alone, so a test may call :func:`build` too. A build with a sanitizer
-has a folder of its own; clang makes it, which `scripts/clang.sh` installs. Here is also what makes
-things once for a session, :func:`made_once`, and a job of such programs, :class:`SumJob`.
+has a folder of its own; clang makes it, which `scripts/tools.sh clang` installs. Here is also what
+makes things once for a session, :func:`made_once`, and a job of such programs, :class:`SumJob`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def build(*programs: str, sanitize: str = "") -> Path:
     options: list[str] = []
     if sanitize:
         folder = FOLDER.with_name(f"cmake-{sanitize}")
-        compiler = _run(REPOSITORY / "scripts/clang.sh").split()[-1]
+        compiler = _run(REPOSITORY / "scripts/tools.sh", "clang").split()[-1]
         options = [f"-DBYTEPS_SANITIZE={sanitize}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
         # Nothing of it runs here.  In one of the two builds clang checks its locks (base/mutex.h).
         options += [f"-DBYTEPS_WITH_RDMA={'AUTO' if sanitize == 'thread' else 'OFF'}"]

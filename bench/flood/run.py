@@ -26,8 +26,8 @@ from pathlib import Path
 
 from scripts.children import free_ports
 from tests.multiproc.cluster import LOOPBACK, Cluster, Nursery, Process, wait_all
-from tests.multiproc.flood import KINDS, Flood, Plan
 from tests.multiproc.endings import connections_of
+from tests.multiproc.flood import KINDS, Flood, Plan
 
 MOST_SECONDS_MORE = 5.0
 MOST_LINES, MOST_MIB, MOST_FILES = 10, 64.0, 1024
@@ -101,7 +101,7 @@ def measure(
         if target != "server":
             cluster.start_server()
         for rank in range(WORKERS):
-            cluster.start_worker(rank, "rounds:checked", most=1000)
+            cluster.start_worker(rank, "failures:checked", most=1000)
         cluster.wait_mark("looping", range(WORKERS), LIMIT_S)
         start_s = time.monotonic() - began
         again_ms = break_link(cluster, port)

@@ -34,9 +34,8 @@ from bench.kit.emulation import LOOPBACK, Emulation, EmulationError, Host
 from bench.kit.plan import Topology
 from bench.kit.processes import LaunchError, Placement, Processes, become_interruptible, run_job
 from bench.kit.record import metadata, parse_rate, topology_text
-from scripts.progress import aligned, pipes
 from scripts.children import outnumbered
-from scripts.progress import Progress
+from scripts.progress import Progress, aligned, pipes
 
 SCHEMA = 1
 HEAD = ("way", "ms per step", "min..max", "speed over native", "min..max")

@@ -29,9 +29,8 @@ import byteps.torch as bps
 import torch
 from byteps.cost_model import Servers
 from byteps.torch import c_lib, engine, in_flight, nodes, session
-from byteps.torch import engine
-from byteps.torch.world import Job
 from byteps.torch.routes import Network
+from byteps.torch.world import Job
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.dpu_reduce import job, plan
 
@@ -122,7 +121,6 @@ class MadeUp:
                 (bps, "partition_count", lambda nbytes, **_: -(-nbytes // PARTITION)),
                 (engine, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (bps, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
-                (nodes.engine, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (c_lib, "declare", declared.extend),
                 (c_lib, "push_pull", lambda *_: 1),
             ):

@@ -26,8 +26,7 @@ from typing import Any
 
 from bench.kit import gpt
 from bench.kit.record import metadata
-from scripts import prepare_data
-from scripts import children
+from scripts import children, prepare_data
 from scripts import train as train_script
 from scripts.progress import aligned
 from scripts.trainkit.job import Job, JobError, Record

@@ -31,10 +31,8 @@ from bench.ray_failures.cases import (
 )
 from megatron_byteps_ray.cluster import Pool, cluster
 from megatron_byteps_ray.incarnation import ORDER
-from tests.layouts.table import refuse_missing_gpus
-from tests.layouts.job import CUDA, PLATFORMS
-from tests.layouts.table import Table, line
-from tests.layouts.job import gpus_to_offer
+from tests.layouts.job import CUDA, PLATFORMS, gpus_to_offer
+from tests.layouts.table import Table, line, refuse_missing_gpus
 
 COLUMNS = {"noticed": "noticed", "step": "first step", "total": "in all"}
 """Of the phases of a recovery, those that the table shows; the driver prints all of them."""

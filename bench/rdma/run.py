@@ -24,11 +24,9 @@ from typing import Any
 
 from bench.kit.processes import become_interruptible
 from bench.kit.record import parse_size, show_size
-from scripts.progress import aligned, pipes
-from scripts.progress import Progress
+from scripts.progress import Progress, aligned, pipes
 from tests import native
-from tests.rdma.vm.guest import compiled
-from tests.rdma.vm.guest import Guest, address_of
+from tests.rdma.vm.guest import Guest, address_of, compiled
 from tests.rdma.vm.kernel import VmError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -35,8 +35,7 @@ from typing import Any
 from bench.kit import record
 from bench.kit.plan import DTYPE_BYTES
 from bench.kit.record import parse_size, show_size
-from scripts.progress import aligned
-from scripts.progress import Progress
+from scripts.progress import Progress, aligned
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("reducer_bench.cc")

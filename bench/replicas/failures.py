@@ -56,9 +56,8 @@ from bench.kit.record import metadata
 from bench.replicas import run as plain
 from scripts import prepare_data
 from scripts import train as train_script
-from scripts.children import Spawned, end_all, last_lines
+from scripts.children import Spawned, end_all, free_ports, last_lines
 from scripts.progress import aligned
-from scripts.children import free_ports
 from scripts.trainkit.job import ENTRY, Record, read_record
 
 REPLACED = "has taken the place of the server that was lost"

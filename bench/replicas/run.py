@@ -45,11 +45,10 @@ from bench.kit.emulation import LOOPBACK, Host
 from bench.kit.plan import Topology
 from bench.kit.processes import LaunchError, Placement, Processes, plain_environment, start_nodes
 from bench.kit.record import metadata, parse_rate
-from scripts import prepare_data
-from scripts import children
+from scripts import children, prepare_data
 from scripts import train as train_script
-from scripts.progress import aligned
 from scripts.children import free_ports
+from scripts.progress import aligned
 from scripts.trainkit.job import ENTRY, Record, read_record
 from tests.netkit.switch import DEVICE, Rule, Switch
 

@@ -33,8 +33,7 @@ from bench.kit.processes import LaunchError, Placement, Processes, become_interr
 from bench.kit.record import parse_rate, parse_size, show_rate, show_size
 from bench.simulator.scenario import payload_fraction
 from bench.stragglers.rank import KINDS, WAYS, Experiment, Links, Step, delay, least_seconds, loads
-from scripts.progress import aligned, pipes
-from scripts.progress import Progress
+from scripts.progress import Progress, aligned, pipes
 
 SCHEMA = 1
 HEAD = ("computing", "ranks", "delay ms", "BytePS ms", "seen of it", "gloo ms", "seen of it")

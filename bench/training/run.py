@@ -46,10 +46,8 @@ from bench.kit.processes import (
 from bench.kit.record import header, metadata, parse_hosts, ticks
 from scripts import prepare_data
 from scripts import train as train_script
-from scripts.progress import aligned
-from scripts.children import count_gpus, some_gpus
-from scripts.children import free_ports
-from scripts.progress import Progress
+from scripts.children import count_gpus, free_ports, some_gpus
+from scripts.progress import Progress, aligned
 from scripts.trainkit.job import ENTRY, Record, read_record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Log lines of the Python parts, in the form of all others (``base/log_line.h``)."""
+"""Log lines of the Python parts, in the form of all others (``base/log.h``)."""
 
 from __future__ import annotations
 

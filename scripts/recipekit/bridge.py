@@ -162,7 +162,6 @@ def examine(name: str) -> Outcome:
 
 def _examined(package: str, recipe: str, times: int) -> Outcome:
     from megatron.core.distributed.dpu_reduce import check
-    from megatron.core.distributed.dpu_reduce import check
 
     config = _made(_recipes(package)[recipe])
     model = config.model
@@ -188,7 +187,7 @@ def _examined(package: str, recipe: str, times: int) -> Outcome:
         server_link_gbps=LINK_GBPS,
     )
     with _what_is_not_installed(), _newest_transformer_engine(), _silence():
-        verdict = check.judge(config, machines)
+        verdict = check.judge_recipe(config, machines)
     return Outcome(
         name=recipe,
         hosts=hosts,

@@ -258,8 +258,7 @@ def examine(source: Source) -> Outcome:
 
 
 def _examined(source: Source, hosts: int) -> Outcome:
-    from megatron.core.distributed.dpu_reduce import check
-    from megatron.core.distributed.dpu_reduce import parameters
+    from megatron.core.distributed.dpu_reduce import check, parameters
 
     args = parameters.parse(
         source.words,

@@ -300,9 +300,9 @@ class RayJob:
             JobError: the job could not go on, or ended without its record.
         """
         from megatron_byteps_ray import job as ray_job
+        from megatron_byteps_ray.cluster import JobError as RayJobError
         from megatron_byteps_ray.cluster import cluster
         from megatron_byteps_ray.job import Console
-        from megatron_byteps_ray.cluster import JobError as RayJobError
         from megatron_byteps_ray.settings import Settings, preload_for
 
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -18,8 +18,8 @@ import torch
 from bench.kit.emulation import started_at
 from bench.kit.plan import Plan
 from bench.kit.record import parse_size
-from bench.pushpull_bench import make_gates, make_plan, parse
 from bench.pushpull.backends import Program, Sockets, build
+from bench.pushpull_bench import make_gates, make_plan, parse
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TOOL = BENCH / "pushpull_bench.py"

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bench.kit import record
-from bench.kit.emulation import Emulation, EmulationError, Host, left_behind, remove_stale
-from bench.kit.emulation import together
+from bench.kit.emulation import Emulation, EmulationError, Host, left_behind, remove_stale, together
 from bench.kit.pattern import PERIOD, Pattern
 from bench.kit.plan import DTYPE_BYTES, Case, Plan, Topology
 from bench.pushpull.backends import add, decode, encode

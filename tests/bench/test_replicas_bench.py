@@ -20,8 +20,6 @@ from bench.kit.processes import Processes
 from bench.quality import run as quality_run
 from bench.reducer import run as reducer_bench
 from bench.replicas import failures, paced_gpt, run
-from bench.replicas import run
-from bench.replicas import failures
 from bench.replicas.failures import REPLACED, WAITS, ServerDeaths, Servers
 from scripts import train as train_script
 from scripts.trainkit.job import Record, Step
@@ -402,7 +400,7 @@ def test_every_type_is_measured_and_right(
     ("file", "right", "broken"),
     [
         ("server/reducer.cc", "wide[i] += E::Get(in, i)", "wide[i] -= E::Get(in, i)"),
-        ("base/half_words.h", "? nan : rounded", "? nan : ~rounded"),
+        ("base/dtype.h", "? nan : rounded", "? nan : ~rounded"),
         ("server/reducer.cc", "inverse = 1 / d", "inverse = 2 / d"),
     ],
     ids=["added", "rounded", "divided"],

@@ -17,9 +17,8 @@ import pytest
 from byteps import cost_model as costmodel
 
 from bench.simulator import run as simulate
-from bench.simulator.simulation import Hop, max_min
 from bench.simulator.scenario import Scenario, Workers, engine_partition, payload_fraction, uniform
-from bench.simulator.simulation import push_pull, ring
+from bench.simulator.simulation import Hop, max_min, push_pull, ring
 
 MIB = 1 << 20
 RATE = 1e9

@@ -11,22 +11,24 @@ import pytest
 
 from bench import pushpull_bench
 from bench.kit import record
-from bench.kit.processes import LaunchError
 from bench.kit.plan import Case, Plan, Topology
-from bench.pushpull import suite
-from bench.pushpull import launch
-from bench.pushpull.suite import parts_in
-from bench.pushpull.tables import Experiment
-from bench.pushpull.tables import Gate, judge
-from bench.pushpull.launch import Launch
-from bench.pushpull.launch import busiest_link, least_seconds
-from bench.pushpull.tables import BEGIN, END, replace_results, results
+from bench.kit.processes import LaunchError
+from bench.pushpull import launch, suite
+from bench.pushpull.launch import Launch, Run, busiest_link, least_seconds, percentile, ratio, row
 from bench.pushpull.rank import Measured, iteration_seconds
-from bench.pushpull_bench import parse
-from bench.pushpull.suite import described, draw_overview, parts_of_limit
 from bench.pushpull.sets import SETS, choose
-from bench.pushpull.launch import Run, percentile, ratio, row
-from bench.pushpull.tables import ratio_table
+from bench.pushpull.suite import described, draw_overview, parts_in, parts_of_limit
+from bench.pushpull.tables import (
+    BEGIN,
+    END,
+    Experiment,
+    Gate,
+    judge,
+    ratio_table,
+    replace_results,
+    results,
+)
+from bench.pushpull_bench import parse
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "results" / "figures.md"
 
@@ -183,12 +185,12 @@ def make_run(
     plan = Plan(
         cases=(CASE,),
         topology=topology,
-        backends=tuple(launch),
-        device="cuda" if any(name.startswith("nccl") for name in launch) else "cpu",
+        backends=tuple(samples),
+        device="cuda" if any(name.startswith("nccl") for name in samples) else "cpu",
         max_busy=MAX_BUSY,
     )
     run = Run(plan=plan, name="made-up")
-    for backend, launches in launch.items():
+    for backend, launches in samples.items():
         for index, seconds in enumerate(launches):
             measured = Measured(
                 case=CASE,
@@ -209,9 +211,9 @@ def make_run(
 
 
 def test_percentiles_are_samples() -> None:
-    launch = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert percentile(launch, 50) == 3.0
-    assert percentile(launch, 99) == 5.0
+    samples = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert percentile(samples, 50) == 3.0
+    assert percentile(samples, 99) == 5.0
     assert percentile([7.0], 50) == 7.0
     assert percentile(list(range(1, 101)), 99) == 99
 
@@ -441,9 +443,9 @@ def test_results_say_which_launches_count_and_what_was_missed() -> None:
     experiment = choose("quick")[0]
     run = make_run(busy={1: 0.9}, wrong=1)
     run.plan = experiment.plan
-    for launch in run.launches:
-        launch.measured = [
-            type(launch.measured[0])(**{**launch.measured[0].__dict__, "case": case})
+    for one in run.launches:
+        one.measured = [
+            type(one.measured[0])(**{**one.measured[0].__dict__, "case": case})
             for case in experiment.plan.cases
         ]
     text = results([(experiment, run)], {"date": "today"})

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from bench.kit.emulation import LOOPBACK, Emulation
-from bench.kit.processes import LaunchError
-from bench.kit.processes import Placement, rank_variables
 from bench.kit.plan import Plan, Topology
+from bench.kit.processes import LaunchError, Placement, rank_variables
 from bench.timeline import picture as timeline
 from bench.timeline import report as timeline_report
 from bench.training import run as train_bench

@@ -96,10 +96,9 @@ def compiled(*words: str | Path) -> None:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("device") / "device_program"
-    sources = [OVERLAY / "byteps/device/cuda.cc", OVERLAY / "byteps/device/cuda.cc"]
     compiled(
         "-I", OVERLAY,
-        PROGRAMS / "device_program.cc", *sources,
+        PROGRAMS / "device_program.cc", OVERLAY / "byteps/device/cuda.cc",
         "-o", path, "-ldl", "-pthread",
     )  # fmt: skip
     return path
@@ -108,7 +107,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver(folder: Path, *options: str) -> Path:
     """The folder, with a libcuda.so.1 in it."""
     out = folder / "libcuda.so.1"
-    compiled("-fPIC", "-shared", *options, PROGRAMS / "fake_driver.cc", "-o", out)
+    options = ("-DFAKE_DRIVER", *options)
+    compiled("-fPIC", "-shared", *options, PROGRAMS / "device_program.cc", "-o", out)
     return folder
 
 
@@ -174,7 +174,7 @@ UNSEEN = re.compile(
 
 def _compile(*more: str) -> subprocess.CompletedProcess[str]:
     clang = subprocess.run(
-        [ROOT / "scripts/clang.sh"], capture_output=True, text=True, timeout=600, check=True
+        [ROOT / "scripts/tools.sh", "clang"], capture_output=True, text=True, timeout=600, check=True
     ).stdout.split()[-1]
     options = ["-std=c++20", "-fsyntax-only", "-Wthread-safety", "-Werror=thread-safety"]
     options += [*more, f"-I{HEADER.parents[2]}"]

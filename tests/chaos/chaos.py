@@ -236,7 +236,7 @@ class LastingJob(Job):
         self._fork(rank, "train", {**ranks, **number}, REPLICA_PACE_S)
 
     def _fork(self, rank: int, program: str, env: Mapping[str, str], pace: float) -> None:
-        """Start a program of on_host.py as this worker."""
+        """Start a program of lost_servers.py on the host of this worker."""
         node, folder = f"worker {rank}", self.folder / "workers"
         folder.mkdir(exist_ok=True)
         args = {
@@ -247,7 +247,7 @@ class LastingJob(Job):
         assert self._nursery is not None
         title = self._title_of_next(node)
         self._processes[node] = self._nursery.start(
-            title, f"on_host:{program}", {**self._env, **env}, folder, args
+            title, f"lost_servers:{program}_on_host", {**self._env, **env}, folder, args
         )
 
     def _title_of_next(self, node: str) -> str:

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.children import Spawned
-from scripts.children import free_ports
+from scripts.children import Spawned, free_ports
 from tests.multiproc.cluster import Cluster, clean_environment, wait_all
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -35,10 +35,10 @@ BELOW: dict[str, set[str]] = {
 PS_LITE = re.compile(r"(ps|dmlc)/")
 """How the headers of upstream's ps-lite begin."""
 KNOW_PS_LITE = re.compile(
-    r"net/(link|membership)/.*|net/\w+_base\.cc|cluster/(session\.cc|ps_message\.(h|cc))"
+    r"net/(link|membership)/.*|net/\w+_base\.cc|cluster/(session\.cc|ps_message\.h)"
     # Of the transports what carries ps-lite's messages, not their sockets and devices.
-    r"|net/tcp/(van|connection\w*|frame_reader|greeter|memory_pool|send_queue)\.(h|cc)"
-    r"|net/rdma/(van\w*|endpoint|inbox|outbox|message_parts|pool|settings)\.(h|cc)"
+    r"|net/tcp/(van|connection\w*|frames|greeter)\.(h|cc)"
+    r"|net/rdma/(van|endpoint|queues|pool|verbs)\.(h|cc)"
     r"|net/(auth/secret|tls/tls)\.cc"  # its settings
 )
 """Files that may include such headers."""

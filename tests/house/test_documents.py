@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.recipekit.features import FEATURES, rows_of_results
-from scripts.recipekit.features import MARKS
+from scripts.recipekit.features import FEATURES, MARKS, rows_of_results
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
@@ -48,7 +47,7 @@ def test_there_are_diagrams() -> None:
 def test_diagram_is_current(source: Path) -> None:
     picture = REPOSITORY / "docs/images" / f"{source.stem}.svg"
     checksum = hashlib.sha256(source.read_bytes()).hexdigest()
-    assert f"<!-- source: {checksum} -->" in picture.read_text(), "run scripts/diagrams.sh"
+    assert f"<!-- source: {checksum} -->" in picture.read_text(), "run scripts/tools.sh diagrams"
 
 
 def test_figure_is_measured() -> None:

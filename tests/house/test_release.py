@@ -15,7 +15,6 @@ import pytest
 
 from scripts import audit
 from scripts.releasekit import contents
-from scripts.releasekit import contents
 from scripts.releasekit.contents import ReleaseError, pins
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -18,16 +18,18 @@ import pytest
 from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPTS = ["apply_patches.sh", "export_patches.sh", "setup.sh", "lint.sh", "clean.sh"]
+SCRIPTS = ["apply_patches.sh", "export_patches.sh", "setup.sh", "lint.sh"]
 SCRIPTS += [
     "locks.py",
     "wheel.sh",
     "images.sh",
-    "site.sh",
-    "clang.sh",
-    "valgrind.sh",
-    "diagrams.sh",
-    "torch_env.sh",
+    "tools.sh",
+    "tools.sh clang",
+    "tools.sh valgrind",
+    "tools.sh torch",
+    "tools.sh site",
+    "tools.sh diagrams",
+    "tools.sh clean",
 ]
 
 
@@ -47,10 +49,10 @@ def run(*command: str, env: dict[str, str] | None = None) -> subprocess.Complete
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_bad_use(script: str) -> None:
     for flag in ("-h", "--help"):
-        result = run(f"scripts/{script}", flag)
+        result = run(*f"scripts/{script}".split(), flag)
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith("usage: ")
-    result = run(f"scripts/{script}", "--no-such-flag")
+    result = run(*f"scripts/{script}".split(), "--no-such-flag")
     assert result.returncode == 2
     assert "usage: " in result.stdout + result.stderr
 
@@ -91,7 +93,8 @@ def test_setups_that_make_the_same_at_once_keep_one(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
         "in/kept/file"
     ]
-    nowhere = run("bash", "-c", 'source scripts/lib/system.sh; keep "$0/none" "$0/x"', str(tmp_path))
+    nothing = 'source scripts/lib/system.sh; keep "$0/none" "$0/x"'
+    nowhere = run("bash", "-c", nothing, str(tmp_path))
     assert nowhere.returncode == 1
 
 

@@ -141,7 +141,7 @@ LATEST_S = 1800.0
 @pytest.fixture(scope="module")
 def compose() -> list[str | Path]:
     """The command that runs docker/compose.yaml."""
-    install = f"source {ROOT}/scripts/lib/ship_tools.sh; install_ship_tools {ROOT}"
+    install = f"source {ROOT}/scripts/lib/system.sh; install_ship_tools {ROOT}"
     run("bash", "-euo", "pipefail", "-c", install)
     docker = ROOT / "docker"
     return [

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from scripts import rl
 from scripts.progress import Progress
-from scripts.trainkit.job import JobError
 from scripts.rl import Outcome
+from scripts.trainkit.job import JobError
 from tests.layouts.table import Table, line, machine_of, parse, parser_of, run_cells
 
 STEPS = 4

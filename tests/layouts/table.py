@@ -185,8 +185,8 @@ def machine_of(device: str) -> str:
         return f"the CPU of {platform.system()} {platform.machine()}"
     import torch
 
-    children = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
-    return f"{children}, torch {torch.__version__}"
+    gpus = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
+    return f"{gpus}, torch {torch.__version__}"
 
 
 def run_cells[C, O](

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.prepare_data import Dataset
-from tests.layouts.job import data_arguments, tiny_dataset
-from tests.layouts.job import Job, start_fork_server
+from tests.layouts.job import Job, data_arguments, start_fork_server, tiny_dataset
 from tests.megatron.training_jobs import Trained
 
 HERE = Path(__file__).parent

@@ -30,8 +30,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform, training
 
-from tests.layouts.gpt.rank import run
 from tests.layouts.gpt.layout import RankSeen
+from tests.layouts.gpt.rank import run
 from tests.layouts.job import LIMIT_S
 from tests.megatron import faults
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 from byteps.torch import engine, nodes
 from byteps.torch import operations as rank_groups
-from megatron.core.distributed.dpu_reduce import check, job, parameters, plan
-from megatron.core.distributed.dpu_reduce import server_buckets
+from megatron.core.distributed.dpu_reduce import check, job, parameters, plan, server_buckets
 from megatron.core.distributed.dpu_reduce.parameters import Parallelism
 
 from bench.planning.run import MadeUp

@@ -20,13 +20,11 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.distributed.dpu_reduce import server_checkpoint
-from megatron.core.distributed.dpu_reduce import server_checkpoint
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from scripts.prepare_data import Dataset
-from tests.layouts.job import data_arguments
-from tests.layouts.job import Job
+from tests.layouts.job import Job, data_arguments
 from tests.megatron.training_jobs import Trained, same
 
 Train = Callable[..., Trained]

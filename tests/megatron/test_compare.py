@@ -15,17 +15,14 @@ import torch
 
 from scripts import children
 from scripts.prepare_data import Dataset
-from tests.layouts import parity, te_layouts
-from tests.layouts import table
+from tests.layouts import parity, table, te_layouts
 from tests.layouts.gpt import runs
 from tests.layouts.gpt.compare import compare
-from tests.layouts.gpt.layout import Report
+from tests.layouts.gpt.layout import RankSeen, Report, Step, Sum
 from tests.layouts.gpt.rows import LAYOUTS, STEPS, Layout
-from tests.layouts.gpt.layout import RankSeen, Step, Sum
 from tests.layouts.gpt.te_rows import TE_LAYOUTS
 from tests.layouts.gpt.updates import _bytes
-from tests.layouts.job import Job
-from tests.layouts.job import CPU, CUDA, CUDA_TE, Platform
+from tests.layouts.job import CPU, CUDA, CUDA_TE, Job, Platform
 from tests.layouts.table import named
 
 Run = list[RankSeen]

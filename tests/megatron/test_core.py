@@ -15,8 +15,7 @@ import pytest
 import torch
 from byteps.torch.c10d import reductions
 from megatron.core.distributed import dpu_reduce
-from megatron.core.distributed.dpu_reduce import bucket_op
-from megatron.core.distributed.dpu_reduce import sums
+from megatron.core.distributed.dpu_reduce import bucket_op, sums
 
 from tests.layouts.job import Job
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from scripts.prepare_data import Dataset
-from tests.layouts.job import data_arguments
-from tests.layouts.job import Job
+from tests.layouts.job import Job, data_arguments
 from tests.megatron.training_jobs import Trained, assert_same_run
 from tests.multiproc.cluster import RUN_S, START_S, Cluster, Spawned
 

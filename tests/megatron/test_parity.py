@@ -15,16 +15,14 @@ import pytest
 import torch
 
 from scripts.prepare_data import Dataset
-from tests.layouts.job import data_arguments
-from tests.layouts.functional import rows as functional_rows
 from tests.layouts.functional import arguments as functional_runs
+from tests.layouts.functional import rows as functional_rows
 from tests.layouts.gpt import runs
 from tests.layouts.gpt.compare import compare
-from tests.layouts.gpt.layout import Report
+from tests.layouts.gpt.layout import RankSeen, Report
 from tests.layouts.gpt.rows import LAYOUTS
-from tests.layouts.gpt.layout import RankSeen
 from tests.layouts.gpt.updates import compare_updates
-from tests.layouts.job import Job
+from tests.layouts.job import Job, data_arguments
 from tests.layouts.table import named
 from tests.megatron.training_jobs import Trained, assert_same_run
 

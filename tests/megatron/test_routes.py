@@ -11,15 +11,27 @@ from typing import Any
 import pytest
 from byteps.cost_model import Servers
 from byteps.torch import routes, wire
-from byteps.torch.routes import Measured
-from byteps.torch.routes import COLLECTIVE, FLAT, NODE_FIRST, Decision, Network, Sum, decide
-from megatron.core.distributed.dpu_reduce import advice
+from byteps.torch.routes import (
+    COLLECTIVE,
+    FLAT,
+    NODE_FIRST,
+    Decision,
+    Measured,
+    Network,
+    Sum,
+    decide,
+)
 from megatron.core.distributed.dpu_reduce.advice import (
     Advice,
     Kind,
     Training,
     Way,
     advise,
+    brief,
+    change,
+    compared,
+    describe,
+    types,
     wire_bytes,
 )
 
@@ -129,7 +141,7 @@ def test_with_the_optimizer_on_the_servers_all_goes_through_them(
     assert COLLECTIVE not in decision.loads
     if NODE_FIRST in decision.loads:
         assert decision.loads[NODE_FIRST].host == M == decision.loads[FLAT].host / 2
-    assert "optimizer on the servers" in advice.describe("dense", [(what, decision)], rates)
+    assert "optimizer on the servers" in describe("dense", [(what, decision)], rates)
 
 
 def test_slow_servers_are_left_out_where_rates_are_known() -> None:
@@ -150,7 +162,7 @@ def test_measured_rates_decide() -> None:
         decision = decide(what, seen.applied(told))
         assert decision.route == route
         assert decision.seconds == {FLAT: M / through_servers, COLLECTIVE: 1.5 * M / 100e8}
-        text = advice.describe("dense", [(what, decision)], seen.applied(told))
+        text = describe("dense", [(what, decision)], seen.applied(told))
         assert "measured with 67.1 MB" in text and "80 by the collective" in text
 
 
@@ -167,9 +179,9 @@ def test_the_table_tells_what_is_kept_for_lost_servers(monkeypatch: pytest.Monke
         what = Sum(hosts=hosts_of(4, 2), gradient_bytes=M, wire_bytes=M, updated=updated)
         sums = [(what, decide(what, rates))] * 3
         monkeypatch.delenv("BYTEPS_REPLACE_SERVERS_S", raising=False)
-        assert "keeps" not in advice.describe("dense", sums, rates)
+        assert "keeps" not in describe("dense", sums, rates)
         monkeypatch.setenv("BYTEPS_REPLACE_SERVERS_S", "60")
-        last = advice.describe("dense", sums, rates).splitlines()[-1]
+        last = describe("dense", sums, rates).splitlines()[-1]
         # Node first, each rank pushes half of what its host does.
         assert (f"each rank keeps {3 * M / 2 / 1e6:.1f} MB of sums" in last) != updated
 
@@ -177,7 +189,7 @@ def test_the_table_tells_what_is_kept_for_lost_servers(monkeypatch: pytest.Monke
 def test_the_table_tells_bytes_times_and_the_choice() -> None:
     what = Sum(hosts=hosts_of(4, 2), gradient_bytes=10**9, wire_bytes=10**9)
     rates = network(4, 4, gbps=10)
-    text = advice.describe("dense", [(what, decide(what, rates))] * 3, rates)
+    text = describe("dense", [(what, decide(what, rates))] * 3, rates)
     assert (
         "8 ranks, 2 on each of 4 hosts; servers: 1 on each of 4 machines" in text
         and "10 Gbit/s per host" in text
@@ -277,7 +289,7 @@ def test_experts_inside_a_host_stay_there() -> None:
     advice = advise(training, network_of(3))
     assert advice.ways[0].gradients == pytest.approx(4 * ELEMENTS * 4 / 3)
     assert way(advice, "--use-dpu-reduce").through_servers == ("dense",)
-    text = advice.brief(training, advice, network_of(3))
+    text = brief(training, advice, network_of(3))
     assert "expert gradients stay inside a host" in text
 
 
@@ -285,7 +297,7 @@ def test_a_nic_for_each_of_eight_gpus_leaves_nothing_to_gain() -> None:
     """NCCL uses all of them, BytePS one."""
     advice = advise(Training(kinds=(dense(4, 8),)), network_of(4, nics=8))
     assert way(advice, "--use-dpu-reduce").through_servers == ()
-    assert advice.best.flags == () and "change nothing" in advice.change(advice)
+    assert advice.best.flags == () and "change nothing" in change(advice)
 
 
 def test_inside_one_host_there_is_nothing_to_say() -> None:
@@ -293,8 +305,8 @@ def test_inside_one_host_there_is_nothing_to_say() -> None:
     advice = advise(training, network_of(1))
     assert advice.best.flags == ()
     for text in (
-        advice.brief(training, advice, network_of(1)),
-        advice.compared(training, advice, network_of(1)),
+        brief(training, advice, network_of(1)),
+        compared(training, advice, network_of(1)),
     ):
         assert "no gradient crosses hosts" in text and "\n" not in text
 
@@ -321,7 +333,7 @@ def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None
 def test_three_lines_when_a_job_starts() -> None:
     training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True, used=True)
     links = network_of(4)
-    lines = advice.brief(training, advise(training, links), links).splitlines()
+    lines = brief(training, advise(training, links), links).splitlines()
     assert len(lines) == 3 and all(line.startswith("dpu_reduce: ") for line in lines)
     assert "dense gradients 4 hosts wide" in lines[0]
     assert "1.75 GB of gradients and 1.75 GB of parameters; 10 Gbit/s per host" in lines[0]
@@ -359,7 +371,7 @@ HALF = "--dpu-reduce-wire-dtype bf16"
 )
 def test_the_advice_names_what_a_job_does_not_have(has: dict[str, Any], text: str) -> None:
     training = Training(kinds=(dense(4, 1),), **has)
-    said = advice.change(advise(training, network_of(4)))
+    said = change(advise(training, network_of(4)))
     assert text in said and said.startswith("shortest" if "add" in text else "change nothing")
 
 
@@ -393,10 +405,10 @@ def test_the_bytes_of_each_type_are_told() -> None:
         bucket(routes.FLAT, 128_000_000, 5_000_000),
         bucket(routes.COLLECTIVE, 1_000, 1_000),
     ]
-    told = advice.types(buckets)
+    told = types(buckets)
     assert "go to servers: 260.00 MB as int8, 10.00 MB in 16 bits" in told
     assert "come back" not in told
-    told = advice.types([*buckets, bucket(routes.FLAT, 12_800_000, 0, updated=True)])
+    told = types([*buckets, bucket(routes.FLAT, 12_800_000, 0, updated=True)])
     assert told.endswith("; 13.00 MB come back as int8 differences")
 
 
@@ -405,7 +417,7 @@ def test_a_flag_that_loses_is_to_be_dropped() -> None:
     has = Training(kinds=(dense(4, 8),), gradient_bytes=2, used=True, updated=True)
     advice = advise(has, network_of(4, nics=8))
     assert (advice.add, advice.drop) == ((), ("--dpu-optimizer",))
-    assert ": drop --dpu-optimizer (1.00 x)" in advice.change(advice)
+    assert ": drop --dpu-optimizer (1.00 x)" in change(advice)
 
 
 def test_a_flag_that_changes_nothing_is_not_named() -> None:
@@ -420,4 +432,4 @@ def test_rates_that_are_not_known_compare_bytes() -> None:
     links = Network(servers=Servers(hosts=4, extra=4), host_rate=None, server_rate=None)
     advice = advise(training, links)
     assert way(advice, "--use-dpu-reduce").gain == pytest.approx(1.5)
-    assert "bytes are compared" in advice.brief(training, advice, links)
+    assert "bytes are compared" in brief(training, advice, links)

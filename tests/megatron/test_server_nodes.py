@@ -16,20 +16,18 @@ from unittest import mock
 import pytest
 import torch
 from byteps.torch import BytePSError
-from byteps.torch.wire import feedback
 from byteps.torch.server_bucket import ServerBucket
-from byteps.torch.step_machine import Speculation
-from byteps.torch.step_machine import StepMachine
+from byteps.torch.step_machine import Speculation, StepMachine
+from byteps.torch.wire import feedback
 from megatron.core import rerun_state_machine
 from megatron.core.distributed import dpu_reduce
-from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 from megatron.core.distributed.dpu_reduce.server_buckets import alike
+from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 from megatron.core.rerun_state_machine import RerunState
 
 from scripts.prepare_data import Dataset
-from tests.layouts.job import data_arguments
 from tests.layouts.gpt.layout import RankSeen
-from tests.layouts.job import Job
+from tests.layouts.job import Job, data_arguments
 from tests.megatron.training_jobs import Trained, same
 
 RunJob = Callable[..., Job]

@@ -16,8 +16,15 @@ import pytest
 
 from scripts import prepare_data, train
 from scripts.prepare_data import END_OF_DOCUMENT, DataError, Dataset, prepare
-from scripts.trainkit.job import Record, Step, read_record
-from scripts.trainkit.job import Result, largest_difference, same_parameters, table
+from scripts.trainkit.job import (
+    Record,
+    Result,
+    Step,
+    largest_difference,
+    read_record,
+    same_parameters,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 500.0

@@ -12,8 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
-from megatron.core.distributed.dpu_reduce import bytepslib, server_checkpoint
-from megatron.core.distributed.dpu_reduce import parameters
+from megatron.core.distributed.dpu_reduce import bytepslib, parameters, server_checkpoint
 from megatron.training import arguments, cpu_platform
 
 REFUSED = {
@@ -394,7 +393,7 @@ def test_replicas_of_a_sharded_model_go_through_servers(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     joined: list[int] = []
     monkeypatch.setattr(
-        bytepslib, "joining", SimpleNamespace(joined=lambda: joined.append(1)), raising=False
+        bytepslib, "reductions", SimpleNamespace(joined=lambda: joined.append(1)), raising=False
     )
     config = DistributedDataParallelConfig(use_dpu_reduce=True)
     config.num_distributed_optimizer_instances = 4

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.children import last_lines
-from scripts.children import free_ports
+from scripts.children import free_ports, last_lines
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,

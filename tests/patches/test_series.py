@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from scripts.patchkit import lock
-from scripts.patchkit.lock import PatchError
 from scripts.patchkit.export import check_form
-from scripts.patchkit.lock import Upstream, load_lock
+from scripts.patchkit.lock import PatchError, Upstream, load_lock
 from tests.patches.patch_project import (
     NEWEST_FILES,
     REPOSITORY,

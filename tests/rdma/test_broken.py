@@ -74,7 +74,7 @@ def test_queue_pairs_are_made_again(make_breakable: Make, run_dir: Path) -> None
     orders = [run_dir / f"break {rank}" for rank in range(2)]
     for rank, order in enumerate(orders):
         env = {"MEDDLE_BREAK": str(order)}
-        cluster.start_worker(rank, "rounds:checked", env=env, most=200_000, limit_s=400)
+        cluster.start_worker(rank, "failures:checked", env=env, most=200_000, limit_s=400)
     cluster.wait_mark("looping", range(2))
 
     def resent() -> bool:
@@ -103,8 +103,8 @@ def test_a_damaged_greeting_is_one_more_attempt(make_breakable: Make, run_dir: P
     cluster.start_nodes()
     order = run_dir / "break"
     env = {"MEDDLE_BREAK": str(order), "MEDDLE_FLIP": "1"}
-    broken = cluster.start_worker(0, "rounds:checked", env=env, most=200_000, limit_s=400)
-    cluster.start_worker(1, "rounds:checked", most=200_000, limit_s=400)
+    broken = cluster.start_worker(0, "failures:checked", env=env, most=200_000, limit_s=400)
+    cluster.start_worker(1, "failures:checked", most=200_000, limit_s=400)
     cluster.wait_mark("looping", range(2))
     breaks = 0
     while not all(f"of {what}" in broken.text for what in ("a request", "an answer")) or (

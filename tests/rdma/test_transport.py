@@ -17,8 +17,14 @@ import pytest
 from scripts.children import free_ports
 from tests import native
 from tests.multiproc.cluster import END_S, Cluster, wait_all
-from tests.multiproc.endings import demand_error, demand_failed, start_looping
-from tests.multiproc.endings import WAIT, start_with_spare, wait_done
+from tests.multiproc.endings import (
+    WAIT,
+    demand_error,
+    demand_failed,
+    start_looping,
+    start_with_spare,
+    wait_done,
+)
 from tests.native import BYTES, LIMIT_S, SumJob
 from tests.rdma.transports import ADDRESS_VARIABLE, VARIANTS, Transport, make
 
@@ -84,12 +90,12 @@ def test_few_bits(make_over: Make) -> None:
 
 @each
 def test_groups(make_over: Make) -> None:
-    make_over(workers=4, servers=2, env=PATIENCE).run("groups:disjoint")
+    make_over(workers=4, servers=2, env=PATIENCE).run("sums:disjoint")
 
 
 @each
 def test_leaving_and_coming_back(make_over: Make) -> None:
-    make_over(workers=2, servers=1, env=PATIENCE).run("observed:two_lives")
+    make_over(workers=2, servers=1, env=PATIENCE).run("lifecycle:two_lives")
 
 
 @pytest.mark.transports("tcp", "rdma", "rdma-one-plane")

@@ -19,17 +19,14 @@ from typing import Any
 import pytest
 import zmq
 
-from bench.stragglers.rank import KINDS, Links, Load, delay, least_seconds, loads
-from bench.stragglers.rank import Experiment, Step
+from bench.stragglers.rank import KINDS, Experiment, Links, Load, Step, delay, least_seconds, loads
 from bench.stragglers.run import rows, table
 from megatron_byteps_rl import __main__ as runs
-from megatron_byteps_rl import rollout
-from megatron_byteps_rl import attempt
-from megatron_byteps_rl import __main__
+from megatron_byteps_rl import attempt, rollout
 from megatron_byteps_rl.__main__ import LATEST
+from scripts import rl
 from scripts.children import Spawned, end_all, last_lines
 from scripts.trainkit import rl_task
-from scripts import rl
 from scripts.trainkit.rl_settings import EXTENSION, Settings
 
 
@@ -142,8 +139,8 @@ def test_shared_memory_that_nobody_has_is_removed(prefix: str) -> None:
     held, left = (shared_memory.SharedMemory(name=name, create=True, size=8) for name in names)
     try:
         left.close()
-        assert names[1] not in __main__.remove(time.time() + 60)  # it is older than the run
-        removed = __main__.remove(began)
+        assert names[1] not in runs.remove_leftovers(time.time() + 60)  # it is older than the run
+        removed = runs.remove_leftovers(began)
         assert names[1] in removed and names[0] not in removed
         assert not Path("/dev/shm", names[1]).exists()
     finally:

@@ -16,8 +16,6 @@ import pytest
 from scripts import rl
 from scripts.children import Spawned, end_all, last_lines
 from scripts.trainkit import rl_task
-from scripts.trainkit import rl_task
-from scripts import rl
 from scripts.trainkit.rl_settings import CHAT, ENVIRONMENTS, EXTENSION, SUMS, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +100,7 @@ def test_only_the_right_sum_is_rewarded(answer: str, score: float) -> None:
     [("12", 1.0), ("5 + 7 = 12.", 1.0), ("12 is 5 + 7", 0.0), ("112", 0.0), ("twelve", 0.0)],
 )
 def test_the_last_number_of_an_answer_counts(answer: str, score: float) -> None:
-    assert rl_task.compute_score("sums", answer, "12") == score
+    assert rl_task.score_last_number("sums", answer, "12") == score
 
 
 def test_a_rank_computes_with_as_many_responses_as_its_task_allows() -> None:

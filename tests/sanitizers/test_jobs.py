@@ -74,7 +74,7 @@ def test_connections(programs: Path, run_dir: Path) -> None:
 @pytest.mark.requires("clang")
 @pytest.mark.timeout(LIMIT_S)
 def test_memory_that_changes_while_it_is_sent_is_seen(programs: Path, run_dir: Path) -> None:
-    """By ThreadSanitizer, which must not be told more than is so (tcp/handover.h)."""
+    """By ThreadSanitizer, which must not be told more than is so (tcp/socket.h)."""
     if not programs.name.endswith("thread"):
         return
     log = run_dir / "connection_test.log"

@@ -14,11 +14,10 @@ import ray
 import torch
 
 from megatron_byteps_ray import dispatch, strategies
-from megatron_byteps_ray.dispatch import DispatchError, Group, Mesh, RankLost
-from megatron_byteps_ray.strategies import Place
-from megatron_byteps_ray.offload import DeviceState, Offloads
 from megatron_byteps_ray.cluster import Pool
-from megatron_byteps_ray.strategies import Arguments
+from megatron_byteps_ray.dispatch import DispatchError, Group, Mesh, RankLost
+from megatron_byteps_ray.offload import DeviceState, Offloads
+from megatron_byteps_ray.strategies import Arguments, Place
 from tests.layouts.job import CPU, CUDA
 from tests.layouts.under_ray.modes import environment_on
 

@@ -32,9 +32,9 @@ from bench.ray_failures.cases import (
     several_nodes,
 )
 from megatron_byteps_ray import memory
+from megatron_byteps_ray.cluster import JobError, Pool
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.memory import Keeper, Port, Snapshots
-from megatron_byteps_ray.cluster import JobError, Pool
 from tests.layouts.under_ray.modes import ROOT
 
 NAMES = [

@@ -23,12 +23,10 @@ import torch
 
 from bench.ray_failures.cases import ENVIRONMENT, MODEL
 from bench.ray_failures.nodes import SCRIPT
+from megatron_byteps_ray.cluster import Metrics, Pool
 from megatron_byteps_ray.job import Job, record_of_steps
-from megatron_byteps_ray.cluster import Metrics
-from megatron_byteps_ray.cluster import Pool
-from megatron_byteps_ray.profiling import Profile
+from megatron_byteps_ray.profiling import Profile, merge
 from megatron_byteps_ray.settings import Settings
-from megatron_byteps_ray.profiling import merge
 from scripts.children import free_ports
 from tests.layouts.job import data_arguments, tiny_dataset
 from tests.layouts.under_ray.modes import compare, run_locally, run_under_ray

@@ -18,14 +18,19 @@ import pytest
 from bench.ray_failures.cases import ENVIRONMENT
 from bench.ray_failures.nodes import Nodes
 from megatron_byteps_ray import settings
-from megatron_byteps_ray.recovery import FAILED, HUNG, KILLED, LOST, End, Failure
-from megatron_byteps_ray.job import Job
-from megatron_byteps_ray.settings import Layout, option
-from megatron_byteps_ray.incarnation import Phases
-from megatron_byteps_ray.settings import gpu_numbers, local_variables
 from megatron_byteps_ray.cluster import Pool
+from megatron_byteps_ray.incarnation import Phases
+from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.rank_actor import RankActor
-from megatron_byteps_ray.settings import Limits, Settings
+from megatron_byteps_ray.recovery import FAILED, HUNG, KILLED, LOST, End, Failure
+from megatron_byteps_ray.settings import (
+    Layout,
+    Limits,
+    Settings,
+    gpu_numbers,
+    local_variables,
+    option,
+)
 from tests.layouts.job import gpus_to_offer, take_a_share
 
 
@@ -355,14 +360,14 @@ def test_ranks_that_share_a_gpu_are_on_several_machines_to_nccl() -> None:
 
 def test_each_process_of_a_machine_has_its_own_port(tmp_path: Path) -> None:
     environment = {"BYTEPS_METRICS_PORT": "9400"}
-    servers = [settings.of_server(environment, n)["BYTEPS_METRICS_PORT"] for n in range(2)]
-    ranks = int(settings.of_ranks(environment, 2)["BYTEPS_METRICS_PORT"])
+    servers = [settings.metrics_of_server(environment, n)["BYTEPS_METRICS_PORT"] for n in range(2)]
+    ranks = int(settings.metrics_of_ranks(environment, 2)["BYTEPS_METRICS_PORT"])
     assert (servers, ranks) == (["9400", "9401"], 9402)
-    assert settings.of_ranks({}, 2) == {}
+    assert settings.metrics_of_ranks({}, 2) == {}
     with pytest.raises(ValueError, match="BYTEPS_METRICS_PORT=http is no port"):
         Settings(entry="train.py", environment={"BYTEPS_METRICS_PORT": "http"})
     places = [_place("1", []), _place("2", []), _place("2", [])]
-    settings.write_list(tmp_path, ranks, ["10.0.0.1:9400", "10.0.0.2:9401"], places)
+    settings.write_metrics_list(tmp_path, ranks, ["10.0.0.1:9400", "10.0.0.2:9401"], places)
     found = json.loads((tmp_path / "prometheus.json").read_text())
     assert [one["targets"][0] for one in found] == [
         *("10.0.0.1:9400", "10.0.0.2:9401", "10.0.0.1:9402", "10.0.0.2:9402", "10.0.0.2:9403")

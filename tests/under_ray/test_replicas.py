@@ -27,10 +27,8 @@ from bench.kit.plan import Topology
 from bench.ray_failures.cases import CASES, ENVIRONMENT, MODEL, STEPS, Runner
 from bench.ray_failures.nodes import LIMIT_S, Nodes
 from megatron_byteps_ray import incarnation
-from megatron_byteps_ray.cluster import draining_nodes
-from megatron_byteps_ray.job import record_of_steps
-from megatron_byteps_ray.cluster import Pool
-from megatron_byteps_ray.job import Replicas
+from megatron_byteps_ray.cluster import Pool, draining_nodes
+from megatron_byteps_ray.job import Replicas, record_of_steps
 from megatron_byteps_ray.settings import Settings
 from scripts.children import free_ports
 

@@ -17,12 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from byteps.launcher import embedded
-from byteps.launcher import embedded
-from byteps.launcher import meeting
+from byteps.launcher import embedded, meeting
 from byteps.launcher.embedded import Child
-from byteps.launcher.meeting import Ranks
-from byteps.launcher.meeting import AbsentError, meet
+from byteps.launcher.meeting import AbsentError, Ranks, meet
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 ONE_HOST = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)

@@ -13,17 +13,13 @@ import pytest
 
 from scripts.progress import Progress
 from tests.layouts import functional_tests, ray_layouts, rl_layouts
-from tests.layouts.table import run_cells
-from tests.layouts.functional import arguments
 from tests.layouts.functional import arguments
 from tests.layouts.functional.arguments import CannotRun, Value, small
 from tests.layouts.functional.rows import CASES, QUICK
-from tests.layouts.gpt import updates
-from tests.layouts.gpt import layout
-from tests.layouts.gpt import runs
+from tests.layouts.gpt import layout, runs, updates
 from tests.layouts.gpt.layout import Report
 from tests.layouts.job import JobFailed
-from tests.layouts.table import Table, line
+from tests.layouts.table import Table, line, run_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Table(begin="<!-- errors -->", head=("layout", "error"), align="lr", keys=("a", "b", "c"))
@@ -81,7 +77,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(jobs: int) -> None:
         return cell.upper()
 
     def tell(cell: str, outcome: str) -> list[str]:
-        told.append((cell, layout))
+        told.append((cell, outcome))
         return ["is not right"] if cell == "c" else []
 
     def good(cells: str) -> bool:
@@ -121,7 +117,7 @@ def test_the_document_has_the_tolerances_and_a_place_for_each_table() -> None:
     ("table", "page"),
     [
         *((ray_layouts.table_of(device), "ray.md") for device in ray_layouts.MADE_BY),
-        (rl_layouts.TABLE, "rl.md"),
+        (rl_layouts.TABLE, "ray.md"),
     ],
     ids=[*ray_layouts.MADE_BY, "rl"],
 )
@@ -286,8 +282,8 @@ def test_a_row_that_differs_from_its_test_is_told(checkout: Path) -> None:
     assert arguments.strange([one], [case for case in cases if case is not one]) == [
         "one: the checkout has no such test that a CPU can run"
     ]
-    arguments = tuple("3" if word == "64" else word for word in one.arguments)
-    row = type(one)(name="one_resumed", ranks=4, arguments=arguments)
+    wider = tuple("3" if word == "64" else word for word in one.arguments)
+    row = type(one)(name="one_resumed", ranks=4, arguments=wider)
     assert arguments.strange([row], cases) == [
         "one_resumed: the row has --hidden-size 3; the checkout has --hidden-size 64"
     ]
@@ -312,8 +308,6 @@ PAGE = """# Tests
 def test_the_command(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.layouts.functional import arguments
-
     misses: list[str] = []
 
     def check(case: arguments.Case, folder: Path) -> Report:

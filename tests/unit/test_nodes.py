@@ -15,15 +15,11 @@ import byteps.torch as bps
 import pytest
 import torch
 import torch.distributed as dist
-from byteps.torch import engine, nodes, ops, session
-from byteps.torch import world
-from byteps.torch import server_transfer
-from byteps.torch.server_tensor import Place
-from byteps.torch.nodes import HostLayout, NodeGroup, host_name
+from byteps.torch import engine, nodes, ops, server_transfer, session, world
 from byteps.torch.node_groups import Piece, shard_pieces, whole_pieces
+from byteps.torch.nodes import HostLayout, HostRanks, NodeGroup, host_name
 from byteps.torch.server_bucket import BucketSpec, ServerBucket
-from byteps.torch.nodes import HostRanks
-from byteps.torch.server_tensor import Rule, Step, cut_segments
+from byteps.torch.server_tensor import Place, Rule, Step, cut_segments
 from byteps.torch.server_transfer import ServerShards
 from byteps.torch.step_machine import start_and_wait
 
@@ -72,8 +68,8 @@ def test_whole_pieces_hold_every_element_once(elements: int, per_host: int, piec
 
 def _instances(hosts: int, per_host: int, instances: int) -> list[list[int]]:
     """The shard that each rank owns: an instance is consecutive ranks, which own a shard each."""
-    shards = world * per_host // instances
-    return [[(h * per_host + i) % shards for i in range(per_host)] for h in range(world)]
+    shards = hosts * per_host // instances
+    return [[(h * per_host + i) % shards for i in range(per_host)] for h in range(hosts)]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 8])
@@ -84,10 +80,10 @@ def _instances(hosts: int, per_host: int, instances: int) -> list[list[int]]:
 def test_each_rank_gets_exactly_the_shard_it_owns(
     hosts: int, per_host: int, instances: int, pieces: int
 ) -> None:
-    owned = _instances(world, per_host, instances)
-    shards = world * per_host // instances
+    owned = _instances(hosts, per_host, instances)
+    shards = hosts * per_host // instances
     size = 6
-    for host, local in itertools.product(range(world), range(per_host)):
+    for host, local in itertools.product(range(hosts), range(per_host)):
         cut = shard_pieces(shards * size, owned, host, local, pieces)
         assert cut is not None
         everything = sorted(
@@ -104,7 +100,7 @@ def test_each_rank_gets_exactly_the_shard_it_owns(
     # Nothing but `wanted` differs between ranks: they must agree on every reduce-scatter.
     plans = {
         tuple(piece.scatters for piece in shard_pieces(shards * size, owned, h, i, pieces) or ())
-        for h, i in itertools.product(range(world), range(per_host))
+        for h, i in itertools.product(range(hosts), range(per_host))
     }
     assert len(plans) == 1
 

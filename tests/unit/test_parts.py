@@ -220,7 +220,7 @@ def test_schedules_of_messages_and_losses() -> None:
 
 
 def reached(said: str) -> dict[str, int]:
-    """Of the table of probes (base/probe.h): how many jobs reached each."""
+    """Of the table of probes (base/invariant.h): how many jobs reached each."""
     rows = [line.split("|") for line in said.splitlines() if line.startswith("| ")]
     return {row[1].strip(): int(row[3]) for row in rows[1:]}
 

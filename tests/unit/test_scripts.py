@@ -21,11 +21,8 @@ import pytest
 
 from megatron_byteps_ray import profiling
 from scripts import progress
-from scripts.recipekit import megatron
-from scripts.recipekit import features
-from scripts.recipekit import megatron
-from scripts.recipekit.features import FEATURES, row_of, rows_of_results, used
-from scripts.recipekit.features import Outcome
+from scripts.recipekit import features, megatron
+from scripts.recipekit.features import FEATURES, Outcome, row_of, rows_of_results, used
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/progress.py"
 

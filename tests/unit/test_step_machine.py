@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from byteps.torch import BytePSError, c_lib, operations, wire
-from byteps.torch import wire
-from byteps.torch import in_flight
-from byteps.torch import wire
-from byteps.torch.c10d import work
+from byteps.torch import BytePSError, c_lib, in_flight, operations, wire
+from byteps.torch.c10d import work as streamed_work
 from byteps.torch.c10d.work import StreamedWork
-from byteps.torch.server_tensor import Codec, Place, laid_flat, read_encoded, write_encoded
-from byteps.torch.server_tensor import Rule, Step
-from byteps.torch.step_machine import Speculation
-from byteps.torch.step_machine import StepMachine, clip_scale
+from byteps.torch.server_tensor import (
+    Codec,
+    Place,
+    Rule,
+    Step,
+    laid_flat,
+    read_encoded,
+    write_encoded,
+)
+from byteps.torch.step_machine import Speculation, StepMachine, clip_scale
 
 GROUPS: list[dict[str, Any]] = [
     {"lr": 0.1, "weight_decay": 0.01, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
@@ -308,9 +311,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Given:
     """The current stream. There is none yet on which sums land."""
     given: Given = []
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(work, "current_stream", lambda device: given)
-    monkeypatch.setattr(work, "_streams", {})
-    monkeypatch.setattr(work, "_landing", type(work._landing)())
+    monkeypatch.setattr(streamed_work, "current_stream", lambda device: given)
+    monkeypatch.setattr(streamed_work, "_streams", {})
+    monkeypatch.setattr(streamed_work, "_landing", type(streamed_work._landing)())
     monkeypatch.setattr(c_lib, "check", lambda: None)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     return given
@@ -318,7 +321,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Given:
 
 def test_what_nobody_waits_for_is_queued_all_the_same(current: Given) -> None:
     StreamedWork([torch.ones(1)], land)
-    (stream,) = work._streams.values()
+    (stream,) = streamed_work._streams.values()
     assert len(stream.given) == 1  # type: ignore[attr-defined]
     assert current == []
 
@@ -328,10 +331,10 @@ def test_with_one_queue_of_the_device_the_first_who_waits_queues_it(
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     work = StreamedWork([torch.ones(1)], land)
-    assert not work._streams
+    assert not streamed_work._streams
     work.wait()
     work.wait()
-    (stream,) = work._streams.values()
+    (stream,) = streamed_work._streams.values()
     assert current == stream.given * 2  # type: ignore[attr-defined]
     assert len(current) == 2
 
@@ -340,18 +343,18 @@ def test_tensors_are_kept_until_they_have_landed(
     current: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = [StreamedWork([torch.ones(1)], land, [torch.ones(2)]) for _ in range(3)]
-    moments: list[Any] = [moment for moment, _ in work._landing]
-    assert [len(wire) for _, wire in work._landing] == [2, 2, 2]
+    moments: list[Any] = [moment for moment, _ in streamed_work._landing]
+    assert [len(tensors) for _, tensors in streamed_work._landing] == [2, 2, 2]
     for moment in moments[:2]:
         moment.come = True
     assert [work.is_completed() for work in works] == [True, True, False]
     StreamedWork([torch.ones(1)], land)
-    assert next(moment for moment, _ in work._landing) is moments[2]
-    landing = [moment for moment, _ in work._landing]
+    assert next(moment for moment, _ in streamed_work._landing) is moments[2]
+    landing = [moment for moment, _ in streamed_work._landing]
     monkeypatch.setattr(c_lib, "check", lambda: setattr(landing.pop(0), "come", True))
     with pytest.raises(IndexError):  # it looks once more when all have landed
-        work.await_all()
-    assert not work._landing
+        streamed_work.await_all()
+    assert not streamed_work._landing
     assert all(work.is_completed() for work in works)
 
 
@@ -362,7 +365,7 @@ def test_the_next_call_hears_of_a_failure(current: Given, monkeypatch: pytest.Mo
         raise c_lib.BytePSError("worker 1 was lost")
 
     monkeypatch.setattr(c_lib, "check", fail)
-    for call in (work.wait, work.result, work.await_all):
+    for call in (work.wait, work.result, streamed_work.await_all):
         with pytest.raises(c_lib.BytePSError, match="worker 1 was lost"):
             call()
     assert "worker 1" in str(work.exception())
@@ -372,7 +375,7 @@ def test_without_streams_there_is_nothing_to_await(
     current: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(c_lib, "check", lambda: pytest.fail("the job was looked at"))
-    work.await_all()
+    streamed_work.await_all()
 
 
 # The kernels that put values into blocks on a GPU: the bits of the engine's codec.

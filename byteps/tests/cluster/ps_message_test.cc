@@ -81,7 +81,7 @@ TEST(PsMessage, ServersSendEachOtherRequestsAndAnswers) {
   }
 }
 
-// As net/link/nowhere.h says: one empty value, and the bytes that it had.
+// As net/link/registration_cache.h says: one empty value, and the bytes that it had.
 TEST(PsMessage, DroppedValuesTellTheirSize) {
   ps::Message carried = ToPs(MakeRequest(kPushPull, 0, 16, 1, ""));
   carried.data.emplace_back();

@@ -126,7 +126,7 @@ TEST(Failure, StopWhileOthersCall) {
   }
 }
 
-// ----- a server is lost, and another one takes its place (engine/server_loss.cc)
+// ----- a server is lost, and another one takes its place (engine/pusher.cc)
 
 // Tests of broken devices keep memory for ever; that of partitions of this length is another pool.
 constexpr size_t kLength = 16 * kPage;

@@ -1,5 +1,5 @@
 // How the pushes of one round are added, and rounds without the members of replicas that were
-// removed (server/rounds_absent.cc).
+// removed (server/rounds_failures.cc).
 #include "byteps/server/round.h"
 
 #include <gtest/gtest.h>

@@ -231,7 +231,7 @@ TEST_F(BackupLinkTest, ABackupThatLosesItsCopyIsToldNothingMore) {
 }
 
 // ----- rounds that began at a server that is lost, at the one that has its place
-// (server/rounds_given.cc)
+// (server/rounds_failures.cc)
 
 constexpr uint32_t kBytes = 16;
 

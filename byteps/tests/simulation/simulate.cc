@@ -18,9 +18,9 @@
 //     killed: then the job ends well unless the scheduler was killed, and no sum has anything of an
 //     older incarnation in it.
 //
-// Half of the jobs hold up threads that reach a probe (base/probe.h); at the end it prints how many
-// jobs reached each of them.  No invariant (base/invariant.h) may be broken;
-// --break-invariant breaks one in each job, to see that it is noticed.
+// Half of the jobs hold up threads that reach a probe (base/invariant.h); at the end it prints how
+// many jobs reached each of them.  No invariant (base/invariant.h) may be broken; --break-invariant
+// breaks one in each job, to see that it is noticed.
 //
 // --replicas plays jobs of several replicas instead, some of which die and come back
 // (job.h).

@@ -66,7 +66,7 @@ uint64_t Random(uint64_t below);
 // Mixes a number into the fingerprint; within Run.
 void Note(uint64_t number);
 
-// ----- Which of base/probe.h's probes the seeds reach, and what a seed does there.
+// ----- Which of base/invariant.h's probes the seeds reach, and what a seed does there.
 
 constexpr size_t kNumProbes = static_cast<size_t>(ps::Probe::kNumProbes);
 

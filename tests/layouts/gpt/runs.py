@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from scripts.progress import aligned, pipes
 from scripts.prepare_data import Dataset
-from scripts.progress import Progress
+from scripts.progress import Progress, aligned, pipes
 
 from ..job import (
     CPU,

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_byteps_ray.cluster import cluster
+from megatron_byteps_ray.cluster import Pool, cluster
 from megatron_byteps_ray.job import Job
-from megatron_byteps_ray.cluster import Pool
 from megatron_byteps_ray.settings import PRELOAD, Limits, Settings
 from tests.layouts.gpt.layout import RankSeen
 from tests.layouts.hugging_face.runs import make_model

@@ -10,9 +10,8 @@ from typing import Any
 import byteps.torch as bps
 import torch
 from byteps.torch import ServerOptimizer, feedback_state, wire
-from byteps.torch.wire import feedback
 from byteps.torch.step_machine import clip_scale
-from byteps.torch.wire import WireType
+from byteps.torch.wire import WireType, feedback
 
 from tests.few_bits import Rounding, Sums, moved
 from tests.multiproc.programs import values

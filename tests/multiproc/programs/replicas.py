@@ -15,10 +15,8 @@ from collections.abc import Callable
 import byteps.torch as bps
 import torch
 from byteps.torch import c_lib, members, session
-from byteps.torch import members
 from byteps.torch.members import are_alike
-from byteps.torch.server_tensor import Rule, Step
-from byteps.torch.server_tensor import ServerTensor
+from byteps.torch.server_tensor import Rule, ServerTensor, Step
 
 from tests.multiproc.programs.job import Job
 
@@ -138,9 +136,7 @@ class Replica:
         self.may_die("ready", 0)
         view = members.join()
         giver, name = view.donor(self.number), f"join/{view.lives[self.number]}"
-        members.take_tensors(
-            [self.parameters], giver=giver, rank=bps.rank(), name=f"{name}/state"
-        )
+        members.take_tensors([self.parameters], giver=giver, rank=bps.rank(), name=f"{name}/state")
         self.may_die("take", 0)
         step = self.take_facts(giver, name)
         self.compare()

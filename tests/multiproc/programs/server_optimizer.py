@@ -16,8 +16,7 @@ from unittest import mock
 import byteps.torch as bps
 import torch
 from byteps.torch import ServerOptimizer
-from byteps.torch.server_tensor import Step, rule_of
-from byteps.torch.server_tensor import ServerTensor
+from byteps.torch.server_tensor import ServerTensor, Step, rule_of
 
 from tests.multiproc.programs.devices import device_of
 from tests.multiproc.programs.job import Job
