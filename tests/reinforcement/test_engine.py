@@ -14,6 +14,7 @@ from scripts.children import Spawned, end_all, last_lines
 from scripts.trainkit import rl_task
 
 from .engine_rank import BACKENDS, LAYOUTS
+from .twinkle_rank import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 2700.0
@@ -116,13 +117,21 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_twinkle(kind: str, *, through_byteps: bool, model: Path, out: Path) -> None:
-    """Train on two ranks."""
+def run_twinkle(row: Row, *, through_byteps: bool, model: Path, out: Path) -> None:
+    """Train by torchrun's ranks, or by Ray's actors."""
     out.mkdir()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-W", "ignore", *launcher, "-m", "tests.reinforcement.twinkle_rank"]
-    arguments = [kind, str(int(through_byteps)), str(model), str(out)]
-    environment = {**os.environ, "MODELSCOPE_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
+    program = ["-m", "tests.reinforcement.twinkle_rank", row.json()]
+    command = [sys.executable, "-W", "ignore", *([] if row.ray else launcher), *program]
+    arguments = [str(int(through_byteps)), str(model), str(out)]
+    environment = {
+        **os.environ,
+        "MODELSCOPE_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     process = Spawned("twinkle", [*command, *arguments], environment, out, cwd=out)
     try:
         process.wait(TWINKLE_LIMIT_S)
@@ -132,18 +141,40 @@ def run_twinkle(kind: str, *, through_byteps: bool, model: Path, out: Path) -> N
     assert ("BytePS flat" in process.text) == through_byteps, last_lines(process.log, 60)
 
 
+TWINKLE_ROWS = [
+    Row(),
+    Row(kind="lora"),
+    Row(kind="tenants"),
+    Row(tp=2),
+    Row(pp=2),
+    Row(kind="lora", tp=2),
+    Row(kind="tenants", pp=2),
+    Row(ray=True),
+    Row(kind="tenants", ray=True),
+]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_the_same_bits_by_twinkle(kind: str, qwen: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", TWINKLE_ROWS, ids=str)
+def test_the_same_bits_by_twinkle(row: Row, qwen: Path, tmp_path: Path) -> None:
     import torch
+    from safetensors.torch import load_file
 
     ours, theirs = tmp_path / "byteps", tmp_path / "all-reduce"
     for out in (ours, theirs):
-        run_twinkle(kind, through_byteps=out == ours, model=qwen, out=out)
-    for rank in range(2):
+        run_twinkle(row, through_byteps=out == ours, model=qwen, out=out)
+    for adapter in row.adapters:
+        saved = [
+            load_file(next((out / (adapter or "whole")).glob("*.safetensors")))
+            for out in (ours, theirs)
+        ]
+        assert saved[0].keys() == saved[1].keys() and saved[0]
+        assert all(torch.equal(values, saved[1][name]) for name, values in saved[0].items())
+    if row.ray:
+        return
+    for rank in range(row.ranks):
         one: dict[str, Any] = torch.load(ours / f"{rank}.pt")
         other = torch.load(theirs / f"{rank}.pt")
         assert one.keys() == other.keys() and one
-        assert all("lora" in name for name in one) == (kind == "lora")
+        assert all("lora" in name for name in one) == (row.kind != "whole")
         assert all(torch.equal(one[name], other[name]) for name in one)
-    assert all(torch.equal(one[name], torch.load(ours / "0.pt")[name]) for name in one)

@@ -1,14 +1,18 @@
-"""A rank that trains by Twinkle, through BytePS or all-reduce: ``KIND 0|1 MODEL OUT``.
+"""Trains by Twinkle, through BytePS or all-reduce: ``ROW 0|1 MODEL OUT``, one rank or the driver.
 
-Twinkle builds its models of Transformer Engine's layers alone, and a CPU has none: here they are in
-plain torch.
+ROW is the JSON form of a `Row`. The folder OUT gets what was trained as HF files, and, from ranks
+that torchrun started, the parameters of each rank. Twinkle builds its models of Transformer
+Engine's layers alone, and a CPU has none: here they are in plain torch.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import json
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -26,8 +30,11 @@ MODULES = (
 
 
 class Linear(nn.Module):
-    """A linear layer in the arguments of Megatron's wrappers. Returns values, and the bias where it
-    is to be added later."""
+    """A linear layer in the arguments of Megatron's wrappers, split over tensor-parallel ranks as
+    its `parallel_mode` says. Returns values, and the bias where it is to be added later."""
+
+    mode = "duplicated"
+    """Of layers whose arguments do not name one."""
 
     def __init__(
         self,
@@ -43,25 +50,53 @@ class Linear(nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        self.config, self.parallel_mode, self.tp_group = config, parallel_mode, tp_group
-        self.in_features, self.out_features, self.tp_size = input_size, output_size, 1
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+        self.config, self.parallel_mode = config, parallel_mode or self.mode
+        self.tp_group = tp_group or get_tensor_model_parallel_group()
+        self.tp_size = self.tp_group.size()
+        column, row = self.parallel_mode == "column", self.parallel_mode == "row"
+        self.in_features = input_size // (self.tp_size if row else 1)
+        self.out_features = output_size // (self.tp_size if column else 1)
         self.use_bias, self.skip_bias_add = bias, skip_bias_add
         kind = config.params_dtype
-        self.weight = nn.Parameter(torch.zeros(output_size, input_size, dtype=kind))
+        self.weight = nn.Parameter(torch.zeros(self.out_features, self.in_features, dtype=kind))
         if init_method is not None and config.perform_initialization:
             init_method(self.weight)
-        self.bias = nn.Parameter(torch.zeros(output_size, dtype=kind)) if bias else None
+        self.bias = nn.Parameter(torch.zeros(self.out_features, dtype=kind)) if bias else None
         for parameter in self.parameters():
             # As Megatron marks dense ones, which all data-parallel ranks sum.
             parameter.allreduce, parameter.sequence_parallel = True, False  # type: ignore[attr-defined]
+        split = (self.weight, self.bias) if column else (self.weight,) if row else ()
+        for parameter in filter(None.__ne__, split):
+            set_tensor_model_parallel_attributes(parameter, True, dim=int(row), stride=1)
 
     def forward(self, x: torch.Tensor, *others: Any, **more: Any) -> Any:
-        later = self.bias if self.skip_bias_add else None
-        return functional.linear(x, self.weight, None if self.skip_bias_add else self.bias), later
+        from megatron.core import tensor_parallel
+
+        added, later = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        if self.parallel_mode == "column":
+            x = tensor_parallel.copy_to_tensor_model_parallel_region(x, self.tp_group)
+        if self.parallel_mode != "row":
+            return functional.linear(x, self.weight, added), later
+        out = functional.linear(x, self.weight)
+        out = tensor_parallel.reduce_from_tensor_model_parallel_region(out, self.tp_group)
+        return (out if added is None else out + added), later
+
+
+class ColumnLinear(Linear):
+    mode = "column"
+
+
+class RowLinear(Linear):
+    mode = "row"
 
 
 class NormedLinear(Linear):
-    """The same after a norm."""
+    """A column after a norm."""
+
+    mode = "column"
 
     def __init__(self, input_size: int, *args: Any, config: Any, **others: Any) -> None:
         super().__init__(input_size, *args, config=config, **others)
@@ -103,6 +138,8 @@ def _attention() -> type:
 
 def install() -> None:
     """Make this process one that trains by Twinkle on a CPU. To be called first of all."""
+    # Twinkle's imports reach it where it is installed, which takes a rank half a minute.
+    sys.modules["vllm"] = None  # type: ignore[assignment]
     from megatron.training import cpu_platform
 
     cpu_platform.install()
@@ -117,8 +154,8 @@ def install() -> None:
     layers = {
         "TELinear": Linear,
         # Each a class of its own: LoRA asks which of them a layer is.
-        "TEColumnParallelLinear": type("Column", (Linear,), {}),
-        "TERowParallelLinear": type("Row", (Linear,), {}),
+        "TEColumnParallelLinear": ColumnLinear,
+        "TERowParallelLinear": RowLinear,
         "TELayerNormColumnParallelLinear": NormedLinear,
         "TENorm": norm,
         "TEDotProductAttention": _attention(),
@@ -150,17 +187,42 @@ def install() -> None:
     GPU.device_backend = staticmethod(lambda platform=None: "gloo")
 
 
-RANKS = 2
 STEPS = 3
 TOKENS = 24
 ROWS = 4
-"""Of a step, on all ranks together."""
+"""Of a step, on all data-parallel ranks together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is trained, and how."""
+
+    kind: str = "whole"
+    """``whole``: all parameters. ``lora``: an adapter. ``tenants``: two adapters of one base model,
+    interleaved."""
+    dp: int = 2
+    tp: int = 1
+    pp: int = 1
+    ray: bool = False
+    """Twinkle's workers are Ray actors, and this process their driver."""
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def adapters(self) -> list[str]:
+        return {"whole": [""], "lora": ["one"], "tenants": ["one", "two"]}[self.kind]
+
+    def json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        return f"{self.kind} dp{self.dp} tp{self.tp} pp{self.pp}{' ray' if self.ray else ''}"
 
 
 def batch(step: int, rows: slice) -> list[dict[str, Any]]:
     """Random samples of a step, in Twinkle's form."""
-    import torch
-
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randint(0, 256, (ROWS, TOKENS), generator=generator).tolist()
     return [
@@ -175,52 +237,103 @@ def batch(step: int, rows: slice) -> list[dict[str, Any]]:
     ]
 
 
-def train(kind: str, through_byteps: bool, folder: str, rank: int) -> Any:
-    """A model that has made some steps."""
+def initialize(row: Row) -> Any:
+    """Twinkle's mesh of the ranks."""
     import twinkle
-    from peft import LoraConfig
-    from twinkle import DeviceMesh
-    from twinkle.model import MegatronModel
+    from twinkle import DeviceGroup, DeviceMesh
 
-    mesh = DeviceMesh.from_sizes(world_size=RANKS, dp_size=RANKS)
-    twinkle.initialize(mode="local", global_device_mesh=mesh)
+    mesh = DeviceMesh.from_sizes(
+        world_size=row.ranks, dp_size=row.dp, tp_size=row.tp, pp_size=row.pp
+    )
+    if not row.ray:
+        twinkle.initialize(mode="local", global_device_mesh=mesh)
+        return mesh
+    import ray
+
+    hook = "tests.reinforcement.twinkle_rank.install"
+    ray.init(
+        num_gpus=row.ranks,
+        num_cpus=row.ranks,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        runtime_env={"worker_process_setup_hook": hook},
+    )
+    twinkle.initialize(
+        mode="ray",
+        nproc_per_node=row.ranks,
+        groups=[DeviceGroup(name="model", ranks=row.ranks, device_type="GPU")],
+        global_device_mesh=mesh,
+        lazy_collect=False,
+    )
+    return mesh
+
+
+def named(adapter: str) -> dict[str, Any]:
+    return {"adapter_name": adapter} if adapter else {}
+
+
+def build(row: Row, through_byteps: bool, folder: str, mesh: Any) -> Any:
+    """The model, with an optimizer for each adapter."""
+    from peft import LoraConfig
+    from twinkle.model import MegatronModel, MultiLoraMegatronModel
+
     fusions = ("bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
-    off = {f"{name}_fusion": False for name in (*fusions, "bias_dropout")}
-    model = MegatronModel(
+    settings: dict[str, Any] = {f"{name}_fusion": False for name in (*fusions, "bias_dropout")}
+    if row.ray:
+        settings["remote_group"] = "model"
+    if row.kind == "tenants":
+        make, settings = MultiLoraMegatronModel, {**settings, "max_loras": 2, "max_r": 8}
+    else:
+        make, settings = MegatronModel, {**settings, "use_distributed_optimizer": False}
+    model = make(
         folder,
         device_mesh=mesh,
         # A single host: nothing would go to servers unless asked for.
         ddp_config=({"use_dpu_reduce": True, "dpu_reduce_route": "flat"} if through_byteps else {}),
         mixed_precision="bf16",
-        use_distributed_optimizer=False,
         persist_layer_norm=False,
-        **off,
+        **settings,
     )
-    named = {}
-    if kind == "lora":
-        named = {"adapter_name": "one"}
-        model.add_adapter_to_model(
-            "one", LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-        )
-    model.set_optimizer("default", lr=1e-3, **named)
-    rows = slice(rank, None, RANKS)
-    for step in range(STEPS):
-        model.forward_backward(inputs=batch(step, rows), **named)
-        model.step(**named)
-        model.zero_grad(**named)
+    for number, adapter in enumerate(row.adapters):
+        if adapter:
+            config = LoraConfig(r=4 + 4 * number, lora_alpha=8, target_modules="all-linear")
+            model.add_adapter_to_model(adapter, config)
+        model.set_optimizer("default", lr=1e-3, **named(adapter))
     return model
 
 
-def main() -> None:
-    kind, through_byteps, folder, out = sys.argv[1:]
-    install()
-    import torch
+def losses(row: Row, model: Any, rows: slice) -> Iterator[float]:
+    """Train, each adapter on samples of its own."""
+    for step in range(STEPS):
+        for number, adapter in enumerate(row.adapters):
+            inputs = batch(step + 100 * number, rows)
+            result = model.forward_backward(inputs=inputs, **named(adapter))
+            model.step(**named(adapter))
+            model.zero_grad(**named(adapter))
+            yield float((result() if callable(result) else result)["loss"])
 
-    rank = int(os.environ["RANK"])
-    model = train(kind, through_byteps == "1", folder, rank)
-    (part,) = model.strategy.unwrap_model(model.model)
-    state = {name: p.detach().clone() for name, p in part.named_parameters() if p.requires_grad}
-    torch.save(state, Path(out) / f"{rank}.pt")
+
+def main() -> None:
+    row, through_byteps, folder = Row(**json.loads(sys.argv[1])), sys.argv[2] == "1", sys.argv[3]
+    out = Path(sys.argv[4])
+    install()
+    mesh = initialize(row)
+    model = build(row, through_byteps, folder, mesh)
+    # Under Ray Twinkle splits the samples.
+    rows = slice(None) if row.ray else slice(mesh.data_rank, None, row.dp)
+    print("losses", list(losses(row, model, rows)), flush=True)
+    for adapter in row.adapters:
+        model.save(name=adapter or "whole", output_dir=str(out), **named(adapter))
+    if row.ray:
+        return
+    parts = model.strategy.unwrap_model(model.model)
+    state = {
+        name: parameter.detach().clone()
+        for part in parts
+        for name, parameter in part.named_parameters()
+        if parameter.requires_grad
+    }
+    torch.save(state, out / f"{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
