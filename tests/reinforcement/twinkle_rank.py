@@ -68,8 +68,10 @@ class Linear(nn.Module):
         for parameter in self.parameters():
             # As Megatron marks dense ones, which all data-parallel ranks sum.
             parameter.allreduce, parameter.sequence_parallel = True, False  # type: ignore[attr-defined]
-        split = (self.weight, self.bias) if column else (self.weight,) if row else ()
-        for parameter in filter(None.__ne__, split):
+        split = [self.weight] if column or row else []
+        if column and self.bias is not None:
+            split.append(self.bias)
+        for parameter in split:
             set_tensor_model_parallel_attributes(parameter, True, dim=int(row), stride=1)
 
     def forward(self, x: torch.Tensor, *others: Any, **more: Any) -> Any:

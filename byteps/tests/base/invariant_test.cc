@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/protocol.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/process.h"
+#include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/engine/requests.h"
 #include "byteps/server/sum_server.h"

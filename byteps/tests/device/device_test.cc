@@ -1,4 +1,6 @@
 // Pinned memory, and copies of a GPU that device/fake.cc plays.
+#include "byteps/device/device.h"
+
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -11,7 +13,6 @@
 #include <vector>
 
 #include "byteps/base/invariant.h"
-#include "byteps/device/device.h"
 #include "byteps/device/fake.h"
 #include "tests/support/kit.h"
 

@@ -1,6 +1,4 @@
 // How tensors are cut and dealt, and which partition goes next.
-#include "byteps/engine/requests.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,6 +14,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
 #include "byteps/engine/declarations.h"
+#include "byteps/engine/requests.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

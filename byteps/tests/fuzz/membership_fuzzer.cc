@@ -16,13 +16,13 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/protocol.h"
 #include "byteps/base/invariant.h"
+#include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/net/link/admission.h"
-#include "byteps/net/membership/roster.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/roster.h"
 #include "byteps/server/backup_link.h"
 #include "byteps/server/optimizer/partition_state.h"
 #include "ps/base.h"

@@ -1,4 +1,6 @@
 // What nodes tell the scheduler, what it makes of it, and what is served over HTTP to anybody.
+#include "byteps/observe/status.h"
+
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -12,7 +14,6 @@
 #include "byteps/net/membership/event.h"
 #include "byteps/net/tcp/socket.h"
 #include "byteps/observe/http_server.h"
-#include "byteps/observe/status.h"
 #include "byteps/observe/metrics.h"
 
 namespace byteps {

@@ -1,7 +1,5 @@
 // How the pushes of one round are added, and rounds without the members of replicas that were
 // removed (server/rounds_failures.cc).
-#include "byteps/server/round.h"
-
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -15,9 +13,10 @@
 #include <vector>
 
 #include "byteps/base/block_codec.h"
-#include "byteps/base/protocol.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/protocol.h"
+#include "byteps/server/round.h"
 #include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"

@@ -10,8 +10,8 @@
 #include <new>
 #include <utility>
 
-#include "byteps/base/protocol.h"
 #include "byteps/base/invariant.h"
+#include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 #include "tests/support/kit.h"
 

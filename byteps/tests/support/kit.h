@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/mutex.h"
 #include "byteps/base/config.h"
+#include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/server/sum_server.h"

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "byteps/net/link/registration_cache.h"
-#include "byteps/net/link/dial_plan.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/net/link/dial_plan.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
+#include "byteps/net/link/registration_cache.h"
 #include "byteps/net/link/replay_log.h"
 #include "byteps/net/rdma/wire.h"
 #include "byteps/net/tcp/van.h"

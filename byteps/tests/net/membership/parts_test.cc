@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/membership/event.h"
+#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/node_membership.h"
 #include "byteps/net/membership/roster.h"
 #include "byteps/net/membership/scheduler_membership.h"
-#include "byteps/net/membership/event.h"
-#include "byteps/net/membership/node_membership.h"
-#include "byteps/net/membership/membership.h"
 #include "membership_test.h"
 #include "ps/internal/postoffice.h"
 

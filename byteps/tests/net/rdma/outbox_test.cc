@@ -1,6 +1,4 @@
 // What an endpoint sends, and sends again; and where it receives what is written into its memory.
-#include "byteps/net/rdma/queues.h"
-
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "byteps/base/invariant.h"
+#include "byteps/net/rdma/queues.h"
 
 namespace ps {
 namespace rdma {

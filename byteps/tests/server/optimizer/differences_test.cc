@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "byteps/base/block_codec.h"
-#include "byteps/base/invariant.h"
 #include "byteps/base/dtype.h"
+#include "byteps/base/invariant.h"
 #include "byteps/server/optimizer/partition_state.h"
 
 namespace byteps {

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/base/protocol.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/server/sum_server.h"
 #include "tests/support/kit.h"

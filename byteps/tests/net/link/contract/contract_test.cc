@@ -16,12 +16,12 @@
 #include "byteps/base/mutex.h"
 #include "link_pair.h"
 #ifdef BYTEPS_WITH_RDMA
-#include "byteps/net/link/counters.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/net/link/counters.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/net/rdma/van.h"
 #include "byteps/net/rdma/endpoint.h"
 #include "byteps/net/rdma/pool.h"
+#include "byteps/net/rdma/van.h"
 #include "byteps/net/rdma/verbs.h"
 #include "dmlc/logging.h"
 #endif

@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include "byteps/net/link/peer_table.h"
 #include "byteps/net/link/counters.h"
 #include "byteps/net/link/link_van.h"
+#include "byteps/net/link/peer_table.h"
 #include "dmlc/logging.h"
 #include "link.h"
 #include "link_pair.h"
