@@ -39,7 +39,7 @@ COLUMNS = {"noticed": "noticed", "step": "first step", "total": "in all"}
 assert set(COLUMNS) <= {*ORDER, "total"}
 
 
-MADE_BY = "`make ray-failures MARKDOWN=docs/results/ray.md`; not to be edited by hand"
+MADE_BY = "`make ray-failures MARKDOWN=docs/results/integrations.md`; not to be edited by hand"
 TABLE = Table(
     begin=f"<!-- made by {MADE_BY} -->",
     head=("failure", "what the driver says", *COLUMNS.values()),

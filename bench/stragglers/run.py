@@ -10,7 +10,7 @@ form. In brackets: what the links allow at best.
   bench/stragglers/run.py                            four workers and servers at 100 Mbit/s
   bench/stragglers/run.py --servers 2 --shards       fewer servers; each rank takes its share alone
 
-docs/results/ray.md says what the columns mean, and holds the table. Needs root.
+docs/results/integrations.md says what the columns mean, and holds the table. Needs root.
 
 Exit status: 0 all sums are right; 1 one is not, or a process failed; 2 bad usage.
 """

@@ -3,7 +3,7 @@
 
 Each cell trains a few steps on this machine's CPU through BytePS and through all-reduce, and looks
 at the files that come out.
-docs/results/ray.md says what must come out, and holds the table that --markdown writes.
+docs/results/integrations.md says what must come out, and holds the table that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
 """
@@ -20,7 +20,7 @@ from tests.layouts.hugging_face.runs import LAYOUTS, PROGRAMS, Layout, Outcome, 
 from tests.layouts.job import data_arguments, start_fork_server, tiny_dataset
 from tests.layouts.table import Table, line, machine_of, parse, parser_of, run_cells
 
-MADE_BY = "`make hf-layouts MARKDOWN=docs/results/ray.md`; not to be edited by hand"
+MADE_BY = "`make hf-layouts MARKDOWN=docs/results/integrations.md`; not to be edited by hand"
 TABLE = Table(
     begin=f"<!-- made by {MADE_BY} -->",
     head=(

@@ -3,8 +3,8 @@
 
 Each cell trains a few steps, a small GPT or LoRA adapters on a small Hugging Face model: on this
 machine's CPU, or (--device cuda) on its GPUs, which ranks share where there are too few. All cells
-share one Ray cluster, and its actors. docs/results/ray.md says what must come out, and holds the
-tables that --markdown writes.
+share one Ray cluster, and its actors. docs/results/integrations.md says what must come out, and
+holds the tables that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tests.layouts.under_ray.modes import Outcome
 
 MADE_BY = {
-    "cpu": "`make ray-layouts MARKDOWN=docs/results/ray.md`; not to be edited by hand",
-    "cuda": "`tests/layouts/ray_layouts.py --device cuda --markdown docs/results/ray.md`",
+    "cpu": "`make ray-layouts MARKDOWN=docs/results/integrations.md`; not to be edited by hand",
+    "cuda": "`tests/layouts/ray_layouts.py --device cuda --markdown docs/results/integrations.md`",
 }
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Trains by verl's own trainer in every layout, with its vLLM rollout, through BytePS.
 
-Each row is a run of scripts/rl.py for a few steps. docs/results/ray.md says what must come out, and
-holds the table that --markdown writes.
+Each row is a run of scripts/rl.py for a few steps. docs/results/integrations.md says what must come
+out, and holds the table that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a run failed, whose log is shown; 2 bad usage.
 """
@@ -25,7 +25,8 @@ STEPS = 4
 ROUNDING = 0.2
 """Training and rollout compute in bf16: up to 0.11 was seen, 0.49 with weights of a step before."""
 BYTEPS = "BytePS flat"
-BEGIN = "<!-- made by `make rl-layouts MARKDOWN=docs/results/ray.md`; not to be edited by hand -->"
+COMMAND = "make rl-layouts MARKDOWN=docs/results/integrations.md"
+BEGIN = f"<!-- made by `{COMMAND}`; not to be edited by hand -->"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,8 +116,8 @@ def test_the_document_has_the_tolerances_and_a_place_for_each_table() -> None:
 @pytest.mark.parametrize(
     ("table", "page"),
     [
-        *((ray_layouts.table_of(device), "ray.md") for device in ray_layouts.MADE_BY),
-        (rl_layouts.TABLE, "ray.md"),
+        *((ray_layouts.table_of(device), "integrations.md") for device in ray_layouts.MADE_BY),
+        (rl_layouts.TABLE, "integrations.md"),
     ],
     ids=[*ray_layouts.MADE_BY, "rl"],
 )
