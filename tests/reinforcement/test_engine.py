@@ -118,19 +118,17 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_twinkle(row: Row, *, through_byteps: bool, model: Path, out: Path) -> None:
-    """Train by torchrun's ranks, or by Ray's actors."""
+    """Train on the row's ranks."""
     out.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
     program = ["-m", "tests.reinforcement.twinkle_rank", row.json()]
-    command = [sys.executable, "-W", "ignore", *([] if row.ray else launcher), *program]
+    command = [sys.executable, "-W", "ignore", *launcher, *program]
     arguments = [str(int(through_byteps)), str(model), str(out)]
     environment = {
         **os.environ,
         "MODELSCOPE_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
     }
     process = Spawned("twinkle", [*command, *arguments], environment, out, cwd=out)
     try:
@@ -149,8 +147,6 @@ TWINKLE_ROWS = [
     Row(pp=2),
     Row(kind="lora", tp=2),
     Row(kind="tenants", pp=2),
-    Row(ray=True),
-    Row(kind="tenants", ray=True),
 ]
 
 
@@ -170,8 +166,6 @@ def test_the_same_bits_by_twinkle(row: Row, qwen: Path, tmp_path: Path) -> None:
         ]
         assert saved[0].keys() == saved[1].keys() and saved[0]
         assert all(torch.equal(values, saved[1][name]) for name, values in saved[0].items())
-    if row.ray:
-        return
     for rank in range(row.ranks):
         one: dict[str, Any] = torch.load(ours / f"{rank}.pt")
         other = torch.load(theirs / f"{rank}.pt")

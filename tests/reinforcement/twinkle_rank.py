@@ -1,8 +1,8 @@
-"""Trains by Twinkle, through BytePS or all-reduce: ``ROW 0|1 MODEL OUT``, one rank or the driver.
+"""A rank that trains by Twinkle, through BytePS or all-reduce: ``ROW 0|1 MODEL OUT``.
 
-ROW is the JSON form of a `Row`. The folder OUT gets what was trained as HF files, and, from ranks
-that torchrun started, the parameters of each rank. Twinkle builds its models of Transformer
-Engine's layers alone, and a CPU has none: here they are in plain torch.
+ROW is the JSON form of a `Row`. The folder OUT gets what was trained as HF files, and the
+parameters of each rank. Twinkle builds its models of Transformer Engine's layers alone, and a CPU
+has none: here they are in plain torch.
 """
 
 from __future__ import annotations
@@ -205,8 +205,6 @@ class Row:
     dp: int = 2
     tp: int = 1
     pp: int = 1
-    ray: bool = False
-    """Twinkle's workers are Ray actors, and this process their driver."""
 
     @property
     def ranks(self) -> int:
@@ -220,7 +218,7 @@ class Row:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        return f"{self.kind} dp{self.dp} tp{self.tp} pp{self.pp}{' ray' if self.ray else ''}"
+        return f"{self.kind} dp{self.dp} tp{self.tp} pp{self.pp}"
 
 
 def batch(step: int, rows: slice) -> list[dict[str, Any]]:
@@ -242,31 +240,12 @@ def batch(step: int, rows: slice) -> list[dict[str, Any]]:
 def initialize(row: Row) -> Any:
     """Twinkle's mesh of the ranks."""
     import twinkle
-    from twinkle import DeviceGroup, DeviceMesh
+    from twinkle import DeviceMesh
 
     mesh = DeviceMesh.from_sizes(
         world_size=row.ranks, dp_size=row.dp, tp_size=row.tp, pp_size=row.pp
     )
-    if not row.ray:
-        twinkle.initialize(mode="local", global_device_mesh=mesh)
-        return mesh
-    import ray
-
-    hook = "tests.reinforcement.twinkle_rank.install"
-    ray.init(
-        num_gpus=row.ranks,
-        num_cpus=row.ranks,
-        include_dashboard=False,
-        object_store_memory=200 << 20,
-        runtime_env={"worker_process_setup_hook": hook},
-    )
-    twinkle.initialize(
-        mode="ray",
-        nproc_per_node=row.ranks,
-        groups=[DeviceGroup(name="model", ranks=row.ranks, device_type="GPU")],
-        global_device_mesh=mesh,
-        lazy_collect=False,
-    )
+    twinkle.initialize(mode="local", global_device_mesh=mesh)
     return mesh
 
 
@@ -281,8 +260,6 @@ def build(row: Row, through_byteps: bool, folder: str, mesh: Any) -> Any:
 
     fusions = ("bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
     settings: dict[str, Any] = {f"{name}_fusion": False for name in (*fusions, "bias_dropout")}
-    if row.ray:
-        settings["remote_group"] = "model"
     if row.kind == "tenants":
         make, settings = MultiLoraMegatronModel, {**settings, "max_loras": 2, "max_r": 8}
     else:
@@ -321,13 +298,10 @@ def main() -> None:
     install()
     mesh = initialize(row)
     model = build(row, through_byteps, folder, mesh)
-    # Under Ray Twinkle splits the samples.
-    rows = slice(None) if row.ray else slice(mesh.data_rank, None, row.dp)
+    rows = slice(mesh.data_rank, None, row.dp)
     print("losses", list(losses(row, model, rows)), flush=True)
     for adapter in row.adapters:
         model.save(name=adapter or "whole", output_dir=str(out), **named(adapter))
-    if row.ray:
-        return
     parts = model.strategy.unwrap_model(model.model)
     state = {
         name: parameter.detach().clone()
