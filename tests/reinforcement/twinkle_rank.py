@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import nn
@@ -242,6 +243,16 @@ def initialize(row: Row) -> Any:
     import twinkle
     from twinkle import DeviceMesh
 
+    make = DeviceMesh.create_process_group
+
+    def create_process_group(mesh: Any, dims: Any) -> Any:
+        # Twinkle makes its data-parallel groups at the same time and under one name. Two of them
+        # then meet in the store, and hang. With local synchronization the ranks are in the name.
+        new_group = partial(torch.distributed.new_group, use_local_synchronization=True)
+        with patch.object(torch.distributed, "new_group", new_group):
+            return make(mesh, dims)
+
+    DeviceMesh.create_process_group = create_process_group
     mesh = DeviceMesh.from_sizes(
         world_size=row.ranks, dp_size=row.dp, tp_size=row.tp, pp_size=row.pp
     )
