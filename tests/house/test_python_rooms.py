@@ -175,7 +175,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINT_CACHE = ROOT / "build/types/cache"
 STUB = ROOT / "byteps/byteps/torch/c_lib.pyi"
 MISTAKES = {
-    "from byteps.torch import nodes; nodes.whole_pieces(12, 2, 1)": 'no attribute "whole_pieces"',
+    "from byteps.torch import nodes; nodes.cut_rows(12, 2, 1)": 'no attribute "cut_rows"',
     "from byteps.torch import c_lib; c_lib.poll('a')": 'incompatible type "str"',
     "import byteps.torch as bps; bps.partition_bytes()": "Too few arguments",
     "from megatron.core.distributed.dpu_reduce import bytepslib as b; b.nodes.no_such": "no_such",
