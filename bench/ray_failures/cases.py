@@ -280,7 +280,7 @@ class Outcome:
 
     @property
     def losses(self) -> dict[int, list[float]]:
-        """By step, each incarnation's."""
+        """By step, each generation's."""
         result: dict[int, list[float]] = {}
         for step in self.steps:
             result.setdefault(step["step"], []).append(step["values"]["lm loss"])
@@ -396,7 +396,7 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     if sorted(outcome.losses) != sorted(whole):
         found.append(f"steps {sorted(outcome.losses)} instead of {sorted(whole)}")
     for step, losses in outcome.losses.items():
-        # Every incarnation's: those before the failure, and those after it.
+        # Every generation's: those before the failure, and those after it.
         if set(losses) != set(whole.get(step, [])):
             found.append(f"step {step}: losses {losses}, without faults {whole.get(step)}")
     recovered = outcome.of("recovered")

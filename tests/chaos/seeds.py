@@ -52,7 +52,7 @@ class Script:
     size: int
     faults: tuple[Fault, ...]
     keep: bool = False
-    """Scheduler and servers take the next incarnation of the job."""
+    """Scheduler and servers take the next generation of the job."""
     tls: bool = False
     spares: int = 0
     """Servers that wait for the places of those that are lost; then no such loss ends the job."""

@@ -112,7 +112,7 @@ def test_after_the_other_rank_has_left(make_cluster: Make, ending: Ending) -> No
 @EACH_THOROUGH
 @pytest.mark.thorough
 def test_of_a_cluster_that_is_kept(make_cluster: Make, ending: Ending) -> None:
-    """It outlives a bad end, says why, and ends well with the next incarnation."""
+    """It outlives a bad end, says why, and ends well with the next generation."""
     cluster, other = start(make_cluster, ending, keep=True)
     end_rank(cluster, ending)
     nodes = [*cluster.servers, cluster.scheduler]

@@ -1,4 +1,4 @@
-"""A cluster that outlives failures: scheduler and servers take the job's next incarnation."""
+"""A cluster that outlives failures: scheduler and servers take the job's next generation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loops(make: Make, *, workers: int, servers: int, env: dict[str, str] | None 
 
 
 def come_again(cluster: Cluster, workers: int, salt: int = 1) -> None:
-    """The next incarnation: other processes, another number of them, the names of before."""
+    """The next generation: other processes, another number of them, the names of before."""
     for rank in range(workers):
         cluster.start_worker(
             rank, "keep:joins", title=f"life {salt} worker {rank}", world_size=workers, salt=salt
@@ -45,7 +45,7 @@ def come_again(cluster: Cluster, workers: int, salt: int = 1) -> None:
 
 
 def demand_well(cluster: Cluster) -> None:
-    """The last incarnation ended well, and with it the cluster."""
+    """The last generation ended well, and with it the cluster."""
     cluster.demand_checks()
     nodes = [*cluster.servers, cluster.scheduler]
     wait_all(nodes, END_S)
@@ -65,7 +65,7 @@ def test_killed_worker(make_cluster: Make, workers: int) -> None:
 
 
 def test_again_and_again(make_cluster: Make) -> None:
-    """Each failure ends one incarnation; the servers live through all of them."""
+    """Each failure ends one generation; the servers live through all of them."""
     cluster = loops(make_cluster, workers=2, servers=1)
     for life in range(1, 4):
         victim = cluster.workers["worker 1" if life == 1 else f"life {life - 1} worker 1"]
@@ -116,7 +116,7 @@ def test_killed_scheduler(make_cluster: Make) -> None:
 
 
 def test_stopped_worker_of_an_old_incarnation(make_cluster: Make) -> None:
-    """It is lost for its silence while a worker of the next incarnation waits for its place. When
+    """It is lost for its silence while a worker of the next generation waits for its place. When
     it goes on it learns why it is none any more, and changes nothing."""
     cluster = loops(make_cluster, workers=2, servers=1)
     old = cluster.workers["worker 1"]
@@ -149,7 +149,7 @@ def test_nobody_leaves_room(make_cluster: Make) -> None:
 
 
 def test_workers_that_stay_away(make_cluster: Make) -> None:
-    """An incarnation that never gathers ends by name, and the next one may."""
+    """A generation that never gathers ends by name, and the next one may."""
     cluster = make_cluster(workers=2, servers=1, env={**KEEP, "BYTEPS_START_TIMEOUT_S": "4"})
     cluster.start_nodes()
     alone = cluster.start_worker(0, "failures:init_only")

@@ -104,7 +104,7 @@ def test_a_server_takes_its_own_job_alone(steady: Cluster, hello: Hello, reason:
 
 
 def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
-    """A connection of an older incarnation of the job, or a newer one, is refused by its number."""
+    """A connection of an older generation of the job, or a newer one, is refused by its number."""
     nodes = nodes_of(steady)
     hello = Hello(job=job_of(nodes["scheduler"]) + 1, node_id=WORKER_0)
     for node in ("server", "scheduler"):

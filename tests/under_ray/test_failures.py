@@ -155,7 +155,7 @@ def _run(runner: Runner, name: str, case: Case, *, disk: bool = False, **changes
 
 
 def _first_steps(outcome: Outcome) -> list[int]:
-    """Of each incarnation that made one."""
+    """Of each generation that made one."""
     first: dict[int, int] = {}
     for step in outcome.steps:
         first.setdefault(step["incarnation"], step["step"])
@@ -278,7 +278,7 @@ def test_needless_snapshots_are_dropped() -> None:
     snapshots.drop_before(4)
     assert _kept(snapshots) == {(0, 4), (1, 4), (0, 6), (1, 6)}
     assert snapshots.whole("other") == {}
-    # The next incarnation starts from step 4: step 6 is done again, and what comes late of it is
+    # The next generation starts from step 4: step 6 is done again, and what comes late of it is
     # not taken for the new one's.
     snapshots.begin("job", 1, 4)
     add("job", 0, 1, 6)

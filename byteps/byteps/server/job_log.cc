@@ -25,7 +25,7 @@ namespace {
 using ps::MembershipEvent;
 using ps::Plural;
 
-// Nodes that are named as they come, and as they leave, in each incarnation.
+// Nodes that are named as they come, and as they leave, in each generation.
 constexpr int kNamed = 16;
 constexpr auto kPause = std::chrono::seconds(10);
 // Where no worker has come: a cluster may wait for days.

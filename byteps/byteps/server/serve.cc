@@ -335,7 +335,7 @@ void EndByOrder(const Config& config, const Parent& parent, Server* server, Sess
                        (drained ? "" : " before the reductions in flight were complete"));
 }
 
-// What the last incarnation has used goes back to the kernel.  The C library would keep it, in the
+// What the last generation has used goes back to the kernel.  The C library would keep it, in the
 // arenas of threads that are gone, and the threads of this one may get other arenas.
 void ReturnMemory() {
 #ifdef __GLIBC__
@@ -426,7 +426,7 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
         version, kMissedHeartbeats * ps::HeartbeatSeconds(config.Float("BYTEPS_PEER_TIMEOUT_S")));
     status_server = StatusServer::Make(config, board.get());
   }
-  // A scheduler that keeps the cluster stays in its session through all incarnations.
+  // A scheduler that keeps the cluster stays in its session through all generations.
   const bool keep = role == Role::kServer && config.Bool("BYTEPS_KEEP");
   for (bool rejoin = false;; rejoin = true) {
     Outcome outcome;

@@ -150,7 +150,7 @@ class JobLog {
   const std::string size_;  // "4 workers and 2 servers"
 
   ps::Mutex mu_;
-  // Of this incarnation: lines that name a node, and nodes that were only counted.
+  // Of this generation: lines that name a node, and nodes that were only counted.
   int joined_named_ PS_GUARDED_BY(mu_) = 0;
   int joined_counted_ PS_GUARDED_BY(mu_) = 0;
   int left_named_ PS_GUARDED_BY(mu_) = 0;

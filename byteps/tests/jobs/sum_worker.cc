@@ -5,7 +5,7 @@
 //
 // Settings come from the environment, as for any worker.  Each round sums all tensors at once.
 // The inputs differ by rank, tensor, element, round and salt, and are whole numbers, so that each
-// sum is known exactly.  The salt is that of an incarnation of the job: what another one pushed
+// sum is known exactly.  The salt is that of a generation of the job: what another one pushed
 // would show.
 //
 // In round --fail-in the first push of rank 0 has a key that nobody declared, so that its operation

@@ -25,7 +25,7 @@
 namespace byteps {
 namespace simulation {
 
-// Of a worker of one incarnation.
+// Of a worker of one generation.
 struct Part {
   int incarnation;
   int rank;
@@ -104,7 +104,7 @@ class Job {
   int replaced() const { return spares_.served; }
 
  private:
-  // A node of one incarnation, and what it ended with.  A server or scheduler may live through
+  // A node of one generation, and what it ended with.  A server or scheduler may live through
   // many.
   struct NodeRecord {
     ps::Node::Role role;
@@ -186,7 +186,7 @@ class Job {
   bool dies_ = false;             // the scheduler, which returns
   bool returned_ = false;
   int incarnations_ = 0;
-  bool ended_well_ = false;  // the workers of the last incarnation
+  bool ended_well_ = false;  // the workers of the last generation
   uint64_t sums_ = 0;        // that servers made
   // With backups: servers that wait for the place of one that is lost.
   struct Spares {

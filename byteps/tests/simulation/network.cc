@@ -313,7 +313,7 @@ void Network::Connect(const SimulatedChannel& from, int to) {
     there = node != nodes_.end() && killed_.count(to) == 0;
     if (there && to != 0) its = node->second->incarnation();
   }
-  // As the transports do: it will hear of the new incarnation, or be lost.
+  // As the transports do: it will hear of the new generation, or be lost.
   if (there && its < from.incarnation()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return Connect(from, to);

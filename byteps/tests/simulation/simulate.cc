@@ -16,7 +16,7 @@
 //   - In half of the jobs scheduler and servers outlive failures (--keep), and a launcher that is
 //     played starts the workers again, another number of them, and a server for one that was
 //     killed: then the job ends well unless the scheduler was killed, and no sum has anything of an
-//     older incarnation in it.
+//     older generation in it.
 //
 // Half of the jobs hold up threads that reach a probe (base/invariant.h); at the end it prints how
 // many jobs reached each of them.  No invariant (base/invariant.h) may be broken; --break-invariant
@@ -146,7 +146,7 @@ Fault MakeFault(const Plan& plan, int number) {
   fault.node = static_cast<int>(Random(nodes));
   fault.peer = static_cast<int>(Random(nodes));
   if (fault.peer == fault.node) fault.peer = (fault.node + 1) % nodes;
-  // Some while the next incarnation gathers, or is at work.
+  // Some while the next generation gathers, or is at work.
   if (keep && number > 0) fault.at_s = static_cast<double>(Random(8'000)) * 1e-3;
   // Some end before anybody notices, some do not.
   fault.seconds = static_cast<double>(1 + Random(140)) * (Random(2) ? 0.002 : 0.1);

@@ -220,7 +220,7 @@ namespace {
 // The tensor number of the gradients.
 constexpr uint64_t kGradients = 7;
 
-// Another one in each incarnation, so that a push of an older one would be seen in a sum.
+// Another one in each generation, so that a push of an older one would be seen in a sum.
 float InputOf(uint64_t incarnation, uint64_t rank, uint64_t tensor, uint64_t round,
               uint64_t index) {
   return static_cast<float>(

@@ -174,7 +174,7 @@ Plan MakeBackupPlan();
 //
 // A pair of nodes has one link, messages of membership come in order and one at a time, those of
 // data come in any order and several at a time, and a link that ends says so at both its ends.  A
-// node that joins again, in another incarnation of the job, has another life: what was sent to its
+// node that joins again, in another generation of the job, has another life: what was sent to its
 // last one does not reach it.
 //
 // All of it is written with ordinary threads and locks, which are played.
@@ -210,7 +210,7 @@ class Network {
   bool IsLinked(int node, uint64_t life);
   // False: one of them is dead.
   bool Link(int a, int b);
-  // Makes a link, or tells `from` that nobody is there, or one of another incarnation.
+  // Makes a link, or tells `from` that nobody is there, or one of another generation.
   void Connect(const SimulatedChannel& from, int to);
   // Ends a link; what is in flight on it is lost.  Each end hears of it once it has received what
   // came before, if it is told: `how`, and whether its peer closed it.

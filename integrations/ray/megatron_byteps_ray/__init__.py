@@ -2,7 +2,7 @@
 
 =================  ==================================================================
 ``settings``       what a job is, what it may take, and where its processes stand
-``job``            the driver: incarnations one after the other, until training is done
+``job``            the driver: generations one after the other, until training is done
 ``incarnation``    one life of the job: starts its processes, watches them, ends them
 ``recovery``       what ended it, and what the next one finds: servers, training state
 ``cluster``        a Ray cluster, and in it the actors: ranks, spares, scheduler and servers
@@ -16,7 +16,7 @@
 ``offload``        takes a rank's state off its device between steps
 =================  ==================================================================
 
-Each incarnation's ranks are new processes, so that nothing of a failed one is left behind.
+Each generation's ranks are new processes, so that nothing of a failed one is left behind.
 Scheduler and servers stay, unless the failure may have been theirs.
 Driver and actors import neither torch nor Megatron. What is here tells a rank's actor what the rank
 does, one JSON object a line; ``report`` is for scripts of any kind.

@@ -1,4 +1,4 @@
-"""The driver: incarnations one after the other, until training is done, also of several replicas.
+"""The driver: generations one after the other, until training is done, also of several replicas.
 
 A job's events go to a listener: ``Console`` makes lines for a person of them.
 """
@@ -194,7 +194,7 @@ class Job:
     def _live(
         self, slots: Sequence[Slot], phases: Phases | None, memory: Sequence[Mapping[str, Any]]
     ) -> tuple[Failure | None, int, Phases | None]:
-        """One incarnation: its failure, its steps, and the beginning of the next recovery."""
+        """One generation: its failure, its steps, and the beginning of the next recovery."""
         self._write_state("running", slots)
         self._metrics.ranks(len(slots), len(self.pool.spares()), self._incarnation)
         self._emit(
@@ -269,7 +269,7 @@ class Job:
         self._metrics.restart()
 
     def _gather(self) -> list[Slot]:
-        """The actors of the next incarnation: spares, else fewer ranks, else wait.
+        """The actors of the next generation: spares, else fewer ranks, else wait.
 
         Raises:
             JobError: there was not enough capacity within the limit.
@@ -338,7 +338,7 @@ class Job:
             raise ValueError(f"{self._state_file} is of another version: {content.get('schema')!r}")
         self._restarts, self._failures = content["restarts"], content["failures"]
         self._fruitless = content["fruitless"]
-        # The incarnation that ran when the driver was lost is over as well.
+        # The generation that ran when the driver was lost is over as well.
         self._incarnation = content["incarnation"] + (content["state"] == "running")
 
 

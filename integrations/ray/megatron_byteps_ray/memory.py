@@ -53,7 +53,7 @@ class Snapshots:
         self._life = ("", -1)
 
     def begin(self, job: str, number: int, step: int | None) -> None:
-        """An incarnation starts from this step (None: from none of these); drop all others."""
+        """A generation starts from this step (None: from none of these); drop all others."""
         with self._lock:
             self._life = (job, number)
             self._drop(lambda key: key[0] != job or key[2] != step)
@@ -63,7 +63,7 @@ class Snapshots:
     ) -> None:
         """Take a chunk of a snapshot; an empty one ends it.
 
-        ``number`` is the incarnation whose snapshot it is. One that is over is not heard, since
+        ``number`` is the generation whose snapshot it is. One that is over is not heard, since
         ranks do those steps again. None: a snapshot from which the next one starts.
         """
         with self._lock:

@@ -192,7 +192,7 @@ class RankActor:
     def start(self, order: dict[str, Any]) -> None:
         """Start the rank; see ``fork_server``.
 
-        ``memory``, where it is there: ``job``, ``number`` of the incarnation, ``rank``, ``peer``
+        ``memory``, where it is there: ``job``, ``number`` of the generation, ``rank``, ``peer``
         (the actor for copies, or None), ``interval`` and ``restore`` (the step, or None).
         """
         order = {**order, "environment": {**order["environment"]}}
@@ -266,7 +266,7 @@ class RankActor:
             self._snapshots.add(job, number, rank, step, index, chunk)
             count += len(chunk)
         if keeps["peer"] is not None:
-            # A peer that is lost ends the incarnation anyhow.
+            # A peer that is lost ends the generation anyhow.
             with contextlib.suppress(LookupError):
                 self._send(keeps["peer"], job, number, rank, step)
         with self._changed:

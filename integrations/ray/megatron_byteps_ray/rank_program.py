@@ -105,7 +105,7 @@ def _prepare_checkpoints() -> None:
     """Fork the process in which Megatron gathers what the writers of a checkpoint report.
 
     Megatron spawns it at the first checkpoint, where it imports torch anew: seconds of each
-    incarnation. Forked, it must be there before threads and CUDA are.
+    generation. Forked, it must be there before threads and CUDA are.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -1,4 +1,4 @@
-"""What ended an incarnation, and what the next one finds: scheduler and servers, which outlive
+"""What ended a generation, and what the next one finds: scheduler and servers, which outlive
 ranks that fail, and the training state, in actors' memory or in the checkpoint.
 """
 
@@ -85,7 +85,7 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why an incarnation ended."""
+    """Why a generation ended."""
 
     causes: list[End]
     """Those to blame."""
@@ -119,7 +119,7 @@ _BLAMED = re.compile(r"\b(scheduler|server \d+)\b.*\bwas lost\b")
 
 
 class Servers:
-    """Those of a job, over all its incarnations. Not for several threads.
+    """Those of a job, over all its generations. Not for several threads.
 
     They run with ``--keep``, and are started anew only where a failure may have been theirs.
     """
@@ -222,7 +222,7 @@ class Servers:
             return who, None
 
     def after(self, ends: Sequence[End], steps: int) -> None:
-        """An incarnation has ended so, after so many steps: stop them unless they are above doubt.
+        """A generation has ended so, after so many steps: stop them unless they are above doubt.
 
         They are where ranks failed by themselves, after a step. A machine that was lost may still
         be a member of the job for them, and a server that hangs is named by the ranks.
@@ -260,14 +260,14 @@ class Recovery:
         self._interval = interval
         self._job = secrets.token_hex(8)
         self._ranks = 0
-        """Of the incarnation before; 0: there was none."""
+        """Of the generation before; 0: there was none."""
         self._restored: int | None = None
         self._refused = ""
         self.where = ""
         """Where copies are, for a person."""
 
     def after(self, failure: Failure, steps: int) -> None:
-        """An incarnation with so many steps failed. A state that does harm is not taken twice."""
+        """A generation with so many steps failed. A state that does harm is not taken twice."""
         alone = any(end.kind == FAILED for end in failure.causes)
         if self._restored is not None and not steps and alone:
             self._refused = f"ranks that started from step {self._restored} of it failed"
@@ -278,7 +278,7 @@ class Recovery:
         Returns:
             ``source`` (``memory`` or ``checkpoint``), ``seconds``, and ``step``, ``bytes``,
             ``moved`` (ranks whose state another actor had) and ``ranks``, or ``why`` not. None
-            for the first incarnation.
+            for the first generation.
         """
         before, self._restored = self._ranks, None
         self._ranks = len(slots)
@@ -335,7 +335,7 @@ class Recovery:
     def orders(
         self, number: int, slots: Sequence[Slot], spares: Sequence[Slot]
     ) -> list[Mapping[str, Any]]:
-        """For each rank of this incarnation: what its actor does with its state.
+        """For each rank of this generation: what its actor does with its state.
 
         Spares forget what is of no use any more, and may hold copies.
         """

@@ -296,7 +296,7 @@ class Settings:
     profile: Profile | None = None
     """What to profile, if anything."""
     resume: bool = False
-    """Take the counts of incarnations and restarts from the folder: the driver itself was lost."""
+    """Take the counts of generations and restarts from the folder: the driver itself was lost."""
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("spares", 0), ("servers", 0), ("max_restarts", 0)):

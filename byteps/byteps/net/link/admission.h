@@ -60,9 +60,9 @@ inline void SetToken(uint64_t token, Node* node) {
   node->endpoint_name_len = sizeof(token);
 }
 
-// The number of a job: a random one, and in its low bits the incarnation that the scheduler is at.
+// The number of a job: a random one, and in its low bits the generation that the scheduler is at.
 // Who connects and who listens say it to each other and prove it, so that a connection belongs to
-// one incarnation of one job.
+// one generation of one job.
 constexpr uint64_t kIncarnationMask = 0xffff;
 
 inline uint64_t NewJob() {
@@ -86,7 +86,7 @@ inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
          " of the job, and this node of generation " + std::to_string(ours & kIncarnationMask);
 }
 
-// Whether the node that says `theirs` is of an earlier incarnation of the same job than `ours`: the
+// Whether the node that says `theirs` is of an earlier generation of the same job than `ours`: the
 // scheduler's word on the new one is still in flight to it.
 inline bool IsBehind(uint64_t theirs, uint64_t ours) {
   const bool same_job = ((theirs ^ ours) & ~kIncarnationMask) == 0;
@@ -134,7 +134,7 @@ inline bool IsServerId(int node_id) { return node_id >= 8 && node_id % 2 == 0; }
 enum class GreetingFailure {
   kMaybeDamaged,  // nothing proves that the other end has said so
   kDecided,       // the other end has, and it was the one that was meant
-  kWillPass,      // it is not ready yet, such as one of an earlier incarnation of the job
+  kWillPass,      // it is not ready yet, such as one of an earlier generation of the job
 };
 
 // Whether another attempt is made.  `link_was_there`: the greeting is that of a link that broke.
@@ -187,7 +187,7 @@ class JobNumber {
  public:
   uint64_t get() const { return job_; }
   void Set(uint64_t job) { job_ = job; }
-  // Links that are made from now on belong to this incarnation.
+  // Links that are made from now on belong to this generation.
   void SetIncarnation(int incarnation) { job_ = WithIncarnation(job_, incarnation); }
 
   // Whom this node connects to has proved to be of this job.  What the scheduler says first, this

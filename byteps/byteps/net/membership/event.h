@@ -79,7 +79,7 @@ struct MembershipEvent {
   Kind kind;
   int rank = -1;
   bool suspended = false;
-  // Of kFailed, on a scheduler that goes on: the incarnation that it waits for now.  0: none.
+  // Of kFailed, on a scheduler that goes on: the generation that it waits for now.  0: none.
   int next_incarnation = 0;
   std::string reason;
   // The place in the source that found a failure.
@@ -114,7 +114,7 @@ struct JobView {
   };
   Phase phase = kGathering;
   int incarnation = 1;
-  std::string failure;  // of this incarnation; while it gathers, of the one before
+  std::string failure;  // of this generation; while it gathers, of the one before
   int workers = -1;     // that the job should have; -1: not known yet
   int servers = -1;
   std::vector<Peer> peers;

@@ -44,12 +44,12 @@
 // After a suspended job the scheduler forgets the nodes and admits those of the
 // next one; its worker count is then taken from the first worker that comes.
 //
-// Incarnations.  A scheduler that keeps the cluster (MembershipSettings::keep) does the same after
+// Generations.  A scheduler that keeps the cluster (MembershipSettings::keep) does the same after
 // a failure: it tells all nodes, closes their connections, forgets them, and admits those of the
-// next incarnation of the job.  It numbers the incarnations; the number is part of the job's, which
+// next generation of the job.  It numbers the generations; the number is part of the job's, which
 // who connects and who listens prove to each other, so that a connection belongs to one
-// incarnation.  Connections of an older one that still live are nobody's: what comes by them is
-// not looked at.  Who comes while there is no room for it yet, since the old incarnation has not
+// generation.  Connections of an older one that still live are nobody's: what comes by them is
+// not looked at.  Who comes while there is no room for it yet, since the old generation has not
 // ended for the scheduler, is told to come again.
 #ifndef BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
@@ -87,7 +87,7 @@ class MembershipLinks {
   virtual void Disconnect(int node_id) = 0;
   // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
   virtual void Send(Message* msg) = 0;
-  // Connections that are made from now on belong to this incarnation of the job.
+  // Connections that are made from now on belong to this generation of the job.
   virtual void SetIncarnation(int incarnation) = 0;
   // The number of the job (link/admission.h).  A scheduler that goes on with a job of another one
   // takes its number.
@@ -127,7 +127,7 @@ struct MembershipSettings {
   int servers = -1;
   int rank = -1;        // of a worker; -1: the scheduler chooses
   bool rejoin = false;  // a server that outlived a job takes what the next one brings
-  // Scheduler: outlives failures, and takes as many workers as the first one of each incarnation
+  // Scheduler: outlives failures, and takes as many workers as the first one of each generation
   // says.  Server: takes any number of workers.
   bool keep = false;
   // Such a scheduler gives up when no worker comes for so long after a failure; 0: never.
@@ -240,7 +240,7 @@ std::string PackBeginning(const Beginning& beginning);
 // Of anything else: nothing.
 Beginning ParseBeginning(const std::string& text);
 
-// What the scheduler says in WELCOME: the incarnation of the job, and its own life.
+// What the scheduler says in WELCOME: the generation of the job, and its own life.
 std::string PackWelcome(int incarnation, int life);
 int LifeIn(const std::string& text);
 

@@ -222,7 +222,7 @@ bool NodeMembership::MaySend(const Message& msg) {
 void NodeMembership::OnWelcome(const Message& msg) {
   if (msg.meta.control.node.size() == 1) links_->SetSelf(msg.meta.control.node[0]);
   if (OnReturn(membership::LifeIn(msg.meta.body))) return;
-  // The scheduler's number when this node connected may have been that of the last incarnation.
+  // The scheduler's number when this node connected may have been that of the last generation.
   links_->SetIncarnation(atoi(msg.meta.body.c_str()));
   {
     MutexLock lock(&mu_);

@@ -31,7 +31,7 @@ Refusal Check(const Roster& roster, const ReplicaTable& replicas,
         (settings.backups ? "set on the scheduler, and not there" : "not set on the scheduler") +
         ": set it alike on all nodes"};
   }
-  // What is said of numbers and places may be true of the last incarnation only, which has not
+  // What is said of numbers and places may be true of the last generation only, which has not
   // ended for the scheduler yet: its nodes are given some time to connect again.
   bool later = settings.keep;
   const bool worker = node.role == Node::WORKER;
@@ -240,7 +240,7 @@ SchedulerMembership::Gathered SchedulerMembership::Admit(const Claim& claim, con
     return gathered;
   }
   if (!roster_.IsComplete()) return {};
-  failure_.clear();  // of the last incarnation
+  failure_.clear();  // of the last generation
   replicas_.Begin(std::max(expected.replicas, 1), expected.workers);
   return {true, -1};
 }

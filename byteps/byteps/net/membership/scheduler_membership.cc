@@ -379,7 +379,7 @@ void SchedulerMembership::OnBeat(Clock::time_point now) {
 void SchedulerMembership::CheckInvariants() {
   const InvariantReport broken = BrokenInvariants();
   if (broken.count == broken_invariants_) return;
-  broken_invariants_ = broken.count;  // the next incarnation may go on
+  broken_invariants_ = broken.count;  // the next generation may go on
   FailJob(Describe(links_->self()) + " cannot go on: " + broken.last);
 }
 

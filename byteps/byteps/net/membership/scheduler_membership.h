@@ -224,7 +224,7 @@ class SchedulerMembership : public Membership {
   Mutex telling_mu_;  // so that what is told of replicas is sent in order; before mu_
   Mutex mu_;
   State state_ PS_GUARDED_BY(mu_) = State::kActive;
-  // With MembershipSettings::keep: of the last incarnation.
+  // With MembershipSettings::keep: of the last generation.
   std::string failure_ PS_GUARDED_BY(mu_);
   int incarnation_ PS_GUARDED_BY(mu_) = 1;
   Clock::time_point incarnation_begun_ PS_GUARDED_BY(mu_);

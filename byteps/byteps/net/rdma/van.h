@@ -19,8 +19,8 @@
 // and of memory in the registration cache (net/link/registration_cache.h).
 //
 // Who is who.  Who connects proves that it has the job's secret, and so does who is connected
-// to.  The scheduler makes a number that names the job and its incarnation, and tells it to who
-// connects; servers take connections of that incarnation alone.  A node's token, a random number in
+// to.  The scheduler makes a number that names the job and its generation, and tells it to who
+// connects; servers take connections of that generation alone.  A node's token, a random number in
 // Node::endpoint_name, tells which process a connection belongs to, also before it has an
 // id.  What a message says of its sender is not looked at: the connection knows.
 #ifndef BYTEPS_NET_RDMA_VAN_H_

@@ -224,7 +224,7 @@ bool Connection::ReadChallenge() {
     const bool behind = IsBehind(challenge.job, hello_.job);
     throw GreetingError(behind ? GreetingFailure::kWillPass : GreetingFailure::kDecided, complaint);
   }
-  // Should the connection break, it is this very process that is meant, in this incarnation.
+  // Should the connection break, it is this very process that is meant, in this generation.
   hello_.receiver = challenge.sender;
   hello_.job = challenge.job;
   greeting_ = Greeting::kReply;

@@ -87,7 +87,7 @@ constexpr int kUsualNics = 8;
 // A link that nobody has told of, and one inside a host.
 constexpr double kUnknownGbps = 40;
 constexpr double kLoopbackGbps = 100;
-// Room for so many where the next incarnation of the job may bring any number of workers.
+// Room for so many where the next generation of the job may bring any number of workers.
 constexpr size_t kAnyNumberOfPeers = 1 << 16;
 
 double Seconds(const char* name, double fallback) {

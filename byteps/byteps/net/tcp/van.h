@@ -77,8 +77,8 @@ class Pollers {
 // them; control messages, and the news of lost peers, by Van's receiving thread.
 //
 // Who is who.  Who connects proves that it has the job's secret (greeter.h), and so does who is
-// connected to.  The scheduler makes a number that names the job and its incarnation, and tells it
-// to who connects; servers take connections of that incarnation alone.  A node's token, a random
+// connected to.  The scheduler makes a number that names the job and its generation, and tells it
+// to who connects; servers take connections of that generation alone.  A node's token, a random
 // number in Node::endpoint_name, tells which process a connection belongs to.  What a message says
 // of its sender is not looked at: the connection knows.
 

@@ -34,7 +34,7 @@ constexpr uint32_t kMagic = 0x5350424d;  // "MBPS"
 constexpr uint16_t kVersion = 5;
 
 struct Hello {
-  uint64_t job = 0;       // and its incarnation; 0: not known yet, to the scheduler alone
+  uint64_t job = 0;       // and its generation; 0: not known yet, to the scheduler alone
   uint64_t sender = 0;    // names the process that asks
   uint64_t receiver = 0;  // names the process that is meant; 0: not known yet
   int32_t node_id = 0;    // of the sender; Node::kEmpty before it has joined

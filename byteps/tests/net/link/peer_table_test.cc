@@ -16,7 +16,7 @@
 namespace ps {
 namespace {
 
-constexpr uint64_t kJob = (0x1234 << 16) + 2;  // its second incarnation
+constexpr uint64_t kJob = (0x1234 << 16) + 2;  // its second generation
 constexpr uint64_t kMyToken = 77;
 constexpr uint64_t kOtherToken = 88;
 

@@ -400,7 +400,7 @@ TEST_P(Refusal, ThatIsProvedIsFinal) {
   EXPECT_EQ(After([](Link* link) { link->BelongTo(5); }), "it belongs to another job");
 }
 
-// The scheduler's word on the new incarnation may reach a worker before it reaches a server.
+// The scheduler's word on the new generation may reach a worker before it reaches a server.
 TEST_P(Refusal, OfAnEarlierIncarnationPasses) {
   Link link(&hub_, kJob - 1);
   link.Send(true, "one");

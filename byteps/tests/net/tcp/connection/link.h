@@ -141,7 +141,7 @@ class End : public ps::tcp::ConnectionOwner {
   contract::Seen* const seen_;
 };
 
-// Its low bits are the incarnation.
+// Its low bits are the generation.
 constexpr uint64_t kJob = (0x5678 << 16) + 2;
 
 class Link {
