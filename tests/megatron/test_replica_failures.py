@@ -228,10 +228,13 @@ def test_one_that_is_told_to_end_leaves(
     options.steps_file = True
     watch = Leave(who, after=4)
     job = failures.train(options, prefix, watch)
-    last = 5 if options.every == 1 else 6  # outer steps: that of the next exchange
     assert watch.told is not None
     assert [rank.status for rank in watch.told.ranks] == [143] * options.ranks, watch.told.text
-    assert f"SIGTERM), and leaves after iteration {last}" in watch.told.text
+    (told,) = re.findall(r"SIGTERM\), and leaves after iteration (\d+)", watch.told.text)
+    last = int(told)
+    # A step's record is written before the ranks agree that it is made: the signal may come between.
+    # Outer steps: that of the next exchange.
+    assert last in ((4, 5) if options.every == 1 else (6,))
     assert len(watch.told.record.steps) == last
     others = [life for life in job.lives if life is not watch.told]
     first = others[0]
@@ -270,7 +273,7 @@ def test_all_are_told_to_end(prefix: Path, tmp_path: Path) -> None:
     options.steps_file = True
     job = failures.train(options, prefix, TellAll(0, after=4))
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
-    assert saved in (5, 6), "some may have been told after their step"
+    assert saved in (4, 5, 6), "some may have been told after their step, or before its end"
     assert all(life.ranks[0].status in (0, 143) for life in job.lives)
     assert any(life.ranks[0].status == 0 for life in job.lives)
 
