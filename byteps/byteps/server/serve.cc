@@ -15,9 +15,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
@@ -34,9 +37,30 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Between the end of a process's first thread or connection and that of the process.
+// Between the end of a process's first thread or connection and when the kernel shows that the
+// process is ending.
 constexpr auto kLimit = std::chrono::milliseconds(500);
+// What a process that is ending may take: its memory is given back, on cores that others want too.
+constexpr auto kEndingLimit = std::chrono::seconds(60);
 constexpr auto kLook = std::chrono::milliseconds(5);
+
+// Whether the process has begun to end: it was killed, or has called exit.
+bool IsEnding(pid_t pid) {
+  constexpr unsigned long kExiting = 0x4;  // PF_EXITING
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string stat;
+  std::getline(file, stat);
+  const size_t name_end = stat.rfind(')');  // a name may have spaces and parentheses
+  if (name_end == std::string::npos) return false;
+  std::istringstream text(stat.substr(name_end + 1));
+  const std::vector<std::string> fields{std::istream_iterator<std::string>(text), {}};
+  // proc(5) counts from 1, and the name is the second.
+  const auto field = [&](size_t number) {
+    return number - 3 < fields.size() ? strtoul(fields[number - 3].c_str(), nullptr, 10) : 0;
+  };
+  const unsigned long flags = field(9), pending = field(31);
+  return (flags & kExiting) != 0 || (pending & (1ul << (SIGKILL - 1))) != 0;
+}
 
 // For a signal handler: empty, or the log and its folder.
 char log_file[4096];
@@ -66,9 +90,10 @@ bool Parent::Watch(const std::string& name, const std::string& log) {
 
 bool Parent::HasEnded() const {
   if (!watched_) return false;
-  const auto deadline = std::chrono::steady_clock::now() + kLimit;
+  const auto start = std::chrono::steady_clock::now();
   while (getppid() == pid_) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (waited >= kEndingLimit || (waited >= kLimit && !IsEnding(pid_))) return false;
     std::this_thread::sleep_for(kLook);
   }
   return true;
