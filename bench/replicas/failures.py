@@ -213,6 +213,8 @@ class Job:
         }
         if options.kill == "servers":
             self.environment.setdefault("BYTEPS_REPLACE_SERVERS_S", "60")
+            if "--dpu-optimizer" in options.megatron:
+                self.environment.setdefault("BYTEPS_BACKUP_STATE", "1")
         self.environment |= start_nodes(placement, processes, self.environment)[1]
         self.servers = Servers(processes, options.servers, self.environment)
         if options.steps_file:

@@ -279,7 +279,9 @@ def test_all_are_told_to_end(prefix: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", ["plain", "outer steps"])
+@pytest.mark.parametrize(
+    "layout", ["plain", "outer steps", "servers", "servers, sharded", "servers, int8"]
+)
 def test_servers_die(prefix: Path, layout: str) -> None:
     """One after the other, while a spare waits: no replica is lost, and none parts."""
     words, arguments = LAYOUTS[layout]

@@ -245,7 +245,7 @@ def test_refused_with_replicas(monkeypatch: pytest.MonkeyPatch, name: str) -> No
         replica_refusals.check(arguments(**{name: value}))
 
 
-def test_matrices_that_ranks_keep_and_copies_are_refused_with_servers(
+def test_matrices_that_ranks_keep_are_refused_with_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = arguments(optimizer="muon", dpu_optimizer=True, dpu_optimizer_matrices=False)
@@ -255,10 +255,6 @@ def test_matrices_that_ranks_keep_and_copies_are_refused_with_servers(
         replica_refusals.check(given)
     replica_refusals.check(arguments(optimizer="muon", dpu_optimizer_matrices=False))
     replica_refusals.check(arguments(optimizer="adam", dpu_optimizer=True))
-    monkeypatch.setenv("BYTEPS_BACKUP_STATE", "1")
-    replica_refusals.check(arguments(optimizer="adam"))
-    with pytest.raises(ValueError, match="does not work with BYTEPS_BACKUP_STATE=1"):
-        replica_refusals.check(arguments(optimizer="adam", dpu_optimizer=True))
 
 
 @pytest.mark.parametrize(("quorum", "grace"), [(2, 0.0), (0, 1.5), (-1, 1.5), (2, -1.5)])

@@ -183,6 +183,7 @@ namespace ps {
   X(kLateRecord, "a record comes to a backup of a server that was lost")               \
   X(kRoundCopied, "a round waits until its backup has it")                             \
   X(kStepCopied, "a step waits until its backup has it")                               \
+  X(kVerdictCopied, "a verdict waits until its backup has it")                         \
   X(kLoadCopied, "a load waits until its backup has it")                               \
   X(kStateCopied, "a backup that comes is told a state that there is")                 \
   X(kHeldForBackup, "a request waits for the answer of a backup")                      \

@@ -45,6 +45,7 @@ struct CopyRecord {
   std::string settled;
   uint32_t round = 0;
   uint32_t rank = 0;  // of a member that asked for what is told
+  std::string lacks;  // PackMembers of those that the sum of the round lacks
   // kState.  The packed list of its one declaration; a bit per slot whose values follow, in order;
   // whether it is all of the state; and then the last round (RoundUpdate::Pack), whose sum comes
   // behind the slots.  "": there was none.
@@ -80,6 +81,7 @@ struct LastRound {
   uint32_t number = 0;
   const RoundUpdate* update = nullptr;  // null: there was none
   SharedBytes sum;
+  std::vector<bool> excused;  // see Round
 };
 
 // The record by which a backup is told all of a partition, and its values.

@@ -20,6 +20,7 @@ std::string CopyRecord::Pack() const {
   out.PutText(settled);
   out.Put(round);
   out.Put(rank);
+  out.PutText(lacks);
   if (what == kState) {
     out.PutText(declaration);
     out.Put(slots);
@@ -41,6 +42,7 @@ bool CopyRecord::Unpack(const std::string& text, CopyRecord* record) {
   record->settled = in.GetText();
   record->round = in.Get<uint32_t>();
   record->rank = in.Get<uint32_t>();
+  record->lacks = in.GetText();
   if (what == kState) {
     record->declaration = in.GetText();
     record->slots = in.Get<uint32_t>();
@@ -64,6 +66,14 @@ size_t SlotBytes(const PartitionState& state) { return state.size() * sizeof(flo
 // Of the summed gradients of a round.
 size_t GradientBytes(const Declaration& declaration, const PartitionState& state, uint64_t index) {
   return IsBlock(declaration.dtype) ? SlotBytes(state) : declaration.PartitionSize(index);
+}
+
+// Empty: none.
+std::vector<bool> MembersIn(const std::string& packed, const Declaration& declaration) {
+  if (packed.empty()) return {};
+  std::vector<bool> members(declaration.group.size());
+  for (const size_t member : UnpackMembers(packed, members.size())) members[member] = true;
+  return members;
 }
 
 // Of what a round's sum has become.
@@ -94,6 +104,7 @@ CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& sta
   if (last.update != nullptr) {
     record.round = last.number;
     record.last = last.update->Pack();
+    record.lacks = PackMembers(last.excused);
     memcpy(at, last.sum.data(), last.sum.size());
   }
   return record;
@@ -172,6 +183,7 @@ std::string Copies::Load(StateCopy* copy, const CopyRecord& record, const Shared
     last->update = std::make_unique<RoundUpdate>(copy->declaration.get(), record.round,
                                                  copy->state.get(), &uncounted_);
     if (!last->update->Unpack(record.last)) return kNotOfForm;
+    last->excused = MembersIn(record.lacks, *copy->declaration);
   }
   const size_t sum_bytes = last ? SumBytes(*copy, *last->update) : 0;
   if (values.size() != state_bytes + sum_bytes) return kNotOfForm;
@@ -206,6 +218,7 @@ std::string Copies::Add(StateCopy* copy, const CopyRecord& record, SharedBytes v
   copy->last.emplace();
   copy->last->number = record.round;
   copy->last->sum = std::move(values);
+  copy->last->excused = MembersIn(record.lacks, declaration);
   copy->last->update =
       std::make_unique<RoundUpdate>(&declaration, record.round, copy->state.get(), &uncounted_);
   copy->last->update->Agree(static_cast<int>(record.rank), record.op, record.step);
@@ -223,7 +236,10 @@ CopyRecord Copies::RecordOf(uint64_t key, SharedBytes* values) {
   const auto copy = Find(key);
   if (copy == nullptr) throw std::runtime_error("there is no copy of a part of it");
   LastRound last;
-  if (copy->last) last = {copy->last->number, copy->last->update.get(), copy->last->sum};
+  if (copy->last) {
+    const UpdatedRound& kept = *copy->last;
+    last = {kept.number, kept.update.get(), kept.sum, kept.excused};
+  }
   return RecordOfAll(*copy->declaration, *copy->state, last, values);
 }
 
@@ -257,10 +273,11 @@ bool Rounds::HasCopy(const Partition& partition) const {
 LastRound Rounds::LastOf(Partition* partition) {
   for (auto it = partition->rounds.rbegin(); it != partition->rounds.rend(); ++it) {
     const bool has_update = it->done && it->failure.empty() && it->update->pushed_by() != 0;
-    if (has_update) return {it->number, it->update.get(), it->accumulator.sum()};
+    if (has_update) return {it->number, it->update.get(), it->accumulator.sum(), it->excused};
   }
   if (!partition->ended) return {};
-  return {partition->ended->number, partition->ended->update.get(), partition->ended->sum};
+  const UpdatedRound& ended = *partition->ended;
+  return {ended.number, ended.update.get(), ended.sum, ended.excused};
 }
 
 std::string Rounds::TakeSettled(Partition* partition) {
@@ -297,6 +314,7 @@ bool Rounds::CopyRound(Partition* partition, Round* round) {
   record.op = static_cast<uint8_t>(update.op());
   record.step = update.step();
   record.rank = static_cast<uint32_t>(update.asked_by());
+  record.lacks = PackMembers(round->excused);
   Copying what;
   what.round = round->number;
   Tell(partition, std::move(what), std::move(record), round->accumulator.sum());
@@ -312,6 +330,22 @@ bool Rounds::CopyStep(Partition* partition, const Message& message, int64_t rece
   record.rank = static_cast<uint32_t>(message.peer);
   Copying what;
   what.kind = Copying::kStep;
+  what.request = message;
+  what.received = received;
+  Tell(partition, std::move(what), std::move(record), {});
+  return true;
+}
+
+bool Rounds::CopyVerdict(Partition* partition, const Message& message, const UpdateStep& step,
+                         int64_t received) {
+  if (!HasCopy(*partition)) return false;
+  PS_PROBE(kVerdictCopied);
+  CopyRecord record;
+  record.settled = step.Pack();
+  record.round = HeaderOf(message).round;
+  record.rank = static_cast<uint32_t>(message.peer);
+  Copying what;
+  what.kind = Copying::kVerdict;
   what.request = message;
   what.received = received;
   Tell(partition, std::move(what), std::move(record), {});
@@ -348,6 +382,12 @@ bool Rounds::CopyLoad(Partition* partition, const Message& message, int64_t rece
 void Rounds::Adopt(Partition* partition) {
   if (context_->backup == nullptr || std::exchange(partition->has_state, true)) return;
   states_.push_back(partition);
+  if (!std::exchange(partition->is_listed, true)) partitions_.push_back(partition);
+  for (const int rank : absent_) {
+    if (partition->declaration().MemberIndex(rank) < 0) continue;
+    for (Round& round : partition->rounds) Excuse(partition, &round, rank);
+  }
+  DropDone(partition);
 }
 
 std::vector<Partition*> Rounds::SetBackup(uint64_t pass) {
@@ -384,22 +424,29 @@ void Rounds::GoOn(Partition* partition) {
     case Copying::kRound: {
       Round* const round = partition->Find(what.round);
       if (round != nullptr && !round->done) Update(partition, round);
-      return DropDone(partition);
+      break;
     }
     case Copying::kStep:
-      return ServeStep(context_, this, partition, what.request, what.received, true);
+      ServeStep(context_, this, partition, what.request, what.received, true);
+      break;
+    case Copying::kVerdict:
+      MoveState(context_, this, partition, what.request, what.received, true);
+      break;
     case Copying::kLoad:
       context_->backup->HasState();
-      return context_->Answer(CallerOf(what.request, what.received), partition->key, "");
+      context_->Answer(CallerOf(what.request, what.received), partition->key, "");
+      break;
     case Copying::kAll:
-      return CopyNext();
+      CopyNext();
   }
+  EndWithoutAbsent(partition);
 }
 
 bool Rounds::AnswerAgain(Partition* partition, const Message& message, int64_t received) {
   Round* const round = partition->Find(HeaderOf(message).round);
   const int member = partition->declaration().MemberIndex(message.peer);
   if (round == nullptr || !round->is_restored || round->told[member]) return false;
+  if (absent_.count(message.peer) > 0) return false;
   PS_PROBE(kAnsweredAgain);
   if (!round->update->IsLike(message.op, StepOf(message))) {
     context_->Refuse(message, "worker " + std::to_string(message.peer) +

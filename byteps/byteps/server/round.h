@@ -178,7 +178,8 @@ PushHeader HeaderOf(const Message& message);
 struct UpdatedRound {
   uint32_t number = 0;
   std::unique_ptr<RoundUpdate> update;
-  SharedBytes sum;  // the gradients, or what was made of them
+  SharedBytes sum;            // the gradients, or what was made of them
+  std::vector<bool> excused;  // see Round
 };
 
 struct Round {
@@ -230,10 +231,10 @@ struct Round {
 
 // What goes on once the backup has what it was told (backup_link.h).
 struct Copying {
-  enum Kind { kRound, kStep, kLoad, kAll } kind = kRound;
+  enum Kind { kRound, kStep, kVerdict, kLoad, kAll } kind = kRound;
   uint64_t number = 0;   // of the request to the backup
   uint32_t round = 0;    // kRound
-  Message request;       // kStep and kLoad: of a member
+  Message request;       // kStep, kVerdict and kLoad: of a member
   int64_t received = 0;  // when that came
 };
 

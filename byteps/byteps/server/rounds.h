@@ -69,6 +69,10 @@ class Rounds {
   // Of a member's STEP or LOAD_STATE.  True: it is served, or goes on, by GoOn, once the backup
   // knows of it.
   bool CopyStep(Partition* partition, const Message& message, int64_t received);
+  // The same of a READ_STATE that says what becomes of a step that was tried: who joins reads what
+  // follows from it, and has nothing to say itself.
+  bool CopyVerdict(Partition* partition, const Message& message, const UpdateStep& step,
+                   int64_t received);
   bool CopyLoad(Partition* partition, const Message& message, int64_t received);
   // The backup has what a partition waits for.
   void GoOn(Partition* partition);
@@ -133,6 +137,8 @@ class Rounds {
   void CloseShort(Partition* partition, Round* round);
   // A member that has not been told all of it will not be there any more.
   void Excuse(Partition* partition, Round* round, int rank);
+  // Ends rounds that wait for nobody but those who are absent.
+  void EndWithoutAbsent(Partition* partition);
   // What the member of `rank` has left open of the rounds before this number failed there, and it
   // will neither push nor ask again.  Drops no round.
   void GiveUpBefore(Partition* partition, int rank, uint32_t number);
@@ -207,9 +213,9 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
 // STEP.  `is_copied`: the backup has been told of it.
 void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received, bool is_copied = false);
-// LOAD_STATE and READ_STATE.
+// LOAD_STATE and READ_STATE.  `is_copied`: the backup has been told what a READ_STATE says.
 void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
-               int64_t received);
+               int64_t received, bool is_copied = false);
 
 // A thread of a server that adds, and the partitions that belong to it.
 

@@ -195,8 +195,8 @@ void Rounds::DropDone(Partition* partition) {
         partition->failures.erase(partition->failures.begin());
       }
     } else if (round.update && round.update->pushed_by() != 0 && context_->backup != nullptr) {
-      partition->ended =
-          UpdatedRound{round.number, std::move(round.update), std::move(round.accumulator.sum())};
+      partition->ended = UpdatedRound{round.number, std::move(round.update),
+                                      std::move(round.accumulator.sum()), std::move(round.excused)};
     }
     round.accumulator.Clear(&scratch_);
     partition->rounds.pop_front();
@@ -219,18 +219,23 @@ void Rounds::SetAbsent(const std::set<int>& ranks) {
       if (!partition->came.empty()) partition->came[member] = false;
       for (Round& round : partition->rounds) Excuse(partition, &round, rank);
     }
-    for (Round& round : partition->rounds) {
-      if (!round.done && !round.excused.empty() && round.has_all()) EndIfAll(partition, &round);
-    }
-    DropDone(partition);
+    EndWithoutAbsent(partition);
   }
+}
+
+void Rounds::EndWithoutAbsent(Partition* partition) {
+  for (Round& round : partition->rounds) {
+    if (partition->copying) break;  // it may be this round; GoOn looks again
+    if (!round.done && !round.excused.empty() && round.has_all()) EndIfAll(partition, &round);
+  }
+  DropDone(partition);
 }
 
 void Rounds::Excuse(Partition* partition, Round* round, int rank) {
   std::erase_if(round->callers, [rank](const Caller& caller) { return caller.rank == rank; });
   round->Excuse(partition->declaration().MemberIndex(rank));
   if (round->done) {
-    if (round->all_told()) round->accumulator.Clear(&scratch_);
+    if (round->all_told() && !round->update) round->accumulator.Clear(&scratch_);  // see Deliver
     return;
   }
   PS_PROBE(kRoundLosesMember);

@@ -217,10 +217,6 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
     return "worker " + std::to_string(rank) + " is no member of the group of '" + declaration.name +
            "': " + declaration.Describe();
   }
-  if (declaration.rule && declaration.patience.replica_ranks > 0 && backup_.is_on()) {
-    return "servers do not copy the state of an optimizer that replicas share: '" +
-           declaration.name + "' needs servers and workers without BYTEPS_BACKUP_STATE";
-  }
   const uint64_t key = declaration.Key();
   ps::WriterLock lock(&mu_);
   if (declaration.rule && tensors_.count(key) == 0) {
@@ -331,6 +327,12 @@ void Server::AdoptState(Partition* partition, std::shared_ptr<StateCopy> copy) {
     round.number = partition->first_round = copy->last->number;
     round.pushed.resize(members, true);
     round.told.resize(members);
+    round.excused = std::move(copy->last->excused);
+    for (size_t i = 0; i < round.excused.size(); ++i) {
+      if (!round.excused[i]) continue;
+      round.pushed[i] = false;
+      round.told[i] = true;
+    }
     round.update = std::move(copy->last->update);
     const std::string error = round.update->Restore(copy->last->sum);
     if (!error.empty()) BPS_LOG(ERROR) << "'" << tensor.declaration.name << "': " << error;

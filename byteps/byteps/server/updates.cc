@@ -81,15 +81,33 @@ std::string StepOf(const Message& message) {
   return AllDetailOf(message).substr(HasVerdict(message.op) ? 1 : 0);
 }
 
+namespace {
+
+// The step that this member has tried in the round, and has not said everything of; null: none.
+RoundUpdate* FindTried(Round* round, size_t member) {
+  if (round == nullptr) return nullptr;  // all members are through with it
+  RoundUpdate* const update = round->update.get();
+  const bool is_open = !update->tried().empty() && round->pushed[member] && !round->told[member];
+  return is_open ? update : nullptr;
+}
+
+UpdateStep StepThatIs(Verdict verdict, const RoundUpdate& update) {
+  UpdateStep step;
+  UpdateStep::Unpack(update.tried(), &step);
+  step.skip = verdict == Verdict::kDrop;
+  return step;
+}
+
+}  // namespace
+
 std::string SettleStep(Rounds* rounds, Partition* partition, const Message& message,
                        uint32_t number) {
   const Declaration& declaration = partition->declaration();
   const int rank = message.peer;
   const int member = declaration.MemberIndex(rank);
   Round* const round = partition->Find(number);
-  if (round == nullptr) return "";  // all members are through with it
-  RoundUpdate* const update = round->update.get();
-  if (update->tried().empty() || !round->pushed[member] || round->told[member]) return "";
+  RoundUpdate* const update = FindTried(round, member);
+  if (update == nullptr) return "";
   const Verdict verdict = VerdictOf(message);
   // A server that is lost may have answered its STEP.
   const bool may_know = round->is_restored && update->is_updated();
@@ -99,10 +117,8 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
   }
   std::string error;
   if (verdict != Verdict::kNone && !update->overtaken()) {
-    UpdateStep step;
-    UpdateStep::Unpack(update->tried(), &step);
-    step.skip = verdict == Verdict::kDrop;
-    error = update->Decide(rank, step.Pack(), &round->accumulator.sum(), &round->failure);
+    error = update->Decide(rank, StepThatIs(verdict, *update).Pack(), &round->accumulator.sum(),
+                           &round->failure);
   }
   if (message.op != kReadState) {
     round->told[member] = true;
@@ -139,8 +155,21 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
   rounds->DropDone(partition);
 }
 
+namespace {
+
+// Whether a READ_STATE is served, or goes on, once the backup knows the verdict that it has.
+bool CopyVerdictOf(Rounds* rounds, Partition* partition, const Message& message, int64_t received) {
+  const Verdict verdict = VerdictOf(message);
+  const int member = partition->declaration().MemberIndex(message.peer);
+  const RoundUpdate* const update = FindTried(partition->Find(HeaderOf(message).round), member);
+  if (verdict == Verdict::kNone || update == nullptr || update->has_answer()) return false;
+  return rounds->CopyVerdict(partition, message, StepThatIs(verdict, *update), received);
+}
+
+}  // namespace
+
 void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
-               int64_t received) {
+               int64_t received, bool is_copied) {
   Caller caller = CallerOf(message, received);
   PartitionState* const state = partition->state.get();
   std::string error;
@@ -157,6 +186,7 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
     error = state->Load(SlotOf(message), message.values.data());
     if (error.empty() && rounds->CopyLoad(partition, message, received)) return;
   } else {
+    if (!is_copied && CopyVerdictOf(rounds, partition, message, received)) return;
     error = SettleStep(rounds, partition, message, HeaderOf(message).round);
     if (!error.empty()) return context->Refuse(message, error);
     values = SharedBytes::New(caller.bytes);

@@ -6,8 +6,10 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -26,7 +28,9 @@ namespace {
 
 constexpr size_t kCount = 256;
 constexpr size_t kBytes = kCount * sizeof(float);
+// Those that may lack answers; of replicas there is another one.
 constexpr int kMembers = 2;
+constexpr int kLost = 2;
 
 class Hub;
 
@@ -135,10 +139,11 @@ void Wire::Send(const Message& message) {
   if (!cut) hub_->Carry(message, rank_);
 }
 
-// Two members that make steps, one request after the other.
+// Members that make steps, one request after the other: two, or three replicas, of which the last
+// one is removed and comes back.
 class Script {
  public:
-  explicit Script(DType dtype) {
+  Script(DType dtype, bool replicas) : members_(replicas ? 3 : kMembers) {
     auto rule = std::make_shared<UpdateRule>();
     rule->algorithm = UpdateRule::kAdamW;
     rule->speculative = true;
@@ -149,10 +154,11 @@ class Script {
     tensor_.dtype = dtype;
     tensor_.bytes = tensor_.partition_bytes = static_cast<uint32_t>(
         IsBlock(dtype) ? kCount / kBlockValues * SizeOf(dtype) : kCount * SizeOf(dtype));
-    tensor_.group = {0, 1};
+    for (int rank = 0; rank < members_; ++rank) tensor_.group.push_back(rank);
+    if (replicas) tensor_.patience.replica_ranks = 1;
     tensor_.rule = rule;
     for (const int rank : {1, 0}) hub_.Start(rank);  // 0 connects
-    for (int rank = 0; rank < kMembers; ++rank) Declare(rank);
+    for (int rank = 0; rank < members_; ++rank) Declare(rank);
     AwaitCopy();
   }
 
@@ -165,7 +171,12 @@ class Script {
 
   void Run() {
     Load(0, 0, 1);
-    for (round_ = 0; round_ < 12; ++round_) OneRound(static_cast<int>(round_ % 6));
+    for (round_ = 0; round_ < 12; ++round_) {
+      OneRound(static_cast<int>(round_ % 6));
+      if (members_ == kMembers) continue;
+      if (round_ == 2) SetAbsent({kLost});  // a step was tried in this one, and in the other one
+      if (round_ == 8) Join();
+    }
     for (uint32_t slot = 0; slot < tensor_.NumSlots(); ++slot) Read(slot);
   }
   int asked() const { return asked_; }
@@ -179,7 +190,9 @@ class Script {
   void OneRound(int kind) {
     const std::string whole = StepOf(1), small = StepOf(0.25);
     const auto both = [&](int op, const std::string& detail) {
-      for (int rank = 0; rank < kMembers; ++rank) Ask(rank, op, detail);
+      for (int rank = 0; rank < members_; ++rank) {
+        if (absent_.count(rank) == 0) Ask(rank, op, detail);
+      }
       AwaitAll();
     };
     const std::string said = std::string(1, static_cast<char>(verdict_));
@@ -218,6 +231,20 @@ class Script {
     }
   }
 
+  void SetAbsent(std::set<int> ranks) {
+    absent_ = std::move(ranks);
+    for (int rank = 0; rank < 2; ++rank) hub_.At(rank)->SetAbsent(absent_);
+  }
+
+  void Join() {
+    SetAbsent({});
+    Declare(kLost);
+    ReadSome(0, 0, 0, verdict_);
+    for (uint32_t slot = 0; slot < tensor_.NumSlots(); ++slot) {
+      ReadSome(kLost, slot, kBytes, Verdict::kNone);
+    }
+  }
+
   std::string StepOf(double scale) const {
     UpdateStep step;
     step.number = step_ + 1;
@@ -251,20 +278,23 @@ class Script {
     AwaitAll();
   }
 
-  void Read(uint32_t slot) {
+  void Read(uint32_t slot) { ReadSome(0, slot, kBytes, verdict_); }
+
+  void ReadSome(int rank, uint32_t slot, uint32_t bytes, Verdict verdict) {
     WireWriter out;
     out.Put(slot);
-    Ask(0, kReadState, std::string(1, static_cast<char>(verdict_)) + out.Take());
+    Ask(rank, kReadState, std::string(1, static_cast<char>(verdict)) + out.Take(), {}, bytes);
     AwaitAll();
   }
 
-  void Ask(int rank, int op, const std::string& detail, SharedBytes values = {}) {
+  void Ask(int rank, int op, const std::string& detail, SharedBytes values = {},
+           uint32_t read_bytes = 0) {
     if (asked_++ == dies_before) Replace();
     PushHeader header;
     header.round = header.oldest = round_;
     header.timeout_ms = 600'000;
     if (op == kReadState) {
-      header.pull_bytes = kBytes;
+      header.pull_bytes = read_bytes;
     } else if (op != kLoadState && op != kPushNorm) {
       header.pull_bytes = static_cast<uint32_t>(AnswerBytes(tensor_.dtype, tensor_.bytes));
     }
@@ -303,10 +333,7 @@ class Script {
       const Answers::Answer answer = hub_.answers.Await(one.request.number);
       EXPECT_FALSE(answer.failed) << answer.body;
       std::vector<float> values = answer.values;
-      if (one.request.op == kPushTry) {
-        const GradientSums sums = answer.sums();
-        values.push_back(static_cast<float>(sums.squares));
-      }
+      for (const char c : answer.body) values.push_back(c);  // sums, and whom they lack
       got.push_back(std::move(values));
     }
     open_.clear();
@@ -339,7 +366,9 @@ class Script {
     hub_.At(1)->OnServerLost(0);
     hub_.Start(0);
     hub_.At(1)->OnServerReplaced(0);
-    for (int rank = 0; rank < kMembers; ++rank) {
+    if (!absent_.empty()) hub_.At(0)->SetAbsent(absent_);
+    for (int rank = 0; rank < members_; ++rank) {
+      if (absent_.count(rank) > 0) continue;
       Declare(rank);
       WireWriter out;
       out.PutSize(1);
@@ -355,6 +384,8 @@ class Script {
     }
   }
 
+  const int members_;
+  std::set<int> absent_;
   Hub hub_;
   Declaration tensor_;
   uint32_t round_ = 0;
@@ -365,16 +396,17 @@ class Script {
   std::vector<Open> open_;
 };
 
-class BackupTest : public testing::TestWithParam<DType> {};
+class BackupTest : public testing::TestWithParam<std::tuple<DType, bool>> {};
 
 TEST_P(BackupTest, AServerThatDiesAnywhereIsReplacedToTheBit) {
-  Script alone(GetParam());
+  const auto [dtype, replicas] = GetParam();
+  Script alone(dtype, replicas);
   alone.Run();
   ASSERT_FALSE(HasFailure());
   for (int before = 1; before < alone.asked(); ++before) {
     for (unsigned members = 0; members < 1U << kMembers; ++members) {
       for (const bool unsaid : {false, true}) {
-        Script script(GetParam());
+        Script script(dtype, replicas);
         script.dies_before = before;
         script.unheard = members;
         script.unsaid = unsaid;
@@ -393,7 +425,9 @@ TEST_P(BackupTest, AServerThatDiesAnywhereIsReplacedToTheBit) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, BackupTest, testing::Values(DType::kFloat32, DType::kInt8x128));
+INSTANTIATE_TEST_SUITE_P(Types, BackupTest,
+                         testing::Combine(testing::Values(DType::kFloat32, DType::kInt8x128),
+                                          testing::Bool()));
 
 }  // namespace
 }  // namespace core

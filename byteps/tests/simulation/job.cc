@@ -20,7 +20,7 @@ constexpr double kAfterwardsS = 40;
 Job::Job(Plan plan, bool breaks_invariant)
     : plan_(std::move(plan)),
       breaks_invariant_(breaks_invariant),
-      config_((plan_.backups ? BackupSettings(plan_.servers) : Settings())[plan_.settings]) {
+      config_((plan_.backups ? BackupSettings(plan_.servers, false) : Settings())[plan_.settings]) {
   for (const Fault& fault : plan_.faults) {
     if (fault.IsAtProbe() && fault.kind != Fault::kQuit) at_probes_.push_back(fault);
   }

@@ -220,7 +220,7 @@ struct ReplicaPlan {
   bool patient = false;   // those that are late are removed after kGraceS
   bool returns = false;   // the scheduler, when it was killed
   bool replaces = false;  // a server that is lost may be replaced
-  bool backups = false;   // and servers have links with each other
+  bool backups = false;   // and servers have copies of each other's state
   // Servers keep so many parameters for each place as well; 0: none.
   size_t parameters = 0;
 
@@ -457,6 +457,8 @@ class ReplicaJob {
   void StartSpare();
   // Its process dies, and another one takes its place.
   void BreakScheduler();
+  // Whether a server and its backup may have been lost.
+  bool MayLoseState() const;
 
   ReplicaPlan plan_;
   std::vector<Fault> faults_;  // their node is a worker's rank, or below 0: a server, or kScheduler
@@ -475,6 +477,7 @@ class ReplicaJob {
   int started_ = 0;  // servers and workers that have joined
   int removed_ = 0;
   int replaced_ = 0;
+  int broken_servers_ = 0;
   bool over_ = false;
   std::vector<Fault> due_;
   std::mutex mu_;

@@ -19,6 +19,11 @@ constexpr double kMostDelayS = kOpTimeoutS / 2;
 // What is silent is removed well before sums that wait for it end, however threads are held up.
 constexpr double kSilentS = kPeerTimeoutS / 2;
 
+bool IsOfLostState(const std::string& error) {
+  return error.find("load the last checkpoint") != std::string::npos ||
+         error.find("were never loaded") != std::string::npos;
+}
+
 }  // namespace
 
 // The scheduler or a server, and what it hears.
@@ -36,7 +41,10 @@ class ReplicaJob::KeptNode : public core::ChannelUser {
       if (server_ != nullptr) return server_->SetAbsent(event.replicas.AbsentRanks());
       job_->removed_ += event.replicas.news.find("was removed") != std::string::npos ? 1 : 0;
     }
-    if (event.kind == Event::kServerReplaced && server_ == nullptr) ++job_->replaced_;
+    if (event.kind == Event::kServerLost && server_ != nullptr) server_->OnServerLost(event.rank);
+    if (event.kind == Event::kServerReplaced) {
+      server_ == nullptr ? ++job_->replaced_, void() : server_->OnServerReplaced(event.rank);
+    }
     if (event.kind == Event::kNodeLeft && server_ != nullptr) {
       server_->OnWorkerGone(event.rank, event.reason);
     }
@@ -87,8 +95,11 @@ void ReplicaJob::MakePlan() {
   plan_.returns = Random(2) == 0;
   plan_.backups = plan_.replaces && plan_.servers > 1 && plan_.steps % 2 == 0;
   most_lives_ = 1 + static_cast<int>(Random(4));
-  // The state of a server that is replaced would be lost.
-  if (!plan_.replaces && plan_.steps % 2 == 1) plan_.parameters = 1 + plan_.steps * 997;
+  if (plan_.backups) plan_.servers += static_cast<int>(Random(2));
+  // Without a copy the state of a server that is replaced would be lost.
+  const bool has_optimizer =
+      plan_.backups ? Random(4) > 0 : !plan_.replaces && plan_.steps % 2 == 1;
+  if (has_optimizer) plan_.parameters = 1 + plan_.steps * 997;
   const uint64_t tensors = 1 + Random(3);
   for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
   const uint64_t faults = Random(5);
@@ -118,6 +129,14 @@ void ReplicaJob::MakePlan() {
                                                    Fault::kReset};
       fault.kind = kOfServers[Random(plan_.backups ? 4 : 3)];
       fault.node = -1 - static_cast<int>(Random(plan_.servers));
+      using ps::Probe;
+      static constexpr Probe kCopied[] = {Probe::kRoundCopied, Probe::kRoundCopied,
+                                          Probe::kStepCopied, Probe::kStepCopied,
+                                          Probe::kVerdictCopied, Probe::kStateCopied,
+                                          Probe::kHeldForBackup};
+      if (plan_.backups && plan_.parameters > 0 && Random(4) > 0) {
+        fault.at_probe = static_cast<int>(kCopied[Random(std::size(kCopied))]);
+      }
     }
     if (plan_.returns && (i == 0 || deaths_alone)) {
       fault.kind = Fault::kKill;
@@ -155,6 +174,7 @@ NodeSettings ReplicaJob::SettingsOf(ps::Node::Role role, int number, int rank) c
 }
 
 const core::Config& ReplicaJob::settings() const {
+  if (plan_.backups) return BackupSettings(plan_.servers, plan_.patient)[plan_.settings];
   return ReplicaSettings(plan_.patient, plan_.replaces, plan_.returns)[plan_.settings];
 }
 
@@ -168,6 +188,7 @@ void ReplicaJob::Serve(int number) {
   const auto node = std::make_shared<KeptNode>(this, server.get());
   try {
     channel.Start(node.get());
+    if (server) server->SetRank(channel.rank());
     kept.served = true;
     if (server) serving_.insert(number);
     started_ += server ? 1 : 0;
@@ -347,12 +368,14 @@ void ReplicaJob::BreakServer(const Fault& fault) {
     if (serving_.size() < 2) return;
     const int one = *serving_.begin(), other = *std::next(serving_.begin());
     kept_[one].is_broken = kept_[other].is_broken = true;
+    ++broken_servers_;
     StartSpare();
     return network_.Reset(one, other);
   }
   const int index = (-1 - fault.node) % static_cast<int>(serving_.size());
   const int node = *std::next(serving_.begin(), index);
   kept_[node].is_broken = true;
+  ++broken_servers_;
   serving_.erase(node);
   // Somebody sees it, and starts another one; which waits for a place, if that one lives on.
   StartSpare();
@@ -383,6 +406,8 @@ void ReplicaJob::Break(const Fault& fault) {
 
 // ------------------------------------------------------------------ what must hold
 
+bool ReplicaJob::MayLoseState() const { return plan_.parameters > 0 && broken_servers_ > 1; }
+
 std::string ReplicaJob::Verdict() const {
   if (!witness_.wrong().empty()) return witness_.wrong();
   if (ps::NumBrokenInvariants() > 0) return ps::BrokenInvariants().last;
@@ -393,6 +418,7 @@ std::string ReplicaJob::Verdict() const {
         std::all_of(errors.begin(), errors.end(), [](const auto& e) { return e.empty(); });
     any_well |= well;
     if (well || life->is_broken || life->number > 1) continue;
+    if (MayLoseState() && std::any_of(errors.begin(), errors.end(), IsOfLostState)) return "";
     return "replica " + std::to_string(life->replica) +
            " failed, though nothing happened to it: " + errors[0] + " / " + errors.back();
   }
@@ -413,7 +439,7 @@ std::string ReplicaJob::Describe() const {
                      std::to_string(plan_.settings) + (plan_.disturbed ? ", disturbed" : "") +
                      (plan_.patient ? ", with a quorum" : "") +
                      (plan_.replaces ? ", servers are replaced" : "") +
-                     (plan_.backups ? ", with links between them" : "") +
+                     (plan_.backups ? ", which have copies" : "") +
                      (plan_.returns ? ", the scheduler returns" : "") +
                      (plan_.parameters > 0 ? ", with an optimizer on the servers" : "");
   for (const Fault& fault : faults_) text += "\n  still to come: " + fault.Describe();

@@ -119,17 +119,18 @@ const std::vector<Config>& ReplicaSettings(bool patient, bool replaces, bool ret
   return all[(returns ? 4 : 0) + (replaces ? 2 : 0) + (patient ? 1 : 0)];
 }
 
-const std::vector<Config>& BackupSettings(int servers) {
-  static const auto make = [](const char* count) {
+const std::vector<Config>& BackupSettings(int servers, bool patient) {
+  static const auto make = [](const char* count, const char* quorum) {
     setenv("BYTEPS_BACKUP_STATE", "1", 1);
     setenv("DMLC_NUM_SERVER", count, 1);
-    std::vector<Config> made = MakeSettings("0", kReplaceS, kLongOpTimeoutS);
+    std::vector<Config> made = MakeSettings(quorum, kReplaceS, kLongOpTimeoutS);
     unsetenv("BYTEPS_BACKUP_STATE");
     unsetenv("DMLC_NUM_SERVER");
     return made;
   };
-  static const std::vector<Config> all[] = {make("2"), make("3")};
-  return all[servers - 2];
+  static const std::vector<Config> all[] = {make("2", "0"), make("3", "0"), make("2", "1"),
+                                            make("3", "1")};
+  return all[servers - 2 + (patient ? 2 : 0)];
 }
 
 namespace {
@@ -214,7 +215,7 @@ Plan MakeBackupPlan() {
   plan.servers = 2 + static_cast<int>(Random(2));
   plan.rounds = 2 + static_cast<int>(Random(7));
   plan.tensors = 1;
-  plan.settings = Random(BackupSettings(plan.servers).size());
+  plan.settings = Random(BackupSettings(plan.servers, false).size());
   plan.parameters = 1 + Random(6000);
   plan.disturbed = Random(2) == 0;
   plan.counts.push_back(1 + Random(3000));
@@ -345,7 +346,7 @@ int Main(int argc, char** argv) {
     if (c == '?') return 2;
   }
   (void)ReplicaSettings(false, false, false);
-  (void)BackupSettings(2);
+  (void)BackupSettings(2, false);
   MakeGpu(Settings()[0].Int("BYTEPS_PINNED_BYTES"), Settings()[0].Int("BYTEPS_STREAMED_BYTES"),
           kPartitionBytes);
   ListenToProbes();

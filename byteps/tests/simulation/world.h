@@ -163,7 +163,7 @@ const std::vector<core::Config>& Settings();
 const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bool returns);
 
 // The same where so many servers (2 or 3) have copies of each other's state.
-const std::vector<core::Config>& BackupSettings(int servers);
+const std::vector<core::Config>& BackupSettings(int servers, bool patient);
 
 // Within Run.
 Plan MakePlan();

@@ -465,30 +465,6 @@ TEST_F(AbsentSteps, ARoundThatNobodyElseIsInFails) {
   (void)first;
 }
 
-TEST(AbsentStepsOfCopies, AreRefused) {
-  Answers answers;
-  Server server(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"},
-                            {"BYTEPS_BACKUP_STATE", "1"},
-                            {"BYTEPS_REPLACE_SERVERS_S", "10"},
-                            {"DMLC_NUM_SERVER", "2"}}),
-                &answers);
-  Declaration declaration;
-  declaration.name = "tensor";
-  declaration.bytes = declaration.partition_bytes = kBytes;
-  declaration.group = {0, 1};
-  declaration.patience.replica_ranks = 1;
-  auto rule = std::make_shared<UpdateRule>();
-  rule->groups = {{0.9, 0.95, 1e-8, false}};
-  rule->segments = {{kElements, 0}};
-  declaration.rule = rule;
-  Message declare = MakeRequest(kDeclare, 0, declaration.Key(), 1, PackDeclarations({declaration}));
-  declare.peer = 0;
-  server.OnMessage(&declare);
-  const Answers::Answer answer = answers.Await(1);
-  EXPECT_TRUE(answer.failed);
-  EXPECT_NE(answer.body.find("BYTEPS_BACKUP_STATE"), std::string::npos) << answer.body;
-}
-
 }  // namespace
 }  // namespace step_tests
 }  // namespace core

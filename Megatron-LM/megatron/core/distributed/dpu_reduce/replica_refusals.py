@@ -147,11 +147,6 @@ def _check_servers(source: object, asked: str) -> None:
             "back takes parameters from the servers, and these do not have the matrices that ranks "
             "update. Use adam or sgd, or drop --dpu-optimizer."
         )
-    if os.environ.get("BYTEPS_BACKUP_STATE") == "1":
-        raise ValueError(
-            f"{asked} BYTEPS_BACKUP_STATE=1: a copy of a server's state does not say which "
-            "replicas its last step lacks. Unset it on scheduler, servers and workers."
-        )
 
 
 def _check_quorum(args: Namespace, asked: str | None) -> None:
