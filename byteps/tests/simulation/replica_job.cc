@@ -130,10 +130,9 @@ void ReplicaJob::MakePlan() {
       fault.kind = kOfServers[Random(plan_.backups ? 4 : 3)];
       fault.node = -1 - static_cast<int>(Random(plan_.servers));
       using ps::Probe;
-      static constexpr Probe kCopied[] = {Probe::kRoundCopied, Probe::kRoundCopied,
-                                          Probe::kStepCopied, Probe::kStepCopied,
-                                          Probe::kVerdictCopied, Probe::kStateCopied,
-                                          Probe::kHeldForBackup};
+      static constexpr Probe kCopied[] = {
+          Probe::kRoundCopied,   Probe::kRoundCopied, Probe::kStepCopied,   Probe::kStepCopied,
+          Probe::kVerdictCopied, Probe::kStateCopied, Probe::kHeldForBackup};
       if (plan_.backups && plan_.parameters > 0 && Random(4) > 0) {
         fault.at_probe = static_cast<int>(kCopied[Random(std::size(kCopied))]);
       }
