@@ -232,7 +232,7 @@ def test_one_that_is_told_to_end_leaves(
     assert [rank.status for rank in watch.told.ranks] == [143] * options.ranks, watch.told.text
     (told,) = re.findall(r"SIGTERM\), and leaves after iteration (\d+)", watch.told.text)
     last = int(told)
-    # A step's record is written before the ranks agree that it is made: the signal may come between.
+    # A step's record is written before the ranks agree on it: the signal may come between.
     # Outer steps: that of the next exchange.
     assert last in ((4, 5) if options.every == 1 else (6,))
     assert len(watch.told.record.steps) == last
