@@ -16,7 +16,8 @@ half of them are of replicas, which are lost too, and come back. Servers are kil
 told to end. Demanded in addition: all nodes end well that were not broken for long.
 
 Seeds above 3000 are of jobs whose scheduler is killed and started again, while links break. All
-others must end well.
+others must end well. Seeds above 4000 are of jobs that lose servers with the state of an optimizer,
+of which others have copies. Seeds above 5000 lose servers, replicas and the scheduler.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def _play_on(
             if script.copies:
                 job: Job = CopyingJob(*where, nursery)
             elif script.returns:
-                job = ReturningJob(*where, nursery)
+                kind = LosingJob if script.spares else ReturningJob
+                job = kind(*where, nursery)
             else:
                 job = LastingJob(*where, nursery) if script.spares else Job(*where)
             results.append(job.run())
@@ -337,7 +339,7 @@ class ReturningJob(LastingJob):
 
     def _await_begin(self) -> None:
         super()._await_begin()
-        for node in self.script.server_nodes:
+        for node in self.script.server_nodes[: self.script.servers]:
             self._await_text(node, "the job is complete")
 
     def _await_end(self) -> None:
@@ -351,6 +353,12 @@ class ReturningJob(LastingJob):
             self._processes["scheduler"].wait(LONG_S)
         self._processes["scheduler"].send(signal.SIGKILL)
         super()._await_end()
+
+
+class LosingJob(ReturningJob):
+    """Starts another server for each that is lost as well, and a killed replica again."""
+
+    settings: ClassVar[Mapping[str, str]] = {**LastingJob.settings, **ReturningJob.settings}
 
 
 # A job whose servers keep an optimizer's state and have copies of it, of which some are lost.

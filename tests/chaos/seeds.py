@@ -16,6 +16,8 @@ LASTING_SEEDS = 3000
 """Seeds up to this one are of jobs that end when the scheduler is lost."""
 RETURNING_SEEDS = 4000
 """Seeds up to this one are of jobs whose servers keep nothing for an optimizer."""
+COPYING_SEEDS = 5000
+"""Seeds up to this one are of jobs that lose either servers or the scheduler."""
 LONG_S = 9.0
 """Longer than the timeouts of a job: who stands still, or is cut off, for so long is lost."""
 
@@ -57,7 +59,7 @@ class Script:
     spares: int = 0
     """Servers that wait for the places of those that are lost; then no such loss ends the job."""
     returns: bool = False
-    """The scheduler is started again each time that it is killed, and nothing else is lost."""
+    """The scheduler is started again each time that it is killed."""
     replicas: bool = False
     """Each worker is a replica. The job goes on without one, and it comes back."""
     copies: bool = False
@@ -85,6 +87,8 @@ class Script:
 def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
     """``kinds``: of faults, where the seed is at most ENDING_SEEDS."""
     draw = random.Random(seed)
+    if seed > COPYING_SEEDS:
+        return _make_losing_both(seed, draw)
     if seed > RETURNING_SEEDS:
         return _make_copying(seed, draw)
     if seed > LASTING_SEEDS:
@@ -184,6 +188,18 @@ def _make_copying(seed: int, draw: random.Random) -> Script:
         for _ in range(draw.choice([0, 1, 2]))
     ]
     return replace(script, faults=(*lost, *others))
+
+
+def _make_losing_both(seed: int, draw: random.Random) -> Script:
+    """Of a job that loses servers, and replicas where it has some, and whose scheduler dies."""
+    script = _make_lasting(seed, draw)
+    deaths = []
+    begin = 0.3
+    for _ in range(draw.choice([1, 1, 2])):
+        at_s, away_s = round(begin + 2.0 * draw.random(), 3), draw.choice([0.1, 1.0, 5.0])
+        deaths.append(Fault(kind="kill", node="scheduler", at_s=at_s, seconds=away_s))
+        begin = at_s + away_s + 0.5
+    return replace(script, returns=True, faults=(*script.faults, *deaths))
 
 
 def _make_lasting(seed: int, draw: random.Random) -> Script:

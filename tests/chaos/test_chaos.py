@@ -23,6 +23,8 @@ LASTING = (2014, 2031, 2071)
 """Jobs that lose servers; the first and the last one are of replicas, one of which is killed."""
 RETURNING = (3001, 3002, 3006)
 """Jobs whose scheduler dies, most of them twice."""
+LOSING_BOTH = (5001,)
+"""A job that loses servers and its scheduler."""
 COPYING = (4007,)
 """A job that loses servers which keep an optimizer's state."""
 MOST_JOBS_S = 240
