@@ -358,7 +358,14 @@ class ReturningJob(LastingJob):
 class LosingJob(ReturningJob):
     """Starts another server for each that is lost as well, and a killed replica again."""
 
-    settings: ClassVar[Mapping[str, str]] = {**LastingJob.settings, **ReturningJob.settings}
+    # A spare that waits when the job ends waits for the scheduler as long as it may be away; and a
+    # replica that comes while it gathers nodes, of which some are lost, waits for that.
+    settings: ClassVar[Mapping[str, str]] = {
+        **LastingJob.settings,
+        **ReturningJob.settings,
+        "BYTEPS_SCHEDULER_RETURN_S": "20",
+        "BYTEPS_START_TIMEOUT_S": "60",
+    }
 
 
 # A job whose servers keep an optimizer's state and have copies of it, of which some are lost.

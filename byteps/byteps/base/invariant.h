@@ -206,6 +206,7 @@ namespace ps {
   X(kLinkOfLeaver, "the connection to a peer breaks that has left in good order")      \
   X(kDidNotStart, "nodes stay away until the scheduler gives up")                      \
   X(kStoppedInJob, "a node is told to end while the job runs")                         \
+  X(kServerBreaksWithMost, "most replicas have lost their links with a server")        \
   X(kReplicaRemoved, "a replica is removed, and the others go on")                     \
   X(kJoinerRemoved, "a replica is removed before it has joined")                       \
   X(kLateRemoved, "a replica is removed since it is late")                             \

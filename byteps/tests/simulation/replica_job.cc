@@ -397,6 +397,11 @@ void ReplicaJob::Break(const Fault& fault) {
     case Fault::kStick:
       return life->inside->Stick(fault.seconds);
     case Fault::kReset:
+      // The server has the blame if most replicas say so.
+      if (plan_.replaces) {
+        kept_[fault.peer].is_broken = true;
+        StartSpare();
+      }
       return network_.Reset(node, fault.peer);
     default:
       return network_.Delay(node, fault.peer, fault.seconds);

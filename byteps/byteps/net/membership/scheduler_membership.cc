@@ -109,7 +109,7 @@ void SchedulerMembership::Handle(const Message& msg) {
       if (HoldBack(msg)) return;
     }
   }
-  if (may) Acquit(sender);
+  if (may && !Acquit(sender)) return;
   if (!may) return ignored_.Add(msg, [this](int id) { return NameOf(id); });
   switch (command) {
     case Control::ADD_NODE:
@@ -284,6 +284,7 @@ void SchedulerMembership::OnFailure(const Message& msg) {
   if (nodes.size() == 1 && nodes[0].role == Node::SERVER) {
     if (AccuseServer(id, nodes[0], msg.meta.body)) return;
   } else if (nodes.size() == 1 && nodes[0].role == Node::WORKER) {
+    if (AccuseWorker(id, nodes[0].id, msg.meta.body)) return;
     id = nodes[0].id;
   }
   if (!LoseReplica(id, msg.meta.body) && !LoseServer(id, msg.meta.body)) FailJob(msg.meta.body);

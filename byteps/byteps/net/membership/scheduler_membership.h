@@ -163,9 +163,15 @@ class SchedulerMembership : public Membership {
   void LetGo(Clock::time_point now);
   // A node says that its link with a server broke: one of them is gone, or cannot be reached.  Of
   // replicas and of two servers it is that node, if the server is heard from now on; else it is the
-  // server.  False: that is not decided here.
+  // server.  It is also the server if its links with most replicas broke.  False: that is not
+  // decided here.
   bool AccuseServer(int accuser, const Node& server, const std::string& reason);
-  void Acquit(int server);
+  // A server says that of a worker.  False: that is not decided here.
+  bool AccuseWorker(int server, int worker, const std::string& reason);
+  // Whether links of this server with most replicas broke lately, as now that with this worker.
+  bool BreaksWithMost(int server, int worker) PS_REQUIRES(mu_);
+  // The server is heard.  False: it is lost all the same.
+  bool Acquit(int server);
   void Condemn(Clock::time_point now);
   // Why no other server is waited for any more; empty: not so.
   std::string ReasonNotToReplace(Clock::time_point now) PS_REQUIRES(mu_);
@@ -243,7 +249,9 @@ class SchedulerMembership : public Membership {
     Clock::time_point due;  // the server is gone, if nothing is heard of it
   };
   std::multimap<int, Accusation> accusations_ PS_GUARDED_BY(mu_);  // by the server's node id
-  Clock::time_point last_replaced_ PS_GUARDED_BY(mu_);             // when one was filled last
+  // By the server's node id, and by replica: when their link broke.
+  std::map<int, std::map<int, Clock::time_point>> broken_links_ PS_GUARDED_BY(mu_);
+  Clock::time_point last_replaced_ PS_GUARDED_BY(mu_);  // when one was filled last
   bool any_worker_ PS_GUARDED_BY(mu_) = false;
   Clock::time_point last_arrival_ PS_GUARDED_BY(mu_);
   // Workers that left.

@@ -60,6 +60,7 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
     roster_.Erase(node_id);
     ForgetKnown(node_id);
     accusations_.erase(node_id);
+    broken_links_.erase(node_id);
     std::erase_if(accusations_, [=](const auto& one) { return one.second.accuser == node_id; });
     replicas_.Forget(node_id);
     told = ToTellOfServers(node_id);
@@ -207,6 +208,10 @@ bool SchedulerMembership::AccuseServer(int accuser, const Node& server, const st
     const bool same = member->node.hostname == server.hostname &&
                       member->node.port == server.port && TokenOf(member->node) == TokenOf(server);
     if (!same) return true;
+    if (IsWorkerId(accuser) && BreaksWithMost(server.id, accuser)) {
+      lock.Unlock();
+      return LoseServer(server.id, reason);
+    }
     if (replicas_.active() || IsServerId(accuser)) {
       accusations_.emplace(server.id,
                            Accusation{accuser, reason, Clock::now() + ToDuration(kTrialSeconds)});
@@ -219,12 +224,37 @@ bool SchedulerMembership::AccuseServer(int accuser, const Node& server, const st
   return LoseServer(server.id, reason);
 }
 
-void SchedulerMembership::Acquit(int server) {
+bool SchedulerMembership::AccuseWorker(int server, int worker, const std::string& reason) {
+  bool most = false;
+  {
+    MutexLock lock(&mu_);
+    if (!IsServerId(server) || !replicas_.active()) return false;
+    most = BreaksWithMost(server, worker);
+  }
+  if (most && LoseServer(server, reason)) return true;
+  return LoseReplica(worker, reason) || LoseServer(server, reason);
+}
+
+bool SchedulerMembership::BreaksWithMost(int server, int worker) {
+  if (!replicas_.active()) return false;
+  const auto now = Clock::now();
+  auto& replicas = broken_links_[server];
+  replicas[replicas_.Of(Postoffice::IDtoRank(worker))] = now;
+  std::erase_if(replicas,
+                [&](const auto& one) { return now - one.second > ToDuration(kTrialSeconds); });
+  if (replicas.size() < 2 || static_cast<int>(replicas.size()) * 2 <= replicas_.count()) {
+    return false;
+  }
+  PS_PROBE(kServerBreaksWithMost);
+  return true;
+}
+
+bool SchedulerMembership::Acquit(int server) {
   std::vector<Accusation> false_ones;
   {
     MutexLock lock(&mu_);
     const auto [begin, end] = accusations_.equal_range(server);
-    if (begin == end) return;
+    if (begin == end) return true;
     for (auto it = begin; it != end; ++it) false_ones.push_back(it->second);
     accusations_.erase(begin, end);
   }
@@ -232,10 +262,12 @@ void SchedulerMembership::Acquit(int server) {
     if (IsServerId(one.accuser)) {
       const std::string reason = NameOf(one.accuser) + " cannot go on: " + one.reason;
       if (!LoseServer(one.accuser, reason)) FailJob(reason);
-    } else if (!LoseReplica(one.accuser, one.reason) && !LoseServer(server, one.reason)) {
-      FailJob(one.reason);
+    } else if (!LoseReplica(one.accuser, one.reason)) {
+      if (!LoseServer(server, one.reason)) FailJob(one.reason);
+      return false;
     }
   }
+  return true;
 }
 
 void SchedulerMembership::Condemn(Clock::time_point now) {

@@ -199,6 +199,18 @@ class SchedulerMembershipTest : public testing::Test {
     message.meta.control.node = {node};
     membership_->Handle(message);
   }
+  // A server says that its link with a worker broke.
+  void AccuseWorker(int worker) {
+    Message message;
+    message.meta.control.cmd = Control::JOB_FAILED;
+    message.meta.sender = server_;
+    message.meta.body = "a worker was lost to server 0";
+    Node node;
+    node.id = worker;
+    node.role = Node::WORKER;
+    message.meta.control.node = {node};
+    membership_->Handle(message);
+  }
   MemberWord LastWord(int id) {
     MemberWord word;
     const auto told = links_.SentTo(id, Control::MEMBERS);

@@ -114,15 +114,7 @@ TEST_F(SchedulerMembershipTest, TheLastReplicaFailsTheJob) {
 
 TEST_F(SchedulerMembershipTest, AServerTellsWhichWorkerItLost) {
   GatherReplicas();
-  Message message;
-  message.meta.control.cmd = Control::JOB_FAILED;
-  message.meta.sender = server_;
-  message.meta.body = "worker 1 was lost to server 0";
-  Node node;
-  node.id = IdOf(Node::WORKER, 1);
-  node.role = Node::WORKER;
-  message.meta.control.node = {node};
-  membership_->Handle(message);
+  AccuseWorker(IdOf(Node::WORKER, 1));
   EXPECT_EQ(failure(), "");
   EXPECT_EQ(LastTold(server_).present, "01");
 }

@@ -88,6 +88,36 @@ TEST_F(SchedulerMembershipTest, AServerThatIsNotHeardIs) {
   EXPECT_EQ(membership_->View().replicas.present, "11");
 }
 
+TEST_F(SchedulerMembershipTest, AServerIsGoneThatMostReplicasHaveLost) {
+  GatherReplacingReplicas();
+  Accuse(worker_, 9001);
+  Accuse(other_, 9001);
+  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerLost);
+  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+  Register(Node::SERVER, -1, -1, 1);
+  Say(server_, Control::HEARTBEAT, "");
+  EXPECT_EQ(membership_->View().replicas.present, "11") << "nobody is to blame any more";
+  EXPECT_EQ(failure(), "");
+}
+
+TEST_F(SchedulerMembershipTest, AServerThatHasLostMostReplicasIsGone) {
+  GatherReplacingReplicas();
+  AccuseWorker(worker_);
+  EXPECT_EQ(LastTold(server_).present, "01");
+  AccuseWorker(other_);
+  EXPECT_EQ(failure(), "") << "without the last replica there is no job";
+  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+}
+
+TEST_F(SchedulerMembershipTest, WhatALostServerHasSaidCountsNoMore) {
+  GatherReplacingReplicas();
+  Say(worker_, Control::LEAVE, "failed: exit status 3");
+  Accuse(other_, 9001);
+  AccuseWorker(other_);
+  EXPECT_EQ(failure(), "");
+  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+}
+
 // ----- a scheduler to which the nodes of another one come
 
 using membership::Account;
