@@ -23,8 +23,8 @@ LASTING = (2014, 2031, 2071)
 """Jobs that lose servers; the first and the last one are of replicas, one of which is killed."""
 RETURNING = (3001, 3002, 3006)
 """Jobs whose scheduler dies, most of them twice."""
-LOSING_BOTH = (5001,)
-"""A job that loses servers and its scheduler."""
+LOSING_BOTH = (5005,)
+"""A job of replicas that loses servers and its scheduler."""
 COPYING = (4007,)
 """A job that loses servers which keep an optimizer's state."""
 MOST_JOBS_S = 240
@@ -76,6 +76,15 @@ def test_jobs_go_on_with_another_scheduler(programs: Path, run_dir: Path) -> Non
 
 @pytest.mark.requires("root")
 @pytest.mark.timeout(MOST_JOBS_S)
+def test_jobs_go_on_without_servers_and_scheduler(programs: Path, run_dir: Path) -> None:
+    results = _play_rightly(LOSING_BOTH, programs, run_dir)
+    assert all(result.script.replicas for result in results)
+    assert any(run_dir.glob("seed-*/scheduler-again-*.log"))
+    assert any(run_dir.glob("seed-*/server-*-again-*.log"))
+
+
+@pytest.mark.requires("root")
+@pytest.mark.timeout(MOST_JOBS_S)
 def test_jobs_go_on_from_copies(programs: Path, run_dir: Path) -> None:
     results = _play_rightly(COPYING, programs, run_dir)
     assert all(result.survived and result.replaced > 0 for result in results)
@@ -122,6 +131,16 @@ def test_what_is_broken_in_jobs_whose_scheduler_returns() -> None:
     lost = [[f for f in script.faults if f.loses] for script in drawn]
     assert {len(faults) for faults in lost} == {1, 2}
     assert {(f.kind, f.node) for faults in lost for f in faults} == {("kill", "scheduler")}
+
+
+def test_what_is_broken_in_jobs_that_lose_servers_and_scheduler() -> None:
+    drawn = [make_script(seed) for seed in range(5001, 5101)]
+    assert all(script.returns and script.spares and not script.keep for script in drawn)
+    assert {script.replicas for script in drawn} == {False, True}
+    lost = [[f.node.split()[0] for f in script.faults if f.loses] for script in drawn]
+    assert {nodes.count("scheduler") for nodes in lost} == {1, 2}
+    assert sum("server" in nodes for nodes in lost) > 80
+    assert any("worker" in nodes for nodes in lost)
 
 
 def test_what_is_broken_in_jobs_with_copies() -> None:
