@@ -92,7 +92,7 @@ std::vector<Config> MakeSettings(const char* quorum, double replace_s,
         setenv("BYTEPS_STREAMED_BYTES", std::to_string(4 * kPartitionBytes).c_str(), 1);
         setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(op_timeout_s).c_str(), 1);
         setenv("BYTEPS_PEER_TIMEOUT_S", std::to_string(kPeerTimeoutS).c_str(), 1);
-        setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
+        setenv("BYTEPS_LOG_LEVEL", "FATAL", 0);
         made.push_back(Config::FromEnvironment());
       }
     }
@@ -271,9 +271,10 @@ struct Totals {
   ProbeTable probes;
 };
 
-void PlayReplicas(const Options& options, std::string* verdict, std::string* story,
-                  Totals* totals) {
+void PlayReplicas(const Options& options, const ReplicaJob** playing, std::string* verdict,
+                  std::string* story, Totals* totals) {
   ReplicaJob job;
+  *playing = &job;
   job.Run();
   *verdict = job.Verdict();
   totals->failed_jobs += job.removed() > 0 ? 1 : 0;
@@ -291,8 +292,9 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
   bool failed = false;
   bool kept = false;
   const Job* playing = nullptr;
+  const ReplicaJob* replicas = nullptr;
   const Outcome outcome = Run(seed, kKeptLimitS, [&] {
-    if (options.replicas) return PlayReplicas(options, &verdict, &story, totals);
+    if (options.replicas) return PlayReplicas(options, &replicas, &verdict, &story, totals);
     const Plan plan = options.backups ? MakeBackupPlan() : MakePlan();
     kept = plan.keep;
     Job job(plan, options.breaks_invariant);
@@ -306,7 +308,8 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
   });
   if (!outcome.hang.empty()) {
     verdict = outcome.hang;
-    story = playing != nullptr ? playing->Describe() : "";
+    if (playing != nullptr) story = playing->Describe();
+    if (replicas != nullptr) story = replicas->Describe();
   }
   if (verdict.empty() && !kept && outcome.seconds > kLimitS) verdict = "it took too long";
   if (options.verbose || !verdict.empty()) {

@@ -94,7 +94,7 @@ void NodeMembership::Leave(const Farewell& farewell) {
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return;
   const std::string text = membership::PackFarewell(farewell);
-  const bool returns = settings_.scheduler_return_s > 0 && farewell.failure.empty();
+  const bool returns = settings_.scheduler_return_s > 0;
   if (returns) {
     asked_.leaves = true;
     asked_.farewell = text;

@@ -163,12 +163,13 @@ class SchedulerMembership : public Membership {
   void LetGo(Clock::time_point now);
   // A node says that its link with a server broke: one of them is gone, or cannot be reached.  Of
   // replicas and of two servers it is that node, if the server is heard from now on; else it is the
-  // server.  It is also the server if its links with most replicas broke.  False: that is not
+  // server.  It is also the server if most replicas say so.  False: that is not
   // decided here.
   bool AccuseServer(int accuser, const Node& server, const std::string& reason);
   // A server says that of a worker.  False: that is not decided here.
   bool AccuseWorker(int server, int worker, const std::string& reason);
-  // Whether links of this server with most replicas broke lately, as now that with this worker.
+  // Whether most replicas have lost their links with this server lately, as now that of this
+  // worker.
   bool BreaksWithMost(int server, int worker) PS_REQUIRES(mu_);
   // The server is heard.  False: it is lost all the same.
   bool Acquit(int server);

@@ -184,6 +184,9 @@ void SchedulerMembership::GoOn(bool late) {
     OnGone(id, "did not come back to " + Name() + " within " +
                    Limit(settings_.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S"));
   }
+  // Workers' first: a server that most of them have lost may say that it has lost them.
+  std::stable_partition(held.begin(), held.end(),
+                        [](const Message& msg) { return IsWorkerId(msg.meta.sender); });
   for (const Message& msg : held) Handle(msg);
   heartbeats_.Wake();
 }

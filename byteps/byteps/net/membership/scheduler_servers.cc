@@ -225,13 +225,11 @@ bool SchedulerMembership::AccuseServer(int accuser, const Node& server, const st
 }
 
 bool SchedulerMembership::AccuseWorker(int server, int worker, const std::string& reason) {
-  bool most = false;
   {
     MutexLock lock(&mu_);
     if (!IsServerId(server) || !replicas_.active()) return false;
-    most = BreaksWithMost(server, worker);
   }
-  if (most && LoseServer(server, reason)) return true;
+  // Without the last replica there is no job, without the server there may be.
   return LoseReplica(worker, reason) || LoseServer(server, reason);
 }
 

@@ -413,6 +413,21 @@ TEST_F(NodeReturnTest, WhatWasAskedIsAskedAgain) {
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);
 }
 
+TEST_F(NodeReturnTest, AFarewellIsSaidAgain) {
+  for (const char* failure : {"", "exit status 3"}) {
+    JoinAs(Node::WORKER);
+    std::thread leaver([&] { membership_->Leave({false, failure, ""}); });
+    links_->Await(kScheduler, Control::LEAVE, 1);
+    LoseScheduler();
+    Welcome(2);
+    const auto said = links_->Await(kScheduler, Control::LEAVE, 2);
+    EXPECT_EQ(said[1].meta.body, said[0].meta.body);
+    Say(Control::NODE_LEFT, "", {links_->self()});
+    leaver.join();
+    joined_ = false;
+  }
+}
+
 TEST_F(NodeReturnTest, OneThatDoesNotReturnInTimeFailsTheJob) {
   JoinAs(Node::WORKER, 0.05);
   membership_->OnDisconnect(kScheduler);

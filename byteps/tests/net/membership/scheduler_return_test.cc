@@ -100,7 +100,7 @@ TEST_F(SchedulerMembershipTest, AServerIsGoneThatMostReplicasHaveLost) {
   EXPECT_EQ(failure(), "");
 }
 
-TEST_F(SchedulerMembershipTest, AServerThatHasLostMostReplicasIsGone) {
+TEST_F(SchedulerMembershipTest, AServerThatHasLostTheLastReplicaIsGone) {
   GatherReplacingReplicas();
   AccuseWorker(worker_);
   EXPECT_EQ(LastTold(server_).present, "01");
