@@ -213,7 +213,7 @@ void SchedulerMembership::EndJob() {
     replicas_ = ReplicaTable();
     vacancies_.clear();
     turns_.clear();
-    accusations_.clear();
+    trials_.accusations.clear();
     departures_ = {};
     any_worker_ = false;
     if (suspended) {
@@ -330,7 +330,7 @@ void SchedulerMembership::BeginIncarnation() {
     replicas_ = ReplicaTable();
     vacancies_.clear();
     turns_.clear();
-    accusations_.clear();
+    trials_.accusations.clear();
     any_worker_ = false;
     incarnation = ++incarnation_;
     incarnation_begun_ = Clock::now();
@@ -368,7 +368,7 @@ std::optional<AwakeClock::time_point> SchedulerMembership::NextDue() {
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return std::nullopt;
   auto due = departures_.untold.empty() ? Clock::time_point::max() : departures_.due;
-  for (const auto& [server, accusation] : accusations_) due = std::min(due, accusation.due);
+  for (const auto& [server, accusation] : trials_.accusations) due = std::min(due, accusation.due);
   return due;
 }
 

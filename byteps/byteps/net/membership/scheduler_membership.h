@@ -249,9 +249,12 @@ class SchedulerMembership : public Membership {
     std::string reason;
     Clock::time_point due;  // the server is gone, if nothing is heard of it
   };
-  std::multimap<int, Accusation> accusations_ PS_GUARDED_BY(mu_);  // by the server's node id
-  // By the server's node id, and by replica: when their link broke.
-  std::map<int, std::map<int, Clock::time_point>> broken_links_ PS_GUARDED_BY(mu_);
+  // Of servers, by node id.
+  struct Trials {
+    std::multimap<int, Accusation> accusations;
+    std::map<int, std::map<int, Clock::time_point>> broken_links;  // when, by replica
+  };
+  Trials trials_ PS_GUARDED_BY(mu_);
   Clock::time_point last_replaced_ PS_GUARDED_BY(mu_);  // when one was filled last
   bool any_worker_ PS_GUARDED_BY(mu_) = false;
   Clock::time_point last_arrival_ PS_GUARDED_BY(mu_);

@@ -59,9 +59,10 @@ bool SchedulerMembership::LoseServer(int node_id, const std::string& reason) {
     turn = ++turns_[Postoffice::IDtoRank(node_id)];
     roster_.Erase(node_id);
     ForgetKnown(node_id);
-    accusations_.erase(node_id);
-    broken_links_.erase(node_id);
-    std::erase_if(accusations_, [=](const auto& one) { return one.second.accuser == node_id; });
+    trials_.accusations.erase(node_id);
+    trials_.broken_links.erase(node_id);
+    std::erase_if(trials_.accusations,
+                  [=](const auto& one) { return one.second.accuser == node_id; });
     replicas_.Forget(node_id);
     told = ToTellOfServers(node_id);
   }
@@ -213,8 +214,8 @@ bool SchedulerMembership::AccuseServer(int accuser, const Node& server, const st
       return LoseServer(server.id, reason);
     }
     if (replicas_.active() || IsServerId(accuser)) {
-      accusations_.emplace(server.id,
-                           Accusation{accuser, reason, Clock::now() + ToDuration(kTrialSeconds)});
+      trials_.accusations.emplace(
+          server.id, Accusation{accuser, reason, Clock::now() + ToDuration(kTrialSeconds)});
       lock.Unlock();
       heartbeats_.Wake();
       return true;
@@ -236,7 +237,7 @@ bool SchedulerMembership::AccuseWorker(int server, int worker, const std::string
 bool SchedulerMembership::BreaksWithMost(int server, int worker) {
   if (!replicas_.active()) return false;
   const auto now = Clock::now();
-  auto& replicas = broken_links_[server];
+  auto& replicas = trials_.broken_links[server];
   replicas[replicas_.Of(Postoffice::IDtoRank(worker))] = now;
   std::erase_if(replicas,
                 [&](const auto& one) { return now - one.second > ToDuration(kTrialSeconds); });
@@ -251,10 +252,10 @@ bool SchedulerMembership::Acquit(int server) {
   std::vector<Accusation> false_ones;
   {
     MutexLock lock(&mu_);
-    const auto [begin, end] = accusations_.equal_range(server);
+    const auto [begin, end] = trials_.accusations.equal_range(server);
     if (begin == end) return true;
     for (auto it = begin; it != end; ++it) false_ones.push_back(it->second);
-    accusations_.erase(begin, end);
+    trials_.accusations.erase(begin, end);
   }
   for (const Accusation& one : false_ones) {
     if (IsServerId(one.accuser)) {
@@ -272,7 +273,7 @@ void SchedulerMembership::Condemn(Clock::time_point now) {
   std::map<int, std::string> gone;
   {
     MutexLock lock(&mu_);
-    std::erase_if(accusations_, [&](const auto& entry) {
+    std::erase_if(trials_.accusations, [&](const auto& entry) {
       if (now < entry.second.due) return false;
       gone[entry.first] = entry.second.reason;
       return true;
