@@ -324,15 +324,7 @@ bool Rounds::CopyRound(Partition* partition, Round* round) {
 bool Rounds::CopyStep(Partition* partition, const Message& message, int64_t received) {
   if (!HasCopy(*partition)) return false;
   PS_PROBE(kStepCopied);
-  CopyRecord record;
-  record.settled = StepOf(message);
-  record.round = HeaderOf(message).round;
-  record.rank = static_cast<uint32_t>(message.peer);
-  Copying what;
-  what.kind = Copying::kStep;
-  what.request = message;
-  what.received = received;
-  Tell(partition, std::move(what), std::move(record), {});
+  TellDecision(partition, Copying::kStep, message, StepOf(message), received);
   return true;
 }
 
@@ -340,16 +332,21 @@ bool Rounds::CopyVerdict(Partition* partition, const Message& message, const Upd
                          int64_t received) {
   if (!HasCopy(*partition)) return false;
   PS_PROBE(kVerdictCopied);
+  TellDecision(partition, Copying::kVerdict, message, step.Pack(), received);
+  return true;
+}
+
+void Rounds::TellDecision(Partition* partition, Copying::Kind kind, const Message& message,
+                          std::string step, int64_t received) {
   CopyRecord record;
-  record.settled = step.Pack();
+  record.settled = std::move(step);
   record.round = HeaderOf(message).round;
   record.rank = static_cast<uint32_t>(message.peer);
   Copying what;
-  what.kind = Copying::kVerdict;
+  what.kind = kind;
   what.request = message;
   what.received = received;
   Tell(partition, std::move(what), std::move(record), {});
-  return true;
 }
 
 bool Rounds::CopyLoad(Partition* partition, const Message& message, int64_t received) {

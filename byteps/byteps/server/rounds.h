@@ -66,11 +66,10 @@ class Rounds {
   std::vector<Partition*> SetBackup(uint64_t pass);
   // Tells the backup the next state that it does not know, or that it knows them all.
   void CopyNext();
-  // Of a member's STEP or LOAD_STATE.  True: it is served, or goes on, by GoOn, once the backup
-  // knows of it.
+  // Of a member's STEP or LOAD_STATE, or of a READ_STATE that says what becomes of a step that was
+  // tried: who joins reads what follows from it, and has nothing to say itself.  True: it is
+  // served, or goes on, by GoOn, once the backup knows of it.
   bool CopyStep(Partition* partition, const Message& message, int64_t received);
-  // The same of a READ_STATE that says what becomes of a step that was tried: who joins reads what
-  // follows from it, and has nothing to say itself.
   bool CopyVerdict(Partition* partition, const Message& message, const UpdateStep& step,
                    int64_t received);
   bool CopyLoad(Partition* partition, const Message& message, int64_t received);
@@ -120,6 +119,9 @@ class Rounds {
   bool CopyRound(Partition* partition, Round* round);
   bool HasCopy(const Partition& partition) const;
   void Tell(Partition* partition, Copying what, CopyRecord record, SharedBytes values);
+  // That this step is made, or dropped, as a member's request says.
+  void TellDecision(Partition* partition, Copying::Kind kind, const Message& message,
+                    std::string step, int64_t received);
   void TellAll(Partition* partition, Copying what);
   static LastRound LastOf(Partition* partition);
   static std::string TakeSettled(Partition* partition);

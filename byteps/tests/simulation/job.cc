@@ -368,11 +368,14 @@ void Job::StartSpare() {
   pthread_setname_np(spares_.threads.back().native_handle(), "server");
 }
 
+bool IsOfLostState(const std::string& error) {
+  return error.find("load the last checkpoint") != std::string::npos ||
+         error.find("were never loaded") != std::string::npos;
+}
+
 bool Job::LostState() const {
-  return std::any_of(records_.begin(), records_.end(), [](const auto& record) {
-    return record->error.find("load the last checkpoint") != std::string::npos ||
-           record->error.find("were never loaded") != std::string::npos;
-  });
+  return std::any_of(records_.begin(), records_.end(),
+                     [](const auto& record) { return IsOfLostState(record->error); });
 }
 
 bool Job::MustGoOn() const {

@@ -208,6 +208,9 @@ class Job {
 // ----- What a worker of a replica does: steps of sums, each of which it checks; and how replicas
 // join.
 
+// Whether a node ended since servers have lost an optimizer's state.
+bool IsOfLostState(const std::string& error);
+
 // The job that is played.
 struct ReplicaPlan {
   int replicas = 2;

@@ -19,11 +19,6 @@ constexpr double kMostDelayS = kOpTimeoutS / 2;
 // What is silent is removed well before sums that wait for it end, however threads are held up.
 constexpr double kSilentS = kPeerTimeoutS / 2;
 
-bool IsOfLostState(const std::string& error) {
-  return error.find("load the last checkpoint") != std::string::npos ||
-         error.find("were never loaded") != std::string::npos;
-}
-
 }  // namespace
 
 // The scheduler or a server, and what it hears.

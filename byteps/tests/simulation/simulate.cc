@@ -33,6 +33,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <string>
 
 #include "job.h"
@@ -271,10 +272,10 @@ struct Totals {
   ProbeTable probes;
 };
 
-void PlayReplicas(const Options& options, const ReplicaJob** playing, std::string* verdict,
-                  std::string* story, Totals* totals) {
+void PlayReplicas(const Options& options, std::function<std::string()>* describe,
+                  std::string* verdict, std::string* story, Totals* totals) {
   ReplicaJob job;
-  *playing = &job;
+  *describe = [&job] { return job.Describe(); };
   job.Run();
   *verdict = job.Verdict();
   totals->failed_jobs += job.removed() > 0 ? 1 : 0;
@@ -291,14 +292,13 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
   std::string story, verdict;
   bool failed = false;
   bool kept = false;
-  const Job* playing = nullptr;
-  const ReplicaJob* replicas = nullptr;
+  std::function<std::string()> describe;  // of the job that is played
   const Outcome outcome = Run(seed, kKeptLimitS, [&] {
-    if (options.replicas) return PlayReplicas(options, &replicas, &verdict, &story, totals);
+    if (options.replicas) return PlayReplicas(options, &describe, &verdict, &story, totals);
     const Plan plan = options.backups ? MakeBackupPlan() : MakePlan();
     kept = plan.keep;
     Job job(plan, options.breaks_invariant);
-    playing = &job;
+    describe = [&job] { return job.Describe(); };
     job.Run();
     verdict = job.Verdict();
     failed = options.backups ? !job.ended_well() : job.failed();
@@ -308,8 +308,7 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
   });
   if (!outcome.hang.empty()) {
     verdict = outcome.hang;
-    if (playing != nullptr) story = playing->Describe();
-    if (replicas != nullptr) story = replicas->Describe();
+    if (describe) story = describe();
   }
   if (verdict.empty() && !kept && outcome.seconds > kLimitS) verdict = "it took too long";
   if (options.verbose || !verdict.empty()) {

@@ -162,7 +162,8 @@ const std::vector<core::Config>& Settings();
 // the scheduler may return, for which sums have time.
 const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bool returns);
 
-// The same where so many servers (2 or 3) have copies of each other's state.
+// The same where so many servers (2 or 3) have copies of each other's state.  `patient`: one of
+// several replicas may be late.
 const std::vector<core::Config>& BackupSettings(int servers, bool patient);
 
 // Within Run.

@@ -213,7 +213,7 @@ void SchedulerMembership::EndJob() {
     replicas_ = ReplicaTable();
     vacancies_.clear();
     turns_.clear();
-    trials_.accusations.clear();
+    trials_ = {};
     departures_ = {};
     any_worker_ = false;
     if (suspended) {
@@ -330,7 +330,7 @@ void SchedulerMembership::BeginIncarnation() {
     replicas_ = ReplicaTable();
     vacancies_.clear();
     turns_.clear();
-    trials_.accusations.clear();
+    trials_ = {};
     any_worker_ = false;
     incarnation = ++incarnation_;
     incarnation_begun_ = Clock::now();

@@ -163,8 +163,7 @@ class SchedulerMembership : public Membership {
   void LetGo(Clock::time_point now);
   // A node says that its link with a server broke: one of them is gone, or cannot be reached.  Of
   // replicas and of two servers it is that node, if the server is heard from now on; else it is the
-  // server.  It is also the server if most replicas say so.  False: that is not
-  // decided here.
+  // server.  It is also the server if most replicas say so.  False: that is not decided here.
   bool AccuseServer(int accuser, const Node& server, const std::string& reason);
   // A server says that of a worker.  False: that is not decided here.
   bool AccuseWorker(int server, int worker, const std::string& reason);
