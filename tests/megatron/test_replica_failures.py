@@ -6,10 +6,15 @@ import json
 import os
 import re
 import signal
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from byteps.torch.members import Choice
+from megatron.core.distributed.dpu_reduce import hooks, replica_changes
 
 from bench.replicas import failures
 from scripts import prepare_data
@@ -253,6 +258,45 @@ def test_one_that_is_told_to_end_leaves(
     assert written[0]["iteration"] == last + options.every
     assert all(entry["replicas"] == [who] for entry in written)
     assert (tmp_path / "iter_0000006").is_dir() and (tmp_path / "iter_0000012").is_dir()
+
+
+def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal that comes between the two meetings of a step counts in those of the next one: if it
+    counted in the second meeting alone, all replicas could leave, and none would save."""
+    notice = SimpleNamespace(told=False)
+    said: list[bool] = []
+
+    def choose(name: str, peers: list[int], leaves: bool) -> Choice:
+        said.append(leaves)
+        return Choice(joiner=-1, life=0, present=(True, True), leaving=(leaves, False))
+
+    def all_want(wanted: bool, what: str) -> bool:
+        notice.told = True  # all others, too
+        return False
+
+    def leave(iteration: int) -> None:
+        said.append(iteration == 2)
+
+    monkeypatch.setattr(replica_changes, "_notice", notice)
+    monkeypatch.setattr(replica_changes, "_most_inside", list)
+    monkeypatch.setattr(replica_changes, "_tell", lambda args, missing, choice: None)
+    monkeypatch.setattr(replica_changes, "_leaves", False)
+    monkeypatch.setattr(replica_changes, "leave", leave)
+    for name, value in (("all_want", all_want), ("replicas", lambda: 2), ("peers", lambda: [0, 1])):
+        monkeypatch.setattr(replica_changes.job, name, value)
+    monkeypatch.setattr(replica_changes.job, "set_present", lambda there: None)
+    monkeypatch.setattr(replica_changes.outer_steps, "meets", lambda args: True)
+    monkeypatch.setattr(replica_changes.bytepslib.members, "choose", choose)
+    monkeypatch.setattr(replica_changes.bytepslib.members, "take_missing", set)
+    monkeypatch.setattr(replica_changes.torch.distributed, "get_rank", lambda: 0)
+    args = Namespace(consumed_train_samples=0, train_iters=10)
+    for iteration in (1, 2):
+        received = torch.tensor([False, False])
+        assert not hooks.wanted_by_any(args, received, "signals").any()
+        hooks.between_steps(args, [], None, None, iteration, 0.0)
+    assert said == [False, True, True]
 
 
 @pytest.mark.thorough

@@ -268,7 +268,8 @@ def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tenso
     if not outer_steps.meets(args):
         return flag.zero_()
     if what == "signals":
-        return flag.fill_(int(job.all_want(bool(flag.any()), what)))
+        told = replica_changes.wants_to_end(bool(flag.any()))
+        return flag.fill_(int(job.all_want(told, what)))
     return job.sum_over_replicas(flag, what, always=True)
 
 

@@ -136,9 +136,22 @@ def forget() -> None:
         notice.close()
 
 
-def told() -> bool:
-    """Whether this rank was told to end."""
-    return _notice is not None and _notice.told
+_leaves = False
+"""What :func:`wants_to_end` has said in this iteration."""
+
+
+def wants_to_end(flag: bool) -> bool:
+    """Whether a rank of this replica was told to end. If not all replicas were, this one leaves
+    after this iteration if it says so here. It does not look again: all of them could leave, each
+    for a signal that came after it was asked, and nobody would save a checkpoint.
+
+    Args:
+        flag: whether Megatron's own handler has got its signal, on any rank of this replica.
+    """
+    global _leaves
+    (told,) = _most_inside([int(flag or (_notice is not None and _notice.told))])
+    _leaves = bool(told)
+    return _leaves
 
 
 def leave(iteration: int) -> NoReturn:
@@ -228,7 +241,8 @@ def between_steps(
     iteration: int,
     operations: float,
 ) -> None:
-    """An iteration is done, and another one follows. All ranks of all replicas call this.
+    """An iteration is done, and another one follows. All ranks of all replicas call this, after
+    :func:`wants_to_end`.
 
     Args:
         iteration: how many are done.
@@ -240,16 +254,16 @@ def between_steps(
     """
     if not outer_steps.meets(args):
         return
-    missing, leaves = _known_inside(bytepslib.members.take_missing(), told())
+    missing = _missing_inside(bytepslib.members.take_missing())
     choice = None
     if torch.distributed.get_rank() == 0:
         control = "replicas/control"
-        choice = bytepslib.members.choose(control, job.peers(), leaves=leaves)
+        choice = bytepslib.members.choose(control, job.peers(), leaves=_leaves)
     choice = _told_inside(choice)
     _tell(args, missing, choice)
     global _told_until
     _told_until = args.consumed_train_samples
-    if leaves:
+    if _leaves:
         leave(iteration)
     # One that leaves does not save the next checkpoint.
     stays = [there and not goes for there, goes in zip(choice.present, choice.leaving, strict=True)]
@@ -268,11 +282,10 @@ def _most_inside(facts: Sequence[int]) -> list[int]:
     return found
 
 
-def _known_inside(missing: set[int], leaves: bool) -> tuple[set[int], bool]:
-    """What sums of any rank of this replica have lacked, and whether any was told to end."""
-    lacking = [int(replica in missing) for replica in range(job.replicas())]
-    *flags, any_leaves = _most_inside([*lacking, int(leaves)])
-    return {replica for replica, flag in enumerate(flags) if flag}, bool(any_leaves)
+def _missing_inside(missing: set[int]) -> set[int]:
+    """Replicas whose gradients sums of any rank of this replica have lacked."""
+    flags = _most_inside([int(replica in missing) for replica in range(job.replicas())])
+    return {replica for replica, flag in enumerate(flags) if flag}
 
 
 def _told_inside(choice: Choice | None) -> Choice:
