@@ -136,6 +136,11 @@ def forget() -> None:
         notice.close()
 
 
+def told() -> bool:
+    """Whether this rank was told to end."""
+    return _notice is not None and _notice.told
+
+
 _leaves = False
 """What :func:`wants_to_end` has said in this iteration."""
 
@@ -149,8 +154,8 @@ def wants_to_end(flag: bool) -> bool:
         flag: whether Megatron's own handler has got its signal, on any rank of this replica.
     """
     global _leaves
-    (told,) = _most_inside([int(flag or (_notice is not None and _notice.told))])
-    _leaves = bool(told)
+    (any_told,) = _most_inside([int(flag or told())])
+    _leaves = bool(any_told)
     return _leaves
 
 
