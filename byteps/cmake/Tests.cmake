@@ -33,6 +33,7 @@ if(GTest_FOUND)
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/stream_test.cc
     tests/observe/status_test.cc
+    tests/server/absent_test.cc
     tests/server/accumulator_test.cc
     tests/server/backup_link_test.cc
     tests/server/backup_test.cc

@@ -4,6 +4,7 @@ places.
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,7 +13,14 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Process, stop
-from tests.multiproc.endings import WAIT, start_with_spare, wait_done, wait_for_count
+from tests.multiproc.endings import (
+    COPIES,
+    WAIT,
+    await_copies,
+    start_with_spare,
+    wait_done,
+    wait_for_count,
+)
 
 COPIED = "has a copy of this server's state"
 
@@ -68,22 +76,25 @@ def test_nobody_comes(make_cluster: Callable[..., Cluster]) -> None:
         assert "no other server took its place within 2.0 s" in worker.text, worker.text[-3000:]
 
 
-def test_a_spare_that_nobody_needs_ends_well(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(workers=2, servers=1, env=WAIT)
+@pytest.mark.parametrize(
+    ("env", "why"), [({}, ""), ({"BYTEPS_SCHEDULER_RETURN_S": "120"}, ".*: the job has ended")]
+)
+def test_a_spare_that_nobody_needs_ends_well(
+    make_cluster: Callable[..., Cluster], env: dict[str, str], why: str
+) -> None:
+    """It does not wait for another scheduler, since the one there says that the job is over."""
+    cluster = make_cluster(workers=2, servers=1, env={**WAIT, **env})
     training = start_with_spare(cluster, steps=20, pace=0.02)
     cluster.finish_with(training, [])
-    assert "done: no server was lost" in cluster.servers[-1].text
+    assert re.search("done: no server was lost" + why, cluster.servers[-1].text)
 
 
 def test_optimizer_state_is_copied(make_cluster: Callable[..., Cluster]) -> None:
     """Each of two servers is lost, and the next one goes on from the other one's copy."""
-    cluster = make_cluster(workers=2, servers=2, env={**WAIT, "BYTEPS_BACKUP_STATE": "1"})
+    cluster = make_cluster(workers=2, servers=2, env=COPIES)
     training = cluster.start("lost_servers:with_copies", steps=80, pace=0.03)
-    wait_done(cluster, 1)
     first, second = cluster.servers
-    for server in (first, second):
-        wait_for_count(server, COPIED)
-    wait_for_count(cluster.start_server(), "waiting for the place of a server")
+    await_copies(cluster)
     first.send(signal.SIGKILL)
     wait_for_count(second, COPIED, times=2)
     wait_for_count(cluster.start_server(), "waiting for the place of a server")

@@ -210,6 +210,7 @@ namespace ps {
   X(kReplicaRemoved, "a replica is removed, and the others go on")                     \
   X(kJoinerRemoved, "a replica is removed before it has joined")                       \
   X(kLateRemoved, "a replica is removed since it is late")                             \
+  X(kLateExcused, "one that is late may wait for a server that is lost")               \
   X(kReplicaWaits, "a replica that came late is ready to join")                        \
   X(kReplicaAdmitted, "a replica is admitted, and servers are told")                   \
   X(kJoinerExpected, "a server begins to wait for a replica that joins")               \

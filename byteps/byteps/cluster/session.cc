@@ -180,12 +180,15 @@ void Session::Join(ChannelUser* user) {
       BPS_LOG(DEBUG) << e.what() << "; trying again";
     } catch (const ps::JobFailed&) {
       throw;
-    } catch (const Error& e) {
+    } catch (const ps::NoAnswer& e) {
       if (!waits_) throw;
       if (std::chrono::steady_clock::now() - answered >= away) {
         throw NotNeededError("no server was lost: " + std::string(e.what()));
       }
       BPS_LOG(DEBUG) << e.what() << "; it may return";
+    } catch (const Error& e) {
+      if (!waits_) throw;
+      throw NotNeededError("no server was lost: " + std::string(e.what()));
     }
     std::this_thread::sleep_for(kJoinPause);
   }

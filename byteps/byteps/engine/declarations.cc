@@ -144,8 +144,9 @@ std::vector<uint64_t> Plan::BytesPerServer(const TensorSpec& spec) const {
   return bytes;
 }
 
-Declarations::Declarations(const Plan* plan, Channel* channel, double timeout_s)
-    : plan_(plan), channel_(channel), timeout_s_(timeout_s) {}
+Declarations::Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies,
+                           double timeout_s)
+    : plan_(plan), channel_(channel), vacancies_(vacancies), timeout_s_(timeout_s) {}
 
 std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& specs) {
   std::vector<Entry*> entries;
@@ -236,9 +237,19 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
 }
 
 void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
+  using Clock = Vacancies::Clock;
+  const auto limit = std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(timeout_s_));
   ps::MutexLock lock(&mu_);
-  cond_.WaitFor(&mu_, std::chrono::duration<double>(timeout_s_),
-                [&]() PS_REQUIRES(mu_) { return !failure_.empty() || exchange->unanswered == 0; });
+  auto deadline = Clock::now() + limit;
+  while (!cond_.WaitUntil(&mu_, deadline, [&]() PS_REQUIRES(mu_) {
+    return !failure_.empty() || exchange->unanswered == 0;
+  })) {
+    // One that takes the place of a server is told again.
+    const auto later = vacancies_->Last(Clock::now()) + limit;
+    if (later <= deadline) break;
+    deadline = later;
+  }
   std::vector<int> silent;
   for (auto it = messages_.begin(); it != messages_.end();) {
     const bool ours = it->second.first == exchange;

@@ -19,6 +19,7 @@
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/cluster/vacancies.h"
 #include "byteps/device/device.h"
 
 namespace byteps {
@@ -105,8 +106,8 @@ using TensorPtr = std::shared_ptr<Tensor>;
 // Any thread may call anything.  No lock is held while anything is sent.
 class Declarations {
  public:
-  // `plan` and `channel` outlive this.
-  Declarations(const Plan* plan, Channel* channel, double timeout_s);
+  // What is pointed to outlives this.
+  Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies, double timeout_s);
 
   // The tensors of these specs, in their order.  What the servers do not know yet is told to
   // them by one message to each; blocks until all have answered.  Throws UsageError when a name
@@ -168,6 +169,7 @@ class Declarations {
 
   const Plan* const plan_;
   Channel* const channel_;
+  const Vacancies* const vacancies_;
   const double timeout_s_;
 
   ps::Mutex mu_;

@@ -33,6 +33,7 @@ Context::Context(const Config& config, const Launch& launch, int num_servers,
       operations(counted, speed),
       loss(config.Float("BYTEPS_REPLACE_SERVERS_S") > 0, config.Bool("BYTEPS_BACKUP_STATE"),
            num_servers),
+      vacancies(channel.get()),
       scheduler(
           std::make_shared<PushScheduler>(num_servers, config.Int("BYTEPS_SERVER_WINDOW_BYTES"))),
       trace(std::make_shared<OperationTrace>(Tracer::Make(config), launch.rank)) {}
@@ -78,7 +79,8 @@ Engine::Engine(const Config& config, const Launch& launch, int num_servers,
     : peer_timeout_s_(config.Float("BYTEPS_PEER_TIMEOUT_S")),
       loops_(config.Int("BYTEPS_PUSH_THREAD")),
       context_(config, launch, num_servers, std::move(channel), counters, speed),
-      declarations_(&context_.plan, context_.channel.get(), context_.op_timeout_s),
+      declarations_(&context_.plan, context_.channel.get(), &context_.vacancies,
+                    context_.op_timeout_s),
       pusher_(&context_),
       puller_(&context_) {}
 

@@ -18,6 +18,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/mutex.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/cluster/vacancies.h"
 #include "byteps/device/device.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/operation.h"
@@ -71,6 +72,7 @@ struct Context {
   Requests requests;
   MissingRanks missing;
   ServerLoss loss;
+  Vacancies vacancies;
   CopyQueues copies;
   StreamedSums streamed;
   // Shared with callbacks of the device's and of the transport's, which may outlive the engine.

@@ -287,6 +287,7 @@ void Engine::OnServerLost(int server, const std::string& reason) {
   }
   BPS_LOG(WARNING) << reason << "; waiting for another server, with " << context_.loss.kept.bytes()
                    << " bytes of sums that others may lack";
+  context_.vacancies.Lost(server);
   ps::WriterLock lock(&context_.loss.mu);
   context_.loss.held[server] = true;
   context_.loss.turns[server] = 0;
@@ -295,6 +296,7 @@ void Engine::OnServerLost(int server, const std::string& reason) {
 // ------------------------------------------------------------------ replaced
 
 void Engine::OnServerReplaced(int server) {
+  context_.vacancies.Replaced(server);
   uint64_t turn = 0;
   {
     ps::WriterLock lock(&context_.loss.mu);

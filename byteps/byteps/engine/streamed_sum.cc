@@ -354,9 +354,10 @@ std::string Engine::Verdict(const OperationPtr& operation) {
   } catch (const Error& e) {
     return "push_pull of '" + operation->name() + "' failed: " + e.what();
   }
-  const double age = SecondsSince(operation->awaited_since);
+  const auto now = Vacancies::Clock::now();
+  const std::chrono::duration<double> whole = now - context_.vacancies.Last(now);
+  const double age = std::min(SecondsSince(operation->awaited_since), whole.count());
   if (age <= context_.op_timeout_s + context_.channel->seconds_to_explain()) return "";
-  if (context_.channel->lacks_scheduler()) return "";
   PS_PROBE(kNobodyAnswered);
   return "push_pull of '" + operation->name() + "' timed out: no answer from " +
          Silence(operation) + " after " + Seconds(age) +

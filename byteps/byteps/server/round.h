@@ -21,6 +21,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/cluster/vacancies.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/status.h"
 #include "byteps/observe/trace.h"
@@ -203,6 +204,7 @@ struct Round {
   // How far those who have not pushed were waited for (Patience).
   enum class Waits { kFirst, kQuorum, kAwaited, kSeveral, kLate } waits = Waits::kFirst;
   Clock::time_point quorum_since;
+  Clock::time_point excused_until;  // those who have not pushed could wait for a server until then
   double timeout_s = 0;
   int64_t first_taken = 0;  // SteadyNs
   int64_t last_added = 0;
@@ -293,6 +295,7 @@ struct ServerContext {
                      int track);
 
   Channel* const channel;
+  Vacancies vacancies;
   BackupLink* backup = nullptr;  // the same as long as this lives
   const bool deterministic;
   const bool wide_float32;

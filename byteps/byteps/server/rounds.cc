@@ -1,6 +1,7 @@
 #include "byteps/server/rounds.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -314,6 +315,9 @@ Rounds::Clock::time_point Rounds::FirstDeadline() const {
 //   first ── quorum ──▶ quorum ── first word ──▶ awaited ── grace ──▶ accused ── 3 s ──▶ fails
 //     └───────────────── as long as a sum may take ──────────────────────▶┘
 //
+// While the place of another server is vacant, or there is no scheduler to say so, nobody is late:
+// the grace, or the time that a sum may take, begins anew once that is over.
+//
 // Those that are late are accused if enough of the others have pushed; kOthersFirst later in a
 // group of more than two replicas.
 
@@ -366,6 +370,22 @@ void Rounds::BeginGrace(Partition* partition, Round* round) {
   Postpone(partition, round, round->quorum_since + word);
 }
 
+bool Rounds::AreExcused(Partition* partition, Round* round, Clock::time_point as_of) {
+  if (round->waits == Round::Waits::kLate) return false;
+  const Patience& patience = partition->declaration().patience;
+  const auto last = context_->vacancies.Last(as_of);
+  round->excused_until = std::max(round->excused_until, last);
+  if (round->waits == Round::Waits::kQuorum && last < as_of) return false;  // the word comes first
+  const bool graced = round->waits != Round::Waits::kFirst && patience.quorum > 0;
+  const auto limit = graced ? std::chrono::milliseconds(patience.grace_ms)
+                            : std::chrono::milliseconds(std::lround(round->timeout_s * 1e3));
+  const auto until = round->excused_until + limit;
+  if (until <= as_of) return false;
+  PS_PROBE(kLateExcused);
+  Postpone(partition, round, until);
+  return true;
+}
+
 bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of) {
   const Declaration& declaration = partition->declaration();
   const Patience& patience = declaration.patience;
@@ -382,7 +402,8 @@ bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of)
         }
       }
       Postpone(partition, round,
-               round->quorum_since + std::chrono::milliseconds(patience.grace_ms));
+               std::max(round->quorum_since, round->excused_until) +
+                   std::chrono::milliseconds(patience.grace_ms));
       return true;
     case Round::Waits::kFirst:
     case Round::Waits::kAwaited: {

@@ -155,6 +155,8 @@ class Rounds {
   void BeginGrace(Partition* partition, Round* round);
   // What a round does at its deadline.  False: it fails.
   bool WaitOn(Partition* partition, Round* round, Clock::time_point as_of);
+  // Whether those that are late may wait for a server that is lost: the round is looked at later.
+  bool AreExcused(Partition* partition, Round* round, Clock::time_point as_of);
   void Postpone(Partition* partition, Round* round, Clock::time_point deadline);
   // Asks the scheduler to remove the replicas that have not pushed.
   void Accuse(const Partition& partition, const Round& round, Clock::time_point as_of);

@@ -119,8 +119,8 @@ void Rounds::FailLate(Clock::time_point as_of, Clock::time_point grace_until,
       Postpone(partition, round, as_of + kLookAgain);
       continue;
     }
-    if (WaitOn(partition, round, as_of)) continue;
-    // Who is late may be gone, and nobody is there to say so.
+    if (AreExcused(partition, round, as_of) || WaitOn(partition, round, as_of)) continue;
+    // Who was accused may be gone, and nobody is there to say so.
     if (context_->channel->lacks_scheduler()) {
       Postpone(partition, round, as_of + kLookAgain);
       continue;

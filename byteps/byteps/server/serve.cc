@@ -257,6 +257,20 @@ void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) 
   }
 }
 
+// The job has ended.  Servers that wait for a place ask for it several times a second, and hear so:
+// if the scheduler were gone, they would wait for another one.
+void AnswerSpares(const Config& config, Outcome* outcome) {
+  constexpr auto kLastAnswers = std::chrono::seconds(1);
+  {
+    ps::MutexLock lock(&outcome->mu);
+    if (!outcome->ended) return;
+  }
+  const bool may_wait = config.Float("BYTEPS_REPLACE_SERVERS_S") > 0;
+  if (may_wait && config.Float("BYTEPS_SCHEDULER_RETURN_S") > 0) {
+    std::this_thread::sleep_for(kLastAnswers);
+  }
+}
+
 // What the scheduler or a server hears of its job, for the main thread.
 class Node : public ChannelUser {
  public:
@@ -409,6 +423,7 @@ void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoi
       board->Attach(session.host(), session.port(), [&session] { return session.View(); });
     }
     WaitForOutcome(role, outcome, &session, log);
+    if (role == Role::kScheduler) AnswerSpares(config, outcome);
     if (caught_signal != 0) EndByOrder(config, parent, server.get(), &session, outcome);
   } catch (...) {
     if (board != nullptr) board->Detach();

@@ -72,8 +72,14 @@ class Server : private BackupUser {
   void OnWorkerGone(int rank, const std::string& reason);
 
   // Another server is lost, or another one has its place.  Any thread.
-  void OnServerLost(int rank) { backup_.OnServerLost(rank); }
-  void OnServerReplaced(int rank) { backup_.OnServerReplaced(rank); }
+  void OnServerLost(int rank) {
+    context_.vacancies.Lost(rank);
+    backup_.OnServerLost(rank);
+  }
+  void OnServerReplaced(int rank) {
+    context_.vacancies.Replaced(rank);
+    backup_.OnServerReplaced(rank);
+  }
 
   // Workers of these ranks, and no others, are absent: see Rounds::SetAbsent.  Any thread.  What it
   // changes, it changes before all requests that come afterwards.

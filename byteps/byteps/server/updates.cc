@@ -272,6 +272,7 @@ Caller CallerOf(const Message& message, int64_t received) {
 
 ServerContext::ServerContext(const Config& config, Channel* how)
     : channel(how),
+      vacancies(how),
       deterministic(config.Bool("BYTEPS_DETERMINISTIC")),
       wide_float32(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")),
       tracer(Tracer::Make(config)) {}

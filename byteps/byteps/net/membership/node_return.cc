@@ -241,7 +241,7 @@ void NodeMembership::OnServerWord(const membership::MemberWord& word, const Mess
   const int id = IdOf(Node::SERVER, word.number);
   const Node self = links_->self();
   const auto& nodes = msg.meta.control.node;
-  if ((self.role != Node::WORKER && !settings_.backups) || id == self.id) return;
+  if (id == self.id) return;
   if (replaced && (nodes.size() != 1 || nodes[0].role != Node::SERVER || nodes[0].id != id)) return;
   bool loses = false;
   {
@@ -264,14 +264,17 @@ void NodeMembership::OnServerWord(const membership::MemberWord& word, const Mess
     announcer_.Tell(event);
   }
   if (!replaced) return;
-  {
+  event.node = InfoOf(nodes[0]);
+  // Servers need one another for copies alone; all hear of it, since workers wait meanwhile.
+  const bool worker = self.role == Node::WORKER;
+  if (worker || settings_.backups) {
     MutexLock lock(&mu_);
     roster_.Erase(id);
     event.node = InfoOf(roster_.Put(nodes[0])->node);
   }
-  const bool linked = self.role == Node::WORKER ||
-                      AreNeighbors(Postoffice::IDtoRank(self.id), word.number, word.epoch);
-  if (linked) links_->Connect(nodes[0]);
+  const bool near = settings_.backups &&
+                    AreNeighbors(Postoffice::IDtoRank(self.id), word.number, word.epoch);
+  if (worker || near) links_->Connect(nodes[0]);
   event.kind = MembershipEvent::kServerReplaced;
   event.reason = "";
   announcer_.Tell(event);

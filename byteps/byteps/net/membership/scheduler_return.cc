@@ -71,7 +71,7 @@ void SchedulerMembership::Return(const Node& node, const Claim& claim, const Acc
     } else {
       const bool server = node.role == Node::SERVER;
       if (replicas_.active()) replicas = membership::PackReplicas(replicas_.View(server));
-      if (!server || settings_.backups) words = ServerWords();
+      words = ServerWords();
     }
     life = takeover_.life;
   }

@@ -97,7 +97,7 @@ void SchedulerMembership::ReplaceServer(const Node& node) {
     told = ToTellOfServers(node.id);
     const std::vector<Node> neighbors = NeighborsOf(node.id);
     peers.insert(peers.end(), neighbors.begin(), neighbors.end());
-    if (settings_.backups) lost = LostWords();
+    lost = LostWords();
     servers = roster_.expected().servers;
   }
   Send(links_, Control::ADD_NODE, node.id, beginning, peers);
@@ -115,8 +115,7 @@ std::vector<int> SchedulerMembership::ToTellOfServers(int server) {
   std::vector<int> told;
   for (const auto& [id, member] : roster_.members()) {
     const bool is_there = !member.left || (member.lingers && !member.removed);
-    const bool hears = member.node.role == Node::WORKER || (settings_.backups && id != server);
-    if (hears && is_there) told.push_back(id);
+    if (id != server && is_there) told.push_back(id);
   }
   return told;
 }

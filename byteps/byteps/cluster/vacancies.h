@@ -1,0 +1,49 @@
+// For how long nobody is late: others wait for a server whose place is vacant, or for a scheduler.
+#ifndef BYTEPS_CLUSTER_VACANCIES_H_
+#define BYTEPS_CLUSTER_VACANCIES_H_
+
+#include <chrono>
+#include <set>
+
+#include "byteps/base/mutex.h"
+#include "byteps/cluster/channel.h"
+
+namespace byteps {
+namespace core {
+
+// Any thread may call anything.
+class Vacancies {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // `channel` outlives this.
+  explicit Vacancies(const Channel* channel) : channel_(channel) {}
+
+  // The server of `rank` is lost, or another one has its place.
+  void Lost(int rank) {
+    ps::MutexLock lock(&mu_);
+    ranks_.insert(rank);
+  }
+  void Replaced(int rank) {
+    ps::MutexLock lock(&mu_);
+    if (ranks_.erase(rank) > 0) filled_ = Clock::now();
+  }
+
+  // The last time at which a node was missing: `now`, if one is.
+  Clock::time_point Last(Clock::time_point now) const {
+    if (channel_->lacks_scheduler()) return now;
+    ps::MutexLock lock(&mu_);
+    return ranks_.empty() ? filled_ : now;
+  }
+
+ private:
+  const Channel* const channel_;
+  mutable ps::Mutex mu_;
+  std::set<int> ranks_ PS_GUARDED_BY(mu_);
+  Clock::time_point filled_ PS_GUARDED_BY(mu_);
+};
+
+}  // namespace core
+}  // namespace byteps
+
+#endif  // BYTEPS_CLUSTER_VACANCIES_H_
