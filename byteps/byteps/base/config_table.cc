@@ -84,8 +84,8 @@ std::vector<Variable> MakeTable() {
        "A broken connection is made again, over TCP and RDMA, and what was in flight is sent "
        "again. After this long without success the peer is lost, and the job fails. 0: at once."},
       {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
-       "A push_pull that takes longer fails and names the ranks that did not push. While a lost "
-       "server, or the scheduler, may return, nothing fails; the time begins anew."},
+       "A push_pull that takes longer fails and names the ranks that did not push. None fails "
+       "while a lost server or scheduler may return."},
       {"BYTEPS_STOP_TIMEOUT_S", kFloat, "s", "10", 0, 3600, "",
        "How long a server that gets SIGTERM waits for reductions in flight before it ends the "
        "job."},
