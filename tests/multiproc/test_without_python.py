@@ -256,9 +256,8 @@ def test_neighbors_exchange_values(run_dir: Path, servers: int, env: dict[str, s
         ({"BYTEPS_REPLACE_SERVERS_S": "0"}, "set BYTEPS_REPLACE_SERVERS_S, too"),
         ({"DMLC_NUM_SERVER": "1"}, "needs two servers at least: DMLC_NUM_SERVER"),
         ({"BYTEPS_KEEP": "1"}, "does not go with BYTEPS_KEEP (--keep): unset one of them"),
-        ({"DMLC_ENABLE_RDMA": "ibverbs"}, "does not go with DMLC_ENABLE_RDMA: unset one of them"),
     ],
-    ids=["unreplaced", "alone", "kept", "rdma"],
+    ids=["unreplaced", "alone", "kept"],
 )
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_what_it_does_not_go_with(run_dir: Path, role: str, env: dict[str, str], why: str) -> None:

@@ -18,7 +18,9 @@ from scripts.children import free_ports
 from tests import native
 from tests.multiproc.cluster import END_S, Cluster, wait_all
 from tests.multiproc.endings import (
+    COPIES,
     WAIT,
+    await_copies,
     demand_error,
     demand_failed,
     start_looping,
@@ -226,6 +228,15 @@ def test_a_lost_server_is_replaced(make_over: Make) -> None:
     cluster = make_over(workers=2, servers=2, env=WAIT)
     training = start_with_spare(cluster, steps=20, pace=0.03)
     wait_done(cluster, 5)
+    cluster.servers[0].send(signal.SIGKILL)
+    cluster.finish_with(training, [cluster.servers[0]])
+
+
+@pytest.mark.transports("rdma")
+def test_a_lost_servers_state_is_copied(make_over: Make) -> None:
+    cluster = make_over(workers=2, servers=2, env=COPIES)
+    training = cluster.start("lost_servers:with_copies", steps=60, pace=0.03)
+    await_copies(cluster)
     cluster.servers[0].send(signal.SIGKILL)
     cluster.finish_with(training, [cluster.servers[0]])
 

@@ -101,7 +101,7 @@ std::vector<Variable> MakeTable() {
        "ends the job."},
       {"BYTEPS_BACKUP_STATE", kBool, "", "0", 0, 1, "",
        "Servers keep a copy of each other's optimizer state, so that one that is lost can be "
-       "replaced. The same on all nodes. Not with RDMA."},
+       "replaced. The same on all nodes."},
       {"BYTEPS_SCHEDULER_RETURN_S", kFloat, "s", "0", 0, 604800, "",
        "How long the nodes of a running job wait for a scheduler that died to be started again at "
        "its address, and that scheduler for all of them. The same on all nodes. 0: its death ends "

@@ -44,8 +44,7 @@ namespace {
 void CheckBackups(const Config& config, int servers) {
   if (!config.Bool("BYTEPS_BACKUP_STATE")) return;
   const char* const why =
-      UsesRdma(config)             ? "does not go with DMLC_ENABLE_RDMA: unset one of them"
-      : config.Bool("BYTEPS_KEEP") ? "does not go with BYTEPS_KEEP (--keep): unset one of them"
+      config.Bool("BYTEPS_KEEP") ? "does not go with BYTEPS_KEEP (--keep): unset one of them"
       : config.Float("BYTEPS_REPLACE_SERVERS_S") <= 0
           ? "is of use where a server that is lost is replaced: set BYTEPS_REPLACE_SERVERS_S, too"
       : servers < 2 ? "needs two servers at least: DMLC_NUM_SERVER"

@@ -238,8 +238,8 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
 
 void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
   using Clock = Vacancies::Clock;
-  const auto limit = std::chrono::duration_cast<Clock::duration>(
-      std::chrono::duration<double>(timeout_s_));
+  const auto limit =
+      std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
   ps::MutexLock lock(&mu_);
   auto deadline = Clock::now() + limit;
   while (!cond_.WaitUntil(&mu_, deadline, [&]() PS_REQUIRES(mu_) {

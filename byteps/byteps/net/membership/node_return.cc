@@ -272,8 +272,8 @@ void NodeMembership::OnServerWord(const membership::MemberWord& word, const Mess
     roster_.Erase(id);
     event.node = InfoOf(roster_.Put(nodes[0])->node);
   }
-  const bool near = settings_.backups &&
-                    AreNeighbors(Postoffice::IDtoRank(self.id), word.number, word.epoch);
+  const bool near =
+      settings_.backups && AreNeighbors(Postoffice::IDtoRank(self.id), word.number, word.epoch);
   if (worker || near) links_->Connect(nodes[0]);
   event.kind = MembershipEvent::kServerReplaced;
   event.reason = "";

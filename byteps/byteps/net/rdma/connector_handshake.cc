@@ -106,7 +106,7 @@ ConnectRequest Connector::RequestOf(const Link& link) {
   request.job = owner_->Job();
   request.sender = token_;
   request.role = owner_->Role();
-  request.rank = owner_->Rank();
+  request.rank = owner_->Rank(link.endpoint->peer());
   request.authenticates = settings_.secret.is_there();
   request.resumes = link.resumes;
   request.may_move = link.may_move();
@@ -274,7 +274,7 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   }
   std::shared_ptr<Endpoint> endpoint;
   if (reason.empty()) endpoint = owner_->OnRequest(request, address, &refusal);
-  if (reason.empty() && request.resumes) MakeReady(endpoint.get(), &refusal);
+  if (reason.empty()) MakeReady(endpoint.get(), &refusal);
   if (reason.empty()) {
     try {
       return Accept(event.id, request, said, endpoint);

@@ -32,8 +32,10 @@ constexpr char kStopped[] = "the device stopped its queue pair";
               "): install the same byteps on every node");
 }
 
-void ReadMeta(const char* data, size_t bytes, Meta* meta) {
-  if (DecodeMeta(data, bytes, meta)) return;
+void ReadMeta(const char* data, size_t bytes, int peer, Meta* meta) {
+  const bool parses = DecodeMeta(data, bytes, meta);
+  meta->sender = peer;  // whatever it says
+  if (parses) return;
   throw Error("it sent a message whose meta of " + std::to_string(bytes) + " bytes does not parse");
 }
 
@@ -194,7 +196,7 @@ void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t
   bytes -= sizes_bytes + meta_here;
   Received parts;
   parts.bytes = header.meta_bytes + total;
-  if (!header.meta_in_region) ReadMeta(body, meta_here, &parts.msg.meta);
+  if (!header.meta_in_region) ReadMeta(body, meta_here, peer(), &parts.msg.meta);
   body += meta_here;
   if (header.type == kMessage) {
     if (bytes != total) BadFrame("the length of its values");
@@ -232,7 +234,7 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
   if (incoming.drop) return;
   SArray<char> values = incoming.memory.bytes;
   const uint32_t meta = incoming.meta_in_region;
-  if (meta > 0) ReadMeta(values.data(), meta, &incoming.parts.msg.meta);
+  if (meta > 0) ReadMeta(values.data(), meta, peer(), &incoming.parts.msg.meta);
   if (incoming.memory.region) {
     counters_->values_in_place += incoming.sizes.size();
     counters_->bytes_in_place += incoming.value_bytes;

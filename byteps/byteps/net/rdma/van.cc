@@ -35,6 +35,8 @@ constexpr auto kAbandonTime = std::chrono::seconds(1);
 // Of a worker: its node id must be a number.
 constexpr int kMaxRank = 1 << 24;
 
+bool KeepsCopies() { return GetEnv("BYTEPS_BACKUP_STATE", 0) > 0; }
+
 // How many endpoints this node has once all have come.
 uint64_t NumEndpoints(const rdma::Settings& settings, size_t nics) {
   const Postoffice& office = *Postoffice::Get();
@@ -42,9 +44,10 @@ uint64_t NumEndpoints(const rdma::Settings& settings, size_t nics) {
   const uint64_t servers = std::max(0, office.num_servers());
   if (office.is_scheduler()) return workers + servers;
   const uint64_t peers = office.is_worker() ? servers : workers;
-  if (!settings.data_plane) return 1 + peers;
+  const uint64_t others = 1 + (office.is_server() && KeepsCopies() ? 2 : 0);
+  if (!settings.data_plane) return others + peers;
   // The peers have about as many NICs.
-  return 1 + peers * (1 + std::max<uint64_t>(settings.data_endpoints, nics));
+  return others + peers * (1 + std::max<uint64_t>(settings.data_endpoints, nics));
 }
 
 // The addresses at which a node uses NICs, its own first.
@@ -122,7 +125,12 @@ std::shared_ptr<Endpoint> RdmaVan::NewEndpoint(Plane plane, int index, int peer_
 
 void RdmaVan::Connect(const Node& node) {
   if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
-  if (!ConnectsTo(my_role_, node.role)) {
+  const bool between_servers = my_role_ == Node::SERVER && node.role == Node::SERVER;
+  if (between_servers &&
+      !DialsNeighbor(Postoffice::IDtoRank(my_id_), Postoffice::IDtoRank(node.id))) {
+    return ExpectPeer(node);
+  }
+  if (!between_servers && !ConnectsTo(my_role_, node.role)) {
     // Only the scheduler gives names to who comes; to a server a worker says its own.
     if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
     return;
@@ -133,7 +141,8 @@ void RdmaVan::Connect(const Node& node) {
   auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
   int data = 0;
-  if (node.role != Node::SCHEDULER && settings_.data_plane) {
+  // Servers send each other what has an order.
+  if (node.role != Node::SCHEDULER && !between_servers && settings_.data_plane) {
     data = std::max(settings_.data_endpoints, LeastConnections(this->node().nics, node.nics));
   }
   for (int i = 0; i < data; ++i) {
@@ -174,9 +183,15 @@ void RdmaVan::NamePeer(const Node& node) {
   PutLoss(node.id, nullptr, {"its connection closed", true, false});
 }
 
-int32_t RdmaVan::Rank() {
-  if (my_role_ != Node::WORKER) return -1;
+void RdmaVan::ExpectPeer(const Node& node) {
+  const PeerIdentity who{TokenOf(node), Node::SERVER, Postoffice::IDtoRank(node.id)};
+  peers_.Expect(who, node.id, NewEndpoint(Plane::kControl, 0, node.id, false));
+}
+
+int32_t RdmaVan::Rank(int peer) {
   const int id = my_id_;
+  if (my_role_ == Node::SERVER && IsServerId(peer)) return Postoffice::IDtoRank(id);
+  if (my_role_ != Node::WORKER) return -1;
   return id == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(id);
 }
 
@@ -188,19 +203,26 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   applicant.who = {request.sender, request.role, request.rank};
   applicant.job = request.job;
   // It says its rank alone.
+  const bool between_servers = my_role_ == Node::SERVER && request.role == Node::SERVER;
   if (request.rank >= 0 && request.rank < kMaxRank) {
-    applicant.node_id = Postoffice::WorkerRankToID(request.rank);
+    applicant.node_id = between_servers ? Postoffice::ServerRankToID(request.rank)
+                                        : Postoffice::WorkerRankToID(request.rank);
   }
   applicant.plane = static_cast<int>(plane);
   applicant.index = request.index;
   applicant.resumes = request.resumes;
   const uint64_t job = job_.get();
-  refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job);
-  refusal->again_soon = !refusal->reason.empty() && IsBehind(job, request.job);
+  const bool is_expected = between_servers && peers_.Expects(request.sender, applicant.node_id);
+  refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job, is_expected);
+  // The scheduler tells both servers of each other, and one may come first.  One that has been
+  // here, and was forgotten, is not meant any more.
+  const bool early = KeepsCopies() && between_servers && !is_expected && !request.resumes;
+  refusal->again_soon = !refusal->reason.empty() && (early || IsBehind(job, request.job));
   if (!refusal->reason.empty()) return nullptr;
-  const auto admitted =
-      peers_.Admit(applicant, is_scheduler_, Peers::Again::kMakesAnother,
-                   [&](int id) { return NewEndpoint(plane, applicant.index, id, false); });
+  const auto again = between_servers ? Peers::Again::kTakesTheLink : Peers::Again::kMakesAnother;
+  const auto admitted = peers_.Admit(applicant, is_scheduler_, again, [&](int id) {
+    return NewEndpoint(plane, applicant.index, id, false);
+  });
   refusal->reason = admitted.refusal;
   if (admitted.replaced) connector_->Disconnect(admitted.replaced);
   return admitted.link;

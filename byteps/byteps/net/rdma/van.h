@@ -130,8 +130,8 @@ class ConnectorOwner {
   virtual ~ConnectorOwner() = default;
   // All in the connector's thread.
   virtual uint8_t Role() = 0;
-  // A worker's; -1 where the scheduler is to choose it.
-  virtual int32_t Rank() = 0;
+  // A worker's, and a server's for another server; -1 where the scheduler is to choose it.
+  virtual int32_t Rank(int peer) = 0;
   // What names the job; 0 while it is not known.
   virtual uint64_t Job() = 0;
   // The endpoint to which the request, which is of our version, shall lead: a new one, or that
@@ -363,8 +363,11 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void Transmit(const Message& msg);
   void OnLinkLost(int id, const LinkEnding& ending);
 
+  // Another server will connect, since its rank is lower.
+  void ExpectPeer(const Node& node);
+
   uint8_t Role() override { return my_role_; }
-  int32_t Rank() override;
+  int32_t Rank(int peer) override;
   uint64_t Job() override { return job_.get(); }
   std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,
                                             const std::string& address,
