@@ -53,12 +53,19 @@ def test_every_suite_is_run(unit_test: Path) -> None:
     assert found == set(SUITES)
 
 
+MARKS = {
+    "Invariant": pytest.mark.breaks_invariant,
+    # They wait for what is late.
+    **dict.fromkeys(
+        ("Deterministic/AbsentTest", "Types/BackupTest", "SchedulerReturnTest", "Contract.*"),
+        pytest.mark.slow,
+    ),
+}
+
+
 @pytest.mark.parametrize(
     "suite",
-    [
-        pytest.param(suite, marks=[pytest.mark.breaks_invariant] if suite == "Invariant" else [])
-        for suite in SUITES
-    ],
+    [pytest.param(suite, marks=MARKS.get(suite, ())) for suite in SUITES],
 )
 def test_suite(unit_test: Path, run_dir: Path, suite: str) -> None:
     log = run_dir / "unit_test.log"
@@ -120,7 +127,7 @@ def test_every_suite_of_connections_is_run(connection_test: Path) -> None:
     assert found == set(CONNECTION_SUITES)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [pytest.param(part, marks=MARKS.get(part, ())) for part in PARTS])
 def test_part(connection_test: Path, run_dir: Path, part: str) -> None:
     assert "[  PASSED  ] 0 tests" not in run(connection_test, part, run_dir / "test.log")
 
@@ -232,12 +239,14 @@ def test_few_seeds_reach_rare_branches() -> None:
     assert len(jobs) > len(FREQUENT)
 
 
+@pytest.mark.slow
 def test_replicas_that_die_and_come_back() -> None:
     said = simulate("--replicas", "--seeds", "600")
     assert "600 schedules held" in said
     assert not FREQUENT_OF_REPLICAS - reached(said).keys()
 
 
+@pytest.mark.slow
 def test_servers_whose_state_is_copied() -> None:
     said = simulate("--backups", "--seeds", "1000")
     assert "1000 schedules held" in said
