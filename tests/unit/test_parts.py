@@ -57,7 +57,14 @@ MARKS = {
     "Invariant": pytest.mark.breaks_invariant,
     # They wait for what is late.
     **dict.fromkeys(
-        ("Deterministic/AbsentTest", "Types/BackupTest", "SchedulerReturnTest", "Contract.*"),
+        (
+            "Deterministic/AbsentTest",
+            "Types/BackupTest",
+            "SchedulerReturnTest",
+            "Remains",
+            "Contract.*",
+            "Greeting.*/Tls",
+        ),
         pytest.mark.slow,
     ),
 }
