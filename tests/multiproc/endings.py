@@ -117,13 +117,14 @@ def start_with_spare(cluster: Cluster, **args: object) -> list[Nursed]:
 
 
 COPIES = {**WAIT, "BYTEPS_BACKUP_STATE": "1"}
+COPIED = "has a copy of this server's state"
 
 
 def await_copies(cluster: Cluster) -> None:
     """Servers have each other's state, and a spare comes."""
     wait_done(cluster, 1)
     for server in cluster.servers:
-        wait_for_count(server, "has a copy of this server's state")
+        wait_for_count(server, COPIED)
     wait_for_count(cluster.start_server(), "waiting for the place of a server")
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Process, stop
 from tests.multiproc.endings import (
+    COPIED,
     COPIES,
     WAIT,
     await_copies,
@@ -21,8 +22,6 @@ from tests.multiproc.endings import (
     wait_done,
     wait_for_count,
 )
-
-COPIED = "has a copy of this server's state"
 
 
 @pytest.mark.parametrize("workers", [2, 3])

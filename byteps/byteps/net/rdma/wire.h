@@ -52,7 +52,7 @@ std::string Mismatch(const char* data, size_t bytes);
 struct ConnectRequest {
   uint64_t job = 0;     // 0: not known yet, to the scheduler alone
   uint64_t sender = 0;  // names the process that asks
-  int32_t rank = -1;    // of a worker; -1: whatever the scheduler says
+  int32_t rank = -1;    // of a worker, or of a server to a server; -1: the scheduler says it
   uint8_t role = 0;     // a Node::Role, of the sender
   uint32_t slots = 0;   // that the sender has posted
   uint32_t slot_bytes = 0;
