@@ -128,6 +128,39 @@ def await_copies(cluster: Cluster) -> None:
     wait_for_count(cluster.start_server(), "waiting for the place of a server")
 
 
+# Jobs whose scheduler dies, and another one goes on.
+
+
+RETURNS = {"BYTEPS_SCHEDULER_RETURN_S": "120"}
+GOES_ON = "goes on with the job of another one that died"
+
+
+def kill_scheduler(cluster: Cluster) -> None:
+    cluster.scheduler.send(signal.SIGKILL)
+    assert cluster.scheduler.wait(RUN_S) == -signal.SIGKILL
+
+
+def others(cluster: Cluster) -> list[Process]:
+    """All nodes but the scheduler."""
+    return [*cluster.workers.values(), *cluster.servers]
+
+
+def replace_scheduler(cluster: Cluster, number: int, step: int) -> None:
+    """Kill the scheduler, for the `number`-th time, while workers hold at `step`; the next one
+    comes while they hold ten steps later, and they go on."""
+    wait_done(cluster, step)
+    kill_scheduler(cluster)
+    for node in others(cluster):
+        wait_for_count(node, "and the job goes on meanwhile", number)
+    cluster.go(str(step))
+    wait_done(cluster, step + 10)  # no sum needs it
+    cluster.start_scheduler()
+    wait_for_count(cluster.scheduler, GOES_ON, number)
+    for node in others(cluster):
+        wait_for_count(node, "is there again after", number)
+    cluster.go(str(step + 10))
+
+
 # The TCP sockets of another process, and their breaking as the network would break them.
 
 

@@ -16,8 +16,13 @@ from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Process, s
 from tests.multiproc.endings import (
     COPIED,
     COPIES,
+    GOES_ON,
+    RETURNS,
     WAIT,
     await_copies,
+    kill_scheduler,
+    others,
+    replace_scheduler,
     start_with_spare,
     wait_done,
     wait_for_count,
@@ -119,19 +124,7 @@ def test_optimizer_state_is_lost_with_its_server(make_cluster: Callable[..., Clu
 # Jobs whose scheduler dies: they go on, and another one takes its place.
 
 
-RETURNS = {"BYTEPS_SCHEDULER_RETURN_S": "120"}
-GOES_ON = "goes on with the job of another one that died"
 PACE = {"steps": 1_000_000, "pace": 0.03}
-
-
-def kill_scheduler(cluster: Cluster) -> None:
-    cluster.scheduler.send(signal.SIGKILL)
-    assert cluster.scheduler.wait(RUN_S) == -signal.SIGKILL
-
-
-def others(cluster: Cluster) -> list[Process]:
-    """All nodes but the scheduler."""
-    return [*cluster.workers.values(), *cluster.servers]
 
 
 def test_the_job_goes_on_without_it_and_with_the_next(make_cluster: Callable[..., Cluster]) -> None:
@@ -139,17 +132,7 @@ def test_the_job_goes_on_without_it_and_with_the_next(make_cluster: Callable[...
     cluster = make_cluster(workers=3, servers=2, env=RETURNS)
     cluster.start("lost_servers:train", steps=50, holds=[10, 20, 30, 40])
     for number, step in ((1, 10), (2, 30)):
-        wait_done(cluster, step)
-        kill_scheduler(cluster)
-        for node in others(cluster):
-            wait_for_count(node, "and the job goes on meanwhile", number)
-        cluster.go(str(step))
-        wait_done(cluster, step + 10)  # no sum needs it
-        cluster.start_scheduler()
-        wait_for_count(cluster.scheduler, GOES_ON, number)
-        for node in others(cluster):
-            wait_for_count(node, "is there again after", number)
-        cluster.go(str(step + 10))
+        replace_scheduler(cluster, number, step)
     cluster.finish()
 
 

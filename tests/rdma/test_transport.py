@@ -19,10 +19,12 @@ from tests import native
 from tests.multiproc.cluster import END_S, Cluster, wait_all
 from tests.multiproc.endings import (
     COPIES,
+    RETURNS,
     WAIT,
     await_copies,
     demand_error,
     demand_failed,
+    replace_scheduler,
     start_looping,
     start_with_spare,
     wait_done,
@@ -239,6 +241,16 @@ def test_a_lost_servers_state_is_copied(make_over: Make) -> None:
     await_copies(cluster)
     cluster.servers[0].send(signal.SIGKILL)
     cluster.finish_with(training, [cluster.servers[0]])
+
+
+@pytest.mark.transports("rdma")
+def test_a_lost_scheduler_is_replaced(make_over: Make) -> None:
+    """Twice."""
+    cluster = make_over(workers=2, servers=2, env=RETURNS)
+    cluster.start("lost_servers:train", steps=40, holds=[5, 15, 20, 30])
+    replace_scheduler(cluster, 1, 5)
+    replace_scheduler(cluster, 2, 20)
+    cluster.finish()
 
 
 # What every transport promises of a link, over RDMA; tests/unit/test_parts.py tries TCP.

@@ -69,10 +69,9 @@ void Session::Prepare(ChannelUser* user, int probe) {
                      "(docs/use/security.md says what protects RDMA)");
   }
   if (config_.Float("BYTEPS_SCHEDULER_RETURN_S") > 0) {
-    const char* const other = rdma ? "DMLC_ENABLE_RDMA" : "BYTEPS_KEEP (--keep)";
-    if (rdma || config_.Bool("BYTEPS_KEEP")) {
-      throw UsageError(std::string("BYTEPS_SCHEDULER_RETURN_S does not go with ") + other +
-                       ": unset one of them");
+    if (config_.Bool("BYTEPS_KEEP")) {
+      throw UsageError(
+          "BYTEPS_SCHEDULER_RETURN_S does not go with BYTEPS_KEEP (--keep): unset one of them");
     }
   }
   CheckBackups(config_, options_.num_servers);

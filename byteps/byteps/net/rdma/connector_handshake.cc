@@ -351,7 +351,7 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request, const std:
   endpoint->Attach(id, request.mtu);
   endpoint->SetPeerSlots(request.slots);
   ConnectReply reply;
-  reply.job = owner_->Job();
+  reply.job = owner_->JobTold(request);
   reply.sender = token_;
   reply.slots = settings_.receive_depth;
   reply.slot_bytes = settings_.slot_bytes();

@@ -73,6 +73,8 @@ void RdmaVan::Start(int customer_id, bool standalone) {
     BPS_LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
   ForgetEndpointCounters();
+  may_follow_ =
+      Postoffice::Get()->is_scheduler() && atof(GetEnv("BYTEPS_SCHEDULER_RETURN_S", "0")) > 0;
   Begin(Postoffice::Get()->is_scheduler());
   Van::Start(customer_id, false);
 }
@@ -195,6 +197,15 @@ int32_t RdmaVan::Rank(int peer) {
   return id == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(id);
 }
 
+bool RdmaVan::LooksForScheduler(const rdma::ConnectRequest& request) const {
+  return may_follow_ && request.job != 0 && !request.resumes;
+}
+
+// Membership says whether this is the scheduler of that job.
+uint64_t RdmaVan::JobTold(const rdma::ConnectRequest& request) {
+  return LooksForScheduler(request) ? request.job : job_.get();
+}
+
 std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request,
                                              const std::string& /*address*/,
                                              rdma::Refusal* refusal) {
@@ -211,6 +222,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   applicant.plane = static_cast<int>(plane);
   applicant.index = request.index;
   applicant.resumes = request.resumes;
+  applicant.returns = LooksForScheduler(request);
   const uint64_t job = job_.get();
   const bool is_expected = between_servers && peers_.Expects(request.sender, applicant.node_id);
   refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job, is_expected);

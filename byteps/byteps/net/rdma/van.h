@@ -134,6 +134,8 @@ class ConnectorOwner {
   virtual int32_t Rank(int peer) = 0;
   // What names the job; 0 while it is not known.
   virtual uint64_t Job() = 0;
+  // What one is told that is admitted.
+  virtual uint64_t JobTold(const ConnectRequest& request) = 0;
   // The endpoint to which the request, which is of our version, shall lead: a new one, or that
   // which it resumes.  Null, with the reason, refuses it.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
@@ -369,6 +371,9 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   uint8_t Role() override { return my_role_; }
   int32_t Rank(int peer) override;
   uint64_t Job() override { return job_.get(); }
+  uint64_t JobTold(const rdma::ConnectRequest& request) override;
+  // Whether who asks was in a job, and looks for its scheduler, whichever process that is.
+  bool LooksForScheduler(const rdma::ConnectRequest& request) const;
   std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,
                                             const std::string& address,
                                             rdma::Refusal* refusal) override;
@@ -389,6 +394,7 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void LearnPairs(const Node& scheduler);
 
   rdma::Settings settings_;
+  bool may_follow_ = false;  // this scheduler may go on with the job of one that died
   std::unique_ptr<rdma::Connector> connector_;
 };
 

@@ -371,6 +371,7 @@ class RdmaEnd : public ps::rdma::EndpointOwner, public ps::rdma::ConnectorOwner 
   uint8_t Role() override { return side_ == kConnects ? ps::Node::WORKER : ps::Node::SERVER; }
   int32_t Rank(int /*peer*/) override { return side_ == kConnects ? 0 : -1; }
   uint64_t Job() override { return kJob; }
+  uint64_t JobTold(const ps::rdma::ConnectRequest& /*request*/) override { return kJob; }
   EndpointPtr OnRequest(const ps::rdma::ConnectRequest& request, const std::string& /*address*/,
                         ps::rdma::Refusal* /*refusal*/) override {
     return request.resumes ? endpoint() : Make();
