@@ -28,13 +28,18 @@
 // --twice runs each seed two times and demands the same order of events.  Exit status: 0 all held;
 // 1 not, with the seed and what was seen; 2 bad usage.
 #include <getopt.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <new>
 #include <string>
+#include <type_traits>
 
 #include "job.h"
 #include "world.h"
@@ -93,7 +98,6 @@ std::vector<Config> MakeSettings(const char* quorum, double replace_s,
         setenv("BYTEPS_STREAMED_BYTES", std::to_string(4 * kPartitionBytes).c_str(), 1);
         setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(op_timeout_s).c_str(), 1);
         setenv("BYTEPS_PEER_TIMEOUT_S", std::to_string(kPeerTimeoutS).c_str(), 1);
-        setenv("BYTEPS_LOG_LEVEL", "FATAL", 0);
         made.push_back(Config::FromEnvironment());
       }
     }
@@ -269,6 +273,7 @@ struct Totals {
   uint64_t returns = 0;
   uint64_t switches = 0;
   double seconds = 0;
+  uint64_t fingerprint = 0;  // of the last one
   ProbeTable probes;
 };
 
@@ -288,7 +293,7 @@ void PlayReplicas(const Options& options, std::function<std::string()>* describe
 }
 
 // False when something did not hold.
-bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Totals* totals) {
+bool RunSeed(uint64_t seed, const Options& options, Totals* totals) {
   std::string story, verdict;
   bool failed = false;
   bool kept = false;
@@ -318,11 +323,42 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
            static_cast<unsigned long long>(outcome.fingerprint), story.c_str());
   }
   EndProbes();
-  *fingerprint = outcome.fingerprint;
+  totals->probes.Add();
+  totals->fingerprint = outcome.fingerprint;
   totals->failed_jobs += failed ? 1 : 0;
   totals->switches += outcome.switches;
   totals->seconds += outcome.seconds;
   return verdict.empty();
+}
+
+template <typename T>
+T* MakeShared() {
+  static_assert(std::is_trivially_copyable_v<T>);
+  void* const memory =
+      mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) abort();
+  return new (memory) T();
+}
+
+// Each seed has a process of its own: what earlier ones left in the process must not decide what
+// it does, else one that fails could not be played again alone.  Threads that hang end with it.
+bool RunInChild(uint64_t seed, const Options& options, Totals* totals) {
+  fflush(stdout);
+  const pid_t child = fork();
+  if (child < 0) abort();
+  if (child == 0) {
+    const bool held = RunSeed(seed, options, totals);
+    fflush(stdout);
+    _exit(held ? 0 : 1);
+  }
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  if (WIFSIGNALED(status)) {
+    printf("seed %llu: ended by signal %d\n", static_cast<unsigned long long>(seed),
+           WTERMSIG(status));
+  }
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 int Main(int argc, char** argv) {
@@ -347,6 +383,8 @@ int Main(int argc, char** argv) {
     if (c == 'b') options.breaks_invariant = true;
     if (c == '?') return 2;
   }
+  // To write a line takes a lock, and that is part of the order: alike with and without --verbose.
+  setenv("BYTEPS_LOG_LEVEL", "INFO", 1);
   (void)ReplicaSettings(false, false, false);
   (void)BackupSettings(2, false);
   MakeGpu(Settings()[0].Int("BYTEPS_PINNED_BYTES"), Settings()[0].Int("BYTEPS_STREAMED_BYTES"),
@@ -354,7 +392,7 @@ int Main(int argc, char** argv) {
   ListenToProbes();
   // Logs of jobs that fail as they should say nothing.
   if (!options.verbose && freopen("/dev/null", "w", stderr) == nullptr) return 1;
-  Totals totals;
+  Totals& totals = *MakeShared<Totals>();
   for (uint64_t seed = options.from; seed < options.from + options.seeds; ++seed) {
     const uint64_t done = seed - options.from;
     if (options.progress && done % 500 == 0) {
@@ -362,15 +400,11 @@ int Main(int argc, char** argv) {
              static_cast<unsigned long long>(options.seeds));
       fflush(stdout);
     }
-    uint64_t fingerprint = 0, again = 0;
-    if (!RunSeed(seed, options, &fingerprint, &totals)) {
-      fflush(stdout);
-      _exit(1);  // what hangs cannot be taken down
-    }
-    totals.probes.Add();
+    if (!RunInChild(seed, options, &totals)) return 1;
     if (!options.twice) continue;
-    if (!RunSeed(seed, options, &again, &totals)) _exit(1);
-    if (again != fingerprint) {
+    const uint64_t fingerprint = totals.fingerprint;
+    if (!RunInChild(seed, options, &totals)) return 1;
+    if (totals.fingerprint != fingerprint) {
       printf("seed %llu: the same seed gave another order of events\n",
              static_cast<unsigned long long>(seed));
       return 1;

@@ -30,9 +30,8 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr int64_t kNever = INT64_MAX;
 constexpr int64_t kSecond = 1'000'000'000;
-// From the end of one world to the begin of the next: what the process remembers of the one, such
-// as when it stood still last, is long ago in the other.
-constexpr int64_t kBetween = 3'600 * kSecond;
+// When a world begins: what is remembered as of time 0 is long ago.
+constexpr int64_t kBegin = 3'600 * kSecond;
 
 struct Fiber {
   int number = 0;
@@ -84,11 +83,8 @@ class World {
   void AdvanceTime();
   std::string Describe() const;
 
-  static int64_t last_end;
-
   std::mt19937_64 random_;
-  const int64_t begin_ = last_end + kBetween;
-  int64_t now_ = begin_;
+  int64_t now_ = kBegin;
   uint64_t switches_ = 0;
   uint64_t fingerprint_ = 14695981039346656037ull;
   int numbers_ = 0;
@@ -231,14 +227,12 @@ std::string World::Describe() const {
     text += line;
     if (fiber->waits_for != nullptr && fiber->deadline != kNever) {
       snprintf(line, sizeof(line), ", until %.3f s",
-               static_cast<double>(fiber->deadline - begin_) / kSecond);
+               static_cast<double>(fiber->deadline - kBegin) / kSecond);
       text += line;
     }
   }
   return text;
 }
-
-int64_t World::last_end = 0;
 
 Outcome World::Go(double limit_s, const std::function<void()>& body) {
   const auto entry = [](void* argument) -> void* {
@@ -247,7 +241,7 @@ Outcome World::Go(double limit_s, const std::function<void()>& body) {
   };
   Fiber* const first = Start(entry, const_cast<std::function<void()>*>(&body));
   first->name = "test";
-  const int64_t limit = begin_ + static_cast<int64_t>(limit_s * kSecond);
+  const int64_t limit = kBegin + static_cast<int64_t>(limit_s * kSecond);
   Outcome outcome;
   while (true) {
     if (ready_.empty()) AdvanceTime();
@@ -270,8 +264,7 @@ Outcome World::Go(double limit_s, const std::function<void()>& body) {
     }
   }
   if (outcome.hang.empty()) Release(first);
-  outcome.seconds = static_cast<double>(now_ - begin_) / kSecond;
-  last_end = now_;
+  outcome.seconds = static_cast<double>(now_ - kBegin) / kSecond;
   outcome.switches = switches_;
   outcome.fingerprint = fingerprint_;
   return outcome;
