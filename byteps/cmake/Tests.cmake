@@ -14,6 +14,7 @@ if(GTest_FOUND)
   add_executable(unit_test
     tests/base/invariant_test.cc
     tests/base/protocol_test.cc
+    tests/cluster/early_messages_test.cc
     tests/cluster/ps_message_test.cc
     tests/device/device_test.cc
     tests/engine/engine_gpu_test.cc
@@ -28,6 +29,7 @@ if(GTest_FOUND)
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
     tests/net/membership/scheduler_return_test.cc
+    tests/net/membership/scheduler_servers_test.cc
     tests/net/rdma/outbox_test.cc
     tests/net/rdma/posted_sends_test.cc
     tests/net/tcp/greeter_test.cc

@@ -106,9 +106,9 @@ void Session::Prepare(ChannelUser* user, int probe) {
     throw UsageError(e.what(), e.file(), e.line());
   }
   ps::Postoffice::Handlers handlers;
-  handlers.on_message = [user, role = options_.role](ps::Message* msg) {
-    Message message = FromPs(msg, role);
-    user->OnMessage(&message);
+  handlers.on_message = [this, user](ps::Message* msg) {
+    Message message = FromPs(msg, options_.role);
+    early_.Take(&message, user);
   };
   handlers.place_for = [user, role = options_.role](const ps::Meta& meta, size_t bytes) {
     return user->PlaceFor(HeadOf(meta, role), bytes);
@@ -162,8 +162,10 @@ void Session::Join(ChannelUser* user) {
   const std::chrono::duration<double> away(config_.Float("BYTEPS_SCHEDULER_RETURN_S"));
   auto answered = std::chrono::steady_clock::now();
   while (true) {
+    early_.Drop();
     try {
-      return ps::Postoffice::Get()->Start(0, nullptr, false);
+      ps::Postoffice::Get()->Start(0, nullptr, false);
+      return early_.Release(user);
     } catch (const ps::ComeAgain& e) {
       answered = std::chrono::steady_clock::now();
       if (may_wait && !std::exchange(waits_, true)) {

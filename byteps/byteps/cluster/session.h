@@ -7,6 +7,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/cluster/early_messages.h"
 
 namespace byteps {
 namespace core {
@@ -89,6 +90,7 @@ class Session : public Channel {
 
   const Config config_;
   const SessionOptions options_;
+  EarlyMessages early_;
   bool started_ = false;
   bool waits_ = false;  // for the place of a server that is lost
 };

@@ -175,10 +175,11 @@ void DefineReplicas(py::module_* m) {
       "replicas",
       [] {
         const ps::ReplicaView view = GetWorker()->Replicas();
-        return std::make_tuple(view.epoch, view.present, view.waiting, view.lives, view.news);
+        return std::make_tuple(view.epoch, view.present, view.waiting, view.lives, view.donors,
+                               view.news);
       },
-      "(epoch, a '1' for each that is present, a '1' for each that waits, the life of each, what "
-      "has changed); without any where the scheduler has told nothing yet.",
+      "(epoch, a '1' for each that is present, a '1' for each that waits, the life of each, its "
+      "donor, what has changed); without any where the scheduler has told nothing yet.",
       Unlocked());
   m->def(
       "is_late", [] { return GetWorker()->IsLate(); },

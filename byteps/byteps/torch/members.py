@@ -68,19 +68,22 @@ class View:
     """Which are ready to join."""
     lives: tuple[int, ...]
     """The epoch in which each became ready to join; 0: it was there from the beginning."""
+    donors: tuple[int, ...]
+    """Which other one gives each what it lacks; -1: it was there from the beginning, or has not
+    joined yet."""
     news: str
     """What has changed, in words; may be empty."""
 
     def donor(self, joiner: int) -> int:
-        """The replica that gives this one what it lacks.
+        """The replica that gives this one, which has joined, what it lacks. The scheduler has
+        chosen it, so all choose alike, also if it was removed since.
 
         Raises:
             BytePSError: there is none.
         """
-        for replica, present in enumerate(self.present):
-            if present and replica != joiner:
-                return replica
-        raise BytePSError("no other replica is in the job, so none can be joined")
+        if self.donors[joiner] < 0:
+            raise BytePSError("no other replica is in the job, so none can be joined")
+        return self.donors[joiner]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ class Choice:
 
 def view() -> View:
     """What the scheduler has told last; all are present where it has told nothing."""
-    epoch, present, waiting, lives, news = c_lib.replicas()
+    epoch, present, waiting, lives, donors, news = c_lib.replicas()
     if not present:
         count = session.replicas()
         return View(
@@ -107,6 +110,7 @@ def view() -> View:
             present=(True,) * count,
             waiting=(False,) * count,
             lives=(0,) * count,
+            donors=(-1,) * count,
             news="",
         )
     return View(
@@ -114,6 +118,7 @@ def view() -> View:
         present=tuple(bit == "1" for bit in present),
         waiting=tuple(bit == "1" for bit in waiting),
         lives=tuple(lives),
+        donors=tuple(donors),
         news=news,
     )
 

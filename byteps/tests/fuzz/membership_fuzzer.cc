@@ -96,7 +96,7 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
     case 1:
       if (data->ConsumeBool()) {
         if (data->ConsumeIntegralInRange<int>(0, 3) == 0) {
-          message.meta.body = "workers=2 epoch=1 present=01 waiting=10 lives=3,0 news";
+          message.meta.body = "workers=2 epoch=1 present=01 waiting=10 lives=3,0 donors=-,- news";
           break;
         }
         using Word = ps::membership::MemberWord;

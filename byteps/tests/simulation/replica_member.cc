@@ -222,7 +222,7 @@ void ReplicaMember::Admit(int step, int replica, int life) {
   };
   const ps::ReplicaView view = Await(is_decided);
   const bool joined = view.IsPresent(replica) && view.lives[replica] == life;
-  if (joined && view.Donor(replica) == replica_) Send(step, replica, life);
+  if (joined && view.donors[replica] == replica_) Send(step, replica, life);
   CompareStates();
 }
 
@@ -243,7 +243,7 @@ int ReplicaMember::Join() {
   worker_->SayReady();
   const ps::ReplicaView view =
       Await([this](const ps::ReplicaView& seen) { return seen.IsPresent(replica_); });
-  const int donor = view.Donor(replica_) * plan_.ranks + place_;
+  const int donor = view.donors[replica_] * plan_.ranks + place_;
   if (donor < 0) throw core::Error("no replica is there to join");
   std::vector<uint32_t> group = {static_cast<uint32_t>(rank_), static_cast<uint32_t>(donor)};
   std::sort(group.begin(), group.end());

@@ -145,6 +145,7 @@ void SimulatedChannel::StartOnce() {
   job_ = network_->job_.load();
   closed_ = false;
   names_.clear();
+  early_.Drop();
   links_ = std::make_unique<Links>(this);
   ps::MembershipSettings membership;
   membership.is_scheduler = settings_.role == ps::Node::SCHEDULER;
@@ -177,6 +178,7 @@ void SimulatedChannel::StartOnce() {
     Stop();
     throw;
   }
+  early_.Release(user_);
 }
 
 void SimulatedChannel::Stop() {
@@ -376,7 +378,7 @@ void SimulatedChannel::ReceiveData() {
     const int sender = message.meta.sender;
     core::Message received = core::FromPs(&message, role());
     try {
-      user_->OnMessage(&received);
+      early_.Take(&received, user_);
     } catch (const std::exception& e) {
       // A transport closes the connection.
       membership_->OnLinkLost(sender, e.what(), false);

@@ -24,6 +24,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/cluster/early_messages.h"
 #include "byteps/cluster/ps_message.h"
 #include "byteps/device/device.h"
 #include "byteps/net/membership/node_membership.h"
@@ -382,6 +383,7 @@ class SimulatedChannel : public core::Channel {
   std::atomic<int> incarnation_{0};
   std::atomic<uint64_t> job_{0};
   core::ChannelUser* user_ = nullptr;
+  core::EarlyMessages early_;
   std::unique_ptr<Links> links_;
   std::unique_ptr<ps::Membership> membership_;
 

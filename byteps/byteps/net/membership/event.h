@@ -44,15 +44,15 @@ struct ReplicaView {
   // The life of each: the epoch in which it became ready to join; 0: it was there from the
   // beginning.
   std::vector<int> lives;
+  // Which other one gives each what it lacks; -1: it was there from the beginning, or has not joined
+  // yet.  The scheduler chooses it, since nodes may hear at different times of one that is removed.
+  std::vector<int> donors;
   std::string news;  // what has changed, for the log; may be empty
 
   int count() const { return static_cast<int>(present.size()); }
   bool IsPresent(int replica) const { return present[replica] == '1'; }
   // The ranks of a replica are those from this one on.
   int FirstRank(int replica) const { return replica * (workers / count()); }
-  // The first one that is present, but for this one: it gives one that joins what it lacks.  -1:
-  // none.
-  int Donor(int joiner) const;
   // Of replicas that are not present.
   std::set<int> AbsentRanks() const;
 };

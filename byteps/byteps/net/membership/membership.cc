@@ -82,6 +82,22 @@ int NumberIn(const std::string& text) {
   return number;
 }
 
+// "0,5,-": a "-" for each that is below 0.
+std::string PackNumbers(const std::vector<int>& numbers) {
+  std::string text;
+  for (const int number : numbers) {
+    text += (text.empty() ? "" : ",") + (number < 0 ? "-" : std::to_string(number));
+  }
+  return text;
+}
+
+std::vector<int> NumbersIn(const std::string& text) {
+  std::vector<int> numbers;
+  std::istringstream in(text);
+  for (std::string one; std::getline(in, one, ',');) numbers.push_back(NumberIn(one));
+  return numbers;
+}
+
 // By MemberWord::Kind.
 constexpr const char* kWords[] = {"acknowledged", "ready",       "admit",           "awaited",
                                   "late",         "server-lost", "server-replaced", "left-known"};
@@ -163,15 +179,15 @@ int LifeIn(const std::string& text) {
 }
 
 std::string PackReplicas(const ReplicaView& view) {
-  std::string lives;
-  for (const int life : view.lives) lives += (lives.empty() ? "" : ",") + std::to_string(life);
   return "workers=" + std::to_string(view.workers) + " epoch=" + std::to_string(view.epoch) +
-         " present=" + view.present + " waiting=" + view.waiting + " lives=" + lives + " " +
+         " present=" + view.present + " waiting=" + view.waiting +
+         " lives=" + PackNumbers(view.lives) + " donors=" + PackNumbers(view.donors) + " " +
          view.news;
 }
 
 bool ParseReplicas(const std::string& text, ReplicaView* view) {
-  static const char* const kNames[] = {"workers=", "epoch=", "present=", "waiting=", "lives="};
+  static const char* const kNames[] = {"workers=", "epoch=", "present=", "waiting=",
+                                       "lives=",   "donors="};
   std::string field[std::size(kNames)];
   std::istringstream in(text);
   for (size_t i = 0; i < std::size(kNames); ++i) {
@@ -187,10 +203,11 @@ bool ParseReplicas(const std::string& text, ReplicaView* view) {
   view->epoch = NumberIn(field[1]);
   view->present = field[2];
   view->waiting = field[3];
-  view->lives.clear();
-  std::istringstream lives(field[4]);
-  for (std::string one; std::getline(lives, one, ',');) view->lives.push_back(NumberIn(one));
-  if (count < 2 || view->lives.size() != count || view->epoch < 0 ||
+  view->lives = NumbersIn(field[4]);
+  view->donors = NumbersIn(field[5]);
+  if (count < 2 || view->lives.size() != count || view->donors.size() != count ||
+      *std::max_element(view->donors.begin(), view->donors.end()) >= view->count() ||
+      view->epoch < 0 ||
       view->workers < view->count() || view->workers > kMaxNodes ||
       view->workers % view->count() != 0 ||
       *std::min_element(view->lives.begin(), view->lives.end()) < 0) {
@@ -344,13 +361,6 @@ NodeInfo InfoOf(const Node& node) {
 
 std::string PlaceOf(const NodeInfo& node) {
   return node.address + (node.nics > 1 ? " on " + Plural(node.nics, "NIC") : "");
-}
-
-int ReplicaView::Donor(int joiner) const {
-  for (int replica = 0; replica < count(); ++replica) {
-    if (replica != joiner && IsPresent(replica)) return replica;
-  }
-  return -1;
 }
 
 std::set<int> ReplicaView::AbsentRanks() const {

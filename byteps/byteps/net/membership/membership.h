@@ -202,7 +202,7 @@ namespace membership {
 
 // What a scheduler and its nodes say to each other, apart from the commands.
 
-constexpr int kProtocol = 16;
+constexpr int kProtocol = 17;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.

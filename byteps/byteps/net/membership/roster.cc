@@ -121,6 +121,7 @@ void ReplicaTable::Restore(const std::vector<Past>& replicas, int workers, int e
     Replica* const one = &replicas_[i];
     one->state = replicas[i].state;
     one->life = replicas[i].life;
+    one->donor = replicas[i].donor;
     const bool changes = one->state == State::kLeaving || one->state == State::kJoining;
     // Who spoke of an earlier life did not know of this one.
     one->epoch = changes ? epoch : one->life;
@@ -171,11 +172,14 @@ std::vector<int> ReplicaTable::Acknowledge(int server, int epoch, const std::vec
   int all = epoch_;
   for (const int id : servers) all = std::min(all, acknowledged_[id]);
   std::vector<int> joined;
+  int donor = count() - 1;
+  while (donor >= 0 && state(donor) != State::kPresent) --donor;
   for (int i = 0; i < count(); ++i) {
     Replica* const one = &replicas_[i];
     if (one->epoch > all) continue;
     if (one->state == State::kLeaving) one->state = State::kAway;
     if (one->state != State::kJoining) continue;
+    one->donor = donor;
     one->state = State::kPresent;
     ++epoch_;
     joined.push_back(i);
@@ -194,6 +198,7 @@ ReplicaView ReplicaTable::View(bool to_servers) const {
     const bool waiting = one.state == State::kWaiting || one.state == State::kJoining;
     view.waiting += waiting && !present ? '1' : '0';
     view.lives.push_back(one.life);
+    view.donors.push_back(present && one.state == State::kPresent ? one.donor : -1);
   }
   return view;
 }
@@ -300,6 +305,7 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   for (int i = 0; i < count(); ++i) {
     ReplicaTable::Past& one = replicas[i];
     one.life = newest->lives[i];
+    one.donor = newest->donors[i];
     const auto has = [&](const ReplicaView& view) {
       return view.IsPresent(i) && view.lives[i] == one.life;
     };

@@ -105,6 +105,7 @@ class ReplicaTable {
   struct Past {
     State state = State::kPresent;
     int life = 0;
+    int donor = -1;
   };
   // Such a job goes on.  The change to this epoch is to be told to all, and says again what only
   // some have heard.
@@ -145,6 +146,7 @@ class ReplicaTable {
     State state = State::kPresent;
     int epoch = 0;  // of the change that servers have to acknowledge
     int life = 0;   // see ReplicaView
+    int donor = -1;
     AwakeClock::time_point since;
     std::vector<bool> ready;  // by rank within it
   };

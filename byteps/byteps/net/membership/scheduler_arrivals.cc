@@ -167,6 +167,7 @@ void SchedulerMembership::Register(const Message& msg) {
     incarnation = incarnation_;
     refusal = WhyClosed();
     if (!refusal) refusal = Assign(roster_, replicas_, settings_, claim, &node);
+    if (!refusal && node.role == Node::SERVER) AssignVacancy(&node);
   }
   if (refusal) return Refuse(node, refusal);
   // It has a link before it is a peer: whoever is told of a failure can be told.

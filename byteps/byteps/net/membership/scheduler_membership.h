@@ -113,7 +113,8 @@ class SchedulerMembership : public Membership {
   void GoOn(bool late);
   // The workers whose LEAVE was held back, if no other worker stays: then the job is over, and a
   // node that has not come may have heard so.  Else none.
-  std::vector<Node> TakeLeavers(const std::vector<Message>& held) PS_REQUIRES(mu_);
+  std::vector<Node> TakeLeavers(const std::vector<Message>& held, const std::vector<int>& missing)
+      PS_REQUIRES(mu_);
   // Makes the roster and the replicas of what was told.  The nodes that are of them no more.
   std::vector<Node> Rebuild(const std::vector<int>& missing) PS_REQUIRES(mu_);
   void RebuildServers(std::vector<Node>* strays) PS_REQUIRES(mu_);
@@ -157,6 +158,9 @@ class SchedulerMembership : public Membership {
   bool LoseServer(int node_id, const std::string& reason);
   // Tells the others, and it, that it has the place of one that was lost.
   void ReplaceServer(const Node& node);
+  // Of several lost servers' places it gets the one that has been vacant for longest: the job ends
+  // soonest without it.
+  void AssignVacancy(Node* server) PS_REQUIRES(mu_);
   // A worker that has left and is to stay for others has not.  False: it is none.
   bool LoseLeaver(int node_id);
   // Workers that have left need not stay any longer for those that have not.

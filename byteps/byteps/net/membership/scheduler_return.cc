@@ -163,7 +163,7 @@ void SchedulerMembership::GoOn(bool late) {
     strays = Rebuild(missing);
     takeover_.accounts = {};
     over = IsOver();
-    if (!over) leavers = TakeLeavers(held);
+    if (!over) leavers = TakeLeavers(held, missing);
     over = over || !leavers.empty();
   }
   BPS_LOG(WARNING) << Name() << " goes on with the job of another one that died";
@@ -191,7 +191,13 @@ void SchedulerMembership::GoOn(bool late) {
   heartbeats_.Wake();
 }
 
-std::vector<Node> SchedulerMembership::TakeLeavers(const std::vector<Message>& held) {
+std::vector<Node> SchedulerMembership::TakeLeavers(const std::vector<Message>& held,
+                                                   const std::vector<int>& missing) {
+  const std::set<int> away(missing.begin(), missing.end());
+  const std::vector<int> servers = roster_.Ids(Node::SERVER);
+  // Those that were told that the job is over do not come, nor tell which workers have left.
+  const bool no_server = std::all_of(servers.begin(), servers.end(),
+                                     [&](int id) { return away.count(id) > 0; });
   std::set<int> saying;
   for (const Message& msg : held) {
     if (msg.meta.control.cmd != Control::LEAVE) continue;
@@ -201,6 +207,7 @@ std::vector<Node> SchedulerMembership::TakeLeavers(const std::vector<Message>& h
   std::vector<Node> leavers;
   for (const auto& [id, member] : roster_.members()) {
     if (member.node.role != Node::WORKER || member.left) continue;
+    if (no_server && away.count(id) > 0) continue;
     if (saying.count(id) == 0) return {};
     leavers.push_back(member.node);
   }

@@ -111,6 +111,13 @@ void SchedulerMembership::ReplaceServer(const Node& node) {
   EmitServer(MembershipEvent::kServerReplaced, node, "");
 }
 
+void SchedulerMembership::AssignVacancy(Node* server) {
+  const auto oldest = std::min_element(
+      vacancies_.begin(), vacancies_.end(),
+      [](const auto& a, const auto& b) { return a.second.since < b.second.since; });
+  if (oldest != vacancies_.end()) server->id = oldest->first;
+}
+
 std::vector<int> SchedulerMembership::ToTellOfServers(int server) {
   std::vector<int> told;
   for (const auto& [id, member] : roster_.members()) {

@@ -128,22 +128,24 @@ TEST(MembershipProtocol, ReplicasAreToldAsTheyAre) {
   view.present = "101";
   view.waiting = "010";
   view.lives = {0, 11, 7};
+  view.donors = {-1, -1, 0};
   for (const std::string news : {"", "replica 1 was removed: worker 3 was lost"}) {
     view.news = news;
     ReplicaView told;
     ASSERT_TRUE(membership::ParseReplicas(membership::PackReplicas(view), &told));
     EXPECT_EQ(membership::PackReplicas(told), membership::PackReplicas(view));
     EXPECT_EQ(told.AbsentRanks(), (std::set<int>{2, 3}));
-    EXPECT_EQ(told.Donor(0), 2);
-    EXPECT_EQ(told.Donor(1), 0);
+    EXPECT_EQ(told.donors, view.donors);
   }
-  for (const char* other : {"", "workers=6", "workers=6 epoch=1 present=1 waiting=0 lives=0 ",
-                            "workers=5 epoch=1 present=11 waiting=00 lives=0,0 ",
-                            "workers=6 epoch=1 present=12 waiting=00 lives=0,0 ",
-                            "workers=6 epoch=1 present=11 waiting=000 lives=0,0 ",
-                            "workers=6 epoch=1 present=11 waiting=00 lives=0 ",
-                            "workers=6 epoch=1 present=11 waiting=00 lives=0,x ",
-                            "workers=6 epoch=-1 present=11 waiting=00 lives=0,0 "}) {
+  for (const char* other : {"", "workers=6", "workers=6 epoch=1 present=1 waiting=0 lives=0 donors=- ",
+                            "workers=5 epoch=1 present=11 waiting=00 lives=0,0 donors=-,- ",
+                            "workers=6 epoch=1 present=12 waiting=00 lives=0,0 donors=-,- ",
+                            "workers=6 epoch=1 present=11 waiting=000 lives=0,0 donors=-,- ",
+                            "workers=6 epoch=1 present=11 waiting=00 lives=0 donors=- ",
+                            "workers=6 epoch=1 present=11 waiting=00 lives=0,x donors=-,- ",
+                            "workers=6 epoch=1 present=11 waiting=00 lives=0,0 donors=-,2 ",
+                            "workers=6 epoch=1 present=11 waiting=00 lives=0,0 ",
+                            "workers=6 epoch=-1 present=11 waiting=00 lives=0,0 donors=-,- "}) {
     ReplicaView told;
     EXPECT_FALSE(membership::ParseReplicas(other, &told)) << other;
   }
@@ -296,7 +298,7 @@ TEST(Account, SaysWhatItWasTold) {
   account.is_late = true;
   account.left = {0, 12};
   account.turns = {{0, 2}, {3, 1}};
-  account.replicas = {4, 7, "10", "01", {0, 5}, ""};
+  account.replicas = {4, 7, "10", "01", {0, 5}, {-1, -1}, ""};
   Account read;
   ASSERT_TRUE(ParseAccount("protocol=12" + PackAccount(account), &read));
   EXPECT_EQ(read.job, account.job);
@@ -389,7 +391,7 @@ TEST_F(NodeReturnTest, AServerTellsWhatItKnows) {
   worker.aux_id = 3;
   worker.port = 0;
   Say(Control::NODE_LEFT, "", {worker});
-  Say(Control::MEMBERS, "workers=4 epoch=5 present=10 waiting=00 lives=0,0 ");
+  Say(Control::MEMBERS, "workers=4 epoch=5 present=10 waiting=00 lives=0,0 donors=-,- ");
   const Account account = LoseScheduler();
   EXPECT_EQ(account.job, links_->job());
   EXPECT_EQ(account.life, 1);
@@ -399,7 +401,7 @@ TEST_F(NodeReturnTest, AServerTellsWhatItKnows) {
 
 TEST_F(NodeReturnTest, WhatWasAskedIsAskedAgain) {
   JoinAs(Node::WORKER);
-  Say(Control::MEMBERS, "workers=2 epoch=5 present=10 waiting=01 lives=0,5 ");
+  Say(Control::MEMBERS, "workers=2 epoch=5 present=10 waiting=01 lives=0,5 donors=-,- ");
   membership_->SayOfReplica({MemberWord::kAdmit, 1, 5});
   LoseScheduler();
   const int before = links_->CountTo(kScheduler, Control::MEMBERS);
@@ -407,7 +409,7 @@ TEST_F(NodeReturnTest, WhatWasAskedIsAskedAgain) {
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before);
   Welcome(2);
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);
-  Say(Control::MEMBERS, "workers=2 epoch=7 present=11 waiting=00 lives=0,5 ");
+  Say(Control::MEMBERS, "workers=2 epoch=7 present=11 waiting=00 lives=0,5 donors=-,- ");
   LoseScheduler(3);
   Welcome(3);  // it has been answered
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);

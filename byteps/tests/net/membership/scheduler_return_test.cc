@@ -1,5 +1,4 @@
-// A scheduler that replaces servers which are lost while the job goes on; and one to which the
-// nodes of another one come.
+// A scheduler to which the nodes of another one come.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -12,113 +11,6 @@
 
 namespace ps {
 namespace {
-
-TEST_F(SchedulerMembershipTest, AnotherServerTakesThePlaceOfALostOne) {
-  GatherReplacing();
-  Register(Node::SERVER, -1, -1, 1);
-  EXPECT_EQ(links_.LastRefusal().find(membership::kAgain), 0u) << "it may wait for a place";
-  membership_->OnDisconnect(server_);
-  EXPECT_EQ(failure(), "");
-  for (const int id : {worker_, other_}) {
-    const MemberWord word = LastWord(id);
-    EXPECT_EQ(word.kind, MemberWord::kServerLost);
-    EXPECT_EQ(word.number, 0);
-    EXPECT_EQ(word.text, "server 0 (10.0.0.2:9001) was lost: its connection closed");
-  }
-  EXPECT_EQ(links_.CountTo(server_, Control::JOB_FAILED), 1) << "should it be there after all";
-  Register(Node::SERVER, -1, -1, 1);
-  EXPECT_EQ(links_.CountTo(server_, Control::ADD_NODE), 2) << "it joins at once";
-  for (const int id : {worker_, other_}) {
-    EXPECT_EQ(LastWord(id).kind, MemberWord::kServerReplaced);
-    EXPECT_EQ(links_.SentTo(id, Control::MEMBERS).back().meta.control.node.at(0).port, 9001);
-  }
-  EXPECT_EQ(membership_->View().phase, JobView::kRunning);
-  EXPECT_EQ(failure(), "");
-}
-
-TEST_F(SchedulerMembershipTest, WithoutTheSettingItsLossEndsTheJob) {
-  Gather();
-  membership_->OnDisconnect(server_);
-  EXPECT_NE(failure().find("server 0 (10.0.0.2:9001) was lost"), std::string::npos) << failure();
-}
-
-TEST_F(SchedulerMembershipTest, WhoHasLeftStaysForOthersWhileAServerMayBeLost) {
-  GatherReplacing();
-  Say(worker_, Control::LEAVE, "finish");
-  EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 0) << "its sums may be wanted";
-  membership_->OnDisconnect(server_);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerLost);
-  Register(Node::SERVER, -1, -1, 1);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
-  EXPECT_EQ(links_.CountTo(server_, Control::NODE_LEFT), 0) << "it may give what others lack";
-  Say(other_, Control::LEAVE, "finish");
-  EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
-  EXPECT_EQ(links_.CountTo(other_, Control::NODE_LEFT), 1);
-  EXPECT_TRUE(ended());
-}
-
-TEST_F(SchedulerMembershipTest, AServerIsReplacedWhoseLinkWithAWorkerBroke) {
-  GatherReplacing();
-  // Of one that has lost its place it is no news.
-  membership_->OnDisconnect(server_);
-  Register(Node::SERVER, -1, -1, 1);
-  Accuse(worker_, 9002);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
-  Accuse(worker_, 9001);
-  EXPECT_EQ(failure(), "") << "without the worker there is no job";
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-}
-
-TEST_F(SchedulerMembershipTest, AServerThatIsHeardIsNotTheOneThatIsGone) {
-  GatherReplacingReplicas();
-  Accuse(worker_, 9001);
-  EXPECT_EQ(links_.CountTo(other_, Control::MEMBERS), 0) << "nobody is lost yet";
-  Say(server_, Control::HEARTBEAT, "");
-  EXPECT_EQ(LastTold(server_).present, "01");
-  EXPECT_EQ(failure(), "");
-}
-
-TEST_F(SchedulerMembershipTest, AServerThatIsNotHeardIs) {
-  GatherReplacingReplicas();
-  Accuse(worker_, 9001);
-  const auto words = links_.Await(other_, Control::MEMBERS, 1);  // for some seconds
-  MemberWord word;
-  ASSERT_TRUE(membership::ParseWord(words[0].meta.body, &word));
-  EXPECT_EQ(word.kind, MemberWord::kServerLost);
-  EXPECT_EQ(membership_->View().replicas.present, "11");
-}
-
-TEST_F(SchedulerMembershipTest, AServerIsGoneThatMostReplicasHaveLost) {
-  GatherReplacingReplicas();
-  Accuse(worker_, 9001);
-  Accuse(other_, 9001);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerLost);
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-  Register(Node::SERVER, -1, -1, 1);
-  Say(server_, Control::HEARTBEAT, "");
-  EXPECT_EQ(membership_->View().replicas.present, "11") << "nobody is to blame any more";
-  EXPECT_EQ(failure(), "");
-}
-
-TEST_F(SchedulerMembershipTest, AServerThatHasLostTheLastReplicaIsGone) {
-  GatherReplacingReplicas();
-  AccuseWorker(worker_);
-  EXPECT_EQ(LastTold(server_).present, "01");
-  AccuseWorker(other_);
-  EXPECT_EQ(failure(), "") << "without the last replica there is no job";
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-}
-
-TEST_F(SchedulerMembershipTest, WhatALostServerHasSaidCountsNoMore) {
-  GatherReplacingReplicas();
-  Say(worker_, Control::LEAVE, "failed: exit status 3");
-  Accuse(other_, 9001);
-  AccuseWorker(other_);
-  EXPECT_EQ(failure(), "");
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-}
-
-// ----- a scheduler to which the nodes of another one come
 
 using membership::Account;
 using membership::PackWord;
@@ -144,7 +36,7 @@ class SchedulerReturnTest : public SchedulerMembershipTest {
     bool is_late = false;
     std::set<int> left;
     membership::Turns turns;
-    std::string view;  // "epoch=5 present=10 waiting=00 lives=0,0"
+    std::string view;  // "epoch=5 present=10 waiting=00 lives=0,0 donors=-,-"
   };
   void Return(int id, const Comes& comes) {
     Account account;
@@ -176,6 +68,9 @@ class SchedulerReturnTest : public SchedulerMembershipTest {
   }
   void Return(int id) { Return(id, Comes()); }
   int Id(int rank) { return Postoffice::WorkerRankToID(rank); }
+  void AwaitEnd() {
+    while (!ended() && failure().empty()) usleep(10'000);
+  }
   void SayLeft(int rank) {
     Say(server_, Control::MEMBERS, PackWord({MemberWord::kLeftKnown, rank}));
   }
@@ -287,14 +182,23 @@ TEST_F(SchedulerReturnTest, WithoutTheSettingNobodyIsTaken) {
             std::string::npos);
 }
 
+TEST_F(SchedulerReturnTest, AJobOfWhichServersHeardThatItIsOverEnds) {
+  StartAgain(2, 0.3);
+  Return(worker_);  // worker 1 has left, and only servers would tell of it
+  Say(worker_, Control::LEAVE, "finish");
+  AwaitEnd();
+  EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
+  EXPECT_EQ(failure(), "");
+}
+
 // ------------------------------------------------------------------ replicas
 
 TEST_F(SchedulerReturnTest, AChangeThatOnlySomeHeardIsToldToAll) {
   // Workers know that replica 1 was removed, the server does not.
   replicas_ = 2;
   StartAgain(4);
-  Return(server_, {.view = "epoch=0 present=11 waiting=00 lives=0,0"});
-  Return(Id(0), {.view = "epoch=1 present=10 waiting=00 lives=0,0"});
+  Return(server_, {.view = "epoch=0 present=11 waiting=00 lives=0,0 donors=-,-"});
+  Return(Id(0), {.view = "epoch=1 present=10 waiting=00 lives=0,0 donors=-,-"});
   Return(Id(1));
   EXPECT_EQ(LastTold(server_).epoch, 2);
   EXPECT_EQ(LastTold(server_).present, "10");
@@ -311,13 +215,26 @@ TEST_F(SchedulerReturnTest, AChangeThatOnlySomeHeardIsToldToAll) {
   Say(worker_, Control::MEMBERS, PackWord({MemberWord::kAdmit, 1, waits.lives[1]}));
   Acknowledge();
   EXPECT_EQ(LastTold(worker_).present, "11");
+  EXPECT_EQ(LastTold(worker_).donors, (std::vector<int>{-1, 0}));
+}
+
+TEST_F(SchedulerReturnTest, TheDonorOfOneThatJoinedStaysTheSame) {
+  replicas_ = 2;
+  StartAgain(4);
+  Return(server_, {.view = "epoch=6 present=11 waiting=00 lives=4,0 donors=-,-"});
+  for (const int rank : {0, 1}) {
+    Return(Id(rank), {.is_late = true,
+                      .view = "epoch=7 present=11 waiting=00 lives=4,0 donors=1,-"});
+  }
+  for (const int rank : {2, 3}) Return(Id(rank));
+  EXPECT_EQ(LastTold(worker_).donors, (std::vector<int>{1, -1}));
 }
 
 TEST_F(SchedulerReturnTest, OneThatDoesNotKnowThatItWasRemovedIsTold) {
   replicas_ = 2;
   StartAgain(4);
   Return(Id(2));
-  Return(server_, {.view = "epoch=3 present=10 waiting=00 lives=0,0"});
+  Return(server_, {.view = "epoch=3 present=10 waiting=00 lives=0,0 donors=-,-"});
   for (const int rank : {0, 1}) Return(Id(rank));
   EXPECT_EQ(links_.CountTo(Id(2), Control::JOB_FAILED), 1);
   EXPECT_EQ(links_.CountTo(Id(0), Control::JOB_FAILED), 0);
@@ -329,8 +246,8 @@ TEST_F(SchedulerReturnTest, AnAdmissionInFlightIsCompleted) {
   // The server knows it, and workers see the replica wait.
   replicas_ = 2;
   StartAgain(4);
-  const std::string waits = "epoch=5 present=10 waiting=01 lives=0,5";
-  Return(server_, {.view = "epoch=6 present=11 waiting=00 lives=0,5"});
+  const std::string waits = "epoch=5 present=10 waiting=01 lives=0,5 donors=-,-";
+  Return(server_, {.view = "epoch=6 present=11 waiting=00 lives=0,5 donors=-,-"});
   for (const int rank : {0, 1}) Return(Id(rank), {.view = waits});
   for (const int rank : {2, 3}) Return(Id(rank), {.is_late = true, .view = waits});
   EXPECT_EQ(LastTold(server_).present, "11");
@@ -343,7 +260,7 @@ TEST_F(SchedulerReturnTest, AnAdmissionInFlightIsCompleted) {
 TEST_F(SchedulerReturnTest, OneThatGathersGoesOnGathering) {
   replicas_ = 2;
   StartAgain(4);
-  const std::string removed = "epoch=4 present=10 waiting=00 lives=0,2";
+  const std::string removed = "epoch=4 present=10 waiting=00 lives=0,2 donors=-,-";
   Return(server_, {.view = removed});
   Return(Id(2), {.is_late = true});  // has heard nothing yet
   for (const int rank : {0, 1}) Return(Id(rank), {.view = removed});
@@ -375,9 +292,9 @@ TEST_F(SchedulerReturnTest, OneThatNeverComesBackIsRemovedThoughAllOthersHaveLef
   membership_ = std::make_unique<SchedulerMembership>(
       &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
   membership_->Join();
-  Return(server_, {.left = {0, 1, 2}, .view = "epoch=0 present=11 waiting=00 lives=0,0"});
+  Return(server_, {.left = {0, 1, 2}, .view = "epoch=0 present=11 waiting=00 lives=0,0 donors=-,-"});
   EXPECT_FALSE(ended());
-  while (!ended() && failure().empty()) usleep(10'000);
+  AwaitEnd();
   EXPECT_EQ(failure(), "");
   EXPECT_TRUE(ended());
 }
@@ -393,7 +310,7 @@ TEST_F(SchedulerReturnTest, WhatHasHeardThatTheJobIsOverNeedsNotComeBack) {
   Return(server_, {.left = {0}});
   Return(other_);
   Say(other_, Control::LEAVE, "finish");
-  while (!ended() && failure().empty()) usleep(10'000);
+  AwaitEnd();
   EXPECT_EQ(failure(), "");
   EXPECT_EQ(links_.CountTo(other_, Control::NODE_LEFT), 1);
   EXPECT_EQ(links_.CountTo(other_, Control::JOB_FAILED), 0);

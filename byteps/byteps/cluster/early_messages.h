@@ -1,0 +1,62 @@
+// What comes to a node before it has its place in the job.
+//
+// Workers may reach a server that takes the place of a lost one before it hears itself that it has
+// that place.  If the scheduler dies meanwhile, it never hears so, and comes again: then it must
+// know nothing of what was sent to it.
+#ifndef BYTEPS_CLUSTER_EARLY_MESSAGES_H_
+#define BYTEPS_CLUSTER_EARLY_MESSAGES_H_
+
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/cluster/channel.h"
+
+namespace byteps {
+namespace core {
+
+// Any thread may call anything.
+class EarlyMessages {
+ public:
+  // Hands the message on, or keeps it until the node has its place.
+  void Take(Message* message, ChannelUser* user) {
+    if (!has_place_.load(std::memory_order_acquire) && Keep(message)) return;
+    user->OnMessage(message);
+  }
+
+  // The node has its place: what was kept is handed on.
+  void Release(ChannelUser* user) {
+    std::vector<Message> kept;
+    {
+      ps::MutexLock lock(&mu_);
+      kept.swap(kept_);
+      has_place_.store(true, std::memory_order_release);
+    }
+    for (Message& message : kept) user->OnMessage(&message);
+  }
+
+  // The node has no place, or not any more: what was kept is dropped.
+  void Drop() {
+    ps::MutexLock lock(&mu_);
+    kept_.clear();
+    has_place_.store(false, std::memory_order_release);
+  }
+
+ private:
+  bool Keep(Message* message) {
+    ps::MutexLock lock(&mu_);
+    if (has_place_.load(std::memory_order_relaxed)) return false;
+    kept_.push_back(std::move(*message));
+    return true;
+  }
+
+  std::atomic<bool> has_place_{false};
+  ps::Mutex mu_;
+  std::vector<Message> kept_ PS_GUARDED_BY(mu_);
+};
+
+}  // namespace core
+}  // namespace byteps
+
+#endif  // BYTEPS_CLUSTER_EARLY_MESSAGES_H_
