@@ -426,6 +426,8 @@ bool Job::NamesACause(const std::string& error) const {
   if (plan_.returns && error.find("(unknown) did not come") != std::string::npos) {
     return true;
   }
+  // The error of the one that gave up says why.
+  if (plan_.goes_on && error.find(" gave up round ") != std::string::npos) return true;
   // Workers may have ended well, or a launcher given up, just before the scheduler saw a loss.
   if (error.find("no worker came within ") != std::string::npos) return true;
   // The scheduler says what it sees; to one that nobody can reach all are silent.

@@ -172,8 +172,9 @@ std::vector<int> ReplicaTable::Acknowledge(int server, int epoch, const std::vec
   int all = epoch_;
   for (const int id : servers) all = std::min(all, acknowledged_[id]);
   std::vector<int> joined;
-  int donor = count() - 1;
-  while (donor >= 0 && state(donor) != State::kPresent) --donor;
+  int donor = 0;
+  while (donor < count() && state(donor) != State::kPresent) ++donor;
+  if (donor == count()) donor = -1;
   for (int i = 0; i < count(); ++i) {
     Replica* const one = &replicas_[i];
     if (one->epoch > all) continue;
