@@ -1,7 +1,7 @@
 """A rank that trains by Twinkle, through BytePS or all-reduce: ``ROW 0|1 MODEL OUT``.
 
-ROW is the JSON form of a `Row`. The folder OUT gets what was trained as HF files, and the
-parameters of each rank. Twinkle builds its models of Transformer Engine's layers alone, and a CPU
+ROW is the JSON form of a `Row`; under Ray this is its driver. The folder OUT gets what was trained
+as HF files, and, but under Ray, the parameters of each rank. Twinkle builds its models of Transformer Engine's layers alone, and a CPU
 has none: here they are in plain torch.
 """
 
@@ -185,11 +185,24 @@ def install() -> None:
         module.Float8BlockwiseQTensor = module.Float8BlockQuantizer = type("Absent", (), {})
         sys.modules[name] = module
     # Twinkle knows no CPU: the nearest of its platforms, over gloo.
+    from twinkle import DeviceMesh
     from twinkle.utils.platforms.gpu import GPU
 
     GPU.device_backend = staticmethod(lambda platform=None: "gloo")
+    make = DeviceMesh.create_process_group
+
+    def create_process_group(mesh: Any, dims: Any) -> Any:
+        # Twinkle makes its data-parallel groups at the same time and under one name. Two of them
+        # then meet in the store, and hang. With local synchronization the ranks are in the name.
+        new_group = partial(torch.distributed.new_group, use_local_synchronization=True)
+        with patch.object(torch.distributed, "new_group", new_group):
+            return make(mesh, dims)
+
+    DeviceMesh.create_process_group = create_process_group
 
 
+ACTORS = "actors"
+"""Twinkle's name for the ranks under Ray."""
 STEPS = 3
 TOKENS = 24
 ROWS = 4
@@ -206,6 +219,8 @@ class Row:
     dp: int = 2
     tp: int = 1
     pp: int = 1
+    mode: str = "local"
+    """Twinkle's: ``local`` under torchrun, or ``ray``."""
 
     @property
     def ranks(self) -> int:
@@ -219,7 +234,7 @@ class Row:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        return f"{self.kind} dp{self.dp} tp{self.tp} pp{self.pp}"
+        return f"{self.kind} dp{self.dp} tp{self.tp} pp{self.pp} {self.mode}"
 
 
 def batch(step: int, rows: slice) -> list[dict[str, Any]]:
@@ -241,23 +256,45 @@ def batch(step: int, rows: slice) -> list[dict[str, Any]]:
 def initialize(row: Row) -> Any:
     """Twinkle's mesh of the ranks."""
     import twinkle
-    from twinkle import DeviceMesh
+    from twinkle import DeviceGroup, DeviceMesh
 
-    make = DeviceMesh.create_process_group
-
-    def create_process_group(mesh: Any, dims: Any) -> Any:
-        # Twinkle makes its data-parallel groups at the same time and under one name. Two of them
-        # then meet in the store, and hang. With local synchronization the ranks are in the name.
-        new_group = partial(torch.distributed.new_group, use_local_synchronization=True)
-        with patch.object(torch.distributed, "new_group", new_group):
-            return make(mesh, dims)
-
-    DeviceMesh.create_process_group = create_process_group
     mesh = DeviceMesh.from_sizes(
         world_size=row.ranks, dp_size=row.dp, tp_size=row.tp, pp_size=row.pp
     )
-    twinkle.initialize(mode="local", global_device_mesh=mesh)
+    if row.mode == "local":
+        twinkle.initialize(mode="local", global_device_mesh=mesh)
+        return mesh
+    start_ray(row)
+    twinkle.initialize(
+        mode="ray",
+        nproc_per_node=row.ranks,
+        groups=[DeviceGroup(name=ACTORS, ranks=row.ranks, device_type="GPU")],
+        global_device_mesh=mesh,
+        lazy_collect=False,
+    )
     return mesh
+
+
+def start_ray(row: Row) -> None:
+    """A Ray of this process alone, which believes in a GPU for each rank."""
+    import ray
+
+    ray.init(
+        address="local",
+        _node_ip_address="127.0.0.1",
+        num_gpus=row.ranks,
+        num_cpus=2 * row.ranks,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        _temp_dir=os.environ["RAY_FOLDER"],
+        runtime_env={
+            "worker_process_setup_hook": "tests.reinforcement.twinkle_rank.install",
+            "env_vars": {
+                name: os.environ[name]
+                for name in ("PYTHONPATH", "MODELSCOPE_OFFLINE", "OMP_NUM_THREADS")
+            },
+        },
+    )
 
 
 def named(adapter: str) -> dict[str, Any]:
@@ -275,6 +312,8 @@ def build(row: Row, through_byteps: bool, folder: str, mesh: Any) -> Any:
         make, settings = MultiLoraMegatronModel, {**settings, "max_loras": 2, "max_r": 8}
     else:
         make, settings = MegatronModel, {**settings, "use_distributed_optimizer": False}
+    if row.mode == "ray":
+        settings["remote_group"] = ACTORS
     model = make(
         folder,
         device_mesh=mesh,
@@ -309,10 +348,13 @@ def main() -> None:
     install()
     mesh = initialize(row)
     model = build(row, through_byteps, folder, mesh)
-    rows = slice(mesh.data_rank, None, row.dp)
+    # Ray's driver gives all samples, and Twinkle hands them out.
+    rows = slice(None) if row.mode == "ray" else slice(mesh.data_rank, None, row.dp)
     print("losses", list(losses(row, model, rows)), flush=True)
     for adapter in row.adapters:
         model.save(name=adapter or "whole", output_dir=str(out), **named(adapter))
+    if row.mode == "ray":
+        return
     parts = model.strategy.unwrap_model(model.model)
     state = {
         name: parameter.detach().clone()
