@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, Process, stop
+from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, stop
 from tests.multiproc.endings import (
     COPIED,
     COPIES,

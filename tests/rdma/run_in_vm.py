@@ -64,18 +64,18 @@ def main(arguments: Sequence[str]) -> int:
             for number in range(1, options.guests + 1):
                 folder = out if options.guests == 1 else out / f"guest{number}"
                 env = {"OUT": str(folder.resolve()), "GUEST": str(number), "BACK": os.getcwd()}
-                cable = Link(path=out.resolve() / "cable", listens=number == 1)
+                cables = []
+                if options.guests > 1:
+                    cables = [Link(path=out.resolve() / "cable", listens=number == 1)]
                 guest = Guest(
                     folder,
                     command,
                     number=number,
                     memory=options.memory,
-                    link=cable if options.guests > 1 else None,
+                    links=cables,
                     env=env,
                 )
-                guests.append(stack.enter_context(guest))
-                if options.guests > 1:
-                    guest.plugged_in(cable)
+                guests.append(stack.enter_context(guest).plugged_in(cables))
             return follow(guests, options.timeout)
     except VmError as error:
         print(f"run_in_vm.py: {error}", file=sys.stderr)

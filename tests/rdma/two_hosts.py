@@ -1,6 +1,7 @@
 """One of two machines of a job, each with a server and a worker; the first has the scheduler too.
 
-``two_hosts.py OUT NUMBER``, in each of two guests. First jobs that end well; then one in which the
+``two_hosts.py OUT NUMBER``, in each of two guests with two cables between them. First jobs that end
+well, of which one finds that a path is silent, though its links are up; then one in which the
 second machine dies at work, with no farewell of any kind. The first leaves what its worker and its
 nodes said of that in OUT, for the test to read.
 """
@@ -8,12 +9,15 @@ nodes said of that in OUT, for the test to read.
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import byteps.torch  # noqa: F401 # once, before the workers are forked
+import byteps.torch as bps  # once, before the workers are forked
+import torch
 
 from tests.multiproc.cluster import Spawned, clean_environment, server_executable
 from tests.multiproc.programs import failures, planes, sums
@@ -89,6 +93,60 @@ def good_jobs(folder: Path, number: int) -> None:
             assert node.wait(30) == 0, node.text
 
 
+def until(job: Job, begin: int, holds: Callable[[str], bool]) -> None:
+    """Sum until this holds on both workers, for what their logs have from here on."""
+    log = job.folder / "worker.log"
+    while True:
+        values = torch.full((100_000,), job.rank + 1.0)
+        values[0] = holds(log.read_text()[begin:])
+        bps.push_pull_inplace(values, average=False, name="until")
+        assert bool((values[1:] == 3.0).all()), "a sum is wrong"
+        if values[0] == 2:
+            return
+
+
+def has_left(log: str) -> int:
+    """How many connections have left the second cable."""
+    return len(re.findall(r"\(10\.77\.\S+ to 10\.77\.\S+ broke, and was made again", log))
+
+
+def is_back(log: str) -> bool:
+    """Whether all of them use it again."""
+    return len(re.findall(r"data for server \d goes from 10\.78\..* again", log)) >= has_left(log)
+
+
+def loses_a_path(job: Job) -> None:
+    """Frames on the second cable are dropped, and later go to a NIC that is not there; the link is
+    up all the while."""
+    other = ["10.78.0.2", "10.78.0.1"][job.rank]
+    drop = ["tc", "qdisc", "replace", "dev", "eth1", "root"]
+    neighbor = ["ip", "neigh", "replace", other, "dev", "eth1", "lladdr"]
+    bps.init()
+    bps.push_pull(torch.ones(100_000), name="first")
+    for fails, works in (
+        ([*drop, "blackhole"], [*drop, "pfifo_fast"]),
+        (
+            [*neighbor, "52:54:00:77:ff:ff", "nud", "permanent"],
+            [*neighbor, f"52:54:00:77:01:{2 - job.rank:02x}", "nud", "reachable"],
+        ),
+    ):
+        begin = len((job.folder / "worker.log").read_text())
+        subprocess.run(fails, check=True)
+        until(job, begin, lambda log: has_left(log) > 0)
+        subprocess.run(works, check=True)
+        until(job, begin, is_back)
+    bps.shutdown()
+
+
+def silent_path(folder: Path, number: int) -> None:
+    nics = {"BYTEPS_NICS": "rxe0,rxe1", "BYTEPS_PARTITION_BYTES": "65536"}
+    machine = Machine(folder, number, 9004, nics)
+    status = ended(machine.start_worker(loses_a_path))
+    assert status == 0, (machine.folder / "worker.log").read_text()
+    for node in machine.nodes:
+        assert node.wait(30) == 0, node.text
+
+
 def die() -> None:
     """As by a cut cable to the power supply."""
     Path("/proc/sys/kernel/sysrq").write_text("1")
@@ -113,6 +171,7 @@ def bad_job(folder: Path, number: int) -> None:
 def main(arguments: list[str]) -> int:
     folder, number = Path(arguments[0]), int(arguments[1])
     good_jobs(folder, number)
+    silent_path(folder, number)
     bad_job(folder, number)
     return 0
 

@@ -1,8 +1,8 @@
 """A rank that trains by Twinkle, through BytePS or all-reduce: ``ROW 0|1 MODEL OUT``.
 
 ROW is the JSON form of a `Row`; under Ray this is its driver. The folder OUT gets what was trained
-as HF files, and, but under Ray, the parameters of each rank. Twinkle builds its models of Transformer Engine's layers alone, and a CPU
-has none: here they are in plain torch.
+as HF files, and, but under Ray, the parameters of each rank. Twinkle builds its models of
+Transformer Engine's layers alone, and a CPU has none: here they are in plain torch.
 """
 
 from __future__ import annotations

@@ -43,14 +43,15 @@ class Link:
     path: Path
     listens: bool
 
-    def options(self) -> list[str]:
+    def options(self, card: int) -> list[str]:
+        """Of QEMU, for the NIC of this number."""
         server = "on" if self.listens else "off"
         return [
             "-netdev",
-            f"stream,id=card,server={server},addr.type=unix,addr.path={self.path}",
+            f"stream,id=card{card},server={server},addr.type=unix,addr.path={self.path}",
             "-device",
-            "virtio-net-pci,netdev=card,host_mtu=4200,"
-            f"mac=52:54:00:77:00:{1 if self.listens else 2:02x}",
+            f"virtio-net-pci,netdev=card{card},host_mtu=4200,"
+            f"mac=52:54:00:77:{card:02x}:{1 if self.listens else 2:02x}",
         ]
 
 
@@ -69,7 +70,7 @@ class Guest:
         *,
         number: int = 1,
         memory: str = "6G",
-        link: Link | None = None,
+        links: Sequence[Link] = (),
         env: dict[str, str] | None = None,
     ) -> None:
         self.folder = folder.resolve()
@@ -83,7 +84,7 @@ class Guest:
         self._write_start(command, number, env or {})
         with self.console.open("wb") as console:
             self._process = subprocess.Popen(
-                self._qemu(number, memory, link),
+                self._qemu(number, memory, links),
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -103,7 +104,7 @@ class Guest:
         ]
         (self.folder / "start").write_text("\n".join(lines) + "\n")
 
-    def _qemu(self, number: int, memory: str, link: Link | None) -> list[str]:
+    def _qemu(self, number: int, memory: str, links: Sequence[Link]) -> list[str]:
         lacking = missing_tool()
         if lacking is not None:
             raise VmError(lacking)
@@ -129,7 +130,8 @@ class Guest:
             *("-kernel", str(kernel.image), "-initrd", str(initrd), "-append", words),
             *shared,
             *("-device", "virtio-rng-pci"),
-            *(link.options() if link is not None else ("-nic", "none")),
+            *("-nic", "none"),
+            *(option for card, link in enumerate(links) for option in link.options(card)),
         ]
 
     @property
@@ -186,10 +188,10 @@ class Guest:
             self._process.kill()
         self._process.wait()
 
-    def plugged_in(self, cable: Link) -> Guest:
-        """This guest, once the cable's other end can be plugged in: QEMU tries but once."""
+    def plugged_in(self, cables: Sequence[Link]) -> Guest:
+        """This guest, once the cables' other ends can be plugged in: QEMU tries but once."""
         deadline = time.monotonic() + PLUG_S
-        while not cable.path.exists():
+        while not all(cable.path.exists() for cable in cables):
             if not self.running or time.monotonic() > deadline:
                 raise VmError(f"the guest has no network\n{self.last_words()}")
             time.sleep(0.02)

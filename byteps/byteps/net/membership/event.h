@@ -44,8 +44,9 @@ struct ReplicaView {
   // The life of each: the epoch in which it became ready to join; 0: it was there from the
   // beginning.
   std::vector<int> lives;
-  // Which other one gives each what it lacks; -1: it was there from the beginning, or has not joined
-  // yet.  The scheduler chooses it, since nodes may hear at different times of one that is removed.
+  // Which other one gives each what it lacks; -1: it was there from the beginning, or has not
+  // joined yet.  The scheduler chooses it, since nodes may hear at different times of one that is
+  // removed.
   std::vector<int> donors;
   std::string news;  // what has changed, for the log; may be empty
 

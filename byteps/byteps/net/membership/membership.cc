@@ -186,8 +186,8 @@ std::string PackReplicas(const ReplicaView& view) {
 }
 
 bool ParseReplicas(const std::string& text, ReplicaView* view) {
-  static const char* const kNames[] = {"workers=", "epoch=", "present=", "waiting=",
-                                       "lives=",   "donors="};
+  static const char* const kNames[] = {
+      "workers=", "epoch=", "present=", "waiting=", "lives=", "donors="};
   std::string field[std::size(kNames)];
   std::istringstream in(text);
   for (size_t i = 0; i < std::size(kNames); ++i) {
@@ -207,8 +207,7 @@ bool ParseReplicas(const std::string& text, ReplicaView* view) {
   view->donors = NumbersIn(field[5]);
   if (count < 2 || view->lives.size() != count || view->donors.size() != count ||
       *std::max_element(view->donors.begin(), view->donors.end()) >= view->count() ||
-      view->epoch < 0 ||
-      view->workers < view->count() || view->workers > kMaxNodes ||
+      view->epoch < 0 || view->workers < view->count() || view->workers > kMaxNodes ||
       view->workers % view->count() != 0 ||
       *std::min_element(view->lives.begin(), view->lives.end()) < 0) {
     return false;

@@ -196,8 +196,8 @@ std::vector<Node> SchedulerMembership::TakeLeavers(const std::vector<Message>& h
   const std::set<int> away(missing.begin(), missing.end());
   const std::vector<int> servers = roster_.Ids(Node::SERVER);
   // Those that were told that the job is over do not come, nor tell which workers have left.
-  const bool no_server = std::all_of(servers.begin(), servers.end(),
-                                     [&](int id) { return away.count(id) > 0; });
+  const bool no_server =
+      std::all_of(servers.begin(), servers.end(), [&](int id) { return away.count(id) > 0; });
   std::set<int> saying;
   for (const Message& msg : held) {
     if (msg.meta.control.cmd != Control::LEAVE) continue;

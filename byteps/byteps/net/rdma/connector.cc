@@ -318,6 +318,11 @@ void Connector::OnEvent(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_ROUTE_ERROR:
     case RDMA_CM_EVENT_UNREACHABLE:
     case RDMA_CM_EVENT_CONNECT_ERROR:
+      // The kernel says so, too, when the peer's address leads to another NIC than before.
+      if (link->established) {
+        return link->endpoint->Break("the network path to the peer changed" + status,
+                                     LinkFault::kBroken);
+      }
       return TryAgain(link, "it could not be reached" + status);
     case RDMA_CM_EVENT_DISCONNECTED:
       return OnDisconnected(link);

@@ -86,6 +86,8 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
   // The next attempt may go by another device.
   if (link->dial.has_several_pairs() && !again_soon) link->endpoint->Discard();
   const std::string where = link->dial.Current().to.Text();
+  PS_VLOG(1) << "connecting to node " << link->endpoint->peer() << " by "
+             << link->dial.Current().Text() << " failed: " << error;
   link->next_try =
       again_soon ? link->dial.Postponed(error, now) : link->dial.Failed(error, nobody_listens, now);
   if (link->resumes) {  // EndOutages knows how long

@@ -19,10 +19,11 @@ namespace {
 // A receiver without a slot cannot happen; should it, this many tries are made.
 constexpr int kReceiverNotReadyTries = 6;
 constexpr int kReceiverNotReadyTimer = 12;  // 0.64 ms
-// 4.096 us * 2^18 = 1.1 s for an acknowledgement, and as many tries: a peer that is gone
-// without a word is noticed after some 8 s where heartbeats do not notice it first.
+// 4.096 us * 2^18 = 1.1 s for an acknowledgement, and as many tries again: a peer that is gone
+// without a word is noticed after some 8 s where heartbeats do not notice it first.  Soft-RoCE
+// takes the highest number, 7, for no limit.
 constexpr int kAckTimer = 18;
-constexpr int kTries = 7;
+constexpr int kTries = 6;
 constexpr auto kSilence = std::chrono::seconds(8);
 // Half of that where there is another path.
 constexpr int kAckTimerToMove = kAckTimer - 1;

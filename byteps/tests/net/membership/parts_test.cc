@@ -137,15 +137,16 @@ TEST(MembershipProtocol, ReplicasAreToldAsTheyAre) {
     EXPECT_EQ(told.AbsentRanks(), (std::set<int>{2, 3}));
     EXPECT_EQ(told.donors, view.donors);
   }
-  for (const char* other : {"", "workers=6", "workers=6 epoch=1 present=1 waiting=0 lives=0 donors=- ",
-                            "workers=5 epoch=1 present=11 waiting=00 lives=0,0 donors=-,- ",
-                            "workers=6 epoch=1 present=12 waiting=00 lives=0,0 donors=-,- ",
-                            "workers=6 epoch=1 present=11 waiting=000 lives=0,0 donors=-,- ",
-                            "workers=6 epoch=1 present=11 waiting=00 lives=0 donors=- ",
-                            "workers=6 epoch=1 present=11 waiting=00 lives=0,x donors=-,- ",
-                            "workers=6 epoch=1 present=11 waiting=00 lives=0,0 donors=-,2 ",
-                            "workers=6 epoch=1 present=11 waiting=00 lives=0,0 ",
-                            "workers=6 epoch=-1 present=11 waiting=00 lives=0,0 donors=-,- "}) {
+  for (const char* other :
+       {"", "workers=6", "workers=6 epoch=1 present=1 waiting=0 lives=0 donors=- ",
+        "workers=5 epoch=1 present=11 waiting=00 lives=0,0 donors=-,- ",
+        "workers=6 epoch=1 present=12 waiting=00 lives=0,0 donors=-,- ",
+        "workers=6 epoch=1 present=11 waiting=000 lives=0,0 donors=-,- ",
+        "workers=6 epoch=1 present=11 waiting=00 lives=0 donors=- ",
+        "workers=6 epoch=1 present=11 waiting=00 lives=0,x donors=-,- ",
+        "workers=6 epoch=1 present=11 waiting=00 lives=0,0 donors=-,2 ",
+        "workers=6 epoch=1 present=11 waiting=00 lives=0,0 ",
+        "workers=6 epoch=-1 present=11 waiting=00 lives=0,0 donors=-,- "}) {
     ReplicaView told;
     EXPECT_FALSE(membership::ParseReplicas(other, &told)) << other;
   }

@@ -223,8 +223,8 @@ TEST_F(SchedulerReturnTest, TheDonorOfOneThatJoinedStaysTheSame) {
   StartAgain(4);
   Return(server_, {.view = "epoch=6 present=11 waiting=00 lives=4,0 donors=-,-"});
   for (const int rank : {0, 1}) {
-    Return(Id(rank), {.is_late = true,
-                      .view = "epoch=7 present=11 waiting=00 lives=4,0 donors=1,-"});
+    Return(Id(rank),
+           {.is_late = true, .view = "epoch=7 present=11 waiting=00 lives=4,0 donors=1,-"});
   }
   for (const int rank : {2, 3}) Return(Id(rank));
   EXPECT_EQ(LastTold(worker_).donors, (std::vector<int>{1, -1}));
@@ -292,7 +292,8 @@ TEST_F(SchedulerReturnTest, OneThatNeverComesBackIsRemovedThoughAllOthersHaveLef
   membership_ = std::make_unique<SchedulerMembership>(
       &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
   membership_->Join();
-  Return(server_, {.left = {0, 1, 2}, .view = "epoch=0 present=11 waiting=00 lives=0,0 donors=-,-"});
+  Return(server_,
+         {.left = {0, 1, 2}, .view = "epoch=0 present=11 waiting=00 lives=0,0 donors=-,-"});
   EXPECT_FALSE(ended());
   AwaitEnd();
   EXPECT_EQ(failure(), "");
