@@ -73,8 +73,7 @@ void Connector::Reconnect(std::shared_ptr<Endpoint> endpoint, bool elsewhere) {
 }
 
 void Connector::Wake(const Endpoint& endpoint) {
-  auto shared = transport();
-  if (shared) shared->PollerOf(endpoint)->Wake();
+  if (endpoint.poller() != nullptr) endpoint.poller()->Wake();
 }
 
 void Connector::ReconnectHere(const std::shared_ptr<Endpoint>& endpoint, bool elsewhere) {

@@ -64,9 +64,25 @@ std::shared_ptr<Device> Transport::DeviceOf(const ibv_context* context) const {
   return it == devices.end() ? nullptr : *it;
 }
 
-Poller* Transport::PollerOf(const Endpoint& endpoint) const {
-  if (endpoint.plane() == Plane::kControl) return pollers[0].get();
-  return pollers[1 + static_cast<size_t>(endpoint.index()) % devices.size()].get();
+Poller* Transport::PollerOf(Plane plane, const Device& device) const {
+  if (plane == Plane::kControl) return pollers[0].get();
+  const auto it = std::find_if(devices.begin(), devices.end(),
+                               [&](const auto& one) { return one.get() == &device; });
+  return pollers[1 + static_cast<size_t>(it - devices.begin())].get();
+}
+
+void Transport::RunNearDevices(const std::vector<HostNic>& nics, const NumaNodes& nodes) {
+  for (size_t i = 0; i < devices.size(); ++i) {
+    const auto nic = std::find_if(nics.begin(), nics.end(), [&](const HostNic& one) {
+      return one.rdma == devices[i]->name();
+    });
+    if (nic == nics.end()) continue;
+    const ThreadPlace place = PlaceThreads({*nic}, nodes, AllowedCores(), 1).front();
+    if (place.numa < 0) continue;
+    const bool runs = pollers[1 + i]->RunOn(place.cores);
+    BPS_LOG(DEBUG) << "the thread of " << devices[i]->name() << (runs ? " runs" : " cannot run")
+                   << " on NUMA node " << place.numa;
+  }
 }
 
 std::shared_ptr<Transport> Connector::transport() {
@@ -89,10 +105,12 @@ void Connector::Prepare(const std::shared_ptr<Endpoint>& endpoint, rdma_cm_id* i
                 ", this process uses " + NamesOf(shared->devices) +
                 " (BYTEPS_NICS, BYTEPS_RDMA_DEVICE, DMLC_NODE_HOST)");
   }
-  path.channel = shared->PollerOf(*endpoint)->channel(*path.device);
+  Poller* poller = endpoint->poller();
+  if (poller == nullptr) poller = shared->PollerOf(endpoint->plane(), *path.device);
+  path.channel = poller->channel(*path.device);
   path.id = id;
   path.may_move = may_move;
-  endpoint->Prepare({shared->pool, shared->registrar, shared->devices}, path);
+  endpoint->Prepare({shared->pool, shared->registrar, shared->devices, poller}, path);
 }
 
 void Connector::AddDevice(rdma_cm_id* id, const std::string& host, Devices* devices) const {
@@ -118,6 +136,7 @@ void Connector::AddDevice(rdma_cm_id* id, const std::string& host, Devices* devi
 void Connector::UseDevices(Devices devices) {
   for (const auto& device : devices) DontBlock(device->context()->async_fd);
   auto made = std::make_shared<Transport>(std::move(devices), settings_);
+  made->RunNearDevices(ListNics(), ReadNumaNodes());
   MutexLock lock(&mu_);
   transport_ = std::move(made);
 }
@@ -248,6 +267,13 @@ Poller::~Poller() {
   thread_.join();
   endpoints_.clear();  // before the channel of their queues
   close(wake_fd_);
+}
+
+bool Poller::RunOn(const std::set<int>& cores) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) CPU_SET(core, &set);
+  return pthread_setaffinity_np(thread_.native_handle(), sizeof(set), &set) == 0;
 }
 
 ibv_comp_channel* Poller::channel(const Device& device) {

@@ -167,7 +167,7 @@ void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
   try {
     if (!link->endpoint->prepared()) {
       Prepare(link->endpoint, id, link->may_move());
-      transport()->PollerOf(*link->endpoint)->Add(link->endpoint);
+      link->endpoint->poller()->Add(link->endpoint);
     }
     const std::string request = MakeRequest(link).Encode();
     auto parameters = Parameters(request, link->endpoint->queue_pair_number());
@@ -361,7 +361,7 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request, const std:
   reply.proof = settings_.secret.Prove(kWhoListens, said + reply.Claims());
   const std::string data = reply.Encode();
   auto parameters = Parameters(data, endpoint->queue_pair_number());
-  transport()->PollerOf(*endpoint)->Add(endpoint);
+  endpoint->poller()->Add(endpoint);
   if (rdma_accept(id, &parameters) != 0) Throw("cannot accept a connection", errno);
   auto link = std::make_unique<Link>();
   link->endpoint = std::move(endpoint);

@@ -47,6 +47,7 @@ enum class Plane { kControl = 0, kData = 1 };
 inline const char* NameOf(Plane plane) { return plane == Plane::kData ? "data" : "control"; }
 
 class Endpoint;
+class Poller;
 
 class EndpointOwner {
  public:
@@ -82,6 +83,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   Endpoint& operator=(const Endpoint&) = delete;
 
   Plane plane() const { return plane_; }
+  // Null before the first Prepare.  In the connector's thread.
+  Poller* poller() const { return resources_.poller; }
   int index() const { return index_; }
   bool active() const { return active_; }
   EndpointCounters* counters() { return counters_.get(); }
@@ -104,6 +107,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     std::shared_ptr<Pool> pool;
     std::shared_ptr<Registrar> registrar;
     Devices devices;
+    Poller* poller = nullptr;  // of this endpoint, for as long as it lives
   };
   // What is known of a connection before it is there.
   struct Path {

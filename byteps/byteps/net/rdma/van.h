@@ -44,6 +44,7 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/dial_plan.h"
 #include "byteps/net/link/link_van.h"
+#include "byteps/net/link/nics.h"
 #include "byteps/net/rdma/endpoint.h"
 
 namespace ps {
@@ -62,6 +63,9 @@ class Poller {
   ~Poller();
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;
+
+  // From now on.  False: it may not.
+  bool RunOn(const std::set<int>& cores);
 
   // `device` is one of those.
   ibv_comp_channel* channel(const Device& device);
@@ -115,8 +119,11 @@ struct Transport {
 
   // Null: the process does not use it.
   std::shared_ptr<Device> DeviceOf(const ibv_context* context) const;
-  // The same for as long as the endpoint lives.
-  Poller* PollerOf(const Endpoint& endpoint) const;
+  // For an endpoint whose first connection goes by this device, one of those.
+  Poller* PollerOf(Plane plane, const Device& device) const;
+  // The pollers of the data plane run on the NUMA nodes of their devices' NICs from now on, where
+  // the host has several.
+  void RunNearDevices(const std::vector<HostNic>& nics, const NumaNodes& nodes);
 
   const Devices devices;
   const std::shared_ptr<Registrar> registrar;
