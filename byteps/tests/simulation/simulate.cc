@@ -1,14 +1,14 @@
 // Whole jobs under seeded schedules of messages and losses, and what must hold in each.
 //
-//   simulate [--from N] [--seeds N] [--verbose] [--twice] [--break-invariant] [--replicas]
+//   simulate [--from N] [--seeds N] [--verbose] [--twice] [--break-invariant]
+//            [--replicas | --backups]
 //
 // Each seed is one job: some workers, some servers, a scheduler, with the real Worker, Server and
 // Membership over a network that is played (world.h), in threads and time that are played
 // (world.h).  The seed decides the sizes, the settings, the order of all events, and what
 // breaks when.  Demanded of each:
 //
-//   - Nobody hangs: within a bound that follows from the timeouts, each node has ended.  A
-//   scheduler
+//   - Nobody hangs: within a bound that follows from the timeouts, each node has ended.  Scheduler
 //     and servers that no worker has joined may wait for one; the test then ends them.
 //   - A sum that a worker gets is right, whatever happens to others: each push was added once.
 //   - Where nothing breaks, nobody fails, and each server made each of its sums once.
@@ -22,8 +22,8 @@
 // many jobs reached each of them.  No invariant (base/invariant.h) may be broken; --break-invariant
 // breaks one in each job, to see that it is noticed.
 //
-// --replicas plays jobs of several replicas instead, some of which die and come back
-// (job.h).
+// --replicas plays jobs of several replicas instead, some of which die and come back, --backups jobs
+// whose servers keep copies of each other's state (job.h).
 //
 // --twice runs each seed two times and demands the same order of events.  Exit status: 0 all held;
 // 1 not, with the seed and what was seen; 2 bad usage.

@@ -101,6 +101,10 @@ class VanInbox {
 // Derived, which is called without a virtual call for each message, has
 //   void Transmit(const Message& msg)                   sends it by a link to another node
 //   void OnLinkLost(int id, const LinkEnding& ending)   tells the membership
+//   void Dial(const Node& node)                         makes links to another node
+//   LinkPtr LinkTo(const Node& node)                    for the first by which it will come
+//   void NamePeer(const Node& node)                     who has come is that node
+//   void LearnPairs(const Node& scheduler)              it has told of its NICs
 template <typename Derived, typename Link>
 class LinkVan : public Van, public OfAJob {
  public:
@@ -127,9 +131,36 @@ class LinkVan : public Van, public OfAJob {
   // Before Van::Start.
   void Begin(bool is_scheduler) {
     token_ = NewToken();
+    may_follow_ = is_scheduler && atof(GetEnv("BYTEPS_SCHEDULER_RETURN_S", "0")) > 0;
     job_.Set(is_scheduler ? NewJob() : 0);
     inbox_.Open();
     peers_.Open();
+  }
+
+  // The membership tells of a node, perhaps again.
+  void Connect(const Node& node) final {
+    if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
+    Derived* const van = static_cast<Derived*>(this);
+    const int rank = Postoffice::IDtoRank(node.id);
+    if (AreServers(node.role)) {
+      if (DialsNeighbor(Postoffice::IDtoRank(my_id_), rank)) return van->Dial(node);
+      return peers_.Expect({TokenOf(node), Node::SERVER, rank}, node.id, van->LinkTo(node));
+    }
+    if (!ConnectsTo(my_role_, node.role)) {
+      // Only the scheduler gives names to who comes; to a server a worker says its own.
+      if (is_scheduler_ && node.role != Node::SCHEDULER) van->NamePeer(node);
+      return;
+    }
+    const bool again = node.role == Node::SCHEDULER && !peers_.Of(kScheduler).empty();
+    again ? van->LearnPairs(node) : van->Dial(node);
+  }
+
+  bool AreServers(uint8_t role) const { return my_role_ == Node::SERVER && role == Node::SERVER; }
+
+  // Whether who asks, and knows such a job, was in it before, and means its scheduler, whichever
+  // process that is now.  Then membership says whether this is one.
+  bool LooksForScheduler(uint64_t job, bool resumes) const {
+    return may_follow_ && job != 0 && !resumes;
   }
 
   // Never blocks.  Returns the bytes of the message's values, or -1 after Stop.
@@ -226,6 +257,7 @@ class LinkVan : public Van, public OfAJob {
   };
 
   uint64_t token_ = 0;
+  bool may_follow_ = false;  // this scheduler may go on with the job of one that died
   JobNumber job_;
   std::atomic<int> my_id_{Node::kEmpty};
   Peers peers_;

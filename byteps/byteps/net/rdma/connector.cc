@@ -131,9 +131,7 @@ rdma_conn_param Connector::Parameters(const std::string& data, uint32_t queue_pa
   parameters.qp_num = queue_pair;
   parameters.responder_resources = 1;
   parameters.initiator_depth = 1;
-  parameters.retry_count = 7;
-  parameters.rnr_retry_count = 7;
-  return parameters;
+  return parameters;  // how often to try again each side sets itself (Endpoint::Attach)
 }
 
 // --------------------------------------------------------------- the thread

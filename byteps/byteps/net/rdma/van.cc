@@ -73,8 +73,6 @@ void RdmaVan::Start(int customer_id, bool standalone) {
     BPS_LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
   ForgetEndpointCounters();
-  may_follow_ =
-      Postoffice::Get()->is_scheduler() && atof(GetEnv("BYTEPS_SCHEDULER_RETURN_S", "0")) > 0;
   Begin(Postoffice::Get()->is_scheduler());
   Van::Start(customer_id, false);
 }
@@ -125,26 +123,12 @@ std::shared_ptr<Endpoint> RdmaVan::NewEndpoint(Plane plane, int index, int peer_
   return std::make_shared<Endpoint>(this, plane, index, active, settings_, std::move(counters));
 }
 
-void RdmaVan::Connect(const Node& node) {
-  if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
-  const bool between_servers = my_role_ == Node::SERVER && node.role == Node::SERVER;
-  if (between_servers &&
-      !DialsNeighbor(Postoffice::IDtoRank(my_id_), Postoffice::IDtoRank(node.id))) {
-    return ExpectPeer(node);
-  }
-  if (!between_servers && !ConnectsTo(my_role_, node.role)) {
-    // Only the scheduler gives names to who comes; to a server a worker says its own.
-    if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
-    return;
-  }
-
-  if (node.role == Node::SCHEDULER && !peers_.Of(kScheduler).empty()) return LearnPairs(node);
-
+void RdmaVan::Dial(const Node& node) {
   auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
   int data = 0;
   // Servers send each other what has an order.
-  if (node.role != Node::SCHEDULER && !between_servers && settings_.data_plane) {
+  if (node.role != Node::SCHEDULER && !AreServers(node.role) && settings_.data_plane) {
     data = std::max(settings_.data_endpoints, LeastConnections(this->node().nics, node.nics));
   }
   for (int i = 0; i < data; ++i) {
@@ -185,9 +169,8 @@ void RdmaVan::NamePeer(const Node& node) {
   PutLoss(node.id, nullptr, {"its connection closed", true, false});
 }
 
-void RdmaVan::ExpectPeer(const Node& node) {
-  const PeerIdentity who{TokenOf(node), Node::SERVER, Postoffice::IDtoRank(node.id)};
-  peers_.Expect(who, node.id, NewEndpoint(Plane::kControl, 0, node.id, false));
+std::shared_ptr<Endpoint> RdmaVan::LinkTo(const Node& node) {
+  return NewEndpoint(Plane::kControl, 0, node.id, false);
 }
 
 int32_t RdmaVan::Rank(int peer) {
@@ -197,13 +180,8 @@ int32_t RdmaVan::Rank(int peer) {
   return id == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(id);
 }
 
-bool RdmaVan::LooksForScheduler(const rdma::ConnectRequest& request) const {
-  return may_follow_ && request.job != 0 && !request.resumes;
-}
-
-// Membership says whether this is the scheduler of that job.
 uint64_t RdmaVan::JobTold(const rdma::ConnectRequest& request) {
-  return LooksForScheduler(request) ? request.job : job_.get();
+  return LooksForScheduler(request.job, request.resumes) ? request.job : job_.get();
 }
 
 std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request,
@@ -214,7 +192,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   applicant.who = {request.sender, request.role, request.rank};
   applicant.job = request.job;
   // It says its rank alone.
-  const bool between_servers = my_role_ == Node::SERVER && request.role == Node::SERVER;
+  const bool between_servers = AreServers(request.role);
   if (request.rank >= 0 && request.rank < kMaxRank) {
     applicant.node_id = between_servers ? Postoffice::ServerRankToID(request.rank)
                                         : Postoffice::WorkerRankToID(request.rank);
@@ -222,7 +200,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   applicant.plane = static_cast<int>(plane);
   applicant.index = request.index;
   applicant.resumes = request.resumes;
-  applicant.returns = LooksForScheduler(request);
+  applicant.returns = LooksForScheduler(request.job, request.resumes);
   const uint64_t job = job_.get();
   const bool is_expected = between_servers && peers_.Expects(request.sender, applicant.node_id);
   refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job, is_expected);

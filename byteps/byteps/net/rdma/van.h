@@ -363,7 +363,6 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   // settings choose.
   // Returns the port, 0 on a worker.  Throws Error naming the address and the reason.
   int Bind(const Node& node, int max_retry) override;
-  void Connect(const Node& node) override;
 
  private:
   friend class LinkVan<RdmaVan, rdma::Endpoint>;
@@ -371,16 +370,15 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   // By LinkVan.
   void Transmit(const Message& msg);
   void OnLinkLost(int id, const LinkEnding& ending);
-
-  // Another server will connect, since its rank is lower.
-  void ExpectPeer(const Node& node);
+  void Dial(const Node& node);
+  std::shared_ptr<rdma::Endpoint> LinkTo(const Node& node);
+  void NamePeer(const Node& node);
+  void LearnPairs(const Node& scheduler);
 
   uint8_t Role() override { return my_role_; }
   int32_t Rank(int peer) override;
   uint64_t Job() override { return job_.get(); }
   uint64_t JobTold(const rdma::ConnectRequest& request) override;
-  // Whether who asks was in a job, and looks for its scheduler, whichever process that is.
-  bool LooksForScheduler(const rdma::ConnectRequest& request) const;
   std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,
                                             const std::string& address,
                                             rdma::Refusal* refusal) override;
@@ -395,13 +393,10 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
 
   std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
                                               bool active);
-  void NamePeer(const Node& node);
   // For each of so many endpoints to a node the pairs of NICs that it may take.
   std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
-  void LearnPairs(const Node& scheduler);
 
   rdma::Settings settings_;
-  bool may_follow_ = false;  // this scheduler may go on with the job of one that died
   std::unique_ptr<rdma::Connector> connector_;
 };
 

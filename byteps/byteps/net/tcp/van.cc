@@ -119,11 +119,6 @@ bool IsOnThisHost(const Node& node) {
   return false;
 }
 
-// It was in the job before, and whichever process is the scheduler now is meant.
-bool LooksForScheduler(const tcp::Hello& hello) {
-  return hello.job != 0 && hello.receiver == 0 && !hello.resumes;
-}
-
 // A quarter of the cores that each of this host's workers has: the others belong to
 // the framework, or to the server's additions.
 int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4, 1, kMaxThreads); }
@@ -150,8 +145,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   host_.challenge = [this](const tcp::Hello& hello) {
     tcp::Challenge challenge;
     challenge.job = job_.get();
-    // It asks for the scheduler of its job, and membership says whether this is one.
-    if (may_follow_ && LooksForScheduler(hello)) challenge.job = hello.job;
+    if (MeansScheduler(hello)) challenge.job = hello.job;
     if (MustWait(hello)) challenge.job = WithIncarnation(challenge.job, kNotTold);
     challenge.sender = token_;
     return challenge;
@@ -159,7 +153,6 @@ void TcpVan::Start(int customer_id, bool standalone) {
   host_.admit = [this](const tcp::StreamPtr& socket, const tcp::Hello& hello) {
     return Admit(socket, hello);
   };
-  may_follow_ = post->is_scheduler() && Seconds("BYTEPS_SCHEDULER_RETURN_S", 0) > 0;
   host_.done = [this](const tcp::Greeter* greeter) { pending_->Remove(greeter); };
   backs_up_ = GetEnv("BYTEPS_BACKUP_STATE", 0) > 0;
   start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
@@ -297,20 +290,7 @@ void TcpVan::LearnPairs(const Node& scheduler) {
   for (const auto& connection : peers_.Of(kScheduler)) connection->AddPairs(pairs[0]);
 }
 
-void TcpVan::Connect(const Node& node) {
-  if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
-  const bool between_servers = my_role_ == Node::SERVER && node.role == Node::SERVER;
-  const int my_rank = my_id_ == Node::kEmpty ? -1 : Postoffice::IDtoRank(my_id_);
-  if (between_servers && !DialsNeighbor(my_rank, Postoffice::IDtoRank(node.id))) {
-    return ExpectPeer(node);
-  }
-  if (!between_servers && !ConnectsTo(my_role_, node.role)) {
-    // Only the scheduler gives names to who comes; to a server a worker says its own.
-    if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
-    return;
-  }
-  if (node.role == Node::SCHEDULER && !peers_.Of(kScheduler).empty()) return LearnPairs(node);
-
+void TcpVan::Dial(const Node& node) {
   auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
   const int count = ConnectionsWith(node);
@@ -333,7 +313,8 @@ void TcpVan::Connect(const Node& node) {
   hello.receiver = TokenOf(node);
   hello.node_id = my_id_;
   hello.role = my_role_;
-  if (between_servers) hello.rank = my_rank;
+  const int my_rank = my_id_ == Node::kEmpty ? -1 : Postoffice::IDtoRank(my_id_);
+  if (AreServers(node.role)) hello.rank = my_rank;
   if (my_role_ == Node::WORKER) hello.rank = my_rank < 0 ? GetEnv("DMLC_WORKER_ID", -1) : my_rank;
   for (int i = 0; i < count; ++i) {
     hello.index = i;
@@ -349,15 +330,18 @@ void TcpVan::NamePeer(const Node& node) {
   }
 }
 
-void TcpVan::ExpectPeer(const Node& node) {
+ConnectionPtr TcpVan::LinkTo(const Node& node) {
   ConnectionPtr connection = NewConnection("");
   connection->set_peer(node.id);
-  const PeerIdentity who{TokenOf(node), Node::SERVER, Postoffice::IDtoRank(node.id)};
-  peers_.Expect(who, node.id, std::move(connection));
+  return connection;
+}
+
+bool TcpVan::MeansScheduler(const tcp::Hello& hello) const {
+  return hello.receiver == 0 && LooksForScheduler(hello.job, hello.resumes);
 }
 
 bool TcpVan::MustWait(const tcp::Hello& hello) {
-  if (!backs_up_ || my_role_ != Node::SERVER || hello.role != Node::SERVER) return false;
+  if (!backs_up_ || !AreServers(hello.role)) return false;
   // One that has been here, and was forgotten, is not meant any more.
   return !hello.resumes && !peers_.Expects(hello.sender, hello.node_id);
 }
@@ -372,7 +356,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
   applicant.plane = kPlane;
   applicant.index = hello.index;
   applicant.resumes = hello.resumes;
-  applicant.returns = may_follow_ && LooksForScheduler(hello);
+  applicant.returns = MeansScheduler(hello);
   const bool is_expected = peers_.Expects(hello.sender, hello.node_id);
   const std::string refusal = ReasonToRefuse(applicant, my_role_, token_, job_.get(), is_expected);
   if (!refusal.empty()) return refusal;

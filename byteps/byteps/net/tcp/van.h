@@ -106,7 +106,6 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   // Listens, but on a worker.  Returns the port, 0 on a worker.  Throws Error naming the
   // address and the reason.
   int Bind(const Node& node, int max_retry) override;
-  void Connect(const Node& node) override;
 
  private:
   friend class LinkVan<TcpVan, tcp::Connection>;
@@ -114,6 +113,10 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   // By LinkVan.
   void Transmit(const Message& msg);
   void OnLinkLost(int id, const LinkEnding& ending);
+  void Dial(const Node& node);
+  tcp::ConnectionPtr LinkTo(const Node& node);
+  void NamePeer(const Node& node);
+  void LearnPairs(const Node& scheduler);
 
   // In poller threads.
   std::string OnChallenge(const tcp::ConnectionPtr& connection,
@@ -130,17 +133,13 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   int ConnectionsWith(const Node& node);
   // Between which NICs each of them goes.
   std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
-  // The scheduler has told of its NICs.
-  void LearnPairs(const Node& scheduler);
   // At each of these addresses that nobody listens at yet, and at the first one at least.
   void ListenAt(const std::vector<Address>& addresses, int* port);
   // Over the NIC with this address; empty: it is not known.
   tcp::ConnectionPtr NewConnection(const std::string& address);
   // Pollers run next to the NICs of this node.
   void PlacePollers(const Node& self);
-  void NamePeer(const Node& node);
-  // On a server: another one will connect.
-  void ExpectPeer(const Node& node);
+  bool MeansScheduler(const tcp::Hello& hello) const;
   // Whether a peer that connects, and says this, has to come again: the scheduler's word on it is
   // in flight.
   bool MustWait(const tcp::Hello& hello);
@@ -149,7 +148,6 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   tcp::Greeter::Host host_;
   double start_timeout_s_ = 0;
   bool backs_up_ = false;           // servers keep each other's state
-  bool may_follow_ = false;         // a scheduler that goes on with the job of another one
   int connections_per_server_ = 0;  // 0: as many as the link wants
   std::unique_ptr<tcp::Pollers> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;
