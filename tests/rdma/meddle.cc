@@ -4,6 +4,7 @@
 //   MEDDLE_JOB=N        those to servers claim job N
 //   MEDDLE_RANK=N       those to servers claim rank N
 //   MEDDLE_CLAIM=BYTES  every value that is requested to be sent claims this size
+//   MEDDLE_TAKE=1       every value goes, as it says, to a place that the peer has offered
 //   MEDDLE_BREAK=FILE   whenever FILE is there, the queue pairs of the plane that its text names
 //                       ("data" or "control") fail, as they do when a NIC gives up on a peer,
 //                       and FILE is removed
@@ -136,10 +137,17 @@ int PostSend(ibv_qp* qp, ibv_send_wr* request, ibv_send_wr** bad) {
   ps::rdma::FrameHeader header;
   if (request->opcode == IBV_WR_SEND && header.Decode(frame, request->sg_list->length) &&
       header.type == ps::rdma::kRts && header.values > 0) {
-    const uint64_t claim = std::stoull(getenv("MEDDLE_CLAIM"));
-    std::string size;
-    ps::ByteWriter(&size).Int(claim);
-    memcpy(frame + ps::rdma::kFrameHeaderBytes, size.data(), size.size());
+    if (const char* claim = getenv("MEDDLE_CLAIM")) {
+      std::string size;
+      ps::ByteWriter(&size).Int<uint64_t>(std::stoull(claim));
+      memcpy(frame + ps::rdma::kFrameHeaderBytes, size.data(), size.size());
+    }
+    if (getenv("MEDDLE_TAKE") != nullptr) {
+      header.has_offer = false;
+      header.takes_offer = true;
+      const std::string changed = header.Encode();
+      memcpy(frame, changed.data(), changed.size());
+    }
   }
   return next_post_send(qp, request, bad);
 }
@@ -153,7 +161,8 @@ extern "C" ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
     std::lock_guard<std::mutex> lock(seen().mu);
     seen().by_number[made->qp_num] = {made, ""};
     auto& post_send = made->context->ops.post_send;
-    if (getenv("MEDDLE_CLAIM") != nullptr && post_send != PostSend) {
+    const bool lies = getenv("MEDDLE_CLAIM") != nullptr || getenv("MEDDLE_TAKE") != nullptr;
+    if (lies && post_send != PostSend) {
       next_post_send = post_send;
       post_send = PostSend;
     }

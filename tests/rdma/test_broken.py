@@ -172,7 +172,7 @@ def test_another_version_is_refused(make_breakable: Make, version: int) -> None:
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only", env={"MEDDLE_VERSION": str(version)})
     wait_all([worker], END_S)
-    demand_error(worker, rf"version {version}\b", r"version 7\b")
+    demand_error(worker, rf"version {version}\b", r"version 8\b")
     assert re.search(rf"version {version}\b", cluster.scheduler.text), cluster.scheduler.text
 
 
@@ -236,6 +236,15 @@ def test_impossible_claim_is_refused(make_breakable: Make) -> None:
     worker = cluster.start_worker(0, "failures:loop", env={"MEDDLE_CLAIM": str(8 << 40)})
     wait_all(cluster.everyone(), END_S)
     demand_error(worker, r"worker 0 was lost to server 0\b.*data plane", r"the size of a value")
+
+
+def test_place_that_was_not_offered_is_refused(make_breakable: Make) -> None:
+    partition = {"BYTEPS_PARTITION_BYTES": "65536"}  # too large for a frame
+    cluster = make_breakable(workers=1, servers=1, env=partition)
+    cluster.start_nodes()
+    worker = cluster.start_worker(0, "failures:loop", env={"MEDDLE_TAKE": "1"})
+    wait_all(cluster.everyone(), END_S)
+    demand_error(worker, r"worker 0 was lost to server 0\b.*data plane", r"was not offered")
 
 
 @pytest.mark.parametrize("limit_bytes", [16 << 10, 4 << 20], ids=["16K", "4M"])

@@ -49,6 +49,10 @@ struct Message : MessageHead {
   // there was more than one piece of them, which no request or answer has.
   uint64_t sent_bytes = 0;
   static constexpr uint64_t kInPieces = UINT64_MAX;
+  // Of a request: where the answer's values belong, so many bytes; null: nobody knows yet.  A
+  // transport may tell the server, which then need not ask.  It is for memory as for PlaceFor's.
+  char* place = nullptr;
+  uint64_t place_bytes = 0;
 
   void SetValues(SharedBytes bytes) {
     sent_bytes = bytes.size();

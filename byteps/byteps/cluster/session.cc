@@ -294,6 +294,9 @@ ps::Message ToPs(const Message& message) {
                  [owner = message.values.owner()](char*) {});
     msg.AddData(values);
   }
+  if (message.place != nullptr) {
+    msg.answer.reset(message.place, message.place_bytes, [](char*) {});
+  }
   return msg;
 }
 

@@ -109,6 +109,8 @@ class Pusher {
   void PrepareFromDevice(Task task, int track);
   void StartCopy(Task task, int track);
   void Send(const Task& task, int track);
+  // Whether its server may be told where its sums belong before they come.
+  bool OffersPlaces(const Operation& operation) const;
   // `goes`: if not, it is remembered and not sent.  Returns why it could not be sent.
   std::string SendNow(const Task& task, int track, bool goes);
   void Fail(const Task& task, const std::string& error);

@@ -36,6 +36,24 @@ std::vector<Task> TasksOf(const OperationPtr& operation) {
   return tasks;
 }
 
+// While it lives, what is told of the output's memory is told before that is abandoned.
+class Writing {
+ public:
+  // Null: nothing is told.
+  explicit Writing(Operation* operation)
+      : operation_(operation != nullptr && operation->BeginWriting() ? operation : nullptr) {}
+  ~Writing() {
+    if (operation_ != nullptr) operation_->EndWriting();
+  }
+  Writing(const Writing&) = delete;
+  Writing& operator=(const Writing&) = delete;
+
+  explicit operator bool() const { return operation_ != nullptr; }
+
+ private:
+  Operation* const operation_;
+};
+
 void MarkReady(const OperationPtr& operation) {
   const int64_t now = SteadyNs();
   for (PartitionTimes& times : operation->times) times.ready = now;
@@ -175,6 +193,12 @@ void Pusher::Send(const Task& task, int track) {
   if (!error.empty()) context_->operations.Fail(task.operation, error);
 }
 
+bool Pusher::OffersPlaces(const Operation& operation) const {
+  // What is kept must not be the caller's memory (Puller::PlaceFor).  A GPU's pinned memory is
+  // taken when the sum comes: there may be less than is awaited.
+  return context_->channel->RegistersMemory() && !context_->loss.keeps && !operation.output_on_gpu();
+}
+
 std::string Pusher::SendNow(const Task& task, int track, bool goes) {
   const Operation& operation = *task.operation;
   PartitionTimes* const times = task.times();
@@ -195,6 +219,11 @@ std::string Pusher::SendNow(const Task& task, int track, bool goes) {
   if (times != nullptr && times->copied == 0) times->copied = now;
   Message message = context_->MakeRequestMessage(  // may throw, and nothing after it
       Request{task.operation, task.index, task.server, now, nullptr});
+  const Writing writing(OffersPlaces(operation) ? task.operation.get() : nullptr);
+  if (writing) {
+    message.place = operation.Target(task.index);
+    message.place_bytes = operation.Wanted(task.index).bytes;
+  }
   // Until the transport has sent the values, they hold their place in the window, and `task`
   // holds the operation and the pinned memory.
   if (task.bytes > 0) {

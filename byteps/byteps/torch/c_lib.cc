@@ -197,6 +197,7 @@ py::list Endpoints() {
     endpoint["bytes_received"] = e.bytes_received;
     endpoint["values_in_place"] = e.values_in_place;
     endpoint["bytes_in_place"] = e.bytes_in_place;
+    endpoint["values_offered"] = e.values_offered;
     endpoint["values_in_pool"] = e.values_in_pool;
     endpoint["bytes_in_pool"] = e.bytes_in_pool;
     endpoint["values_in_frames"] = e.values_in_frames;

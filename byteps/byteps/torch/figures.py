@@ -40,6 +40,8 @@ class Endpoint(TypedDict):
     values_in_place: int
     bytes_in_place: int
     """Of the values received, those that the device wrote into the tensor, or its pinned buffer."""
+    values_offered: int
+    """Of these, the ones whose place the sender knew from the request, and did not ask for."""
     values_in_pool: int
     bytes_in_pool: int
     """Those that it wrote into memory of the transport's, from which they were copied."""

@@ -26,7 +26,13 @@ SharedBytes Text(const std::string& text) {
 TEST(PsMessage, ARequestComesAsItWasSent) {
   Message request = MakeRequest(kPushPull, 3, 0x1234'5678'0000'0007, 99, "header");
   request.SetValues(Text("values"));
+  EXPECT_TRUE(ToPs(request).answer.empty());
+  char place[5];
+  request.place = place;
+  request.place_bytes = sizeof(place);
   ps::Message carried = ToPs(request);
+  EXPECT_EQ(carried.answer.data(), place);
+  EXPECT_EQ(carried.answer.size(), sizeof(place));
   EXPECT_EQ(carried.meta.recver, ServerId(3));
   EXPECT_EQ(carried.data.at(0).data(), request.values.data()) << "the values were copied";
   EXPECT_FALSE(carried.meta.simple_app);

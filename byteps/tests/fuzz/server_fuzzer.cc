@@ -107,6 +107,7 @@ extern "C" int Fuzz_rdma(const uint8_t* data, size_t size) {
   Try<ps::rdma::Refusal>(bytes);
   Try<ps::rdma::FrameHeader>(bytes);
   Try<ps::rdma::Target>(bytes);
+  Try<ps::rdma::Offer>(bytes);
   Try<ps::rdma::Resume>(bytes);
   return 0;
 }

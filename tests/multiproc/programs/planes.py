@@ -18,7 +18,7 @@ from tests.multiproc.programs.job import Job
 Endpoint = dict[str, Any]
 COUNTED = (
     *("messages_sent", "bytes_sent", "messages_received", "bytes_received"),
-    *("values_in_place", "values_in_pool", "values_in_frames"),
+    *("values_in_place", "values_offered", "values_in_pool", "values_in_frames"),
 )
 
 
@@ -123,6 +123,7 @@ def apart(job: Job) -> None:
             assert messages >= rounds * partitions, moved
     with job.check("no value was copied: the device wrote each into the tensor"):
         assert total(moved, data, "values_in_place") == rounds * partitions, moved
+        assert total(moved, data, "values_offered") == rounds * partitions, moved
         assert total(moved, data, "values_in_pool") == 0, moved
         assert total(moved, data, "values_in_frames") == 0, moved
     if planes:

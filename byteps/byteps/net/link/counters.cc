@@ -42,8 +42,8 @@ std::vector<EndpointReading> ReadEndpointCounters() {
   for (const auto& e : *endpoints) {
     readings.push_back({NameOf(e->peer), e->plane, e->index, e->messages_sent, e->bytes_sent,
                         e->messages_received, e->bytes_received, e->values_in_place,
-                        e->bytes_in_place, e->values_in_pool, e->bytes_in_pool, e->values_in_frames,
-                        e->bytes_in_frames, e->send_completions});
+                        e->bytes_in_place, e->values_offered, e->values_in_pool, e->bytes_in_pool,
+                        e->values_in_frames, e->bytes_in_frames, e->send_completions});
   }
   return readings;
 }

@@ -29,6 +29,7 @@ struct EndpointCounters {
   std::atomic<uint64_t> bytes_received{0};
   std::atomic<uint64_t> values_in_place{0};
   std::atomic<uint64_t> bytes_in_place{0};
+  std::atomic<uint64_t> values_offered{0};  // of those in place: the sender did not have to ask
   std::atomic<uint64_t> values_in_pool{0};
   std::atomic<uint64_t> bytes_in_pool{0};
   std::atomic<uint64_t> values_in_frames{0};
@@ -46,6 +47,7 @@ struct EndpointReading {
   uint64_t bytes_received = 0;
   uint64_t values_in_place = 0;
   uint64_t bytes_in_place = 0;
+  uint64_t values_offered = 0;
   uint64_t values_in_pool = 0;
   uint64_t bytes_in_pool = 0;
   uint64_t values_in_frames = 0;

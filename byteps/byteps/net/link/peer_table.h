@@ -245,11 +245,22 @@ class PeerTable {
   // For the next message; null when there is none.  A peer without links of this plane has all by
   // plane 0.
   LinkPtr Choose(int id, int plane) {
+    return Choose(id, plane, [](Link&) { return false; });
+  }
+  // Where there are several, the first that `is_meant(link)` says yes to.
+  template <typename IsMeant>
+  LinkPtr Choose(int id, int plane, const IsMeant& is_meant) {
     MutexLock lock(&mu_);
     const auto it = by_id_.find(id);
     if (it == by_id_.end()) return nullptr;
     const Peer& peer = *it->second;
-    return BestOf(peer.links[plane].empty() ? peer.links[0] : peer.links[plane]);
+    const Links& links = peer.links[plane].empty() ? peer.links[0] : peer.links[plane];
+    if (links.size() > 1) {
+      for (const LinkPtr& link : links) {
+        if (link && is_meant(*link)) return link;
+      }
+    }
+    return BestOf(links);
   }
 
   Links Of(int id) {

@@ -123,7 +123,10 @@ void Endpoint::Pump(Turn* turn) {
   // all values that wait would let the other direction run dry.
   while (inbox_.any_to_tell() && CanSend()) SendCts(turn);
   while (CanSend() && MayWrite()) WriteNext(turn);
-  while (outbox_.has_next() && CanSend()) SendNext(turn);
+  while (outbox_.has_next() && CanSend()) {
+    SendNext(turn);
+    while (CanSend() && MayWrite()) WriteNext(turn);  // to an offered place
+  }
   if (goodbye_.wanted && !goodbye_.sent && outbox_.empty() && CanSend()) {
     goodbye_.sent = true;
     connection_->sends.SignalAll();  // it may be closed when the last is over
@@ -138,26 +141,50 @@ void Endpoint::Pump(Turn* turn) {
 
 void Endpoint::SendNext(Turn* turn) {
   OutgoingPtr message = outbox_.TakeNext();
+  Offer taken;
   FrameHeader header;
   header.type = message->in_region ? kRts : kMessage;
-  if (message->in_region) header.id = outbox_.NewId();
+  header.takes_offer = TakeOffer(*message, &taken);
+  if (message->in_region) header.id = header.takes_offer ? taken.target.cookie : outbox_.NewId();
   header.values = static_cast<uint8_t>(message->sizes.size());
   header.meta_bytes = static_cast<uint32_t>(message->meta.size());
   header.meta_in_region = message->meta_in_region;
   std::string sizes;
   ByteWriter out(&sizes);
   for (const uint64_t size : message->sizes) out.Int(size);
+  if (message->place.begin != nullptr) {
+    header.has_offer = true;
+    const uint32_t rkey = message->place.region->rkey(*connection_->device);
+    sizes += inbox_.MakeOffer(message->exchange, message->place, rkey).Encode();
+  }
   if (!SendFrame(header, sizes, message.get(), turn)) {
     if (state_ == State::kClosed) {
       turn->done.push_back(std::move(message));
     } else {
       outbox_.PutBack(std::move(message));
     }
+    return;
+  }
+  message->place = {};  // told, or not to be
+  if (header.takes_offer) {
+    outbox_.WriteTo(taken.target, std::move(message));
   } else if (message->in_region) {
     outbox_.Asked(header.id, std::move(message));
   } else {
     Sent(std::move(message));
   }
+}
+
+bool Endpoint::TakeOffer(const Outgoing& message, Offer* offer) {
+  // Each answer uses its offer up.
+  if (!message.is_answer || !outbox_.TakeOffer(message.exchange, offer)) return false;
+  return message.in_region && !message.meta_in_region && message.sizes.size() == 1 &&
+         message.value_bytes == offer->bytes;
+}
+
+bool Endpoint::HasOffer(const Exchange& exchange) {
+  MutexLock lock(&mu_);
+  return state_ == State::kOpen && outbox_.HasOffer(exchange);
 }
 
 void Endpoint::Sent(OutgoingPtr message) {

@@ -149,6 +149,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // Sends `message` when it can.  Drops it once closed.
   void Send(OutgoingPtr message);
+  // Whether the peer has offered a place for this answer on the connection that there is.
+  bool HasOffer(const Exchange& exchange);
   // Tells the peer that nothing more will come, after all that was sent.
   void SayGoodbye();
   // The same, and closes when the peer has received it all.
@@ -163,7 +165,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // Values in flight into these bytes are received elsewhere, and their message is
   // dropped.  Waits until `deadline` for those that the peer is writing there, and then
-  // breaks the endpoint: when this has returned, nothing is written there any more.  Must
+  // breaks the endpoint; at once if they were offered to it: who knows when it would write.  When
+  // this has returned, nothing is written there any more.  Must
   // not be called with a lock held that PlaceFor takes, nor by PlaceFor.
   void Abandon(const void* begin, size_t bytes, Clock::time_point deadline);
 
@@ -275,6 +278,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void SendResume(Turn* turn) PS_REQUIRES(mu_);
   void SendCts(Turn* turn) PS_REQUIRES(mu_);
   void SendNext(Turn* turn) PS_REQUIRES(mu_);
+  // Where this answer goes without being asked for.
+  bool TakeOffer(const Outgoing& message, Offer* offer) PS_REQUIRES(mu_);
   void WriteNext(Turn* turn) PS_REQUIRES(mu_);
   bool PostSend(ibv_send_wr* request, const PostedSends::Request& what, Turn* turn)
       PS_REQUIRES(mu_);

@@ -177,12 +177,15 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
 
 void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t bytes,
                            Turn* turn) {
-  if (peer() == Node::kEmpty && (header.meta_bytes > kStrangersMetaBytes || header.values > 0)) {
+  if (peer() == Node::kEmpty &&
+      (header.meta_bytes > kStrangersMetaBytes || header.values > 0 || header.has_offer)) {
     throw Error("it sent values, or a long message, before it was a member of the job");
   }
   const uint32_t meta_here = header.meta_in_region ? 0 : header.meta_bytes;
   const uint32_t sizes_bytes = header.values * sizeof(uint64_t);
-  if (bytes < sizes_bytes || bytes - sizes_bytes < meta_here) BadFrame("its length");
+  const uint32_t offer_bytes = header.has_offer ? kOfferBytes : 0;
+  const uint32_t head_bytes = sizes_bytes + offer_bytes;
+  if (bytes < head_bytes || bytes - head_bytes < meta_here) BadFrame("its length");
   std::vector<uint64_t> sizes(header.values);
   ByteReader in(body, sizes_bytes);
   uint64_t total = 0;
@@ -193,11 +196,19 @@ void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t
   }
   if (total > kMaxValueBytes) BadFrame("the size of its values");
   body += sizes_bytes;
-  bytes -= sizes_bytes + meta_here;
+  Offer offer;
+  if (header.has_offer && !offer.Decode(body, kOfferBytes)) BadFrame("an offer");
+  body += offer_bytes;
+  bytes -= head_bytes + meta_here;
   Received parts;
   parts.bytes = header.meta_bytes + total;
   if (!header.meta_in_region) ReadMeta(body, meta_here, peer(), &parts.msg.meta);
   body += meta_here;
+  if (header.has_offer) {
+    const Meta& meta = parts.msg.meta;
+    if (header.meta_in_region || !meta.request) BadFrame("an offer that no request makes");
+    outbox_.Keep(ExchangeOf(meta), offer);
+  }
   if (header.type == kMessage) {
     if (bytes != total) BadFrame("the length of its values");
     SArray<char> values;
@@ -217,7 +228,11 @@ void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t
   incoming.value_bytes = total;
   incoming.meta_in_region = header.meta_in_region ? header.meta_bytes : 0;
   if (incoming.bytes() == 0) BadFrame("it requests to send nothing");
-  inbox_.Wait(std::move(incoming));
+  if (!header.takes_offer) return inbox_.Wait(std::move(incoming));
+  const Exchange exchange = ExchangeOf(incoming.parts.msg.meta);
+  if (!inbox_.BeginOffered(exchange, header.id, std::move(incoming))) {
+    BadFrame("an answer to a place that was not offered");
+  }
 }
 
 void Endpoint::ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) {
@@ -238,6 +253,7 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
   if (incoming.memory.region) {
     counters_->values_in_place += incoming.sizes.size();
     counters_->bytes_in_place += incoming.value_bytes;
+    if (incoming.was_offered) ++counters_->values_offered;
   } else {
     counters_->values_in_pool += incoming.sizes.size();
     counters_->bytes_in_pool += incoming.value_bytes;
@@ -253,6 +269,7 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
 void Endpoint::Deliver(Received parts, Turn* turn) {
   ++counters_->messages_received;
   counters_->bytes_received += parts.bytes;
+  if (!parts.msg.meta.request) inbox_.EndOffer(ExchangeOf(parts.msg.meta));
   turn->received.push_back(std::move(parts));
 }
 
@@ -398,6 +415,7 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   MutexLock place_lock(&place_mu_);
   MutexLock lock(&mu_);
   place_lock.Unlock();  // a thread that asks from now on knows that they are given up
+  outbox_.Withdraw(first, bytes);
   const bool moved = inbox_.Abandon(first, bytes);
   if (moved) {
     lock.Unlock();
@@ -407,10 +425,12 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   const auto done = [&]() PS_REQUIRES(mu_) {
     return !inbox_.IsWrittenTo(first, bytes) || Finished();
   };
-  if (Await(deadline, done)) return;
+  const bool is_offered = inbox_.IsOffered(first, bytes);
+  if (!is_offered && Await(deadline, done)) return;
   Turn turn;
-  BreakOff("a value in flight to memory that was given up did not come in time", LinkFault::kBroken,
-           &turn);
+  BreakOff(is_offered ? "memory was given up that had been offered for an answer"
+                      : "a value in flight to memory that was given up did not come in time",
+           LinkFault::kBroken, &turn);
   lock.Unlock();
   Finish(&turn);
   lock.Lock();

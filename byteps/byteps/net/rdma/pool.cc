@@ -222,7 +222,7 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
                 ", is larger than any that a peer takes: " + std::to_string(kMaxValueBytes) +
                 " bytes in " + std::to_string(kMaxValues) + " values");
   }
-  const uint64_t head = kFrameHeaderBytes + out->values.size() * sizeof(uint64_t);
+  const uint64_t head = kFrameHeaderBytes + out->values.size() * sizeof(uint64_t) + kOfferBytes;
   const bool small = out->value_bytes <= inline_bytes;
   if (small && head + out->meta.size() + out->value_bytes <= slot_bytes) return out;
   out->in_region = true;

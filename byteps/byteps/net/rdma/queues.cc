@@ -14,6 +14,8 @@ namespace {
 // More save hardly anything, and keep more of the queue from being used again.
 constexpr uint32_t kEvery = 16;
 constexpr uint32_t kPartsOfDepth = 4;
+// Of offers that are kept.  What is not kept is asked for as if it had not been offered.
+constexpr size_t kMostOffers = 65536;
 
 }  // namespace
 
@@ -96,12 +98,34 @@ OutgoingPtr Outbox::TakeNext() {
 bool Outbox::Answered(uint32_t id, const Target& target) {
   const auto it = asked_.find(id);
   if (it == asked_.end()) return false;
-  it->second->remote_address = target.address;
-  it->second->remote_key = target.rkey;
-  it->second->cookie = target.cookie;
-  writes_.push_back(std::move(it->second));
+  WriteTo(target, std::move(it->second));
   asked_.erase(it);
   return true;
+}
+
+void Outbox::WriteTo(const Target& target, OutgoingPtr message) {
+  message->remote_address = target.address;
+  message->remote_key = target.rkey;
+  message->cookie = target.cookie;
+  writes_.push_back(std::move(message));
+}
+
+void Outbox::Keep(const Exchange& exchange, const Offer& offer) {
+  if (offers_.size() < kMostOffers) offers_[exchange] = offer;
+}
+
+bool Outbox::TakeOffer(const Exchange& exchange, Offer* offer) {
+  const auto it = offers_.find(exchange);
+  if (it == offers_.end()) return false;
+  *offer = it->second;
+  offers_.erase(it);
+  return true;
+}
+
+void Outbox::Withdraw(const char* begin, uint64_t bytes) {
+  for (auto& message : waiting_) {
+    if (message->place.Overlaps(begin, bytes)) message->place = {};
+  }
 }
 
 OutgoingPtr Outbox::TakeWritten() {
@@ -118,6 +142,7 @@ void Outbox::Sent(OutgoingPtr message) {
 }
 
 void Outbox::Interrupt() {
+  offers_.clear();  // the peer forgets them, too
   begun_again_ += asked_.size() + writes_.size();
   for (auto it = asked_.rbegin(); it != asked_.rend(); ++it) {
     waiting_.push_front(std::move(it->second));
@@ -203,10 +228,43 @@ bool Inbox::Take(uint32_t cookie, Incoming* incoming) {
   return true;
 }
 
+Offer Inbox::MakeOffer(const Exchange& exchange, const Place& place, uint32_t rkey) {
+  const auto [it, is_new] = offered_.emplace(exchange, Offered{++last_cookie_, rkey, place, false});
+  BPS_INVARIANT("a place is offered once", is_new,
+                std::to_string(place.bytes) + " bytes, as cookie " + std::to_string(last_cookie_));
+  return {{reinterpret_cast<uintptr_t>(place.begin), rkey, it->second.cookie}, place.bytes};
+}
+
+bool Inbox::BeginOffered(const Exchange& exchange, uint32_t cookie, Incoming incoming) {
+  const auto it = offered_.find(exchange);
+  if (it == offered_.end() || it->second.cookie != cookie) return false;
+  const Place& place = it->second.place;
+  if (incoming.sizes.size() != 1 || incoming.bytes() != place.bytes) return false;
+  incoming.asked = incoming.is_cleared = incoming.was_offered = true;
+  incoming.drop = it->second.drop;
+  incoming.place = incoming.drop ? nullptr : place.begin;
+  incoming.memory.bytes.reset(place.begin, place.bytes, [](char*) {});
+  incoming.memory.rkey = it->second.rkey;
+  incoming.memory.region = place.region;
+  bytes_ += incoming.bytes();
+  receiving_[cookie] = std::move(incoming);
+  offered_.erase(it);
+  return true;
+}
+
+bool Inbox::IsOffered(const char* begin, uint64_t bytes) const {
+  return std::any_of(offered_.begin(), offered_.end(), [&](const auto& entry) {
+    return entry.second.place.Overlaps(begin, bytes);
+  });
+}
+
 bool Inbox::Abandon(const char* begin, uint64_t bytes) {
   const auto is_meant = [&](const Incoming& incoming) {
     return incoming.place != nullptr && Overlap(incoming.place, incoming.value_bytes, begin, bytes);
   };
+  for (auto& entry : offered_) {
+    if (entry.second.place.Overlaps(begin, bytes)) entry.second.drop = true;
+  }
   for (Incoming& incoming : waiting_) {
     if (!is_meant(incoming)) continue;
     incoming.place = nullptr;
@@ -237,6 +295,7 @@ bool Inbox::Abandon(const char* begin, uint64_t bytes) {
 }
 
 bool Inbox::IsWrittenTo(const char* begin, uint64_t bytes) const {
+  if (IsOffered(begin, bytes)) return true;
   return std::any_of(receiving_.begin(), receiving_.end(), [&](const auto& entry) {
     const Memory& memory = entry.second.memory;
     return memory.region && Overlap(memory.bytes.data(), memory.bytes.size(), begin, bytes);
@@ -245,6 +304,7 @@ bool Inbox::IsWrittenTo(const char* begin, uint64_t bytes) const {
 
 void Inbox::Forget() {
   receiving_.clear();
+  offered_.clear();
   bytes_ = 0;
   waiting_.clear();
   to_tell_.clear();

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -127,6 +128,22 @@ class PostedSends {
 
 class Region;
 
+// By which an answer and its request name each other: the op, the key and the number.
+using Exchange = std::tuple<int, uint64_t, uint64_t>;
+
+inline Exchange ExchangeOf(const Meta& meta) { return {meta.head, meta.key, meta.addr}; }
+
+// Memory of this process, registered, in which a value belongs.
+struct Place {
+  char* begin = nullptr;  // null: there is none
+  uint64_t bytes = 0;
+  std::shared_ptr<Region> region;
+
+  bool Overlaps(const char* other, uint64_t other_bytes) const {
+    return begin != nullptr && begin < other + other_bytes && other < begin + bytes;
+  }
+};
+
 // A packed message, with its values where the device can read them.
 struct Outgoing {
   std::string meta;
@@ -134,6 +151,9 @@ struct Outgoing {
   std::vector<uint64_t> sizes;  // of the values, also when they have been copied
   uint64_t value_bytes = 0;
   uint64_t key = 0;  // for errors
+  Exchange exchange;
+  bool is_answer = false;
+  Place place;  // of a request: for its answer, until the receiver has been told
 
   // Sent by rendezvous, from this memory.  A meta that no slot can hold is in front.
   bool in_region = false;
@@ -176,10 +196,21 @@ class Outbox {
   void Asked(uint32_t id, OutgoingPtr message) { asked_[id] = std::move(message); }
   // And has answered.  False: it was not asked.
   bool Answered(uint32_t id, const Target& target);
+  // Or had offered this place before.
+  void WriteTo(const Target& target, OutgoingPtr message);
   // The one to be written, or null.
   Outgoing* writing() { return writes_.empty() ? nullptr : writes_.front().get(); }
   const Outgoing* writing() const { return writes_.empty() ? nullptr : writes_.front().get(); }
   OutgoingPtr TakeWritten();
+
+  // ----- places that the receiver has offered for answers
+
+  void Keep(const Exchange& exchange, const Offer& offer);
+  // Once for each.  False: there is none.
+  bool TakeOffer(const Exchange& exchange, Offer* offer);
+  bool HasOffer(const Exchange& exchange) const { return offers_.count(exchange) > 0; }
+  // Messages that wait offer none of these bytes.
+  void Withdraw(const char* begin, uint64_t bytes);
 
   // ----- messages whose last request the device has
 
@@ -218,6 +249,7 @@ class Outbox {
   std::deque<OutgoingPtr> waiting_;
   std::map<uint32_t, OutgoingPtr> asked_;  // by id
   std::deque<OutgoingPtr> writes_;         // the receiver has said where to
+  std::map<Exchange, Offer> offers_;
   // Whose request the device has, or has given back without a word of the other end's.
   ReplayLog<OutgoingPtr> log_;
   uint32_t last_id_ = 0;
@@ -257,6 +289,7 @@ struct Incoming {
   bool drop = false;            // it was abandoned
   Memory memory;
   bool is_cleared = false;  // the peer has been told where to write
+  bool was_offered = false;  // before it asked
 
   uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }
 };
@@ -290,6 +323,16 @@ class Inbox {
   // All of it is there.  False: its sender was not told to write.
   bool Take(uint32_t cookie, Incoming* incoming);
 
+  // ----- places for answers
+
+  // What the peer is told of the place; `rkey` is the device's for it.
+  Offer MakeOffer(const Exchange& exchange, const Place& place, uint32_t rkey);
+  // The peer writes an answer there, from now on.  False: it was not offered, or for another size.
+  bool BeginOffered(const Exchange& exchange, uint32_t cookie, Incoming incoming);
+  // The answer has come, this way or another.
+  void EndOffer(const Exchange& exchange) { offered_.erase(exchange); }
+  bool IsOffered(const char* begin, uint64_t bytes) const;
+
   // ----- memory that is given up
 
   // Values for it go elsewhere, and their messages are dropped.  Returns whether some wait for
@@ -310,6 +353,13 @@ class Inbox {
   std::deque<uint32_t> to_tell_;                      // cookies
   std::unordered_map<uint32_t, Incoming> receiving_;  // by cookie
   uint64_t bytes_ = 0;                                // of these
+  struct Offered {
+    uint32_t cookie = 0;
+    uint32_t rkey = 0;
+    Place place;
+    bool drop = false;  // it was abandoned
+  };
+  std::map<Exchange, Offered> offered_;
   uint32_t last_cookie_ = 0;
 };
 

@@ -302,7 +302,11 @@ using rdma::Plane;
 void RdmaVan::Transmit(const Message& msg) {
   const Plane plane = IsValidPushpull(msg) ? Plane::kData : Plane::kControl;
   const int peer = msg.meta.recver;
-  const auto endpoint = peers_.Choose(peer, static_cast<int>(plane));
+  const auto exchange = rdma::ExchangeOf(msg.meta);
+  const bool is_answer = msg.meta.control.empty() && !msg.meta.request;
+  const auto endpoint = peers_.Choose(peer, static_cast<int>(plane), [&](Endpoint& one) {
+    return is_answer && one.HasOffer(exchange);
+  });
   if (!endpoint) {
     // The membership, which watches the peers, tells the threads that wait for it.
     PS_VLOG(1) << "no connection to node " << peer << "; dropped " << msg.DebugString();
@@ -310,14 +314,26 @@ void RdmaVan::Transmit(const Message& msg) {
   }
   try {
     const auto transport = connector_->transport();
-    endpoint->Send(rdma::MakeOutgoing(EncodeMeta(msg.meta), msg.data, msg.meta.key,
+    auto message = rdma::MakeOutgoing(EncodeMeta(msg.meta), msg.data, msg.meta.key,
                                       settings_.inline_bytes, settings_.slot_bytes(),
-                                      transport->devices, transport->pool.get()));
+                                      transport->devices, transport->pool.get());
+    message->exchange = exchange;
+    message->is_answer = is_answer;
+    message->place = PlaceOf(msg.answer, *transport);
+    endpoint->Send(std::move(message));
   } catch (const Error& e) {
     char key[32];
     snprintf(key, sizeof(key), "key 0x%llx: ", static_cast<unsigned long long>(msg.meta.key));
     endpoint->Fail((plane == Plane::kData ? key : "") + std::string(e.what()));
   }
+}
+
+rdma::Place RdmaVan::PlaceOf(const SArray<char>& answer, const rdma::Transport& transport) const {
+  // Where it takes time, the answer's RTS is as early.
+  if (answer.size() <= settings_.inline_bytes) return {};
+  auto region = rdma::RegionToReceive(answer.data(), answer.size(), false, transport.devices);
+  if (!region) return {};
+  return {answer.data(), answer.size(), std::move(region)};
 }
 
 // -------------------------------------------------------------- receiving

@@ -375,6 +375,9 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void NamePeer(const Node& node);
   void LearnPairs(const Node& scheduler);
 
+  // Memory for an answer, which the peer may be told of; none if it is not registered yet.
+  rdma::Place PlaceOf(const SArray<char>& answer, const rdma::Transport& transport) const;
+
   uint8_t Role() override { return my_role_; }
   int32_t Rank(int peer) override;
   uint64_t Job() override { return job_.get(); }

@@ -17,6 +17,9 @@ constexpr size_t kRefusalBytes = 148;  // what the connection manager carries
 constexpr size_t kRefusalProof = kRefusalBytes - 1 - kAnswerProofBytes;
 static_assert(kMaxReason == kRefusalProof - kPreambleBytes - 1, "all the room that is left");
 constexpr uint8_t kMetaInRegion = 1;
+constexpr uint8_t kHasOffer = 2;
+constexpr uint8_t kTakesOffer = 4;
+constexpr uint8_t kAllOfFrame = 7;
 // No device posts more in a queue, and none gives back more than were posted.
 constexpr uint32_t kMaxSlots = 65535;
 constexpr uint8_t kMaxMtu = 5;  // IBV_MTU_4096
@@ -194,7 +197,8 @@ std::string FrameHeader::Encode() const {
   std::string bytes;
   ByteWriter out(&bytes);
   out.Int<uint8_t>(type);
-  out.Int<uint8_t>(meta_in_region ? kMetaInRegion : 0);
+  out.Int<uint8_t>((meta_in_region ? kMetaInRegion : 0) | (has_offer ? kHasOffer : 0) |
+                   (takes_offer ? kTakesOffer : 0));
   out.Int(values);
   out.Int<uint8_t>(0);
   out.Int(credits);
@@ -213,10 +217,13 @@ bool FrameHeader::Decode(const char* data, size_t bytes) {
   in.Int(&credits);
   in.Int(&id);
   if (!in.Int(&meta_bytes)) return false;
-  if (what < kMessage || what > kResume || flags > kMetaInRegion || zero != 0) return false;
+  if (what < kMessage || what > kResume || flags > kAllOfFrame || zero != 0) return false;
   type = static_cast<FrameType>(what);
-  meta_in_region = flags != 0;
-  if (meta_in_region && type != kRts) return false;
+  meta_in_region = (flags & kMetaInRegion) != 0;
+  has_offer = (flags & kHasOffer) != 0;
+  takes_offer = (flags & kTakesOffer) != 0;
+  if (flags != 0 && type != kRts && !(type == kMessage && flags == kHasOffer)) return false;
+  if (takes_offer && flags != kTakesOffer) return false;
   return values <= kMaxValues && credits <= kMaxSlots && meta_bytes <= kMaxMetaBytes;
 }
 
@@ -234,6 +241,18 @@ bool Target::Decode(const char* data, size_t bytes) {
   in.Int(&address);
   in.Int(&rkey);
   return in.Int(&cookie) && in.left() == 0;
+}
+
+std::string Offer::Encode() const {
+  std::string encoded = target.Encode();
+  ByteWriter(&encoded).Int(bytes);
+  return encoded;
+}
+
+bool Offer::Decode(const char* data, size_t size) {
+  const size_t last = kOfferBytes - sizeof(bytes);
+  if (size != kOfferBytes || !target.Decode(data, last)) return false;
+  return ByteReader(data + last, sizeof(bytes)).Int(&bytes) && bytes > 0 && bytes <= kMaxValueBytes;
 }
 
 std::string Resume::Encode() const {

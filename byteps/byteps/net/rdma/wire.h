@@ -18,7 +18,7 @@
 //
 // Each send is a frame into one of the receiver's slots:
 //
-//   FrameHeader | bytes of each value u64 ... | meta | values
+//   FrameHeader | bytes of each value u64 ... | Offer, if it has one | meta | values
 //
 // A small message is one such frame.  The values of a larger one are written into memory
 // of the receiver's (and so is a meta that no slot could hold):
@@ -27,6 +27,17 @@
 //     | -- RTS, request to send (id, meta) -------> |  finds memory
 //     | <-- CTS, clear to send (id, where) -------- |
 //     | == RDMA WRITE, last with an immediate ====> |  the message is there
+//
+// A request may offer the place of its answer's value.  Then the answer's RTS names the offer, and
+// the write follows it at once:
+//
+//   who asks                                      who answers
+//     | -- request, with an Offer ----------------> |
+//     | <-- RTS (cookie of the offer, meta) ------- |
+//     | <== RDMA WRITE, last with an immediate ==== |
+//
+// Each answer uses its offer up, also one that goes another way: it fails, or it is small.  Offers
+// are forgotten with their connection.
 //
 // Credits.  A receiver posts as many slots as it told when the connection was made; each
 // frame, and each immediate, uses one up.  Every frame gives back those that are free
@@ -43,7 +54,7 @@ namespace ps {
 namespace rdma {
 
 constexpr uint32_t kMagic = 0x444d5242;  // "BRMD"
-constexpr uint32_t kVersion = 7;
+constexpr uint32_t kVersion = 8;
 
 // What a peer that begins so must be told; "" if it speaks as we do.
 std::string Mismatch(const char* data, size_t bytes);
@@ -135,6 +146,8 @@ enum FrameType : uint8_t {
 struct FrameHeader {
   FrameType type = kMessage;
   bool meta_in_region = false;  // RTS: the meta is written as well, before the values
+  bool has_offer = false;       // message, RTS: an Offer follows the sizes
+  bool takes_offer = false;     // RTS: `id` is the cookie of an offer, and no CTS is waited for
   uint8_t values = 0;           // how many
   uint32_t credits = 0;         // given back
   uint32_t id = 0;              // RTS, CTS: the sender's number of the message
@@ -154,6 +167,16 @@ struct Target {
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
+
+// Where the one value of the answer to a request belongs.
+struct Offer {
+  Target target;
+  uint64_t bytes = 0;  // of the value: another one goes elsewhere
+
+  std::string Encode() const;
+  bool Decode(const char* data, size_t size);
+};
+constexpr size_t kOfferBytes = 24;
 
 // Follows the header of a kResume.
 struct Resume {

@@ -123,6 +123,43 @@ TEST(RdmaWire, ARefusalSaysWhetherItWillPass) {
   EXPECT_EQ(heard.reason, std::string(122, 'x'));
 }
 
+TEST(RdmaWire, AFrameHasWhatItsTypeMayHave) {
+  const auto passes = [](rdma::FrameType type, bool in_region, bool has_offer, bool takes_offer) {
+    rdma::FrameHeader said, heard;
+    said.type = type;
+    said.meta_in_region = in_region;
+    said.has_offer = has_offer;
+    said.takes_offer = takes_offer;
+    const std::string bytes = said.Encode();
+    return heard.Decode(bytes.data(), bytes.size()) && heard.Encode() == bytes;
+  };
+  EXPECT_TRUE(passes(rdma::kRts, true, true, false));
+  EXPECT_TRUE(passes(rdma::kRts, false, false, true));
+  EXPECT_TRUE(passes(rdma::kMessage, false, true, false));
+  EXPECT_FALSE(passes(rdma::kMessage, true, false, false));
+  EXPECT_FALSE(passes(rdma::kMessage, false, false, true));
+  EXPECT_FALSE(passes(rdma::kCts, false, true, false));
+  EXPECT_FALSE(passes(rdma::kRts, true, false, true)) << "its meta has no place there";
+  EXPECT_FALSE(passes(rdma::kRts, false, true, true)) << "an answer has no answer";
+}
+
+TEST(RdmaWire, AnOfferIsOfAValueThatMayCome) {
+  rdma::Offer said, heard;
+  said.target = {0x7f0012345000, 77, 5};
+  said.bytes = rdma::kMaxValueBytes;
+  const std::string bytes = said.Encode();
+  ASSERT_EQ(bytes.size(), rdma::kOfferBytes);
+  ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
+  EXPECT_EQ(heard.target.address, said.target.address);
+  EXPECT_EQ(heard.target.cookie, 5u);
+  EXPECT_EQ(heard.bytes, said.bytes);
+  EXPECT_FALSE(heard.Decode(bytes.data(), bytes.size() - 1));
+  for (const uint64_t wrong : {uint64_t{0}, rdma::kMaxValueBytes + 1}) {
+    said.bytes = wrong;
+    EXPECT_FALSE(heard.Decode(said.Encode().data(), rdma::kOfferBytes)) << wrong;
+  }
+}
+
 TEST(RdmaWire, AProofIsOverAllThatAnAnswerSays) {
   rdma::ConnectReply reply;
   reply.slots = 8;

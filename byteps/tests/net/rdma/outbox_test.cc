@@ -117,6 +117,41 @@ TEST_F(OutboxTest, WhatHadComeAfterAllIsNotSentAgain) {
   EXPECT_EQ(Done(), Keys({1, 2, 3}));
 }
 
+TEST_F(OutboxTest, AnOfferIsForOneAnswerOfItsConnection) {
+  const Exchange exchange(3, 0x10, 7);
+  Offer offer;
+  offer.bytes = 100;
+  offer.target.address = 55;
+  offer.target.cookie = 9;
+  outbox_.Keep(exchange, offer);
+  EXPECT_FALSE(outbox_.HasOffer({3, 0x10, 8}));
+  Offer taken;
+  ASSERT_TRUE(outbox_.TakeOffer(exchange, &taken));
+  EXPECT_FALSE(outbox_.TakeOffer(exchange, &taken));
+  Push(1);
+  outbox_.WriteTo(taken.target, outbox_.TakeNext());
+  EXPECT_EQ(outbox_.writing()->remote_address, 55u);
+  EXPECT_EQ(outbox_.writing()->cookie, 9u);
+  outbox_.Keep(exchange, offer);
+  outbox_.Interrupt();
+  EXPECT_FALSE(outbox_.HasOffer(exchange));
+  EXPECT_EQ(Waiting(), Keys({1})) << "asks where to, over the next one";
+}
+
+TEST_F(OutboxTest, WhatIsGivenUpBeforeItIsOfferedIsNotOffered) {
+  std::string memory(20, '-');
+  Push(1);
+  Push(2);
+  auto first = outbox_.TakeNext(), second = outbox_.TakeNext();
+  first->place = {&memory[0], 10, nullptr};
+  second->place = {&memory[10], 10, nullptr};
+  outbox_.PutBack(std::move(second));
+  outbox_.PutBack(std::move(first));
+  outbox_.Withdraw(&memory[9], 1);
+  EXPECT_EQ(outbox_.TakeNext()->place.begin, nullptr);
+  EXPECT_EQ(outbox_.TakeNext()->place.begin, &memory[10]);
+}
+
 TEST_F(OutboxTest, WhatTheDeviceMayReadStaysLonger) {
   for (const uint64_t key : {1, 2, 3}) Push(key);
   SendInFrame();
@@ -171,6 +206,22 @@ class InboxTest : public testing::Test {
     EXPECT_EQ(told, id);
     EXPECT_NE(target.address, 0u);
     return target.cookie;
+  }
+
+  // Offers a place for the answer to a request of this number; returns the cookie.
+  uint32_t MakeOffer(uint64_t number, char* place) {
+    const Offer offer = inbox_.MakeOffer({3, 0x10, number}, {place, kBytes, AnyRegion()}, 77);
+    EXPECT_EQ(offer.target.address, reinterpret_cast<uintptr_t>(place));
+    EXPECT_EQ(offer.target.rkey, 77u);
+    EXPECT_EQ(offer.bytes, kBytes);
+    return offer.target.cookie;
+  }
+  // An answer of so many bytes takes it.
+  bool Begin(uint64_t number, uint32_t cookie, uint64_t bytes = kBytes) {
+    Incoming incoming;
+    incoming.value_bytes = bytes;
+    incoming.sizes = {bytes};
+    return inbox_.BeginOffered({3, 0x10, number}, cookie, std::move(incoming));
   }
 
   Inbox inbox_;
@@ -228,6 +279,42 @@ TEST_F(InboxTest, WhatIsGivenUpWhileItWaitsGetsOtherMemory) {
   Clear();
   EXPECT_FALSE(inbox_.IsWrittenTo(place_.data(), kBytes));
   ASSERT_TRUE(inbox_.Take(Tell(1), &incoming_));
+  EXPECT_TRUE(incoming_.drop);
+}
+
+TEST_F(InboxTest, AnAnswerComesToTheOfferedPlace) {
+  const uint32_t cookie = MakeOffer(1, &place_[0]);
+  EXPECT_FALSE(inbox_.Take(cookie, &incoming_)) << "nobody has said what it is";
+  EXPECT_FALSE(Begin(1, cookie + 1));
+  EXPECT_FALSE(Begin(2, cookie));
+  EXPECT_FALSE(Begin(1, cookie, kBytes - 1));
+  ASSERT_TRUE(Begin(1, cookie));
+  EXPECT_FALSE(Begin(1, cookie)) << "once";
+  EXPECT_TRUE(inbox_.IsWrittenTo(place_.data(), 1));
+  EXPECT_FALSE(inbox_.IsOffered(place_.data(), 1));
+  ASSERT_TRUE(inbox_.Take(cookie, &incoming_));
+  EXPECT_TRUE(incoming_.was_offered);
+  EXPECT_EQ(incoming_.memory.bytes.data(), place_.data());
+  EXPECT_FALSE(inbox_.IsWrittenTo(place_.data(), 1));
+}
+
+TEST_F(InboxTest, AnOfferEndsWithItsAnswerAndWithTheConnection) {
+  MakeOffer(1, &place_[0]);
+  const uint32_t second = MakeOffer(2, &place_[kBytes]);
+  inbox_.EndOffer({3, 0x10, 1});  // the answer was an error
+  inbox_.EndOffer({3, 0x10, 1});
+  EXPECT_FALSE(inbox_.IsWrittenTo(place_.data(), kBytes));
+  inbox_.Forget();
+  EXPECT_FALSE(Begin(2, second));
+  EXPECT_FALSE(inbox_.IsWrittenTo(place_.data(), 2 * kBytes));
+}
+
+TEST_F(InboxTest, WhatWasOfferedAndIsGivenUpIsDropped) {
+  const uint32_t cookie = MakeOffer(1, &place_[0]);
+  EXPECT_FALSE(inbox_.Abandon(place_.data(), 1));
+  EXPECT_TRUE(inbox_.IsWrittenTo(place_.data(), 1)) << "until the connection is gone";
+  ASSERT_TRUE(Begin(1, cookie));
+  ASSERT_TRUE(inbox_.Take(cookie, &incoming_));
   EXPECT_TRUE(incoming_.drop);
 }
 

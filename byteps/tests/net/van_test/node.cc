@@ -216,6 +216,7 @@ class Node {
       ps::SArray<char> value;
       value.reset(memory->data(), size, [memory](char*) {});
       msg.AddData(value);
+      if (!options.places.empty()) msg.answer = value;
     }
     if (op == kPing) msg.meta.body = std::string(size, 'x');
     {

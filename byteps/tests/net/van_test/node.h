@@ -9,8 +9,8 @@
 //
 //   --window   requests of a worker in flight
 //   --ping-ms  each worker also sends control messages at this pace, and tells their delay
-//   --places   workers say where answers belong: in the memory of the request, which is in
-//              the registration cache, or not
+//   --places   workers say where answers belong, with the request and when asked: in the memory of
+//              the request, which is in the registration cache, or not
 //   --abandon  in that round workers give up all that they wait for, and write to its memory
 //   --stall    worker 0 gives up a value of 64 MiB in that round, while server 0 does nothing
 //   --refused  as many processes want to join that the scheduler refuses, and stay
