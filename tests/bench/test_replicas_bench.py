@@ -360,6 +360,7 @@ def test_steps_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
         assert "what was learned is the same" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_calls_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert calls.main(["--calls", "5", "--max-us", "1e9"]) == 0

@@ -81,7 +81,11 @@ SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", 
         pytest.param(("--bf16",), id="bf16", marks=pytest.mark.thorough),
         # The first step overflows, and with another scale so would the first after the checkpoint.
         pytest.param(("--fp16", "--initial-loss-scale", OVERFLOWS, "--hysteresis", "1"), id="fp16"),
-        pytest.param(("--bf16", *MUON, "--use-distributed-optimizer"), id="muon"),
+        pytest.param(
+            ("--bf16", *MUON, "--use-distributed-optimizer"),
+            id="muon",
+            marks=pytest.mark.thorough,
+        ),
         # What ranks hold is not the fp32 parameters, rounded: a difference was.
         pytest.param(("--bf16", "--dpu-reduce-wire-dtype", "int4"), id="int4"),
         pytest.param(("--bf16", *MUON), id="whole-muon", marks=pytest.mark.thorough),

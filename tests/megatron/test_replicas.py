@@ -66,10 +66,8 @@ SERVERS = {
 """With the optimizer on the servers. The scale of fp16 is too large, so steps are skipped."""
 
 
-@pytest.mark.parametrize(
-    "how",
-    [how if how == "bf16" else pytest.param(how, marks=pytest.mark.thorough) for how in SERVERS],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", SERVERS)
 def test_two_of_a_rank_are_a_job_of_two_with_the_optimizer_on_servers(
     prefix: Path, how: str
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_step_with_a_nan_is_skipped(seen: Seen) -> None:
             assert torch.equal(value, ranks[0].parameters[name]), name
 
 
+@pytest.mark.thorough
 def test_average_in_collective(seen: Seen) -> None:
     """Divided by two inside the host and by two on the servers, which is exact."""
     averaged = seen(*EARLY, *NODE_FIRST, "--ddp-average-in-collective")
@@ -251,11 +252,11 @@ NONE = "does not say what rounding has lost"
 @pytest.mark.parametrize(
     ("arguments", "job"),
     [
-        pytest.param(("--swiglu",), {}, id="flat"),
+        pytest.param(("--swiglu",), {}, id="flat", marks=THOROUGH),
         pytest.param(SHARDED, {}, id="sharded", marks=THOROUGH),
         pytest.param((*SHARDED, *NODE_FIRST), {"ranks": 4, "per_host": 2}, id="node-first"),
         pytest.param((*SHARDED, *POSITIONS, *SPLIT), {"ranks": 4}, id="split", marks=THOROUGH),
-        pytest.param(OPTIMIZER, {}, id="servers"),
+        pytest.param(OPTIMIZER, {}, id="servers", marks=THOROUGH),
     ],
 )
 def test_a_job_that_resumes_makes_the_steps_of_one_that_goes_on(
@@ -276,6 +277,7 @@ def test_a_job_that_resumes_makes_the_steps_of_one_that_goes_on(
         assert torch.equal(value, rest.parameters[name]), name
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_without_it_is_loaded_and_one_with_it_by_bf16(
     train: Train, run_dir: Path
 ) -> None:
@@ -312,7 +314,7 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("saves", "resumes", "only"),
     [
-        pytest.param((4,), (2,), "", id="fewer"),
+        pytest.param((4,), (2,), "", id="fewer", marks=THOROUGH),
         pytest.param((2,), (4, *SPLIT), "", id="split", marks=THOROUGH),
         pytest.param((4, *SPLIT), (2,), "", id="whole", marks=THOROUGH),
         pytest.param(
@@ -323,7 +325,7 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
             marks=THOROUGH,
         ),
         pytest.param((2,), (4, "--ddp-average-in-collective"), "", id="average"),
-        pytest.param((2, *RESHARDABLE), (2, *OPTIMIZER), "", id="to-servers"),
+        pytest.param((2, *RESHARDABLE), (2, *OPTIMIZER), "", id="to-servers", marks=THOROUGH),
         pytest.param(
             (2, "--dpu-optimizer"),
             (2, *RESHARDABLE),
@@ -331,7 +333,13 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
             id="from-servers",
             marks=THOROUGH,
         ),
-        pytest.param((4, "--pipeline-model-parallel-size", "2"), (2,), "embedding", id="no-stages"),
+        pytest.param(
+            (4, "--pipeline-model-parallel-size", "2"),
+            (2,),
+            "embedding",
+            id="no-stages",
+            marks=THOROUGH,
+        ),
     ],
 )
 def test_in_another_layout_the_next_steps_owe_as_much(

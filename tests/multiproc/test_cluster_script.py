@@ -345,6 +345,7 @@ def wait_until_said(what: str, say: Callable[[], str], pattern: str) -> str:
     raise AssertionError(f"never saw {what}: {said}")
 
 
+@pytest.mark.thorough
 @pytest.mark.requires("sshd", "root")
 def test_a_cluster_over_ssh(run_dir: Path) -> None:
     ports = free_ports(4)

@@ -242,6 +242,7 @@ def pause(process: Process, seconds: float) -> None:
     process.send(signal.SIGCONT)
 
 
+@pytest.mark.thorough
 def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
     """It stands still for longer than it waits for others, and these for longer than it did."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "10"})

@@ -255,6 +255,7 @@ def test_again_in_embedded_mode(make_cluster: Make, survivors: tuple[int, ...]) 
     assert [worker.status for worker in workers] == [0, 0], [worker.text for worker in workers]
 
 
+@pytest.mark.thorough
 def test_torchrun_restarts_workers(make_cluster: Make) -> None:
     """torchrun --max-restarts: a rank is killed, its launcher starts all of them again, and
     training goes on from the checkpoint with the servers that were there."""

@@ -29,7 +29,7 @@ from tests.multiproc.endings import (
 )
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], workers: int) -> None:
     cluster = make_cluster(workers=workers, servers=2, env=WAIT)
     training = start_with_spare(cluster, steps=60, pace=0.03)
@@ -48,6 +48,7 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], wor
     assert "sums that others may lack" in training[0].text
 
 
+@pytest.mark.thorough
 def test_one_that_is_told_to_end_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=1, env=WAIT)
     training = start_with_spare(cluster, steps=40, pace=0.03)
@@ -57,6 +58,7 @@ def test_one_that_is_told_to_end_is_replaced(make_cluster: Callable[..., Cluster
     assert "was stopped by SIGTERM; another server has" in cluster.scheduler.text
 
 
+@pytest.mark.thorough
 def test_one_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
     """It learns of that when it goes on, and ends."""
     cluster = make_cluster(workers=2, servers=2, env={**WAIT, "BYTEPS_PEER_TIMEOUT_S": "3"})
@@ -136,6 +138,7 @@ def test_the_job_goes_on_without_it_and_with_the_next(make_cluster: Callable[...
     cluster.finish()
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
     """As where its machine is lost, or cut off: no connection closes."""
     cluster = make_cluster(workers=2, servers=1, env={**RETURNS, "BYTEPS_PEER_TIMEOUT_S": "8"})
@@ -168,6 +171,7 @@ def test_workers_that_leave_meanwhile_wait_for_the_next(
     assert all("is there again after" in worker.text for worker in training)
 
 
+@pytest.mark.thorough
 def test_servers_are_replaced_before_and_after(make_cluster: Callable[..., Cluster]) -> None:
     """One before the scheduler dies, and one that the next scheduler never sees."""
     env = {**WAIT, "BYTEPS_SCHEDULER_RETURN_S": "8"}
@@ -185,6 +189,7 @@ def test_servers_are_replaced_before_and_after(make_cluster: Callable[..., Clust
     assert cluster.scheduler.text.count("has taken the place of the server that was lost") == 2
 
 
+@pytest.mark.thorough
 def test_a_place_is_vacant_when_the_scheduler_dies(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=2, env={**WAIT, **RETURNS})
     training = cluster.start("lost_servers:train", steps=40, pace=0.03)
@@ -316,6 +321,7 @@ def test_a_replica_that_is_lost_after_the_return_comes_back(replicas: Replicas) 
     assert cluster.scheduler.text.count("replica 1 has joined") == 1
 
 
+@pytest.mark.thorough
 def test_a_replica_that_was_removed_before_comes_back_after(replicas: Replicas) -> None:
     cluster = replicas.cluster
     rest = [replicas.start(number, steps=200, pace=0.05) for number in (0, 2)]
@@ -330,6 +336,7 @@ def test_a_replica_that_was_removed_before_comes_back_after(replicas: Replicas) 
     assert cluster.scheduler.text.count("replica 1 has joined") == 1
 
 
+@pytest.mark.thorough
 def test_a_replica_that_is_lost_meanwhile_is_removed(replicas: Replicas) -> None:
     cluster = replicas.cluster
     rest = [replicas.start(number, steps=40, pace=0.05) for number in (0, 2)]

@@ -241,7 +241,7 @@ def test_one_dies_with_the_optimizer_on_the_servers(
     assert lacking == list(range(lacking[0], 14))
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_it_comes_back_to_the_optimizer_on_the_servers(
     make_served: Callable[..., Replicas], who: int
 ) -> None:

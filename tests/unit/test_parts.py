@@ -227,10 +227,10 @@ def simulate(*arguments: str) -> str:
 @pytest.mark.slow
 def test_schedules_of_messages_and_losses() -> None:
     """Some thousand jobs of `make simulate`, the same ones each time."""
-    said = simulate("--seeds", "6000")
-    assert "6000 schedules held" in said
+    said = simulate("--seeds", "2000")
+    assert "2000 schedules held" in said
     # Had nothing been lost, nothing would have been shown.
-    assert int(said.split("held: ")[1].split()[0]) > 500
+    assert int(said.split("held: ")[1].split()[0]) > 160
 
 
 def reached(said: str) -> dict[str, int]:

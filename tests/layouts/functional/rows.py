@@ -113,11 +113,9 @@ QUICK = (
     "gpt3_mcore_reruns_resume_check_grads",
     "gpt3_mcore_te_tp1_pp1_mup",
     "gpt3_mcore_te_tp1_pp1_resume_torch_dist_uniform_full_recompute",
-    "gpt3_mcore_te_tp2_pp1_cp2_nondeterministic",
     "gpt3_mcore_te_tp2_pp1_multi_dist_optimizer_instances",
     "gpt3_mcore_te_tp2_pp1_te_8experts2parallel_ddp_average_in_collective",
     "gpt3_mcore_tp1_pp1_dist_optimizer_overlap_grad_reduce_param_gather",
-    "gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather",
     "t5_mcore_tp1_pp1_vp1",
 )
 """Those of `make test`: each has what the others have not."""
