@@ -63,6 +63,8 @@ PARTS = {
             # tensordict's, datasets' and those of verl's servers, which are imported all the same.
             *("orjson", "importlib-metadata", "lazy-importer", "opentelemetry-api"),
             *("fastapi", "starlette", "uvicorn"),
+            # verl takes no later version of the first.
+            *("transformers", "tokenizers"),
             *("transferqueue", "msgspec", "prometheus-client", "pyzmq"),
             # What Megatron-Bridge imports where verl asks it for its training's settings.
             *("megatron-energon", "braceexpand", "filetype", "mfusepy", "rapidyaml", "deprecation"),

@@ -55,6 +55,8 @@ EDGE = 3
 """Steps at each end of a run whose mean reward counts."""
 _SHOWN = 12
 _WIDTH = 60
+_DIGEST = re.compile(r"-[0-9a-f]{16}$")
+"""With which the folder of an unpacked model ends."""
 _CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b(?!: a single rank)")
 """A line of the table that begins with ``dpu_reduce:``, but where there is nothing to reduce."""
 
@@ -162,15 +164,17 @@ def _end(text: str) -> str:
 
 
 def samples(outcome: Outcome) -> str:
-    """Some prompts with a response of the first and of the last step, and how many were right."""
-    before = {sample.prompt: sample for sample in outcome.before}
-    after = {sample.prompt: sample for sample in outcome.after}
-    both = sorted(before.keys() & after.keys())
+    """Some prompts with a response of the first and of the last step, and how many were right.
+
+    Prompts of both steps first: where there are few of a step, there may be none.
+    """
+    steps = [{sample.prompt: sample for sample in some} for some in (outcome.before, outcome.after)]
+    prompts = sorted(set().union(*steps), key=lambda p: (-sum(p in some for some in steps), p))
     rows = [["prompt", "right", "before", "after"]]
-    rows += [
-        [_end(p), before[p].wanted, _end(before[p].response), _end(after[p].response)]
-        for p in both[:_SHOWN]
-    ]
+    for prompt in prompts[:_SHOWN]:
+        found = [some.get(prompt) for some in steps]
+        wanted = next(one.wanted for one in found if one)
+        rows.append([_end(prompt), wanted, *(_end(one.response) if one else "" for one in found)])
     right = [
         f"{sum(s.right for s in some)} of {len(some)}" for some in (outcome.before, outcome.after)
     ]
@@ -422,11 +426,15 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {complaint}", file=sys.stderr)
         return 1
     backends = ["BytePS", "all-reduce"] if options.compare else ["BytePS"]
-    outcomes = [train(options, backend=backend) for backend in backends]
     picture = options.out / f"{options.algorithm}.png"
-    taught = Path(options.model).name if options.model else "a tiny Llama"
-    draw(outcomes, picture, f"{options.algorithm.upper()} of {taught} on sums")
-    print(f"\n{samples(outcomes[0])}\n\n{table(outcomes)}\n")
+    taught = _DIGEST.sub("", Path(options.model).name) if options.model else "a tiny Llama"
+    outcomes: list[Outcome] = []
+    for backend in backends:
+        outcomes.append(train(options, backend=backend))
+        # At once: the next run may fail.
+        draw(outcomes, picture, f"{options.algorithm.upper()} of {taught} on sums")
+        print(f"\n{table(outcomes)}\n", flush=True)
+    print(f"{samples(outcomes[0])}\n")
     good = check(outcomes[0], options.rise)
     print(f"picture: {picture}\nlogs, metrics and samples: {options.out}")
     return 0 if good else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,44 @@ def test_train_and_compare(tree: Path, run_dir: Path) -> None:
     ours, theirs = json.loads((out / "losses.json").read_text())["runs"]
     assert ours["losses"] == theirs["losses"] and len(ours["losses"]) == 6
     assert (ours["backend"], theirs["backend"]) == ("BytePS", "all-reduce")
+
+
+EXAMPLE = ROOT / "scripts" / "examples" / "train_qwen_3b.sh"
+
+
+def _example(tree: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    program = str(tree / "pretrain_dpu_gpt.py")
+    return subprocess.run(
+        [EXAMPLE, *words],
+        env={**_environment(tree), "PROGRAM": program, **settings},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def test_the_example_gains_through_servers(tree: Path) -> None:
+    run = _example(tree, CHECK="25")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "--use-dpu-reduce: accepted" in run.stdout
+    assert "3,085.9 million per rank in 16 bits, reduced over 32 ranks" in run.stdout
+    assert "change nothing: what runs is the best of these (1.50 x)" in run.stdout
+
+
+def test_the_example_with_a_tiny_model(tree: Path) -> None:
+    words = ("--nproc-per-node", "2", "--", "--train-iters", "3", "--dpu-reduce-route", "flat")
+    run = _example(tree, *words, SIZE="tiny")
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = run.stdout + run.stderr
+    assert re.search(r"BytePS flat .* yes: asked for", said), said
+    losses = [float(one) for one in re.findall(r"lm loss: ([\d.E+-]+)", said)]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+
+
+def test_the_example_has_two_sizes(tree: Path) -> None:
+    run = _example(tree, SIZE="7b")
+    assert run.returncode == 2
+    assert "SIZE is 3b or tiny, not 7b" in run.stderr
 
 
 @pytest.mark.thorough

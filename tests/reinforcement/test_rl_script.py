@@ -141,7 +141,7 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
     for number, output in ((1, "3"), (6, "7")):
         sample = {"input": "3+4=", "output": output, "gts": "7", "score": float(output == "7")}
         # Each step draws from the questions anew.
-        other = {"input": f"3+{number}=", "output": "", "gts": "9", "score": 0.0}
+        other = {"input": f"3+{number}=", "output": "5", "gts": "9", "score": 0.0}
         text = "".join(json.dumps(one) + "\n" for one in (sample, other))
         (tmp_path / "samples" / f"{number}.jsonl").write_text(text)
     table = [
@@ -158,7 +158,9 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
     assert outcome.backends == ["BytePS flat"]
     lines_of = rl.samples(outcome).splitlines()
     assert lines_of[2].split() == ["3+4=", "7", "3", "7"]
-    assert lines_of[3].split() == ["all", "0", "of", "2", "1", "of", "2"]
+    assert [line.split() for line in lines_of[3:5]] == [["3+1=", "9", "5"], ["3+6=", "9", "5"]]
+    assert lines_of[4].index("5") > lines_of[3].index("5"), "each in its step's column"
+    assert lines_of[5].split() == ["all", "0", "of", "2", "1", "of", "2"]
     picture = tmp_path / "picture.png"
     rl.draw([outcome], picture, "title")
     assert picture.read_bytes().startswith(b"\x89PNG")
