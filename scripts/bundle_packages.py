@@ -74,7 +74,7 @@ PARTS = {
         expected=(
             *("aiohttp", "cloudpickle", "h11", "pandas", "pyarrow", "tqdm", "xxhash"),
             *("annotated-doc", "anyio", "fsspec", "huggingface-hub", "pillow", "python-dateutil"),
-            *("urllib3", "zipp"),
+            *("typer", "urllib3", "zipp"),
         ),
         needs=("ray", "hf"),
     ),
