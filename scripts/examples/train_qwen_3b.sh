@@ -81,7 +81,7 @@ layout=(
   --use-dpu-reduce
 )
 if [[ -n ${DATA:-} ]]; then
-  data=(--data-path "$DATA" --split 99,1,0)
+  data=(--data-path "$DATA" --split "99,1,0")
 else
   data=(--mock-data)
 fi

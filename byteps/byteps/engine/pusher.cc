@@ -196,7 +196,8 @@ void Pusher::Send(const Task& task, int track) {
 bool Pusher::OffersPlaces(const Operation& operation) const {
   // What is kept must not be the caller's memory (Puller::PlaceFor).  A GPU's pinned memory is
   // taken when the sum comes: there may be less than is awaited.
-  return context_->channel->RegistersMemory() && !context_->loss.keeps && !operation.output_on_gpu();
+  return context_->channel->RegistersMemory() && !context_->loss.keeps &&
+         !operation.output_on_gpu();
 }
 
 std::string Pusher::SendNow(const Task& task, int track, bool goes) {

@@ -22,8 +22,8 @@
 // many jobs reached each of them.  No invariant (base/invariant.h) may be broken; --break-invariant
 // breaks one in each job, to see that it is noticed.
 //
-// --replicas plays jobs of several replicas instead, some of which die and come back, --backups jobs
-// whose servers keep copies of each other's state (job.h).
+// --replicas plays jobs of several replicas instead, some of which die and come back, --backups
+// jobs whose servers keep copies of each other's state (job.h).
 //
 // --twice runs each seed two times and demands the same order of events.  Exit status: 0 all held;
 // 1 not, with the seed and what was seen; 2 bad usage.

@@ -253,9 +253,8 @@ bool Inbox::BeginOffered(const Exchange& exchange, uint32_t cookie, Incoming inc
 }
 
 bool Inbox::IsOffered(const char* begin, uint64_t bytes) const {
-  return std::any_of(offered_.begin(), offered_.end(), [&](const auto& entry) {
-    return entry.second.place.Overlaps(begin, bytes);
-  });
+  return std::any_of(offered_.begin(), offered_.end(),
+                     [&](const auto& entry) { return entry.second.place.Overlaps(begin, bytes); });
 }
 
 bool Inbox::Abandon(const char* begin, uint64_t bytes) {

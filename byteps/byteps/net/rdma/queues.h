@@ -288,7 +288,7 @@ struct Incoming {
   char* place = nullptr;        // where the value belongs; null: wherever there is memory
   bool drop = false;            // it was abandoned
   Memory memory;
-  bool is_cleared = false;  // the peer has been told where to write
+  bool is_cleared = false;   // the peer has been told where to write
   bool was_offered = false;  // before it asked
 
   uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }

@@ -314,9 +314,9 @@ void RdmaVan::Transmit(const Message& msg) {
   }
   try {
     const auto transport = connector_->transport();
-    auto message = rdma::MakeOutgoing(EncodeMeta(msg.meta), msg.data, msg.meta.key,
-                                      settings_.inline_bytes, settings_.slot_bytes(),
-                                      transport->devices, transport->pool.get());
+    auto message =
+        rdma::MakeOutgoing(EncodeMeta(msg.meta), msg.data, msg.meta.key, settings_.inline_bytes,
+                           settings_.slot_bytes(), transport->devices, transport->pool.get());
     message->exchange = exchange;
     message->is_answer = is_answer;
     message->place = PlaceOf(msg.answer, *transport);

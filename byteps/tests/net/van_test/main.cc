@@ -305,9 +305,8 @@ std::vector<std::string> EndpointLines() {
          << " sent=" << e.messages_sent << "/" << e.bytes_sent
          << " received=" << e.messages_received << "/" << e.bytes_received
          << " in_place=" << e.values_in_place << "/" << e.bytes_in_place
-         << " offered=" << e.values_offered
-         << " in_pool=" << e.values_in_pool << "/" << e.bytes_in_pool
-         << " in_frames=" << e.values_in_frames << "/" << e.bytes_in_frames
+         << " offered=" << e.values_offered << " in_pool=" << e.values_in_pool << "/"
+         << e.bytes_in_pool << " in_frames=" << e.values_in_frames << "/" << e.bytes_in_frames
          << " send_completions=" << e.send_completions;
     lines.push_back(text.str());
   }
