@@ -54,7 +54,9 @@ TEST(NicPairs, WithinAHostEachNicGoesWithItself) {
   const auto plan = PairNics(nics, Server({nics[2], nics[0]}), 2, 0);
   for (const auto& tries : plan) {
     for (const NicPair& pair : tries) {
-      if (!pair.from.empty()) EXPECT_EQ(pair.from, pair.to);
+      if (!pair.from.empty()) {
+        EXPECT_EQ(pair.from, pair.to);
+      }
     }
   }
   EXPECT_EQ(CountFrom(plan), (std::map<std::string, int>{{"10.0.0.1", 1}, {"10.0.0.3", 1}}));

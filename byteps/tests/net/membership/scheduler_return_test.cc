@@ -34,9 +34,9 @@ class SchedulerReturnTest : public SchedulerMembershipTest {
     uint64_t token = 0;
     int workers = -1;
     bool is_late = false;
-    std::set<int> left;
-    membership::Turns turns;
-    std::string view;  // "epoch=5 present=10 waiting=00 lives=0,0 donors=-,-"
+    std::set<int> left = {};
+    membership::Turns turns = {};
+    std::string view = {};  // "epoch=5 present=10 waiting=00 lives=0,0 donors=-,-"
   };
   void Return(int id, const Comes& comes) {
     Account account;

@@ -297,7 +297,9 @@ TEST_P(DifferencesTest, AStepThatIsTriedIsKeptMadeAgainOrDropped) {
     }
     Take(sum);
     EXPECT_EQ(HeldOnServer(), HeldOnWorker());
-    if (one.step.skip) EXPECT_EQ(Master(), first);
+    if (one.step.skip) {
+      EXPECT_EQ(Master(), first);
+    }
   }
 }
 
