@@ -32,6 +32,7 @@ if(GTest_FOUND)
     tests/net/membership/scheduler_servers_test.cc
     tests/net/rdma/outbox_test.cc
     tests/net/rdma/posted_sends_test.cc
+    tests/net/rdma/wire_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/stream_test.cc
     tests/observe/status_test.cc

@@ -230,8 +230,8 @@ bool Inbox::Take(uint32_t cookie, Incoming* incoming) {
 
 Offer Inbox::MakeOffer(const Exchange& exchange, const Place& place, uint32_t rkey) {
   const auto [it, is_new] = offered_.emplace(exchange, Offered{++last_cookie_, rkey, place, false});
-  BPS_INVARIANT("a place is offered once", is_new,
-                std::to_string(place.bytes) + " bytes, as cookie " + std::to_string(last_cookie_));
+  BPS_INVARIANT_NOTED("a place is offered once", is_new,
+                      std::to_string(place.bytes) + " bytes, as " + std::to_string(last_cookie_));
   return {{reinterpret_cast<uintptr_t>(place.begin), rkey, it->second.cookie}, place.bytes};
 }
 

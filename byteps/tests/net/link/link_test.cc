@@ -17,7 +17,6 @@
 #include "byteps/net/link/nics.h"
 #include "byteps/net/link/registration_cache.h"
 #include "byteps/net/link/replay_log.h"
-#include "byteps/net/rdma/wire.h"
 #include "byteps/net/tcp/van.h"
 #include "ps/internal/message.h"
 
@@ -101,93 +100,6 @@ TEST(LinkOutage, SaysThatLargePacketsVanish) {
   EXPECT_EQ(outage.GivenUp(2, "no answer"),
             "its connection timed out, and could not be made again within 2.0 s "
             "(BYTEPS_RECONNECT_TIMEOUT_S=2): no answer");
-}
-
-TEST(RdmaWire, ARefusalSaysWhetherItWillPass) {
-  rdma::Refusal said, heard;
-  said.again_soon = true;
-  said.reason = std::string(500, 'x');
-  const std::string bytes = said.Encode();
-  ASSERT_EQ(bytes.size(), 148u);
-  ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
-  EXPECT_TRUE(heard.again_soon);
-  EXPECT_EQ(heard.reason, std::string(122, 'x'));
-  EXPECT_EQ(heard.Claims(), said.Claims());
-  const std::string claims = said.Claims();
-  said.again_soon = false;
-  EXPECT_NE(said.Claims(), claims);
-  said.proof = std::string(rdma::kAnswerProofBytes, 'p');
-  ASSERT_TRUE(heard.Decode(said.Encode().data(), bytes.size()));
-  EXPECT_FALSE(heard.again_soon);
-  EXPECT_EQ(heard.proof, said.proof);
-  EXPECT_EQ(heard.reason, std::string(122, 'x'));
-}
-
-TEST(RdmaWire, AFrameHasWhatItsTypeMayHave) {
-  const auto passes = [](rdma::FrameType type, bool in_region, bool has_offer, bool takes_offer) {
-    rdma::FrameHeader said, heard;
-    said.type = type;
-    said.meta_in_region = in_region;
-    said.has_offer = has_offer;
-    said.takes_offer = takes_offer;
-    const std::string bytes = said.Encode();
-    return heard.Decode(bytes.data(), bytes.size()) && heard.Encode() == bytes;
-  };
-  EXPECT_TRUE(passes(rdma::kRts, true, true, false));
-  EXPECT_TRUE(passes(rdma::kRts, false, false, true));
-  EXPECT_TRUE(passes(rdma::kMessage, false, true, false));
-  EXPECT_FALSE(passes(rdma::kMessage, true, false, false));
-  EXPECT_FALSE(passes(rdma::kMessage, false, false, true));
-  EXPECT_FALSE(passes(rdma::kCts, false, true, false));
-  EXPECT_FALSE(passes(rdma::kRts, true, false, true)) << "its meta has no place there";
-  EXPECT_FALSE(passes(rdma::kRts, false, true, true)) << "an answer has no answer";
-}
-
-TEST(RdmaWire, AnOfferIsOfAValueThatMayCome) {
-  rdma::Offer said, heard;
-  said.target = {0x7f0012345000, 77, 5};
-  said.bytes = rdma::kMaxValueBytes;
-  const std::string bytes = said.Encode();
-  ASSERT_EQ(bytes.size(), rdma::kOfferBytes);
-  ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
-  EXPECT_EQ(heard.target.address, said.target.address);
-  EXPECT_EQ(heard.target.cookie, 5u);
-  EXPECT_EQ(heard.bytes, said.bytes);
-  EXPECT_FALSE(heard.Decode(bytes.data(), bytes.size() - 1));
-  for (const uint64_t wrong : {uint64_t{0}, rdma::kMaxValueBytes + 1}) {
-    said.bytes = wrong;
-    EXPECT_FALSE(heard.Decode(said.Encode().data(), rdma::kOfferBytes)) << wrong;
-  }
-}
-
-TEST(RdmaWire, AProofIsOverAllThatAnAnswerSays) {
-  rdma::ConnectReply reply;
-  reply.slots = 8;
-  const std::string claims = reply.Claims();
-  reply.slots = 12;
-  EXPECT_NE(reply.Claims(), claims);
-  reply.proof = std::string(auth::kProofBytes, 'p');
-  EXPECT_EQ(reply.Encode(), reply.Claims() + reply.proof);
-  rdma::Challenge said, heard;
-  said.sender = 5;
-  said.nonce = std::string(auth::kNonceBytes, 'n');
-  said.proof = std::string(rdma::kAnswerProofBytes, 'p');
-  ASSERT_TRUE(heard.Decode(said.Encode().data(), said.Encode().size()));
-  EXPECT_EQ(heard.Claims(), said.Claims());
-  EXPECT_EQ(heard.proof, said.proof);
-}
-
-TEST(RdmaWire, ARequestThatResumesIsProvedAsOne) {
-  rdma::ConnectRequest said, heard;
-  said.sender = 7;
-  said.slots = 8;
-  const std::string first = said.Claims();
-  said.resumes = true;
-  EXPECT_NE(said.Claims(), first);
-  const std::string bytes = said.Encode();
-  ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
-  EXPECT_TRUE(heard.resumes);
-  EXPECT_FALSE(heard.is_data_plane);
 }
 
 }  // namespace
