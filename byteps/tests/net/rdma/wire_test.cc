@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "byteps/net/auth/secret.h"
+
 namespace ps {
 namespace rdma {
 namespace {

@@ -336,7 +336,9 @@ TEST_P(DifferencesTest, ABlockThatIsNotFiniteIsAloneInThat) {
     const bool is_spoilt = i / kBlockValues == 1;
     ASSERT_EQ(std::isnan(server[i]), is_spoilt) << i;
     ASSERT_EQ(std::isnan(worker[i]), is_spoilt) << i;
-    if (!is_spoilt) ASSERT_EQ(server[i], worker[i]) << i;
+    if (!is_spoilt) {
+      ASSERT_EQ(server[i], worker[i]) << i;
+    }
   }
 }
 
