@@ -99,7 +99,7 @@ def received(text: str, role: str) -> dict[str, int]:
 def test_values_land_where_they_belong(run_van: Run) -> None:
     """None of a worker's is copied: the memory is in the cache, and the device writes there.
 
-    Whose memory is registered by then, for the request, has told its server the place with that.
+    A request from memory that is registered by then has told the server the place, too.
     """
     rounds = 10
     counts = [100, INLINE + 1, 20_000, 1_000_003]
@@ -145,7 +145,7 @@ def test_what_a_stopped_peer_writes_is_given_up(run_van: Run) -> None:
         *sizes([100, 20_000]),
         env=AT_ONCE,
     )
-    assert "was given up" in text
+    assert "given up did not come in time" in text
 
 
 @pytest.mark.transports("rdma")

@@ -50,7 +50,8 @@ struct Message : MessageHead {
   uint64_t sent_bytes = 0;
   static constexpr uint64_t kInPieces = UINT64_MAX;
   // Of a request: where the answer's values belong, so many bytes; null: nobody knows yet.  A
-  // transport may tell the server, which then need not ask.  It is for memory as for PlaceFor's.
+  // transport may tell the server, which then need not ask.  The memory must stay as one that
+  // ChannelUser::PlaceFor returns.
   char* place = nullptr;
   uint64_t place_bytes = 0;
 

@@ -36,7 +36,7 @@ std::vector<Task> TasksOf(const OperationPtr& operation) {
   return tasks;
 }
 
-// While it lives, what is told of the output's memory is told before that is abandoned.
+// While it lives, nobody abandons the output's memory (Operation::AwaitWriters).
 class Writing {
  public:
   // Null: nothing is told.

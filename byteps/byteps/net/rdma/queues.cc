@@ -17,6 +17,10 @@ constexpr uint32_t kPartsOfDepth = 4;
 // Of offers that are kept.  What is not kept is asked for as if it had not been offered.
 constexpr size_t kMostOffers = 65536;
 
+bool Overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
 }  // namespace
 
 PostedSends::PostedSends(uint32_t depth, uint64_t window_bytes)
@@ -75,6 +79,10 @@ bool PostedSends::Watch() {
 bool PostedSends::EndWatch() {
   watched_ = false;
   return any_unheard();
+}
+
+bool Place::Overlaps(const char* other, uint64_t other_bytes) const {
+  return begin != nullptr && Overlap(begin, bytes, other, other_bytes);
 }
 
 std::string Outgoing::Describe() const {
@@ -177,14 +185,6 @@ void Outbox::TakeUnsent(OutgoingList* done) {
 void Outbox::TakeSent(OutgoingList* done) {
   for (auto& message : log_.TakeAll()) done->push_back(std::move(message));
 }
-
-namespace {
-
-bool Overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes) {
-  return a < b + b_bytes && b < a + a_bytes;
-}
-
-}  // namespace
 
 bool Inbox::MayClear(uint64_t window) const {
   if (clearing_ || waiting_.empty()) return false;

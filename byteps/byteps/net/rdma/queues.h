@@ -139,9 +139,7 @@ struct Place {
   uint64_t bytes = 0;
   std::shared_ptr<Region> region;
 
-  bool Overlaps(const char* other, uint64_t other_bytes) const {
-    return begin != nullptr && begin < other + other_bytes && other < begin + bytes;
-  }
+  bool Overlaps(const char* other, uint64_t other_bytes) const;
 };
 
 // A packed message, with its values where the device can read them.

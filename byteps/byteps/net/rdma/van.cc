@@ -329,8 +329,8 @@ void RdmaVan::Transmit(const Message& msg) {
 }
 
 rdma::Place RdmaVan::PlaceOf(const SArray<char>& answer, const rdma::Transport& transport) const {
-  // Where it takes time, the answer's RTS is as early.
-  if (answer.size() <= settings_.inline_bytes) return {};
+  if (answer.size() <= settings_.inline_bytes) return {};  // it comes in a frame
+  // Registering takes time, and is done when the answer's RTS is here.
   auto region = rdma::RegionToReceive(answer.data(), answer.size(), false, transport.devices);
   if (!region) return {};
   return {answer.data(), answer.size(), std::move(region)};

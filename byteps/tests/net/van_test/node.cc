@@ -216,7 +216,8 @@ class Node {
       ps::SArray<char> value;
       value.reset(memory->data(), size, [memory](char*) {});
       msg.AddData(value);
-      if (!options.places.empty()) msg.answer = value;
+      // Of the one whose writing stops it has to be seen that it has begun: its place is asked for.
+      if (!options.places.empty() && seed != kStallSeed) msg.answer = value;
     }
     if (op == kPing) msg.meta.body = std::string(size, 'x');
     {
