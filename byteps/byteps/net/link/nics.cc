@@ -5,6 +5,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -368,6 +369,13 @@ std::set<int> AllowedCores() {
     if (CPU_ISSET(core, &allowed)) cores.insert(core);
   }
   return cores;
+}
+
+bool RunOn(std::thread* thread, const std::set<int>& cores) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) CPU_SET(core, &set);
+  return pthread_setaffinity_np(thread->native_handle(), sizeof(set), &set) == 0;
 }
 
 std::vector<ThreadPlace> PlaceThreads(const std::vector<HostNic>& nics, const NumaNodes& nodes,

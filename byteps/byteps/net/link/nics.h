@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ps/internal/message.h"
@@ -82,6 +83,8 @@ using NumaNodes = std::map<int, std::set<int>>;
 NumaNodes ReadNumaNodes(const std::string& sysfs = "/sys");
 // The cores that this thread may use.
 std::set<int> AllowedCores();
+// From now on the thread runs on these.  False: it may not.
+bool RunOn(std::thread* thread, const std::set<int>& cores);
 
 struct ThreadPlace {
   int numa = -1;        // -1: anywhere

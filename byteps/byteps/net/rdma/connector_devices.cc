@@ -269,12 +269,7 @@ Poller::~Poller() {
   close(wake_fd_);
 }
 
-bool Poller::RunOn(const std::set<int>& cores) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  for (const int core : cores) CPU_SET(core, &set);
-  return pthread_setaffinity_np(thread_.native_handle(), sizeof(set), &set) == 0;
-}
+bool Poller::RunOn(const std::set<int>& cores) { return ps::RunOn(&thread_, cores); }
 
 ibv_comp_channel* Poller::channel(const Device& device) {
   for (const Channel& one : channels_) {

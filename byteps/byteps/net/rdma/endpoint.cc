@@ -152,7 +152,7 @@ void Endpoint::SendNext(Turn* turn) {
   std::string sizes;
   ByteWriter out(&sizes);
   for (const uint64_t size : message->sizes) out.Int(size);
-  if (message->place.begin != nullptr) {
+  if (message->place.begin != nullptr && !message->meta_in_region) {
     header.has_offer = true;
     const uint32_t rkey = message->place.region->rkey(*connection_->device);
     sizes += inbox_.MakeOffer(message->exchange, message->place, rkey).Encode();

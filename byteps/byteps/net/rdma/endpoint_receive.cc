@@ -206,7 +206,7 @@ void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t
   body += meta_here;
   if (header.has_offer) {
     const Meta& meta = parts.msg.meta;
-    if (header.meta_in_region || !meta.request) BadFrame("an offer that no request makes");
+    if (!meta.request) BadFrame("an offer that no request makes");
     outbox_.Keep(ExchangeOf(meta), offer);
   }
   if (header.type == kMessage) {

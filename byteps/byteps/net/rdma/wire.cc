@@ -19,7 +19,6 @@ static_assert(kMaxReason == kRefusalProof - kPreambleBytes - 1, "all the room th
 constexpr uint8_t kMetaInRegion = 1;
 constexpr uint8_t kHasOffer = 2;
 constexpr uint8_t kTakesOffer = 4;
-constexpr uint8_t kAllOfFrame = 7;
 // No device posts more in a queue, and none gives back more than were posted.
 constexpr uint32_t kMaxSlots = 65535;
 constexpr uint8_t kMaxMtu = 5;  // IBV_MTU_4096
@@ -217,13 +216,14 @@ bool FrameHeader::Decode(const char* data, size_t bytes) {
   in.Int(&credits);
   in.Int(&id);
   if (!in.Int(&meta_bytes)) return false;
-  if (what < kMessage || what > kResume || flags > kAllOfFrame || zero != 0) return false;
+  if (what < kMessage || what > kResume || zero != 0) return false;
   type = static_cast<FrameType>(what);
-  meta_in_region = (flags & kMetaInRegion) != 0;
-  has_offer = (flags & kHasOffer) != 0;
-  takes_offer = (flags & kTakesOffer) != 0;
-  if (flags != 0 && type != kRts && !(type == kMessage && flags == kHasOffer)) return false;
-  if (takes_offer && flags != kTakesOffer) return false;
+  // One of them at most.
+  meta_in_region = flags == kMetaInRegion;
+  has_offer = flags == kHasOffer;
+  takes_offer = flags == kTakesOffer;
+  if (flags != 0 && !(meta_in_region || has_offer || takes_offer)) return false;
+  if (flags != 0 && type != kRts && !(has_offer && type == kMessage)) return false;
   return values <= kMaxValues && credits <= kMaxSlots && meta_bytes <= kMaxMetaBytes;
 }
 

@@ -3,7 +3,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
-#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -16,6 +15,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/net/link/nics.h"
 
 namespace ps {
 namespace tcp {
@@ -234,12 +234,7 @@ void Poller::Stop() {
   stopped_ = true;
 }
 
-bool Poller::RunOn(const std::set<int>& cores) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  for (const int core : cores) CPU_SET(core, &set);
-  return pthread_setaffinity_np(thread_.native_handle(), sizeof(set), &set) == 0;
-}
+bool Poller::RunOn(const std::set<int>& cores) { return ps::RunOn(&thread_, cores); }
 
 void Poller::Wake() {
   const uint64_t one = 1;

@@ -41,12 +41,14 @@ TEST(RdmaWire, AFrameHasWhatItsTypeMayHave) {
     const std::string bytes = said.Encode();
     return heard.Decode(bytes.data(), bytes.size()) && heard.Encode() == bytes;
   };
-  EXPECT_TRUE(passes(kRts, true, true, false));
+  EXPECT_TRUE(passes(kRts, true, false, false));
+  EXPECT_TRUE(passes(kRts, false, true, false));
   EXPECT_TRUE(passes(kRts, false, false, true));
   EXPECT_TRUE(passes(kMessage, false, true, false));
   EXPECT_FALSE(passes(kMessage, true, false, false));
   EXPECT_FALSE(passes(kMessage, false, false, true));
   EXPECT_FALSE(passes(kCts, false, true, false));
+  EXPECT_FALSE(passes(kRts, true, true, false)) << "whose answer it is has to be known with it";
   EXPECT_FALSE(passes(kRts, true, false, true)) << "its meta has no place there";
   EXPECT_FALSE(passes(kRts, false, true, true)) << "an answer has no answer";
 }
