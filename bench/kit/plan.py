@@ -6,10 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 _COLLECTIVES = ("gloo", "nccl", "gloo-nodes", "nccl-nodes", "gloo-fp8", "nccl-fp8")
-BACKENDS = ("byteps", *_COLLECTIVES, "sockets")
-"""Those that end in ``-nodes`` sum in two levels: inside each host, then between hosts. Those that
-end in ``-fp8`` send blocks of fp8 by an all-to-all, add in fp32, and send sums by an all-gather."""
-_THROUGH_SERVERS = ("byteps", "sockets")
+ONE_NIC = "byteps-one-nic"
+BACKENDS = ("byteps", ONE_NIC, *_COLLECTIVES, "sockets")
+"""``byteps-one-nic`` uses the first NIC of each host, whatever others it has. Those that end in
+``-nodes`` sum in two levels: inside each host, then between hosts. Those that end in ``-fp8`` send
+blocks of fp8 by an all-to-all, add in fp32, and send sums by an all-gather."""
+_BYTEPS = ("byteps", ONE_NIC)
+_THROUGH_SERVERS = (*_BYTEPS, "sockets")
 DTYPE_BYTES = {
     "float32": 4,
     "float64": 8,
@@ -26,6 +29,11 @@ WIRE_BITS = {"bf16": 16.0, "fp16": 16.0, "int8": 8 * 130 / 128, "int4": 8 * 66 /
 """Bits that a value takes on the links."""
 FP8_BITS = 8 * 130 / 128
 SAME = "same"
+
+
+def is_byteps(backend: str) -> bool:
+    """Whether a backend is BytePS, with all NICs or with one."""
+    return backend in _BYTEPS
 
 
 def through_servers(backend: str) -> bool:
@@ -142,6 +150,10 @@ class Topology:
         """Of all NICs of a host."""
         return self.link_bits * self.nics_per_host
 
+    def bits_of(self, backend: str) -> int:
+        """Of the NICs of a host that a backend uses."""
+        return self.link_bits if backend == ONE_NIC else self.host_bits
+
     @property
     def hosts_needed(self) -> int:
         return self.worker_hosts + (0 if self.colocate else self.servers)
@@ -179,6 +191,8 @@ class Plan:
             raise ValueError("name each backend once, and at least one")
         if any(name.startswith("nccl") for name in self.backends) and self.device != "cuda":
             raise ValueError("nccl sums GPU memory: add --device cuda")
+        if ONE_NIC in self.backends and self.topology.nics_per_host == 1:
+            raise ValueError(f"{ONE_NIC} is for hosts of several NICs: add --nics-per-host N")
         if "sockets" in self.backends and self.topology.in_job:
             raise ValueError("sockets needs servers of its own: run it without a launcher")
         if self.flows < 1:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from bench.kit.plan import SAME, WIRE_BITS
+from bench.kit.plan import SAME, WIRE_BITS, is_byteps
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SOURCE = Path(__file__).with_name("sockets.cc")
@@ -379,7 +379,7 @@ def make(name: str, device: str = "cpu", sockets: Mapping[str, Any] | None = Non
     """
     if name == "sockets":
         return Sockets(**(sockets or {}))
-    if name == "byteps":
+    if is_byteps(name):
         return PushPull(torch.device(device))
     if name.endswith(_NODES):
         return TwoLevels(name.removesuffix(_NODES), torch.device(device))

@@ -19,7 +19,15 @@ import torch.distributed as dist
 from byteps import cost_model
 
 from bench.kit.emulation import Host, hosts_of
-from bench.kit.plan import Case, Plan, Topology, plan_from_json, through_servers
+from bench.kit.plan import (
+    ONE_NIC,
+    Case,
+    Plan,
+    Topology,
+    is_byteps,
+    plan_from_json,
+    through_servers,
+)
 from bench.kit.processes import (
     START_S,
     LaunchError,
@@ -71,9 +79,11 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
         placement = Placement(plan.topology, hosts, shares_gpus=plan.shares_gpus())
         pids: list[int] = []
         environment = plain_environment()
-        if backend == "byteps":
+        if is_byteps(backend):
+            if backend == ONE_NIC:
+                environment["BYTEPS_NICS"] = placement.scheduler.interfaces[0]
             pids, job = start_nodes(placement, processes, environment)
-            environment = _told_of_links(plan) | environment | job
+            environment = _told_of_links(plan.topology.bits_of(backend)) | environment | job
         spec: dict[str, Any] = {}
         if backend == "sockets":
             pids, spec["sockets"] = start_sockets(plan, placement, processes, environment)
@@ -109,9 +119,8 @@ def start_sockets(
     return pids, {"library": str(program.library), "servers": servers, "flows": plan.flows}
 
 
-def _told_of_links(plan: Plan) -> dict[str, str]:
+def _told_of_links(bits: int) -> dict[str, str]:
     """The rate of emulated links, which hosts cannot find: virtual NICs make theirs up."""
-    bits = plan.topology.host_bits
     return {"BYTEPS_LINK_GBPS": f"{bits / 1e9:g}"} if bits else {}
 
 
@@ -148,10 +157,10 @@ def busiest_link(backend: str, topology: Topology) -> float:
 
 def least_seconds(backend: str, topology: Topology, size: int) -> float | None:
     """The physical limit for ``size`` bytes, headers left out; None where it is not known."""
-    share = busiest_link(backend, topology)
-    if not topology.host_bits or not share:
+    share, bits = busiest_link(backend, topology), topology.bits_of(backend)
+    if not bits or not share:
         return None
-    return share * size * 8 / topology.host_bits
+    return share * size * 8 / bits
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:

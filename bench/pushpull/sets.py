@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from byteps import cost_model
 
-from bench.kit.plan import WIRE_BITS, Case, Plan, Topology
+from bench.kit.plan import ONE_NIC, WIRE_BITS, Case, Plan, Topology
 from bench.kit.record import parse_rate, parse_size
 from bench.pushpull.launch import MAX_BUSY
 from bench.pushpull.tables import Experiment, Gate
@@ -329,10 +329,42 @@ def _few_servers(
     )
 
 
+def _nics(nics: int, rate: str, low: float, launches: int, iters: int) -> Experiment:
+    """Four workers and four servers, on hosts of several NICs."""
+    case = _case("64MiB", iters=iters)
+    topology = replace(_emulated(4, 4, rate), nics_per_host=nics)
+    return Experiment(
+        name=f"nics-{nics}-4+4-{rate}",
+        why=f"{nics} NICs carry {nics} times the bytes of one",
+        plan=replace(_plan(topology, [case], launches), backends=("byteps", ONE_NIC)),
+        gates=[Gate(kind="ratio", case=case, base=ONE_NIC, low=low)],
+    )
+
+
+def _nics_of_gpus() -> Experiment:
+    """Two NICs of each host, which NCCL uses as well. Hosts share this machine's GPUs."""
+    case = _case("256MiB", iters=5, warmup=2)
+    topology = replace(_emulated(4, 4, "5gbit"), nics_per_host=2)
+    return Experiment(
+        name="nics-2-4+4-5gbit",
+        why="two NICs carry twice the bytes of one, for NCCL too",
+        plan=replace(
+            _plan(topology, [case], launches=5),
+            backends=("byteps", ONE_NIC, "nccl"),
+            device="cuda",
+        ),
+        gates=[
+            Gate(kind="ratio", case=case, base=ONE_NIC, low=1.9),
+            Gate(kind="ratio", case=case, base="nccl", low=1.36),
+        ],
+    )
+
+
 def _gpu() -> list[Experiment]:
     return [
         _nodes_on_gpus(4, [("of-limit", 0.93), ("ratio", 1.5)]),
         _nodes_on_gpus(2, [("ratio", 0.98)]),
+        _nics_of_gpus(),
     ]
 
 
@@ -345,6 +377,8 @@ def _quick() -> list[Experiment]:
         *_controls(launches=2, iters=3),
         _nodes(2, "100mbit", "64MiB", launches=2, iters=2),
         _uneven(launches=1, iters=3),
+        _nics(2, "200mbit", 1.9, launches=2, iters=3),
+        _nics(4, "100mbit", 3.6, launches=1, iters=2),
         _few_servers(4, 2, "500mbit", 1.2, launches=2, iters=3),
         _small(launches=3, iters=200),
     ]
@@ -359,6 +393,8 @@ def _full() -> list[Experiment]:
         *_controls(launches=5, iters=5),
         *(_nodes(ranks, "500mbit", "64MiB", launches=5, iters=3) for ranks in (2, 4)),
         _uneven(launches=3, iters=3),
+        _nics(2, "200mbit", 1.9, launches=5, iters=3),
+        _nics(4, "100mbit", 3.6, launches=5, iters=3),
         _few_servers(4, 2, "500mbit", 1.2, launches=5, iters=5),
         _few_servers(8, 2, "200mbit", 1.13, launches=5, iters=3),
         _small(launches=5, iters=1000),

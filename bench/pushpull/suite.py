@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.kit.emulation import EmulationError
+from bench.kit.plan import ONE_NIC
 from bench.kit.processes import LaunchError, become_interruptible
 from bench.kit.record import metadata, parse_size, show_size, topology_text
 from bench.pushpull import launch
@@ -48,6 +49,7 @@ from scripts.progress import aligned
 
 _COLOURS = {
     "byteps": "tab:blue",
+    ONE_NIC: "tab:purple",
     "gloo": "tab:orange",
     "gloo-nodes": "tab:olive",
     "nccl": "tab:green",

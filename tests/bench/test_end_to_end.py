@@ -107,10 +107,11 @@ def test_hosts_of_two_nics(run_dir: Path) -> None:
         run_dir,
         *("--sizes", "4MiB", "--emulate", "3@100mbit", "--nics-per-host", "2", "--iters", "2"),
         *("--warmup", "1", "--tensors", "2", "--max-busy", "1", "--json", str(record)),
+        *("--backends", "byteps,byteps-one-nic,gloo"),
     )
     assert status == 0, output
     assert "2 NICs of 100" in output
-    for backend in ("byteps", "gloo"):
+    for backend in ("byteps", "byteps-one-nic", "gloo"):
         (line,) = lines_of(output, backend)
         assert line[-1] == "0"
     assert json.loads(record.read_text())["runs"][0]["plan"]["topology"]["nics_per_host"] == 2

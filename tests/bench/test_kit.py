@@ -90,6 +90,12 @@ def test_hosts_reach_each_other_and_nothing_is_left(fair: bool) -> None:
     assert ALLOWED.read_text() == allowed
 
 
+def test_one_nic_is_compared_where_hosts_have_several() -> None:
+    case = Case(size=4096, dtype="float32", iters=1, warmup=0)
+    with pytest.raises(ValueError, match="add --nics-per-host"):
+        Plan(cases=(case,), topology=TOPOLOGY, backends=("byteps", "byteps-one-nic"))
+
+
 @pytest.mark.requires("root")
 def test_hosts_of_two_links_have_two_subnets() -> None:
     topology = Topology(**{**TOPOLOGY.__dict__, "nics_per_host": 2})

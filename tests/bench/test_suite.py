@@ -268,6 +268,7 @@ def test_the_limit_counts_all_nics() -> None:
     two = Topology(**{**one.__dict__, "nics_per_host": 2})
     assert least_seconds("byteps", one, 1_000_000) == pytest.approx(2.0)
     assert least_seconds("byteps", two, 1_000_000) == pytest.approx(1.0)
+    assert least_seconds("byteps-one-nic", two, 1_000_000) == pytest.approx(2.0)
 
 
 def test_no_limit_without_a_link() -> None:
