@@ -34,6 +34,7 @@ if(GTest_FOUND)
     tests/net/rdma/posted_sends_test.cc
     tests/net/rdma/wire_test.cc
     tests/net/tcp/greeter_test.cc
+    tests/net/tcp/poller_test.cc
     tests/net/tcp/stream_test.cc
     tests/observe/status_test.cc
     tests/server/absent_test.cc

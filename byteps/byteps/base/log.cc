@@ -41,8 +41,7 @@ LogMessage::LogMessage(const char* fname, int line, LogLevel severity)
     : fname_(fname), line_(line), severity_(severity) {}
 
 LogMessage::~LogMessage() {
-  static const LogLevel least = MinLogLevelFromEnv();
-  if (severity_ >= least) GenerateLogMessage(false);
+  if (core::IsLogged(severity_)) GenerateLogMessage(false);
 }
 
 void LogMessage::GenerateLogMessage(bool /*log_time*/) {
@@ -71,6 +70,11 @@ LogLevel MinLogLevelFromEnv() {
 namespace core {
 
 void SetDefaultLogLevel(LogLevel level) { common::default_level = level; }
+
+bool IsLogged(LogLevel severity) {
+  static const LogLevel least = common::MinLogLevelFromEnv();
+  return severity >= least;
+}
 
 }  // namespace core
 }  // namespace byteps

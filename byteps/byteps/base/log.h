@@ -9,6 +9,7 @@
 #include <ctime>
 #include <deque>
 #include <functional>
+#include <ostream>
 #include <string>
 
 #include "byteps/base/mutex.h"
@@ -17,10 +18,25 @@
 namespace byteps {
 namespace core {
 
-// Upstream's logging, BPS_LOG(severity) << ..., for our namespaces.
+// Upstream's logging, BPS_LOG(severity) << ..., for our namespaces.  Upstream makes each line and
+// then drops it where it is not to be logged; a line of each partition would be the dearest of
+// them.
 
 using common::LogLevel;
 using common::LogMessage;
+
+bool IsLogged(LogLevel severity);
+
+// Ends the expression that BPS_LOG begins: lower than <<, higher than ?:.
+struct LogEnd {
+  void operator&(const std::ostream& /*line*/) const {}
+};
+
+#undef BPS_LOG
+#define BPS_LOG(severity)                                         \
+  !::byteps::core::IsLogged(::byteps::common::LogLevel::severity) \
+      ? static_cast<void>(0)                                      \
+      : ::byteps::core::LogEnd() & _BPS_LOG_##severity
 
 // What is logged where BYTEPS_LOG_LEVEL does not say; without this call: WARNING.  To be called
 // before anything is logged.

@@ -119,6 +119,11 @@ class Channel {
   // them.  A message to a node that is gone is dropped: OnEvent tells of the loss.
   virtual void Send(const Message& message) = 0;
 
+  // Receives what is there, unless a thread of the channel does so now; calls the user as they do.
+  // For who waits for an answer that is due: a thread that sleeps takes a while to wake.  Never
+  // blocks.
+  virtual void ReceiveReady() {}
+
   // Values in flight into these bytes (PlaceFor) are received elsewhere: when this has
   // returned, nothing is written there any more.
   virtual void Abandon(const void* begin, size_t bytes) = 0;
@@ -129,6 +134,9 @@ class Channel {
   // Of a worker that has joined: Gbit/s each way of the slowest worker's NIC, the same on
   // all workers; 0 where one of them is not known.
   virtual double link_gbps() const = 0;
+
+  // Of a worker that has joined: NICs that it uses, 1 at least.
+  virtual int num_nics() const { return 1; }
 
   // Of a worker that has joined: whether its replica comes to a job that runs
   // (docs/design/replicas.md).  Such a worker says when it can take part; others ask the scheduler

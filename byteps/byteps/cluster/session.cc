@@ -1,5 +1,6 @@
 #include "byteps/cluster/session.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -222,6 +223,8 @@ void Session::Send(const Message& message) {
   ps::Postoffice::Get()->van()->Send(msg);
 }
 
+void Session::ReceiveReady() { ps::Postoffice::Get()->van()->ReceiveReady(); }
+
 void Session::Abandon(const void* begin, size_t bytes) {
   ps::Postoffice::Get()->van()->Abandon(begin, bytes);
 }
@@ -252,6 +255,10 @@ void Session::SayLate(int rank, const std::string& why) {
 }
 
 double Session::link_gbps() const { return CurrentMembership()->AsNode()->link_mbps() / 1e3; }
+
+int Session::num_nics() const {
+  return std::max<int>(1, ps::Postoffice::Get()->van()->node().nics.size());
+}
 
 std::string Session::host() const { return ps::Postoffice::Get()->van()->node().hostname; }
 int Session::rank() const {

@@ -54,9 +54,11 @@ class Session : public Channel {
   void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
   void Send(const Message& message) override;
+  void ReceiveReady() override;
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override;
   double link_gbps() const override;
+  int num_nics() const override;
   bool is_late() const override;
   bool lacks_scheduler() const override;
   void SayReady() override;

@@ -88,6 +88,7 @@ Engine::~Engine() { Stop(false, ""); }
 
 void Engine::Start() {
   context_.channel->Start(this);
+  context_.scheduler->SetNics(context_.channel->num_nics());
   // Over RDMA windows do not follow the link's rate (requests.h), nor do partitions: they
   // cost the cores little, so that their number does not matter.
   if (context_.channel->RegistersMemory()) {
@@ -225,7 +226,7 @@ bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
     (void)Land(handle, stream);
     return true;
   }
-  if (!operation->AwaitEnd(limit)) return false;
+  if (!operation->AwaitEnd(limit, [this] { context_.channel->ReceiveReady(); })) return false;
   context_.operations.Forget(handle);
   if (!operation->error().empty()) ThrowFailure(operation, stream);
   if (const DeviceMoment landed = operation->landed()) {  // it is still being copied

@@ -213,8 +213,8 @@ class Operation {
   // Calls `then` when it has ended, at once if it has: on the thread that ended it, without a lock,
   // and not to block.  At most one function is kept.
   void CallAtEnd(std::function<void()> then);
-  // Whether it ended within this time.
-  bool AwaitEnd(std::chrono::nanoseconds limit);
+  // Whether it ended within this time.  `receive`: receives what is there, and does not block.
+  bool AwaitEnd(std::chrono::nanoseconds limit, const std::function<void()>& receive);
 
   // Around whatever writes into `output`.  Not to be begun when it returns false: the operation
   // failed, and the memory may be another's.
@@ -230,8 +230,8 @@ class Operation {
   std::atomic<Stage>* StageOf(uint64_t index) {
     return more_stages_ ? &more_stages_[index] : &stage_;
   }
-  // Yields until it has ended, or until then.
-  void StayAwake(Clock::time_point until) const;
+  // Receives and yields until it has ended, or until then.
+  void StayAwake(Clock::time_point until, const std::function<void()>& receive) const;
 
   std::atomic<Stage> stage_{Stage::kWaiting};          // of the only partition
   std::unique_ptr<std::atomic<Stage>[]> more_stages_;  // of many, by index

@@ -31,14 +31,22 @@ void PushScheduler::IgnoreRate() {
   follows_rate_ = false;
 }
 
+void PushScheduler::SetNics(int nics) {
+  ps::MutexLock lock(&mu_);
+  nics_ = nics;
+}
+
+uint64_t PushScheduler::WindowFor(uint64_t bytes, uint64_t all) const {
+  return window_ > 0 ? window_ : std::max(2 * nics_ * bytes, all / servers_.size());
+}
+
 uint64_t PushScheduler::WindowOfAll() const {
   return follows_rate_ ? std::min(kMost, rate_.BytesIn(kCoveredNs).value_or(kMost)) : kMost;
 }
 
 bool PushScheduler::HasRoom(const Server& server, uint64_t bytes) const {
   if (server.under_way == 0) return true;
-  uint64_t window = window_;
-  if (window == 0) window = std::max(2 * bytes, WindowOfAll() / servers_.size());
+  uint64_t window = WindowFor(bytes, WindowOfAll());
   if (server.waiting * kAhead > static_cast<int64_t>(window)) {
     PS_PROBE(kStepsBack);
     window /= kStepBack;
@@ -60,7 +68,7 @@ void PushScheduler::Update(int number) {
 void PushScheduler::Count(const Task& task) {
   Server& server = servers_[task.server];
   // The rate may have changed since the task was chosen; what a window may ever be has not.
-  const uint64_t most = window_ > 0 ? window_ : std::max(2 * task.bytes, kMost / servers_.size());
+  const uint64_t most = WindowFor(task.bytes, kMost);
   BPS_INVARIANT_NOTED("a window is within its limit",
                       server.under_way == 0 || server.under_way + task.bytes <= most,
                       std::to_string(server.under_way) + " bytes were in flight to server " +

@@ -77,12 +77,14 @@ class DeliveryRate {
 // other would never go on.
 //
 // The window of a server is BYTEPS_SERVER_WINDOW_BYTES.  If that is 0, it is twice the partition
-// that wants to go, or a server's share of what all servers take in 5 ms, whichever is more.  The
+// that wants to go, for each NIC that this worker uses, or a server's share of what all servers
+// take in 5 ms, whichever is more.  The
 // share is 16 MiB over all servers at most, and until the rate is known.  Over RDMA it is always
 // that: a NIC gives each queue pair an equal part of the link, and a partition asks before it is
 // written, so that two of them let a slow link run dry.
 //
-// Two partitions keep a link busy while a completion is in flight.  The 5 ms are for small
+// Two partitions keep a link busy while a completion is in flight, and each goes over one link.
+// The 5 ms are for small
 // partitions: a busy server takes some 600 us to say what it has, longer if it waits for a
 // core.  16 MiB cover 600 us of 200 Gbit/s.
 //
@@ -104,6 +106,8 @@ class PushScheduler {
 
   // From now on no window follows the rate at which servers take what is pushed.
   void IgnoreRate();
+  // Partitions go over so many NICs, in turn.  Before the first one goes.
+  void SetNics(int nics);
 
   // Queues tasks of one priority, in this order.
   void Add(int priority, std::vector<Task> tasks);
@@ -154,7 +158,9 @@ class PushScheduler {
     std::optional<Order> listed;  // its first task is in going_
   };
 
-  // What all windows together hold, unless that is too little for two partitions each.
+  // Of each server, where partitions have so many bytes and all windows together `all`.
+  uint64_t WindowFor(uint64_t bytes, uint64_t all) const PS_REQUIRES(mu_);
+  // What all windows together hold, unless that is too little for a few partitions each.
   uint64_t WindowOfAll() const PS_REQUIRES(mu_);
   bool HasRoom(const Server& server, uint64_t bytes) const PS_REQUIRES(mu_);
   // Lists the server in going_ when its first task may go, and not otherwise.
@@ -173,6 +179,7 @@ class PushScheduler {
       PS_GUARDED_BY(mu_);  // the first tasks of servers that have room for them
   std::multimap<int, Task, HigherFirst> resumed_ PS_GUARDED_BY(mu_);
   bool closed_ PS_GUARDED_BY(mu_) = false;
+  uint64_t nics_ PS_GUARDED_BY(mu_) = 1;
   uint64_t sequence_ PS_GUARDED_BY(mu_) = 0;
   size_t queued_ PS_GUARDED_BY(mu_) = 0;
   size_t under_way_ PS_GUARDED_BY(mu_) = 0;

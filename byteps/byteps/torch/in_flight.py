@@ -147,7 +147,7 @@ def _forget_memory(address: int, number: int) -> None:
         del _known[address]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # a frozen one takes 3 us longer to make
 class Sum:
     """The tensors of a push_pull."""
 

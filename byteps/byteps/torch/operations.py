@@ -19,6 +19,7 @@ from byteps.torch.wire import (
     current_stream,
     device_number,
     feedback,
+    stream_of,
 )
 
 Group = Sequence[int] | torch.distributed.ProcessGroup | None
@@ -166,8 +167,9 @@ def start(
                 ),
             )
         tensor = received = in_flight.wire_copy(tensor, form, name, lost)
-    stream = current_stream(tensor.device)
-    if in_flight.registers_memory and not tensor.is_cuda:
+    device = tensor.get_device()
+    stream = stream_of(device)
+    if in_flight.registers_memory and device < 0:
         in_flight.will_be_sent(tensor)
         in_flight.will_be_sent(received)
     # By position: pybind11 takes longer to match names.
@@ -177,17 +179,17 @@ def start(
         tensor.data_ptr(),
         received.data_ptr(),
         form.nbytes(values.numel()),
-        form.nbytes(piece_of),
+        form.nbytes(piece_of) if piece_of else 0,
         bool(average),
         (form.feedback, forgets),
         int(priority),
         engine_ranks(group),
         placement,
         None if pull is None else _pulled_bytes(form, *elements),
-        device_number(tensor.device),
+        device,
         stream,
         streamed,
-        _coded(values, output, elements, lost) if form.is_block and not tensor.is_cuda else None,
+        _coded(values, output, elements, lost) if form.is_block and device < 0 else None,
     )
     in_flight.sums[handle] = in_flight.Sum(
         sent=tensor,
@@ -321,7 +323,7 @@ def synchronize(handle: int) -> torch.Tensor:
     operation = in_flight.sums.get(handle)
     stream = 0
     if operation is not None:
-        stream = current_stream(operation.received.device)
+        stream = stream_of(operation.received.get_device())
     try:
         c_lib.wait(handle, stream)
     except session.BytePSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from byteps.torch import c_lib
@@ -27,6 +28,21 @@ def check(tensor: torch.Tensor, what: str) -> None:
         TypeError: it is no tensor.
         ValueError: its type, layout, device or memory cannot be used.
     """
+    # Each of these takes a fraction of a microsecond, of each sum.
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype in DTYPES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and (tensor.is_cuda or tensor.is_cpu)
+    ):
+        check_memory(tensor, what)
+    else:
+        _refuse(tensor, what)
+
+
+def _refuse(tensor: torch.Tensor, what: str) -> NoReturn:
+    """Say why a tensor cannot be summed: see `check`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -41,9 +57,7 @@ def check(tensor: torch.Tensor, what: str) -> None:
             f"{what} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: it is not "
             "contiguous; pass tensor.contiguous(), or the tensor that it is a view of"
         )
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
-    check_memory(tensor, what)
+    raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
 
 
 def check_memory(tensor: torch.Tensor, what: str) -> None:
@@ -89,7 +103,11 @@ def current_stream(device: torch.device) -> int:
 
     torch.cuda.current_stream makes an object for it, which takes 15 us in a thread that has slept.
     """
-    number = device_number(device)
+    return stream_of(device_number(device))
+
+
+def stream_of(number: int) -> int:
+    """As `current_stream`, of the device with this number."""
     return 0 if number < 0 else torch._C._cuda_getCurrentRawStream(number)
 
 

@@ -240,6 +240,16 @@ TEST(PushScheduler, WindowByItself) {
   EXPECT_TRUE(NothingGoes(&large, 63));
 }
 
+TEST(PushScheduler, EachNicHasTwoPartitions) {
+  PushScheduler scheduler(64, 0);
+  scheduler.SetNics(2);
+  std::vector<Task> tasks;
+  for (uint64_t i = 0; i < 5; ++i) tasks.push_back(TaskOf(0, 4096000, i));
+  scheduler.Add(0, std::move(tasks));
+  for (uint64_t i = 0; i < 4; ++i) EXPECT_EQ(TakeIndex(&scheduler), i);
+  EXPECT_TRUE(NothingGoes(&scheduler, 63));
+}
+
 TEST(DeliveryRate, IsTheHighestAndFallsWhileOthersWait) {
   constexpr int64_t kMs = 1'000'000;
   DeliveryRate rate;

@@ -309,7 +309,7 @@ void Poller::RunTasks() {
 }
 
 int Poller::Await(epoll_event* events, int milliseconds) {
-  while (milliseconds != 0 && Clock::now() < awake_until_) {
+  while (milliseconds != 0 && Clock::now() < awake_until_.load(std::memory_order_relaxed)) {
     const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
     if (count != 0) return count;
     std::this_thread::yield();
@@ -317,32 +317,52 @@ int Poller::Await(epoll_event* events, int milliseconds) {
   return epoll_wait(epoll_.get(), events, kEvents, milliseconds);
 }
 
+void Poller::Serve(uint64_t number, uint32_t what) {
+  const auto pollable = Find(number);
+  if (pollable && pollable->OnReady(what)) unfinished_.push_back(number);
+}
+
+void Poller::Serve(const epoll_event* events, int count) {
+  for (int i = 0; i < count; ++i) {
+    if (events[i].data.u64 != 0) {
+      Serve(events[i].data.u64, events[i].events);
+      continue;
+    }
+    uint64_t value;
+    (void)!read(wake_.get(), &value, sizeof(value));  // nothing there: another event of it
+  }
+}
+
+void Poller::ServeReady() {
+  if (!serving_mu_.TryLock()) return;
+  const std::unique_ptr<Mutex, void (*)(Mutex*)> serving(&serving_mu_,
+                                                         [](Mutex* mu) { mu->Unlock(); });
+  epoll_event events[kEvents];
+  const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
+  if (count <= 0) return;
+  Serve(events, count);
+  // What is left is its thread's: who waits need not do more than was there.
+  const bool woken = std::any_of(events, events + count,
+                                 [](const epoll_event& event) { return event.data.u64 == 0; });
+  if (woken || !unfinished_.empty()) Wake();
+}
+
 void Poller::Loop() {
   epoll_event events[kEvents];
-  std::vector<uint64_t> unfinished;  // have more to do
+  bool finished = true;
   while (!stop_) {
-    const int wait = unfinished.empty() ? MillisecondsToWait() : 0;
-    const int count = Await(events, wait);
-    std::vector<uint64_t> again;
-    const auto serve = [&](uint64_t number, uint32_t what) {
-      const auto pollable = Find(number);
-      if (pollable && pollable->OnReady(what)) again.push_back(number);
-    };
-    for (int i = 0; i < count; ++i) {
-      if (events[i].data.u64 != 0) {
-        serve(events[i].data.u64, events[i].events);
-        continue;
-      }
-      uint64_t value;
-      (void)!read(wake_.get(), &value, sizeof(value));  // nothing there: another event of it
-    }
-    for (const uint64_t number : unfinished) {
+    const int count = Await(events, finished ? MillisecondsToWait() : 0);
+    MutexLock serving(&serving_mu_);
+    std::vector<uint64_t> before;
+    before.swap(unfinished_);
+    Serve(events, count);
+    for (const uint64_t number : before) {
       // Served just now: it says itself whether it has more.
       const bool served = std::any_of(events, events + std::max(count, 0),
                                       [&](const auto& event) { return event.data.u64 == number; });
-      if (!served) serve(number, 0);
+      if (!served) Serve(number, 0);
     }
-    unfinished = std::move(again);
+    finished = unfinished_.empty();
     RunTasks();
   }
 }

@@ -215,6 +215,7 @@ class Pollable {
  public:
   virtual ~Pollable() = default;
   // `events` are epoll's.  True: there is more to do, call again with 0.  No exception leaves it.
+  // Calls come one after the other, of all that a poller watches, and so do its tasks.
   virtual bool OnReady(uint32_t events) = 0;
 };
 
@@ -242,8 +243,12 @@ class Poller {
   void Post(Task task) { At(Clock::now(), std::move(task)); }
   void At(Clock::time_point when, Task task);
 
+  // Serves what is ready, as its thread does: for who waits for an answer, and would else wait for
+  // that thread to be woken.  Does nothing while something is being served.  Any thread.
+  void ServeReady() PS_NO_THREAD_SAFETY_ANALYSIS;  // which cannot follow a lock that is tried
+
   // More is expected within microseconds: the thread looks for it a while before it sleeps, since
-  // to be woken takes longer than that. Only in its own thread.
+  // to be woken takes longer than that. Only in OnReady and in tasks.
   void StayAwake() { awake_until_ = Clock::now() + kAwake; }
 
   // Ends the thread; tasks that wait are dropped.  Does nothing the second time.
@@ -255,6 +260,8 @@ class Poller {
   void Loop();
   // As epoll_wait does, which blocks for so many milliseconds.
   int Await(epoll_event* events, int milliseconds);
+  void Serve(const epoll_event* events, int count) PS_REQUIRES(serving_mu_);
+  void Serve(uint64_t number, uint32_t what) PS_REQUIRES(serving_mu_);
   int MillisecondsToWait();
   void RunTasks();
   void Wake();
@@ -263,7 +270,11 @@ class Poller {
   Fd epoll_;
   Fd wake_;
   std::atomic<bool> stop_{false};
-  Clock::time_point awake_until_;  // its thread's
+  std::atomic<Clock::time_point> awake_until_{Clock::time_point()};
+
+  Mutex serving_mu_;
+  // They have more to do.
+  std::vector<uint64_t> unfinished_ PS_GUARDED_BY(serving_mu_);
 
   Mutex mu_;
   // A descriptor may be used again, a number is not: an event that was

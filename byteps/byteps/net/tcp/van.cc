@@ -55,6 +55,10 @@ Pollers::Place Pollers::Next(const std::string& address) {
   return group.places[group.next++ % group.places.size()];
 }
 
+void Pollers::ServeReady() {
+  for (const auto& poller : pollers_) poller->ServeReady();
+}
+
 void Pollers::Stop() {
   for (const auto& poller : pollers_) poller->Stop();
 }
@@ -437,6 +441,12 @@ void TcpVan::OnMessage(Connection* connection, Message* msg, size_t bytes) {
 void TcpVan::Abandon(const void* begin, size_t bytes) {
   if (!inbox_.BeginUse()) return;
   for (const auto& connection : peers_.All()) connection->Abandon(begin, bytes);
+  inbox_.EndUse();
+}
+
+void TcpVan::ReceiveReady() {
+  if (!inbox_.BeginUse()) return;
+  pollers_->ServeReady();
   inbox_.EndUse();
 }
 

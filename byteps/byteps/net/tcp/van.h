@@ -44,6 +44,7 @@ class Pollers {
 
   const std::shared_ptr<Poller>& first() const { return pollers_.front(); }
   int size() const { return static_cast<int>(pollers_.size()); }
+  void ServeReady();
   void Stop();
 
  private:
@@ -97,6 +98,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
 
   std::string GetType() const override { return "tcp"; }
   void Abandon(const void* begin, size_t bytes) override;
+  void ReceiveReady() override;
   void Disconnect(int node_id) override;
 
  protected:
