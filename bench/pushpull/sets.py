@@ -133,7 +133,7 @@ def _fast(ring: str) -> list[Experiment]:
             ring,
             [small, *middle],
             [
-                _at_least(small, ring, 1 / 1.5),
+                _at_least(small, ring, 1 / 1.35),
                 *(_at_least(case, ring, 1.0) for case in middle),
             ],
         ),
