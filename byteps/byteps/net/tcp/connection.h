@@ -5,8 +5,9 @@
 // a thread that writes already.  Messages with few bytes overtake those with many that have not
 // begun.
 //
-// Receiving.  The poller's thread reads.  What follows a message's meta is read straight to
-// where the owner wants it; a few KiB that came along with the meta are copied there.
+// Receiving.  The poller's thread reads, or one that serves for it (Poller::ServeReady): below,
+// that is the poller's thread, too.  What follows a message's meta is read straight to where the
+// owner wants it; a few KiB that came along with the meta are copied there.
 //
 // A socket that breaks.  Each side counts the messages that it has sent, in the order in which
 // it writes them, and those that it has received whole.  It tells the other what it has

@@ -74,8 +74,9 @@ class Pollers {
 // broken.
 //
 // Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not, each next to the NICs
-// that it serves (Pollers).  Data messages are handed to the data handler by the poller that read
-// them; control messages, and the news of lost peers, by Van's receiving thread.
+// that it serves (Pollers); a thread that waits for a small sum reads as well.  Data messages are
+// handed to the data handler by the poller that read them; control messages, and the news of lost
+// peers, by Van's receiving thread.
 //
 // Who is who.  Who connects proves that it has the job's secret (greeter.h), and so does who is
 // connected to.  The scheduler makes a number that names the job and its generation, and tells it
