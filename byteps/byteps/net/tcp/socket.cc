@@ -333,10 +333,19 @@ void Poller::Serve(const epoll_event* events, int count) {
   }
 }
 
+namespace {
+
+// Unlocks what was locked by TryLock.
+struct Unlocking {
+  Mutex* mu;
+  ~Unlocking() PS_NO_THREAD_SAFETY_ANALYSIS { mu->Unlock(); }
+};
+
+}  // namespace
+
 void Poller::ServeReady() {
   if (!serving_mu_.TryLock()) return;
-  const std::unique_ptr<Mutex, void (*)(Mutex*)> serving(&serving_mu_,
-                                                         [](Mutex* mu) { mu->Unlock(); });
+  const Unlocking serving{&serving_mu_};
   epoll_event events[kEvents];
   const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
   if (count <= 0) return;
