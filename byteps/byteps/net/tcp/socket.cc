@@ -344,7 +344,7 @@ struct Unlocking {
 }  // namespace
 
 void Poller::ServeReady() {
-  if (!serving_mu_.TryLock()) return;
+  if (thread_serves_ || !serving_mu_.TryLock()) return;
   const Unlocking serving{&serving_mu_};
   epoll_event events[kEvents];
   const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
@@ -353,7 +353,9 @@ void Poller::ServeReady() {
   // What is left is its thread's: who waits need not do more than was there.
   const bool woken = std::any_of(events, events + count,
                                  [](const epoll_event& event) { return event.data.u64 == 0; });
-  if (woken || !unfinished_.empty()) Wake();
+  if (!woken && unfinished_.empty()) return;
+  thread_serves_ = true;
+  Wake();
 }
 
 void Poller::Loop() {
@@ -361,7 +363,9 @@ void Poller::Loop() {
   bool finished = true;
   while (!stop_) {
     const int count = Await(events, finished ? MillisecondsToWait() : 0);
+    thread_serves_ = true;
     MutexLock serving(&serving_mu_);
+    thread_serves_ = false;
     std::vector<uint64_t> before;
     before.swap(unfinished_);
     Serve(events, count);

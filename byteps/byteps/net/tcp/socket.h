@@ -273,6 +273,8 @@ class Poller {
   std::atomic<Clock::time_point> awake_until_{Clock::time_point()};
 
   Mutex serving_mu_;
+  // Its thread is to serve next: those who wait would else take the lock again and again.
+  std::atomic<bool> thread_serves_{false};
   // They have more to do.
   std::vector<uint64_t> unfinished_ PS_GUARDED_BY(serving_mu_);
 
