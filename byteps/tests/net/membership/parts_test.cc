@@ -324,7 +324,9 @@ TEST(Account, SaysWhatItWasTold) {
 class NodeReturnTest : public testing::Test {
  protected:
   void JoinAs(Node::Role role, double return_s = 600) {
+    membership_.reset();  // whose thread uses the links
     role_ = role;
+    joined_ = false;
     links_ = std::make_unique<RecordedLinks>(role);
     links_->on_send = [this](const Message& message) {
       if (message.meta.control.cmd != Control::ADD_NODE || joined_) return;
@@ -427,7 +429,6 @@ TEST_F(NodeReturnTest, AFarewellIsSaidAgain) {
     EXPECT_EQ(said[1].meta.body, said[0].meta.body);
     Say(Control::NODE_LEFT, "", {links_->self()});
     leaver.join();
-    joined_ = false;
   }
 }
 
