@@ -216,14 +216,15 @@ bool Operation::AwaitEnd(std::chrono::nanoseconds limit, const std::function<voi
     return false;
   }
   lock.Unlock();
-  StayAwake(std::min(deadline, Clock::now() + kAwake), receive);
+  // Its answers are here: to receive those of others would only delay it.
+  StayAwake(std::min(deadline, Clock::now() + kAwake), [] {});
   lock.Lock();
   return cond_.WaitUntil(&mu_, deadline, [this] { return done_.load(); });
 }
 
-void Operation::StayAwake(Clock::time_point until, const std::function<void()>& receive) const {
+void Operation::StayAwake(Clock::time_point until, const std::function<void()>& each) const {
   while (!done_ && Clock::now() < until) {
-    receive();
+    each();
     std::this_thread::yield();
   }
 }

@@ -230,8 +230,8 @@ class Operation {
   std::atomic<Stage>* StageOf(uint64_t index) {
     return more_stages_ ? &more_stages_[index] : &stage_;
   }
-  // Receives and yields until it has ended, or until then.
-  void StayAwake(Clock::time_point until, const std::function<void()>& receive) const;
+  // Calls `each` and yields until it has ended, or until then.
+  void StayAwake(Clock::time_point until, const std::function<void()>& each) const;
 
   std::atomic<Stage> stage_{Stage::kWaiting};          // of the only partition
   std::unique_ptr<std::atomic<Stage>[]> more_stages_;  // of many, by index

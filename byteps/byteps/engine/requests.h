@@ -106,7 +106,7 @@ class PushScheduler {
 
   // From now on no window follows the rate at which servers take what is pushed.
   void IgnoreRate();
-  // Partitions go over so many NICs, in turn.  Before the first one goes.
+  // Partitions are spread over so many NICs.  To be called before the first is added.
   void SetNics(int nics);
 
   // Queues tasks of one priority, in this order.

@@ -4,10 +4,11 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cerrno>
 #include <future>
 #include <memory>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "byteps/net/tcp/socket.h"
 
