@@ -147,7 +147,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ping-ms", type=int, default=10, help="(default: %(default)s)")
     parser.add_argument("--idle-s", type=float, default=10.0, help="(default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="S")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite its results")
     options = parser.parse_args(arguments)

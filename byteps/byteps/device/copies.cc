@@ -156,6 +156,12 @@ void DeviceCopies::MakeWait(CopyLane lane, const DeviceMoment& moment) {
   MakeWait(lanes_.at(lane).work, moment);
 }
 
+DeviceMoment DeviceCopies::CopyIn(DeviceStream stream, const std::vector<Copy>& copies) {
+  const CurrentDevice current(device_);
+  for (const Copy& copy : copies) CopyToDevice(copy.to, copy.from, copy.bytes, stream);
+  return MomentOf(stream);
+}
+
 void DeviceCopies::CopyOnceSet(DeviceStream stream, const DeviceWord* word,
                                const std::vector<Copy>& copies) {
   const CurrentDevice current(device_);
@@ -270,12 +276,11 @@ void Keep(const PinnedBlock& block) {
   kept->push_back(block);
 }
 
-// Those of one purpose.
 class PinnedPool::Pools {
  public:
-  PinnedPool* Of(uint64_t limit, uint64_t largest) {
+  PinnedPool* Of(Use use, uint64_t limit, uint64_t largest) {
     ps::MutexLock lock(&mu_);
-    auto& pool = pools_[PowerOfTwo(largest)];
+    auto& pool = pools_[{use, PowerOfTwo(largest)}];
     if (!pool) {
       pool = std::make_unique<PinnedPool>(limit, largest, [](size_t bytes) {
         void* memory = PinMemory(bytes);
@@ -289,20 +294,16 @@ class PinnedPool::Pools {
 
  private:
   ps::Mutex mu_;
-  std::map<uint64_t, std::unique_ptr<PinnedPool>> pools_ PS_GUARDED_BY(mu_);  // by top_
+  // By use and top_.
+  std::map<std::pair<Use, uint64_t>, std::unique_ptr<PinnedPool>> pools_ PS_GUARDED_BY(mu_);
 };
 
 PinnedPool::PinnedPool(uint64_t limit, uint64_t largest, Allocate allocate)
     : top_(PowerOfTwo(largest)), allocate_(std::move(allocate)), limit_(limit) {}
 
-PinnedPool* PinnedPool::Shared(uint64_t limit, uint64_t largest) {
+PinnedPool* PinnedPool::Shared(Use use, uint64_t limit, uint64_t largest) {
   static auto* pools = new Pools;
-  return pools->Of(limit, largest);
-}
-
-PinnedPool* PinnedPool::SharedForSums(uint64_t limit, uint64_t largest) {
-  static auto* pools = new Pools;
-  return pools->Of(limit, largest);
+  return pools->Of(use, limit, largest);
 }
 
 void PinnedPool::SetLimit(uint64_t limit) {

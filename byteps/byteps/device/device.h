@@ -192,7 +192,9 @@ class DeviceCopies {
   DeviceMoment CopiedToDevice();
   // What the caller's `stream` is given from now on waits for `moment`.
   void MakeWait(DeviceStream stream, const DeviceMoment& moment);
-  // Enqueues copies to the device in the caller's `stream`, which waits until `word` is 1.
+  // Enqueues copies to the device in the caller's `stream`.  The result: all are made.
+  DeviceMoment CopyIn(DeviceStream stream, const std::vector<Copy>& copies);
+  // Likewise, but the stream waits until `word` is 1.
   void CopyOnceSet(DeviceStream stream, const DeviceWord* word, const std::vector<Copy>& copies);
 
  private:
@@ -314,12 +316,17 @@ class PinnedPool {
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
+  // Blocks of one use never come from what another one holds: a sum keeps its memory while it
+  // waits for other workers, which may wait for a partition of this one.
+  enum class Use {
+    kPartitions,
+    kStreamedSums,
+    kSmallSums,
+  };
+
   // This process's, for blocks of up to `largest` bytes.  The last caller sets its limit;
   // what is there already stays.
-  static PinnedPool* Shared(uint64_t limit, uint64_t largest);
-  // Likewise, of blocks that wait for other workers: another pool, since who needs a block of the
-  // first one may be whom those workers wait for.
-  static PinnedPool* SharedForSums(uint64_t limit, uint64_t largest);
+  static PinnedPool* Shared(Use use, uint64_t limit, uint64_t largest);
 
   // Makes room for `bytes` more bytes in flight, as far as the limit allows.
   void Reserve(uint64_t bytes);

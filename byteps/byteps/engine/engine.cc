@@ -8,7 +8,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/process.h"
 #include "byteps/base/protocol.h"
-#include "byteps/engine/streamed_sum.h"
+#include "byteps/engine/staged_sum.h"
 #include "byteps/observe/status.h"
 
 namespace byteps {
@@ -16,8 +16,14 @@ namespace core {
 
 namespace {
 
-PinnedPool* PoolForSums(uint64_t limit, uint64_t largest_partition) {
-  return PinnedPool::SharedForSums(limit, StreamedSum::LargestBlock(limit, largest_partition));
+using Use = PinnedPool::Use;
+
+// For small sums: the one that is alone, and those before it whose memory has not come back yet.
+constexpr uint64_t kPinnedForSmall = 4 * StagedSum::kSmall;
+
+PinnedPool* PoolForStreamed(uint64_t limit, uint64_t largest_partition) {
+  const uint64_t largest = StagedSum::LargestBlock(limit, largest_partition);
+  return PinnedPool::Shared(Use::kStreamedSums, limit, largest);
 }
 
 }  // namespace
@@ -26,8 +32,11 @@ Context::Context(const Config& config, const Launch& launch, int num_servers,
                  std::unique_ptr<Channel> how, WorkerCounters* counted, SpeedMeter* speed)
     : plan(config, launch, num_servers),
       op_timeout_s(config.Float("BYTEPS_OP_TIMEOUT_S")),
-      pool(PinnedPool::Shared(config.Int("BYTEPS_PINNED_BYTES"), plan.largest_partition())),
-      pool_for_sums(PoolForSums(config.Int("BYTEPS_STREAMED_BYTES"), plan.largest_partition())),
+      pool(PinnedPool::Shared(Use::kPartitions, config.Int("BYTEPS_PINNED_BYTES"),
+                              plan.largest_partition())),
+      pool_for_streamed(
+          PoolForStreamed(config.Int("BYTEPS_STREAMED_BYTES"), plan.largest_partition())),
+      pool_for_small(PinnedPool::Shared(Use::kSmallSums, kPinnedForSmall, StagedSum::kSmall)),
       channel(std::move(how)),
       counters(counted),
       operations(counted, speed),
@@ -177,14 +186,15 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   auto operation = std::make_shared<Operation>(request, Introduce({spec}).front());
   operation->ready = std::move(ready);
   CheckUse(*operation);
-  if (request.streamed && operation->on_gpu() && request.op == kPushPull) {
-    operation->streamed = StreamedSum::TryMake(*operation, context_.pool_for_sums);
+  if (operation->on_gpu() && request.op == kPushPull) {
+    if (request.streamed) {
+      operation->staged = StagedSum::TryMake(*operation, context_.pool_for_streamed);
+      if (operation->staged) context_.streamed.Add(operation);
+    } else if (IsSmallAndAlone(*operation)) {
+      operation->staged = StagedSum::TryMake(*operation, context_.pool_for_small);
+    }
   }
-  if (operation->streamed) {
-    context_.streamed.Add(operation);
-  } else {
-    MakeRoom(spec, operation->tensor.get());
-  }
+  if (!operation->streams_wait()) MakeRoom(spec, operation->tensor.get());
   const int64_t handle = context_.operations.Begin(operation);
   context_.trace->Begin(operation.get());
   try {
@@ -195,9 +205,12 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   return handle;
 }
 
-bool Engine::IsStreamed(int64_t handle) {
-  return context_.operations.Find(handle)->streamed != nullptr;
+bool Engine::IsSmallAndAlone(const Operation& operation) {
+  return operation.request.tensor.bytes <= StagedSum::kSmall &&
+         context_.operations.num_running() == 0 && DeviceCopies::IsDone(operation.ready);
 }
+
+bool Engine::IsStreamed(int64_t handle) { return context_.operations.Find(handle)->streams_wait(); }
 
 void Engine::Check() {
   if (failed()) throw Error(context_.operations.failure());
@@ -213,7 +226,7 @@ Landing Engine::Land(int64_t handle, DeviceStream stream) {
   const OperationPtr operation = context_.operations.Find(handle);
   const auto has_failed = [&] { return operation->is_done() && !operation->error().empty(); };
   Landing landing;
-  if (!has_failed()) landing = operation->streamed->CopyToDevice(operation, stream);
+  if (!has_failed()) landing = operation->staged->CopyToDevice(operation, stream);
   context_.operations.Forget(handle);
   // The thread that watches may have looked too early to see that it is awaited.
   if (has_failed()) throw Error(operation->error());
@@ -222,13 +235,17 @@ Landing Engine::Land(int64_t handle, DeviceStream stream) {
 
 bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit) {
   const OperationPtr operation = context_.operations.Find(handle);
-  if (operation->streamed) {
+  if (operation->streams_wait()) {
     (void)Land(handle, stream);
     return true;
   }
   if (!operation->AwaitEnd(limit, [this] { context_.channel->ReceiveReady(); })) return false;
   context_.operations.Forget(handle);
   if (!operation->error().empty()) ThrowFailure(operation, stream);
+  if (operation->staged) {
+    context_.small.Add(operation, operation->staged->CopyBack(stream));
+    return true;
+  }
   if (const DeviceMoment landed = operation->landed()) {  // it is still being copied
     DeviceCopies::Of(operation->request.tensor.device)->MakeWait(stream, landed);
   }
@@ -239,9 +256,7 @@ void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
   const std::string error = operation->error();
   operation->AwaitWriters();
   if (!operation->output_on_gpu()) {
-    const Operation::Part wanted = operation->WantedOutput();
-    const char* begin = static_cast<const char*>(operation->request.output) + wanted.offset;
-    if (wanted.bytes > 0) context_.channel->Abandon(begin, wanted.bytes);
+    AbandonPlaces(*operation);
     throw Error(error);
   }
   try {
@@ -251,6 +266,20 @@ void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
     // The device failed, and writes nowhere.
   }
   throw Error(error);
+}
+
+void Engine::AbandonPlaces(const Operation& operation) {
+  const auto abandon = [this](const char* begin, uint64_t bytes) {
+    if (bytes > 0) context_.channel->Abandon(begin, bytes);
+  };
+  if (!operation.staged) {
+    const Operation::Part wanted = operation.WantedOutput();
+    return abandon(static_cast<const char*>(operation.request.output) + wanted.offset,
+                   wanted.bytes);
+  }
+  for (uint64_t i = 0; i < operation.tensor->declaration.NumPartitions(); ++i) {
+    abandon(operation.Target(i), operation.Wanted(i).bytes);
+  }
 }
 
 void Engine::Fail(const std::string& reason) {

@@ -23,7 +23,7 @@
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/operation.h"
 #include "byteps/engine/requests.h"
-#include "byteps/engine/streamed_sum.h"
+#include "byteps/engine/staged_sum.h"
 #include "byteps/observe/metrics.h"
 
 namespace byteps {
@@ -62,10 +62,11 @@ struct Context {
 
   Plan plan;
   const double op_timeout_s;
-  // For tensors on GPUs: for partitions on their way, and for sums that streams wait for.  All jobs
-  // of this process share them; each begins anew to count what its tensors want.
+  // For tensors on GPUs: for partitions on their way, for sums that streams wait for, and for small
+  // ones.  All jobs of this process share them; each begins anew to count what its tensors want.
   PinnedPool* const pool;
-  PinnedPool* const pool_for_sums;
+  PinnedPool* const pool_for_streamed;
+  PinnedPool* const pool_for_small;
   const std::unique_ptr<Channel> channel;
   WorkerCounters* const counters;
   Operations operations;
@@ -75,6 +76,7 @@ struct Context {
   Vacancies vacancies;
   CopyQueues copies;
   StreamedSums streamed;
+  SmallSums small;
   // Shared with callbacks of the device's and of the transport's, which may outlive the engine.
   const std::shared_ptr<PushScheduler> scheduler;
   const std::shared_ptr<OperationTrace> trace;
@@ -104,6 +106,8 @@ class Pusher {
   void Loop(int track);
 
  private:
+  // Of an operation whose values are there.
+  void AddReady(const OperationPtr& operation, std::vector<Task> tasks);
   // Takes a task one or more stages further.  Never throws: the operation fails instead.
   void Advance(Task task, int track);
   void PrepareFromDevice(Task task, int track);
@@ -246,6 +250,9 @@ class Engine : public ChannelUser {
   // Makes tensors known to the servers; makes room for one on a GPU.
   std::vector<TensorPtr> Introduce(const std::vector<TensorSpec>& specs);
   void MakeRoom(const TensorSpec& spec, Tensor* tensor);
+  // Whether it is small, its values are there, and nothing else is in flight: then its caller
+  // copies it as a whole (staged_sum.h).
+  bool IsSmallAndAlone(const Operation& operation);
   void Fail(const std::string& reason);
 
   // pusher.cc.
@@ -262,10 +269,12 @@ class Engine : public ChannelUser {
   // Lets streams go on that wait for sums that failed.  Fails the job where nobody would hear of
   // that.
   void EndFailedStreams();
+  // Nothing is received into its memory any more; of one that failed, after AwaitWriters.
+  void AbandonPlaces(const Operation& operation);
   // Throws what a failed operation ended with, once nothing writes into its output any more.
   [[noreturn]] void ThrowFailure(const OperationPtr& operation, DeviceStream stream);
 
-  // streamed_sum.cc: fails operations that nobody else will.
+  // staged_sum.cc: fails operations that nobody else will.
   void Watch();
   // Why it has to fail now; empty if it has not.
   std::string Verdict(const OperationPtr& operation);

@@ -9,7 +9,7 @@
 
 #include "byteps/base/block_codec.h"
 #include "byteps/base/invariant.h"
-#include "byteps/engine/streamed_sum.h"
+#include "byteps/engine/staged_sum.h"
 
 namespace byteps {
 namespace core {
@@ -21,9 +21,15 @@ constexpr std::chrono::microseconds kAwake(100);
 
 // The answers of a sum of at most so many bytes take some 200 us where the other members are ready.
 // To wake the thread that receives, and then the one that waits, would add a fifth to that.  So who
-// waits for it receives, and sleeps only after that time.
+// waits for it receives, and sleeps only after that time.  The same goes for a GPU's sum that is
+// staged, of at most 1 MiB, which takes longer.
 constexpr uint64_t kSmallSum = 64 << 10;
 constexpr std::chrono::microseconds kAwakeForSmall(400);
+
+// On a link of 8 Gbit/s.
+std::chrono::microseconds TimeFor(uint64_t bytes) {
+  return std::chrono::microseconds(bytes / 1000);
+}
 
 // Of as many values, in fp32.
 uint64_t StateBytes(uint64_t bytes, DType dtype) { return ValuesIn(dtype, bytes) * sizeof(float); }
@@ -92,12 +98,12 @@ Operation::Part Operation::Wanted(uint64_t index) const {
 }
 
 const char* Operation::Source(uint64_t index) const {
-  if (streamed) return streamed->MemoryOf(index);
+  if (staged) return staged->MemoryOf(index);
   return static_cast<const char*>(request.input) + Sent(index).offset;
 }
 
 char* Operation::Target(uint64_t index) const {
-  if (streamed) return streamed->MemoryOf(index) + Wanted(index).offset - Whole(index).offset;
+  if (staged) return staged->MemoryOf(index) + Wanted(index).offset - Whole(index).offset;
   return static_cast<char*>(request.output) + Wanted(index).offset;
 }
 
@@ -208,8 +214,8 @@ void Operation::CountArrival() {
 bool Operation::AwaitEnd(std::chrono::nanoseconds limit, const std::function<void()>& receive) {
   const auto now = Clock::now();
   const auto deadline = now + limit;
-  if (request.tensor.bytes <= kSmallSum) {
-    StayAwake(std::min(deadline, now + kAwakeForSmall), receive);
+  if (request.tensor.bytes <= kSmallSum || (staged && !request.streamed)) {
+    StayAwake(std::min(deadline, now + kAwakeForSmall + TimeFor(request.tensor.bytes)), receive);
   }
   ps::MutexLock lock(&mu_);
   if (!cond_.WaitUntil(&mu_, deadline, [this] { return done_ || arrivals_left_ == 0; })) {

@@ -72,7 +72,7 @@ class SpeedMeter {
 };
 
 // One sum in flight, and its partitions.
-class StreamedSum;
+class StagedSum;
 
 // The caller's values of a tensor on the CPU that travels in blocks of few bits
 // (base/block_codec.h).  They are encoded partition by partition as they are pushed, and decoded as
@@ -102,7 +102,7 @@ struct PushPullRequest {
   int priority = 0;                // higher goes first
   bool forgets_lost = false;       // servers, of what rounding lost of the sums before
   DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
-  // Of a sum on a GPU: WaitFor returns at once, and its stream waits (engine/streamed_sum.h).  Not
+  // Of a sum on a GPU: WaitFor returns at once, and its stream waits (engine/staged_sum.h).  Not
   // if there is too little pinned memory: then WaitFor waits for the sum, as always.
   bool streamed = false;
   // What is asked of the servers: kPushPull for a sum; of a tensor with a rule kPushStep,
@@ -147,15 +147,17 @@ class Operation {
   const Clock::time_point started = Clock::now();
   // Of the time that this process waits for it; anew, once another server has it.
   std::atomic<ps::AwakeClock::time_point> awaited_since{ps::AwakeClock::now()};
-  int64_t handle = 0;                     // set once, before anybody else knows of this
-  uint32_t round = 0;                     // likewise
-  DeviceMoment ready;                     // likewise; when its values are there, on a GPU
-  std::shared_ptr<StreamedSum> streamed;  // likewise; null: it is not
-  std::vector<PartitionTimes> times;      // by partition; empty when it is not traced
+  int64_t handle = 0;                 // set once, before anybody else knows of this
+  uint32_t round = 0;                 // likewise
+  DeviceMoment ready;                 // likewise; when its values are there, on a GPU
+  std::shared_ptr<StagedSum> staged;  // likewise; null: it is not
+  std::vector<PartitionTimes> times;  // by partition; empty when it is not traced
 
   const std::string& name() const { return request.tensor.name; }
-  // Whether the engine copies its values from a GPU; those of a streamed sum are copied for it.
-  bool on_gpu() const { return request.tensor.device != kCpu && !streamed && !moves_state(); }
+  // Whether partitions are copied from a GPU one by one; those of a staged sum lie in host memory.
+  bool on_gpu() const { return request.tensor.device != kCpu && !staged && !moves_state(); }
+  // Whether streams wait for its sums, and no thread.
+  bool streams_wait() const { return staged && request.streamed; }
   // Whether the output is on the GPU as well.
   bool output_on_gpu() const { return on_gpu() && request.op != kPushNorm; }
   bool moves_state() const { return request.op == kLoadState || request.op == kReadState; }

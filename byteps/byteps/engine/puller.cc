@@ -8,7 +8,7 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 #include "byteps/engine/engine.h"
-#include "byteps/engine/streamed_sum.h"
+#include "byteps/engine/staged_sum.h"
 
 namespace byteps {
 namespace core {
@@ -194,7 +194,7 @@ void Puller::Handle(Arrived* arrived, int track) {
                          times == nullptr ? 0 : times->pulling, TraceArrow::kEnds);
   context_->trace->Row(*request.operation, request.index, SteadyNs());
   try {
-    if (request.operation->streamed) request.operation->streamed->Arrive(request.index);
+    if (request.operation->staged) request.operation->staged->Arrive(request.index);
     Count(request);
   } catch (const std::exception& e) {
     Fail(request, e.what());

@@ -10,7 +10,7 @@
 #include "byteps/base/wire.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/engine.h"
-#include "byteps/engine/streamed_sum.h"
+#include "byteps/engine/staged_sum.h"
 
 namespace byteps {
 namespace core {
@@ -67,7 +67,7 @@ Pusher::Pusher(Context* context)
 void Pusher::Add(const OperationPtr& operation) {
   std::vector<Task> tasks = TasksOf(operation);
   const int priority = operation->request.priority;
-  if (operation->streamed) {
+  if (operation->streams_wait()) {
     const auto all = std::make_shared<const std::vector<Task>>(std::move(tasks));
     const auto copied = [all, priority, scheduler = context_->scheduler](size_t begin, size_t end) {
       const auto first = all->begin();
@@ -76,7 +76,16 @@ void Pusher::Add(const OperationPtr& operation) {
       }
       scheduler->Add(priority, {first + begin, first + end});
     };
-    return operation->streamed->CopyToHost(operation->ready, copied);
+    return operation->staged->CopyToHost(operation->ready, copied);
+  }
+  if (operation->staged) {
+    const bool here = operation->staged->CopyToHostNow(
+        [operation, priority, tasks, scheduler = context_->scheduler] {
+          MarkReady(operation);
+          scheduler->Add(priority, tasks);
+        });
+    if (here) AddReady(operation, std::move(tasks));
+    return;
   }
   if (operation->on_gpu() && !DeviceCopies::IsDone(operation->ready)) {
     DeviceCopies::Of(operation->request.tensor.device)
@@ -87,13 +96,19 @@ void Pusher::Add(const OperationPtr& operation) {
                     });
     return;
   }
+  AddReady(operation, std::move(tasks));
+}
+
+void Pusher::AddReady(const OperationPtr& operation, std::vector<Task> tasks) {
+  const int priority = operation->request.priority;
   MarkReady(operation);
-  if (tasks.size() > 1 || tasks.front().bytes > kFew) {
-    return context_->scheduler->Add(priority, std::move(tasks));
-  }
-  if (context_->scheduler->AddOrTake(priority, tasks.front())) {
-    Advance(std::move(tasks.front()), callers_track_);
-  }
+  const bool is_few = tasks.size() == 1 && tasks.front().bytes <= kFew;
+  if (!is_few && !operation->staged) return context_->scheduler->Add(priority, std::move(tasks));
+  const Task first = tasks.front();
+  tasks.erase(tasks.begin());
+  const bool goes = context_->scheduler->AddOrTake(priority, first);
+  if (!tasks.empty()) context_->scheduler->Add(priority, std::move(tasks));
+  if (goes) Advance(first, callers_track_);
 }
 
 void Pusher::Loop(int track) {
@@ -206,8 +221,8 @@ std::string Pusher::SendNow(const Task& task, int track, bool goes) {
   const char* source = operation.Source(task.index);
   if (task.block) source = task.block.get();
   std::shared_ptr<void> sending;
-  if (operation.streamed && task.bytes > 0) {
-    sending = operation.streamed->BeginSend();
+  if (operation.staged && task.bytes > 0) {
+    sending = operation.staged->BeginSend();
     if (!sending) {
       Drop(task);
       return "";

@@ -20,6 +20,8 @@ constexpr int64_t kCoveredNs = 5'000'000;
 // A worker is ahead of the others where so much of its window waits for them, and keeps so much.
 constexpr int64_t kAhead = 2;
 constexpr uint64_t kStepBack = 4;
+// A thread that is woken pushes so many partitions, unless few are in flight.
+constexpr uint64_t kAtOnce = 4;
 
 }  // namespace
 
@@ -52,6 +54,12 @@ bool PushScheduler::HasRoom(const Server& server, uint64_t bytes) const {
     window /= kStepBack;
   }
   return server.under_way + bytes <= window;
+}
+
+bool PushScheduler::IsWorthWaking(const Server& server) const {
+  const uint64_t next = server.queue.begin()->second.bytes;
+  return server.under_way < 2 * nics_ * next ||
+         server.under_way + kAtOnce * next <= WindowFor(next, WindowOfAll());
 }
 
 void PushScheduler::Update(int number) {
@@ -150,7 +158,8 @@ bool PushScheduler::Take(Task* task) {
     *task = std::move(resumed_.begin()->second);
     resumed_.erase(resumed_.begin());
   }
-  if (!going_.empty() || !resumed_.empty()) cond_.NotifyOne();
+  // To push to one server takes one thread.
+  if (going_.size() > 1 || !resumed_.empty()) cond_.NotifyOne();
   return true;
 }
 
@@ -182,7 +191,7 @@ bool PushScheduler::Leave(int server, uint64_t bytes) {
   under_way -= bytes;
   --under_way_;
   Update(server);
-  return servers_[server].listed.has_value();
+  return servers_[server].listed.has_value() && IsWorthWaking(servers_[server]);
 }
 
 void PushScheduler::Answer(int number, uint64_t bytes) {

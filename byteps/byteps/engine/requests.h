@@ -167,7 +167,10 @@ class PushScheduler {
   void Update(int number) PS_REQUIRES(mu_);
   Task TakeFirst() PS_REQUIRES(mu_);
   void Count(const Task& task) PS_REQUIRES(mu_);
-  // What was taken is no longer in flight.  Whether the server's next one may go.
+  // Whether to wake a thread for a server whose first task may go: not for each partition of a
+  // large window.  It is asked again when another one leaves.
+  bool IsWorthWaking(const Server& server) const PS_REQUIRES(mu_);
+  // What was taken is no longer in flight.  Whether a thread has to be woken for the server's next.
   bool Leave(int server, uint64_t bytes) PS_REQUIRES(mu_);
 
   const uint64_t window_;

@@ -156,10 +156,13 @@ void Accumulator::Clear(Scratch* scratch) {
 
 namespace {
 
-// To wake a thread takes longer than to add as many bytes.
-constexpr size_t kServedHere = 64 << 10;
+// The thread that received so many bytes, and has them in its cache, adds them in the time in which
+// another one wakes.  It does no more of that: it is needed to receive.  To decode blocks, or to
+// make a step of an optimizer, takes longer.
+constexpr size_t kServedHere = 128 << 10;
+constexpr size_t kFewServedHere = 64 << 10;
 constexpr auto kNever = Rounds::Clock::time_point::max();
-// After this process stood still.  Shorter than the grace of workers (engine/streamed_sum.cc),
+// After this process stood still.  Shorter than the grace of workers (engine/staged_sum.cc),
 // which would not know what is late.
 constexpr ps::StallWatch::Duration kMostGrace = std::chrono::seconds(3);
 
@@ -298,7 +301,9 @@ void SumThread::Run() {
 
 bool SumThread::ServeHere(Task* task) {
   const Partition& partition = *task->partition;
-  if (partition.declaration().PartitionSize(partition.index) > kServedHere) return false;
+  const Declaration& d = partition.declaration();
+  const size_t most = IsBlock(d.dtype) || d.rule ? kFewServedHere : kServedHere;
+  if (d.PartitionSize(partition.index) > most) return false;
   if (waiting_ > 0 || !mu_.TryLock()) {
     PS_PROBE(kQueuedWhileServing);
     return false;

@@ -139,7 +139,7 @@ TEST(PinnedPool, ManyWhoGiveUpAtOnceDoNotNest) {
 
 TEST(DeviceCopies, KeepTheCallersDevice) {
   fake::SetCurrentDevice(0);
-  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
+  auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);
   pool->Reserve(4096);
   DeviceCopies* const copies = DeviceCopies::Of(1);
   const PinnedBlock block = pool->TryTake(100);
@@ -163,7 +163,7 @@ TEST(DeviceCopies, KeepTheCallersDevice) {
 
 TEST(DeviceCopies, AreAwaitedForAMomentOnly) {
   fake::SetCurrentDevice(0);
-  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
+  auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);
   pool->Reserve(4096);
   DeviceCopies* const copies = DeviceCopies::Of(1);
   const PinnedBlock block = pool->TryTake(100);
@@ -293,7 +293,7 @@ TEST(CopyQueue, LackOfMemoryIsTold) {
 // By who does not want to give any to the device itself.
 TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   fake::SetCurrentDevice(0);
-  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
+  auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);
   pool->Reserve(4096);
   const PinnedBlock block = pool->TryTake(4096);
   char data[2] = {3, 4};
@@ -335,7 +335,7 @@ TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
 // Copies that take long are told of by the driver, and hold up nobody's.
 TEST(CopyQueue, ALongWaitIsLeftToTheDriver) {
   fake::SetCurrentDevice(0);
-  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
+  auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);
   pool->Reserve(4096);
   const PinnedBlock block = pool->TryTake(4096);
   char data[3] = {5, 6, 7};

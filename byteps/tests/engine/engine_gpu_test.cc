@@ -29,7 +29,14 @@ bool WaitsForCopies(DeviceStream stream, std::promise<void>* hold) {
   return waited;
 }
 
+// All that small sums may take.
+void PinForSmallSums() {
+  constexpr uint64_t kMost = 4 << 20;
+  PinnedPool::Shared(PinnedPool::Use::kSmallSums, kMost, 1 << 20)->Reserve(kMost);
+}
+
 TEST(Gpu, ManySumsThroughLittlePinnedMemory) {
+  PinForSmallSums();
   const uint64_t pinned_before = fake::PinnedBytes();
   for (const bool in_place : {true, false}) {
     // Copies of the second kind of partition are not awaited.
@@ -57,6 +64,7 @@ TEST(Gpu, ManySumsThroughLittlePinnedMemory) {
 }
 
 TEST(Gpu, PinnedMemoryIsWhatAllTensorsWant) {
+  PinForSmallSums();
   const uint64_t before = fake::PinnedBytes();
   Job job(2, {}, {{"BYTEPS_PINNED_BYTES", "1048576"}, {"BYTEPS_PARTITION_BYTES", "32768"}});
   fake::SetCurrentDevice(0);
@@ -217,6 +225,75 @@ TEST(Gpu, BrokenDeviceFailsCopies) {
     fake::SetBroken(false);
     EXPECT_TRUE(Has(error, "broken")) << error;
   }
+}
+
+// ----- sums that are small and alone
+
+class SmallSums : public testing::Test {
+ protected:
+  SmallSums() : stream_((fake::SetCurrentDevice(0), MakeStream())) {}
+
+  // Sums them and counts the copies, both ways.
+  uint64_t CopiesOf(const std::string& name, std::vector<float>* values) {
+    const uint64_t before = fake::CountCopies();
+    job_.Wait(job_.Start(name, values, 0, stream_), stream_);
+    fake::Synchronize(stream_);
+    return fake::CountCopies() - before;
+  }
+
+  // Tests of broken devices keep memory for ever; that of partitions of this length is another
+  // pool.
+  Job job_{2, {}, {{"BYTEPS_PARTITION_BYTES", "8192"}}};
+  DeviceStream stream_;
+};
+
+TEST_F(SmallSums, AreCopiedAsAWhole) {
+  for (const size_t count : {1, 8192, 1 << 18}) {
+    SCOPED_TRACE(count);
+    auto values = Values(count, 1);
+    const auto sum = Times(values, 3);
+    EXPECT_EQ(CopiesOf("x" + std::to_string(count), &values), 2u);
+    EXPECT_EQ(values, sum);
+  }
+  auto larger = Values((1 << 18) + 1024, 1);
+  EXPECT_GT(CopiesOf("larger", &larger), 100u);
+}
+
+TEST_F(SmallSums, AreCopiedInPartitionsWhileOthersAreInFlight) {
+  const DeviceStream busy = MakeStream();
+  auto other = Values(1000, 1), values = Values(8192, 2);
+  const auto other_sum = Times(other, 3), sum = Times(values, 3);
+  const auto hold = fake::Hold(busy);
+  const int64_t late = job_.Start("other", &other, 0, busy);
+  EXPECT_EQ(CopiesOf("x", &values), 8u);
+  EXPECT_EQ(values, sum);
+  hold->set_value();
+  job_.Wait(late, busy);
+  fake::Synchronize(busy);
+  EXPECT_EQ(other, other_sum);
+}
+
+TEST_F(SmallSums, WhoseCopyTakesLongerHoldUpNoCaller) {
+  auto values = Values(5000, 1);
+  const auto sum = Times(values, 3);
+  const auto hold = fake::HoldCopiesToHost();
+  const int64_t handle = job_.Start("x", &values, 0, stream_);  // returns
+  EXPECT_TRUE(job_.channel->pushes().empty());
+  hold->set_value();
+  job_.Wait(handle, stream_);
+  fake::Synchronize(stream_);
+  EXPECT_EQ(values, sum);
+}
+
+TEST_F(SmallSums, ThatFailLeaveTheirTensors) {
+  auto values = Values(5000, 1);
+  const auto before = values;
+  job_.channel->HoldServer(0, false);
+  const int64_t handle = job_.Start("x", &values, 0, stream_);
+  job_.channel->FailJob("worker 1 was lost");
+  EXPECT_EQ(job_.ErrorOf(handle, stream_), "worker 1 was lost");
+  fake::Synchronize(stream_);
+  EXPECT_EQ(values, before);
 }
 
 // ----- sums which streams wait for and no thread does

@@ -10,8 +10,10 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "byteps/base/invariant.h"
+#include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/requests.h"
@@ -416,6 +418,42 @@ TEST(PushScheduler, ManyThreadsKeepToTheWindows) {
   EXPECT_EQ(taken, kTasks);
   EXPECT_LE(most, kWindow);
   EXPECT_EQ(scheduler.under_way(), 0u);
+}
+
+// A thread is not woken for each partition that may go.  None may be left lying all the same,
+// whatever their lengths and the window.
+TEST(PushScheduler, WhoSleepsIsWokenInTime) {
+  constexpr int kTasks = 200;
+  std::mt19937 random(1);
+  for (const uint64_t window : {0, 1, 10, 100, 1000, 10000}) {
+    for (const int nics : {1, 3}) {
+      SCOPED_TRACE(testing::Message() << "window " << window << ", " << nics << " NICs");
+      PushScheduler scheduler(2, window);
+      scheduler.SetNics(nics);
+      BlockingQueue<Task> sent;
+      std::thread taker([&] {
+        Task task;
+        while (scheduler.Take(&task)) sent.Push(task);
+      });
+      std::vector<Task> tasks;
+      for (int i = 0; i < kTasks; ++i) tasks.push_back(TaskOf(i % 2, random() % 4 * 50 + 1, i));
+      scheduler.Add(0, tasks);
+      // One by one, so that whoever is not woken now sleeps.
+      for (int i = 0; i < kTasks; ++i) {
+        Task task;
+        bool timed_out = false;
+        if (!sent.PopFor(&task, std::chrono::seconds(60), &timed_out)) {
+          ADD_FAILURE() << i << " were taken";
+          break;
+        }
+        scheduler.Deliver(task.server, task.bytes);
+        scheduler.Answer(task.server, task.bytes);
+      }
+      EXPECT_EQ(scheduler.under_way(), 0u);
+      scheduler.Close();
+      taker.join();
+    }
+  }
 }
 
 }  // namespace

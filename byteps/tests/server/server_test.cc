@@ -185,7 +185,7 @@ TEST_F(ServerTest, SmallSumsAreSentByWhoBringsThem) {
 // Who receives goes on receiving.
 TEST_F(ServerTest, LargeSumsAreSentByAnEngineThread) {
   declaration_.name = "large";
-  declaration_.bytes = declaration_.partition_bytes = 128 << 10;
+  declaration_.bytes = declaration_.partition_bytes = 256 << 10;
   for (int rank : {0, 1}) Declare(rank);
   for (uint32_t round = 0; round < 50; ++round) {
     Push(0, 0, round, kLong);
@@ -200,8 +200,8 @@ TEST_F(ServerTest, LargeSumsAreSentByAnEngineThread) {
 // waits a little for what comes then.
 TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
   declaration_.name = "large";  // served by the engine's thread
-  declaration_.bytes = 3 * (128 << 10);
-  declaration_.partition_bytes = 128 << 10;
+  declaration_.bytes = 3 * (256 << 10);
+  declaration_.partition_bytes = 256 << 10;
   for (int rank : {0, 1}) Declare(rank);
   answers_.Await(4);
   constexpr uint32_t kShort = 500;

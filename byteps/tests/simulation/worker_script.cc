@@ -19,7 +19,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/device/device.h"
-#include "byteps/engine/streamed_sum.h"
+#include "byteps/engine/staged_sum.h"
 #include "job.h"
 #include "world.h"
 
@@ -147,9 +147,11 @@ void MakeGpu(uint64_t pinned_bytes, uint64_t streamed_bytes, uint64_t largest) {
   core::DeviceCopies* const copies = core::DeviceCopies::Of(kGpu);
   copies->CallAfter(nullptr, user_stream, [] {});  // makes a stream for its calls
   for (core::Stream* stream : *streams) stream->work.clear();
-  core::PinnedPool::Shared(pinned_bytes, largest)->Reserve(pinned_bytes);
-  const uint64_t block = core::StreamedSum::LargestBlock(streamed_bytes, largest);
-  core::PinnedPool::SharedForSums(streamed_bytes, block)->Reserve(streamed_bytes);
+  using core::PinnedPool;
+  PinnedPool::Shared(PinnedPool::Use::kPartitions, pinned_bytes, largest)->Reserve(pinned_bytes);
+  const uint64_t block = core::StagedSum::LargestBlock(streamed_bytes, largest);
+  PinnedPool::Shared(PinnedPool::Use::kStreamedSums, streamed_bytes, block)
+      ->Reserve(streamed_bytes);
 }
 
 core::DeviceStream UserStream() { return user_stream; }

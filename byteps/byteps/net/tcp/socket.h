@@ -82,6 +82,39 @@ HostPair HostsOf(int fd);
 // about `silence_s`.
 void SetOptions(int fd, double silence_s);
 
+// What the kernel may hold of a connection that it has not sent: enough to keep a link busy while a
+// thread wakes, and no more, since urgent messages wait behind it (bench/simulator).  That follows
+// the link: the kernel says that there is room when half is left.  If it takes more than the limit
+// then, it had sent all of it before the thread came; if half took long, there is no need for more.
+
+// Locked by its owner.
+class UnsentLimit {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  static constexpr int kLeast = 256 << 10;  // 100 us of 20 Gbit/s
+  static constexpr int kMost = 2 << 20;
+  static constexpr std::chrono::microseconds kLong{400};  // in which every thread wakes
+
+  // Of a new socket.
+  void Begin(int fd);
+  // The socket takes no more; it takes more again; it took so many bytes.
+  void Full(int fd, Clock::time_point now);
+  void Writable(Clock::time_point now);
+  void Accepted(size_t bytes) { accepted_ += bytes; }
+  // There is nothing to write: what it takes next says nothing of the link.
+  void Pause() { is_counting_ = false; }
+
+ private:
+  void Set(int fd, int bytes);
+
+  int bytes_ = kLeast;
+  bool is_counting_ = false;  // since Writable
+  size_t accepted_ = 0;
+  Clock::time_point full_since_;
+  Clock::duration was_full_for_{};
+};
+
 // Reads and drops what a peer goes on sending after it was answered: to close over bytes that were
 // not read would reset the connection, which could take the answer away from the peer.
 class Leftovers {
@@ -247,15 +280,16 @@ class Poller {
   // that thread to be woken.  Does nothing while something is being served.  Any thread.
   void ServeReady() PS_NO_THREAD_SAFETY_ANALYSIS;  // which cannot follow a lock that is tried
 
-  // More is expected within microseconds: the thread looks for it a while before it sleeps, since
-  // to be woken takes longer than that. Only in OnReady and in tasks.
-  void StayAwake() { awake_until_ = Clock::now() + kAwake; }
+  // More may come within microseconds: where it did the last time, the thread looks for it a while
+  // before it sleeps, since to be woken takes as long.  Only in OnReady and in tasks.
+  void StayAwake() { stays_awake_ = true; }
 
   // Ends the thread; tasks that wait are dropped.  Does nothing the second time.
   void Stop();
 
  private:
-  static constexpr std::chrono::microseconds kAwake{50};
+  // From one small sum to the next, of workers that do nothing else, with the time to wake.
+  static constexpr std::chrono::microseconds kAwake{250};
 
   void Loop();
   // As epoll_wait does, which blocks for so many milliseconds.
@@ -270,7 +304,8 @@ class Poller {
   Fd epoll_;
   Fd wake_;
   std::atomic<bool> stop_{false};
-  std::atomic<Clock::time_point> awake_until_{Clock::time_point()};
+  std::atomic<bool> stays_awake_{false};
+  Clock::duration last_wait_ = Clock::duration::max();  // of its thread, after such a message
 
   Mutex serving_mu_;
   // Its thread is to serve next: those who wait would else take the lock again and again.

@@ -1,4 +1,4 @@
-#include "byteps/engine/streamed_sum.h"
+#include "byteps/engine/staged_sum.h"
 
 #include <algorithm>
 #include <chrono>
@@ -19,6 +19,7 @@ namespace {
 
 // The first chunk and the last one, which are copied in 0.3 ms while no link is busy.
 constexpr uint64_t kEnd = 16 << 20;
+static_assert(StagedSum::kSmall <= kEnd, "a small sum is one chunk");
 // From either end each chunk is so many times as long as the one before: while links carry one, the
 // next is copied, four times as fast at 100 Gbit/s.  So there are few, of several calls each.
 constexpr uint64_t kGrowth = 4;
@@ -74,11 +75,11 @@ void Landing::MakeWait(DeviceStream stream) const {
   DeviceCopies::Of(device)->MakeWait(stream, made);
 }
 
-uint64_t StreamedSum::LargestBlock(uint64_t limit, uint64_t largest_partition) {
+uint64_t StagedSum::LargestBlock(uint64_t limit, uint64_t largest_partition) {
   return std::max(largest_partition, std::min(kBlock, limit / 4));
 }
 
-StreamedSum::StreamedSum(const Operation& operation, std::vector<uint32_t> order)
+StagedSum::StagedSum(const Operation& operation, std::vector<uint32_t> order)
     : device_(operation.request.tensor.device),
       input_(static_cast<const char*>(operation.request.input)),
       output_(static_cast<char*>(operation.request.output)),
@@ -91,7 +92,7 @@ StreamedSum::StreamedSum(const Operation& operation, std::vector<uint32_t> order
   Cut(operation.request.tensor.bytes);
 }
 
-void StreamedSum::Cut(uint64_t bytes) {
+void StagedSum::Cut(uint64_t bytes) {
   const std::vector<uint64_t> lengths = ChunkLengths(bytes);
   auto next = lengths.begin();
   uint64_t have = 0;
@@ -109,9 +110,9 @@ void StreamedSum::Cut(uint64_t bytes) {
   }
 }
 
-std::shared_ptr<StreamedSum> StreamedSum::TryMake(const Operation& operation, PinnedPool* pool) {
-  std::shared_ptr<StreamedSum> sum(
-      new StreamedSum(operation, operation.tensor->layout.order));  // its constructor is private
+std::shared_ptr<StagedSum> StagedSum::TryMake(const Operation& operation, PinnedPool* pool) {
+  std::shared_ptr<StagedSum> sum(
+      new StagedSum(operation, operation.tensor->layout.order));  // its constructor is private
   const CurrentDevice current(operation.request.tensor.device);
   const auto take = [&](uint64_t bytes) {
     return pool->TakeOrPin(bytes, operation.request.tensor.bytes);
@@ -129,7 +130,7 @@ std::shared_ptr<StreamedSum> StreamedSum::TryMake(const Operation& operation, Pi
   return sum;
 }
 
-bool StreamedSum::TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool) {
+bool StagedSum::TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool) {
   const std::vector<uint32_t> indices = InPlace(chunk);
   for (auto begin = indices.begin(); begin != indices.end();) {
     auto end = begin;
@@ -153,28 +154,32 @@ bool StreamedSum::TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* poo
   return true;
 }
 
-std::vector<uint32_t> StreamedSum::InPlace(const Chunk& chunk) const {
+std::vector<uint32_t> StagedSum::InPlace(const Chunk& chunk) const {
   std::vector<uint32_t> indices(order_.begin() + chunk.begin, order_.begin() + chunk.end);
   std::sort(indices.begin(), indices.end());
   return indices;
 }
 
-void StreamedSum::CopyToHost(const DeviceMoment& ready,
-                             const std::function<void(size_t, size_t)>& copied) {
+std::vector<Copy> StagedSum::CopiesToHost(const Chunk& chunk) const {
+  std::vector<Copy> copies;
+  PinnedBlock last;
+  for (const uint32_t index : InPlace(chunk)) {
+    const Partition& partition = partitions_[index];
+    Append({partition.memory.get(), input_ + partition.whole.offset, partition.whole.bytes},
+           AreOfOneBlock(last, partition.memory), &copies);
+    last = partition.memory;
+  }
+  return copies;
+}
+
+void StagedSum::CopyToHost(const DeviceMoment& ready,
+                           const std::function<void(size_t, size_t)>& copied) {
   constexpr CopyLane kLane = CopyLane::kWholeToHost;
   DeviceCopies* const device = DeviceCopies::Of(device_);
   device->MakeWait(kLane, ready);
   for (size_t number = 0; number < chunks_.size(); ++number) {
     const Chunk& chunk = chunks_[number];
-    std::vector<Copy> copies;
-    PinnedBlock last;
-    for (const uint32_t index : InPlace(chunk)) {
-      const Partition& partition = partitions_[index];
-      Append({partition.memory.get(), input_ + partition.whole.offset, partition.whole.bytes},
-             AreOfOneBlock(last, partition.memory), &copies);
-      last = partition.memory;
-    }
-    device->CallAfter(kLane, device->Enqueue(kLane, copies),
+    device->CallAfter(kLane, device->Enqueue(kLane, CopiesToHost(chunk)),
                       [this, number, copied, begin = chunk.begin, end = chunk.end] {
                         OnCopied(number);
                         copied(begin, end);
@@ -182,7 +187,25 @@ void StreamedSum::CopyToHost(const DeviceMoment& ready,
   }
 }
 
-void StreamedSum::OnCopied(size_t number) {
+bool StagedSum::CopyToHostNow(const std::function<void()>& copied) {
+  constexpr CopyLane kLane = CopyLane::kFewToHost;
+  DeviceCopies* const device = DeviceCopies::Of(device_);
+  const auto done = [this, copied] {
+    OnCopied(0);
+    copied();
+  };
+  try {
+    const DeviceMoment made = device->Enqueue(kLane, CopiesToHost(chunks_.front()));
+    if (!device->AwaitOrCallAfter(kLane, made, done)) return false;
+  } catch (const Error&) {  // a copy may be made all the same
+    KeepMemory();
+    throw;
+  }
+  OnCopied(0);
+  return true;
+}
+
+void StagedSum::OnCopied(size_t number) {
   has_copied_ = true;
   ps::MutexLock lock(&mu_);
   Chunk& chunk = chunks_[number];
@@ -190,7 +213,7 @@ void StreamedSum::OnCopied(size_t number) {
   if (has_failed_) Spoil(chunk);
 }
 
-void StreamedSum::Arrive(uint64_t index) {
+void StagedSum::Arrive(uint64_t index) {
   Chunk& chunk = chunks_[partitions_[index].chunk];
   const size_t left = chunk.left.fetch_sub(1);
   BPS_INVARIANT("a chunk has as many partitions as were counted", left > 0,
@@ -198,25 +221,29 @@ void StreamedSum::Arrive(uint64_t index) {
   if (left == 1) chunk.summed->store(1, std::memory_order_release);
 }
 
-char* StreamedSum::Wanted(const Partition& partition) const {
+char* StagedSum::Wanted(const Partition& partition) const {
   return partition.memory.get() + (partition.wanted.offset - partition.whole.offset);
 }
 
-Landing StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
+std::vector<Copy> StagedSum::CopiesToDevice(const Chunk& chunk) const {
+  std::vector<Copy> copies;
+  PinnedBlock last;
+  for (const uint32_t index : InPlace(chunk)) {
+    const Partition& partition = partitions_[index];
+    if (partition.wanted.bytes == 0) continue;
+    Append({output_ + partition.wanted.offset, Wanted(partition), partition.wanted.bytes},
+           AreOfOneBlock(last, partition.memory), &copies);
+    last = partition.memory;
+  }
+  return copies;
+}
+
+Landing StagedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
   if (is_awaited_.exchange(true)) return {device_, nullptr};
   DeviceCopies* const device = DeviceCopies::Of(device_);
+  // A part of which nothing is wanted is awaited, too: after that the input may be changed.
   for (const Chunk& chunk : chunks_) {
-    std::vector<Copy> copies;
-    PinnedBlock last;
-    for (const uint32_t index : InPlace(chunk)) {
-      const Partition& partition = partitions_[index];
-      if (partition.wanted.bytes == 0) continue;
-      Append({output_ + partition.wanted.offset, Wanted(partition), partition.wanted.bytes},
-             AreOfOneBlock(last, partition.memory), &copies);
-      last = partition.memory;
-    }
-    // A part of which nothing is wanted is awaited, too: after that the input may be changed.
-    device->CopyOnceSet(stream, chunk.summed, copies);
+    device->CopyOnceSet(stream, chunk.summed, CopiesToDevice(chunk));
   }
   // The memory stays until the copies are made, and for ever if the device fails.
   const DeviceMoment made = device->Now(stream);
@@ -224,7 +251,16 @@ Landing StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream st
   return {device_, made};
 }
 
-std::shared_ptr<void> StreamedSum::BeginSend() {
+DeviceMoment StagedSum::CopyBack(DeviceStream stream) {
+  try {
+    return DeviceCopies::Of(device_)->CopyIn(stream, CopiesToDevice(chunks_.front()));
+  } catch (const Error&) {  // a copy may be made all the same
+    KeepMemory();
+    throw;
+  }
+}
+
+std::shared_ptr<void> StagedSum::BeginSend() {
   {
     ps::MutexLock lock(&mu_);
     if (has_failed_) return nullptr;
@@ -233,7 +269,7 @@ std::shared_ptr<void> StreamedSum::BeginSend() {
   return {this, [self = shared_from_this()](void*) { self->EndSend(); }};
 }
 
-void StreamedSum::EndSend() {
+void StagedSum::EndSend() {
   {
     ps::MutexLock lock(&mu_);
     --sending_;
@@ -241,7 +277,11 @@ void StreamedSum::EndSend() {
   sent_.NotifyAll();
 }
 
-void StreamedSum::Fail() {
+void StagedSum::KeepMemory() const {
+  for (const Partition& partition : partitions_) Keep(partition.memory);
+}
+
+void StagedSum::Fail() {
   ps::MutexLock lock(&mu_);
   has_failed_ = true;
   sent_.WaitFor(&mu_, kMostToSend, [this]() PS_REQUIRES(mu_) { return sending_ == 0; });
@@ -250,7 +290,7 @@ void StreamedSum::Fail() {
   }
 }
 
-void StreamedSum::Spoil(const Chunk& chunk) const {
+void StagedSum::Spoil(const Chunk& chunk) const {
   for (size_t i = chunk.begin; i < chunk.end; ++i) {
     const Partition& partition = partitions_[order_[i]];
     memset(Wanted(partition), kNotANumber, partition.wanted.bytes);
@@ -291,6 +331,29 @@ void StreamedSums::Sweep() {
   };
   operations_.erase(std::remove_if(operations_.begin(), operations_.end(), is_over),
                     operations_.end());
+}
+
+void SmallSums::Add(const OperationPtr& operation, DeviceMoment made) {
+  std::vector<Sum> over;  // goes without the lock
+  ps::MutexLock lock(&mu_);
+  sums_.push_back({operation, std::move(made)});
+  while (!sums_.empty() && DeviceCopies::IsDone(sums_.front().made)) {
+    over.push_back(std::move(sums_.front()));
+    sums_.pop_front();
+  }
+}
+
+SmallSums::~SmallSums() {
+  ps::MutexLock lock(&mu_);
+  for (const auto& [operation, made] : sums_) {
+    const PushPullRequest& request = operation->request;
+    try {
+      DeviceCopies::Of(request.tensor.device)->CallAfter(made, request.stream, [kept = operation] {
+      });
+    } catch (const Error&) {  // the device failed, and may still read
+      operation->staged->KeepMemory();
+    }
+  }
 }
 
 // What becomes of operations that nobody answers.
@@ -335,13 +398,10 @@ void Engine::EndFailedStreams() {
   for (const auto& operation : context_.streamed.TakeFailed()) {
     // Its wait has returned already.  So the job fails, before the stream goes on: the next call of
     // the host raises.
-    if (operation->streamed->is_awaited() && !failed()) Fail(operation->error());
+    if (operation->staged->is_awaited() && !failed()) Fail(operation->error());
     operation->AwaitWriters();
-    for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {
-      const uint64_t bytes = operation->Wanted(i).bytes;
-      if (bytes > 0) context_.channel->Abandon(operation->Target(i), bytes);
-    }
-    operation->streamed->Fail();
+    AbandonPlaces(*operation);
+    operation->staged->Fail();
   }
 }
 
@@ -349,8 +409,8 @@ std::string Engine::Verdict(const OperationPtr& operation) {
   try {
     // Callbacks of a device that failed never come.  While a stream waits for a sum, a driver may
     // hold up who asks it anything.
-    if (operation->on_gpu() && context_.streamed.empty())
-      DeviceCopies::Of(operation->request.tensor.device)->Check();
+    const int device = operation->request.tensor.device;
+    if (device != kCpu && context_.streamed.empty()) DeviceCopies::Of(device)->Check();
   } catch (const Error& e) {
     return "push_pull of '" + operation->name() + "' failed: " + e.what();
   }
@@ -376,8 +436,8 @@ std::string Engine::Silence(const OperationPtr& operation) {
   // Its window is full of what was to be sent before.
   if (!names.empty()) return names + ", which does not take what was sent to it before,";
   try {
-    const bool is_ready = operation->streamed ? operation->streamed->has_copied()
-                                              : DeviceCopies::IsDone(operation->ready);
+    const bool is_ready = operation->staged ? operation->staged->has_copied()
+                                            : DeviceCopies::IsDone(operation->ready);
     if (!is_ready) {
       return "the GPU, which still computes its values,";
     }
