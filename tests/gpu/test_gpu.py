@@ -78,7 +78,7 @@ def test_interrupted(make_cluster: Callable[..., Cluster]) -> None:
 def test_timeline_has_the_copies(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     folder = run_dir / "timelines"
     trace = {"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_DIR": str(folder)}
-    make_cluster(workers=2, env={**SMALL, **trace}).run("devices:wanted_part", device="cuda")
+    make_cluster(workers=2, env={**SMALL, **trace}).run("devices:rounds_in_flight", device="cuda")
     text = (folder / "byteps-worker-0.json").read_text()
     for wanted in ("copies from the GPU", "copies to the GPU", '"copy from GPU"', '"copy to GPU"'):
         assert wanted in text, wanted
