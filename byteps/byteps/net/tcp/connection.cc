@@ -89,7 +89,6 @@ void Connection::Drain() {
         error = 0;
       } else if (written > 0 && state_ == State::kOpen) {  // Close counts what is left
         queue_.Written(written);
-        writing_.unsent.Accepted(written);
         batch_.done += written;
         if (batch_.done == BytesOf(batch_.list)) sent.swap(batch_.list);
       }
@@ -103,7 +102,6 @@ void Connection::Drain() {
         if (!writing_.writable) {
           writing_.is_on = false;
           writing_.blocked = true;
-          if (socket_) writing_.unsent.Full(socket_->fd(), UnsentLimit::Clock::now());
           return;
         }
         writing_.writable = false;  // since then it has room
@@ -119,7 +117,6 @@ void Connection::Drain() {
         batch_.done = 0;
         if (!queue_.TakeBatch(received, &batch_.list)) {
           writing_.is_on = false;
-          writing_.unsent.Pause();
           const bool close = closing_.when_flushed;
           lock.Unlock();
           if (close) Close({"this node closed it", false, true});
@@ -161,7 +158,6 @@ void Connection::OnWritable() {
     if (!writing_.blocked) return;
     writing_.blocked = false;
     writing_.is_on = true;
-    writing_.unsent.Writable(UnsentLimit::Clock::now());
   }
   Drain();
 }

@@ -199,7 +199,6 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
     bool is_on = false;     // somebody is in Drain
     bool blocked = false;   // the socket took no more: the poller will tell
     bool writable = false;  // it told while somebody was writing
-    UnsentLimit unsent;
   };
   // What is being written.
   struct Batch {

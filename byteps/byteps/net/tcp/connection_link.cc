@@ -229,7 +229,6 @@ void Connection::Resume(uint64_t received) {
     TakeBackFrom(first);
     sends = !queue_.empty();
     state_ = State::kOpen;
-    if (socket_) writing_.unsent.Begin(socket_->fd());
     writing_.blocked = writing_.writable = false;
     writes = !writing_.is_on;  // else who wrote to the last socket goes on with this one
     writing_.is_on = true;

@@ -24,6 +24,9 @@ namespace {
 constexpr int kBacklog = 4096;
 // Keep-alive probes in the time after which a silent peer is lost.
 constexpr int kProbes = 3;
+// What the kernel may hold that it has not sent: enough to keep a link busy while a thread wakes,
+// and no more, since urgent messages wait behind it (bench/simulator).
+constexpr int kUnsentBytes = 256 << 10;
 // What is read of a peer that was answered, in all and in a turn.
 constexpr size_t kLeftoverBytes = 256 << 10;
 constexpr size_t kTurnBytes = 16 << 10;
@@ -112,38 +115,12 @@ int ConnectError(int fd) {
 void SetOptions(int fd, double silence_s) {
   const int seconds = std::max(2, static_cast<int>(silence_s));
   Set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  Set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kUnsentBytes);
   Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, seconds / 2));
   Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, seconds / 2 / kProbes));
   Set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
   Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000);
-}
-
-void UnsentLimit::Begin(int fd) {
-  is_counting_ = false;
-  Set(fd, kLeast);
-}
-
-void UnsentLimit::Set(int fd, int bytes) {
-  bytes_ = bytes;
-  tcp::Set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes);
-}
-
-void UnsentLimit::Full(int fd, Clock::time_point now) {
-  if (std::exchange(is_counting_, false)) {
-    if (accepted_ >= static_cast<size_t>(bytes_)) {
-      if (bytes_ < kMost) Set(fd, 2 * bytes_);
-    } else if (was_full_for_ > kLong && bytes_ > kLeast) {
-      Set(fd, bytes_ / 2);
-    }
-  }
-  full_since_ = now;
-}
-
-void UnsentLimit::Writable(Clock::time_point now) {
-  was_full_for_ = now - full_since_;
-  accepted_ = 0;
-  is_counting_ = true;
 }
 
 Leftovers::Result Leftovers::Read(int fd) {

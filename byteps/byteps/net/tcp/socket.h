@@ -82,39 +82,6 @@ HostPair HostsOf(int fd);
 // about `silence_s`.
 void SetOptions(int fd, double silence_s);
 
-// What the kernel may hold of a connection that it has not sent: enough to keep a link busy while a
-// thread wakes, and no more, since urgent messages wait behind it (bench/simulator).  That follows
-// the link: the kernel says that there is room when half is left.  If it takes more than the limit
-// then, it had sent all of it before the thread came; if half took long, there is no need for more.
-
-// Locked by its owner.
-class UnsentLimit {
- public:
-  using Clock = std::chrono::steady_clock;
-
-  static constexpr int kLeast = 256 << 10;  // 100 us of 20 Gbit/s
-  static constexpr int kMost = 2 << 20;
-  static constexpr std::chrono::microseconds kLong{400};  // in which every thread wakes
-
-  // Of a new socket.
-  void Begin(int fd);
-  // The socket takes no more; it takes more again; it took so many bytes.
-  void Full(int fd, Clock::time_point now);
-  void Writable(Clock::time_point now);
-  void Accepted(size_t bytes) { accepted_ += bytes; }
-  // There is nothing to write: what it takes next says nothing of the link.
-  void Pause() { is_counting_ = false; }
-
- private:
-  void Set(int fd, int bytes);
-
-  int bytes_ = kLeast;
-  bool is_counting_ = false;  // since Writable
-  size_t accepted_ = 0;
-  Clock::time_point full_since_;
-  Clock::duration was_full_for_{};
-};
-
 // Reads and drops what a peer goes on sending after it was answered: to close over bytes that were
 // not read would reset the connection, which could take the answer away from the peer.
 class Leftovers {
