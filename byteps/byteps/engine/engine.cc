@@ -242,7 +242,7 @@ bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
   if (!operation->AwaitEnd(limit, [this] { context_.channel->ReceiveReady(); })) return false;
   context_.operations.Forget(handle);
   if (!operation->error().empty()) ThrowFailure(operation, stream);
-  if (operation->staged) {
+  if (operation->is_copied_by_caller()) {
     context_.small.Add(operation, operation->staged->CopyBack(stream));
     return true;
   }

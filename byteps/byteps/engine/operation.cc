@@ -214,7 +214,7 @@ void Operation::CountArrival() {
 bool Operation::AwaitEnd(std::chrono::nanoseconds limit, const std::function<void()>& receive) {
   const auto now = Clock::now();
   const auto deadline = now + limit;
-  if (request.tensor.bytes <= kSmallSum || (staged && !request.streamed)) {
+  if (request.tensor.bytes <= kSmallSum || is_copied_by_caller()) {
     StayAwake(std::min(deadline, now + kAwakeForSmall + TimeFor(request.tensor.bytes)), receive);
   }
   ps::MutexLock lock(&mu_);

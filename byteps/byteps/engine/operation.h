@@ -158,6 +158,8 @@ class Operation {
   bool on_gpu() const { return request.tensor.device != kCpu && !staged && !moves_state(); }
   // Whether streams wait for its sums, and no thread.
   bool streams_wait() const { return staged && request.streamed; }
+  // Whether its caller copies all of it: it is small, and was alone.
+  bool is_copied_by_caller() const { return staged && !request.streamed; }
   // Whether the output is on the GPU as well.
   bool output_on_gpu() const { return on_gpu() && request.op != kPushNorm; }
   bool moves_state() const { return request.op == kLoadState || request.op == kReadState; }

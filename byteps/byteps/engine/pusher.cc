@@ -78,32 +78,27 @@ void Pusher::Add(const OperationPtr& operation) {
     };
     return operation->staged->CopyToHost(operation->ready, copied);
   }
-  if (operation->staged) {
-    const bool here = operation->staged->CopyToHostNow(
-        [operation, priority, tasks, scheduler = context_->scheduler] {
-          MarkReady(operation);
-          scheduler->Add(priority, tasks);
-        });
-    if (here) AddReady(operation, std::move(tasks));
-    return;
+  const bool is_small = operation->is_copied_by_caller();
+  if (!is_small && (!operation->on_gpu() || DeviceCopies::IsDone(operation->ready))) {
+    return AddReady(operation, std::move(tasks));
   }
-  if (operation->on_gpu() && !DeviceCopies::IsDone(operation->ready)) {
-    DeviceCopies::Of(operation->request.tensor.device)
-        ->CallAfter(operation->ready, operation->request.stream,
-                    [operation, priority, tasks, scheduler = context_->scheduler] {
-                      MarkReady(operation);
-                      scheduler->Add(priority, tasks);
-                    });
-    return;
+  const auto add_ready = [operation, priority, tasks, scheduler = context_->scheduler] {
+    MarkReady(operation);
+    scheduler->Add(priority, tasks);
+  };
+  if (!is_small) {
+    return DeviceCopies::Of(operation->request.tensor.device)
+        ->CallAfter(operation->ready, operation->request.stream, add_ready);
   }
-  AddReady(operation, std::move(tasks));
+  if (operation->staged->CopyToHostNow(add_ready)) AddReady(operation, std::move(tasks));
 }
 
 void Pusher::AddReady(const OperationPtr& operation, std::vector<Task> tasks) {
   const int priority = operation->request.priority;
   MarkReady(operation);
   const bool is_few = tasks.size() == 1 && tasks.front().bytes <= kFew;
-  if (!is_few && !operation->staged) return context_->scheduler->Add(priority, std::move(tasks));
+  if (!is_few && !operation->is_copied_by_caller())
+    return context_->scheduler->Add(priority, std::move(tasks));
   const Task first = tasks.front();
   tasks.erase(tasks.begin());
   const bool goes = context_->scheduler->AddOrTake(priority, first);

@@ -399,8 +399,7 @@ void OperationTrace::Row(const Operation& operation, uint64_t index, int64_t don
   const PartitionTimes& times = operation.times[index];
   std::vector<TraceStage> stages;
   if (operation.on_gpu()) stages.push_back({"compute", times.ready});
-  const bool is_small = operation.staged && !operation.streams_wait();
-  if (is_small) stages.push_back({"copy from GPU", times.ready});
+  if (operation.is_copied_by_caller()) stages.push_back({"copy from GPU", times.ready});
   stages.push_back({"queue", times.taken});
   if (operation.on_gpu()) stages.push_back({"copy from GPU", times.copied});
   // The transport may drop a sent message later than its answer comes.

@@ -160,16 +160,30 @@ std::vector<uint32_t> StagedSum::InPlace(const Chunk& chunk) const {
   return indices;
 }
 
-std::vector<Copy> StagedSum::CopiesToHost(const Chunk& chunk) const {
+template <typename CopyOf>
+std::vector<Copy> StagedSum::CopiesOf(const Chunk& chunk, CopyOf copy_of) const {
   std::vector<Copy> copies;
   PinnedBlock last;
   for (const uint32_t index : InPlace(chunk)) {
     const Partition& partition = partitions_[index];
-    Append({partition.memory.get(), input_ + partition.whole.offset, partition.whole.bytes},
-           AreOfOneBlock(last, partition.memory), &copies);
+    const Copy copy = copy_of(partition);
+    if (copy.bytes == 0) continue;
+    Append(copy, AreOfOneBlock(last, partition.memory), &copies);
     last = partition.memory;
   }
   return copies;
+}
+
+std::vector<Copy> StagedSum::CopiesToHost(const Chunk& chunk) const {
+  return CopiesOf(chunk, [this](const Partition& p) -> Copy {
+    return {p.memory.get(), input_ + p.whole.offset, p.whole.bytes};
+  });
+}
+
+std::vector<Copy> StagedSum::CopiesToDevice(const Chunk& chunk) const {
+  return CopiesOf(chunk, [this](const Partition& p) -> Copy {
+    return {output_ + p.wanted.offset, Wanted(p), p.wanted.bytes};
+  });
 }
 
 void StagedSum::CopyToHost(const DeviceMoment& ready,
@@ -223,19 +237,6 @@ void StagedSum::Arrive(uint64_t index) {
 
 char* StagedSum::Wanted(const Partition& partition) const {
   return partition.memory.get() + (partition.wanted.offset - partition.whole.offset);
-}
-
-std::vector<Copy> StagedSum::CopiesToDevice(const Chunk& chunk) const {
-  std::vector<Copy> copies;
-  PinnedBlock last;
-  for (const uint32_t index : InPlace(chunk)) {
-    const Partition& partition = partitions_[index];
-    if (partition.wanted.bytes == 0) continue;
-    Append({output_ + partition.wanted.offset, Wanted(partition), partition.wanted.bytes},
-           AreOfOneBlock(last, partition.memory), &copies);
-    last = partition.memory;
-  }
-  return copies;
 }
 
 Landing StagedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {

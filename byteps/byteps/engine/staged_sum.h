@@ -105,6 +105,9 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   StagedSum(const Operation& operation, std::vector<uint32_t> order);
 
   void Cut(uint64_t bytes);
+  // One for neighbours that lie together at both ends.
+  template <typename CopyOf>
+  std::vector<Copy> CopiesOf(const Chunk& chunk, CopyOf copy_of) const;
   // Of a chunk's values to its memory.
   std::vector<Copy> CopiesToHost(const Chunk& chunk) const;
   // Of its wanted sums to the tensor.

@@ -236,9 +236,13 @@ class SmallSums : public testing::Test {
   // Sums them and counts the copies, both ways.
   uint64_t CopiesOf(const std::string& name, std::vector<float>* values) {
     const uint64_t before = fake::CountCopies();
-    job_.Wait(job_.Start(name, values, 0, stream_), stream_);
-    fake::Synchronize(stream_);
+    Await(job_.Start(name, values, 0, stream_), stream_);
     return fake::CountCopies() - before;
+  }
+
+  void Await(int64_t handle, DeviceStream stream) {
+    job_.Wait(handle, stream);
+    fake::Synchronize(stream);
   }
 
   // Tests of broken devices keep memory for ever; that of partitions of this length is another
@@ -268,8 +272,7 @@ TEST_F(SmallSums, AreCopiedInPartitionsWhileOthersAreInFlight) {
   EXPECT_EQ(CopiesOf("x", &values), 8u);
   EXPECT_EQ(values, sum);
   hold->set_value();
-  job_.Wait(late, busy);
-  fake::Synchronize(busy);
+  Await(late, busy);
   EXPECT_EQ(other, other_sum);
 }
 
@@ -280,8 +283,7 @@ TEST_F(SmallSums, WhoseCopyTakesLongerHoldUpNoCaller) {
   const int64_t handle = job_.Start("x", &values, 0, stream_);  // returns
   EXPECT_TRUE(job_.channel->pushes().empty());
   hold->set_value();
-  job_.Wait(handle, stream_);
-  fake::Synchronize(stream_);
+  Await(handle, stream_);
   EXPECT_EQ(values, sum);
 }
 

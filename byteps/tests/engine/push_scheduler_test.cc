@@ -438,7 +438,7 @@ TEST(PushScheduler, WhoSleepsIsWokenInTime) {
       std::vector<Task> tasks;
       for (int i = 0; i < kTasks; ++i) tasks.push_back(TaskOf(i % 2, random() % 4 * 50 + 1, i));
       scheduler.Add(0, tasks);
-      // One by one, so that whoever is not woken now sleeps.
+      // One by one, so that a thread that was not woken sleeps.
       for (int i = 0; i < kTasks; ++i) {
         Task task;
         bool timed_out = false;

@@ -271,7 +271,7 @@ class Poller {
   Fd epoll_;
   Fd wake_;
   std::atomic<bool> stop_{false};
-  std::atomic<bool> stays_awake_{false};
+  std::atomic<bool> stays_awake_{false};                // in the next wait of its thread
   Clock::duration last_wait_ = Clock::duration::max();  // of its thread, after such a message
 
   Mutex serving_mu_;
