@@ -183,7 +183,7 @@ def on_cpu(spec: dict[str, Any]) -> dict[str, list[float]]:
     took: dict[str, list[float]] = {form: [] for form in forms}
     handles = itertools.count(1 << 40)
     with (
-        mock.patch.object(c_lib, "push_pull", lambda *arguments: next(handles)),
+        mock.patch.object(c_lib.KnownTensor, "push_pull", lambda *arguments: next(handles)),
         mock.patch.object(c_lib, "wait", lambda *arguments: None),
     ):
         for _ in range(spec["calls"]):

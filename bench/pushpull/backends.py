@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -303,6 +303,15 @@ def _layout() -> Any:
     return nodes.HostLayout.of(range(len(names)), [str(name) for name in names])
 
 
+class _Planned(NamedTuple):
+    """How a tensor is pushed."""
+
+    name: str
+    priority: int
+    placement: int
+    form: Any
+
+
 class PushPull:
     """BytePS; tensors are dealt to the servers as Megatron's buckets are, one after the other, and
     summed inside each host first where ranks share one."""
@@ -314,6 +323,7 @@ class PushPull:
         from byteps.torch import nodes
 
         self._bps, self._nodes = bps, nodes
+        self._plans: dict[str, list[_Planned]] = {}
         bps.init()
         self._layout = layout = _layout()
         self._node = None
@@ -324,25 +334,34 @@ class PushPull:
         if self._node is not None:
             self._reduce_node_first(tensors, label, wire)
             return
-        from byteps.torch import engine
+        planned = self._plans.get(label)
+        if planned is None:
+            planned = self._plans[label] = self._plan(tensors, label, wire)
+        handles = [
+            self._bps.push_pull_async_inplace(
+                tensor,
+                average=False,
+                name=plan.name,
+                priority=plan.priority,
+                placement=plan.placement,
+                wire_dtype=plan.form,
+            )
+            for tensor, plan in zip(tensors, planned, strict=True)
+        ]
+        for handle in handles:
+            self._bps.synchronize(handle)
+
+    def _plan(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> list[_Planned]:
+        """Once for the tensors of a label, as trainers plan their buckets."""
         from byteps.torch import wire as wires
 
         form = wires.of(tensors[0].dtype, None if wire == SAME else wire)
-        handles, partitions = [], 0
+        planned, partitions = [], 0
         for index, tensor in enumerate(tensors):
-            handle = self._bps.push_pull_async_inplace(
-                tensor,
-                average=False,
-                name=f"{label}.{index}",
-                priority=-index,
-                placement=partitions,
-                wire_dtype=form,
-            )
-            handles.append(handle)
+            planned.append(_Planned(f"{label}.{index}", -index, partitions, form))
             nbytes = form.nbytes(tensor.numel())
-            partitions += engine.partition_count(nbytes, wire_dtype=form)
-        for handle in handles:
-            self._bps.synchronize(handle)
+            partitions += self._bps.partition_count(nbytes, wire_dtype=form)
+        return planned
 
     def form(self, wire: str) -> str:
         return wire

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <numeric>
@@ -38,6 +39,11 @@ void CheckRule(const Declaration& d) {
     throw UsageError("a partition of '" + d.name +
                      "' has more than 1 GiB of fp32 parameters: " + "lower BYTEPS_PARTITION_BYTES");
   }
+}
+
+uint64_t NextJob() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
 }
 
 Patience PatienceOf(const Config& config, const Launch& launch) {
@@ -146,7 +152,11 @@ std::vector<uint64_t> Plan::BytesPerServer(const TensorSpec& spec) const {
 
 Declarations::Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies,
                            double timeout_s)
-    : plan_(plan), channel_(channel), vacancies_(vacancies), timeout_s_(timeout_s) {}
+    : job_(NextJob()),
+      plan_(plan),
+      channel_(channel),
+      vacancies_(vacancies),
+      timeout_s_(timeout_s) {}
 
 std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& specs) {
   std::vector<Entry*> entries;
@@ -173,6 +183,7 @@ Declarations::Entry* Declarations::Find(const TensorSpec& spec) {
   }
   if (is_new) {
     auto tensor = std::make_shared<Tensor>();
+    tensor->job = job_;
     tensor->declaration = declaration;
     tensor->key = declaration.Key();
     tensor->layout = plan_->LayOut(declaration);

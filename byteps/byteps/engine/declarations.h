@@ -93,6 +93,7 @@ class Plan {
 
 // A name that is summed.  Of what follows only the atomics change, and `running`.
 struct Tensor {
+  uint64_t job = 0;  // of the Declarations that made it
   Declaration declaration;
   uint64_t key = 0;
   Plan::Layout layout;
@@ -108,6 +109,9 @@ class Declarations {
  public:
   // What is pointed to outlives this.
   Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies, double timeout_s);
+
+  // Whether a tensor is one of these, and not of a job before.
+  bool Own(const Tensor& tensor) const { return tensor.job == job_; }
 
   // The tensors of these specs, in their order.  What the servers do not know yet is told to
   // them by one message to each; blocks until all have answered.  Throws UsageError when a name
@@ -167,6 +171,7 @@ class Declarations {
   // Whether all are declared, once nobody is telling the servers of any of them.
   bool AwaitOthers(const std::vector<Entry*>& entries);
 
+  const uint64_t job_;
   const Plan* const plan_;
   Channel* const channel_;
   const Vacancies* const vacancies_;

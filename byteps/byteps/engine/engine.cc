@@ -169,7 +169,13 @@ void Engine::MakeRoom(const TensorSpec& spec, Tensor* tensor) {
   context_.pool->Reserve(spec.rule ? AnswerBytes(spec.dtype, spec.bytes) : spec.bytes);
 }
 
-int64_t Engine::PushPull(const PushPullRequest& request) {
+TensorPtr Engine::Find(const TensorSpec& spec, TensorPtr* known) {
+  if (known == nullptr) return Introduce({spec}).front();
+  if (!*known || !declarations_.Own(**known)) *known = Introduce({spec}).front();
+  return *known;
+}
+
+int64_t Engine::PushPull(const PushPullRequest& request, TensorPtr* known) {
   const TensorSpec& spec = request.tensor;
   Check();
   if (request.pull_begin > std::min(request.pull_end, request.OfferedBytes())) {
@@ -183,7 +189,7 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   }
   DeviceMoment ready;
   if (spec.device != kCpu) ready = DeviceCopies::Of(spec.device)->Now(request.stream);
-  auto operation = std::make_shared<Operation>(request, Introduce({spec}).front());
+  auto operation = std::make_shared<Operation>(request, Find(spec, known));
   operation->ready = std::move(ready);
   CheckUse(*operation);
   if (operation->on_gpu() && request.op == kPushPull) {

@@ -211,7 +211,7 @@ class Engine : public ChannelUser {
   void AwaitIdle();
 
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
-  int64_t PushPull(const PushPullRequest& request);
+  int64_t PushPull(const PushPullRequest& request, TensorPtr* known);
   bool Poll(int64_t handle);
   bool IsStreamed(int64_t handle);
   Landing Land(int64_t handle, DeviceStream stream);
@@ -249,6 +249,7 @@ class Engine : public ChannelUser {
  private:
   // Makes tensors known to the servers; makes room for one on a GPU.
   std::vector<TensorPtr> Introduce(const std::vector<TensorSpec>& specs);
+  TensorPtr Find(const TensorSpec& spec, TensorPtr* known);
   void MakeRoom(const TensorSpec& spec, Tensor* tensor);
   // Whether it is small, its values are there, and nothing else is in flight: then its caller
   // copies it as a whole (staged_sum.h).
@@ -340,7 +341,11 @@ class Worker {
 
   // Starts a sum and returns its handle, a positive number.  Blocks only for the
   // first use of a name that was not declared.
-  int64_t PushPull(const PushPullRequest& request) { return Started()->PushPull(request); }
+  // `known`: what the call before had for this tensor, of whatever job, null at first; is set. Then
+  // the tensor's declaration is looked up once in a job.
+  int64_t PushPull(const PushPullRequest& request, TensorPtr* known = nullptr) {
+    return Started()->PushPull(request, known);
+  }
 
   // Whether WaitFor would return true (or throw) at once; of a streamed sum, whether it has come.
   bool Poll(int64_t handle);

@@ -263,16 +263,10 @@ CodedValues Coded(const CodedTuple& tuple) {
   return coded;
 }
 
-int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
-                 uintptr_t output, uint64_t bytes, uint64_t piece_of, bool average,
-                 std::pair<bool, bool> feedback, int priority, const Ranks& group,
-                 std::optional<uint64_t> placement,
-                 std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream,
-                 bool streamed, const std::optional<CodedTuple>& coded) {
+int64_t PushPull(const KnownTensor& tensor, uintptr_t input, uintptr_t output, int priority,
+                 std::optional<std::pair<uint64_t, uint64_t>> pull, uintptr_t stream, bool streamed,
+                 bool forgets_lost, const std::optional<CodedTuple>& coded) {
   PushPullRequest request;
-  const auto [keeps_lost, forgets_lost] = feedback;
-  request.tensor =
-      Spec(name, dtype, bytes, piece_of, average, keeps_lost, group, placement, device);
   request.forgets_lost = forgets_lost;
   if (coded) request.coded = Coded(*coded);
   request.input = reinterpret_cast<const void*>(input);
@@ -284,7 +278,7 @@ int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t in
   }
   request.stream = reinterpret_cast<DeviceStream>(stream);
   request.streamed = streamed;
-  return GetWorker()->PushPull(request);
+  return tensor.PushPull(std::move(request));
 }
 
 void Encode(const std::string& dtype, uintptr_t blocks, const std::string& from, uintptr_t values,
@@ -370,11 +364,14 @@ PYBIND11_MODULE(c_lib, m) {
     const Launch l = Launch::From(Config::FromEnvironment());
     return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size, l.replica, l.replicas);
   });
-  m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"),
-        py::arg("output"), py::arg("bytes"), py::arg("piece_of"), py::arg("average"),
-        py::arg("feedback"), py::arg("priority"), py::arg("group"), py::arg("placement"),
-        py::arg("pull"), py::arg("device"), py::arg("stream"), py::arg("streamed"),
-        py::arg("coded"), Unlocked());
+  py::class_<KnownTensor>(m, "KnownTensor", "What is summed again and again: said once.")
+      .def(py::init([](const SpecTuple& spec) {
+             return std::make_unique<KnownTensor>(std::apply(Spec, spec));
+           }),
+           py::arg("spec"))
+      .def("push_pull", &PushPull, py::arg("input"), py::arg("output"), py::arg("priority"),
+           py::arg("pull"), py::arg("stream"), py::arg("streamed"), py::arg("forgets_lost"),
+           py::arg("coded"), Unlocked());
   m.def(
       "is_streamed", [](int64_t handle) { return GetWorker()->IsStreamed(handle); },
       py::arg("handle"), Unlocked());

@@ -39,6 +39,23 @@ type _Segment = tuple[int, int, bool]
 type _Step = tuple[int, float, bool, Sequence[tuple[float, float]]]
 """Number, scale of the gradients, whether it is skipped, each group's learning rate and decay."""
 
+class KnownTensor:
+    """A tensor that is summed again and again: what it is is said and looked up once."""
+
+    def __init__(self, spec: _Spec) -> None: ...
+    def push_pull(
+        self,
+        input: int,
+        output: int,
+        priority: int,
+        pull: tuple[int, int] | None,
+        stream: int,
+        streamed: bool,
+        forgets_lost: bool,
+        coded: _Coded | None,
+    ) -> int:
+        """Start a sum; return its handle."""
+
 class UpdatedTensor:
     """A tensor whose parameters servers update. All but num_partitions return a handle."""
 
@@ -110,24 +127,6 @@ def load_feedback(spec: _Spec, values: int) -> int: ...
 def metrics() -> dict[str, Any]: ...
 def partition_bytes(dtype: str, bytes: int, piece_of: int) -> int: ...
 def poll(handle: int, /) -> bool: ...
-def push_pull(
-    name: str,
-    dtype: str,
-    input: int,
-    output: int,
-    bytes: int,
-    piece_of: int,
-    average: bool,
-    feedback: tuple[bool, bool],
-    priority: int,
-    group: Ranks | Sequence[int],
-    placement: int | None,
-    pull: tuple[int, int] | None,
-    device: int,
-    stream: int,
-    streamed: bool,
-    coded: _Coded | None,
-) -> int: ...
 def pushpull_speed() -> tuple[int, float]: ...
 def read_feedback(spec: _Spec, values: int) -> int: ...
 def registers_memory() -> bool: ...

@@ -90,6 +90,36 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
   return spec;
 }
 
+// A tensor that is summed again and again: what it is is said and looked up once.
+class KnownTensor {
+ public:
+  explicit KnownTensor(TensorSpec spec) : spec_(std::move(spec)) {}
+
+  const TensorSpec& spec() const { return spec_; }
+  // Starts an operation of this tensor and returns its handle.
+  int64_t PushPull(PushPullRequest request) const {
+    request.tensor = spec_;
+    TensorPtr known = Known();
+    const TensorPtr before = known;
+    const int64_t handle = GetWorker()->PushPull(request, &known);
+    if (known != before) {
+      ps::MutexLock lock(&mu_);
+      known_ = std::move(known);
+    }
+    return handle;
+  }
+
+ private:
+  TensorPtr Known() const {
+    ps::MutexLock lock(&mu_);
+    return known_;
+  }
+
+  const TensorSpec spec_;
+  mutable ps::Mutex mu_;
+  mutable TensorPtr known_ PS_GUARDED_BY(mu_);  // of this job, or of one before
+};
+
 // c_update.cc: the class UpdatedTensor, load_feedback and read_feedback.
 void DefineUpdatedTensor(pybind11::module_* m);
 

@@ -36,6 +36,30 @@ std::string Packed(uint8_t verdict) {
   return std::string(1, static_cast<char>(verdict));
 }
 
+UpdateRule RuleOf(bool is_adamw, const std::vector<GroupTuple>& groups,
+                  const std::vector<SegmentTuple>& segments, const std::string& held, bool in_order,
+                  bool speculative, bool counts_zeros) {
+  UpdateRule rule;
+  rule.algorithm = is_adamw ? UpdateRule::kAdamW : UpdateRule::kSgd;
+  for (const auto& [beta1, beta2, eps, nesterov] : groups) {
+    rule.groups.push_back({beta1, beta2, eps, nesterov});
+  }
+  for (const auto& [end, group, counted] : segments) rule.segments.push_back({end, group, counted});
+  if (!ParseDType(held, &rule.held) || !IsHeld(rule.held)) {
+    throw UsageError("servers keep no parameters for workers that hold them as " + held);
+  }
+  rule.in_order = in_order;
+  rule.speculative = speculative;
+  rule.counts_zeros = counts_zeros;
+  return rule;
+}
+
+TensorSpec WithRule(const SpecTuple& tuple, UpdateRule rule) {
+  TensorSpec spec = std::apply(Spec, tuple);
+  spec.rule = std::make_shared<const UpdateRule>(std::move(rule));
+  return spec;
+}
+
 // A tensor of gradients, and of the parameters that servers make of them.  Its functions start an
 // operation and return its handle.
 class UpdatedTensor {
@@ -43,23 +67,9 @@ class UpdatedTensor {
   UpdatedTensor(const SpecTuple& spec, bool is_adamw, const std::vector<GroupTuple>& groups,
                 const std::vector<SegmentTuple>& segments, const std::string& held, bool in_order,
                 bool speculative, bool counts_zeros)
-      : spec_(std::apply(Spec, spec)) {
-    auto rule = std::make_shared<UpdateRule>();
-    rule->algorithm = is_adamw ? UpdateRule::kAdamW : UpdateRule::kSgd;
-    for (const auto& [beta1, beta2, eps, nesterov] : groups) {
-      rule->groups.push_back({beta1, beta2, eps, nesterov});
-    }
-    for (const auto& [end, group, counted] : segments) {
-      rule->segments.push_back({end, group, counted});
-    }
-    if (!ParseDType(held, &rule->held) || !IsHeld(rule->held)) {
-      throw UsageError("servers keep no parameters for workers that hold them as " + held);
-    }
-    rule->in_order = in_order;
-    rule->speculative = speculative;
-    rule->counts_zeros = counts_zeros;
-    spec_.rule = std::move(rule);
-    GetWorker()->Declare({spec_});
+      : known_(WithRule(
+            spec, RuleOf(is_adamw, groups, segments, held, in_order, speculative, counts_zeros))) {
+    GetWorker()->Declare({known_.spec()});
   }
 
   int64_t PushStep(uintptr_t gradients, uintptr_t parameters, const StepTuple& step,
@@ -90,9 +100,9 @@ class UpdatedTensor {
     return Start(kReadState, 0, output, Packed(verdict) + Slot(slot), 0, 0, std::move(request));
   }
   uint64_t NumPartitions() const {
-    const uint64_t size =
-        GetWorker()->PartitionBytes(spec_.dtype, spec_.bytes, spec_.piece_of, true);
-    return (spec_.bytes + size - 1) / size;
+    const TensorSpec& spec = known_.spec();
+    const uint64_t size = GetWorker()->PartitionBytes(spec.dtype, spec.bytes, spec.piece_of, true);
+    return (spec.bytes + size - 1) / size;
   }
 
  private:
@@ -104,17 +114,16 @@ class UpdatedTensor {
 
   int64_t Start(int op, uintptr_t input, uintptr_t output, std::string detail, uintptr_t stream,
                 uintptr_t sums = 0, PushPullRequest request = {}) const {
-    request.tensor = spec_;
     request.input = reinterpret_cast<const void*>(input);
     request.output = reinterpret_cast<void*>(output);
     request.stream = reinterpret_cast<DeviceStream>(stream);
     request.op = op;
     request.sums = reinterpret_cast<GradientSums*>(sums);
     request.detail = std::move(detail);
-    return GetWorker()->PushPull(request);
+    return known_.PushPull(std::move(request));
   }
 
-  TensorSpec spec_;
+  const KnownTensor known_;
 };
 
 // Of a tensor that is summed in blocks with feedback: what rounding lost on the servers, as fp32

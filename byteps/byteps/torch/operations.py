@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from byteps.torch import c_lib, in_flight, session
@@ -17,7 +18,6 @@ from byteps.torch.wire import (
     check,
     check_memory,
     current_stream,
-    device_number,
     feedback,
     stream_of,
 )
@@ -92,6 +92,47 @@ def engine_ranks(group: Group) -> c_lib.Ranks:
     return _cache.ranks(group)
 
 
+@dataclass(slots=True)
+class _Known:
+    """What the last sum of a name was of: the next one is the same, and says and checks it no
+    more. To do so takes as long as a small sum is on its way."""
+
+    said: tuple[object, ...]
+    """By the caller: the arguments of `of` but the name."""
+    form: WireType
+    spec: Spec
+    tensor: c_lib.KnownTensor
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        dtype: torch.dtype,
+        numel: int,
+        device: int,
+        average: bool,
+        ranks: c_lib.Ranks,
+        placement: int | None,
+        wire_dtype: Wire | None,
+        piece_of: int,
+    ) -> _Known:
+        """Raises ValueError where a tensor cannot be summed so."""
+        if placement is not None and placement < 0:
+            raise ValueError(f"placement must not be negative, got {placement}")
+        form = wires.of(dtype, wire_dtype)
+        lengths = form.nbytes(numel), form.nbytes(piece_of)
+        spec = (
+            *(name, form.engine_name, *lengths),
+            *(bool(average), form.feedback, ranks, placement, device),
+        )
+        said = dtype, numel, device, average, ranks, placement, wire_dtype, piece_of
+        return cls(said, form, spec, c_lib.KnownTensor(spec))
+
+
+_known: dict[str, _Known] = {}
+"""By name."""
+
+
 def start(
     tensor: torch.Tensor,
     output: torch.Tensor,
@@ -149,46 +190,41 @@ def start(
         check(output, "the output")
     if name is None or not name:
         raise ValueError("a push_pull needs a name, the same on all workers")
-    if placement is not None and placement < 0:
-        raise ValueError(f"placement must not be negative, got {placement}")
-    elements = (0, tensor.numel()) if pull is None else pull
-    if not 0 <= elements[0] <= elements[1] <= tensor.numel():
-        raise ValueError(f"pull={pull} is no range of {tensor.numel()} elements")
-    form, values, received, lost = wires.of(tensor.dtype, wire_dtype), tensor, output, None
-    forgets = False
+    numel, device = tensor.numel(), tensor.get_device()
+    said = (
+        tensor.dtype,
+        numel,
+        device,
+        average,
+        _cache.ranks(group),
+        placement,
+        wire_dtype,
+        piece_of,
+    )
+    known = _known.get(name)
+    if known is None or known.said != said:
+        known = _known[name] = _Known.of(name, *said)
+    elements = (0, numel) if pull is None else pull
+    if not 0 <= elements[0] <= elements[1] <= numel:
+        raise ValueError(f"pull={pull} is no range of {numel} elements")
+    form, values, received, lost, forgets = known.form, tensor, output, None, False
     if form.memory != tensor.dtype:
         if form.feedback:
-            lost, forgets = _with_feedback(
-                values,
-                (
-                    *(name, form.engine_name, form.nbytes(values.numel()), form.nbytes(piece_of)),
-                    *(bool(average), True, engine_ranks(group), placement),
-                    device_number(tensor.device),
-                ),
-            )
+            lost, forgets = _with_feedback(values, known.spec)
         tensor = received = in_flight.wire_copy(tensor, form, name, lost)
-    device = tensor.get_device()
     stream = stream_of(device)
     if in_flight.registers_memory and device < 0:
         in_flight.will_be_sent(tensor)
         in_flight.will_be_sent(received)
     # By position: pybind11 takes longer to match names.
-    handle = c_lib.push_pull(
-        name,
-        form.engine_name,
+    handle = known.tensor.push_pull(
         tensor.data_ptr(),
         received.data_ptr(),
-        form.nbytes(values.numel()),
-        form.nbytes(piece_of) if piece_of else 0,
-        bool(average),
-        (form.feedback, forgets),
         int(priority),
-        engine_ranks(group),
-        placement,
         None if pull is None else _pulled_bytes(form, *elements),
-        device,
         stream,
         streamed,
+        forgets,
         _coded(values, output, elements, lost) if form.is_block and device < 0 else None,
     )
     in_flight.sums[handle] = in_flight.Sum(

@@ -89,6 +89,25 @@ TEST(Engine, HandlesAreGoneOnceWaitedFor) {
   job.Wait(job.Start("nothing", &nothing));
 }
 
+TEST(Engine, WhatIsKnownOfATensorIsOfOneJob) {
+  TensorPtr known;
+  for (int jobs = 0; jobs < 2; ++jobs) {
+    Job job(2);
+    auto values = Values(5000, jobs);
+    const auto wanted = Times(Times(values, 3), 3);
+    const auto request = Job::RequestFor("x", &values);
+    const TensorPtr of_another = known;
+    job.Wait(job.worker.PushPull(request, &known));
+    EXPECT_NE(known, of_another);
+    const TensorPtr of_this = known;
+    job.Wait(job.worker.PushPull(request, &known));
+    EXPECT_EQ(known, of_this);
+    EXPECT_EQ(values, wanted);
+    EXPECT_EQ(job.channel->declarations(0).size(), 1U);
+    EXPECT_EQ(known->rounds, 2U);
+  }
+}
+
 TEST(Engine, SlowServerHoldsUpNobodyElse) {
   Job job(3, {}, {{"BYTEPS_SERVER_WINDOW_BYTES", std::to_string(2 * kPage)}});
   job.channel->HoldServer(1, true);
