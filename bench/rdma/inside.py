@@ -179,25 +179,27 @@ def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
 
 
 def measure(spec: Spec) -> dict[str, Any]:
-    """All of it, interleaved, so that what changes with time changes all alike."""
+    """All of it, interleaved, so that what changes with time changes all alike: plain writes right
+    before and right after the sums that are compared with them."""
     rdma = {"DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_RDMA_WINDOW_BYTES": str(spec.window)}
+    planes = {name: {**rdma, "BYTEPS_RDMA_DATA_PLANE": value} for name, value in PLANES.items()}
     goodput: dict[str, list[float]] = {"ib_write_bw": [], **{name: [] for name in PLANES}}
     delays: dict[str, list[dict[str, float]]] = {name: [] for name in PLANES}
 
-    def tell(repetition: int, name: str) -> None:
-        line = f"{repetition + 1}/{spec.repetitions} {name}: {goodput[name][-1] / 1e6:.1f} MB/s"
-        if name in delays:
-            line += f", p99 of control {delays[name][-1]['p99'] * 1e3:.1f} ms"
-        print(line, flush=True)
+    for repetition in range(1, spec.repetitions + 1):
 
-    for repetition in range(spec.repetitions):
-        goodput["ib_write_bw"].append(perftest(spec))
-        tell(repetition, "ib_write_bw")
-        for name, value in PLANES.items():
-            settings = {**rdma, "BYTEPS_RDMA_DATA_PLANE": value}
+        def tell(what: str, turn: str = f"{repetition}/{spec.repetitions}") -> None:
+            print(f"{turn} {what}", flush=True)
+
+        before = perftest(spec)
+        for name, settings in planes.items():
             goodput[name].append(push_pull(spec, settings))
+            tell(f"{name}: {goodput[name][-1] / 1e6:.1f} MB/s")
+        goodput["ib_write_bw"].append((before + perftest(spec)) / 2)
+        tell(f"ib_write_bw: {goodput['ib_write_bw'][-1] / 1e6:.1f} MB/s")
+        for name, settings in planes.items():
             delays[name].append(control_delay(spec, settings))
-            tell(repetition, name)
+            tell(f"{name}: p99 of control {delays[name][-1]['p99'] * 1e3:.1f} ms")
     print("a job that sums nothing", flush=True)
     spent = {"tcp": idle(spec, {}), "rdma": idle(spec, rdma)}
     return {"spec": asdict(spec), "goodput": goodput, "delays": delays, "idle": spent}

@@ -94,11 +94,11 @@ def engine_ranks(group: Group) -> c_lib.Ranks:
 
 @dataclass(slots=True)
 class _Known:
-    """What the last sum of a name was of: the next one is the same, and says and checks it no
-    more. To do so takes as long as a small sum is on its way."""
+    """A tensor as the last sum of its name described it. The next sum mostly has the same, and need
+    not check and convert it again, which would take a good part of a small one's time."""
 
-    said: tuple[object, ...]
-    """By the caller: the arguments of `of` but the name."""
+    described: tuple[object, ...]
+    """The arguments of `of` but the name."""
     form: WireType
     spec: Spec
     tensor: c_lib.KnownTensor
@@ -125,8 +125,8 @@ class _Known:
             *(name, form.engine_name, *lengths),
             *(bool(average), form.feedback, ranks, placement, device),
         )
-        said = dtype, numel, device, average, ranks, placement, wire_dtype, piece_of
-        return cls(said, form, spec, c_lib.KnownTensor(spec))
+        described = dtype, numel, device, average, ranks, placement, wire_dtype, piece_of
+        return cls(described, form, spec, c_lib.KnownTensor(spec))
 
 
 _known: dict[str, _Known] = {}
@@ -191,7 +191,7 @@ def start(
     if name is None or not name:
         raise ValueError("a push_pull needs a name, the same on all workers")
     numel, device = tensor.numel(), tensor.get_device()
-    said = (
+    described = (
         tensor.dtype,
         numel,
         device,
@@ -202,8 +202,8 @@ def start(
         piece_of,
     )
     known = _known.get(name)
-    if known is None or known.said != said:
-        known = _known[name] = _Known.of(name, *said)
+    if known is None or known.described != described:
+        known = _known[name] = _Known.of(name, *described)
     elements = (0, numel) if pull is None else pull
     if not 0 <= elements[0] <= elements[1] <= numel:
         raise ValueError(f"pull={pull} is no range of {numel} elements")
