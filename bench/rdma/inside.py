@@ -179,27 +179,25 @@ def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
 
 
 def measure(spec: Spec) -> dict[str, Any]:
-    """All of it, interleaved, so that what changes with time changes all alike: plain writes right
-    before and right after the sums that are compared with them."""
+    """All of it, interleaved, so that what changes with time changes all alike. The figure of plain
+    writes is the mean of those right before the sums and right after."""
     rdma = {"DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_RDMA_WINDOW_BYTES": str(spec.window)}
     planes = {name: {**rdma, "BYTEPS_RDMA_DATA_PLANE": value} for name, value in PLANES.items()}
     goodput: dict[str, list[float]] = {"ib_write_bw": [], **{name: [] for name in PLANES}}
     delays: dict[str, list[dict[str, float]]] = {name: [] for name in PLANES}
 
     for repetition in range(1, spec.repetitions + 1):
-
-        def tell(what: str, turn: str = f"{repetition}/{spec.repetitions}") -> None:
-            print(f"{turn} {what}", flush=True)
-
+        turn = f"{repetition}/{spec.repetitions}"
         before = perftest(spec)
         for name, settings in planes.items():
             goodput[name].append(push_pull(spec, settings))
-            tell(f"{name}: {goodput[name][-1] / 1e6:.1f} MB/s")
+            print(f"{turn} {name}: {goodput[name][-1] / 1e6:.1f} MB/s", flush=True)
         goodput["ib_write_bw"].append((before + perftest(spec)) / 2)
-        tell(f"ib_write_bw: {goodput['ib_write_bw'][-1] / 1e6:.1f} MB/s")
+        print(f"{turn} ib_write_bw: {goodput['ib_write_bw'][-1] / 1e6:.1f} MB/s", flush=True)
         for name, settings in planes.items():
             delays[name].append(control_delay(spec, settings))
-            tell(f"{name}: p99 of control {delays[name][-1]['p99'] * 1e3:.1f} ms")
+            p99_ms = delays[name][-1]["p99"] * 1e3
+            print(f"{turn} {name}: p99 of control {p99_ms:.1f} ms", flush=True)
     print("a job that sums nothing", flush=True)
     spent = {"tcp": idle(spec, {}), "rdma": idle(spec, rdma)}
     return {"spec": asdict(spec), "goodput": goodput, "delays": delays, "idle": spent}

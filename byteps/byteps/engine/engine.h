@@ -341,8 +341,8 @@ class Worker {
 
   // Starts a sum and returns its handle, a positive number.  Blocks only for the
   // first use of a name that was not declared.
-  // `known`: what the call before had for this tensor, of whatever job, null at first; is set. Then
-  // the tensor's declaration is looked up once in a job.
+  // `known`, in and out: the tensor as the call before knew it, null at first.  With it a tensor is
+  // looked up once in a job.
   int64_t PushPull(const PushPullRequest& request, TensorPtr* known = nullptr) {
     return Started()->PushPull(request, known);
   }

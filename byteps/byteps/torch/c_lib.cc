@@ -364,7 +364,8 @@ PYBIND11_MODULE(c_lib, m) {
     const Launch l = Launch::From(Config::FromEnvironment());
     return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size, l.replica, l.replicas);
   });
-  py::class_<KnownTensor>(m, "KnownTensor", "What is summed again and again: said once.")
+  py::class_<KnownTensor>(m, "KnownTensor",
+                          "A tensor that is summed again and again: described once.")
       .def(py::init([](const SpecTuple& spec) {
              return std::make_unique<KnownTensor>(std::apply(Spec, spec));
            }),

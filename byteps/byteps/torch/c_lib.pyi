@@ -40,7 +40,7 @@ type _Step = tuple[int, float, bool, Sequence[tuple[float, float]]]
 """Number, scale of the gradients, whether it is skipped, each group's learning rate and decay."""
 
 class KnownTensor:
-    """A tensor that is summed again and again: what it is is said and looked up once."""
+    """A tensor that is summed again and again: described once, and looked up once in a job."""
 
     def __init__(self, spec: _Spec) -> None: ...
     def push_pull(

@@ -90,7 +90,7 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
   return spec;
 }
 
-// A tensor that is summed again and again: what it is is said and looked up once.
+// A tensor that is summed again and again: described once, and looked up once in a job.
 class KnownTensor {
  public:
   explicit KnownTensor(TensorSpec spec) : spec_(std::move(spec)) {}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from byteps.torch import c_lib, session, wire
+from byteps.torch import c_lib, operations, session, wire
 from byteps.torch.operations import Group, engine_ranks, poll, ranks_of, start, synchronize
 from byteps.torch.session import (
     BytePSError,
@@ -86,16 +86,15 @@ def spec_of(tensor: TensorDeclaration) -> Spec:
         raise ValueError(f"{tensor.name!r} has {tensor.numel} elements: nothing to sum")
     if tensor.placement is not None and tensor.placement < 0:
         raise ValueError(f"placement of {tensor.name!r} must not be negative")
-    return (
+    return operations.make_spec(
         tensor.name,
-        form.engine_name,
-        form.nbytes(tensor.numel),
-        form.nbytes(tensor.piece_of),
-        bool(tensor.average),
-        form.feedback,
-        engine_ranks(tensor.group),
-        tensor.placement,
-        device_number(torch.device(tensor.device)),
+        form,
+        tensor.numel,
+        piece_of=tensor.piece_of,
+        average=tensor.average,
+        ranks=engine_ranks(tensor.group),
+        placement=tensor.placement,
+        device=device_number(torch.device(tensor.device)),
     )
 
 

@@ -92,40 +92,61 @@ def engine_ranks(group: Group) -> c_lib.Ranks:
     return _cache.ranks(group)
 
 
+def make_spec(
+    name: str,
+    form: WireType,
+    numel: int,
+    *,
+    piece_of: int,
+    average: bool,
+    ranks: c_lib.Ranks,
+    placement: int | None,
+    device: int,
+) -> Spec:
+    """A tensor of `numel` elements that travels as `form`, as c_lib wants it.
+
+    Args:
+        piece_of: elements of the tensor that it is a piece of, or 0.
+        device: number of its GPU; -1: the CPU.
+    """
+    lengths = form.nbytes(numel), form.nbytes(piece_of)
+    return (
+        *(name, form.engine_name, *lengths),
+        *(bool(average), form.feedback, ranks, placement, device),
+    )
+
+
+type _Described = tuple[torch.dtype, int, int, bool, c_lib.Ranks, int | None, Wire | None, int]
+"""Type, elements, GPU, average, ranks, placement, wire type, elements of what it is a piece of."""
+
+
 @dataclass(slots=True)
 class _Known:
-    """A tensor as the last sum of its name described it. The next sum mostly has the same, and need
-    not check and convert it again, which would take a good part of a small one's time."""
+    """A tensor as the last sum of its name described it. The next sum is mostly of the same, and
+    need not check and convert it again, which takes a good part of a small sum's time."""
 
-    described: tuple[object, ...]
-    """The arguments of `of` but the name."""
+    described: _Described
     form: WireType
     spec: Spec
     tensor: c_lib.KnownTensor
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        dtype: torch.dtype,
-        numel: int,
-        device: int,
-        average: bool,
-        ranks: c_lib.Ranks,
-        placement: int | None,
-        wire_dtype: Wire | None,
-        piece_of: int,
-    ) -> _Known:
+    def of(cls, name: str, described: _Described) -> _Known:
         """Raises ValueError where a tensor cannot be summed so."""
+        dtype, numel, device, average, ranks, placement, wire_dtype, piece_of = described
         if placement is not None and placement < 0:
             raise ValueError(f"placement must not be negative, got {placement}")
         form = wires.of(dtype, wire_dtype)
-        lengths = form.nbytes(numel), form.nbytes(piece_of)
-        spec = (
-            *(name, form.engine_name, *lengths),
-            *(bool(average), form.feedback, ranks, placement, device),
+        spec = make_spec(
+            name,
+            form,
+            numel,
+            piece_of=piece_of,
+            average=average,
+            ranks=ranks,
+            placement=placement,
+            device=device,
         )
-        described = dtype, numel, device, average, ranks, placement, wire_dtype, piece_of
         return cls(described, form, spec, c_lib.KnownTensor(spec))
 
 
@@ -203,7 +224,7 @@ def start(
     )
     known = _known.get(name)
     if known is None or known.described != described:
-        known = _known[name] = _Known.of(name, *described)
+        known = _known[name] = _Known.of(name, described)
     elements = (0, numel) if pull is None else pull
     if not 0 <= elements[0] <= elements[1] <= numel:
         raise ValueError(f"pull={pull} is no range of {numel} elements")
