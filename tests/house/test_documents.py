@@ -67,6 +67,18 @@ def test_figure_is_measured() -> None:
         ), figure
 
 
+def test_speeds_are_quotients_of_times() -> None:
+    """In the tables of times that have a column of speeds."""
+    page = (REPOSITORY / "docs/results/figures.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| hosts \| links .*\n\|[-| ]+\n((?:\|.*\n)+)", page, re.M)
+    assert table
+    for line in table[1].splitlines():
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        bf16, int8, int4 = (float(cells[column]) for column in (4, 7, 8))
+        for speed, time in zip(cells[9:], (int8, int4), strict=True):
+            assert float(speed) == pytest.approx(bf16 / time, abs=0.006), line
+
+
 def test_size_of_the_patches_to_megatron() -> None:
     lines, files = 0, set()
     for patch in REPOSITORY.glob("patches/megatron-core/*/*.patch"):

@@ -315,7 +315,7 @@ class SharedBytes {
 // Many declarations in one message.
 //
 // On the wire, all numbers little-endian:
-//   u8  version, 5                     u8  BYTEPS_KEY_HASH_FN (KeyHash)
+//   u8  version, kDeclarationVersion   u8  BYTEPS_KEY_HASH_FN (KeyHash)
 //   u32 groups, each:                  u32 members, then u32 a rank, ascending
 //   u32 tensors, each:                 u8  dtype     u8  flags: 1 = average, 2 = has a rule,
 //                                                    4 = feedback, 8 = rounded by chance

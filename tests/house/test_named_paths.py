@@ -1,0 +1,69 @@
+"""Paths and modules that the design pages name are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DESIGN = sorted(REPOSITORY.glob("docs/design/*.md"))
+BASES = [
+    REPOSITORY / base
+    for base in (
+        *("", "bench", "docs", "byteps", "byteps/byteps", "byteps/tests"),
+        *("Megatron-LM", "Megatron-LM/megatron/core/distributed"),
+    )
+]
+"""Folders that a page may leave out of a path."""
+UPSTREAMS = ("common/core_loops.cc", "server/server.cc")
+"""Files of upstream that a page says are not used."""
+BY_PATCHES = {
+    path
+    for patch in REPOSITORY.glob("patches/*/*/*.patch")
+    for path in re.findall(r"^\+\+\+ b/(.*)$", patch.read_text(encoding="utf-8"), re.M)
+}
+PATH = re.compile(r"`((?:[A-Za-z0-9_.-]+/)+[A-Za-z0-9_.-]*)`")
+NAMES_OF = re.compile(
+    r"^\| (?:file|module)s? (?:of|\(under) `([\w./]+)`\)?.*\n\|[-| ]+\n((?:\|.*\n)+)", re.M
+)
+"""A table whose first column has names of files in a folder, or of modules of a package."""
+
+
+def named_paths(text: str) -> list[str]:
+    """The paths that a page names, with those that its tables of files and modules stand for."""
+    found = [path for path in PATH.findall(text) if not path.startswith("build/")]
+    for folder, rows in NAMES_OF.findall(text):
+        for row in rows.splitlines():
+            names = re.findall(r"`(\w+)`", row.split("|")[1])
+            found += [f"{folder.replace('.', '/').rstrip('/')}/{name}" for name in names]
+    return found
+
+
+def exists(path: str) -> bool:
+    """Whether it is a file or folder, with or without its ending, here or in a patched upstream."""
+    if path in UPSTREAMS or any((base / path).exists() for base in BASES):
+        return True
+    if any(re.fullmatch(rf"{re.escape(path)}(?:\.\w+)?", known) for known in BY_PATCHES):
+        return True
+    return any(list((base / path).parent.glob(f"{Path(path).name}.*")) for base in BASES)
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=lambda page: page.stem)
+def test_paths_and_modules_are_there(page: Path) -> None:
+    missing = [path for path in named_paths(page.read_text(encoding="utf-8")) if not exists(path)]
+    assert not missing, "\n".join(missing)
+
+
+def test_missing_paths_are_found() -> None:
+    text = "`base/config` `device/copy_queue` `byteps/torch/none.py`\n\n"
+    text += "| file (under `net/link/`) | role |\n|---|---|\n| `nics`, `numa` | x |\n\n"
+    text += "| module of `byteps.torch` | role |\n|---|---|\n| `ops`, `wire`, `gone` | x |\n"
+    missing = [path for path in named_paths(text) if not exists(path)]
+    assert missing == [
+        "device/copy_queue",
+        "byteps/torch/none.py",
+        "net/link/numa",
+        "byteps/torch/gone",
+    ]
