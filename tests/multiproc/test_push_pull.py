@@ -121,6 +121,16 @@ def test_synchronize_can_be_interrupted(make_cluster: Callable[..., Cluster]) ->
     cluster.finish()
 
 
+def test_sums_in_the_order_of_ranks(make_cluster: Callable[..., Cluster]) -> None:
+    """A tensor's declaration demands it; the servers' setting is off."""
+    cluster = make_cluster(workers=3, servers=2, env=PATIENCE)
+    cluster.start("sums:in_order")
+    for name in ("as they come", "in the order of ranks"):
+        cluster.wait_mark(name, [0, 2])
+        cluster.go(name)
+    cluster.finish()
+
+
 # How tensors are declared, cut and placed, and what members of a group must agree on.
 
 

@@ -66,7 +66,6 @@ std::string UpdateRule::Describe() const {
 std::string UpdateRule::Pack() const {
   WireWriter out;
   out.Put(static_cast<uint8_t>(algorithm));
-  out.Put(static_cast<uint8_t>(in_order));
   out.Put(static_cast<uint8_t>(speculative));
   out.Put(static_cast<uint8_t>(counts_zeros));
   out.Put(static_cast<uint8_t>(held));
@@ -89,14 +88,12 @@ bool UpdateRule::Unpack(const std::string& text, uint64_t values, UpdateRule* ru
   const uint8_t algorithm = in.Get<uint8_t>();
   if (algorithm != kAdamW && algorithm != kSgd) return false;
   rule->algorithm = static_cast<Algorithm>(algorithm);
-  const uint8_t in_order = in.Get<uint8_t>();
-  rule->in_order = in_order == 1;
   const uint8_t speculative = in.Get<uint8_t>();
   rule->speculative = speculative == 1;
   const uint8_t counts_zeros = in.Get<uint8_t>();
   rule->counts_zeros = counts_zeros == 1;
   const uint8_t held = in.Get<uint8_t>();
-  if (in_order > 1 || speculative > 1 || counts_zeros > 1 || held >= kNumDTypes) return false;
+  if (speculative > 1 || counts_zeros > 1 || held >= kNumDTypes) return false;
   rule->held = static_cast<DType>(held);
   if (!IsHeld(rule->held)) return false;
   rule->groups.resize(in.GetCount(kGroupBytes));
@@ -190,7 +187,8 @@ std::string Declaration::Describe() const {
   return std::string(NameOf(dtype)) + ", " + std::to_string(bytes) + " bytes in partitions of " +
          std::to_string(partition_bytes) + ", " + (average ? "average" : "sum") +
          (feedback ? " with feedback" : "") + (stochastic ? ", rounded by chance," : "") +
-         " over ranks " + ranks + ", placement " + std::to_string(placement) +
+         (in_order ? " in the order of ranks" : "") + " over ranks " + ranks + ", placement " +
+         std::to_string(placement) +
          (hash == KeyHash::kRaw
               ? ""
               : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash)) +
@@ -242,9 +240,10 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string
 }
 
 bool Declaration::operator==(const Declaration& o) const {
-  return name == o.name && dtype == o.dtype && average == o.average && feedback == o.feedback &&
-         stochastic == o.stochastic && bytes == o.bytes && partition_bytes == o.partition_bytes &&
-         placement == o.placement && hash == o.hash && patience == o.patience && group == o.group &&
+  return name == o.name && dtype == o.dtype && average == o.average && in_order == o.in_order &&
+         feedback == o.feedback && stochastic == o.stochastic && bytes == o.bytes &&
+         partition_bytes == o.partition_bytes && placement == o.placement && hash == o.hash &&
+         patience == o.patience && group == o.group &&
          (rule == o.rule || (rule && o.rule && *rule == *o.rule));
 }
 
@@ -254,6 +253,8 @@ constexpr uint8_t kAverage = 1;
 constexpr uint8_t kHasRule = 2;
 constexpr uint8_t kFeedback = 4;
 constexpr uint8_t kStochastic = 8;
+constexpr uint8_t kInOrder = 16;
+constexpr uint8_t kAllFlags = kAverage | kHasRule | kFeedback | kStochastic | kInOrder;
 // A tensor without its name.
 constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4;
 
@@ -298,14 +299,14 @@ bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
   d->placement = in->Get<uint64_t>();
   const uint32_t group = in->Get<uint32_t>();
   d->name = in->GetText();
-  if (!in->ok() || dtype >= kNumDTypes ||
-      (flags & ~(kAverage | kHasRule | kFeedback | kStochastic)) != 0 || group >= groups.size()) {
+  if (!in->ok() || dtype >= kNumDTypes || (flags & ~kAllFlags) != 0 || group >= groups.size()) {
     return false;
   }
   d->dtype = static_cast<DType>(dtype);
   d->average = (flags & kAverage) != 0;
   d->feedback = (flags & kFeedback) != 0;
   d->stochastic = (flags & kStochastic) != 0;
+  d->in_order = (flags & kInOrder) != 0;
   if ((d->feedback || d->stochastic) && !IsBlock(d->dtype)) return false;
   d->group = groups[group];
   if (!IsWhole(*d)) return false;
@@ -336,7 +337,8 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
   for (const auto& d : declarations) {
     out.Put(static_cast<uint8_t>(d.dtype));
     out.Put(static_cast<uint8_t>((d.average ? kAverage : 0) | (d.rule ? kHasRule : 0) |
-                                 (d.feedback ? kFeedback : 0) | (d.stochastic ? kStochastic : 0)));
+                                 (d.feedback ? kFeedback : 0) | (d.stochastic ? kStochastic : 0) |
+                                 (d.in_order ? kInOrder : 0)));
     out.Put(d.bytes);
     out.Put(d.partition_bytes);
     out.Put(d.placement);

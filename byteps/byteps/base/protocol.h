@@ -21,9 +21,9 @@ namespace core {
 
 // How a tensor of parameters is updated from its summed gradients.  A part of its declaration.
 //
-// On the wire, little-endian: u8 algorithm, u8 in_order, u8 speculative, u8 counts_zeros, u8 held,
-// u32 groups, each: u64 times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments,
-// each: u64 end, u32 group, u8 counted.
+// On the wire, little-endian: u8 algorithm, u8 speculative, u8 counts_zeros, u8 held, u32 groups,
+// each: u64 times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments, each: u64
+// end, u32 group, u8 counted.
 struct UpdateRule {
   // The numbers are part of the protocol.
   enum Algorithm : uint8_t { kAdamW = 1, kSgd = 2 };
@@ -47,9 +47,6 @@ struct UpdateRule {
   };
 
   Algorithm algorithm = kAdamW;
-  // Gradients are added in the order of ranks, not of arrival, so that the same gradients of other
-  // ranks, in another tensor, give the same bits.
-  bool in_order = false;
   // Steps may be tried (PUSH_TRY): the server keeps the gradients until it hears what becomes of
   // them.
   bool speculative = false;
@@ -206,6 +203,9 @@ struct Declaration {
   std::string name;
   DType dtype = DType::kFloat32;
   bool average = false;
+  // Servers add pushes in the order of ranks, not of arrival, so that a sum repeated has the same
+  // bits.  BYTEPS_DETERMINISTIC=1 on a server does the same for all tensors.
+  bool in_order = false;
   // Of blocks (base/block_codec.h): servers keep what rounding loses of a sum for the next one.
   bool feedback = false;
   // Of blocks: workers and servers round by chance (BYTEPS_STOCHASTIC_ROUNDING).
@@ -318,13 +318,14 @@ class SharedBytes {
 //   u8  version, kDeclarationVersion   u8  BYTEPS_KEY_HASH_FN (KeyHash)
 //   u32 groups, each:                  u32 members, then u32 a rank, ascending
 //   u32 tensors, each:                 u8  dtype     u8  flags: 1 = average, 2 = has a rule,
-//                                                    4 = feedback, 8 = rounded by chance
+//                                                    4 = feedback, 8 = rounded by chance,
+//                                                    16 = in the order of ranks
 //                                      u64 bytes     u32 partition bytes   u64 placement
 //                                      u32 group, an index into the groups above
 //                                      u32 length of the name, then the name
 //                                      where it has a rule: u32 its length, then the UpdateRule
 
-constexpr uint8_t kDeclarationVersion = 6;
+constexpr uint8_t kDeclarationVersion = 7;
 
 // Declarations that were made with one configuration: `hash` is the same in all.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);

@@ -92,6 +92,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.name = spec.name;
   d.dtype = spec.dtype;
   d.average = spec.average;
+  d.in_order = spec.in_order;
   d.hash = hash_;
   d.patience = patience_;
   d.bytes = spec.bytes;

@@ -35,6 +35,7 @@ struct TensorSpec {
   uint64_t bytes = 0;
   uint64_t piece_of = 0;  // bytes of the tensor that this one is a piece of, if it is one
   bool average = true;
+  bool in_order = false;              // see Declaration
   bool feedback = false;              // of blocks: see Declaration
   std::vector<uint32_t> group;        // ranks that sum, ascending; empty: all workers
   std::optional<uint64_t> placement;  // none: from the key

@@ -201,7 +201,7 @@ void Rounds::Add(Partition* partition, Round* round, size_t member, SharedBytes 
 AdditionRule Rounds::RuleOf(Partition* partition, Round* round, Chance* chance) const {
   const Declaration& declaration = partition->declaration();
   AdditionRule rule;
-  rule.in_order = context_->deterministic || (declaration.rule && declaration.rule->in_order);
+  rule.in_order = context_->deterministic || declaration.in_order;
   rule.wide_float32 = context_->wide_float32;
   rule.keeps_memory = round->update && round->update->keeps_memory();
   if (declaration.feedback) rule.lost = partition->lost.data();

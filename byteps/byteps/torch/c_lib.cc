@@ -229,7 +229,7 @@ std::vector<uint64_t> BytesPerServer(const std::string& name, const std::string&
                                      uint64_t bytes, uint64_t piece_of, const Ranks& group,
                                      std::optional<uint64_t> placement) {
   return GetWorker()->BytesPerServer(
-      Spec(name, dtype, bytes, piece_of, true, false, group, placement, kCpu));
+      Spec(name, dtype, bytes, piece_of, true, false, group, placement, kCpu, false));
 }
 
 uint64_t PartitionBytesOf(const std::string& dtype, uint64_t bytes, uint64_t piece_of) {

@@ -26,9 +26,9 @@ class Landing:
     def wait(self, stream: int) -> None:
         """What the stream is given from now on waits for it."""
 
-type _Spec = tuple[str, str, int, int, bool, bool, Ranks | Sequence[int], int | None, int]
+type _Spec = tuple[str, str, int, int, bool, bool, Ranks | Sequence[int], int | None, int, bool]
 """Name, dtype, bytes, bytes of the tensor that it is a piece of, average, feedback, group,
-placement, GPU."""
+placement, GPU, whether servers add in the order of ranks."""
 type _Coded = tuple[str, int, int, int, int, int, int]
 """Dtype of the values, how many, input, output, first and last plus one of those that are wanted,
 what rounding lost."""
@@ -66,7 +66,6 @@ class UpdatedTensor:
         groups: Sequence[_Group],
         segments: Sequence[_Segment],
         held: str,
-        in_order: bool,
         speculative: bool,
         counts_zeros: bool,
     ) -> None: ...

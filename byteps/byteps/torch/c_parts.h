@@ -64,9 +64,10 @@ struct Ranks {
   std::vector<uint32_t> values;
 };
 
-// (name, dtype, bytes, piece of so many bytes, average, feedback, group, placement, device)
+// (name, dtype, bytes, piece of so many bytes, average, feedback, group, placement, device, in
+// order)
 using SpecTuple = std::tuple<std::string, std::string, uint64_t, uint64_t, bool, bool, Ranks,
-                             std::optional<uint64_t>, int>;
+                             std::optional<uint64_t>, int, bool>;
 
 inline DType ParsedDType(const std::string& name) {
   DType dtype;
@@ -76,7 +77,7 @@ inline DType ParsedDType(const std::string& name) {
 
 inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64_t bytes,
                        uint64_t piece_of, bool average, bool feedback, const Ranks& group,
-                       std::optional<uint64_t> placement, int device) {
+                       std::optional<uint64_t> placement, int device, bool in_order) {
   TensorSpec spec;
   spec.dtype = ParsedDType(dtype);
   spec.name = name;
@@ -87,6 +88,7 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
   spec.group = group.values;
   spec.placement = placement;
   spec.device = device;
+  spec.in_order = in_order;
   return spec;
 }
 

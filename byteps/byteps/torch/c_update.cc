@@ -37,7 +37,7 @@ std::string Packed(uint8_t verdict) {
 }
 
 UpdateRule RuleOf(bool is_adamw, const std::vector<GroupTuple>& groups,
-                  const std::vector<SegmentTuple>& segments, const std::string& held, bool in_order,
+                  const std::vector<SegmentTuple>& segments, const std::string& held,
                   bool speculative, bool counts_zeros) {
   UpdateRule rule;
   rule.algorithm = is_adamw ? UpdateRule::kAdamW : UpdateRule::kSgd;
@@ -48,7 +48,6 @@ UpdateRule RuleOf(bool is_adamw, const std::vector<GroupTuple>& groups,
   if (!ParseDType(held, &rule.held) || !IsHeld(rule.held)) {
     throw UsageError("servers keep no parameters for workers that hold them as " + held);
   }
-  rule.in_order = in_order;
   rule.speculative = speculative;
   rule.counts_zeros = counts_zeros;
   return rule;
@@ -65,10 +64,10 @@ TensorSpec WithRule(const SpecTuple& tuple, UpdateRule rule) {
 class UpdatedTensor {
  public:
   UpdatedTensor(const SpecTuple& spec, bool is_adamw, const std::vector<GroupTuple>& groups,
-                const std::vector<SegmentTuple>& segments, const std::string& held, bool in_order,
+                const std::vector<SegmentTuple>& segments, const std::string& held,
                 bool speculative, bool counts_zeros)
-      : known_(WithRule(
-            spec, RuleOf(is_adamw, groups, segments, held, in_order, speculative, counts_zeros))) {
+      : known_(
+            WithRule(spec, RuleOf(is_adamw, groups, segments, held, speculative, counts_zeros))) {
     GetWorker()->Declare({known_.spec()});
   }
 
@@ -158,10 +157,9 @@ void DefineUpdatedTensor(py::module_* m) {
       py::arg("spec"), py::arg("values"), Unlocked());
   py::class_<UpdatedTensor>(*m, "UpdatedTensor")
       .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
-                    const std::vector<SegmentTuple>&, const std::string&, bool, bool, bool>(),
+                    const std::vector<SegmentTuple>&, const std::string&, bool, bool>(),
            py::arg("spec"), py::arg("is_adamw"), py::arg("groups"), py::arg("segments"),
-           py::arg("held"), py::arg("in_order"), py::arg("speculative"), py::arg("counts_zeros"),
-           Unlocked())
+           py::arg("held"), py::arg("speculative"), py::arg("counts_zeros"), Unlocked())
       .def("push_step", &UpdatedTensor::PushStep, py::arg("gradients"), py::arg("parameters"),
            py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
       .def("push_norm", &UpdatedTensor::PushNorm, py::arg("gradients"), py::arg("sums"),

@@ -73,6 +73,8 @@ class TensorDeclaration:
     piece_of: int = 0
     """Elements of the tensor that this one is a piece of, the same on all members: it is cut into
     partitions as long as that one's. 0: it is no piece."""
+    in_order: bool = False
+    """Servers add in the order of ranks, not of arrival: a sum repeated has the same bits."""
 
 
 def spec_of(tensor: TensorDeclaration) -> Spec:
@@ -95,6 +97,7 @@ def spec_of(tensor: TensorDeclaration) -> Spec:
         ranks=engine_ranks(tensor.group),
         placement=tensor.placement,
         device=device_number(torch.device(tensor.device)),
+        in_order=tensor.in_order,
     )
 
 

@@ -148,6 +148,8 @@ class NodeSum:
     wire_dtype: Wire | None = None
     """Type in which the tensor travels between hosts; None: its own. Values inside the host are
     added in the tensor's own."""
+    in_order: bool = False
+    """Servers add in the order of hosts, not of arrival."""
 
     def pushes(self, rank: int, element_size: int) -> list[Push]:
         """What a rank sends to servers, a push-pull for each piece."""
@@ -201,6 +203,7 @@ class NodeSum:
                 wire_dtype=self.wire_dtype,
                 device=device,
                 piece_of=self.length,
+                in_order=self.in_order,
             )
             for piece, push in zip(self.pieces, self.pushes(rank, dtype.itemsize), strict=True)
         ]
@@ -238,6 +241,7 @@ class NodeSum:
                     pull=piece.wanted,
                     wire_dtype=self.wire_dtype,
                     piece_of=self.length,
+                    in_order=self.in_order,
                 )
                 pending.append((piece, part, handle))
         return PendingNodeSum(flat=flat, node=self.node, local=local, pending=pending)

@@ -102,22 +102,27 @@ def make_spec(
     ranks: c_lib.Ranks,
     placement: int | None,
     device: int,
+    in_order: bool,
 ) -> Spec:
     """A tensor of `numel` elements that travels as `form`, as c_lib wants it.
 
     Args:
         piece_of: elements of the tensor that it is a piece of, or 0.
         device: number of its GPU; -1: the CPU.
+        in_order: servers add in the order of ranks.
     """
     lengths = form.nbytes(numel), form.nbytes(piece_of)
     return (
         *(name, form.engine_name, *lengths),
-        *(bool(average), form.feedback, ranks, placement, device),
+        *(bool(average), form.feedback, ranks, placement, device, in_order),
     )
 
 
-type _Described = tuple[torch.dtype, int, int, bool, c_lib.Ranks, int | None, Wire | None, int]
-"""Type, elements, GPU, average, ranks, placement, wire type, elements of what it is a piece of."""
+type _Described = tuple[
+    torch.dtype, int, int, bool, c_lib.Ranks, int | None, Wire | None, int, bool
+]
+"""Type, elements, GPU, average, ranks, placement, wire type, elements of what it is a piece of,
+whether servers add in the order of ranks."""
 
 
 @dataclass(slots=True)
@@ -133,7 +138,7 @@ class _Known:
     @classmethod
     def of(cls, name: str, described: _Described) -> _Known:
         """Raises ValueError where a tensor cannot be summed so."""
-        dtype, numel, device, average, ranks, placement, wire_dtype, piece_of = described
+        dtype, numel, device, average, ranks, placement, wire_dtype, piece_of, in_order = described
         if placement is not None and placement < 0:
             raise ValueError(f"placement must not be negative, got {placement}")
         form = wires.of(dtype, wire_dtype)
@@ -146,6 +151,7 @@ class _Known:
             ranks=ranks,
             placement=placement,
             device=device,
+            in_order=in_order,
         )
         return cls(described, form, spec, c_lib.KnownTensor(spec))
 
@@ -166,6 +172,7 @@ def start(
     pull: tuple[int, int] | None = None,
     wire_dtype: Wire | None = None,
     piece_of: int = 0,
+    in_order: bool = False,
     checked: bool = False,
     streamed: bool = False,
 ) -> int:
@@ -192,6 +199,8 @@ def start(
             blocks of 128 values (`byteps.torch.wire`). The same on all members.  None: the
             tensor's own.
         piece_of: elements of the tensor that `tensor` is a piece of: see `TensorDeclaration`.
+        in_order: servers add values in the order of ranks, not of arrival: a sum repeated has the
+            same bits. The same on all members.
         checked: the caller has seen that the tensor's type, layout and device can be used.
         streamed: on a GPU, `synchronize` returns at once and has the current stream wait for the
             sum, unless that takes too much pinned memory (BYTEPS_STREAMED_BYTES). Where the sum
@@ -221,6 +230,7 @@ def start(
         placement,
         wire_dtype,
         piece_of,
+        in_order,
     )
     known = _known.get(name)
     if known is None or known.described != described:
@@ -272,6 +282,7 @@ def start_streamed_inplace(
     pull: tuple[int, int] | None = None,
     wire_dtype: Wire | None = None,
     piece_of: int = 0,
+    in_order: bool = False,
 ) -> int:
     """As `start`, in place, of a tensor on a GPU whose sum streams wait for."""
     return start(
@@ -285,6 +296,7 @@ def start_streamed_inplace(
         pull=pull,
         wire_dtype=wire_dtype,
         piece_of=piece_of,
+        in_order=in_order,
         checked=True,
         streamed=True,
     )

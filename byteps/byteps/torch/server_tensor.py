@@ -311,12 +311,16 @@ class ServerTensor:
         """Of what servers know that workers hold, which may differ from the parameters (slot 0)."""
         # Servers keep whole blocks, and round nothing that they add: feedback is the worker's.
         self._padded = form.values * -(-self.numel // form.values)
-        declaration = replace(declaration, wire_dtype=replace(form, feedback=False))
+        declaration = replace(
+            declaration,
+            wire_dtype=replace(form, feedback=False),
+            in_order=in_order or declaration.in_order,
+        )
         self._device = torch.device(declaration.device)
         self._tensor = c_lib.UpdatedTensor(
             *(spec_of(declaration), rule.is_adamw, rule.groups),
             *(cut_segments(segments, (0, self.numel), self._padded), DTYPES[declaration.dtype]),
-            *(in_order, speculative, counts_zeros),
+            *(speculative, counts_zeros),
         )
         self._sums = torch.empty(self._tensor.num_partitions(), 2, dtype=torch.float64)
         self._is_open = False

@@ -293,7 +293,7 @@ def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, *, skip: int
         out.copy_(values[skip:])
 
 
-Spec = tuple[str, str, int, int, bool, bool, c_lib.Ranks, int | None, int]
+Spec = tuple[str, str, int, int, bool, bool, c_lib.Ranks, int | None, int, bool]
 """What c_lib wants to know of a tensor."""
 
 

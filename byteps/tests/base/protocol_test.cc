@@ -31,6 +31,7 @@ std::vector<Declaration> SomeDeclarations() {
     d.name = std::string(i, 'x') + "\0\xff" + std::to_string(i);
     d.dtype = static_cast<DType>(i);
     d.average = i % 2 == 0;
+    d.in_order = i % 3 == 1;
     d.hash = KeyHash::kDjb2;
     d.patience = {2, 1, 1500};
     d.bytes = 800 * (i + 1);
@@ -41,7 +42,6 @@ std::vector<Declaration> SomeDeclarations() {
       UpdateRule rule;
       rule.groups = {{0.9, 0.95, 1e-8, false}, {0.8, 0.9, 1e-6, false}};
       rule.segments = {{3, 1}, {199, 0, false}, {200, 1}};
-      rule.in_order = true;
       rule.counts_zeros = true;
       d.rule = std::make_shared<UpdateRule>(rule);
     }

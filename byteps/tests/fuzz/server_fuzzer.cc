@@ -259,6 +259,7 @@ Declaration TheDeclaration(int which) {
   d.dtype = DType::kFloat32;
   d.bytes = 24 + 8 * (which % 3);
   d.partition_bytes = kPartitionBytes;
+  d.in_order = which == 2;
   for (int rank = 0; rank <= which % 3; ++rank) d.group.push_back(rank);
   if (which >= 6) {
     d.dtype = kFewBits[which - 6];

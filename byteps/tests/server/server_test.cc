@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -103,8 +104,8 @@ class ServerTest : public testing::Test {
   }
 
   // Returns the number of the request.
-  uint64_t Push(int rank, uint64_t index, uint32_t round, uint32_t timeout_ms,
-                uint32_t oldest = 0) {
+  uint64_t Push(int rank, uint64_t index, uint32_t round, uint32_t timeout_ms, uint32_t oldest = 0,
+                std::optional<float> pushed = {}) {
     PushHeader header;
     header.round = round;
     header.oldest = oldest;
@@ -112,7 +113,7 @@ class ServerTest : public testing::Test {
     header.pull_bytes = declaration_.partition_bytes;
     Message push = MakeRequest(kPushPull, 0, declaration_.Key() + index, ++number_, header.Pack());
     const SharedBytes values = SharedBytes::New(declaration_.partition_bytes);
-    const float value = static_cast<float>(1 + rank + 10 * index);
+    const float value = pushed.value_or(static_cast<float>(1 + rank + 10 * index));
     for (size_t at = 0; at < values.size(); at += sizeof(value)) {
       memcpy(values.data() + at, &value, sizeof(value));
     }
@@ -179,6 +180,26 @@ TEST_F(ServerTest, SmallSumsAreSentByWhoBringsThem) {
     if (all.back().sent_by == std::this_thread::get_id()) return;
     // Its engine has just been told of an earlier deadline.
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+  }
+}
+
+// The tensor says so, not the server.  What 2^80 + 1 rounds away depends on the order.
+TEST_F(ServerTest, ValuesAreAddedInTheOrderOfRanksIfTheTensorSaysSo) {
+  constexpr float kHuge = 0x1p80f;
+  declaration_.group = {0, 1, 2};
+  declaration_.average = false;
+  for (const bool in_order : {false, true}) {
+    declaration_.name = in_order ? "in order" : "as they come";
+    declaration_.in_order = in_order;
+    for (int rank : {0, 1, 2}) Declare(rank);
+    answers_.Await(answered_ += 3);
+    Push(0, 0, 0, kLong, 0, kHuge);
+    Push(2, 0, 0, kLong, 0, -kHuge);
+    Push(1, 0, 0, kLong, 0, 1);
+    const auto all = answers_.Await(answered_ += 3);
+    ASSERT_EQ(all.size(), answered_);
+    EXPECT_EQ(all.back().error, "");
+    EXPECT_EQ(all.back().values, std::vector<float>(4, in_order ? 0 : 1));
   }
 }
 

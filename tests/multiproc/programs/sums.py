@@ -354,6 +354,35 @@ def mismatch(job: Job) -> None:
     bps.shutdown()
 
 
+def in_order(job: Job) -> None:
+    """Rank 1 comes last. What the sum of 2^80 and 1 rounds away depends on the order."""
+    bps.init()
+    given = torch.tensor([2.0**80, 1.0, -(2.0**80)][job.rank]).repeat(COUNT)
+    for name, in_order in (("as they come", False), ("in the order of ranks", True)):
+        bps.declare(
+            [
+                bps.TensorDeclaration(
+                    name=name,
+                    dtype=torch.float32,
+                    numel=COUNT,
+                    average=False,
+                    in_order=in_order,
+                )
+            ]
+        )
+        if job.rank == 1:
+            job.wait_go(name)
+        handle = bps.byteps_push_pull(given.clone(), False, name, in_order=in_order)
+        if job.rank != 1:
+            job.mark(name)
+        with job.check(name):
+            total = bps.synchronize(handle)
+            assert not in_order or torch.equal(total, torch.zeros(COUNT)), total
+    with job.check_raises("what was declared", ValueError, "in the order of ranks"):
+        bps.push_pull(given, average=False, name="in the order of ranks")
+    bps.shutdown()
+
+
 def parts(job: Job) -> None:
     """Each rank wants another part of the sum, within, across and outside of partitions."""
     bps.init()
