@@ -16,6 +16,7 @@ if(GTest_FOUND)
     tests/base/protocol_test.cc
     tests/cluster/early_messages_test.cc
     tests/cluster/ps_message_test.cc
+    tests/cluster/session_test.cc
     tests/device/device_test.cc
     tests/engine/engine_gpu_test.cc
     tests/engine/engine_test.cc

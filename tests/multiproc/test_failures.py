@@ -82,6 +82,22 @@ class TestLost:
         cluster.scheduler.wait(END_S)
 
 
+def test_rounds_end_while_their_server_closes_its_connections(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """It waits a second for answers that nobody reads; sums come to their deadlines meanwhile."""
+    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_OP_TIMEOUT_S": "5"})
+    cluster.start("failures:unread")
+    cluster.wait_mark("pushed", [0])
+    cluster.workers["worker 0"].send(signal.SIGSTOP)
+    cluster.go("push")
+    cluster.wait_mark("summed", [1])
+    for worker in ("worker 1", "worker 0"):
+        cluster.workers[worker].send(signal.SIGKILL)
+        if worker == "worker 1":
+            demand_failed(cluster.servers[0], r"worker 1\b.*lost")
+
+
 @pytest.mark.parametrize(
     ("number", "kind"), [(signal.SIGKILL, CLOSED), (signal.SIGSTOP, SILENT)], ids=["kill", "stop"]
 )

@@ -30,8 +30,6 @@ constexpr auto kJoinPause = std::chrono::milliseconds(200);
 // BYTEPS_START_TIMEOUT_S is not less.
 constexpr double kBriefSeconds = 5;
 
-ps::Membership* CurrentMembership() { return ps::Postoffice::Get()->van()->membership(); }
-
 }  // namespace
 
 bool UsesRdma(const Config& config) {
@@ -59,6 +57,28 @@ Session::Session(const Config& config, const SessionOptions& options)
     : config_(config), options_(options) {}
 
 Session::~Session() { Stop(); }
+
+void Session::Adopt(std::shared_ptr<ps::Van> van) {
+  ps::MutexLock lock(&van_mu_);
+  van_.swap(van);  // the one before goes without the lock
+}
+
+std::shared_ptr<ps::Van> Session::van() const {
+  ps::MutexLock lock(&van_mu_);
+  return van_;
+}
+
+template <typename Ask>
+auto Session::AskNode(Ask ask) const {
+  using Answer = decltype(ask(std::declval<ps::NodeMembership*>()));
+  const auto van = this->van();
+  ps::NodeMembership* const node = van ? van->membership()->AsNode() : nullptr;
+  return node != nullptr ? ask(node) : Answer();
+}
+
+std::string Session::NameOfNode(int node_id) const {
+  return AskNode([node_id](ps::NodeMembership* node) { return node->NameOf(node_id); });
+}
 
 void Session::Prepare(ChannelUser* user, int probe) {
   auto settings = config_.values();
@@ -114,6 +134,7 @@ void Session::Prepare(ChannelUser* user, int probe) {
   handlers.place_for = [user, role = options_.role](const ps::Meta& meta, size_t bytes) {
     return user->PlaceFor(HeadOf(meta, role), bytes);
   };
+  handlers.on_van = [this](std::shared_ptr<ps::Van> van) { Adopt(std::move(van)); };
   handlers.on_event = [user](const ps::MembershipEvent& event) { user->OnEvent(event); };
   ps::Postoffice::Get()->SetHandlers(handlers);
 }
@@ -133,9 +154,8 @@ void Session::Start(ChannelUser* user) {
     throw;
   }
   started_ = true;
-  if (options_.role != Role::kScheduler) {
-    CurrentMembership()->AsNode()->SetReporter([user] { return user->Report(); });
-  }
+  AskNode(
+      [user](ps::NodeMembership* node) { node->SetReporter([user] { return user->Report(); }); });
   ps::SetLogIdentity(NameOf(options_.role), options_.role == Role::kScheduler ? 0 : rank());
 }
 
@@ -196,7 +216,7 @@ void Session::Join(ChannelUser* user) {
 }
 
 void Session::Leave(const ps::Farewell& farewell) {
-  CurrentMembership()->AsNode()->Leave(farewell);
+  AskNode([&farewell](ps::NodeMembership* node) { node->Leave(farewell); });
 }
 
 void Session::Stop() {
@@ -212,66 +232,80 @@ void Session::Stop() {
   ps::Postoffice::Get()->SetHandlers({});
 }
 
-void Session::StopByOrder(const std::string& how) { CurrentMembership()->StopByOrder(how); }
+void Session::StopByOrder(const std::string& how) {
+  if (const auto van = this->van()) van->membership()->StopByOrder(how);
+}
 
-bool Session::AllArrived() const { return ps::Postoffice::Get()->van()->AllArrived(); }
+bool Session::AllArrived() const {
+  const auto van = this->van();
+  return !van || van->AllArrived();
+}
 
-ps::JobView Session::View() { return CurrentMembership()->AsScheduler()->View(); }
+ps::JobView Session::View() { return van()->membership()->AsScheduler()->View(); }
 
 void Session::Send(const Message& message) {
+  const auto van = this->van();
+  if (!van) return;
   ps::Message msg = ToPs(message);
-  ps::Postoffice::Get()->van()->Send(msg);
+  van->Send(msg);
 }
 
-void Session::ReceiveReady() { ps::Postoffice::Get()->van()->ReceiveReady(); }
+void Session::ReceiveReady() {
+  if (const auto van = this->van()) van->ReceiveReady();
+}
 
 void Session::Abandon(const void* begin, size_t bytes) {
-  ps::Postoffice::Get()->van()->Abandon(begin, bytes);
+  if (const auto van = this->van()) van->Abandon(begin, bytes);
 }
 
-bool Session::RegistersMemory() const {
-  return ps::Postoffice::Get()->van()->GetType() == "ibverbs";
+bool Session::RegistersMemory() const { return UsesRdma(config_); }
+
+bool Session::is_late() const {
+  return AskNode([](ps::NodeMembership* node) { return node->is_late(); });
 }
 
-bool Session::is_late() const { return CurrentMembership()->AsNode()->is_late(); }
-
-bool Session::lacks_scheduler() const { return CurrentMembership()->AsNode()->lacks_scheduler(); }
-
-void Session::SayReady() {
-  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::MemberWord::kReady});
+bool Session::lacks_scheduler() const {
+  return AskNode([](ps::NodeMembership* node) { return node->lacks_scheduler(); });
 }
+
+void Session::SayReady() { SayOfReplica({ps::membership::MemberWord::kReady}); }
 
 void Session::AskToAdmit(int replica, int life) {
-  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::MemberWord::kAdmit, replica, life});
+  SayOfReplica({ps::membership::MemberWord::kAdmit, replica, life});
 }
 
 void Session::SayAwaited(int rank, const std::string& name, uint32_t round) {
-  CurrentMembership()->AsNode()->SayOfReplica(
-      {ps::membership::MemberWord::kAwaited, rank, static_cast<int>(round), name});
+  SayOfReplica({ps::membership::MemberWord::kAwaited, rank, static_cast<int>(round), name});
 }
 
 void Session::SayLate(int rank, const std::string& why) {
-  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::MemberWord::kLate, rank, 0, why});
+  SayOfReplica({ps::membership::MemberWord::kLate, rank, 0, why});
 }
 
-double Session::link_gbps() const { return CurrentMembership()->AsNode()->link_mbps() / 1e3; }
-
-int Session::num_nics() const {
-  return std::max<int>(1, ps::Postoffice::Get()->van()->node().nics.size());
+void Session::SayOfReplica(const ps::membership::MemberWord& word) const {
+  AskNode([&word](ps::NodeMembership* node) { node->SayOfReplica(word); });
 }
 
-std::string Session::host() const { return ps::Postoffice::Get()->van()->node().hostname; }
-int Session::rank() const {
-  return ps::Postoffice::IDtoRank(ps::Postoffice::Get()->van()->node().id);
+double Session::link_gbps() const {
+  return AskNode([](ps::NodeMembership* node) { return node->link_mbps(); }) / 1e3;
 }
-int Session::port() const { return ps::Postoffice::Get()->van()->node().port; }
+
+ps::Node Session::node() const {
+  const auto van = this->van();
+  return van ? van->node() : ps::Node();
+}
+
+int Session::num_nics() const { return std::max<int>(1, node().nics.size()); }
+std::string Session::host() const { return node().hostname; }
+int Session::rank() const { return ps::Postoffice::IDtoRank(node().id); }
+int Session::port() const { return node().port; }
 
 std::string Session::NameOfServer(int rank) {
-  return CurrentMembership()->NameOf(ps::Postoffice::ServerRankToID(rank));
+  return NameOfNode(ps::Postoffice::ServerRankToID(rank));
 }
 
 std::string Session::NameOfWorker(int rank) {
-  return CurrentMembership()->NameOf(ps::Postoffice::WorkerRankToID(rank));
+  return NameOfNode(ps::Postoffice::WorkerRankToID(rank));
 }
 
 int WorkerId(int rank) { return ps::Postoffice::WorkerRankToID(rank); }

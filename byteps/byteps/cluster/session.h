@@ -2,12 +2,21 @@
 #ifndef BYTEPS_CLUSTER_SESSION_H_
 #define BYTEPS_CLUSTER_SESSION_H_
 
+#include <memory>
 #include <string>
 
 #include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
+#include "byteps/base/mutex.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/cluster/early_messages.h"
+
+namespace ps {
+class Van;
+namespace membership {
+struct MemberWord;
+}
+}  // namespace ps
 
 namespace byteps {
 namespace core {
@@ -41,6 +50,10 @@ bool UsesRdma(const Config& config);
 
 // The channel of a real job.  It wraps ps-lite, whose state is one per process: one session
 // may be started at a time.
+//
+// The session owns its van, and with it the membership, until it is destroyed.  So every method
+// answers, whatever thread calls it: after Stop nothing is sent, and names, ranks and rates are
+// those of the job that was.
 class Session : public Channel {
  public:
   Session(const Config& config, const SessionOptions& options);
@@ -83,6 +96,17 @@ class Session : public Channel {
   int port() const;
 
  private:
+  // Takes the van of the next attempt to join, which knows its membership and has heard nothing.
+  void Adopt(std::shared_ptr<ps::Van> van);
+  // The last one; null before Start.
+  std::shared_ptr<ps::Van> van() const;
+  // What `ask` finds out from this node's membership.  Nothing can be asked before Start, and of
+  // the scheduler: that gives Answer().
+  template <typename Ask>
+  auto AskNode(Ask ask) const;
+  void SayOfReplica(const ps::membership::MemberWord& word) const;
+  std::string NameOfNode(int node_id) const;
+  ps::Node node() const;
   // Checks the settings and hands them, and the handlers, to ps-lite.
   void Prepare(ChannelUser* user, int probe);
   // Joins; again and again as long as the scheduler may take this node later, up to
@@ -93,6 +117,8 @@ class Session : public Channel {
   const Config config_;
   const SessionOptions options_;
   EarlyMessages early_;
+  mutable ps::Mutex van_mu_;
+  std::shared_ptr<ps::Van> van_ PS_GUARDED_BY(van_mu_);
   bool started_ = false;
   bool waits_ = false;  // for the place of a server that is lost
 };

@@ -7,10 +7,8 @@ namespace ps {
 Postoffice::Postoffice() { env_ref_ = Environment::_GetSharedRef(); }
 
 void Postoffice::InitEnvironment() {
-  // The last job's van; Finalize stopped it.
-  delete van_;
-  van_ = nullptr;
-  van_ = Van::Create(GetEnv("DMLC_ENABLE_RDMA", "tcp"));
+  // Finalize stopped the last job's van.
+  van_.reset(Van::Create(GetEnv("DMLC_ENABLE_RDMA", "tcp")));
   num_workers_ = GetEnv("DMLC_NUM_WORKER", 0);
   num_servers_ = GetEnv("DMLC_NUM_SERVER", 0);
   const std::string role = GetEnv("DMLC_ROLE", "");

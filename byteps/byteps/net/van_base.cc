@@ -103,6 +103,7 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   links_ = std::make_unique<VanLinks>(this);
   membership_ = Membership::Make(links_.get(), MembershipSettings::FromEnvironment(),
                                  post->handlers().on_event);
+  if (post->handlers().on_van) post->handlers().on_van(post->shared_van());
   const int port = Bind(self, 0);
   self = node();  // a transport may know its address better
   self.port = port;
@@ -130,11 +131,7 @@ void Van::Stop() {
     receiver_thread_->join();
     receiver_thread_.reset();
   }
-  membership_.reset();
-  links_.reset();
-  Node self = node();
-  self.id = Meta::kEmpty;
-  Van::SetNode(self);
+  // Membership and node stay: others may still ask who is who.
 }
 
 int Van::Send(Message& msg) {

@@ -38,6 +38,24 @@ def init_only(job: Job) -> None:
     bps.shutdown()
 
 
+def unread(job: Job) -> None:
+    """Rank 0, which is stopped then, pushes a tensor that rank 1 pushes later, so that it does not
+    read the sum; and others alone, one after another."""
+    bps.init()
+    large = torch.ones(16 << 20)
+    if job.rank == 0:
+        handles = [bps.push_pull_async(large, average=False, name="large")]
+        for index in range(40):  # each has its own deadline
+            handles.append(bps.push_pull_async(torch.ones(10), name=f"alone.{index}"))
+            time.sleep(0.1)
+        job.mark("pushed")
+    else:
+        job.wait_go("push")
+        bps.push_pull(large, average=False, name="large")
+        job.mark("summed")
+    job.wait_go("never")
+
+
 def missing(job: Job) -> None:
     """Rank ``missing`` of args never calls the operation that the others wait for.
 
