@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.multiproc.cluster import Cluster, Spawned
+from tests.multiproc.cluster import RUN_S, Cluster, Spawned, wait_all
 
 # A page: tensors of moderate size then have many partitions.
 SMALL = 4096
@@ -213,6 +213,21 @@ def test_members_that_disagree(make_cluster: Callable[..., Cluster], kind: str) 
 
 
 # Of upstream's Python interface: what stays in the wheel works, and the rest is not in it.
+
+
+def test_averages_of_gradients_are_those_of_ddp(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env=PATIENCE).run("averages:as_ddp")
+
+
+def test_whose_gradients_meet(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env=PATIENCE).run("averages:identity")
+
+
+def test_a_backward_pass_that_raises_on_one_rank(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=1, env=PATIENCE)
+    cluster.start("averages:failed_pass")
+    wait_all(list(cluster.workers.values()), RUN_S)
+    cluster.demand_checks()
 
 
 PROGRAMS = (

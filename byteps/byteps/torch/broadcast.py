@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from byteps.torch import ops
+from byteps.torch.session import BytePSError
 from byteps.torch.wire import flat_view
 
 __all__ = ["broadcast", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -105,16 +107,55 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(torch.load(io.BytesIO(received), weights_only=True))
 
 
+_FIRST_WORDS = 512
+"""Length of what travels first: three words, and the beginning of the content."""
+_CHUNKS = (4 << 20, 64 << 10)
+"""Lengths in which the rest travels: the longer one as long as it is full."""
+_CHUNKS_IN_FLIGHT = 4
+
+
 def _content_of(content: bytes, root_rank: int, name: str) -> bytes:
-    """The root's content, of any length."""
+    """The root's content, of any length. Names do not depend on the length: servers keep what they
+    know of each.
+
+    Raises:
+        BytePSError: ranks name different roots.
+    """
     _check_root(root_rank)
-    name = f"{name}.{root_rank}"
-    length = int(broadcast(torch.tensor([len(content)]), root_rank, f"{name}.length"))
-    # The name has the length: a name keeps its size, and contents may grow.
-    values = torch.zeros(length, dtype=torch.uint8)
+    first = torch.zeros(_FIRST_WORDS, dtype=torch.int64)
+    first[:3] = torch.tensor([root_rank, root_rank**2, len(content)])
+    beginning = first[3:].view(torch.uint8)
+    _put(content[: len(beginning)], beginning)
+    ops.push_pull_inplace(first, average=False, name=f"{name}/first")
+    roots, squares, length = first[:3].tolist()
+    if (roots, squares) != (root_rank * ops.size(), root_rank**2 * ops.size()):
+        raise BytePSError(
+            f"ranks name different roots of a broadcast of {name!r}, this one {root_rank}: pass "
+            "the same root_rank on all of them"
+        )
+    received = torch.empty(length, dtype=torch.uint8)
+    place = min(length, len(beginning))
+    received[:place] = beginning[:place]
+    in_flight: deque[tuple[int, torch.Tensor, int]] = deque()
+    while place < length or in_flight:
+        if place < length and len(in_flight) < _CHUNKS_IN_FLIGHT:
+            size = next((size for size in _CHUNKS if size <= length - place), _CHUNKS[-1])
+            chunk = torch.zeros(size, dtype=torch.uint8)
+            _put(content[place : place + size], chunk)
+            handle = ops.push_pull_async_inplace(chunk, average=False, name=f"{name}/{size}")
+            in_flight.append((place, chunk, handle))
+            place += size
+            continue
+        begin, chunk, handle = in_flight.popleft()
+        ops.synchronize(handle)
+        received[begin : begin + len(chunk)] = chunk[: length - begin]
+    return received.numpy().tobytes()
+
+
+def _put(content: bytes, values: torch.Tensor) -> None:
+    """Put the content into the first of the values."""
     if content:
-        values.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    return broadcast(values, root_rank, f"{name}.{length}").numpy().tobytes()
+        values[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _check_root(root_rank: int) -> None:

@@ -2,204 +2,239 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from byteps.torch import operations, session
+from byteps.torch import agreement, gradient_averager, operations, session
 from byteps.torch.compression import Compression
-from byteps.torch.wire import flat_view
+from byteps.torch.gradient_averager import GradientAverager, averager_of, can_cover
 
 __all__ = ["DistributedOptimizer"]
 
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """Wrap an optimizer: ``step()`` uses gradients averaged over all ranks.
+    """Average the gradients of an optimizer's parameters over all ranks.
 
-    A gradient is sent as soon as the backward pass has it. ``synchronize()`` waits for all; call it
-    before you clip or unscale gradients::
+    A gradient is sent as soon as the backward pass has it. When ``loss.backward()`` returns,
+    gradients are averages, as with torch's DistributedDataParallel: clip and unscale them as on one
+    rank, with ``torch.amp.GradScaler`` too. All ranks wrap the same optimizers in the same order,
+    and make the same backward passes.
 
-        loss.backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
+    A parameter that only some ranks use counts as 0 on the others; one that no rank uses keeps what
+    gradient it has. Frozen parameters are averaged once they are unfrozen, those of
+    ``add_param_group``, which all ranks call, too. Where no backward pass was made since the last
+    ``step()``, that averages the gradients that are there.
 
-    A parameter without a gradient on this rank counts as 0, since other ranks may have one.
+    A parameter is averaged for as long as it lives, whatever becomes of the optimizer.
 
     Args:
-        optimizer: any; the result is of a class derived from its class.
+        optimizer: any; the result is the same object, of a class derived from its class.
         named_parameters: names, the same on all ranks; None: by position in the optimizer.
         compression: ``Compression.fp16`` sends fp32 and fp64 gradients as fp16.
-        backward_passes_per_step: gradients add up on the rank over so many passes.
+        backward_passes_per_step: gradients add up on the rank over so many passes. ``step()``
+            averages what there is after fewer.
 
     Raises:
-        ValueError: names are not unique, or are missing for some parameters.
+        ValueError: names are not unique, or are missing for some parameters; a parameter is of a
+            type that servers cannot average; the optimizer is wrapped already.
+        BytePSError: ranks have different parameters.
     """
+    if isinstance(optimizer, _Averaging):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
+    averaged = _Averaged(optimizer, named_parameters, compression, backward_passes_per_step)
     made = type(optimizer.__class__.__name__, (_Averaging, optimizer.__class__), {})
     optimizer.__class__ = made
-    optimizer._averaged = _Gradients(  # type: ignore[attr-defined]
-        optimizer, named_parameters, compression, backward_passes_per_step
-    )
+    optimizer._averaged = averaged  # type: ignore[attr-defined]
+    # Not a method of the class: a scheduler that was made before has the method of the old one.
+    optimizer.register_step_pre_hook(_before_step)
     return optimizer
 
 
 class _Averaging:
     """What is added to the class of an optimizer."""
 
-    _averaged: _Gradients
+    _averaged: _Averaged
 
     def synchronize(self) -> None:
-        """Wait until all gradients are averages.
+        """Average what passes have added up since the last average.
 
         Raises:
-            BytePSError: a push or a pull failed, or a gradient was changed while it was in flight.
+            BytePSError: a push or a pull failed.
         """
-        self._averaged.synchronize()
+        self._averaged.average_pending()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step()`` inside does not wait again, after ``synchronize()``."""
-        self._averaged.waits = False
+        """``step()`` inside averages nothing."""
+        self._averaged.is_skipped = True
         try:
             yield
         finally:
-            self._averaged.waits = True
+            self._averaged.is_skipped = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Gradients add up over so many passes from now on."""
-        self._averaged.passes = passes
+        self._averaged.set_passes(passes)
 
-    def step(self, closure: Any = None) -> Any:
-        """Wait for the averages, then step."""
-        if self._averaged.waits:
-            self._averaged.synchronize()
-        return super().step(closure)  # type: ignore[misc]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Raises BytePSError where gradients are still being averaged."""
-        self._averaged.demand_none_in_flight()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; all ranks call it. Raises BytePSError where their parameters differ."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self._averaged.cover(self.param_groups)  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _InFlight:
-    handle: int
-    gradient: torch.Tensor
-    version: int
-    """As torch counts changes in place, when it was sent. The engine's writes do not count."""
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch calls this before a step, of which `args` has the optimizer and maybe a closure."""
+    averaged: _Averaged = optimizer._averaged
+    averaged.demand_covered(optimizer.param_groups)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        if not averaged.is_skipped:
+            averaged.average_for_step()
+        return None
+    compute = averaged.averaged_closure(closure, isinstance(optimizer, torch.optim.LBFGS))
+    if len(args) > 1:
+        return (args[0], compute, *args[2:]), kwargs
+    return args, kwargs | {"closure": compute}
 
 
-class _Gradients:
-    """Starts and awaits the averages."""
+class _Averaged:
+    """The averagers of an optimizer's parameters."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        named: Iterable[tuple[str, torch.Tensor]] | None,
         compression: Any,
         passes: int,
     ) -> None:
-        self.waits = True
-        self.passes = passes
-        names = _names_of(optimizer, named)
-        # A rank alone has its averages already.
-        self._names = names if session.size() > 1 else {}
+        self.is_skipped = False
+        self._given = None if named is None else {value: name for name, value in named}
         self._half = compression is Compression.fp16
-        self._seen = dict.fromkeys(self._names, 0)
-        self._in_flight: dict[torch.nn.Parameter, _InFlight] = {}
-        for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+        self._passes = passes
+        self._averagers: list[GradientAverager] = []
+        self._seen: dict[GradientAverager, int] = {}
+        """How often gradients had been averaged at the last step."""
+        self._covered: set[int] = set()
+        """The parameters, by id, that are covered or can have no gradient."""
+        self.cover(optimizer.param_groups)
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, torch.nn.Parameter)
-        if parameter in self._in_flight:
-            raise session.BytePSError(
-                f"the gradient of {self._names[parameter]!r} was computed again while it is being "
-                "averaged: call step() or synchronize() first, or set backward_passes_per_step"
-            )
-        self._seen[parameter] += 1
-        if self._seen[parameter] >= self.passes:
-            self._start(parameter)
+    def cover(self, param_groups: list[dict[str, Any]]) -> None:
+        """Average the gradients of all parameters of these groups from now on."""
+        names = _names_of(param_groups, self._given)
+        parameters = {name: value for value, name in names.items() if can_cover(name, value)}
+        here = {name: averager_of(parameter) for name, parameter in parameters.items()}
+        lines = [_line(name, value, here[name]) for name, value in parameters.items()]
+        lines.append(f"passes {self._passes}, fp16 {self._half}")
+        key = agreement.number("optimizer", lines) if session.size() > 1 else ""
+        new = {name: parameters[name] for name, averager in here.items() if averager is None}
+        if new:
+            GradientAverager(new, key, passes=self._passes, half=self._half)
+        found = {averager_of(parameter): None for parameter in parameters.values()}
+        self._averagers = [averager for averager in found if averager is not None]
+        self.set_passes(self._passes)
+        for averager in self._averagers:
+            averager.half = self._half
+            self._seen.setdefault(averager, averager.averages)
+        self._covered = {id(parameter) for parameter in names}
 
-    def _start(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad
-        flat, name = flat_view(gradient, "a gradient"), self._names[parameter]
-        wire = torch.float16 if self._half and gradient.dtype.itemsize > 2 else None
+    def set_passes(self, passes: int) -> None:
+        self._passes = passes
+        for averager in self._averagers:
+            averager.passes = passes
+
+    def demand_covered(self, param_groups: list[dict[str, Any]]) -> None:
+        """Raises ValueError for a parameter that was put into a group by hand."""
+        for number, group in enumerate(param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in self._covered:
+                    raise ValueError(
+                        f"parameter {index} of group {number} was put into the group by hand, so "
+                        "that its gradient was averaged with nobody's: call "
+                        "optimizer.add_param_group() on all ranks"
+                    )
+
+    def average_pending(self) -> None:
+        """Average gradients that have changed since they were averaged."""
+        self._average([averager for averager in self._averagers if averager.is_pending])
+
+    def average_for_step(self) -> None:
+        """As `average_pending`, and what no backward pass has averaged since the last step."""
+        due = []
+        for averager in self._averagers:
+            if self._seen[averager] == averager.averages:
+                averager.mark()
+                due.append(averager)
+            elif averager.is_pending:
+                due.append(averager)
+        self._average(due)
+        self._note_step()
+
+    def averaged_closure(self, closure: Callable[[], Any], decides: bool) -> Callable[[], Any]:
+        """A closure after which gradients are averages. `decides`: the optimizer decides by the
+        loss, as all ranks must alike, so that it is given the average of that."""
+
+        def compute() -> Any:
+            self._note_step()
+            loss = closure()
+            self.average_for_step()
+            return self._mean(loss) if decides and loss is not None else loss
+
+        return compute
+
+    def _note_step(self) -> None:
+        for averager in self._averagers:
+            self._seen[averager] = averager.averages
+
+    def _average(self, averagers: list[GradientAverager]) -> None:
+        if session.size() == 1:
+            return
+        gradient_averager.rejoin()
+        for averager in self._averagers:
+            averager.demand_none_in_flight()
+        gradient_averager.average(averagers)
+
+    def _mean(self, loss: Any) -> Any:
+        if session.size() == 1:
+            return loss
+        mean = torch.tensor([float(loss)], dtype=torch.float64)
         handle = operations.start(
-            *(flat, flat),
+            *(mean, mean),
             average=True,
-            name=f"Gradient.{name}",
+            name=f"{self._averagers[0].key}/loss",
             priority=0,
             group=None,
             placement=None,
-            wire_dtype=wire,
         )
-        self._in_flight[parameter] = _InFlight(
-            handle=handle, gradient=gradient, version=gradient._version
-        )
+        operations.synchronize(handle)
+        return loss.detach().new_tensor(mean.item()) if torch.is_tensor(loss) else mean.item()
 
-    def synchronize(self) -> None:
-        for parameter in self._names:
-            if parameter not in self._in_flight and parameter.requires_grad:
-                self._start(parameter)
-        in_flight, self._in_flight = self._in_flight, {}
-        changed = []
-        for parameter, sent in in_flight.items():
-            untouched = sent.gradient is parameter.grad and sent.gradient._version == sent.version
-            operations.synchronize(sent.handle)
-            self._seen[parameter] = 0
-            if not untouched:
-                changed.append(self._names[parameter])
-        if changed:
-            raise session.BytePSError(
-                f"{len(changed)} gradients were changed while they were being averaged, the first "
-                f"is that of {changed[0]!r}: call optimizer.synchronize() before "
-                "GradScaler.unscale_() or clipping, and step() inside "
-                "`with optimizer.skip_synchronize()`"
-            )
 
-    def demand_none_in_flight(self) -> None:
-        if self._in_flight:
-            name = self._names[next(iter(self._in_flight))]
-            raise session.BytePSError(
-                f"zero_grad() while the gradient of {name!r} is being averaged: call step() or "
-                "synchronize() first"
-            )
+def _line(name: str, parameter: torch.Tensor, averager: GradientAverager | None) -> str:
+    """What ranks must have alike of a parameter."""
+    shape = f"{tuple(parameter.shape)} {parameter.dtype} strides {parameter.stride()}"
+    return f"{name} {shape}" + (f" of {averager.key}" if averager else "")
 
 
 def _names_of(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> dict[torch.nn.Parameter, str]:
-    """The name of each parameter that the optimizer steps and that has gradients."""
-    if named is None:
-        return {
-            parameter: f"group{number}.{index}"
-            for number, group in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-            if parameter.requires_grad
-        }
-    given = {parameter: name for name, parameter in named}
-    stepped = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    ]
-    unnamed = sum(parameter not in given for parameter in stepped)
+    param_groups: list[dict[str, Any]], given: Mapping[torch.Tensor, str] | None
+) -> dict[torch.Tensor, str]:
+    """The name of each parameter. Raises ValueError where some have none, or two have the same."""
+    names: dict[torch.Tensor, str] = {}
+    unnamed = 0
+    for number, group in enumerate(param_groups):
+        for index, parameter in enumerate(group["params"]):
+            name = None if given is None else given.get(parameter)
+            unnamed += given is not None and name is None and parameter.requires_grad
+            names[parameter] = f"group{number}.{index}" if name is None else name
     if unnamed:
         raise ValueError(f"named_parameters names all but {unnamed} of the optimizer's parameters")
-    names = {parameter: given[parameter] for parameter in stepped}
     if len(set(names.values())) < len(names):
         raise ValueError("named_parameters gives one name to several parameters")
     return names

@@ -1,0 +1,67 @@
+"""What ranks agree on when each of them makes an object that is to meet those of the others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from byteps.torch import operations, session
+from byteps.torch.broadcast import broadcast_object
+
+_made: dict[tuple[int, str], int] = {}
+"""How many objects of a kind this process has made, by job."""
+_WORDS = 8
+_WORD_BITS = 16
+"""Squares of words are added over all ranks without loss."""
+
+
+def number(kind: str, description: Sequence[str]) -> str:
+    """A name for an object: of this kind, the same on all ranks and of no other object of the job.
+
+    All ranks call this, with the same kinds in the same order.
+
+    Args:
+        kind: of the objects, such as "optimizer".
+        description: lines that are the same on all ranks.
+
+    Raises:
+        BytePSError: on all ranks, where the descriptions differ; the text has the first difference
+            to rank 0's.
+    """
+    digest = hashlib.sha256("\n".join(description).encode()).digest()
+    words = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.int64)[: 2 * _WORDS]
+    words = words[::2] << 8 | words[1::2]
+    key = session.number(), kind
+    mine = _made[key] = _made.get(key, 0) + 1
+    told = torch.cat([torch.tensor([mine if session.rank() == 0 else 0]), words, words * words])
+    handle = operations.start(
+        *(told, told),
+        average=False,
+        name=f"{kind}/agreement",
+        priority=0,
+        group=None,
+        placement=None,
+    )
+    operations.synchronize(handle)
+    sums, squares = told[1:].view(2, _WORDS)
+    # By Cauchy and Schwarz: where all words are the same, and only there.
+    if not torch.equal(sums * sums, squares * session.size()):
+        _raise_difference(kind, description)
+    return f"{kind}{int(told[0])}"
+
+
+def _raise_difference(kind: str, description: Sequence[str]) -> None:
+    theirs = broadcast_object(list(description), 0, f"{kind}/description")
+    what = "other ranks than this one and rank 0 have something else"
+    for place in range(max(len(theirs), len(description))):
+        there, here = (
+            repr(lines[place]) if place < len(lines) else "nothing"
+            for lines in (theirs, description)
+        )
+        if there != here:
+            what = f"number {place} is {here} here, {there} on rank 0"
+            break
+    raise session.BytePSError(
+        f"ranks make different {kind}s: {what}. All ranks make the same ones, in the same order"
+    )
