@@ -34,6 +34,12 @@ def test_steps(make_cluster: Callable[..., Cluster], workers: int, servers: int)
     demand_same_bits(cluster)
 
 
+def test_programs_that_torch_runs(make_cluster: Callable[..., Cluster]) -> None:
+    """Loss scaling with one rank that overflows, closures, several passes and the like."""
+    env = {**ENV, "BYTEPS_OP_TIMEOUT_S": "20"}
+    make_cluster(workers=2, servers=2, env=env).run("averages:as_ddp_on_servers")
+
+
 def test_clipping(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=2, env=ENV)
     cluster.run("server_optimizer:clipped", device="cpu")
@@ -218,6 +224,10 @@ def test_steps_are_those_of_torch(make_cluster: Callable[..., Cluster], workers:
 
 def test_fragments(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=1).run("optimizer:fragments")
+
+
+def test_fragments_without_values(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1).run("optimizer:fragments_without_values")
 
 
 def test_members_stay_alike(make_cluster: Callable[..., Cluster]) -> None:

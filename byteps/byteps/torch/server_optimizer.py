@@ -10,8 +10,9 @@ import gc
 import hashlib
 import logging
 import math
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,13 @@ from byteps.torch.server_tensor import rule_of
 from byteps.torch.session import BytePSError
 from byteps.torch.step_machine import Speculation, StepMachine, clip_scale
 from byteps.torch.wire import WireType, feedback
+from torch.amp.grad_scaler import OptState
 
 _logger = logging.getLogger(__name__)
+
+# The other way in which a GradScaler meets an optimizer that scales by itself lets ranks choose
+# different scales.
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 _live: weakref.WeakValueDictionary[tuple[int, str], ServerOptimizer] = weakref.WeakValueDictionary()
 """Those of this process that are in use, by job and name. All of them have this rank as a member,
@@ -55,10 +61,12 @@ class ServerOptimizer(torch.optim.Optimizer):
     group stays as it was.
 
     The parameters, and their gradients, become views of a few flat tensors. Parameters that need no
-    gradient are left out. One that got no gradient since `zero_grad` is updated with a gradient of
-    zero, where torch would pass it over.
+    gradient are left out; where one needs a gradient later, `step` raises. One that got no gradient
+    since `zero_grad` is updated with a gradient of zero, where torch would pass it over.
 
-    `step` and `load_state_dict` are collective: every member of the group calls them.
+    `step` and `load_state_dict` are collective: every member of the group calls them, or all call
+    ``torch.amp.GradScaler.step`` with this object. If a gradient of any member is not finite then,
+    all of them skip the step and lower the scale.
 
     Args:
         optimizer: a torch.optim.AdamW or torch.optim.SGD that has made no step. Its parameters are
@@ -86,8 +94,12 @@ class ServerOptimizer(torch.optim.Optimizer):
     Raises:
         BytePSError: members disagree, or a server has too little memory: the text has the sizes.
         ValueError: the optimizer has an option that servers do not know; the text names it. Or
-            another ServerOptimizer has the name, on any of the members: all of them raise.
+            another ServerOptimizer has the name, or one of the parameters, on any of the members:
+            all of them raise.
     """
+
+    _step_supports_amp_scaling = True
+    """For torch's GradScaler: `step` is called whatever it has found on this rank."""
 
     def __init__(
         self,
@@ -114,14 +126,14 @@ class ServerOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.max_norm = max_norm
         self.last_norm: float | None = None
-        """Of the summed gradients of the last step, before they were scaled; None without
-        max_norm."""
+        """Of the summed gradients of the last step, before they were clipped; None without
+        max_norm and GradScaler."""
         self.skipped_steps = 0
         """Whose gradients were not finite."""
         self._is_closed = False
         self._name = name
         self._ranks = ranks_of(group) or list(range(session.size()))
-        self._demand_free_name()
+        self._demand_free()
         made = make_buckets(
             self.param_groups,
             self._rule,
@@ -145,18 +157,36 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._pull_parameters()
         _live[session.number(), name] = self
 
-    def _demand_free_name(self) -> None:
+    def _demand_free(self) -> None:
         """Members collect their garbage at different times, so they ask each other."""
-        key = session.number(), self._name
-        if key in _live:
+        if any(self._taken()):
             gc.collect()
-        holders = int(self._sum(float(key in _live), "holders"))
-        if holders:
+        named, shared = self._sums(self._taken(), "holders")
+        if named:
             raise ValueError(
-                f"another ServerOptimizer named {self._name!r} is in use on {holders} of this "
+                f"another ServerOptimizer named {self._name!r} is in use on {int(named)} of this "
                 f"group's {len(self._ranks)} ranks, and servers would keep both in one state: pass "
                 "name=... with a name of its own for each optimizer, or close() the other one"
             )
+        if shared:
+            raise ValueError(
+                f"another ServerOptimizer has some of the parameters of {self._name!r} on "
+                f"{int(shared)} of this group's {len(self._ranks)} ranks, and each step of one "
+                "would undo those of the other: give each parameter to one optimizer, or close() "
+                "the other one"
+            )
+
+    def _taken(self) -> tuple[bool, bool]:
+        """Whether another one of this process has the name, and whether any has a parameter."""
+        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        job = session.number()
+        shared = any(
+            id(parameter) in mine
+            for (number, _), other in list(_live.items())
+            if number == job
+            for parameter in other._indices
+        )
+        return (job, self._name) in _live, shared
 
     def close(self) -> None:
         """Give up the name, for another optimizer over the same parameters. Every member calls it.
@@ -179,31 +209,65 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     # Overloads of torch say that it returns a loss with a closure alone; one signature cannot.
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scaler: Any = None
+    ) -> float | None:
         """Push the gradients, return when the updated parameters are there.
 
         Of tensors on a GPU they are there for what the current stream is given from now on.
 
         Args:
             closure: computes the gradients anew, and the loss, which is returned.
+            grad_scaler: as ``GradScaler.step`` passes it, on all members or on none.
 
         Raises:
             BytePSError: a member or a server was lost, or members ask for different steps. The
                 parameters may be those of this step on some servers and of the last one on others:
                 only load_state_dict makes them whole.
-            ValueError: a parameter group changed in what servers were told once.
+            ValueError: a parameter group changed in what servers were told once, or a parameter
+                needs a gradient that needed none when this object was made; or a scaled gradient
+                is fp16, which torch refuses.
         """
         self._demand_usable()
+        if grad_scaler is None and getattr(self, "found_inf", None) is not None:
+            raise BytePSError(
+                f"'{self._name}': this torch's GradScaler does not pass itself to step(), without "
+                "which ranks cannot agree on a scale: scale the loss by a fixed factor, or use bf16"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._machine.demand_same_rule(self.param_groups)
+        self._demand_served()
+        found = {} if grad_scaler is None else self._unscale(grad_scaler)
         for gradients in self._gradients:
             gradients.collect()
+        if any(one.item() for one in found.values()):
+            # So that the norm tells all members, whatever was done to the gradients since.
+            self._gradients[0].tensor[0] = math.nan
         with self._machine.failing():
-            self._step()
+            is_skipped = self._step(asks_norm=grad_scaler is not None)
+        for one in found.values():
+            one.fill_(float(is_skipped))
         return loss
+
+    def _unscale(self, grad_scaler: Any) -> dict[torch.device, torch.Tensor]:
+        """Divide the gradients by the scale, unless that was done; returns what the scaler reads,
+        when it updates the scale, to see whether they were finite."""
+        if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+            grad_scaler.unscale_(self)
+        return grad_scaler._found_inf_per_device(self)
+
+    def _demand_served(self) -> None:
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter.numel() and parameter not in self._indices:
+                    raise ValueError(
+                        f"'{self._name}': parameter {index} of group {number} needs a gradient, "
+                        "and needed none when this optimizer was made, so that servers do not "
+                        "update it: close() this one, and make another one of all parameters"
+                    )
 
     def _demand_usable(self) -> None:
         self._demand_open()
@@ -213,15 +277,18 @@ class ServerOptimizer(torch.optim.Optimizer):
         if self._is_closed:
             raise BytePSError(f"'{self._name}' was closed: make another ServerOptimizer")
 
-    def _step(self) -> None:
-        if self.max_norm is None:
+    def _step(self, *, asks_norm: bool) -> bool:
+        """Make the step; returns whether it was skipped, on all members."""
+        if self.max_norm is None and not asks_norm:
             self._machine.update(self.param_groups)
-            return
+            return False
         self._machine.push(self.param_groups)
         # The same bits on all members, whatever their CPUs: fsum rounds once.
-        self.last_norm = math.sqrt(math.fsum(part for b in self._buckets for part in b.squares))
-        is_finite = math.isfinite(self.last_norm)
-        self._machine.finish(scale=clip_scale(self.last_norm, self.max_norm), skip=not is_finite)
+        norm = math.sqrt(math.fsum(part for b in self._buckets for part in b.squares))
+        is_finite = math.isfinite(norm)
+        scale = 1.0 if self.max_norm is None else clip_scale(norm, self.max_norm)
+        self._machine.finish(scale=scale, skip=not is_finite)
+        self.last_norm = norm
         self.skipped_steps += not is_finite
         if not is_finite:
             feedback.drop()  # it is of gradients that nobody wanted
@@ -231,6 +298,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         if self._speculation.is_on:
             for gradients in self._gradients:
                 gradients.tensor.zero_()
+        return not is_finite
 
     @property
     def steps(self) -> int:
@@ -367,15 +435,15 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _pull_parameters(self) -> None:
         """Once the lowest rank has loaded them."""
-        self._sum(0.0, "loaded")
+        self._sums([0.0], "loaded")
         for bucket in self._buckets:
             bucket.pull_parameters()
 
-    def _sum(self, value: float, what: str) -> float:
+    def _sums(self, values: Sequence[float], what: str) -> list[float]:
         """Over the group. Another group may ask the same under this optimizer's name."""
         ranks = ",".join(map(str, self._ranks)).encode()
         group = hashlib.blake2s(ranks, digest_size=6).hexdigest()
-        total = torch.full((1,), value)
+        totals = torch.tensor([float(value) for value in values])
         name = f"{self._name}/{what}/{group}"
-        ops.push_pull_inplace(total, average=False, name=name, group=self._ranks)
-        return total.item()
+        ops.push_pull_inplace(totals, average=False, name=name, group=self._ranks)
+        return totals.tolist()

@@ -204,11 +204,13 @@ class FlatGradients:
         """Each parameter's gradient is in the flat tensor, wherever it was computed; 0 where there
         is none."""
         for place in self._places:
-            part = place.of(self.tensor)
-            if place.parameter.grad is None:
+            part, gradient = place.of(self.tensor), place.parameter.grad
+            if gradient is None:
                 part.zero_()
-            elif place.parameter.grad.data_ptr() != part.data_ptr():
-                part.copy_(place.parameter.grad)
+            elif gradient.layout is not torch.strided:
+                part.copy_(gradient.to_dense())
+            elif gradient.data_ptr() != part.data_ptr():
+                part.copy_(gradient)
             place.parameter.grad = part
 
     def zero(self) -> None:

@@ -1,4 +1,5 @@
-"""bps.DistributedOptimizer beside torch's DistributedDataParallel over gloo, to the bit.
+"""bps.DistributedOptimizer and bps.ServerOptimizer beside torch's DistributedDataParallel over
+gloo, the first one to the bit.
 
 Two ranks, whose sums of two values are rounded once by either. Each case is trained twice, from the
 same parameters on the same inputs, which differ by rank and step.
@@ -62,6 +63,20 @@ class Theirs(Ours):
         total = loss.detach().clone()
         dist.all_reduce(total)
         return total / dist.get_world_size()
+
+
+class Served(Ours):
+    """Gradients averaged, and parameters updated, by servers."""
+
+    def __init__(self, job: Job, name: str, **options: Any) -> None:
+        super().__init__(job)
+        self.name, self.options = name, options
+
+    def wrap(
+        self, model: nn.Module, optimizer: Any, *, unused: bool = False, passes: int = 1
+    ) -> tuple[Any, Any]:
+        del unused, passes
+        return model, bps.ServerOptimizer(optimizer, name=self.name, **self.options)
 
 
 def layers(seed: int = 5) -> nn.Sequential:
@@ -281,6 +296,17 @@ def sparse(side: Ours) -> nn.Module:
     return model
 
 
+def words(side: Ours) -> nn.Module:
+    """Sparse gradients, and dense ones, of one optimizer."""
+    model = Words()
+    wrapped, optimizer = side.wrap(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        wrapped((torch.arange(12) * 7 + 3 * step) % 20).square().mean().backward()
+        optimizer.step()
+    return model
+
+
 def strided(side: Ours) -> nn.Module:
     """Channels last, a transposed parameter, and a gradient that lies otherwise on one rank."""
     torch.manual_seed(5)
@@ -368,7 +394,7 @@ def wrapped_again(side: Ours) -> nn.Module:
 
 CASES: tuple[Callable[[Ours], nn.Module], ...] = (
     *(plain, gradients_after_the_pass, scaler, closure, lbfgs, unfrozen, added, scheduled_before),
-    *(two_passes, accumulated, unused, sparse, strided, empty, complex_numbers, recomputed),
+    *(two_passes, accumulated, unused, sparse, words, strided, empty, complex_numbers, recomputed),
 )
 
 
@@ -390,6 +416,72 @@ def as_ddp(job: Job) -> None:
             assert not different, different
     dist.destroy_process_group()
     bps.shutdown()
+
+
+SERVED = (plain, scaler, closure, scheduled_before, two_passes, accumulated, strided, empty, words)
+
+
+def as_ddp_on_servers(job: Job) -> None:
+    """What the optimizer on the servers makes of the same programs."""
+    start(job)
+    for case in SERVED:
+        for clip in ("none", "speculate", "wait") if case is scaler else ("none",):
+            name = f"{case.__name__}, clip {clip}"
+            with job.check(name):
+                options = {} if clip == "none" else {"max_norm": 1e6, "clip": clip}
+                theirs, ours = case(Theirs(job)), case(Served(job, name, **options))
+                for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    torch.testing.assert_close(mine, other, rtol=2e-6, atol=2e-7)
+    scaled_otherwise(job)
+    model = layers()
+    kept = bps.ServerOptimizer(sgd(model), name="kept")
+    with job.check_raises(
+        "two over one parameter", ValueError, "on 2 of this group's 2 ranks.*one"
+    ):
+        bps.ServerOptimizer(torch.optim.SGD(model[2:].parameters(), lr=RATE), name="other")
+    if job.rank == 0:
+        kept.close()
+    with job.check_raises("on one rank", ValueError, "on 1 of this group's 2 ranks"):
+        bps.ServerOptimizer(torch.optim.SGD(model[2:].parameters(), lr=RATE), name="other")
+    kept.close()
+    model[0].requires_grad_(False)
+    side, wanted = Served(job, "frozen"), "parameter 0 of group 0 needs a gradient, and needed none"
+    _, optimizer = side.wrap(model, sgd(model))
+    train(side, model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    with job.check_raises("unfrozen later", ValueError, wanted):
+        train(side, model, optimizer, range(2, 3))
+    with job.check_raises("added later", ValueError, "declared once"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    dist.destroy_process_group()
+    bps.shutdown()
+
+
+def scaled_otherwise(job: Job) -> None:
+    """A rank that has made its gradients finite again says that they were not; fp16 gradients are
+    refused, as torch refuses them."""
+    model = layers()
+    side = Served(job, "mended")
+    _, optimizer = side.wrap(model, sgd(model))
+    scales = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss = loss_of(model, inputs(side, 0))
+    scales.scale(loss * torch.inf if job.rank == 1 else loss).backward()
+    scales.unscale_(optimizer)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+    scales.step(optimizer)
+    scales.update()
+    with job.check("made finite on one rank"):
+        assert scales.get_scale() == 512.0
+        assert optimizer.skipped_steps == 1
+        assert all(map(torch.equal, before, model.parameters()))
+    half = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = bps.ServerOptimizer(torch.optim.SGD([half], lr=RATE), name="half")
+    scales.scale((half * 2).sum()).backward()
+    with job.check_raises("fp16 gradients", ValueError, "unscale FP16"):
+        scales.step(optimizer)
 
 
 def identity(job: Job) -> None:
