@@ -67,6 +67,8 @@ class _Fragment:
 
     name: str
     pieces: list[_Piece]
+    """None where its parameters have no values, as those of a shard that is empty: then nothing is
+    exchanged."""
     outer: torch.Tensor
     momentum: torch.Tensor
     starts_at: int
@@ -80,6 +82,8 @@ class _Fragment:
 
     def memory(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """For as many values, in host memory."""
+        if not self.pieces:
+            return torch.empty(0, dtype=dtype)
         pinned = self.pieces[0].parameter.is_cuda
         return torch.empty(self.pieces[-1].place.stop, dtype=dtype, pin_memory=pinned)
 
@@ -176,6 +180,7 @@ class LocalSteps:
                     group=group,
                 )
                 for fragment in self._fragments
+                if fragment.pieces
             ]
         )
 
@@ -234,8 +239,7 @@ class LocalSteps:
             if fragment.handle is not None:
                 self._finish(fragment)
             self._start(fragment)
-        for fragment in self._fragments:
-            self._finish(fragment)
+        self.end()
 
     @torch.no_grad()
     def end(self) -> None:
@@ -253,6 +257,8 @@ class LocalSteps:
         return [tensor for one in self._fragments for tensor in (one.outer, one.momentum)]
 
     def _start(self, fragment: _Fragment) -> None:
+        if not fragment.pieces:
+            return
         fragment.difference = fragment.memory(self._wire)
         fragment.sent = fragment.memory() if self._delay else None
         for piece in fragment.pieces:

@@ -389,6 +389,25 @@ def fragments(job: Job) -> None:
     bps.shutdown()
 
 
+def fragments_without_values(job: Job) -> None:
+    """A shard may be empty, and so may be what is left for the last fragment."""
+    bps.init()
+    for name, lengths in (("an empty last parameter", (5, 0)), ("an empty shard", (0, 0))):
+        with job.check(name):
+            parameters = [torch.full((length,), float(length)) for length in lengths]
+            steps = LocalSteps(parameters, every=2, lr=1.0, momentum=0.0, fragments=2, name=name)
+            for number in range(1, 5):
+                for parameter in parameters:
+                    parameter.sub_(job.rank + 1.0)
+                assert steps.step() == (number % 2 == 1 and lengths[0] > 0)
+            steps.exchange()
+            state = steps.state_dict()
+            steps.load_state_dict(state)
+            mean = 5 - 4 * sum(rank + 1.0 for rank in range(job.size)) / job.size
+            assert torch.equal(parameters[0], torch.full((lengths[0],), mean))
+    bps.shutdown()
+
+
 def momentum_keeps_members_alike(job: Job) -> None:
     """In bf16 differences are rounded, but all members add the same ones."""
     bps.init()
