@@ -198,7 +198,7 @@ class NodeGroups:
 
     def __init__(self) -> None:
         self._store: Any = None
-        self._made: dict[tuple[str, tuple[int, ...], str], NodeGroup] = {}
+        self._made: dict[tuple[str, tuple[int, ...], str, str], NodeGroup] = {}
 
     def get(
         self,
@@ -206,11 +206,12 @@ class NodeGroups:
         device: torch.device,
         known: Sequence[dist.ProcessGroup] = (),
         purpose: str = "",
+        role: str = "",
     ) -> NodeGroup:
         """The group of these ranks, one of `known` if it has them. All its members call this.
 
         Blocks until they have. Collectives run by NCCL for a CUDA device, else by gloo. Groups of
-        different purposes are different ones, of which each is in no other's way.
+        different purposes or roles are different ones, of which each is in no other's way.
 
         Raises:
             RuntimeError: the others did not come within BYTEPS_OP_TIMEOUT_S.
@@ -218,18 +219,24 @@ class NodeGroups:
         store = dist.distributed_c10d._get_default_store()
         if store is not self._store:  # torch.distributed was started anew
             self._store, self._made = store, {}
-        key, first = (device.type, ranks, purpose), session.first_rank()
+        key, first = (device.type, ranks, purpose, role), session.first_rank()
         if key not in self._made:
             for group in known:
                 if tuple(first + r for r in dist.get_process_group_ranks(group)) == ranks:
                     self._made[key] = NodeGroup(group, len(ranks))
                     return self._made[key]
-            self._made[key] = NodeGroup(_backend(ranks, device, store, purpose), len(ranks))
+            if purpose:
+                # A client of its own: who waits in the store keeps other threads from it, of which
+                # one may be what this one waits for on another rank.
+                store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
+            self._made[key] = NodeGroup(_backend(ranks, device, store, purpose + role), len(ranks))
         return self._made[key]
 
-    def forget(self) -> None:
-        """Let go of all groups; later calls make new ones."""
-        self._made.clear()
+    def forget(self, purpose: str | None = None) -> None:
+        """Let go of the groups of a purpose, or of all; later calls make new ones."""
+        for key in list(self._made):
+            if purpose in (None, key[2]):
+                self._made.pop(key, None)
 
 
 def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: str) -> Any:

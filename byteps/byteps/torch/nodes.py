@@ -255,6 +255,7 @@ def whole_sum(
     average: bool,
     wire_dtype: Wire | None,
     known: Sequence[dist.ProcessGroup] = (),
+    purpose: str = "",
 ) -> NodeSum:
     """The sum of a tensor of which every rank wants all.
 
@@ -264,6 +265,7 @@ def whole_sum(
         name, layout, average, wire_dtype: as `NodeSum` has them.
         like: a tensor of its length and type, on its device.
         known: groups of torch.distributed, of which one may be that of this host's ranks.
+        purpose: of the group of this host's ranks: see `NodeGroups.get`.
     """
     ranks = layout.on_host_of(session.rank())
     nbytes = wire.of(like.dtype, wire_dtype).nbytes(like.numel())
@@ -271,7 +273,7 @@ def whole_sum(
     return NodeSum(
         name=name,
         layout=layout,
-        node=groups.get(ranks, like.device, known),
+        node=groups.get(ranks, like.device, known, purpose),
         pieces=tuple(cut),
         average=average,
         wire_dtype=wire_dtype,

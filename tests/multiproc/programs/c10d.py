@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import byteps.torch as bps
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from byteps import c10d_plugin
 from byteps.torch.c10d import hooks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,81 +18,44 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.multiproc.cluster import resident_bytes, wait_for_file
-from tests.multiproc.programs.devices import device_of
+from tests.multiproc.programs.c10d_kit import (
+    LARGE,
+    given,
+    initialize,
+    native_backend,
+    natively,
+    on_gpu,
+    through_servers,
+    total,
+)
 from tests.multiproc.programs.job import Job
 
-LARGE = 40_000
-"""Elements of fp32: more than BYTEPS_C10D_MIN_BYTES."""
 STEPS = 3
 GO_ON_S = 60.0
 MOST_GROWTH = 32 << 20
 """Bytes of memory that a process may take in addition, over thousands of sums."""
 
 
-def _initialize(job: Job) -> None:
-    per_host = job.args.get("per_host")
-    if per_host is not None:
-        os.environ["BYTEPS_HOST_ID"] = f"host-{job.rank // per_host}"
-    c10d_plugin.install()
-    if _on_gpu(job):
-        torch.set_default_device(device_of(job))
-        # Ranks of a GPU are on different machines, or NCCL refuses them.
-        os.environ["NCCL_HOSTID"] = f"machine{job.rank // torch.cuda.device_count()}"
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        _native_backend(job),
-        init_method=f"file://{job.folder}/store",
-        rank=job.rank,
-        world_size=job.size,
-        timeout=timedelta(seconds=200),
-    )
-
-
-def _on_gpu(job: Job) -> bool:
-    return job.args.get("device") == "cuda"
-
-
-def _native_backend(job: Job) -> str:
-    return "cpu:gloo,cuda:nccl" if _on_gpu(job) else "gloo"
-
-
-def _given(elements: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small whole numbers: exact in every type that is tried, whatever the order of additions."""
-    return ((torch.arange(elements) * 7 + rank * 3) % 5).to(dtype)
-
-
-def _total(elements: int, ranks: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return sum(_given(elements, rank) for rank in ranks).to(dtype)  # type: ignore[union-attr]
-
-
-def _through_servers() -> int:
-    if torch.cuda.is_initialized():  # streams wait for sums, and the host does not
-        torch.cuda.synchronize()
-        while bps.get_metrics()["byteps_worker_running_operations"]:
-            time.sleep(0.001)
-    return int(bps.get_metrics()["byteps_worker_operations_total"])
-
-
 def collectives(job: Job) -> None:
     """Everything that reaches a process group, with one world and several groups."""
-    _initialize(job)
+    initialize(job)
     everyone = list(range(job.size))
     world = dist.group.WORLD
     assert world is not None
-    want = _total(LARGE, everyone)
+    want = total(LARGE, everyone)
     with job.check("scripts see the backend that they asked for"):
-        assert dist.get_backend() == _native_backend(job)
+        assert dist.get_backend() == native_backend(job)
         assert type(dist.group.WORLD).__name__ == "BytePSGroup"
 
-    def counted(name: str, run: Callable[[], None], through_servers: bool) -> None:
+    def counted(name: str, run: Callable[[], None], by_servers: bool) -> None:
         with job.check(name):
-            before = _through_servers()
+            before = through_servers()
             run()
-            assert (_through_servers() > before) == through_servers, "the wrong backend"
+            assert (through_servers() > before) == by_servers, "the wrong backend"
 
     def all_reduce(**named: Any) -> Callable[[], None]:
         def run() -> None:
-            tensor = _given(LARGE, job.rank)
+            tensor = given(LARGE, job.rank)
             dist.all_reduce(tensor, **named)
             assert torch.equal(tensor, want)
 
@@ -107,7 +67,7 @@ def collectives(job: Job) -> None:
         assert (tensor == job.size - 1).all()
 
     def average() -> None:
-        tensor = _given(LARGE, job.rank)
+        tensor = given(LARGE, job.rank)
         dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
         torch.testing.assert_close(tensor, want / job.size)
 
@@ -122,7 +82,7 @@ def collectives(job: Job) -> None:
         assert (tensor == sum(everyone)).all()
 
     def several_in_flight() -> None:
-        tensors = [_given(LARGE, job.rank) + round_ for round_ in range(5)]
+        tensors = [given(LARGE, job.rank) + round_ for round_ in range(5)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         for round_, work in reversed(list(enumerate(works))):
             assert work is not None
@@ -131,7 +91,7 @@ def collectives(job: Job) -> None:
             assert work.is_completed() and work.is_success() and work.exception() is None
 
     def future() -> None:
-        tensor = _given(LARGE, job.rank)
+        tensor = given(LARGE, job.rank)
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         (result,) = work.get_future().then(lambda done: done.value()).wait()
@@ -140,7 +100,7 @@ def collectives(job: Job) -> None:
         work.wait()
 
     def functional_collective() -> None:
-        tensor = functional.all_reduce(_given(LARGE, job.rank), "sum", world)
+        tensor = functional.all_reduce(given(LARGE, job.rank), "sum", world)
         assert torch.equal(tensor + 0, want)
 
     def compiled() -> None:
@@ -148,10 +108,10 @@ def collectives(job: Job) -> None:
         def double_sum(tensor: torch.Tensor) -> torch.Tensor:
             return 2 * functional.all_reduce(tensor, "sum", world)
 
-        assert torch.equal(double_sum(_given(LARGE, job.rank)), 2 * want)
+        assert torch.equal(double_sum(given(LARGE, job.rank)), 2 * want)
 
     def coalesced() -> None:
-        long, few = _given(LARGE, job.rank), torch.ones(10)
+        long, few = given(LARGE, job.rank), torch.ones(10)
         with dist._coalescing_manager(async_ops=True) as works:
             dist.all_reduce(long)
             dist.all_reduce(few)
@@ -160,13 +120,13 @@ def collectives(job: Job) -> None:
         assert (few == job.size).all()
 
     def channels_last() -> None:
-        tensor = _given(LARGE, job.rank).view(5, 8, 10, 100)
+        tensor = given(LARGE, job.rank).view(5, 8, 10, 100)
         tensor = tensor.to(memory_format=torch.channels_last)
         dist.all_reduce(tensor)
         assert torch.equal(tensor, want.view(5, 8, 10, 100))
 
     def with_holes() -> None:
-        tensor = _given(2 * LARGE, job.rank)[::2]
+        tensor = given(2 * LARGE, job.rank)[::2]
         dist.all_reduce(tensor.contiguous())
 
     counted("a sum", all_reduce(), True)
@@ -183,12 +143,12 @@ def collectives(job: Job) -> None:
     counted("a copy of a tensor with holes", with_holes, True)
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         with job.check(f"a sum of {dtype}"):
-            tensor = _given(LARGE, job.rank, dtype)
+            tensor = given(LARGE, job.rank, dtype)
             dist.all_reduce(tensor)
-            assert torch.equal(tensor, _total(LARGE, everyone, dtype))
+            assert torch.equal(tensor, total(LARGE, everyone, dtype))
     with job.check("barriers, and objects"):
         dist.barrier()
-        if not _on_gpu(job):
+        if not on_gpu(job):
             dist.monitored_barrier()
         ranks: list[Any] = [None] * job.size
         dist.all_gather_object(ranks, job.rank)
@@ -202,11 +162,11 @@ def collectives(job: Job) -> None:
 
 
 def _groups(job: Job, evens: list[int]) -> None:
-    """Two groups of the same ranks, and one that is made again and again."""
+    """Two groups of the same ranks."""
     with job.check("groups of the same ranks"):
         one, other = dist.new_group(evens), dist.new_group(evens)
         if job.rank in evens:
-            first, second = _given(LARGE, job.rank), 2 * _given(LARGE, job.rank)
+            first, second = given(LARGE, job.rank), 2 * given(LARGE, job.rank)
             works = [
                 dist.all_reduce(first, group=one, async_op=True),
                 dist.all_reduce(second, group=other, async_op=True),
@@ -214,26 +174,15 @@ def _groups(job: Job, evens: list[int]) -> None:
             for work in reversed(works):
                 assert work is not None
                 work.wait()
-            assert torch.equal(first, _total(LARGE, evens))
-            assert torch.equal(second, 2 * _total(LARGE, evens))
-    with job.check("a group that is made again brings no new names"):
-        held: list[int] = []
-        for _ in range(4):
-            group = dist.new_group(evens)
-            if job.rank in evens:
-                tensor = _given(LARGE, job.rank)
-                dist.all_reduce(tensor, group=group)
-                assert torch.equal(tensor, _total(LARGE, evens))
-                dist.destroy_process_group(group)
-            held.append(int(bps.get_metrics()["byteps_worker_declared_tensors"]))
-        assert held[0] == held[-1], held
+            assert torch.equal(first, total(LARGE, evens))
+            assert torch.equal(second, 2 * total(LARGE, evens))
 
 
 def models(job: Job) -> None:
     """DDP by the backend and by the hook, and FSDP2 over a mesh, against gloo or NCCL alone."""
-    _initialize(job)
-    with _natively():
-        gloo = dist.new_group(list(range(job.size)), backend=_native_backend(job))
+    initialize(job)
+    with natively():
+        gloo = dist.new_group(list(range(job.size)), backend=native_backend(job))
     torch.set_num_threads(1)
     results = {
         "gloo": _train_ddp(job, gloo),
@@ -246,9 +195,9 @@ def models(job: Job) -> None:
             for mine, theirs in zip(results[name], before, strict=True):
                 torch.testing.assert_close(mine, theirs)
     with job.check("two hosts of two shards"):
-        count = _through_servers()
+        count = through_servers()
         ours = _train_hsdp(job, _mesh(job))
-        assert _through_servers() > count, "nothing went through the servers"
+        assert through_servers() > count, "nothing went through the servers"
         for mine, theirs in zip(ours, results["gloo"], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     dist.destroy_process_group()
@@ -256,7 +205,7 @@ def models(job: Job) -> None:
 
 def gathers(job: Job) -> None:
     """Functional all-gathers, one after the other, of tensors that gloo's threads free."""
-    _initialize(job)
+    initialize(job)
     world = dist.group.WORLD
     assert world is not None
     with job.check("gathers"):
@@ -267,17 +216,6 @@ def gathers(job: Job) -> None:
                 rank + round_ for rank in range(job.size)
             )
     dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _natively() -> Iterator[None]:
-    """Groups that are made meanwhile are not carried by BytePS."""
-    made = dist.distributed_c10d._new_process_group_helper
-    dist.distributed_c10d._new_process_group_helper = made.__wrapped__  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        dist.distributed_c10d._new_process_group_helper = made
 
 
 def _model() -> nn.Sequential:
@@ -308,18 +246,18 @@ def _train_ddp(job: Job, group: Any, *, hook: bool = False) -> list[torch.Tensor
 def fsdp_hook(job: Job) -> None:
     """FSDP2 inside each host with the hook between hosts, against HSDP by gloo. Every sum is of two
     values, whose order changes nothing."""
-    _initialize(job)
+    initialize(job)
     torch.set_num_threads(1)
-    with _natively():
+    with natively():
         mesh = _mesh(job)
-    before = _through_servers()
+    before = through_servers()
     theirs = _train_hsdp(job, mesh)
     with job.check("gloo's mesh is gloo's alone"):
-        assert _through_servers() == before
+        assert through_servers() == before
     hook = hooks.fsdp_all_reduce_hook(mesh.get_group("replicate"))
     ours = _train_hsdp(job, mesh["shard"], hook)
     with job.check("gradients went through the servers"):
-        assert _through_servers() == before + STEPS * 2, "two layers, and not the root"
+        assert through_servers() == before + STEPS * 2, "two layers, and not the root"
     with job.check("the hook learns the same, to the bit"):
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(mine, other), float((mine - other).abs().max())
@@ -328,7 +266,7 @@ def fsdp_hook(job: Job) -> None:
 
 def _mesh(job: Job) -> DeviceMesh:
     """Hosts of two ranks."""
-    kind = "cuda" if _on_gpu(job) else "cpu"
+    kind = "cuda" if on_gpu(job) else "cpu"
     return init_device_mesh(kind, (job.size // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -351,10 +289,10 @@ def _train_hsdp(
 
 def streams(job: Job) -> None:
     """What streams wait for while the host goes on."""
-    _initialize(job)
-    want = _total(LARGE, list(range(job.size)))
+    initialize(job)
+    want = total(LARGE, list(range(job.size)))
     with job.check("kernels are loaded while a stream waits"):
-        tensor = _given(LARGE, job.rank)
+        tensor = given(LARGE, job.rank)
         if job.rank == 1:
             time.sleep(1)
         dist.all_reduce(tensor)
@@ -363,7 +301,7 @@ def streams(job: Job) -> None:
         assert torch.equal(tensor, want)
         assert not torch.isnan(found).any()
     with job.check("the host goes on"):
-        tensor = _given(LARGE, job.rank)
+        tensor = given(LARGE, job.rank)
         if job.rank == 1:  # it comes only when the other rank has gone on
             wait_for_file(job.folder / "mark.went_on.0", GO_ON_S)
         for _ in range(5):
@@ -371,14 +309,14 @@ def streams(job: Job) -> None:
         job.mark("went_on")
         assert torch.equal(tensor, want * job.size**4)
     with job.check("nobody waits"):
-        tensors = [_given(LARGE, job.rank) + number for number in range(4)]
+        tensors = [given(LARGE, job.rank) + number for number in range(4)]
         for tensor in tensors:
             dist.all_reduce(tensor, async_op=True)
         torch.cuda.synchronize()
         for number, tensor in enumerate(tensors):
             assert torch.equal(tensor, want + number * job.size)
     with job.check("another stream waits"):
-        tensor = _given(LARGE, job.rank)
+        tensor = given(LARGE, job.rank)
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         stream = torch.cuda.Stream()
@@ -391,7 +329,7 @@ def streams(job: Job) -> None:
         held = []
         for _ in range(40):
             for _ in range(5):
-                work = dist.all_reduce(_given(100 * LARGE, job.rank), async_op=True)
+                work = dist.all_reduce(given(100 * LARGE, job.rank), async_op=True)
             assert work is not None
             work.wait()
             torch.cuda.synchronize()
@@ -402,20 +340,20 @@ def streams(job: Job) -> None:
 
 def first_step(job: Job) -> None:
     """HSDP from the first step on, with nothing warmed up."""
-    _initialize(job)
+    initialize(job)
     mesh = init_device_mesh("cuda", (job.size, 1), mesh_dim_names=("replicate", "shard"))
-    before = _through_servers()
+    before = through_servers()
     parameters = _train_hsdp(job, mesh)
     with job.check("numbers"):
         assert all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
-        assert _through_servers() >= before + 2 * STEPS
+        assert through_servers() >= before + 2 * STEPS
     dist.destroy_process_group()
 
 
 def many_sizes(job: Job) -> None:
     """Sums of ever new lengths: the servers learn of a bounded number of tensors. The test looks at
     their memory once all lengths have come twice, and at the end."""
-    _initialize(job)
+    initialize(job)
     rounds, sizes = int(job.args["rounds"]), int(job.args["sizes"])
     held: list[int] = []
     with job.check("sums of many lengths"):
@@ -437,7 +375,7 @@ def many_sizes(job: Job) -> None:
 
 def loop(job: Job) -> None:
     """Reduce for ever; ends by the error that the test is about."""
-    _initialize(job)
+    initialize(job)
     for round_ in range(1_000_000):
         work = dist.all_reduce(torch.ones(LARGE), async_op=True)
         assert work is not None
@@ -450,13 +388,13 @@ def loop(job: Job) -> None:
 
 def ddp_loop(job: Job) -> None:
     """Train with DDP for ever; ends by the error that the test is about."""
-    _initialize(job)
+    initialize(job)
     torch.set_num_threads(1)
     model = DistributedDataParallel(_model())
-    before = _through_servers()
+    before = through_servers()
     for step in range(1_000_000):
         model(torch.randn(8, 128)).square().mean().backward()
         if step == 5:
-            assert _through_servers() > before + 5
+            assert through_servers() > before + 5
             job.mark("looping")
         time.sleep(0.001)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from byteps.torch import session
-from byteps.torch.c10d import reductions, work
-from byteps.torch.c10d.reductions import Reductions, ranks_of
+from byteps.torch.c10d import identity, reductions, work
+from byteps.torch.c10d.reductions import Reductions
 from byteps.torch.c10d.work import WorkOfMany
 
 _LOOKED_FOR = (
@@ -55,7 +55,7 @@ class BytePSGroup(dist.ProcessGroup):
             self._carry_nccl(options, backend_options)
         if self._is_default:
             reductions.join(options.store, options.group_rank, options.group_size)
-        self._reductions: Reductions | None = None
+        self._reductions = Reductions(identity.of_new_group(options.group_id, self._ranks), "group")
 
     def _carry_gloo(self, options: Any, devices: Sequence[str]) -> None:
         gloo = dist.ProcessGroupGloo(
@@ -116,12 +116,7 @@ class BytePSGroup(dist.ProcessGroup):
         average = _AVERAGES.get(_kind(opts.reduceOp))
         if average is None or self._size == 1:
             return None
-        return self._all().begin(tensor, average=average)
-
-    def _all(self) -> Reductions:
-        if self._reductions is None:
-            self._reductions = Reductions(self._ranks, "group")
-        return self._reductions
+        return self._reductions.begin(tensor, average=average)
 
     def _native_for(self, tensor: torch.Tensor) -> Any:
         native = self._native.get(tensor.device.type)
@@ -141,7 +136,7 @@ class BytePSGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """End the group, and with the default group this worker's part in the job."""
-        self._close()
+        self._reductions.close()
         try:
             if self._is_default and session.is_initialized():
                 work.await_all()
@@ -153,16 +148,11 @@ class BytePSGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End the group at once: its all-reduces in flight fail."""
-        self._close()
+        self._reductions.close()
         if self._is_default:
             session.abort("torch.distributed was aborted")
         for native in set(self._native.values()):
             native.abort()
-
-    def _close(self) -> None:
-        if self._reductions is not None:
-            self._reductions.close()
-            self._reductions = None
 
 
 def _plainly(name: str) -> Callable[..., Any]:
@@ -240,6 +230,6 @@ def fsdp_all_reduce_hook(group: dist.ProcessGroup) -> Callable[[torch.Tensor], N
 def _start(tensor: torch.Tensor, group: Any, *, average: bool, priority: int) -> Any:
     reductions = _known.get(group)
     if reductions is None:
-        reductions = _known[group] = Reductions(ranks_of(group), "hook")
+        reductions = _known[group] = Reductions(identity.of_group(group), "hook")
         weakref.finalize(group, reductions.close)
     return reductions.begin(tensor, average=average, priority=priority)

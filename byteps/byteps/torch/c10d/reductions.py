@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import logging
+import secrets
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,14 +20,29 @@ import torch.distributed as dist
 from byteps import logs
 from byteps.launcher import meeting
 from byteps.torch import c_lib, nodes, operations, session, wire
+from byteps.torch.c10d.identity import Identity
 from byteps.torch.c10d.work import Line, ServerWork, StreamedWork, Work
 from byteps.torch.figures import setting
 from byteps.torch.routes import COLLECTIVE, FLAT, Decision, Sum, decide
 from byteps.torch.wire import WireType, flat_view, is_dense
 from byteps.torch.world import Job, Told, meet
 
-_job: tuple[int, Job] | None = None
-"""With the number of the session that it belongs to."""
+
+@dataclass(kw_only=True)
+class _Joined:
+    """What all ranks of a default group of torch.distributed have learned of each other."""
+
+    session: int
+    """Its number."""
+    job: Job
+    nonce: str
+    """Which no other default group has."""
+    world: weakref.ref[dist.ProcessGroup] | None = None
+    """The default group; None: it was being made."""
+
+
+_joined: _Joined | None = None
+_joining = threading.RLock()
 
 
 def join(store: Any, rank: int, size: int) -> Job:
@@ -38,19 +56,27 @@ def join(store: Any, rank: int, size: int) -> Job:
     Raises:
         BytePSError: the scheduler or a server cannot be reached, or ranks are counted differently.
     """
-    global _job
-    session.init(store=store)
-    if (session.rank(), session.size()) != (rank, size):
-        raise session.BytePSError(
-            f"BytePS is worker {session.rank()} of {session.size()}, torch.distributed is rank "
-            f"{rank} of {size}: check RANK and WORLD_SIZE against DMLC_WORKER_ID and "
-            "DMLC_NUM_WORKER"
-        )
-    if _job is None or _job[0] != session.number():
+    global _joined
+    with _joining:
+        session.init(store=store)
+        if (session.rank(), session.size()) != (rank, size):
+            raise session.BytePSError(
+                f"BytePS is worker {session.rank()} of {session.size()}, torch.distributed is rank "
+                f"{rank} of {size}: check RANK and WORLD_SIZE against DMLC_WORKER_ID and "
+                "DMLC_NUM_WORKER"
+            )
         deadline = time.monotonic() + float(setting("BYTEPS_START_TIMEOUT_S"))
-        told = meet(lambda mine: _exchange(store, rank, size, mine, deadline))
-        _job = session.number(), told
-    return _job[1]
+        nonce = secrets.token_hex(8)
+
+        def exchange(mine: Told) -> Sequence[Told]:
+            nonlocal nonce
+            if size == 1:
+                return [mine]
+            told, nonce = _exchange(store, rank, size, mine, deadline)
+            return told
+
+        _joined = _Joined(session=session.number(), job=meet(exchange), nonce=nonce)
+        return _joined.job
 
 
 def joined() -> Job:
@@ -59,16 +85,31 @@ def joined() -> Job:
     Raises:
         BytePSError: see `join`.
     """
-    if _job is not None and session.is_initialized() and _job[0] == session.number():
-        return _job[1]
-    return join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    return _join_once().job
 
 
-def _exchange(store: Any, rank: int, size: int, mine: Told, deadline: float) -> Sequence[Told]:
-    """What each rank told, in order. Rank 0 reads all and writes it once, so that a large job
-    reads two values a rank."""
-    if size == 1:
-        return [mine]
+def _join_once() -> _Joined:
+    world = dist.group.WORLD
+    with _joining:
+        if (
+            _joined is None
+            or not session.is_initialized()
+            or _joined.session != session.number()
+            or (_joined.world is not None and _joined.world() is not world)
+        ):
+            store = dist.distributed_c10d._get_default_store()
+            join(store, dist.get_rank(), dist.get_world_size())
+        assert _joined is not None
+        if world is not None:
+            _joined.world = weakref.ref(world)
+        return _joined
+
+
+def _exchange(
+    store: Any, rank: int, size: int, mine: Told, deadline: float
+) -> tuple[Sequence[Told], str]:
+    """What each rank told, in order, and a nonce. Rank 0 reads all and writes it once, so that a
+    large job reads two values a rank."""
     try:
         prefix = meeting.meet(store, "c10d", rank, size, deadline)
     except meeting.AbsentError as error:
@@ -84,7 +125,8 @@ def _exchange(store: Any, rank: int, size: int, mine: Told, deadline: float) -> 
             store.set(everything, json.dumps(told))
     if not meeting.wait_for(store, [everything], deadline):
         raise session.BytePSError("ranks did not tell their hosts (BYTEPS_START_TIMEOUT_S)")
-    return [Told(*one) for one in json.loads(store.get(everything))]
+    # The prefix ends with what rank 0 drew for those who meet now.
+    return [Told(*one) for one in json.loads(store.get(everything))], prefix.rpartition("/")[2]
 
 
 # Which all-reduces of a group go through the servers, and how: the same on all members.
@@ -190,26 +232,32 @@ class Reductions:
     flight, and are told apart by their order.
     """
 
-    def __init__(self, ranks: Sequence[int], kind: str, settings: Settings | None = None) -> None:
+    def __init__(self, identity: Identity, kind: str, settings: Settings | None = None) -> None:
         """
         Args:
-            ranks: global ranks of the group, in its order.
-            kind: of these all-reduces, the same on all members. Those of two objects that live at
-                the same time, of the same kind and ranks, are told apart by which was made first.
+            identity: of the group.
+            kind: of these all-reduces, the same on all members; a group has one object of a kind.
             settings: the same on all members. None: those of the variables BYTEPS_C10D_*.
         """
-        self._ranks = tuple(ranks)
+        self._identity = identity
+        self._ranks = identity.ranks
+        self._kind = kind
         self._settings = settings or Settings.read()
-        digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:12]
-        self._key = _keys.take(f"{kind}/{digest}")
         self._session = 0
         self._routes: dict[torch.dtype, str] = {}
         self._sums: dict[tuple[torch.dtype, int, bool, torch.device], _Reduction] = {}
         self._line = Line()
 
+    @functools.cached_property
+    def _key(self) -> str:
+        return self._identity.key(self._kind, _join_once().nonce)
+
     def close(self) -> None:
-        """Nothing is started any more; another object may take the names."""
-        _keys.give_back(self._key)
+        """Nothing is started any more. Names are never used again."""
+        self._routes.clear()
+        self._sums.clear()
+        if "_key" in vars(self):
+            nodes.groups.forget(self._key)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a sum or average of the tensor goes through the servers: a function of its type,
@@ -288,11 +336,14 @@ class Reductions:
             return _Flat(name, self._ranks, average, wire)
         hosts = joined().hosts
         layout = nodes.HostLayout.of(self._ranks, [str(hosts[rank]) for rank in self._ranks])
-        node_sum = nodes.whole_sum(name, layout, flat, average=average, wire_dtype=wire)
+        # Groups of one process group alone: two of the same ranks may be used in any order.
+        node_sum = nodes.whole_sum(
+            name, layout, flat, average=average, wire_dtype=wire, purpose=self._key
+        )
         gatherer = None
         if flat.is_cuda:
-            ranks = layout.on_host_of(dist.get_rank())
-            gatherer = nodes.groups.get(ranks, flat.device, purpose="gather")
+            ranks = layout.on_host_of(session.rank())
+            gatherer = nodes.groups.get(ranks, flat.device, purpose=self._key, role="gather")
         return _NodeFirst(node_sum, self._line, gatherer)
 
 
@@ -362,28 +413,3 @@ def _are_streamed(tensor: torch.Tensor, handles: Sequence[int]) -> bool:
             *(tensor.nbytes, setting("BYTEPS_STREAMED_BYTES")),
         )
     return False
-
-
-class _Keys:
-    """Tells objects of one kind and group apart, by small numbers that are used again."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def take(self, kind: str) -> str:
-        number = 0
-        while (key := f"{kind}/{number}") in self._taken:
-            number += 1
-        self._taken.add(key)
-        return key
-
-    def give_back(self, key: str) -> None:
-        self._taken.discard(key)
-
-
-_keys = _Keys()
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of a group, in its order; None: of the default group."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -16,6 +16,7 @@ __all__ = [
     "diloco",
     "engine",
     "figures",
+    "identity",
     "load",
     "members",
     "node_groups",
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
         wire,
         world,
     )
-    from byteps.torch.c10d import reductions
+    from byteps.torch.c10d import identity, reductions
 else:
 
     def __getattr__(name: str) -> Any:
@@ -59,7 +60,7 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         load()
-        within = "c10d." if name == "reductions" else ""
+        within = "c10d." if name in ("identity", "reductions") else ""
         module = globals()[name] = importlib.import_module(f"byteps.torch.{within}{name}")
         return module
 

@@ -316,7 +316,7 @@ def _copy(copies: _Copies) -> None:
 def _reductions(config: DistributedDataParallelConfig, group: _Group) -> Reductions:
     if group not in _known:
         _known[group] = bytepslib.reductions.Reductions(
-            job.ranks_of(group),
+            bytepslib.identity.of_group(group),
             "megatron-fsdp",
             bytepslib.reductions.Settings(
                 backend=config.dpu_reduce_route or bytepslib.routes.AUTO,
