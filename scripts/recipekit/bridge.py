@@ -180,11 +180,9 @@ def _examined(package: str, recipe: str, times: int) -> Outcome:
         model.expert_tensor_parallel_size = model.expert_tensor_parallel_size or 1
     machines = check.Machines(
         hosts=hosts,
-        gpus_per_host=gpus,
-        nics=1,
+        gpus=gpus,
         link_gbps=LINK_GBPS,
-        servers=hosts,
-        server_link_gbps=LINK_GBPS,
+        spare=hosts,
     )
     with _what_is_not_installed(), _newest_transformer_engine(), _silence():
         verdict = check.judge_recipe(config, machines)

@@ -268,11 +268,9 @@ def _examined(source: Source, hosts: int) -> Outcome:
     )
     machines = check.Machines(
         hosts=hosts,
-        gpus_per_host=source.gpus,
-        nics=1,
+        gpus=source.gpus,
         link_gbps=LINK_GBPS,
-        servers=hosts,
-        server_link_gbps=LINK_GBPS,
+        spare=hosts,
     )
     verdict = check.judge(args, machines)
     return Outcome(

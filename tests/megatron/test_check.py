@@ -30,7 +30,8 @@ RECIPE = (
     *("--grad-reduce-in-bf16", "--overlap-grad-reduce"),
 )
 SHARDED = ("--use-distributed-optimizer", "--overlap-param-gather")
-MACHINES = ("--hosts", "4", "--gpus-per-host", "2", "--link-gbps", "10")
+HOSTS = ("--hosts", "4", "--gpus-per-host", "2", "--link-gbps", "10")
+MACHINES = (*HOSTS, "--servers", "4")
 
 Check = Callable[..., tuple[int, str]]
 
@@ -54,11 +55,36 @@ def test_a_recipe_that_is_accepted(asked: Check) -> None:
     assert "--use-dpu-reduce: accepted" in text
     assert "dense gradients: 418.8 million per rank in 16 bits, reduced over 8 ranks on 4" in text
     lines = text.splitlines()
-    plain = next(line for line in lines if line.startswith("torch.distributed"))
-    assert plain.split()[1:] == ["nothing", "0.733", "GB", "0.733", "GB", "-", "1172.7", "1.00"]
-    local = next(line for line in lines if "instances 4  " in line)
-    assert local.split()[3:] == ["dense", "0.838", "GB", "-", "0.838", "GB", "670.1", "1.75"]
-    assert lines[-1].startswith("Advice: shortest change for the best of these: add --use-dpu")
+    (plain,) = (line for line in lines if line.startswith("plain Megatron, as it is"))
+    now = ["nothing", "0.733", "GB", "0.733", "GB", "-", "1172.7", "0.86", "1.00"]
+    assert plain.split()[5:-2] == now
+    local = next(line for line in lines if line.startswith("--use-dpu-reduce --num"))
+    assert local.split()[3:] == [
+        "dense",
+        "0.838",
+        "GB",
+        "-",
+        "0.838",
+        "GB",
+        "670.1",
+        "1.50",
+        "1.75",
+    ]
+    own = "add --use-dpu-reduce --num-distributed-optimizer-instances 4 (1.50 x as fast as plain"
+    assert lines[-1].startswith(f"Answer: in 16 bits or more: {own}")
+
+
+def test_servers_on_the_hosts_are_the_default(asked: Check) -> None:
+    """The table, the line on servers and the answer say the same."""
+    status, text = asked(*RECIPE, *SHARDED, machines=HOSTS)
+    assert status == 0 and "; servers: 1 on each of 4 hosts\n" in text
+    assert "0 on each" not in text and "gain nothing" not in text
+    int8 = "--use-dpu-reduce --dpu-reduce-wire-dtype int8 --num-distributed-optimizer-instances 4"
+    line = next(line for line in text.splitlines() if line.startswith(int8))
+    assert line.split()[-4:] == ["1.97", "2.30", "few", "bits"]
+    assert f"; with fewer bits: add {int8} (1.97 x)" in text.splitlines()[-1]
+    _, text = asked(*RECIPE, *SHARDED, machines=(*HOSTS, "--wire", "int8"))
+    assert f"Answer: in int8 or more: add {int8} (1.97 x as fast" in text
 
 
 def test_a_recipe_that_is_refused(asked: Check) -> None:
@@ -88,7 +114,7 @@ def test_arguments_that_megatron_does_not_take(asked: Check) -> None:
 
 def test_bad_use(asked: Check) -> None:
     status, text = asked(*RECIPE, machines=("--hosts", "0", "--link-gbps", "10"))
-    assert status == 2 and text.strip() == "error: --hosts: there must be one at least"
+    assert status == 2 and text.strip() == "error: --hosts 0: there must be 1 to 65535"
     with pytest.raises(SystemExit):
         check.main([*MACHINES])
 

@@ -2,187 +2,180 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from byteps import cost_model, sizing
-from byteps.sizing import __main__ as command_line
+from byteps.forecast import Machines, Needs, Row, Training, answer
+from byteps.forecast.needs import BASE_BYTES, POOL_BYTES
+from byteps.sizing import Choice, advised, choices, training_of
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = "$ python -m byteps.sizing "
-JOB = sizing.Job(
-    parameters=1e9,
-    hosts=4,
-    gpus=8,
-    link_gbps=8.0,
-    server_link_gbps=8.0,
-    optimizer="host",
-    gradients="fp32",
-    wire="fp32",
-    core_bytes_per_s=1e9,
-    core_add_bytes_per_s=1e9,
-)
-"""4e9 bytes at 1e9 bytes per second."""
+MACHINES = Machines(hosts=4, gpus=8, link_gbps=8.0, core_rate=1e9, add_rate=1e9)
+"""1e9 bytes per second."""
+
+
+def training(**change: Any) -> Training:
+    """1e9 parameters on each of 32 ranks, of which hosts shard the optimizer."""
+    words = {"parameters": 1e9, "hosts": 4, "gpus": 8, "optimizer": "host", "gradients": "fp16"}
+    return training_of(**{"accepts": None, **words, **change})
+
+
+def choice(spare: int, machines: Machines = MACHINES, **change: Any) -> Choice:
+    change = {"hosts": machines.hosts, "gpus": machines.gpus, **change}
+    (found,) = choices(training(**change), machines, spare)
+    return found
+
+
+def best(found: Choice) -> tuple[Row, Needs]:
+    """The row that the answer names, and what it needs."""
+    row = found.found.best
+    return row, found.needs(row)
 
 
 def test_times_are_the_cost_models() -> None:
-    advice = sizing.advise(JOB)
-    assert advice.nccl_seconds == pytest.approx(2 * 3 / 4 * 4)
-    assert advice.chosen is not None
-    assert advice.chosen.machines == 4
-    assert advice.chosen.seconds == pytest.approx(4.0)
-    assert advice.chosen.gain == pytest.approx(cost_model.gain(4, 4))
+    """2e9 bytes of gradients at 1e9 bytes per second."""
+    found = advised(choices(training(), MACHINES, None))
+    assert found.found.plain.seconds == pytest.approx(2 * 3 / 4 * 2)
+    row, needs = best(found)
+    assert found.spare == 4
+    assert row.seconds == pytest.approx(2.0) and row.gain == pytest.approx(cost_model.gain(4, 4))
     # A byte in, a byte out and a byte added, 1e9 per second each; and one for all else.
-    assert advice.chosen.cores == 4
+    assert needs.server_cores == 4
     # A worker adds nothing.
-    assert advice.chosen.worker_cores == 3
-    assert advice.chosen.memory_bytes == 3e9 + sizing.POOL_BYTES + sizing.BASE_BYTES
+    assert needs.worker_cores == 3 and needs.worker_bytes == 0
+    assert needs.server_bytes == 3 * 2e9 / 4 + POOL_BYTES + BASE_BYTES
 
 
-def test_half_the_bytes_on_the_wire_take_half_the_time() -> None:
-    half = sizing.advise(dataclasses.replace(JOB, wire="bf16")).chosen
-    assert half is not None
-    assert half.seconds == pytest.approx(2.0)
-    assert half.gain == pytest.approx(3.0)
+@pytest.mark.parametrize("hosts", [2, 4, 8])
+@pytest.mark.parametrize(("accepts", "nbytes"), [("int8", 130 / 128), ("int4", 66 / 128)])
+def test_servers_on_the_hosts_have_an_answer(hosts: int, accepts: str, nbytes: float) -> None:
+    found = choice(0, replace(MACHINES, hosts=hosts), accepts=accepts)
+    row, needs = best(found)
+    assert row.gain == pytest.approx(2 / nbytes)
+    said = sizing.render([found], 1e9)
+    assert (
+        f"Answer: in {accepts} or more: add --use-dpu-reduce --dpu-reduce-wire-dtype {accepts} ("
+        in said
+    )
+    assert f"BYTEPS_EMBEDDED_SERVERS=1 torchrun --nnodes {hosts} --nproc-per-node 8" in said
+    assert needs.server_cores == 0 == needs.server_bytes and needs.worker_bytes > 1e9
+    assert "<- advised" in said
 
 
 @pytest.mark.parametrize(("wire", "bits", "held"), [("int8", 8, 5), ("int4", 4, 6.5)])
 def test_few_bits(wire: str, bits: int, held: float) -> None:
-    few = sizing.advise(dataclasses.replace(JOB, wire=wire)).chosen
-    assert few is not None
+    row, needs = best(choice(4, accepts=wire))
     # 1e9 values of so many bits, and of each 128 values a scale of 16.
     pushed = 1e9 * (bits + 16 / 128) / 8
-    assert few.seconds == pytest.approx(pushed / 1e9)
-    assert few.gain == pytest.approx(6 / few.seconds)
-    # As they came, added in fp32, and with int4 what was lost: of 1e9 values on four servers, each
-    # from four hosts.
-    values = few.memory_bytes - sizing.POOL_BYTES - sizing.BASE_BYTES
+    assert row.seconds == pytest.approx(pushed / 1e9) and row.gain == pytest.approx(3 / row.seconds)
+    # As they came, added in fp32, and with int4 what was lost: of 1e9 values on four servers.
+    values = needs.server_bytes - POOL_BYTES - BASE_BYTES
     assert values == pytest.approx((pushed + (held - bits / 8) // 1 * 1e9) / 4, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("wire", "up", "down", "kept"),
-    [("bf16", 2, 2, 14), ("int8", 130 / 128, 130 / 128, 18), ("int4", 66 / 128, 130 / 128, 16)],
-)
-def test_servers_that_keep_the_optimizer_send_parameters_and_remember_them(
-    wire: str, up: float, down: float, kept: int
-) -> None:
-    job = dataclasses.replace(JOB, optimizer="servers", wire=wire, gpus=1)
-    plain = dataclasses.replace(job, optimizer="host")
-    ranks = dataclasses.replace(job, optimizer="ranks")
-    assert sizing.nccl_seconds(job) == sizing.nccl_seconds(ranks)
-    found, other = (sizing.row(one, job.hosts) for one in (job, plain))
-    assert found.seconds == pytest.approx(other.seconds * max(up, down) / up, rel=1e-3)
-    more = found.memory_bytes - other.memory_bytes
-    assert more == pytest.approx(job.parameters / job.hosts * kept, rel=0.01)
+@pytest.mark.parametrize(("wire", "kept"), [(None, 14), ("int8", 18), ("int4", 16)])
+def test_servers_that_keep_the_optimizer_remember_parameters(wire: str | None, kept: int) -> None:
+    machines = replace(MACHINES, gpus=1)
+    found = choice(4, machines, optimizer="servers", accepts=wire)
+    rows = [one for one in found.found.rows if one.wire == wire and one.through_servers]
+    (served,) = (one for one in rows if one.updated)
+    (plain,) = (one for one in choice(4, machines, optimizer="replicated").found.rows
+                if one.wire == wire and one.through_servers and not one.updated)  # fmt: skip
+    more = found.needs(served).server_bytes - found.needs(plain).server_bytes
+    assert more == pytest.approx(1e9 / 4 * kept, rel=0.01)
 
 
 def test_copies_of_the_state_take_memory_and_bandwidth_of_servers() -> None:
-    job = dataclasses.replace(JOB, optimizer="servers", wire="bf16", gpus=1)
-    plain, copied = (sizing.row(dataclasses.replace(job, backup=on), 8) for on in (False, True))
+    machines = replace(MACHINES, gpus=1)
+    both = [choice(8, replace(machines, backup=on), optimizer="servers") for on in (False, True)]
+    plain, copied = (one.needs(one.found.best) for one in both)
+    times = [one.found.best.seconds for one in both]
     # Eight machines of the model's 2e9 bytes each: 4 hosts push an eighth to each, which sends the
     # sum on, and is sent another one.
-    assert copied.nic_gbps * copied.seconds == pytest.approx(plain.nic_gbps * plain.seconds * 5 / 4)
-    more = copied.memory_bytes - plain.memory_bytes
+    assert copied.nic_gbps * times[1] == pytest.approx(plain.nic_gbps * times[0] * 5 / 4)
     # The state of 14 bytes per parameter once more, and the last answer twice.
-    assert more == pytest.approx(job.parameters / 8 * (14 + 2 + 2), rel=0.01)
-    with pytest.raises(ValueError, match="--optimizer servers"):
-        dataclasses.replace(JOB, backup=True)
-
-
-def test_optimizer_over_all_ranks_adds_the_parameters() -> None:
-    job = dataclasses.replace(JOB, optimizer="ranks", gpus=1)
-    # 3/4 of 4e9 bytes of gradients, then 3/4 of 2e9 of parameters.
-    assert sizing.nccl_seconds(job) == pytest.approx(4.5)
-    # All gradients go up, a quarter comes back; the parameters as before.
-    assert sizing.row(job, 4).seconds == pytest.approx(4.0 + 1.5)
-    assert sizing.advise(job).chosen is None
+    more = copied.server_bytes - plain.server_bytes
+    assert more == pytest.approx(1e9 / 8 * (14 + 2 + 2), rel=0.01)
 
 
 def test_slow_server_nics_need_more_machines() -> None:
-    advice = sizing.advise(dataclasses.replace(JOB, server_link_gbps=4.0))
-    assert advice.chosen is not None
-    assert advice.chosen.machines == 8
+    machines = replace(MACHINES, server_link_gbps=4.0)
+    assert advised(choices(training(), machines, None)).spare == 8
 
 
 @pytest.mark.parametrize("transport", ["tcp", "rdma"])
 def test_all_nics_of_a_host_are_used(transport: str) -> None:
-    job = dataclasses.replace(JOB, nics=2, transport=transport)
-    one = dataclasses.replace(JOB, transport=transport)
-    assert sizing.nccl_seconds(job) == pytest.approx(3.0)
+    machines = replace(MACHINES, nics=2, transport=transport)
+    assert choice(4, machines).found.plain.seconds == pytest.approx(1.5)
     # Servers whose machines carry as much as the workers' hosts.
-    both = dataclasses.replace(job, server_link_gbps=16.0)
-    assert sizing.row(both, 4).seconds == pytest.approx(sizing.row(one, 4).seconds / 2)
-    assert sizing.row(both, 4).gain == pytest.approx(sizing.row(one, 4).gain)
-    assert sizing.row(both, 4).nic_gbps == pytest.approx(16.0)
-    advice = sizing.advise(job)
-    assert 8 in {row.machines for row in advice.rows}, "with one NIC each, two for each host"
+    one = choice(4, replace(MACHINES, transport=transport))
+    both = choice(4, replace(machines, server_link_gbps=16.0))
+    assert both.found.best.seconds == pytest.approx(one.found.best.seconds / 2)
+    assert both.found.best.gain == pytest.approx(one.found.best.gain)
+    assert best(both)[1].nic_gbps == pytest.approx(16.0)
+    several = choices(training(), machines, None)
+    assert 8 in {found.spare for found in several}, "with one NIC each, two for each host"
 
 
 def test_few_cores_set_the_time() -> None:
-    # Four bytes in and four out, at 1e9 per second and core: 8 s for the one that is left.
-    few = sizing.row(dataclasses.replace(JOB, worker_cores=2), 4)
-    assert few.seconds == pytest.approx(8.0)
-    assert few.worker_cores == 2
-    # The same of a server, and four bytes added.
-    few = sizing.row(dataclasses.replace(JOB, server_cores=2), 4)
-    assert few.seconds == pytest.approx(12.0)
-    assert few.cores == 2
+    def by_servers(machines: Machines) -> tuple[Row, Needs]:
+        found = choice(4, machines)
+        row = found.found.by_servers()[0]
+        return row, found.needs(row)
+
+    # Two bytes in and two out, at 1e9 per second and core: 4 s for the one that is left.
+    row, needs = by_servers(replace(MACHINES, worker_cores=2))
+    assert row.seconds == pytest.approx(4.0) and needs.worker_cores == 2
+    # The same of a server, and two bytes added.
+    row, needs = by_servers(replace(MACHINES, server_cores=2))
+    assert row.seconds == pytest.approx(6.0) and needs.server_cores == 2
 
 
 def test_servers_on_a_workers_host_need_its_cores() -> None:
-    job = dataclasses.replace(JOB, hosts=2)
-    beside = sizing.row(job, 1)
-    assert (beside.processes, beside.local) == (1, 1)
-    # A third of 4e9 bytes is summed there: from two hosts, to two hosts, added; 2 s in all.
-    busy = cost_model.core_seconds(
-        cost_model.Servers(hosts=2, extra=1, local=1), 4e9, 4e9, core_rate=1e9, add_rate=1e9
-    )
-    assert busy.host == pytest.approx(8 + 2 * 3 * 4 / 3)
-    assert busy.server == pytest.approx(2 * 3 * 4 / 3)
-    assert beside.worker_cores == busy.host / beside.seconds + sizing.OTHER_CORES
+    found = choice(1, replace(MACHINES, hosts=2))
+    servers = found.found.network.servers
+    assert (servers.per_machine, servers.local) == (1, 1)
+    row = found.found.by_servers()[0]
+    # A third of 2e9 bytes is summed there: from two hosts, to two hosts, added.
+    busy = cost_model.core_seconds(servers, 2e9, 2e9, core_rate=1e9, add_rate=1e9)
+    assert busy.host == pytest.approx(4 + 2 * 3 * 2 / 3)
+    assert found.needs(row).worker_cores == busy.host / row.seconds + 1
 
 
 def test_what_more_cores_would_give() -> None:
-    advice = sizing.advise(dataclasses.replace(JOB, worker_cores=2), machines=4)
-    assert advice.chosen is None
-    assert "With 3 cores on a worker's host it would be 1.50 times as fast; or use RDMA" in (
-        advice.why
+    few = choice(4, replace(MACHINES, worker_cores=2))
+    assert few.found.best.plain
+    assert "With 3 cores on a worker's host, --use-dpu-reduce: 1.50 x; or use RDMA" in (
+        sizing.render([few], 1e9)
     )
-    slow = sizing.advise(dataclasses.replace(JOB, server_cores=3.5, wire="bf16"))
-    assert slow.chosen is not None
-    assert "With 4 cores on a server's machine it would be 3.00 times" in slow.why
-    assert "cores" not in sizing.advise(JOB).why
+    slow = choice(4, replace(MACHINES, server_cores=3.5))
+    assert "With 4 cores on a spare machine, --use-dpu-reduce: 1.50 x" in sizing.render([slow], 1e9)
+    assert "cores on" not in sizing.render([choice(4)], 1e9)
 
 
 def test_with_rdma_nics_move_the_bytes() -> None:
-    job = dataclasses.replace(
-        JOB, transport="rdma", worker_cores=2, link_gbps=400.0, server_link_gbps=400.0,
-        core_add_bytes_per_s=50e9,
-    )  # fmt: skip
-    advice = sizing.advise(job)
-    assert advice.chosen is not None
-    assert advice.chosen.gain == pytest.approx(1.5)
-    assert (advice.chosen.cores, advice.chosen.worker_cores) == (2, 1)
+    machines = replace(MACHINES, transport="rdma", worker_cores=2, link_gbps=400.0, add_rate=50e9)
+    found = advised(choices(training(), machines, None))
+    row, needs = best(found)
+    assert row.gain == pytest.approx(1.5) and (needs.server_cores, needs.worker_cores) == (2, 1)
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"hosts": 1}, "one host"),
-        ({"hosts": 2}, "1.00 times"),
-    ],
+    ("hosts", "said"),
+    [(1, "no gradient crosses hosts"), (2, "change nothing: no servers are faster than plain")],
 )
-def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str) -> None:
-    advice = sizing.advise(dataclasses.replace(JOB, **change))
-    assert advice.chosen is None
-    assert why in advice.why
-    assert "NCCL alone" in command_line.render(JOB, advice)
+def test_nothing_to_change_where_servers_gain_nothing(hosts: int, said: str) -> None:
+    machines = replace(MACHINES, hosts=hosts)
+    several = choices(training(hosts=hosts), machines, None)
+    assert advised(several).spare == 0
+    assert said in answer(advised(several).found) and said in sizing.render(several, 1e9)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +190,7 @@ def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str)
 )  # fmt: skip
 def test_bad_use(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        command_line.main(words.split())
+        sizing.main(words.split())
     assert end.value.code == 2
     assert "error: " in capsys.readouterr().err
 
@@ -224,23 +217,21 @@ def test_no_advice_for_what_is_no_size_or_cannot_help(
     words: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        command_line.main(words.split())
+        sizing.main(words.split())
     assert end.value.code == 2
     said = capsys.readouterr()
     assert what in said.err
-    assert "Advice" not in said.out
+    assert "Answer" not in said.out
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        command_line.main(["--parameters", "1B", "--hosts", "4", "--link-gbps", "10", "--json"])
-        == 0
-    )
+    assert sizing.main(["--parameters", "1B", "--hosts", "4", "--link-gbps", "10", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["job"]["parameters"] == 1e9
-    assert said["job"]["worker_cores"] is None
-    assert [row["machines"] for row in said["rows"]] == [1, 2, 4]
-    assert said["chosen"] == said["rows"][-1]
+    assert [row["servers"]["extra"] for row in said["rows"]] == [
+        n for n in (0, 1, 2, 4) for _ in "abc"
+    ]
+    assert said["machines"] == 4 and said["answer"].startswith("in 16 bits or more: add --use")
+    assert said["rows"][-1]["wire"] == "int4" and said["rows"][-1]["needs"]["server_cores"] > 1
 
 
 def examples() -> list[tuple[str, str]]:
@@ -259,7 +250,7 @@ def test_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> No
     found = examples()
     assert found
     for command, printed in found:
-        assert command_line.main(shlex.split(command)) == 0
+        assert sizing.main(shlex.split(command)) == 0
         assert [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()] == [
             line.rstrip() for line in printed.strip().splitlines()
         ]

@@ -56,7 +56,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``bucket_op``          what the operation of a bucket is: its name, its sums inside hosts first,
                        and what stays bf16 where others travel in few bits
 ``decisions``          the route of each bucket group, and what a job that starts is told
-``advice``             what each flag would gain; tables of that and of routes, in words
+``advice``             the forecast that a job is told, and the table of its routes, in words
 ``check``              that, for arguments on the command line, or a recipe of Megatron-Bridge;
                        ``parameters`` reads sizes from them
 ``sums``               the sums in flight; of steps that are one CUDA graph, and over the replicas

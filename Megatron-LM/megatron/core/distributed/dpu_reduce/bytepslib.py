@@ -3,7 +3,8 @@
 """BytePS, imported when it is first needed, so that Megatron runs without it.
 
 ``bytepslib.byteps`` is the module ``byteps.torch``, ``bytepslib.nodes`` is ``byteps.torch.nodes``,
-and so on. Each raises RuntimeError where BytePS is not there or does not load.
+and so on; ``forecast`` is ``byteps.forecast``. Each raises RuntimeError where BytePS is not there
+or does not load.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ __all__ = [
     "diloco",
     "engine",
     "figures",
+    "forecast",
     "identity",
     "load",
     "members",
@@ -35,6 +37,7 @@ __all__ = [
 if TYPE_CHECKING:
     # So that type checkers find calls of what these modules do not have.
     import byteps.torch as byteps
+    from byteps import forecast
     from byteps.torch import (
         diloco,
         engine,
@@ -60,8 +63,9 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         load()
-        within = "c10d." if name in ("identity", "reductions") else ""
-        module = globals()[name] = importlib.import_module(f"byteps.torch.{within}{name}")
+        within = "torch.c10d." if name in ("identity", "reductions") else "torch."
+        within = "" if name == "forecast" else within
+        module = globals()[name] = importlib.import_module(f"byteps.{within}{name}")
         return module
 
 

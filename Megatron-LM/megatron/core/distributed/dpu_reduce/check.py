@@ -13,66 +13,29 @@ import copy
 import difflib
 import importlib
 import inspect
-import math
 import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-from . import advice, bytepslib, parameters, refusals, replica_refusals
-from .advice import Advice, Kind, Training, advise, wire_bytes
+from byteps import sizing
+from byteps.forecast import (
+    WIRE_BYTES,
+    Forecast,
+    Kind,
+    Machines,
+    Training,
+    answer,
+    forecast,
+    servers_text,
+    table,
+)
+from byteps.forecast.training import USE
+
+from . import advice, parameters, refusals, replica_refusals
 from .parameters import NotMegatrons, Parallelism, parse
-
-if TYPE_CHECKING:
-    from byteps.torch.routes import Network
-
-
-_GBPS = 1e9 / 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machines:
-    """What a job runs on."""
-
-    hosts: int
-    gpus_per_host: int
-    nics: int
-    """Of a host. NCCL uses all of them, and so does BytePS over TCP."""
-    link_gbps: float
-    """Of one NIC, each way."""
-    servers: int
-    """Machines with servers and no ranks."""
-    server_link_gbps: float
-    """Of such a machine's NICs together."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for what is no size."""
-        for name in ("hosts", "gpus_per_host", "nics"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')}: there must be one at least")
-        if self.servers < 0:
-            raise ValueError("--servers: there cannot be fewer than 0")
-        for name in ("link_gbps", "server_link_gbps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be above 0")
-
-    @property
-    def world(self) -> int:
-        """Ranks."""
-        return self.hosts * self.gpus_per_host
-
-    @property
-    def network(self) -> Network:
-        from byteps import cost_model
-
-        rate = self.link_gbps * _GBPS
-        return bytepslib.routes.Network(
-            servers=cost_model.best_servers(self.hosts, self.servers),
-            host_rate=self.nics * rate,
-            server_rate=self.server_link_gbps * _GBPS,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,26 +49,30 @@ class Verdict:
     left: str
     """That a wrapper shards gradients by itself; empty: none does."""
     training: Training
-    advice: Advice | None
+    forecast: Forecast | None
     """None where a wrapper shards gradients by itself."""
 
     @property
     def reaches_servers(self) -> bool:
         """Whether ``--use-dpu-reduce`` alone sends a bucket to servers."""
-        return self.advice is not None and bool(self.advice.ways[1].through_servers)
+        if self.forecast is None:
+            return False
+        row = next(row for row in self.forecast.rows if row.flags == (USE,))
+        return bool(row.through_servers)
 
 
-def judge(args: Any, machines: Machines) -> Verdict:
+def judge(args: Any, machines: Machines, accepts: str | None = None) -> Verdict:
     """What the flags would do for a job.
 
     Args:
         args: Megatron's, checked by it.
         machines: that the job runs on.
+        accepts: type in which its user agrees to send gradients.
 
     Raises:
         ValueError: the ranks cannot be split as the arguments want.
     """
-    training = _training(args, machines)
+    training = replace(_training(args, machines), accepts=accepts)
     left = next(
         (
             refusals.left_by(name, args)
@@ -123,7 +90,7 @@ def judge(args: Any, machines: Machines) -> Verdict:
         optimizer_refused=optimizer_refused,
         left=left,
         training=training,
-        advice=None if left else advise(training, machines.network, optimizer_refused),
+        forecast=None if left else forecast(training, machines, optimizer_refused),
     )
 
 
@@ -160,7 +127,10 @@ def _training(args: Any, machines: Machines) -> Training:
         instances=args.num_distributed_optimizer_instances,
         updated=args.dpu_optimizer,
         used=args.use_dpu_reduce,
-        wire_bytes=wire_bytes(args.dpu_reduce_wire_dtype),
+        wire=args.dpu_reduce_wire_dtype,
+        bf16=args.bf16,
+        can_shard=args.optimizer == "adam",
+        missing_overlaps=advice.missing_overlaps(args),
     )
 
 
@@ -173,13 +143,13 @@ def kinds_of(
     elements = held.dense if own else held.dense + held.expert
     dense = Kind(
         name="dense",
-        groups=split.by_host("dense", machines.gpus_per_host),
+        groups=split.by_host("dense", machines.gpus),
         elements=elements,
         left=elements - held.embedding if on_ranks else 0.0,
     )
     if not own:
         return (dense,)
-    groups = split.by_host("expert", machines.gpus_per_host)
+    groups = split.by_host("expert", machines.gpus)
     left = held.expert if on_ranks else 0.0
     return (dense, Kind(name="expert", groups=groups, elements=held.expert, left=left))
 
@@ -195,13 +165,13 @@ def render(verdict: Verdict, machines: Machines) -> str:
     if verdict.left:
         lines.append(verdict.left)
         return "\n".join(lines)
-    servers = machines.network.servers
-    gpus = f"{machines.gpus_per_host} GPU{'s' if machines.gpus_per_host > 1 else ''}"
+    gpus = f"{machines.gpus} GPU{'s' if machines.gpus > 1 else ''}"
+    spare = f" with {machines.server_gbps:g} Gbit/s" if machines.spare else ""
     lines += [
         "",
-        f"{machines.hosts} hosts with {gpus} and {machines.nics} x {machines.link_gbps:g} Gbit/s "
-        f"each; servers: {servers.per_machine if servers.extra else 0} on each of {servers.extra} "
-        f"machines with {machines.server_link_gbps:g} Gbit/s, {servers.local} on each host",
+        f"{machines.hosts} {'hosts' if machines.hosts > 1 else 'host'} with {gpus} and "
+        f"{machines.nics} x {machines.link_gbps:g} Gbit/s each; "
+        f"{servers_text(machines.network.servers)}{spare}",
     ]
     for kind in verdict.training.kinds:
         members = max((len(hosts) for hosts in kind.groups), default=0)
@@ -211,14 +181,15 @@ def render(verdict: Verdict, machines: Machines) -> str:
             f"{'fp32' if verdict.training.gradient_bytes == 4 else '16 bits'}, reduced over "
             f"{members} ranks on {where}"
         )
-    assert verdict.advice is not None
+    assert verdict.forecast is not None
     lines += [
         "",
-        "Bytes over a host's NICs each way, and over a server's, per step; times at best, nothing "
-        "overlapping:",
-        advice.compared(verdict.training, verdict.advice, machines.network),
+        "Bytes over a host's NICs each way, and over a spare machine's, per step; times at best, "
+        "nothing overlapping;",
+        "how many times as fast as plain Megatron at its best, and as plain Megatron as it is now:",
+        table(verdict.forecast),
         "",
-        f"Advice: {advice.change(verdict.advice)}",
+        f"Answer: {answer(verdict.forecast)}",
     ]
     return "\n".join(lines)
 
@@ -231,14 +202,14 @@ def _parser() -> argparse.ArgumentParser:
         "gradients cross hosts, and what each flag gains. Needs no GPU, and builds no model.",
     )
     add = parser.add_argument
-    add("--hosts", type=int, required=True, help="hosts with ranks")
-    add("--gpus-per-host", type=int, default=8, metavar="G", help="default: 8")
-    add("--nics", type=int, default=1, metavar="R", help="NICs per host (default: 1)")
-    add("--link-gbps", type=float, required=True, metavar="B", help="of one NIC, each way")
-    add("--servers", type=int, metavar="K", help="machines for servers (default: as --hosts)")
+    sizing.add_machines(parser)
     add(
-        "--server-link-gbps", type=float, metavar="B",
-        help="of the NICs of one together (default: as --link-gbps)",
+        "--machines", "--servers", type=int, default=0, metavar="K",
+        help="spare machines for servers (default: 0, servers on the workers' hosts)",
+    )  # fmt: skip
+    add(
+        "--wire", choices=tuple(WIRE_BYTES),
+        help="type in which you accept that gradients are sent (default: 16 bits, or the job's)",
     )  # fmt: skip
     add("--blackwell", action="store_true", help="GPUs are of that architecture, not Hopper")
     add("--recipe", metavar="NAME", help="of Megatron-Bridge, which has to be installed")
@@ -253,20 +224,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if bool(options.arguments) == bool(options.recipe):
         parser.error("give either Megatron's ARGUMENTS after --, or --recipe NAME")
     try:
-        machines = Machines(
-            hosts=options.hosts,
-            gpus_per_host=options.gpus_per_host,
-            nics=options.nics,
-            link_gbps=options.link_gbps,
-            servers=options.hosts if options.servers is None else options.servers,
-            server_link_gbps=options.server_link_gbps or options.link_gbps,
-        )
+        machines = sizing.machines_of(options, options.machines)
         if options.recipe:
-            verdict = judge_recipe(recipe(options.recipe), machines)
+            verdict = judge_recipe(recipe(options.recipe), machines, options.wire)
         else:
             architecture = 10 if options.blackwell else 9
             args = parse(options.arguments, world=machines.world, architecture=architecture)
-            verdict = judge(args, machines)
+            verdict = judge(args, machines, options.wire)
     except NotMegatrons as error:
         print(f"Megatron does not take these arguments: {error}", file=sys.stderr)
         return 2
@@ -364,12 +328,13 @@ def settle(config: Any, ranks: int) -> None:
         config.ddp.overlap_param_gather = config.optimizer.overlap_param_gather = True
 
 
-def judge_recipe(config: Any, machines: Machines) -> Verdict:
+def judge_recipe(config: Any, machines: Machines, accepts: str | None = None) -> Verdict:
     """What the flags would do for a recipe.
 
     Args:
         config: of the recipe; it is settled here.
         machines: that the job runs on.
+        accepts: type in which its user agrees to send gradients.
 
     Raises:
         ValueError: the ranks cannot be split as the recipe wants.
@@ -381,13 +346,13 @@ def judge_recipe(config: Any, machines: Machines) -> Verdict:
     if getattr(dist, "use_torch_fsdp2", False):
         wrapper = "torch FSDP2"
     optimizer_refused = _recipe_refused(config, wrapper, dpu_optimizer=True)
-    training = _training_of_recipe(config, machines)
+    training = replace(_training_of_recipe(config, machines), accepts=accepts)
     return Verdict(
         refused=_recipe_refused(config, wrapper),
         optimizer_refused=optimizer_refused,
         left=refusals.left_by(wrapper, config.ddp) if wrapper else "",
         training=training,
-        advice=None if wrapper else advise(training, machines.network, optimizer_refused),
+        forecast=None if wrapper else forecast(training, machines, optimizer_refused),
     )
 
 
@@ -432,5 +397,8 @@ def _training_of_recipe(config: Any, machines: Machines) -> Training:
         instances=ddp.num_distributed_optimizer_instances,
         updated=ddp.dpu_optimizer,
         used=ddp.use_dpu_reduce,
-        wire_bytes=wire_bytes(ddp.dpu_reduce_wire_dtype),
+        wire=ddp.dpu_reduce_wire_dtype,
+        bf16=bool(model.bf16),
+        can_shard=config.optimizer.optimizer == "adam",
+        missing_overlaps=advice.missing_overlaps(ddp),
     )

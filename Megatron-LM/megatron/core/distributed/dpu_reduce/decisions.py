@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import advice, bytepslib, job, refusals, summed_later
-from .advice import Kind, Training, advise
 from .bucket_op import BucketOp, group_name, node_sums, wire_bytes, wire_of
 
 if TYPE_CHECKING:
+    from byteps.forecast import Kind
     from byteps.torch.routes import Decision, Measured, Sum
 
     from ...transformer.transformer_config import TransformerConfig
@@ -224,7 +224,8 @@ def tell(
     if torch.distributed.get_rank() != 0:
         return
     everybody = bytepslib.routes.per_host(job.joined().hosts)
-    found, gradient_bytes, parameter_bytes = [], 1, 1
+    found: list[Kind] = []
+    gradient_bytes, parameter_bytes, bf16 = 1, 1, True
     for name, group, groups, buffers in kinds:
         buckets = [bucket for bucket_group in groups for bucket in bucket_group.buckets]
         elements = sum(bucket.grad_data.numel() for bucket in buckets)
@@ -239,11 +240,14 @@ def tell(
             for parameter in bucket.params_list
             if summed_later.stays(parameter, config)
         )
-        found.append(Kind(name=name, groups={hosts: count}, elements=elements, left=left))
+        found.append(
+            bytepslib.forecast.Kind(name=name, groups={hosts: count}, elements=elements, left=left)
+        )
         # Nearly all elements have one type; where they have not, the larger one decides.
         gradient_bytes = max([gradient_bytes, *(b.grad_dtype.itemsize for b in buffers)])
         parameter_bytes = max([parameter_bytes, *(b.param_dtype.itemsize for b in buffers)])
-    training = Training(
+        bf16 = bf16 and not any(b.param_dtype in (torch.float16, torch.float32) for b in buffers)
+    training = bytepslib.forecast.Training(
         kinds=tuple(found),
         gradient_bytes=gradient_bytes,
         parameter_bytes=parameter_bytes,
@@ -251,10 +255,12 @@ def tell(
         instances=config.num_distributed_optimizer_instances,
         updated=config.dpu_optimizer,
         used=True,
-        wire_bytes=advice.wire_bytes(config.dpu_reduce_wire_dtype),
+        wire=config.dpu_reduce_wire_dtype,
+        bf16=bf16,
+        missing_overlaps=advice.missing_overlaps(config),
     )
     network = job.joined().network
     refused = refusals.why_servers_cannot_update(config) or refusals.why_servers_cannot_update(
         model_config
     )
-    print_once(advice.brief(training, advise(training, network, refused), network))
+    print_once(advice.brief(bytepslib.forecast.forecast(training, network, refused)))

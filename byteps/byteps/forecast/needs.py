@@ -1,0 +1,72 @@
+"""Estimates of the cores and the memory that a row of the forecast needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from byteps.forecast.machines import OTHER_CORES, Machines
+from byteps.forecast.rows import Row, add_rate_of
+from byteps.forecast.training import FEW_BITS, WIRE_BYTES, Training
+from byteps.routing import Network
+
+GIB = 2**30
+POOL_BYTES = GIB
+"""BYTEPS_RECEIVE_POOL_BYTES of a server process."""
+BASE_BYTES = GIB // 4
+"""Code, threads, connections of a server process."""
+FEEDBACK_BYTES = 2
+"""Bytes of a value that a server keeps of what int4 lost."""
+SERVED_BYTES = {"fp32": 16, "bf16": 14, "fp16": 14, "int8": 18, "int4": 18}
+"""Bytes of a parameter that servers keep: Adam's state, a gradient, and what workers hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a row needs while it communicates."""
+
+    server_cores: int
+    """Cores of a spare machine; 0: there is none."""
+    worker_cores: int
+    """Cores of a worker's host, for the network and the servers on it."""
+    server_bytes: int
+    """Memory of a spare machine."""
+    worker_bytes: int
+    """Memory of the servers on a worker's host."""
+    nic_gbps: float
+    """Load of a spare machine's NIC, or of a worker's host's where there is none, each way."""
+
+
+def needs_of(training: Training, row: Row, network: Network, machines: Machines) -> Needs:
+    """The needs of a row of which something goes through servers."""
+    servers, seconds = network.servers, row.push_seconds
+    busy = machines.busy(servers, row.flow.pushed, row.flow.pulled, add_rate_of(machines, row.wire))
+    held = row.flow.pushed * _held(training, row, machines)
+    shares, process = servers.shares(), POOL_BYTES + BASE_BYTES
+    extra = servers.per_machine if servers.extra else 0
+    nic = row.server if servers.extra else row.gradients
+    return Needs(
+        server_cores=_whole(busy.server / seconds) if extra else 0,
+        worker_cores=_whole(busy.host / seconds),
+        server_bytes=math.ceil(held * shares.extra + process * extra) if extra else 0,
+        worker_bytes=math.ceil(held * shares.beside + process * servers.local),
+        nic_gbps=nic / seconds * 8 / 1e9,
+    )
+
+
+def _held(training: Training, row: Row, machines: Machines) -> float:
+    """Bytes that a server holds for a byte that is pushed to it: as it came, as it is added, in a
+    type twice as wide, or fp32, and of the optimizer."""
+    wire = row.wire or ("bf16" if training.gradient_bytes == 2 else "fp32")
+    served = SERVED_BYTES[wire] / WIRE_BYTES[wire] if row.updated else 0.0
+    if machines.backup:  # the copy, and the last answer on both sides
+        served = 2 * (served + 1) if served else 0.0
+    if wire not in FEW_BITS:
+        return 3 + served
+    feedback = FEEDBACK_BYTES if wire == "int4" and not served else 0
+    return 1 + (4 + feedback) / FEW_BITS[wire] + served
+
+
+def _whole(busy: float) -> int:
+    # What division leaves of a whole number is no core.
+    return math.ceil(busy - 1e-6) + OTHER_CORES

@@ -1,0 +1,355 @@
+"""The comparison: plain Megatron with its own best flags, and servers, a row for each change."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from byteps import cost_model, routing
+from byteps.cost_model import Load
+from byteps.forecast import training as arguments
+from byteps.forecast.machines import BLOCK_VALUES_PER_CORE, OTHER_CORES, Machines
+from byteps.forecast.training import FEW_BITS, WIRE_BYTES, Kind, Training
+from byteps.routing import Flow, Hosts, Network
+
+ENOUGH = 1.03
+"""A shorter change of arguments is advised if its time is within this factor of the best."""
+WORTH_IT = 1.1
+"""The least gain over plain Megatron for which servers are advised."""
+FP8_BYTES = 130 / 128
+"""Bytes of a value in blocks of fp8 with a scale, as others send gradients over NCCL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One set of arguments: bytes over the NICs, time, and gain."""
+
+    flags: tuple[str, ...]
+    """The arguments that are added to those of plain Megatron; none: what the job has."""
+    plain: bool = False
+    """Plain Megatron: nothing of ours is used."""
+    compared: bool = False
+    """Shown for comparison: Megatron has no such path. It is never advised."""
+    wire: str | None = None
+    """Type in which values travel to servers; None: as they are reduced."""
+    updated: bool = False
+    """Servers keep the optimizer."""
+    gradients: float
+    """Bytes over a host's NICs in their busier direction. With the optimizer on the servers,
+    parameters come down meanwhile."""
+    parameters: float
+    """Bytes of the same NICs, for the parameters that are gathered next."""
+    server: float
+    """Bytes over the NIC of a spare machine."""
+    flow: Flow
+    """Bytes that a host exchanges with servers."""
+    through_servers: tuple[str, ...]
+    """Kinds of gradients of which a bucket goes to servers."""
+    push_seconds: float
+    """Time of what goes through servers."""
+    seconds: float
+    """Time of a step's communication, nothing overlapping; bytes where rates are not known."""
+    gain: float = 1.0
+    """Time of the best plain row over this one's."""
+    over_now: float = 1.0
+    """Time of plain Megatron with the job's present arguments over this one's."""
+    refused: str = ""
+    """Why the arguments do not go with those of the job."""
+    loses: bool = False
+    """Gradients lose more bits than in the job as it is, and than in bf16."""
+
+    @property
+    def name(self) -> str:
+        if self.compared:
+            return "FP8 over NCCL"
+        return " ".join(self.flags) or "plain Megatron, as it is"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What :func:`forecast` found."""
+
+    training: Training
+    network: Network
+    rows: tuple[Row, ...]
+    """The first is plain Megatron as it is."""
+    plain: Row
+    """The fastest row of plain Megatron."""
+    best: Row
+    """Of the rows that lose no more bits than the job or bf16, and are about the fastest, the one
+    to which the job has the shortest change."""
+    few_bits: tuple[Row, ...]
+    """The same of int8, and of int4, where these gain more than `best`."""
+
+    def changes(self, row: Row) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The arguments to add and to drop for a row.
+
+        ``--use-dpu-reduce`` is not dropped for a plain row: it leaves such buckets to NCCL.
+        """
+        has = self._has
+        drop = has.difference(row.flags)
+        if row.plain:
+            drop &= {arguments.OPTIMIZER}
+        return tuple(flag for flag in row.flags if flag not in has), tuple(sorted(drop))
+
+    def by_servers(self) -> list[Row]:
+        """The best row through servers that loses no bits, with int8, and with int4."""
+        rows = [row for row in self.rows if row.through_servers and not row.refused]
+        classes = [[row for row in rows if not row.loses]]
+        classes += [[row for row in rows if row.loses and row.wire == wire] for wire in FEW_BITS]
+        return [_shortest(self, of_class) for of_class in classes if of_class]
+
+    @property
+    def _has(self) -> frozenset[str]:
+        # A flag that no row has, as the wire's type where gradients have 16 bits, changes nothing.
+        return self.training.flags & {flag for row in self.rows for flag in row.flags}
+
+
+def forecast(
+    training: Training, where: Machines | Network, optimizer_refused: str = ""
+) -> Forecast:
+    """Compare the ways in which a job can reduce its gradients.
+
+    Args:
+        training: as its arguments have it.
+        where: the machines; or the links and servers of a job that runs, which has the cores it
+            needs.
+        optimizer_refused: why the servers cannot keep its optimizer; empty: they can.
+    """
+    found = _Rows(training, where)
+    plain = found.plain()
+    rows = [*plain, found.fp8(min(plain, key=_time).flags)]
+    base = found.base
+    rows += found.through_servers(base)
+    if (hosts := arguments.instances_for_hosts(base)) is not None:
+        local = replace(base, instances=hosts)
+        rows += found.through_servers(local, f"{arguments.INSTANCES} {hosts}")
+    kept = replace(base, updated=True, sharded=False, instances=1, by_layer=base.sharded)
+    rows += [
+        replace(row, refused=optimizer_refused)
+        for row in found.through_servers(kept, arguments.OPTIMIZER)
+    ]
+    best_plain = min(plain, key=lambda row: (round(row.seconds / _time(plain[0]), 6), row.flags))
+    rows = [
+        replace(row, gain=_over(best_plain, row), over_now=_over(plain[0], row)) for row in rows
+    ]
+    slow = [
+        row
+        for row in rows[1:]
+        if row.plain and row.over_now < ENOUGH and row.flags != best_plain.flags
+    ]
+    shown = tuple(row for row in rows if row not in slow)
+    fastest = next(row for row in shown if row.plain and row.flags == best_plain.flags)
+    return _chosen(training, found.network, shown, fastest)
+
+
+def _time(row: Row) -> float:
+    return row.seconds or 1.0
+
+
+def _over(first: Row, row: Row) -> float:
+    return first.seconds / row.seconds if row.seconds else 1.0
+
+
+def _chosen(training: Training, network: Network, rows: tuple[Row, ...], plain: Row) -> Forecast:
+    found = Forecast(
+        training=training, network=network, rows=rows, plain=plain, best=plain, few_bits=()
+    )
+    exact = [row for row in rows if not (row.refused or row.compared or row.loses)]
+    best = _shortest(found, exact)
+    if best.gain < WORTH_IT and best.through_servers and not training.used:
+        best = _shortest(found, [row for row in exact if not row.through_servers])
+    few = [row for row in found.by_servers() if row.loses and row.gain >= WORTH_IT * best.gain]
+    return replace(found, best=best, few_bits=tuple(few))
+
+
+def _shortest(found: Forecast, rows: Sequence[Row]) -> Row:
+    """Of the rows that are about as fast as the fastest, the one with the shortest change."""
+    limit = ENOUGH * min(row.seconds for row in rows)
+
+    def change(row: Row) -> tuple[int, float]:
+        return sum(map(len, found.changes(row))), row.seconds
+
+    return min((row for row in rows if row.seconds <= limit), key=change)
+
+
+class _Rows:
+    """Makes the rows of a job on its machines."""
+
+    def __init__(self, training: Training, where: Machines | Network) -> None:
+        # Groups of thousands are hashed once, and looked at once for each question.
+        self._training = replace(
+            training,
+            kinds=tuple(
+                replace(kind, groups={Hosts(hosts): count for hosts, count in kind.groups.items()})
+                for kind in training.kinds
+            ),
+        )
+        self._machines = where if isinstance(where, Machines) else None
+        self.network = where.network if isinstance(where, Machines) else where
+
+    @property
+    def base(self) -> Training:
+        """The training without servers."""
+        return replace(self._training, updated=False, wire=None)
+
+    def plain(self) -> list[Row]:
+        """Plain Megatron: as it is, and with each combination of its own flags that it lacks."""
+        now = self.base
+        found: list[tuple[tuple[str, ...], Training]] = [((), now)]
+        if now.can_shard and not now.sharded:
+            found.append(((arguments.SHARDED,), replace(now, sharded=True)))
+        for flags, one in tuple(found):
+            if (hosts := arguments.instances_for_hosts(one)) is not None:
+                more = (*flags, f"{arguments.INSTANCES} {hosts}")
+                found.append((more, replace(one, instances=hosts)))
+        if now.bf16 and now.gradient_bytes > 2:
+            found += [
+                ((*flags, arguments.HALF), replace(one, gradient_bytes=2)) for flags, one in found
+            ]
+        self._plain = dict(found)
+        return [
+            replace(self._row(one, flags, routing.COLLECTIVE), plain=True) for flags, one in found
+        ]
+
+    def fp8(self, flags: tuple[str, ...]) -> Row:
+        """The plain row of these flags with gradients as blocks of fp8, for comparison."""
+        one = replace(self._plain[flags], gradient_bytes=FP8_BYTES)
+        return replace(self._row(one, flags, routing.COLLECTIVE), compared=True)
+
+    def through_servers(self, base: Training, *flags: str) -> list[Row]:
+        """As gradients are reduced, in bf16 where that is less, and in few bits."""
+        rows = []
+        for wire in ("bf16", *FEW_BITS):
+            if WIRE_BYTES[wire] < base.gradient_bytes:
+                named = (arguments.USE, f"{arguments.WIRE} {wire}", *flags)
+                row = self._row(replace(base, wire=wire), named)
+                loses = WIRE_BYTES[wire] < self._training.least_bytes
+                rows.append(replace(row, loses=loses))
+        return [self._row(base, (arguments.USE, *flags)), *rows]
+
+    def _row(self, training: Training, flags: tuple[str, ...], asked: str = routing.AUTO) -> Row:
+        network, collective, pushed = self.network, dict[int, float](), dict[int, float]()
+        gathered, flows, copied = dict[int, float](), dict[int, Flow](), 0.0
+        server, through = 0.0, list[str]()
+        for kind, hosts, count, elements, updated in _pieces(training):
+            what = _sum(training, hosts, elements, updated=updated)
+            decision = routing.decide(what, network, asked)
+            load, spread = decision.loads[decision.route], routing.per_host(hosts)
+            into = collective
+            if decision.route != routing.COLLECTIVE:
+                into = pushed
+                through.append(kind.name)
+                flow = routing.flows_of(what)[decision.route]
+                for host in spread:
+                    before = flows.get(host, Flow(pushed=0.0, pulled=0.0))
+                    flows[host] = Flow(
+                        pushed=before.pushed + count * flow.pushed,
+                        pulled=before.pulled + count * flow.pulled,
+                    )
+                copied += count * elements * self._copied(training) if updated else 0.0
+            parameters = 0.0
+            if training.sharded or (training.by_layer and not updated):
+                parameters = _gathered(hosts, training.instances) * elements
+                parameters *= training.parameter_bytes
+            for host in spread:
+                into[host] = into.get(host, 0.0) + count * load.host
+                gathered[host] = gathered.get(host, 0.0) + count * parameters
+            # `load` is of a group that all hosts push to at the same time.
+            server += count * load.server * len(spread) / network.servers.hosts
+        share = copied / network.servers.count
+        pushes = Load(
+            host=_most(pushed) + share * network.servers.local,
+            server=server + (share * network.servers.per_machine if network.servers.extra else 0),
+        )
+        flow = max(flows.values(), key=lambda one: one.pushed, default=Flow(pushed=0, pulled=0))
+        push_seconds = self._push_seconds(pushes, flow, share, training.wire)
+        others = [Load(host=_most(one)) for one in (collective, gathered)]
+        seconds = sum(network.seconds(routing.COLLECTIVE, one) for one in others)
+        return Row(
+            flags=flags,
+            wire=training.wire,
+            updated=training.updated,
+            gradients=others[0].host + pushes.host,
+            parameters=others[1].host,
+            server=pushes.server,
+            flow=flow,
+            through_servers=tuple(dict.fromkeys(through)),
+            push_seconds=push_seconds,
+            seconds=seconds + push_seconds,
+        )
+
+    def _copied(self, training: Training) -> float:
+        """Bytes of a value that a server sends on, to the one that keeps a copy."""
+        if self._machines is None or not self._machines.backup:
+            return 0.0
+        return 4.0 if training.wire in FEW_BITS else _wire_bytes(training)
+
+    def _push_seconds(self, load: Load, flow: Flow, share: float, wire: str | None) -> float:
+        """What the NICs need, or the cores where there are too few of them."""
+        seconds = self.network.seconds(routing.FLAT, load)
+        if self._machines is None or not flow.pushed:
+            return seconds
+        machines, servers = self._machines, self.network.servers
+        busy = machines.busy(servers, flow.pushed, flow.pulled, add_rate_of(machines, wire))
+        copies = 0.0 if machines.transport == "rdma" else 2 * share / machines.core_rate
+        host = busy.host + copies * servers.local
+        own = busy.server + (copies * servers.per_machine if servers.extra else 0.0)
+        return max(
+            seconds,
+            host / (machines.worker_cores - OTHER_CORES),
+            own / (machines.server_cores - OTHER_CORES),
+        )
+
+
+def add_rate_of(machines: Machines, wire: str | None) -> float:
+    """Bytes of pushes in this type that a core adds per second."""
+    return BLOCK_VALUES_PER_CORE * FEW_BITS[wire] if wire in FEW_BITS else machines.add_rate
+
+
+def _pieces(
+    training: Training,
+) -> list[tuple[Kind, tuple[int, ...], float, float, bool]]:
+    """Each kind's groups: hosts, number, elements, and whether servers update these."""
+    pieces = []
+    for kind in training.kinds:
+        left = kind.left if training.updated else 0.0
+        parts = ((kind.elements - left, training.updated), (left, False))
+        for (hosts, count), (elements, updated) in itertools.product(kind.groups.items(), parts):
+            if elements:
+                pieces.append((kind, hosts, count, elements, updated))
+    return pieces
+
+
+def _sum(
+    training: Training, hosts: tuple[int, ...], elements: float, *, updated: bool
+) -> routing.Sum:
+    # Parameters come down as differences, always in 8 bits.
+    differences = updated and training.wire in FEW_BITS
+    return routing.Sum(
+        hosts=hosts,
+        gradient_bytes=round(elements * training.gradient_bytes),
+        wire_bytes=round(elements * _wire_bytes(training)),
+        pulled_bytes=round(elements * FEW_BITS["int8"]) if differences else None,
+        sharded=training.sharded,
+        instances=training.instances,
+        updated=updated,
+    )
+
+
+def _wire_bytes(training: Training) -> float:
+    return training.gradient_bytes if training.wire is None else WIRE_BYTES[training.wire]
+
+
+@functools.lru_cache(maxsize=64)
+def _gathered(hosts: tuple[int, ...], instances: int) -> float:
+    """The part of a group's parameters that leaves one of its hosts, where they are gathered."""
+    shards = len(hosts) // instances
+    within = [hosts[first : first + shards] for first in range(0, len(hosts), shards)]
+    return cost_model.reduce_scatters(within, 1.0).host
+
+
+def _most(by_host: dict[int, float]) -> float:
+    return max(by_host.values(), default=0.0)

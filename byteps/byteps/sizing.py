@@ -1,0 +1,362 @@
+"""How many servers a model needs, where, and what they gain: ``python -m byteps.sizing -h``.
+
+:mod:`byteps.forecast` computes it. Cores and memory are estimates; docs/use/when-to-use.md says
+where the figures come from and how to measure your own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from byteps import cost_model
+from byteps.forecast import (
+    FEW_BITS,
+    WIRE_BYTES,
+    Forecast,
+    Kind,
+    Machines,
+    Needs,
+    Row,
+    Training,
+    answer,
+    forecast,
+    needs_of,
+)
+from byteps.forecast.machines import TRANSPORTS, cores_text
+from byteps.forecast.needs import GIB
+from byteps.forecast.rows import ENOUGH
+
+OPTIMIZERS = ("replicated", "host", "ranks", "servers")
+LEAST_PARAMETERS = 1e6
+"""Fewer is no model's size, but a forgotten M or B."""
+MOST_PARAMETERS = 1e12
+"""Of one rank: twice as many bytes are more than any GPU has."""
+
+LEAST_SHOWN = 1.005
+"""Rows that gain less are left out of the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One number of spare machines."""
+
+    machines: Machines
+    found: Forecast
+
+    def needs(self, row: Row) -> Needs:
+        return needs_of(self.found.training, row, self.found.network, self.machines)
+
+    @property
+    def spare(self) -> int:
+        return self.machines.spare
+
+    @property
+    def deployed(self) -> Row | None:
+        """The row whose servers are to be started; None: plain Megatron is as fast."""
+        rows = (self.found.best, *self.found.few_bits)
+        return next((row for row in rows if row.through_servers), None)
+
+
+def training_of(
+    parameters: float, hosts: int, gpus: int, optimizer: str, gradients: str, accepts: str | None
+) -> Training:
+    """The training of a model of bf16 (or fp16) parameters, split by data parallelism alone.
+
+    Raises:
+        ValueError: the number of parameters is no size.
+    """
+    if not LEAST_PARAMETERS <= parameters <= MOST_PARAMETERS:
+        raise ValueError(
+            f"{parameters:g} parameters: a rank has 1 million (1M) to 1 trillion (1T) of them; 7B "
+            "is 7 billion. Divide by tensor and pipeline parallelism"
+        )
+    members = tuple(host for host in range(hosts) for _ in range(gpus))
+    return Training(
+        kinds=(Kind(name="dense", groups={members: 1}, elements=parameters),),
+        gradient_bytes=WIRE_BYTES[gradients],
+        accepts=accepts,
+        bf16=gradients != "fp16",
+        sharded=optimizer != "replicated",
+        can_shard=True,
+        instances=hosts if optimizer == "host" else 1,
+        updated=optimizer == "servers",
+        used=optimizer == "servers",
+    )
+
+
+def choices(training: Training, machines: Machines, count: int | None) -> list[Choice]:
+    """Numbers of spare machines to choose from. `count`: the one that there is; None: several."""
+    wanted = {count} if count is not None else {0}
+    if count is None:
+        hosts = machines.hosts
+        slower = max(1.0, machines.nics * machines.link_gbps / machines.server_gbps)
+        wanted |= {1, hosts // 4, hosts // 2, hosts, math.ceil(hosts * slower)}
+    found = []
+    for spare in sorted(wanted):
+        some = replace(machines, spare=spare)
+        found.append(Choice(machines=some, found=forecast(training, some)))
+    return found
+
+
+def advised(found: Sequence[Choice]) -> Choice:
+    """The fewest machines with which training is about as fast as with any number."""
+    best = min(one.found.best.seconds for one in found)
+    return next(one for one in found if one.found.best.seconds <= best * ENOUGH)
+
+
+HEAD = (
+    "   spare  servers on  servers                     ms per         Gbit/s  cores of a   "
+    "cores of   GiB of a    GiB of",
+    "machines        each  on a host  values optimizer    step   gain per NIC     machine   "
+    "  a host    machine    a host",
+)
+
+
+def render(found: Sequence[Choice], parameters: float) -> str:
+    """The choices, and the answer, as text."""
+    machines, chosen = found[0].machines, advised(found)
+    nics = "" if machines.nics == 1 else f"{machines.nics} NICs of "
+    plain = chosen.found.plain
+    lines = [
+        f"{parameters / 1e6:,.0f} million parameters, {machines.hosts} "
+        f"{'hosts' if machines.hosts > 1 else 'host'} with {machines.gpus} "
+        f"GPU{'s' if machines.gpus > 1 else ''} and {nics}{machines.link_gbps:g} Gbit/s each, "
+        + (f"spare machines with {machines.server_gbps:g} Gbit/s, " if found[-1].spare else "")
+        + machines.transport.upper()
+        + (", with copies of the servers' state" if machines.backup else ""),
+    ]
+    if chosen.found.training.crossing:
+        lines += [
+            f"Plain Megatron at its best: {1000 * plain.seconds:,.1f} ms per step"
+            + (f", with {' '.join(plain.flags)}" if plain.flags else ""),
+            "",
+            *HEAD,
+        ]
+        for one in found:
+            for row in one.found.by_servers():
+                if row.gain < LEAST_SHOWN:
+                    continue
+                mark = "  <- advised" if one is chosen and row == one.found.best else ""
+                lines.append(_line(one, row) + mark)
+    lines += ["", f"Answer: {answer(chosen.found)}"]
+    if lacking := _lacking_cores(chosen):
+        lines.append(lacking)
+    if (deployed := chosen.deployed) is not None:
+        lines += _deployment(chosen, deployed)
+    return "\n".join(lines)
+
+
+def _line(one: Choice, row: Row) -> str:
+    needs, servers = one.needs(row), one.found.network.servers
+    training = one.found.training
+    values = row.wire or ("fp32" if training.gradient_bytes == 4 else "bf16")
+    values = values if training.bf16 or row.wire else "fp16"
+    each = str(servers.per_machine) if servers.extra else "-"
+    return (
+        f"{servers.extra:8d}  {each:>10}  {servers.local:9d}  {values:6} "
+        f"{'servers' if row.updated else 'ranks':9}{1000 * row.seconds:8,.1f}  {row.gain:5.2f} "
+        f"{needs.nic_gbps:7.1f}  {needs.server_cores or '-':>10}  {needs.worker_cores:9d}  "
+        f"{needs.server_bytes / GIB:9.1f}  {needs.worker_bytes / GIB:8.1f}"
+    )
+
+
+def _deployment(chosen: Choice, row: Row) -> list[str]:
+    """What to start, and what it needs."""
+    machines, servers = chosen.machines, chosen.found.network.servers
+    lines = [f"Servers for {' '.join(row.flags[1:]) or row.flags[0]}:"]
+    start = f"torchrun --nnodes {machines.hosts} --nproc-per-node {machines.gpus} ..."
+    if not servers.extra:
+        return [*lines, f"  BYTEPS_EMBEDDED_SERVERS={servers.local} {start}"]
+    ranks, count = machines.world, servers.count
+    lines += [
+        f"  scripts/scheduler.sh --workers {ranks} --servers {count} ...",
+        f"  scripts/server.sh --workers {ranks} --servers {count} "
+        f"--instances {servers.per_machine} ...    # on each spare machine",
+    ]
+    local = f"--local-servers {servers.local} " if servers.local else ""
+    return [*lines, f"  scripts/worker.sh --servers {count} {local}..."]
+
+
+def _lacking_cores(chosen: Choice) -> str:
+    """What more cores would give; empty where they are enough."""
+    (enough,) = choices(chosen.found.training, chosen.machines.with_all_cores(), chosen.spare)
+    faster = enough.deployed
+    if faster is None:
+        return ""
+    row = next(one for one in chosen.found.rows if one.flags == faster.flags)
+    if row.seconds <= faster.seconds * ENOUGH:
+        return ""
+    needs, lacking = enough.needs(faster), []
+    if needs.worker_cores > chosen.machines.worker_cores:
+        lacking.append(f"{cores_text(needs.worker_cores)} on a worker's host")
+    if needs.server_cores > chosen.machines.server_cores:
+        lacking.append(f"{cores_text(needs.server_cores)} on a spare machine")
+    text = f"With {' and '.join(lacking)}, {' '.join(faster.flags)}: {faster.gain:.2f} x"
+    if chosen.machines.transport == "tcp":
+        text += "; or use RDMA (--transport rdma), where the NIC moves the bytes"
+    return f"{text}."
+
+
+def count(text: str) -> float:
+    """'7B', '340M' or a plain number."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)([kKmMbBgGtT]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number such as 7B, 340M or 1e9")
+    scale = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+    return float(match[1]) * scale[match[2].lower()]
+
+
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """Options that describe the machines; :func:`machines_of` reads them."""
+    machines = parser.add_argument_group("the machines")
+    machines.add_argument("--hosts", type=int, required=True, help="hosts with workers")
+    machines.add_argument(
+        "--gpus", "--gpus-per-host", type=int, default=8, help="GPUs per host (default: 8)"
+    )
+    machines.add_argument(
+        "--link-gbps", type=float, required=True, metavar="G",
+        help="rate of one NIC of a worker's host, Gbit/s each way",
+    )  # fmt: skip
+    machines.add_argument(
+        "--nics", type=int, default=1, metavar="K",
+        help="NICs per worker host; NCCL and BytePS use all of them (default: 1)",
+    )  # fmt: skip
+    cores: Any = {"type": float, "default": math.inf, "metavar": "C"}
+    machines.add_argument(
+        "--worker-cores", **cores,
+        help="of a worker's host, that the network may use (default: as many as it needs)",
+    )  # fmt: skip
+    machines.add_argument(
+        "--server-link-gbps", type=float, metavar="G",
+        help="rate of a spare machine's NICs together (default: as --link-gbps)",
+    )  # fmt: skip
+    machines.add_argument("--server-cores", **cores, help="of a spare machine (default: any)")
+    network = parser.add_argument_group("the network")
+    network.add_argument(
+        "--transport", choices=TRANSPORTS, default="tcp",
+        help=f"between workers and servers; TCP is for links of up to {cost_model.TCP_GBPS:g} "
+        "Gbit/s (default: tcp)",
+    )  # fmt: skip
+    network.add_argument(
+        "--core-gbps", type=float, default=cost_model.TCP_CORE_RATE * 8 / 1e9, metavar="G",
+        help="what one core sends or receives over TCP, Gbit/s (default: %(default)g)",
+    )  # fmt: skip
+    network.add_argument(
+        "--core-add-gbs", type=float, default=cost_model.ADD_CORE_RATE / 1e9, metavar="G",
+        help="what one core of a server adds, GB/s; make bench-reducer measures it (default: "
+        "%(default)g)",
+    )  # fmt: skip
+    network.add_argument(
+        "--backup", action="store_true",
+        help="each server keeps a copy of another one's optimizer state (BYTEPS_BACKUP_STATE)",
+    )  # fmt: skip
+
+
+def machines_of(options: argparse.Namespace, spare: int) -> Machines:
+    """The machines of the command line.
+
+    Raises:
+        ValueError: a number is no size, or BytePS cannot use such a link.
+    """
+    return Machines(
+        hosts=options.hosts,
+        gpus=options.gpus,
+        link_gbps=options.link_gbps,
+        nics=options.nics,
+        spare=spare,
+        server_link_gbps=options.server_link_gbps,
+        transport=options.transport,
+        worker_cores=options.worker_cores,
+        server_cores=options.server_cores,
+        core_rate=options.core_gbps * 1e9 / 8,
+        add_rate=options.core_add_gbs * 1e9,
+        backup=options.backup,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m byteps.sizing",
+        description="Computes what servers on the workers' hosts, and on spare machines, gain over "
+        "plain Megatron at its best, and what they need.",
+    )
+    model = parser.add_argument_group("the model")
+    model.add_argument(
+        "--parameters", type=count, required=True, metavar="N",
+        help="parameters on one rank, such as 7B or 340M: those of the model, divided by tensor "
+        "and pipeline parallelism",
+    )  # fmt: skip
+    model.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="host",
+        help="where its state is now: on every rank (replicated), sharded inside each host "
+        "(--num-distributed-optimizer-instances = hosts), sharded over all ranks, or on the "
+        "servers (default: host)",
+    )  # fmt: skip
+    model.add_argument(
+        "--gradients", choices=[name for name in WIRE_BYTES if name not in FEW_BITS],
+        default="bf16", help="NCCL reduces in (default: bf16)",
+    )  # fmt: skip
+    model.add_argument(
+        "--wire", choices=tuple(WIRE_BYTES),
+        help="type in which you accept that gradients are sent (default: 16 bits; few bits are "
+        "shown, too)",
+    )  # fmt: skip
+    add_machines(parser)
+    parser.add_argument(
+        "--machines", "--servers", type=int, metavar="K",
+        help="spare machines for servers; 0: servers on the workers' hosts (default: compare)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        machines = machines_of(options, options.machines or 0)
+        if options.backup and options.optimizer != "servers":
+            raise ValueError("copies are of optimizer state on the servers (--optimizer servers)")
+        training = training_of(
+            options.parameters, options.hosts, options.gpus, options.optimizer,
+            options.gradients, options.wire,
+        )  # fmt: skip
+        found = choices(training, machines, options.machines)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.json:
+        print(json.dumps(_json(found), indent=1))
+    else:
+        print(render(found, options.parameters))
+    return 0
+
+
+def _json(found: Sequence[Choice]) -> dict[str, object]:
+    chosen, rows = advised(found), []
+    for one in found:
+        for row in one.found.by_servers():
+            rows.append(
+                {
+                    **{name: getattr(row, name) for name in ("flags", "wire", "seconds", "gain")},
+                    "servers": dataclasses.asdict(one.found.network.servers),
+                    "needs": dataclasses.asdict(one.needs(row)),
+                }
+            )
+    return {
+        "plain_seconds": chosen.found.plain.seconds,
+        "rows": rows,
+        "machines": chosen.spare,
+        "answer": answer(chosen.found),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The calculator, the check of arguments and what a job prints when it starts have one answer."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from byteps import sizing
+from byteps.routing import Network
+from megatron.core.distributed.dpu_reduce import check, job, parameters, plan
+
+from bench.planning.run import MadeUp
+from tests.megatron.test_check import RECIPE, SHARDED
+
+
+def answers(text: str) -> list[str]:
+    """The lines that begin with the answer of a program, without what the program puts before."""
+    found = re.findall(r"^(?:Answer|dpu_reduce): ((?:in \d|no gradient).*)$", text, re.M)
+    assert found, text
+    return found
+
+
+def told_at_start(hosts: int, servers: Network) -> str:
+    """What a job of such a layout prints when its model is wrapped."""
+    made_up = MadeUp(ranks=2 * hosts, per_host=2, groups=1, elements=64 * hosts, instances=1)
+    model = made_up.model()
+    model.ddp_config.overlap_param_gather = True
+    (buffer,) = model.buffers
+    buffer.param_dtype = buffer.grad_dtype = torch.bfloat16
+    for bucket in buffer.buckets:
+        bucket.grad_data = bucket.grad_data.to(torch.bfloat16)
+    with made_up.joined(), contextlib.redirect_stdout(io.StringIO()) as told:
+        assert job._job is not None
+        job._job = replace(job._job, network=servers)
+        plan.register(model)
+    return told.getvalue()
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4, 8])
+def test_three_programs_give_one_answer(hosts: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """With no spare machine, half as many as hosts, and as many."""
+    own = ["--hosts", str(hosts), "--gpus", "2", "--link-gbps", "10"]
+    words = (*RECIPE, *SHARDED)
+    plain = parameters.parse(words, world=2 * hosts)
+    using = parameters.parse((*words, "--use-dpu-reduce"), world=2 * hosts)
+    for spare in (0, hosts // 2, hosts):
+        machines = check.Machines(hosts=hosts, gpus=2, link_gbps=10, spare=spare)
+        found = answers(check.render(check.judge(plain, machines), machines))[-1:]
+        model = ["--parameters", "419M", "--optimizer", "ranks", "--machines", str(spare)]
+        assert sizing.main([*model, *own]) == 0
+        assert answers(capsys.readouterr().out) == found
+        running = answers(check.render(check.judge(using, machines), machines))[-1:]
+        assert answers(told_at_start(hosts, machines.network)) == running

@@ -1,0 +1,293 @@
+"""What each change of arguments gains: a pure function of groups by host, bytes and links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from byteps import forecast as package
+from byteps.cost_model import Servers
+from byteps.forecast import Forecast, Kind, Machines, Row, Training, answer, forecast, table
+from byteps.routing import Network
+from byteps.torch import wire
+
+ELEMENTS = 1e9
+RATE = 10e9 / 8
+USE, OPTIMIZER = "--use-dpu-reduce", "--dpu-optimizer"
+HALF, INSTANCES = "--grad-reduce-in-bf16", "--num-distributed-optimizer-instances 4"
+BF16, INT8, INT4 = (f"--dpu-reduce-wire-dtype {name}" for name in ("bf16", "int8", "int4"))
+
+
+def network_of(hosts: int, spare: int | None = None, nics: int = 1) -> Network:
+    """As many spare machines as hosts, or servers on the hosts alone."""
+    count = hosts if spare is None else spare
+    return Network(
+        servers=Servers(hosts=hosts, extra=count, local=0 if count else 1),
+        host_rate=RATE,
+        server_rate=RATE,
+        collective_rate=nics * RATE if nics > 1 else None,
+    )
+
+
+def dense(hosts: int, per_host: int, groups: float = 1) -> Kind:
+    members = tuple(host for host in range(hosts) for _ in range(per_host))
+    return Kind(name="dense", groups={members: groups}, elements=ELEMENTS)
+
+
+def row(found: Forecast, *flags: str) -> Row:
+    return next(one for one in found.rows if one.flags == flags and not one.compared)
+
+
+def test_plain_megatron_is_compared_with_its_own_best_flags() -> None:
+    """4 hosts x 2, fp32 gradients: sharded over all, 7/8 of 4 and of 2 bytes leave a host; in one
+    instance per host and bf16, 3/4 of 2 bytes twice."""
+    training = Training(kinds=(dense(4, 2),), sharded=True)
+    found = forecast(training, network_of(4))
+    assert found.rows[0].gradients == pytest.approx(3.5 * ELEMENTS)
+    assert found.rows[0].parameters == pytest.approx(1.75 * ELEMENTS)
+    assert found.plain.flags == (INSTANCES, HALF)
+    assert found.plain.gradients == pytest.approx(3 * ELEMENTS) and found.plain.gain == 1
+    assert found.plain.over_now == pytest.approx(5.25 / 3)
+    kept = row(found, USE, BF16, OPTIMIZER)
+    assert kept.gain == pytest.approx(3 / 2), "over the best plain row, not over this job"
+    assert kept.over_now == pytest.approx(5.25 / 2)
+
+
+def test_a_gain_of_plain_flags_is_not_ours() -> None:
+    """Servers on the hosts send what NCCL with an instance per host sends."""
+    training = Training(kinds=(dense(4, 8),), gradient_bytes=2, sharded=True)
+    found = forecast(training, network_of(4, spare=0))
+    local = row(found, USE, INSTANCES)
+    assert local.through_servers == () and local.gain == pytest.approx(1)
+    assert local.over_now == pytest.approx(2 * 31 / 32 * 2 / 3)
+    assert "gain of plain flags" in table(found)
+    assert f"add {INSTANCES} (1.29 x, by plain Megatron's own flags" in answer(found)
+    assert USE not in answer(found).split(";")[0]
+
+
+def test_the_distributed_optimizer_is_a_row_where_the_job_could_use_it() -> None:
+    found = forecast(Training(kinds=(dense(4, 1),), can_shard=True), network_of(4))
+    sharded = row(found, "--use-distributed-optimizer")
+    assert sharded.over_now == pytest.approx(6 / 4.5)
+    assert found.plain.flags == (HALF,), "as few bytes, and a shorter change"
+
+
+def test_fp16_gradients_are_not_reduced_in_bf16() -> None:
+    found = forecast(Training(kinds=(dense(4, 1),), bf16=False), network_of(4))
+    assert not any(HALF in one.flags for one in found.rows)
+
+
+@pytest.mark.parametrize(("hosts", "fp8"), [(2, 1.508), (4, 2.262), (8, 2.639)])
+def test_fp8_over_nccl_is_compared_and_never_advised(hosts: int, fp8: float) -> None:
+    """Sharded: FP8 gradients and bf16 parameters."""
+    training = Training(kinds=(dense(hosts, 1),), gradient_bytes=2, sharded=True)
+    found = forecast(training, network_of(hosts))
+    (compared,) = (one for one in found.rows if one.compared)
+    assert (compared.gradients + compared.parameters) / ELEMENTS == pytest.approx(fp8, abs=0.001)
+    assert compared not in (found.best, found.plain, *found.few_bits)
+    assert "for comparison: not in Megatron" in table(found)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "int8", "both", "int4"),
+    [(2, 1.016, 0.766, 0.516), (4, 1.523, 1.148, 0.773), (8, 1.777, 1.34, 0.902)],
+)
+def test_servers_on_the_hosts_gain_by_few_bits(
+    hosts: int, int8: float, both: float, int4: float
+) -> None:
+    """Bytes per parameter over a host's NIC: docs/use/when-to-use.md has this table."""
+    links = network_of(hosts, spare=0)
+    sharded = Training(kinds=(dense(hosts, 1),), gradient_bytes=2, sharded=True)
+    found = forecast(sharded, links)
+    plain = 4 * (hosts - 1) / hosts
+    for wire_flag, nbytes in ((INT8, int8), (INT4, both)):
+        kept = row(found, USE, wire_flag, OPTIMIZER)
+        assert kept.gradients / ELEMENTS == pytest.approx(nbytes, abs=0.001)
+        assert kept.gain == pytest.approx(plain / nbytes, rel=0.002)
+    whole = forecast(replace(sharded, sharded=False), links)
+    for wire_flag, nbytes in ((INT8, int8), (INT4, int4)):
+        assert row(whole, USE, wire_flag).gradients / ELEMENTS == pytest.approx(nbytes, abs=0.001)
+    assert [one.wire for one in whole.few_bits] == ["int8", "int4"]
+    said = answer(whole)
+    assert said.startswith("in 16 bits or more: change nothing: no servers are faster")
+    assert f"add {USE} {INT8} ({whole.few_bits[0].gain:.2f} x)" in said
+    assert "compare your loss curves first" in said and "on each of" in package.servers_text(
+        links.servers
+    )
+
+
+def test_one_rank_a_host_with_fp32_gradients() -> None:
+    """4 bytes an element: a ring sends 2 * 3/4 of them, a push all, and half as bf16."""
+    found = forecast(Training(kinds=(dense(4, 1),)), network_of(4))
+    ring, flag = found.rows[0], row(found, USE)
+    assert ring.gradients == pytest.approx(6 * ELEMENTS) and ring.parameters == 0
+    assert flag.gradients == pytest.approx(4 * ELEMENTS) == pytest.approx(flag.server)
+    assert flag.over_now == pytest.approx(1.5) and flag.seconds == pytest.approx(4e9 / RATE)
+    half = row(found, USE, BF16)
+    assert half.over_now == pytest.approx(3) and half.gain == pytest.approx(1.5)
+    kept = row(found, USE, OPTIMIZER)
+    assert kept.over_now == pytest.approx(1.5), "parameters come down in the place of the sum"
+    assert found.best == half, "of two that are as fast, the shorter change"
+
+
+def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
+    """bf16 gradients, distributed optimizer in one instance, 4 hosts x 2: 7/8 of 2 bytes for the
+    gradients leave a host, and 7/8 for the parameters; servers take 2 and send 2 at once."""
+    training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True)
+    found = forecast(training, network_of(4))
+    today = found.rows[0]
+    assert today.gradients == pytest.approx(1.75 * ELEMENTS) == today.parameters
+    flag = row(found, USE)
+    assert flag.over_now == 1.0 and flag.through_servers == ()
+    local = row(found, USE, INSTANCES)
+    assert local.gradients == pytest.approx(2 * ELEMENTS) and local.parameters == 0
+    kept = row(found, USE, OPTIMIZER)
+    assert kept.gradients == pytest.approx(2 * ELEMENTS) and kept.over_now == pytest.approx(1.75)
+    assert not any("wire-dtype bf16" in one.name for one in found.rows), "they are bf16 already"
+    few = row(found, USE, INT8, INSTANCES)
+    assert few.gain == pytest.approx(3 / 1.016, rel=1e-3)
+    assert found.best.gain == pytest.approx(1.5)
+    refused = forecast(training, network_of(4), "it cannot")
+    assert row(refused, USE, OPTIMIZER).refused == "it cannot"
+    assert refused.best == row(refused, *local.flags)
+
+
+def test_groups_that_share_a_host_share_its_nic() -> None:
+    """Tensor parallelism of 8 on hosts of 8 GPUs: 8 groups of one rank a host."""
+    found = forecast(Training(kinds=(dense(4, 1, groups=8),)), network_of(4))
+    assert found.rows[0].gradients == pytest.approx(48 * ELEMENTS)
+    flag = row(found, USE)
+    assert flag.gradients == pytest.approx(32 * ELEMENTS) == flag.server
+    assert flag.over_now == pytest.approx(1.5)
+
+
+def test_stages_on_hosts_of_their_own_share_the_servers() -> None:
+    """Two groups of four hosts each, eight servers: a server takes an eighth of each push."""
+    kind = Kind(name="dense", groups={(0, 1, 2, 3): 1, (4, 5, 6, 7): 1}, elements=ELEMENTS)
+    flag = row(forecast(Training(kinds=(kind,)), network_of(8)), USE)
+    assert flag.gradients == pytest.approx(4 * ELEMENTS) == flag.server
+
+
+def test_experts_inside_a_host_stay_there() -> None:
+    expert = Kind(
+        name="expert", groups={(0,) * 2: 4, (1,) * 2: 4, (2,) * 2: 4}, elements=9 * ELEMENTS
+    )
+    found = forecast(Training(kinds=(dense(3, 1), expert)), network_of(3))
+    assert found.rows[0].gradients == pytest.approx(4 * ELEMENTS * 4 / 3)
+    assert row(found, USE).through_servers == ("dense",)
+    assert [kind.name for kind in found.training.crossing] == ["dense"]
+
+
+def test_a_nic_for_each_of_eight_gpus_leaves_nothing_to_gain() -> None:
+    """NCCL uses all of them, BytePS one."""
+    training = Training(kinds=(dense(4, 8),), gradient_bytes=2)
+    found = forecast(training, network_of(4, nics=8))
+    assert row(found, USE).through_servers == ()
+    assert found.best.flags == () and answer(found).endswith("faster than plain Megatron")
+    has = forecast(replace(training, used=True, updated=True), network_of(4, nics=8))
+    assert has.changes(has.best) == ((), (OPTIMIZER,))
+    assert f"drop {OPTIMIZER}: plain Megatron is as fast" in answer(has)
+
+
+def test_inside_one_host_there_is_nothing_to_say() -> None:
+    found = forecast(Training(kinds=(dense(1, 8),)), network_of(1))
+    assert found.best.flags == () and found.few_bits == ()
+    assert answer(found) == table(found) == "no gradient crosses hosts: nothing to gain"
+
+
+@pytest.mark.parametrize(
+    ("kind", "instances", "asked"),
+    [
+        (dense(4, 2), 1, 4),
+        (dense(4, 2), 4, None),
+        # A rank alone would be an instance that shards nothing.
+        (dense(4, 1), 1, None),
+        # Consecutive members are an instance: these are not on one host.
+        (Kind(name="dense", groups={(0, 1, 2, 3) * 2: 1}, elements=ELEMENTS), 1, None),
+    ],
+)
+def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None) -> None:
+    training = Training(kinds=(kind,), gradient_bytes=2, sharded=True, instances=instances)
+    names = [one.name for one in forecast(training, network_of(4)).rows if not one.plain]
+    found = [name for name in names if "instances" in name and "wire" not in name]
+    assert found == ([f"{USE} --num-distributed-optimizer-instances {asked}"] if asked else [])
+
+
+def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
+    """With Muon: a tenth of the parameters comes down in the place of a sum. The gradients of the
+    others are all-reduced, and then these parameters are gathered."""
+    kind = replace(dense(4, 2), left=0.9 * ELEMENTS)
+    training = Training(kinds=(kind,), gradient_bytes=2, sharded=True)
+    kept = row(forecast(training, network_of(4)), USE, OPTIMIZER)
+    assert kept.gradients == pytest.approx(2 * ELEMENTS)
+    assert kept.parameters == pytest.approx(0.9 * 1.75 * ELEMENTS)
+    kept = row(forecast(replace(training, sharded=False), network_of(4)), USE, OPTIMIZER)
+    assert kept.gradients == pytest.approx(2 * ELEMENTS) and kept.parameters == 0
+
+
+@pytest.mark.parametrize(
+    ("has", "text"),
+    [
+        ({}, f"add {USE} {BF16} (1.50 x as fast as plain"),
+        ({"used": True}, f"add {BF16} (1.50 x"),
+        ({"used": True, "wire": "bf16"}, "change nothing: what runs is 1.50 x"),
+        # As fast as the best, which is two changes away.
+        ({"used": True, "wire": "bf16", "updated": True}, "change nothing: what runs is 1.50 x"),
+        ({"used": True, "updated": True}, f"add {BF16} (1.50 x"),
+    ],
+)
+def test_the_answer_names_what_a_job_does_not_have(has: dict[str, Any], text: str) -> None:
+    said = answer(forecast(Training(kinds=(dense(4, 1),), **has), network_of(4)))
+    assert said.startswith(f"in 16 bits or more: {text}")
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("int8", 1.016), ("int4", 0.516)])
+@pytest.mark.parametrize("how", ["wire", "accepts"])
+def test_few_bits_that_the_user_agrees_with_are_advised(name: str, nbytes: float, how: str) -> None:
+    """A job that has them, or whose user accepts them, is told what they gain; another one is not
+    advised to use them without a word on the loss."""
+    flag = f"--dpu-reduce-wire-dtype {name}"
+    job = Training(kinds=(dense(4, 1),), used=True)
+    training = replace(job, wire=name) if how == "wire" else replace(job, accepts=name)
+    found = forecast(training, network_of(4))
+    assert found.best.flags == (USE, flag) and found.best.gain == pytest.approx(
+        3 / nbytes, rel=0.001
+    )
+    assert found.changes(found.best) == (((), ()) if how == "wire" else ((flag,), ()))
+    assert answer(found).startswith(f"in {name} or more: ")
+    others = forecast(Training(kinds=(dense(4, 1),), used=True), network_of(4))
+    assert flag not in others.best.flags
+    assert flag in answer(others).split("with fewer bits")[1]
+
+
+def test_few_servers_on_spare_machines_are_not_worth_it() -> None:
+    training = Training(kinds=(dense(8, 1),), gradient_bytes=2)
+    machines = Machines(hosts=8, gpus=1, link_gbps=10, spare=1)
+    found = forecast(training, machines)
+    assert row(found, USE).gain == pytest.approx(1.09, abs=0.01) and found.best.plain
+
+
+def test_megatrons_flags_that_hide_time_are_named() -> None:
+    training = Training(kinds=(dense(4, 1),), missing_overlaps=("--overlap-grad-reduce",))
+    assert answer(forecast(training, network_of(4))).endswith(
+        "; --overlap-grad-reduce would hide time in each of these"
+    )
+
+
+def test_types_are_those_that_travel() -> None:
+    for name, nbytes in package.WIRE_BYTES.items():
+        if name in wire.NAMES:
+            assert nbytes == wire.NAMES[name].element_bytes / wire.NAMES[name].values
+
+
+@pytest.mark.parametrize(
+    ("extra", "local", "said"),
+    [
+        (0, 1, "servers: 1 on each of 4 hosts"),
+        (4, 0, "servers: 1 on each of 4 machines of their own"),
+        (1, 1, "servers: 1 on each of 1 machine of their own, 1 on each of 4 hosts"),
+    ],
+)
+def test_where_servers_are(extra: int, local: int, said: str) -> None:
+    assert package.servers_text(Servers(hosts=4, extra=extra, local=local)) == said
