@@ -31,6 +31,8 @@ Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its 
 These four have no default: --host, --port, --workers (but with --keep), --servers. Every other BYTEPS_* variable is
 passed on; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
+SIGTERM ends the scheduler once all workers have left, for which it waits BYTEPS_STOP_TIMEOUT_S (25)
+at most; a second one, 1 s later or more, ends it at once.
 Exit status: 0 the job ended well; 1 a failure, for example a worker was lost; 2 a setting is missing
 or bad; 130 or 143 after Ctrl-C or SIGTERM. Of --check: 0 it could run; 1 something is wrong; 2 a
 setting is.

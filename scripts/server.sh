@@ -37,8 +37,8 @@ Instance i of several gets BYTEPS_LOCAL_RANK=i: its metrics are at BYTEPS_METRIC
 These three have no default: --scheduler, --workers (but with --keep), --servers. Every other BYTEPS_* variable is
 passed on; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
-SIGTERM ends the servers after the reductions in flight, for which they wait BYTEPS_STOP_TIMEOUT_S
-(10) at most. When one instance fails the others are ended, unless BYTEPS_REPLACE_SERVERS_S lets
+SIGTERM ends the servers once all workers have left, for which they wait BYTEPS_STOP_TIMEOUT_S (25)
+at most; a second one, 1 s later or more, ends them at once. When one instance fails the others are ended, unless BYTEPS_REPLACE_SERVERS_S lets
 another server take its place. Exit status: 0 the job ended well; that of the first
 instance to fail, 1 for example when a worker was lost; 2 a setting is missing or bad; 130 or 143
 after Ctrl-C or SIGTERM.
@@ -163,11 +163,11 @@ send() {
 
 end_all() {
   send TERM
-  # A server finishes the reductions in flight, and then tells the others.
-  local patience=${BYTEPS_STOP_TIMEOUT_S:-10}
+  # A server waits for its workers, and then tells the others.
+  local patience=${BYTEPS_STOP_TIMEOUT_S:-25}
   local deadline=$((SECONDS + ${patience%.*} + 8))
   while find_running; ((${#running[@]} && SECONDS < deadline)); do
-    sleep 0.1
+    sleep 0.1 || true # a signal to the whole group ends it
   done
   send KILL
   wait
@@ -197,7 +197,7 @@ wait_for_one() {
 
 # shellcheck disable=SC2329  # the traps call it
 on_signal() {
-  trap '' INT TERM
+  trap 'send TERM' INT TERM # a second one
   end_all
   exit "$1"
 }

@@ -45,6 +45,7 @@ if(GTest_FOUND)
     tests/server/optimizer/differences_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/server_test.cc
+    tests/server/stop_order_test.cc
     tests/support/job.cc)
   target_compile_options(unit_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(unit_test PRIVATE worker_under_test GTest::gtest_main)

@@ -29,6 +29,7 @@ TIMEOUTS = {
     "BYTEPS_START_TIMEOUT_S": "10",
     "BYTEPS_OP_TIMEOUT_S": "12",
     "BYTEPS_RECONNECT_TIMEOUT_S": "4",
+    "BYTEPS_STOP_TIMEOUT_S": "1",
 }
 MOST_LIVES = 8
 """Of a kept job's workers: a fault lasts no longer than some of them."""

@@ -83,6 +83,10 @@ def wait_for_text(node: Spawned, pattern: str) -> None:
         time.sleep(0.02)
 
 
+AT_ONCE = {"BYTEPS_STOP_TIMEOUT_S": "0.5"}
+"""A scheduler or server that is told to end waits no longer for its workers."""
+
+
 # Jobs with a server that waits for the place of one that is lost.
 
 

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import pytest
 
 from tests.multiproc.cluster import END_S, RUN_S, Cluster, Nursed, Process, Spawned, stop, wait_all
-from tests.multiproc.endings import demand_error, demand_failed, start_looping, wait_for_text
+from tests.multiproc.endings import (
+    AT_ONCE,
+    demand_error,
+    demand_failed,
+    start_looping,
+    wait_for_text,
+)
 from tests.multiproc.test_check import start_with_socket, wait_to_hear
 
 Make = Callable[..., Cluster]
@@ -314,11 +320,32 @@ def test_twenty_seconds_by_the_defaults(make_cluster: Make, victim: str) -> None
 FIVE_SECONDS = {"BYTEPS_PEER_TIMEOUT_S": "5"}
 
 
+def test_everything_is_told_to_end_at_once(make_cluster: Make) -> None:
+    """As by a cluster's manager. Scheduler and servers stay until workers have saved; some get the
+    signal twice, from the manager and from the script that started them."""
+    cluster = make_cluster(workers=2, servers=2)
+    workers = cluster.start("failures:saves")
+    cluster.wait_mark("looping", range(2))
+    told: list[Process] = [cluster.scheduler, *cluster.servers, cluster.servers[1], *workers]
+    for node in told:
+        node.send(signal.SIGTERM)
+    wait_all(cluster.everyone(), END_S)
+    cluster.demand_checks()
+    assert [worker.status for worker in workers] == [0, 0]
+    assert sorted(path.name for path in cluster.folder.glob("mark.saved.*")) == [
+        "mark.saved.0", "mark.saved.1"
+    ]  # fmt: skip
+    for node in [cluster.scheduler, *cluster.servers]:
+        assert node.wait(0) == 143, node.text
+        begins, done = (node.text.find(said) for said in ("told to end by SIGTERM; serves", "done:"))
+        assert 0 <= begins < done, node.text
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_learn_which_server_was_stopped(
     make_cluster: Callable[..., Cluster], number: signal.Signals
 ) -> None:
-    cluster = make_cluster(workers=2, servers=2, env=FIVE_SECONDS)
+    cluster = make_cluster(workers=2, servers=2, env={**FIVE_SECONDS, **AT_ONCE})
     workers = cluster.start("failures:loop")
     cluster.wait_mark("looping", [0, 1])
     cluster.servers[1].send(number)
@@ -327,8 +354,8 @@ def test_workers_learn_which_server_was_stopped(
     for worker in workers:
         # Ranks of servers follow the order in which they registered.
         demand_error(worker, rf"server [01] \(.*\) was stopped by {number.name}")
-    assert "was stopped by SIG" in cluster.servers[0].text
-    assert "was stopped by SIG" in cluster.scheduler.text
+    for node in [cluster.scheduler, *cluster.servers]:
+        assert f"was stopped by {number.name}" in node.text
 
 
 def start_half_a_sum(make_cluster: Callable[..., Cluster], **env: str) -> tuple[Cluster, Spawned]:
@@ -346,15 +373,23 @@ def start_half_a_sum(make_cluster: Callable[..., Cluster], **env: str) -> tuple[
 
 
 def test_the_sum_under_way_is_finished_first(make_cluster: Callable[..., Cluster]) -> None:
-    cluster, server = start_half_a_sum(make_cluster)
+    cluster, server = start_half_a_sum(make_cluster, BYTEPS_STOP_TIMEOUT_S="3000")
     server.send(signal.SIGTERM)
     # Worker 1 has not pushed: the server waits for it.
     cluster.go("push")
     cluster.wait_mark("summed", [0, 1])
+    hurry(server)
     wait_all(cluster.everyone(), END_S)
-    assert server.wait(0) == 143
     for rank in range(2):
         demand_error(cluster.workers[f"worker {rank}"], r"server 0 .*stopped by SIGTERM")
+
+
+def hurry(node: Process) -> None:
+    """Tell a node, which has been told to end, to end at once."""
+    while node.running:
+        time.sleep(0.1)
+        node.send(signal.SIGTERM)
+    assert node.wait(0) == 143
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the time is up", "a second signal"])
@@ -362,9 +397,8 @@ def test_the_wait_has_an_end(make_cluster: Callable[..., Cluster], again: bool) 
     patience = "3000" if again else "0.3"
     cluster, server = start_half_a_sum(make_cluster, BYTEPS_STOP_TIMEOUT_S=patience)
     server.send(signal.SIGTERM)
-    while again and server.running:
-        time.sleep(0.1)
-        server.send(signal.SIGTERM)
+    if again:
+        hurry(server)
     assert server.wait(END_S) == 143
     demand_error(
         cluster.workers["worker 0"],
@@ -375,10 +409,13 @@ def test_the_wait_has_an_end(make_cluster: Callable[..., Cluster], again: bool) 
 
 
 def test_a_scheduler_that_is_stopped_says_so(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(workers=1, servers=1, env=FIVE_SECONDS)
+    cluster = make_cluster(workers=1, servers=1, env={**FIVE_SECONDS, **AT_ONCE})
     [worker] = cluster.start("failures:loop")
     cluster.wait_mark("looping", [0])
     cluster.scheduler.send(signal.SIGTERM)
     wait_all(cluster.everyone(), END_S)
     assert cluster.scheduler.wait(0) == 143
-    demand_error(worker, r"the scheduler \(.*\) was stopped by SIGTERM")
+    demand_error(
+        worker,
+        r"the scheduler \(.*\) was stopped by SIGTERM; its workers had not left within 0\.5 s",
+    )

@@ -13,6 +13,7 @@ import pytest
 from scripts.children import free_ports
 from tests.multiproc.cluster import END_S, LOOPBACK, Cluster, stop, wait_all
 from tests.multiproc.endings import (
+    AT_ONCE,
     demand_error,
     demand_failed,
     error_of,
@@ -216,7 +217,7 @@ def test_signals_end_nodes_promptly(
     make_cluster: Callable[..., Cluster], number: signal.Signals, status: int, complete: bool
 ) -> None:
     """In the middle of a job, and while they still wait for the other nodes."""
-    cluster = make_cluster(workers=1, servers=2)
+    cluster = make_cluster(workers=1, servers=2, env=AT_ONCE)
     cluster.start_nodes()
     if complete:
         cluster.start_worker(0, "failures:loop")
@@ -232,6 +233,7 @@ def test_signals_end_nodes_promptly(
     # One that dies by the signal is seen as -n here, and as 128+n in a shell.
     for node in cluster.servers:
         assert node.wait(5) in (status, -number), node.text
+        assert f"told to end by {number.name}" in node.text
     if not complete:
         assert cluster.scheduler.running
         cluster.scheduler.send(number)

@@ -20,7 +20,7 @@ from tests.multiproc.cluster import (
     wait_all,
     wait_for_file,
 )
-from tests.multiproc.endings import demand_error, demand_failed, wait_for_text
+from tests.multiproc.endings import AT_ONCE, demand_error, demand_failed, wait_for_text
 
 KEEP = {"BYTEPS_KEEP": "1", "BYTEPS_PARTITION_BYTES": "16384"}
 SHORT = {**KEEP, "BYTEPS_PEER_TIMEOUT_S": "3"}
@@ -190,7 +190,7 @@ def test_a_sum_that_failed(make_cluster: Make) -> None:
 @pytest.mark.parametrize("gathered", [True, False], ids=["at-work", "waiting"])
 def test_told_to_end(make_cluster: Make, gathered: bool) -> None:
     """A signal ends a kept scheduler or server as any."""
-    cluster = make_cluster(workers=2, servers=2, env=SHORT)
+    cluster = make_cluster(workers=2, servers=2, env={**SHORT, **AT_ONCE})
     if gathered:
         cluster.start("failures:loop")
         cluster.wait_mark("looping", range(2))

@@ -27,7 +27,7 @@ from tests.multiproc.cluster import (
     server_executable,
     wait_for_file,
 )
-from tests.multiproc.endings import wait_for_text
+from tests.multiproc.endings import AT_ONCE, wait_for_text
 
 TEXT = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z) (?P<severity>[A-Z]+) (?P<role>\w+) "
@@ -230,7 +230,9 @@ logging.getLogger("byteps.torch.engine").warning("hello")
 # A reader of the log that reads no more stops neither a server nor its end.
 
 
-LOUD = {"BYTEPS_LOG_LEVEL": "DEBUG", "PS_VERBOSE": "2", "BYTEPS_PEER_TIMEOUT_S": "5"}
+LOUD = {
+    **AT_ONCE, "BYTEPS_LOG_LEVEL": "DEBUG", "PS_VERBOSE": "2", "BYTEPS_PEER_TIMEOUT_S": "5"
+}  # fmt: skip
 
 
 @pytest.fixture

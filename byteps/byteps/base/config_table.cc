@@ -86,9 +86,9 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
        "A push_pull that takes longer fails and names the ranks that did not push. None fails "
        "while a lost server or scheduler may return."},
-      {"BYTEPS_STOP_TIMEOUT_S", kFloat, "s", "10", 0, 3600, "",
-       "How long a server that gets SIGTERM waits for reductions in flight before it ends the "
-       "job."},
+      {"BYTEPS_STOP_TIMEOUT_S", kFloat, "s", "25", 0, 3600, "",
+       "How long a scheduler or server that gets SIGTERM waits for workers to save and leave. A "
+       "second SIGTERM ends it."},
       {"BYTEPS_KEEP", kBool, "", "0", 0, 1, "",
        "Scheduler and servers: same as `byteps-server --keep`. They survive a failure of the job "
        "and accept its restart, with any number of workers; DMLC_NUM_WORKER is ignored."},

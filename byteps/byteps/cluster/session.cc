@@ -236,6 +236,11 @@ void Session::StopByOrder(const std::string& how) {
   if (const auto van = this->van()) van->membership()->StopByOrder(how);
 }
 
+bool Session::HasWorkers() const {
+  const auto van = this->van();
+  return van && van->membership()->HasWorkers();
+}
+
 bool Session::AllArrived() const {
   const auto van = this->van();
   return !van || van->AllArrived();

@@ -85,6 +85,9 @@ class Session : public Channel {
   // Of a server or the scheduler that is told to end: see ps::Membership::StopByOrder.
   void StopByOrder(const std::string& how);
 
+  // Whether workers of a job that has begun are in it.
+  bool HasWorkers() const;
+
   // Whether the peers have received all that was sent to them.
   bool AllArrived() const;
 

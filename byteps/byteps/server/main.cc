@@ -292,9 +292,9 @@ int EndOf(const Parent& parent, const char* file, int line, const char* what) {
   // A failure may be the parent's end as others have noticed it.
   const bool perhaps = CaughtSignal() == 0 || CaughtSignal() == kParentEnded;
   if (perhaps && parent.HasEnded()) parent.RemoveLog();
-  if (CaughtSignal() != 0) return SignalStatus();
-  ps::WriteLogLine('E', file, line, what);
-  return kExitFailure;
+  const bool told = CaughtSignal() != 0;
+  ps::WriteLogLine(told ? 'W' : 'E', file, line, what);
+  return told ? SignalStatus() : kExitFailure;
 }
 
 int Main(int argc, char** argv) {

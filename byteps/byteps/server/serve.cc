@@ -4,7 +4,6 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,116 +14,39 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/process.h"
 #include "byteps/cluster/session.h"
 #include "byteps/net/link/registration_cache.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/status.h"
+#include "byteps/server/stop_order.h"
 #include "byteps/server/sum_server.h"
 
 namespace byteps {
 namespace core {
 namespace {
 
-// Between the end of a process's first thread or connection and when the kernel shows that the
-// process is ending.
-constexpr auto kLimit = std::chrono::milliseconds(500);
-// What a process that is ending may take: its memory is given back, on cores that others want too.
-constexpr auto kEndingLimit = std::chrono::seconds(60);
-constexpr auto kLook = std::chrono::milliseconds(5);
-
-// Whether the process has begun to end: it was killed, or has called exit.
-bool IsEnding(pid_t pid) {
-  constexpr unsigned long kExiting = 0x4;  // PF_EXITING
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string stat;
-  std::getline(file, stat);
-  const size_t name_end = stat.rfind(')');  // a name may have spaces and parentheses
-  if (name_end == std::string::npos) return false;
-  std::istringstream text(stat.substr(name_end + 1));
-  const std::vector<std::string> fields{std::istream_iterator<std::string>(text), {}};
-  // proc(5) counts from 1, and the name is the second.
-  const auto field = [&](size_t number) {
-    return number - 3 < fields.size() ? strtoul(fields[number - 3].c_str(), nullptr, 10) : 0;
-  };
-  const unsigned long flags = field(9), pending = field(31);
-  return (flags & kExiting) != 0 || (pending & (1ul << (SIGKILL - 1))) != 0;
-}
-
-// For a signal handler: empty, or the log and its folder.
-char log_file[4096];
-char log_folder[4096];
-
-// As a signal handler may call it.
-void Remove() {
-  if (log_file[0] == '\0') return;
-  unlink(log_file);
-  rmdir(log_folder);  // fails while another process has a log there
-}
-
-}  // namespace
-
-bool Parent::Watch(const std::string& name, const std::string& log) {
-  name_ = name;
-  watched_ = true;
-  const size_t slash = log.rfind('/');
-  if (slash != std::string::npos && log.size() < sizeof(log_file)) {
-    memcpy(log_folder, log.data(), slash);
-    memcpy(log_file, log.data(), log.size());
-  }
-  prctl(PR_SET_PDEATHSIG, kParentEnded);
-  // It may have ended before the kernel was asked to tell.
-  return getppid() == pid_;
-}
-
-bool Parent::HasEnded() const {
-  if (!watched_) return false;
-  const auto start = std::chrono::steady_clock::now();
-  while (getppid() == pid_) {
-    const auto waited = std::chrono::steady_clock::now() - start;
-    if (waited >= kEndingLimit || (waited >= kLimit && !IsEnding(pid_))) return false;
-    std::this_thread::sleep_for(kLook);
-  }
-  return true;
-}
-
-std::string Parent::How() const {
-  const std::string parent =
-      name_.empty() ? "process " + std::to_string(static_cast<int>(pid_)) : name_;
-  return "stopped: " + parent + ", which started it, was lost";
-}
-
-void Parent::RemoveLog() const { Remove(); }
-
-void Parent::EndAtOnce(int /*signal*/) {
-  Remove();
-  _exit(128 + SIGTERM);
-}
-
-namespace {
-
 // A node is shown as silent when it has missed two.
 constexpr double kMissedHeartbeats = 2.5;
-// How often a server that was told to end looks whether its sums are complete.
-constexpr auto kDrainLook = std::chrono::milliseconds(2);
-// What the last answers may take to arrive.
-constexpr auto kArrivalLimit = std::chrono::seconds(1);
 // Before a server that outlived a job joins the next one: a job may fail as soon as it is joined.
 constexpr auto kRejoinPause = std::chrono::milliseconds(50);
 // What is left to the process after a second signal, to tell the others why.
 constexpr unsigned kSecondSignalSeconds = 3;
+// Signals that come within this time are one order: a service manager sends one to each process,
+// and server.sh hands on its own.
+constexpr int64_t kOneOrderNs = 1'000'000'000;
 constexpr int64_t kLookMs = 10'000;
+// For a slow reader of the log.
+constexpr double kLastWordsSeconds = 0.5;
 
 // What the handlers tell the main thread, which sleeps on `fd`.
 struct Outcome {
@@ -140,8 +62,9 @@ struct Outcome {
 int wake_fd = -1;
 // The kernel chooses which thread runs the handler; the main thread reads these.
 std::atomic<int> caught_signal{0};
-std::atomic<int> signal_count{0};
-static_assert(std::atomic<int>::is_always_lock_free, "a handler may take no lock");
+std::atomic<int64_t> first_signal_ns{0};
+std::atomic<bool> is_hurried{false};
+static_assert(std::atomic<int64_t>::is_always_lock_free, "a handler may take no lock");
 
 void Wake() {
   const uint64_t one = 1;
@@ -151,8 +74,13 @@ void Wake() {
 
 void OnSignal(int number) {
   caught_signal = number;
-  // Whatever keeps the process then, the kernel ends it.
-  if (++signal_count == 2) alarm(kSecondSignalSeconds);
+  const int64_t now = SteadyNs();
+  int64_t first = 0;
+  const bool is_first = first_signal_ns.compare_exchange_strong(first, now);
+  if (!is_first && now - first >= kOneOrderNs && !is_hurried.exchange(true)) {
+    // Whatever keeps the process then, the kernel ends it.
+    alarm(kSecondSignalSeconds);
+  }
   Wake();
 }
 
@@ -162,21 +90,62 @@ int StatusOfSignal() {
 
 void OnAlarm(int) { _exit(StatusOfSignal()); }
 
-// Joining blocks until the cluster is complete and looks at no flag: until then a
-// signal ends the process by itself (SIG_DFL).
-void SetSignalHandlers(void (*handler)(int)) {
+void SetSignalHandlers() {
   struct sigaction action;
   memset(&action, 0, sizeof(action));
-  action.sa_handler = handler;
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
-  if (handler == SIG_DFL) action.sa_handler = &Parent::EndAtOnce;
-  sigaction(kParentEnded, &action, nullptr);
+  action.sa_handler = OnSignal;
+  for (const int number : {SIGINT, SIGTERM, kParentEnded}) sigaction(number, &action, nullptr);
   action.sa_handler = OnAlarm;
   sigaction(SIGALRM, &action, nullptr);
   action.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &action, nullptr);
 }
+
+const char* NameOfSignal() { return caught_signal == SIGINT ? "SIGINT" : "SIGTERM"; }
+
+// Until something happens, but no longer; -1: without limit.
+void AwaitWake(int limit_ms) {
+  pollfd item{wake_fd, POLLIN, 0};
+  if (poll(&item, 1, limit_ms) <= 0) return;
+  uint64_t count;
+  if (read(wake_fd, &count, sizeof(count)) < 0 && errno != EAGAIN) abort();
+}
+
+// Ends the process for a signal that comes while it joins a job: that blocks until the cluster is
+// complete, and nobody needs this process before.
+class EndsWhileJoining {
+ public:
+  explicit EndsWhileJoining(const Parent& parent) : parent_(parent), thread_([this] { Run(); }) {}
+  ~EndsWhileJoining() {
+    joined_ = true;
+    Wake();
+    thread_.join();
+  }
+  EndsWhileJoining(const EndsWhileJoining&) = delete;
+  EndsWhileJoining& operator=(const EndsWhileJoining&) = delete;
+
+ private:
+  void Run() {
+    NameThisThread("signals");
+    while (!joined_) {
+      AwaitWake(-1);
+      if (caught_signal != 0) End();
+    }
+  }
+
+  [[noreturn]] void End() {
+    if (caught_signal == kParentEnded) parent_.EndAtOnce();
+    BPS_LOG(WARNING) << "told to end by " << NameOfSignal() << " before the job was complete";
+    ps::FlushLog(kLastWordsSeconds);
+    signal(caught_signal, SIG_DFL);
+    kill(getpid(), caught_signal);
+    while (true) pause();
+  }
+
+  const Parent& parent_;
+  std::atomic<bool> joined_{false};
+  std::thread thread_;
+};
 
 // Readers see the whole file or none.
 void WritePortFile(const std::string& path, const Session& session) {
@@ -249,11 +218,7 @@ void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) 
       ps::MutexLock lock(&outcome->mu);
       if (outcome->ended || !outcome->failure.empty() || caught_signal != 0) return;
     }
-    pollfd item{wake_fd, POLLIN, 0};
-    if (poll(&item, 1, limit_ms) > 0) {
-      uint64_t count;
-      if (read(wake_fd, &count, sizeof(count)) < 0 && errno != EAGAIN) abort();
-    }
+    AwaitWake(limit_ms);
   }
 }
 
@@ -340,38 +305,42 @@ class Node : public ChannelUser {
   Outcome* const outcome_;
 };
 
-// Told to end by a signal: a server finishes the sums that some workers have pushed and others
-// have not, no longer than BYTEPS_STOP_TIMEOUT_S, and ends the job, so that everybody learns why.
-// A second signal, or the end of the job, ends the wait.
+// A scheduler or server that was told to end, for its StopOrder.
+class ToldToEnd : public StopOrder::Process {
+ public:
+  // `server` is null on the scheduler.
+  ToldToEnd(Server* server, Session* session, Outcome* outcome)
+      : server_(server), session_(session), outcome_(outcome) {}
+
+  bool IsOver() override {
+    ps::MutexLock lock(&outcome_->mu);
+    return outcome_->ended || !outcome_->failure.empty();
+  }
+  bool HasWorkers() override { return session_->HasWorkers(); }
+  bool HasOpenSums() override { return server_ != nullptr && server_->OpenRounds() > 0; }
+  bool AllArrived() override { return session_->AllArrived(); }
+  bool IsHurried() override { return is_hurried; }
+  StopOrder::Duration Now() override { return std::chrono::steady_clock::now().time_since_epoch(); }
+  void Sleep(StopOrder::Duration duration) override { std::this_thread::sleep_for(duration); }
+
+ private:
+  Server* const server_;
+  Session* const session_;
+  Outcome* const outcome_;
+};
+
+// Told to end by a signal: waits for the workers, and ends the job if they stay, so that everybody
+// learns why.
 void EndByOrder(const Config& config, const Parent& parent, Server* server, Session* session,
                 Outcome* outcome) {
   if (caught_signal == kParentEnded) {  // no sum that a rank lacks will be complete
     session->StopByOrder(parent.How());
     return;
   }
-  const auto deadline = std::chrono::steady_clock::now() +
-                        std::chrono::duration<double>(config.Float("BYTEPS_STOP_TIMEOUT_S"));
-  const int signals = signal_count;
-  const auto over = [outcome] {
-    ps::MutexLock lock(&outcome->mu);
-    return outcome->ended || !outcome->failure.empty();
-  };
-  bool drained = server == nullptr || server->OpenRounds() == 0;
-  while (!drained && !over() && signal_count == signals &&
-         std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(kDrainLook);
-    drained = server->OpenRounds() == 0;
-  }
-  // Who heard of the end before its sum has come would fail without it.
-  const auto arrived_by = std::chrono::steady_clock::now() + kArrivalLimit;
-  while (drained && !session->AllArrived() && !over() && signal_count == signals &&
-         std::chrono::steady_clock::now() < arrived_by) {
-    std::this_thread::sleep_for(kDrainLook);
-  }
-  if (over()) return;
-  session->StopByOrder(std::string("stopped by ") +
-                       (caught_signal == SIGINT ? "SIGINT" : "SIGTERM") +
-                       (drained ? "" : " before the reductions in flight were complete"));
+  ToldToEnd process(server, session, outcome);
+  StopOrder order(&process, NameOfSignal(), config.Float("BYTEPS_STOP_TIMEOUT_S"));
+  const std::string how = order.Await();
+  if (!how.empty()) session->StopByOrder(how);
 }
 
 // What the last generation has used goes back to the kernel.  The C library would keep it, in the
@@ -402,10 +371,12 @@ void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoi
     metrics_server = MetricsServer::Make(config, local_rank, source);
   }
   Node node(server.get(), board, log, outcome);
-  SetSignalHandlers(SIG_DFL);
   if (caught_signal != 0) return;  // after the last job, before this one
   if (rejoin) log->OnRestart();
-  session.Start(&node);
+  {
+    const EndsWhileJoining until_joined(parent);
+    session.Start(&node);
+  }
   if (rejoin) ReturnMemory();  // only now is the last session's transport gone
   if (server) {
     server->SetRank(session.rank());
@@ -416,15 +387,14 @@ void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoi
     HealthReport* health;
     ~Leaver() { health->Left(); }
   } leaver{health};
-  SetSignalHandlers(OnSignal);
   try {
     if (!port_file.empty()) WritePortFile(port_file, session);
     if (board != nullptr) {
       board->Attach(session.host(), session.port(), [&session] { return session.View(); });
     }
     WaitForOutcome(role, outcome, &session, log);
-    if (role == Role::kScheduler) AnswerSpares(config, outcome);
     if (caught_signal != 0) EndByOrder(config, parent, server.get(), &session, outcome);
+    if (role == Role::kScheduler) AnswerSpares(config, outcome);
   } catch (...) {
     if (board != nullptr) board->Detach();
     session.Stop();
@@ -453,6 +423,7 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
   CheckAddress(config, role);
   wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd < 0) throw Error(std::string("eventfd: ") + strerror(errno));
+  SetSignalHandlers();
   JobLog log(config, role, version);
   HealthReport health(role);
   std::unique_ptr<HealthServer> health_server;

@@ -1,10 +1,7 @@
-// The program byteps-server: its command line, its checks, its parent, what it says of its job, and
+// The program byteps-server: its command line, its checks, what it says of its job, and
 // the job.
 #ifndef BYTEPS_SERVER_SERVE_H_
 #define BYTEPS_SERVER_SERVE_H_
-
-#include <signal.h>
-#include <sys/types.h>
 
 #include <chrono>
 #include <functional>
@@ -14,6 +11,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/mutex.h"
 #include "byteps/net/membership/event.h"
+#include "byteps/server/parent.h"
 
 namespace byteps {
 namespace core {
@@ -45,40 +43,6 @@ class HealthServer {
 // What the process at `path` says of itself.  Throws Error that says what happened when it
 // does not answer within `timeout_s` seconds.
 std::string AskHealth(const std::string& path, double timeout_s);
-
-// The process that started this one, where this one is to end with it.
-
-// What the kernel sends when the parent has ended; nobody else does.
-constexpr int kParentEnded = SIGUSR1;
-
-class Parent {
- public:
-  // `pid`: as getppid() told when this process began.
-  explicit Parent(pid_t pid) : pid_(pid) {}
-
-  // Has the kernel send kParentEnded.  False: the parent has ended already.
-  // `name`: what other nodes call it, or empty.  `log`: see RemoveLog.
-  bool Watch(const std::string& name, const std::string& log);
-
-  // Whether it was to be watched, and has ended: waits a moment for that, since a process ends
-  // later than its connections and threads.
-  bool HasEnded() const;
-
-  // What has become of this process: "stopped: worker 0, which started it, was lost".
-  std::string How() const;
-
-  // Nobody will read the log of a process that ended with its parent: removes it, and its folder
-  // when it was the last file there.
-  void RemoveLog() const;
-
-  // For as long as this process looks at no flags: a handler that ends it, and removes the log.
-  static void EndAtOnce(int signal);
-
- private:
-  const pid_t pid_;
-  bool watched_ = false;
-  std::string name_;
-};
 
 // The command line of byteps-server, and what all it does demands of the settings.
 

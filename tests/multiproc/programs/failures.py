@@ -32,6 +32,24 @@ def loop(job: Job) -> None:
             job.mark("looping")
 
 
+def saves(job: Job) -> None:
+    """Sum until a rank gets SIGTERM; then save, which takes sums, and leave."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    bps.init()
+    job.mark("looping")
+    asked = torch.zeros(1)
+    while asked.item() == 0:
+        asked = bps.push_pull(torch.tensor([float(len(told))]), average=False, name="told")
+    for part in range(50):
+        time.sleep(0.01)
+        with job.check(f"part {part} of the checkpoint"):
+            total = bps.push_pull(torch.full((5000,), float(part)), average=False, name="part")
+            assert (total == job.size * part).all()
+    job.mark("saved")
+    bps.shutdown()
+
+
 def init_only(job: Job) -> None:
     """Join and leave; init may be what fails."""
     bps.init()

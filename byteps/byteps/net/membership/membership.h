@@ -178,6 +178,10 @@ class Membership {
   // seconds at most.  Before a worker came the scheduler just forgets the server.
   virtual void StopByOrder(const std::string& how) = 0;
 
+  // Whether this is a job that has begun, and workers are in it.  Such workers may save what they
+  // have when they are told to end, and need the scheduler and all servers for it.
+  virtual bool HasWorkers() = 0;
+
   // Ends the heartbeats' thread.  Nothing is sent or reported afterwards.
   virtual void Stop() = 0;
 

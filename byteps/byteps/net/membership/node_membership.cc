@@ -127,6 +127,11 @@ void NodeMembership::StopByOrder(const std::string& how) {
                 [this]() PS_REQUIRES(mu_) { return state_ != State::kActive; });
 }
 
+bool NodeMembership::HasWorkers() {
+  MutexLock lock(&mu_);
+  return state_ == State::kActive;
+}
+
 void NodeMembership::Stop() {
   {
     MutexLock lock(&mu_);

@@ -31,6 +31,7 @@ class NodeMembership : public Membership {
   // or with WouldBeAdmitted.
   void Join() override;
   void StopByOrder(const std::string& how) override;
+  bool HasWorkers() override;  // the scheduler says so when none is left
   void Stop() override;
   void Handle(const Message& msg) override;
   void OnDisconnect(int node_id) override;

@@ -45,6 +45,13 @@ void SchedulerMembership::StopByOrder(const std::string& how) {
   FailJob(Name() + " was " + how, true);
 }
 
+bool SchedulerMembership::HasWorkers() {
+  MutexLock lock(&mu_);
+  const bool has_begun = replicas_.count() > 0 || takeover_.gathers;
+  return state_ == State::kActive && has_begun &&
+         (takeover_.gathers || roster_.Present().workers > 0);
+}
+
 void SchedulerMembership::Stop() {
   {
     MutexLock lock(&mu_);

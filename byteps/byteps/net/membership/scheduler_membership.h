@@ -56,6 +56,7 @@ class SchedulerMembership : public Membership {
   // Begins to watch who is in the job.
   void Join() override;
   void StopByOrder(const std::string& how) override;
+  bool HasWorkers() override;
   void Stop() override;
   void Handle(const Message& msg) override;
   void OnDisconnect(int node_id) override;
