@@ -4,6 +4,7 @@ killing of a rank or a server within a step.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -377,6 +378,25 @@ def sent_before_the_step() -> None:
     ServerOptimizer.step = step_when_sent
 
 
+def come_late(rank: int) -> None:
+    """Not broken: a rank sends its gradients after the others have sent theirs, and the order in
+    which three of them are added shows: 2**30, 1 and -2**30 come to 0 or 1."""
+    from megatron.core.distributed.dpu_reduce import server_buckets, sums
+
+    def late(start: Callable[..., Any]) -> Callable[..., Any]:
+        def started(group: Any, *args: Any, **kwargs: Any) -> Any:
+            for bucket in group.buckets:
+                bucket.grad_data[5] = (2.0**30, 1.0, -(2.0**30))[dist.get_rank()]
+            if dist.get_rank() == rank:
+                time.sleep(0.2)
+            return start(group, *args, **kwargs)
+
+        return started
+
+    sums.start_grad_sync = late(sums.start_grad_sync)
+    server_buckets.start_update = late(server_buckets.start_update)
+
+
 def too_many_zeros() -> None:
     """A gradient that is no zero is counted as one, on one rank."""
     from byteps.torch.server_bucket import ServerBucket
@@ -416,6 +436,7 @@ BREAKS: dict[str, Callable[[], None]] = {
     "swapped-buckets": swapped_buckets,
     "undecayed": undecayed,
     "one-rank": one_rank,
+    **{f"late-{rank}": functools.partial(come_late, rank) for rank in range(3)},
     "too-many-zeros": too_many_zeros,
     "copies-counted": copies_counted,
     "one-norm": one_norm,

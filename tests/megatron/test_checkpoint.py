@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from scripts.prepare_data import Dataset
 from tests.layouts.job import Job, data_arguments
-from tests.megatron.training_jobs import Trained, same
+from tests.megatron.training_jobs import Trained, assert_same_run, same
 
 Train = Callable[..., Trained]
 
@@ -134,6 +134,26 @@ def test_the_optimizer_moves(
     assert len(rest) == 2
     # Without the moments, or their number of steps, the last loss differs by a hundredth.
     assert rest == pytest.approx(whole[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how", [(), pytest.param(("--dpu-optimizer",), marks=pytest.mark.thorough)]
+)
+def test_a_deterministic_run_has_the_same_bits_again(
+    train: Train, run_dir: Path, how: tuple[str, ...]
+) -> None:
+    """Repeated, and resumed, whichever of three ranks comes last."""
+    half = ("--bf16", "--grad-reduce-in-bf16", "--deterministic-mode")
+    shared = (*half, *DROPOUT, *BYTEPS, *how, "--clip-grad", "0")
+    folder = str(run_dir / "checkpoint")
+    save = ("--save", folder, "--save-interval", "2")
+    whole = train(*shared, *save, ranks=3, broken="late-0")
+    again = train(*shared, ranks=3, broken="late-1")
+    assert_same_run(again, whole)
+    rest = train(*shared, "--load", folder, "--ckpt-step", "2", ranks=3, broken="late-2")
+    assert rest.losses == whole.losses[2:]
+    for name, value in whole.parameters.items():
+        assert torch.equal(value, rest.parameters[name]), name
 
 
 # Checkpoints of an optimizer that is on the servers: who saves what, and when it is written.

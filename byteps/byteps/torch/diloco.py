@@ -119,6 +119,7 @@ class LocalSteps:
         group: the ranks that exchange, or their ProcessGroup; None for all workers.
         compare: whether members compare what they begin with. Without it a member can be made
             while the others go on, and is given their `state`.
+        in_order: servers add in the order of ranks, so that a run repeated has the same bits.
 
     Each parameter is sent and received once in `every` steps. It takes 8 bytes of host memory, and
     while it is exchanged 2 more (4 in fp32), and with a delay another 4.
@@ -141,6 +142,7 @@ class LocalSteps:
         name: str = "diloco",
         group: Group = None,
         compare: bool = True,
+        in_order: bool = False,
     ) -> None:
         given = list(parameters)
         if not given:
@@ -158,7 +160,7 @@ class LocalSteps:
             raise ValueError(f"wire_dtype={wire_dtype} must be torch.float32 or torch.bfloat16")
         self._every, self._lr, self._momentum, self._delay = every, lr, momentum, delay
         self._wire = wire_dtype
-        self._name, self._group = name, group
+        self._name, self._group, self._in_order = name, group, in_order
         self.steps = 0
         """That were made since the first exchange could begin."""
         self._fragments = [
@@ -178,6 +180,7 @@ class LocalSteps:
                     numel=fragment.outer.numel(),
                     average=True,
                     group=group,
+                    in_order=in_order,
                 )
                 for fragment in self._fragments
                 if fragment.pieces
@@ -267,7 +270,11 @@ class LocalSteps:
             if fragment.sent is not None:
                 fragment.sent[piece.place].copy_(now)
         fragment.handle = ops.push_pull_async_inplace(
-            fragment.difference, average=True, name=fragment.name, group=self._group
+            fragment.difference,
+            average=True,
+            name=fragment.name,
+            group=self._group,
+            in_order=self._in_order,
         )
 
     def _finish(self, fragment: _Fragment) -> None:

@@ -168,6 +168,7 @@ class Kept:
             placement=op.placement,
             wire_dtype=_wire(grads),
             device=grads.device,
+            in_order=op.in_order,
         )
 
     def bytes_per_server(self, op: BucketOp) -> list[int]:
@@ -188,6 +189,7 @@ class Kept:
             placement=op.placement,
             group=op.group,
             wire_dtype=_wire(grads),
+            in_order=op.in_order,
         )
         return _PendingKept(handle, values, parts)
 
@@ -295,6 +297,8 @@ class BucketOp:
     """``collective``, ``flat`` or ``node-first``; the same for all buckets of a bucket group."""
     updated: bool = False
     """Servers update the bucket's parameters, and answer with them."""
+    in_order: bool = False
+    """Servers add in the order of ranks, not of arrival."""
     node_whole: NodeSum | None = None
     """Node first: the sum of which every rank gets all."""
     node_shards: NodeSum | None = None
@@ -373,6 +377,7 @@ def node_sums(
         wire_dtype=op.wire,
         known=(buffer.data_parallel_group, group),
     )
+    whole = replace(whole, in_order=op.in_order)
     if not buffer.ddp_config.use_distributed_optimizer:
         return whole, None
     shards = len(op.owners)

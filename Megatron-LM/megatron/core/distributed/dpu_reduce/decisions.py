@@ -120,6 +120,8 @@ def decide_all(
     group: torch.distributed.ProcessGroup,
     groups: Sequence[_ParamAndGradBucketGroup],
     buffers: Sequence[_ParamAndGradBuffer],
+    *,
+    measures: bool,
 ) -> dict[int, Decision]:
     """The decision for each bucket, by the bucket's id; rank 0 prints how it came about.
 
@@ -131,6 +133,7 @@ def decide_all(
         group: the data-parallel group.
         groups: bucket groups that it sums.
         buffers: that these are made of.
+        measures: links may be measured. Without it two starts decide alike.
     """
     if job.replicas() > 1:
         return _over_replicas(config, kind, group, groups)
@@ -150,7 +153,7 @@ def decide_all(
     ]
     network = job.joined().network
     summed = [pair for pair in zip(groups, sums, strict=True) if not pair[1].updated]
-    if asked == routes.AUTO and job.joined().measures and len(set(hosts)) > 1 and summed:
+    if asked == routes.AUTO and measures and len(set(hosts)) > 1 and summed:
         some = [pair[0] for pair in summed], [pair[1] for pair in summed]
         network = measured(kind, group, *some, buffers[0]).applied(network)
     decisions: dict[int, Decision] = {}

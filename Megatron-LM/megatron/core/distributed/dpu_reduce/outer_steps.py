@@ -51,6 +51,7 @@ class OuterSteps:
                 name=f"{_NAME}{index}",
                 group=job.peers(),
                 compare=not joins,
+                in_order=args.deterministic_mode,
             )
             for index, one in enumerate(self._optimizers)
             if (parameters := [p for p in stepped(one) if p.numel()])

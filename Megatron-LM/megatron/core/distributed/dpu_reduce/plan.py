@@ -64,6 +64,7 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
                 placement=op.placement,
                 wire_dtype=op.wire,
                 device=grads.device,
+                in_order=op.in_order,
             )
         )
     if declarations:
@@ -141,7 +142,10 @@ def register(ddp: DistributedDataParallel) -> None:
     chosen: dict[int, Decision] = {}
     for kind, group, groups, buffers in _kinds(ddp):
         if groups:
-            chosen |= decisions.decide_all(ddp.ddp_config, kind, group, groups, buffers)
+            measures = job.joined().measures and not ddp.config.deterministic_mode
+            chosen |= decisions.decide_all(
+                ddp.ddp_config, kind, group, groups, buffers, measures=measures
+            )
     if chunk == 0 and job.replicas() == 1:
         decisions.tell(ddp.ddp_config, ddp.config, _kinds(ddp))
 
@@ -256,6 +260,7 @@ def _register_buffer(
             wire=wire,
             route=chosen[id(bucket)].route,
             updated=summed_later.are_updated([bucket], buffer.ddp_config),
+            in_order=config.deterministic_mode,
         )
         if wire.is_block and op.route != bytepslib.routes.COLLECTIVE:
             kept = kept_of(bucket, names, buffer.ddp_config, config if op.updated else None)

@@ -212,6 +212,23 @@ def _check_optimizer(source: object) -> None:
         )
 
 
+def _check_deterministic(args: Namespace) -> None:
+    """Of sums whose order this package does not decide."""
+    route = getattr(args, "dpu_reduce_route", None)
+    if (
+        getattr(args, "deterministic_mode", False)
+        and getattr(args, "use_dpu_reduce", False)
+        and getattr(args, "use_megatron_fsdp", False)
+        and has_replicas(args)
+        and route != "collective"
+    ):
+        raise ValueError(
+            "--use-dpu-reduce with Megatron-FSDP does not work with --deterministic-mode: servers "
+            "add the shards of several instances as they come. Use --dpu-reduce-route collective, "
+            "or drop one of the two."
+        )
+
+
 def why_servers_cannot_update(source: object) -> str:
     """Why `--dpu-optimizer` does not go with the arguments or a config; empty if it does."""
     try:
@@ -241,6 +258,7 @@ def refuse(args: Namespace) -> None:
     _check_few_bits(args)
     _check_route(args)
     _check_optimizer(args)
+    _check_deterministic(args)
     replica_refusals.check(args)
     if getattr(args, "use_dpu_reduce", False):
         refuse_settings(args, _REFUSALS)

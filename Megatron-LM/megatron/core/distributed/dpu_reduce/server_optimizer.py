@@ -181,7 +181,7 @@ class ServerOptimizer(MegatronOptimizer):
                 rule=self._rule,
                 group_of=group_of,
                 counts=self._counts,
-                in_order=has_copies,
+                in_order=has_copies or bucket.dpu_reduce_op.in_order,
                 speculative=self._speculation.is_on,
                 counts_zeros=self._counts_zeros,
                 checked=names if checks else None,

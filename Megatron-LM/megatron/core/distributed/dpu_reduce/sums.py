@@ -133,6 +133,7 @@ def _start_all(
         group=op.group,
         pull=op.wanted(bucket.grad_data.numel()) if sharded else None,
         wire_dtype=op.wire,
+        in_order=op.in_order,
     )
     return _PushPull(handle, bucket.grad_data)
 
