@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from byteps.torch.members import Choice
 from megatron.core.distributed.dpu_reduce import hooks, replica_changes
 
@@ -131,14 +130,14 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
 
 
 class DieInAStep:
-    """Kills replica 1 when it has computed a step, and pushed some of its gradients, and waits for
+    """Kills a replica when it has computed a step, and pushed some of its gradients, and waits for
     the time that its pass takes at least."""
 
-    def __init__(self, after: int, wait_s: float) -> None:
-        self.after, self.wait_s = after, wait_s
+    def __init__(self, after: int, wait_s: float, who: int = 1) -> None:
+        self.after, self.wait_s, self.who = after, wait_s, who
 
     def __call__(self, job: failures.Job, now: float) -> None:
-        dying = job.lives[1]
+        dying = job.lives[self.who]
         if dying.killed or len(dying.ends) < self.after:
             return
         if now - dying.ends[self.after - 1] > self.wait_s:
@@ -188,6 +187,26 @@ def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
     losses = {step.iteration: step.loss for step in first.record.steps}
     for step in watch.second.record.steps:
         assert step.loss == losses[step.iteration]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["plain", "sharded", "servers", "outer steps"])
+def test_the_first_one_dies_in_the_last_step_before_a_save(
+    prefix: Path, tmp_path: Path, layout: str
+) -> None:
+    """Another one saves, with the outer state where there is one, and ends well."""
+    words, arguments = LAYOUTS[layout]
+    save = ("--save", str(tmp_path), "--save-interval", "6")
+    given = [*TINY, *words, "--steps", "6", "--pace", "1"]
+    options = failures.parse([*given, "--", *arguments, *save])
+    job = failures.train(options, prefix, DieInAStep(after=5, wait_s=0.7, who=0))
+    first, *others = job.lives
+    assert first.killed and len(first.record.steps) == 5
+    assert all(rank.status == 0 for life in others for rank in life.ranks)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"
+    outer = [path.name for path in tmp_path.glob("dpu_outer/iter_0000006/*")]
+    assert outer == (["rank_00000.pt"] if options.every > 1 else [])
+    assert "from iteration 6 on without replica 0" in others[0].text
 
 
 class Leave:
@@ -276,21 +295,19 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
         said.append(iteration == 2)
 
     monkeypatch.setattr(replica_changes, "_notice", notice)
-    monkeypatch.setattr(replica_changes, "_most_inside", list)
-    monkeypatch.setattr(replica_changes, "_tell", lambda args, missing, choice: None)
+    monkeypatch.setattr(replica_changes.job, "most_inside", list)
+    monkeypatch.setattr(replica_changes.lost_samples, "take_missing", set)
+    monkeypatch.setattr(replica_changes.lost_samples, "tell", lambda args, missing, present: None)
     monkeypatch.setattr(replica_changes, "_leaves", False)
     monkeypatch.setattr(replica_changes, "leave", leave)
     for name, value in (("all_want", all_want), ("replicas", lambda: 2), ("peers", lambda: [0, 1])):
         monkeypatch.setattr(replica_changes.job, name, value)
-    monkeypatch.setattr(replica_changes.job, "set_present", lambda there: None)
     monkeypatch.setattr(replica_changes.outer_steps, "meets", lambda args: True)
     monkeypatch.setattr(replica_changes.bytepslib.members, "choose", choose)
-    monkeypatch.setattr(replica_changes.bytepslib.members, "take_missing", set)
     monkeypatch.setattr(replica_changes.torch.distributed, "get_rank", lambda: 0)
     args = Namespace(consumed_train_samples=0, train_iters=10)
     for iteration in (1, 2):
-        received = torch.tensor([False, False])
-        assert not hooks.wanted_by_any(args, received, "signals").any()
+        assert not hooks.told_to_end(args, [0, 0])
         hooks.between_steps(args, [], None, None, iteration, 0.0)
     assert said == [False, True, True]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.core.distributed.dpu_reduce import replica_refusals
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.dpu_reduce import plan, replica_refusals
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bench.kit.processes import LaunchError
 from bench.replicas import run as bench
@@ -23,6 +29,10 @@ MOE = (
     *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
     *("--moe-token-dispatcher-type", "alltoall", "--use-distributed-optimizer"),
     *("--moe-router-load-balancing-type", "seq_aux_loss"),
+)
+QUANTILES = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
+    *("--moe-router-load-balancing-type", "quantile_balancing", "--disable-bias-linear"),
 )
 EACH_STEP = (1, 0)
 LAYOUTS = {
@@ -51,7 +61,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_two_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
-    options = options_of("--replicas", "2", "--steps", "4")
+    """Also where routers are trained by more than gradients."""
+    options = options_of("--replicas", "2", "--steps", "4", megatron=QUANTILES)
     assert_same(bench.train(options, prefix, EACH_STEP), bench.train(options, prefix, None))
 
 
@@ -178,12 +189,14 @@ def test_a_checkpoint_of_a_plain_job(prefix: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_outer_steps_learn(prefix: Path) -> None:
-    """Two optimizers and a delay, after steps that were summed."""
+def test_outer_steps_learn(prefix: Path, tmp_path: Path) -> None:
+    """Two optimizers and a delay, after steps that were summed. A save finds that replicas are
+    alike, with the biases of their routers."""
     words = (*TWO_BY_TWO, "--steps", "12", "--delay", "1", "--fragments", "2")
-    options = options_of(*words, megatron=MOE)
+    save = ("--save", str(tmp_path), "--save-interval", "10", "--ckpt-format", "torch_dist")
+    options = options_of(*words, megatron=(*MOE, *save))
     run = bench.train(options, prefix, (4, 3))
-    plain = bench.train(options, prefix, EACH_STEP)
+    plain = bench.train(options_of(*words, megatron=MOE), prefix, EACH_STEP)
     # The third one is reported by each replica for itself.
     assert run["losses"][:2] == plain["losses"][:2]
     assert run["losses"][2] == pytest.approx(plain["losses"][2], rel=1e-6)
@@ -208,6 +221,9 @@ REFUSED = {
     "dataloader_type": ("external", "which part of a batch"),
     "moe_router_load_balancing_type": (["global_aux_loss"], "counts tokens of one replica"),
     "non_persistent_ckpt_type": ("local", "one replica saves for all"),
+    "qk_clip": (True, "--qk-clip: it scales weights by the largest logit of one replica"),
+    "moe_paged_stash": (True, "--moe-paged-stash: a replica cannot make a step again"),
+    "full_validation": (True, "--full-validation: replicas would evaluate different numbers"),
 }
 OUTER_REFUSED = {
     "dpu_optimizer": (True, "--dpu-optimizer: its servers make each step"),
@@ -285,3 +301,45 @@ def test_replicas_need_the_flag_and_outer_steps_need_replicas(
     monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
     with pytest.raises(ValueError, match="BYTEPS_REPLICA=0/2 needs --use-dpu-reduce"):
         replica_refusals.check(arguments(use_dpu_reduce=False))
+
+
+def test_replicas_need_arguments_that_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program without Megatron's own would have all of them read the same samples."""
+    ddp = torch.nn.Module()
+    ddp.ddp_config = DistributedDataParallelConfig(average_in_collective=True)
+    ddp.config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
+    ddp.module = torch.nn.Linear(1, 1)
+    monkeypatch.setenv("BYTEPS_REPLICA", "1/2")
+    for name, value in (("_count", 2), ("_size_counts_replicas", False)):
+        monkeypatch.setattr(plan.job, name, value)
+    for module, name in (
+        (plan.job, "initialize"),
+        (plan, "validate_model_config"),
+        (plan.summed_later, "part_groups"),
+    ):
+        monkeypatch.setattr(module, name, lambda *args: None)
+    monkeypatch.setattr(plan.job, "replica", lambda: 1)
+    with pytest.raises(ValueError, match=r"BYTEPS_REPLICA=1/2 needs Megatron's arguments"):
+        plan.register(ddp)
+    assert plan.job.replicas_of(Namespace(use_dpu_reduce=True)) == 2
+    monkeypatch.setattr(plan, "_kinds", lambda ddp: [])
+    monkeypatch.setattr(plan, "bytes_per_server", lambda buckets: [0])
+    plan.register(ddp)
+
+
+def test_gradients_of_a_model_that_is_gone_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bucket:
+        gradient_scaling_factor = 1.0
+
+    config = SimpleNamespace(calculate_per_token_loss=False, average_in_collective=False)
+    ddp, job = SimpleNamespace(config=config, ddp_config=config), plan.job
+    monkeypatch.setattr(job, "_count", 2)
+    monkeypatch.setattr(job, "_each_step", True)
+    gone, kept = Bucket(), Bucket()
+    job.divide_gradients(ddp, [gone, kept])
+    ref = weakref.ref(gone)
+    del gone
+    gc.collect()
+    assert ref() is None
+    job.leave_each_other()
+    assert kept.gradient_scaling_factor == 1.0

@@ -223,12 +223,6 @@ class LocalSteps:
                 changed = True
         return changed
 
-    def has_begun(self) -> bool:
-        """Whether an exchange of some parameters has begun in the last step."""
-        return any(
-            (self.steps - fragment.starts_at) % self._every == 0 for fragment in self._fragments
-        )
-
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange everything, now: all members have the outer parameters afterwards.

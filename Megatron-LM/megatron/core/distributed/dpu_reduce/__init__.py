@@ -63,6 +63,8 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
                        of a sharded model
 ``replica_changes``    replicas that leave, that are lost, and that come back
 ``replica_state``      what one that comes back takes from another one
+``saves``              checkpoints that one of them saves for all
+``lost_samples``       what was not trained on
 ``data_slots``         which part of each batch a rank of them reads
 ``outer_steps``        their exchanges, once in many steps, and steps that a slow one leaves out
 ``summed_later``       parameters apart: matrices that stay on the ranks, with Muon, and gradients
@@ -89,20 +91,23 @@ from .hooks import (
     initialize,
     keeps_optimizer,
     leaves_out_step,
-    load_feedback,
     make_server_optimizer,
+    mean_over_replicas,
     model_is_built,
     outer_reduction,
     outside_graph,
     register,
     replicas_of,
     save_feedback,
-    saves_checkpoint,
+    saved_once,
+    saves_are_written,
     shutdown,
     start_grad_sync,
+    state_is_loaded,
     step_ended,
     sum_over_replicas,
     takes,
+    told_to_end,
     training_begins,
     wanted_by_any,
 )
@@ -126,20 +131,23 @@ __all__ = [
     "initialize",
     "keeps_optimizer",
     "leaves_out_step",
-    "load_feedback",
     "make_server_optimizer",
+    "mean_over_replicas",
     "model_is_built",
     "outer_reduction",
     "outside_graph",
     "register",
     "replicas_of",
     "save_feedback",
-    "saves_checkpoint",
+    "saved_once",
+    "saves_are_written",
     "shutdown",
     "start_grad_sync",
+    "state_is_loaded",
     "step_ended",
     "sum_over_replicas",
     "takes",
+    "told_to_end",
     "training_begins",
     "translate_args",
     "translate_config",

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +20,12 @@ from . import (
     plan,
     replica_changes,
     replica_state,
+    saves,
     server_buckets,
     summed_later,
     sums,
 )
-from .replica_refusals import FEW_BITS
+from .refusal import FEW_BITS
 
 if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
@@ -173,8 +174,13 @@ def ask_for_feedback(
     ask(state, common)
 
 
-def load_feedback(args: Namespace, state: Mapping[str, Any]) -> None:
-    """A state was loaded: go on with what rounding had lost then, or with nothing."""
+def state_is_loaded(args: Namespace, state: dict[str, Any]) -> None:
+    """A state was loaded, and nothing was taken from it yet: go on with what rounding had lost
+    then, or with nothing; and, where asked to, with the rates of the optimizer on the servers."""
+    if getattr(args, "dpu_optimizer", False) and args.use_checkpoint_opt_param_scheduler:
+        from .server_checkpoint import keep_rates  # of megatron.core, which needs this package
+
+        keep_rates(state.get("optimizer"))
     _forget_lost(args)
     if not _resumes_feedback(args):
         return
@@ -259,27 +265,57 @@ def agreed_norm(norm: Any) -> Any:
     return job.agreed(norm)
 
 
+def mean_over_replicas(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Data-parallel ranks of this replica have averaged a few numbers: see
+    :func:`.job.mean_over_replicas`."""
+    return job.mean_over_replicas(tensor, what)
+
+
+def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
+    """Whether the job ends because of a signal.
+
+    Args:
+        received: of each rank of this replica, whether it has got its signal. With replicas the job
+            ends where all of them have: otherwise those leave.
+    """
+    told = any(received)
+    if job.replicas() == 1 or not outer_steps.meets(args):
+        return told and job.replicas() == 1
+    return job.all_want(replica_changes.wants_to_end(told), "signals")
+
+
 def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:
     """Whether a rank of any replica wants to end, at iterations after which replicas meet; nobody
-    does at others. `flag` is not 0 where this replica wants to, and is changed in place. By a
-    signal the job ends only where all replicas have got one: otherwise those leave."""
+    does at others. `flag` is not 0 where this replica wants to, and is changed in place."""
     if job.replicas() == 1:
         return flag
     if not outer_steps.meets(args):
         return flag.zero_()
-    if what == "signals":
-        told = replica_changes.wants_to_end(bool(flag.any()))
-        return flag.fill_(int(job.all_want(told, what)))
     return job.sum_over_replicas(flag, what, always=True)
 
 
-def saves_checkpoint(args: Namespace, model: Sequence[Any], iteration: int) -> bool:
-    """A checkpoint is about to be saved: whether this replica does it, which is the part of the
-    first that is there. See :func:`.outer_steps.before_save`."""
-    if job.replicas() == 1:
-        return True
-    outer_steps.before_save(args, model, iteration)
-    return job.is_first_replica()
+def saved_once(save: Callable[..., None]) -> Callable[..., None]:
+    """Decorates what saves a checkpoint: of replicas one does. See :mod:`.saves`."""
+
+    @functools.wraps(save)
+    def wrapped(iteration: int, model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        if job.replicas() == 1:
+            return save(iteration, model, *args, **kwargs)
+        from megatron.training.global_vars import get_args  # it is what saves
+
+        def saves_this() -> None:
+            save(iteration, model, *args, **kwargs)
+
+        stays = not replica_changes.leaves()
+        return saves.save_once(saves_this, get_args(), model, iteration, stays=stays)
+
+    return wrapped
+
+
+def saves_are_written() -> None:
+    """Training ends, and what this process has saved is written: see :mod:`.saves`."""
+    if job.replicas() > 1:
+        saves.demand_written()
 
 
 def model_is_built(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
@@ -297,13 +333,12 @@ def between_steps(
     iteration: int,
     operations: float,
 ) -> None:
-    """An iteration is done, and another one may follow: see
+    """An iteration is done: see
     :func:`.replica_changes.between_steps`."""
     if job.replicas() == 1:
         return
-    if iteration < args.train_iters:
-        replica_changes.between_steps(args, model, optimizer, scheduler, iteration, operations)
-    else:
+    replica_changes.between_steps(args, model, optimizer, scheduler, iteration, operations)
+    if iteration == args.train_iters:
         replica_changes.forget()
 
 
@@ -325,6 +360,7 @@ def shutdown(args: Namespace | None = None) -> None:
     sums.forget()
     outer_steps.forget()
     replica_changes.forget()
+    saves.forget()
     nodes = sys.modules.get("byteps.torch.nodes")
     if nodes is not None:
         nodes.groups.forget()

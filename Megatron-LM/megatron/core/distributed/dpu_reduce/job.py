@@ -12,7 +12,8 @@ place in each replica.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,10 @@ _count = 1
 _peers: tuple[int, ...] = ()
 _each_step = True
 """Whether replicas sum the gradients of each step; otherwise each steps by itself."""
-_present: tuple[bool, ...] = ()
-"""Which replicas the last sum over all of them was made of, by number; the same on all of them."""
-_scaled: list[_ParamAndGradBucket] = []
-"""Those whose gradients are divided by the number of replicas too."""
+_scaled: weakref.WeakSet[_ParamAndGradBucket] = weakref.WeakSet()
+"""Buckets whose gradients are divided by the number of replicas too, while their models live."""
+_size_counts_replicas = False
+"""Whether the arguments' data-parallel size counts the ranks of all replicas."""
 
 
 def initialize() -> None:
@@ -49,7 +50,7 @@ def initialize() -> None:
         RuntimeError: BytePS is missing, or counts its workers differently from torch.distributed.
         byteps.torch.BytePSError: the scheduler or a server cannot be reached.
     """
-    global _count, _each_step, _job, _peers, _present
+    global _count, _each_step, _job, _peers
     bps = bytepslib.byteps
     if not torch.distributed.is_initialized():
         raise RuntimeError("--use-dpu-reduce: initialise torch.distributed before BytePS")
@@ -71,15 +72,15 @@ def initialize() -> None:
         # first.
         places = tuple(rank // size for rank in range(size * count))
         _job = met if count == 1 else replace(met, hosts=places, measures=False)
-        _count, _each_step, _present = count, True, (True,) * count
+        _count, _each_step = count, True
         # One object, by which the engine knows the group again.
         _peers = tuple(range(bytepslib.session.rank() % size, size * count, size))
 
 
 def forget() -> None:
     """Ask all ranks anew when BytePS starts again."""
-    global _count, _each_step, _job
-    _job, _count, _each_step = None, 1, True
+    global _count, _each_step, _job, _size_counts_replicas
+    _job, _count, _each_step, _size_counts_replicas = None, 1, True, False
     _scaled.clear()
 
 
@@ -131,9 +132,28 @@ def replicas_of(args: Namespace) -> int:
     Raises:
         byteps.torch.BytePSError: BYTEPS_REPLICA is not NUMBER/COUNT.
     """
+    global _size_counts_replicas
     if not getattr(args, "use_dpu_reduce", False):
         return 1
+    _size_counts_replicas = True
     return bytepslib.session.replicas()
+
+
+def demand_arguments() -> None:
+    """Check that Megatron's arguments have asked how many replicas there are.
+
+    Raises:
+        ValueError: there are several, and none of them has asked: batch sizes and the learning rate
+            are those of one replica, and all replicas read the same samples.
+    """
+    if _count > 1 and not _size_counts_replicas:
+        raise ValueError(
+            f"BYTEPS_REPLICA={replica()}/{_count} needs Megatron's arguments and data loaders "
+            "(megatron.training): they count the data-parallel ranks of all replicas and give each "
+            "replica its part of a batch. This program has parsed none, so all replicas would "
+            "train on the same samples. Start it by pretrain_gpt.py or another script of "
+            "megatron.training, or as one job without BYTEPS_REPLICA"
+        )
 
 
 def replica() -> int:
@@ -144,22 +164,6 @@ def replica() -> int:
 def replicas() -> int:
     """How many train the model. 1 where BytePS was not started."""
     return _count
-
-
-def present() -> tuple[bool, ...]:
-    """Which replicas take part, as all of them have last found together."""
-    return _present
-
-
-def set_present(now: Sequence[bool]) -> None:
-    """All replicas have found together which of them take part."""
-    global _present
-    _present = tuple(now)
-
-
-def is_first_replica() -> bool:
-    """Whether this replica is the first that takes part: it does what one does for all."""
-    return replica() == _present.index(True)
 
 
 def sums_gradients() -> bool:
@@ -184,7 +188,7 @@ def divide_gradients(ddp: DistributedDataParallel, buckets: Sequence[_ParamAndGr
         return
     for bucket in buckets:
         bucket.gradient_scaling_factor /= _count
-    _scaled.extend(buckets)
+    _scaled.update(buckets)
 
 
 def peers() -> tuple[int, ...]:
@@ -208,9 +212,15 @@ def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) 
     """
     if _count > 1 and (always or _each_step):
         total = tensor.detach().to("cpu", torch.float64).reshape(-1)
-        bytepslib.byteps.push_pull_inplace(
-            total, average=False, name=f"replicas/{what}/{total.numel()}", group=peers()
+        bps = bytepslib.byteps
+        handle = bps.push_pull_async_inplace(
+            total,
+            average=False,
+            name=f"replicas/{what}/{total.numel()}",
+            group=peers(),
+            in_order=True,  # the same bits at each place, and in each run
         )
+        bps.synchronize(handle)
         tensor.copy_(total.view(tensor.shape).to(tensor.dtype))
     return tensor
 
@@ -222,24 +232,51 @@ def all_want(wanted: bool, what: str) -> bool:
     return bool(wishes.item() > _count - 0.5)
 
 
+def mean_over_replicas(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Average a few numbers over replicas, in place; see :func:`sum_over_replicas`."""
+    if _count > 1 and _each_step:
+        mean = sum_over_replicas(tensor.double(), what) / _count
+        tensor.copy_(mean)
+    return tensor
+
+
 def agreed(value: Any) -> Any:
-    """A number that each replica has computed from the same gradients: the mean, the same bits in
-    all of them, whatever order their collectives add in. A tensor is changed in place."""
+    """Mean of a number that each replica has computed from the same gradients: the same bits in all
+    of them, whatever order their collectives add in. A tensor is changed in place."""
+    if isinstance(value, torch.Tensor):
+        return mean_over_replicas(value, "norm")
     if _count == 1 or not _each_step:
         return value
-    if isinstance(value, torch.Tensor):
-        mean = value.double()
-        return value.copy_(sum_over_replicas(mean, "norm") / _count)
-    mean = torch.tensor([float(value)], dtype=torch.float64)
-    return (sum_over_replicas(mean, "norm") / _count).item()
+    return mean_over_replicas(torch.tensor([float(value)], dtype=torch.float64), "norm").item()
 
 
 def replicas_are_alike(model: Sequence[torch.nn.Module]) -> bool:
-    """Whether this rank and its peers have the same parameters. All ranks of all replicas call
-    this.
+    """Whether this rank and its peers have the same parameters and saved buffers. All ranks of all
+    replicas call this.
 
     Raises:
         byteps.torch.BytePSError: another replica or a server was lost.
     """
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
-    return bytepslib.members.are_alike(parameters, "replicas/parameters", peers())
+    state = [*parameters, *saved_buffers(model)]
+    return bytepslib.members.are_alike(state, "replicas/parameters", peers())
+
+
+def saved_buffers(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Buffers that are part of a checkpoint, as the biases of routers are: they are trained. Others
+    are scratch memory of a step."""
+    for chunk in model:
+        for module in chunk.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield buffer
+
+
+def most_inside(facts: Sequence[int]) -> list[int]:
+    """Of each number the largest that a rank of this replica has."""
+    most = torch.tensor(facts, dtype=torch.int64)
+    if torch.distributed.get_backend() == "nccl":
+        most = most.cuda()
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    found: list[int] = most.tolist()
+    return found

@@ -3,9 +3,11 @@
 """``--dpu-outer-steps``: replicas step by themselves, and exchange once in many steps.
 
 What is exchanged is what the inner optimizers step: fp32 parameters, of which each rank has those
-that it owns. The arithmetic is :mod:`byteps.torch.diloco`'s. Steps are counted by the job's
-iterations, so that a job that resumes exchanges when one that was never stopped does. A checkpoint
-begins with an exchange of everything: the model in it is the one that all replicas then have.
+that it owns, maybe none. Buffers that are saved, as the biases of routers, become the mean of all
+replicas' at the same time. The arithmetic is :mod:`byteps.torch.diloco`'s. Steps are counted, and
+their number is saved, so that a job that resumes exchanges when one that was never stopped does. A
+checkpoint begins with an exchange of everything: the model in it is the one that all replicas then
+have.
 
 Once ``--dpu-quorum`` replicas are there, one that is not computes no more: it leaves steps out,
 that is, reads past its samples, and exchanges what it has learned in fewer steps. The next time it
@@ -15,7 +17,6 @@ a step takes, and now and then tries. So it stays in the job, and costs the othe
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from argparse import Namespace
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from . import bytepslib, job
+from . import bytepslib, job, lost_samples
 
 _NAME = "outer/"
 _running: OuterSteps | None = None
@@ -40,53 +41,70 @@ class OuterSteps:
         """`done`: local steps that were made before, by the job that this one goes on from.
         `joins`: this replica takes all from another one, and nobody compares."""
         self._model, self._optimizers = model, list(inner(optimizer))
-        self._steps = [
+        self.done = done
+        """Local steps that were made. Counted here: a rank may own nothing that is exchanged."""
+        every, fragments = args.dpu_outer_steps, args.dpu_outer_fragments
+        # Of all ranks, also of one whose parameters are too few to be cut.
+        self._every = every
+        self._begins = {(part + 1) * every // fragments % every for part in range(fragments)}
+        common = {
+            "every": every,
+            "delay": args.dpu_outer_delay,
+            "group": job.peers(),
+            "compare": not joins,
+            "in_order": args.deterministic_mode,
+        }
+        self._parts = [
             bytepslib.diloco.LocalSteps(
                 parameters,
-                every=args.dpu_outer_steps,
                 lr=args.dpu_outer_lr,
                 momentum=args.dpu_outer_momentum,
-                delay=args.dpu_outer_delay,
-                fragments=args.dpu_outer_fragments,
+                fragments=fragments,
                 name=f"{_NAME}{index}",
-                group=job.peers(),
-                compare=not joins,
-                in_order=args.deterministic_mode,
+                **common,
             )
             for index, one in enumerate(self._optimizers)
             if (parameters := [p for p in stepped(one) if p.numel()])
         ]
-        for local in self._steps:
-            local.steps = done
+        buffers = [one for one in job.saved_buffers(model) if one.is_floating_point()]
+        if buffers := [one for one in buffers if one.numel()]:
+            mean = bytepslib.diloco.LocalSteps(
+                buffers,
+                lr=1.0,
+                momentum=0.0,
+                wire_dtype=torch.float32,
+                name=f"{_NAME}buffers",
+                **common,
+            )
+            self._parts.append(mean)
+        for part in self._parts:
+            part.steps = done
         job.leave_each_other()
 
-    def done(self) -> int:
-        """Local steps that were made."""
-        return self._steps[0].steps
-
     def step(self) -> bool:
-        """An iteration is done. Returns whether an exchange has begun."""
+        """An iteration is done. Returns whether an exchange has begun, the same on all ranks."""
+        self.done += 1
         changed = False
-        for one in self._steps:
-            changed |= one.step()
+        for part in self._parts:
+            changed |= part.step()
         if changed:
             self._to_model()
-        return self._steps[0].has_begun()
+        return self.done % self._every in self._begins
 
     def exchange(self) -> None:
         """Exchange everything, now."""
-        for one in self._steps:
-            one.exchange()
+        for part in self._parts:
+            part.exchange()
         self._to_model()
 
     def end(self) -> None:
         """End the exchanges in flight. This replica makes no step any more."""
-        for one in self._steps:
-            one.end()
+        for part in self._parts:
+            part.end()
 
     def tensors(self) -> list[torch.Tensor]:
         """The outer state."""
-        return [tensor for one in self._steps for tensor in one.state()]
+        return [tensor for part in self._parts for tensor in part.state()]
 
     def _to_model(self) -> None:
         """Have the model's parameters follow those of the optimizers."""
@@ -99,14 +117,16 @@ class OuterSteps:
 
     def save(self, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        torch.save([one.state_dict() for one in self._steps], path)
+        parts = [part.state_dict() for part in self._parts]
+        torch.save({"done": self.done, "parts": parts}, path)
 
     def load(self, path: str) -> None:
-        states = torch.load(path, weights_only=True)
-        if len(states) != len(self._steps):
-            raise ValueError(f"it is of {len(states)} optimizers, not {len(self._steps)}")
-        for one, state in zip(self._steps, states, strict=True):
-            one.load_state_dict(state)
+        state = torch.load(path, weights_only=True)
+        if not isinstance(state, dict) or len(state["parts"]) != len(self._parts):
+            raise ValueError("it is of other parameters, or of an older version")
+        for part, values in zip(self._parts, state["parts"], strict=True):
+            part.load_state_dict(values)
+        self.done = state["done"]
         self._to_model()
 
 
@@ -137,8 +157,8 @@ def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
     """
     if not job.replicas_are_alike(model):
         raise RuntimeError(
-            "--use-dpu-reduce: replicas have different parameters to begin with: give all of them "
-            "the same --seed, --load and layout"
+            "--use-dpu-reduce: replicas have different parameters or buffers to begin with: give "
+            "all of them the same --seed, --load and layout"
         )
     if args.dpu_outer_steps > 1 and args.iteration >= args.dpu_outer_after:
         _leave_each_other(args, model, optimizer, args.iteration - args.dpu_outer_after)
@@ -152,10 +172,10 @@ def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> 
     Returns:
         whether an exchange has begun.
     """
-    iteration = args.curr_iteration + 1
     if _running is not None:
         return _running.step()
-    if args.dpu_outer_steps > 1 and iteration == args.dpu_outer_after:
+    # That iteration itself may be one of --iterations-to-skip.
+    if args.dpu_outer_steps > 1 and args.curr_iteration + 1 >= args.dpu_outer_after:
         _leave_each_other(args, model, optimizer)
     return False
 
@@ -197,7 +217,7 @@ def is_of_exchange(name: str) -> bool:
 
 def done() -> int:
     """Local steps that were made; -1: each step is summed."""
-    return -1 if _running is None else _running.done()
+    return -1 if _running is None else _running.done
 
 
 def joined(args: Namespace, model: Sequence[Any], optimizer: Any, steps: int) -> None:
@@ -225,27 +245,23 @@ def _leave_each_other(args: Namespace, model: Sequence[Any], optimizer: Any, don
 
 def meets(args: Namespace) -> bool:
     """Whether replicas meet after this iteration, so that they can agree on something."""
-    if _running is None:
-        return True
-    done = args.curr_iteration + 1 - args.dpu_outer_after
-    return bool(done % args.dpu_outer_steps == 0)
+    return _running is None or _running.done % args.dpu_outer_steps == 0
 
 
-def before_save(args: Namespace, model: Sequence[Any], iteration: int) -> None:
+def before_save(model: Sequence[Any]) -> None:
     """A checkpoint is about to be saved. All ranks of all replicas call this.
 
     Raises:
-        RuntimeError: the replicas have parted.
+        byteps.torch.BytePSError: this replica was removed, or a server was lost.
     """
     if _running is not None:
         _running.exchange()
-        if job.is_first_replica():
-            _running.save(_path(args.save, iteration))
-    if not job.replicas_are_alike(model):
-        raise RuntimeError(
-            "--use-dpu-reduce: the replicas' parameters have become different, though each was "
-            "given the same sums: their GPUs or layouts are not alike. No checkpoint was saved."
-        )
+
+
+def save(args: Namespace, iteration: int) -> None:
+    """This replica saves a checkpoint: save the outer state of this rank."""
+    if _running is not None:
+        _running.save(_path(args.save, iteration))
 
 
 def _resume(args: Namespace) -> None:
@@ -386,32 +402,4 @@ def _tell(args: Namespace, iteration: int, sample: int) -> None:
         "replicas of --dpu-quorum",
         flush=True,
     )
-    record_lost_samples(args.save, iteration, begin, sample - begin, [job.replica()])
-
-
-_FILE = "dpu_lost_samples.jsonl"
-
-
-def record_lost_samples(
-    folder: str | None, iteration: int, first: int, samples: int, missing: Sequence[int]
-) -> None:
-    """Add a line to the file in the folder of the checkpoints; nothing if none are saved.
-
-    Args:
-        folder: of the checkpoints.
-        iteration: the last one that it is about, counted from 1.
-        first: sample of the first one.
-        samples: of all replicas, from that one on.
-        missing: the replicas whose part of them was left out.
-    """
-    if not folder:
-        return
-    os.makedirs(folder, exist_ok=True)
-    record = {
-        "iteration": iteration,
-        "first_sample": first,
-        "samples": samples,
-        "replicas": list(missing),
-    }
-    with open(os.path.join(folder, _FILE), "a") as file:
-        file.write(json.dumps(record) + "\n")
+    lost_samples.record(args.save, iteration, begin, sample - begin, [job.replica()])

@@ -15,8 +15,8 @@ import torch
 
 from . import advice, bytepslib, decisions, job, replica_refusals, summed_later
 from .bucket_op import BucketOp, bucket_name, kept_of, named, node_sums, wire_of
+from .refusal import FEW_BITS
 from .refusals import validate_ddp_config, validate_model_config
-from .replica_refusals import FEW_BITS
 from .sums import goes_through_servers
 
 if TYPE_CHECKING:
@@ -130,13 +130,15 @@ def register(ddp: DistributedDataParallel) -> None:
     Starts BytePS too where ``megatron.training`` did not.
 
     Raises:
-        ValueError: the config is not supported; the text says why.
+        ValueError: the config is not supported, or this is one of several replicas, and Megatron's
+            arguments do not know it; the text says why.
     """
     validate_ddp_config(ddp.ddp_config)
     validate_model_config(ddp.config, ddp.ddp_config)
     chunk = _chunk_index(ddp.module)
     summed_later.part_groups(ddp)
     job.initialize()
+    job.demand_arguments()
     if job.replicas() > 1:
         replica_refusals.check_config(ddp.ddp_config)
     chosen: dict[int, Decision] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import advice, bytepslib, replica_refusals
-from .replica_refusals import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
+from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
 OPTIMIZER_CLIPS = ("speculate", "wait")
 """How --dpu-optimizer makes steps that may be clipped."""

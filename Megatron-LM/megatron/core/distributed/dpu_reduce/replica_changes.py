@@ -17,7 +17,6 @@ import atexit
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from argparse import Namespace
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from . import bytepslib, job, outer_steps, replica_state
+from . import bytepslib, job, lost_samples, outer_steps, replica_state, saves
 
 if TYPE_CHECKING:
     from byteps.torch.members import Choice
@@ -145,6 +144,11 @@ _leaves = False
 """What :func:`wants_to_end` has said in this iteration."""
 
 
+def leaves() -> bool:
+    """Whether this replica leaves after this iteration, if not all of them end."""
+    return _leaves
+
+
 def wants_to_end(flag: bool) -> bool:
     """Whether a rank of this replica was told to end. If not all replicas were, this one leaves
     after this iteration if it says so here. It does not look again: all of them could leave, each
@@ -154,7 +158,7 @@ def wants_to_end(flag: bool) -> bool:
         flag: whether Megatron's own handler has got its signal, on any rank of this replica.
     """
     global _leaves
-    (any_told,) = _most_inside([int(flag or told())])
+    (any_told,) = job.most_inside([int(flag or told())])
     _leaves = bool(any_told)
     return _leaves
 
@@ -179,16 +183,8 @@ def leave(iteration: int) -> NoReturn:
     _notice = None  # without its end: SIGTERM, which may come twice, changes nothing any more
     why = f"it was told to end by SIGTERM, and left after iteration {iteration}"
     status = bytepslib.session.leave(why)
-    _finish_saves()
+    saves.finish()
     raise SystemExit(status)
-
-
-def _finish_saves() -> None:
-    """Wait for a checkpoint that is being written."""
-    saves = sys.modules.get("megatron.training.async_utils")
-    finish = getattr(saves, "maybe_finalize_async_save", None)
-    if finish is not None:
-        finish(blocking=True, terminate=True)
 
 
 def _in_main_thread() -> bool:
@@ -196,12 +192,6 @@ def _in_main_thread() -> bool:
 
 
 # Replicas that are lost, and replicas that come back.
-
-
-_told: set[int] = set()
-"""Replicas of whose loss this process has told, until they are back."""
-_told_until: int | None = None
-"""Consumed samples of which it was told which were lost; None: this process has made no step."""
 
 
 def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
@@ -219,9 +209,8 @@ def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) 
     waited, began = time.monotonic() - began, time.monotonic()
     giver = view.donor(job.replica())
     state = replica_state.State(args, model, optimizer, scheduler)
-    global _told_until
     state.take(job.peers()[giver], f"join/{view.lives[job.replica()]}")
-    _told_until = args.consumed_train_samples
+    lost_samples.begin(args)
     _compare(model)
     if torch.distributed.get_rank() == 0:
         print(
@@ -246,7 +235,7 @@ def between_steps(
     iteration: int,
     operations: float,
 ) -> None:
-    """An iteration is done, and another one follows. All ranks of all replicas call this, after
+    """An iteration is done, the last one maybe. All ranks of all replicas call this, after
     :func:`wants_to_end`.
 
     Args:
@@ -259,38 +248,19 @@ def between_steps(
     """
     if not outer_steps.meets(args):
         return
-    missing = _missing_inside(bytepslib.members.take_missing())
+    leaves_now = _leaves and iteration < args.train_iters
+    missing = lost_samples.take_missing()
     choice = None
     if torch.distributed.get_rank() == 0:
         control = "replicas/control"
-        choice = bytepslib.members.choose(control, job.peers(), leaves=_leaves)
+        choice = bytepslib.members.choose(control, job.peers(), leaves=leaves_now)
     choice = _told_inside(choice)
-    _tell(args, missing, choice)
-    global _told_until
-    _told_until = args.consumed_train_samples
-    if _leaves:
+    _tell_leaving(args, choice)
+    lost_samples.tell(args, missing, choice.present)
+    if leaves_now:
         leave(iteration)
-    # One that leaves does not save the next checkpoint.
-    stays = [there and not goes for there, goes in zip(choice.present, choice.leaving, strict=True)]
-    job.set_present(stays)
-    if choice.joiner >= 0:
+    if choice.joiner >= 0 and iteration < args.train_iters:
         _admit(args, model, optimizer, scheduler, choice, iteration, operations)
-
-
-def _most_inside(facts: Sequence[int]) -> list[int]:
-    """Of each number the largest that a rank of this replica has."""
-    most = torch.tensor(facts, dtype=torch.int64)
-    if torch.distributed.get_backend() == "nccl":
-        most = most.cuda()
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    found: list[int] = most.tolist()
-    return found
-
-
-def _missing_inside(missing: set[int]) -> set[int]:
-    """Replicas whose gradients sums of any rank of this replica have lacked."""
-    flags = _most_inside([int(replica in missing) for replica in range(job.replicas())])
-    return {replica for replica, flag in enumerate(flags) if flag}
 
 
 def _told_inside(choice: Choice | None) -> Choice:
@@ -299,7 +269,7 @@ def _told_inside(choice: Choice | None) -> Choice:
     facts = [0] * (2 * count + 2)
     if choice is not None:
         facts = [*choice.present, *choice.leaving, choice.joiner + 1, choice.life]
-    *flags, joiner, life = _most_inside(facts)
+    *flags, joiner, life = job.most_inside(facts)
     return bytepslib.members.Choice(
         joiner=joiner - 1,
         life=life,
@@ -308,9 +278,8 @@ def _told_inside(choice: Choice | None) -> Choice:
     )
 
 
-def _tell(args: Namespace, missing: set[int], choice: Choice) -> None:
-    """One line for each replica that was lost or leaves, and one for each step that lacks the
-    samples of one."""
+def _tell_leaving(args: Namespace, choice: Choice) -> None:
+    """One line for each replica that leaves."""
     if torch.distributed.get_rank() != 0:
         return
     for replica, goes in enumerate(choice.leaving):
@@ -320,28 +289,6 @@ def _tell(args: Namespace, missing: set[int], choice: Choice) -> None:
                 f"{args.curr_iteration + 1}; all of its samples until then count",
                 flush=True,
             )
-    new = sorted(missing - _told)
-    _told.update(missing)
-    _told.difference_update(there for there, is_there in enumerate(choice.present) if is_there)
-    if not missing:
-        return
-    from ...num_microbatches_calculator import get_current_global_batch_size
-
-    until = args.consumed_train_samples
-    first = until - get_current_global_batch_size() if _told_until is None else _told_until
-    lost = (until - first) // job.replicas() * len(missing)
-    iteration = args.curr_iteration + 1
-    if new:
-        news = bytepslib.members.view().news
-        print(
-            f"dpu_reduce: from iteration {iteration} on without replica "
-            f"{', '.join(map(str, new))}: {lost} of the last {until - first} "
-            f"samples were not, or not wholly, trained on; sums are scaled. {news}",
-            flush=True,
-        )
-    present = [replica for replica, there in enumerate(choice.present) if there]
-    if job.replica() == min(present):
-        outer_steps.record_lost_samples(args.save, iteration, first, until - first, sorted(missing))
 
 
 def _admit(
@@ -383,6 +330,6 @@ def _compare(model: Sequence[Any]) -> None:
     """
     if not job.replicas_are_alike(model):
         raise RuntimeError(
-            "--use-dpu-reduce: the replicas' parameters are different though one of them was just "
-            "given another one's: their GPUs or layouts are not alike"
+            "--use-dpu-reduce: the replicas' parameters or buffers are different though one of "
+            "them was just given another one's: their GPUs or layouts are not alike"
         )

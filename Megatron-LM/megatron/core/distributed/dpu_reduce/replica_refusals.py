@@ -1,64 +1,17 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""A setting that does not go with something that was asked for, and those that replicas refuse."""
+"""Settings that replicas cannot serve are refused before anything is built, by name."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from . import collectives
+from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
 if TYPE_CHECKING:
     from argparse import Namespace
-
-
-FEW_BITS = ("int8", "int4")
-"""Wire types of blocks with one scale."""
-OF_MATRICES = ("muon", "dist_muon", "adaptive_muon")
-"""Optimizers that update matrices on the ranks, and leave all other parameters to AdamW."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A setting under which gradients do not take the path that this module replaces."""
-
-    attributes: tuple[str, ...]
-    """Its names, on the arguments, the DDP config, the model's and the optimizer's."""
-    flag: str
-    reason: str
-    allowed: tuple[Any, ...] = (False, None)
-    """Values that are not refused; ignored where ``refused`` is given."""
-    refused: tuple[Any, ...] = ()
-    """Values that are refused, all others being allowed."""
-    allowed_like: str = ""
-    """Another attribute, whose value is not refused either."""
-
-    def applies_to(self, value: object, source: object) -> bool:
-        if self.refused:
-            return value in self.refused
-        if self.allowed_like and value == getattr(source, self.allowed_like, None):
-            return False
-        return value not in self.allowed
-
-
-def refuse_settings(
-    source: object,
-    refusals: tuple[Refusal, ...],
-    asked: str = "--use-dpu-reduce",
-) -> None:
-    """Raises ValueError where `source`, arguments or a config, has one of these settings; the text
-    names it, what was `asked` for, and the reason."""
-    settings = ((refusal, name) for refusal in refusals for name in refusal.attributes)
-    for refusal, name in settings:
-        value = getattr(source, name, None)
-        if refusal.applies_to(value, source):
-            shown = refusal.flag if value is True else f"{refusal.flag}={value}"
-            raise ValueError(
-                f"{asked} does not work with {shown}: {refusal.reason}. Drop one of the two."
-            )
-
-
-# What replicas of a model cannot serve is refused before anything is built, by name.
 
 
 _BY_ITSELF = "it reduces gradients by itself"
@@ -95,6 +48,7 @@ _OF_REPLICAS: tuple[Refusal, ...] = (
         reason="one replica saves for all",
         refused=("local",),
     ),
+    *collectives.refusals(),
 )
 """What replicas of a model refuse."""
 
@@ -184,12 +138,6 @@ def check(args: Namespace) -> None:
         return
     refuse_settings(args, _OF_REPLICAS, f"BYTEPS_REPLICA={asked}")
     _check_servers(args, f"BYTEPS_REPLICA={asked}")
-    if "global_aux_loss" in str(getattr(args, "moe_router_load_balancing_type", "")):
-        raise ValueError(
-            f"BYTEPS_REPLICA={asked} does not work with "
-            "--moe-router-load-balancing-type=global_aux_loss: it counts tokens of one replica. "
-            "Use aux_loss or seq_aux_loss."
-        )
     if every == 1:
         return
     refuse_settings(args, _OF_OUTER_STEPS, "--dpu-outer-steps")

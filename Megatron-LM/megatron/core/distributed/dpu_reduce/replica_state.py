@@ -97,7 +97,6 @@ class State:
             "scheduler": self._scheduler.state_dict(),
             "scaler": _scaler(self._optimizers),
             "random": _random_state(),
-            "present": job.present(),
             "outer": outer_steps.done(),
         }
         facts["counted"] |= {
@@ -127,7 +126,6 @@ class State:
         self._scheduler.load_state_dict(facts["scheduler"])
         if facts["scaler"] is not None:
             self._optimizers[0].grad_scaler.load_state_dict(facts["scaler"])
-        job.set_present(facts["present"])
         outer_steps.joined(self._args, self._model, self._optimizer, facts["outer"])
         tensors = self._tensors()
         self._count(tensors)

@@ -30,6 +30,7 @@ from ...dist_checkpointing.mapping import (
     is_main_replica,
 )
 from ...dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from ...optimizer.optimizer import param_group_identifier_keys
 
 if TYPE_CHECKING:
     from byteps.torch.server_bucket import ServerBucket
@@ -279,6 +280,53 @@ def _owned(
                 one = values[at - begin : at - begin + box.end - box.begin]
                 saved[f"{short}.{at}"] = box.holding(one)
     return saved
+
+
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""Of a parameter group: what its schedule is made of."""
+_KEPT = "keeps_rates"
+
+
+def keep_rates(state: Any) -> None:
+    """Have who loads the state of an optimizer, or of several, go on with its rates, and not with
+    those of the arguments (``--use-checkpoint-opt_param-scheduler``)."""
+    if not isinstance(state, dict):
+        return
+    if state.get("param_state_sharding_type") == SHARDING:
+        state[_KEPT] = True
+        return
+    for part in state.values():
+        keep_rates(part)
+
+
+def take_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
+    """Give parameter groups the rates of those that are like them in a loaded state, if it says so.
+
+    Raises:
+        ValueError: there are not as many like them.
+    """
+    if not state.get(_KEPT):
+        return
+    keys = [key for key in param_group_identifier_keys if key not in _RATES]
+
+    def by_kind(some: Sequence[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
+        kinds: dict[Any, list[dict[str, Any]]] = {}
+        for group in some:
+            kind = tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
+            kinds.setdefault(kind, []).append(group)
+        return kinds
+
+    saved = by_kind(state["optimizer"]["param_groups"])
+    for kind, mine in by_kind(groups).items():
+        theirs = saved.get(kind, [])
+        if len(theirs) != len(mine):
+            raise ValueError(
+                f"--use-checkpoint-opt_param-scheduler: the checkpoint has {len(theirs)} parameter "
+                f"groups of the kind {dict(zip(keys, kind, strict=True))}, and this job has "
+                f"{len(mine)}: give it the rates as arguments"
+            )
+        for group, one in zip(mine, theirs, strict=True):
+            group.update({key: one[key] for key in _RATES if key in one})
 
 
 def load(

@@ -18,8 +18,8 @@ from ...optimizer import _get_megatron_emerging_optimizer, _get_param_groups
 from ...optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from ...optimizer.optimizer import ChainedOptimizer, MegatronOptimizer, _get_param_grad_norm_group
 from ...process_groups_config import ProcessGroupCollection
+from .refusal import OF_MATRICES
 from .refusals import validate_optimizer_config
-from .replica_refusals import OF_MATRICES
 from .server_buckets import Norms
 from .server_optimizer import ServerOptimizer
 from .summed_later import stays

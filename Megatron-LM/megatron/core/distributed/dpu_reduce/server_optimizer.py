@@ -459,6 +459,8 @@ class ServerOptimizer(MegatronOptimizer):
         self._machine.begin_load()
         kinds = self._kinds()
         parts = [state_dict] if len(kinds) == 1 else [state_dict[i] for i in range(len(kinds))]
+        for (_, groups), part in zip(kinds, parts, strict=True):
+            server_checkpoint.take_rates(groups, part)
         steps = {
             server_checkpoint.load(buckets, part, self._slots)
             for (buckets, _), part in zip(kinds, parts, strict=True)

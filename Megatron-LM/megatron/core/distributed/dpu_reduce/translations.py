@@ -19,7 +19,7 @@ import torch
 
 from ...utils import log_single_rank
 from . import job
-from .replica_refusals import OF_MATRICES
+from .refusal import OF_MATRICES
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig

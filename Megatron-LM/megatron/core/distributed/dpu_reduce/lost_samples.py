@@ -1,0 +1,98 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Samples that no replica has trained on: said once, and written down beside the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Sequence, Set
+
+import torch
+
+from . import bytepslib, job
+
+_told: set[int] = set()
+"""Replicas of whose loss this process has told, until they are back."""
+_told_until: int | None = None
+"""Consumed samples of which it was told which were lost; None: this process has made no step."""
+
+
+def begin(args: Namespace) -> None:
+    """This replica has joined others: what was lost before is theirs to tell."""
+    global _told_until
+    _told_until = args.consumed_train_samples
+
+
+def take_missing() -> set[int]:
+    """Replicas that sums of any rank of this replica have lacked, since this was called last."""
+    missing = bytepslib.members.take_missing()
+    flags = job.most_inside([int(replica in missing) for replica in range(job.replicas())])
+    return {replica for replica, flag in enumerate(flags) if flag}
+
+
+def tell(args: Namespace, missing: Set[int], present: Sequence[bool]) -> None:
+    """One line for each replica that was lost, and one in a file for each step that lacks the
+    samples of one.
+
+    Args:
+        missing: replicas that sums of steps have lacked since this was called last.
+        present: which replicas are there now.
+    """
+    global _told_until
+    if torch.distributed.get_rank() == 0:
+        _tell(args, missing, present)
+    _told_until = args.consumed_train_samples
+
+
+def _tell(args: Namespace, missing: Set[int], present: Sequence[bool]) -> None:
+    new = sorted(missing - _told)
+    _told.update(missing)
+    _told.difference_update(there for there, is_there in enumerate(present) if is_there)
+    if not missing:
+        return
+    from ...num_microbatches_calculator import get_current_global_batch_size
+
+    until = args.consumed_train_samples
+    first = until - get_current_global_batch_size() if _told_until is None else _told_until
+    lost = (until - first) // job.replicas() * len(missing)
+    iteration = args.curr_iteration + 1
+    if new:
+        news = bytepslib.members.view().news
+        print(
+            f"dpu_reduce: from iteration {iteration} on without replica "
+            f"{', '.join(map(str, new))}: {lost} of the last {until - first} "
+            f"samples were not, or not wholly, trained on; sums are scaled. {news}",
+            flush=True,
+        )
+    if job.replica() == list(present).index(True):
+        record(args.save, iteration, first, until - first, sorted(missing))
+
+
+_FILE = "dpu_lost_samples.jsonl"
+
+
+def record(
+    folder: str | None, iteration: int, first: int, samples: int, missing: Sequence[int]
+) -> None:
+    """Add a line to the file in the folder of the checkpoints; nothing if none are saved.
+
+    Args:
+        folder: of the checkpoints.
+        iteration: the last one that it is about, counted from 1.
+        first: sample of the first one.
+        samples: of all replicas, from that one on.
+        missing: the replicas whose part of them was left out.
+    """
+    if not folder:
+        return
+    os.makedirs(folder, exist_ok=True)
+    record = {
+        "iteration": iteration,
+        "first_sample": first,
+        "samples": samples,
+        "replicas": list(missing),
+    }
+    with open(os.path.join(folder, _FILE), "a") as file:
+        file.write(json.dumps(record) + "\n")

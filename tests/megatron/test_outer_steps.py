@@ -1,0 +1,130 @@
+"""What ``--dpu-outer-steps`` exchanges and when, without a job."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed.dpu_reduce import job, outer_steps
+
+ARGS = Namespace(
+    dpu_outer_steps=6,
+    dpu_outer_after=4,
+    dpu_outer_fragments=2,
+    dpu_outer_delay=1,
+    dpu_outer_lr=0.7,
+    dpu_outer_momentum=0.9,
+    deterministic_mode=False,
+    curr_iteration=0,
+)
+
+
+class Exchanged:
+    """Stands in for LocalSteps: what it was made with."""
+
+    made: list[Exchanged]
+
+    def __init__(self, parameters: list[torch.Tensor], **options: Any) -> None:
+        self.parameters, self.options, self.steps = parameters, options, 0
+        Exchanged.made.append(self)
+
+    def step(self) -> bool:
+        self.steps += 1
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Layer(torch.nn.Module):
+    """With a bias that is trained without gradients, and scratch memory."""
+
+    expert_bias: torch.Tensor
+    number: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("expert_bias", torch.ones(3))
+        self.register_buffer("tokens", torch.zeros(3), persistent=False)
+        self.register_buffer("number", torch.zeros(1, dtype=torch.int64))
+        self.ddp_config = SimpleNamespace(use_distributed_optimizer=False)
+
+
+def optimizer_of(*parameters: torch.Tensor) -> Any:
+    return SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"params": list(parameters)}]))
+
+
+NOTHING = SimpleNamespace(chained_optimizers=[SimpleNamespace(is_stub_optimizer=True)])
+"""As on a stage of a pipeline that is frozen."""
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    Exchanged.made = []
+    monkeypatch.setattr(outer_steps.bytepslib.diloco, "LocalSteps", Exchanged)
+    monkeypatch.setattr(outer_steps, "_running", None)
+    monkeypatch.setattr(job, "_each_step", True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+
+
+@pytest.mark.parametrize("optimizer", [NOTHING, optimizer_of(torch.empty(0))])
+def test_a_rank_that_owns_nothing_steps_as_the_others(optimizer: Any, tmp_path: Path) -> None:
+    """It finds the same steps in which exchanges begin: all ranks of a replica go by them."""
+    model = torch.nn.ModuleDict()
+    model.ddp_config = SimpleNamespace(use_distributed_optimizer=False)  # type: ignore[assignment]
+    rank = outer_steps.OuterSteps(ARGS, [model], optimizer, done=5)
+    assert not Exchanged.made
+    assert [rank.step() for _ in range(7)] == [True, False, False, True, False, False, True]
+    rank.save(str(tmp_path / "outer.pt"))
+    again = outer_steps.OuterSteps(ARGS, [model], optimizer, done=0)
+    again.load(str(tmp_path / "outer.pt"))
+    assert again.done == 12
+
+
+def test_buffers_that_are_saved_become_the_mean() -> None:
+    layer = Layer()
+    outer_steps.OuterSteps(ARGS, [layer], optimizer_of(layer.weight), done=0)
+    parameters, buffers = Exchanged.made
+    assert parameters.parameters == [layer.weight]
+    assert [one.data_ptr() for one in buffers.parameters] == [layer.expert_bias.data_ptr()]
+    assert (buffers.options["lr"], buffers.options["momentum"]) == (1.0, 0.0)
+    assert buffers.options["wire_dtype"] == torch.float32
+    assert {one.options["every"] for one in Exchanged.made} == {6}
+
+
+def test_buffers_that_are_saved_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def are_alike(tensors: list[torch.Tensor], *args: Any) -> bool:
+        seen.extend(tensors)
+        return True
+
+    monkeypatch.setattr(job.bytepslib.members, "are_alike", are_alike)
+    layer = Layer()
+    assert job.replicas_are_alike([layer])
+    wanted = [layer.weight, layer.expert_bias, layer.number]
+    assert [one.data_ptr() for one in seen] == [one.data_ptr() for one in wanted]
+
+
+def test_they_begin_though_the_iteration_was_skipped() -> None:
+    """By --iterations-to-skip, which makes no step."""
+    layer = Layer()
+    optimizer = optimizer_of(layer.weight)
+    for iteration in (1, 2, 3, 6, 7):  # counted from 1
+        args = Namespace(**{**vars(ARGS), "curr_iteration": iteration - 1})
+        outer_steps.iteration_ended(args, [layer], optimizer)
+        assert outer_steps.running() == (iteration >= 6)
+    assert outer_steps.done() == 1
+    # Steps are counted, not iterations.
+    assert not outer_steps.meets(args)
+    for _ in range(5):
+        outer_steps.iteration_ended(args, [layer], optimizer)
+    assert outer_steps.meets(args)
