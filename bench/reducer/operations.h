@@ -108,9 +108,9 @@ Operation Make(const char* name, bool (*is_for)(DType), Run run,
 }
 
 // Accumulators: their elements are twice as long as those of the type.
-inline size_t WideSize(DType t) { return byteps::core::SizeOf(byteps::core::AccumulatorOf(t)); }
+inline size_t WideSize(DType t) { return byteps::core::AccumulatorSize(t); }
 inline bool IsAny(DType) { return true; }
-inline bool IsWidened(DType t) { return byteps::core::AccumulatorOf(t) != t; }
+inline bool IsWidened(DType t) { return byteps::core::IsHalf(t) || t == DType::kFloat32; }
 
 // Operations that divide, for sums and for averages over some number of workers.
 template <int divisor>

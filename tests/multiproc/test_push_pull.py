@@ -80,6 +80,11 @@ def test_wire_types(make_cluster: Callable[..., Cluster], workers: int) -> None:
     make_cluster(workers=workers, servers=2, env=env).run("sums:wire")
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_averages_of_large_integers(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    make_cluster(workers=workers, servers=1, env=PATIENCE).run("sums:integers")
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_shapes_and_refusals(make_cluster: Callable[..., Cluster], workers: int) -> None:
     make_cluster(workers=workers, servers=1, env=PATIENCE).run("sums:shapes")

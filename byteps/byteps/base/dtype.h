@@ -70,6 +70,10 @@ inline bool ParseDType(const std::string& name, DType* t) {
 // Types that are summed in fp32 and rounded once.
 inline bool IsHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat16; }
 
+inline bool IsInteger(DType t) {
+  return t == DType::kUInt8 || t == DType::kInt8 || t == DType::kInt32 || t == DType::kInt64;
+}
+
 // Types whose elements are blocks of values.
 inline bool IsBlock(DType t) { return t == DType::kInt8x128 || t == DType::kInt4x128; }
 

@@ -133,16 +133,44 @@ BYTEPS_INLINE inline void AddIntegerLoop(void* __restrict sum, const void* __res
   }
 }
 
+// Types that hold the sum of a value of T for each of the workers.
 template <typename T>
-void DivideIntegers(void* sum, int divisor, size_t n) {
-  if (divisor == 1) return;
-  for (size_t i = 0; i < n; ++i) {
-    // In 64 bits: a group may have more members than a small type can count.
-    const int64_t wide = Load<T>(sum, i);
-    int64_t q = wide / divisor;
-    if (wide < 0 && q * divisor != wide) --q;
-    Store<T>(sum, i, static_cast<T>(q));
+struct Wider {
+  using Type = int32_t;
+};
+template <>
+struct Wider<int32_t> {
+  using Type = int64_t;
+};
+template <>
+struct Wider<int64_t> {
+  __extension__ using Type = __int128;
+};
+template <typename T>
+using WiderOf = typename Wider<T>::Type;
+
+// Rounded towards minus infinity.
+template <typename T, typename Wide = WiderOf<T>>
+inline T Quotient(Wide sum, int divisor) {
+  if constexpr (sizeof(Wide) > sizeof(int64_t)) {  // whose division is a call
+    const auto short_sum = static_cast<int64_t>(sum);
+    if (short_sum == sum) return Quotient<T>(short_sum, divisor);
   }
+  const auto quotient = sum / divisor;
+  return static_cast<T>(sum < 0 && quotient * divisor != sum ? quotient - 1 : quotient);
+}
+
+template <typename T>
+inline WiderOf<T> Sum(const void* a, const void* b, size_t i) {
+  return WiderOf<T>{Load<T>(a, i)} + Load<T>(b, i);
+}
+
+// Calls `run` with a value of the type that `t` names.
+template <typename Run>
+void WithInteger(DType t, Run run) {
+  if (t == DType::kUInt8) return run(uint8_t{});
+  if (t == DType::kInt8) return run(int8_t{});
+  t == DType::kInt32 ? run(int32_t{}) : run(int64_t{});
 }
 
 template <typename E>
@@ -256,12 +284,21 @@ const char* InstructionSet() {
 #endif
 }
 
-DType AccumulatorOf(DType t) {
-  if (IsHalf(t)) return DType::kFloat32;
-  return t == DType::kFloat32 ? DType::kFloat64 : t;
+size_t AccumulatorSize(DType t) {
+  if (IsHalf(t)) return sizeof(float);
+  if (t == DType::kFloat32) return sizeof(double);
+  size_t size = 0;
+  if (IsInteger(t)) WithInteger(t, [&](auto zero) { size = sizeof(WiderOf<decltype(zero)>); });
+  return size;
 }
 
 void Add(DType t, void* sum, const void* in, int divisor, size_t n) {
+  if (IsInteger(t) && divisor != 1) {
+    return WithInteger(t, [=](auto zero) {
+      using T = decltype(zero);
+      for (size_t i = 0; i < n; ++i) Store<T>(sum, i, Quotient<T>(Sum<T>(sum, in, i), divisor));
+    });
+  }
   switch (t) {
     case DType::kFloat32:
       return AddFloat32(sum, in, divisor, n);
@@ -272,17 +309,12 @@ void Add(DType t, void* sum, const void* in, int divisor, size_t n) {
     case DType::kFloat16:
       return AddFloat16(sum, in, divisor, n);
     case DType::kUInt8:
-      AddInt8(sum, in, n);
-      return DivideIntegers<uint8_t>(sum, divisor, n);
     case DType::kInt8:
-      AddInt8(sum, in, n);
-      return DivideIntegers<int8_t>(sum, divisor, n);
+      return AddInt8(sum, in, n);
     case DType::kInt32:
-      AddInt32(sum, in, n);
-      return DivideIntegers<int32_t>(sum, divisor, n);
+      return AddInt32(sum, in, n);
     case DType::kInt64:
-      AddInt64(sum, in, n);
-      return DivideIntegers<int64_t>(sum, divisor, n);
+      return AddInt64(sum, in, n);
     case DType::kInt8x128:
     case DType::kInt4x128:
       return;  // never: they are decoded before
@@ -290,21 +322,53 @@ void Add(DType t, void* sum, const void* in, int divisor, size_t n) {
 }
 
 void WideBegin(DType t, void* wide, const void* a, const void* b, size_t n) {
+  if (IsInteger(t)) {
+    return WithInteger(t, [=](auto zero) {
+      using T = decltype(zero);
+      for (size_t i = 0; i < n; ++i) Store<WiderOf<T>>(wide, i, Sum<T>(a, b, i));
+    });
+  }
   if (t == DType::kFloat32) return BeginFloat32(wide, a, b, n);
   t == DType::kBFloat16 ? BeginBFloat16(wide, a, b, n) : BeginFloat16(wide, a, b, n);
 }
 
 void WideAdd(DType t, void* wide, const void* in, size_t n) {
+  if (IsInteger(t)) {
+    return WithInteger(t, [=](auto zero) {
+      using Wide = WiderOf<decltype(zero)>;
+      for (size_t i = 0; i < n; ++i) {
+        Store<Wide>(wide, i, Load<Wide>(wide, i) + Load<decltype(zero)>(in, i));
+      }
+    });
+  }
   if (t == DType::kFloat32) return WideAddFloat32(wide, in, n);
   t == DType::kBFloat16 ? WideAddBFloat16(wide, in, n) : WideAddFloat16(wide, in, n);
 }
 
 void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n) {
+  if (IsInteger(t)) {
+    return WithInteger(t, [=](auto zero) {
+      using T = decltype(zero);
+      for (size_t i = 0; i < n; ++i) {
+        Store<T>(last, i, Quotient<T>(Load<WiderOf<T>>(wide, i) + Load<T>(last, i), divisor));
+      }
+    });
+  }
   if (t == DType::kFloat32) return EndFloat32(last, wide, divisor, n);
   t == DType::kBFloat16 ? EndBFloat16(last, wide, divisor, n) : EndFloat16(last, wide, divisor, n);
 }
 
 void Scale(DType t, void* values, const void* of, int times, int by, size_t n) {
+  if (IsInteger(t)) {
+    if (times != 1) return;
+    return WithInteger(t, [=](auto zero) {
+      using T = decltype(zero);
+      for (size_t i = 0; i < n; ++i) {
+        const WiderOf<T> sum = of == nullptr ? Load<T>(values, i) : Load<WiderOf<T>>(of, i);
+        Store<T>(values, i, Quotient<T>(sum, by));
+      }
+    });
+  }
   switch (t) {
     case DType::kFloat32:
       return ScaleFloat32(values, of, times, by, n);
@@ -314,15 +378,7 @@ void Scale(DType t, void* values, const void* of, int times, int by, size_t n) {
       return ScaleBFloat16(values, of, times, by, n);
     case DType::kFloat16:
       return ScaleFloat16(values, of, times, by, n);
-    case DType::kUInt8:
-      return DivideIntegers<uint8_t>(values, times == 1 ? by : 1, n);
-    case DType::kInt8:
-      return DivideIntegers<int8_t>(values, times == 1 ? by : 1, n);
-    case DType::kInt32:
-      return DivideIntegers<int32_t>(values, times == 1 ? by : 1, n);
-    case DType::kInt64:
-      return DivideIntegers<int64_t>(values, times == 1 ? by : 1, n);
-    default:  // blocks, whose codec scales them
+    default:  // blocks, whose codec scales them, and integers
       return;
   }
 }

@@ -3,7 +3,8 @@
 // Values are added in their accumulator type and rounded to their own type once,
 // at the end: half types in fp32; fp32 in fp64 when there are more than two values
 // (the sum of two is rounded once either way) and the server was not told
-// otherwise; fp64 and integers in their own type.
+// otherwise; averages of integers in a type that holds their sum; fp64, and sums of
+// integers, which wrap, in their own type.
 //
 //   two values:   Add(first, second)                      first is the sum
 //   more:         WideBegin(wide, first, second), WideAdd(wide, third) ..., and
@@ -14,7 +15,7 @@
 // A divisor of 1 gives the sum, the size of the group the average, rounded as a
 // division rounds it (but for subnormal quotients of fp32, which may differ by
 // 2^-149); integers are rounded towards minus infinity, as torch.floor_divide
-// does, and wrap.
+// does.
 #ifndef BYTEPS_SERVER_REDUCER_H_
 #define BYTEPS_SERVER_REDUCER_H_
 
@@ -26,11 +27,11 @@
 namespace byteps {
 namespace core {
 
-// The type in which values of type `t` are accumulated by the Wide functions: a
-// wider one for half types and fp32, else `t` itself, for which there are none.
-DType AccumulatorOf(DType t);
+// Bytes of a value of type `t` as the Wide functions accumulate it; 0 for fp64 and
+// blocks, for which there are none.
+size_t AccumulatorSize(DType t);
 
-// sum[i] = (sum[i] + in[i]) / divisor, half types by way of fp32.
+// sum[i] = (sum[i] + in[i]) / divisor, rounded once.
 void Add(DType t, void* sum, const void* in, int divisor, size_t n);
 
 // wide[i] = a[i] + b[i]
@@ -41,7 +42,8 @@ void WideAdd(DType t, void* wide, const void* in, size_t n);
 void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n);
 
 // values[i] = of[i] * times / by, in the accumulator type, rounded once: what becomes of a sum that
-// some members are missing in.  `of`: values of type AccumulatorOf(t); null: the values themselves.
+// some members are missing in.  `of`: what the Wide functions accumulated; null: the values
+// themselves.
 // Integers are divided if `times` is 1, and else left alone.
 void Scale(DType t, void* values, const void* of, int times, int by, size_t n);
 

@@ -43,7 +43,8 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
   const size_t added = ++added_;
   const bool last = added == members;
   bytes_ = values.size();
-  const bool wide = IsHalf(t) || (t == DType::kFloat32 && rule.wide_float32);
+  const bool wide = IsHalf(t) || (t == DType::kFloat32 && rule.wide_float32) ||
+                    (IsInteger(t) && declaration.average);
   BPS_INVARIANT("a member's push is added once", added <= members,
                 std::to_string(added) + " pushes of " + std::to_string(members) + " members of '" +
                     declaration.name + "'");
@@ -59,7 +60,7 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
     if (last && rule.keeps_memory) spare_ = std::move(values);
   } else if (!last) {
     if (added == 2) {
-      wide_ = scratch->Take(n * SizeOf(AccumulatorOf(t)));
+      wide_ = scratch->Take(n * AccumulatorSize(t));
       WideBegin(t, wide_.data(), sum_.data(), values.data(), n);
       sum_ = SharedBytes();
     } else {

@@ -1,6 +1,7 @@
 // How the pushes of one round are added.
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -93,6 +94,43 @@ TEST(Accumulator, ClosesWithoutThoseWhoDoNotCome) {
       }
     }
   }
+}
+
+// Their sum is of no such value, and its average is.
+template <typename T>
+void ExpectAverageOf(DType type, T value) {
+  for (uint32_t members = 2; members <= 5; ++members) {
+    for (uint32_t present = 1; present <= members; ++present) {
+      Declaration declaration = Of(members, true);
+      declaration.dtype = type;
+      Scratch scratch;
+      Accumulator accumulator;
+      for (uint32_t member = 0; member < present; ++member) {
+        const T given = member == 0 ? value / 2 : value;
+        const SharedBytes bytes = SharedBytes::New(sizeof(T));
+        memcpy(bytes.data(), &given, sizeof(T));
+        accumulator.Take(declaration, {}, member, bytes, &scratch);
+      }
+      if (present < members) accumulator.Close(declaration, {}, &scratch);
+      T found;
+      memcpy(&found, accumulator.sum().data(), sizeof(T));
+      __extension__ using Wide = __int128;
+      const Wide sum = Wide{value / 2} + Wide{value} * (present - 1), count = present;
+      const Wide below = sum % count < 0 ? 1 : 0;
+      EXPECT_EQ(found, static_cast<T>(sum / count - below))
+          << NameOf(type) << " of " << present << " of " << members;
+    }
+  }
+}
+
+TEST(Accumulator, AveragesIntegersWhoseSumOverflows) {
+  ExpectAverageOf<uint8_t>(DType::kUInt8, UINT8_MAX);
+  ExpectAverageOf<int8_t>(DType::kInt8, INT8_MAX);
+  ExpectAverageOf<int8_t>(DType::kInt8, INT8_MIN);
+  ExpectAverageOf<int32_t>(DType::kInt32, INT32_MAX);
+  ExpectAverageOf<int32_t>(DType::kInt32, INT32_MIN);
+  ExpectAverageOf<int64_t>(DType::kInt64, INT64_MAX);
+  ExpectAverageOf<int64_t>(DType::kInt64, INT64_MIN);
 }
 
 // A sum that lacks members is of blocks like any other.

@@ -89,6 +89,21 @@ def random(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
         values.demand_rounded_sum(result, inputs, dtype, average, wide)
 
 
+def integers(job: Job) -> None:
+    """Averages of integers whose sum is none of their type."""
+    bps.init()
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        for end in (torch.iinfo(dtype).max, torch.iinfo(dtype).min):
+            with job.check(f"{dtype}, {end}"):
+                # Towards zero, by another step on each rank.
+                step = -5 if end > 0 else 5
+                given = [end + step * rank for rank in range(job.size)]
+                tensor = torch.full((33,), given[job.rank], dtype=dtype)
+                bps.push_pull_inplace(tensor, average=True, name=f"{dtype} {end}")
+                assert tensor.tolist() == [sum(given) // job.size] * 33
+    bps.shutdown()
+
+
 def large(job: Job) -> None:
     """Many megabytes, a last partition that is not full, several rounds."""
     bps.init()
