@@ -122,7 +122,7 @@ class _Averaged:
         self._seen: dict[GradientAverager, int] = {}
         """How often gradients had been averaged at the last step."""
         self._covered: set[int] = set()
-        """The parameters, by id, that are covered or can have no gradient."""
+        """Ids of the parameters that have an averager."""
         self.cover(optimizer.param_groups)
 
     def cover(self, param_groups: list[dict[str, Any]]) -> None:
@@ -142,7 +142,7 @@ class _Averaged:
         for averager in self._averagers:
             averager.half = self._half
             self._seen.setdefault(averager, averager.averages)
-        self._covered = {id(parameter) for parameter in names}
+        self._covered = {id(parameter) for parameter in parameters.values()}
 
     def set_passes(self, passes: int) -> None:
         self._passes = passes
@@ -150,14 +150,15 @@ class _Averaged:
             averager.passes = passes
 
     def demand_covered(self, param_groups: list[dict[str, Any]]) -> None:
-        """Raises ValueError for a parameter that was put into a group by hand."""
+        """Raises ValueError for a parameter that needs a gradient which nobody averages."""
         for number, group in enumerate(param_groups):
             for index, parameter in enumerate(group["params"]):
-                if id(parameter) not in self._covered:
+                if parameter.requires_grad and id(parameter) not in self._covered:
+                    can_cover(f"group{number}.{index}", parameter)
                     raise ValueError(
                         f"parameter {index} of group {number} was put into the group by hand, so "
-                        "that its gradient was averaged with nobody's: call "
-                        "optimizer.add_param_group() on all ranks"
+                        "that nobody averages its gradient: call optimizer.add_param_group() on "
+                        "all ranks"
                     )
 
     def average_pending(self) -> None:

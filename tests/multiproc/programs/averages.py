@@ -528,6 +528,12 @@ def identity(job: Job) -> None:
     with job.check_raises("a type that servers do not know", ValueError, "'group0.0' .*float8"):
         odd = nn.Parameter(torch.ones(4).to(torch.float8_e5m2))
         bps.DistributedOptimizer(torch.optim.SGD([odd]))
+    with job.check_raises("the same, frozen at first", ValueError, "'group0.1' .*float8"):
+        odd.requires_grad_(False)
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2)), odd]))
+        optimizer.step()
+        odd.requires_grad_(True)
+        optimizer.step()
     with job.check("a rank that has no batch"):
         model = layers()
         optimizer = bps.DistributedOptimizer(sgd(model))
