@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,18 @@ class Started:
     ) -> Process:
         """One rank, or those that torchrun starts with these arguments. torchrun itself is
         ``forked``, for its import of torch takes seconds, or a program of its own."""
+        words = [*torchrun, str(HERE / "programs/keep.py"), "embedded", mode]
+        return self.start_words(words, bool(torchrun), env=env, forked=forked)
+
+    def start_words(
+        self,
+        words: Sequence[str],
+        torchrun: bool = True,
+        *,
+        env: Mapping[str, str] | None = None,
+        forked: bool = True,
+    ) -> Process:
+        """A program with its arguments, started by torchrun or by itself."""
         full = {
             **clean_environment(self.temporary),
             MARK: self.mark,
@@ -67,11 +79,10 @@ class Started:
         # Embedded mode makes one, unless a test says otherwise.
         if "BYTEPS_SECRET" not in (env or {}):
             del full["BYTEPS_SECRET"]
-        words = [*torchrun, str(HERE / "programs/keep.py"), "embedded", mode]
         title = f"job {len(self._launchers)}"
         launcher: Process
         if torchrun and forked:
-            args = {"words": words}
+            args = {"words": list(words)}
             launcher = self._nursery.start(title, "keep:torchrun", full, self.folder, args)
         else:
             module = ("-m", "torch.distributed.run") if torchrun else ()
@@ -151,6 +162,22 @@ def test_without_shutdown(job: Started) -> None:
     """A script that simply ends."""
     launcher = job.start("no-shutdown", *TORCHRUN, "--nproc-per-node", "2")
     assert launcher.wait(RUN_S) == 0, launcher.text
+    job.demand_nothing_left()
+
+
+def test_the_example_of_the_documentation(job: Started) -> None:
+    """As docs/use/pytorch.md prints it, by the command that it prints."""
+    page = (REPOSITORY / "docs/use/pytorch.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("\n## Operations\n")
+    example = re.search(
+        r"```python\n(.*?)```\n.*?^ {4}torchrun (.*? )try\.py$", section, re.S | re.M
+    )
+    assert example
+    program = job.folder / "try.py"
+    program.write_text(example[1], encoding="utf-8")
+    launcher = job.start_words([*TORCHRUN, *example[2].split(), str(program)])
+    assert launcher.wait(RUN_S) == 0, launcher.text
+    assert "started the scheduler" in launcher.text
     job.demand_nothing_left()
 
 

@@ -81,7 +81,10 @@ def test_bad_ranks(change: dict[str, str | None], pattern: str) -> None:
             {"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": "9000", "DMLC_NUM_WORKER": "4"},
             "is empty, but DMLC_PS_ROOT_PORT=9000 and DMLC_NUM_WORKER=4 are set",
         ),
-        ({"LOCAL_WORLD_SIZE": "2"}, "WORLD_SIZE=4 is more than this host's 2 .*_EMBEDDED_SERVERS"),
+        (
+            {"LOCAL_WORLD_SIZE": "2"},
+            "WORLD_SIZE=4 is more than this host's 2 ranks: set BYTEPS_EMBEDDED_SERVERS=1 on every",
+        ),
     ],
 )
 def test_a_cluster_was_meant(
