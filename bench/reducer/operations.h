@@ -99,18 +99,72 @@ struct Operation {
   Run run;
   // What the written buffer then holds, of the three values there were before.
   double (*expected)(double, double, double);
+  // The same in a loop of plain arithmetic; null: memory alone limits a plain loop.
+  Run arithmetic;
 };
 
 template <Stream A, Stream B = Stream{}, Stream C = Stream{}>
 Operation Make(const char* name, bool (*is_for)(DType), Run run,
-               double (*expected)(double, double, double)) {
-  return {name, is_for, {A, B, C}, &Touch<A, B, C>, std::move(run), expected};
+               double (*expected)(double, double, double), Run arithmetic = nullptr) {
+  return {
+      name, is_for, {A, B, C}, &Touch<A, B, C>, std::move(run), expected, std::move(arithmetic)};
 }
 
 // Accumulators: their elements are twice as long as those of the type.
 inline size_t WideSize(DType t) { return byteps::core::AccumulatorSize(t); }
 inline bool IsAny(DType) { return true; }
 inline bool IsWidened(DType t) { return byteps::core::IsHalf(t) || t == DType::kFloat32; }
+
+// Types as one would write them down, for finite values.
+
+template <typename T>
+struct PlainNumber {
+  static T Get(const char* p, size_t i) {
+    T v;
+    memcpy(&v, p + i * sizeof(v), sizeof(v));
+    return v;
+  }
+  template <typename Value>
+  static void Put(char* p, size_t i, Value value) {
+    const T v = static_cast<T>(value);
+    memcpy(p + i * sizeof(v), &v, sizeof(v));
+  }
+};
+
+struct PlainBFloat16 {
+  static float Get(const char* p, size_t i) {
+    const uint32_t word = static_cast<uint32_t>(PlainNumber<uint16_t>::Get(p, i)) << 16;
+    float v;
+    memcpy(&v, &word, sizeof(v));
+    return v;
+  }
+  static void Put(char* p, size_t i, float v) {
+    uint32_t word;
+    memcpy(&word, &v, sizeof(v));
+    PlainNumber<uint16_t>::Put(p, i, (word + 0x7fff + (word >> 16 & 1)) >> 16);
+  }
+};
+
+// `n` elements of `a` become averages of it and `b`, by the operators of C++.
+template <typename A, typename B>
+void AverageLoop(char* __restrict a, const char* __restrict b, int divisor, size_t n) {
+  using Value = decltype(B::Get(b, 0));
+  const Value d = static_cast<Value>(divisor);
+  for (size_t i = 0; i < n; ++i) A::Put(a, i, (A::Get(a, i) + B::Get(b, i)) / d);
+}
+
+// Whether there is a plain loop of averages: of the types that the gate is for.
+inline bool HasPlainAverage(DType t) { return t == DType::kFloat32 || t == DType::kBFloat16; }
+
+inline void PlainAverage(DType t, bool wide, char* a, const char* b, int divisor, size_t n) {
+  using Float = PlainNumber<float>;
+  if (t == DType::kBFloat16) {
+    return wide ? AverageLoop<PlainBFloat16, Float>(a, b, divisor, n)
+                : AverageLoop<PlainBFloat16, PlainBFloat16>(a, b, divisor, n);
+  }
+  return wide ? AverageLoop<Float, PlainNumber<double>>(a, b, divisor, n)
+              : AverageLoop<Float, Float>(a, b, divisor, n);
+}
 
 // Operations that divide, for sums and for averages over some number of workers.
 template <int divisor>
@@ -119,11 +173,15 @@ void AddDividing(std::vector<Operation>* table, const char* add, const char* end
   table->push_back(Make<kUpdate, kRead>(
       add, IsAny,
       [](DType t, char* a, char* b, char*, size_t n) { core::Add(t, a, b, divisor, n); },
-      [](double a, double b, double) { return (a + b) / divisor; }));
+      [](double a, double b, double) { return (a + b) / divisor; },
+      [](DType t, char* a, char* b, char*, size_t n) {
+        PlainAverage(t, false, a, b, divisor, n);
+      }));
   table->push_back(Make<kUpdate, kReadWide>(
       end, IsWidened,
       [](DType t, char* a, char* b, char*, size_t n) { core::WideEnd(t, a, b, divisor, n); },
-      [](double a, double b, double) { return (a + b) / divisor; }));
+      [](double a, double b, double) { return (a + b) / divisor; },
+      [](DType t, char* a, char* b, char*, size_t n) { PlainAverage(t, true, a, b, divisor, n); }));
 }
 
 inline std::vector<Operation> Operations() {

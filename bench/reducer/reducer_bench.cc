@@ -1,6 +1,6 @@
 // Times every addition of byteps/server/reducer.h in one thread, and the optimizer's AdamW
 // (byteps/server/optimizer/update.h), each compared with a plain loop that reads and writes the
-// same memory and computes nothing to speak of.
+// same memory and computes nothing to speak of, and averages with a loop of plain arithmetic too.
 //
 // usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS [TYPE...]
 //
@@ -149,15 +149,17 @@ struct Row {
   size_t read, written, bytes;
   std::vector<double> ours, plain;
   size_t wrong;
+  std::vector<double> arithmetic = {};
 };
 
 void Print(const Row& row) {
   printf(
       "{\"operation\": \"%s\", \"type\": \"%s\", \"set\": \"%s\", \"read\": %zu, "
       "\"written\": %zu, \"bytes\": %zu, \"seconds\": %s, \"plain_seconds\": %s, "
-      "\"wrong\": %zu, \"level\": \"%s\"}\n",
+      "\"arithmetic_seconds\": %s, \"wrong\": %zu, \"level\": \"%s\"}\n",
       row.operation, byteps::core::NameOf(row.t), row.set, row.read, row.written, row.bytes,
-      List(row.ours).c_str(), List(row.plain).c_str(), row.wrong, Level());
+      List(row.ours).c_str(), List(row.plain).c_str(), List(row.arithmetic).c_str(), row.wrong,
+      Level());
   fflush(stdout);
 }
 
@@ -180,20 +182,27 @@ void Measure(const Operation& operation, DType t, const Settings& settings, size
         work(buffers.At(0, p * n), buffers.At(1, p * n), buffers.At(2, p * n));
     }
   };
-  std::vector<double> ours, plain;
+  const bool computes = operation.arithmetic != nullptr && HasPlainAverage(t);
+  std::vector<double> samples[3];  // ours, the plain loop's, plain arithmetic's
+  auto run = [&](int which, char* a, char* b, char* c) {
+    if (which == 0) operation.run(t, a, b, c, n);
+    if (which == 1) operation.plain(a, b, c, n / per_line);
+    if (which == 2) operation.arithmetic(t, a, b, c, n);
+  };
+  const int loops = computes ? 3 : 2;
   for (int i = -1; i < settings.repeats; ++i) {  // the first is warm-up
-    // In turn, so that what else the machine does meets both.
-    buffers.Fill(n * partitions);  // or sums would overflow and quotients be subnormal
-    const double one =
-        Seconds([&] { each([&](char* a, char* b, char* c) { operation.run(t, a, b, c, n); }); });
-    const double other = Seconds(
-        [&] { each([&](char* a, char* b, char* c) { operation.plain(a, b, c, n / per_line); }); });
-    if (i < 0) continue;
-    ours.push_back(one);
-    plain.push_back(other);
+    // Interleaved, so that what else the machine does meets all; each begins once in so many.
+    for (int k = 0; k < loops; ++k) {
+      const int which = (i + 1 + k) % loops;
+      buffers.Fill(n * partitions);  // or sums would overflow and quotients be subnormal
+      const double seconds =
+          Seconds([&] { each([&](char* a, char* b, char* c) { run(which, a, b, c); }); });
+      if (i >= 0) samples[which].push_back(seconds);
+    }
   }
   const size_t wrong = CountWrong(operation, t, n, 0) + CountWrong(operation, t, 1003, 1);
-  Print({operation.name, t, set, read, written, pass * passes, ours, plain, wrong});
+  Print({operation.name, t, set, read, written, pass * passes, samples[0], samples[1], wrong,
+         samples[2]});
 }
 
 void MeasureBoth(const Operation& operation, DType t, const Settings& settings) {

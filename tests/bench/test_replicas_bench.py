@@ -434,6 +434,7 @@ def reduced(
     type: str = "float32",
     set: str = "memory",
     operation: str = "sum += in",
+    arithmetic: list[float] | None = None,
 ) -> reducer_bench.Result:
     return reducer_bench.Result(
         operation=operation,
@@ -444,9 +445,22 @@ def reduced(
         bytes=12_000_000_000,
         seconds=seconds,
         plain_seconds=plain,
+        arithmetic_seconds=arithmetic or [],
         wrong=0,
         level="x86-64-v3",
     )
+
+
+def test_a_cpu_that_computes_slowly_is_compared_with_its_own_arithmetic() -> None:
+    """0.67 of what memory feeds it with, and faster than a plain loop of the same arithmetic."""
+    options = reducer_bench.parse(["--min-of-limit", "0.7"])
+    average = "sum = (sum + in) / 3"
+    alone = reduced([1.5], [1.0], operation=average)
+    computed = reduced([1.5], [1.0], operation=average, arithmetic=[1.8, 1.6])
+    assert reducer_bench.report([alone], options, {"hardware": "x"}) == 1
+    assert reducer_bench.report([computed], options, {"hardware": "x"}) == 0
+    slow = reduced([3.0], [1.0], operation=average, arithmetic=[1.8, 1.6])
+    assert reducer_bench.report([slow], options, {"hardware": "x"}) == 1
 
 
 def test_the_bar_holds_for_gated_types_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,8 +130,8 @@ def demand_no_cluster(env: Mapping[str, str], ranks: Ranks) -> None:
     if not ranks.single_host and "BYTEPS_EMBEDDED_SERVERS" not in env:
         raise byteps_error(
             f"DMLC_PS_ROOT_URI is {unset}, and WORLD_SIZE={ranks.world_size} is more than this "
-            f"host's {ranks.local_world_size} ranks: set BYTEPS_EMBEDDED_SERVERS=1 on every host to "
-            "start one server next to the ranks of each (embedded mode), or DMLC_PS_ROOT_URI, "
+            f"host's {ranks.local_world_size} ranks: set BYTEPS_EMBEDDED_SERVERS=1 on every host "
+            "to start one server next to the ranks of each (embedded mode), or DMLC_PS_ROOT_URI, "
             "DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER to join a cluster"
         )
 
