@@ -190,6 +190,14 @@ def train_without_servers(
     return run([*MODEL, *_through_servers(arguments)], broken=broken)
 
 
+def train_told_to_end(
+    folder: Path, arguments: Sequence[str], nodes: Sequence[int], environment: dict[str, str]
+) -> RankSeen:
+    """Training in which all ranks and these nodes are told to end."""
+    broken = functools.partial(faults.tell_all_to_end, nodes)
+    return run([*MODEL, *_through_servers(arguments)], broken=broken)
+
+
 # --------------------------------------------------------------------------- megatron.core alone
 
 
