@@ -9,21 +9,61 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 NAME = "byteps"
-_MIXED = "cpu:gloo,cuda:nccl"
-_CARRIED = ("nccl", "gloo", _MIXED, "cuda:nccl,cpu:gloo", "undefined")
-"""The backends whose groups are carried when a script asks for them."""
+MIXED = {"cpu": "gloo", "cuda": "nccl"}
+"""Backends of a group whose script asks for the backend ``byteps``."""
 
-asked: ContextVar[str] = ContextVar("asked", default=_MIXED)
-"""The backend that a script has asked for, while its group is made."""
+_logger = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The backend that a script has asked for."""
+
+    name: str
+    """As the script spells it: ``nccl``, ``cpu:gloo,cuda:nccl``; ``undefined`` if it names none."""
+    backends: Mapping[str, str]
+    """By device, as torch understands the name."""
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether the group can carry these backends."""
+        return (
+            bool(self.backends)
+            and set(self.backends) <= {"cpu", "cuda"}
+            and set(self.backends.values()) <= {"gloo", "nccl"}
+        )
+
+    @classmethod
+    def of(cls, name: str) -> Asked:
+        """Raises ValueError where torch does not understand the name."""
+        config = dist.distributed_c10d.BackendConfig(dist.Backend(name))
+        backends = {device: str(of) for device, of in config.get_device_backend_map().items()}
+        if name == dist.Backend.UNDEFINED:  # torch names one for every kind of device that it knows
+            backends = {device: of for device, of in backends.items() if device in MIXED}
+        return cls(name=name, backends=backends)
+
+
+asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
+"""What a script has asked for, while its group is made."""
+
+
+def warn_not_carried(what: str) -> None:
+    """Say once that all-reduces of a group do not go through the servers."""
+    if what not in _told:
+        _told.add(what)
+        _logger.warning("%s is not carried by BytePS: its all-reduces stay with its backend", what)
 
 
 def register() -> None:
@@ -58,10 +98,14 @@ def _carrying(make: Callable[..., Any]) -> Callable[..., Any]:
     def carrying(*arguments: Any, **named: Any) -> Any:
         call = signature.bind(*arguments, **named)
         name = str(call.arguments["backend"]).lower()
-        if name not in _CARRIED:
+        # The backend itself, and what is wrong, are torch's to answer.
+        of = None if name == NAME or not _is_understood(name) else Asked.of(name)
+        if of is None or not of.is_carried:
+            if of is not None:
+                warn_not_carried(f"a process group of the backend {name!r}")
             return make(*arguments, **named)
         call.arguments["backend"] = dist.Backend(NAME)
-        token = asked.set(name)
+        token = asked.set(of)
         try:
             group, store = make(*call.args, **call.kwargs)
         finally:
@@ -73,13 +117,21 @@ def _carrying(make: Callable[..., Any]) -> Callable[..., Any]:
     return carrying
 
 
+def _is_understood(name: str) -> bool:
+    try:
+        Asked.of(name)
+    except Exception:
+        return False
+    return True
+
+
 def _tell_as(group: Any, name: str, device: torch.device | None) -> None:
     """torch tells scripts that the group is one of the backend that they have asked for."""
     world = dist.distributed_c10d._world
     world.pg_map[group] = (name, world.pg_map[group][1])
     world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(dist.Backend(name)))
     if device is not None:
-        group.bound_device_id = device
+        group.bind(device)
 
 
 def autoload() -> None:

@@ -297,8 +297,12 @@ class Landing:
 
 
 class Stream:
-    def __init__(self, device: object = None) -> None:
+    def __init__(self) -> None:
         self.given: Given = []
+
+
+_streams: dict[str, Stream] = {}
+"""By purpose."""
 
 
 def land(stream: Any) -> Any:
@@ -310,9 +314,13 @@ def land(stream: Any) -> Any:
 def current(monkeypatch: pytest.MonkeyPatch) -> Given:
     """The current stream. There is none yet on which sums land."""
     given: Given = []
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    _streams.clear()
+    monkeypatch.setattr(
+        streamed_work, "stream_for", lambda purpose, device: _streams.setdefault(purpose, Stream())
+    )
     monkeypatch.setattr(streamed_work, "current_stream", lambda device: given)
-    monkeypatch.setattr(streamed_work, "_streams", {})
+    monkeypatch.setattr(streamed_work, "_has_streamed", False)
+    monkeypatch.setattr(streamed_work, "_kept", {})
     monkeypatch.setattr(streamed_work, "_landing", type(streamed_work._landing)())
     monkeypatch.setattr(c_lib, "check", lambda: None)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -321,8 +329,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Given:
 
 def test_what_nobody_waits_for_is_queued_all_the_same(current: Given) -> None:
     StreamedWork([torch.ones(1)], land)
-    (stream,) = streamed_work._streams.values()
-    assert len(stream.given) == 1  # type: ignore[attr-defined]
+    assert len(_streams["landing"].given) == 1
     assert current == []
 
 
@@ -331,11 +338,10 @@ def test_with_one_queue_of_the_device_the_first_who_waits_queues_it(
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     work = StreamedWork([torch.ones(1)], land)
-    assert not streamed_work._streams
+    assert not _streams
     work.wait()
     work.wait()
-    (stream,) = streamed_work._streams.values()
-    assert current == stream.given * 2  # type: ignore[attr-defined]
+    assert current == _streams["landing"].given * 2
     assert len(current) == 2
 
 

@@ -239,6 +239,11 @@ Landing Engine::Land(int64_t handle, DeviceStream stream) {
   return landing;
 }
 
+bool Engine::AwaitEnd(int64_t handle, std::chrono::nanoseconds limit) {
+  const OperationPtr operation = context_.operations.Find(handle);
+  return operation->AwaitEnd(limit, [this] { context_.channel->ReceiveReady(); });
+}
+
 bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit) {
   const OperationPtr operation = context_.operations.Find(handle);
   if (operation->streams_wait()) {
@@ -450,6 +455,12 @@ bool Worker::Poll(int64_t handle) {
   const auto engine = this->engine();
   if (!engine) ThrowNoJob(handle);
   return engine->Poll(handle);
+}
+
+bool Worker::AwaitEnd(int64_t handle, std::chrono::nanoseconds limit) {
+  const auto engine = this->engine();
+  if (!engine) ThrowNoJob(handle);
+  return engine->AwaitEnd(handle, limit);
 }
 
 bool Worker::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit) {

@@ -216,6 +216,7 @@ class Engine : public ChannelUser {
   bool IsStreamed(int64_t handle);
   Landing Land(int64_t handle, DeviceStream stream);
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
+  bool AwaitEnd(int64_t handle, std::chrono::nanoseconds limit);
   void CallAtEnd(int64_t handle, std::function<void()> then);
 
   bool failed() { return context_.operations.failed(); }
@@ -355,6 +356,8 @@ class Worker {
   // failed, once nothing writes into its output any more; UsageError if there is no such handle.
   // The input of a sum that failed may still be read, until Stop has returned.
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
+  // Whether it ended, well or not, within this time; the handle stays.
+  bool AwaitEnd(int64_t handle, std::chrono::nanoseconds limit);
 
   // Of a sum that streams wait for: enqueues in `stream` waiting for it and copying it to its
   // tensor, and forgets the handle.  Throws as WaitFor does, for what is known to have failed.

@@ -301,10 +301,11 @@ void AddTo(uintptr_t blocks, const std::string& dtype, uintptr_t held, uint64_t 
                  reinterpret_cast<const void*>(held), count, reinterpret_cast<void*>(out));
 }
 
+constexpr std::chrono::nanoseconds kLookEvery = std::chrono::milliseconds(100);
+
 // Lets Python handle signals, such as Ctrl-C, while it waits: what a handler raises is raised
 // here, and the handle stays.
 void Wait(int64_t handle, uintptr_t stream) {
-  constexpr auto kLookEvery = std::chrono::milliseconds(100);
   while (true) {
     {
       py::gil_scoped_release unlocked;
@@ -312,6 +313,25 @@ void Wait(int64_t handle, uintptr_t stream) {
       if (worker->WaitFor(handle, reinterpret_cast<DeviceStream>(stream), kLookEvery)) return;
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+// Whether an operation ended within this time; the handle stays.  Signals as in Wait.
+bool AwaitEnd(int64_t handle, double limit_s) {
+  using Clock = std::chrono::steady_clock;
+  const auto until = Clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                        std::chrono::duration<double>(limit_s));
+  while (true) {
+    const std::chrono::nanoseconds left = until - Clock::now();
+    {
+      py::gil_scoped_release unlocked;
+      if (GetWorker()->AwaitEnd(
+              handle, std::max(std::chrono::nanoseconds(0), std::min(left, kLookEvery)))) {
+        return true;
+      }
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (left <= kLookEvery) return false;
   }
 }
 
@@ -397,9 +417,17 @@ PYBIND11_MODULE(c_lib, m) {
                        DeviceCopies::Of(device)->Now(reinterpret_cast<DeviceStream>(stream))};
       },
       py::arg("device"), py::arg("stream"), Unlocked(), "Of all that a stream was given so far.");
+  m.def(
+      "make_stream",
+      [](int device) {
+        const CurrentDevice current(device);
+        return reinterpret_cast<uintptr_t>(MakeStream());
+      },
+      py::arg("device"), Unlocked(), "A stream of a GPU that nobody else has; never destroyed.");
   m.def("check", [] { GetWorker()->Check(); }, Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", &Wait, py::arg("handle"), py::arg("stream") = 0);
+  m.def("await_end", &AwaitEnd, py::arg("handle"), py::arg("limit_s"));
   m.def(
       "watch",
       [](int64_t handle) { GetWorker()->CallAtEnd(handle, [handle] { Ended()->Push(handle); }); },

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from byteps.launcher import meeting
 from byteps.torch import session
 from byteps.torch.figures import setting
+from byteps.torch.streams import stream_for
 
 Range = tuple[int, int]
 """First element, and last plus one."""
@@ -268,8 +269,6 @@ def _op_timeout_s() -> float:
 groups = NodeGroups()
 """Those of this process."""
 
-_streams: dict[int, torch.cuda.Stream] = {}
-
 
 @contextlib.contextmanager
 def on_side_stream(tensor: torch.Tensor) -> Iterator[None]:
@@ -277,10 +276,7 @@ def on_side_stream(tensor: torch.Tensor) -> Iterator[None]:
     if not tensor.is_cuda:
         yield
         return
-    index = tensor.device.index
-    if index not in _streams:
-        _streams[index] = torch.cuda.Stream(tensor.device)
-    stream = _streams[index]
+    stream = stream_for("node groups", tensor.device)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
         yield
@@ -289,5 +285,5 @@ def on_side_stream(tensor: torch.Tensor) -> Iterator[None]:
 def wait_for_side_stream(tensor: torch.Tensor) -> None:
     """On a GPU, have the caller's stream wait for what `on_side_stream` has queued by now."""
     if tensor.is_cuda:
-        stream = _streams[tensor.device.index]
+        stream = stream_for("node groups", tensor.device)
         torch.cuda.current_stream(tensor.device).wait_stream(stream)

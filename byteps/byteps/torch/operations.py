@@ -10,6 +10,7 @@ import torch
 from byteps.torch import c_lib, in_flight, session
 from byteps.torch import wire as wires
 from byteps.torch.in_flight import completions
+from byteps.torch.streams import stream_for
 from byteps.torch.wire import (
     DTYPES,
     Spec,
@@ -376,6 +377,17 @@ def has_ended(handle: int) -> bool:
         return True
 
 
+def await_end(handle: int, limit_s: float) -> bool:
+    """Whether `synchronize(handle)` would not block after at most so many seconds.
+
+    True where the handle was synchronised already. An exception of a signal handler is raised.
+    """
+    try:
+        return c_lib.await_end(handle, limit_s)
+    except ValueError:
+        return True
+
+
 def synchronize(handle: int) -> torch.Tensor:
     """Block until the sum is there; return the output tensor and forget the handle.
 
@@ -447,7 +459,7 @@ def future(handle: int) -> torch.futures.Future[torch.Tensor]:
     )
 
     def complete() -> None:
-        with torch.cuda.stream(torch.cuda.Stream(device) if is_on_gpu else None):
+        with torch.cuda.stream(stream_for("completions", device) if is_on_gpu else None):
             try:
                 promised.set_result(synchronize(handle))
             except Exception as error:

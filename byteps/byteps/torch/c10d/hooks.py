@@ -5,16 +5,21 @@ that stay behind are reduced by the group that the model has.
 """
 
 # Annotations are evaluated here: DDP looks at those of a hook.
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from byteps.c10d_plugin import MIXED, NAME, Asked, warn_not_carried
 from byteps.torch import session
 from byteps.torch.c10d import identity, reductions, work
+from byteps.torch.c10d.checks import Checks
 from byteps.torch.c10d.reductions import Reductions
-from byteps.torch.c10d.work import WorkOfMany
+from byteps.torch.c10d.work import NO_LIMIT, WorkOfMany
+from torch._compile import _disable_dynamo
 
 _LOOKED_FOR = (
     *("allgather", "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
@@ -35,26 +40,36 @@ class BytePSGroup(dist.ProcessGroup):
     BytePS job when it is made, and leaves it when it is destroyed.
     """
 
-    def __init__(self, options: Any, backend_options: Any, *, asked: str) -> None:
+    def __init__(self, options: Any, backend_options: Any, *, asked: Asked | None) -> None:
         """
         Args:
             options: torch's _DistributedBackendOptions: store, rank, size, timeout, name, ranks.
             backend_options: of NCCL, as the script gave them; None: the usual ones.
-            asked: the backend that the script has asked for.
+            asked: what the script has asked for; None: the backend of this name.
         """
         # The form with a store cannot be subclassed.
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._is_default = not options.global_ranks_in_group
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         self._size = len(self._ranks)
-        self._native: dict[str, Any] = {}
+        self._timeout: timedelta = options.timeout
+        self._native: list[Any] = []
+        self._devices: list[str] = []
         self._plain = dist.ProcessGroup(options.group_rank, options.group_size)  # type: ignore[call-arg]
-        if asked != "nccl":
-            self._carry_gloo(options, ["cpu", "cuda"] if asked == "gloo" else ["cpu"])
-        if asked != "gloo" and torch.cuda.is_available():
-            self._carry_nccl(options, backend_options)
+        self._checks = Checks.of_new_group(options)
+        if asked is None:
+            asked = Asked(name=NAME, backends=MIXED)
+        self._name = asked.name
+        for backend in dict.fromkeys(asked.backends.values()):
+            devices = [device for device, of in asked.backends.items() if of == backend]
+            if backend == "gloo":
+                self._carry_gloo(options, devices)
+            elif torch.cuda.is_available() or len(asked.backends) == 1:
+                self._carry_nccl(options, backend_options, devices)
         if self._is_default:
-            reductions.join(options.store, options.group_rank, options.group_size)
+            reductions.join(
+                options.store, options.group_rank, options.group_size, timeout=options.timeout
+            )
         self._reductions = Reductions(identity.of_new_group(options.group_id, self._ranks), "group")
 
     def _carry_gloo(self, options: Any, devices: Sequence[str]) -> None:
@@ -64,7 +79,7 @@ class BytePSGroup(dist.ProcessGroup):
         gloo._set_sequence_number_for_group()
         self._carry(gloo, dist.ProcessGroup.BackendType.GLOO, devices)
 
-    def _carry_nccl(self, options: Any, given: Any) -> None:
+    def _carry_nccl(self, options: Any, given: Any, devices: Sequence[str]) -> None:
         if given is None:
             given = dist.ProcessGroupNCCL.Options()
         given._timeout = options.timeout
@@ -73,27 +88,55 @@ class BytePSGroup(dist.ProcessGroup):
         store = dist.PrefixStore("nccl/", options.store)
         nccl = dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, given)
         nccl._set_sequence_number_for_group()
-        self._carry(nccl, dist.ProcessGroup.BackendType.NCCL, ["cuda"])
+        self._carry(nccl, dist.ProcessGroup.BackendType.NCCL, devices)
 
     def _carry(self, native: Any, kind: Any, devices: Sequence[str]) -> None:
-        for device in devices:
-            for group in (self, self._plain):
-                group._register_backend(torch.device(device), kind, native)
-            self._native[device] = native
+        self._native.append(native)
+        self._devices += devices
+        backend = native if self._checks is None else self._checks.around(native)
         for group in (self, self._plain):
+            for device in devices:
+                group._register_backend(torch.device(device), kind, backend)
             group._set_default_backend(kind)
 
     # ----- what goes through the servers
 
-    def allreduce(  # type: ignore[override]  # the one form that torch calls
-        self, tensors: Sequence[torch.Tensor], opts: Any = None
+    @_disable_dynamo
+    def allreduce(  # type: ignore[override]  # one function for all forms
+        self,
+        tensors: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        tensor: torch.Tensor | None = None,
+        op: Any = None,
     ) -> Any:
-        """Reduce one tensor over the group, in place; return the work."""
-        opts = opts or dist.AllreduceOptions()
-        (tensor,) = tensors
-        work = self._begin(tensor, opts)
-        return self._native_for(tensor).allreduce(tensors, opts) if work is None else work
+        """Reduce one tensor over the group, in place; return the work.
 
+        Args:
+            tensors: one tensor, alone or in a list.
+            opts: torch's AllreduceOptions, or the operation.
+            timeout: without options: for this operation alone.
+            tensor: another name of `tensors`.
+            op: another name of `opts`, where that is the operation.
+        """
+        given = tensor if tensors is None else tensors
+        several = [given] if isinstance(given, torch.Tensor) else list(given or ())
+        if not isinstance(opts, dist.AllreduceOptions):
+            options, kind = dist.AllreduceOptions(), op if opts is None else opts
+            if kind is not None:
+                options.reduceOp = kind
+            if timeout is not None:
+                options.timeout = timeout
+            opts = options
+        if len(several) == 1:
+            work = self._begin(several[0], opts)
+            if work is not None:
+                return work
+        self._demand_backends(several)
+        return self._plain.allreduce(several, opts)
+
+    @_disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors over the group, in place; return one work for all."""
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -104,8 +147,9 @@ class BytePSGroup(dist.ProcessGroup):
                 others.append(tensor)
             else:
                 works.append(work)
-        if others:
-            work = self._native_for(others[0]).allreduce_coalesced(others, opts)
+        if others or not works:
+            self._demand_backends(others)
+            work = self._plain.allreduce_coalesced(others, opts)
             if not works:
                 return work
             works.append(work)
@@ -116,23 +160,77 @@ class BytePSGroup(dist.ProcessGroup):
         average = _AVERAGES.get(_kind(opts.reduceOp))
         if average is None or self._size == 1:
             return None
-        return self._reductions.begin(tensor, average=average)
-
-    def _native_for(self, tensor: torch.Tensor) -> Any:
-        native = self._native.get(tensor.device.type)
-        if native is None:
-            have = ", ".join(self._native) or "none"
-            raise RuntimeError(
-                f"the process group has no backend for {tensor.device.type} tensors (it has: "
-                f"{have}); name one in init_process_group, such as backend='cpu:gloo,cuda:nccl'"
+        if self._checks is not None and self._reductions.takes(tensor):
+            self._checks.check(tensor, opts)
+        if torch.autograd._profiler_enabled():
+            work = self._begin_recorded(tensor, average)
+        else:
+            work = self._reductions.begin(tensor, average=average)
+        if work is not None:
+            own = opts.timeout > NO_LIMIT
+            limit = opts.timeout if own else self._timeout
+            work.bound(
+                limit.total_seconds(),
+                "the timeout of this operation" if own else "the timeout of its process group",
             )
-        return native
+        return work
+
+    def _begin_recorded(self, tensor: torch.Tensor, average: bool) -> Any:
+        """As the native backend tells the profiler: an event from the start to the end."""
+        event = torch.autograd.profiler.record_function(f"{self._plain.name()}:all_reduce")
+        with event:
+            work = self._reductions.begin(tensor, average=average)
+            if work is not None:
+                ended: torch.futures.Future[None] = torch.futures.Future()
+                event._call_end_callbacks_on_future(ended)
+                _set_elsewhere(ended, work.get_future())
+        return work
+
+    def _demand_backends(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type not in self._devices:
+                have = ", ".join(self._devices) or "none"
+                raise RuntimeError(
+                    f"the process group has no backend for {tensor.device.type} tensors (it has: "
+                    f"{have}); name one in init_process_group, such as "
+                    "backend='cpu:gloo,cuda:nccl'"
+                )
 
     # ----- its name and its end
 
     def getBackendName(self) -> str:
         """As torch asks for it."""
-        return "byteps"
+        return NAME if self._name == NAME else self._plain.name()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For operations from now on."""
+        self._timeout = timeout
+        self._plain.set_timeout(timeout)
+
+    def split_group(self, *arguments: Any, **named: Any) -> Any:
+        """A group of the native backend alone, made of this one's."""
+        warn_not_carried("a group that split_group makes")
+        return self._plain.split_group(*arguments, **named)
+
+    def merge_remote_group(self, *arguments: Any, **named: Any) -> Any:
+        """A group of the native backend alone."""
+        warn_not_carried("a group that merge_remote_group makes")
+        return self._plain.merge_remote_group(*arguments, **named)
+
+    def bind(self, device: torch.device) -> None:
+        """The group's collectives run on this GPU."""
+        self.bound_device_id = self._plain.bound_device_id = device
+
+    def reconfigure(self, *arguments: Any, **named: Any) -> Any:
+        """Refused.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "a process group that BytePS carries cannot be reconfigured: its members are the "
+            "workers that servers count. Destroy it and make another one, or unset BYTEPS_C10D"
+        )
 
     def shutdown(self) -> None:
         """End the group, and with the default group this worker's part in the job."""
@@ -141,7 +239,7 @@ class BytePSGroup(dist.ProcessGroup):
             if self._is_default and session.is_initialized():
                 work.await_all()
         finally:
-            for native in set(self._native.values()):
+            for native in self._native:
                 native.shutdown()
             if self._is_default:
                 session.shutdown()
@@ -151,13 +249,30 @@ class BytePSGroup(dist.ProcessGroup):
         self._reductions.close()
         if self._is_default:
             session.abort("torch.distributed was aborted")
-        for native in set(self._native.values()):
+        for native in self._native:
             native.abort()
+
+
+def _set_elsewhere(ended: Any, future: Any) -> None:
+    """Set a future when the other one is, on another thread: what begins and ends on one thread is
+    no asynchronous event to the profiler."""
+    here = threading.get_ident()
+
+    def follow(_: Any) -> None:
+        if threading.get_ident() != here:
+            ended.set_result(None)
+            return
+        thread = threading.Thread(target=ended.set_result, args=(None,))
+        thread.start()
+        thread.join()
+
+    future.add_done_callback(follow)
 
 
 def _plainly(name: str) -> Callable[..., Any]:
     """A method that leaves its work to a group of the native backends, without the GIL."""
 
+    @_disable_dynamo
     def start(self: BytePSGroup, *arguments: Any, **named: Any) -> Any:
         return getattr(self._plain, name)(*arguments, **named)
 

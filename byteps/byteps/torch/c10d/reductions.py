@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import secrets
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -45,19 +47,22 @@ _joined: _Joined | None = None
 _joining = threading.RLock()
 
 
-def join(store: Any, rank: int, size: int) -> Job:
+def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> Job:
     """Join the job, and learn the hosts of all its workers; all ranks call this.
 
     Args:
         store: of torch.distributed, with nobody's prefix.
         rank: of this process in torch.distributed; its worker's rank must be the same.
         size: ranks of torch.distributed.
+        timeout: of its default group: how long sums take, unless BYTEPS_OP_TIMEOUT_S says it.
 
     Raises:
         BytePSError: the scheduler or a server cannot be reached, or ranks are counted differently.
     """
     global _joined
     with _joining:
+        if timeout is not None and not session.is_initialized():
+            _bound_sums(timeout)
         session.init(store=store)
         if (session.rank(), session.size()) != (rank, size):
             raise session.BytePSError(
@@ -77,6 +82,20 @@ def join(store: Any, rank: int, size: int) -> Job:
 
         _joined = _Joined(session=session.number(), job=meet(exchange), nonce=nonce)
         return _joined.job
+
+
+_OP_TIMEOUT = "BYTEPS_OP_TIMEOUT_S"
+_own_limit: str | None = None
+"""What `_bound_sums` set it to."""
+
+
+def _bound_sums(timeout: timedelta) -> None:
+    """Have sums of the job that is joined next fail after this time, if users name no other one.
+    Servers then say which ranks they lack."""
+    global _own_limit
+    if os.environ.get(_OP_TIMEOUT) in (None, _own_limit):
+        seconds = min(max(timeout.total_seconds(), 0.1), 604800.0)
+        os.environ[_OP_TIMEOUT] = _own_limit = f"{seconds:g}"
 
 
 def joined() -> Job:
@@ -261,14 +280,20 @@ class Reductions:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a sum or average of the tensor goes through the servers: a function of its type,
-        length and layout, and of what was taken before, so that all members say the same."""
+        length and layout, and of what was taken before, so that all members say the same.
+
+        What a CUDA graph records does not: a replay runs nothing on the host.
+        """
         if (
-            tensor.dtype not in SUMMED
+            # First: what is sparse does not know its bytes.
+            tensor.layout != torch.strided
+            or tensor.dtype not in SUMMED
             or tensor.nbytes < self._settings.min_bytes
+            or tensor.numel() == 0
             or len(self._ranks) == 1
-            or tensor.layout != torch.strided
             or tensor.device.type not in ("cpu", "cuda")
             or not is_dense(tensor)
+            or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
             return False
         if self._route(tensor.dtype) == COLLECTIVE:
@@ -278,10 +303,7 @@ class Reductions:
         )
 
     def begin(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> Work | None:
-        """As `start`, of any tensor; None: it does not go through the servers.
-
-        What a CUDA graph records does not: a replay runs nothing on the host.
-        """
+        """As `start`, of any tensor; None: it does not go through the servers (see `takes`)."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         known = self._sums.get((tensor.dtype, tensor.numel(), average, tensor.device))

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from byteps.torch import c_lib, operations
 from byteps.torch.in_flight import completions
+from byteps.torch.session import BytePSError
+from byteps.torch.streams import stream_for
 from byteps.torch.wire import current_stream
 
 NO_LIMIT = timedelta(0)
@@ -35,6 +37,12 @@ class Line:
         with self._lock:
             self._works.append(work)
 
+    def up_to(self, work: ServerWork) -> list[ServerWork]:
+        """The works that are settled before this one, and itself."""
+        with self._lock:
+            works = list(self._works)
+        return works[: works.index(work) + 1] if work in works else [work]
+
     def settle(self, work: ServerWork) -> None:
         """Settle all works up to this one."""
         with self._lock:
@@ -42,17 +50,58 @@ class Line:
                 self._works.popleft().settle_alone()
 
 
+MOST_KEPT = 64
+"""Works that have ended and are kept nevertheless."""
+MOST_KEPT_BYTES = 64 << 10
+"""Longest tensors that are kept after somebody has waited for them."""
+
+_kept: dict[int, Work] = {}
+"""Works in flight, and some that have ended, by their ids, oldest first. torch may hold the C++
+half of a work alone, as DDP's join does with a sum of one element, and ask it for its end and then
+for its future: without this half, which would be collected, the one never comes and the other is
+an error."""
+
+
+def _keep(work: Work) -> None:
+    _kept[id(work)] = work
+    while len(_kept) > MOST_KEPT:
+        try:
+            oldest = next(iter(_kept.values()))
+        except (RuntimeError, StopIteration):  # another thread is here
+            return
+        if not oldest.is_completed():
+            return
+        oldest.let_go()
+        _kept.pop(id(oldest), None)
+
+
 class Work(dist._Work):
-    """The all-reduce of one tensor, in place."""
+    """The all-reduce of a tensor, or of several, in place."""
+
+    # Of the class as long as it is the usual one: a work is made for every all-reduce.
+    _limit_s: float | None = None
+    _of = ""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`tensors`: what the future's value will be: the one tensor."""
+        """`tensors`: what the future's value will be."""
         super().__init__()
         self._tensors = list(tensors)
+        _keep(self)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until the values are there, in the sense of the subclass."""
         raise NotImplementedError
+
+    def bound(self, limit_s: float, of: str) -> None:
+        """Have `wait` take no longer than this. `of`: what sets the limit, for the error."""
+        self._limit_s, self._of = limit_s, of
+
+    def let_go(self) -> None:
+        """It has ended, and nobody seems to want it: free what only a wait would."""
+
+    def _was_awaited(self) -> None:
+        if any(tensor.nbytes > MOST_KEPT_BYTES for tensor in self._tensors):
+            _kept.pop(id(self), None)
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -98,6 +147,7 @@ class ServerWork(Work):
         self._receive = receive
         self._line = line
         self._lock = threading.RLock()
+        self._completing = threading.RLock()
         if line is not None:
             line.add(self)
 
@@ -107,14 +157,24 @@ class ServerWork(Work):
         """Block until the values are there; on a GPU, for the current stream's work from now on.
 
         Args:
-            timeout: not looked at: BYTEPS_OP_TIMEOUT_S is the limit.
+            timeout: how long; 0: as long as the process group's operations may take. After that
+                the all-reduce goes on, and may be waited for again.
 
         Raises:
-            BytePSError: the all-reduce failed; the text names the peer.
+            BytePSError: the all-reduce failed, and the text names the peer; or it did not end in
+                time.
         """
-        del timeout
+        if not self.is_settled:
+            limit_s, of = self._limit_s, self._of
+            if timeout > NO_LIMIT:
+                limit_s, of = timeout.total_seconds(), "the timeout of wait()"
+            if limit_s is not None and not self._ends_within(limit_s):
+                raise BytePSError(self._late(limit_s, of))
         if not self.is_settled or self._event is not None:
             self._settle()
+        self._was_awaited()
+        if self._future is not None:  # torch expects a value in it now
+            self._complete()
         if self._error is not None:
             raise self._error
         return True
@@ -124,12 +184,19 @@ class ServerWork(Work):
         return self.is_settled or all(operations.has_ended(handle) for handle in self._handles)
 
     def is_success(self) -> bool:
-        """Whether it was waited for, and did not fail."""
-        return self.is_settled and self._error is None
+        """Whether it did not fail, by now: as torch's works say it."""
+        return self.exception() is None
 
     def exception(self) -> Exception | None:
         """Why it failed; None as long as it did not."""
+        if not self.is_settled and self.is_completed():
+            self._settle()
         return self._error
+
+    def let_go(self) -> None:
+        """Put the values where they belong, and forget the operations."""
+        if not self.is_settled:
+            self._settle()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors. It is completed by the thread of completions.
@@ -155,6 +222,26 @@ class ServerWork(Work):
     def complete_by_itself(self) -> None:
         """Settle it once it has ended, whether or not anybody waits for it."""
         self.get_future()
+
+    def ends_alone_by(self, deadline: float) -> bool:
+        """Whether its operations ended by then, of time.monotonic(). Only for its line."""
+        return self.is_settled or all(
+            operations.await_end(handle, max(0.0, deadline - time.monotonic()))
+            for handle in self._handles
+        )
+
+    def _ends_within(self, limit_s: float) -> bool:
+        deadline = time.monotonic() + limit_s
+        works = [self] if self._line is None else self._line.up_to(self)
+        return all(work.ends_alone_by(deadline) for work in works)
+
+    def _late(self, limit_s: float, of: str) -> str:
+        tensor = self._tensors[0]
+        of_type = str(tensor.dtype).removeprefix("torch.")
+        return (
+            f"all-reduce of {of_type} {tuple(tensor.shape)} timed out: it has not ended after "
+            f"{limit_s:g} s ({of}); a member of the group has not started it, or is slow"
+        )
 
     def settle_alone(self) -> None:
         """Receive the values, or learn why there are none. Only for the line that it is in."""
@@ -198,26 +285,31 @@ class ServerWork(Work):
                 one_ended()
 
     def _complete(self) -> None:
+        """Give the future its value, if it has none yet; it has one afterwards."""
         assert self._future is not None
-        device = self._tensors[0].device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The future remembers what its stream has been given, for those who wait for it.
-        with torch.cuda.stream(stream):
-            self._settle()
-            if self._error is None:
-                self._future.set_result(self._tensors)
-            else:
-                self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub
+        self._settle()
+        with self._completing:
+            if self._future.done():
+                return
+            device = self._tensors[0].device
+            stream = stream_for("completions", device) if device.type == "cuda" else None
+            # The future remembers what its stream has been given, for those who wait for it.
+            with torch.cuda.stream(stream):
+                self._settle()
+                self._was_awaited()
+                if self._error is None:
+                    self._future.set_result(self._tensors)
+                else:
+                    self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub
 
 
-class WorkOfMany(dist._Work):
+class WorkOfMany(Work):
     """Several works as one."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         """`works`: of a process group, for `tensors`."""
-        super().__init__()
+        super().__init__(tensors)
         self._works = list(works)
-        self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for all, and then raise the first error, if there is one."""
@@ -227,18 +319,10 @@ class WorkOfMany(dist._Work):
                 work.wait(timeout)
             except Exception as error:
                 errors.append(error)
+        self._was_awaited()
         if errors:
             raise errors[0]
         return True
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors, with the values."""
-        self.wait()
-        return self._tensors
 
     def is_completed(self) -> bool:
         """Whether all are."""
@@ -270,8 +354,7 @@ def _checked(done: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 _LOOK_S = 0.001
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-"""On which sums land, in the order in which they were started."""
+_has_streamed = False
 _landing: deque[tuple[c_lib.Landing, list[torch.Tensor]]] = deque()
 """Tensors of works that nobody may have waited for, until they have landed."""
 
@@ -312,13 +395,14 @@ class StreamedWork(Work):
         """Have the current stream wait for the values. The host goes on at once.
 
         Args:
-            timeout: not looked at: BYTEPS_OP_TIMEOUT_S is the limit.
+            timeout: not looked at, as the host does not wait: BYTEPS_OP_TIMEOUT_S is the limit.
 
         Raises:
             BytePSError: the job has failed; the text names the peer.
         """
         del timeout
         self._queue().wait(current_stream(self._device))
+        self._was_awaited()
         c_lib.check()
         return True
 
@@ -327,8 +411,8 @@ class StreamedWork(Work):
         return self._queue().query()
 
     def is_success(self) -> bool:
-        """Whether they are, and the job has not failed."""
-        return self.is_completed() and not c_lib.has_failed()
+        """Whether the job has not failed, by now: as torch's works say it."""
+        return not c_lib.has_failed()
 
     def exception(self) -> Exception | None:
         """Why the job has failed; None as long as it has not."""
@@ -345,20 +429,22 @@ class StreamedWork(Work):
                 devices=[self._device]
             )
             # It takes note of what the current stream has been given.
-            stream = torch.cuda.Stream(self._device)
+            stream = stream_for("futures", self._device)
             self._queue().wait(stream.cuda_stream)
             with torch.cuda.stream(stream):
                 future.set_result(self._tensors)
             self._future = future
+            self._was_awaited()
         return self._future
 
     def _queue(self) -> c_lib.Landing:
         """The moment at which the values are there."""
+        global _has_streamed
         if self._landed is None:
-            stream = _streams.get(self._device)
-            if stream is None:
-                stream = _streams[self._device] = torch.cuda.Stream(self._device)
+            # On which sums land, in the order in which they were started.
+            stream = stream_for("landing", self._device)
             self._landed = self._land(stream)
+            _has_streamed = True
             _let_go()
             _landing.append((self._landed, self._used))
         return self._landed
@@ -370,7 +456,8 @@ def await_all() -> None:
     Raises:
         BytePSError: the job has failed, of which nobody may have heard.
     """
-    if not _streams:
+    _kept.clear()
+    if not _has_streamed:
         return
     while _landing:
         # Not in the driver: the GPU's work never ends where a peer was lost that NCCL waits for.
