@@ -84,7 +84,7 @@ class MadeUp:
         )
         return Model(
             ddp_config=config,
-            config=SimpleNamespace(),
+            config=SimpleNamespace(deterministic_mode=False),
             module=SimpleNamespace(vp_stage=0),
             dp_cp_group=everybody,
             expt_dp_group=everybody,
