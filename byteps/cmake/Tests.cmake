@@ -24,6 +24,7 @@ if(GTest_FOUND)
     tests/engine/push_scheduler_test.cc
     tests/net/link/dial_plan_test.cc
     tests/net/link/link_test.cc
+    tests/net/link/name_service_test.cc
     tests/net/link/nics_test.cc
     tests/net/link/peer_table_test.cc
     tests/net/membership/node_membership_test.cc
@@ -31,6 +32,7 @@ if(GTest_FOUND)
     tests/net/membership/scheduler_membership_test.cc
     tests/net/membership/scheduler_return_test.cc
     tests/net/membership/scheduler_servers_test.cc
+    tests/net/membership/scheduler_trials_test.cc
     tests/net/rdma/outbox_test.cc
     tests/net/rdma/posted_sends_test.cc
     tests/net/rdma/wire_test.cc

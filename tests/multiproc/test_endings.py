@@ -235,6 +235,18 @@ def test_a_refused_node_and_then_the_right_ones(
     cluster.finish()
 
 
+def test_the_rank_that_was_told_to_end_is_named(make_cluster: Make) -> None:
+    """Not those to whom its end was an error of another library."""
+    cluster = make_cluster(workers=3, servers=1)
+    workers = cluster.start("failures:meets")
+    cluster.wait_mark("meeting", range(3))
+    workers[1].send(signal.SIGTERM)
+    wait_all(cluster.everyone(), END_S)
+    why = r"\bworker 1 \(.*\) was lost: its connection"
+    for node in [cluster.scheduler, *cluster.servers]:
+        demand_failed(node, why)
+
+
 # Processes that stand still for a while, by SIGSTOP, as in a virtual machine that is paused: the
 # job goes on, or its error names the one that stood still.
 
@@ -337,7 +349,8 @@ def test_everything_is_told_to_end_at_once(make_cluster: Make) -> None:
     ]  # fmt: skip
     for node in [cluster.scheduler, *cluster.servers]:
         assert node.wait(0) == 143, node.text
-        begins, done = (node.text.find(said) for said in ("told to end by SIGTERM; serves", "done:"))
+        said = ("told to end by SIGTERM; serves", "done:")
+        begins, done = (node.text.find(words) for words in said)
         assert 0 <= begins < done, node.text
 
 

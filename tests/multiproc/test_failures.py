@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -126,16 +127,32 @@ def test_server_lost_before_any_worker_came(
     cluster.finish()
 
 
-@pytest.mark.parametrize("listening", [False, True], ids=["nothing", "mute"])
-def test_no_scheduler_there(make_cluster: Callable[..., Cluster], listening: bool) -> None:
-    """Nothing listens at the address, or something that accepts and never answers: worker and
-    server say so when the start timeout is over."""
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        ("nothing", "connection refused: nothing listens at"),
+        ("mute", "it took the connection and said nothing"),
+        ("absent", "nothing answers at"),
+    ],
+)
+def test_no_scheduler_there(make_cluster: Callable[..., Cluster], there: str, why: str) -> None:
+    """Nothing listens at the address, or something that accepts and never answers, or packets are
+    dropped, as where a queue is full: worker and server say so when the start timeout is over."""
     cluster = make_cluster(workers=1, servers=1, env=SHORT)
     cluster.port = free_ports()
-    with socket.create_server((LOOPBACK, cluster.port)) as other:
-        if not listening:
+    with ExitStack() as stack:
+        other = socket.create_server(
+            (LOOPBACK, cluster.port), backlog=0 if there == "absent" else None
+        )
+        stack.enter_context(other)
+        if there == "nothing":
             other.close()
+        for _ in range(4 if there == "absent" else 0):
+            queued = stack.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex((LOOPBACK, cluster.port))
         pattern = rf"scheduler.*{LOOPBACK}:{cluster.port}.*did not answer.*BYTEPS_START_TIMEOUT_S=3"
+        pattern += rf"\).*: .*{why}"
         server = cluster.start_server()
         worker = cluster.start_worker(0, "failures:init_only")
         wait_all([server, worker], END_S)

@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
+from scripts.children import free_ports
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,
+    REPOSITORY,
     SECRET,
     Cluster,
     server_executable,
     wait_all,
     wait_for_file,
 )
-from tests.multiproc.endings import demand_error
+from tests.multiproc.endings import demand_error, wait_for_text
 from tests.multiproc.flood import (
     ADD_NODE,
     CHALLENGE_BYTES,
@@ -40,6 +42,8 @@ from tests.multiproc.flood import (
     refusal,
 )
 
+STATUS = REPOSITORY / "scripts/status.sh"
+NOTED = "(the two nodes have different job secrets|it has no secret)"
 WORKER_0 = 9
 """Its node id."""
 
@@ -199,7 +203,11 @@ def test_a_node_that_has_not_the_secret(
     make_cluster: Callable[..., Cluster], change: dict[str, str], told: str, status: int
 ) -> None:
     """It says what to do."""
-    cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "20"})
+    port = free_ports()
+    cluster = make_cluster(
+        workers=1, servers=1,
+        env={"BYTEPS_START_TIMEOUT_S": "20", "BYTEPS_STATUS_PORT": str(port)},
+    )  # fmt: skip
     cluster.start_scheduler()
     worker = cluster.start_worker(0, "failures:init_only", env=change)
     wait_all([worker], END_S)
@@ -208,6 +216,12 @@ def test_a_node_that_has_not_the_secret(
     server = cluster.start_server()
     assert server.wait(END_S) == status
     assert re.search(told, server.text), server.text
+    if status == 1:
+        wait_for_text(cluster.scheduler, noted := rf"refused a connection: .*{NOTED}.*{LOOPBACK}")
+        [line] = re.findall(noted, cluster.scheduler.text)
+        ask = [str(STATUS), f"{LOOPBACK}:{port}"]
+        page = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=END_S)
+        assert line in page.stdout, "it is said once a minute, and shown"
 
 
 def test_a_scheduler_without_the_secret(make_cluster: Callable[..., Cluster]) -> None:

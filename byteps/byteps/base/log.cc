@@ -158,6 +158,34 @@ Log::Log() {
   atexit([] { FlushLog(kLastWordsSeconds); });
 }
 
+// How many bytes at text[at] are one character in UTF-8; 0 when they are none.
+size_t CharacterAt(const std::string& text, size_t at) {
+  const auto byte = [&text](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned char first = byte(at);
+  if (first < 0x80) return 1;
+  const size_t size = first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
+  if (size == 0 || at + size > text.size()) return 0;
+  for (size_t i = 1; i < size; ++i) {
+    if ((byte(at + i) & 0xc0) != 0x80) return 0;
+  }
+  // Longer than need be, halves of a pair, and past the last character.
+  const unsigned char second = byte(at + 1);
+  const bool wrong = (first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
+                     (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f);
+  return wrong ? 0 : size;
+}
+
+// `text` with U+FFFD for each byte that is no UTF-8: other processes may have sent them.
+std::string AsUtf8(const std::string& text) {
+  std::string out;
+  for (size_t at = 0; at < text.size();) {
+    const size_t size = CharacterAt(text, at);
+    size == 0 ? out += "\xef\xbf\xbd" : out.append(text, at, size);
+    at += std::max<size_t>(size, 1);
+  }
+  return out;
+}
+
 // `text` as it stands in the log: a line for each of its own, or an object.
 std::string Render(Log* log, char severity, const char* file, int line, const std::string& text,
                    int64_t us) PS_REQUIRES(log->mu) {
@@ -178,7 +206,7 @@ std::string Render(Log* log, char severity, const char* file, int line, const st
                            " " + (log->rank < 0 ? "-" : rank) + " " + log->host + " " + source +
                            ": ";
   std::istringstream lines(text);
-  for (std::string part; std::getline(lines, part);) out += head + part + "\n";
+  for (std::string part; std::getline(lines, part);) out += head + AsUtf8(part) + "\n";
   return out.empty() ? head + "\n" : out;
 }
 
@@ -386,26 +414,6 @@ std::string Hex(uint64_t x) {
 }  // namespace byteps
 
 namespace ps {
-namespace {
-
-// How many bytes at text[at] are one character in UTF-8; 0 when they are none.
-size_t CharacterAt(const std::string& text, size_t at) {
-  const auto byte = [&text](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char first = byte(at);
-  if (first < 0x80) return 1;
-  const size_t size = first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
-  if (size == 0 || at + size > text.size()) return 0;
-  for (size_t i = 1; i < size; ++i) {
-    if ((byte(at + i) & 0xc0) != 0x80) return 0;
-  }
-  // Longer than need be, halves of a pair, and past the last character.
-  const unsigned char second = byte(at + 1);
-  const bool wrong = (first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
-                     (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f);
-  return wrong ? 0 : size;
-}
-
-}  // namespace
 
 std::string UtcText(time_t seconds) {
   tm parts;
@@ -413,6 +421,14 @@ std::string UtcText(time_t seconds) {
   char text[32];
   strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%S", &parts);
   return text;
+}
+
+std::string CutText(const std::string& text, size_t most) {
+  if (text.size() <= most) return text;
+  size_t end = most;
+  // Back to the byte that a character begins with; they have four at most.
+  while (end > 0 && most - end < 4 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  return text.substr(0, end);
 }
 
 std::string JsonText(const std::string& text) {

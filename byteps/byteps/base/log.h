@@ -153,6 +153,9 @@ std::string UtcText(time_t seconds);
 // UTF-8 become U+FFFD: other processes may have sent them.
 std::string JsonText(const std::string& text);
 
+// The beginning of `text`, of at most `most` bytes, that ends with a whole character.
+std::string CutText(const std::string& text, size_t most);
+
 // `text`, which came from the network and which nobody vouches for, as a log or a terminal may show
 // it: in quotes, of printable ASCII alone, and no longer than `most` bytes of it.  So it can
 // neither begin a line of its own nor end its quotes.

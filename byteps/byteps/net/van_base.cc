@@ -1,11 +1,16 @@
 // What all vans share: joining a job, the receiving thread, the end.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <limits>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
 #include "byteps/net/membership/membership.h"
@@ -24,13 +29,36 @@ const int Meta::kEmpty = std::numeric_limits<int>::max();
 
 namespace {
 
+double StartTimeout() {
+  const double seconds = atof(GetEnv("BYTEPS_START_TIMEOUT_S", ""));
+  return seconds > 0 ? seconds : MembershipSettings().start_timeout_s;
+}
+
+// Warns once where a name that others know, too, leads nowhere but to this machine: Debian's
+// /etc/hosts gives a machine's own name 127.0.1.1.  `remedy`: what to do.
+void WarnOfLoopback(const std::string& name, const std::string& remedy) {
+  static std::atomic<bool> warned{false};
+  if (IsNumeric(name) || name.find("localhost") != std::string::npos) return;
+  const std::vector<Address> addresses = Resolve(name, 0);
+  const bool stays = std::all_of(addresses.begin(), addresses.end(),
+                                 [](const Address& address) { return IsLoopback(address.Host()); });
+  if (!stays || warned.exchange(true)) return;
+  BPS_LOG(WARNING) << name << " is " << addresses.front().Host()
+                   << " here: nodes on other machines cannot reach this one; " << remedy;
+}
+
 // The address at which this node listens, or which it tells others of.
-std::string OwnAddress(const Node& scheduler) {
+std::string OwnAddress(const Node& scheduler, bool listens) {
   const std::string host = GetEnv("DMLC_NODE_HOST", "");
   if (!host.empty()) return host;
   const std::string interface = GetEnv("DMLC_INTERFACE", "");
   if (!interface.empty()) return AddressOfInterface(interface);
-  return LocalAddressTowards(scheduler.hostname, scheduler.port);
+  const std::string own = AwaitHost(
+      StartTimeout(), [&] { return LocalAddressTowards(scheduler.hostname, scheduler.port); });
+  if (listens && IsLoopback(own)) {
+    WarnOfLoopback(scheduler.hostname, "set DMLC_NODE_HOST to an address of this machine");
+  }
+  return own;
 }
 
 std::vector<Nic> OwnNics(const Node& self) {
@@ -56,13 +84,16 @@ class VanLinks : public MembershipLinks {
   void Connect(const Node& node) override { van_->Connect(node); }
   void Disconnect(int node_id) override { van_->Disconnect(node_id); }
   void Send(Message* msg) override { van_->Send(*msg); }
+  std::string DialError() override { return OfItsJob()->DialError(kScheduler); }
+  bool IsBroken(int node_id) override { return OfItsJob()->IsBroken(node_id); }
   void SetIncarnation(int incarnation) override { van_->SetIncarnation(incarnation); }
   uint64_t job() const override { return Number()->get(); }
   void SetJob(uint64_t job) override { Number()->Set(job); }
 
  private:
   // Of every van of ours (LinkVan).
-  JobNumber* Number() const { return dynamic_cast<OfAJob*>(van_)->job_number(); }
+  OfAJob* OfItsJob() const { return dynamic_cast<OfAJob*>(van_); }
+  JobNumber* Number() const { return OfItsJob()->job_number(); }
 
   Van* const van_;
 };
@@ -92,7 +123,7 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   Node self = scheduler_;
   if (!is_scheduler_) {
     self = Node();
-    self.hostname = OwnAddress(scheduler_);
+    self.hostname = OwnAddress(scheduler_, post->is_server());
     self.role = post->is_worker() ? Node::WORKER : Node::SERVER;
     self.port = post->is_server() ? GetEnv("BYTEPS_NODE_PORT", 0) : 0;
     self.customer_id = customer_id;
@@ -104,11 +135,18 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   membership_ = Membership::Make(links_.get(), MembershipSettings::FromEnvironment(),
                                  post->handlers().on_event);
   if (post->handlers().on_van) post->handlers().on_van(post->shared_van());
-  const int port = Bind(self, 0);
+  // Its name may be known only later, or still be that of an earlier address.
+  const int port = AwaitHost(StartTimeout(), [&] { return Bind(self, 0); });
   self = node();  // a transport may know its address better
   self.port = port;
   SetNode(self);
-  if (is_scheduler_) scheduler_.port = port;
+  if (is_scheduler_) {
+    scheduler_.port = port;
+    if (GetEnv("DMLC_USE_KUBERNETES", 0) == 0) {
+      WarnOfLoopback(scheduler_.hostname,
+                     "let DMLC_PS_ROOT_URI (--host) be an address of this machine");
+    }
+  }
   if (port != 0 && post->handlers().on_event) {
     MembershipEvent event;
     event.kind = MembershipEvent::kListens;

@@ -7,6 +7,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/net/link/counters.h"
+#include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/registration_cache.h"
 #include "byteps/observe/http_server.h"
@@ -324,8 +325,8 @@ const char* TypeOf(Metric::Kind kind) {
   return kind == Metric::kGauge ? "gauge" : "histogram";
 }
 
-// Where the other nodes reach this process.  Empty: it is not known, which ends the start of the
-// transport with a better error than this one could.
+// Where the other nodes reach this process.  Empty: there is no such address, which ends the start
+// of the transport with a better error than this one could.  Throws UnknownHost.
 std::string OwnHost(const Config& config) try {
   if (const std::string& host = config.String("DMLC_NODE_HOST"); !host.empty()) return host;
   if (const std::string& name = config.String("DMLC_INTERFACE"); !name.empty()) {
@@ -334,6 +335,8 @@ std::string OwnHost(const Config& config) try {
   const std::string& scheduler = config.String("DMLC_PS_ROOT_URI");
   if (scheduler.empty()) return "";
   return ps::LocalAddressTowards(scheduler, static_cast<int>(config.Int("DMLC_PS_ROOT_PORT")));
+} catch (const ps::UnknownHost&) {
+  throw;
 } catch (const Error&) {
   return "";
 }
@@ -383,16 +386,19 @@ std::unique_ptr<MetricsServer> MetricsServer::Make(const Config& config, int loc
     return answer;
   };
   const std::string& host = config.String("BYTEPS_METRICS_HOST");
-  try {
+  const auto make = [&] {
     std::vector<std::string> hosts = {host};
     std::vector<std::string> optional;
     if (host.empty()) {
       const std::string own = OwnHost(config);
-      hosts = {own.empty() ? "127.0.0.1" : own};
-      optional = {"127.0.0.1"};
+      hosts = {own.empty() ? ps::LoopbackAddress() : own};
+      optional = {ps::LoopbackAddress()};
     }
     return std::unique_ptr<MetricsServer>(new MetricsServer(
         std::make_unique<HttpServer>("metrics", hosts, optional, static_cast<int>(port), answer)));
+  };
+  try {
+    return ps::AwaitHost(config.Float("BYTEPS_START_TIMEOUT_S"), make);
   } catch (const Error& e) {
     throw UsageError(text + ": " + e.what() +
                      "; is it taken, or BYTEPS_METRICS_HOST no address of this host?");

@@ -9,6 +9,8 @@
 #include "byteps/base/log.h"
 #include "byteps/base/process.h"
 #include "byteps/base/wire.h"
+#include "byteps/net/link/name_service.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/observe/http_server.h"
 #include "byteps/observe/status.h"
@@ -45,7 +47,7 @@ void EachNumber(Record* r, Visit visit) {
 }
 
 void PutText(ps::ByteWriter* out, const std::string& text, size_t most) {
-  const std::string part = text.substr(0, most);
+  const std::string part = ps::CutText(text, most);
   out->Int(static_cast<uint16_t>(part.size()));
   out->Bytes(part);
 }
@@ -368,12 +370,17 @@ HttpAnswer AnswerAt(const std::string& path, StatusBoard* board) {
 std::unique_ptr<StatusServer> StatusServer::Make(const Config& config, StatusBoard* board) {
   const long port = config.Int("BYTEPS_STATUS_PORT");
   if (port == 0) return nullptr;
-  const std::string& host = config.String("BYTEPS_STATUS_HOST");
-  try {
+  const std::string& given = config.String("BYTEPS_STATUS_HOST");
+  const bool is_given = config.IsSet("BYTEPS_STATUS_HOST") && !given.empty();
+  const std::string host = is_given ? given : ps::LoopbackAddress();
+  const auto make = [&] {
     return std::unique_ptr<StatusServer>(new StatusServer(std::make_unique<HttpServer>(
-        "status", std::vector<std::string>{host.empty() ? "127.0.0.1" : host},
-        std::vector<std::string>{}, static_cast<int>(port),
+        "status", std::vector<std::string>{host}, std::vector<std::string>{},
+        static_cast<int>(port),
         [board](const std::string& path) { return AnswerAt(path, board); })));
+  };
+  try {
+    return ps::AwaitHost(config.Float("BYTEPS_START_TIMEOUT_S"), make);
   } catch (const Error& e) {
     throw UsageError("BYTEPS_STATUS_PORT=" + std::to_string(port) + ": cannot listen at " +
                      e.what() +

@@ -50,6 +50,17 @@ def saves(job: Job) -> None:
     bps.shutdown()
 
 
+def meets(job: Job) -> None:
+    """Ranks meet by gloo, round after round, until that fails."""
+    store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
+    bps.init()
+    for round_ in range(1_000_000):
+        dist.all_reduce(torch.ones(1000))
+        if round_ == 5:
+            job.mark("meeting")
+
+
 def init_only(job: Job) -> None:
     """Join and leave; init may be what fails."""
     bps.init()

@@ -203,6 +203,10 @@ class OfAJob {
  public:
   virtual ~OfAJob() = default;
   virtual JobNumber* job_number() = 0;
+  // Why the last attempt to connect to this node failed; empty where that is not known.
+  virtual std::string DialError(int /*node_id*/) { return ""; }
+  // Whether links with this node are broken now, of which the membership may not have heard yet.
+  virtual bool IsBroken(int /*node_id*/) { return false; }
 };
 
 }  // namespace ps

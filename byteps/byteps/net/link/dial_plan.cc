@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <set>
 #include <utility>
 
 #include "byteps/base/invariant.h"
@@ -303,36 +304,63 @@ constexpr auto kLasts = std::chrono::seconds(60);
 DialPlan::DialPlan(Clock::duration first, Clock::duration longest)
     : redial_(first, longest), look_(kFirstLook) {}
 
-void DialPlan::Begin(std::vector<NicPair> pairs, int port, Clock::time_point deadline) {
-  pairs_ = std::move(pairs);
+void DialPlan::Begin(const std::vector<NicPair>& pairs, int port, Clock::time_point deadline) {
+  for (const NicPair& pair : pairs) pairs_.push_back({pair, pairs_.empty()});
   port_ = port;
   deadline_ = deadline;
-  try {
-    Resolve();
-  } catch (const Error&) {  // the name may be known later
-  }
+  MakeRoutes();
+  LookUp();
 }
 
 void DialPlan::Add(const std::vector<NicPair>& pairs) {
   for (const NicPair& pair : pairs) {
-    if (std::find(pairs_.begin(), pairs_.end(), pair) != pairs_.end()) continue;
-    pairs_.push_back(pair);
-    for (const Address& to : ps::Resolve(pair.to, port_)) routes_.push_back({pair.from, to, true});
+    const auto same = [&pair](const Pair& one) { return one.ends == pair; };
+    if (std::none_of(pairs_.begin(), pairs_.end(), same)) pairs_.push_back({pair, true});
   }
+  MakeRoutes();
 }
 
-void DialPlan::Resolve() {
+void DialPlan::LookUp() {
+  if (lookup_) return;
+  std::set<std::string> names;
+  for (const Pair& pair : pairs_) {
+    if (!IsNumeric(pair.ends.to)) names.insert(pair.ends.to);
+  }
+  if (!names.empty()) lookup_.emplace(names, port_);
+}
+
+void DialPlan::TakeNames() {
+  if (!lookup_ || !lookup_->Take(&names_, &unknown_)) return;
+  lookup_.reset();
+  MakeRoutes();
+}
+
+void DialPlan::MakeRoutes() {
   std::vector<Route> routes;
-  for (const NicPair& pair : pairs_) {
-    for (const Address& to : ps::Resolve(pair.to, port_)) {
-      routes.push_back({pair.from, to, &pair == &pairs_.front()});
+  for (const Pair& pair : pairs_) {
+    const auto named = names_.find(pair.ends.to);
+    const bool is_known = named != names_.end();
+    if (!is_known && !IsNumeric(pair.ends.to)) continue;
+    for (const Address& to : is_known ? named->second : Resolve(pair.ends.to, port_)) {
+      routes.push_back({pair.ends.from, to, pair.is_home});
     }
   }
+  // Where an earlier route is now; the first, if it is none any more.
+  const auto place_of = [&](size_t index) -> size_t {
+    if (index >= routes_.size()) return 0;
+    const std::string text = routes_[index].Text();
+    const auto same = std::find_if(routes.begin(), routes.end(),
+                                   [&text](const Route& route) { return route.Text() == text; });
+    return same == routes.end() ? 0 : same - routes.begin();
+  };
+  next_ = place_of(next_);
+  start_ = place_of(start_);
   routes_ = std::move(routes);
 }
 
 void DialPlan::Restart(bool elsewhere) {
   redial_.Begin();
+  LookUp();
   if (!has_several_pairs()) {
     next_ = 0;
   } else if (elsewhere) {
@@ -347,7 +375,8 @@ void DialPlan::GoHome() {
 }
 
 const DialPlan::Route& DialPlan::Current() {
-  if (routes_.empty()) Resolve();
+  TakeNames();
+  if (routes_.empty()) throw UnknownHost(unknown_);
   return routes_[next_];
 }
 
@@ -356,7 +385,9 @@ DialPlan::Clock::time_point DialPlan::Failed(const std::string& error, bool nobo
   ++attempt_;
   redial_.Failed(error, nobody_listens, now);
   next_ = routes_.empty() ? 0 : (next_ + 1) % routes_.size();
-  return next_ == start_ ? now + redial_.NextPause() : now;
+  if (next_ != start_) return now;
+  LookUp();
+  return now + redial_.NextPause();
 }
 
 DialPlan::Clock::time_point DialPlan::Postponed(const std::string& error, Clock::time_point now) {

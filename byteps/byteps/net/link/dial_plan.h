@@ -6,10 +6,12 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "byteps/base/process.h"
+#include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "ps/internal/message.h"
 
@@ -231,8 +233,9 @@ class DialPlan {
   // How long to pause after the first round of attempts, and at most.
   DialPlan(Clock::duration first, Clock::duration longest);
 
-  // Looks names up: blocks.
-  void Begin(std::vector<NicPair> pairs, int port, Clock::time_point deadline);
+  // Names are looked up by another thread, again after each round of attempts: a host may come
+  // back with another address.
+  void Begin(const std::vector<NicPair>& pairs, int port, Clock::time_point deadline);
   // Pairs that are as good as the first, to try when that fails.
   void Add(const std::vector<NicPair>& pairs);
   // The connection was there, and broke.  `elsewhere`: nothing answers on its pair of NICs, so that
@@ -241,7 +244,7 @@ class DialPlan {
   // Restarts with the first pair, of which the connection was away.
   void GoHome();
 
-  // The route to try now.  Throws Error while no name is known.
+  // The route to try now.  Throws UnknownHost while no name is known.
   const Route& Current();
   // What is about an earlier attempt is not about this one.
   uint64_t attempt() const { return attempt_; }
@@ -266,10 +269,24 @@ class DialPlan {
   Clock::duration NextLook();
 
  private:
-  void Resolve();
+  struct Pair {
+    NicPair ends;
+    bool is_home = false;
+  };
 
-  std::vector<NicPair> pairs_;
+  // Begins to look names up, unless that is going on.
+  void LookUp();
+  // Takes what was looked up, if it is there.
+  void TakeNames();
+  // Of the pairs, as far as their addresses are known.  The current one stays so, if it still is
+  // one.
+  void MakeRoutes();
+
+  std::vector<Pair> pairs_;
   int port_ = 0;
+  std::optional<NameLookup> lookup_;
+  NameLookup::Found names_;
+  std::string unknown_ = "its address is not known yet";  // why there are no routes
   std::vector<Route> routes_;
   size_t start_ = 0;  // of this round of attempts
   size_t next_ = 0;

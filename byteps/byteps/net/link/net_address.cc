@@ -16,6 +16,7 @@
 #include <set>
 
 #include "byteps/base/invariant.h"
+#include "byteps/net/link/name_service.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -32,23 +33,40 @@ std::string Numeric(const sockaddr* address) {
   return text;
 }
 
+// What needs no name service: of a number, or of "", this host's.  Of a name none.
+std::vector<Address> AddressesWithout(const std::string& host, int port) {
+  addrinfo hints;
+  memset(&hints, 0, sizeof(hints));
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV | AI_NUMERICHOST | (host.empty() ? AI_PASSIVE : 0);
+  addrinfo* list = nullptr;
+  if (getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(), &hints,
+                  &list) != 0) {
+    return {};
+  }
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
+  std::vector<Address> addresses;
+  for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
+    if (a->ai_family == AF_INET || a->ai_family == AF_INET6) {
+      addresses.push_back(Address::Of(a->ai_addr));
+    }
+  }
+  return addresses;
+}
+
 }  // namespace
 
 std::string LocalAddressTowards(const std::string& host, int port) {
-  addrinfo hints;
-  memset(&hints, 0, sizeof(hints));
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* list = nullptr;
-  const std::string service = std::to_string(port);
-  const int rc = getaddrinfo(host.c_str(), service.c_str(), &hints, &list);
-  if (rc != 0) {
-    throw Error("the scheduler's host '" + host +
-                "' (DMLC_PS_ROOT_URI) does not resolve: " + gai_strerror(rc));
+  std::vector<Address> addresses;
+  try {
+    addresses = Resolve(host, port);
+  } catch (const UnknownHost& e) {
+    throw UnknownHost(std::string("the scheduler's address (DMLC_PS_ROOT_URI) is not known: ") +
+                      e.what());
   }
-  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
   int last_errno = 0;
-  for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
-    const int fd = socket(a->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  for (const Address& to : addresses) {
+    const int fd = socket(to.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0) {
       last_errno = errno;
       continue;
@@ -56,7 +74,7 @@ std::string LocalAddressTowards(const std::string& host, int port) {
     sockaddr_storage local;
     socklen_t length = sizeof(local);
     std::string text;
-    if (connect(fd, a->ai_addr, a->ai_addrlen) == 0 &&
+    if (connect(fd, to.get(), to.length) == 0 &&
         getsockname(fd, reinterpret_cast<sockaddr*>(&local), &length) == 0) {
       text = Numeric(reinterpret_cast<sockaddr*>(&local));
     } else {
@@ -92,19 +110,19 @@ std::string AddressOfInterface(const std::string& name) {
 }
 
 std::string NumericAddress(const std::string& host) {
-  addrinfo* list = nullptr;
-  addrinfo hints;
-  memset(&hints, 0, sizeof(hints));
-  hints.ai_socktype = SOCK_STREAM;
-  const int rc = getaddrinfo(host.c_str(), nullptr, &hints, &list);
-  if (rc != 0) throw Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
-  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
-  for (const int family : {AF_INET, AF_INET6}) {
-    for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
-      if (a->ai_family == family) return Numeric(a->ai_addr);
-    }
-  }
-  throw Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
+  const std::vector<Address> addresses = Resolve(host, 0);
+  const auto v4 = std::find_if(addresses.begin(), addresses.end(),
+                               [](const Address& one) { return one.storage.ss_family == AF_INET; });
+  return (v4 == addresses.end() ? addresses.front() : *v4).Host();
+}
+
+std::string LoopbackAddress() {
+  Address address = AddressesWithout("127.0.0.1", 0).front();
+  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return "::1";
+  const bool is_there = bind(fd, address.get(), address.length) == 0;
+  close(fd);
+  return is_there ? "127.0.0.1" : "::1";
 }
 
 bool IsLoopback(const std::string& host) {
@@ -141,28 +159,11 @@ std::string Address::Text() const {
   return host.empty() ? "?" : JoinHostPort(host, port);
 }
 
+bool IsNumeric(const std::string& host) { return !AddressesWithout(host, 0).empty(); }
+
 std::vector<Address> Resolve(const std::string& host, int port) {
-  addrinfo hints;
-  memset(&hints, 0, sizeof(hints));
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV | (host.empty() ? AI_PASSIVE : 0);
-  addrinfo* list = nullptr;
-  const int rc = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
-                             &hints, &list);
-  if (rc != 0) throw Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
-  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
-  std::vector<Address> addresses;
-  for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
-    if (a->ai_family != AF_INET && a->ai_family != AF_INET6) continue;
-    Address address;
-    memcpy(&address.storage, a->ai_addr, a->ai_addrlen);
-    address.length = a->ai_addrlen;
-    addresses.push_back(address);
-  }
-  if (addresses.empty()) {
-    throw Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
-  }
-  return addresses;
+  std::vector<Address> addresses = AddressesWithout(host, port);
+  return addresses.empty() ? NameService::Get()->Find(host, port) : addresses;
 }
 
 namespace {

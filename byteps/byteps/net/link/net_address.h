@@ -25,15 +25,18 @@ struct Address {
   std::string Host() const;
 };
 
-// All addresses of `host`; "" stands for every address of this host.  Throws Error
-// when it does not resolve.
+// All addresses of `host`; "" stands for every address of this host.  Blocks, if it is a name.
+// Throws UnknownHost (name_service.h).
 std::vector<Address> Resolve(const std::string& host, int port);
+
+// Whether `host` is an address, of which no name service is asked; or "".
+bool IsNumeric(const std::string& host);
 
 // The numeric local address that the kernel would use to reach `host`:`port`,
 // found by connecting a UDP socket, which sends nothing.  A node that several
 // networks reach thus announces itself on the one that leads to the scheduler,
-// with no interface named anywhere.  Throws Error when `host` does not
-// resolve or no route leads to it.
+// with no interface named anywhere.  Throws UnknownHost when `host` does not
+// resolve, Error when no route leads to it.
 std::string LocalAddressTowards(const std::string& host, int port);
 
 // The first numeric address, IPv4 before IPv6, of the interface called `name`
@@ -41,8 +44,11 @@ std::string LocalAddressTowards(const std::string& host, int port);
 std::string AddressOfInterface(const std::string& name);
 
 // `host` as a number: itself if it is one, else what it resolves to, IPv4 first.
-// Throws Error when it does not resolve.
+// Throws UnknownHost when it does not resolve.
 std::string NumericAddress(const std::string& host);
+
+// The address of this host's loopback: "127.0.0.1", or "::1" where there is no IPv4.
+std::string LoopbackAddress();
 
 // Whether what is sent to `host`, an address or "localhost", stays on this host.
 bool IsLoopback(const std::string& host);

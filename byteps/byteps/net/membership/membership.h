@@ -87,6 +87,10 @@ class MembershipLinks {
   virtual void Disconnect(int node_id) = 0;
   // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
   virtual void Send(Message* msg) = 0;
+  // Why the last attempt to connect to the scheduler failed; empty where that is not known.
+  virtual std::string DialError() { return ""; }
+  // Whether links with this node are broken now, of which the membership may not have heard yet.
+  virtual bool IsBroken(int /*node_id*/) { return false; }
   // Connections that are made from now on belong to this generation of the job.
   virtual void SetIncarnation(int incarnation) = 0;
   // The number of the job (link/admission.h).  A scheduler that goes on with a job of another one

@@ -75,8 +75,11 @@ void NodeMembership::Join() {
   cond_.WaitUntil(&mu_, deadline,
                   [this]() PS_REQUIRES(mu_) { return welcomed_ || state_ != State::kJoining; });
   if (state_ == State::kJoining && !welcomed_) {
+    lock.Unlock();
+    const std::string why = links_->DialError();
     throw NoAnswer("the " + NameOfScheduler(*links_) + " did not answer within " +
-                   Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S"));
+                   Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
+                   (why.empty() ? "" : ": " + why));
   }
   // The scheduler answers; it also gives up when nodes stay away, and says who.
   // Should it vanish meanwhile, the heartbeats' thread notices.

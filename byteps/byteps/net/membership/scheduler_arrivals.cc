@@ -8,6 +8,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/net/link/net_address.h"
+#include "byteps/net/link/nics.h"
 #include "byteps/net/membership/scheduler_membership.h"
 #include "ps/internal/postoffice.h"
 
@@ -193,6 +194,12 @@ void SchedulerMembership::Register(const Message& msg) {
   EmitProgress(MembershipEvent::kAdmitted, node);
   if (gathered.replaces) return ReplaceServer(node);
   if (!gathered.all) return;
+  std::string unreachable;
+  {
+    MutexLock lock(&mu_);
+    unreachable = UnreachableServer();
+  }
+  if (!unreachable.empty()) return FailJob(unreachable);
   AdmitAll(gathered.replica);
   if (gathered.replica >= 0) return TellReplicas("");
   EmitProgress(MembershipEvent::kComplete, node);
@@ -244,6 +251,26 @@ SchedulerMembership::Gathered SchedulerMembership::Admit(const Claim& claim, con
   failure_.clear();  // of the last generation
   replicas_.Begin(std::max(expected.replicas, 1), expected.workers);
   return {true, -1};
+}
+
+std::string SchedulerMembership::UnreachableServer() {
+  const Member* server = nullptr;
+  std::map<std::string, const Member*> workers;  // by address
+  for (const auto& [id, member] : roster_.members()) {
+    const std::string& host = member.node.hostname;
+    if (member.node.role == Node::WORKER) workers.emplace(host, &member);
+    if (member.node.role == Node::SERVER && IsLoopback(host)) server = &member;
+  }
+  if (server == nullptr) return "";
+  for (const auto& [host, worker] : workers) {
+    // Where the scheduler runs there are the server, and workers that reach it.
+    if (IsLoopback(host) || !IsNumeric(host) || !InterfaceOf(host).empty()) continue;
+    return Describe(server->node) + " listens at a loopback address, which " +
+           Describe(worker->node) +
+           " cannot reach: the scheduler's name stands for it on that server's machine; set "
+           "DMLC_NODE_HOST there to an address of the machine";
+  }
+  return "";
 }
 
 std::string SchedulerMembership::BeginningOf(bool late) {

@@ -6,6 +6,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/net/link/admission.h"
 #include "byteps/net/link/net_address.h"
 #include "ps/internal/postoffice.h"
 
@@ -32,6 +33,7 @@ SchedulerMembership::SchedulerMembership(MembershipLinks* links, const Membershi
                    [this](Clock::time_point now) {
                      TellOfDepartures();
                      Condemn(now);
+                     DecideHeld(now);
                    },
                    [this](Clock::time_point now) { OnBeat(now); }}) {
   SetIncarnation(1);
@@ -139,7 +141,10 @@ void SchedulerMembership::Handle(const Message& msg) {
 
 void SchedulerMembership::OnFarewell(int node_id, const std::string& text) {
   const membership::Departure departure = membership::ParseFarewell(text, settings_.keep);
-  if (!departure.failure.empty()) return OnGone(node_id, departure.failure);
+  if (!departure.failure.empty()) {
+    if (IsWorkerId(node_id) && HoldFailure(node_id, departure.failure)) return;
+    return OnGone(node_id, departure.failure);
+  }
   OnLeave(node_id, departure.suspend);
 }
 
@@ -269,7 +274,8 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
       lock.Unlock();
       return links_->Disconnect(node_id);
     }
-    reason = before + Describe(member->node) + " " + what;
+    if (trials_.held && trials_.held->failed.count(node_id) > 0) return;  // it has said so itself
+    reason = before + Describe(member->node) + " " + what + ThenFailed(node_id);
     in_job = any_worker_;
     if (!in_job) roster_.Erase(node_id);
   }
@@ -376,6 +382,7 @@ std::optional<AwakeClock::time_point> SchedulerMembership::NextDue() {
   if (state_ != State::kActive) return std::nullopt;
   auto due = departures_.untold.empty() ? Clock::time_point::max() : departures_.due;
   for (const auto& [server, accusation] : trials_.accusations) due = std::min(due, accusation.due);
+  if (trials_.held) due = std::min(due, trials_.held->due);
   return due;
 }
 

@@ -81,6 +81,8 @@ class SchedulerMembership : public Membership {
   void Register(const Message& msg);
   // Why nobody is admitted now.
   Refusal WhyClosed() PS_REQUIRES(mu_);
+  // A server that listens where not all workers can reach it; empty: there is none.
+  std::string UnreachableServer() PS_REQUIRES(mu_);
   // Who is complete with a node that came.
   struct Gathered {
     bool all = false;
@@ -178,6 +180,18 @@ class SchedulerMembership : public Membership {
   // The server is heard.  False: it is lost all the same.
   bool Acquit(int server);
   void Condemn(Clock::time_point now);
+
+  // Workers that fail one after the other (scheduler_trials.cc).
+  //
+  // A worker has said that it failed.  If links with others are broken at that moment, one of these
+  // may have ended before, and this worker noticed: the verdict waits until they are lost or there
+  // again.  False: it does not wait.
+  bool HoldFailure(int worker, const std::string& what);
+  void DecideHeld(Clock::time_point now);
+  // Nodes whose links are broken, `but` for some.
+  std::vector<int> BrokenLinks(const std::set<int>& but);
+  // What is said, after why the node `lost` is gone, of a failure that is held.
+  std::string ThenFailed(int lost) PS_REQUIRES(mu_);
   // Why no other server is waited for any more; empty: not so.
   std::string ReasonNotToReplace(Clock::time_point now) PS_REQUIRES(mu_);
   void EmitServer(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
@@ -253,8 +267,17 @@ class SchedulerMembership : public Membership {
     std::string reason;
     Clock::time_point due;  // the server is gone, if nothing is heard of it
   };
+  struct HeldFailure {
+    int worker = 0;  // the first that failed
+    std::string what;
+    std::set<int> failed;    // it, and others since
+    std::set<int> suspects;  // whose links were broken when it failed
+    Clock::time_point due;   // when to look again
+    Clock::time_point latest;
+  };
   // Of servers, by node id.
   struct Trials {
+    std::optional<HeldFailure> held;
     std::multimap<int, Accusation> accusations;
     std::map<int, std::map<int, Clock::time_point>> broken_links;  // when, by replica
   };

@@ -20,9 +20,6 @@ using membership::Send;
 
 namespace {
 
-// How long a server has to be heard of after another node has said that their link broke.  Less
-// than that node waits for the verdict.
-constexpr double kTrialSeconds = 4;
 // So long a worker that has done its work stays for others, in which the loss of a server is seen.
 constexpr double kLingerSeconds = 5;
 
@@ -203,91 +200,6 @@ bool SchedulerMembership::LoseLeaver(int node_id) {
   }
   heartbeats_.Wake();
   return true;
-}
-
-bool SchedulerMembership::AccuseServer(int accuser, const Node& server, const std::string& reason) {
-  if (settings_.replace_servers_s <= 0) return false;
-  {
-    MutexLock lock(&mu_);
-    const Member* const member = roster_.Find(server.id);
-    if (member == nullptr || member->removed) return vacancies_.count(server.id) > 0;
-    // Another one has its place already.
-    const bool same = member->node.hostname == server.hostname &&
-                      member->node.port == server.port && TokenOf(member->node) == TokenOf(server);
-    if (!same) return true;
-    if (IsWorkerId(accuser) && BreaksWithMost(server.id, accuser)) {
-      lock.Unlock();
-      return LoseServer(server.id, reason);
-    }
-    if (replicas_.active() || IsServerId(accuser)) {
-      trials_.accusations.emplace(
-          server.id, Accusation{accuser, reason, Clock::now() + ToDuration(kTrialSeconds)});
-      lock.Unlock();
-      heartbeats_.Wake();
-      return true;
-    }
-  }
-  // Without that worker there is no job, without the server there may be.
-  return LoseServer(server.id, reason);
-}
-
-bool SchedulerMembership::AccuseWorker(int server, int worker, const std::string& reason) {
-  {
-    MutexLock lock(&mu_);
-    if (!IsServerId(server) || !replicas_.active()) return false;
-  }
-  // Without the last replica there is no job, without the server there may be.
-  return LoseReplica(worker, reason) || LoseServer(server, reason);
-}
-
-bool SchedulerMembership::BreaksWithMost(int server, int worker) {
-  if (!replicas_.active()) return false;
-  const auto now = Clock::now();
-  auto& replicas = trials_.broken_links[server];
-  replicas[replicas_.Of(Postoffice::IDtoRank(worker))] = now;
-  std::erase_if(replicas,
-                [&](const auto& one) { return now - one.second > ToDuration(kTrialSeconds); });
-  if (replicas.size() < 2 || static_cast<int>(replicas.size()) * 2 <= replicas_.count()) {
-    return false;
-  }
-  PS_PROBE(kServerBreaksWithMost);
-  return true;
-}
-
-bool SchedulerMembership::Acquit(int server) {
-  std::vector<Accusation> false_ones;
-  {
-    MutexLock lock(&mu_);
-    const auto [begin, end] = trials_.accusations.equal_range(server);
-    if (begin == end) return true;
-    for (auto it = begin; it != end; ++it) false_ones.push_back(it->second);
-    trials_.accusations.erase(begin, end);
-  }
-  for (const Accusation& one : false_ones) {
-    if (IsServerId(one.accuser)) {
-      const std::string reason = NameOf(one.accuser) + " cannot go on: " + one.reason;
-      if (!LoseServer(one.accuser, reason)) FailJob(reason);
-    } else if (!LoseReplica(one.accuser, one.reason)) {
-      if (!LoseServer(server, one.reason)) FailJob(one.reason);
-      return false;
-    }
-  }
-  return true;
-}
-
-void SchedulerMembership::Condemn(Clock::time_point now) {
-  std::map<int, std::string> gone;
-  {
-    MutexLock lock(&mu_);
-    std::erase_if(trials_.accusations, [&](const auto& entry) {
-      if (now < entry.second.due) return false;
-      gone[entry.first] = entry.second.reason;
-      return true;
-    });
-  }
-  for (const auto& [server, reason] : gone) {
-    if (!LoseServer(server, reason)) FailJob(reason);
-  }
 }
 
 std::string SchedulerMembership::ReasonNotToReplace(Clock::time_point now) {

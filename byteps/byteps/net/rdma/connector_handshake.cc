@@ -11,6 +11,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/rdma/van.h"
 
@@ -31,13 +32,13 @@ constexpr int kRefused = 28;
 
 }  // namespace
 
-void Connector::Connect(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs, int port,
-                        uint64_t receiver) {
+void Connector::Connect(std::shared_ptr<Endpoint> endpoint, const std::vector<NicPair>& pairs,
+                        int port, uint64_t receiver) {
   auto link = std::make_shared<LinkPtr>(std::make_unique<Link>());
   (*link)->endpoint = std::move(endpoint);
   (*link)->active = true;
   (*link)->receiver = receiver;
-  (*link)->dial.Begin(std::move(pairs), port, Clock::now() + ToDuration(settings_.start_timeout_s));
+  (*link)->dial.Begin(pairs, port, Clock::now() + ToDuration(settings_.start_timeout_s));
   Post([this, link] { Try(std::move(*link)); });
 }
 
@@ -69,6 +70,9 @@ void Connector::Try(LinkPtr link) {
       const int error = errno;
       TryAgain(raw, std::string("its address leads through no RDMA device: ") + strerror(error));
     }
+  } catch (const UnknownHost& e) {
+    link->id.reset();
+    Postpone(std::move(link), e.what(), false, false);
   } catch (const Error& e) {
     if (link) link->endpoint->Fail(e.what());
   }
@@ -81,13 +85,18 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
   // The peer may try again.
   if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
   if (link->endpoint->closed()) return;
-  const auto now = Clock::now();
   link->challenge.clear();
   // The next attempt may go by another device.
   if (link->dial.has_several_pairs() && !again_soon) link->endpoint->Discard();
-  const std::string where = link->dial.Current().to.Text();
-  PS_VLOG(1) << "connecting to node " << link->endpoint->peer() << " by "
-             << link->dial.Current().Text() << " failed: " << error;
+  const std::string route = link->dial.Current().Text();
+  PS_VLOG(1) << "connecting to node " << link->endpoint->peer() << " by " << route
+             << " failed: " << error;
+  Postpone(std::move(link), route + ": " + error, nobody_listens, again_soon);
+}
+
+void Connector::Postpone(LinkPtr link, const std::string& error, bool nobody_listens,
+                         bool again_soon) {
+  const auto now = Clock::now();
   link->next_try =
       again_soon ? link->dial.Postponed(error, now) : link->dial.Failed(error, nobody_listens, now);
   if (link->resumes) {  // EndOutages knows how long
@@ -99,8 +108,7 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
     return;
   }
   link->endpoint->Fail("it did not answer within " +
-                       Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + " at " + where +
-                       ": " + error);
+                       Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + ": " + error);
 }
 
 ConnectRequest Connector::RequestOf(const Link& link) {
@@ -217,7 +225,8 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
 }
 
 void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
-  if (event.status == kNobodyListens) return TryAgain(link, "nobody listens there", true);
+  if (event.status == kNobodyListens)
+    return TryAgain(link, "connection refused: nothing listens there", true);
   if (event.status != kRefused || !link->active) {
     return TryAgain(link,
                     "it rejected the connection (status " + std::to_string(event.status) + ")");

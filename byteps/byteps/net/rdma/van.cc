@@ -11,6 +11,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/registration_cache.h"
 #include "byteps/net/membership/membership.h"
@@ -103,6 +104,9 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     // Where it is only looked whether a scheduler can listen, nobody is answered.
     if (!scheduler || GetEnv("BYTEPS_PROBE", 0) == 0) connector_->Run();
     return bound;
+  } catch (const UnknownHost&) {
+    connector_.reset();
+    throw;
   } catch (const Error& e) {
     connector_.reset();
     if (!Listens(node.role)) {

@@ -178,7 +178,7 @@ class Connector {
   // to the first one when that works again.  Tries again while nobody listens, for as long as
   // BYTEPS_START_TIMEOUT_S; then the endpoint fails.  Any thread.
   // `receiver` is the token of the process that is meant, 0 if unknown.
-  void Connect(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs, int port,
+  void Connect(std::shared_ptr<Endpoint> endpoint, const std::vector<NicPair>& pairs, int port,
                uint64_t receiver);
   // There are other paths, as good as the first.  Any thread.
   void AddPairs(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs);
@@ -294,6 +294,8 @@ class Connector {
   void Try(LinkPtr link);
   void TryAgain(Link* link, const std::string& error, bool nobody_listens = false,
                 bool again_soon = false);
+  // The same before there was an id to connect with, or after it has gone.
+  void Postpone(LinkPtr link, const std::string& error, bool nobody_listens, bool again_soon);
   void Drop(Link* link);
   LinkPtr Take(rdma_cm_id* id);
   // Without a proof.

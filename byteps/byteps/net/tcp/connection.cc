@@ -1,5 +1,6 @@
 #include "byteps/net/tcp/connection.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 
 #include <cerrno>
@@ -23,6 +24,18 @@ Connection::Connection(ConnectionOwner* owner, const ConnectionSettings* setting
       reader_(owner, std::move(pool)) {}
 
 Connection::~Connection() = default;
+
+std::string Connection::dial_error() {
+  MutexLock lock(&mu_);
+  return state_ == State::kOpen ? "" : ends_.error;
+}
+
+bool Connection::is_broken() {
+  const Socket socket = CurrentSocket();
+  if (!socket || !open()) return true;
+  pollfd item{socket->fd(), POLLRDHUP, 0};
+  return poll(&item, 1, 0) != 0;
+}
 
 std::string Connection::address() {
   MutexLock lock(&mu_);

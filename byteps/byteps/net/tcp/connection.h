@@ -170,6 +170,11 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void set_peer(int id) { peer_ = id; }
   // "10.0.0.3:41234"; empty before it is known.
   std::string address();
+  // Why it is not connected; empty: it is, or there is nothing to say yet.  Any thread.
+  std::string dial_error();
+  // Whether it has no socket, or one of which the kernel knows that it is of no use any more.  Any
+  // thread.
+  bool is_broken();
 
   bool OnReady(uint32_t events) override;
 
@@ -192,6 +197,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Between which addresses the socket is.
   struct Ends {
     std::string text;   // the peer's, or of both
+    std::string error;  // of the last attempt to connect
     uint64_t nics = 0;  // tells apart the pairs of addresses, whatever their ports
   };
   // Who writes to the socket.

@@ -27,11 +27,22 @@ namespace {
 // lost, and the kernel would wait ever longer to send them again.
 constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
+constexpr char kSaidNothing[] = "it took the connection and said nothing";
 
 struct GreetingError : Error {
   GreetingError(GreetingFailure failure, const std::string& text) : Error(text), failure(failure) {}
   const GreetingFailure failure;
 };
+
+// `error` is an errno.
+std::string WhyNotConnected(const std::string& address, int error) {
+  if (error == ECONNREFUSED) return "connection refused: nothing listens at " + address;
+  if (error == ETIMEDOUT) {
+    return "nothing answers at " + address +
+           ": no host has this address, or a firewall drops the packets";
+  }
+  return address + ": " + strerror(error);
+}
 
 }  // namespace
 
@@ -78,7 +89,7 @@ void Connection::TryNext() {
     return TryAgain(e.what());
   }
   Fd fd = BeginConnect(route.to, route.from);
-  if (!fd) return TryAgain(route.Text() + ": " + strerror(errno), errno == ECONNREFUSED);
+  if (!fd) return TryAgain(WhyNotConnected(route.Text(), errno), errno == ECONNREFUSED);
   const int number = fd.get();
   {
     MutexLock lock(&mu_);
@@ -92,13 +103,17 @@ void Connection::TryNext() {
   } catch (const Error& e) {
     return TryAgain(e.what());
   }
-  GiveUpAttempt(kConnectTime, route.Text() + ": no answer");
+  GiveUpAttempt(kConnectTime, WhyNotConnected(route.Text(), ETIMEDOUT));
 }
 
 void Connection::TryAgain(const std::string& error, bool nobody_listens) {
   const auto now = Clock::now();
   const auto when = dial_.Failed(error, nobody_listens, now);
   Detach(State::kDialing);
+  {
+    MutexLock lock(&mu_);
+    ends_.error = error;
+  }
   if (closed()) return;
   const bool gone = was_open_ && dial_.redial().IsListenerGone(now);
   if (gone) return Close({GivenUp(), outage_.by_peer(), false});
@@ -136,7 +151,7 @@ void Connection::OnConnected() {
     address = ends_.text;
   }
   if (const int error = ConnectError(socket->fd())) {
-    return TryAgain(address + ": " + strerror(error), error == ECONNREFUSED);
+    return TryAgain(WhyNotConnected(address, error), error == ECONNREFUSED);
   }
   SetOptions(socket->fd(), Silence());
   const uint64_t nics = CountAtNic(socket);
@@ -150,9 +165,10 @@ void Connection::OnConnected() {
     if (state_ == State::kClosed) return;
     state_ = State::kGreeting;
     ends_.nics = nics;
+    ends_.error = address + ": " + kSaidNothing;
   }
   dial_.NextAttempt();
-  GiveUpAttempt(kAnswerTime, address + ": it took the connection and said nothing");
+  GiveUpAttempt(kAnswerTime, address + ": " + kSaidNothing);
   socket->encrypted() ? (void)ShakeHands() : SayHello(socket);
 }
 
@@ -217,6 +233,8 @@ bool Connection::ReadChallenge() {
   }
   said_ += challenge.Claims();
   if (!secret.Proves(challenge.proof.data(), kWhoListens, said_)) {
+    // No proof, so that the listener hears of it, too.
+    if (const Socket socket = CurrentSocket()) socket->Say(std::string(auth::kProofBytes, '\0'));
     throw Error(std::string("the two nodes have different job secrets: ") + auth::kAdvice);
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);

@@ -5,13 +5,14 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/base/mutex.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 
@@ -187,19 +188,52 @@ void PendingPeers::EndLate() {
 
 namespace {
 
-// Once for each kind: who tries again and again must not fill the log.
-void WarnOnce(std::atomic<bool>* warned, const std::string& reason) {
-  if (warned->exchange(true)) return;
-  BPS_LOG(WARNING) << "refused a connection: " << reason << " (later ones are not logged)";
+// Complaints of one kind: who tries again and again must not fill the log.
+class RefusalLog {
+ public:
+  // At most one line a minute; those in between are counted.
+  void Warn(const std::string& reason, const std::string& from) {
+    const auto now = Poller::Clock::now();
+    uint64_t untold = 0;
+    {
+      MutexLock lock(&mu_);
+      if (warned_ && now - last_ < kWarnAgain) {
+        ++untold_;
+        return;
+      }
+      warned_ = true;
+      last_ = now;
+      std::swap(untold, untold_);
+    }
+    BPS_LOG(WARNING) << "refused a connection: " << reason << " (from " << from
+                     << ", logged at most once a minute"
+                     << (untold > 0 ? ", " + std::to_string(untold) + " others since then)" : ")");
+  }
+
+ private:
+  Mutex mu_;
+  bool warned_ PS_GUARDED_BY(mu_) = false;
+  Poller::Clock::time_point last_ PS_GUARDED_BY(mu_);
+  uint64_t untold_ PS_GUARDED_BY(mu_) = 0;
+};
+
+struct RefusalLogs {
+  RefusalLog secret, plain, encryption;
+};
+
+RefusalLogs* Refusals() {
+  static auto* const logs = new RefusalLogs();
+  return logs;
 }
-std::atomic<bool> warned_of_secret{false};
-std::atomic<bool> warned_of_plain{false};
-std::atomic<bool> warned_of_encryption{false};
 
 }  // namespace
 
-Greeter::Greeter(const Host* host, std::shared_ptr<Poller> poller, Fd fd)
-    : host_(host), poller_(std::move(poller)), number_(fd.get()), fd_(std::move(fd)) {}
+Greeter::Greeter(const Host* host, std::shared_ptr<Poller> poller, Fd fd, std::string from)
+    : host_(host),
+      poller_(std::move(poller)),
+      number_(fd.get()),
+      from_(std::move(from)),
+      fd_(std::move(fd)) {}
 
 void Greeter::Start() { poller_->Watch(number_, shared_from_this()); }
 
@@ -250,7 +284,7 @@ bool Greeter::ShakeHands() {
   try {
     step = socket_->Handshake();
   } catch (const Error& e) {
-    WarnOnce(&warned_of_encryption, e.what());
+    Refusals()->encryption.Warn(e.what(), from_);
     Refuse("", e.what());  // it was told by an alert
     return false;
   }
@@ -280,7 +314,7 @@ bool Greeter::Read() {
   if (n <= 0) {
     const int error = errno;
     const std::string reason = n == 0 ? "it closed" : socket_->Text(error);
-    if (n < 0 && socket_->Refused(error)) WarnOnce(&warned_of_encryption, reason);
+    if (n < 0 && socket_->Refused(error)) Refusals()->encryption.Warn(reason, from_);
     End(reason);
     return false;
   }
@@ -288,7 +322,7 @@ bool Greeter::Read() {
   if (phase_ == Phase::kHello && there_ >= kPreambleBytes) {
     const std::string mismatch = Mismatch(buffer_.data());
     if (!mismatch.empty()) {
-      if (LooksEncrypted(buffer_.data())) WarnOnce(&warned_of_plain, mismatch);
+      if (LooksEncrypted(buffer_.data())) Refusals()->plain.Warn(mismatch, from_);
       Challenge challenge;
       challenge.refusal = "its peer " + mismatch;
       Refuse(challenge.Encode(), mismatch);
@@ -308,13 +342,15 @@ void Greeter::OnHello() {
   if (host_->tls && !socket_->encrypted()) {
     challenge.refusal =
         std::string("this job encrypts its connections, and the peer does not: ") + tls::kAdvice;
-    WarnOnce(&warned_of_plain,
-             std::string("it does not encrypt, and this job does: ") + tls::kAdvice);
+    Refusals()->plain.Warn(std::string("it does not encrypt, and this job does: ") + tls::kAdvice,
+                           from_);
     return Refuse(challenge.Encode(), "it does not encrypt");
   }
   if (challenge.authenticates && !hello_.authenticates) {
     challenge.refusal =
         std::string("this job has a secret, and the peer has none: ") + auth::kAdvice;
+    Refusals()->secret.Warn(std::string("it has no secret, and this job has one: ") + auth::kAdvice,
+                            from_);
     return Refuse(challenge.Encode(), "it has no secret");
   }
   challenge.nonce = auth::NewNonce();
@@ -330,7 +366,8 @@ void Greeter::OnProof() {
   Reply reply;
   if (!host_->secret->Proves(buffer_.data(), kWhoConnects, said_)) {
     reply.refusal = std::string("the two nodes have different job secrets: ") + auth::kAdvice;
-    WarnOnce(&warned_of_secret, "the two nodes have different job secrets");
+    Refusals()->secret.Warn(
+        std::string("the two nodes have different job secrets: ") + auth::kAdvice, from_);
     return Refuse(reply.Encode(), "the two nodes have different job secrets");
   }
   poller_->Forget(number_);

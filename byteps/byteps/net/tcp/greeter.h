@@ -135,7 +135,8 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
   };
 
   // `host` outlives the poller's thread, in which all of it is called.
-  Greeter(const Host* host, std::shared_ptr<Poller> poller, Fd fd);
+  // `from`: the peer's address.
+  Greeter(const Host* host, std::shared_ptr<Poller> poller, Fd fd, std::string from);
 
   void Start();
 
@@ -157,6 +158,7 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
   const Host* const host_;
   const std::shared_ptr<Poller> poller_;
   const int number_;  // of the socket
+  const std::string from_;
   // All below is of the poller's thread.
   Fd fd_;             // until it says something
   StreamPtr socket_;  // since then

@@ -15,6 +15,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/net/link/name_service.h"
 #include "byteps/net/link/nics.h"
 
 namespace ps {
@@ -79,6 +80,9 @@ Fd Listen(const Address& address, int* port) {
   // IPv4 has a listener of its own.
   if (address.storage.ss_family == AF_INET6) Set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
   if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0) {
+    if (errno == EADDRNOTAVAIL) {
+      throw UnknownHost("this machine has no address " + address.Host());
+    }
     throw Error(strerror(errno));
   }
   Address bound;

@@ -13,6 +13,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
 #include "byteps/net/membership/node_membership.h"
@@ -30,6 +31,7 @@ Pollers::Pollers(int threads, size_t pool_bytes) : pool_bytes_(pool_bytes) {
 }
 
 void Pollers::ServeNics(const std::vector<HostNic>& nics, const NumaNodes& nodes) {
+  if (!nodes_.empty()) return;  // Bind has failed once, and is called again
   const auto places = PlaceThreads(nics, nodes, AllowedCores(), size());
   if (places.front().numa < 0) return;
   std::map<int, std::shared_ptr<MemoryPool>> pools;
@@ -202,10 +204,15 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
     ListenAt(addresses, &port);
   } catch (const Error& e) {
     listeners_.clear();
-    throw Error(std::string(scheduler ? "the scheduler" : "this node") + " cannot listen on " +
-                JoinHostPort(node.hostname, node.port) + ": " + e.what() +
-                (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
-                           : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT)"));
+    const std::string why = std::string(scheduler ? "the scheduler" : "this node") +
+                            " cannot listen on " + JoinHostPort(node.hostname, node.port) + ": " +
+                            e.what() +
+                            (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+                                       : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT)");
+    // A name may be that of an earlier address still; an address was given by somebody.
+    const bool may_change = dynamic_cast<const UnknownHost*>(&e) != nullptr;
+    if (may_change && !IsNumeric(node.hostname)) throw UnknownHost(why);
+    throw Error(why);
   }
   // Where it is only looked whether a scheduler can listen, nobody may be told that it does.
   if (scheduler && GetEnv("BYTEPS_PROBE", 0) > 0) return port;
@@ -251,7 +258,8 @@ void TcpVan::PlacePollers(const Node& self) {
 }
 
 void TcpVan::OnAccepted(tcp::Fd fd, const Address& address) {
-  const auto greeter = std::make_shared<tcp::Greeter>(&host_, pollers_->first(), std::move(fd));
+  const auto greeter =
+      std::make_shared<tcp::Greeter>(&host_, pollers_->first(), std::move(fd), address.Host());
   pending_->Add(greeter, address);
   try {
     greeter->Start();
@@ -389,6 +397,20 @@ Connection::Clock::duration TcpVan::Patience(Connection* connection, LinkFault f
   PS_VLOG(1) << "the connection with node " << connection->peer() << " (" << connection->address()
              << ") broke";
   return LinkPatience(connection->peer(), is_scheduler_, settings_.reconnect_s, fault);
+}
+
+std::string TcpVan::DialError(int node_id) {
+  for (const auto& connection : peers_.Of(node_id)) {
+    const std::string error = connection->dial_error();
+    if (!error.empty()) return error;
+  }
+  return "";
+}
+
+bool TcpVan::IsBroken(int node_id) {
+  const auto connections = peers_.Of(node_id);
+  return std::any_of(connections.begin(), connections.end(),
+                     [](const auto& connection) { return connection->is_broken(); });
 }
 
 void TcpVan::OnResumed(Connection* connection, Connection::Clock::duration after, size_t again) {

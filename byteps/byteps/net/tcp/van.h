@@ -101,6 +101,8 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void Abandon(const void* begin, size_t bytes) override;
   void ReceiveReady() override;
   void Disconnect(int node_id) override;
+  std::string DialError(int node_id) override;
+  bool IsBroken(int node_id) override;
 
  protected:
   void Start(int customer_id, bool standalone) override;

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,22 @@ class RecordedLinks : public MembershipLinks {
   void Disconnect(int node_id) override {
     MutexLock lock(&mu_);
     unlinked_.push_back(node_id);
+  }
+  std::string DialError() override {
+    MutexLock lock(&mu_);
+    return dial_error_;
+  }
+  bool IsBroken(int node_id) override {
+    MutexLock lock(&mu_);
+    return broken_.count(node_id) > 0;
+  }
+  void SetDialError(const std::string& error) {
+    MutexLock lock(&mu_);
+    dial_error_ = error;
+  }
+  void SetBroken(const std::set<int>& nodes) {
+    MutexLock lock(&mu_);
+    broken_ = nodes;
   }
   void SetIncarnation(int incarnation) override {
     MutexLock lock(&mu_);
@@ -141,6 +158,8 @@ class RecordedLinks : public MembershipLinks {
   std::vector<Message> sent_ PS_GUARDED_BY(mu_);
   std::vector<int> linked_ PS_GUARDED_BY(mu_);
   std::vector<int> unlinked_ PS_GUARDED_BY(mu_);
+  std::string dial_error_ PS_GUARDED_BY(mu_);
+  std::set<int> broken_ PS_GUARDED_BY(mu_);
   int incarnation_ PS_GUARDED_BY(mu_) = 0;
   uint64_t job_ PS_GUARDED_BY(mu_) = 1 << 16 | 1;
 };
@@ -228,7 +247,8 @@ class SchedulerMembershipTest : public testing::Test {
     Start(settings);
   }
 
-  void Register(Node::Role role, int rank, int workers, int servers) {
+  void Register(Node::Role role, int rank, int workers, int servers,
+                const std::string& host = "10.0.0.2") {
     Message message;
     message.meta.control.cmd = Control::ADD_NODE;
     message.meta.body = "protocol=" + std::to_string(membership::kProtocol) +
@@ -239,7 +259,7 @@ class SchedulerMembershipTest : public testing::Test {
     Node node;
     node.role = role;
     node.aux_id = role == Node::WORKER ? rank : -1;
-    node.hostname = "10.0.0.2";
+    node.hostname = host;
     node.port = role == Node::WORKER ? 0 : 9001;
     node.nics = {{"10.0.0.2", 24, 25'000}, {"10.1.0.2", 24, 25'000}};
     message.meta.control.node.push_back(node);

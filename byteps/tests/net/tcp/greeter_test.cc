@@ -35,7 +35,8 @@ class GreeterTest : public testing::Test {
     host_.challenge = [](const Hello&) { return Challenge(); };
     host_.admit = [](const StreamPtr&, const Hello&) { return ""; };
     host_.done = [this](const Greeter*) { done_ = true; };
-    greeter_ = std::make_shared<Greeter>(&host_, std::make_shared<Poller>(0), Fd(both[1]));
+    greeter_ =
+        std::make_shared<Greeter>(&host_, std::make_shared<Poller>(0), Fd(both[1]), "10.0.0.9");
   }
 
   // As much as the kernel holds.
@@ -99,6 +100,26 @@ TEST(ForeignText, IsQuotedPrintableAndShort) {
             "\"\\x1b[2J\\x0aERROR \\x22x\\x22 \\xff\\x5c\"");
   EXPECT_EQ(ForeignText(std::string(1000, 'x'), 3), "\"xxx\"...");
   EXPECT_EQ(ForeignText(std::string("\0", 1)), "\"\\x00\"");
+}
+
+TEST(CutText, EndsWithAWholeCharacter) {
+  const std::string text = "a\xc3\xa9\xf0\x9f\x9a\x80";  // of 1, 2 and 4 bytes
+  EXPECT_EQ(CutText(text, 7), text);
+  for (const size_t most : {3, 4, 5, 6}) EXPECT_EQ(CutText(text, most), "a\xc3\xa9") << most;
+  EXPECT_EQ(CutText(text, 2), "a");
+  EXPECT_EQ(CutText("\x80\x80\x80\x80\x80\x80", 5).size(), 1u) << "no character at all";
+}
+
+TEST(WriteLogLine, WritesUtf8WhateverIsSaid) {
+  testing::internal::CaptureStderr();
+  WriteLogLine('I', __FILE__, __LINE__,
+               "a rocket, \xf0\x9f\x9a\x80, and most of one, \xf0\x9f\x9a");
+  FlushLog(10);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find("a rocket, \xf0\x9f\x9a\x80, and most of one, \xef\xbf\xbd"),
+            std::string::npos)
+      << said;
+  EXPECT_EQ(said.find("\xf0\x9f\x9a\xef"), std::string::npos) << said;
 }
 
 // ----- which of too many unauthenticated connections is closed

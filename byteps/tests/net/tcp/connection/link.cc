@@ -382,8 +382,8 @@ Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contrac
   listener_ = std::make_shared<ps::tcp::Listener>(
       hub->listens.get(), std::move(fd), [] { return true; },
       [this](ps::tcp::Fd accepted, const ps::Address& address) {
-        const auto greeter =
-            std::make_shared<ps::tcp::Greeter>(&host_, hub_->listens, std::move(accepted));
+        const auto greeter = std::make_shared<ps::tcp::Greeter>(&host_, hub_->listens,
+                                                                std::move(accepted), "127.0.0.1");
         greeters_.push_back(greeter);
         hub_->pending->Add(greeter, address);
         greeter->Start();

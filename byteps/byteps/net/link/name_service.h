@@ -1,0 +1,87 @@
+// Names of hosts, and their addresses: these change, and a name may become known only later.
+#ifndef BYTEPS_NET_LINK_NAME_SERVICE_H_
+#define BYTEPS_NET_LINK_NAME_SERVICE_H_
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "byteps/base/invariant.h"
+#include "byteps/base/mutex.h"
+#include "byteps/net/link/net_address.h"
+
+namespace ps {
+
+// Nobody knows an address of a host now.
+struct UnknownHost : public Error {
+  using Error::Error;
+};
+
+// What all lookups of this process ask.
+class NameService {
+ public:
+  virtual ~NameService() = default;
+
+  // All addresses of `host`, which is a name.  Blocks.  Throws UnknownHost.
+  virtual std::vector<Address> Find(const std::string& host, int port) = 0;
+
+  // The system's, unless a test has set another one.  Any thread.
+  static std::shared_ptr<NameService> Get();
+  // Null: the system's.
+  static void Set(std::shared_ptr<NameService> service);
+};
+
+// A lookup by a thread of its own.  It may take seconds, and who dials serves other connections
+// meanwhile.
+class NameLookup {
+ public:
+  using Found = std::map<std::string, std::vector<Address>>;
+
+  NameLookup(const std::set<std::string>& hosts, int port);
+
+  // True once it is over: adds to `found` the names that are known, and sets `error` to what is
+  // said of another one.
+  bool Take(Found* found, std::string* error);
+
+ private:
+  // Shared with the thread, which may outlive this.
+  struct Answer {
+    Mutex mu;
+    bool is_over PS_GUARDED_BY(mu) = false;
+    Found found PS_GUARDED_BY(mu);
+    std::string error PS_GUARDED_BY(mu);
+  };
+
+  const std::shared_ptr<Answer> answer_ = std::make_shared<Answer>();
+};
+
+// Says in the log what is waited for.
+void SayWaiting(const std::string& why);
+
+// Returns what `find` does, which is called again while it throws UnknownHost, for `limit_s`
+// (BYTEPS_START_TIMEOUT_S).  Then throws Error.
+template <typename Find>
+auto AwaitHost(double limit_s, const Find& find) -> decltype(find()) {
+  constexpr auto kPause = std::chrono::milliseconds(200);
+  const auto deadline = std::chrono::steady_clock::now() + ToDuration(limit_s);
+  for (bool first = true;; first = false) {
+    try {
+      return find();
+    } catch (const UnknownHost& e) {
+      if (first) SayWaiting(e.what());
+      if (std::chrono::steady_clock::now() + kPause >= deadline) {
+        throw Error(std::string(e.what()) + "; this was so for " +
+                    Limit(limit_s, "BYTEPS_START_TIMEOUT_S"));
+      }
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+}  // namespace ps
+
+#endif  // BYTEPS_NET_LINK_NAME_SERVICE_H_
