@@ -211,6 +211,19 @@ def make_plan(options: argparse.Namespace, environment: Mapping[str, str]) -> Pl
     )
 
 
+def demand_device(device: str) -> None:
+    """Raises ValueError where this machine has none."""
+    if device != "cuda":
+        return
+    import torch  # takes seconds
+
+    if torch.cuda.device_count() == 0:
+        raise ValueError(
+            "--device cuda: torch sees no GPU here (nvidia-smi, CUDA_VISIBLE_DEVICES, a torch that "
+            "was built with CUDA); --device cpu measures tensors in memory"
+        )
+
+
 def make_gates(options: argparse.Namespace, plan: Plan) -> list[Gate]:
     """The thresholds that the options set, for every case. Raises ValueError."""
     others = [backend for backend in plan.backends if backend != "byteps"]
@@ -243,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         plan = make_plan(options, os.environ)
         gates = make_gates(options, plan)
+        demand_device(plan.device)
     except ValueError as error:
         print(f"pushpull_bench.py: {error}", file=sys.stderr)
         return 2

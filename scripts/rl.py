@@ -260,7 +260,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--save-every", type=positive, default=5, metavar="STEPS", help="default: 5")
     add("--restarts", type=int, default=1, help="after a failure (default: 1)")
     add("--seed", type=positive, default=1, help="default: 1")
-    rises = f"{RISE}; in fewer steps, with --lora or with --model 0"
+    rises = (
+        f"{RISE}; in fewer steps, with --lora or with --model 0; not judged in up to {EDGE} steps"
+    )
     add("--rise", type=float, help=f"of the reward (default: {rises})")
     add("--out", type=Path, default=ROOT / "build" / "rl", help="default: build/rl")
     add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
@@ -268,7 +270,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.workers is None:
         options.workers = _default_workers(options.device)
-    if options.rise is None:
+    if options.steps <= EDGE:
+        if options.rise is not None:
+            parser.error(
+                f"--rise compares the first {EDGE} steps with the last: --steps {EDGE + 1}"
+            )
+    elif options.rise is None:
         whole = options.steps >= STEPS and not (options.lora or options.model)
         options.rise = RISE if whole else 0.0
     if options.workers % (options.tensor * options.pipeline * options.context):
@@ -396,9 +403,12 @@ def _shower(bar: Progress, steps: int) -> Callable[[Path], None]:
     return show
 
 
-def check(outcome: Outcome, rise: float) -> bool:
-    """Whether the mean reward rose as far as it has to."""
+def check(outcome: Outcome, rise: float | None) -> bool:
+    """Whether the mean reward rose as far as it has to; None: there are too few steps to say."""
     first, last = outcome.first_reward, outcome.last_reward
+    if rise is None:
+        print(f"reward: {last:.3f}; not judged: that takes more than {EDGE} steps (--steps)")
+        return True
     rose = last - first >= rise
     word = "rose" if rose else "did NOT rise"
     print(f"reward: {word} by {rise:.2f} or more ({first:.3f} -> {last:.3f})")

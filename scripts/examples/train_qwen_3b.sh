@@ -58,6 +58,8 @@ case "$size" in
       --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
     )
     vocabulary=512
+    # Megatron trains on a CPU only when asked: here, where there is nothing else.
+    compgen -G "/proc/driver/nvidia/gpus/*" >/dev/null || export MEGATRON_CPU="${MEGATRON_CPU:-1}"
     ;;
   *)
     echo "train_qwen_3b.sh: SIZE is 3b or tiny, not $size" >&2

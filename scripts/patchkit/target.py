@@ -171,6 +171,7 @@ def apply(upstreams: list[Upstream], checkout: Path, parts: Collection[str] = ()
                 f"{checkout} carries another state of the series, or other parts of it: undo it "
                 "first with --reverse"
             )
+        _demand_patches(checkout, record)
         changed = _changed(checkout, record["files"])
         note = f"; changed since: {', '.join(changed)}" if changed else ""
         say(f"{checkout}: applied already{note}")
@@ -188,6 +189,25 @@ def apply(upstreams: list[Upstream], checkout: Path, parts: Collection[str] = ()
     say(
         f"{checkout}: Megatron-LM {version}, series for {upstream.label}: added {count} files, "
         f"patched {len(trial.touched)} ({len(trial.patches)} patches); undo with --reverse"
+    )
+
+
+def _demand_patches(checkout: Path, record: dict) -> None:
+    """Raises PatchError where patched or added files are as they were before, or gone: as after
+    `git checkout`, `git stash` or `git clean`. What else was changed is the user's."""
+    lost = []
+    for path, hashes in record["files"].items():
+        file = checkout / path
+        actual = sha256_file(file) if file.is_file() else None
+        if actual == hashes["before"] != hashes["after"]:
+            lost.append(path)
+    if not lost:
+        return
+    shown = ", ".join(lost[:SHOWN]) + (f" and {len(lost) - SHOWN} more" if lost[SHOWN:] else "")
+    raise PatchError(
+        f"{checkout} was patched, and {len(lost)} of {len(record['files'])} files are as they were "
+        f"before (git checkout, stash or clean?): {shown}. Undo the rest with --reverse, then "
+        "apply again"
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import pushpull_bench
 from bench.kit.emulation import started_at
 from bench.kit.plan import Plan
 from bench.kit.record import parse_size
@@ -292,6 +293,14 @@ def test_a_launcher_says_how_many_workers_there_are() -> None:
 def test_bad_use_is_named(arguments: list[str], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         plan_of(*arguments)
+
+
+def test_a_gpu_that_is_not_there_is_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert pushpull_bench.main(["--device", "cuda", "--sizes", "4KiB"]) == 2
+    assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
 
 
 def test_nics_have_the_rate_of_a_link_each() -> None:

@@ -285,6 +285,23 @@ def test_inside_another_repository(
     assert "    hook()\n" in (checkout / "trainer/loop.py").read_text()
 
 
+@pytest.mark.parametrize("gone", ["trainer/loop.py", "trainer/extra/hook.py"])
+def test_a_patch_that_git_took_back_is_missed(patched: Project, checkout: Path, gone: str) -> None:
+    """As after `git checkout .`, or `git clean`: it is not said to be applied."""
+    before = contents(checkout)
+    original = (checkout / gone).read_bytes() if gone in before else None
+    patched.ok("apply", "--target", str(checkout))
+    if original is None:
+        (checkout / gone).unlink()
+    else:
+        (checkout / gone).write_bytes(original)
+    said = patched.fails("apply", "--target", str(checkout))
+    assert "1 of 2 files are as they were before" in said and gone in said
+    patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == before
+    assert "patched 1" in patched.ok("apply", "--target", str(checkout))
+
+
 def test_second_apply_and_second_reverse_say_so(patched: Project, checkout: Path) -> None:
     patched.ok("apply", "--target", str(checkout))
     after = contents(checkout)

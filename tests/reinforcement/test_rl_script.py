@@ -254,7 +254,7 @@ def test_a_model_of_the_users_own_is_trained(
 ) -> None:
     model = make_chat_model(tmp_path / "model")
     arguments = ["--model", str(model), "--steps", "2", "--prompts", "4", "--responses", "4"]
-    assert rl.main([*arguments, "--rise", "-1", "--out", str(tmp_path / "out")]) == 0
+    assert rl.main([*arguments, "--out", str(tmp_path / "out")]) == 0
     outcome = rl.read(tmp_path / "out/grpo-byteps", "BytePS")
     assert [step.number for step in outcome.steps] == [1, 2]
     assert all(0 < step.mismatch < 0.2 for step in outcome.steps)
@@ -265,11 +265,21 @@ def test_a_model_of_the_users_own_is_trained(
 
 
 @pytest.mark.parametrize(
-    ("steps", "rise", "good"), [(20, 0.19, False), (20, 0.2, True), (3, -0.01, False), (3, 0, True)]
+    ("steps", "rise", "good"), [(20, 0.19, False), (20, 0.2, True), (4, -0.01, False), (4, 0, True)]
 )
 def test_the_reward_has_to_rise(steps: int, rise: float, good: bool) -> None:
     outcome: Any = SimpleNamespace(first_reward=0.5, last_reward=0.5 + rise)
     assert rl.check(outcome, rl.parse(["--steps", str(steps)]).rise - 1e-9) is good
+
+
+def test_few_steps_do_not_tell_of_the_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first steps are the last ones: no reward could fail."""
+    outcome: Any = SimpleNamespace(first_reward=0.5, last_reward=0.5)
+    assert rl.check(outcome, rl.parse(["--steps", "3"]).rise)
+    said = capsys.readouterr().out
+    assert "not judged" in said and "rose" not in said
+    with pytest.raises(SystemExit):
+        rl.parse(["--steps", "3", "--rise", "0.1"])
 
 
 @pytest.mark.parametrize("arguments", [["--lora", "8"], ["--model", "mine"]])
