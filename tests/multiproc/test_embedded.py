@@ -12,17 +12,20 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripts.children import free_ports
+from scripts.children import LAUNCHER_VARIABLES, free_ports
 from tests.multiproc.cluster import (
     END_S,
     HERE,
     IMPORT_S,
     REPOSITORY,
     RUN_S,
+    SECRET,
     Cluster,
     Late,
     Nursery,
@@ -70,15 +73,7 @@ class Started:
         forked: bool = True,
     ) -> Process:
         """A program with its arguments, started by torchrun or by itself."""
-        full = {
-            **clean_environment(self.temporary),
-            MARK: self.mark,
-            "JOB_FOLDER": str(self.folder),
-            **(env or {}),
-        }
-        # Embedded mode makes one, unless a test says otherwise.
-        if "BYTEPS_SECRET" not in (env or {}):
-            del full["BYTEPS_SECRET"]
+        full = self._environment(env or {})
         title = f"job {len(self._launchers)}"
         launcher: Process
         if torchrun and forked:
@@ -89,6 +84,23 @@ class Started:
             launcher = Spawned(title, [sys.executable, *module, *words], full, self.folder)
         self._launchers.append(launcher)
         return launcher
+
+    def start_program(
+        self, program: str, args: dict[str, Any], *, env: Mapping[str, str]
+    ) -> Process:
+        """A program of the nursery's, which starts the ranks itself."""
+        full = self._environment(env)
+        launcher = self._nursery.start("program", program, full, self.folder, args)
+        self._launchers.append(launcher)
+        return launcher
+
+    def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        own = {MARK: self.mark, "JOB_FOLDER": str(self.folder)}
+        full = {**clean_environment(self.temporary), **own, **env}
+        # Embedded mode makes one, unless a test says otherwise.
+        if "BYTEPS_SECRET" not in env:
+            del full["BYTEPS_SECRET"]
+        return full
 
     def processes(self) -> dict[int, str]:
         return processes_with(MARK, self.mark)
@@ -215,12 +227,75 @@ def test_several_hosts(job: Started) -> None:
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}")
     conf = ("--rdzv-conf", "is_host=0", "--rdzv-id", job.mark, "--local-addr", "127.0.0.1")
     env = {"BYTEPS_EMBEDDED_SERVERS": "1"}
-    hosts = [job.start("once", *common, *rendezvous, *conf, env=env) for _ in range(2)]
+    hosts = [
+        job.start(
+            "once", *common, *rendezvous, *conf, env={**env, "BYTEPS_HOST_ID": f"host {host}"}
+        )
+        for host in range(2)
+    ]
     for launcher in hosts:
         assert launcher.wait(RUN_S) == 0, launcher.text
     text = "".join(launcher.text for launcher in hosts)
     for rank in range(2):
         assert f"rank {rank} of 2, 2 servers, sums are right" in text
+    job.demand_nothing_left()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcherless:
+    """How ranks that no launcher has started find each other (programs/launcherless.py)."""
+
+    how: str
+    c10d: bool = False
+    hosts: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    """As of a launcher of something else."""
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.how, *(name for name in ("c10d", "hosts") if getattr(self, name))])
+
+
+LAUNCHERLESS = (
+    Launcherless(how="file"),
+    Launcherless(how="file", c10d=True, quick=True),
+    Launcherless(how="tcp", quick=True, env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
+    Launcherless(how="tcp", c10d=True),
+    Launcherless(how="store", c10d=True),
+    Launcherless(how="env"),
+    Launcherless(how="env", c10d=True, quick=True),
+    Launcherless(how="store", hosts=True, quick=True, env={"BYTEPS_EMBEDDED_SERVERS": "1"}),
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=() if row.quick else pytest.mark.thorough)
+        for row in LAUNCHERLESS
+    ],
+)
+@pytest.mark.parametrize("cluster", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_without_a_launcher(
+    job: Started, make_cluster: Callable[..., Cluster], row: Launcherless, cluster: bool
+) -> None:
+    """Rank and size are those that init_process_group was given; places on the host are found."""
+    env = {"BYTEPS_C10D_BACKEND": "flat", "MASTER_ADDR": "127.0.0.1", **row.env}
+    if cluster:
+        nodes = make_cluster(workers=2, servers=1)
+        nodes.start_nodes()
+        known = {name: nodes.node_environment()[name] for name in CLUSTERS_OWN[:3]}
+        env |= known | {"BYTEPS_SECRET": SECRET}
+        env.pop("BYTEPS_EMBEDDED_SERVERS", None)
+        if not row.c10d:  # where a cluster is named, its variables come before torch.distributed
+            env = {name: value for name, value in env.items() if name not in LAUNCHER_VARIABLES}
+    # Nor are hosts compared there, where RANK and WORLD_SIZE are said.
+    alone = cluster and row.how == "env" and not row.c10d
+    program = {"how": row.how, "c10d": row.c10d, "hosts": row.hosts, "alone": alone}
+    launcher = job.start_program("launcherless:spawned", program, env=env)
+    assert launcher.wait(RUN_S) == 0, launcher.text
+    assert [(job.folder / f"rank {rank} has left").exists() for rank in range(2)] == [True, True]
     job.demand_nothing_left()
 
 
@@ -355,8 +430,10 @@ while open(sys.argv[2]).read().count("life") % 2:
     time.sleep(0.01)
 if sys.argv[1] == "told":
     os.kill(os.getpid(), signal.SIGTERM)
-while sys.argv[1] in ("told", "torchrun is told") and not told:
+while sys.argv[1] in ("told", "torchrun is told", "no replica") and not told:
     time.sleep(0.01)
+if sys.argv[1] == "no replica":  # it has saved, as Megatron does, and ends well
+    sys.exit(0)
 sys.exit(leaving.status() if told else int(sys.argv[1]))
 """
 
@@ -379,7 +456,13 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("what", "status", "lives"),
-    [("told", 143, 2), ("torchrun is told", 143, 2), ("0", 0, 2), ("3", 1, 4)],
+    [
+        ("told", 143, 2),
+        ("torchrun is told", 143, 2),
+        ("no replica", 143, 2),
+        ("0", 0, 2),
+        ("3", 1, 4),
+    ],
 )
 def test_status(run_dir: Path, what: str, status: int, lives: int) -> None:
     """Two ranks: each life is two lines."""
@@ -387,7 +470,7 @@ def test_status(run_dir: Path, what: str, status: int, lives: int) -> None:
     written = run_dir / "lives"
     try:
         deadline = time.monotonic() + IMPORT_S
-        while what == "torchrun is told" and process.poll() is None:
+        while what in ("torchrun is told", "no replica") and process.poll() is None:
             if written.exists() and len(written.read_text().splitlines()) == 2:
                 process.send_signal(signal.SIGTERM)
                 break
@@ -399,21 +482,6 @@ def test_status(run_dir: Path, what: str, status: int, lives: int) -> None:
         process.wait()
     assert process.returncode == status, text
     assert len(written.read_text().splitlines()) == lives, text
-    assert ("was told to end (SIGTERM), and has left the others" in text) == (status == 143)
-
-
-@pytest.mark.parametrize(
-    ("replica", "module"), [(None, "torch.distributed.run"), ("1/2", "byteps.launcher.leaving")]
-)
-def test_worker_sh_starts_it(run_dir: Path, replica: str | None, module: str) -> None:
-    words = ["--scheduler", "127.0.0.1:9", "--servers", "1"]
-    words += ["--replica", replica] if replica else []
-    said = subprocess.run(
-        ["bash", str(REPOSITORY / "scripts/worker.sh"), "--dry-run", *words, "--", "script.py"],
-        env=clean_environment(run_dir),
-        capture_output=True,
-        text=True,
-        timeout=IMPORT_S,
-    )
-    assert said.returncode == 0, said.stderr
-    assert f" -m {module} script.py" in said.stdout
+    said = "replica" if what != "no replica" else "torchrun"
+    assert (f"{said} was told to end (SIGTERM)" in text) == (status == 143)
+    assert ("Traceback" in text) == (status == 1)

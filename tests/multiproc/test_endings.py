@@ -197,6 +197,22 @@ def test_while_another_rank_hangs(make_cluster: Make, way: str) -> None:
     assert other.wait(END_S) == 0, other.text
 
 
+def test_a_rank_whose_connections_close_before_its_process_ends_is_named(
+    make_cluster: Make,
+) -> None:
+    """Not the one that torch.distributed tells first that a connection has closed."""
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.start("failures:waits_for_a_peer")
+    cluster.wait_mark("joined", range(2))
+    cluster.go("end")
+    other = cluster.workers["worker 1"]
+    assert other.wait(END_S) == 1, other.text
+    assert re.search("RuntimeError: .*gloo.*by peer", other.text), other.text
+    for node in [*cluster.servers, cluster.scheduler]:
+        demand_failed(node, r"worker 0 \(.*\) was lost: its connection (was )?(closed|reset)")
+        assert "worker 1 (127.0.0.1) failed" not in node.text
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wrong:
     """A worker that does not belong to the job."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,39 +16,35 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from byteps.launcher import embedded, meeting
-from byteps.launcher.embedded import Child
-from byteps.launcher.meeting import AbsentError, Ranks, meet
+from byteps.launcher import addresses, embedded, places
+from byteps.launcher.child import Child
+from byteps.launcher.meeting import AbsentError, meet
+from byteps.launcher.places import LocalPlace
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-ONE_HOST = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)
-TWO_HOSTS = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1)
 
 
-def test_ranks_of_torchrun() -> None:
-    ranks = meeting.read_ranks(TORCHRUN)
-    assert ranks == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2)
-    assert not ranks.single_host
-
-
-@pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"DMLC_NUM_WORKER": "1"}])
-def test_single_process(env: dict[str, str]) -> None:
-    ranks = meeting.read_ranks(env)
-    assert (ranks.rank, ranks.world_size) == (0, 1)
-    assert ranks.single_host
-
-
-def test_own_variables_stand_in_for_the_launcher() -> None:
-    env = {"DMLC_WORKER_ID": "1", "DMLC_NUM_WORKER": "2", "LOCAL_RANK": "1"}
-    ranks = meeting.read_ranks({**env, "LOCAL_WORLD_SIZE": "2"})
-    assert (ranks.rank, ranks.world_size) == (1, 2)
+@pytest.mark.parametrize(
+    ("env", "ranks"),
+    [
+        (TORCHRUN, (3, 4)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2)),
+        ({}, (0, 1)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1)),
+        ({"DMLC_NUM_WORKER": "1"}, (0, 1)),
+        ({"DMLC_WORKER_ID": "1", "DMLC_NUM_WORKER": "2"}, (1, 2)),
+    ],
+)
+def test_ranks_of_the_environment(env: dict[str, str], ranks: tuple[int, int]) -> None:
+    assert places.read_ranks(env) == ranks
 
 
 def test_own_place_on_the_host_comes_first() -> None:
-    ranks = meeting.read_ranks(
-        {**TORCHRUN, "BYTEPS_LOCAL_RANK": "3", "BYTEPS_LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
-    )
-    assert (ranks.local_rank, ranks.local_world_size) == (3, 4)
+    env = {**TORCHRUN, "BYTEPS_LOCAL_RANK": "3", "BYTEPS_LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
+    place = LocalPlace.own(env, "host")
+    assert (place.local, place.is_named) == ((3, 4), True)
+    assert LocalPlace.own(TORCHRUN, "host") == LocalPlace(host="host", local=(1, 2), is_named=False)
+    assert LocalPlace.own({"LOCAL_RANK": "1"}, "host").local is None
 
 
 @pytest.mark.parametrize(
@@ -60,15 +55,16 @@ def test_own_place_on_the_host_comes_first() -> None:
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE='5'"),
-        ({"DMLC_NUM_WORKER": "5"}, "WORLD_SIZE=4 and DMLC_NUM_WORKER=5"),
-        ({"LOCAL_RANK": None}, "torchrun"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two'"),
+        ({"DMLC_NUM_WORKER": "5"}, "WORLD_SIZE=4 and DMLC_NUM_WORKER=5.*ranks, not its hosts"),
+        ({"RANK": None}, "torchrun"),
     ],
 )
 def test_bad_ranks(change: dict[str, str | None], pattern: str) -> None:
     env = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(RuntimeError, match=pattern):
-        meeting.read_ranks(env)
+        places.read_ranks(env)
+        LocalPlace.own(env, "host")
 
 
 @pytest.mark.parametrize(
@@ -110,36 +106,57 @@ def test_a_cluster_was_meant(
     ],
 )
 def test_no_cluster_was_meant(env: dict[str, str]) -> None:
-    meeting.demand_no_cluster(env, meeting.read_ranks(env))
+    _, size = places.read_ranks(env)
+    local = LocalPlace.own(env, "host").local
+    embedded.demand_no_cluster(env, size, local[1] if local else size)
 
 
-def test_one_host_uses_loopback() -> None:
+def test_one_host_uses_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "10.1.2.3"}
-    assert meeting.scheduler_host(env, ONE_HOST) == "127.0.0.1"
+    assert addresses.scheduler_host(env, True) == "127.0.0.1"
+    # Of no host, as 127.0.0.1 is where IPv4 is switched off.
+    monkeypatch.setattr(addresses, "LOOPBACK", "192.0.2.1")
+    assert addresses.scheduler_host(env, True) == "::1"
 
 
 def test_several_hosts_take_what_is_said() -> None:
     env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "host-a"}
-    assert meeting.scheduler_host(env, TWO_HOSTS) == "host-a"
-    assert meeting.scheduler_host({"DMLC_INTERFACE": "lo"}, TWO_HOSTS) == "127.0.0.1"
+    assert addresses.scheduler_host(env, False) == "host-a"
+    assert addresses.scheduler_host({"DMLC_INTERFACE": "lo"}, False) == "127.0.0.1"
 
 
-def test_several_hosts_take_the_way_to_the_master() -> None:
-    assert meeting.scheduler_host({"MASTER_ADDR": "127.0.0.1"}, TWO_HOSTS) == "127.0.0.1"
-    assert meeting.scheduler_host({"MASTER_ADDR": "localhost"}, TWO_HOSTS) == "127.0.0.1"
+@pytest.mark.parametrize(("master", "own"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
+def test_several_hosts_take_the_way_to_the_master(master: str, own: str) -> None:
+    assert addresses.scheduler_host({"MASTER_ADDR": master}, False) == own
 
 
 def test_own_name_that_means_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_address_towards", lambda host: "127.0.0.1")
+    monkeypatch.setattr(addresses, "_address_towards", lambda host: "127.0.0.1")
     with pytest.raises(RuntimeError, match="DMLC_NODE_HOST"):
-        meeting.scheduler_host({"MASTER_ADDR": "node-7"}, TWO_HOSTS)
+        addresses.scheduler_host({"MASTER_ADDR": "node-7"}, False)
+    assert addresses.scheduler_host({"MASTER_ADDR": "localhost"}, False) == "127.0.0.1"
 
 
 def test_several_hosts_without_an_address() -> None:
     with pytest.raises(RuntimeError, match="MASTER_ADDR"):
-        meeting.scheduler_host({}, TWO_HOSTS)
+        addresses.scheduler_host({}, False)
     with pytest.raises(RuntimeError, match="no-such-nic"):
-        meeting.scheduler_host({"DMLC_INTERFACE": "no-such-nic"}, TWO_HOSTS)
+        addresses.scheduler_host({"DMLC_INTERFACE": "no-such-nic"}, False)
+    with pytest.raises(RuntimeError, match=r"no path to MASTER_ADDR='no-such-host\.invalid'"):
+        addresses.scheduler_host({"MASTER_ADDR": "no-such-host.invalid"}, False)
+
+
+def test_an_interface_without_ipv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its global address, whatever stands before it."""
+    rows = (
+        "fe800000000000000000000000000007 03 40 20 80     none0",
+        "20010db8000000000000000000000001 03 40 00 60     none0",  # still being looked for
+        "20010db8000000000000000000000002 04 40 00 80     other",
+        "20010db8000000000000000000000003 03 40 00 80     none0",
+    )
+    (tmp_path / "if_inet6").write_text("\n".join(rows) + "\n")
+    monkeypatch.setattr(addresses, "_ADDRESSES_6", tmp_path / "if_inet6")
+    assert addresses.scheduler_host({"DMLC_INTERFACE": "none0"}, False) == "2001:db8::3"
 
 
 def test_executable_beside_python_comes_first(
@@ -162,7 +179,7 @@ def test_executable_beside_python_comes_first(
 
 def test_does_nothing_with_a_scheduler_or_without_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMLC_PS_ROOT_URI", "10.0.0.1")
-    assert embedded.start_if_needed() is False
+    assert embedded.start_if_needed() is None
     assert not embedded.is_running()
     embedded.stop()
 
@@ -233,10 +250,6 @@ def test_import_needs_neither_torch_nor_the_engine() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
-def test_interface_address_matches_the_kernel() -> None:
-    assert meeting._interface_address("lo") == socket.inet_ntoa(b"\x7f\x00\x00\x01")
-
-
 def _folder_of(state: embedded._Embedded) -> Path:
     assert state.folder is not None
     return state.folder
@@ -271,6 +284,39 @@ class TestStop:
         assert child.status == 0
         assert not _folder_of(started).exists()
         assert not embedded.is_running()
+
+    def test_leaving_waits_for_nobody(self, started: embedded._Embedded) -> None:
+        """Children that other ranks need live on, and the logs go with the last one."""
+        done = _folder_of(started).parent / "done"
+        code = f"import os, time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)"
+        child = self.add(started, code)
+        embedded.leave()
+        assert not embedded.is_running() and child.running
+        done.touch()
+        deadline = time.monotonic() + 60
+        while _folder_of(started).exists() or embedded._left:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert child.status == 0
+
+    def test_the_end_of_the_process_waits_for_what_was_left(
+        self, started: embedded._Embedded
+    ) -> None:
+        child = self.add(started, "import time; time.sleep(0.5)")
+        embedded.leave()
+        given: list[tuple[list[tuple[str, int, str]], str]] = []
+
+        def end_children(
+            running: list[tuple[str, int, str]], folder: str, patience_s: float, grace_s: float
+        ) -> bool:
+            given.append((running, folder))
+            return True
+
+        assert embedded.stop_at_exit(end_children) and not given
+        assert embedded.stop_at_exit(end_children, left=True)
+        assert given == [([("helper", child.pid, str(child.log))], str(started.folder))]
+        embedded.stop_left()
+        assert child.status == 0
 
     def test_terminates_after_the_deadline(self, started: embedded._Embedded) -> None:
         child = self.add(started, "import time; time.sleep(600)")

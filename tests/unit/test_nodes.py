@@ -15,6 +15,8 @@ import byteps.torch as bps
 import pytest
 import torch
 import torch.distributed as dist
+from byteps.launcher import places
+from byteps.launcher.places import LocalPlace
 from byteps.torch import engine, nodes, ops, server_transfer, session, world
 from byteps.torch.node_groups import Piece, shard_pieces, whole_pieces
 from byteps.torch.nodes import HostLayout, HostRanks, NodeGroup, host_name
@@ -376,54 +378,73 @@ def test_what_was_started_is_waited_for_when_something_fails(starts: str, waits:
 # Ranks find their places on their hosts where the launcher tells none that can be.
 
 
-Told = tuple[str, str]
-
-
 @pytest.fixture
 def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE", "LOCAL_RANK", "BYTEPS_HOST_ID"):
+    ours = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE", "BYTEPS_HOST_ID")
+    for name in (*ours, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         # Set and deleted, so that what the test leaves goes too.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(world, "_found", (None, None))
+    monkeypatch.setattr(places, "_found", (None, None))
     monkeypatch.setattr(world, "host_name", lambda: "mine")
 
 
-def _find(rank: int, others: Sequence[Told]) -> tuple[str | None, str | None]:
-    """The place that a rank finds which the launcher told 0; `others` is what each rank told, with
+def _place(host: str, local: tuple[int, int] | None, *, named: bool = False) -> LocalPlace:
+    return LocalPlace(host=host, local=local, is_named=named)
+
+
+def _find(rank: int, others: Sequence[LocalPlace]) -> tuple[str | None, str | None]:
+    """The variables of a rank that has looked for its place; `others` is what each rank told, with
     its own place left out."""
 
-    def exchange(mine: Told) -> list[Told]:
+    def exchange(mine: LocalPlace) -> list[LocalPlace]:
         return [*others[:rank], mine, *others[rank:]]
 
     world.find_place(rank, exchange)
     return os.environ.get("BYTEPS_LOCAL_RANK"), os.environ.get("BYTEPS_LOCAL_SIZE")
 
 
+def _tell(monkeypatch: pytest.MonkeyPatch, local: tuple[int, int]) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local[0]))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local[1]))
+
+
 @pytest.mark.usefixtures("no_place")
-@pytest.mark.parametrize("told", ["0", ""])
-def test_ranks_that_are_all_said_to_be_alone(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told", [(0, 1), None])
+def test_ranks_that_are_all_said_to_be_alone(
+    told: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if told:
-        monkeypatch.setenv("LOCAL_RANK", told)
-    assert _find(2, [("mine", told), ("other", told), ("other", told)]) == ("1", "2")
+        _tell(monkeypatch, told)
+    places_ = [_place("mine", told), _place("other", told), _place("other", told)]
+    assert _find(2, places_) == ("1", "2")
 
 
 @pytest.mark.usefixtures("no_place")
 def test_a_launcher_that_tells_places_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert _find(1, [("mine", "0"), ("other", "0"), ("other", "1")]) == (None, None)
+    _tell(monkeypatch, (1, 2))
+    others = [_place("mine", (0, 2)), _place("other", (0, 2)), _place("other", (1, 2))]
+    assert _find(1, others) == (None, None)
 
 
 @pytest.mark.usefixtures("no_place")
 def test_a_place_that_some_rank_was_given_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert _find(1, [("mine", "named")]) == (None, None)
+    _tell(monkeypatch, (0, 1))
+    assert _find(1, [_place("mine", (0, 1), named=True)]) == (None, None)
     monkeypatch.setenv("BYTEPS_LOCAL_RANK", "7")
-    assert _find(1, [("mine", "0")]) == ("7", None)
+    monkeypatch.setenv("BYTEPS_LOCAL_SIZE", "8")
+    assert _find(1, [_place("mine", (0, 1))]) == ("7", "8")
+
+
+@pytest.mark.usefixtures("no_place")
+def test_ranks_that_were_told_nothing_find_places_beside_a_named_one() -> None:
+    others = [_place("mine", (5, 8), named=True), _place("other", None)]
+    assert _find(1, others) == ("1", "2")
 
 
 @pytest.mark.usefixtures("no_place")
 def test_a_later_job_of_the_process_finds_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert _find(1, [("mine", "0")]) == ("1", "2")
-    assert _find(0, [("mine", "0"), ("mine", "0")]) == ("0", "3")
+    _tell(monkeypatch, (0, 1))
+    alone = _place("mine", (0, 1))
+    assert _find(1, [alone]) == ("1", "2")
+    assert _find(0, [alone, alone]) == ("0", "3")

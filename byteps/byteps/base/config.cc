@@ -106,6 +106,26 @@ size_t EditDistance(const std::string& a, const std::string& b) {
   return row[b.size()];
 }
 
+// A name without the prefix that it shares with most others.
+std::string StemOf(const std::string& name) { return name.substr(name.find('_') + 1); }
+
+// The variable whose name a user may have mistyped like this; null for a name of another kind.
+const Variable* NearestTo(const std::string& name) {
+  const std::string stem = StemOf(name);
+  // A slip is a letter or two, in a long name one in four; beyond that names are merely alike.
+  const size_t limit = std::max<size_t>(stem.size() <= 4 ? 1 : 2, stem.size() / 4);
+  const Variable* nearest = nullptr;
+  size_t least = limit + 1;
+  for (const auto& v : Config::Table()) {
+    const size_t distance = EditDistance(stem, StemOf(v.name));
+    if (distance < least) {
+      least = distance;
+      nearest = &v;
+    }
+  }
+  return nearest;
+}
+
 // Upstream's, which would corrupt a training here: workers push the differences of their
 // parameters, and our servers answer the sum of one round, not the parameters so far.
 void RefuseAsync() {
@@ -153,6 +173,19 @@ const std::string& Config::String(const std::string& name) const {
 
 bool Config::IsSet(const std::string& name) const { return set_.at(name); }
 
+void Config::SetPlace(int rank, int size, int local_rank, int local_size) {
+  const std::pair<const char*, int> place[] = {{"RANK", rank},
+                                               {"WORLD_SIZE", size},
+                                               {"LOCAL_RANK", local_rank},
+                                               {"LOCAL_WORLD_SIZE", local_size},
+                                               {"BYTEPS_LOCAL_RANK", local_rank},
+                                               {"BYTEPS_LOCAL_SIZE", local_size}};
+  for (const auto& [name, value] : place) {
+    values_[name] = std::to_string(value);
+    set_[name] = true;
+  }
+}
+
 std::string Config::Print() const {
   std::ostringstream out;
   for (const auto& v : Table()) {
@@ -163,29 +196,25 @@ std::string Config::Print() const {
   return out.str();
 }
 
-std::vector<std::string> Config::UnknownVariables() {
-  std::vector<std::string> warnings;
+std::string UnknownVariable::Describe() const {
+  return "unknown variable " + name + " is ignored" +
+         (meant.empty() ? "" : "; did you mean " + meant + "?");
+}
+
+std::vector<UnknownVariable> Config::UnknownVariables() {
+  std::vector<UnknownVariable> unknown;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const char* equals = strchr(*entry, '=');
     if (equals == nullptr) continue;
     const std::string name(*entry, equals - *entry);
     const bool ours = name.rfind("BYTEPS_", 0) == 0 || name.rfind("DMLC_", 0) == 0;
     if (!ours || Find(name) != nullptr || name == "BYTEPS_ENABLE_ASYNC") continue;
-    const Variable* nearest = nullptr;
-    size_t least = name.size();
-    for (const auto& v : Table()) {
-      const size_t distance = EditDistance(name, v.name);
-      if (distance < least) {
-        least = distance;
-        nearest = &v;
-      }
-    }
-    warnings.push_back(
-        "unknown variable " + name + " is ignored" +
-        (nearest != nullptr ? std::string("; did you mean ") + nearest->name + "?" : ""));
+    const Variable* const nearest = NearestTo(name);
+    unknown.push_back({name, nearest != nullptr ? nearest->name : ""});
   }
-  std::sort(warnings.begin(), warnings.end());
-  return warnings;
+  std::sort(unknown.begin(), unknown.end(),
+            [](const auto& a, const auto& b) { return a.name < b.name; });
+  return unknown;
 }
 
 std::string Config::Markdown() {
@@ -205,7 +234,7 @@ std::string Config::Markdown() {
          "is\n"
          "not allowed is an error that names the variable. An unknown `BYTEPS_*` or `DMLC_*` gets "
          "a\n"
-         "warning with the nearest known name. `byteps-server --print-config` and "
+         "warning with the nearest known name, if one is near. `byteps-server --print-config` and "
          "`bps.print_config()`\n"
          "print what is in force.\n\n"
          "Written by `byteps-server --config-markdown` from the table in "
@@ -237,7 +266,8 @@ int Choose(const Config& config, const char* launcher, const char* ours, int fal
   const bool by_us = config.IsSet(ours);
   if (by_launcher && by_us && config.Int(launcher) != config.Int(ours)) {
     throw UsageError(std::string(launcher) + "=" + std::to_string(config.Int(launcher)) + " and " +
-                     ours + "=" + std::to_string(config.Int(ours)) + " disagree; unset " + ours);
+                     ours + "=" + std::to_string(config.Int(ours)) +
+                     " disagree: workers are the job's ranks, not its hosts; unset " + ours);
   }
   if (by_launcher) return static_cast<int>(config.Int(launcher));
   if (by_us) return static_cast<int>(config.Int(ours));

@@ -35,6 +35,15 @@ struct Variable {
   const char* doc;
 };
 
+// A variable that has our prefix, and is none of ours.
+struct UnknownVariable {
+  std::string name;
+  std::string meant;  // the name that was probably meant; empty where none is near
+
+  // A warning.
+  std::string Describe() const;
+};
+
 // One process's settings: a checked snapshot of the environment.
 class Config {
  public:
@@ -53,12 +62,15 @@ class Config {
   // Whether the environment sets it.
   bool IsSet(const std::string& name) const;
 
+  // Takes the place of this process in its job from the caller, which knows it better than the
+  // environment: torch.distributed's rank and size, and the place that ranks have found together.
+  void SetPlace(int rank, int size, int local_rank, int local_size);
+
   // One "NAME=value" line each, with "# default" behind those that are not set.
   std::string Print() const;
 
-  // A line for each BYTEPS_* or DMLC_* variable of the environment that the table
-  // does not know, with the nearest name that it does.
-  static std::vector<std::string> UnknownVariables();
+  // The BYTEPS_* and DMLC_* variables of the environment that the table does not know.
+  static std::vector<UnknownVariable> UnknownVariables();
 
   // The reference manual, as Markdown.
   static std::string Markdown();

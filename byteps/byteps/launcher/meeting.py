@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: by their environment, and torch.distributed's store.
+"""How the ranks of a job agree on something: through torch.distributed's store.
 
 Here is the one place where keys for that store are made. torchrun lends all lives of a job one
 store, so a rank that was started again finds what the last life wrote there.
@@ -15,190 +15,15 @@ Processes of one life may meet under one name as often as they like.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import secrets
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Where this process stands in the job, as its launcher says."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @property
-    def single_host(self) -> bool:
-        return self.world_size == self.local_world_size
-
-
-def byteps_error(text: str) -> RuntimeError:
-    """The package's own error where it is importable: this module also loads without the engine."""
-    try:
-        from byteps.torch import BytePSError
-    except ImportError:
-        return RuntimeError(text)
-    return BytePSError(text)
-
-
-def integer(env: Mapping[str, str], name: str, low: int, high: int) -> int | None:
-    """A variable's whole number, None where it is not set. Raises BytePSError outside low..high."""
-    text = env.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
-        raise byteps_error(f"{name}={text!r} is not a whole number from {low} to {high}")
-    return int(text)
-
-
-def seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    """A variable's seconds. Raises BytePSError where they are not positive."""
-    text = env.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 1e9:
-        raise byteps_error(f"{name}={text!r} is not a positive number of seconds")
-    return value
-
-
-def read_ranks(env: Mapping[str, str]) -> Ranks:
-    """Rank and size from RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
-
-    DMLC_WORKER_ID and DMLC_NUM_WORKER stand in for the first two, and BYTEPS_LOCAL_RANK and
-    BYTEPS_LOCAL_SIZE come before the others. A process with none of them is the only one of its
-    job. Raises BytePSError for a value that cannot be, or a partial set.
-    """
-    big = 1 << 20
-    world = integer(env, "WORLD_SIZE", 1, big)
-    dmlc_world = integer(env, "DMLC_NUM_WORKER", 1, big)
-    if world is not None and dmlc_world is not None and world != dmlc_world:
-        raise byteps_error(f"WORLD_SIZE={world} and DMLC_NUM_WORKER={dmlc_world} disagree")
-    size = world if world is not None else dmlc_world
-    if size is None or size == 1:
-        return Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    rank = integer(env, "RANK", 0, size - 1)
-    if rank is None:
-        rank = integer(env, "DMLC_WORKER_ID", 0, size - 1)
-    local_rank = integer(env, "BYTEPS_LOCAL_RANK", 0, size - 1)
-    if local_rank is None:
-        local_rank = integer(env, "LOCAL_RANK", 0, size - 1)
-    local_world = integer(env, "BYTEPS_LOCAL_SIZE", 1, size)
-    if local_world is None:
-        local_world = integer(env, "LOCAL_WORLD_SIZE", 1, size)
-    if rank is None or local_rank is None or local_world is None:
-        raise byteps_error(
-            f"embedded mode with {size} workers needs RANK, LOCAL_RANK and LOCAL_WORLD_SIZE: start "
-            "the job with torchrun, or set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT to join a cluster"
-        )
-    return Ranks(rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_world)
-
-
-def demand_no_cluster(env: Mapping[str, str], ranks: Ranks) -> None:
-    """For a job that names no scheduler. Raises BytePSError where it was meant to name one.
-
-    What only a cluster needs is set, or the ranks are on several hosts and nobody said how many
-    servers each of these is to start. DMLC_NUM_WORKER alone may stand in for WORLD_SIZE.
-    """
-    names = ["DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"]
-    if "WORLD_SIZE" in env:
-        names.append("DMLC_NUM_WORKER")
-    if env.get("BYTEPS_REPLICA"):  # all replicas join one scheduler
-        names.append("BYTEPS_REPLICA")
-    given = [f"{name}={env[name]}" for name in names if name in env]
-    be = "is" if len(given) == 1 else "are"
-    unset = "unset" if "DMLC_PS_ROOT_URI" not in env else "empty"
-    if given:
-        raise byteps_error(
-            f"DMLC_PS_ROOT_URI is {unset}, but {' and '.join(given)} {be} set: set "
-            "DMLC_PS_ROOT_URI to the scheduler's address to join a cluster, or unset the others to "
-            "have a scheduler and servers started next to the ranks (embedded mode)"
-        )
-    if not ranks.single_host and "BYTEPS_EMBEDDED_SERVERS" not in env:
-        raise byteps_error(
-            f"DMLC_PS_ROOT_URI is {unset}, and WORLD_SIZE={ranks.world_size} is more than this "
-            f"host's {ranks.local_world_size} ranks: set BYTEPS_EMBEDDED_SERVERS=1 on every host "
-            "to start one server next to the ranks of each (embedded mode), or DMLC_PS_ROOT_URI, "
-            "DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER to join a cluster"
-        )
-
-
-def _interface_address(name: str) -> str:
-    import fcntl
-    import struct
-
-    get_interface_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", name.encode()[:15])
-        try:
-            answer = fcntl.ioctl(probe.fileno(), get_interface_address, request)
-        except OSError as error:
-            raise byteps_error(f"DMLC_INTERFACE={name!r} has no IPv4 address: {error}") from error
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _address_towards(host: str) -> str:
-    """The local address that packets to `host` leave from (no packet is sent)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError as error:
-            raise byteps_error(
-                f"embedded mode: no path to MASTER_ADDR={host!r}: {error}"
-            ) from error
-        return probe.getsockname()[0]
-
-
-def scheduler_host(env: Mapping[str, str], ranks: Ranks) -> str:
-    """The address of this host at which every rank of the job reaches it.
-
-    Loopback for a job on one host. Otherwise DMLC_NODE_HOST, the address of DMLC_INTERFACE, or the
-    address of the interface that MASTER_ADDR is reached by. Raises BytePSError when that is
-    loopback though MASTER_ADDR was not given as such: a hosts file that maps the host's own name to
-    127.0.1.1 would hand the other hosts an address that is their own.
-    """
-    if ranks.single_host:
-        return LOOPBACK
-    if env.get("DMLC_NODE_HOST"):
-        return env["DMLC_NODE_HOST"]
-    if env.get("DMLC_INTERFACE"):
-        return _interface_address(env["DMLC_INTERFACE"])
-    master = env.get("MASTER_ADDR")
-    if not master:
-        raise byteps_error(
-            "embedded mode on several hosts needs MASTER_ADDR, DMLC_NODE_HOST or DMLC_INTERFACE to "
-            "know at which address the others reach the scheduler"
-        )
-    address = _address_towards(master)
-    if ipaddress.ip_address(address).is_loopback and not _says_loopback(master):
-        raise byteps_error(
-            f"embedded mode: MASTER_ADDR={master!r} means {address} on its own host, where the "
-            "others cannot reach it: set DMLC_NODE_HOST or DMLC_INTERFACE"
-        )
-    return address
-
-
-def _says_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
+from byteps.launcher.places import byteps_error
 
 FIRST_LOOK_S = 0.001
 LAST_LOOK_S = 0.1
@@ -293,137 +118,114 @@ def wait_for(store: Store, keys: list[str], deadline: float) -> bool:
     return True
 
 
-# The ranks' agreement on where the scheduler is.
+# What all ranks tell rank 0, and its answers.
 
 
 GRACE_S = 2.0
 """For which the others wait longer than rank 0."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Address:
-    """What every rank must know to join the cluster."""
-
-    host: str
-    port: int
-    servers: int
-    secret: str
-    """Empty: the environment has one, or the job goes without."""
-
-    def environment(self, ranks: Ranks) -> dict[str, str]:
-        plain = {
-            "DMLC_PS_ROOT_URI": self.host,
-            "DMLC_PS_ROOT_PORT": str(self.port),
-            "DMLC_NUM_SERVER": str(self.servers),
-            "DMLC_NUM_WORKER": str(ranks.world_size),
-        }
-        return {**plain, "BYTEPS_SECRET": self.secret} if self.secret else plain
+T = TypeVar("T")
+Message = dict[str, Any]
+"""Of plain types: it travels as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Board:
-    """The ranks' agreement on one address, through the store.
+    """Where the ranks of a job that starts tell rank 0 something, and read its answers.
 
-    Each rank reports how many servers it will start (or why it cannot); rank 0 adds them up, starts
-    the scheduler for that many and publishes its address (or the reason why there is none, so that
-    every rank fails at once, with the cause).
+    Whatever keeps rank 0 from answering is the answer to all, so that every rank fails at once,
+    with the cause. Each reads what is for itself alone: a large job reads few bytes.
     """
 
     store: Store
-    prefix: str
-    """Of keys that the ranks of this start of the job have for themselves."""
-    ranks: Ranks
+    rank: int
+    size: int
     timeout_s: float
+    deadline: float
+    """Of time.monotonic()."""
 
-    @classmethod
-    def open(cls, store: Store, ranks: Ranks, timeout_s: float, deadline: float) -> Board:
-        """All ranks call this, and return when the others have come.
+    def ask(self, mine: Message, answer: Callable[[list[Message]], list[Message]]) -> Message:
+        """Tell `mine`, and return the answer for this rank; all ranks call this.
+
+        Args:
+            answer: called on rank 0 with what each rank told, in the order of ranks; returns what
+                each is answered.
 
         Raises:
-            BytePSError: some did not; the text names them.
+            BytePSError: a rank did not come, or `answer` raised; the text says which, and why.
         """
-
-        def board(prefix: str) -> Board:
-            return cls(store=store, prefix=prefix, ranks=ranks, timeout_s=timeout_s)
-
-        # Rank 0 gives up at its own deadline and says so; leave it the time to.
-        until = deadline if ranks.rank == 0 else deadline + GRACE_S
-        try:
-            prefix = meet(store, "embedded", ranks.rank, ranks.world_size, until)
-        except AbsentError as error:
-            if ranks.rank != 0:
-                raise byteps_error(
-                    f"embedded mode: rank 0 did not answer within {timeout_s:g} s "
-                    "(BYTEPS_START_TIMEOUT_S): did it call bps.init(), with DMLC_PS_ROOT_URI unset?"
-                ) from None
-            absent = byteps_error(
-                f"embedded mode: ranks {error.members} of {ranks.world_size} did not call "
-                f"bps.init() within {timeout_s:g} s (BYTEPS_START_TIMEOUT_S), or have "
-                "DMLC_PS_ROOT_URI set"
-            )
-            board(error.prefix)._publish_error(absent)
-            raise absent from None
-        except RuntimeError as error:
-            raise _store_failed(error) from error
-        return board(prefix)
-
-    def _rank_key(self, rank: int) -> str:
-        return f"{self.prefix}/rank/{rank}"
+        prefix = self._meet()
+        self._use(lambda: self.store.set(f"{prefix}/told/{self.rank}", json.dumps(mine)))
+        if self.rank == 0:
+            try:
+                answers = answer(self._told(prefix))
+            except Exception as error:
+                self._answer_all(prefix, [_error_of(error)] * self.size)
+                raise
+            self._answer_all(prefix, answers)
+            return answers[0]
+        return self._answer(prefix)
 
     @property
-    def _address_key(self) -> str:
-        return f"{self.prefix}/address"
+    def _until(self) -> float:
+        # Rank 0 gives up at its own deadline and says so; leave it the time to.
+        return self.deadline if self.rank == 0 else self.deadline + GRACE_S
 
-    def report(self, servers: int, problem: Exception | None) -> None:
-        entry: dict[str, int | str] = {"servers": servers}
-        if problem is not None:
-            entry["error"] = str(problem)
-        self.store.set(self._rank_key(self.ranks.rank), json.dumps(entry))
-
-    def publish(self, start: Callable[[int], Address], deadline: float) -> None:
-        """On rank 0: `start` makes the scheduler for the number of servers that it is given."""
+    def _use(self, call: Callable[[], T]) -> T:
+        """Call what uses the store, whose failure is an error of ours."""
         try:
-            address = start(self._count_servers(deadline))
-        except Exception as error:
-            self._publish_error(error)
+            return call()
+        except AbsentError:
             raise
-        self.store.set(self._address_key, json.dumps(vars(address)))
+        except RuntimeError as error:  # DistStoreError is one
+            raise byteps_error(f"BytePS: torch.distributed's store failed: {error}") from error
 
-    def _publish_error(self, error: Exception) -> None:
-        self.store.set(self._address_key, json.dumps({"error": str(error)}))
+    def _meet(self) -> str:
+        try:
+            return self._use(lambda: meet(self.store, "start", self.rank, self.size, self._until))
+        except AbsentError as error:
+            if self.rank != 0:
+                raise self._no_answer() from None
+            absent = byteps_error(
+                f"BytePS: ranks {error.members} of {self.size} did not call bps.init() within "
+                f"{self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S), or did not look for the others: "
+                "set DMLC_PS_ROOT_URI on all ranks or on none"
+            )
+            self._answer_all(error.prefix, [_error_of(absent)] * self.size)
+            raise absent from None
 
-    def _count_servers(self, deadline: float) -> int:
-        keys = [self._rank_key(rank) for rank in range(self.ranks.world_size)]
-        if not self._wait(keys, deadline):
+    def _no_answer(self) -> RuntimeError:
+        return byteps_error(
+            f"BytePS: rank 0 did not answer within {self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S): "
+            "did it call bps.init(), and is DMLC_PS_ROOT_URI set on all ranks or on none?"
+        )
+
+    def _await(self, keys: list[str], deadline: float) -> bool:
+        return self._use(lambda: wait_for(self.store, keys, deadline))
+
+    def _answer(self, prefix: str) -> Message:
+        key = f"{prefix}/answer/{self.rank}"
+        if not self._await([key], self._until):
+            raise self._no_answer()
+        answer: Message = json.loads(self._use(lambda: self.store.get(key)))
+        if "error" in answer:
+            raise byteps_error(f"BytePS, rank 0: {answer['error']}")
+        return answer
+
+    def _told(self, prefix: str) -> list[Message]:
+        keys = [f"{prefix}/told/{rank}" for rank in range(self.size)]
+        if not self._await(keys, self.deadline):
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise byteps_error(
-                f"embedded mode: ranks {missing} of {self.ranks.world_size} ended, or said nothing "
-                f"more, within {self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S)"
-            )
-        entries = [json.loads(self.store.get(key)) for key in keys]
-        for rank, entry in enumerate(entries):
-            if "error" in entry:
-                raise byteps_error(f"embedded mode, rank {rank}: {entry['error']}")
-        return sum(entry["servers"] for entry in entries)
-
-    def address(self, deadline: float) -> Address:
-        # Rank 0 gives up at its own deadline and publishes that; leave it the time to.
-        if not self._wait([self._address_key], deadline + GRACE_S):
-            raise byteps_error(
-                f"embedded mode: rank 0 did not publish the scheduler's address within "
+                f"BytePS: ranks {missing} of {self.size} ended, or said nothing more, within "
                 f"{self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S)"
             )
-        entry = json.loads(self.store.get(self._address_key))
-        if "error" in entry:
-            raise byteps_error(f"embedded mode, rank 0: {entry['error']}")
-        return Address(**entry)
+        return [json.loads(text) for text in self._use(lambda: self.store.multi_get(keys))]
 
-    def _wait(self, keys: list[str], deadline: float) -> bool:
-        try:
-            return wait_for(self.store, keys, deadline)
-        except RuntimeError as error:
-            raise _store_failed(error) from error
+    def _answer_all(self, prefix: str, answers: list[Message]) -> None:
+        for rank, answer in enumerate(answers):
+            self.store.set(f"{prefix}/answer/{rank}", json.dumps(answer))
 
 
-def _store_failed(error: Exception) -> RuntimeError:
-    return byteps_error(f"embedded mode: torch.distributed's store failed: {error}")
+def _error_of(error: Exception) -> Message:
+    return {"error": str(error)}

@@ -109,8 +109,8 @@ void CheckAddress(const Config& config, Role role) {
 }
 
 void WarnOfUnknownVariables() {
-  for (const auto& warning : Config::UnknownVariables()) {
-    ps::WriteLogLine('W', __FILE__, __LINE__, warning);
+  for (const auto& variable : Config::UnknownVariables()) {
+    ps::WriteLogLine('W', __FILE__, __LINE__, variable.Describe());
   }
 }
 
@@ -149,6 +149,7 @@ class Checks {
     }
   }
   void Ok(const std::string& what) { std::cout << "ok    " << what << std::endl; }
+  void Note(const std::string& what) { std::cout << "note  " << what << std::endl; }
 
  private:
   void Complain(const std::string& what, int status) {
@@ -160,6 +161,17 @@ class Checks {
 
   int status_ = 0;
 };
+
+// A variable that is ignored is wrong where one of ours was meant.
+void TryVariables(Checks* checks) {
+  for (const auto& variable : Config::UnknownVariables()) {
+    if (variable.meant.empty()) {
+      checks->Note(variable.Describe());
+    } else {
+      checks->Try([&] { throw UsageError(variable.Describe()); });
+    }
+  }
+}
 
 // Ports of this process in addition to the one for the job, and what else it opens by name.
 void TryLocalThings(const Config& config, Role role, const Arguments& arguments, int local_rank,
@@ -225,12 +237,16 @@ int Check(const Arguments& arguments, const char* version) {
     const Config config = Config::FromEnvironment();
     const Role role = ChooseRole(arguments, config);
     ps::SetLogIdentity(NameOf(role), -1);
-    WarnOfUnknownVariables();
-    CheckAddress(config, role);
+    TryVariables(&checks);
+    const bool starts_its_own = role == Role::kWorker && config.String("DMLC_PS_ROOT_URI").empty();
+    if (!starts_its_own) CheckAddress(config, role);
     int local_rank = 0;
     const SessionOptions options = OptionsOf(config, role, &local_rank);
-    checks.Ok(std::string("the settings of a ") + NameOf(role) + " (byteps " + version + ")");
+    checks.Ok(
+        std::string("the settings of a ") + NameOf(role) + " (byteps " + version + ")" +
+        (starts_its_own ? "; no scheduler is given: the job starts its own (embedded mode)" : ""));
     TryLocalThings(config, role, arguments, local_rank, &checks);
+    if (starts_its_own) return;
     checks.Try([&] {
       Listener listener(UsesRdma(config)            ? " by RDMA"
                         : config.Bool("BYTEPS_TLS") ? " by TCP, with TLS"

@@ -207,8 +207,18 @@ py::list Endpoints() {
   return out;
 }
 
-void Init(int num_servers, const std::string& gpu) {
-  const Config config = Config::FromEnvironment();
+// (rank, size, local rank, local size)
+using PlaceTuple = std::tuple<int, int, int, int>;
+
+// The settings of this process, at this place of its job; none: the environment's.
+Config ConfigAt(const std::optional<PlaceTuple>& place) {
+  Config config = Config::FromEnvironment();
+  if (place) std::apply([&](auto... numbers) { config.SetPlace(numbers...); }, *place);
+  return config;
+}
+
+void Init(int num_servers, const std::string& gpu, const std::optional<PlaceTuple>& place) {
+  const Config config = ConfigAt(place);
   launch = Launch::From(config);
   settings = config.Print();
   if (!config.IsSet("DMLC_PS_ROOT_URI") || config.Int("DMLC_PS_ROOT_PORT") == 0) {
@@ -363,7 +373,8 @@ PYBIND11_MODULE(c_lib, m) {
   py::implicitly_convertible<py::sequence, Ranks>();
 
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  m.def("init", &Init, py::arg("num_servers"), py::arg("gpu") = "", Unlocked());
+  m.def("init", &Init, py::arg("num_servers"), py::arg("gpu") = "", py::arg("place") = py::none(),
+        Unlocked());
   m.def(
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
@@ -380,10 +391,13 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("is_initialized", &IsInitialized);
   m.def("is_forked_copy", &ps::IsForkedCopy, "Whether this process was forked from a worker.");
   m.def("has_failed", [] { return GetWorker()->failed(); }, Unlocked());
-  m.def("launch", [] {
-    const Launch l = Launch::From(Config::FromEnvironment());
-    return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size, l.replica, l.replicas);
-  });
+  m.def(
+      "launch",
+      [](const std::optional<PlaceTuple>& place) {
+        const Launch l = Launch::From(ConfigAt(place));
+        return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size, l.replica, l.replicas);
+      },
+      py::arg("place") = py::none());
   py::class_<KnownTensor>(m, "KnownTensor",
                           "A tensor that is summed again and again: described once.")
       .def(py::init([](const SpecTuple& spec) {
@@ -473,7 +487,11 @@ PYBIND11_MODULE(c_lib, m) {
   DefineUpdatedTensor(&m);
   DefineReplicas(&m);
   DefineChildren(&m);
-  m.def("unknown_variables", &Config::UnknownVariables);
+  m.def("unknown_variables", [] {
+    std::vector<std::string> warnings;
+    for (const auto& variable : Config::UnknownVariables()) warnings.push_back(variable.Describe());
+    return warnings;
+  });
 }
 
 }  // namespace core

@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from byteps import logs
 from byteps.launcher import embedded, leaving
 from byteps.launcher.meeting import Store
@@ -40,6 +43,9 @@ class Launch:
     replicas: int = 1
 
 
+_PlaceNumbers = tuple[int, int, int, int]
+"""Rank, size, local rank, local size."""
+
 _joined_by = -1
 """The process that is the worker."""
 _launch: Launch | None = None
@@ -49,10 +55,22 @@ _handled_at_init = 0
 _lock = threading.Lock()
 
 
-def _told() -> Launch:
-    """Raises BytePSError for settings that cannot be."""
+def _told(place: _PlaceNumbers | None = None) -> Launch:
+    """What the environment says, or with another place. Raises BytePSError for settings that
+    cannot be."""
     names = (field.name for field in fields(Launch))
-    return Launch(**dict(zip(names, c_lib.launch(), strict=True)))
+    return Launch(**dict(zip(names, c_lib.launch(place), strict=True)))
+
+
+def _of_torch() -> tuple[int, int] | None:
+    """Rank and size in torch.distributed, if they are this worker's too; None: the environment says
+    these, and where it names a scheduler it may say others."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    said = ("RANK", "WORLD_SIZE", "DMLC_WORKER_ID", "DMLC_NUM_WORKER")
+    if os.environ.get("DMLC_PS_ROOT_URI") and any(name in os.environ for name in said):
+        return None
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _after_fork_in_child() -> None:
@@ -72,18 +90,21 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def init(lazy: bool = True, *, store: Store | None = None) -> None:
+def init(
+    lazy: bool = True, *, of_torch: tuple[int, int] | None = None, store: Store | None = None
+) -> None:
     """Join the cluster as one worker; return when all workers and servers have.
 
-    Rank and size are the launcher's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the
-    scheduler's address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT.  Without an address a scheduler
-    and servers are started next to the ranks and end with them (embedded mode).  Does nothing when
+    The scheduler's address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, rank and size are the
+    launcher's (RANK, WORLD_SIZE), or those of torch.distributed where there is no launcher.
+    Without an address a scheduler and servers are started next to the ranks and end with them
+    (embedded mode); then rank and size are those of torch.distributed.  Does nothing when
     initialised.
 
     Args:
         lazy: accepted for compatibility; joining is never put off.
-        store: for the embedded mode, while torch.distributed is being initialised: the store of
-            that. None: its default store.
+        of_torch: while torch.distributed is being initialised: its rank and size. None: as above.
+        store: while torch.distributed is being initialised: its store. None: the default one.
 
     A process that is forked from a worker, as torch's DataLoader does, is none itself: there
     `is_initialized` is False, `rank` and `size` still tell the parent's, `shutdown` does nothing
@@ -99,16 +120,22 @@ def init(lazy: bool = True, *, store: Store | None = None) -> None:
         _demand_no_copy()
         if c_lib.is_initialized():
             return
-        _launch = _told()
-        logs.install(_launch.rank)
+        given = of_torch or _of_torch()
+        launch = _told(None if given is None else (*given, 0, 1))
+        logs.install(launch.rank)
         for warning in c_lib.unknown_variables():
             logger.warning("%s", warning)
-        embedded.start_if_needed(store)
+        if store is None and given is not None:
+            store = dist.distributed_c10d._get_default_store()
+        ranks = embedded.start_if_needed(given, store)
         try:
-            c_lib.init(num_servers=0, gpu=_gpu())
+            place = None if ranks is None else ranks.numbers()
+            launch = _told(place)
+            c_lib.init(num_servers=0, gpu=_gpu(), place=place)
         except BaseException:
             embedded.stop(graceful=False)
             raise
+        _launch = launch
         in_flight.registers_memory = c_lib.registers_memory()
         in_flight.rank = _launch.rank
         _joined_by = os.getpid()
@@ -131,9 +158,10 @@ def _gpu() -> str:
 def shutdown() -> None:
     """Finish what is in flight, leave the job, close all connections.
 
-    The cluster ends when all workers have left.  Others that wait for a push of this worker get an
-    error.  Does nothing when not initialised, nor in a process that was forked from the worker:
-    what it has of the job belongs to its parent.
+    The cluster ends when all workers have left; this does not wait for them, but the end of a
+    process does that has started servers.  Others that wait for a push of this worker get an error.
+    Does nothing when not initialised, nor in a process that was forked from the worker: what it has
+    of the job belongs to its parent.
 
     After a failure `init` may be called again, with another RANK and WORLD_SIZE too, where there is
     a scheduler to join: one with ``--keep`` takes the next restart of the job, and in embedded
@@ -146,7 +174,7 @@ def shutdown() -> None:
     error = sys.exception()
     if id(error) == _handled_at_init:  # all of the job is done in some handler
         error = None
-    _leave(_reason_of(error or _last_error()))
+    _leave(_cause_of(error or _last_error()))
 
 
 def abort(reason: str) -> None:
@@ -175,21 +203,50 @@ def _leave(failure: str) -> None:
     # After a failure servers and scheduler end by themselves or not at all.
     graceful = not c_lib.has_failed()
     _stop(suspend=False, failure=failure)
-    embedded.stop(graceful=graceful)
+    if not graceful:
+        return embedded.stop(graceful=False)
+    embedded.leave()
+    _outlast_those_left()
+
+
+def _leave_for_good(failure: str) -> None:
+    """The same at the end of the process, with which the servers that it has started end."""
+    _leave(failure)
+    embedded.stop_left()
 
 
 def _at_exit() -> None:
     """Leave at the end of the process: with the exception that ends it, where there is one, or
     later, with the exit status, which only the C library learns."""
-    failure = _reason_of(_last_error())
+    failure = _cause_of(_last_error())
     if os.getpid() != _joined_by or failure or c_lib.has_failed():
-        return _leave(failure)
+        return _leave_for_good(failure)
     # The C library calls what is registered last first.
     if not embedded.stop_at_exit(c_lib.end_children_at_exit):
-        return _leave(failure)
+        return _leave_for_good(failure)
     with _lock:
         c_lib.shutdown_at_exit(in_flight.held())
-        _on_abrupt_exit(_leave)
+        _on_abrupt_exit(_leave_for_good)
+
+
+_outlasts = False
+"""Whether the end of this process waits for what it has left to other ranks."""
+
+
+def _outlast_those_left() -> None:
+    """Have the end of the process wait for what it has started and left to the other ranks."""
+    global _outlasts
+    if _outlasts or not embedded.has_left():
+        return
+    _outlasts = True
+    atexit.register(_outlast)
+    # Python's handlers are not called where multiprocessing has forked the process.
+    _on_abrupt_exit(lambda reason: embedded.stop_left(hurries=bool(reason)))
+
+
+def _outlast() -> None:
+    if _last_error() or not embedded.stop_at_exit(c_lib.end_children_at_exit, left=True):
+        embedded.stop_left(hurries=bool(_last_error()))
 
 
 def suspend() -> None:
@@ -330,6 +387,39 @@ def _reason_of(error: BaseException | None) -> str:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         return _of_status(status)
     return traceback.format_exception_only(error)[-1].strip()[:_TEXT_CHARS]
+
+
+_ECHO = re.compile(
+    "closed by peer|reset by peer|broken pipe|connection closed|socket closed|connection was likely"
+    "|connection refused|remote process exited|failed to recv|failed to send",
+    re.IGNORECASE,
+)
+"""What torch.distributed raises on the other ranks where one has ended."""
+_ECHO_S = 3.0
+"""How long the news of a lost rank may take by the scheduler, where another way was faster."""
+
+
+def _cause_of(error: BaseException | None) -> str:
+    """What is told of a process that ends by this exception; empty if it ends well.
+
+    An exception that may be another rank's end, as torch.distributed notices it, is told only if
+    the scheduler does not notice that within a moment: otherwise the wrong rank would be blamed.
+    """
+    if error is None or os.getpid() != _joined_by or not c_lib.is_initialized():
+        return _reason_of(error)
+    deadline = time.monotonic() + (_ECHO_S if size() > 1 and _is_echo(error) else 0.0)
+    while not c_lib.has_failed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return _reason_of(error)
+
+
+def _is_echo(error: BaseException) -> bool:
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        seen.append(following)
+        following = following.__cause__ or following.__context__
+    return any(isinstance(one, RuntimeError) and _ECHO.search(str(one)) for one in seen)
 
 
 def _of_status(status: int) -> str:

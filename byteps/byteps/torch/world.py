@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from byteps.cost_model import Servers
-from byteps.launcher import embedded
+from byteps.launcher import embedded, places
+from byteps.launcher.places import LocalPlace
 from byteps.torch import engine, operations, session
 from byteps.torch.figures import setting
 from byteps.torch.routes import Network
@@ -21,51 +20,25 @@ from byteps.torch.session import BytePSError
 __all__ = ["barrier", "num_servers"]
 
 
-_OURS = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE")
-_found: tuple[str | None, ...] = (None, None)
-"""What `find_place` set of them."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 def host_name() -> str:
-    """What tells this host from others: BYTEPS_HOST_ID, or the host name and the kernel's boot id.
-
-    Ranks with the same name are taken to share a NIC and to reach each other without it.
-    """
-    given = setting("BYTEPS_HOST_ID")
-    if given:
-        return given
-    try:
-        boot = _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return f"{platform.node()} {boot}".strip()
+    """What tells this host from others: see `places.host_name`."""
+    return places.host_name(setting("BYTEPS_HOST_ID"))
 
 
-def find_place(rank: int, exchange: Callable[[tuple[str, str]], Sequence[tuple[str, str]]]) -> None:
+def find_place(rank: int, exchange: Callable[[LocalPlace], Sequence[LocalPlace]]) -> None:
     """Set this rank's place on its host, where the launcher has told none that can be.
 
-    Ray's launchers tell each rank that it is alone on its host. Then metrics ports would collide,
-    and each rank would count the host's cores and NICs for itself. All ranks of the job call this
-    before `init`; a place that BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE name on any rank is kept.
+    All ranks of the job call this before `init`; a place that BYTEPS_LOCAL_RANK and
+    BYTEPS_LOCAL_SIZE name is kept.
 
     Args:
         rank: of this process among all that call.
         exchange: returns what each rank gives it, in the order of ranks.
     """
-    global _found
-    # What an earlier job in this process found was of other ranks.
-    named = any(os.environ.get(name) != was for name, was in zip(_OURS, _found, strict=True))
-    told = exchange((host_name(), "named" if named else os.environ.get("LOCAL_RANK", "")))
-    if any(place == "named" for _, place in told) or (
-        len(set(told)) == len(told) and all(place for _, place in told)
-    ):
-        return
-    layout = HostLayout.of(range(len(told)), [host for host, _ in told])
-    place = (layout.local_index(rank), len(layout.on_host_of(rank)))
-    found = tuple(map(str, place))
-    os.environ.update(zip(_OURS, found, strict=True))
-    _found = found
+    mine = LocalPlace.own(os.environ, host_name())
+    found = places.find_locals(exchange(mine))[rank]
+    if found != mine.local:
+        places.keep(found)
 
 
 @dataclass(frozen=True, kw_only=True)

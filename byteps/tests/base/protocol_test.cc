@@ -260,7 +260,8 @@ TEST(Launch, IsTheLaunchersOrOurs) {
   EXPECT_EQ(launch.size, 3);
   EXPECT_EQ(launch.replicas, 1);
   EXPECT_EQ(ErrorOf({{"WORLD_SIZE", "3"}, {"DMLC_NUM_WORKER", "4"}}),
-            "WORLD_SIZE=3 and DMLC_NUM_WORKER=4 disagree; unset DMLC_NUM_WORKER");
+            "WORLD_SIZE=3 and DMLC_NUM_WORKER=4 disagree: workers are the job's ranks, not its "
+            "hosts; unset DMLC_NUM_WORKER");
 }
 
 TEST(Launch, OurPlaceOnTheHostComesBeforeTheLaunchers) {

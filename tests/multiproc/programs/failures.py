@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -206,6 +207,26 @@ def ends(job: Job) -> None:
     while not job.args.get("first") and not (job.folder / "go.end").exists():
         bps.push_pull(torch.ones(100), average=False, name="alone", group=[job.rank])
         time.sleep(0.02)
+
+
+def waits_for_a_peer(job: Job) -> None:
+    """Rank 1 waits for rank 0 by torch.distributed, whose connections end before rank 0 does."""
+    before = set(_sockets())
+    store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
+    dist.barrier()
+    connections = set(_sockets()) - before
+    bps.init()
+    job.mark("joined")
+    if job.rank == 1:
+        dist.recv(torch.zeros(10), src=0)
+        return
+    job.wait_go("end")
+    for number in (int(one.split()[0]) for one in connections if "socket:" in one):
+        with contextlib.suppress(OSError):  # one that listens
+            socket.socket(fileno=os.dup(number)).shutdown(socket.SHUT_RDWR)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # Workers that sum while processes are stopped.

@@ -52,7 +52,7 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
 
     Args:
         store: of torch.distributed, with nobody's prefix.
-        rank: of this process in torch.distributed; its worker's rank must be the same.
+        rank: of this process in torch.distributed, and of its worker.
         size: ranks of torch.distributed.
         timeout: of its default group: how long sums take, unless BYTEPS_OP_TIMEOUT_S says it.
 
@@ -63,7 +63,7 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
     with _joining:
         if timeout is not None and not session.is_initialized():
             _bound_sums(timeout)
-        session.init(store=store)
+        session.init(of_torch=(rank, size), store=store)
         if (session.rank(), session.size()) != (rank, size):
             raise session.BytePSError(
                 f"BytePS is worker {session.rank()} of {session.size()}, torch.distributed is rank "

@@ -1,0 +1,131 @@
+"""One process that embedded mode has started, and waiting for several of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from byteps import logs
+from byteps.launcher.places import byteps_error
+
+LOG_LINES_SHOWN = 20
+
+_endings = threading.Condition()  # notified whenever a child has ended
+
+
+class Child:
+    """One process started here, with a log file of its own.
+
+    A thread of its own starts the process and waits for it. The thread must live as long as the
+    process: the kernel's parent-death signal is sent when the *thread* that forked ends, so a child
+    started by a short-lived caller's thread would die with that.
+    """
+
+    def __init__(
+        self, title: str, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> None:
+        self.title = title
+        self.log = log
+        self._command = list(command)
+        self._env = dict(env)
+        self._lock = threading.Lock()  # between reaping the process and signalling it
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failure: OSError | None = None
+        self._expected = False
+        self.ended_at = 0.0  # of time.monotonic()
+        self._started = threading.Event()
+        self._ended = threading.Event()
+        threading.Thread(target=self._keep, name=f"byteps-{title}", daemon=True).start()
+        self._started.wait()
+        if self._failure is not None:
+            raise byteps_error(f"cannot start {title} ({self._command[0]}): {self._failure}")
+
+    def _keep(self) -> None:
+        try:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # Ctrl-C is for the ranks: they leave the cluster, which ends the children.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._failure = error
+            self._ended.set()
+            return
+        finally:
+            self._started.set()
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            status = self._process.wait()
+        if status != 0 and not self._expected:
+            # Not print(): at interpreter exit a daemon thread must not wait for stderr's lock.
+            with contextlib.suppress(OSError):
+                os.write(2, self._obituary(status).encode(errors="replace"))
+        with _endings:
+            self.ended_at = time.monotonic()
+            self._ended.set()
+            _endings.notify_all()
+
+    def _obituary(self, status: int) -> str:
+        what = f"signal {-status}" if status < 0 else f"exit status {status}"
+        lines = [f"embedded {self.title} ended with {what}; the end of {self.log}:"]
+        lines += [f"  {line}" for line in self.last_lines()]
+        return logs.render(logging.ERROR, "\n".join(lines)) + "\n"
+
+    def last_lines(self) -> list[str]:
+        try:
+            return self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        except OSError:
+            return []
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.is_set()
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.returncode if self._process is not None else None
+
+    @property
+    def failed(self) -> bool:
+        """It has ended, neither with status 0 nor by a signal of ours."""
+        return not self.running and self.status not in (None, 0) and not self._expected
+
+    def wait(self, deadline: float) -> bool:
+        """Whether it ended before `deadline` (of time.monotonic())."""
+        return self._ended.wait(max(0.0, deadline - time.monotonic()))
+
+    def signal(self, number: signal.Signals) -> None:
+        with self._lock:
+            if self._process is not None and self._process.returncode is None:
+                self._expected = True
+                self._process.send_signal(number)
+
+
+def wait_all(children: Sequence[Child], deadline: float, grace_s: float) -> None:
+    """Wait until all have ended, or the deadline, or ``grace_s`` after one of them has failed."""
+    with _endings:
+        while any(child.running for child in children):
+            failures = [child.ended_at + grace_s for child in children if child.failed]
+            left = min([deadline, *failures]) - time.monotonic()
+            if left <= 0:
+                return
+            _endings.wait(min(left, threading.TIMEOUT_MAX))
