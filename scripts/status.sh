@@ -72,10 +72,17 @@ cat <&3
 SCRIPT
 }
 
+# elsewhere prints another cause, where the address is not this machine's own loopback.
+elsewhere() {
+  [[ $host == localhost || $host == 127.* || $host == ::1 ]] ||
+    echo ", or without --status-host: then it shows it to its own machine alone" \
+      "(ssh -L $port:127.0.0.1:$port $host, then status.sh 127.0.0.1:$port)"
+}
+
 while :; do
   if ! said=$(ask); then
     echo "status.sh: no scheduler shows its status at $where: the job has ended, or the scheduler" \
-      "was started without --status-port" >&2
+      "was started without --status-port$(elsewhere)" >&2
     exit 1
   fi
   if ((!watch)); then

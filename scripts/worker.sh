@@ -11,7 +11,9 @@ Usage: worker.sh [options] -- SCRIPT [ARGUMENTS]
                  --master-addr HOST --master-port PORT --nproc-per-node 8 -- train.py --flag
 
 Runs SCRIPT in one process for each rank of this machine, through torchrun (python -m
-torch.distributed.run), as workers of a BytePS cluster. A flag wins over its variable.
+torch.distributed.run), as workers of a BytePS cluster. A flag wins over its variable. The Python is that of
+the active environment (VIRTUAL_ENV, then PATH) if byteps is installed there, else this checkout's; a line
+says which.
 
   --scheduler HOST:PORT  DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT  where the scheduler listens
                          (default: none, the embedded mode: scheduler and servers are started next to
@@ -41,7 +43,13 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
 
 Passed to torchrun unchanged ('python -m torch.distributed.run -h' explains them and has their
 defaults): --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-backend
---rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --local-addr --log-dir --redirects --tee
+--rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --shutdown-timeout --local-addr --log-dir
+--redirects --tee
+
+With --max-restarts torchrun's rendezvous is c10d, unless --rdzv-backend says another: at
+--master-addr and --master-port, on the machine of --node-rank 0; torchrun then numbers the
+machines itself. Its default (static) lends all restarts one store, in which torch's gloo groups find the
+addresses of ranks that have ended, and hang.
 
 --module (-m) runs SCRIPT as a module. Every BYTEPS_* variable is passed on; 'byteps-server
 --config-markdown' lists them.
@@ -49,7 +57,12 @@ defaults): --nnodes --nproc-per-node --node-rank --master-addr --master-port --r
 A replica whose ranks get SIGTERM leaves the others after the step that it is in, if that takes
 less than 30 s, and is not started again, whatever --max-restarts says.
 
-Exit status: torchrun's; 2 when a setting is missing or bad; 143 a replica has left after SIGTERM.
+SIGTERM or Ctrl-C ends the ranks, which torchrun gives 30 s to (--shutdown-timeout, or
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT, in a torch that has it): as long as a checkpoint may take that Megatron's
+--exit-signal-handler saves.
+
+Exit status: torchrun's; 2 when a setting is missing or bad; 143 or 130 after SIGTERM or Ctrl-C, 143 also
+when a replica has left after SIGTERM.
 Exit status of --check: 0 they would be admitted; 1 something is wrong; 2 a setting is; 3 nothing
 that can be seen here is wrong, but the scheduler does not answer.
 TEXT
@@ -57,7 +70,7 @@ TEXT
 
 servers=
 replicas=1
-launch=torch.distributed.run
+launch=byteps.launcher.leaving # torchrun, with an exit status that tells whether it was told to end
 module=0
 local_servers=${BYTEPS_LOCAL_SERVERS:-0}
 nnodes=1
@@ -66,15 +79,26 @@ node_rank=
 dry_run=0
 check=0
 launcher=()
+rendezvous=() # of torchrun's arguments those that say how its machines find each other
 script=()
+master_addr='' master_port='' restarts=0 backend='' endpoint='' local_addr=''
 
-# set_size FLAG VALUE: torchrun's, which the local servers have to know too.
-set_size() {
-  launcher+=("$1=$2")
+# pass FLAG VALUE: to torchrun, which others have to know too.
+pass() {
   case $1 in
     --nnodes) nnodes=$2 ;;
+    --nproc-per-node) nproc=$2 ;;
     --node-rank) node_rank=$2 ;;
-    *) nproc=$2 ;;
+    --master-addr) master_addr=$2 ;;
+    --master-port) master_port=$2 ;;
+    --max-restarts) restarts=$2 ;;
+    --rdzv-backend) backend=$2 ;;
+    --rdzv-endpoint) endpoint=$2 ;;
+    --local-addr) local_addr=$2 ;;
+  esac
+  case $1 in
+    --node-rank | --master-* | --rdzv-*) rendezvous+=("$1=$2") ;;
+    *) launcher+=("$1=$2") ;;
   esac
 }
 
@@ -82,6 +106,43 @@ set_size() {
 is_number() {
   local text
   for text in "$@"; do [[ $text =~ ^[0-9]{1,5}$ ]] || return 1; done
+}
+
+# choose_rendezvous: with restarts one whose store is new for each of them.
+choose_rendezvous() {
+  if [[ $restarts =~ ^0*$ || ( -n $backend && $backend != c10d ) ]]; then return; fi
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+  [[ -z $backend && -z $endpoint ]] || return 0
+  local argument kept=()
+  for argument in ${rendezvous[@]+"${rendezvous[@]}"}; do
+    [[ $argument != --rdzv-* ]] || kept+=("$argument")
+  done
+  if [[ $nnodes == 1 && -z $master_addr ]]; then
+    rendezvous=(--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 ${kept[@]+"${kept[@]}"})
+  else
+    endpoint=$(join_host_port "${master_addr:-127.0.0.1}" "${master_port:-29500}")
+    rendezvous=(--rdzv-backend=c10d "--rdzv-endpoint=$endpoint" ${kept[@]+"${kept[@]}"})
+    # Who has the store is said: a host's name may be unknown to itself.
+    if [[ $nnodes == 1 ]]; then node_rank=${node_rank:-0}; fi
+    if is_number "$node_rank" && [[ ${kept[*]-} != *--rdzv-conf=* ]]; then
+      rendezvous+=("--rdzv-conf=is_host=$((10#$node_rank == 0))")
+    fi
+    # At which address the others find a rank 0 that runs here.
+    if [[ -z $local_addr ]]; then
+      detect_node "${master_addr:-127.0.0.1}"
+      [[ -z $node_address ]] || rendezvous+=("--local-addr=$node_address")
+    fi
+  fi
+  echo "worker.sh: torchrun's rendezvous is ${rendezvous[*]}: with the static one restarted ranks" \
+    "would hang (--max-restarts; --rdzv-backend)" >&2
+}
+
+# find_server prints the byteps-server of the ranks' own Python, before any other.
+find_server() {
+  local program=${python%/*}/byteps-server
+  if [[ -x $program ]]; then echo "$program"; else
+    find_program byteps-server "run 'make setup' or install the byteps wheel"
+  fi
 }
 
 # check_workers asks what the ranks of this machine would be told, and returns the exit status.
@@ -97,12 +158,7 @@ sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
     echo "WRONG $python has no torch, or no byteps"
     wrong=1
   fi
-  server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
-  if [[ -z ${DMLC_PS_ROOT_URI:-} ]]; then
-    "$server" --print-config >/dev/null || return $?
-    echo "ok    the settings of a worker; no scheduler is given: the job starts its own (embedded mode)"
-    return "$wrong"
-  fi
+  server=$(find_server)
   if is_number "$nproc"; then
     ranks=$((10#$nproc))
     # What torchrun will say, as far as it is known before.
@@ -129,7 +185,7 @@ start_local_servers() {
   fi
   # After those of the ranks, so that all have metrics at ports of their own.
   if is_number "$nproc"; then ranks=$((10#$nproc)); fi
-  server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
+  server=$(find_server)
   for ((i = 0; i < 10#$local_servers; i++)); do
     BYTEPS_LOCAL_RANK=$((ranks + i)) DMLC_ROLE=server DMLC_NUM_WORKER=$workers "$server" --die-with-parent --role server &
   done
@@ -145,14 +201,13 @@ while (($#)); do
     --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
     --replica) need_argument "$1" "$@"; export BYTEPS_REPLICA=$2; shift 2 ;;
     --local-servers) need_argument "$1" "$@"; local_servers=$2; shift 2 ;;
-    --nnodes | --nproc-per-node | --node-rank) need_argument "$1" "$@"; set_size "$1" "$2"; shift 2 ;;
-    --nnodes=* | --nproc-per-node=* | --node-rank=*) set_size "${1%%=*}" "${1#*=}"; shift ;;
-    --master-addr | --master-port | --rdzv-backend | \
-      --rdzv-endpoint | --rdzv-id | --rdzv-conf | --max-restarts | --local-addr | --log-dir | \
-      --redirects | --tee)
-      need_argument "$1" "$@"; launcher+=("$1=$2"); shift 2 ;;
-    --master-addr=* | --master-port=* | --rdzv-*=*)
-      launcher+=("$1"); shift ;;
+    --nnodes | --nproc-per-node | --node-rank | --master-addr | --master-port | --rdzv-backend | \
+      --rdzv-endpoint | --rdzv-id | --rdzv-conf | --max-restarts | --shutdown-timeout | \
+      --local-addr | --log-dir | --redirects | --tee)
+      need_argument "$1" "$@"; pass "$1" "$2"; shift 2 ;;
+    --nnodes=* | --nproc-per-node=* | --node-rank=* | --master-addr=* | --master-port=* | \
+      --rdzv-*=* | --max-restarts=*)
+      pass "${1%%=*}" "${1#*=}"; shift ;;
     -m | --module) module=1; launcher+=(--module); shift ;;
     --check) check=1; shift ;;
     --dry-run) dry_run=1; shift ;;
@@ -168,7 +223,6 @@ if [[ -n ${BYTEPS_REPLICA:-} ]]; then
     die_usage "--replica (BYTEPS_REPLICA) is NUMBER/COUNT, such as 0/4 and 3/4, not '$BYTEPS_REPLICA'"
   fi
   replicas=$((10#$replicas))
-  launch=byteps.launcher.leaving # torchrun, and what becomes of a replica that is told to end
   [[ -n ${DMLC_PS_ROOT_URI:-} ]] || die_usage "--replica needs --scheduler, which all replicas join"
 fi
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]]; then
@@ -189,17 +243,21 @@ elif [[ -n $servers ]]; then
 fi
 export DMLC_ROLE=worker
 
-python=$(find_program python "run 'make setup'")
+python=$(find_python)
+echo "worker.sh: $python runs the ranks" >&2
 if ((check)); then
   check_workers
   exit
 fi
+choose_rendezvous
+command=("$python" -m "$launch" ${launcher[@]+"${launcher[@]}"} ${rendezvous[@]+"${rendezvous[@]}"}
+  "${script[@]}")
 if ((dry_run)); then
-  show_command "$python" -m "$launch" ${launcher[@]+"${launcher[@]}"} "${script[@]}"
+  show_command "${command[@]}"
   exit
 fi
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]] && ((10#$local_servers)); then
   start_local_servers
 fi
 # exec: torchrun itself gets the signals and ends its ranks; its exit status is ours.
-exec "$python" -m "$launch" ${launcher[@]+"${launcher[@]}"} "${script[@]}"
+exec "${command[@]}"

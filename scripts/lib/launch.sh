@@ -140,7 +140,7 @@ show_node() {
 # pasted.
 show_command() {
   local name
-  for name in $(compgen -e | grep -E '^(DMLC|BYTEPS|SERVER)_' | LC_ALL=C sort); do
+  for name in $(compgen -e | grep -E '^(DMLC|BYTEPS|SERVER)_|^TORCH_DISABLE_SHARE_' | LC_ALL=C sort); do
     [[ $name != BYTEPS_SECRET ]] || continue # it is nobody's to read
     printf '%s=%q \\\n' "$name" "${!name}"
   done
@@ -159,4 +159,39 @@ find_program() {
     fi
   done
   command -v -- "$1" || die_usage "$1 is neither in $repo_root/build/venv/bin nor on PATH: $2"
+}
+
+# has_byteps PYTHON: whether it has byteps and torch. To import them would take seconds.
+has_byteps() {
+  "$1" - 2>/dev/null <<'PYTHON'
+import importlib.util
+import sys
+
+sys.path = [folder for folder in sys.path if folder]  # not the folder `byteps` of a checkout
+found = [importlib.util.find_spec(name) for name in ("torch", "byteps")]
+sys.exit(not all(spec and spec.origin for spec in found))
+PYTHON
+}
+
+# find_python prints the path of the Python of the ranks: the active environment's, if it has byteps;
+# else that of this checkout, or of an unpacked archive.
+find_python() {
+  local folder candidate others=() tried=()
+  [[ -z ${VIRTUAL_ENV:-} ]] || others+=("$VIRTUAL_ENV/bin/python")
+  for candidate in python python3; do
+    ! candidate=$(command -v -- "$candidate") || others+=("$candidate")
+  done
+  for folder in build/venv/bin bin; do others+=("$repo_root/$folder/python"); done
+  for candidate in "${others[@]}"; do
+    [[ -x $candidate ]] || continue
+    if has_byteps "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+    tried+=("$candidate")
+    [[ -z ${VIRTUAL_ENV:-} || $candidate != "$VIRTUAL_ENV"/* ]] ||
+      echo "${0##*/}: the active environment, $VIRTUAL_ENV, has no torch, or no byteps" >&2
+  done
+  die_usage "no Python has both torch and byteps (tried: ${tried[*]:-none}): activate the environment" \
+    "that has them, install the byteps wheel there, or run 'make setup'"
 }

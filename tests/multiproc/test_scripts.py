@@ -7,52 +7,30 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.multiproc.cluster import (
     END_S,
-    HERE,
     LOOPBACK,
-    REPOSITORY,
     RUN_S,
     START_S,
-    Late,
-    Spawned,
-    clean_environment,
-    processes_with,
-    server_executable,
     wait_all,
     wait_for_file,
 )
+from tests.multiproc.scripted import (
+    GOOD,
+    SCRIPTS,
+    Scripted,
+    ask,
+    checks,
+    environment,
+    scripted,
+)
 
-SCRIPTS = REPOSITORY / "scripts"
-MARK = "SCRIPTS_TEST_MARK"
-SCRIPTED = (str(HERE / "programs/keep.py"), "scripted")
-GOOD = {
-    "scheduler": ["--host", LOOPBACK, "--port", "9", "--workers", "1", "--servers", "1"],
-    "server": ["--scheduler", f"{LOOPBACK}:9", "--workers", "1", "--servers", "1"],
-    "worker": ["--scheduler", f"{LOOPBACK}:9", "--servers", "1", "--", "script.py"],
-}
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """PATH starts with this Python's folder: the scripts find what is tested there."""
-    env = clean_environment(folder)
-    beside = f"{Path(sys.executable).parent}:{Path(server_executable()).parent}"
-    return {**env, "PATH": f"{beside}:{env['PATH']}"}
-
-
-def ask(run_dir: Path, role: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(SCRIPTS / f"{role}.sh"), *arguments]
-    return subprocess.run(
-        command, env=environment(run_dir), capture_output=True, text=True, timeout=START_S
-    )
+__all__ = ["scripted"]  # a fixture
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -178,85 +156,6 @@ def test_numa_nodes_without_numactl(run_dir: Path) -> None:
     assert "numactl" in said.stderr
 
 
-class Scripted:
-    """A cluster started by the three scripts; all its processes carry a mark."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.mark = uuid.uuid4().hex
-        self.port = 0
-        self.started: list[Spawned] = []
-
-    def start(self, role: str, *arguments: str, env: Mapping[str, str] | None = None) -> Spawned:
-        full = {**environment(self.folder), MARK: self.mark, **(env or {})}
-        command = ["bash", str(SCRIPTS / f"{role}.sh"), *arguments]
-        title = f"{role} script {len(self.started)}"
-        self.started.append(Spawned(title, command, full, self.folder))
-        return self.started[-1]
-
-    def start_nodes(
-        self, workers: int, servers: int, env: Mapping[str, str] | None = None
-    ) -> tuple[Spawned, Spawned]:
-        port_file = self.folder / "port"
-        sizes = ["--workers", str(workers), "--servers", str(servers)]
-        where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
-        scheduler = self.start("scheduler", *where, *sizes, env=env)
-        self.port = int(wait_for_file(port_file, START_S, [scheduler]).split()[1])
-        address = ["--scheduler", f"{LOOPBACK}:{self.port}"]
-        server = self.start("server", *address, *sizes, "--instances", str(servers), env=env)
-        return scheduler, server
-
-    def start_worker(self, servers: int, ranks: int, mode: str) -> Spawned:
-        return self.start(
-            "worker",
-            *("--scheduler", f"{LOOPBACK}:{self.port}", "--servers", str(servers)),
-            *("--nnodes", "1", "--nproc-per-node", str(ranks)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
-            *("--", *SCRIPTED, mode, str(self.folder)),
-        )
-
-    def wait_for_instances(self, number: int) -> list[int]:
-        """Pids of the servers that server.sh has started: by then it handles signals.
-
-        Processes with the mark are not enough: for a moment after a fork there are two of the
-        script, and it handles no signal before it has read its settings.
-        """
-        deadline = time.monotonic() + START_S
-        while True:
-            instances = [
-                pid
-                for pid, command in processes_with(MARK, self.mark).items()
-                if "--role server" in command and "server.sh" not in command
-            ]
-            if len(instances) == number:
-                return instances
-            if time.monotonic() > deadline:
-                raise Late(f"{len(instances)} of {number} servers after {START_S:g} s")
-            time.sleep(0.02)
-
-    def demand_no_process(self) -> None:
-        deadline = time.monotonic() + END_S
-        while left := processes_with(MARK, self.mark):
-            if time.monotonic() > deadline:
-                raise Late(f"still there after {END_S:g} s: {left}")
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        for process in self.started:
-            if process.running:
-                process.send(signal.SIGKILL)
-                process.wait(END_S)
-        for pid in processes_with(MARK, self.mark):
-            os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def scripted(run_dir: Path) -> Iterator[Scripted]:
-    made = Scripted(run_dir)
-    yield made
-    made.close()
-
-
 def test_cluster_of_scripts(scripted: Scripted) -> None:
     scheduler, server = scripted.start_nodes(workers=2, servers=2)
     worker = scripted.start_worker(servers=2, ranks=2, mode="once")
@@ -265,47 +164,6 @@ def test_cluster_of_scripts(scripted: Scripted) -> None:
         assert process.wait(0) == 0, process.text
     for rank in range(2):
         assert f"rank {rank} of 2: sums are right" in worker.text
-    scripted.demand_no_process()
-
-
-@pytest.mark.thorough
-def test_servers_beside_the_workers(scripted: Scripted) -> None:
-    """One server on a machine of its own, two that worker.sh starts."""
-    port_file = scripted.folder / "port"
-    sizes = ["--workers", "2", "--servers", "3"]
-    where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
-    scheduler = scripted.start("scheduler", *where, *sizes)
-    port = int(wait_for_file(port_file, START_S, [scheduler]).split()[1])
-    address = ["--scheduler", f"{LOOPBACK}:{port}"]
-    server = scripted.start("server", *address, *sizes)
-    worker = scripted.start(
-        "worker",
-        *(*address, "--servers", "3", "--local-servers", "2", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
-        *("--", *SCRIPTED, "once", str(scripted.folder)),
-    )
-    wait_all([worker, server, scheduler], RUN_S)
-    for process in (worker, server, scheduler):
-        assert process.wait(0) == 0, process.text
-    assert "rank 1 of 2: sums are right" in worker.text
-    scripted.demand_no_process()
-
-
-def test_local_servers_need_a_scheduler(run_dir: Path) -> None:
-    said = ask(run_dir, "worker", "--local-servers", "1", "--", "script.py")
-    assert said.returncode == 2
-    assert "--local-servers needs --scheduler" in said.stderr
-
-
-def test_embedded_mode_of_worker_sh(scripted: Scripted) -> None:
-    """Without --scheduler; a single rank needs no torch.distributed."""
-    worker = scripted.start(
-        "worker",
-        *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
-        *("--servers", "2", "--", *SCRIPTED, "once", str(scripted.folder)),
-    )
-    assert worker.wait(RUN_S) == 0, worker.text
-    assert "rank 0 of 1: sums are right" in worker.text
     scripted.demand_no_process()
 
 
@@ -409,7 +267,7 @@ def test_dry_run_prints_what_a_shell_can_run(run_dir: Path, role: str) -> None:
     shown = said.stdout.replace("\\\n", "").split()
     assert f"DMLC_ROLE={role}" in shown
     assert f"DMLC_PS_ROOT_URI={LOOPBACK}" in shown
-    program = "torch.distributed.run" if role == "worker" else "byteps-server"
+    program = "byteps.launcher.leaving" if role == "worker" else "byteps-server"
     assert any(word.endswith(program) for word in shown)
 
 
@@ -437,10 +295,6 @@ def test_ipv6_without_brackets_is_refused(run_dir: Path) -> None:
     said = ask(run_dir, "server", "--scheduler", "::1:9", *rest, "--dry-run")
     assert said.returncode == 2
     assert "[IPV6]:PORT" in said.stderr
-
-
-def checks(said: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in said.stdout.splitlines() if line.startswith(("ok ", "WRONG "))]
 
 
 def test_check_of_a_scheduler(run_dir: Path) -> None:

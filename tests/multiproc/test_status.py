@@ -136,6 +136,11 @@ def test_what_is_served(make_cluster: Callable[..., Cluster]) -> None:
     wrong = run(f"{LOOPBACK}:{cluster.port}")
     assert wrong.returncode == 1
     assert "no scheduler shows its status" in wrong.stderr
+    assert "--status-host" not in wrong.stderr
+    # From another machine: the page is shown to the scheduler's own alone. (A name is no loopback.)
+    elsewhere = run(f"no-such-host.invalid:{port}")
+    assert elsewhere.returncode == 1
+    assert "or without --status-host" in elsewhere.stderr and "ssh -L" in elsewhere.stderr
     for words in ([], ["here"], ["a:b"], ["--what"], ["h:1", "h:2"]):
         assert run(*words).returncode == 2, words
 

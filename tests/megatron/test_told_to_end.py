@@ -1,0 +1,62 @@
+"""All processes of a job are told to end at once, as Slurm's time limit and `kubectl delete` do."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.train import MODEL
+from tests.multiproc.cluster import RUN_S, processes_with, wait_all
+from tests.multiproc.scripted import MARK, Scripted
+
+TINY = [
+    *("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "2"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "63"),
+    *("--train-iters", "1000000", "--log-interval", "1", "--save-interval", "1000000"),
+    *("--use-dpu-reduce", "--dpu-reduce-route", "flat", "--exit-signal-handler"),
+]
+
+
+@pytest.fixture
+def scripted(run_dir: Path) -> Iterator[Scripted]:
+    made = Scripted(run_dir)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param((), marks=pytest.mark.thorough), ("--dpu-optimizer",)], ids=["", "dpu"]
+)
+def test_a_checkpoint_is_saved(scripted: Scripted, tree: Path, words: tuple[str, ...]) -> None:
+    """Scheduler and servers wait for it, and with --dpu-optimizer for their own state."""
+    scheduler, server = scripted.start_nodes(workers=2, servers=1)
+    saved = scripted.folder / "checkpoint"
+    env = {"MEGATRON_CPU": "1", "PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore"}
+    worker = scripted.start(
+        "worker",
+        *("--scheduler", f"127.0.0.1:{scripted.port}", "--servers", "1"),
+        *("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *("--", str(tree / "pretrain_dpu_gpt.py"), *MODEL, *TINY, *words, "--save", str(saved)),
+        env=env,
+    )
+    deadline = time.monotonic() + RUN_S
+    while not re.search(r"iteration +3/", worker.text):
+        assert worker.running and time.monotonic() < deadline, worker.text[-3000:]
+        time.sleep(0.05)
+    for pid in processes_with(MARK, scripted.mark):
+        os.kill(pid, signal.SIGTERM)
+    wait_all([worker, server, scheduler], RUN_S)
+    statuses = [process.wait(0) for process in (worker, server, scheduler)]
+    assert statuses == [143, 143, 143], worker.text[-3000:] + server.text + scheduler.text
+    last = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    assert last >= 3
+    assert (saved / f"iter_{last:07d}").is_dir()
+    for process in (worker, server, scheduler):
+        assert "Error" not in process.text, process.text[-3000:]
