@@ -89,6 +89,25 @@ completions = Completions()
 """Of this process."""
 
 
+def has_ended(handle: int) -> bool:
+    """Whether `synchronize(handle)` would not block; true where the handle was synchronised."""
+    try:
+        return c_lib.poll(handle)
+    except ValueError:
+        return True
+
+
+def await_end(handle: int, limit_s: float) -> bool:
+    """Whether `synchronize(handle)` would not block after at most so many seconds.
+
+    True where the handle was synchronised already. An exception of a signal handler is raised.
+    """
+    try:
+        return c_lib.await_end(handle, limit_s)
+    except ValueError:
+        return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Known:
     storage: weakref.ref[torch.UntypedStorage]

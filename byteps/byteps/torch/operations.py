@@ -369,25 +369,6 @@ def poll(handle: int) -> bool:
     return c_lib.poll(handle)
 
 
-def has_ended(handle: int) -> bool:
-    """As `poll`, and true where the handle was synchronised already."""
-    try:
-        return c_lib.poll(handle)
-    except ValueError:
-        return True
-
-
-def await_end(handle: int, limit_s: float) -> bool:
-    """Whether `synchronize(handle)` would not block after at most so many seconds.
-
-    True where the handle was synchronised already. An exception of a signal handler is raised.
-    """
-    try:
-        return c_lib.await_end(handle, limit_s)
-    except ValueError:
-        return True
-
-
 def synchronize(handle: int) -> torch.Tensor:
     """Block until the sum is there; return the output tensor and forget the handle.
 

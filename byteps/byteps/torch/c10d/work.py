@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from byteps.torch import c_lib, operations
+from byteps.torch import c_lib, in_flight
 from byteps.torch.in_flight import completions
 from byteps.torch.session import BytePSError
 from byteps.torch.streams import stream_for
@@ -181,7 +181,7 @@ class ServerWork(Work):
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block the host."""
-        return self.is_settled or all(operations.has_ended(handle) for handle in self._handles)
+        return self.is_settled or all(in_flight.has_ended(handle) for handle in self._handles)
 
     def is_success(self) -> bool:
         """Whether it did not fail, by now: as torch's works say it."""
@@ -226,7 +226,7 @@ class ServerWork(Work):
     def ends_alone_by(self, deadline: float) -> bool:
         """Whether its operations ended by then, of time.monotonic(). Only for its line."""
         return self.is_settled or all(
-            operations.await_end(handle, max(0.0, deadline - time.monotonic()))
+            in_flight.await_end(handle, max(0.0, deadline - time.monotonic()))
             for handle in self._handles
         )
 
