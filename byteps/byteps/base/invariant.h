@@ -162,6 +162,7 @@ namespace ps {
   X(kRoundAfterLost, "a round begins that a worker which is gone can never complete")  \
   X(kPushAfterFailure, "a push comes after its round has failed")                      \
   X(kStepAfterFailure, "a step is asked for after its round has failed")               \
+  X(kRoundHeld, "a push waits until an older round of its tensor has ended")           \
   X(kRoundsOpen, "a worker begins a round while an older one is open")                 \
   X(kNoSpareMemory, "the memory of no push is there for the parameters of a step")     \
   X(kStepMade, "a speculative step is kept")                                           \

@@ -175,6 +175,13 @@ uint64_t Declaration::PartitionSize(uint64_t index) const {
   return std::min<uint64_t>(partition_bytes, bytes - index * partition_bytes);
 }
 
+uint32_t Declaration::MostRoundsOpen() const {
+  constexpr uint64_t kMostBytes = 1ull << 30;
+  constexpr uint64_t kLeast = 16;
+  constexpr uint64_t kMost = 1024;
+  return static_cast<uint32_t>(std::clamp(kMostBytes / bytes, kLeast, kMost));
+}
+
 int Declaration::MemberIndex(uint32_t rank) const {
   const auto it = std::lower_bound(group.begin(), group.end(), rank);
   if (it == group.end() || *it != rank) return -1;

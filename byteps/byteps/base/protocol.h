@@ -223,6 +223,9 @@ struct Declaration {
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
   // Bytes of partition `index`.
   uint64_t PartitionSize(uint64_t index) const;
+  // How many rounds of it a worker may have pushed that have not ended there: as many as hold 1 GiB,
+  // 16 at least and 1,024 at most.
+  uint32_t MostRoundsOpen() const;
   // Values of partition `index`.
   uint64_t PartitionValues(uint64_t index) const { return ValuesIn(dtype, PartitionSize(index)); }
   // Of one with a rule: what LOAD_STATE and READ_STATE may name.

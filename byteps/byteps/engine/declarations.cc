@@ -187,6 +187,7 @@ Declarations::Entry* Declarations::Find(const TensorSpec& spec) {
     tensor->job = job_;
     tensor->declaration = declaration;
     tensor->key = declaration.Key();
+    tensor->window.SetSize(declaration.MostRoundsOpen());
     tensor->layout = plan_->LayOut(declaration);
     ps::MutexLock lock(&mu_);
     if (const auto it = rounds_.find(id); it != rounds_.end()) {

@@ -21,6 +21,7 @@
 #include "byteps/cluster/channel.h"
 #include "byteps/cluster/vacancies.h"
 #include "byteps/device/device.h"
+#include "byteps/engine/round_window.h"
 
 namespace byteps {
 namespace core {
@@ -102,6 +103,7 @@ struct Tensor {
   std::atomic<uint32_t> oldest{0};    // of the rounds that have not ended, or the next one
   std::atomic<bool> has_room{false};  // in pinned memory, for a tensor on a GPU
   std::set<uint32_t> running;         // the rounds that have not ended; of Operations, by its lock
+  RoundWindow window{&oldest};
 };
 using TensorPtr = std::shared_ptr<Tensor>;
 

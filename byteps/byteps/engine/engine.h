@@ -106,7 +106,7 @@ class Pusher {
   void Loop(int track);
 
  private:
-  // Of an operation whose values are there.
+  // Of an operation whose values, or those of these partitions, are there.
   void AddReady(const OperationPtr& operation, std::vector<Task> tasks);
   // Takes a task one or more stages further.  Never throws: the operation fails instead.
   void Advance(Task task, int track);

@@ -352,6 +352,7 @@ void Operations::Remove(const OperationPtr& operation) {
     if (operation->tensor && operation->begins_round()) EndRound(*operation);
   }
   if (idle) ended_.NotifyAll();
+  if (operation->tensor) operation->tensor->window.Advance();
 }
 
 void Operations::EndRound(const Operation& operation) {

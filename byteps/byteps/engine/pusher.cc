@@ -54,6 +54,14 @@ class Writing {
   Operation* const operation_;
 };
 
+// Queues partitions whose values are there, once their round may be pushed.
+void Queue(const std::shared_ptr<PushScheduler>& scheduler, const OperationPtr& operation,
+           std::vector<Task> tasks) {
+  operation->tensor->window.PushOrHold(
+      operation->round, [scheduler, priority = operation->request.priority,
+                         tasks = std::move(tasks)] { scheduler->Add(priority, tasks); });
+}
+
 void MarkReady(const OperationPtr& operation) {
   const int64_t now = SteadyNs();
   for (PartitionTimes& times : operation->times) times.ready = now;
@@ -66,15 +74,14 @@ Pusher::Pusher(Context* context)
 
 void Pusher::Add(const OperationPtr& operation) {
   std::vector<Task> tasks = TasksOf(operation);
-  const int priority = operation->request.priority;
   if (operation->streams_wait()) {
     const auto all = std::make_shared<const std::vector<Task>>(std::move(tasks));
-    const auto copied = [all, priority, scheduler = context_->scheduler](size_t begin, size_t end) {
+    const auto copied = [all, scheduler = context_->scheduler](size_t begin, size_t end) {
       const auto first = all->begin();
       for (auto task = first + begin; task != first + end; ++task) {
         if (PartitionTimes* times = task->times()) times->ready = SteadyNs();
       }
-      scheduler->Add(priority, {first + begin, first + end});
+      Queue(scheduler, all->front().operation, {first + begin, first + end});
     };
     return operation->staged->CopyToHost(operation->ready, copied);
   }
@@ -82,9 +89,9 @@ void Pusher::Add(const OperationPtr& operation) {
   if (!is_small && (!operation->on_gpu() || DeviceCopies::IsDone(operation->ready))) {
     return AddReady(operation, std::move(tasks));
   }
-  const auto add_ready = [operation, priority, tasks, scheduler = context_->scheduler] {
+  const auto add_ready = [operation, tasks, scheduler = context_->scheduler] {
     MarkReady(operation);
-    scheduler->Add(priority, tasks);
+    Queue(scheduler, operation, tasks);
   };
   if (!is_small) {
     return DeviceCopies::Of(operation->request.tensor.device)
@@ -97,8 +104,10 @@ void Pusher::AddReady(const OperationPtr& operation, std::vector<Task> tasks) {
   const int priority = operation->request.priority;
   MarkReady(operation);
   const bool is_few = tasks.size() == 1 && tasks.front().bytes <= kFew;
-  if (!is_few && !operation->is_copied_by_caller())
-    return context_->scheduler->Add(priority, std::move(tasks));
+  const bool goes_at_once = is_few || operation->is_copied_by_caller();
+  if (!goes_at_once || !operation->tensor->window.Admits(operation->round)) {
+    return Queue(context_->scheduler, operation, std::move(tasks));
+  }
   const Task first = tasks.front();
   tasks.erase(tasks.begin());
   const bool goes = context_->scheduler->AddOrTake(priority, first);

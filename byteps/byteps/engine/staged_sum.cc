@@ -431,6 +431,12 @@ std::string Engine::Silence(const OperationPtr& operation) {
     if (request.operation == operation) silent.insert(request.server);
   }
   const bool was_asked = !silent.empty();
+  const Tensor& tensor = *operation->tensor;
+  if (!was_asked && !tensor.window.Admits(operation->round)) {
+    return "round " + std::to_string(tensor.oldest) + ", which has to end before round " +
+           std::to_string(operation->round) + " is pushed (a worker has at most " +
+           std::to_string(tensor.declaration.MostRoundsOpen()) + " rounds of it open),";
+  }
   if (!was_asked) silent = context_.scheduler->ServersOf(operation.get());
   const std::string names = NamesOf(silent, context_.channel.get());
   if (was_asked) return names;

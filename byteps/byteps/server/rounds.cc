@@ -16,16 +16,10 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A worker may be ahead of the others by as many rounds of a tensor as hold so many bytes, but by
-// no fewer and no more rounds than these.
-constexpr uint64_t kMaxBytesAhead = 1ull << 30;
-constexpr uint64_t kLeastRoundsAhead = 16;
-constexpr uint64_t kMostRoundsAhead = 1024;
-
-uint32_t MaxRoundsAhead(const Declaration& declaration) {
-  return static_cast<uint32_t>(
-      std::clamp(kMaxBytesAhead / declaration.bytes, kLeastRoundsAhead, kMostRoundsAhead));
-}
+// Rounds that are kept of a tensor.  A worker holds back what would be more than MostRoundsOpen
+// ahead of the oldest round that has not ended there.  The oldest one here may be older by as many:
+// where a server was lost, one member may have had the answers that another one lacks.
+uint32_t MostRoundsKept(const Declaration& declaration) { return 2 * declaration.MostRoundsOpen(); }
 
 // Why a push of this number comes to no round, where it does not.
 std::string OutOfReach(const Partition& partition, int rank, uint32_t number) {
@@ -36,12 +30,12 @@ std::string OutOfReach(const Partition& partition, int rank, uint32_t number) {
   const std::string what = "worker " + std::to_string(rank) + " pushed round " +
                            std::to_string(number) + " of '" + declaration.name + "'";
   if (number < partition.first_round) return what + ", which is over";
-  const uint32_t limit = MaxRoundsAhead(declaration);
+  const uint32_t limit = MostRoundsKept(declaration);
   if (number - partition.first_round < limit) return what + " twice";
   return what + " while round " + std::to_string(partition.first_round) +
          " is open: of this tensor of " + std::to_string(declaration.bytes) +
-         " bytes a worker may be " + std::to_string(limit) +
-         " rounds ahead of the others; wait for earlier sums before starting more";
+         " bytes a server keeps " + std::to_string(limit) +
+         " rounds; install the same byteps on every node";
 }
 
 SharedBytes BytesOf(const std::string& text) {
@@ -145,7 +139,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
 Round* Rounds::FindOrBegin(Partition* partition, const PushHeader& header) {
   // Unsigned, so that a round before the first open one is far ahead as well.
   const uint32_t ahead = header.round - partition->first_round;
-  if (ahead >= MaxRoundsAhead(partition->declaration())) return nullptr;
+  if (ahead >= MostRoundsKept(partition->declaration())) return nullptr;
   if (!std::exchange(partition->is_listed, true)) partitions_.push_back(partition);
   if (ahead > 0 && partition->rounds.size() <= ahead) PS_PROBE(kRoundsOpen);
   while (partition->rounds.size() <= ahead) {

@@ -457,6 +457,52 @@ TEST(Remains, NothingOfADeclarationThatWasRefused) {
   job.SumManyTimes();
 }
 
+// More sums than a server keeps rounds: their worker holds some back until others come, and pushes
+// other tensors meanwhile.
+TEST(Remains, WhoIsFarAheadIsNotRefused) {
+  constexpr int kRounds = 2500;
+  LoopedWorkers job;
+  std::vector<std::vector<float>> values(kWorkers, std::vector<float>(kRounds));
+  std::vector<std::vector<int64_t>> handles(kWorkers);
+  const auto begin = [&](int rank) {
+    for (int round = 0; round < kRounds; ++round) {
+      values[rank][round] = static_cast<float>(rank + 3 * round);
+      PushPullRequest request = job.RequestOf(rank, "shared");
+      request.tensor.bytes = sizeof(float);
+      request.input = request.output = &values[rank][round];
+      handles[rank].push_back(job.workers[rank]->PushPull(request));
+    }
+  };
+  for (const int rank : {0, 2}) begin(rank);
+  job.Sum(0);
+  begin(1);
+  for (int rank = 0; rank < kWorkers; ++rank) {
+    for (int round = 0; round < kRounds; ++round) {
+      ASSERT_EQ(job.ErrorOf(rank, handles[rank][round]), "") << "round " << round;
+      ASSERT_EQ(values[rank][round], 3 + 9 * round);
+    }
+  }
+}
+
+// What was held back ends with its worker.
+TEST(Remains, NothingOfWhatWasHeldBack) {
+  LoopedWorkers job;
+  float value = 0;
+  PushPullRequest request = job.RequestOf(0, "shared");
+  request.tensor.bytes = sizeof(float);
+  request.input = request.output = &value;
+  for (int round = 0; round < 2500; ++round) job.workers[0]->PushPull(request);
+  std::weak_ptr<Tensor> tensor;
+  {
+    TensorPtr known;
+    const int64_t last = job.workers[0]->PushPull(request, &known);
+    tensor = known;
+    EXPECT_FALSE(job.workers[0]->Poll(last));
+  }
+  job.workers[0]->Stop(false);
+  EXPECT_TRUE(tensor.expired());
+}
+
 // Sums of one tensor may be in flight side by side: none of them is given up.
 TEST(Remains, SumsInFlightAreNotGivenUp) {
   constexpr int kInFlight = 10;

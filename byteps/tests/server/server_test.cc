@@ -137,7 +137,7 @@ class ServerTest : public testing::Test {
       if (ComesToHave(open + round + 1, [&] { return answers_.Count() > answered_; })) continue;
       const auto refused = answers_.Await(++answered_).back();
       EXPECT_EQ(refused.number, number);
-      EXPECT_NE(refused.error.find("a worker may be " + std::to_string(round) + " rounds ahead"),
+      EXPECT_NE(refused.error.find("a server keeps " + std::to_string(round) + " rounds"),
                 std::string::npos)
           << refused.error;
       return round;
@@ -338,9 +338,9 @@ TEST_F(ServerTest, RoundsAreGivenUpByTheirMember) {
 // A worker cannot make a server keep more than some rounds of a tensor; how many depends on its
 // size.
 TEST_F(ServerTest, RoundsAreOpenWithinLimits) {
-  EXPECT_EQ(MostRounds("of few bytes", 4 << 10), 1024);
-  EXPECT_EQ(MostRounds("of some bytes", 32 << 20), 32);
-  EXPECT_EQ(MostRounds("of many bytes", 1 << 30), 16);
+  EXPECT_EQ(MostRounds("of few bytes", 4 << 10), 2 * 1024);
+  EXPECT_EQ(MostRounds("of some bytes", 32 << 20), 2 * 32);
+  EXPECT_EQ(MostRounds("of many bytes", 1 << 30), 2 * 16);
 }
 
 // A server without memory says what it wanted it for, and goes on.

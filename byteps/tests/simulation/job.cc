@@ -89,7 +89,7 @@ uint64_t Job::WantedSums() const {
   };
   for (const size_t count : plan_.counts) add(count);
   if (plan_.updates) add(plan_.parameters);
-  return plan_.rounds * partitions;
+  return plan_.rounds * partitions + plan_.burst;
 }
 
 bool Job::IsHarmless() const {

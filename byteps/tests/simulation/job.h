@@ -48,6 +48,13 @@ class WorkerScript {
   using Values = std::vector<float>;
 
   void Sums(int round);
+  void Burst();
+  struct Sum {
+    int tensor;
+    int round;
+    size_t count;
+  };
+  void Start(const std::vector<Sum>& sums);
   void CheckSum(const Values& values, int tensor, int round);
   // A step of the parameters, or what else is done with them.
   void Update(int round);

@@ -70,6 +70,7 @@ std::string Plan::Describe() const {
   if (returns) text += ", the scheduler returns";
   if (backups) text += ", backups";
   if (goes_on) text += ", goes on";
+  if (burst > 0) text += ", a burst of " + std::to_string(burst) + " sums";
   if (updates) text += ", " + std::to_string(parameters) + " parameters";
   if (on_gpu >= 0) text += ", worker " + std::to_string(on_gpu) + " on a GPU";
   if (disturbed) text += ", disturbed";
@@ -210,6 +211,8 @@ Plan MakePlan() {
     if (Random(3) == 0) fault.at_probe = static_cast<int>(ps::Probe::kSaysGoodbye);
     plan.faults.push_back(fault);
   }
+  // More than a server would keep of a worker that is ahead.
+  if (Random(100) == 0) plan.burst = 2100;
   return plan;
 }
 

@@ -221,6 +221,9 @@ namespace {
 
 // The tensor number of the gradients.
 constexpr uint64_t kGradients = 7;
+// And of the burst, which a worker begins within this time.
+constexpr int kBurst = 9;
+constexpr uint64_t kLatestBurstMs = 1000;
 
 // Another one in each generation, so that a push of an older one would be seen in a sum.
 float InputOf(uint64_t incarnation, uint64_t rank, uint64_t tensor, uint64_t round,
@@ -260,6 +263,7 @@ WorkerScript::WorkerScript(const Plan* plan, const Part& part, core::Worker* wor
 
 void WorkerScript::Run() {
   if (plan_.updates) Load();
+  if (plan_.burst > 0) Burst();
   for (int round = 0; round < part_.rounds; ++round) {
     Sums(round);
     if (plan_.updates) Update(round);
@@ -296,21 +300,34 @@ void WorkerScript::AfterFailure() {
 }
 
 void WorkerScript::Sums(int round) {
+  std::vector<Sum> sums;
+  for (int i = 0; i < plan_.tensors; ++i) sums.push_back({i, round, plan_.counts[i]});
+  Start(sums);
+}
+
+void WorkerScript::Burst() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(Random(kLatestBurstMs)));
+  std::vector<Sum> sums;
+  for (int round = 0; round < plan_.burst; ++round) sums.push_back({kBurst, round, 1});
+  Start(sums);
+}
+
+void WorkerScript::Start(const std::vector<Sum>& sums) {
   std::vector<Values*> tensors;
   std::vector<int64_t> handles;
-  for (int i = 0; i < plan_.tensors; ++i) {
-    Values& values = memory_.emplace_back(plan_.counts[i]);
+  for (const Sum& sum : sums) {
+    Values& values = memory_.emplace_back(sum.count);
     Values inputs(values.size());
     for (size_t k = 0; k < values.size(); ++k) {
-      inputs[k] = InputOf(part_.incarnation, part_.rank, i, round, k);
+      inputs[k] = InputOf(part_.incarnation, part_.rank, sum.tensor, sum.round, k);
     }
     core::PushPullRequest request;
-    request.tensor.name = "t" + std::to_string(i);
+    request.tensor.name = "t" + std::to_string(sum.tensor);
     request.tensor.bytes = values.size() * sizeof(float);
     request.tensor.average = false;
     request.input = request.output = values.data();
     request.priority = static_cast<int>(Random(3));
-    if (gpu_ != nullptr) {
+    if (gpu_ != nullptr && sum.tensor != kBurst) {
       request.tensor.device = kGpu;
       request.stream = UserStream();
       request.streamed = Random(2) == 0;
@@ -332,7 +349,7 @@ void WorkerScript::Sums(int round) {
     const std::string before = error_;
     error_.clear();
     if (Await(handles[i])) {
-      CheckSum(*tensors[i], static_cast<int>(i), round);
+      CheckSum(*tensors[i], sums[i].tensor, sums[i].round);
       error_ = before;
     }
     failed = failed || !error_.empty();

@@ -146,6 +146,7 @@ struct Plan {
   bool returns = false;  // the scheduler, when it was killed
   bool goes_on = false;  // a worker goes on after an operation that failed alone
   bool backups = false;  // servers have copies of each other's state, and are replaced when lost
+  int burst = 0;         // workers begin so many sums of one tensor at once, at different times
   bool updates = false;  // servers keep parameters as well, of so many elements
   size_t parameters = 0;
   int on_gpu = -1;         // rank of the worker whose tensors are on a GPU
