@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
-#include <map>
+#include <unordered_map>
 #include <utility>
 
 #include "byteps/base/wire.h"
@@ -265,27 +265,48 @@ constexpr uint8_t kAllFlags = kAverage | kHasRule | kFeedback | kStochastic | kI
 // A tensor without its name.
 constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4;
 
-using Groups = std::vector<std::vector<uint32_t>>;
-
-Groups ReadGroups(WireReader* in) {
-  Groups groups(in->GetCount(sizeof(uint32_t)));
-  for (auto& group : groups) {
-    group.resize(in->GetCount(sizeof(uint32_t)));
-    for (auto& rank : group) rank = in->Get<uint32_t>();
-  }
-  return groups;
-}
-
-bool IsGroup(const std::vector<uint32_t>& ranks) {
+bool IsGroup(const RankGroup::Ranks& ranks) {
   return !ranks.empty() && std::adjacent_find(ranks.begin(), ranks.end(),
                                               std::greater_equal<uint32_t>()) == ranks.end();
 }
+
+// False when one of them is none.
+bool ReadGroups(WireReader* in, RankGroups* known, std::vector<RankGroup>* groups) {
+  groups->resize(in->GetCount(sizeof(uint32_t)));
+  for (RankGroup& group : *groups) {
+    RankGroup::Ranks ranks(in->GetCount(sizeof(uint32_t)));
+    for (auto& rank : ranks) rank = in->Get<uint32_t>();
+    if (!IsGroup(ranks)) return false;
+    group = std::move(ranks);
+    if (known != nullptr) group = known->Share(group);
+  }
+  return true;
+}
+
+// The groups of a list of declarations, each once.
+class GroupList {
+ public:
+  // Its index.
+  uint32_t Add(const RankGroup& group) {
+    const auto [it, is_new] = by_ranks_.emplace(&group.ranks(), groups_.size());
+    if (!is_new) return it->second;
+    const auto same = std::find(groups_.begin(), groups_.end(), group);
+    it->second = static_cast<uint32_t>(same - groups_.begin());
+    if (same == groups_.end()) groups_.push_back(group);
+    return it->second;
+  }
+  const std::vector<RankGroup>& groups() const { return groups_; }
+
+ private:
+  std::unordered_map<const RankGroup::Ranks*, uint32_t> by_ranks_;  // where they lie
+  std::vector<RankGroup> groups_;
+};
 
 bool IsWhole(const Declaration& d) {
   return d.bytes > 0 && d.partition_bytes > 0 && d.bytes % SizeOf(d.dtype) == 0 &&
          d.partition_bytes % SizeOf(d.dtype) == 0 &&
          // Written so that no sum overflows.
-         (d.bytes - 1) / d.partition_bytes < kMaxPartitions && IsGroup(d.group);
+         (d.bytes - 1) / d.partition_bytes < kMaxPartitions;
 }
 
 // Of a tensor that is whole.
@@ -298,7 +319,7 @@ bool ReadRule(WireReader* in, Declaration* d) {
 }
 
 // False when it cannot be a tensor.
-bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
+bool ReadTensor(WireReader* in, const std::vector<RankGroup>& groups, Declaration* d) {
   const uint8_t dtype = in->Get<uint8_t>();
   const uint8_t flags = in->Get<uint8_t>();
   d->bytes = in->Get<uint64_t>();
@@ -330,15 +351,12 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
   out.Put(any.patience.replica_ranks);
   out.Put(any.patience.quorum);
   out.Put(any.patience.grace_ms);
-  std::map<std::vector<uint32_t>, uint32_t> numbers;
-  std::vector<const std::vector<uint32_t>*> groups;
-  for (const auto& d : declarations) {
-    if (numbers.emplace(d.group, groups.size()).second) groups.push_back(&d.group);
-  }
-  out.PutSize(groups.size());
-  for (const auto* group : groups) {
-    out.PutSize(group->size());
-    for (uint32_t rank : *group) out.Put(rank);
+  GroupList groups;
+  for (const auto& d : declarations) groups.Add(d.group);
+  out.PutSize(groups.groups().size());
+  for (const RankGroup& group : groups.groups()) {
+    out.PutSize(group.size());
+    for (const uint32_t rank : group) out.Put(rank);
   }
   out.PutSize(declarations.size());
   for (const auto& d : declarations) {
@@ -349,7 +367,7 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
     out.Put(d.bytes);
     out.Put(d.partition_bytes);
     out.Put(d.placement);
-    out.Put(numbers[d.group]);
+    out.Put(groups.Add(d.group));
     out.PutText(d.name);
     if (d.rule) out.PutText(d.rule->Pack());
   }
@@ -357,7 +375,7 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
 }
 
 bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* declarations,
-                        std::string* error) {
+                        std::string* error, RankGroups* known_groups) {
   WireReader in(text);
   const uint8_t version = in.Get<uint8_t>();
   if (in.ok() && version != kDeclarationVersion) {
@@ -373,7 +391,8 @@ bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* decla
   }
   if (!in.ok() || hash >= kNumKeyHashes) return false;
   if (patience.replica_ranks == 0 && patience.quorum > 0) return false;
-  const Groups groups = ReadGroups(&in);
+  std::vector<RankGroup> groups;
+  if (!ReadGroups(&in, known_groups, &groups)) return false;
   const uint32_t count = in.GetCount(kTensorBytes);
   declarations->clear();
   for (uint32_t i = 0; i < count; ++i) {

@@ -12,6 +12,7 @@
 
 #include "byteps/base/dtype.h"
 #include "byteps/base/invariant.h"
+#include "byteps/base/rank_group.h"
 
 namespace byteps {
 namespace core {
@@ -214,17 +215,17 @@ struct Declaration {
   uint32_t partition_bytes = 0;
   uint64_t placement =
       0;  // the server of partition p is (placement + p) mod servers, when hashed raw
-  KeyHash hash = KeyHash::kRaw;            // how partitions are dealt to servers
-  Patience patience;                       // the same of all tensors of a job
-  std::vector<uint32_t> group;             // ranks, ascending
+  KeyHash hash = KeyHash::kRaw;  // how partitions are dealt to servers
+  Patience patience;             // the same of all tensors of a job
+  RankGroup group;
   std::shared_ptr<const UpdateRule> rule;  // null: it is summed, and no more
 
   uint64_t Key() const;
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
   // Bytes of partition `index`.
   uint64_t PartitionSize(uint64_t index) const;
-  // How many rounds of it a worker may have pushed that have not ended there: as many as hold 1 GiB,
-  // 16 at least and 1,024 at most.
+  // How many rounds of it a worker may have pushed that have not ended there: as many as hold 1
+  // GiB, 16 at least and 1,024 at most.
   uint32_t MostRoundsOpen() const;
   // Values of partition `index`.
   uint64_t PartitionValues(uint64_t index) const { return ValuesIn(dtype, PartitionSize(index)); }
@@ -334,9 +335,10 @@ constexpr uint8_t kDeclarationVersion = 7;
 std::string PackDeclarations(const std::vector<Declaration>& declarations);
 
 // False when `text` is no list of declarations; *error then says why.  Every count and length is
-// checked, so that any bytes may be given.
+// checked, so that any bytes may be given.  `groups`: where groups of earlier lists are known; may
+// be null.
 bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* declarations,
-                        std::string* error);
+                        std::string* error, RankGroups* groups = nullptr);
 
 // How tensors are cut, and which server sums which partition.
 

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <numeric>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
@@ -72,6 +71,7 @@ Patience PatienceOf(const Config& config, const Launch& launch) {
 
 Plan::Plan(const Config& config, const Launch& launch, int num_servers)
     : launch_(launch),
+      all_(RankGroup::Below(launch.size)),
       num_servers_(num_servers),
       smallest_partition_(WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"))),
       largest_partition_(WholePages(config.Int("BYTEPS_PARTITION_BYTES"))),
@@ -99,12 +99,8 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.feedback = spec.feedback;
   d.stochastic = stochastic_ && IsBlock(spec.dtype);
   d.partition_bytes = PartitionBytes(d.dtype, d.bytes, spec.piece_of, spec.rule != nullptr);
-  d.group = spec.group;
+  d.group = spec.group.empty() ? all_ : spec.group;
   d.rule = spec.rule;
-  if (d.group.empty()) {
-    d.group.resize(launch_.size);
-    std::iota(d.group.begin(), d.group.end(), 0);
-  }
   d.placement = spec.placement.value_or(d.Key() >> kPartitionBits);
   if (d.MemberIndex(launch_.rank) < 0) {
     throw UsageError("rank " + std::to_string(launch_.rank) + " is no member of the group of '" +
@@ -255,6 +251,8 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
   ps::MutexLock lock(&mu_);
   auto deadline = Clock::now() + limit;
+  // Ended by all answers or a failure of the job; deadline: BYTEPS_OP_TIMEOUT_S from when the last
+  // vacancy was filled.
   while (!cond_.WaitUntil(&mu_, deadline, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || exchange->unanswered == 0;
   })) {
@@ -294,6 +292,7 @@ bool Declarations::AwaitOthers(const std::vector<Entry*>& entries) {
   ps::MutexLock lock(&mu_);
   const auto is_asked = [](const Entry* entry) { return entry->state == State::kAsked; };
   // The caller gives up in time.
+  // Ended by the caller that declares them, or a failure; deadline: that caller's.
   cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || std::none_of(entries.begin(), entries.end(), is_asked);
   });

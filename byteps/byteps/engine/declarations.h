@@ -36,11 +36,11 @@ struct TensorSpec {
   uint64_t bytes = 0;
   uint64_t piece_of = 0;  // bytes of the tensor that this one is a piece of, if it is one
   bool average = true;
-  bool in_order = false;              // see Declaration
-  bool feedback = false;              // of blocks: see Declaration
-  std::vector<uint32_t> group;        // ranks that sum, ascending; empty: all workers
-  std::optional<uint64_t> placement;  // none: from the key
-  int device = kCpu;                  // where it lies
+  bool in_order = false;                             // see Declaration
+  bool feedback = false;                             // of blocks: see Declaration
+  RankGroup group;                                   // ranks that sum; empty: all workers
+  std::optional<uint64_t> placement;                 // none: from the key
+  int device = kCpu;                                 // where it lies
   std::shared_ptr<const UpdateRule> rule = nullptr;  // how servers update it, if they do
 };
 
@@ -82,6 +82,7 @@ class Plan {
 
  private:
   const Launch launch_;
+  const RankGroup all_;  // workers
   const int num_servers_;
   const uint32_t smallest_partition_;
   const uint32_t largest_partition_;

@@ -200,7 +200,7 @@ void Server::OnDeclare(const Message& message) {
   const int rank = message.peer;
   std::vector<Declaration> declarations;
   std::string error;
-  if (!UnpackDeclarations(message.body, &declarations, &error)) {
+  if (!UnpackDeclarations(message.body, &declarations, &error, &groups_)) {
     return context_.Refuse(message,
                            "the declaration of worker " + std::to_string(rank) + " " + error);
   }

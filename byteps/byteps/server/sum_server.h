@@ -116,6 +116,7 @@ class Server : private BackupUser {
 
   ServerContext context_;
   BackupLink backup_;
+  RankGroups groups_;  // of all tensors
   std::atomic<int> rank_{-1};
   ps::SharedMutex mu_;
   StateMemory state_memory_ PS_GUARDED_BY(mu_);

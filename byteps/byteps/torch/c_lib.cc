@@ -69,6 +69,7 @@ struct Children {
       const auto now = Clock::now();
       if (any_failed && !failed_before) deadline = std::min(deadline, now + grace);
       if (running.empty() || now >= deadline) return;
+      // Ended by the last child; deadline: Await's.
       std::this_thread::sleep_for(kLook);
     }
   }

@@ -35,6 +35,7 @@ class EndedQueue {
   // was called, and there is none.
   std::vector<int64_t> Await() {
     ps::MutexLock lock(&mu_);
+    // Ended by the end of an operation or Wake; deadline: none, an idle thread's.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return woken_ || !ended_.empty(); });
     if (ended_.empty()) woken_ = false;
     return std::exchange(ended_, {});
@@ -61,7 +62,7 @@ Worker* GetWorker();
 // A group's ranks, ascending; none: all workers.  A class of its own, so that Python converts the
 // ranks of a large group once and not for each push.
 struct Ranks {
-  std::vector<uint32_t> values;
+  RankGroup values;
 };
 
 // (name, dtype, bytes, piece of so many bytes, average, feedback, group, placement, device, in

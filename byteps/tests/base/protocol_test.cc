@@ -81,6 +81,23 @@ TEST(DeclarationList, EveryTruncationAndAdditionIsRefused) {
   EXPECT_FALSE(UnpackDeclarations(text + "x", &back, &error));
 }
 
+// Of lists that many ranks send, and of all tensors of a list.
+TEST(DeclarationList, EqualGroupsAreSharedAndGoWithTheLast) {
+  const std::string text = PackDeclarations(SomeDeclarations());
+  RankGroups groups;
+  std::vector<Declaration> first, second;
+  std::string error;
+  ASSERT_TRUE(UnpackDeclarations(text, &first, &error, &groups)) << error;
+  ASSERT_TRUE(UnpackDeclarations(text, &second, &error, &groups)) << error;
+  EXPECT_TRUE(first[0].group.IsSharedWith(second[3].group));
+  EXPECT_TRUE(first[1].group.IsSharedWith(second[2].group));
+  EXPECT_FALSE(first[0].group.IsSharedWith(first[1].group));
+  const std::weak_ptr<const RankGroup::Ranks> kept = first[0].group.shared();
+  first.clear();
+  second.clear();
+  EXPECT_TRUE(kept.expired());
+}
+
 TEST(DeclarationList, AQuorumNeedsReplicas) {
   auto all = SomeDeclarations();
   for (auto& d : all) d.patience = {0, 1, 1500};

@@ -260,7 +260,7 @@ Declaration TheDeclaration(int which) {
   d.bytes = 24 + 8 * (which % 3);
   d.partition_bytes = kPartitionBytes;
   d.in_order = which == 2;
-  for (int rank = 0; rank <= which % 3; ++rank) d.group.push_back(rank);
+  d.group = RankGroup::Below(which % 3 + 1);
   if (which >= 6) {
     d.dtype = kFewBits[which - 6];
     d.bytes = (kBlocks + 1) * SizeOf(d.dtype);
@@ -291,11 +291,12 @@ Declaration AnyDeclaration(FuzzedDataProvider* data) {
   Declaration d = TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1));
   if (data->ConsumeIntegralInRange<int>(0, 7) > 0) return d;
   d.name = std::string(1, 'a' + data->ConsumeIntegralInRange<int>(0, kTensors));
-  d.group.clear();
+  RankGroup::Ranks ranks;
   for (uint32_t rank = 0; rank < kWorkers; ++rank) {
-    if (data->ConsumeBool()) d.group.push_back(rank);
+    if (data->ConsumeBool()) ranks.push_back(rank);
   }
-  if (d.group.empty()) d.group.push_back(0);
+  if (ranks.empty()) ranks.push_back(0);
+  d.group = std::move(ranks);
   if (data->ConsumeBool()) d.rule = nullptr;
   if (!d.rule) d.bytes = 4 * data->ConsumeIntegralInRange<uint64_t>(1, 8);
   return d;

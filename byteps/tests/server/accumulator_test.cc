@@ -39,7 +39,7 @@ Declaration Of(uint32_t members, bool average = false) {
   declaration.name = "x";
   declaration.bytes = declaration.partition_bytes = kCount * sizeof(float);
   declaration.average = average;
-  for (uint32_t rank = 0; rank < members; ++rank) declaration.group.push_back(rank);
+  declaration.group = RankGroup::Below(members);
   return declaration;
 }
 

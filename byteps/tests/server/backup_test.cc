@@ -154,7 +154,7 @@ class Script {
     tensor_.dtype = dtype;
     tensor_.bytes = tensor_.partition_bytes = static_cast<uint32_t>(
         IsBlock(dtype) ? kCount / kBlockValues * SizeOf(dtype) : kCount * SizeOf(dtype));
-    for (int rank = 0; rank < members_; ++rank) tensor_.group.push_back(rank);
+    tensor_.group = RankGroup::Below(members_);
     if (replicas) tensor_.patience.replica_ranks = 1;
     tensor_.rule = rule;
     for (const int rank : {1, 0}) hub_.Start(rank);  // 0 connects

@@ -94,7 +94,7 @@ class Job {
                 &answers_) {
     declaration_.name = "tensor";
     declaration_.bytes = declaration_.partition_bytes = kBytes;
-    for (uint32_t rank = 0; rank < workers; ++rank) declaration_.group.push_back(rank);
+    declaration_.group = RankGroup::Below(workers);
     auto rule = std::make_shared<UpdateRule>();
     rule->groups = {{0.9, 0.95, 1e-8, false}};
     rule->segments = {{kElements, 0}};
