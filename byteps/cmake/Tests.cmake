@@ -22,6 +22,8 @@ if(GTest_FOUND)
     tests/engine/engine_test.cc
     tests/engine/failure_test.cc
     tests/engine/push_scheduler_test.cc
+    tests/engine/remains_test.cc
+    tests/engine/streamed_sum_test.cc
     tests/net/link/dial_plan_test.cc
     tests/net/link/link_test.cc
     tests/net/link/name_service_test.cc
@@ -46,6 +48,7 @@ if(GTest_FOUND)
     tests/server/backup_test.cc
     tests/server/optimizer/differences_test.cc
     tests/server/optimizer/step_test.cc
+    tests/server/memory_test.cc
     tests/server/server_test.cc
     tests/server/stop_order_test.cc
     tests/support/job.cc)

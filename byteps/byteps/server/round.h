@@ -71,8 +71,13 @@ class Scratch {
   // Gives a block back, or lets it go when enough are spare.
   void Return(Block block) {
     if (block.size() == 0 || kept_ + block.size() > kMaxKept) return;
-    kept_ += block.size();
-    spare_.push_back(std::move(block));
+    const size_t size = block.size();
+    try {
+      spare_.push_back(std::move(block));
+      kept_ += size;
+    } catch (const std::bad_alloc&) {
+      // It goes, which is what is wanted where there is no memory.
+    }
   }
 
  private:
@@ -227,6 +232,20 @@ struct Round {
     if (pushed[member]) return;
     excused.resize(pushed.size());
     excused[member] = true;
+  }
+  // Answers each caller by `answer`.  If that throws, those that it has answered are gone, and the
+  // others still wait.
+  template <typename Answer>
+  void AnswerCallers(const Answer& answer) {
+    struct Answered {
+      std::vector<Caller>* callers;
+      size_t count = 0;
+      ~Answered() { callers->erase(callers->begin(), callers->begin() + count); }
+    } answered{&callers};
+    for (const Caller& caller : callers) {
+      answer(caller);
+      ++answered.count;
+    }
   }
   bool all_told() const { return std::find(told.begin(), told.end(), false) == told.end(); }
 };

@@ -33,9 +33,8 @@ std::string OutOfReach(const Partition& partition, int rank, uint32_t number) {
   const uint32_t limit = MostRoundsKept(declaration);
   if (number - partition.first_round < limit) return what + " twice";
   return what + " while round " + std::to_string(partition.first_round) +
-         " is open: of this tensor of " + std::to_string(declaration.bytes) +
-         " bytes a server keeps " + std::to_string(limit) +
-         " rounds; install the same byteps on every node";
+         " is open: of this tensor of " + std::to_string(declaration.bytes) + " bytes at most " +
+         std::to_string(limit) + " rounds are kept; install the same byteps on every node";
 }
 
 SharedBytes BytesOf(const std::string& text) {
@@ -246,6 +245,7 @@ Round* Rounds::FindPushed(Partition* partition, const Message& message) {
 }
 
 void Rounds::Deliver(Partition* partition, Round* round) {
+  context_->TraceRound(*partition, *round, true);
   // Only in an answer that lacks some, or is kept.
   std::string about = PackMembers(round->excused);
   const SharedBytes missing = BytesOf(about);
@@ -260,7 +260,7 @@ void Rounds::Deliver(Partition* partition, Round* round) {
     ended.Put<uint32_t>(round->is_given ? 0 : round->ended);
     kept = BytesOf(ended.Take() + about);
   }
-  for (const Caller& caller : round->callers) {
+  round->AnswerCallers([&](const Caller& caller) {
     context_->counters.answered_partitions.Add();
     context_->counters.answered_bytes.Add(caller.bytes);
     const int member = partition->declaration().MemberIndex(caller.rank);
@@ -278,9 +278,7 @@ void Rounds::Deliver(Partition* partition, Round* round) {
                          caller.keeps ? &kept : (missing.empty() ? nullptr : &missing));
         round->told[member] = true;
     }
-  }
-  context_->TraceRound(*partition, *round, true);
-  round->callers.clear();
+  });
   if (round->update && !round->is_restored) round->update->ForgetParameters();
   // What became of an update may be asked for again, at another server.
   if (round->all_told() && !round->update) round->accumulator.Clear(&scratch_);
@@ -443,9 +441,10 @@ void Rounds::Accuse(const Partition& partition, const Round& round, Clock::time_
 }
 
 void Rounds::Postpone(Partition* partition, Round* round, Clock::time_point deadline) {
-  open_.erase(DeadlineOf(*partition, *round));
+  auto entry = open_.extract(DeadlineOf(*partition, *round));  // takes no memory
   round->deadline = deadline;
-  open_.emplace(DeadlineOf(*partition, *round), partition);
+  entry.key() = DeadlineOf(*partition, *round);
+  open_.insert(std::move(entry));
 }
 
 }  // namespace core

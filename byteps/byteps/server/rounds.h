@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <new>
@@ -13,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "byteps/base/memory_reserve.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/process.h"
 #include "byteps/server/backup_link.h"
@@ -163,6 +165,9 @@ class Rounds {
   // Fails a round that lacks the push of a worker that is gone.
   void FailWithoutThoseGone(Partition* partition, Round* round);
   void Fail(Partition* partition, Round* round, const std::string& reason);
+  // Of one that may have its sum, and have answered some with it: those who have no answer get
+  // this.
+  void FailUnanswered(Partition* partition, Round* round, const std::string& reason);
   // That this member has not been answered yet.
   static void CheckUntold(const Partition& partition, const Round& round, int member);
   // A round that is done, once its callers were answered: nothing waits for it any more.
@@ -294,9 +299,12 @@ class SumThread {
   void HandleRequest(Task* task) PS_REQUIRES(mu_);
   // A partition waits for its backup no more.
   void GoOn(Partition* partition) PS_REQUIRES(mu_);
-  void OnOutOfMemory(const Task& task, const std::bad_alloc& error) PS_REQUIRES(mu_);
-  // Those that were due before `as_of`, if all that came until then was served.
-  void FailLate(Clock::time_point as_of) PS_REQUIRES(mu_);
+  // Tells those who wait for what a task was about that it failed.
+  void OnFailure(Task* task, const std::exception& error) PS_REQUIRES(mu_);
+  // Those that were due before `as_of`, if all that came until then was served.  False: there was
+  // no memory to tell so, and they are looked at again.
+  bool FailLate(Clock::time_point as_of) noexcept PS_REQUIRES(mu_);
+  void LookAtLate(Clock::time_point as_of) PS_REQUIRES(mu_);
   // Looks whether there was another stall.
   void NoteStall() PS_REQUIRES(mu_);
   Clock::time_point NextLook() const PS_REQUIRES(mu_);
@@ -311,6 +319,7 @@ class SumThread {
   Clock::time_point looks_at_ PS_GUARDED_BY(mu_) = Clock::time_point::max();
   // The last one that was known when a round was late.
   ps::StallWatch::Stall stall_ PS_GUARDED_BY(mu_);
+  MemoryReserve reserve_;
   std::thread thread_;
 };
 

@@ -38,19 +38,27 @@ std::string WaitedFor(const std::string& reason, const Declaration& declaration)
 }  // namespace
 
 void Rounds::Fail(Partition* partition, Round* round, const std::string& reason) {
-  context_->counters.failed_sums.Add();
+  // Where there is no memory for all of this, what calls it is called again.
+  round->failure = reason;
   context_->TraceRound(*partition, *round, false);
-  for (const Caller& caller : round->callers) {
+  round->AnswerCallers([&](const Caller& caller) {
     const int member = partition->declaration().MemberIndex(caller.rank);
     CheckUntold(*partition, *round, member);
     context_->Answer(caller, partition->key, reason);
     round->told[member] = true;
-  }
-  round->failure = reason;
-  round->callers.clear();
+  });
+  context_->counters.failed_sums.Add();
   round->accumulator.Clear(&scratch_);
   round->done = true;
   Close(*partition, *round);
+}
+
+void Rounds::FailUnanswered(Partition* partition, Round* round, const std::string& reason) {
+  const bool is_open = open_.count(DeadlineOf(*partition, *round)) > 0;
+  if (is_open && (!round->done || !round->callers.empty())) return Fail(partition, round, reason);
+  if (is_open) Close(*partition, *round);
+  round->AnswerCallers(
+      [&](const Caller& caller) { context_->Answer(caller, partition->key, reason); });
 }
 
 void Rounds::GiveUpBefore(Partition* partition, int rank, uint32_t number) {
@@ -148,14 +156,7 @@ void Rounds::FailPartition(Partition* partition, const Message& message, const s
   const Declaration& declaration = partition->declaration();
   BPS_LOG(ERROR) << "serving partition " << partition->index << " of '" << declaration.name
                  << "' failed: " << error;
-  for (Round& round : partition->rounds) {
-    // One that has its sum may have been told to some of its members.
-    std::erase_if(round.callers, [&](const Caller& caller) {
-      return round.told[declaration.MemberIndex(caller.rank)];
-    });
-    const bool is_open = open_.count(DeadlineOf(*partition, round)) > 0;
-    if (is_open || !round.callers.empty()) Fail(partition, &round, error);
-  }
+  for (Round& round : partition->rounds) FailUnanswered(partition, &round, error);
   // Members that waited in its round were answered by that, unless the request never got so far.
   Round* const round = partition->Find(HeaderOf(message).round);
   const int member = declaration.MemberIndex(message.peer);
@@ -173,14 +174,16 @@ void Rounds::FailRoundOf(Partition* partition, const Message& message, const std
   const bool is_push = op != kLoadState && op != kReadState && op != kStep;
   Round* const round = partition->Find(HeaderOf(message).round);
   if (!is_push || round == nullptr) return context_->Refuse(message, reason);
-  // It was being answered: to those who had their answers no other one may come.
-  if (round->done) return;
+  // One that was done was being answered: to those who had their answers no other one may come.
+  const int member = partition->declaration().MemberIndex(message.peer);
   const bool waits = std::any_of(
       round->callers.begin(), round->callers.end(),
       [&](const Caller& c) { return c.rank == message.peer && c.request == message.number; });
-  Fail(partition, round, reason);
-  round->told[partition->declaration().MemberIndex(message.peer)] = true;
-  if (!waits) context_->Refuse(message, reason);
+  if (!round->done && !waits && !round->told[member]) {
+    context_->Refuse(message, reason);
+    round->told[member] = true;
+  }
+  FailUnanswered(partition, round, reason);
   DropDone(partition);
 }
 

@@ -167,11 +167,13 @@ bool Server::Expects(const MessageHead& head, size_t bytes) {
 void Server::OnMessage(Message* message) {
   if (message->between_servers) return backup_.OnMessage(message);
   if (!message->is_request) return;
-  try {
-    Dispatch(message);
-  } catch (const std::bad_alloc& e) {
-    context_.Refuse(*message, NoMemoryFor(*message, e));
-  }
+  reserve_.Survive([&] { Dispatch(message); },
+                   [&](const std::exception& e) {
+                     const auto* const no_memory = dynamic_cast<const std::bad_alloc*>(&e);
+                     const std::string why =
+                         no_memory != nullptr ? NoMemoryFor(*message, *no_memory) : e.what();
+                     context_.Refuse(*message, why);
+                   });
 }
 
 void Server::Dispatch(Message* message) {
@@ -460,7 +462,7 @@ std::string Server::NoMemoryFor(const Message& message, const std::bad_alloc& er
   const auto it = tensors_.find(message.key - index);
   if (it != tensors_.end() && it->second) text += " of '" + it->second->declaration.name + "'";
   return text + " from worker " + std::to_string(message.peer) + ", partition " +
-         std::to_string(index) +
+         std::to_string(index) + "; " + DescribeFreeMemory() +
          "; take more servers, or servers with more memory (python -m byteps.sizing says how much)";
 }
 

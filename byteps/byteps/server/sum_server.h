@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "byteps/base/config.h"
+#include "byteps/base/memory_reserve.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
@@ -115,6 +116,7 @@ class Server : private BackupUser {
   std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);
 
   ServerContext context_;
+  MemoryReserve reserve_;
   BackupLink backup_;
   RankGroups groups_;  // of all tensors
   std::atomic<int> rank_{-1};

@@ -163,6 +163,8 @@ namespace {
 constexpr size_t kServedHere = 128 << 10;
 constexpr size_t kFewServedHere = 64 << 10;
 constexpr auto kNever = Rounds::Clock::time_point::max();
+// Where there was no memory to fail what is late.
+constexpr auto kLookAgain = std::chrono::milliseconds(100);
 // After this process stood still.  Shorter than the grace of workers (engine/staged_sum.cc),
 // which would not know what is late.
 constexpr ps::StallWatch::Duration kMostGrace = std::chrono::seconds(3);
@@ -190,6 +192,7 @@ SumThread::SumThread(ServerContext* context, size_t number, OutOfMemoryText out_
 
 SumThread::~SumThread() {
   queue_.Close();
+  // Ended by the end of its thread, which was told; deadline: none.
   thread_.join();
 }
 
@@ -279,8 +282,9 @@ void SumThread::Run() {
     {
       ps::MutexLock lock(&mu_);
       // What is queued may be what a round waits for.
-      if (queue_.Size() == 0) FailLate(Clock::now());
-      looks_at_ = look = NextLook();
+      const bool is_told = queue_.Size() > 0 || FailLate(Clock::now());
+      look = is_told ? NextLook() : Clock::now() + kLookAgain;
+      looks_at_ = look;
     }
     bool timed_out = false;
     const bool got =
@@ -319,23 +323,20 @@ bool SumThread::ServeHere(Task* task) {
     PS_PROBE(kLooksSooner);
     Task look;
     look.kind = Task::kLook;
-    Queue(std::move(look));
+    try {
+      Queue(std::move(look));
+    } catch (const std::bad_alloc&) {
+      // The next request that is served here tries again.
+      ps::MutexLock lock(&mu_);
+      looks_at_ = kNever;
+    }
   }
   return true;
 }
 
 void SumThread::Do(Task* task) noexcept {
-  try {
-    Handle(task);
-  } catch (const std::bad_alloc& e) {
-    OnOutOfMemory(*task, e);
-  } catch (const std::exception& e) {
-    if (task->kind == Task::kRequest) {
-      rounds_.FailPartition(task->partition, task->message, e.what());
-    } else {  // rounds that it was about end at their deadline
-      BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << e.what();
-    }
-  }
+  const auto work = [&]() PS_REQUIRES(mu_) { Handle(task); };
+  reserve_.Survive(work, [&](const std::exception& e) PS_REQUIRES(mu_) { OnFailure(task, e); });
 }
 
 void SumThread::Handle(Task* task) {
@@ -402,15 +403,22 @@ void SumThread::HandleRequest(Task* task) {
   }
 }
 
-void SumThread::OnOutOfMemory(const Task& task, const std::bad_alloc& error) {
-  if (task.kind != Task::kRequest) {
-    // Rounds that it was about end at their deadline.
-    BPS_LOG(ERROR) << "server " << context_->channel->rank() << " is out of memory";
-    return;
+void SumThread::OnFailure(Task* task, const std::exception& error) {
+  const auto* const no_memory = dynamic_cast<const std::bad_alloc*>(&error);
+  if (task->kind == Task::kRequest && no_memory != nullptr) {
+    const std::string reason = out_of_memory_text_(task->message, *no_memory);
+    BPS_LOG(ERROR) << reason;
+    return rounds_.FailRoundOf(task->partition, task->message, reason);
   }
-  const std::string reason = out_of_memory_text_(task.message, error);
-  BPS_LOG(ERROR) << reason;
-  rounds_.FailRoundOf(task.partition, task.message, reason);
+  if (task->kind == Task::kRequest) {
+    return rounds_.FailPartition(task->partition, task->message, error.what());
+  }
+  const bool may_be_repeated =
+      task->kind == Task::kGone || task->kind == Task::kFailAll || task->kind == Task::kResume;
+  if (no_memory != nullptr && may_be_repeated) return Handle(task);
+  // Rounds that it was about end at their deadline.
+  BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << error.what() << "; "
+                 << DescribeFreeMemory();
 }
 
 void SumThread::NoteStall() {
@@ -426,8 +434,17 @@ void SumThread::NoteStall() {
                 << Seconds(std::chrono::duration<double>(left).count()) << " more";
 }
 
-void SumThread::FailLate(Clock::time_point as_of) {
-  if (as_of < rounds_.FirstDeadline()) return;
+bool SumThread::FailLate(Clock::time_point as_of) noexcept {
+  if (as_of < rounds_.FirstDeadline()) return true;
+  const auto look = [&]() PS_REQUIRES(mu_) { LookAtLate(as_of); };
+  return reserve_.Survive(look, [&](const std::exception& e) PS_REQUIRES(mu_) {
+    BPS_LOG(ERROR) << "server " << context_->channel->rank()
+                   << " could not fail what is late: " << e.what() << "; " << DescribeFreeMemory();
+    LookAtLate(as_of);
+  });
+}
+
+void SumThread::LookAtLate(Clock::time_point as_of) {
   NoteStall();
   const Clock::time_point grace_until = EndOfGrace(stall_);
   if (as_of >= grace_until) rounds_.FailLate(as_of, grace_until, stall_.length);

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <new>
 #include <utility>
 
 #include "byteps/base/block_codec.h"
 #include "byteps/base/invariant.h"
+#include "byteps/base/memory_reserve.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 
@@ -221,35 +221,6 @@ std::string PartitionState::Preview(const UpdateStep& step, const char* gradient
   return "";
 }
 
-namespace {
-
-// The number at the start of a file; `otherwise` where there is none, such as "max".
-uint64_t ReadNumber(const std::string& path, uint64_t otherwise) {
-  std::ifstream in(path);
-  uint64_t value;
-  return in >> value ? value : otherwise;
-}
-
-uint64_t AvailableOnMachine() {
-  std::ifstream in("/proc/meminfo");
-  std::string name, unit;
-  uint64_t kibibytes;
-  while (in >> name >> kibibytes) {
-    if (name == "MemAvailable:") return kibibytes << 10;
-    std::getline(in, unit);
-  }
-  return UINT64_MAX;
-}
-
-// As a container sees its own group, in version 2 of control groups and in version 1.
-uint64_t AvailableInGroup(const char* limit_file, const char* used_file) {
-  const uint64_t limit = ReadNumber(limit_file, UINT64_MAX);
-  if (limit == UINT64_MAX) return UINT64_MAX;
-  return limit - std::min(limit, ReadNumber(used_file, 0));
-}
-
-}  // namespace
-
 uint64_t StateBytes(const Declaration& declaration, int rank, int num_servers) {
   if (!declaration.rule) return 0;
   uint64_t values = 0;
@@ -263,13 +234,6 @@ uint64_t StateBytes(const Declaration& declaration, int rank, int num_servers) {
   const uint64_t held = has_blocks ? SizeOf(rule.held) : 0;
   const uint64_t gradient = has_blocks ? sizeof(float) : SizeOf(declaration.dtype);
   return values * (sizeof(float) * rule.NumSlots() + held + (rule.speculative ? gradient : 0));
-}
-
-uint64_t AvailableMemory() {
-  return std::min({AvailableOnMachine(),
-                   AvailableInGroup("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-                   AvailableInGroup("/sys/fs/cgroup/memory/memory.limit_in_bytes",
-                                    "/sys/fs/cgroup/memory/memory.usage_in_bytes")});
 }
 
 StateMemory::StateMemory(const Config& config)

@@ -98,10 +98,6 @@ class PartitionState {
 // 0 of one that is summed.
 uint64_t StateBytes(const Declaration& declaration, int rank, int num_servers);
 
-// Bytes that this process may still take: what the machine has available, or less where its
-// control group (a container) allows less.
-uint64_t AvailableMemory();
-
 // Not thread-safe.
 class StateMemory {
  public:

@@ -1,0 +1,98 @@
+// What a thread does that has to go on without memory.
+#ifndef BYTEPS_BASE_MEMORY_RESERVE_H_
+#define BYTEPS_BASE_MEMORY_RESERVE_H_
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+
+#include "byteps/base/mutex.h"
+
+namespace byteps {
+namespace core {
+
+// Memory that is kept so that a failure can be told.  Any thread may call anything.
+class MemoryReserve {
+ public:
+  // (Clang cannot see which locks the two functions require.)
+  //
+  // Does `work`.  If that throws, calls `failed` with the exception while the reserve is given up;
+  // if there is no memory for that either, again, until there is or kPatience has passed.  False:
+  // nobody could be told, and whoever waits learns of it by a deadline of its own.
+  template <typename Work, typename Failed>
+  bool Survive(const Work& work, const Failed& failed) noexcept PS_NO_THREAD_SAFETY_ANALYSIS {
+    std::exception_ptr thrown;
+    try {
+      work();
+      return true;
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    GiveUp();
+    bool is_told = Tell(thrown, failed);
+    while (!is_told && std::chrono::steady_clock::now() < deadline) {
+      // Ended by memory; deadline: kPatience.
+      std::this_thread::sleep_for(kPause);
+      is_told = Tell(thrown, failed);
+    }
+    Take();
+    if (!is_told) SayNothingIsLeft();
+    return is_told;
+  }
+
+ private:
+  static constexpr size_t kBytes = 64 << 10;
+  static constexpr auto kPause = std::chrono::milliseconds(5);
+  static constexpr auto kPatience = std::chrono::milliseconds(50);
+
+  template <typename Failed>
+  static bool Tell(const std::exception_ptr& thrown,
+                   const Failed& failed) noexcept PS_NO_THREAD_SAFETY_ANALYSIS {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::exception& e) {
+      try {
+        failed(e);
+        return true;
+      } catch (const std::exception&) {
+        return false;
+      }
+    }
+  }
+
+  void GiveUp() {
+    ps::MutexLock lock(&mu_);
+    bytes_.reset();
+  }
+  void Take() {
+    ps::MutexLock lock(&mu_);
+    if (!bytes_) bytes_.reset(new (std::nothrow) char[kBytes]);
+  }
+  // Takes no memory.
+  static void SayNothingIsLeft() {
+    static constexpr char kText[] = "byteps: there is no memory to say that there is none\n";
+    if (write(STDERR_FILENO, kText, sizeof(kText) - 1) < 0) return;  // nor anybody to hear it
+  }
+
+  ps::Mutex mu_;
+  std::unique_ptr<char[]> bytes_ PS_GUARDED_BY(mu_){new (std::nothrow) char[kBytes]};
+};
+
+// "1048576 of 2147483648 bytes are free (memory.max of the control group)": of the limit that
+// leaves least.  Throws std::bad_alloc.
+std::string DescribeFreeMemory();
+// Bytes that this process may still take, by all limits that it knows.
+uint64_t AvailableMemory();
+
+}  // namespace core
+}  // namespace byteps
+
+#endif  // BYTEPS_BASE_MEMORY_RESERVE_H_

@@ -1,0 +1,275 @@
+// What operations leave behind that failed, were held back or refused: nothing that later ones
+// could meet.
+#include <gtest/gtest.h>
+#include <malloc.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/invariant.h"
+#include "byteps/engine/engine.h"
+#include "tests/support/kit.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr auto kLongPatience = std::chrono::seconds(120);
+constexpr int kWorkers = 3;
+constexpr int kPartitionBytes = 4096;
+constexpr int kPartitionsOfSum = 3;
+constexpr size_t kValuesOfSum = kPartitionsOfSum * kPartitionBytes / sizeof(float);
+constexpr int kGoodSums = 3000;
+// What that many sums may add to the heap: an open round of a partition takes some 300 bytes, so
+// that one that is left behind by each sum would take more than twice as much.
+constexpr size_t kHeapBytes = 1 << 20;
+
+// One partition at a time goes to the server, so that a push that fails keeps the others back.
+Config TheConfig() {
+  return ConfigWith({{"BYTEPS_PARTITION_BYTES", std::to_string(kPartitionBytes)},
+                     {"BYTEPS_MIN_PARTITION_BYTES", std::to_string(kPartitionBytes)},
+                     {"BYTEPS_SERVER_WINDOW_BYTES", std::to_string(kPartitionBytes)},
+                     {"BYTEPS_SERVER_ENGINE_THREAD", "1"},
+                     {"BYTEPS_PUSH_THREAD", "1"},
+                     {"BYTEPS_PEER_TIMEOUT_S", "1"},
+                     {"BYTEPS_OP_TIMEOUT_S", "600"}});
+}
+
+// Three workers and one server.
+struct LoopedWorkers {
+  LoopedWorkers() : config(TheConfig()), loop(config) {
+    for (int rank = 0; rank < kWorkers; ++rank) {
+      workers.push_back(std::make_unique<Worker>());
+      workers.back()->Start(config, LaunchOf(rank, kWorkers), 1, loop.ChannelOf(rank));
+      buffers.emplace_back(kValuesOfSum);
+    }
+  }
+  ~LoopedWorkers() {
+    for (auto& worker : workers) worker->Stop(false);
+  }
+
+  PushPullRequest RequestOf(int rank, const std::string& name = "x") {
+    PushPullRequest request;
+    request.tensor.name = name;
+    request.tensor.bytes = kValuesOfSum * sizeof(float);
+    request.tensor.average = false;
+    request.input = request.output = buffers[rank].data();
+    return request;
+  }
+  int64_t Start(int rank, int round) {
+    for (size_t i = 0; i < kValuesOfSum; ++i) {
+      buffers[rank][i] = static_cast<float>((i * 7 + rank * 3 + round) % 101);
+    }
+    return workers[rank]->PushPull(RequestOf(rank));
+  }
+
+  // What Wait throws; "" if it was well.
+  std::string ErrorOf(int rank, int64_t handle) {
+    try {
+      return workers[rank]->WaitFor(handle, nullptr, kLongPatience) ? "" : "no answer";
+    } catch (const Error& e) {
+      // What has failed may still be sent: its values stay as they are, the rank goes on with
+      // others.
+      failed.push_back(std::exchange(buffers[rank], std::vector<float>(kValuesOfSum)));
+      return e.what();
+    }
+  }
+
+  // A sum of all ranks; a few of its elements are looked at.
+  void Sum(int round) {
+    int64_t handles[kWorkers];
+    for (int rank = 0; rank < kWorkers; ++rank) handles[rank] = Start(rank, round);
+    for (int rank = 0; rank < kWorkers; ++rank) {
+      ASSERT_EQ(ErrorOf(rank, handles[rank]), "") << "rank " << rank << ", round " << round;
+      for (size_t i = rank; i < kValuesOfSum; i += 509) {
+        float sum = 0;
+        for (int other = 0; other < kWorkers; ++other) {
+          sum += static_cast<float>((i * 7 + other * 3 + round) % 101);
+        }
+        ASSERT_EQ(buffers[rank][i], sum) << "rank " << rank << ", round " << round;
+      }
+    }
+  }
+
+  // Many good sums, after which nothing is open, and the heap is what it was after the first ones.
+  void SumManyTimes() {
+    constexpr int kFirst = kGoodSums / 10;
+    for (int round = 0; round < kFirst; ++round) {
+      Sum(round);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+    const size_t before = mallinfo2().uordblks;
+    for (int round = kFirst; round < kGoodSums; ++round) {
+      Sum(round);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+    // The server closes a round after it has answered the last of its pulls.
+    const auto end = std::chrono::steady_clock::now() + kLongPatience;
+    while (loop.server().OpenRounds() > 0 && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_EQ(loop.server().OpenRounds(), 0);
+    EXPECT_LT(mallinfo2().uordblks, before + kHeapBytes);
+  }
+
+  std::vector<std::vector<float>> buffers, failed;  // longer than the workers, which may read them
+  const Config config;
+  LoopJob loop;
+  std::vector<std::unique_ptr<Worker>> workers;
+};
+
+// An operation fails at one worker before all of its partitions were pushed.  It goes on, and so
+// does everybody: at once, not after BYTEPS_OP_TIMEOUT_S.
+TEST(Remains, NothingOfAnOperationThatFailedBeforeItWasPushed) {
+  LoopedWorkers job;
+  job.Sum(0);
+  for (const int rank : {1, 2}) {
+    job.loop.FailNextPush(rank, "this worker has no memory");
+    int64_t handles[kWorkers];
+    for (int one = 0; one < kWorkers; ++one) handles[one] = job.Start(one, 1);
+    EXPECT_EQ(job.ErrorOf(rank, handles[rank]), "this worker has no memory");
+    EXPECT_TRUE(job.loop.failed());
+    // The others learn of it by its next push.
+    const int64_t next = job.Start(rank, 2);
+    for (int one = 0; one < kWorkers; ++one) {
+      if (one == rank) continue;
+      const std::string error = job.ErrorOf(one, handles[one]);
+      EXPECT_NE(error.find("worker " + std::to_string(rank) + " gave up round"), std::string::npos)
+          << error;
+      handles[one] = job.Start(one, 2);
+    }
+    handles[rank] = next;
+    for (int one = 0; one < kWorkers; ++one) EXPECT_EQ(job.ErrorOf(one, handles[one]), "");
+  }
+  job.SumManyTimes();
+}
+
+// All of them fail before anything was pushed: no round is ever open for it.
+TEST(Remains, NothingOfAnOperationThatNobodyPushed) {
+  LoopedWorkers job;
+  job.Sum(0);
+  for (int rank = 0; rank < kWorkers; ++rank) {
+    job.loop.FailNextPush(rank, "this worker has no memory");
+    EXPECT_EQ(job.ErrorOf(rank, job.Start(rank, 1)), "this worker has no memory");
+  }
+  job.SumManyTimes();
+}
+
+// One worker is late.  What it pushes of the old round is refused, and what comes then is summed.
+TEST(Remains, NothingOfAnOperationThatWasLate) {
+  LoopedWorkers job;
+  job.loop.SetTimeout(300);
+  int64_t handles[kWorkers];
+  for (const int rank : {0, 2}) handles[rank] = job.Start(rank, 0);
+  for (const int rank : {0, 2}) {
+    const std::string error = job.ErrorOf(rank, handles[rank]);
+    EXPECT_NE(error.find("lacks the push of worker 1"), std::string::npos) << error;
+  }
+  const std::string error = job.ErrorOf(1, job.Start(1, 0));
+  EXPECT_NE(error.find("lacks the push of worker 1"), std::string::npos) << error;
+  // Pushes of its other partitions may still be on their way.
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (job.loop.server().OpenRounds() > 0 && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_EQ(job.loop.server().OpenRounds(), 0);
+  job.loop.SetTimeout(0);
+  job.SumManyTimes();
+}
+
+// Two workers declare a tensor otherwise than the third one.  It is refused; others are not.
+TEST(Remains, NothingOfADeclarationThatWasRefused) {
+  LoopedWorkers job;
+  PushPullRequest wrong = job.RequestOf(0, "y");
+  wrong.tensor.bytes /= 2;
+  const int64_t waits = job.workers[0]->PushPull(wrong);
+  for (const int rank : {1, 2}) {
+    try {
+      job.ErrorOf(rank, job.workers[rank]->PushPull(job.RequestOf(rank, "y")));
+      ADD_FAILURE() << "it was not refused";
+    } catch (const Error& e) {
+      EXPECT_NE(std::string(e.what()).find("workers disagree on a tensor"), std::string::npos);
+    }
+  }
+  EXPECT_NE(job.ErrorOf(0, waits), "");
+  job.SumManyTimes();
+}
+
+// More sums than a server keeps rounds: their worker holds some back until others come, and pushes
+// other tensors meanwhile.
+TEST(Remains, WhoIsFarAheadIsNotRefused) {
+  constexpr int kRounds = 2500;
+  LoopedWorkers job;
+  std::vector<std::vector<float>> values(kWorkers, std::vector<float>(kRounds));
+  std::vector<std::vector<int64_t>> handles(kWorkers);
+  const auto begin = [&](int rank) {
+    for (int round = 0; round < kRounds; ++round) {
+      values[rank][round] = static_cast<float>(rank + 3 * round);
+      PushPullRequest request = job.RequestOf(rank, "shared");
+      request.tensor.bytes = sizeof(float);
+      request.input = request.output = &values[rank][round];
+      handles[rank].push_back(job.workers[rank]->PushPull(request));
+    }
+  };
+  for (const int rank : {0, 2}) begin(rank);
+  job.Sum(0);
+  begin(1);
+  for (int rank = 0; rank < kWorkers; ++rank) {
+    for (int round = 0; round < kRounds; ++round) {
+      ASSERT_EQ(job.ErrorOf(rank, handles[rank][round]), "") << "round " << round;
+      ASSERT_EQ(values[rank][round], 3 + 9 * round);
+    }
+  }
+}
+
+// What was held back ends with its worker.
+TEST(Remains, NothingOfWhatWasHeldBack) {
+  LoopedWorkers job;
+  float value = 0;
+  PushPullRequest request = job.RequestOf(0, "shared");
+  request.tensor.bytes = sizeof(float);
+  request.input = request.output = &value;
+  for (int round = 0; round < 2500; ++round) job.workers[0]->PushPull(request);
+  std::weak_ptr<Tensor> tensor;
+  {
+    TensorPtr known;
+    const int64_t last = job.workers[0]->PushPull(request, &known);
+    tensor = known;
+    EXPECT_FALSE(job.workers[0]->Poll(last));
+  }
+  job.workers[0]->Stop(false);
+  EXPECT_TRUE(tensor.expired());
+}
+
+// Sums of one tensor may be in flight side by side: none of them is given up.
+TEST(Remains, SumsInFlightAreNotGivenUp) {
+  constexpr int kInFlight = 10;
+  LoopedWorkers job;
+  std::vector<std::vector<float>> values[kWorkers];
+  std::vector<int64_t> handles[kWorkers];
+  for (const int rank : {2, 0, 1}) {
+    for (int n = 0; n < kInFlight; ++n) {
+      values[rank].emplace_back(kValuesOfSum, static_cast<float>(1 + rank + 10 * n));
+    }
+    for (int n = 0; n < kInFlight; ++n) {
+      PushPullRequest request = job.RequestOf(rank);
+      request.input = request.output = values[rank][n].data();
+      handles[rank].push_back(job.workers[rank]->PushPull(request));
+    }
+  }
+  for (int rank = 0; rank < kWorkers; ++rank) {
+    for (int n = 0; n < kInFlight; ++n) {
+      EXPECT_EQ(job.ErrorOf(rank, handles[rank][n]), "");
+      EXPECT_EQ(values[rank][n], std::vector<float>(kValuesOfSum, static_cast<float>(6 + 30 * n)));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps
