@@ -218,6 +218,7 @@ bool Operation::AwaitEnd(std::chrono::nanoseconds limit, const std::function<voi
     StayAwake(std::min(deadline, now + kAwakeForSmall + TimeFor(request.tensor.bytes)), receive);
   }
   ps::MutexLock lock(&mu_);
+  // Ended by the sum's end, which the watching thread brings about; deadline: the caller's.
   if (!cond_.WaitUntil(&mu_, deadline, [this] { return done_ || arrivals_left_ == 0; })) {
     return false;
   }
@@ -225,6 +226,7 @@ bool Operation::AwaitEnd(std::chrono::nanoseconds limit, const std::function<voi
   // Its answers are here: to receive those of others would only delay it.
   StayAwake(std::min(deadline, Clock::now() + kAwake), [] {});
   lock.Lock();
+  // Ended by the copies to the GPU, or a failure; deadline: the caller's.
   return cond_.WaitUntil(&mu_, deadline, [this] { return done_.load(); });
 }
 
@@ -256,6 +258,7 @@ void Operation::EndWriting() {
 void Operation::AwaitWriters() {
   ps::MutexLock lock(&mu_);
   if (writers_ > 0) PS_PROBE(kAwaitsWriters);
+  // Ended by threads that copy and never wait; deadline: none.
   written_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return writers_ == 0; });
 }
 
@@ -341,6 +344,13 @@ void Operations::Fail(const OperationPtr& operation, const std::string& error) {
   NoteError(error);
   Remove(operation);
   operation->End(error, nullptr);
+  if (!operation->streams_wait()) return;
+  {
+    ps::MutexLock lock(&mu_);
+    failed_stream_ = true;
+  }
+  began_.NotifyAll();
+  failed_job_.NotifyAll();
 }
 
 void Operations::Remove(const OperationPtr& operation) {
@@ -407,20 +417,26 @@ size_t Operations::num_running() {
 
 void Operations::AwaitIdle(double limit_s) {
   ps::MutexLock lock(&mu_);
+  // Ended by the last operation or a failure of the job; deadline: BYTEPS_PEER_TIMEOUT_S.
   ended_.WaitFor(&mu_, std::chrono::duration<double>(limit_s),
                  [this]() PS_REQUIRES(mu_) { return failed_ || running_.empty(); });
 }
 
 bool Operations::AwaitWork() {
   ps::MutexLock lock(&mu_);
-  began_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return failed_ || !running_.empty(); });
+  // Ended by an operation or a failure of the job; deadline: none, an idle thread's.
+  began_.Wait(&mu_,
+              [this]() PS_REQUIRES(mu_) { return failed_ || failed_stream_ || !running_.empty(); });
   return !failed_;
 }
 
 bool Operations::Sleep(double seconds) {
   ps::MutexLock lock(&mu_);
-  return !failed_job_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
-                              [this]() PS_REQUIRES(mu_) { return failed_; });
+  // Ended by a failure; deadline: the next look.
+  failed_job_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
+                      [this]() PS_REQUIRES(mu_) { return failed_ || failed_stream_; });
+  failed_stream_ = false;
+  return !failed_;
 }
 
 }  // namespace core

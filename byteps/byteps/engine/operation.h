@@ -309,9 +309,11 @@ class Operations {
   size_t num_running();
   // Blocks until none is running, or the job failed, or the time is up.
   void AwaitIdle(double limit_s);
-  // Blocks until some are running (true) or the job failed (false).
+  // Blocks until some are running, or one that streams wait for has failed (true), or the job has
+  // (false).
   bool AwaitWork();
-  // Blocks for that long; false at once when the job fails.
+  // Blocks for that long, or until one that streams wait for fails; false at once when the job
+  // fails.
   bool Sleep(double seconds);
 
  private:
@@ -332,10 +334,11 @@ class Operations {
 
   ps::Mutex mu_;
   // One for each that waits: who sleeps is not woken with every sum.
-  ps::CondVar began_;  // the first of those that run, or the job failed
-  ps::CondVar ended_;  // the last one, or the job failed
-  ps::CondVar failed_job_;
+  ps::CondVar began_;       // the first of those that run, or the job failed
+  ps::CondVar ended_;       // the last one, or the job failed
+  ps::CondVar failed_job_;  // the job failed, or an operation that streams wait for
   bool failed_ PS_GUARDED_BY(mu_) = false;
+  bool failed_stream_ PS_GUARDED_BY(mu_) = false;  // since Sleep has returned
   std::string failure_ PS_GUARDED_BY(mu_);
   std::string first_error_ PS_GUARDED_BY(mu_);
   std::unordered_map<int64_t, OperationPtr> by_handle_ PS_GUARDED_BY(mu_);  // until waited for

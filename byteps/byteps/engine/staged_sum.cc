@@ -282,10 +282,15 @@ void StagedSum::KeepMemory() const {
   for (const Partition& partition : partitions_) Keep(partition.memory);
 }
 
-void StagedSum::Fail() {
+void StagedSum::BeginFail() {
   ps::MutexLock lock(&mu_);
   has_failed_ = true;
-  sent_.WaitFor(&mu_, kMostToSend, [this]() PS_REQUIRES(mu_) { return sending_ == 0; });
+}
+
+void StagedSum::Fail(std::chrono::steady_clock::time_point deadline) {
+  ps::MutexLock lock(&mu_);
+  // Ended by the transport; deadline: kMostToSend for all that failed together.
+  sent_.WaitUntil(&mu_, deadline, [this]() PS_REQUIRES(mu_) { return sending_ == 0; });
   for (const Chunk& chunk : chunks_) {
     if (chunk.is_copied) Spoil(chunk);  // or else the copy would come after it
   }
@@ -396,13 +401,19 @@ void Engine::Watch() {
 }
 
 void Engine::EndFailedStreams() {
-  for (const auto& operation : context_.streamed.TakeFailed()) {
+  const std::vector<OperationPtr> ended = context_.streamed.TakeFailed();
+  for (const auto& operation : ended) {
+    operation->staged->BeginFail();
     // Its wait has returned already.  So the job fails, before the stream goes on: the next call of
     // the host raises.
     if (operation->staged->is_awaited() && !failed()) Fail(operation->error());
+  }
+  // For all together.
+  const auto deadline = std::chrono::steady_clock::now() + kMostToSend;
+  for (const auto& operation : ended) {
     operation->AwaitWriters();
     AbandonPlaces(*operation);
-    operation->staged->Fail();
+    operation->staged->Fail(deadline);
   }
 }
 

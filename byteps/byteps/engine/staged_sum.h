@@ -81,10 +81,12 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   bool is_awaited() const { return is_awaited_; }
   // Nobody gets its memory again.
   void KeepMemory() const;
-  // The operation failed, and nobody writes into the memory any more: streams get NaN (-1 where
-  // values are whole numbers), and go on.  Waits for what is being sent, but not for long: who gets
-  // NaN by then has a job that failed, too.
-  void Fail();
+  // The operation failed: nothing more of it is sent.
+  void BeginFail();
+  // After that, and once nobody writes into the memory any more: streams get NaN (-1 where values
+  // are whole numbers), and go on.  Waits until `deadline` for what is being sent: who gets NaN by
+  // then has a job that failed, too.
+  void Fail(std::chrono::steady_clock::time_point deadline);
 
  private:
   struct Partition {
