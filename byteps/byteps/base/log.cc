@@ -260,6 +260,7 @@ constexpr int kLookMs = 100;
 
 bool HasRoom(int fd, int timeout_ms) {
   pollfd item{fd, POLLOUT, 0};
+  // Ended by room; deadline: kLookMs.
   return poll(&item, 1, timeout_ms) > 0;
 }
 
@@ -360,6 +361,7 @@ void LogOutput::Drain() {
       const int fd = kind_ == Kind::kReopened ? reopened_ : fd_;
       lock.Unlock();
       // One that says there is room where there is too little would be asked without end.
+      // Ended by the time; deadline: a millisecond.
       if (HasRoom(fd, kLookMs)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       lock.Lock();
     }
@@ -377,6 +379,7 @@ void LogOutput::Drain() {
 
 void LogOutput::Flush(double seconds) {
   MutexLock lock(&mu_);
+  // Ended by an empty queue; deadline: the caller's.
   empty_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
                  [this]() PS_REQUIRES(mu_) { return !draining_; });
 }

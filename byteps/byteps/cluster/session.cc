@@ -211,6 +211,7 @@ void Session::Join(ChannelUser* user) {
       if (!waits_) throw;
       throw NotNeededError("no server was lost: " + std::string(e.what()));
     }
+    // Ended by the next attempt; deadline: kJoinPause.
     std::this_thread::sleep_for(kJoinPause);
   }
 }

@@ -139,6 +139,7 @@ void Engine::Stop(bool suspend, const std::string& failure) {
   Fail("byteps was shut down");
   context_.scheduler->Close();
   puller_.Close();
+  // Ended by the end of its thread, which was told; deadline: none.
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   context_.channel->Stop();

@@ -148,6 +148,7 @@ Task PushScheduler::TakeFirst() {
 
 bool PushScheduler::Take(Task* task) {
   ps::MutexLock lock(&mu_);
+  // Ended by a task or Close; deadline: none, an idle thread's.
   cond_.Wait(&mu_,
              [this]() PS_REQUIRES(mu_) { return closed_ || !going_.empty() || !resumed_.empty(); });
   if (closed_) return false;
@@ -416,6 +417,7 @@ void OperationTrace::Write() {
   if (!tracer_) return;
   {
     ps::MutexLock lock(&mu_);
+    // Ended by the last slice; deadline: kPatience.
     cond_.WaitFor(&mu_, kPatience, [this]() PS_REQUIRES(mu_) { return expected_ == 0; });
   }
   tracer_->Write(Role::kWorker, rank_);

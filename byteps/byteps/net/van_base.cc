@@ -166,6 +166,7 @@ void Van::Stop() {
     exit.meta.control.cmd = Control::TERMINATE;
     exit.meta.recver = node().id;
     SendMsg(exit);
+    // Ended by the end of its thread, which was told; deadline: none.
     receiver_thread_->join();
     receiver_thread_.reset();
   }

@@ -119,6 +119,7 @@ class EndsWhileJoining {
   ~EndsWhileJoining() {
     joined_ = true;
     Wake();
+    // Ended by Wake; deadline: the next look.
     thread_.join();
   }
   EndsWhileJoining(const EndsWhileJoining&) = delete;
@@ -232,7 +233,7 @@ void AnswerSpares(const Config& config, Outcome* outcome) {
   }
   const bool may_wait = config.Float("BYTEPS_REPLACE_SERVERS_S") > 0;
   if (may_wait && config.Float("BYTEPS_SCHEDULER_RETURN_S") > 0) {
-    std::this_thread::sleep_for(kLastAnswers);
+    std::this_thread::sleep_for(kLastAnswers);  // ended by the time; deadline: that
   }
 }
 
@@ -321,6 +322,7 @@ class ToldToEnd : public StopOrder::Process {
   bool AllArrived() override { return session_->AllArrived(); }
   bool IsHurried() override { return is_hurried; }
   StopOrder::Duration Now() override { return std::chrono::steady_clock::now().time_since_epoch(); }
+  // Ended by the time; deadline: StopOrder's.
   void Sleep(StopOrder::Duration duration) override { std::this_thread::sleep_for(duration); }
 
  private:
@@ -448,7 +450,7 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
       if (!keep || caught_signal != 0) throw;
       ps::WriteLogLine('W', e.file(), e.line(),
                        std::string(e.what()) + "; waiting for the next generation of the job");
-      std::this_thread::sleep_for(kRejoinPause);
+      std::this_thread::sleep_for(kRejoinPause);  // ended by the time; deadline: that
       continue;
     } catch (const NotNeededError& e) {
       BPS_LOG(INFO) << "done: " << e.what();

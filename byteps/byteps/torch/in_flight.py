@@ -66,6 +66,7 @@ class Completions:
             return
         c_lib.wake()
         if thread is not threading.current_thread():
+            # Ended by the end of its thread, which was told; deadline: none.
             thread.join()
 
     def forget(self) -> None:

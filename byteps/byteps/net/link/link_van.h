@@ -62,6 +62,7 @@ class VanInbox {
   // Waits for an event.  False once ended: those that are left are not taken.
   bool Take(Event* event) {
     MutexLock lock(&mu_);
+    // Ended by End; deadline: none, the receiving thread's.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return ended_ || !events_.empty(); });
     if (ended_) return false;
     *event = std::move(events_.front());
@@ -80,6 +81,7 @@ class VanInbox {
   void Close() {
     MutexLock lock(&mu_);
     closed_ = true;  // also when it never was open
+    // Ended by those who send, none of whom blocks; deadline: none.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return users_ == 0; });
   }
 
@@ -240,6 +242,7 @@ class LinkVan : public Van, public OfAJob {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
     for (const auto& link : links) {
       while (!link->flushed() && std::chrono::steady_clock::now() < deadline) {
+        // Ended by what was queued having left; deadline: a second for all links.
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     }

@@ -417,6 +417,7 @@ void HeartbeatThread::Stop() {
     stopped_ = true;
   }
   cond_.NotifyAll();
+  // Ended by the end of its thread, which was told; deadline: none.
   if (thread_.joinable()) thread_.join();
 }
 
@@ -435,6 +436,7 @@ void HeartbeatThread::Run() {
     if (!due) {
       feeder.Rest();
       MutexLock lock(&mu_);
+      // Ended by Wake or Stop; deadline: none, there is nothing to do.
       cond_.Wait(&mu_, awake);
       continue;
     }
@@ -444,6 +446,7 @@ void HeartbeatThread::Run() {
     const auto wake = std::min(now + until_next, *due);
     if (now < wake) {
       MutexLock lock(&mu_);
+      // Ended by Wake or Stop; deadline: the next heartbeat or task.
       cond_.WaitUntil(&mu_, feeder.SleepUntil(wake), awake);
       continue;
     }

@@ -72,6 +72,7 @@ void NodeMembership::Join() {
 
   const auto deadline = Clock::now() + ToDuration(settings_.start_timeout_s);
   MutexLock lock(&mu_);
+  // Ended by a welcome or a failure; deadline: BYTEPS_START_TIMEOUT_S.
   cond_.WaitUntil(&mu_, deadline,
                   [this]() PS_REQUIRES(mu_) { return welcomed_ || state_ != State::kJoining; });
   if (state_ == State::kJoining && !welcomed_) {
@@ -83,6 +84,7 @@ void NodeMembership::Join() {
   }
   // The scheduler answers; it also gives up when nodes stay away, and says who.
   // Should it vanish meanwhile, the heartbeats' thread notices.
+  // Ended by the scheduler's word or its loss; deadline: the scheduler's, BYTEPS_START_TIMEOUT_S.
   cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return state_ != State::kJoining; });
   // A short job may even have ended before this thread woke.
   if (state_ != State::kFailed) return;
@@ -112,8 +114,11 @@ void NodeMembership::Leave(const Farewell& farewell) {
   // Others may need sums that this worker has, should a server be lost: the scheduler says how
   // long.  And the next scheduler must know that it has left.
   if (settings_.replace_servers_s > 0 || returns) {
+    // Ended by the scheduler's answer, its loss, or Stop; deadline: the scheduler's,
+    // BYTEPS_SCHEDULER_RETURN_S where there is none.
     cond_.Wait(&mu_, is_over);
   } else {
+    // Ended by the scheduler's answer or Stop; deadline: kGoodbyeSeconds.
     cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds), is_over);
   }
   if (state_ == State::kActive) state_ = State::kEnded;
@@ -126,6 +131,7 @@ void NodeMembership::StopByOrder(const std::string& how) {
   lock.Unlock();
   Tell(Control::LEAVE, how);
   lock.Lock();
+  // Ended by the failure of the job or Stop; deadline: kGoodbyeSeconds.
   cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds),
                 [this]() PS_REQUIRES(mu_) { return state_ != State::kActive; });
 }

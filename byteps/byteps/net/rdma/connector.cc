@@ -31,6 +31,7 @@ Connector::~Connector() {
   stop_ = true;
   const uint64_t one = 1;
   if (write(wake_fd_, &one, sizeof(one)) < 0) BPS_LOG(WARNING) << "eventfd: " << strerror(errno);
+  // Ended by the end of its thread, which was told; deadline: none.
   if (thread_.joinable()) thread_.join();
   close(wake_fd_);
 }
@@ -143,6 +144,7 @@ void Connector::Loop() {
     for (const auto& device : shared ? shared->devices : Devices()) {
       items.push_back({device->context()->async_fd, POLLIN, 0});
     }
+    // Ended by an event or Wake; deadline: the next thing that is due.
     if (poll(items.data(), items.size(), MillisecondsToWait()) < 0 && errno != EINTR) {
       ThrowErrno("poll");
     }

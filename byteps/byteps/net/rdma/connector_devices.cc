@@ -264,6 +264,7 @@ Poller::Poller(const Devices& devices, Plane plane, bool spin) : spin_(spin) {
 Poller::~Poller() {
   stop_ = true;
   Wake();
+  // Ended by the end of its thread, which was told; deadline: none.
   thread_.join();
   endpoints_.clear();  // before the channel of their queues
   close(wake_fd_);
@@ -321,6 +322,7 @@ void Poller::Run() {
 
 void Poller::Sleep() {
   const int limit = watched_.empty() ? -1 : static_cast<int>(kPause.count());
+  // Ended by a completion or Wake; deadline: kPause where something is watched, else none.
   if (poll(sources_.data(), sources_.size(), limit) < 0 && errno != EINTR) ThrowErrno("poll");
 }
 

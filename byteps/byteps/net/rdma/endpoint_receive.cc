@@ -390,6 +390,7 @@ bool Endpoint::Await(Clock::time_point deadline, Done done) PS_NO_THREAD_SAFETY_
   while (!done()) {
     if (Clock::now() >= deadline) return false;
     if (!polls) {
+      // Ended by completions, of which the polling thread tells; deadline: the caller's.
       cond_.WaitUntil(&mu_, deadline);
       continue;
     }
@@ -404,6 +405,7 @@ bool Endpoint::Await(Clock::time_point deadline, Done done) PS_NO_THREAD_SAFETY_
     cond_.NotifyAll();
     if (count > 0) continue;
     mu_.Unlock();
+    // Ended by the time; deadline: kLook.
     std::this_thread::sleep_for(kLook);
     mu_.Lock();
   }

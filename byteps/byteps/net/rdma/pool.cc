@@ -40,6 +40,7 @@ void Registrar::Stop() {
     dropped.swap(tasks_);
   }
   cond_.NotifyOne();
+  // Ended by the end of its thread, which was told; deadline: none.
   if (thread_.joinable()) thread_.join();
 }
 
@@ -47,6 +48,7 @@ void Registrar::Run() {
   MutexLock lock(&mu_);
   while (!stop_) {
     if (tasks_.empty()) {
+      // Ended by a task or Stop; deadline: none, an idle thread's.
       cond_.Wait(&mu_);
       continue;
     }

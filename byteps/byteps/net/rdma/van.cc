@@ -285,6 +285,7 @@ void RdmaVan::Stop() {
       for (auto& poller : transport->pollers) {
         poller->Wake();
         while (poller->size() > 0 && std::chrono::steady_clock::now() < deadline) {
+          // Ended by the last completion; deadline: kLastCompletions.
           std::this_thread::sleep_for(kLook);
         }
         if (poller->size() > 0) BPS_LOG(WARNING) << "an RDMA device keeps requests after their end";

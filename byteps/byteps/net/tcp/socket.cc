@@ -227,6 +227,7 @@ Poller::~Poller() { Stop(); }
 void Poller::Stop() {
   stop_ = true;
   Wake();
+  // Ended by the end of its thread, which was told; deadline: none.
   if (thread_.joinable()) thread_.join();
   // They hold this poller.  They go without the lock.
   std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched;
@@ -314,14 +315,17 @@ void Poller::RunTasks() {
 
 int Poller::Await(epoll_event* events, int milliseconds) {
   if (milliseconds == 0 || !stays_awake_.exchange(false)) {
+    // Ended by an event or Wake; deadline: that of the first timer.
     return epoll_wait(epoll_.get(), events, kEvents, milliseconds);
   }
   const auto begin = Clock::now();
   int count = 0;
   while (count == 0 && last_wait_ <= kAwake && Clock::now() < begin + kAwake) {
+    // Ended by the call itself; deadline: now.
     count = epoll_wait(epoll_.get(), events, kEvents, 0);
     if (count == 0) std::this_thread::yield();
   }
+  // Ended by an event or Wake; deadline: that of the first timer.
   if (count == 0) count = epoll_wait(epoll_.get(), events, kEvents, milliseconds);
   last_wait_ = Clock::now() - begin;
   return count;
@@ -357,6 +361,7 @@ void Poller::ServeReady() {
   if (thread_serves_ || !serving_mu_.TryLock()) return;
   const Unlocking serving{&serving_mu_};
   epoll_event events[kEvents];
+  // Ended by the call itself; deadline: now.
   const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
   if (count <= 0) return;
   Serve(events, count);

@@ -1,0 +1,82 @@
+"""Each wait says beside it what ends it, and its deadline (docs/design/reliability.md, rule 2)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CODE = REPOSITORY / "byteps/byteps"
+OVERLAY = REPOSITORY / "Megatron-LM"
+WAIT_IN_CPP = re.compile(
+    r"\b\w*(cond|written|sent|ended|began|failed_job|empty)_\.Wait(For|Until)?\("
+    r"|\b(poll|epoll_wait|ppoll)\(\w"
+    r"|thread\w*(\.|->)join\(\)"
+    r"|\bsleep_(for|until)\("
+)
+"""Conditions, sockets, threads and pauses."""
+WAIT_IN_PYTHON = re.compile(
+    r"\b_?(process|started|ended|endings|thread|scheduler|store|condition|queue)\.(wait|join)\("
+    r"|queue\.get\("
+)
+"""Processes, threads, stores and queues. A sum is waited for by the engine, which has its rules."""
+SAYS = re.compile(r"\b[Ee]nded by .+; deadline: \w")
+LINES_ABOVE = 4
+"""Over which the comment may stand: a call may take several lines."""
+
+
+def unexplained(source: str, wait: re.Pattern[str]) -> Iterator[int]:
+    """The numbers of lines that wait and do not say so."""
+    lines = source.splitlines()
+    for index, line in enumerate(lines):
+        if not wait.search(line) or re.match(r"\s*(//|#|\")", line):
+            continue
+        near = lines[max(0, index - LINES_ABOVE) : index + 1]
+        if not SAYS.search(" ".join(re.sub(r"^\s*(//|#)", "", text) for text in near)):
+            yield index + 1
+
+
+def sources() -> list[tuple[Path, re.Pattern[str]]]:
+    found = [
+        (path, WAIT_IN_CPP)
+        for path in sorted(CODE.rglob("*"))
+        # What the waits are made of, and the GPU of tests.
+        if path.suffix in (".h", ".cc") and path.name not in ("mutex.h", "fake.cc")
+    ]
+    for folder in (CODE, OVERLAY):
+        found += [(path, WAIT_IN_PYTHON) for path in sorted(folder.rglob("*.py"))]
+    return found
+
+
+def test_each_wait_says_what_ends_it_and_when() -> None:
+    silent = [
+        f"{path.relative_to(REPOSITORY)}:{line}"
+        for path, wait in sources()
+        for line in unexplained(path.read_text(encoding="utf-8"), wait)
+    ]
+    assert not silent, "no `Ended by ...; deadline: ...` at\n" + "\n".join(silent)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("cond_.Wait(&mu_, ready);\n", [1]),
+        ("// Ended by Close; deadline: none, an idle thread's.\ncond_.Wait(&mu_, ready);\n", []),
+        ("// Ended by\n// Close; deadline: none.\n\nthread_.join();\n", []),
+        ("// Ended by Close; deadline: none.\n" + "a();\n" * LINES_ABOVE + "thread.join();\n", [6]),
+        ("// Waits for Close.\nif (poll(items, 2, -1) < 0) continue;\n", [2]),
+        ("text.join(); requests.Wait(3);\n", []),
+    ],
+)
+def test_waits_are_found(source: str, found: list[int]) -> None:
+    assert list(unexplained(source, WAIT_IN_CPP)) == found
+
+
+def test_waits_of_python_are_found() -> None:
+    source = (
+        "thread.join()\n', '.join(names)\n# Ended by it; deadline: none.\nself._ended.wait(3)\n"
+    )
+    assert list(unexplained(source, WAIT_IN_PYTHON)) == [1]
