@@ -126,6 +126,15 @@ def test_synchronize_can_be_interrupted(make_cluster: Callable[..., Cluster]) ->
     cluster.finish()
 
 
+def test_who_is_far_ahead_waits(make_cluster: Callable[..., Cluster]) -> None:
+    """As under DDP, whose buckets of one length share a name, while another rank pauses."""
+    cluster = make_cluster(workers=2, servers=1, env=PATIENCE)
+    cluster.start("sums:far_ahead")
+    cluster.wait_mark("begun", [0])
+    cluster.go("begin")
+    cluster.finish()
+
+
 def test_sums_in_the_order_of_ranks(make_cluster: Callable[..., Cluster]) -> None:
     """A tensor's declaration demands it; the servers' setting is off."""
     cluster = make_cluster(workers=3, servers=2, env=PATIENCE)

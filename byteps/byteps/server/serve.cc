@@ -119,7 +119,7 @@ class EndsWhileJoining {
   ~EndsWhileJoining() {
     joined_ = true;
     Wake();
-    // Ended by Wake; deadline: the next look.
+    // Ended by Wake above; deadline: none.
     thread_.join();
   }
   EndsWhileJoining(const EndsWhileJoining&) = delete;

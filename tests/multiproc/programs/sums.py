@@ -369,6 +369,22 @@ def mismatch(job: Job) -> None:
     bps.shutdown()
 
 
+def far_ahead(job: Job) -> None:
+    """Rank 0 begins more sums of one name than servers keep rounds, before rank 1 begins any."""
+    bps.init()
+    rounds = 2_100
+    given = [torch.tensor([float(3 * round_ + job.rank)]) for round_ in range(rounds)]
+    if job.rank == 1:
+        job.wait_go("begin")
+    handles = [bps.byteps_push_pull(one, False, "shared") for one in given]
+    if job.rank == 0:
+        job.mark("begun")
+    with job.check("all sums"):
+        for round_, handle in enumerate(handles):
+            assert bps.synchronize(handle).item() == 6 * round_ + 1, round_
+    bps.shutdown()
+
+
 def in_order(job: Job) -> None:
     """Rank 1 comes last. What the sum of 2^80 and 1 rounds away depends on the order."""
     bps.init()
