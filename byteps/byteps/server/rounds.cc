@@ -139,7 +139,8 @@ Round* Rounds::FindOrBegin(Partition* partition, const PushHeader& header) {
   // Unsigned, so that a round before the first open one is far ahead as well.
   const uint32_t ahead = header.round - partition->first_round;
   if (ahead >= MostRoundsKept(partition->declaration())) return nullptr;
-  if (!std::exchange(partition->is_listed, true)) partitions_.push_back(partition);
+  if (!partition->is_listed) partitions_.push_back(partition);
+  partition->is_listed = true;
   if (ahead > 0 && partition->rounds.size() <= ahead) PS_PROBE(kRoundsOpen);
   while (partition->rounds.size() <= ahead) {
     const auto number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());

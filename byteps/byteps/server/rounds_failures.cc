@@ -18,6 +18,8 @@ namespace {
 
 // Of each partition.
 constexpr size_t kFailuresKept = 16;
+// Of a round that has its sum, and is still open.
+constexpr char kNoMemoryToAnswer[] = "the server has the sum, and had no memory to send it";
 // Whether there is a scheduler again.
 constexpr auto kLookAgain = std::chrono::seconds(1);
 
@@ -67,6 +69,9 @@ void Rounds::GiveUpBefore(Partition* partition, int rank, uint32_t number) {
   const size_t ahead = number - partition->first_round;
   for (size_t i = 0; i < std::min(ahead, partition->rounds.size()); ++i) {
     Round* const round = &partition->rounds[i];
+    if (round->done && open_.count(DeadlineOf(*partition, *round)) > 0) {
+      FailUnanswered(partition, round, kNoMemoryToAnswer);
+    }
     if (round->told[member]) continue;
     if (!round->done) {
       PS_PROBE(kRoundGivenUp);
@@ -122,6 +127,11 @@ void Rounds::FailLate(Clock::time_point as_of, Clock::time_point grace_until,
     Partition* const partition = open_.begin()->second;
     const Declaration& declaration = partition->declaration();
     Round* const round = partition->Find(number);
+    if (round->done) {
+      FailUnanswered(partition, round, kNoMemoryToAnswer);
+      DropDone(partition);
+      continue;
+    }
     // Its backup is watched as each server is.
     if (partition->copying) {
       Postpone(partition, round, as_of + kLookAgain);

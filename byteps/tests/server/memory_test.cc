@@ -63,7 +63,8 @@ TEST_F(ServerTest, LackOfAnyMemoryEndsOneSum) {
       for (int rank : {0, 1}) Tell(std::move(pushes[rank]), rank);
     }
     // The next round is good, and gives up what is left of this one.
-    Push(0, 0, ++round, kLong, round);
+    ++round;
+    Push(0, 0, round, kLong, round);
     const uint64_t last = Push(1, 0, round, kLong, round);
     const auto answers = AwaitAnswerTo(last);
     std::map<uint64_t, int> times_answered;

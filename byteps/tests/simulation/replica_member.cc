@@ -304,9 +304,9 @@ ReplicaOptimizer::ReplicaOptimizer(const ReplicaPlan* plan, int rank, core::Work
   whole_.bytes = count * sizeof(float);
   whole_.partition_bytes = worker_->PartitionBytes(core::DType::kFloat32, whole_.bytes, 0, true);
   whole_.rule = rule;
-  for (int i = 0; i < plan_.replicas; ++i) {
-    whole_.group.push_back(i * plan_.ranks + rank_ % plan_.ranks);
-  }
+  core::RankGroup::Ranks peers;
+  for (int i = 0; i < plan_.replicas; ++i) peers.push_back(i * plan_.ranks + rank_ % plan_.ranks);
+  whole_.group = std::move(peers);
   Values first(count);
   for (size_t k = 0; k < count; ++k) first[k] = static_cast<float>(k % 1009) - 500;
   for (size_t i = 0; i < whole_.NumPartitions(); ++i) {
