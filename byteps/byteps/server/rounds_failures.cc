@@ -19,7 +19,8 @@ namespace {
 // Of each partition.
 constexpr size_t kFailuresKept = 16;
 // Of a round that has its sum, and is still open.
-constexpr char kNoMemoryToAnswer[] = "the server is out of memory: it has the sum, and could not send it";
+constexpr char kNoMemoryToAnswer[] =
+    "the server is out of memory: it has the sum, and could not send it";
 // Whether there is a scheduler again.
 constexpr auto kLookAgain = std::chrono::seconds(1);
 

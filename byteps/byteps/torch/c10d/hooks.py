@@ -264,6 +264,7 @@ def _set_elsewhere(ended: Any, future: Any) -> None:
             return
         thread = threading.Thread(target=ended.set_result, args=(None,))
         thread.start()
+        # Ended by the callbacks of the result, which wait for nothing; deadline: none.
         thread.join()
 
     future.add_done_callback(follow)
