@@ -78,6 +78,7 @@ auto AwaitHost(double limit_s, const Find& find) -> decltype(find()) {
                     Limit(limit_s, "BYTEPS_START_TIMEOUT_S"));
       }
     }
+    // Ended by the time; deadline: the next attempt.
     std::this_thread::sleep_for(kPause);
   }
 }
