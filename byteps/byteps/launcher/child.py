@@ -43,6 +43,7 @@ class Child:
         self._started = threading.Event()
         self._ended = threading.Event()
         threading.Thread(target=self._keep, name=f"byteps-{title}", daemon=True).start()
+        # Ended by the thread, once it has tried to start; deadline: none.
         self._started.wait()
         if self._failure is not None:
             raise byteps_error(f"cannot start {title} ({self._command[0]}): {self._failure}")
@@ -67,6 +68,7 @@ class Child:
             self._started.set()
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
+            # Ended by waitid above: it has ended; deadline: none.
             status = self._process.wait()
         if status != 0 and not self._expected:
             # Not print(): at interpreter exit a daemon thread must not wait for stderr's lock.
@@ -111,6 +113,7 @@ class Child:
 
     def wait(self, deadline: float) -> bool:
         """Whether it ended before `deadline` (of time.monotonic())."""
+        # Ended by the end of the child; deadline: the caller's.
         return self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def signal(self, number: signal.Signals) -> None:
@@ -128,4 +131,5 @@ def wait_all(children: Sequence[Child], deadline: float, grace_s: float) -> None
             left = min([deadline, *failures]) - time.monotonic()
             if left <= 0:
                 return
+            # Ended by the end of a child; deadline: the caller's, or of grace.
             _endings.wait(min(left, threading.TIMEOUT_MAX))

@@ -362,6 +362,7 @@ class _Start:
             ["--port-file", str(port_file)],
         )
         while not port_file.exists():
+            # Ended by the end of the child; deadline: 10 ms, then the file is looked for.
             if scheduler.wait(min(self._deadline, time.monotonic() + 0.01)):
                 raise byteps_error(
                     f"the embedded scheduler ended with status {scheduler.status} before it "
