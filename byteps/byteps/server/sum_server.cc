@@ -1,6 +1,8 @@
 #include "byteps/server/sum_server.h"
 
 #include <algorithm>
+#include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -167,13 +169,20 @@ bool Server::Expects(const MessageHead& head, size_t bytes) {
 void Server::OnMessage(Message* message) {
   if (message->between_servers) return backup_.OnMessage(message);
   if (!message->is_request) return;
-  reserve_.Survive([&] { Dispatch(message); },
-                   [&](const std::exception& e) {
-                     const auto* const no_memory = dynamic_cast<const std::bad_alloc*>(&e);
-                     const std::string why =
-                         no_memory != nullptr ? NoMemoryFor(*message, *no_memory) : e.what();
-                     context_.Refuse(*message, why);
-                   });
+  std::exception_ptr other;  // the transport closes the connection for it
+  const auto work = [&] {
+    try {
+      Dispatch(message);
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (...) {
+      other = std::current_exception();
+    }
+  };
+  reserve_.Survive(work, [&](const std::exception& e) {
+    context_.Refuse(*message, NoMemoryFor(*message, dynamic_cast<const std::bad_alloc&>(e)));
+  });
+  if (other) std::rethrow_exception(other);
 }
 
 void Server::Dispatch(Message* message) {
