@@ -1,0 +1,84 @@
+"""One cell of the matrix, on one rank: a scenario over gloo, and then through an interface."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.border import interfaces, scenarios
+
+
+def run(
+    folder: Path,
+    interface: str,
+    scenario: str,
+    pause_s: float,
+    rounds: int,
+    environment: dict[str, str],
+) -> dict[str, Any]:
+    """Run the scenario twice in this process; return what both runs gave.
+
+    Returns:
+        "reference" and "values": name -> tensor; "reference_error" and "error": the text of the
+        error that ended each run, or ""; "reduced_bytes" and "pushed_bytes": what had to be
+        reduced, and what this rank has sent to servers; "seconds": of the second run.
+    """
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    program = scenarios.SCENARIOS[scenario]
+    ours = interfaces.make(interface)
+    os.environ.pop("BYTEPS_C10D", None)
+    reference = _run(program, interfaces.make(ours.reference), folder, 0.0, rounds)
+    found = _run(program, ours, folder, pause_s, rounds)
+    result = {"reference": reference["values"], "reference_error": reference["error"], **found}
+    if scenario == "exit-after-the-last-sum" and os.environ["RANK"] == "1":
+        torch.save(result, folder / "rank1.pt")
+        os._exit(0)
+    if not found["error"]:
+        # Where a rank is gone already, leaving in order may fail, by name and in bounded time.
+        try:
+            ours.end()
+        except Exception as error:
+            if scenario != "exit-after-the-last-sum":
+                raise
+            result["end"] = f"{type(error).__name__}: {error}"
+    return result
+
+
+def _run(
+    program: Any, interface: Any, folder: Path, pause_s: float, rounds: int
+) -> dict[str, Any]:
+    interface.start(folder)
+    rank = int(os.environ["RANK"])
+    this = scenarios.Run(
+        interface=interface, folder=folder, rank=rank, pause_s=pause_s, rounds=rounds
+    )
+    before, begin, error = _pushed_bytes(interface), time.monotonic(), ""
+    try:
+        program(this)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        traceback.print_exc()
+    found = {
+        "values": this.values,
+        "error": error,
+        "seconds": time.monotonic() - begin,
+        "reduced_bytes": this.reduced_bytes,
+        "pushed_bytes": _pushed_bytes(interface) - before,
+    }
+    if not interface.through_servers:
+        interface.end()
+    return found
+
+
+def _pushed_bytes(interface: Any) -> int:
+    if not interface.through_servers:
+        return 0
+    import byteps.torch as bps
+
+    return int(bps.get_metrics()["byteps_worker_pushed_bytes_total"])

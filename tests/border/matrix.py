@@ -1,0 +1,137 @@
+"""The matrix of interfaces and scenarios: the verdict on each cell, and the page that shows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.border import interfaces, scenarios
+from tests.layouts.job import Job
+
+PAUSES_S = {"late-rank": 30.0, "stopped-host": 12.0}
+"""Of the scenarios in which a rank pauses."""
+RANKS = 2
+ROUNDS = 200
+"""How often a group is made, used and destroyed."""
+
+MUST_COMPUTE = frozenset(
+    {
+        *("plain", "grad-scaler", "accumulation", "unused-parameters", "late-rank"),
+        *("stopped-host", "group-made-again", "second-model"),
+    }
+)
+"""Scenarios that no interface may refuse."""
+
+NO_GROUP = "its gradients are averaged over all ranks: it takes no group"
+
+NOT_SAYABLE: dict[tuple[str, str], str] = {
+    (interface.name, scenario): NO_GROUP
+    for interface in interfaces.SERVED
+    if not interface.takes_groups
+    for scenario in ("group-made-again", "groups-in-opposite-order")
+}
+"""Cells that no program can ask for, and why."""
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("ServerOptimizer", "lbfgs"): r"AdamW and SGD.*not as LBFGS",
+    ("ServerOptimizer", "added-later"): r"declared once",
+}
+"""Cells that are refused on every rank, with a pattern of the error's text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a cell."""
+
+    text: str
+    """For the table."""
+    is_good: bool
+
+
+def cells() -> list[tuple[str, str]]:
+    """(interface, scenario) of all cells that a program can ask for."""
+    every = [(i.name, s) for s in scenarios.SCENARIOS for i in interfaces.SERVED]
+    return [cell for cell in every if cell not in NOT_SAYABLE]
+
+
+def run_cell(folder: Path, interface: str, scenario: str, *, rounds: int = ROUNDS) -> Job:
+    """Run a cell in a folder of its own, which must not exist."""
+    settings = {
+        "interface": interface,
+        "scenario": scenario,
+        "pause_s": PAUSES_S.get(scenario, 0.0),
+        "rounds": rounds,
+        "environment": {
+            "BYTEPS_EMBEDDED_SERVERS": "1",
+            "BYTEPS_PARTITION_BYTES": "4096",
+            "BYTEPS_START_TIMEOUT_S": "100",
+            **interfaces.make(interface).environment,
+        },
+    }
+    job = Job(folder, "tests.border.cell:run", RANKS, settings)
+    job.run()
+    return job
+
+
+def judge(job: Job, interface: str, scenario: str) -> Verdict:
+    """Compare what the ranks of a cell saw with gloo's results, or with the refusal that is due."""
+    results = job.results()
+    errors = [result["error"] for result in results]
+    pattern = REFUSED.get((interface, scenario))
+    if any(result["reference_error"] for result in results):
+        upstream = results[0]["reference_error"].splitlines()[0]
+        return Verdict(text=f"refused, also without BytePS: {upstream}", is_good=all(errors))
+    if any(errors):
+        first = errors[0].splitlines()[0] if errors[0] else "no error on rank 0"
+        if pattern is None:
+            return Verdict(text=f"fails: {errors}", is_good=False)
+        good = all(re.search(pattern, error) for error in errors)
+        return Verdict(text=f"refused: {first}", is_good=good)
+    if pattern is not None:
+        return Verdict(text=f"computes, where {pattern!r} is expected", is_good=False)
+    tolerance = interfaces.make(interface).tolerance
+    for rank, result in enumerate(results):
+        if result["pushed_bytes"] < result["reduced_bytes"]:
+            sent, due = result["pushed_bytes"], result["reduced_bytes"]
+            return Verdict(text=f"rank {rank} sent {sent} of {due} bytes", is_good=False)
+        different = _differences(result["reference"], result["values"], tolerance)
+        if different:
+            return Verdict(text=f"rank {rank} differs: {'; '.join(different)}", is_good=False)
+    return Verdict(text="same bits" if tolerance == 0 else "same", is_good=True)
+
+
+def _differences(
+    reference: dict[str, torch.Tensor], values: dict[str, torch.Tensor], tolerance: float
+) -> list[str]:
+    if reference.keys() != values.keys():
+        return [f"other values: {sorted(reference.keys() ^ values.keys())}"]
+    found = []
+    for name, wanted in reference.items():
+        value = values[name]
+        if not torch.isfinite(value).all():
+            found.append(f"{name} is not finite")
+        elif tolerance == 0 and not torch.equal(value, wanted):
+            found.append(f"{name} by {float((value - wanted).abs().max()):.3g}")
+        elif tolerance and not torch.allclose(value, wanted, rtol=tolerance, atol=tolerance):
+            found.append(f"{name} by {float((value - wanted).abs().max()):.3g}")
+    return found[:4]
+
+
+def rows(verdicts: dict[tuple[str, str], Verdict]) -> list[list[str]]:
+    """Rows of the table of those scenarios of which every cell was run."""
+    found = []
+    for scenario in scenarios.SCENARIOS:
+        cells_ = [(interface.name, scenario) for interface in interfaces.SERVED]
+        if all(cell in verdicts or cell in NOT_SAYABLE for cell in cells_):
+            texts = [f"not possible: {NOT_SAYABLE[c]}" if c in NOT_SAYABLE else verdicts[c].text for c in cells_]
+            found.append([scenario, *texts])
+    return found
+
+
+def names(argument: str) -> Sequence[str]:
+    """The words of a list with commas."""
+    return [word for word in argument.split(",") if word]

@@ -1,0 +1,58 @@
+"""What a user's own program does, through each interface: it computes what gloo computes, or is
+refused by name on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.border import interfaces, matrix
+from tests.layouts.job import start_fork_server
+
+QUICK = {
+    ("DistributedOptimizer", "grad-scaler"),
+    ("DistributedOptimizer", "closure"),
+    ("DistributedOptimizer", "unfrozen-later"),
+    ("ServerOptimizer", "grad-scaler"),
+    ("ServerOptimizer", "second-model"),
+    ("ddp_comm_hook", "unused-parameters"),
+    ("ddp_comm_hook", "group-made-again"),
+    ("BYTEPS_C10D", "sparse-gradients"),
+    ("BYTEPS_C10D", "groups-in-opposite-order"),
+    ("FSDP2", "accumulation"),
+    ("--use-dpu-reduce", "grad-scaler"),
+    ("--dpu-optimizer", "two-backward-passes"),
+}
+"""Cells of `make test`."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """Imports torch and Megatron once for all ranks of all cells."""
+    start_fork_server(["tests.border.cell", "tests.layouts.warm"])
+
+
+def _parameters() -> list[object]:
+    thorough = pytest.mark.thorough
+    return [
+        pytest.param(*cell, marks=() if cell in QUICK else thorough, id="+".join(cell))
+        for cell in matrix.cells()
+    ]
+
+
+@pytest.mark.parametrize(("interface", "scenario"), _parameters())
+def test_cell(run_dir: Path, interface: str, scenario: str) -> None:
+    # In `make test` a group is made again less often, for time.
+    rounds = 10 if (interface, scenario) in QUICK else matrix.ROUNDS
+    job = matrix.run_cell(run_dir / "cell", interface, scenario, rounds=rounds)
+    verdict = matrix.judge(job, interface, scenario)
+    assert verdict.is_good, f"{verdict.text}\n{job.logs()}"
+
+
+def test_what_must_compute_is_not_refused() -> None:
+    assert not [cell for cell in matrix.REFUSED if cell[1] in matrix.MUST_COMPUTE]
+    known = {cell for cell in matrix.cells()}
+    assert set(QUICK) <= known and set(matrix.REFUSED) <= known
+    assert len(QUICK) == 12
+    assert {interface.name for interface in interfaces.SERVED} == {cell[0] for cell in QUICK}
