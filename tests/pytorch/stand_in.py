@@ -1,0 +1,64 @@
+"""Lets the CPU stand in for the GPUs that PyTorch's tests of DDP ask for.
+
+Those tests put models on ``cuda:RANK``, and mean one device of several; what they demand of sums
+holds on a CPU over gloo as well. They are compared with gloo's own outcome on the same stand-ins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+
+def prepare() -> None:
+    """Replace what skips tests without GPUs. Call it before the suite is imported."""
+    os.environ["MEGATRON_CPU"] = "1"
+    import torch.distributed.optim  # it compiles classes from their source
+    from megatron.training import cpu_platform
+    from torch.testing._internal import common_distributed as common
+
+    def always(*arguments: Any, **named: Any) -> Callable[[Any], Any]:
+        return lambda function: function
+
+    common.skip_if_lt_x_gpu = common.require_n_gpus_for_nccl_backend = always
+    common.skip_if_no_gpu = lambda function: function
+    common.init_multigpu_helper = lambda ranks, backend: {rank: [0] for rank in range(ranks)}
+    cpu_platform.install()
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    made = DistributedDataParallel.__init__
+
+    def make(self: Any, module: Any, *placed: Any, **named: Any) -> None:
+        # A model on the CPU is not given devices.
+        made(self, module, **{k: v for k, v in named.items() if k not in _DEVICES})
+
+    DistributedDataParallel.__init__ = make  # type: ignore[method-assign]
+
+
+_DEVICES = ("device_ids", "output_device")
+
+
+class OnCpu(TorchFunctionMode):
+    """Takes every device for the CPU: a number, ``cuda:0``."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if "device" in named:
+            named = {**named, "device": torch.device("cpu")}
+        if function is torch.Tensor.to:
+            args = (args[0], *(_cpu_of(argument) for argument in args[1:]))
+        return function(*args, **named)
+
+
+def _cpu_of(value: Any) -> Any:
+    is_device = isinstance(value, torch.device) or type(value) is int
+    named = isinstance(value, str) and value.startswith("cuda")
+    return torch.device("cpu") if is_device or named else value
