@@ -156,8 +156,8 @@ test-rl: setup-rl ## reinforcement learning through verl: a user's command line,
 test-frameworks: setup-frameworks ## torchtitan, Lightning, transformers, DeepSpeed: scripts that know nothing of byteps
 	@$(PYTHON_FRAMEWORKS) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/frameworks)
 
-# The oldest torch that the wheel is for, and one in between.
-TORCHES ?= 2.9 2.11
+# The oldest torch that the wheel is for, one in between, and the newest ones.
+TORCHES ?= 2.9 2.11 2.14 2.15
 WITH_TORCH := $(addprefix tests/multiproc/test_,c10d.py push_pull.py)
 
 test-torch: setup ## the wheel with TORCHES: the backend of torch.distributed, hooks, push-pulls, optimizers
@@ -166,6 +166,12 @@ test-torch: setup ## the wheel with TORCHES: the backend of torch.distributed, h
 		PYTHONPATH="$(CURDIR)" $$python -m pytest -n $(JOBS) -m "not thorough" $(PYTEST_ARGS) \
 			$(or $(TESTS),$(WITH_TORCH)) || exit 1; \
 	done
+
+border: setup ## what users' programs compute through each interface, compared with gloo, as a table
+	@$(PYTHON_ENV) -W ignore -m tests.border.run $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
+pytorch-tests: setup ## PyTorch's own tests of torch.distributed, through servers and over gloo
+	@$(PYTHON_ENV) -W ignore -m tests.pytorch.run $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 rl-layouts: setup-rl ## verl's trainer and vLLM in each layout, by GRPO and PPO, as a table
 	@$(PYTHON_RL) -W ignore tests/layouts/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
