@@ -17,7 +17,7 @@ need them, so that make setup leaves them alone:
   clang          the newest clang++ that has its run-time libraries, for sanitizers, fuzzers and the check of lock
                  annotations
   valgrind       valgrind, for thorough tests
-  torch VERSION  the Python of an environment that has torch VERSION, 2.9 or 2.11, as locks/torch-*.lock pins it, what
+  torch VERSION  the Python of an environment that has torch VERSION, 2.9, 2.11, 2.14 or 2.15, as locks/torch-*.lock pins it, what
                  tests need, and the byteps wheel that is in build/venv. It lies in the cache, under a name made of all
                  that is in it, and is made if it is not there. Needs build/venv: run scripts/setup.sh before
 
@@ -149,7 +149,7 @@ case "$tool" in
   torch)
     version="${1:-}"
     lock="$root/locks/torch-${version//./-}.lock"
-    (($# == 1)) && [[ -f $lock ]] || bad_use "torch takes 2.9 or 2.11, got: $*"
+    (($# == 1)) && [[ -f $lock ]] || bad_use "torch takes 2.9, 2.11, 2.14 or 2.15, got: $*"
     torch "$version" "$lock"
     ;;
   clean)
