@@ -31,6 +31,8 @@ class Interface:
     name = "gloo"
     reference = "gloo"
     """Name of the interface over gloo whose results are right for this one."""
+    references: dict[str, str] = {}
+    """Another one, for some scenarios."""
     through_servers = False
     takes_groups = True
     """Whether a model can be wrapped for a group of ranks other than the world."""
@@ -224,7 +226,9 @@ class DistributedOptimizer(_Served):
     """`bps.DistributedOptimizer`."""
 
     name = "DistributedOptimizer"
-    reference = "gloo"
+    reference = "ddp-gloo"
+    # DDP leaves out what needed no gradient, or was no parameter, when it was made.
+    references = {"unfrozen-later": "gloo", "added-later": "gloo"}
     takes_groups = False
 
     def wrap(

@@ -39,6 +39,7 @@ NOT_SAYABLE: dict[tuple[str, str], str] = {
 REFUSED: dict[tuple[str, str], str] = {
     ("ServerOptimizer", "lbfgs"): r"AdamW and SGD.*not as LBFGS",
     ("ServerOptimizer", "added-later"): r"declared once",
+    ("ServerOptimizer", "unfrozen-later"): r"ValueError",
 }
 """Cells that are refused on every rank, with a pattern of the error's text."""
 
