@@ -258,6 +258,8 @@ class ServerOptimizer(_Served):
 
     name = "ServerOptimizer"
     reference = "gloo"
+    # A scheduler that was made before has the torch optimizer's own step.
+    references = {"scheduler-made-before": "ddp-gloo"}
     tolerance = 1e-5
 
     def wrap(
@@ -321,6 +323,8 @@ class FsdpGloo(Interface):
     name = "fsdp2-gloo"
     reference = "fsdp2-gloo"
     ranks_may_differ = False
+    _alone: Any = None
+    """The group of this rank alone."""
 
     def wrap(
         self,
@@ -331,11 +335,21 @@ class FsdpGloo(Interface):
         passes: int = 1,
         unused: bool = False,
     ) -> tuple[nn.Module, Any]:
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         shape = (dist.get_world_size(), 1)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        if group is None:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        else:
+            if self._alone is None:
+                self._alone = [dist.new_group([rank]) for rank in range(shape[0])][dist.get_rank()]
+            mesh = DeviceMesh.from_group(
+                [group, self._alone],
+                "cpu",
+                mesh=torch.arange(shape[0]).view(shape),
+                mesh_dim_names=("replicate", "shard"),
+            )
         names = {parameter: name for name, parameter in model.named_parameters()}
         stepped = [names[p] for group in optimizer.param_groups for p in group["params"]]
         sharded = fully_shard(model, mesh=mesh)
