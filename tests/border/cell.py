@@ -51,9 +51,7 @@ def run(
     return result
 
 
-def _run(
-    program: Any, interface: Any, folder: Path, pause_s: float, rounds: int
-) -> dict[str, Any]:
+def _run(program: Any, interface: Any, folder: Path, pause_s: float, rounds: int) -> dict[str, Any]:
     interface.start(folder)
     rank = int(os.environ["RANK"])
     this = scenarios.Run(

@@ -1,7 +1,7 @@
 """Runs the matrix, or some of its cells, and writes its table.
 
-    build/venv/bin/python -m tests.border.run [--interface NAME,...] [--scenario NAME,...]
-        [--jobs N] [--markdown docs/results/border.md]
+build/venv/bin/python -m tests.border.run [--interface NAME,...] [--scenario NAME,...]
+    [--jobs N] [--markdown docs/results/border.md]
 """
 
 from __future__ import annotations

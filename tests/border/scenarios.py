@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.border.interfaces import Interface
+from tests.border.interface import Interface, Options
 
 STEPS = 4
 LR = 0.1
@@ -107,8 +107,7 @@ def plain(run: Run) -> None:
 @scenario
 def grad_scaler(run: Run) -> None:
     """torch's loss scaling; in step 1 the loss of rank 1 overflows, and every rank skips it."""
-    if hasattr(run.interface, "fp16"):
-        run.interface.fp16 = True
+    run.interface.scales_loss = True
     model = _model()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
     scaler = run.interface.scaler(optimizer)
@@ -226,7 +225,7 @@ def two_backward_passes(run: Run) -> None:
 def accumulation(run: Run) -> None:
     """Three micro-batches a step."""
     model = _model()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model), passes=3)
+    wrapped, optimizer = run.interface.wrap(model, _sgd(model), Options(passes=3))
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(2):
@@ -259,7 +258,7 @@ def unused_parameters(run: Run) -> None:
     """A layer is used by one rank alone, another one by nobody. Under FSDP2, whose ranks must use
     the same layers, the first one is used in every other step."""
     model = _Forked()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model), unused=True)
+    wrapped, optimizer = run.interface.wrap(model, _sgd(model), Options(unused=True))
     for step in range(STEPS):
         optimizer.zero_grad()
         chosen = run.rank if run.interface.ranks_may_differ else 0
@@ -300,7 +299,7 @@ def non_contiguous(run: Run) -> None:
     """Convolutions in channels-last memory, and a parameter that is a transposed view."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Flatten())
-    model = model.to(memory_format=torch.channels_last)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.append(nn.Linear(4 * 4 * 4, 8))
     model[4].weight = nn.Parameter(torch.randn(64, 8).t())
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
@@ -396,7 +395,7 @@ def group_made_again(run: Run) -> None:
     for number in range(run.rounds):
         group = dist.new_group([0, 1])
         model = _model(seed=number)
-        wrapped, optimizer = run.interface.wrap(model, _sgd(model), group=group)
+        wrapped, optimizer = run.interface.wrap(model, _sgd(model), Options(group=group))
         _train(run, wrapped, optimizer, range(1))
         run.keep(f"round{number}", wrapped)
         run.count(model, 1)
@@ -417,7 +416,7 @@ def groups_in_opposite_order(run: Run) -> None:
     for number in range(2):
         model = _model(seed=number)
         group = dist.new_group([0, 1])
-        pairs.append(run.interface.wrap(model, _sgd(model), group=group))
+        pairs.append(run.interface.wrap(model, _sgd(model), Options(group=group)))
         run.count(model)
     errors: list[BaseException] = []
 

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.pytorch import stand_in  # noqa: E402 # the checkout's
+from tests.pytorch import stand_in
 
 LIMIT_S = 150.0
 """Of one test: a bound against hangs, on a machine on which others work as well."""
@@ -50,9 +49,7 @@ def main() -> int:
         stand_in.prepare()
     from torch.testing._internal.distributed import distributed_test as suite
 
-    case = type(
-        "Case", (suite.TestDistBackend, suite.DistributedTest._DistTestBase), {}
-    )
+    case = type("Case", (suite.TestDistBackend, suite.DistributedTest._DistTestBase), {})
     every = sorted(name for name in dir(case) if name.startswith("test_"))
     for name in options.tests or every:
         outcome = run_test(case, name, options)
@@ -83,10 +80,8 @@ def _run_in(
     codes = _wait(ranks)
     # Whatever a rank has started has its session.
     for pid in ranks:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     logs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(ranks))]
     outcome = _outcome(case, name, codes)
     counts = [folder / f"operations.{rank}" for rank in range(len(ranks))]

@@ -27,16 +27,20 @@ def prepare() -> None:
 
     common.skip_if_lt_x_gpu = common.require_n_gpus_for_nccl_backend = always
     common.skip_if_no_gpu = lambda function: function
-    common.init_multigpu_helper = lambda ranks, backend: {rank: [0] for rank in range(ranks)}
+    common.init_multigpu_helper = _first_device_each
     cpu_platform.install()
-    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    torch.cuda.set_device = lambda device: None
     made = DistributedDataParallel.__init__
 
     def make(self: Any, module: Any, *placed: Any, **named: Any) -> None:
         # A model on the CPU is not given devices.
         made(self, module, **{k: v for k, v in named.items() if k not in _DEVICES})
 
-    DistributedDataParallel.__init__ = make  # type: ignore[method-assign]
+    setattr(DistributedDataParallel, "__init__", make)  # noqa: B010 # mypy refuses a plain one
+
+
+def _first_device_each(world_size: int, backend: str) -> dict[int, list[int]]:
+    return {rank: [0] for rank in range(world_size)}
 
 
 _DEVICES = ("device_ids", "output_device")
