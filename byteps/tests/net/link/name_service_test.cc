@@ -19,27 +19,31 @@ using std::chrono::milliseconds;
 
 const DialPlan::Clock::time_point kStart{};
 
-// A service whose answers a test changes, as when a pod is made again.
-class ChangingNames : public NameService {
+// Sets a service whose answers a test changes, as when a pod is made again.
+class ChangingNames {
  public:
-  ChangingNames() {
-    NameService::Set(std::shared_ptr<NameService>(this, [](NameService*) {}));
-  }
-  ~ChangingNames() override { NameService::Set(nullptr); }
+  ChangingNames() { NameService::Set(names_); }
+  ~ChangingNames() { NameService::Set(nullptr); }
 
   void Answer(const std::string& address) {
-    MutexLock lock(&mu_);
-    address_ = address;
-  }
-  std::vector<Address> Find(const std::string& host, int port) override {
-    MutexLock lock(&mu_);
-    if (address_.empty()) throw UnknownHost(host + " is not known");
-    return Resolve(address_, port);
+    MutexLock lock(&names_->mu);
+    names_->address = address;
   }
 
  private:
-  Mutex mu_;
-  std::string address_ PS_GUARDED_BY(mu_);
+  struct Names : NameService {
+    std::vector<Address> Find(const std::string& host, int port) override {
+      MutexLock lock(&mu);
+      if (address.empty()) throw UnknownHost(host + " is not known");
+      return Resolve(address, port);
+    }
+
+    Mutex mu;
+    std::string address PS_GUARDED_BY(mu);
+  };
+
+  // Shared with the threads of lookups, which may outlive the test.
+  const std::shared_ptr<Names> names_ = std::make_shared<Names>();
 };
 
 // Fails attempts until the route is this one, or, of "", until there is none for the reason given.
