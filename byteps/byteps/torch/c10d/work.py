@@ -51,28 +51,29 @@ class Line:
 
 
 MOST_KEPT = 64
-"""Works that have ended and are kept nevertheless."""
-MOST_KEPT_BYTES = 64 << 10
-"""Longest tensors that are kept after somebody has waited for them."""
+"""Works of short tensors that have ended and are kept nevertheless."""
+SHORT_BYTES = 64 << 10
+"""Length of the longest tensors whose works are kept after their end."""
 
-_kept: dict[int, Work] = {}
-"""Works in flight, and some that have ended, by their ids, oldest first. torch may hold the C++
-half of a work alone, as DDP's join does with a sum of one element, and ask it for its end and then
-for its future: without this half, which would be collected, the one never comes and the other is
-an error."""
+_kept_short: dict[int, Work] = {}
+_kept_long: dict[int, Work] = {}
+"""Works in flight, by their ids, oldest first, and of short tensors some that have ended. torch may
+hold the C++ half of a work alone, as DDP's join does with a sum of one element, and ask it for its
+end and then for its future: without this half, which would be collected, the one never comes and
+the other is an error."""
 
 
-def _keep(work: Work) -> None:
-    _kept[id(work)] = work
-    while len(_kept) > MOST_KEPT:
+def _drop_ended(kept: dict[int, Work], most: int) -> None:
+    """Let go of the oldest works beyond this number, up to the first that is in flight."""
+    while len(kept) > most:
         try:
-            oldest = next(iter(_kept.values()))
+            oldest = next(iter(kept.values()))
         except (RuntimeError, StopIteration):  # another thread is here
             return
         if not oldest.is_completed():
             return
         oldest.let_go()
-        _kept.pop(id(oldest), None)
+        kept.pop(id(oldest), None)
 
 
 class Work(dist._Work):
@@ -86,7 +87,14 @@ class Work(dist._Work):
         """`tensors`: what the future's value will be."""
         super().__init__()
         self._tensors = list(tensors)
-        _keep(self)
+
+    def _keep(self) -> None:
+        """Keep this half of the work until its end. The last step of making one: any thread may
+        ask it from now on."""
+        is_short = all(tensor.nbytes <= SHORT_BYTES for tensor in self._tensors)
+        (_kept_short if is_short else _kept_long)[id(self)] = self
+        _drop_ended(_kept_short, MOST_KEPT)
+        _drop_ended(_kept_long, 1)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until the values are there, in the sense of the subclass."""
@@ -100,8 +108,7 @@ class Work(dist._Work):
         """It has ended, and nobody seems to want it: free what only a wait would."""
 
     def _was_awaited(self) -> None:
-        if any(tensor.nbytes > MOST_KEPT_BYTES for tensor in self._tensors):
-            _kept.pop(id(self), None)
+        _kept_long.pop(id(self), None)
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -150,6 +157,7 @@ class ServerWork(Work):
         self._completing = threading.RLock()
         if line is not None:
             line.add(self)
+        self._keep()
 
     # ----- as torch.distributed calls it
 
@@ -310,6 +318,7 @@ class WorkOfMany(Work):
         """`works`: of a process group, for `tensors`."""
         super().__init__(tensors)
         self._works = list(works)
+        self._keep()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for all, and then raise the first error, if there is one."""
@@ -390,6 +399,7 @@ class StreamedWork(Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
             self._queue()
+        self._keep()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Have the current stream wait for the values. The host goes on at once.
@@ -456,7 +466,8 @@ def await_all() -> None:
     Raises:
         BytePSError: the job has failed, of which nobody may have heard.
     """
-    _kept.clear()
+    _kept_short.clear()
+    _kept_long.clear()
     if not _has_streamed:
         return
     while _landing:
