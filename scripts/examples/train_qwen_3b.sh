@@ -104,7 +104,7 @@ if [[ -n ${CHECK:-} ]]; then
   python="$root/build/venv/bin/python"
   [[ -x $python ]] || python=python3
   exec "$python" -W ignore -m megatron.core.distributed.dpu_reduce.check \
-    --hosts "$hosts" --gpus-per-host 8 --link-gbps "$CHECK" -- "${arguments[@]}"
+    --hosts "$hosts" --servers "$hosts" --gpus-per-host 8 --link-gbps "$CHECK" -- "${arguments[@]}"
 fi
 exec "$root/scripts/worker.sh" "${options[@]}" -- \
   "${PROGRAM:-$root/build/Megatron-LM/pretrain_dpu_gpt.py}" "${arguments[@]}"

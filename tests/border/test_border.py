@@ -15,7 +15,7 @@ QUICK = {
     ("DistributedOptimizer", "closure"),
     ("DistributedOptimizer", "unfrozen-later"),
     ("ServerOptimizer", "grad-scaler"),
-    ("ServerOptimizer", "second-model"),
+    ("ServerOptimizer", "scheduler-made-before"),
     ("ddp_comm_hook", "unused-parameters"),
     ("ddp_comm_hook", "group-made-again"),
     ("BYTEPS_C10D", "sparse-gradients"),

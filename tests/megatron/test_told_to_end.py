@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,14 +32,26 @@ def scripted(run_dir: Path) -> Iterator[Scripted]:
     made.close()
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="end-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     "words", [pytest.param((), marks=pytest.mark.thorough), ("--dpu-optimizer",)], ids=["", "dpu"]
 )
-def test_a_checkpoint_is_saved(scripted: Scripted, tree: Path, words: tuple[str, ...]) -> None:
+def test_a_checkpoint_is_saved(
+    scripted: Scripted, tree: Path, short_folder: Path, words: tuple[str, ...]
+) -> None:
     """Scheduler and servers wait for it, and with --dpu-optimizer for their own state."""
     scheduler, server = scripted.start_nodes(workers=2, servers=1)
     saved = scripted.folder / "checkpoint"
-    env = {"MEGATRON_CPU": "1", "PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore"}
+    # Sockets of Megatron's writers are in TMPDIR, and the path of a socket is short.
+    env = {
+        **{"MEGATRON_CPU": "1", "PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore"},
+        "TMPDIR": str(short_folder),
+    }
     worker = scripted.start(
         "worker",
         *("--scheduler", f"127.0.0.1:{scripted.port}", "--servers", "1"),

@@ -74,8 +74,6 @@ def gathering(make_cluster: Callable[..., Cluster]) -> Cluster:
     ("role", "env", "status", "texts"),
     [
         ("server", {"BYTEPS_IO_THREADS": "x"}, USAGE, ["BYTEPS_IO_THREADS='x'"]),
-        ("server", {"BYTEPS_IO_THREAD": "2"}, USAGE, ["did you mean BYTEPS_IO_THREADS?"]),
-        ("worker", {"BYTEPS_IO_THREAD": "2"}, USAGE, ["did you mean BYTEPS_IO_THREADS?"]),
         ("server", {"DMLC_ENABLE_RDMA": "roce"}, USAGE, ["DMLC_ENABLE_RDMA='roce'", "ibverbs"]),
         pytest.param(
             *("server", {"DMLC_ENABLE_RDMA": "ibverbs"}, 1, ["RDMA cannot be used on this host"]),
