@@ -49,7 +49,9 @@ def test_a_checkpoint_is_saved(
     saved = scripted.folder / "checkpoint"
     # Sockets of Megatron's writers are in TMPDIR, and the path of a socket is short.
     env = {
-        **{"MEGATRON_CPU": "1", "PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore"},
+        "MEGATRON_CPU": "1",
+        "PYTHONPATH": str(tree),
+        "PYTHONWARNINGS": "ignore",
         "TMPDIR": str(short_folder),
     }
     worker = scripted.start(
