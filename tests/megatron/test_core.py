@@ -319,7 +319,7 @@ def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sums, "_reductions", lambda config, group: Reductions())
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: calls.append("NCCL"))
     config: Any = SimpleNamespace(use_dpu_reduce=True)
-    reduction = sums.OuterReduction(config, None)
+    reduction = sums.OuterReduction(config, None)  # type: ignore[arg-type] # not looked at
     gradient: Any = SimpleNamespace(is_cuda=True, dtype=None, device=None, numel=lambda: 1)
     for records in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda it=records: it)
