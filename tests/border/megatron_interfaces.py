@@ -52,7 +52,7 @@ class MegatronGloo(Interface):
         return model.no_sync()  # type: ignore[operator]
 
     def scaler(self, optimizer: Any) -> Any:
-        return optimizer
+        return _MegatronScaler(optimizer)
 
     def end(self) -> None:
         from megatron.core import parallel_state
@@ -86,16 +86,24 @@ class _MegatronStep:
     def add_param_group(self, group: dict[str, Any]) -> None:
         self._optimizer.add_param_group(group)
 
-    # As a scaler: Megatron's optimizer has its own.
+
+class _MegatronScaler:
+    """The scale of the loss that Megatron's optimizer has, behind the names of torch's scaler."""
+
+    def __init__(self, optimizer: _MegatronStep) -> None:
+        self._inner = optimizer._optimizer
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return self._optimizer.scale_loss(loss)
+        return self._inner.scale_loss(loss)
+
+    def step(self, optimizer: _MegatronStep) -> None:
+        optimizer.step()
 
     def update(self) -> None:
-        pass
+        """Megatron's step has done it."""
 
     def get_scale(self) -> float:
-        return float(self._optimizer.get_loss_scale())
+        return float(self._inner.get_loss_scale())
 
 
 class Megatron(MegatronGloo):
