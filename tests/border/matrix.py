@@ -37,7 +37,7 @@ NOT_SAYABLE = frozenset(
 REFUSED: dict[tuple[str, str], str] = {
     ("ServerOptimizer", "lbfgs"): r"AdamW and SGD.*not as LBFGS",
     ("ServerOptimizer", "added-later"): r"declared once",
-    ("ServerOptimizer", "unfrozen-later"): r"ValueError",
+    ("ServerOptimizer", "unfrozen-later"): r"needs a gradient, and needed none",
 }
 """Cells that are refused on every rank, with a pattern of the error's text."""
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-from byteps.torch import operations, session
+from byteps.torch import ops, session
 from byteps.torch.broadcast import broadcast_object
 
 _made: dict[tuple[int, str], int] = {}
@@ -35,15 +35,7 @@ def number(kind: str, description: Sequence[str]) -> str:
     key = session.number(), kind
     mine = _made[key] = _made.get(key, 0) + 1
     told = torch.cat([torch.tensor([mine if session.rank() == 0 else 0]), words, words * words])
-    handle = operations.start(
-        *(told, told),
-        average=False,
-        name=f"{kind}/agreement",
-        priority=0,
-        group=None,
-        placement=None,
-    )
-    operations.synchronize(handle)
+    ops.push_pull_inplace(told, average=False, name=f"{kind}/agreement")
     sums, squares = told[1:].view(2, _WORDS)
     # By Cauchy and Schwarz: where all words are the same, and only there.
     if not torch.equal(sums * sums, squares * session.size()):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from byteps.torch import agreement, gradient_averager, operations, session
+from byteps.torch import agreement, gradient_averager, ops, session
 from byteps.torch.compression import Compression
 from byteps.torch.gradient_averager import GradientAverager, averager_of, can_cover
 
@@ -205,15 +205,7 @@ class _Averaged:
         if session.size() == 1:
             return loss
         mean = torch.tensor([float(loss)], dtype=torch.float64)
-        handle = operations.start(
-            *(mean, mean),
-            average=True,
-            name=f"{self._averagers[0].key}/loss",
-            priority=0,
-            group=None,
-            placement=None,
-        )
-        operations.synchronize(handle)
+        ops.push_pull_inplace(mean, average=True, name=f"{self._averagers[0].key}/loss")
         return loss.detach().new_tensor(mean.item()) if torch.is_tensor(loss) else mean.item()
 
 

@@ -101,7 +101,7 @@ def scaled_otherwise(job: Job) -> None:
     """A rank that has made its gradients finite again says that they were not; fp16 gradients are
     refused, as torch refuses them."""
     model = layers()
-    side = Served(job, "mended")
+    side = Served(job, "finite again")
     _, optimizer = side.wrap(model, sgd(model))
     scales = torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
