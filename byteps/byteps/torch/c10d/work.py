@@ -79,7 +79,7 @@ def _drop_ended(kept: dict[int, Work], most: int) -> None:
 class Work(dist._Work):
     """The all-reduce of a tensor, or of several, in place."""
 
-    # Of the class as long as it is the usual one: a work is made for every all-reduce.
+    # Class attributes for the usual values, since a work is made for every all-reduce.
     _limit_s: float | None = None
     _of = ""
 
@@ -202,8 +202,9 @@ class ServerWork(Work):
         return self._error
 
     def let_go(self) -> None:
-        """Put the values where they belong, and forget the operations."""
-        if not self.is_settled:
+        """Forget the operations. A work in a line has been settled by itself, or will be: here it
+        would wait for other ranks, which may wait for this thread."""
+        if not self.is_settled and self._line is None:
             self._settle()
 
     def get_future(self) -> torch.futures.Future[Any]:
