@@ -56,7 +56,7 @@ class Asked:
 
 
 asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
-"""What a script has asked for, while its group is made."""
+"""The backend that a script has asked for, while its group is made."""
 
 
 def warn_not_carried(what: str) -> None:

@@ -30,7 +30,7 @@ ring is the faster, by a few hundredths."""
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What the sums of a job share."""
+    """Servers and links that the sums of a job share."""
 
     servers: Servers
     host_rate: float | None
@@ -81,14 +81,14 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """How a bucket group is summed."""
+    """The backend of a bucket group, with the reason."""
 
     route: str
     why: str
     loads: Mapping[str, Load]
     """Bytes over the NICs, of each route that is possible."""
     seconds: Mapping[str, float]
-    """As :meth:`Network.seconds` has it."""
+    """Time of the sum by each route, in seconds: see :meth:`Network.seconds`."""
 
 
 class Hosts(tuple[int, ...]):

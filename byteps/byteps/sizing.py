@@ -169,7 +169,7 @@ def _line(one: Choice, row: Row) -> str:
 
 
 def _deployment(chosen: Choice, row: Row) -> list[str]:
-    """What to start, and what it needs."""
+    """Servers to start, and the cores and memory that they need."""
     machines, servers = chosen.machines, chosen.found.network.servers
     lines = [f"Servers for {' '.join(row.flags[1:]) or row.flags[0]}:"]
     start = f"torchrun --nnodes {machines.hosts} --nproc-per-node {machines.gpus} ..."
@@ -186,7 +186,7 @@ def _deployment(chosen: Choice, row: Row) -> list[str]:
 
 
 def _lacking_cores(chosen: Choice) -> str:
-    """What more cores would give; empty where they are enough."""
+    """Gain of more cores; empty where there are enough."""
     (enough,) = choices(chosen.found.training, chosen.machines.with_all_cores(), chosen.spare)
     faster = enough.deployed
     if faster is None:

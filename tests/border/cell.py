@@ -41,7 +41,7 @@ def run(
         torch.save(result, folder / "rank1.pt")
         os._exit(0)
     if not found["error"]:
-        # Where a rank is gone already, leaving in order may fail, by name and in bounded time.
+        # Leaving may fail by a named error if a rank is gone already.
         try:
             ours.end()
         except Exception as error:

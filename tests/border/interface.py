@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=200)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a program says when it wraps a model."""
+    """Options that a program gives when it wraps a model."""
 
     group: Any = None
     """A process group; None for all ranks."""

@@ -13,10 +13,10 @@ from tests.border import interfaces, scenarios
 from tests.layouts.job import Job
 
 PAUSES_S = {"late-rank": 30.0, "stopped-host": 12.0}
-"""Of the scenarios in which a rank pauses."""
+"""Length of the pause, in the scenarios that have one."""
 RANKS = 2
 ROUNDS = 200
-"""How often a group is made, used and destroyed."""
+"""Number of times that a group is made, used and destroyed."""
 
 MUST_COMPUTE = frozenset(
     {
@@ -51,7 +51,7 @@ NOT_YET = {
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a cell."""
+    """Outcome of a cell."""
 
     text: str
     """For the table."""

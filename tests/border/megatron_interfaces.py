@@ -19,7 +19,7 @@ class MegatronGloo(Interface):
     name = "megatron-gloo"
     reference = "megatron-gloo"
     flags: ClassVar[dict[str, Any]] = {}
-    """Of DistributedDataParallelConfig."""
+    """Fields of DistributedDataParallelConfig."""
     takes_groups = False
 
     def start(self, folder: Path) -> None:

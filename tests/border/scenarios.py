@@ -1,4 +1,4 @@
-"""What users' programs do: each scenario is a plain PyTorch program of two ranks.
+"""Scenarios: plain PyTorch programs of two ranks, as users write them.
 
 It is run by an interface (interfaces.py) and returns named values, the same ones on every
 interface: parameters and losses, as bits. Inputs differ by rank and step.
@@ -40,7 +40,7 @@ class Run:
     pause_s: float
     """For how long a rank is late, or stopped, where a scenario has that."""
     rounds: int
-    """How often a group is made again, where a scenario has that."""
+    """Number of times that a group is made again, in the scenario that does so."""
     values: Values = field(default_factory=dict)
     reduced_bytes: int = 0
     """Bytes of gradients of this rank that had to be reduced over ranks, at least."""
@@ -361,7 +361,7 @@ def stopped_host(run: Run) -> None:
         _train(run, wrapped, optimizer, range(1))
         count += 1
     if run.pause_s > 0:
-        # What both ranks did meanwhile depends on the clock, so the model is made again.
+        # The number of steps until then depends on the clock, so the model is made again.
         run.interface.discard(wrapped, optimizer)
         del wrapped, optimizer
         model = _model()

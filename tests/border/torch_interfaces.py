@@ -169,7 +169,7 @@ class FsdpGloo(Interface):
         stepped = [names[p] for group in optimizer.param_groups for p in group["params"]]
         sharded: Any = fully_shard(model, mesh=mesh)
         parameters = dict(sharded.named_parameters())
-        # As users do: FSDP2 puts other parameters in the place of those that the optimizer has.
+        # FSDP2 has replaced the parameters that the optimizer holds; users do the same.
         (group_of_all,) = optimizer.param_groups
         group_of_all["params"] = [parameters[name] for name in stepped]
         return sharded, optimizer

@@ -1,4 +1,4 @@
-"""Which way a bucket is summed: a pure function of groups, hosts, servers, types and rates."""
+"""Backend of a bucket: a pure function of groups, hosts, servers, types and rates."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing import Any
 from tests.pytorch import stand_in
 
 LIMIT_S = 150.0
-"""Of one test: a bound against hangs, on a machine on which others work as well."""
+"""Limit of one test, in seconds: it is there to end a hang."""
 
 
 def main() -> int:

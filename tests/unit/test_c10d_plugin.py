@@ -1,4 +1,4 @@
-"""Which backends of torch.distributed a process group carries, by their names."""
+"""Backends of torch.distributed that a process group carries, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each change of arguments gains: a pure function of groups by host, bytes and links."""
+"""Gain of each change of arguments: a pure function of hosts, bytes and links."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ Log::Log() {
   atexit([] { FlushLog(kLastWordsSeconds); });
 }
 
-// How many bytes at text[at] are one character in UTF-8; 0 when they are none.
+// Returns the length in bytes of the UTF-8 character at text[at]; 0 if it is not valid.
 size_t CharacterAt(const std::string& text, size_t at) {
   const auto byte = [&text](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned char first = byte(at);

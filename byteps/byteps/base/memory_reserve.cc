@@ -11,7 +11,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// What sets a limit, and how much of it is free.
+// A limit of memory: its name, and how much of it is free.
 struct Limit {
   const char* name;
   uint64_t bytes;

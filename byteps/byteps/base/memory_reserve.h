@@ -1,4 +1,4 @@
-// What a thread does that has to go on without memory.
+// Runs the work of a thread that must survive a lack of memory.
 #ifndef BYTEPS_BASE_MEMORY_RESERVE_H_
 #define BYTEPS_BASE_MEMORY_RESERVE_H_
 

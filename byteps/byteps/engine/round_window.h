@@ -1,4 +1,4 @@
-// How far a worker may be ahead of the others in one tensor: its pushes wait here.
+// Flow control of one tensor: pushes of a worker that is too far ahead wait here.
 #ifndef BYTEPS_ENGINE_ROUND_WINDOW_H_
 #define BYTEPS_ENGINE_ROUND_WINDOW_H_
 

@@ -22,7 +22,7 @@ BLOCK_VALUES_PER_CORE = 4.2e9
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """What a job runs on."""
+    """The machines and links of a job."""
 
     hosts: int
     """Hosts with workers."""

@@ -23,7 +23,7 @@ SERVED_BYTES = {"fp32": 16, "bf16": 14, "fp16": 14, "int8": 18, "int4": 18}
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a row needs while it communicates."""
+    """Resources that a row needs while it communicates."""
 
     server_cores: int
     """Cores of a spare machine; 0: there is none."""
@@ -68,5 +68,5 @@ def _held(training: Training, row: Row, machines: Machines) -> float:
 
 
 def _whole(busy: float) -> int:
-    # What division leaves of a whole number is no core.
+    # A remainder of floating-point division is not another core.
     return math.ceil(busy - 1e-6) + OTHER_CORES

@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What :func:`forecast` found."""
+    """Result of :func:`forecast`."""
 
     training: Training
     network: Network
@@ -288,7 +288,7 @@ class _Rows:
         return 4.0 if training.wire in FEW_BITS else _wire_bytes(training)
 
     def _push_seconds(self, load: Load, flow: Flow, share: float, wire: str | None) -> float:
-        """What the NICs need, or the cores where there are too few of them."""
+        """Time of the NICs, or of the cores where these are the limit."""
         seconds = self.network.seconds(routing.FLAT, load)
         if self._machines is None or not flow.pushed:
             return seconds

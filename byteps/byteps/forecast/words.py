@@ -47,7 +47,7 @@ def _change(found: Forecast, row: Row) -> str:
 
 
 def servers_text(servers: Servers) -> str:
-    """Where the servers are."""
+    """Placement of the servers."""
     places = []
     if servers.extra:
         machines = "machine" if servers.extra == 1 else "machines"
@@ -116,7 +116,7 @@ def table(found: Forecast) -> str:
 
 
 def note(found: Forecast, row: Row) -> str:
-    """What a reader must know of a row's gain."""
+    """Remark on a row's gain."""
     if row.compared:
         return "for comparison: not in Megatron"
     if row.plain:

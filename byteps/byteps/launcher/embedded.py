@@ -84,7 +84,7 @@ def _new_secret(env: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """What every rank must know to join the cluster."""
+    """Address and secret with which a rank joins the cluster."""
 
     host: str
     port: int
@@ -104,7 +104,7 @@ class Address:
 
 @dataclass
 class _Embedded:
-    """What one start_if_needed() made, to be undone."""
+    """Processes and variables of one start_if_needed(), to be undone."""
 
     pid: int
     rank: int = 0
@@ -151,7 +151,7 @@ class _Embedded:
 
 _current: _Embedded | None = None
 _left: list[_Embedded] = []
-"""Those whose jobs this rank has left, and other ranks may have not."""
+"""Starts whose jobs this rank has left, and other ranks may not have."""
 
 EndChildren = Callable[[list[tuple[str, int, str]], str, float, float], bool]
 """``c_lib.end_children_at_exit``. Takes title, process and log of each child, the folder to remove,

@@ -127,7 +127,7 @@ GRACE_S = 2.0
 
 T = TypeVar("T")
 Message = dict[str, Any]
-"""Of plain types: it travels as JSON."""
+"""Plain types: it travels as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class Board:
     size: int
     timeout_s: float
     deadline: float
-    """Of time.monotonic()."""
+    """On the clock of time.monotonic()."""
 
     def ask(self, mine: Message, answer: Callable[[list[Message]], list[Message]]) -> Message:
         """Tell `mine`, and return the answer for this rank; all ranks call this.

@@ -114,7 +114,7 @@ _found: tuple[str | None, ...] = (None, None)
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlace:
-    """What a rank tells the others of its place on its host."""
+    """Message of a rank about its place on its host."""
 
     host: str
     local: tuple[int, int] | None
@@ -133,7 +133,7 @@ class LocalPlace:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> LocalPlace:
-        """What a rank told as JSON."""
+        """Reads a rank's message, as JSON."""
         local = None if told["local"] is None else (int(told["local"][0]), int(told["local"][1]))
         return cls(host=told["host"], local=local, is_named=told["is_named"])
 

@@ -26,7 +26,7 @@ class Parent {
   // later than its connections and threads.
   bool HasEnded() const;
 
-  // What has become of this process: "stopped: worker 0, which started it, was lost".
+  // End of this process in words: "stopped: worker 0, which started it, was lost".
   std::string How() const;
 
   // Nobody will read the log of a process that ended with its parent: removes it, and its folder

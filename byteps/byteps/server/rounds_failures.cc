@@ -18,7 +18,7 @@ namespace {
 
 // Of each partition.
 constexpr size_t kFailuresKept = 16;
-// Of a round that has its sum, and is still open.
+// Failure of a round that has its sum and is still open.
 constexpr char kNoMemoryToAnswer[] =
     "the server is out of memory: it has the sum, and could not send it";
 // Whether there is a scheduler again.
@@ -41,7 +41,7 @@ std::string WaitedFor(const std::string& reason, const Declaration& declaration)
 }  // namespace
 
 void Rounds::Fail(Partition* partition, Round* round, const std::string& reason) {
-  // Where there is no memory for all of this, what calls it is called again.
+  // The caller calls again if there is no memory for all of this.
   round->failure = reason;
   context_->TraceRound(*partition, *round, false);
   round->AnswerCallers([&](const Caller& caller) {

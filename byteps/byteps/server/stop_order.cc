@@ -14,7 +14,7 @@ constexpr auto kLook = std::chrono::milliseconds(10);
 // What reductions in flight may take once workers are waited for no more.  With it a process ends
 // within 30 s by default: then Kubernetes, Slurm and torchrun kill.
 constexpr auto kDrainLimit = std::chrono::seconds(2);
-// What the last answers may take to arrive.
+// Time that the last answers may take to arrive.
 constexpr auto kArrivalLimit = std::chrono::seconds(1);
 
 }  // namespace

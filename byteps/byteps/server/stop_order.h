@@ -1,4 +1,4 @@
-// How a scheduler or server ends that was told to, by a signal.
+// End of a scheduler or server that got a signal to stop.
 #ifndef BYTEPS_SERVER_STOP_ORDER_H_
 #define BYTEPS_SERVER_STOP_ORDER_H_
 
@@ -28,7 +28,7 @@ class StopOrder {
     virtual bool AllArrived() = 0;
     // It was told once more.
     virtual bool IsHurried() = 0;
-    // Of a steady clock.
+    // On a steady clock.
     virtual Duration Now() = 0;
     virtual void Sleep(Duration duration) = 0;
   };

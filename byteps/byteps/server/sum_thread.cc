@@ -163,7 +163,7 @@ namespace {
 constexpr size_t kServedHere = 128 << 10;
 constexpr size_t kFewServedHere = 64 << 10;
 constexpr auto kNever = Rounds::Clock::time_point::max();
-// Where there was no memory to fail what is late.
+// Pause before another attempt, if there was no memory to fail what is late.
 constexpr auto kLookAgain = std::chrono::milliseconds(100);
 // After this process stood still.  Shorter than the grace of workers (engine/staged_sum.cc),
 // which would not know what is late.

@@ -1,4 +1,4 @@
-"""What ranks agree on when each of them makes an object that is to meet those of the others."""
+"""Agreement of ranks on objects that each of them makes, such as optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from byteps.torch import ops, session
 from byteps.torch.broadcast import broadcast_object
 
 _made: dict[tuple[int, str], int] = {}
-"""How many objects of a kind this process has made, by job."""
+"""Number of objects of a kind that this process has made, by job."""
 _WORDS = 8
 _WORD_BITS = 16
 """Squares of words are added over all ranks without loss."""

@@ -84,7 +84,7 @@ class _Averaging:
         self._averaged.set_passes(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; all ranks call it. Raises BytePSError where their parameters differ."""
+        """Add a group, as torch does; all ranks call it. Raises BytePSError if they differ."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._averaged.cover(self.param_groups)  # type: ignore[attr-defined]
 
@@ -120,7 +120,7 @@ class _Averaged:
         self._passes = passes
         self._averagers: list[GradientAverager] = []
         self._seen: dict[GradientAverager, int] = {}
-        """How often gradients had been averaged at the last step."""
+        """Number of averages at the last step, by averager."""
         self._covered: set[int] = set()
         """Ids of the parameters that have an averager."""
         self.cover(optimizer.param_groups)
@@ -210,7 +210,7 @@ class _Averaged:
 
 
 def _line(name: str, parameter: torch.Tensor, averager: GradientAverager | None) -> str:
-    """What ranks must have alike of a parameter."""
+    """Description of a parameter that must be the same on all ranks."""
     shape = f"{tuple(parameter.shape)} {parameter.dtype} strides {parameter.stride()}"
     return f"{name} {shape}" + (f" of {averager.key}" if averager else "")
 

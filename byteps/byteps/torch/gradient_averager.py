@@ -82,7 +82,7 @@ class _InFlight:
     handle: int | None
     """None: there are no elements."""
     rows: torch.Tensor | None = None
-    """Of a sparse gradient: how many ranks have a value in each row."""
+    """For a sparse gradient: the number of ranks with a value in each row."""
     rows_handle: int | None = None
 
 
@@ -126,7 +126,7 @@ class GradientAverager:
         self.key = key
         """Begins the names of its sums."""
         self.averages = 0
-        """How often gradients were averaged."""
+        """Number of averages so far."""
         self._session = session.number()
         self._covered = [_Covered.of(name, value) for name, value in parameters.items()]
         self._passes_made = 0

@@ -394,7 +394,7 @@ _ECHO = re.compile(
     "|connection refused|remote process exited|failed to recv|failed to send",
     re.IGNORECASE,
 )
-"""What torch.distributed raises on the other ranks where one has ended."""
+"""Errors that torch.distributed raises on the other ranks when one has ended."""
 _ECHO_S = 3.0
 """How long the news of a lost rank may take by the scheduler, where another way was faster."""
 

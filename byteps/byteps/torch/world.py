@@ -21,7 +21,7 @@ __all__ = ["barrier", "num_servers"]
 
 
 def host_name() -> str:
-    """What tells this host from others: see `places.host_name`."""
+    """Name of this host in the job: see `places.host_name`."""
     return places.host_name(setting("BYTEPS_HOST_ID"))
 
 

@@ -227,7 +227,7 @@ TEST(Remains, WhoIsFarAheadIsNotRefused) {
   }
 }
 
-// What was held back ends with its worker.
+// Pushes that were held back end with their worker.
 TEST(Remains, NothingOfWhatWasHeldBack) {
   LoopedWorkers job;
   float value = 0;

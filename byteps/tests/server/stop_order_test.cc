@@ -13,7 +13,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// What happens to the process, by the seconds since it was told to end.
+// Events of the process, by seconds since the order to stop.
 class PlayedProcess : public StopOrder::Process {
  public:
   static constexpr double kNever = 1e6;

@@ -62,7 +62,7 @@ SERVED = (plain, scaler, closure, scheduled_before, two_passes, accumulated, str
 
 
 def as_ddp_on_servers(job: Job) -> None:
-    """What the optimizer on the servers makes of the same programs."""
+    """The optimizer on the servers runs the same programs."""
     start(job)
     for case in SERVED:
         for clip in ("none", "speculate", "wait") if case is scaler else ("none",):

@@ -1,4 +1,4 @@
-"""What programs of torch.distributed share: joining, values, and what went through the servers."""
+"""Helpers of programs of torch.distributed: joining, values, counters of servers."""
 
 from __future__ import annotations
 

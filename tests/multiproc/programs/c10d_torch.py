@@ -1,4 +1,4 @@
-"""What torch promises of a process group: each case on gloo, and on a group that carries gloo."""
+"""Promises of torch's process groups: each case on gloo, and on a group that carries gloo."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _nobody_waits(job: Job, group: Any) -> Any:
 
 
 def as_torch_promises(job: Job) -> None:
-    """What needs no compiler and no late rank."""
+    """Cases that need no compiler and no late rank."""
     _compare(
         job,
         {
@@ -214,7 +214,7 @@ def _late_rank(job: Job, group: Any) -> Any:
 
 
 def limits(job: Job) -> None:
-    """How long a wait takes at most."""
+    """Limit of a wait, in seconds."""
     _compare(job, {"the limit of a wait": _late_rank})
 
 

@@ -16,12 +16,12 @@
 
 namespace ps {
 
-// Nobody knows an address of a host now.
+// No address of a host is known at the moment.
 struct UnknownHost : public Error {
   using Error::Error;
 };
 
-// What all lookups of this process ask.
+// Source of addresses for all lookups of this process.
 class NameService {
  public:
   virtual ~NameService() = default;

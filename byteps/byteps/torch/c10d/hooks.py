@@ -176,7 +176,7 @@ class BytePSGroup(dist.ProcessGroup):
         return work
 
     def _begin_recorded(self, tensor: torch.Tensor, average: bool) -> Any:
-        """As the native backend tells the profiler: an event from the start to the end."""
+        """Records a profiler event from start to end, as the native backend does."""
         event = torch.autograd.profiler.record_function(f"{self._plain.name()}:all_reduce")
         with event:
             work = self._reductions.begin(tensor, average=average)

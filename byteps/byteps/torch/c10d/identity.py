@@ -1,4 +1,4 @@
-"""What tells one process group from all others: the same on all of its members."""
+"""Identity of a process group: the same on all members, and no other group's."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ from byteps.torch.world import Job, Told, meet
 
 @dataclass(kw_only=True)
 class _Joined:
-    """What all ranks of a default group of torch.distributed have learned of each other."""
+    """State that all ranks of a default group of torch.distributed have exchanged."""
 
     session: int
     """Its number."""
     job: Job
     nonce: str
-    """Which no other default group has."""
+    """Random text that no other default group has."""
     world: weakref.ref[dist.ProcessGroup] | None = None
     """The default group; None: it was being made."""
 
@@ -272,7 +272,7 @@ class Reductions:
         return self._identity.key(self._kind, _join_once().nonce)
 
     def close(self) -> None:
-        """Nothing is started any more. Names are never used again."""
+        """Give up local state. Nothing is started any more; names are never used again."""
         self._routes.clear()
         self._sums.clear()
         if "_key" in vars(self):

@@ -19,7 +19,7 @@ from .refusal import Refusal
 
 
 class Over(enum.Enum):
-    """What a collective inside a replica comes to where there are several."""
+    """Meaning of a collective inside a replica where there are several replicas."""
 
     CONTINUED = "a hook continues it over replicas"
     ALIKE = "it is made of sums or parameters that all replicas have, so all find the same"
@@ -171,5 +171,5 @@ def collectives() -> Iterator[Collective]:
 
 
 def refusals() -> Iterator[Refusal]:
-    """What replicas refuse because of them."""
+    """Arguments that replicas refuse because of these collectives."""
     return (one.refusal for one in collectives() if one.refusal is not None)

@@ -273,7 +273,7 @@ def saved_buffers(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def most_inside(facts: Sequence[int]) -> list[int]:
-    """Of each number the largest that a rank of this replica has."""
+    """Takes the maximum of each number over the ranks of this replica."""
     most = torch.tensor(facts, dtype=torch.int64)
     if torch.distributed.get_backend() == "nccl":
         most = most.cuda()

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Samples that no replica has trained on: said once, and written down beside the checkpoints."""
+"""Samples that no replica has trained on: logged once, and written next to the checkpoints."""
 
 from __future__ import annotations
 

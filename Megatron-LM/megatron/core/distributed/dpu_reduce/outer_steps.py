@@ -44,7 +44,7 @@ class OuterSteps:
         self.done = done
         """Local steps that were made. Counted here: a rank may own nothing that is exchanged."""
         every, fragments = args.dpu_outer_steps, args.dpu_outer_fragments
-        # Of all ranks, also of one whose parameters are too few to be cut.
+        # Every rank takes part, also one whose parameters are too few to be cut.
         self._every = every
         self._begins = {(part + 1) * every // fragments % every for part in range(fragments)}
         common = {

@@ -213,7 +213,7 @@ def _check_optimizer(source: object) -> None:
 
 
 def _check_deterministic(args: Namespace) -> None:
-    """Of sums whose order this package does not decide."""
+    """Refuses sums whose order this package does not decide."""
     route = getattr(args, "dpu_reduce_route", None)
     if (
         getattr(args, "deterministic_mode", False)

@@ -130,7 +130,7 @@ def _names(folder: str, iteration: int) -> bool:
 
 
 def _who_is_here(stays: bool) -> tuple[list[bool], list[bool]]:
-    """Which replicas are there, and which of them stay; the same on all ranks of all of them."""
+    """The replicas that are present, and those that stay; the same on all ranks of all replicas."""
     count = job.replicas()
     mine = torch.zeros(2 * count, dtype=torch.float64)
     mine[job.replica()] = 1

@@ -283,7 +283,7 @@ def _owned(
 
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Of a parameter group: what its schedule is made of."""
+"""Keys of a parameter group from which its schedule is made."""
 _KEPT = "keeps_rates"
 
 
