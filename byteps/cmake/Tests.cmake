@@ -49,6 +49,7 @@ if(GTest_FOUND)
     tests/server/optimizer/differences_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/memory_test.cc
+    tests/server/release_test.cc
     tests/server/server_test.cc
     tests/server/stop_order_test.cc
     tests/support/job.cc)
@@ -79,7 +80,8 @@ target_link_libraries(server_ring PRIVATE byteps_engine)
 # It plays threads and time itself, which no sanitizer follows.
 if(NOT BYTEPS_SANITIZE)
   add_executable(simulate
-    tests/simulation/worker_script.cc  # its GPU is in place of fake.cc
+    tests/simulation/worker_script.cc
+    tests/simulation/simulated_gpu.cc  # in place of fake.cc
     tests/simulation/job.cc
     tests/simulation/network.cc
     tests/simulation/simulate.cc

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.multiproc.cluster import RUN_S, Cluster, Spawned, wait_all
+from tests.multiproc.cluster import RUN_S, Cluster, Spawned, resident_bytes, wait_all
 
 # A page: tensors of moderate size then have many partitions.
 SMALL = 4096
@@ -146,6 +146,30 @@ def test_sums_in_the_order_of_ranks(make_cluster: Callable[..., Cluster]) -> Non
 
 
 # How tensors are declared, cut and placed, and what members of a group must agree on.
+
+
+def test_released_names_are_declared_anew(make_cluster: Callable[..., Cluster]) -> None:
+    """Parameters and sums, in another shape each time: servers keep no more of 30 lives than of 6,
+    12 MB of parameters and their moments in each."""
+    cluster = make_cluster(workers=2, servers=2, env=LONGER)
+    cluster.start("release:lives")
+    held = []
+    for number in (1, 2):
+        cluster.wait_mark(f"looked{number}", range(2), RUN_S)
+        held.append(sum(resident_bytes(server.pid) for server in cluster.servers))
+        cluster.go(f"look{number}")
+    cluster.finish()
+    assert held[1] - held[0] <= 4 * (12 << 20), held
+
+
+def test_who_goes_on_with_a_released_name(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=1, env=PATIENCE)
+    cluster.start("release:goes_on_alone")
+    cluster.wait_mark("released", [0])
+    cluster.go("push")
+    cluster.wait_mark("heard", [1])
+    cluster.go("end")
+    cluster.finish()
 
 
 def test_many_tensors(make_cluster: Callable[..., Cluster]) -> None:

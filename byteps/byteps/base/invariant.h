@@ -140,6 +140,7 @@ namespace ps {
   X(kAwaitsWriters, "a wait for a failed operation waits for its writers")             \
   X(kNobodyAnswered, "a worker gives up an operation that no server answered")         \
   X(kDeclarationLate, "a declaration is not answered in time")                         \
+  X(kReleasedInUse, "a name is released while operations of it run")                   \
   X(kAnswerToNobody, "an answer to a declaration comes when it was given up")          \
   /* device */                                                                         \
   X(kPushAwaitsPinned, "a push finds the pinned pool empty")                           \
@@ -189,6 +190,11 @@ namespace ps {
   X(kStateCopied, "a backup that comes is told a state that there is")                 \
   X(kHeldForBackup, "a request waits for the answer of a backup")                      \
   X(kAnsweredAgain, "a member is answered by a round that was restored")               \
+  X(kTensorFreed, "no member holds a tensor any more, and the server frees it")        \
+  X(kFreedLater, "a partition is freed once its backup has answered")                  \
+  X(kRoundOfReleased, "a round fails since a member has released its tensor")          \
+  X(kPushAfterRelease, "a push comes of a tensor that another member has released")    \
+  X(kFreedHeld, "a server that comes keeps a tensor until all have resumed")           \
   X(kSumNowhere, "a sum is with nobody, and cannot be made again")                     \
   /* membership */                                                                     \
   X(kFailedInJoin, "the job fails while a node waits for the others")                  \

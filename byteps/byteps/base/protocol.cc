@@ -165,11 +165,19 @@ const char* NameOf(KeyHash hash) {
   return kNames[static_cast<size_t>(hash)];
 }
 
-uint64_t Declaration::Key() const {
-  const uint32_t lowest = group.empty() ? 0 : group.front();
-  const uint64_t hash = HashBytes(name.data(), name.size(), HashBytes(&lowest, sizeof(lowest), 0));
-  return hash << kPartitionBits;
+namespace {
+
+uint64_t KeyOf(const Declaration& d, uint32_t life) {
+  const uint32_t lowest = d.group.empty() ? 0 : d.group.front();
+  const uint64_t seed = HashBytes(&lowest, sizeof(lowest), life);
+  return HashBytes(d.name.data(), d.name.size(), seed) << kPartitionBits;
 }
+
+}  // namespace
+
+uint64_t Declaration::Key() const { return KeyOf(*this, life); }
+
+uint64_t Declaration::KeyOfName() const { return KeyOf(*this, 0); }
 
 uint64_t Declaration::PartitionSize(uint64_t index) const {
   return std::min<uint64_t>(partition_bytes, bytes - index * partition_bytes);
@@ -200,7 +208,8 @@ std::string Declaration::Describe() const {
               ? ""
               : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash)) +
          (patience.quorum > 0 ? ", " + patience.Describe() : "") +
-         (rule ? ", updated by " + rule->Describe() : "");
+         (rule ? ", updated by " + rule->Describe() : "") +
+         (life > 0 ? ", declared anew after " + std::to_string(life) + " releases" : "");
 }
 
 std::string Patience::Describe() const {
@@ -247,10 +256,10 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string
 }
 
 bool Declaration::operator==(const Declaration& o) const {
-  return name == o.name && dtype == o.dtype && average == o.average && in_order == o.in_order &&
-         feedback == o.feedback && stochastic == o.stochastic && bytes == o.bytes &&
-         partition_bytes == o.partition_bytes && placement == o.placement && hash == o.hash &&
-         patience == o.patience && group == o.group &&
+  return name == o.name && life == o.life && dtype == o.dtype && average == o.average &&
+         in_order == o.in_order && feedback == o.feedback && stochastic == o.stochastic &&
+         bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
+         hash == o.hash && patience == o.patience && group == o.group &&
          (rule == o.rule || (rule && o.rule && *rule == *o.rule));
 }
 
@@ -263,7 +272,7 @@ constexpr uint8_t kStochastic = 8;
 constexpr uint8_t kInOrder = 16;
 constexpr uint8_t kAllFlags = kAverage | kHasRule | kFeedback | kStochastic | kInOrder;
 // A tensor without its name.
-constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4;
+constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4 + 4;
 
 bool IsGroup(const RankGroup::Ranks& ranks) {
   return !ranks.empty() && std::adjacent_find(ranks.begin(), ranks.end(),
@@ -326,6 +335,7 @@ bool ReadTensor(WireReader* in, const std::vector<RankGroup>& groups, Declaratio
   d->partition_bytes = in->Get<uint32_t>();
   d->placement = in->Get<uint64_t>();
   const uint32_t group = in->Get<uint32_t>();
+  d->life = in->Get<uint32_t>();
   d->name = in->GetText();
   if (!in->ok() || dtype >= kNumDTypes || (flags & ~kAllFlags) != 0 || group >= groups.size()) {
     return false;
@@ -368,6 +378,7 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
     out.Put(d.partition_bytes);
     out.Put(d.placement);
     out.Put(groups.Add(d.group));
+    out.Put(d.life);
     out.PutText(d.name);
     if (d.rule) out.PutText(d.rule->Pack());
   }

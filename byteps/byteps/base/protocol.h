@@ -151,10 +151,14 @@ struct UpdateStep {
 // lack after the header; without values, where it wanted a part alone.  It pushes again when all
 // are answered.
 //
+// RELEASE, with a u32 count and keys of tensors as u64, says that a worker holds them no more: what
+// it had asked about them has ended.  A server frees a tensor once nobody holds it, and answers
+// when it has freed them all.  The next tensor of that name has another key.
+//
 // Servers.  Where BYTEPS_BACKUP_STATE is set, server r + 1 (modulo their number), its backup, has a
 // copy of the state of server r, the primary.  What they say to each other: server/backup_link.h.
 //
-// Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
+// Keys.  A tensor's key is a hash of its name, of its life, and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on
 // the order in which ranks declare tensors nor on their number, and members that
 // disagree on anything else, or two names with one hash, meet on the server,
@@ -175,6 +179,7 @@ enum Op : int {
   kFetch = 12,
   kFetched = 13,
   kCopy = 14,
+  kRelease = 15,
 };
 
 // BYTEPS_KEY_HASH_FN.  The numbers are part of the protocol.
@@ -202,6 +207,7 @@ struct Patience {
 
 struct Declaration {
   std::string name;
+  uint32_t life = 0;  // how often members have released a tensor of this name before
   DType dtype = DType::kFloat32;
   bool average = false;
   // Servers add pushes in the order of ranks, not of arrival, so that a sum repeated has the same
@@ -221,6 +227,8 @@ struct Declaration {
   std::shared_ptr<const UpdateRule> rule;  // null: it is summed, and no more
 
   uint64_t Key() const;
+  // The key of the first tensor of this name: the same in each life.
+  uint64_t KeyOfName() const;
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
   // Bytes of partition `index`.
   uint64_t PartitionSize(uint64_t index) const;
@@ -326,10 +334,11 @@ class SharedBytes {
 //                                                    16 = in the order of ranks
 //                                      u64 bytes     u32 partition bytes   u64 placement
 //                                      u32 group, an index into the groups above
+//                                      u32 life
 //                                      u32 length of the name, then the name
 //                                      where it has a rule: u32 its length, then the UpdateRule
 
-constexpr uint8_t kDeclarationVersion = 7;
+constexpr uint8_t kDeclarationVersion = 8;
 
 // Declarations that were made with one configuration: `hash` is the same in all.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);

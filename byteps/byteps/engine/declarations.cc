@@ -1,207 +1,97 @@
 #include "byteps/engine/declarations.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdio>
+#include <tuple>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/wire.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/engine/kept_sums.h"
 
 namespace byteps {
 namespace core {
 namespace {
-
-uint32_t WholePages(uint64_t bytes) {
-  const uint64_t page = sysconf(_SC_PAGESIZE);
-  return static_cast<uint32_t>((bytes + page - 1) / page * page);
-}
-
-// A slot of a partition's state travels in one message.
-constexpr uint64_t kMostStateBytes = 1 << 30;
-
-void CheckRule(const Declaration& d) {
-  if (!IsUpdated(d.dtype)) {
-    throw UsageError(
-        "servers update by gradients of float32, bfloat16, float16, int8x128 and int4x128; '" +
-        d.name + "' is " + NameOf(d.dtype));
-  }
-  if (d.feedback) {
-    throw UsageError("servers update by the sum of '" + d.name +
-                     "' without rounding it: there is nothing for them to feed back");
-  }
-  if (ValuesIn(d.dtype, d.partition_bytes) * sizeof(float) > kMostStateBytes) {
-    throw UsageError("a partition of '" + d.name +
-                     "' has more than 1 GiB of fp32 parameters: " + "lower BYTEPS_PARTITION_BYTES");
-  }
-}
 
 uint64_t NextJob() {
   static std::atomic<uint64_t> last{0};
   return ++last;
 }
 
-Patience PatienceOf(const Config& config, const Launch& launch) {
-  Patience patience;
-  const int64_t quorum = config.Int("BYTEPS_QUORUM");
-  const double grace_s = config.Float("BYTEPS_GRACE_S");
-  if (launch.replicas > 1) patience.replica_ranks = launch.size / launch.replicas;
-  if ((quorum > 0) != (grace_s > 0)) {
-    char text[96];
-    snprintf(text, sizeof(text), "BYTEPS_QUORUM=%d and BYTEPS_GRACE_S=%g: set both, or neither",
-             static_cast<int>(quorum), grace_s);
-    throw UsageError(text);
-  }
-  if (quorum == 0) return patience;
-  if (quorum >= launch.replicas) {
-    throw UsageError("BYTEPS_QUORUM=" + std::to_string(quorum) + " must be less than the " +
-                     std::to_string(launch.replicas) +
-                     " replicas of the job (BYTEPS_REPLICA): there must be one to wait for");
-  }
-  patience.quorum = static_cast<uint32_t>(quorum);
-  patience.grace_ms = static_cast<uint32_t>(std::max(grace_s * 1000, 1.0));
-  return patience;
-}
-
 }  // namespace
 
-Plan::Plan(const Config& config, const Launch& launch, int num_servers)
-    : launch_(launch),
-      all_(RankGroup::Below(launch.size)),
-      num_servers_(num_servers),
-      smallest_partition_(WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"))),
-      largest_partition_(WholePages(config.Int("BYTEPS_PARTITION_BYTES"))),
-      stochastic_(config.Bool("BYTEPS_STOCHASTIC_ROUNDING")),
-      patience_(PatienceOf(config, launch)),
-      hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))) {}
-
-uint32_t Plan::PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of, bool updated) const {
-  // An answer may be longer than what was pushed.
-  const uint64_t most =
-      updated ? largest_partition_ * SizeOf(dtype) / SizeOf(AnswerOf(dtype)) : largest_partition_;
-  return core::PartitionBytes(dtype, std::max(bytes, piece_of), num_servers_, link_bytes_per_s_,
-                              smallest_partition_, static_cast<uint32_t>(most));
-}
-
-Declaration Plan::Declare(const TensorSpec& spec) const {
-  Declaration d;
-  d.name = spec.name;
-  d.dtype = spec.dtype;
-  d.average = spec.average;
-  d.in_order = spec.in_order;
-  d.hash = hash_;
-  d.patience = patience_;
-  d.bytes = spec.bytes;
-  d.feedback = spec.feedback;
-  d.stochastic = stochastic_ && IsBlock(spec.dtype);
-  d.partition_bytes = PartitionBytes(d.dtype, d.bytes, spec.piece_of, spec.rule != nullptr);
-  d.group = spec.group.empty() ? all_ : spec.group;
-  d.rule = spec.rule;
-  d.placement = spec.placement.value_or(d.Key() >> kPartitionBits);
-  if (d.MemberIndex(launch_.rank) < 0) {
-    throw UsageError("rank " + std::to_string(launch_.rank) + " is no member of the group of '" +
-                     d.name + "': " + d.Describe());
+bool Tensor::BeginUse() {
+  uint32_t users = users_;
+  while (users > 0) {
+    if (users_.compare_exchange_weak(users, users + 1)) return true;
   }
-  if (static_cast<int>(d.group.back()) >= launch_.size) {
-    throw UsageError("the group of '" + d.name + "' has rank " + std::to_string(d.group.back()) +
-                     ", there are " + std::to_string(launch_.size) + " workers");
-  }
-  if (d.NumPartitions() > kMaxPartitions) {  // the greatest size is too small: see PartitionBytes
-    throw UsageError("'" + d.name + "' of " + std::to_string(d.bytes) + " bytes has " +
-                     std::to_string(d.NumPartitions()) + " partitions, at most " +
-                     std::to_string(kMaxPartitions) +
-                     " are possible: raise BYTEPS_PARTITION_BYTES");
-  }
-  if (d.rule) CheckRule(d);
-  return d;
-}
-
-Plan::Layout Plan::LayOut(const Declaration& d) const {
-  Layout layout;
-  layout.rank = launch_.rank;
-  const uint64_t key = d.Key();
-  const int k = num_servers_;
-  std::vector<int> distance(d.NumPartitions());  // of its server, from the one to begin with
-  for (uint64_t i = 0; i < distance.size(); ++i) {
-    layout.servers.push_back(ServerOf(hash_, key, d.placement, i, k));
-    layout.order.push_back(static_cast<uint32_t>(i));
-    distance[i] = (layout.servers.back() + k - launch_.rank % k) % k;
-  }
-  for (auto begin = layout.order.begin(); begin != layout.order.end();) {
-    const auto end = layout.order.end() - begin > k ? begin + k : layout.order.end();
-    std::stable_sort(begin, end, [&](auto a, auto b) { return distance[a] < distance[b]; });
-    begin = end;
-  }
-  return layout;
-}
-
-std::vector<uint64_t> Plan::BytesPerServer(const TensorSpec& spec) const {
-  const Declaration d = Declare(spec);
-  const Layout layout = LayOut(d);
-  std::vector<uint64_t> bytes(num_servers_);
-  for (uint64_t i = 0; i < d.NumPartitions(); ++i) bytes[layout.servers[i]] += d.PartitionSize(i);
-  return bytes;
+  return false;
 }
 
 Declarations::Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies,
-                           double timeout_s)
+                           ServerLoss* loss, double timeout_s)
     : job_(NextJob()),
       plan_(plan),
       channel_(channel),
       vacancies_(vacancies),
+      loss_(loss),
       timeout_s_(timeout_s) {}
 
 std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& specs) {
-  std::vector<Entry*> entries;
+  std::vector<EntryPtr> entries;
   for (const auto& spec : specs) entries.push_back(Find(spec));
   do {
-    const std::vector<Entry*> mine = ClaimNew(entries);
+    const std::vector<EntryPtr> mine = ClaimNew(entries);
     if (!mine.empty()) Tell(mine);
     // Others who tried in vain leave theirs new: the next turn tries again, and says why.
   } while (!AwaitOthers(entries));
   std::vector<TensorPtr> tensors;
-  for (const Entry* entry : entries) tensors.push_back(entry->tensor);
+  for (const EntryPtr& entry : entries) tensors.push_back(entry->tensor);
   return tensors;
 }
 
-Declarations::Entry* Declarations::Find(const TensorSpec& spec) {
-  const Declaration declaration = plan_->Declare(spec);
+Declarations::EntryPtr Declarations::Find(const TensorSpec& spec) {
+  Declaration declaration = plan_->Declare(spec);
   const std::string id = std::to_string(declaration.group.front()) + "/" + spec.name;
-  Entry* entry = nullptr;
-  bool is_new = false;
-  {
-    ps::MutexLock lock(&mu_);
-    entry = &entries_[id];
-    is_new = !entry->tensor;
-  }
-  if (is_new) {
-    auto tensor = std::make_shared<Tensor>();
-    tensor->job = job_;
-    tensor->declaration = declaration;
-    tensor->key = declaration.Key();
-    tensor->window.SetSize(declaration.MostRoundsOpen());
-    tensor->layout = plan_->LayOut(declaration);
-    ps::MutexLock lock(&mu_);
-    if (const auto it = rounds_.find(id); it != rounds_.end()) {
-      tensor->rounds = tensor->oldest = it->second;
+  EntryPtr entry;
+  while (true) {
+    {
+      ps::MutexLock lock(&mu_);
+      const auto life = lives_.find(id);
+      declaration.life = life == lives_.end() ? 0 : life->second;
+      if (const auto it = entries_.find(id); it != entries_.end()) entry = it->second;
     }
-    if (!entry->tensor) entry->tensor = std::move(tensor);
+    if (entry) break;
+    auto made = std::make_shared<Entry>();
+    made->tensor = std::make_shared<Tensor>();
+    made->tensor->job = job_;
+    made->tensor->declaration = declaration;
+    made->tensor->key = declaration.Key();
+    made->tensor->window.SetSize(declaration.MostRoundsOpen());
+    made->tensor->layout = plan_->LayOut(declaration);
+    ps::MutexLock lock(&mu_);
+    const auto life = lives_.find(id);
+    if (declaration.life != (life == lives_.end() ? 0 : life->second)) continue;
+    if (const auto it = rounds_.find(id); it != rounds_.end()) {
+      made->tensor->rounds = made->tensor->oldest = it->second;
+    }
+    entry = entries_.emplace(id, std::move(made)).first->second;
   }
   const Declaration& before = entry->tensor->declaration;
+  declaration.life = before.life;
   if (before == declaration) return entry;
   throw UsageError("'" + spec.name + "' was " + before.Describe() + " before and is " +
                    declaration.Describe() + " now: give different tensors different names");
 }
 
-std::vector<Declarations::Entry*> Declarations::ClaimNew(const std::vector<Entry*>& entries) {
-  std::vector<Entry*> mine;
+std::vector<Declarations::EntryPtr> Declarations::ClaimNew(const std::vector<EntryPtr>& entries) {
+  std::vector<EntryPtr> mine;
   ps::MutexLock lock(&mu_);
   if (!failure_.empty()) throw Error(failure_);
-  for (Entry* entry : entries) {
+  for (const EntryPtr& entry : entries) {
     if (entry->state != State::kNew) continue;
     entry->state = State::kAsked;
     mine.push_back(entry);
@@ -209,30 +99,60 @@ std::vector<Declarations::Entry*> Declarations::ClaimNew(const std::vector<Entry
   return mine;
 }
 
-void Declarations::Tell(const std::vector<Entry*>& entries) {
+void Declarations::Tell(const std::vector<EntryPtr>& entries) {
   auto exchange = std::make_shared<Exchange>();
   exchange->first_name = entries.front()->tensor->declaration.name;
   exchange->count = entries.size();
   try {
-    Send(exchange, entries);
-    AwaitAnswers(exchange);
+    BeginUse(entries);
   } catch (...) {
     SetState(entries, State::kNew);
     throw;
   }
+  try {
+    Send(exchange, entries);
+    AwaitAnswers(exchange);
+  } catch (...) {
+    {
+      ps::MutexLock lock(&mu_);
+      for (const EntryPtr& entry : entries) told_[entry->tensor->key].is_refused = true;
+    }
+    SetState(entries, State::kNew);
+    EndUse(entries);
+    throw;
+  }
   SetState(entries, State::kDeclared);
+  EndUse(entries);
+}
+
+void Declarations::BeginUse(const std::vector<EntryPtr>& entries) {
+  for (auto it = entries.begin(); it != entries.end(); ++it) {
+    if ((*it)->tensor->BeginUse()) continue;
+    EndUse({entries.begin(), it});
+    throw UsageError("'" + (*it)->tensor->declaration.name +
+                     "' was released while another thread declared it");
+  }
+}
+
+void Declarations::EndUse(const std::vector<EntryPtr>& entries) {
+  std::vector<TensorPtr> idle;
+  for (const EntryPtr& entry : entries) {
+    if (entry->tensor->EndUse()) idle.push_back(entry->tensor);
+  }
+  GiveBack(idle);
 }
 
 void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
-                        const std::vector<Entry*>& entries) {
+                        const std::vector<EntryPtr>& entries) {
   std::vector<Declaration> declarations;
-  for (const Entry* entry : entries) declarations.push_back(entry->tensor->declaration);
+  for (const EntryPtr& entry : entries) declarations.push_back(entry->tensor->declaration);
   exchange->body = PackDeclarations(declarations);
   exchange->key = entries.front()->tensor->key;
   uint64_t first = 0;
   const int servers = plan_->num_servers();
   {
     ps::MutexLock lock(&mu_);
+    for (const EntryPtr& entry : entries) told_[entry->tensor->key] = {entry->tensor};
     exchange->unanswered = servers;
     first = last_message_ + 1;
     last_message_ += servers;
@@ -280,17 +200,17 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
               Seconds(timeout_s_) + " (BYTEPS_OP_TIMEOUT_S)");
 }
 
-void Declarations::SetState(const std::vector<Entry*>& entries, State state) {
+void Declarations::SetState(const std::vector<EntryPtr>& entries, State state) {
   {
     ps::MutexLock lock(&mu_);
-    for (Entry* entry : entries) entry->state = state;
+    for (const EntryPtr& entry : entries) entry->state = state;
   }
   cond_.NotifyAll();
 }
 
-bool Declarations::AwaitOthers(const std::vector<Entry*>& entries) {
+bool Declarations::AwaitOthers(const std::vector<EntryPtr>& entries) {
   ps::MutexLock lock(&mu_);
-  const auto is_asked = [](const Entry* entry) { return entry->state == State::kAsked; };
+  const auto is_asked = [](const EntryPtr& entry) { return entry->state == State::kAsked; };
   // The caller gives up in time.
   // Ended by the caller that declares them, or a failure; deadline: that caller's.
   cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) {
@@ -298,7 +218,7 @@ bool Declarations::AwaitOthers(const std::vector<Entry*>& entries) {
   });
   if (!failure_.empty()) throw Error(failure_);
   return std::all_of(entries.begin(), entries.end(),
-                     [](const Entry* entry) { return entry->state == State::kDeclared; });
+                     [](const EntryPtr& entry) { return entry->state == State::kDeclared; });
 }
 
 void Declarations::OnAnswer(uint64_t number, const std::string& error) {
@@ -333,9 +253,8 @@ void Declarations::TellAgain(int server, std::function<void(const std::string&)>
       messages.push_back(
           MakeRequest(kDeclare, server, asked.first->key, number, asked.first->body));
     }
-    for (const auto& [id, entry] : entries_) {
-      if (!entry.tensor || entry.state == State::kNew) continue;
-      declarations.push_back(entry.tensor->declaration);
+    for (const auto& [key, told] : told_) {
+      if (!told.is_refused) declarations.push_back(told.tensor->declaration);
     }
     if (!declarations.empty()) {
       exchange->body = PackDeclarations(declarations);
@@ -352,8 +271,10 @@ void Declarations::TellAgain(int server, std::function<void(const std::string&)>
 std::map<uint64_t, uint32_t> Declarations::OldestRounds() {
   std::map<uint64_t, uint32_t> oldest;
   ps::MutexLock lock(&mu_);
-  for (const auto& [id, entry] : entries_) {
-    if (entry.tensor && entry.tensor->rounds > 0) oldest[entry.tensor->key] = entry.tensor->oldest;
+  for (const auto& [key, told] : told_) {
+    // The state of one that is given back may be gone, and is of no use.
+    const bool is_over = !told.tensor->is_used() && told.tensor->declaration.rule;
+    if (told.tensor->rounds > 0 && !is_over) oldest[key] = told.tensor->oldest;
   }
   return oldest;
 }
@@ -361,7 +282,7 @@ std::map<uint64_t, uint32_t> Declarations::OldestRounds() {
 std::string Declarations::AnyUpdated() {
   ps::MutexLock lock(&mu_);
   for (const auto& [id, entry] : entries_) {
-    if (entry.tensor && entry.tensor->declaration.rule) return entry.tensor->declaration.name;
+    if (entry->tensor->declaration.rule) return entry->tensor->declaration.name;
   }
   return "";
 }
@@ -374,34 +295,139 @@ void Declarations::Fail(const std::string& reason) {
   cond_.NotifyAll();
 }
 
-std::map<std::string, uint32_t> Declarations::Rounds() {
-  std::map<std::string, uint32_t> rounds;
+ProgressByTensor Declarations::Rounds() {
+  ProgressByTensor progress;
   ps::MutexLock lock(&mu_);
-  for (const auto& [id, entry] : entries_) {
-    if (entry.tensor) rounds[id] = entry.tensor->rounds;
-  }
-  return rounds;
+  for (const auto& [id, life] : lives_) progress[id].life = life;
+  for (const auto& [id, entry] : entries_) progress[id].rounds = entry->tensor->rounds;
+  return progress;
 }
 
 std::vector<std::string> Declarations::NotBegun(const std::map<std::string, uint32_t>& rounds) {
   std::vector<std::string> names;
   ps::MutexLock lock(&mu_);
   for (const auto& [id, entry] : entries_) {
-    if (!entry.tensor) continue;
-    const auto it = rounds.find(entry.tensor->declaration.name);
-    if (it != rounds.end() && entry.tensor->rounds <= it->second) names.push_back(it->first);
+    const auto it = rounds.find(entry->tensor->declaration.name);
+    if (it != rounds.end() && entry->tensor->rounds <= it->second) names.push_back(it->first);
   }
   return names;
 }
 
-void Declarations::SetRounds(const std::map<std::string, uint32_t>& rounds) {
-  ps::MutexLock lock(&mu_);
-  rounds_ = rounds;
-  for (auto& [id, entry] : entries_) {
-    const auto it = rounds.find(id);
-    if (it != rounds.end() && entry.tensor)
-      entry.tensor->rounds = entry.tensor->oldest = it->second;
+void Declarations::SetRounds(const ProgressByTensor& progress) {
+  std::vector<TensorPtr> idle;
+  {
+    ps::MutexLock lock(&mu_);
+    std::vector<std::string> of_other_lives;
+    for (const auto& [id, entry] : entries_) {
+      const auto it = progress.find(id);
+      const Progress at = it == progress.end() ? Progress() : it->second;
+      if (entry->tensor->declaration.life != at.life) of_other_lives.push_back(id);
+    }
+    for (const std::string& id : of_other_lives) {
+      if (TensorPtr tensor = EndLife(id)) idle.push_back(std::move(tensor));
+    }
+    lives_.clear();
+    rounds_.clear();
+    for (const auto& [id, at] : progress) {
+      if (at.life > 0) lives_[id] = at.life;
+      rounds_[id] = at.rounds;
+      const auto it = entries_.find(id);
+      if (it != entries_.end()) it->second->tensor->rounds = it->second->tensor->oldest = at.rounds;
+    }
   }
+  GiveBack(idle);
+}
+
+// ------------------------------------------------------------------ released
+
+TensorPtr Declarations::EndLife(const std::string& id) {
+  ++lives_[id];
+  rounds_.erase(id);
+  const auto it = entries_.find(id);
+  if (it == entries_.end()) return nullptr;
+  const TensorPtr tensor = it->second->tensor;
+  entries_.erase(it);
+  tensor->is_released = true;
+  if (tensor->EndUse()) return tensor;
+  PS_PROBE(kReleasedInUse);
+  return nullptr;
+}
+
+void Declarations::Release(const std::vector<std::string>& names, uint32_t lowest_rank) {
+  std::vector<TensorPtr> idle;
+  {
+    ps::MutexLock lock(&mu_);
+    for (const std::string& name : names) {
+      TensorPtr tensor = EndLife(std::to_string(lowest_rank) + "/" + name);
+      if (tensor) idle.push_back(std::move(tensor));
+    }
+  }
+  GiveBack(idle);
+}
+
+bool Declarations::IsHeld(int server) {
+  if (!loss_->keeps) return false;
+  ps::ReaderLock lock(&loss_->mu);
+  return loss_->held[server];
+}
+
+void Declarations::GiveBack(const std::vector<TensorPtr>& tensors) {
+  auto releasing = std::make_shared<Releasing>();
+  uint64_t first = 0;
+  const int servers = plan_->num_servers();
+  {
+    ps::MutexLock lock(&mu_);
+    if (!failure_.empty()) return;
+    for (const TensorPtr& tensor : tensors) {
+      if (told_.count(tensor->key) > 0) releasing->tensors.push_back(tensor);
+    }
+    if (releasing->tensors.empty()) return;
+    WireWriter out;
+    out.PutSize(releasing->tensors.size());
+    for (const TensorPtr& tensor : releasing->tensors) out.Put(tensor->key);
+    releasing->body = out.Take();
+    releasing->unanswered = servers;
+    first = last_message_ + 1;
+    last_message_ += servers;
+    for (int server = 0; server < servers; ++server) {
+      releasing_[first + server] = {releasing, server};
+    }
+  }
+  const uint64_t key = releasing->tensors.front()->key;
+  for (int server = 0; server < servers; ++server) {
+    if (IsHeld(server)) continue;
+    channel_->Send(MakeRequest(kRelease, server, key, first + server, releasing->body));
+  }
+}
+
+void Declarations::OnReleased(uint64_t number) {
+  std::shared_ptr<Releasing> releasing;
+  int server = 0;
+  {
+    ps::MutexLock lock(&mu_);
+    const auto it = releasing_.find(number);
+    if (it == releasing_.end()) return PS_PROBE(kAnswerToNobody);  // to a server that was replaced
+    std::tie(releasing, server) = it->second;
+    releasing_.erase(it);
+    if (--releasing->unanswered == 0) {
+      for (const TensorPtr& tensor : releasing->tensors) told_.erase(tensor->key);
+    }
+  }
+  for (const TensorPtr& tensor : releasing->tensors) loss_->kept.DropAll(server, *tensor);
+}
+
+void Declarations::ReleaseAgain(int server) {
+  std::vector<Message> messages;
+  {
+    ps::MutexLock lock(&mu_);
+    for (const auto& [number, asked] : releasing_) {
+      if (asked.second != server) continue;
+      const Releasing& releasing = *asked.first;
+      messages.push_back(
+          MakeRequest(kRelease, server, releasing.tensors.front()->key, number, releasing.body));
+    }
+  }
+  for (const Message& message : messages) channel_->Send(message);
 }
 
 size_t Declarations::size() {

@@ -88,10 +88,12 @@ Engine::Engine(const Config& config, const Launch& launch, int num_servers,
     : peer_timeout_s_(config.Float("BYTEPS_PEER_TIMEOUT_S")),
       loops_(config.Int("BYTEPS_PUSH_THREAD")),
       context_(config, launch, num_servers, std::move(channel), counters, speed),
-      declarations_(&context_.plan, context_.channel.get(), &context_.vacancies,
+      declarations_(&context_.plan, context_.channel.get(), &context_.vacancies, &context_.loss,
                     context_.op_timeout_s),
       pusher_(&context_),
-      puller_(&context_) {}
+      puller_(&context_) {
+  context_.operations.SetGiveBack([this](const TensorPtr& t) { declarations_.GiveBack({t}); });
+}
 
 Engine::~Engine() { Stop(false, ""); }
 
@@ -325,13 +327,16 @@ void Engine::OnMessage(Message* message) {
   if (message->is_request) return;
   if (message->op == kResume) return OnResumed(*message);
   if (message->op == kGiveSum) return OnGiven(*message);
+  if (message->op == kRelease) return declarations_.OnReleased(message->number);
   if (message->op != kDeclare) return puller_.OnAnswer(message);
   if (message->failed) context_.counters->failed_requests.Add();
   declarations_.OnAnswer(message->number, message->failed ? message->body : "");
 }
 
 char* Engine::PlaceFor(const MessageHead& head, size_t bytes) {
-  return head.is_request || head.op == kDeclare ? nullptr : puller_.PlaceFor(head, bytes);
+  return head.is_request || head.op == kDeclare || head.op == kRelease
+             ? nullptr
+             : puller_.PlaceFor(head, bytes);
 }
 
 std::string Engine::Report() {

@@ -21,6 +21,7 @@
 #include "byteps/cluster/vacancies.h"
 #include "byteps/device/device.h"
 #include "byteps/engine/declarations.h"
+#include "byteps/engine/kept_sums.h"
 #include "byteps/engine/operation.h"
 #include "byteps/engine/requests.h"
 #include "byteps/engine/staged_sum.h"
@@ -211,6 +212,9 @@ class Engine : public ChannelUser {
   void AwaitIdle();
 
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
+  void Release(const std::vector<std::string>& names, uint32_t lowest_rank) {
+    declarations_.Release(names, lowest_rank);
+  }
   int64_t PushPull(const PushPullRequest& request, TensorPtr* known);
   bool Poll(int64_t handle);
   bool IsStreamed(int64_t handle);
@@ -238,9 +242,9 @@ class Engine : public ChannelUser {
   std::vector<std::string> Awaited();
   // Ranks whose values sums have lacked, since this was called last.
   std::vector<int> TakeMissing() { return context_.missing.Take(); }
-  // How many rounds of each tensor this worker has begun; what another worker says it has.
-  std::map<std::string, uint32_t> Rounds() { return declarations_.Rounds(); }
-  void SetRounds(const std::map<std::string, uint32_t>& rounds) { declarations_.SetRounds(rounds); }
+  // How far this worker is with each tensor; how far another worker says it is.
+  ProgressByTensor Rounds() { return declarations_.Rounds(); }
+  void SetRounds(const ProgressByTensor& progress) { declarations_.SetRounds(progress); }
 
   void OnMessage(Message* message) override;
   char* PlaceFor(const MessageHead& head, size_t bytes) override;
@@ -340,6 +344,11 @@ class Worker {
   // GPUs in pinned memory.  Blocks until the servers have answered.
   void Declare(const std::vector<TensorSpec>& specs) { Started()->Declare(specs); }
 
+  // See Declarations::Release.  Does nothing when not started.  Never blocks.
+  void Release(const std::vector<std::string>& names, uint32_t lowest_rank) {
+    if (const auto engine = this->engine()) engine->Release(names, lowest_rank);
+  }
+
   // Starts a sum and returns its handle, a positive number.  Blocks only for the
   // first use of a name that was not declared.
   // `known`, in and out: the tensor as the call before knew it, null at first.  With it a tensor is
@@ -388,8 +397,8 @@ class Worker {
   void SayReady() { Started()->SayReady(); }
   void AskToAdmit(int replica, int life) { Started()->AskToAdmit(replica, life); }
   std::vector<int> TakeMissing() { return Started()->TakeMissing(); }
-  std::map<std::string, uint32_t> Rounds() { return Started()->Rounds(); }
-  void SetRounds(const std::map<std::string, uint32_t>& rounds) { Started()->SetRounds(rounds); }
+  ProgressByTensor Rounds() { return Started()->Rounds(); }
+  void SetRounds(const ProgressByTensor& progress) { Started()->SetRounds(progress); }
 
   // What was counted since the process began, and what the queues hold now.
   std::vector<Metric> Metrics();

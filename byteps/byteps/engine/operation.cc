@@ -290,6 +290,9 @@ int64_t Operations::Begin(const OperationPtr& operation) {
   {
     ps::MutexLock lock(&mu_);
     if (failed_) throw Error(failure_);
+    if (operation->tensor && !operation->tensor->BeginUse()) {
+      throw UsageError("'" + operation->name() + "' was released while an operation of it began");
+    }
     operation->handle = NextHandle();
     if (operation->tensor) {
       Tensor* const tensor = operation->tensor.get();
@@ -363,6 +366,7 @@ void Operations::Remove(const OperationPtr& operation) {
   }
   if (idle) ended_.NotifyAll();
   if (operation->tensor) operation->tensor->window.Advance();
+  if (operation->tensor && operation->tensor->EndUse()) give_back_(operation->tensor);
 }
 
 void Operations::EndRound(const Operation& operation) {

@@ -282,8 +282,14 @@ class Operations {
   // Both outlive this.
   Operations(WorkerCounters* counters, SpeedMeter* speed);
 
+  // `give_back` is called with each tensor that was released, when its last operation has ended.
+  // To be called before the first one begins.
+  void SetGiveBack(std::function<void(const TensorPtr&)> give_back) {
+    give_back_ = std::move(give_back);
+  }
+
   // Gives it a handle, a positive number that this process has not used before, and a round.
-  // Throws Error when the job failed.
+  // Throws Error when the job failed, UsageError when its tensor was released.
   int64_t Begin(const OperationPtr& operation);
 
   // Throws UsageError when there is no such handle.
@@ -331,6 +337,7 @@ class Operations {
 
   WorkerCounters* const counters_;
   SpeedMeter* const speed_;
+  std::function<void(const TensorPtr&)> give_back_ = [](const TensorPtr&) {};
 
   ps::Mutex mu_;
   // One for each that waits: who sleeps is not woken with every sum.

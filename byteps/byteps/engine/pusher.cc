@@ -10,6 +10,7 @@
 #include "byteps/base/wire.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/engine.h"
+#include "byteps/engine/kept_sums.h"
 #include "byteps/engine/staged_sum.h"
 
 namespace byteps {
@@ -285,42 +286,6 @@ std::string Pusher::SendNow(const Task& task, int track, bool goes) {
 //             then it is given the sums that were kept; when it has them, what the old one had not
 //             answered is pushed again
 
-void KeptSums::Keep(int server, KeptSum sum) {
-  const Key key(sum.tensor->key + sum.index, sum.round);
-  ps::MutexLock lock(&mu_);
-  bytes_ += sum.values.size();
-  servers_[server][key] = std::move(sum);
-}
-
-void KeptSums::Drop(int server, const Tensor& tensor, uint64_t index, uint32_t before) {
-  std::vector<KeptSum> gone;  // without the lock
-  ps::MutexLock lock(&mu_);
-  auto& sums = servers_[server];
-  const uint64_t key = tensor.key + index;
-  for (auto it = sums.lower_bound({key, 0}); it != sums.end() && it->first < Key(key, before);) {
-    bytes_ -= it->second.values.size();
-    gone.push_back(std::move(it->second));
-    it = sums.erase(it);
-  }
-}
-
-std::vector<KeptSum> KeptSums::Of(int server) {
-  std::vector<KeptSum> sums;
-  ps::MutexLock lock(&mu_);
-  for (const auto& entry : servers_[server]) sums.push_back(entry.second);
-  return sums;
-}
-
-uint64_t KeptSums::bytes() {
-  ps::MutexLock lock(&mu_);
-  return bytes_;
-}
-
-int ServerLoss::ServerOf(uint64_t turn) const {
-  const auto found = std::find(turns.begin(), turns.end(), turn);
-  return turn == 0 || found == turns.end() ? -1 : static_cast<int>(found - turns.begin());
-}
-
 // ------------------------------------------------------------------ lost
 
 void Engine::OnServerLost(int server, const std::string& reason) {
@@ -420,6 +385,7 @@ void Engine::GoOn(int server, uint64_t turn) {
   }
   BPS_LOG(INFO) << context_.channel->NameOfServer(server) << " has taken over; " << open.size()
                 << " partitions are pushed again";
+  declarations_.ReleaseAgain(server);
   for (Request& request : open) PushAgain(std::move(request));
 }
 

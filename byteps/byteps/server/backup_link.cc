@@ -254,6 +254,13 @@ void BackupLink::SendFetched(uint64_t key, uint64_t pass) {
   {
     ps::MutexLock lock(&mu_);
     if (pass != last_pass_) return;  // it is lost again
+    const bool is_sending = sending_ && sending_->pass == pass;
+    // Its tensor was freed meanwhile, if not all were cleared.
+    if (is_sending && is_whole_ && !copies_.Has(key)) {
+      --sending_->open;
+      lock.Unlock();
+      return SendFetched();
+    }
   }
   try {
     SharedBytes values;

@@ -36,6 +36,7 @@ struct CopyRecord {
     kRound,     // a round whose gradients are summed
     kBegin,     // of no partition: what the backup has is of no use, all follows
     kComplete,  // all has been told
+    kFreed,     // no member holds the tensor any more
   };
 
   uint64_t pass = 0;  // that the backup gave the sender
@@ -99,6 +100,7 @@ class Copies {
                     uint64_t generation);
   std::vector<uint64_t> Keys();
   // Throws std::runtime_error where there is no copy of that key, or no more.
+  bool Has(uint64_t key) { return Find(key) != nullptr; }
   CopyRecord RecordOf(uint64_t key, SharedBytes* values);
   // Takes it out; null: there is none.
   std::shared_ptr<StateCopy> Take(uint64_t key);

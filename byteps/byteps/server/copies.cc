@@ -37,7 +37,7 @@ bool CopyRecord::Unpack(const std::string& text, CopyRecord* record) {
   WireReader in(text);
   record->pass = in.Get<uint64_t>();
   const auto what = in.Get<uint8_t>();
-  if (what > kComplete) return false;
+  if (what > kFreed) return false;
   record->what = static_cast<What>(what);
   record->settled = in.GetText();
   record->round = in.Get<uint32_t>();
@@ -146,6 +146,10 @@ std::shared_ptr<StateCopy> Copies::FindOrMake(uint64_t key, const CopyRecord& re
 std::string Copies::Apply(uint64_t key, const CopyRecord& record, SharedBytes values,
                           uint64_t generation) {
   std::string error;
+  if (record.what == CopyRecord::kFreed) {
+    Take(key);
+    return "";
+  }
   const auto copy =
       record.what == CopyRecord::kState ? FindOrMake(key, record, generation, &error) : Find(key);
   if (copy == nullptr) return error.empty() ? "a record came of what there is no copy of" : error;
@@ -303,6 +307,13 @@ void Rounds::TellAll(Partition* partition, Copying what) {
   Tell(partition, std::move(what), std::move(record), std::move(values));
 }
 
+void Rounds::TellFreed(const Partition& partition) {
+  CopyRecord record;
+  record.pass = pass_;
+  record.what = CopyRecord::kFreed;
+  context_->backup->Tell(partition.key, record, {});
+}
+
 bool Rounds::CopyRound(Partition* partition, Round* round) {
   if (!HasCopy(*partition)) return false;
   PS_PROBE(kRoundCopied);
@@ -392,7 +403,7 @@ std::vector<Partition*> Rounds::SetBackup(uint64_t pass) {
   std::vector<Partition*> waiting;
   for (Partition* partition : states_) {
     if (!partition->copying) continue;
-    if (pass_ != 0 && partition->copying->kind == Copying::kLoad) {
+    if (pass_ != 0 && partition->copying->kind == Copying::kLoad && !partition->is_freed) {
       TellAll(partition, std::move(*partition->copying));
     } else {
       waiting.push_back(partition);
@@ -404,7 +415,7 @@ std::vector<Partition*> Rounds::SetBackup(uint64_t pass) {
 void Rounds::CopyNext() {
   if (pass_ == 0) return;
   for (Partition* partition : states_) {
-    if (HasCopy(*partition) || partition->copying) continue;
+    if (HasCopy(*partition) || partition->copying || partition->is_freed) continue;
     Copying what;
     what.kind = Copying::kAll;
     return TellAll(partition, std::move(what));
@@ -417,6 +428,7 @@ void Rounds::CopyNext() {
 void Rounds::GoOn(Partition* partition) {
   const Copying what = std::move(*partition->copying);
   partition->copying.reset();
+  if (partition->is_freed) return FreeLater(partition, what);
   switch (what.kind) {
     case Copying::kRound: {
       Round* const round = partition->Find(what.round);
@@ -436,7 +448,24 @@ void Rounds::GoOn(Partition* partition) {
     case Copying::kAll:
       CopyNext();
   }
+  // Unless it waits again.
+  while (!partition->copying && !partition->released_by.empty()) {
+    Release(partition, partition->released_by.back());
+    partition->released_by.pop_back();
+  }
   EndWithoutAbsent(partition);
+}
+
+void Rounds::FreeLater(Partition* partition, const Copying& what) {
+  const auto stays = partition->shared_from_this();
+  // Its backup may have made a step that is not made here: both have nothing of it any more.
+  Free({stays});
+  const bool has_request = what.kind != Copying::kRound && what.kind != Copying::kAll;
+  if (has_request)
+    context_->Refuse(what.request,
+                     "'" + partition->declaration().name + "' was released by all members");
+  if (what.kind == Copying::kLoad) context_->backup->HasState();
+  if (what.kind == Copying::kAll) CopyNext();
 }
 
 bool Rounds::AnswerAgain(Partition* partition, const Message& message, int64_t received) {

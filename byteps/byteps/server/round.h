@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -154,12 +155,23 @@ class Accumulator {
 
 // One sum of one partition: who pushed it, who waits for it, and what there is of it.
 
+// What is owed to a worker that has released tensors: an answer, once all of them are freed.
+struct Releasing {
+  int rank = 0;
+  uint64_t request = 0;
+  uint64_t key = 0;
+  size_t left = 0;  // tensors that are not freed
+};
+
 // A tensor as its first worker declared it.
 struct DeclaredTensor {
   Declaration declaration;
   int declared_by = 0;
   uint32_t first_round = 0;  // rounds before it were ended at a server that is lost
   std::string refusal;       // why its operations fail; empty as long as they do not
+  std::set<int> holders;     // ranks that have declared it, and neither released it nor left
+  std::vector<std::shared_ptr<Releasing>> releasing;  // who has released it
+  std::atomic<int> released_by{-1};                   // the last of them; any thread may read it
 };
 
 // A worker to which an answer is owed, and the part of the sum that it wants, in bytes.
@@ -259,8 +271,8 @@ struct Copying {
   int64_t received = 0;  // when that came
 };
 
-struct Partition {
-  const DeclaredTensor* tensor = nullptr;
+struct Partition : std::enable_shared_from_this<Partition> {
+  std::shared_ptr<const DeclaredTensor> tensor;
   uint64_t key = 0;
   uint64_t index = 0;
   size_t thread = 0;  // number of the SumThread that it belongs to, whose lock guards what follows
@@ -278,7 +290,9 @@ struct Partition {
   std::shared_ptr<const Declaration> restored_declaration;  // of a state that was a copy
   bool has_state = false;                                   // is among those that have one
 
-  bool is_listed = false;  // among those of its thread
+  bool is_freed = false;         // nobody holds its tensor: it goes, once `copying` is over
+  std::vector<int> released_by;  // ranks, while `copying` is not over
+  bool is_listed = false;        // among those of its thread
   uint32_t first_round = 0;
   std::deque<Round> rounds;
   // Why the last rounds before the first one failed, by number, for members that come later.

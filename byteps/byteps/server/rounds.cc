@@ -97,7 +97,8 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   const int member = declaration.MemberIndex(rank);
   const PushHeader header = HeaderOf(message);
   std::string error;
-  if (RefuseAbsent(partition, message, "pushed round " + std::to_string(header.round))) {
+  if (RefuseAbsent(partition, message, "pushed round " + std::to_string(header.round)) ||
+      RefuseReleased(*partition, message)) {
     return nullptr;
   }
   if (partition->state && header.round > 0) {

@@ -42,8 +42,11 @@ class Rounds {
  public:
   using Clock = Round::Clock;
 
+  using Freed = std::function<void(const Partition&)>;
+
   // `track`: of the timeline.
-  Rounds(ServerContext* context, int track) : context_(context), track_(track) {}
+  Rounds(ServerContext* context, int track, Freed freed)
+      : context_(context), track_(track), freed_(std::move(freed)) {}
 
   // ----- requests
 
@@ -58,6 +61,11 @@ class Rounds {
   void Give(Partition* partition, Message* message);
   // All members have ended the rounds of this tensor before this one.
   void Resume(const DeclaredTensor* tensor, uint32_t first_round);
+  // The member of `rank` will ask for nothing more of this tensor: rounds fail that lack its push.
+  void Release(const DeclaredTensor* tensor, int rank);
+  // Nobody holds the tensor of these any more: nothing of them is kept.  `freed` is called with
+  // each that is gone, now or once its backup has answered.
+  void Free(const std::vector<std::shared_ptr<Partition>>& partitions);
   // Those at the front that nobody needs any more.
   void DropDone(Partition* partition);
 
@@ -125,6 +133,7 @@ class Rounds {
   void TellDecision(Partition* partition, Copying::Kind kind, const Message& message,
                     std::string step, int64_t received);
   void TellAll(Partition* partition, Copying what);
+  void TellFreed(const Partition& partition);
   static LastRound LastOf(Partition* partition);
   static std::string TakeSettled(Partition* partition);
   // The round of a push, if it may be added; null: it was refused.
@@ -146,6 +155,13 @@ class Rounds {
   // What the member of `rank` has left open of the rounds before this number failed there, and it
   // will neither push nor ask again.  Drops no round.
   void GiveUpBefore(Partition* partition, int rank, uint32_t number);
+  // Whether another member has released the tensor: then the push is refused.
+  bool RefuseReleased(const Partition& partition, const Message& message);
+  void Release(Partition* partition, int rank);
+  // Lets go of all that it has.
+  void EndFreed(Partition* partition);
+  // Once it waits for its backup no more.
+  void FreeLater(Partition* partition, const Copying& what);
   // Replicas of which all members of the group have pushed, and of which some have not.
   struct Standing {
     std::set<uint32_t> pushed, late;
@@ -175,6 +191,7 @@ class Rounds {
 
   ServerContext* const context_;
   const int track_;
+  const Freed freed_;
   std::vector<Partition*> partitions_;   // those that were pushed
   std::map<Deadline, Partition*> open_;  // the rounds that are not done
   std::map<int, std::string> gone_;      // rank -> why
@@ -235,30 +252,35 @@ class SumThread {
   // "server 0 is out of memory: ...", about what a request wanted to do.
   using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
 
-  SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text);
+  // `freed`: see Rounds::Free.
+  SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text,
+            Rounds::Freed freed);
   // Joins the thread; what it had not served stays unanswered.
   ~SumThread();
 
   // Any thread may call all of these.
   //
   // Serves a request that has its form (sum_server.h), now or later.
-  void Serve(Partition* partition, Message message);
+  void Serve(std::shared_ptr<Partition> partition, Message message);
   // Rounds that lack the push of this worker fail, now and later.
   void OnWorkerGone(int rank, const std::string& reason);
   // See Rounds::SetAbsent.
   void SetAbsent(const std::set<int>& ranks);
   // See Rounds::Resume.
-  void Resume(const DeclaredTensor* tensor, uint32_t first_round);
+  void Resume(std::shared_ptr<const DeclaredTensor> tensor, uint32_t first_round);
+  // See Rounds::Release and Rounds::Free.
+  void Release(std::shared_ptr<const DeclaredTensor> tensor, int rank);
+  void Free(std::vector<std::shared_ptr<Partition>> partitions);
   // The backup is told with this pass from now on, of all first; 0: there is none.
   void SetBackup(uint64_t pass);
   // It has what a partition has told it by the request of this number.
-  void OnCopied(Partition* partition, uint64_t number);
+  void OnCopied(std::shared_ptr<Partition> partition, uint64_t number);
   // A partition has the state of a server that is lost.
-  void Adopt(Partition* partition);
+  void Adopt(std::shared_ptr<Partition> partition);
   // Does this behind all else.
   void Call(std::function<void()> task);
   // Rounds of this tensor that are open fail.
-  void FailAll(const DeclaredTensor* tensor, const std::string& reason);
+  void FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason);
 
   size_t queued() { return queue_.Size(); }
 
@@ -272,21 +294,24 @@ class SumThread {
       kAbsent,
       kFailAll,
       kResume,
+      kRelease,
+      kFree,
       kLook,
       kBackup,
       kCopied,
       kAdopt,
       kCall,
     } kind = kRequest;
-    Partition* partition = nullptr;          // kRequest, kCopied, kAdopt
-    Message message;                         // kRequest
-    int64_t received = 0;                    // when, in SteadyNs
-    int rank = 0;                            // kGone
-    std::set<int> ranks;                     // kAbsent
-    const DeclaredTensor* tensor = nullptr;  // kFailAll, kResume
-    uint32_t round = 0;                      // kResume
-    uint64_t number = 0;                     // kBackup: the pass; kCopied: of the request
-    std::function<void()> call;              // kCall
+    std::shared_ptr<Partition> partition;           // kRequest, kCopied, kAdopt
+    Message message;                                // kRequest
+    int64_t received = 0;                           // when, in SteadyNs
+    int rank = 0;                                   // kGone, kRelease
+    std::set<int> ranks;                            // kAbsent
+    std::shared_ptr<const DeclaredTensor> tensor;   // kFailAll, kResume, kRelease
+    uint32_t round = 0;                             // kResume
+    std::vector<std::shared_ptr<Partition>> freed;  // kFree
+    uint64_t number = 0;                            // kBackup: the pass; kCopied: of the request
+    std::function<void()> call;                     // kCall
     std::string reason;
   };
 

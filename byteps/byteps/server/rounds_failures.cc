@@ -110,9 +110,78 @@ void Rounds::FailWithout(int rank, const std::string& reason) {
   }
 }
 
+// Tensors that members release.
+
+bool Rounds::RefuseReleased(const Partition& partition, const Message& message) {
+  const int rank = partition.tensor->released_by;
+  if (rank < 0) return false;
+  PS_PROBE(kPushAfterRelease);
+  context_->Refuse(message, "worker " + std::to_string(rank) + " has released '" +
+                                partition.declaration().name + "', which worker " +
+                                std::to_string(message.peer) +
+                                " pushed: all members release it after the same sums");
+  return true;
+}
+
+void Rounds::Release(const DeclaredTensor* tensor, int rank) {
+  for (Partition* partition : partitions_) {
+    if (partition->tensor.get() != tensor) continue;
+    if (partition->copying) {
+      partition->released_by.push_back(rank);  // GoOn looks again
+    } else {
+      Release(partition, rank);
+    }
+  }
+}
+
+void Rounds::Release(Partition* partition, int rank) {
+  const int member = partition->declaration().MemberIndex(rank);
+  for (Round& round : partition->rounds) {
+    if (round.told[member]) continue;
+    if (!round.done) {
+      PS_PROBE(kRoundOfReleased);
+      Fail(partition, &round,
+           "worker " + std::to_string(rank) + " has released '" + partition->declaration().name +
+               "', of which it had not ended round " + std::to_string(round.number));
+    }
+    round.pushed[member] = round.told[member] = true;
+  }
+  DropDone(partition);
+}
+
+void Rounds::Free(const std::vector<std::shared_ptr<Partition>>& partitions) {
+  for (const auto& partition : partitions) {
+    partition->is_freed = true;
+    if (partition->copying) {
+      PS_PROBE(kFreedLater);
+      continue;  // GoOn looks again
+    }
+    EndFreed(partition.get());
+  }
+  const auto is_over = [](const Partition* p) { return p->is_freed && !p->copying; };
+  std::erase_if(partitions_, is_over);
+  std::erase_if(states_, is_over);
+  for (const auto& partition : partitions) {
+    if (!partition->copying) freed_(*partition);
+  }
+}
+
+void Rounds::EndFreed(Partition* partition) {
+  const std::string reason = "all members have released '" + partition->declaration().name + "'";
+  for (Round& round : partition->rounds) {
+    if (!round.done) Fail(partition, &round, reason);
+    round.accumulator.Clear(&scratch_);
+  }
+  partition->rounds.clear();
+  partition->ended.reset();
+  partition->lost = {};
+  if (HasCopy(*partition)) TellFreed(*partition);
+  partition->state.reset();
+}
+
 void Rounds::FailAll(const DeclaredTensor* tensor, const std::string& reason) {
   for (Partition* partition : partitions_) {
-    if (partition->tensor != tensor) continue;
+    if (partition->tensor.get() != tensor) continue;
     for (auto& round : partition->rounds) {
       if (!round.done) Fail(partition, &round, reason);
     }
@@ -306,7 +375,7 @@ std::string MembersOf(const Message& message) {
 
 void Rounds::Resume(const DeclaredTensor* tensor, uint32_t first_round) {
   for (Partition* partition : partitions_) {
-    if (partition->tensor != tensor) continue;
+    if (partition->tensor.get() != tensor) continue;
     while (partition->first_round < first_round) {
       if (!partition->rounds.empty()) {
         Round* const round = &partition->rounds.front();

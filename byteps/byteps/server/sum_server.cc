@@ -103,7 +103,8 @@ Server::Server(const Config& config, Channel* channel)
   };
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
   for (long i = 0; i < threads; ++i) {
-    threads_.push_back(std::make_unique<SumThread>(&context_, i, text));
+    threads_.push_back(std::make_unique<SumThread>(
+        &context_, i, text, [this](const Partition& partition) { OnFreed(partition); }));
   }
 }
 
@@ -139,9 +140,9 @@ std::string Server::Report() {
   record.finished = counters.sums.Get();
   record.failed = counters.failed_sums.Get();
   record.running = OpenRounds();
-  record.tensors = counters.declared_tensors.Get();
   {
     ps::ReaderLock lock(&mu_);
+    record.tensors = tensors_.size();
     record.keys = partitions_.size();
   }
   for (auto& thread : threads_) record.queued += thread->queued();
@@ -189,6 +190,8 @@ void Server::Dispatch(Message* message) {
   switch (message->op) {
     case kDeclare:
       return OnDeclare(*message);
+    case kRelease:
+      return OnRelease(*message);
     case kResume:
       return OnResume(*message);
     case kPushPull:
@@ -237,7 +240,7 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
   }
   auto& tensor = tensors_[key];
   if (!tensor) {
-    auto made = std::make_unique<DeclaredTensor>();
+    auto made = std::make_shared<DeclaredTensor>();
     made->declaration = declaration;
     made->declared_by = rank;
     tensor = std::move(made);
@@ -250,8 +253,9 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
                       "' (" + declaration.Describe() + "), both with key " + Hex(key);
     BPS_LOG(WARNING) << tensor->refusal;
     // Those who pushed already are waiting for a sum that cannot come.
-    for (auto& thread : threads_) thread->FailAll(tensor.get(), tensor->refusal);
+    for (auto& thread : threads_) thread->FailAll(tensor, tensor->refusal);
   }
+  tensor->holders.insert(rank);
   return tensor->refusal;
 }
 
@@ -289,7 +293,7 @@ void Server::Resume(const Message& message) {
       continue;
     }
     it->second->first_round = round;
-    for (auto& thread : threads_) thread->Resume(it->second.get(), round);
+    for (auto& thread : threads_) thread->Resume(it->second, round);
   }
   if (!error.empty()) return context_.Refuse(message, error);
   if (!in.ok() || !in.at_end()) {
@@ -297,6 +301,7 @@ void Server::Resume(const Message& message) {
                                         " does not say in which rounds it goes on");
   }
   context_.Answer(Caller{message.peer, message.number, message.op}, message.key, "");
+  Settle(message.peer);
 }
 
 bool Server::KeepsState() {
@@ -323,11 +328,12 @@ void Server::AdoptStates() {
   for (const uint64_t key : backup_.fetched()->Keys()) {
     const auto it = tensors_.find(key - IndexOf(key));
     if (it == tensors_.end()) continue;
-    FindOrMake(*it->second, key);
+    FindOrMake(it->second, key);
   }
 }
 
-void Server::AdoptState(Partition* partition, std::shared_ptr<StateCopy> copy) {
+void Server::AdoptState(const std::shared_ptr<Partition>& partition,
+                        std::shared_ptr<StateCopy> copy) {
   const DeclaredTensor& tensor = *partition->tensor;
   partition->state = std::move(copy->state);
   partition->restored_declaration = copy->declaration;
@@ -364,7 +370,7 @@ void Server::OnCopied(uint64_t key, uint64_t number) {
   ps::ReaderLock lock(&mu_);
   const auto it = partitions_.find(key);
   if (it == partitions_.end()) return;
-  threads_[it->second->thread]->OnCopied(it->second.get(), number);
+  threads_[it->second->thread]->OnCopied(it->second, number);
 }
 
 void Server::OnBackup(uint64_t pass) {
@@ -383,16 +389,16 @@ void Server::OnFetched() {
 void Server::OnRequest(Message* message) {
   const uint64_t key = message->key;
   const uint64_t index = IndexOf(key);
-  const DeclaredTensor* tensor = nullptr;
-  Partition* partition = nullptr;
+  TensorPtr tensor;
+  std::shared_ptr<Partition> partition;
   std::string error;
   {
     ps::ReaderLock lock(&mu_);
     const auto it = tensors_.find(key - index);
-    if (it != tensors_.end()) tensor = it->second.get();
-    error = Refusal(*message, tensor, index);
+    if (it != tensors_.end()) tensor = it->second;
+    error = Refusal(*message, tensor.get(), index);
     const auto found = partitions_.find(key);
-    if (found != partitions_.end()) partition = found->second.get();
+    if (found != partitions_.end()) partition = found->second;
   }
   if (!error.empty()) return context_.Refuse(*message, error);
   if (tensor->declaration.rule && backup_.Fetches()) {
@@ -404,13 +410,16 @@ void Server::OnRequest(Message* message) {
   }
   if (partition == nullptr) {
     ps::WriterLock lock(&mu_);
-    partition = FindOrMake(*tensor, key);
+    // It may have been freed meanwhile.
+    if (tensors_.count(key - index) > 0) partition = FindOrMake(tensor, key);
   }
+  if (partition == nullptr) return context_.Refuse(*message, Refusal(*message, nullptr, index));
   if (message->sent_bytes > 0) {
     context_.counters.received_partitions.Add();
     context_.counters.received_bytes.Add(message->sent_bytes);
   }
-  threads_[partition->thread]->Serve(partition, std::move(*message));
+  SumThread* const thread = threads_[partition->thread].get();
+  thread->Serve(std::move(partition), std::move(*message));
 }
 
 std::string Server::Refusal(const Message& message, const DeclaredTensor* tensor, uint64_t index) {
@@ -418,7 +427,7 @@ std::string Server::Refusal(const Message& message, const DeclaredTensor* tensor
   const bool reads = message.op == kReadState;
   if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
     return worker + (reads ? " read" : " pushed") + " key " + Hex(message.key) +
-           ", which nobody declared";
+           ", which nobody declared, or all members have released";
   }
   if (!tensor->refusal.empty()) return tensor->refusal;
   const Declaration& declaration = tensor->declaration;
@@ -432,32 +441,24 @@ std::string Server::Refusal(const Message& message, const DeclaredTensor* tensor
   return "";
 }
 
-Partition* Server::FindOrMake(const DeclaredTensor& tensor, uint64_t key) {
+std::shared_ptr<Partition> Server::FindOrMake(const TensorPtr& tensor, uint64_t key) {
   auto& partition = partitions_[key];
-  if (!partition) {
-    auto made = std::make_unique<Partition>();
-    made->tensor = &tensor;
+  if (!partition || partition->tensor != tensor) {
+    auto made = std::make_shared<Partition>();
+    made->tensor = tensor;
     made->key = key;
     made->index = IndexOf(key);
     made->thread = next_thread_++ % threads_.size();
-    made->first_round = tensor.first_round;
-    if (tensor.declaration.rule) {
-      made->state = std::make_unique<PartitionState>(&tensor.declaration, made->index);
+    made->first_round = tensor->first_round;
+    if (tensor->declaration.rule) {
+      made->state = std::make_unique<PartitionState>(&tensor->declaration, made->index);
       auto copy = backup_.fetched()->Take(key);
       // What another tensor had is of no use, and no member knows it.
-      if (copy && *copy->declaration == tensor.declaration) AdoptState(made.get(), std::move(copy));
+      if (copy && *copy->declaration == tensor->declaration) AdoptState(made, std::move(copy));
     }
     partition = std::move(made);
   }
-  return partition.get();
-}
-
-void Server::OnWorkerGone(int rank, const std::string& reason) {
-  for (auto& thread : threads_) thread->OnWorkerGone(rank, reason);
-}
-
-void Server::SetAbsent(const std::set<int>& ranks) {
-  for (auto& thread : threads_) thread->SetAbsent(ranks);
+  return partition;
 }
 
 std::string Server::NoMemoryFor(const Message& message, const std::bad_alloc& error) {

@@ -91,6 +91,17 @@ class Server : private BackupUser {
   void OnDeclare(const Message& message);
   // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
   std::string Declare(int rank, const Declaration& declaration);
+  // A worker holds tensors no more.
+  void OnRelease(const Message& message);
+  using TensorPtr = std::shared_ptr<DeclaredTensor>;
+  using Owed = std::vector<std::shared_ptr<Releasing>>;
+  // Frees a tensor if nobody holds it, nor may come to hold it.  Answers are owed for it then.
+  void FreeIfUnused(const TensorPtr& tensor, Owed* owed) PS_REQUIRES(mu_);
+  // Ranks hold nothing any more: they have left, or are absent and may return.
+  void DropHolds(const std::set<int>& ranks, bool may_return);
+  // A worker holds at this server, which comes, whatever it holds.
+  void Settle(int rank);
+  void AnswerReleases(const Owed& owed);
   // A worker comes from a server that is lost, and says in which rounds it goes on.
   void OnResume(const Message& message);
   void Resume(const Message& message);
@@ -101,7 +112,8 @@ class Server : private BackupUser {
   bool KeepsState() PS_REQUIRES_SHARED(mu_);
   // Partitions of tensors that were declared get the state of a server that is lost.
   void AdoptStates();
-  void AdoptState(Partition* partition, std::shared_ptr<StateCopy> copy) PS_REQUIRES(mu_);
+  void AdoptState(const std::shared_ptr<Partition>& partition, std::shared_ptr<StateCopy> copy)
+      PS_REQUIRES(mu_);
   // Of the backup link.
   void InThreadOf(uint64_t key, std::function<void()> task) override;
   void OnCopied(uint64_t key, uint64_t number) override;
@@ -111,7 +123,9 @@ class Server : private BackupUser {
   void OnRequest(Message* message);
   // Why it cannot be served; empty if it can.
   static std::string Refusal(const Message& message, const DeclaredTensor* tensor, uint64_t index);
-  Partition* FindOrMake(const DeclaredTensor& tensor, uint64_t key) PS_REQUIRES(mu_);
+  std::shared_ptr<Partition> FindOrMake(const TensorPtr& tensor, uint64_t key) PS_REQUIRES(mu_);
+  // A thread has let go of it.
+  void OnFreed(const Partition& partition);
   // "server 0 is out of memory: ...", about what a request wanted to do.
   std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);
 
@@ -122,11 +136,15 @@ class Server : private BackupUser {
   std::atomic<int> rank_{-1};
   ps::SharedMutex mu_;
   StateMemory state_memory_ PS_GUARDED_BY(mu_);
-  // What they point to stays.  A tensor changes with mu_ held alone, a partition
-  // with the lock of its thread.
-  std::unordered_map<uint64_t, std::unique_ptr<DeclaredTensor>> tensors_
-      PS_GUARDED_BY(mu_);  // by key
-  std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_ PS_GUARDED_BY(mu_);
+  // A tensor changes with mu_ held alone, a partition with the lock of its thread.  A partition may
+  // stay a little longer than its tensor (Rounds::Free).
+  std::unordered_map<uint64_t, TensorPtr> tensors_ PS_GUARDED_BY(mu_);  // by key
+  std::unordered_map<uint64_t, std::shared_ptr<Partition>> partitions_ PS_GUARDED_BY(mu_);
+  // Ranks of which this server, if it has the place of a lost one, need not await that they resume;
+  // and whether it has.
+  std::set<int> settled_ PS_GUARDED_BY(mu_);
+  bool is_successor_ PS_GUARDED_BY(mu_) = false;
+  std::set<int> absent_ PS_GUARDED_BY(mu_);
   size_t next_thread_ PS_GUARDED_BY(mu_) = 0;
   // About tensors that servers update, until this one has met its backup, or has the state that a
   // lost server left.

@@ -181,10 +181,11 @@ int TrackOf(ServerContext* context) {
 
 }  // namespace
 
-SumThread::SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text)
+SumThread::SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text,
+                     Rounds::Freed freed)
     : context_(context),
       out_of_memory_text_(std::move(out_of_memory_text)),
-      rounds_(context, TrackOf(context)),
+      rounds_(context, TrackOf(context), std::move(freed)),
       thread_([this, number] {
         NameThisThread("engine", number);
         Run();
@@ -196,9 +197,9 @@ SumThread::~SumThread() {
   thread_.join();
 }
 
-void SumThread::Serve(Partition* partition, Message message) {
+void SumThread::Serve(std::shared_ptr<Partition> partition, Message message) {
   Task task;
-  task.partition = partition;
+  task.partition = std::move(partition);
   task.message = std::move(message);
   task.received = SteadyNs();
   if (!ServeHere(&task)) Queue(std::move(task));
@@ -219,19 +220,34 @@ void SumThread::SetAbsent(const std::set<int>& ranks) {
   Queue(std::move(task));
 }
 
-void SumThread::FailAll(const DeclaredTensor* tensor, const std::string& reason) {
+void SumThread::FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason) {
   Task task;
   task.kind = Task::kFailAll;
-  task.tensor = tensor;
+  task.tensor = std::move(tensor);
   task.reason = reason;
   Queue(std::move(task));
 }
 
-void SumThread::Resume(const DeclaredTensor* tensor, uint32_t first_round) {
+void SumThread::Resume(std::shared_ptr<const DeclaredTensor> tensor, uint32_t first_round) {
   Task task;
   task.kind = Task::kResume;
-  task.tensor = tensor;
+  task.tensor = std::move(tensor);
   task.round = first_round;
+  Queue(std::move(task));
+}
+
+void SumThread::Release(std::shared_ptr<const DeclaredTensor> tensor, int rank) {
+  Task task;
+  task.kind = Task::kRelease;
+  task.tensor = std::move(tensor);
+  task.rank = rank;
+  Queue(std::move(task));
+}
+
+void SumThread::Free(std::vector<std::shared_ptr<Partition>> partitions) {
+  Task task;
+  task.kind = Task::kFree;
+  task.freed = std::move(partitions);
   Queue(std::move(task));
 }
 
@@ -242,18 +258,18 @@ void SumThread::SetBackup(uint64_t pass) {
   Queue(std::move(task));
 }
 
-void SumThread::OnCopied(Partition* partition, uint64_t number) {
+void SumThread::OnCopied(std::shared_ptr<Partition> partition, uint64_t number) {
   Task task;
   task.kind = Task::kCopied;
-  task.partition = partition;
+  task.partition = std::move(partition);
   task.number = number;
   Queue(std::move(task));
 }
 
-void SumThread::Adopt(Partition* partition) {
+void SumThread::Adopt(std::shared_ptr<Partition> partition) {
   Task task;
   task.kind = Task::kAdopt;
-  task.partition = partition;
+  task.partition = std::move(partition);
   Queue(std::move(task));
 }
 
@@ -348,9 +364,13 @@ void SumThread::Handle(Task* task) {
     case Task::kAbsent:
       return rounds_.SetAbsent(task->ranks);
     case Task::kFailAll:
-      return rounds_.FailAll(task->tensor, task->reason);
+      return rounds_.FailAll(task->tensor.get(), task->reason);
     case Task::kResume:
-      return rounds_.Resume(task->tensor, task->round);
+      return rounds_.Resume(task->tensor.get(), task->round);
+    case Task::kRelease:
+      return rounds_.Release(task->tensor.get(), task->rank);
+    case Task::kFree:
+      return rounds_.Free(task->freed);
     case Task::kLook:
       return;
     case Task::kBackup:
@@ -358,11 +378,11 @@ void SumThread::Handle(Task* task) {
       return rounds_.CopyNext();
     case Task::kCopied:
       if (task->partition->copying && task->partition->copying->number == task->number) {
-        GoOn(task->partition);
+        GoOn(task->partition.get());
       }
       return;
     case Task::kAdopt:
-      rounds_.Adopt(task->partition);
+      rounds_.Adopt(task->partition.get());
       return rounds_.CopyNext();
     case Task::kCall:
       return task->call();
@@ -370,10 +390,11 @@ void SumThread::Handle(Task* task) {
 }
 
 void SumThread::GoOn(Partition* partition) {
+  const std::shared_ptr<Partition> stays = partition->shared_from_this();
   rounds_.GoOn(partition);
   while (!partition->copying && !partition->held.empty()) {
     Task task;
-    task.partition = partition;
+    task.partition = stays;
     task.message = std::move(partition->held.front().first);
     task.received = partition->held.front().second;
     partition->held.pop_front();
@@ -382,24 +403,29 @@ void SumThread::GoOn(Partition* partition) {
 }
 
 void SumThread::HandleRequest(Task* task) {
-  if (task->partition->copying) {
+  Partition* const partition = task->partition.get();
+  if (partition->copying) {
     PS_PROBE(kHeldForBackup);
-    task->partition->held.emplace_back(std::move(task->message), task->received);
+    partition->held.emplace_back(std::move(task->message), task->received);
     return;
+  }
+  if (partition->is_freed) {
+    return context_->Refuse(task->message,
+                            "'" + partition->declaration().name + "' was released by all members");
   }
   switch (task->message.op) {
     case kStep:
-      return ServeStep(context_, &rounds_, task->partition, task->message, task->received);
+      return ServeStep(context_, &rounds_, partition, task->message, task->received);
     case kLoadState:
     case kReadState:
-      if (MovesFeedback(task->message.op, task->partition->declaration())) {
-        return MoveFeedback(context_, task->partition, task->message, task->received);
+      if (MovesFeedback(task->message.op, partition->declaration())) {
+        return MoveFeedback(context_, partition, task->message, task->received);
       }
-      return MoveState(context_, &rounds_, task->partition, task->message, task->received);
+      return MoveState(context_, &rounds_, partition, task->message, task->received);
     case kGiveSum:
-      return rounds_.Give(task->partition, &task->message);
+      return rounds_.Give(partition, &task->message);
     default:
-      return rounds_.Push(task->partition, &task->message, task->received);
+      return rounds_.Push(partition, &task->message, task->received);
   }
 }
 
@@ -408,13 +434,14 @@ void SumThread::OnFailure(Task* task, const std::exception& error) {
   if (task->kind == Task::kRequest && no_memory != nullptr) {
     const std::string reason = out_of_memory_text_(task->message, *no_memory);
     BPS_LOG(ERROR) << reason;
-    return rounds_.FailRoundOf(task->partition, task->message, reason);
+    return rounds_.FailRoundOf(task->partition.get(), task->message, reason);
   }
   if (task->kind == Task::kRequest) {
-    return rounds_.FailPartition(task->partition, task->message, error.what());
+    return rounds_.FailPartition(task->partition.get(), task->message, error.what());
   }
-  const bool may_be_repeated =
-      task->kind == Task::kGone || task->kind == Task::kFailAll || task->kind == Task::kResume;
+  const bool may_be_repeated = task->kind == Task::kGone || task->kind == Task::kFailAll ||
+                               task->kind == Task::kResume || task->kind == Task::kRelease ||
+                               task->kind == Task::kFree;
   if (no_memory != nullptr && may_be_repeated) return Handle(task);
   // Rounds that it was about end at their deadline.
   BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << error.what() << "; "

@@ -123,7 +123,7 @@ class KnownTensor {
   mutable TensorPtr known_ PS_GUARDED_BY(mu_);  // of this job, or of one before
 };
 
-// c_update.cc: the class UpdatedTensor, load_feedback and read_feedback.
+// c_update.cc: the class UpdatedTensor, release, load_feedback and read_feedback.
 void DefineUpdatedTensor(pybind11::module_* m);
 
 // c_update.cc: the functions about replicas.

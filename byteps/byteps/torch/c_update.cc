@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/base/process.h"
 #include "byteps/base/wire.h"
 #include "byteps/engine/engine.h"
 #include "byteps/torch/c_parts.h"
@@ -155,6 +156,13 @@ void DefineUpdatedTensor(py::module_* m) {
         return MoveFeedback(kReadState, spec, values);
       },
       py::arg("spec"), py::arg("values"), Unlocked());
+  m->def(
+      "release",
+      [](const std::vector<std::string>& names, uint32_t lowest_rank) {
+        // An object may be finalized in a forked copy, too.
+        if (!ps::IsForkedCopy()) GetWorker()->Release(names, lowest_rank);
+      },
+      py::arg("names"), py::arg("lowest_rank"), Unlocked());
   py::class_<UpdatedTensor>(*m, "UpdatedTensor")
       .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
                     const std::vector<SegmentTuple>&, const std::string&, bool, bool>(),
@@ -201,10 +209,23 @@ void DefineReplicas(py::module_* m) {
   m->def(
       "take_missing", [] { return GetWorker()->TakeMissing(); },
       "Ranks whose values sums have lacked, since this was called last.", Unlocked());
-  m->def("rounds", [] { return GetWorker()->Rounds(); }, Unlocked());
+  // By tensor: (life, rounds).
+  using ProgressTuples = std::map<std::string, std::pair<uint32_t, uint32_t>>;
+  m->def(
+      "rounds",
+      [] {
+        ProgressTuples tuples;
+        for (const auto& [id, at] : GetWorker()->Rounds()) tuples[id] = {at.life, at.rounds};
+        return tuples;
+      },
+      Unlocked());
   m->def(
       "set_rounds",
-      [](const std::map<std::string, uint32_t>& rounds) { GetWorker()->SetRounds(rounds); },
+      [](const ProgressTuples& tuples) {
+        ProgressByTensor progress;
+        for (const auto& [id, at] : tuples) progress[id] = {at.first, at.second};
+        GetWorker()->SetRounds(progress);
+      },
       py::arg("rounds"), Unlocked());
 }
 

@@ -1,5 +1,9 @@
 """The engine as Python sees it: tensors in, handles and sums out, and what servers are told.
 
+`declare` and `release` are the two ends of a name's life; `Names` is the names of one object, which
+gives them back with it: `release(names, *, group=None)`, `Names(*names, group=None)`,
+`.take(*names)` and `.release()` (byteps/torch/names.py).
+
 `byteps.torch` re-exports what users need from here. `session` joins and leaves a job, `operations`
 knows groups, and starts and awaits sums and updates, `in_flight` keeps their tensors alive.
 """
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from byteps.torch import c_lib, operations, session, wire
+from byteps.torch.names import Names, release
 from byteps.torch.operations import Group, engine_ranks, poll, ranks_of, start, synchronize
 from byteps.torch.session import (
     BytePSError,
@@ -30,6 +35,7 @@ __all__ = [
     "DTYPES",
     "BytePSError",
     "Group",
+    "Names",
     "TensorDeclaration",
     "bytes_per_server",
     "declare",
@@ -43,6 +49,7 @@ __all__ = [
     "poll",
     "rank",
     "ranks_of",
+    "release",
     "resume",
     "shutdown",
     "size",

@@ -185,6 +185,8 @@ class Sum:
     wire: WireType
     values: torch.Tensor
     """The caller's values, which the engine reads where it encodes them itself."""
+    lost: torch.Tensor | None = None
+    """What it reads and writes then, where losses are kept."""
 
     def finish(self) -> torch.Tensor:
         """The caller's output, with the sums in its own type: on a GPU, for the current stream."""
@@ -247,6 +249,12 @@ def forget() -> None:
     """The job is left: let go of all tensors, whose memory nothing reads or writes any more."""
     for kept in (sums, updates, failed, _wire_copies, _rounds):
         kept.clear()
+
+
+def forget_name(name: str) -> None:
+    """Another tensor comes under this name: let go of what is kept for its next sum."""
+    _wire_copies.pop(name, None)
+    _rounds.pop(name, None)
 
 
 def wire_copy(

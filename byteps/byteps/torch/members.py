@@ -149,12 +149,13 @@ def take_missing() -> set[int]:
     return {rank // size for rank in c_lib.take_missing()}
 
 
-def rounds() -> dict[str, int]:
-    """How many sums of each tensor this worker has begun, to be given to one that joins."""
+def rounds() -> dict[str, tuple[int, int]]:
+    """How often this worker has released each name, and how many sums it has begun of it since, to
+    be given to one that joins."""
     return dict(c_lib.rounds())
 
 
-def set_rounds(begun: dict[str, int]) -> None:
+def set_rounds(begun: dict[str, tuple[int, int]]) -> None:
     """Go on where another worker of this place is, which told its `rounds` between two steps."""
     c_lib.set_rounds(begun)
 

@@ -222,17 +222,8 @@ def start(
     if name is None or not name:
         raise ValueError("a push_pull needs a name, the same on all workers")
     numel, device = tensor.numel(), tensor.get_device()
-    described = (
-        tensor.dtype,
-        numel,
-        device,
-        average,
-        _cache.ranks(group),
-        placement,
-        wire_dtype,
-        piece_of,
-        in_order,
-    )
+    kind, ranks = (tensor.dtype, numel, device, average), _cache.ranks(group)
+    described = (*kind, ranks, placement, wire_dtype, piece_of, in_order)
     known = _known.get(name)
     if known is None or known.described != described:
         known = _known[name] = _Known.of(name, described)
@@ -268,8 +259,17 @@ def start(
         stream=stream,
         wire=form,
         values=values,
+        lost=lost,
     )
     return handle
+
+
+def forget(names: Sequence[str]) -> None:
+    """What comes under these names next is another tensor."""
+    for name in names:
+        _known.pop(name, None)
+        in_flight.forget_name(name)
+        feedback.forget_name(name)
 
 
 def start_streamed_inplace(

@@ -392,6 +392,12 @@ class Feedback:
         """Of `put`, for the servers to be told; None: they know."""
         return self._of_servers.pop(name, None)
 
+    def forget_name(self, name: str) -> None:
+        """Let go of the memory of one tensor, which is summed no more."""
+        self._lost.pop(name, None)
+        self._loaded.pop(name, None)
+        self._of_servers.pop(name, None)
+
     def forget(self) -> None:
         """Let go of the memory."""
         for kept in (self._lost, self._loaded, self._of_servers):

@@ -89,6 +89,66 @@ TEST(Engine, HandlesAreGoneOnceWaitedFor) {
   job.Wait(job.Start("nothing", &nothing));
 }
 
+TEST(Engine, AReleasedNameIsSummedAnewInAnotherShape) {
+  Job job(2);
+  TensorPtr known;
+  for (int life = 0; life < 3; ++life) {
+    auto values = Values(5000 + 2000 * life, life);
+    const auto wanted = Times(values, 3);
+    job.Wait(job.worker.PushPull(Job::RequestFor("x", &values), &known));
+    EXPECT_EQ(values, wanted);
+    EXPECT_EQ(known->declaration.life, static_cast<uint32_t>(life));
+    EXPECT_EQ(known->rounds, 1U);
+    job.worker.Release({"x", "that nobody has declared"}, 0);
+    EXPECT_TRUE(known->is_released);
+    EXPECT_EQ(job.Metric("declared_tensors"), 0);
+    const auto releases = job.channel->releases();
+    ASSERT_EQ(releases.size(), 2U * (life + 1));
+    for (int server = 0; server < 2; ++server) {
+      EXPECT_EQ(releases[2 * life + server], std::pair(known->key, server));
+    }
+  }
+  // All of them were freed.
+  EXPECT_TRUE(job.Settles("unanswered_requests", 0));
+}
+
+TEST(Engine, WhatIsReleasedInFlightIsGivenBackAtItsEnd) {
+  Job job(1);
+  job.channel->HoldServer(0, false);
+  auto values = Values(1000, 1);
+  const auto wanted = Times(values, 3);
+  const int64_t handle = job.Start("x", &values);
+  ASSERT_TRUE(job.channel->AwaitHeld(1));
+  job.worker.Release({"x"}, 0);
+  auto others = Values(3000, 2);
+  const auto wanted_of_others = Times(others, 3);
+  const int64_t next = job.Start("x", &others);
+  EXPECT_EQ(job.channel->releases().size(), 0U);
+  job.channel->Release();
+  job.Wait(handle);
+  job.Wait(next);
+  EXPECT_EQ(values, wanted);
+  EXPECT_EQ(others, wanted_of_others);
+  EXPECT_EQ(job.channel->releases().size(), 1U);
+}
+
+TEST(Engine, OneThatJoinsGoesOnInTheLivesOfOthers) {
+  Job donor(1), joiner(1);
+  auto values = Values(100, 1);
+  for (int life = 0; life < 2; ++life) {
+    donor.Wait(donor.Start("x", &values));
+    if (life == 0) donor.worker.Release({"x"}, 0);
+  }
+  joiner.worker.Declare({Job::RequestFor("x", &values).tensor});
+  const uint64_t too_early = joiner.channel->declarations(0).front().front().Key();
+  joiner.worker.SetRounds(donor.worker.Rounds());
+  EXPECT_EQ(joiner.channel->releases(), (std::vector<std::pair<uint64_t, int>>{{too_early, 0}}));
+  TensorPtr known;
+  joiner.Wait(joiner.worker.PushPull(Job::RequestFor("x", &values), &known));
+  EXPECT_EQ(known->declaration.life, 1U);
+  EXPECT_EQ(joiner.worker.Rounds(), (ProgressByTensor{{"0/x", {1, 2}}}));
+}
+
 TEST(Engine, WhatIsKnownOfATensorIsOfOneJob) {
   TensorPtr known;
   for (int jobs = 0; jobs < 2; ++jobs) {

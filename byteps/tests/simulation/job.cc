@@ -87,9 +87,11 @@ uint64_t Job::WantedSums() const {
   const auto add = [&partitions](size_t count) {
     partitions += (count * sizeof(float) + kPartitionBytes - 1) / kPartitionBytes;
   };
-  for (const size_t count : plan_.counts) add(count);
-  if (plan_.updates) add(plan_.parameters);
-  return plan_.rounds * partitions + plan_.burst;
+  for (int round = 0; round < plan_.rounds; ++round) {
+    for (int i = 0; i < plan_.tensors; ++i) add(plan_.CountAt(i, round));
+    if (plan_.updates) add(plan_.parameters);
+  }
+  return partitions + plan_.burst;
 }
 
 bool Job::IsHarmless() const {
@@ -428,6 +430,11 @@ bool Job::NamesACause(const std::string& error) const {
   }
   // The error of the one that gave up says why.
   if (plan_.goes_on && error.find(" gave up round ") != std::string::npos) return true;
+  if (plan_.releases && error.find(" has released '") != std::string::npos) return true;
+  // It gave up a sum, released its name, and was done before this one began its next life.
+  if (plan_.releases && plan_.goes_on && error.find(" left the job while ") != std::string::npos) {
+    return true;
+  }
   // Workers may have ended well, or a launcher given up, just before the scheduler saw a loss.
   if (error.find("no worker came within ") != std::string::npos) return true;
   // The scheduler says what it sees; to one that nobody can reach all are silent.

@@ -50,11 +50,11 @@ class WorkerScript {
   void Sums(int round);
   void Burst();
   struct Sum {
-    int tensor;
-    int round;
+    int tensor, round;
     size_t count;
   };
   void Start(const std::vector<Sum>& sums);
+  void Release(const std::vector<Sum>& sums);
   void CheckSum(const Values& values, int tensor, int round);
   // A step of the parameters, or what else is done with them.
   void Update(int round);
@@ -257,7 +257,7 @@ class Witness {
   int short_sums = 0;
   int loaded = 0;  // ranks that know that servers have what they begin with
   // What a donor says of its rounds, by its rank; it travels apart from the played network.
-  std::map<int, std::map<std::string, uint32_t>> rounds;
+  std::map<int, core::ProgressByTensor> rounds;
   // And of the state of the servers' optimizer.
   std::map<int, std::vector<float>> optimizers;
 

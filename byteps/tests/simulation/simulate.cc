@@ -74,6 +74,7 @@ std::string Plan::Describe() const {
   if (updates) text += ", " + std::to_string(parameters) + " parameters";
   if (on_gpu >= 0) text += ", worker " + std::to_string(on_gpu) + " on a GPU";
   if (disturbed) text += ", disturbed";
+  if (releases) text += ", releases";
   for (const Fault& fault : faults) text += "\n  " + fault.Describe();
   return text;
 }
@@ -180,6 +181,21 @@ Fault MakeFault(const Plan& plan, int number) {
 
 }  // namespace
 
+bool Plan::Releases(int tensor, int round) const {
+  const uint64_t seed[] = {counts[0], static_cast<uint64_t>(tensor), static_cast<uint64_t>(round)};
+  return releases && core::HashBytes(seed, sizeof(seed), 1) % 2 == 0;
+}
+
+int Plan::LifeAt(int tensor, int round) const {
+  int lives = 0;
+  for (int before = 0; before < round; ++before) lives += Releases(tensor, before) ? 1 : 0;
+  return lives;
+}
+
+size_t Plan::CountAt(int tensor, int round) const {
+  return LifeAt(tensor, round) % 2 == 0 ? counts[tensor] : 1 + counts[tensor] / 2;
+}
+
 Plan MakePlan() {
   Plan plan;
   plan.workers = 1 + static_cast<int>(Random(3));
@@ -213,6 +229,7 @@ Plan MakePlan() {
   }
   // More than a server would keep of a worker that is ahead.
   if (Random(100) == 0) plan.burst = 2100;
+  plan.releases = Random(2) == 0;
   return plan;
 }
 
@@ -244,6 +261,7 @@ Plan MakeBackupPlan() {
     fault.seconds = static_cast<double>(1 + Random(60)) * (Random(2) ? 0.002 : 0.1);
     plan.faults.push_back(fault);
   }
+  plan.releases = Random(2) == 0;
   return plan;
 }
 

@@ -153,7 +153,13 @@ struct Plan {
   bool disturbed = false;  // threads that reach a probe are held up
   std::vector<size_t> counts;
   std::vector<Fault> faults;
+  bool releases = false;  // workers release names after some rounds, and sum them anew
 
+  // Whether a name is released after a round, how often it was before one, and how many values it
+  // has in a round.
+  bool Releases(int tensor, int round) const;
+  int LifeAt(int tensor, int round) const;
+  size_t CountAt(int tensor, int round) const;
   std::string Describe() const;
 };
 

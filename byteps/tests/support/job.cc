@@ -72,6 +72,10 @@ void FakeChannel::Send(const Message& message) {
       std::string lacks;
       EXPECT_TRUE(PushHeader::Unpack(message.body, &header, &lacks));
       gifts_.push_back({message.key, header.round});
+    } else if (message.op == kRelease) {
+      WireReader in(message.body);
+      const uint32_t count = in.GetCount(sizeof(uint64_t));
+      for (uint32_t i = 0; i < count; ++i) releases_.push_back({in.Get<uint64_t>(), server});
     } else if (message.op != kResume) {
       if (script_.on_push) script_.on_push();
       pushes_.push_back({message.key, server});
@@ -165,6 +169,11 @@ std::vector<std::vector<Declaration>> FakeChannel::declarations(int server) {
 std::vector<std::pair<uint64_t, int>> FakeChannel::pushes() {
   std::lock_guard<std::mutex> lock(mu_);
   return pushes_;
+}
+
+std::vector<std::pair<uint64_t, int>> FakeChannel::releases() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return releases_;
 }
 
 bool FakeChannel::AwaitPushes(size_t count) {

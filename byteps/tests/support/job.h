@@ -83,6 +83,8 @@ class FakeChannel : public Channel {
   std::vector<std::pair<uint64_t, int>> pushes();
   // (tensor's key + partition, round) of the sums that were given.
   std::vector<std::pair<uint64_t, uint32_t>> gifts();
+  // (tensor's key, server), in the order in which they were released.
+  std::vector<std::pair<uint64_t, int>> releases();
   // Blocks until so many pushes came; false when they do not come within 20 s.
   bool AwaitPushes(size_t count);
   bool AwaitHeld(size_t count);
@@ -116,6 +118,7 @@ class FakeChannel : public Channel {
   std::map<int, std::vector<std::vector<Declaration>>> declarations_;
   std::vector<std::pair<uint64_t, int>> pushes_;
   std::vector<std::pair<uint64_t, uint32_t>> gifts_;
+  std::vector<std::pair<uint64_t, int>> releases_;
   std::mt19937 random_{1};
   std::atomic<int> left_{0};
 

@@ -241,10 +241,19 @@ StateMemory::StateMemory(const Config& config)
       limit_(is_set_ ? config.Int("BYTEPS_SERVER_STATE_BYTES") : AvailableMemory()),
       num_servers_(static_cast<int>(config.Int("DMLC_NUM_SERVER"))) {}
 
-std::string StateMemory::Promise(const Declaration& declaration, int rank, bool copies) {
-  uint64_t wanted = StateBytes(declaration, rank, num_servers_);
+uint64_t StateMemory::BytesOf(const Declaration& declaration, int rank, bool copies) const {
+  uint64_t bytes = StateBytes(declaration, rank, num_servers_);
   if (copies)
-    wanted += StateBytes(declaration, (rank + num_servers_ - 1) % num_servers_, num_servers_);
+    bytes += StateBytes(declaration, (rank + num_servers_ - 1) % num_servers_, num_servers_);
+  return bytes;
+}
+
+void StateMemory::Return(const Declaration& declaration, int rank, bool copies) {
+  promised_ -= BytesOf(declaration, rank, copies);
+}
+
+std::string StateMemory::Promise(const Declaration& declaration, int rank, bool copies) {
+  const uint64_t wanted = BytesOf(declaration, rank, copies);
   if (wanted > limit_ || promised_ > limit_ - wanted) {
     return "server " + std::to_string(rank) +
            " has too little memory for the optimizer state of '" + declaration.name +

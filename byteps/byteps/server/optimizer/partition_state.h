@@ -106,9 +106,14 @@ class StateMemory {
   // Promises memory for the state of a tensor on this server, and, where it has copies, for that of
   // the server before it.  Why there is too little, or "".
   std::string Promise(const Declaration& declaration, int rank, bool copies);
+  // The same tensor is freed.
+  void Return(const Declaration& declaration, int rank, bool copies);
   uint64_t promised() const { return promised_; }
 
  private:
+  // Of the tensor, and of what is copied of it.
+  uint64_t BytesOf(const Declaration& declaration, int rank, bool copies) const;
+
   const bool is_set_;     // BYTEPS_SERVER_STATE_BYTES
   const uint64_t limit_;  // that, or what there was when this was made
   const int num_servers_;
