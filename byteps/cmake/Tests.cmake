@@ -21,6 +21,7 @@ if(GTest_FOUND)
     tests/engine/engine_gpu_test.cc
     tests/engine/engine_test.cc
     tests/engine/failure_test.cc
+    tests/engine/kept_sums_test.cc
     tests/engine/push_scheduler_test.cc
     tests/engine/remains_test.cc
     tests/engine/streamed_sum_test.cc
@@ -49,6 +50,7 @@ if(GTest_FOUND)
     tests/server/optimizer/differences_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/memory_test.cc
+    tests/server/confirmations_test.cc
     tests/server/release_test.cc
     tests/server/server_test.cc
     tests/server/stop_order_test.cc

@@ -49,6 +49,20 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], wor
     assert "sums that others may lack" in training[0].text
 
 
+def test_one_off_sums_are_kept_until_all_have_them(make_cluster: Callable[..., Cluster]) -> None:
+    """32 MiB of them are kept by nobody some steps later; then a server is lost."""
+    cluster = make_cluster(workers=2, servers=2, env=WAIT)
+    training = cluster.start("lost_servers:one_off", steps=30)
+    cluster.wait_mark("trained", range(2), RUN_S)
+    spare = cluster.start_server()
+    wait_for_count(spare, "waiting for the place of a server")
+    cluster.servers[0].send(signal.SIGKILL)
+    cluster.go("on")
+    cluster.finish_with(training, [cluster.servers[0]])
+    kept = [int(n) for n in re.findall(r"with (\d+) bytes of sums", training[0].text)]
+    assert len(kept) == 1 and kept[0] < 8 << 20, kept
+
+
 @pytest.mark.thorough
 def test_one_that_is_told_to_end_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=1, env={**WAIT, **AT_ONCE})

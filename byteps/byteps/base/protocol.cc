@@ -221,7 +221,26 @@ std::string Patience::Describe() const {
 std::string PushHeader::Pack() const {
   WireWriter out;
   for (uint32_t field : {round, timeout_ms, pull_offset, pull_bytes, oldest, flags}) out.Put(field);
+  out.Put(confirmed);
   return out.Take();
+}
+
+std::string KeptAnswer::Pack() const {
+  WireWriter out;
+  out.Put(ended);
+  out.Put(serial);
+  out.Put(with_all);
+  return out.Take();
+}
+
+bool KeptAnswer::Take(std::string* text, KeptAnswer* answer) {
+  WireReader in(*text);
+  answer->ended = in.Get<uint32_t>();
+  answer->serial = in.Get<uint64_t>();
+  answer->with_all = in.Get<uint64_t>();
+  if (!in.ok()) return false;
+  text->erase(0, kBytes);
+  return true;
 }
 
 std::string PackMembers(const std::vector<bool>& members) {
@@ -246,6 +265,7 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header) {
                           &header->pull_bytes, &header->oldest, &header->flags}) {
     *field = in.Get<uint32_t>();
   }
+  header->confirmed = in.Get<uint64_t>();
   return in.ok() && in.at_end();
 }
 

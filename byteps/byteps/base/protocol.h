@@ -144,12 +144,14 @@ struct UpdateStep {
 // all else.  So a step that stands costs no message.
 //
 // Where another server may take the place of one that is lost, pushes have kKeepsSums, and the
-// answer to a PUSH_PULL begins with a u32: rounds of the tensor before it have ended at all
-// members.  To a server that comes a worker says, once it has declared all tensors, by RESUME which
+// answer to a PUSH_PULL begins with KeptAnswer.  A worker that has nothing to push says by CONFIRM,
+// with a u64 as PushHeader::confirmed, what it has; the answer has KeptAnswer::with_all as a u64.
+// To a server that comes a worker says, once it has declared all tensors, by RESUME which
 // rounds it may still speak of: a u32 count, then for each tensor its key as a u64 and the first
 // round as a u32. By GIVE_SUM it gives it the sums that it has, with PackMembers of those that they
-// lack after the header; without values, where it wanted a part alone.  It pushes again when all
-// are answered.
+// lack after the header; without values, where it wanted a part alone.  The answer has the round as
+// a u32 and the sum's serial as a u64, 0 if no member lacks it.  It pushes again when all are
+// answered.
 //
 // RELEASE, with a u32 count and keys of tensors as u64, says that a worker holds them no more: what
 // it had asked about them has ended.  A server frees a tensor once nobody holds it, and answers
@@ -180,6 +182,7 @@ enum Op : int {
   kFetched = 13,
   kCopy = 14,
   kRelease = 15,
+  kConfirm = 16,
 };
 
 // BYTEPS_KEY_HASH_FN.  The numbers are part of the protocol.
@@ -258,17 +261,32 @@ struct PushHeader {
   uint32_t oldest = 0;
   // kForgetLost and kKeepsSums, the same from all members; or nothing.
   uint32_t flags = 0;
+  // With kKeepsSums: the worker has the answers of this server to all its requests before it.
+  uint64_t confirmed = 0;
   // What rounding lost of this partition's sums before is not added to this one.
   static constexpr uint32_t kForgetLost = 1;
   // The worker keeps the sum until all have it.
   static constexpr uint32_t kKeepsSums = 2;
-  static constexpr size_t kBytes = 6 * sizeof(uint32_t);
+  static constexpr size_t kBytes = 6 * sizeof(uint32_t) + sizeof(uint64_t);
 
   std::string Pack() const;
   // False when `text` is no header.
   static bool Unpack(const std::string& text, PushHeader* header);
   // Of a header with something after it, which becomes *rest.
   static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
+};
+
+// What an answer says of a sum that its worker keeps.  On the wire its fields, little-endian, in
+// this order.
+struct KeptAnswer {
+  uint32_t ended = 0;     // rounds of the tensor before it have ended at all members
+  uint64_t serial = 0;    // of this sum, among those of this server
+  uint64_t with_all = 0;  // sums of this server with serials before it are with all their members
+  static constexpr size_t kBytes = sizeof(uint32_t) + 2 * sizeof(uint64_t);
+
+  std::string Pack() const;
+  // Takes it from the front of `text`.  False: it is too short.
+  static bool Take(std::string* text, KeptAnswer* answer);
 };
 
 // Members of a group, by index, as an answer names those whose values its sum lacks: a bit each,
@@ -338,7 +356,7 @@ class SharedBytes {
 //                                      u32 length of the name, then the name
 //                                      where it has a rule: u32 its length, then the UpdateRule
 
-constexpr uint8_t kDeclarationVersion = 8;
+constexpr uint8_t kDeclarationVersion = 9;
 
 // Declarations that were made with one configuration: `hash` is the same in all.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);

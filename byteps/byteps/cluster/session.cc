@@ -326,7 +326,7 @@ ps::Message ToPs(const Message& message) {
   msg.meta.timestamp = 0;
   msg.meta.head = message.op;
   // A transport with two planes sends all else, which moves values, by that of data.
-  msg.meta.simple_app = message.op == kDeclare || message.op == kRelease;
+  msg.meta.simple_app = message.op == kDeclare || message.op == kRelease || message.op == kConfirm;
   msg.meta.request = msg.meta.push = message.is_request;
   const bool to_server = message.is_request || message.between_servers;
   msg.meta.recver = to_server ? ServerId(message.peer) : WorkerId(message.peer);

@@ -56,7 +56,10 @@ Message Context::MakeRequestMessage(Request request) {
   // Of an operation that fails at this moment the tensor knows no longer.
   header.oldest = std::min(operation.tensor->oldest.load(), operation.round);
   if (operation.request.forgets_lost) header.flags |= PushHeader::kForgetLost;
-  if (loss.keeps && op == kPushPull) header.flags |= PushHeader::kKeepsSums;
+  if (loss.keeps && op == kPushPull) {
+    header.flags |= PushHeader::kKeepsSums;
+    header.confirmed = requests.FirstOpen(request.server);
+  }
   header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
   if (op != kLoadState && op != kPushNorm) {  // which ask for no part
     header.pull_offset =
@@ -92,6 +95,7 @@ Engine::Engine(const Config& config, const Launch& launch, int num_servers,
                     context_.op_timeout_s),
       pusher_(&context_),
       puller_(&context_) {
+  if (context_.loss.keeps) context_.requests.Track();
   context_.operations.SetGiveBack([this](const TensorPtr& t) { declarations_.GiveBack({t}); });
 }
 
@@ -327,6 +331,7 @@ void Engine::OnMessage(Message* message) {
   if (message->is_request) return;
   if (message->op == kResume) return OnResumed(*message);
   if (message->op == kGiveSum) return OnGiven(*message);
+  if (message->op == kConfirm) return OnConfirmed(*message);
   if (message->op == kRelease) return declarations_.OnReleased(message->number);
   if (message->op != kDeclare) return puller_.OnAnswer(message);
   if (message->failed) context_.counters->failed_requests.Add();
@@ -334,9 +339,8 @@ void Engine::OnMessage(Message* message) {
 }
 
 char* Engine::PlaceFor(const MessageHead& head, size_t bytes) {
-  return head.is_request || head.op == kDeclare || head.op == kRelease
-             ? nullptr
-             : puller_.PlaceFor(head, bytes);
+  const bool is_bare = head.op == kDeclare || head.op == kRelease || head.op == kConfirm;
+  return head.is_request || is_bare ? nullptr : puller_.PlaceFor(head, bytes);
 }
 
 std::string Engine::Report() {

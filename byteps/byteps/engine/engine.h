@@ -269,6 +269,12 @@ class Engine : public ChannelUser {
   void OnResumed(const Message& answer);
   void Give(int server, uint64_t turn, const KeptSum& sum);
   void OnGiven(const Message& answer);
+  // Gives a server as many of the sums that wait as may be in flight.
+  void GiveNext(int server, uint64_t turn);
+  // Tells servers that have no requests of this worker's what it has, as long as it keeps any of
+  // their sums; what they answer.
+  void Confirm();
+  void OnConfirmed(const Message& answer);
   void GoOn(int server, uint64_t turn);
   void PushAgain(Request request);
 

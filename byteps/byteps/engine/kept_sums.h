@@ -5,6 +5,7 @@
 #define BYTEPS_ENGINE_KEPT_SUMS_H_
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <string>
 #include <utility>
@@ -22,8 +23,9 @@ struct KeptSum {
   TensorPtr tensor;
   uint64_t index = 0;
   uint32_t round = 0;
-  SharedBytes values;  // empty: this worker wanted a part of it alone
-  std::string lacks;   // PackMembers of those that it lacks
+  uint64_t serial = 0;  // among the sums of its server; 0: it has none there
+  SharedBytes values;   // empty: this worker wanted a part of it alone
+  std::string lacks;    // PackMembers of those that it lacks
 };
 
 // Any thread may call anything.
@@ -34,17 +36,33 @@ class KeptSums {
   void Keep(int server, KeptSum sum);
   // All members have ended the rounds of this partition before this one.
   void Drop(int server, const Tensor& tensor, uint64_t index, uint32_t before);
+  // All members have the sums of this server with serials before this one.
+  void DropBefore(int server, uint64_t serial);
+  // A server that came has this sum under this serial; 0: no member lacks it.
+  void SetSerial(int server, uint64_t partition, uint32_t round, uint64_t serial);
+  // Serials of a server that is lost mean nothing to the one that comes.
+  void ForgetSerials(int server);
   // Nobody holds this tensor any more.
   void DropAll(int server, const Tensor& tensor);
   // Those of a server's partitions, the older ones of each first.
   std::vector<KeptSum> Of(int server);
+  bool Has(int server);
   uint64_t bytes();
 
  private:
   using Key = std::pair<uint64_t, uint32_t>;  // of the partition, and the round
+  struct Server {
+    std::map<Key, KeptSum> sums;
+    std::map<uint64_t, Key> serials;
+  };
+  using Sums = std::map<Key, KeptSum>;
+
+  // Takes one out, and returns the one behind it.
+  Sums::iterator Take(Server* server, Sums::iterator it, std::vector<KeptSum>* gone)
+      PS_REQUIRES(mu_);
 
   ps::Mutex mu_;
-  std::vector<std::map<Key, KeptSum>> servers_ PS_GUARDED_BY(mu_);
+  std::vector<Server> servers_ PS_GUARDED_BY(mu_);
   uint64_t bytes_ PS_GUARDED_BY(mu_) = 0;
 };
 
@@ -53,6 +71,7 @@ struct ServerLoss {
       : keeps(keeps),
         has_backups(has_backups),
         held(num_servers),
+        came(num_servers),
         turns(num_servers),
         gifts(num_servers),
         kept(num_servers) {}
@@ -66,9 +85,14 @@ struct ServerLoss {
   ps::SharedMutex mu;
   std::vector<bool> held PS_GUARDED_BY(mu);  // by server: what is sent to it would be lost
   // By server that has come: the number of the requests by which it is told where this worker goes
-  // on; and how many of the sums that it was given it has not answered.
+  // on; which sums it is still to be given; and how many it was given and has not answered.
+  struct Gifts {
+    std::deque<KeptSum> waiting;
+    size_t in_flight = 0;
+  };
+  std::vector<uint64_t> came PS_GUARDED_BY(mu);  // by server: the turn in which it came, 0 at first
   std::vector<uint64_t> turns PS_GUARDED_BY(mu);
-  std::vector<size_t> gifts PS_GUARDED_BY(mu);
+  std::vector<Gifts> gifts PS_GUARDED_BY(mu);
   uint64_t last_turn PS_GUARDED_BY(mu) = 0;
   // To which these requests go; -1: to one that is lost by now.
   int ServerOf(uint64_t turn) const PS_REQUIRES_SHARED(mu);

@@ -66,19 +66,28 @@ bool Puller::TakeRequest(Message* message, Request* request) {
     return false;
   }
   if (!context_->requests.Take(message->number, request)) return false;
-  if (!message->failed && request->operation->request.op == kPushPull) KeepSum(message, *request);
+  if (message->failed || request->operation->request.op != kPushPull) return true;
+  try {
+    KeepSum(message, *request);
+  } catch (const std::exception& e) {  // its operation fails
+    message->failed = true;
+    message->body = e.what();
+  }
   return true;
 }
 
 void Puller::KeepSum(Message* message, const Request& request) {
   const Operation& operation = *request.operation;
+  KeptAnswer answer;
+  if (!KeptAnswer::Take(&message->body, &answer)) {
+    throw Error("the answer of " + context_->channel->NameOfServer(request.server) + " about '" +
+                operation.name() + "' does not say who lacks the sum");
+  }
   KeptSum sum;
   sum.tensor = operation.tensor;
   sum.index = request.index;
   sum.round = operation.round;
-  WireReader in(message->body);
-  const auto ended = in.Get<uint32_t>();  // rounds before it have ended at all members
-  message->body.erase(0, sizeof(ended));
+  sum.serial = answer.serial;
   sum.lacks = message->body;
   if (operation.Wanted(request.index).bytes == operation.Whole(request.index).bytes) {
     sum.values = message->values;
@@ -89,7 +98,9 @@ void Puller::KeepSum(Message* message, const Request& request) {
   }
   KeptSums& kept = context_->loss.kept;
   kept.Keep(request.server, std::move(sum));
-  kept.Drop(request.server, *operation.tensor, request.index, std::min(ended, operation.round));
+  kept.Drop(request.server, *operation.tensor, request.index,
+            std::min(answer.ended, operation.round));
+  kept.DropBefore(request.server, answer.with_all);
 }
 
 void Puller::HandleAnswer(Message* message, Request request) {

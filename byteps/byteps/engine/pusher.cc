@@ -21,6 +21,9 @@ namespace {
 // higher priority waits: waking another thread would take longer.  If it is on a GPU, that thread
 // awaits its copy.
 constexpr uint64_t kFew = 64 << 10;
+// Sums in flight to a server that comes: enough to keep a link busy, and little memory of the
+// transport's.
+constexpr size_t kGivenAtOnce = 8;
 
 std::vector<Task> TasksOf(const OperationPtr& operation) {
   const Plan::Layout& layout = operation->tensor->layout;
@@ -302,6 +305,7 @@ void Engine::OnServerLost(int server, const std::string& reason) {
   BPS_LOG(WARNING) << reason << "; waiting for another server, with " << context_.loss.kept.bytes()
                    << " bytes of sums that others may lack";
   context_.vacancies.Lost(server);
+  context_.loss.kept.ForgetSerials(server);
   ps::WriterLock lock(&context_.loss.mu);
   context_.loss.held[server] = true;
   context_.loss.turns[server] = 0;
@@ -315,7 +319,7 @@ void Engine::OnServerReplaced(int server) {
   {
     ps::WriterLock lock(&context_.loss.mu);
     if (!context_.loss.keeps || !context_.loss.held[server]) return;
-    turn = context_.loss.turns[server] = ++context_.loss.last_turn;
+    turn = context_.loss.turns[server] = context_.loss.came[server] = ++context_.loss.last_turn;
   }
   declarations_.TellAgain(server, [this, server, turn](const std::string& error) {
     error.empty() ? SayResumes(server, turn) : Fail(error);
@@ -340,17 +344,32 @@ void Engine::SayResumes(int server, uint64_t turn) {
 
 void Engine::OnResumed(const Message& answer) {
   int server = 0;
-  std::vector<KeptSum> kept;
   {
     ps::WriterLock lock(&context_.loss.mu);
     server = context_.loss.ServerOf(answer.number);
     if (server < 0) return PS_PROBE(kReplacedAgain);
-    kept = context_.loss.kept.Of(server);
-    context_.loss.gifts[server] = kept.size();
+    const std::vector<KeptSum> kept = context_.loss.kept.Of(server);
+    context_.loss.gifts[server] = {{kept.begin(), kept.end()}, 0};
   }
   if (answer.failed) return Fail(answer.body);
-  for (const KeptSum& sum : kept) Give(server, answer.number, sum);
-  if (kept.empty()) GoOn(server, answer.number);
+  GiveNext(server, answer.number);
+}
+
+void Engine::GiveNext(int server, uint64_t turn) {
+  std::vector<KeptSum> next;
+  {
+    ps::WriterLock lock(&context_.loss.mu);
+    if (context_.loss.turns[server] != turn) return PS_PROBE(kReplacedAgain);
+    ServerLoss::Gifts& gifts = context_.loss.gifts[server];
+    while (gifts.in_flight < kGivenAtOnce && !gifts.waiting.empty()) {
+      next.push_back(std::move(gifts.waiting.front()));
+      gifts.waiting.pop_front();
+      ++gifts.in_flight;
+    }
+    if (gifts.in_flight > 0 && next.empty()) return;
+  }
+  if (next.empty()) return GoOn(server, turn);
+  for (const KeptSum& sum : next) Give(server, turn, sum);
 }
 
 void Engine::Give(int server, uint64_t turn, const KeptSum& sum) {
@@ -369,9 +388,35 @@ void Engine::OnGiven(const Message& answer) {
   {
     ps::WriterLock lock(&context_.loss.mu);
     server = context_.loss.ServerOf(answer.number);
-    if (server < 0 || (--context_.loss.gifts[server] > 0 && !answer.failed)) return;
+    if (server < 0) return;
+    --context_.loss.gifts[server].in_flight;
   }
-  answer.failed ? Fail(answer.body) : GoOn(server, answer.number);
+  if (answer.failed) return Fail(answer.body);
+  WireReader in(answer.body);
+  const auto round = in.Get<uint32_t>();
+  context_.loss.kept.SetSerial(server, answer.key, round, in.Get<uint64_t>());
+  GiveNext(server, answer.number);
+}
+
+void Engine::Confirm() {
+  if (!context_.loss.keeps) return;
+  for (int server = 0; server < context_.plan.num_servers(); ++server) {
+    ps::ReaderLock lock(&context_.loss.mu);
+    if (context_.loss.held[server] || context_.requests.HasOpen(server)) continue;
+    if (!context_.loss.kept.Has(server)) continue;
+    WireWriter out;
+    out.Put(context_.requests.FirstOpen(server));
+    const uint64_t number = context_.loss.came[server];
+    context_.channel->Send(MakeRequest(kConfirm, server, 0, number, out.Take()));
+  }
+}
+
+void Engine::OnConfirmed(const Message& answer) {
+  ps::ReaderLock lock(&context_.loss.mu);
+  // Of one that is lost the serials are others.
+  if (answer.failed || context_.loss.came[answer.peer] != answer.number) return;
+  WireReader in(answer.body);
+  context_.loss.kept.DropBefore(answer.peer, in.Get<uint64_t>());
 }
 
 void Engine::GoOn(int server, uint64_t turn) {

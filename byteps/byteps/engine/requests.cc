@@ -254,6 +254,7 @@ size_t PushScheduler::under_way() {
 
 uint64_t Requests::Remember(Request request) {
   ps::MutexLock lock(&mu_);
+  if (tracks_) open_[request.server].insert(last_ + 1);
   const bool is_new = by_number_.emplace(++last_, std::move(request)).second;
   BPS_INVARIANT("a request has a number of its own", is_new, "number " + std::to_string(last_));
   return last_;
@@ -272,7 +273,19 @@ bool Requests::Take(uint64_t number, Request* request) {
   }
   *request = std::move(it->second);
   by_number_.erase(it);
+  if (tracks_) open_[request->server].erase(number);
   return true;
+}
+
+uint64_t Requests::FirstOpen(int server) {
+  ps::MutexLock lock(&mu_);
+  const std::set<uint64_t>& open = open_[server];
+  return open.empty() ? last_ + 1 : *open.begin();
+}
+
+bool Requests::HasOpen(int server) {
+  ps::MutexLock lock(&mu_);
+  return !open_[server].empty();
 }
 
 bool Requests::Peek(uint64_t number, Request* request) {
@@ -301,6 +314,7 @@ std::vector<Request> Requests::TakeBack(int server) {
         continue;
       }
       taken_back_.insert(it->first);
+      if (tracks_) open_[server].erase(it->first);
       taken[it->first] = std::move(it->second);
       it = by_number_.erase(it);
     }

@@ -215,6 +215,12 @@ class Requests {
   // Keeps the memory that the answer is received into.  False when there is no such request.
   bool KeepBlock(uint64_t number, PinnedBlock block);
 
+  // From now on it is known of each server what it has answered.
+  void Track() { tracks_ = true; }
+  // The first request to this server that it has not answered, or the next one to any.
+  uint64_t FirstOpen(int server);
+  bool HasOpen(int server);
+
   // Takes those out that this server has not answered, by number; what it answers to them later is
   // for nobody.
   std::vector<Request> TakeBack(int server);
@@ -229,6 +235,8 @@ class Requests {
   bool cleared_ PS_GUARDED_BY(mu_) = false;
   std::unordered_map<uint64_t, Request> by_number_ PS_GUARDED_BY(mu_);
   std::unordered_set<uint64_t> taken_back_ PS_GUARDED_BY(mu_);
+  bool tracks_ = false;
+  std::map<int, std::set<uint64_t>> open_ PS_GUARDED_BY(mu_);  // by server, where it is known
 };
 
 // What a worker tells the timeline.

@@ -1,5 +1,6 @@
 // Tensors that members release, members that leave or are absent, and when a server frees tensors.
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <set>
 #include <string>
@@ -30,9 +31,9 @@ void Server::OnRelease(const Message& message) {
       const TensorPtr tensor = it->second;
       ++releasing->left;
       tensor->releasing.push_back(releasing);
-      tensor->holders.erase(rank);
+      tensor->SetHold(rank, false);
       tensor->released_by = rank;
-      if (!tensor->holders.empty()) {
+      if (tensor->holders > 0) {
         for (auto& thread : threads_) thread->Release(tensor, rank);
       }
       FreeIfUnused(tensor, &owed);
@@ -41,8 +42,20 @@ void Server::OnRelease(const Message& message) {
   AnswerReleases(owed);
 }
 
+void Server::OnConfirm(const Message& message) {
+  WireReader in(message.body);
+  context_.confirmations.Confirm(message.peer, in.Get<uint64_t>());
+  WireWriter out;
+  out.Put(context_.confirmations.FirstOpen());
+  const std::string body = out.Take();
+  SharedBytes note = SharedBytes::New(body.size());
+  memcpy(note.data(), body.data(), body.size());
+  context_.Answer(Caller{message.peer, message.number, message.op}, message.key, "", nullptr,
+                  &note);
+}
+
 void Server::FreeIfUnused(const TensorPtr& tensor, Owed* owed) {
-  if (!tensor->holders.empty()) return;
+  if (tensor->holders > 0) return;
   const Declaration& declaration = tensor->declaration;
   const auto is_settled = [this](uint32_t rank) PS_REQUIRES(mu_) {
     return settled_.count(static_cast<int>(rank)) > 0;
@@ -90,11 +103,13 @@ void Server::AnswerReleases(const Owed& owed) {
 }
 
 void Server::OnWorkerGone(int rank, const std::string& reason) {
+  context_.confirmations.SetGone(rank);
   for (auto& thread : threads_) thread->OnWorkerGone(rank, reason);
   DropHolds({rank}, false);
 }
 
 void Server::SetAbsent(const std::set<int>& ranks) {
+  context_.confirmations.SetAbsent(ranks);
   for (auto& thread : threads_) thread->SetAbsent(ranks);
   std::set<int> lost;
   {
@@ -113,10 +128,10 @@ void Server::DropHolds(const std::set<int>& ranks, bool may_return) {
     settled_.insert(ranks.begin(), ranks.end());
     std::vector<TensorPtr> unused;
     for (const auto& [key, tensor] : tensors_) {
-      for (const int rank : ranks) tensor->holders.erase(rank);
+      for (const int rank : ranks) tensor->SetHold(rank, false);
       // What nobody has released is for those who return.
       const bool is_over = !may_return || tensor->released_by >= 0;
-      if (tensor->holders.empty() && is_over) unused.push_back(tensor);
+      if (tensor->holders == 0 && is_over) unused.push_back(tensor);
     }
     for (const TensorPtr& tensor : unused) FreeIfUnused(tensor, &owed);
   }
@@ -131,7 +146,7 @@ void Server::Settle(int rank) {
     settled_.insert(rank);
     std::vector<TensorPtr> unused;
     for (const auto& [key, tensor] : tensors_) {
-      if (tensor->holders.empty()) unused.push_back(tensor);
+      if (tensor->holders == 0) unused.push_back(tensor);
     }
     for (const TensorPtr& tensor : unused) FreeIfUnused(tensor, &owed);
   }

@@ -26,6 +26,7 @@
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/status.h"
 #include "byteps/observe/trace.h"
+#include "byteps/server/confirmations.h"
 #include "byteps/server/optimizer/partition_state.h"
 
 namespace byteps {
@@ -169,9 +170,20 @@ struct DeclaredTensor {
   int declared_by = 0;
   uint32_t first_round = 0;  // rounds before it were ended at a server that is lost
   std::string refusal;       // why its operations fail; empty as long as they do not
-  std::set<int> holders;     // ranks that have declared it, and neither released it nor left
+  std::vector<bool> holds;   // by member index: it has declared it, and neither released nor left
+  size_t holders = 0;        // so many of them
   std::vector<std::shared_ptr<Releasing>> releasing;  // who has released it
   std::atomic<int> released_by{-1};                   // the last of them; any thread may read it
+
+  // Of a rank; nothing happens if it is no member.
+  void SetHold(int rank, bool has) {
+    const int member = declaration.MemberIndex(rank);
+    if (member < 0) return;
+    holds.resize(declaration.group.size());
+    if (holds[member] == has) return;
+    holds[member] = has;
+    has ? ++holders : --holders;
+  }
 };
 
 // A worker to which an answer is owed, and the part of the sum that it wants, in bytes.
@@ -214,6 +226,7 @@ struct Round {
   // cannot give the whole.
   bool is_given = false;
   size_t parts_had = 0;
+  Confirmations::Hold receipt;  // of a sum that members keep
   uint32_t ended = UINT32_MAX;  // rounds before it have ended at all members that have pushed
   Accumulator accumulator;
   Clock::time_point started;
@@ -334,6 +347,7 @@ struct ServerContext {
   const bool wide_float32;
   ServerCounters counters;
   Lateness lateness;
+  Confirmations confirmations;
   std::atomic<size_t> open_rounds{0};    // that some members have pushed and others have not
   const std::unique_ptr<Tracer> tracer;  // null: nothing is traced
 };

@@ -50,6 +50,7 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   const Declaration& declaration = partition->declaration();
   Caller caller = CallerOf(*message, received);
   if (message->op == kPushNorm) caller.bytes = sizeof(GradientSums);
+  if (caller.keeps) context_->confirmations.Confirm(caller.rank, HeaderOf(*message).confirmed);
   if (AnswerFromGiven(partition, *message, received)) return;
   if (AnswerAgain(partition, *message, received)) return;
   Round* const round = Admit(partition, *message);
@@ -258,15 +259,19 @@ void Rounds::Deliver(Partition* partition, Round* round) {
   }
   SharedBytes kept;
   if (std::any_of(round->callers.begin(), round->callers.end(), [](auto& c) { return c.keeps; })) {
-    WireWriter ended;
-    ended.Put<uint32_t>(round->is_given ? 0 : round->ended);
-    kept = BytesOf(ended.Take() + about);
+    if (round->receipt.serial() == 0) round->receipt = context_->confirmations.Begin();
+    const KeptAnswer answer = {round->is_given ? 0 : round->ended, round->receipt.serial(),
+                               context_->confirmations.FirstOpen()};
+    kept = BytesOf(answer.Pack() + about);
   }
   round->AnswerCallers([&](const Caller& caller) {
     context_->counters.answered_partitions.Add();
     context_->counters.answered_bytes.Add(caller.bytes);
     const int member = partition->declaration().MemberIndex(caller.rank);
     CheckUntold(*partition, *round, member);
+    if (caller.keeps) {
+      context_->confirmations.Answered(caller.rank, caller.request, round->receipt.serial());
+    }
     switch (caller.op) {
       case kPushNorm:
         context_->Answer(caller, partition->key, "", &round->update->sums());

@@ -2,11 +2,13 @@
 // members have.
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/process.h"
+#include "byteps/base/wire.h"
 #include "byteps/server/rounds.h"
 
 namespace byteps {
@@ -391,8 +393,17 @@ void Rounds::Resume(const DeclaredTensor* tensor, uint32_t first_round) {
 
 void Rounds::Give(Partition* partition, Message* message) {
   TakeGiven(partition, message);
+  const uint32_t number = HeaderOf(*message).round;
+  const Round* const round = partition->Find(number);
+  WireWriter out;
+  out.Put(number);
+  out.Put<uint64_t>(round == nullptr ? 0 : round->receipt.serial());
+  const std::string body = out.Take();
+  SharedBytes note = SharedBytes::New(body.size());
+  memcpy(note.data(), body.data(), body.size());
   // Only now does it push what is to come behind that.
-  context_->Answer(Caller{message->peer, message->number, message->op}, partition->key, "");
+  context_->Answer(Caller{message->peer, message->number, message->op}, partition->key, "", nullptr,
+                   &note);
 }
 
 void Rounds::TakeGiven(Partition* partition, Message* message) {
@@ -415,6 +426,7 @@ void Rounds::TakeGiven(Partition* partition, Message* message) {
   round->callers.empty() ? PS_PROBE(kGivenFirst) : PS_PROBE(kGivenOpen);
   round->accumulator.Put(std::move(message->values), &scratch_);
   round->is_given = true;
+  round->receipt = context_->confirmations.Begin();
   const size_t members = partition->declaration().group.size();
   round->pushed.assign(members, true);
   round->excused.clear();

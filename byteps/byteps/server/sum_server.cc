@@ -192,6 +192,8 @@ void Server::Dispatch(Message* message) {
       return OnDeclare(*message);
     case kRelease:
       return OnRelease(*message);
+    case kConfirm:
+      return OnConfirm(*message);
     case kResume:
       return OnResume(*message);
     case kPushPull:
@@ -255,7 +257,7 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
     // Those who pushed already are waiting for a sum that cannot come.
     for (auto& thread : threads_) thread->FailAll(tensor, tensor->refusal);
   }
-  tensor->holders.insert(rank);
+  tensor->SetHold(rank, true);
   return tensor->refusal;
 }
 

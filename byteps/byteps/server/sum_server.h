@@ -93,6 +93,8 @@ class Server : private BackupUser {
   std::string Declare(int rank, const Declaration& declaration);
   // A worker holds tensors no more.
   void OnRelease(const Message& message);
+  // A worker has answers, and nothing to push.
+  void OnConfirm(const Message& message);
   using TensorPtr = std::shared_ptr<DeclaredTensor>;
   using Owed = std::vector<std::shared_ptr<Releasing>>;
   // Frees a tensor if nobody holds it, nor may come to hold it.  Answers are owed for it then.

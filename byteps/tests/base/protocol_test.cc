@@ -108,11 +108,12 @@ TEST(DeclarationList, AQuorumNeedsReplicas) {
 
 TEST(DeclarationList, AnotherVersionIsNamed) {
   std::string text = PackDeclarations(SomeDeclarations());
-  text[0] = 9;
+  text[0] = kDeclarationVersion + 1;
   std::vector<Declaration> back;
   std::string error;
   EXPECT_FALSE(UnpackDeclarations(text, &back, &error));
-  EXPECT_NE(error.find("version 9"), std::string::npos) << error;
+  const std::string wanted = "version " + std::to_string(kDeclarationVersion + 1);
+  EXPECT_NE(error.find(wanted), std::string::npos) << error;
 }
 
 TEST(DeclarationList, AnyBytesAreTakenOrRefused) {
@@ -190,11 +191,13 @@ PushHeader SomeHeader() {
   header.pull_bytes = 7;
   header.oldest = 0x01000003;
   header.flags = PushHeader::kForgetLost;
+  header.confirmed = 0x8000000000000005;
   return header;
 }
 
-TEST(PushHeader, IsSixLittleEndianNumbers) {
-  const std::string wire("\4\3\2\1\xc0\x27\x09\0\xfe\xff\xff\xff\7\0\0\0\3\0\0\1\1\0\0\0", 24);
+TEST(PushHeader, IsSevenLittleEndianNumbers) {
+  const std::string wire(
+      "\4\3\2\1\xc0\x27\x09\0\xfe\xff\xff\xff\7\0\0\0\3\0\0\1\1\0\0\0\5\0\0\0\0\0\0\x80", 32);
   EXPECT_EQ(SomeHeader().Pack(), wire);
   PushHeader back;
   ASSERT_TRUE(PushHeader::Unpack(wire, &back));

@@ -293,9 +293,11 @@ class GivenTest : public testing::Test {
     ASSERT_FALSE(answer.failed) << answer.body;
     ASSERT_EQ(answer.values.size(), 4u);
     EXPECT_EQ(answer.values[0], value);
-    WireReader in(answer.body);
-    EXPECT_EQ(in.Get<uint32_t>(), ended);
-    EXPECT_EQ(UnpackMembers(answer.body.substr(sizeof(uint32_t)), 3), missing);
+    std::string rest = answer.body;
+    KeptAnswer kept;
+    ASSERT_TRUE(KeptAnswer::Take(&rest, &kept));
+    EXPECT_EQ(kept.ended, ended);
+    EXPECT_EQ(UnpackMembers(rest, 3), missing);
   }
 
   Answers answers_;

@@ -76,7 +76,7 @@ void FakeChannel::Send(const Message& message) {
       WireReader in(message.body);
       const uint32_t count = in.GetCount(sizeof(uint64_t));
       for (uint32_t i = 0; i < count; ++i) releases_.push_back({in.Get<uint64_t>(), server});
-    } else if (message.op != kResume) {
+    } else if (message.op != kResume && message.op != kConfirm) {
       if (script_.on_push) script_.on_push();
       pushes_.push_back({message.key, server});
       linger_ms = script_.linger_ms;
@@ -219,6 +219,23 @@ std::string FakeChannel::Fate(const Message& request) {
   return request.op == kDeclare ? script_.refusal : script_.failure;
 }
 
+KeptAnswer FakeChannel::KeptAnswerTo(const PushHeader& header) {
+  std::lock_guard<std::mutex> lock(mu_);
+  ++serial_;
+  return {header.oldest, serial_, script_.all_confirm ? serial_ : 1};
+}
+
+std::string FakeChannel::AnswerToGift(const Message& request) {
+  PushHeader header;
+  std::string lacks;
+  EXPECT_TRUE(PushHeader::Unpack(request.body, &header, &lacks));
+  WireWriter out;
+  out.Put(header.round);
+  std::lock_guard<std::mutex> lock(mu_);
+  out.Put(++serial_);
+  return out.Take();
+}
+
 void FakeChannel::Answer(Message request) {
   const int op = request.op;
   Message answer = MakeAnswer(op, request.peer, request.key, request.number, Fate(request));
@@ -234,15 +251,12 @@ void FakeChannel::Answer(Message request) {
   if (op == kPushPull && !answer.failed) {
     PushHeader header;
     EXPECT_TRUE(PushHeader::Unpack(request.body, &header));
-    if ((header.flags & PushHeader::kKeepsSums) != 0) {
-      WireWriter ended;
-      ended.Put(header.oldest);
-      answer.body = ended.Take();
-    }
+    if ((header.flags & PushHeader::kKeepsSums) != 0) answer.body = KeptAnswerTo(header).Pack();
     const std::vector<char> sum = SumOf(request, ranks);
     request = Message();  // it was sent: the sender may have its memory back
     if (!sum.empty()) answer.SetValues(Receive(answer, sum, &placing));
   }
+  if (op == kGiveSum) answer.body = AnswerToGift(request);
   request = Message();
   Message again = answer;
   user_->OnMessage(&answer);

@@ -43,6 +43,7 @@ struct Script {
   std::string failure;     // of every push
   bool drops_declarations = false;
   bool answers_twice = false;     // every push
+  bool all_confirm = false;       // other members have each sum when the next is answered
   std::function<void()> on_push;  // called in Send, of a push; may throw
 };
 
@@ -103,6 +104,8 @@ class FakeChannel : public Channel {
   bool TakeNext(Message* request);
   void Answer(Message request);
   std::string Fate(const Message& request);
+  KeptAnswer KeptAnswerTo(const PushHeader& header);
+  std::string AnswerToGift(const Message& request);
   // `placed`: what the caller removes from placing_ once the answer has been handed on.
   SharedBytes Receive(const MessageHead& head, const std::vector<char>& values, Placing** placed);
   void ReceiveInPieces(const std::vector<char>& values, Placing* placing);
@@ -114,6 +117,7 @@ class FakeChannel : public Channel {
   bool stopping_ = false;
   std::map<int, bool> held_servers_;  // and whether what is sent to them stays unsent
   std::deque<Message> held_;
+  uint64_t serial_ = 0;  // of the last sum
   std::deque<Message> requests_;
   std::map<int, std::vector<std::vector<Declaration>>> declarations_;
   std::vector<std::pair<uint64_t, int>> pushes_;

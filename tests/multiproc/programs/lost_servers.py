@@ -63,6 +63,36 @@ def train(job: Job) -> None:
     bps.shutdown()
 
 
+def one_off(job: Job) -> None:
+    """Sums whose names never come again, and steps; then a server is lost during more of them."""
+    bps.init()
+    for i in range(16):
+        large = torch.full((1 << 19,), job.rank + float(i))
+        bps.push_pull_inplace(large, average=False, name=f"once.{i}")
+        wanted = job.size * i + job.size * (job.size - 1) / 2
+        assert torch.equal(large, torch.full_like(large, wanted)), f"once.{i}"
+    for step in range(job.args["steps"]):
+        small = values_of(job.rank, step, LENGTHS["small"])
+        for name in ("a", "b", "c"):  # on one server or the other
+            bps.push_pull_inplace(small, average=False, name=name)
+        job.note("done", str(step + 1))
+
+    def all_keep_little() -> bool:
+        few = torch.tensor([float(bps.get_metrics()["byteps_worker_kept_bytes"] < 1 << 20)])
+        bps.push_pull_inplace(few, name="last")
+        return few.item() == 1
+
+    job.wait_until("what all have is not kept", all_keep_little)
+    job.mark("trained")
+    job.wait_go("on")
+    for i in range(4):
+        again = torch.full((1 << 19,), job.rank + float(i))
+        bps.push_pull_inplace(again, average=False, name=f"again.{i}")
+        wanted = job.size * i + job.size * (job.size - 1) / 2
+        assert torch.equal(again, torch.full_like(again, wanted)), f"again.{i}"
+    bps.shutdown()
+
+
 def with_optimizer(job: Job) -> None:
     """Steps of an optimizer whose state servers keep."""
     bps.init()

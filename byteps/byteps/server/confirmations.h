@@ -1,0 +1,81 @@
+// Which sums some member may still lack, where workers keep sums until all members have them
+// (BYTEPS_REPLACE_SERVERS_S).
+#ifndef BYTEPS_SERVER_CONFIRMATIONS_H_
+#define BYTEPS_SERVER_CONFIRMATIONS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "byteps/base/mutex.h"
+
+namespace byteps {
+namespace core {
+
+// Each sum that a server answers gets a serial.  It is open while its round waits for a member, and
+// while a worker has not confirmed an answer with it.  Sums with serials before the first open one
+// are with all their members, whichever tensors they are of.
+//
+// Any thread may call anything.
+class Confirmations {
+ public:
+  // Keeps a serial open.  Belongs to a round.
+  class Hold {
+   public:
+    Hold() = default;
+    Hold(Confirmations* confirmations, uint64_t serial)
+        : confirmations_(confirmations), serial_(serial) {}
+    Hold(Hold&& other) noexcept { *this = std::move(other); }
+    Hold& operator=(Hold&& other) noexcept {
+      if (this == &other) return *this;
+      Release();
+      confirmations_ = std::exchange(other.confirmations_, nullptr);
+      serial_ = std::exchange(other.serial_, 0);
+      return *this;
+    }
+    ~Hold() { Release(); }
+
+    uint64_t serial() const { return serial_; }  // 0: none
+
+   private:
+    void Release() {
+      if (confirmations_ != nullptr) confirmations_->Close(serial_);
+    }
+
+    Confirmations* confirmations_ = nullptr;  // outlives this
+    uint64_t serial_ = 0;
+  };
+
+  // A sum is there.
+  Hold Begin();
+  // The request of this number gets it, which is open.
+  void Answered(int rank, uint64_t request, uint64_t serial);
+  // A worker has the answers to all its requests before this one.
+  void Confirm(int rank, uint64_t before);
+  // A worker has left: it will ask for nothing again.
+  void SetGone(int rank);
+  // Workers of these ranks, and no others, are absent: what they were answered is of no use.
+  void SetAbsent(const std::set<int>& ranks);
+  // The first serial that is open, or the next one.
+  uint64_t FirstOpen();
+
+ private:
+  void Close(uint64_t serial);
+  void CloseLocked(uint64_t serial) PS_REQUIRES(mu_);
+  void ConfirmLocked(int rank, uint64_t before) PS_REQUIRES(mu_);
+
+  ps::Mutex mu_;
+  uint64_t last_ PS_GUARDED_BY(mu_) = 0;
+  std::map<uint64_t, size_t> open_ PS_GUARDED_BY(mu_);  // by serial, what keeps it open
+  // By rank and request: the serial of an answer that was not confirmed.
+  std::map<int, std::map<uint64_t, uint64_t>> answered_ PS_GUARDED_BY(mu_);
+  std::set<int> gone_ PS_GUARDED_BY(mu_);
+  std::set<int> absent_ PS_GUARDED_BY(mu_);
+};
+
+}  // namespace core
+}  // namespace byteps
+
+#endif  // BYTEPS_SERVER_CONFIRMATIONS_H_
