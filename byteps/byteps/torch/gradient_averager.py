@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 from byteps.torch import agreement, operations, session
+from byteps.torch.names import Names
 from byteps.torch.wire import DTYPES
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
@@ -139,6 +140,7 @@ class GradientAverager:
             _averagers[parameter] = self
             _hook(parameter, partial(self._computed, index))
         _all.append(weakref.ref(self))
+        self._take_names()
 
     @property
     def is_pending(self) -> bool:
@@ -171,6 +173,13 @@ class GradientAverager:
         self._session = session.number()
         self._in_flight.clear()
         self._passes_made = 0
+        self._take_names()
+
+    def _take_names(self) -> None:
+        """What servers keep of the sums ends with this object."""
+        names = Names(f"{self.key}/new", *(f"{self.key}/{one.name}" for one in self._covered))
+        self._names = names
+        weakref.finalize(self, names.release).atexit = False
 
     # ------------------------------------------------------------------- in a backward pass
 
@@ -283,6 +292,7 @@ class GradientAverager:
             sent.rows[tuple(sent.before.coalesce().indices())] = 1
         if sent.rows.numel():
             name = f"{self.key}/{covered.name}/rows{sparse_dims}"
+            self._names.take(name)
             sent.rows_handle = _start(sent.rows.view(-1), name, average=False)
 
 

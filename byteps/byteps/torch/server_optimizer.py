@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from byteps.torch import ops, session, wire
+from byteps.torch.names import Names, release
 from byteps.torch.operations import Group, ranks_of
 from byteps.torch.server_bucket import ServerBucket, make_buckets
 from byteps.torch.server_tensor import rule_of
@@ -134,6 +135,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._name = name
         self._ranks = ranks_of(group) or list(range(session.size()))
         self._demand_free()
+        self._names = Names(group=self._ranks)
+        weakref.finalize(self, self._names.release).atexit = False
         made = make_buckets(
             self.param_groups,
             self._rule,
@@ -143,6 +146,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             most_bytes=bucket_bytes,
             speculative=self._speculation.is_on,
             form=form,
+            names=self._names,
         )
         self._buckets = [bucket for bucket, _ in made]
         self._gradients = [gradients for _, gradients in made]
@@ -189,12 +193,14 @@ class ServerOptimizer(torch.optim.Optimizer):
         return (job, self._name) in _live, shared
 
     def close(self) -> None:
-        """Give up the name, for another optimizer over the same parameters. Every member calls it.
+        """Give up the name and the servers' state, for another optimizer over the same parameters.
+        Every member calls it.
 
         `step`, `state_dict` and `load_state_dict` raise afterwards. Does nothing when closed. The
         parameters stay as they are.
         """
         self._is_closed = True
+        self._names.release()
         key = session.number(), self._name
         if _live.get(key) is self:
             del _live[key]
@@ -446,4 +452,5 @@ class ServerOptimizer(torch.optim.Optimizer):
         totals = torch.tensor([float(value) for value in values])
         name = f"{self._name}/{what}/{group}"
         ops.push_pull_inplace(totals, average=False, name=name, group=self._ranks)
+        release([name], group=self._ranks)
         return totals.tolist()

@@ -11,6 +11,7 @@ import gc
 import byteps.torch as bps
 import torch
 import torch.distributed as dist
+from byteps.torch import operations
 from torch import nn
 
 from tests.multiproc.programs.average_cases import (
@@ -153,6 +154,10 @@ def identity(job: Job) -> None:
             del model, optimizer
             if job.rank == 0:
                 gc.collect()
+        kept = [
+            name for name in operations._known if name.startswith("optimizer") and "/1." in name
+        ]
+        assert not kept, kept
     said = r"ranks make different optimizers: number 0 is .*\(3, 4\).*\(2, 4\).* on rank 0"
     if job.rank == 0:
         said = "ranks make different optimizers: other ranks"

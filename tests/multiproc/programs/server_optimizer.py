@@ -5,6 +5,7 @@ The argument ``device`` is "cpu" or "cuda".
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
@@ -15,7 +16,7 @@ from unittest import mock
 
 import byteps.torch as bps
 import torch
-from byteps.torch import ServerOptimizer
+from byteps.torch import ServerOptimizer, operations, wire
 from byteps.torch.server_tensor import ServerTensor, Step, rule_of
 
 from tests.multiproc.programs.devices import device_of
@@ -404,12 +405,34 @@ def names(job: Job) -> None:
     # Groups of no common rank may have the same name.
     with job.check("groups apart"):
         _made(job, name="apart", group=[0, 1] if job.rank < 2 else [2]).step()
+    other_shapes(job)
     third = _made(job, name="third")
     bps.suspend()
     bps.resume(job.size, job.args["servers"], job.rank)
     with job.check("in the next job"):
         _made(job, name="third").step()
         third.close()
+
+
+def other_shapes(job: Job) -> None:
+    """A name is free for parameters of another shape; nothing is left of the first ones here. Some
+    ranks close, others collect."""
+    for life, rows in enumerate((256, 300, 256)):
+        with job.check(f"life {life}, of {rows} rows"):
+            torchs = torch.optim.SGD([torch.nn.Parameter(torch.ones(rows, 256))], lr=0.1)
+            served = ServerOptimizer(torchs, name="shapes", wire_dtype=wire.int8(feedback=True))
+            served.zero_grad()
+            parameter = served.param_groups[0]["params"][0]
+            parameter.grad.fill_(job.rank + 1.0)
+            served.step()
+            mean = sum(rank + 1.0 for rank in range(job.size)) / job.size
+            assert torch.allclose(parameter, torch.full_like(parameter, 1 - 0.1 * mean), rtol=1e-3)
+            if job.rank == 0:
+                served.close()
+            del served
+            gc.collect()
+            assert not [name for name in wire.feedback.names() if name.startswith("shapes")]
+            assert not [name for name in operations._known if name.startswith("shapes")]
 
 
 def disagree(job: Job) -> None:
