@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
@@ -26,7 +27,8 @@ def run(
     Returns:
         "reference" and "values": name -> tensor; "reference_error" and "error": the text of the
         error that ended each run, or ""; "reduced_bytes" and "pushed_bytes": what had to be
-        reduced, and what this rank has sent to servers; "seconds": of the second run.
+        reduced, and what this rank has sent to servers; "held": tensors that it still has declared;
+        "seconds": of the second run.
     """
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -69,10 +71,21 @@ def _run(program: Any, interface: Any, folder: Path, pause_s: float, rounds: int
         "seconds": time.monotonic() - begin,
         "reduced_bytes": this.reduced_bytes,
         "pushed_bytes": _pushed_bytes(interface) - before,
+        "held": _held_tensors(interface),
     }
     if not interface.through_servers:
         interface.end()
     return found
+
+
+def _held_tensors(interface: Any) -> int:
+    """Tensors that this rank has declared and not given back, when its models are collected."""
+    if not interface.through_servers:
+        return 0
+    import byteps.torch as bps
+
+    gc.collect()
+    return int(bps.get_metrics()["byteps_worker_declared_tensors"])
 
 
 def _pushed_bytes(interface: Any) -> int:

@@ -52,6 +52,8 @@ class Interface:
     """Whether ranks may use different layers in a step."""
     tolerance = 0.0
     """Largest relative difference from the reference. Two values are added: 0 is the rule."""
+    sums_belong_to_group = False
+    """Whether servers keep a tensor as long as its group lives, instead of its model."""
     environment: ClassVar[dict[str, str]] = {}
 
     scales_loss = False

@@ -34,14 +34,10 @@ def fork_server() -> None:
 
 
 def _parameters() -> list[object]:
-    return [pytest.param(*cell, marks=_marks(cell), id="+".join(cell)) for cell in matrix.cells()]
-
-
-def _marks(cell: tuple[str, str]) -> list[pytest.MarkDecorator]:
-    marks = [] if cell in QUICK else [pytest.mark.thorough]
-    if cell in matrix.NOT_YET:
-        marks.append(pytest.mark.xfail(strict=True, reason=matrix.NOT_YET[cell]))
-    return marks
+    return [
+        pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.thorough, id="+".join(cell))
+        for cell in matrix.cells()
+    ]
 
 
 @pytest.mark.parametrize(("interface", "scenario"), _parameters())

@@ -111,6 +111,7 @@ class DdpHook(Served, Ddp):
     """DistributedDataParallel with `bps.ddp_comm_hook`."""
 
     name = "ddp_comm_hook"
+    sums_belong_to_group = True
     reference = "ddp-gloo"
 
     def wrap(
@@ -127,6 +128,7 @@ class C10d(Ddp):
     """DistributedDataParallel in a program that knows nothing of BytePS: BYTEPS_C10D=1."""
 
     name = "BYTEPS_C10D"
+    sums_belong_to_group = True
     reference = "ddp-gloo"
     through_servers = True
     environment = Served.environment

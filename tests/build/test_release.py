@@ -263,6 +263,7 @@ MODULES = {
     "byteps/torch/gradient_averager.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/in_flight.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/members.py": "tests/multiproc/test_replicas.py",
+    "byteps/torch/names.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/node_groups.py": "tests/unit/test_nodes.py",
     "byteps/torch/nodes.py": "tests/unit/test_nodes.py",
     "byteps/torch/operations.py": "tests/multiproc/test_push_pull.py",

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from byteps.torch import ops
 from byteps.torch.members import are_alike
+from byteps.torch.names import Names
 from byteps.torch.operations import Group
 from byteps.torch.session import BytePSError
 
@@ -172,6 +173,8 @@ class LocalSteps:
                 f"{name!r}: members have different parameters to begin with: give all of them the "
                 "same seed, or the same checkpoint"
             )
+        summed = [fragment for fragment in self._fragments if fragment.pieces]
+        self._names = Names(*(fragment.name for fragment in summed), group=group, owner=self)
         ops.declare(
             [
                 ops.TensorDeclaration(
@@ -182,8 +185,7 @@ class LocalSteps:
                     group=group,
                     in_order=in_order,
                 )
-                for fragment in self._fragments
-                if fragment.pieces
+                for fragment in summed
             ]
         )
 

@@ -177,9 +177,8 @@ class GradientAverager:
 
     def _take_names(self) -> None:
         """What servers keep of the sums ends with this object."""
-        names = Names(f"{self.key}/new", *(f"{self.key}/{one.name}" for one in self._covered))
-        self._names = names
-        weakref.finalize(self, names.release).atexit = False
+        covered = (f"{self.key}/{one.name}" for one in self._covered)
+        self._names = Names(f"{self.key}/new", *covered, owner=self)
 
     # ------------------------------------------------------------------- in a backward pass
 

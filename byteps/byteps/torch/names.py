@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 
 from byteps.torch import c_lib, operations, session
@@ -51,12 +52,17 @@ class Names:
     by a finalizer, and after the job was left.
 
     Example:
-        names = Names(*(f"{prefix}.{i}" for i in range(4)), group=group)
-        weakref.finalize(self, names.release).atexit = False
+        self._names = Names(f"{prefix}/first", f"{prefix}/second", group=group, owner=self)
     """
 
-    def __init__(self, *names: str, group: Group | c_lib.Ranks = None) -> None:
-        """Take these names. `group`: of all names that this object will take.
+    def __init__(
+        self, *names: str, group: Group | c_lib.Ranks = None, owner: object = None
+    ) -> None:
+        """Take these names.
+
+        Args:
+            group: of all names that this object will take.
+            owner: they are given back when it is collected; None: by `release` alone.
 
         Raises:
             BytePSError: this process is in no job.
@@ -67,6 +73,8 @@ class Names:
         self._number = next(_numbers)
         self._taken: set[str] = set()
         self.take(*names)
+        if owner is not None:
+            weakref.finalize(owner, self.release).atexit = False
 
     def take(self, *names: str) -> None:
         """Take more names; nothing happens to those that this object has taken already."""

@@ -12,7 +12,6 @@ from byteps.torch import members as members_of_job
 from byteps.torch import session
 from byteps.torch.engine import TensorDeclaration
 from byteps.torch.figures import setting
-from byteps.torch.names import Names
 from byteps.torch.node_groups import Piece, Range
 from byteps.torch.nodes import HostRanks
 from byteps.torch.server_tensor import (
@@ -130,6 +129,10 @@ class ServerBucket:
         self._tried: Step | None = None
         self._lies_in_gradients = False
         """Whether what came down has to be copied to the parameters."""
+
+    def close(self) -> None:
+        """Give the servers' state back; see :meth:`ServerTensor.close`."""
+        self._shards.close()
 
     # ------------------------------------------------------------------- figures of a push
 
@@ -413,7 +416,6 @@ def make_buckets(
     most_bytes: int,
     speculative: bool,
     form: WireType | None = None,
-    names: Names,
 ) -> list[tuple[ServerBucket, FlatGradients]]:
     """Buckets that the servers know, as `name`/0, `name`/1, ..., and their gradients.
 
@@ -426,7 +428,6 @@ def make_buckets(
         most_bytes: of a bucket.
         speculative: servers may be asked to try a step.
         form: blocks in which gradients travel, but for those that keep their bits.
-        names: takes those of the buckets.
 
     Raises:
         BytePSError: the servers refuse.
@@ -443,7 +444,6 @@ def make_buckets(
     ):
         first, numel = places[0].parameter, places[-1].end
         gradients = FlatGradients(places, numel, first.device)
-        names.take(f"{name}/{number}")
         declaration = TensorDeclaration(
             name=f"{name}/{number}",
             dtype=first.dtype,

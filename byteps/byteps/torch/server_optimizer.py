@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from byteps.torch import ops, session, wire
-from byteps.torch.names import Names, release
+from byteps.torch.names import release
 from byteps.torch.operations import Group, ranks_of
 from byteps.torch.server_bucket import ServerBucket, make_buckets
 from byteps.torch.server_tensor import rule_of
@@ -135,8 +135,6 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._name = name
         self._ranks = ranks_of(group) or list(range(session.size()))
         self._demand_free()
-        self._names = Names(group=self._ranks)
-        weakref.finalize(self, self._names.release).atexit = False
         made = make_buckets(
             self.param_groups,
             self._rule,
@@ -146,7 +144,6 @@ class ServerOptimizer(torch.optim.Optimizer):
             most_bytes=bucket_bytes,
             speculative=self._speculation.is_on,
             form=form,
-            names=self._names,
         )
         self._buckets = [bucket for bucket, _ in made]
         self._gradients = [gradients for _, gradients in made]
@@ -200,7 +197,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         parameters stay as they are.
         """
         self._is_closed = True
-        self._names.release()
+        for bucket in self._buckets:
+            bucket.close()
         key = session.number(), self._name
         if _live.get(key) is self:
             del _live[key]

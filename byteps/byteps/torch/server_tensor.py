@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from byteps.torch import c_lib, wire
-from byteps.torch.engine import TensorDeclaration, spec_of
+from byteps.torch.engine import Names, TensorDeclaration, spec_of
 from byteps.torch.node_groups import Range
 from byteps.torch.operations import start_update, wait_update
 from byteps.torch.wire import DTYPES, current_stream
@@ -319,6 +319,7 @@ class ServerTensor:
             in_order=in_order or declaration.in_order,
         )
         self._device = torch.device(declaration.device)
+        self._names = Names(declaration.name, group=declaration.group, owner=self)
         self._tensor = c_lib.UpdatedTensor(
             *(spec_of(declaration), rule.is_adamw, rule.groups),
             *(cut_segments(segments, (0, self.numel), self._padded), DTYPES[declaration.dtype]),
@@ -327,6 +328,10 @@ class ServerTensor:
         self._sums = torch.empty(self._tensor.num_partitions(), 2, dtype=torch.float64)
         self._is_open = False
         self._verdict = 0
+
+    def close(self) -> None:
+        """Give the servers' state back, as all members do; nothing is started any more."""
+        self._names.release()
 
     @property
     def squares(self) -> list[float]:

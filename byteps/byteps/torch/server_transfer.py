@@ -133,6 +133,11 @@ class ServerShards:
                 shard.blocks = ShardBlocks(declaration.name, piece.length, form, self._device)
             self.shards.append(shard)
 
+    def close(self) -> None:
+        """Give the servers' state back; see :meth:`ServerTensor.close`."""
+        for shard in self.shards:
+            shard.tensor.close()
+
     @property
     def squares(self) -> list[float]:
         """After `push_norm` or `push_try`: squares of what this rank sends and counts, in parts."""

@@ -25,6 +25,7 @@ from byteps.torch import c_lib, nodes, operations, session, wire
 from byteps.torch.c10d.identity import Identity
 from byteps.torch.c10d.work import Line, ServerWork, StreamedWork, Work
 from byteps.torch.figures import setting
+from byteps.torch.names import Names
 from byteps.torch.routes import COLLECTIVE, FLAT, Decision, Sum, decide
 from byteps.torch.wire import WireType, flat_view, is_dense
 from byteps.torch.world import Job, Told, meet
@@ -265,6 +266,7 @@ class Reductions:
         self._session = 0
         self._routes: dict[torch.dtype, str] = {}
         self._sums: dict[tuple[torch.dtype, int, bool, torch.device], _Reduction] = {}
+        self._names: list[Names] = []
         self._line = Line()
 
     @functools.cached_property
@@ -272,7 +274,11 @@ class Reductions:
         return self._identity.key(self._kind, _join_once().nonce)
 
     def close(self) -> None:
-        """Give up local state. Nothing is started any more; names are never used again."""
+        """Give up local state, and what servers keep, once all members have. Nothing is started
+        any more; names are never used again."""
+        for names in self._names:
+            names.release()
+        self._names.clear()
         self._routes.clear()
         self._sums.clear()
         if "_key" in vars(self):
@@ -344,6 +350,7 @@ class Reductions:
             self._session = session.number()
             self._routes.clear()
             self._sums.clear()
+            self._names.clear()
         if dtype not in self._routes:
             decision = decide_for(job, self._ranks, dtype, self._settings)
             self._routes[dtype] = decision.route
@@ -355,6 +362,7 @@ class Reductions:
         of_type = str(dtype).removeprefix("torch.")
         name = f"{self._key}/{of_type}/{flat.numel()}/{operation}"
         if self._route(dtype) == FLAT:
+            self._names.append(Names(name, group=self._ranks))
             return _Flat(name, self._ranks, average, wire)
         hosts = joined().hosts
         layout = nodes.HostLayout.of(self._ranks, [str(hosts[rank]) for rank in self._ranks])
@@ -362,6 +370,8 @@ class Reductions:
         node_sum = nodes.whole_sum(
             name, layout, flat, average=average, wire_dtype=wire, purpose=self._key
         )
+        pushes = node_sum.pushes(session.rank(), dtype.itemsize)
+        self._names.append(Names(*(push.name for push in pushes), group=pushes[0].group))
         gatherer = None
         if flat.is_cuda:
             ranks = layout.on_host_of(session.rank())

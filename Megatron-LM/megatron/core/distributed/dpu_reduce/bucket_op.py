@@ -310,6 +310,19 @@ class BucketOp:
         index = self.owners.index(job.rank())
         return index * shard, (index + 1) * shard
 
+    def give_back_with(self, owner: object, grads: torch.Tensor) -> None:
+        """Have the servers free what they keep of the bucket's sums once every member's `owner` is
+        collected. `grads`: the bucket's gradients."""
+        if self.route == bytepslib.routes.COLLECTIVE or len(self.group) == 1 or not grads.numel():
+            return
+        names = [self.name] if self.kept is None else [self.name, self.kept.name_of(self)]
+        bytepslib.names.Names(*names, group=self.group, owner=owner)
+        for sums in (self.node_whole, self.node_shards):
+            if sums is not None:
+                pushes = sums.pushes(job.rank(), grads.element_size())
+                names = [push.name for push in pushes]
+                bytepslib.names.Names(*names, group=pushes[0].group, owner=owner)
+
 
 def wire_of(
     param_dtype: torch.dtype, grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig

@@ -182,6 +182,8 @@ def register(ddp: DistributedDataParallel) -> None:
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
     # Of the others the optimizer does, with what servers do.
     summed = [bucket for bucket in buckets if not bucket.dpu_reduce_op.updated]
+    for bucket in summed:
+        bucket.dpu_reduce_op.give_back_with(ddp, bucket.grad_data)
     declare(summed, ddp.ddp_config)
     if parameters and chunk == 0 and torch.distributed.get_rank() == 0:
         decisions.print_once(advice.types(buckets))
