@@ -276,8 +276,8 @@ struct PushHeader {
   static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
 };
 
-// What an answer says of a sum that its worker keeps.  On the wire its fields, little-endian, in
-// this order.
+// The part of an answer about a sum that its worker keeps.  On the wire: its fields, little-endian,
+// in this order.
 struct KeptAnswer {
   uint32_t ended = 0;     // rounds of the tensor before it have ended at all members
   uint64_t serial = 0;    // of this sum, among those of this server

@@ -38,7 +38,7 @@ struct Tensor {
   RoundWindow window{&oldest};
   std::atomic<bool> is_released{false};
 
-  // What may still make requests about it: its name, until that is released, a declaration in
+  // Sources of further requests about it: its name, until that is released, a declaration in
   // flight, and each operation.  The last one to end gives it back (Declarations::GiveBack).
   //
   // False: nothing uses it any more, nor will.
@@ -52,8 +52,8 @@ struct Tensor {
 };
 using TensorPtr = std::shared_ptr<Tensor>;
 
-// How far a worker is with a name: how often it has released it, and how many rounds it has begun
-// since.
+// A worker's place in the life of a name: how often it has released it, and how many rounds it has
+// begun since.
 struct Progress {
   uint32_t life = 0;
   uint32_t rounds = 0;
@@ -107,12 +107,12 @@ class Declarations {
   // Nothing more can be declared.
   void Fail(const std::string& reason);
 
-  // How far this worker is with each name.
+  // This worker's place in the life of each name.
   ProgressByTensor Rounds();
   // Those of these tensors, by name, of which the given round, or an earlier one, is the next.
   std::vector<std::string> NotBegun(const std::map<std::string, uint32_t>& rounds);
-  // That it is so far, with tensors of which it has begun no rounds, or that it will declare: it
-  // goes on where another worker is.  What it has declared in another life is given back.
+  // Says that it is so far, with tensors of which it has begun no rounds, or that it will declare:
+  // it goes on where another worker is.  What it has declared in another life is given back.
   void SetRounds(const ProgressByTensor& progress);
 
   size_t size();

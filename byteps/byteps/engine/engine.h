@@ -242,7 +242,7 @@ class Engine : public ChannelUser {
   std::vector<std::string> Awaited();
   // Ranks whose values sums have lacked, since this was called last.
   std::vector<int> TakeMissing() { return context_.missing.Take(); }
-  // How far this worker is with each tensor; how far another worker says it is.
+  // Rounds that this worker has begun of each tensor, and those that another worker says it has.
   ProgressByTensor Rounds() { return declarations_.Rounds(); }
   void SetRounds(const ProgressByTensor& progress) { declarations_.SetRounds(progress); }
 

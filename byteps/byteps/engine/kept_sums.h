@@ -1,6 +1,6 @@
-// What a worker has in hand where the job may go on without a server, until another one has its
-// place (docs/design/replicas.md): the sums that other members may lack, and which servers nothing
-// is sent to meanwhile.
+// Sums that a worker has in hand where the job may go on without a server, until another one has
+// its place (docs/design/replicas.md): the sums that other members may lack, and which servers
+// nothing is sent to meanwhile.
 #ifndef BYTEPS_ENGINE_KEPT_SUMS_H_
 #define BYTEPS_ENGINE_KEPT_SUMS_H_
 
@@ -44,7 +44,7 @@ class KeptSums {
   void ForgetSerials(int server);
   // Nobody holds this tensor any more.
   void DropAll(int server, const Tensor& tensor);
-  // Those of a server's partitions, the older ones of each first.
+  // The sums of a server's partitions, the older ones of each first.
   std::vector<KeptSum> Of(int server);
   bool Has(int server);
   uint64_t bytes();

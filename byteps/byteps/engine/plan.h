@@ -1,4 +1,4 @@
-// What a worker decides about a tensor before anything is sent: how it is cut, and which server
+// Decisions of a worker about a tensor before anything is sent: how it is cut, and which server
 // sums which partition.
 #ifndef BYTEPS_ENGINE_PLAN_H_
 #define BYTEPS_ENGINE_PLAN_H_
@@ -51,10 +51,10 @@ class Plan {
   uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of = 0,
                           bool updated = false) const;
 
-  // What this worker tells the servers.  Throws UsageError when the tensor cannot be summed.
+  // The declaration that servers get.  Throws UsageError when the tensor cannot be summed.
   Declaration Declare(const TensorSpec& spec) const;
 
-  // Where the partitions go, and when.
+  // Places of the partitions, and their priority.
   struct Layout {
     int rank = 0;                 // this worker's
     std::vector<int> servers;     // by partition

@@ -413,7 +413,7 @@ void Engine::Confirm() {
 
 void Engine::OnConfirmed(const Message& answer) {
   ps::ReaderLock lock(&context_.loss.mu);
-  // Of one that is lost the serials are others.
+  // A server that was replaced counts serials anew.
   if (answer.failed || context_.loss.came[answer.peer] != answer.number) return;
   WireReader in(answer.body);
   context_.loss.kept.DropBefore(answer.peer, in.Get<uint64_t>());

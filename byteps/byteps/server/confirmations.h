@@ -1,4 +1,4 @@
-// Which sums some member may still lack, where workers keep sums until all members have them
+// Sums that some member may still lack, where workers keep sums until all members have them
 // (BYTEPS_REPLACE_SERVERS_S).
 #ifndef BYTEPS_SERVER_CONFIRMATIONS_H_
 #define BYTEPS_SERVER_CONFIRMATIONS_H_

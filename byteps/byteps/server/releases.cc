@@ -129,7 +129,7 @@ void Server::DropHolds(const std::set<int>& ranks, bool may_return) {
     std::vector<TensorPtr> unused;
     for (const auto& [key, tensor] : tensors_) {
       for (const int rank : ranks) tensor->SetHold(rank, false);
-      // What nobody has released is for those who return.
+      // A tensor that nobody has released is for those who return.
       const bool is_over = !may_return || tensor->released_by >= 0;
       if (tensor->holders == 0 && is_over) unused.push_back(tensor);
     }

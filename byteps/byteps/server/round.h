@@ -156,7 +156,7 @@ class Accumulator {
 
 // One sum of one partition: who pushed it, who waits for it, and what there is of it.
 
-// What is owed to a worker that has released tensors: an answer, once all of them are freed.
+// A debt to a worker that has released tensors: an answer, once all of them are freed.
 struct Releasing {
   int rank = 0;
   uint64_t request = 0;
@@ -175,7 +175,7 @@ struct DeclaredTensor {
   std::vector<std::shared_ptr<Releasing>> releasing;  // who has released it
   std::atomic<int> released_by{-1};                   // the last of them; any thread may read it
 
-  // Of a rank; nothing happens if it is no member.
+  // Sets whether a rank holds the tensor; nothing happens if it is no member.
   void SetHold(int rank, bool has) {
     const int member = declaration.MemberIndex(rank);
     if (member < 0) return;

@@ -176,7 +176,7 @@ class GradientAverager:
         self._take_names()
 
     def _take_names(self) -> None:
-        """What servers keep of the sums ends with this object."""
+        """Have the servers free the sums with this object."""
         covered = (f"{self.key}/{one.name}" for one in self._covered)
         self._names = Names(f"{self.key}/new", *covered, owner=self)
 

@@ -186,7 +186,7 @@ class Sum:
     values: torch.Tensor
     """The caller's values, which the engine reads where it encodes them itself."""
     lost: torch.Tensor | None = None
-    """What it reads and writes then, where losses are kept."""
+    """The memory that it reads and writes then, where losses are kept."""
 
     def finish(self) -> torch.Tensor:
         """The caller's output, with the sums in its own type: on a GPU, for the current stream."""

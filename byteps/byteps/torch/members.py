@@ -150,8 +150,8 @@ def take_missing() -> set[int]:
 
 
 def rounds() -> dict[str, tuple[int, int]]:
-    """How often this worker has released each name, and how many sums it has begun of it since, to
-    be given to one that joins."""
+    """Counts of releases of each name by this worker, and of the sums that it has begun since; for
+    one that joins."""
     return dict(c_lib.rounds())
 
 

@@ -104,7 +104,7 @@ _job: session.Launch | None = None
 
 
 def _owners_in_job() -> dict[tuple[int, str], int]:
-    """Those of this job: names of one that was left are nobody's."""
+    """Owners in this job: names of one that was left are nobody's."""
     global _job
     launch = session.launched()
     if launch is not _job:

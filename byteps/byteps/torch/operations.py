@@ -265,7 +265,7 @@ def start(
 
 
 def forget(names: Sequence[str]) -> None:
-    """What comes under these names next is another tensor."""
+    """Forget these names: a tensor that comes under one next is another one."""
     for name in names:
         _known.pop(name, None)
         in_flight.forget_name(name)

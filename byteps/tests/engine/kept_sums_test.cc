@@ -29,7 +29,7 @@ TEST(KeptSums, OneOffSumsGoWhenAllHaveThem) {
   script.all_confirm = true;
   Job job(2, script, kGoesOn);
   for (int i = 0; i < 20; ++i) SumOnce(&job, "once." + std::to_string(i), 8);
-  // Of each server the last answer.
+  // The last answer of each server.
   EXPECT_LE(job.Metric("kept_bytes"), 2 * kPage);
 }
 

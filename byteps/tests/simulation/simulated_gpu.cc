@@ -25,7 +25,7 @@
 namespace byteps {
 namespace core {
 
-// Who waits for it waits for what it was recorded for last by then, whatever it is recorded for
+// A waiter waits for what it was recorded for last by then, whatever it is recorded for
 // later, on whichever stream.
 struct Event {
   uint64_t recorded = 0;  // so often

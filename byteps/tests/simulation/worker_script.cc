@@ -1,4 +1,4 @@
-// What a worker of a job that is played does: sums, and steps of parameters that servers keep.
+// The script of a worker in a job that is played: sums, and steps of parameters that servers keep.
 #include <algorithm>
 #include <chrono>
 #include <cstring>

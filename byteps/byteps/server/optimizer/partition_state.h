@@ -111,7 +111,7 @@ class StateMemory {
   uint64_t promised() const { return promised_; }
 
  private:
-  // Of the tensor, and of what is copied of it.
+  // Bytes that a tensor takes here; `copies`: with those of its copies.
   uint64_t BytesOf(const Declaration& declaration, int rank, bool copies) const;
 
   const bool is_set_;     // BYTEPS_SERVER_STATE_BYTES
