@@ -13,7 +13,10 @@ from tests.multiproc.test_c10d import FLAT
 ALL = {**FLAT, "BYTEPS_C10D_MIN_BYTES": "1"}
 
 
-@pytest.mark.parametrize("program", ["as_torch_promises", "compiled", "limits", "group_limit"])
+PROGRAMS = ("as_torch_promises", "compiled", "limits", "group_limit", "profile_shapes")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_group_does_what_torch_promises(
     make_cluster: Callable[..., Cluster], program: str
 ) -> None:

@@ -98,14 +98,41 @@ def _names(job: Job, group: Any) -> Any:
 
 
 def _profile(job: Job, group: Any) -> Any:
-    tensors = [given(1000, job.rank) for _ in range(3)]
+    tensors = [given(1000, job.rank) for _ in range(6)]
+    number = torch.tensor([job.rank])
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
-        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors[:3]]
+        works.append(dist.all_reduce(number, group=group, async_op=True))
         for work in works:
             assert work is not None
             work.wait()
-    events = [e for e in profile.function_events if e.name == "gloo:all_reduce"]
-    return [*tensors, torch.tensor([len(events), *(e.is_async for e in events)])]
+        dist.all_reduce_coalesced(tensors[3:5], group=group)
+        with torch.autograd.profiler.record_function("all ended"):
+            dist.all_reduce(tensors[5], group=group)
+    events = profile.function_events
+    found = sorted(
+        (e for e in events if e.name == "gloo:all_reduce"), key=lambda e: e.time_range.start
+    )
+    calls = [e.name for e in events if e.name.startswith("c10d::")]
+    (marked,) = (e.time_range.start for e in events if e.name == "all ended")
+    ended = [e.time_range.end <= marked for e in found]
+    return [*tensors, number, torch.tensor([*(e.is_async for e in found), *ended]), _text(*calls)]
+
+
+def profile_shapes(job: Job) -> None:
+    """Shapes of what goes through the servers stand at the event of the call."""
+    initialize(job)
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(30, 4))
+        dist.all_reduce_coalesced([torch.ones(30, 4), torch.ones(50)])
+    events = profile.function_events
+    found = [(e.name, e.input_shapes) for e in events if e.name.startswith("c10d::")]
+    with job.check("shapes"):
+        assert found == [
+            ("c10d::allreduce_", [[30, 4]]),
+            ("c10d::allreduce_coalesced_", [[30, 4], [50]]),
+        ], found
+    dist.destroy_process_group()
 
 
 def _sparse(job: Job, group: Any) -> Any:

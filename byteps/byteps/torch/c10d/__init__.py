@@ -6,6 +6,7 @@
 ``reductions`` what both are made of: the all-reduces of one group of ranks, which of them go to
                the servers, and becoming a worker of the job
 ``work``       an all-reduce in flight, as torch.distributed has it
+``events``     what a profiler shows of it
 =============  ===========================================================================
 
 :mod:`byteps.c10d_plugin` tells torch of the backend.

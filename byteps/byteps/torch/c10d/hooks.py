@@ -5,7 +5,6 @@ that stay behind are reduced by the group that the model has.
 """
 
 # Annotations are evaluated here: DDP looks at those of a hook.
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,10 +14,11 @@ import torch
 import torch.distributed as dist
 from byteps.c10d_plugin import MIXED, NAME, Asked, warn_not_carried
 from byteps.torch import session
-from byteps.torch.c10d import identity, reductions, work
+from byteps.torch.c10d import events, identity, reductions, work
 from byteps.torch.c10d.checks import Checks
 from byteps.torch.c10d.reductions import Reductions
-from byteps.torch.c10d.work import NO_LIMIT, WorkOfMany
+from byteps.torch.c10d.work import NO_LIMIT, Work
+from byteps.torch.c10d.work_of_many import WorkOfMany
 from torch._compile import _disable_dynamo
 
 _LOOKED_FOR = (
@@ -130,7 +130,9 @@ class BytePSGroup(dist.ProcessGroup):
                 options.timeout = timeout
             opts = options
         if len(several) == 1:
-            work = self._begin(several[0], opts)
+            work = self._recorded(
+                "allreduce_", several, opts, lambda: self._begin(several[0], opts)
+            )
             if work is not None:
                 return work
         self._demand_backends(several)
@@ -140,7 +142,13 @@ class BytePSGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors over the group, in place; return one work for all."""
         opts = opts or dist.AllreduceCoalescedOptions()
-        works, others = [], []
+        return self._recorded(
+            "allreduce_coalesced_", tensors, opts, lambda: self._begin_all(tensors, opts)
+        )
+
+    def _begin_all(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
+        works: list[Any] = []
+        others = []
         for tensor in tensors:
             work = self._begin(tensor, opts)
             if work is None:
@@ -149,23 +157,36 @@ class BytePSGroup(dist.ProcessGroup):
                 works.append(work)
         if others or not works:
             self._demand_backends(others)
-            work = self._plain.allreduce_coalesced(others, opts)
+            native = self._plain.allreduce_coalesced(others, opts)
             if not works:
-                return work
-            works.append(work)
+                return native
+            works.append(native)
         return WorkOfMany(works, tensors)
 
-    def _begin(self, tensor: torch.Tensor, opts: Any) -> Any:
+    def _recorded(
+        self, call: str, tensors: Sequence[torch.Tensor], opts: Any, start: Callable[[], Any]
+    ) -> Any:
+        """Start an all-reduce; under a profiler record it, as the native backend does itself where
+        nothing goes through the servers."""
+        if not torch.autograd._profiler_enabled() or not any(
+            self._takes(tensor, opts) for tensor in tensors
+        ):
+            return start()
+        operation = f"{self._plain.name()}:all_reduce"
+        return events.record(f"c10d::{call}", operation, tensors, start)
+
+    def _takes(self, tensor: torch.Tensor, opts: Any) -> bool:
+        is_summed = _kind(opts.reduceOp) in _AVERAGES and self._size > 1
+        return is_summed and self._reductions.takes(tensor)
+
+    def _begin(self, tensor: torch.Tensor, opts: Any) -> Work | None:
         """Start it through the servers; None: it does not go there."""
         average = _AVERAGES.get(_kind(opts.reduceOp))
         if average is None or self._size == 1:
             return None
         if self._checks is not None and self._reductions.takes(tensor):
             self._checks.check(tensor, opts)
-        if torch.autograd._profiler_enabled():
-            work = self._begin_recorded(tensor, average)
-        else:
-            work = self._reductions.begin(tensor, average=average)
+        work = self._reductions.begin(tensor, average=average)
         if work is not None:
             own = opts.timeout > NO_LIMIT
             limit = opts.timeout if own else self._timeout
@@ -173,17 +194,6 @@ class BytePSGroup(dist.ProcessGroup):
                 limit.total_seconds(),
                 "the timeout of this operation" if own else "the timeout of its process group",
             )
-        return work
-
-    def _begin_recorded(self, tensor: torch.Tensor, average: bool) -> Any:
-        """Records a profiler event from start to end, as the native backend does."""
-        event = torch.autograd.profiler.record_function(f"{self._plain.name()}:all_reduce")
-        with event:
-            work = self._reductions.begin(tensor, average=average)
-            if work is not None:
-                ended: torch.futures.Future[None] = torch.futures.Future()
-                event._call_end_callbacks_on_future(ended)
-                _set_elsewhere(ended, work.get_future())
         return work
 
     def _demand_backends(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -251,23 +261,6 @@ class BytePSGroup(dist.ProcessGroup):
             session.abort("torch.distributed was aborted")
         for native in self._native:
             native.abort()
-
-
-def _set_elsewhere(ended: Any, future: Any) -> None:
-    """Set a future when the other one is, on another thread: what begins and ends on one thread is
-    no asynchronous event to the profiler."""
-    here = threading.get_ident()
-
-    def follow(_: Any) -> None:
-        if threading.get_ident() != here:
-            ended.set_result(None)
-            return
-        thread = threading.Thread(target=ended.set_result, args=(None,))
-        thread.start()
-        # Ended by the callbacks of the result, which wait for nothing; deadline: none.
-        thread.join()
-
-    future.add_done_callback(follow)
 
 
 def _plainly(name: str) -> Callable[..., Any]:

@@ -107,6 +107,11 @@ class Work(dist._Work):
     def let_go(self) -> None:
         """It has ended, and nobody seems to want it: free what only a wait would."""
 
+    def call_when_settled(self, callback: Callable[[], None]) -> None:
+        """Call this once, before a wait returns or the future has its value, even if nobody waits.
+        Here, where no thread learns when streams get there: now."""
+        callback()
+
     def _was_awaited(self) -> None:
         _kept_long.pop(id(self), None)
 
@@ -132,6 +137,7 @@ class ServerWork(Work):
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
     _given: torch.futures.Future[Any]
     _event: torch.cuda.Event | None = None
+    _when_settled: Callable[[], None] | None = None
     is_settled = False
 
     def __init__(
@@ -228,6 +234,15 @@ class ServerWork(Work):
 
     # ----- for this package
 
+    def call_when_settled(self, callback: Callable[[], None]) -> None:
+        """Call this once, before a wait returns or the future has its value."""
+        with self._lock:
+            if not self.is_settled:
+                self._when_settled = callback
+        if self._when_settled is None:
+            callback()
+        self.complete_by_itself()
+
     def complete_by_itself(self) -> None:
         """Settle it once it has ended, whether or not anybody waits for it."""
         self.get_future()
@@ -264,6 +279,8 @@ class ServerWork(Work):
             if self._tensors[0].is_cuda and self._error is None:
                 self._event = torch.cuda.Event()
                 self._event.record(torch.cuda.current_stream(self._tensors[0].device))
+            if self._when_settled is not None:
+                self._when_settled()
             self.is_settled = True
 
     def _settle(self) -> None:
@@ -310,53 +327,6 @@ class ServerWork(Work):
                     self._future.set_result(self._tensors)
                 else:
                     self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub
-
-
-class WorkOfMany(Work):
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        """`works`: of a process group, for `tensors`."""
-        super().__init__(tensors)
-        self._works = list(works)
-        self._keep()
-
-    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait for all, and then raise the first error, if there is one."""
-        errors = []
-        for work in self._works:
-            try:
-                work.wait(timeout)
-            except Exception as error:
-                errors.append(error)
-        self._was_awaited()
-        if errors:
-            raise errors[0]
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all are."""
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Whether all are."""
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> Any:
-        """The first one's that has one."""
-        return next((e for work in self._works if (e := work.exception()) is not None), None)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors."""
-        futures = [work.get_future() for work in self._works]
-        tensors = self._tensors
-        return torch.futures.collect_all(futures).then(lambda done: _checked(done, tensors))
-
-
-def _checked(done: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    for future in done.value():
-        future.value()  # raises what it failed by
-    return tensors
 
 
 # Of a tensor on a GPU: streams wait for it, and no thread, as with NCCL.
