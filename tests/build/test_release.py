@@ -253,7 +253,7 @@ MODULES = {
     "byteps/torch/c10d/hooks.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/c10d/identity.py": "tests/multiproc/test_c10d_groups.py",
     "byteps/torch/c10d/reductions.py": "tests/multiproc/test_c10d.py",
-    "byteps/torch/c10d/work.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/c10d/work.py": "tests/unit/test_c10d_work.py",
     "byteps/torch/compression.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/diloco.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/distributed_optimizer.py": "tests/multiproc/test_push_pull.py",

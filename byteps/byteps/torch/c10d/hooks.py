@@ -244,7 +244,7 @@ class BytePSGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """End the group, and with the default group this worker's part in the job."""
-        self._reductions.close()
+        self._reductions.close(waits=True)
         try:
             if self._is_default and session.is_initialized():
                 work.await_all()

@@ -273,9 +273,14 @@ class Reductions:
     def _key(self) -> str:
         return self._identity.key(self._kind, _join_once().nonce)
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = False) -> None:
         """Give up local state, and what servers keep, once all members have. Nothing is started
-        any more; names are never used again."""
+        any more; names are never used again.
+
+        Args:
+            waits: for the end of all-reduces whose sums have come, which futures want.
+        """
+        self._line.stop(waits=waits)
         for names in self._names:
             names.release()
         self._names.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -25,12 +27,17 @@ class Line:
     """Works that every member settles in the order in which they were started.
 
     What a work needs of other ranks when it is settled, such as an all-gather inside the host,
-    then comes in the same order on all of them, whichever thread settles and whenever.
+    then comes in the same order on all of them, whichever thread settles and whenever. Works that
+    nobody waits for are settled by a thread of the line: where one thread did so for several lines,
+    two ranks could wait for each other, each in another line.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._works: deque[ServerWork] = deque()
+        self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def add(self, work: ServerWork) -> None:
         """Put a work that was just started at the end."""
@@ -49,6 +56,33 @@ class Line:
             while self._works and not work.is_settled:
                 self._works.popleft().settle_alone()
 
+    def call(self, complete: Callable[[], None]) -> None:
+        """Have the line's thread call this, after what it was given before."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="byteps-line", daemon=True)
+                self._thread.start()
+            self._ended.put(complete)
+
+    def stop(self, *, waits: bool) -> None:
+        """End the thread after all that it was given. `waits`: until then."""
+        with self._starting:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._ended.put(None)
+        if waits and thread is not None and thread is not threading.current_thread():
+            # Ended by the end of its thread; deadline: that of collectives inside the host.
+            thread.join()
+
+    def _run(self) -> None:
+        while complete := self._ended.get():
+            try:
+                complete()
+            except Exception:
+                _logger.exception("a reduction that nobody waited for could not be completed")
+
+
+_logger = logging.getLogger(__name__)
 
 MOST_KEPT = 64
 """Works of short tensors that have ended and are kept nevertheless."""
@@ -214,7 +248,7 @@ class ServerWork(Work):
             self._settle()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors. It is completed by the thread of completions.
+        """A future of the list of tensors. The thread of completions completes it, or the line's.
 
         Where the all-reduce fails, the future does by a RuntimeError that quotes the BytePSError.
         """
@@ -303,7 +337,9 @@ class ServerWork(Work):
             with counting:
                 left -= 1
                 is_last = left == 0
-            if is_last:
+            if is_last and self._line is not None:
+                self._line.call(self._complete)
+            elif is_last:
                 self._complete()
 
         for handle in self._handles:
