@@ -158,7 +158,7 @@ test-frameworks: setup-frameworks ## torchtitan, Lightning, transformers, DeepSp
 
 # The oldest torch that the wheel is for, one in between, and the newest ones.
 TORCHES ?= 2.9 2.11 2.14 2.15
-WITH_TORCH := $(addprefix tests/multiproc/test_,c10d.py push_pull.py)
+WITH_TORCH := $(addprefix tests/multiproc/test_,c10d.py c10d_torch.py push_pull.py)
 
 test-torch: setup ## the wheel with TORCHES: the backend of torch.distributed, hooks, push-pulls, optimizers
 	@for version in $(TORCHES); do \

@@ -53,14 +53,23 @@ def lose(cluster: Cluster, lost: str) -> list[Nursed]:
     return survivors
 
 
+_LEAKS = re.compile(r"^nanobind: leaked .*?/refleaks\.html$", re.MULTILINE | re.DOTALL)
+"""Report, after a traceback, of what Triton has not freed when Python ends by an error."""
+
+
+def last_words(worker: Nursed) -> str:
+    """Output of the worker, up to the last line of its traceback."""
+    return _LEAKS.sub("", worker.text).rstrip()
+
+
 def error_of(worker: Nursed) -> str:
     """The last error that the worker raised: the line after its traceback."""
-    return re.split(r"^[\w.]+Error:", worker.text.rstrip(), flags=re.MULTILINE)[-1].strip()
+    return re.split(r"^[\w.]+Error:", last_words(worker), flags=re.MULTILINE)[-1].strip()
 
 
 def demand_error(worker: Nursed, *patterns: str) -> None:
     assert worker.wait(END_S) == 1, f"{worker.title}: exit status {worker.status}"
-    last = worker.text.rstrip().rpartition("\n")[2]
+    last = last_words(worker).rpartition("\n")[2]
     assert re.search(r"BytePS\w*Error:", last), f"{worker.title} did not end by BytePSError: {last}"
     text = error_of(worker)
     for pattern in patterns:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from byteps.torch.c10d import hooks
 
 from tests.multiproc.cluster import (
     RUN_S,
@@ -52,6 +54,19 @@ def test_models(make_cluster: Callable[..., Cluster]) -> None:
 def test_gathers_do_not_hang(make_cluster: Callable[..., Cluster]) -> None:
     """torch once started them with the GIL, for which gloo's threads waited with their lock."""
     make_cluster(workers=2, servers=1, env=FLAT).run("c10d:gathers", timeout_s=100, rounds=5000)
+
+
+def test_torch_finds_every_method_that_starts_an_operation() -> None:
+    """So that it never starts one with the GIL, under any name that its C++ looks for."""
+    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    (header,) = folder.rglob("PyProcessGroup.hpp")
+    text = re.sub(r"/\*.*?\*/", "", header.read_text())
+    names = {
+        *re.findall(r"WORK_OVERRIDE\(\s*ProcessGroup,\s*(\w+)", text),
+        *re.findall(r'get_override\(\s*static_cast<const ProcessGroup\*>\(this\),\s*"(\w+)"', text),
+    }
+    assert "barrier" in names
+    assert not names - vars(hooks.BytePSGroup).keys()
 
 
 def test_hook_of_fsdp(make_cluster: Callable[..., Cluster]) -> None:

@@ -5,6 +5,7 @@ that stay behind are reduced by the group that the model has.
 """
 
 # Annotations are evaluated here: DDP looks at those of a hook.
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,14 +22,10 @@ from byteps.torch.c10d.work import NO_LIMIT, Work
 from byteps.torch.c10d.work_of_many import WorkOfMany
 from torch._compile import _disable_dynamo
 
-_LOOKED_FOR = (
-    *("allgather", "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-    *("alltoall_base", "all_to_all_single", "barrier", "broadcast", "send", "recv"),
+_NOT_RECONFIGURED = (
+    "a process group that BytePS carries cannot be reconfigured: its members are the workers that "
+    "servers count. Destroy it and make another one, or unset BYTEPS_C10D"
 )
-"""Methods that torch looks for in a subclass, by any version's name. Where there is none it keeps
-the GIL while it starts the native operation. That hangs where a thread of gloo holds the lock of
-its queue and frees a tensor, for which it needs the GIL."""
 
 _AVERAGES = {dist.ReduceOp.SUM: False, dist.ReduceOp.AVG: True}
 
@@ -231,16 +228,26 @@ class BytePSGroup(dist.ProcessGroup):
         """The group's collectives run on this GPU."""
         self.bound_device_id = self._plain.bound_device_id = device
 
-    def reconfigure(self, *arguments: Any, **named: Any) -> Any:
+    @property
+    def supports_reconfigure(self) -> bool:
+        """No, whatever the native backend does."""
+        return False
+
+    def get_reconfigure_handle(self) -> str:
         """Refused.
 
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            "a process group that BytePS carries cannot be reconfigured: its members are the "
-            "workers that servers count. Destroy it and make another one, or unset BYTEPS_C10D"
-        )
+        raise RuntimeError(_NOT_RECONFIGURED)
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Refused.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(_NOT_RECONFIGURED)
 
     def shutdown(self) -> None:
         """End the group, and with the default group this worker's part in the job."""
@@ -274,9 +281,33 @@ def _plainly(name: str) -> Callable[..., Any]:
     return start
 
 
-for _name in _LOOKED_FOR:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(BytePSGroup, _name, _plainly(_name))
+_STARTS = re.compile(r"-> (c10d::|torch\._C\._distributed_c10d\.)?Work\b")
+"""Signature, in its docstring, of a method of torch's that starts an operation."""
+
+_NAMES_IN_CPP = {
+    "recvAnysource": "recv_anysource",
+    "start_coalescing": "_start_coalescing",
+    "end_coalescing": "_end_coalescing",
+}
+"""Methods that torch's C++ looks for under another name than Python's."""
+
+
+def _start_without_gil() -> None:
+    """Define, in BytePSGroup, each method that starts an operation of the native backends.
+
+    C++ looks for a method of the subclass, by names that each version of torch adds to. Where there
+    is none it keeps the GIL while it starts the native operation. That hangs where a thread of gloo
+    holds the lock of its queue and frees a tensor, for which it needs the GIL.
+    """
+    for name in dir(dist.ProcessGroup):
+        method = getattr(dist.ProcessGroup, name)
+        if name not in vars(BytePSGroup) and _STARTS.search(getattr(method, "__doc__", "") or ""):
+            setattr(BytePSGroup, name, _plainly(name))
+    for looked_for, name in _NAMES_IN_CPP.items():
+        setattr(BytePSGroup, looked_for, _plainly(name))
+
+
+_start_without_gil()
 
 
 def _kind(reduce_op: Any) -> Any:
