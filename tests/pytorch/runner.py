@@ -47,9 +47,7 @@ def main() -> int:
     parser.add_argument("--tests", nargs="*", default=[], metavar="NAME", help="default: all")
     options = parser.parse_args()
     prepare(options)
-    from torch.testing._internal.distributed import distributed_test as suite
-
-    case = case_of(suite.DistributedTest._DistTestBase)
+    case = case_of()
     every = sorted(name for name in dir(case) if name.startswith("test_"))
     for name in options.tests or every:
         outcome = run_test(case, name, options)
@@ -80,11 +78,12 @@ def prepare(options: argparse.Namespace) -> None:
     setattr(suite.Barrier, "sync", sync_when_busy)  # noqa: B010 # mypy refuses a plain one
 
 
-def case_of(tests: type) -> Any:
-    """The suite's class of tests that have ranks, with these tests."""
+def case_of(*added: type) -> Any:
+    """The suite's class of tests that have ranks, and what is added to it."""
     from torch.testing._internal.distributed import distributed_test as suite
 
-    return type("Case", (suite.TestDistBackend, tests), {})
+    bases = (*added, suite.TestDistBackend, suite.DistributedTest._DistTestBase)
+    return type("Case", bases, {})
 
 
 def run_test(

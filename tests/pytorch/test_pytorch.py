@@ -65,7 +65,7 @@ def test_a_difference_is_a_fault_and_a_reason_without_one_is_stale() -> None:
     verdict = Verdict(mode=MODES["flat"], compared=outcomes)
     assert [one.test for one in verdict.faults] == ["test_fault"]
     assert verdict.stale == []
-    assert verdict.cells()[2:] == ["3", "2", "1", "1", "1"]
+    assert verdict.cells()[2:] == ["3", "2", "1", "1"]
     assert "passes over gloo alone: test_fault" in report(verdict)
     same = _compared("test_both", "passed", "passed", without_shapes=False)
     assert SHAPES in KNOWN
