@@ -51,6 +51,7 @@ if(GTest_FOUND)
     tests/server/optimizer/step_test.cc
     tests/server/memory_test.cc
     tests/server/confirmations_test.cc
+    tests/server/copies_test.cc
     tests/server/release_test.cc
     tests/server/server_test.cc
     tests/server/stop_order_test.cc

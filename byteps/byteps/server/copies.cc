@@ -263,8 +263,7 @@ void Copies::Clear() {
   gone.swap(copies_);
 }
 
-// Rounds of a state that another server has a copy of: what it is told before members are answered,
-// and rounds that a server has from such a copy.
+// Rounds of a copied state: what the backup is told before members are answered.
 //
 // A partition tells one thing at a time, and serves no request until the backup has it.
 
@@ -284,27 +283,30 @@ LastRound Rounds::LastOf(Partition* partition) {
   return {ended.number, ended.update.get(), ended.sum, ended.excused};
 }
 
-std::string Rounds::TakeSettled(Partition* partition) {
+RoundUpdate* Rounds::LastUpdate(Partition* partition) {
   for (auto it = partition->rounds.rbegin(); it != partition->rounds.rend(); ++it) {
-    if (it->done && it->update->pushed_by() != 0) return it->update->TakeSettled();
+    if (it->done && it->update->pushed_by() != 0) return it->update.get();
   }
-  return partition->ended ? partition->ended->update->TakeSettled() : "";
+  return partition->ended ? partition->ended->update.get() : nullptr;
 }
 
-void Rounds::Tell(Partition* partition, Copying what, CopyRecord record, SharedBytes values) {
+void Rounds::Tell(Partition* partition, Copying&& what, CopyRecord record, SharedBytes values) {
   record.pass = pass_;
+  // A decision and a whole state say themselves what was settled.
+  RoundUpdate* const last = record.settled.empty() ? LastUpdate(partition) : nullptr;
+  if (last != nullptr && !record.is_all) record.settled = last->Settled();
   what.number = context_->backup->Tell(partition->key, record, std::move(values));
   partition->copying = std::move(what);
+  if (last != nullptr) last->NoteTold();
 }
 
-void Rounds::TellAll(Partition* partition, Copying what) {
+void Rounds::TellAll(Partition* partition, Copying&& what) {
   PS_PROBE(kStateCopied);
   SharedBytes values;
   CopyRecord record =
       RecordOfAll(partition->declaration(), *partition->state, LastOf(partition), &values);
-  TakeSettled(partition);  // it says so
-  partition->pass = pass_;
   Tell(partition, std::move(what), std::move(record), std::move(values));
+  partition->pass = pass_;
 }
 
 void Rounds::TellFreed(const Partition& partition) {
@@ -320,7 +322,6 @@ bool Rounds::CopyRound(Partition* partition, Round* round) {
   const RoundUpdate& update = *round->update;
   CopyRecord record;
   record.what = CopyRecord::kRound;
-  record.settled = TakeSettled(partition);
   record.round = round->number;
   record.op = static_cast<uint8_t>(update.op());
   record.step = update.step();
@@ -379,7 +380,6 @@ bool Rounds::CopyLoad(Partition* partition, const Message& message, int64_t rece
   }
   CopyRecord record;
   record.what = CopyRecord::kState;
-  record.settled = TakeSettled(partition);
   record.declaration = PackDeclarations({partition->declaration()});
   const std::string slot = StepOf(message);
   record.slots = 1U << WireReader(slot).Get<uint32_t>();
@@ -388,9 +388,11 @@ bool Rounds::CopyLoad(Partition* partition, const Message& message, int64_t rece
 }
 
 void Rounds::Adopt(Partition* partition) {
-  if (context_->backup == nullptr || std::exchange(partition->has_state, true)) return;
+  if (context_->backup == nullptr || partition->has_state) return;
+  if (!partition->is_listed) partitions_.push_back(partition);
+  partition->is_listed = true;
   states_.push_back(partition);
-  if (!std::exchange(partition->is_listed, true)) partitions_.push_back(partition);
+  partition->has_state = true;
   for (const int rank : absent_) {
     if (partition->declaration().MemberIndex(rank) < 0) continue;
     for (Round& round : partition->rounds) Excuse(partition, &round, rank);
@@ -402,12 +404,7 @@ std::vector<Partition*> Rounds::SetBackup(uint64_t pass) {
   pass_ = pass;
   std::vector<Partition*> waiting;
   for (Partition* partition : states_) {
-    if (!partition->copying) continue;
-    if (pass_ != 0 && partition->copying->kind == Copying::kLoad && !partition->is_freed) {
-      TellAll(partition, std::move(*partition->copying));
-    } else {
-      waiting.push_back(partition);
-    }
+    if (partition->copying && !HasCopy(*partition)) waiting.push_back(partition);
   }
   return waiting;
 }
@@ -425,9 +422,7 @@ void Rounds::CopyNext() {
 
 // ------------------------------------------------------------------ that it has it
 
-void Rounds::GoOn(Partition* partition) {
-  const Copying what = std::move(*partition->copying);
-  partition->copying.reset();
+void Rounds::GoOn(Partition* partition, const Copying& what) {
   if (partition->is_freed) return FreeLater(partition, what);
   switch (what.kind) {
     case Copying::kRound: {
@@ -448,12 +443,25 @@ void Rounds::GoOn(Partition* partition) {
     case Copying::kAll:
       CopyNext();
   }
+  EndCopying(partition);
+}
+
+void Rounds::EndCopying(Partition* partition) {
   // Unless it waits again.
   while (!partition->copying && !partition->released_by.empty()) {
     Release(partition, partition->released_by.back());
     partition->released_by.pop_back();
   }
   EndWithoutAbsent(partition);
+}
+
+void Rounds::FailCopied(Partition* partition, const Copying& what, const std::string& reason) {
+  if (what.kind == Copying::kRound) {
+    if (Round* const round = partition->Find(what.round)) FailUnanswered(partition, round, reason);
+  } else if (what.kind != Copying::kAll) {
+    context_->Refuse(what.request, reason);
+  }
+  EndCopying(partition);
 }
 
 void Rounds::FreeLater(Partition* partition, const Copying& what) {

@@ -83,8 +83,10 @@ class Rounds {
   bool CopyVerdict(Partition* partition, const Message& message, const UpdateStep& step,
                    int64_t received);
   bool CopyLoad(Partition* partition, const Message& message, int64_t received);
-  // The backup has what a partition waits for.
-  void GoOn(Partition* partition);
+  // The backup has what a partition waited for.
+  void GoOn(Partition* partition, const Copying& what);
+  // That came to an error: fails the round or the request that waited.
+  void FailCopied(Partition* partition, const Copying& what, const std::string& reason);
   // A partition has the state of a server that is lost.
   void Adopt(Partition* partition);
 
@@ -128,14 +130,18 @@ class Rounds {
   // True: once the backup has the gradients.
   bool CopyRound(Partition* partition, Round* round);
   bool HasCopy(const Partition& partition) const;
-  void Tell(Partition* partition, Copying what, CopyRecord record, SharedBytes values);
+  // Tells the backup, for which the partition waits then.  If it throws, nothing has changed.
+  void Tell(Partition* partition, Copying&& what, CopyRecord record, SharedBytes values);
   // That this step is made, or dropped, as a member's request says.
   void TellDecision(Partition* partition, Copying::Kind kind, const Message& message,
                     std::string step, int64_t received);
-  void TellAll(Partition* partition, Copying what);
+  void TellAll(Partition* partition, Copying&& what);
+  // A partition that waited for its backup waits no more, or again: what came meanwhile.
+  void EndCopying(Partition* partition);
   void TellFreed(const Partition& partition);
   static LastRound LastOf(Partition* partition);
-  static std::string TakeSettled(Partition* partition);
+  // The last update of a partition, of which its backup may have to be told; null: there is none.
+  static RoundUpdate* LastUpdate(Partition* partition);
   // The round of a push, if it may be added; null: it was refused.
   Round* Admit(Partition* partition, const Message& message);
   // The round, made if it is new; null if it is out of reach.

@@ -391,7 +391,16 @@ void SumThread::Handle(Task* task) {
 
 void SumThread::GoOn(Partition* partition) {
   const std::shared_ptr<Partition> stays = partition->shared_from_this();
-  rounds_.GoOn(partition);
+  const Copying what = std::move(*partition->copying);
+  partition->copying.reset();
+  const auto work = [&]() PS_REQUIRES(mu_) { rounds_.GoOn(partition, what); };
+  reserve_.Survive(work, [&](const std::exception& e) PS_REQUIRES(mu_) {
+    const std::string reason = "server " + std::to_string(context_->channel->rank()) +
+                               " could not go on with '" + partition->declaration().name +
+                               "' once it was copied: " + e.what() + "; " + DescribeFreeMemory();
+    BPS_LOG(ERROR) << reason;
+    rounds_.FailCopied(partition, what, reason);
+  });
   while (!partition->copying && !partition->held.empty()) {
     Task task;
     task.partition = stays;
@@ -441,7 +450,8 @@ void SumThread::OnFailure(Task* task, const std::exception& error) {
   }
   const bool may_be_repeated = task->kind == Task::kGone || task->kind == Task::kFailAll ||
                                task->kind == Task::kResume || task->kind == Task::kRelease ||
-                               task->kind == Task::kFree;
+                               task->kind == Task::kFree || task->kind == Task::kBackup ||
+                               task->kind == Task::kAdopt;
   if (no_memory != nullptr && may_be_repeated) return Handle(task);
   // Rounds that it was about end at their deadline.
   BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << error.what() << "; "

@@ -144,7 +144,7 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
                                 ? "the state of '" + declaration.name + "' was loaded after that"
                                 : update->Decide(message.peer, StepOf(message),
                                                  &round->accumulator.sum(), &round->failure);
-  if (is_copied) update->TakeSettled();
+  if (is_copied) update->NoteTold();
   if (!error.empty()) {
     round->told[declaration.MemberIndex(message.peer)] = true;
     context->Refuse(message, error);

@@ -376,11 +376,6 @@ bool RoundUpdate::IsLike(int op, const std::string& step) const {
 
 // ------------------------------------------------------------------ copies
 
-std::string RoundUpdate::TakeSettled() {
-  if (!updated_ || std::exchange(is_told_, true)) return "";
-  return step_;
-}
-
 std::string RoundUpdate::Pack() const {
   WireWriter out;
   out.Put(round_);

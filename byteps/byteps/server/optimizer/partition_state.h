@@ -169,8 +169,10 @@ class RoundUpdate {
   int op() const { return op_; }
   const std::string& step() const { return step_; }
   int asked_by() const { return step_of_; }
-  // The step that was made or dropped, if nobody was told of it yet; else "".
-  std::string TakeSettled();
+  // The step that was made or dropped, if the backup was not told of it yet; else "".
+  std::string Settled() const { return updated_ && !is_told_ ? step_ : ""; }
+  // It was told of it.
+  void NoteTold() { is_told_ = is_told_ || updated_; }
   std::string Pack() const;
   // What Pack has packed.  False: it is something else.
   bool Unpack(const std::string& text);
