@@ -110,7 +110,7 @@ simulate: setup ## whole jobs in threads and time that a seed decides
 	@$(PYTHON_ENV) tests/native.py simulate >/dev/null
 	@mkdir -p build/logs && $(PYTHON_ENV) scripts/progress.py --name simulate --show-end 1 \
 		--log build/logs/simulate.log -- build/cmake-tests/simulate --progress \
-		--seeds $(or $(SEEDS),100000) --from $(or $(FROM),1)
+		--seeds $(or $(SEEDS),100000) --from $(or $(FROM),1) $(ARGS)
 
 fuzz: setup ## the parsers of what comes from a network
 	@$(PYTHON_ENV) scripts/fuzz.py $(TARGET) $(if $(RUNS),--runs $(RUNS)) $(ARGS)

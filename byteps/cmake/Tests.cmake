@@ -85,8 +85,11 @@ if(NOT BYTEPS_SANITIZE)
   add_executable(simulate
     tests/simulation/worker_script.cc
     tests/simulation/simulated_gpu.cc  # in place of fake.cc
+    tests/simulation/each_wait.cc
     tests/simulation/job.cc
+    tests/simulation/job_faults.cc
     tests/simulation/network.cc
+    tests/simulation/plan.cc
     tests/simulation/simulate.cc
     tests/simulation/replica_job.cc
     tests/simulation/replica_member.cc

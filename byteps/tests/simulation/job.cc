@@ -25,6 +25,10 @@ Job::Job(Plan plan, bool breaks_invariant)
     if (fault.IsAtProbe() && fault.kind != Fault::kQuit) at_probes_.push_back(fault);
   }
   if (plan_.on_gpu >= 0) gpu_ = std::make_unique<Gpu>();
+  for (const Fault& fault : plan_.faults) {
+    if (fault.at_wait < 0) continue;
+    ListenToWaits([this, fault](const Wait& wait) { return OnWait(wait, fault); });
+  }
   BeginProbes(plan_.disturbed, [this](int probe, int reached) { OnProbe(probe, reached); });
 }
 
@@ -95,8 +99,10 @@ uint64_t Job::WantedSums() const {
 }
 
 bool Job::IsHarmless() const {
-  return std::all_of(plan_.faults.begin(), plan_.faults.end(),
-                     [this](const Fault& fault) { return Returns(fault); });
+  return std::all_of(plan_.faults.begin(), plan_.faults.end(), [this](const Fault& fault) {
+    const bool wakes = fault.kind == Fault::kWake || fault.kind == Fault::kHoldUp;
+    return wakes || Returns(fault);
+  });
 }
 
 std::string Job::Verdict() const {
@@ -202,6 +208,7 @@ void Job::Start(std::vector<std::thread>* threads, ps::Node::Role role, int rank
   const int place = role == ps::Node::SCHEDULER ? 0 : worker ? 1 + plan_.servers + rank : 1 + rank;
   at_place_[place] = number;
   threads->emplace_back([=, this] {
+    BelongTo(number);
     worker ? RunWorker(number, rank, workers, incarnation) : RunNode(role, number);
   });
   const char* const name = worker ? "worker" : role == ps::Node::SERVER ? "server" : "scheduler";
@@ -272,7 +279,9 @@ std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
 }
 
 void Job::RunWorker(int number, int rank, int workers, int incarnation) {
-  core::Worker worker;
+  const auto node = std::make_shared<WorkerOfNode>();
+  records_[number]->worker = node;
+  core::Worker& worker = node->worker;
   std::string error;
   Gpu* const gpu = rank == plan_.on_gpu ? gpu_.get() : nullptr;
   int rounds = plan_.rounds;
@@ -284,12 +293,14 @@ void Job::RunWorker(int number, int rank, int workers, int incarnation) {
   }
   WorkerScript script(&plan_, {incarnation, rank, workers, rounds}, &worker, gpu);
   try {
+    std::unique_lock<std::mutex> starting(node->mu);
     core::Launch launch;
     launch.rank = rank;
     launch.size = workers;
     worker.Start(config_, launch, plan_.servers,
                  std::make_unique<SimulatedChannel>(
                      &network_, SettingsOf(ps::Node::WORKER, number, rank, workers)));
+    starting.unlock();
     ++started_;
     BPS_INVARIANT_NOTED("nothing is broken on purpose", !breaks_invariant_,
                         "the simulation was told to");
@@ -297,173 +308,13 @@ void Job::RunWorker(int number, int rank, int workers, int incarnation) {
   } catch (const std::exception& e) {
     error = e.what();
   }
-  worker.Stop(false);
+  node->Stop();
+  if (node->is_stopped) error.clear();
+  records_[number]->worker.reset();
   if (gpu != nullptr) gpu->AwaitIdle();
   if (!script.wrong().empty()) wrong_ = script.wrong();
   records_[number]->error = error;
   records_[number]->done = true;
-}
-
-// ------------------------------------------------------------------- faults
-
-void Job::BreakInTime() {
-  std::vector<Fault> faults;
-  for (const Fault& fault : plan_.faults) {
-    if (fault.IsInTime()) faults.push_back(fault);
-  }
-  std::sort(faults.begin(), faults.end(),
-            [](const Fault& a, const Fault& b) { return a.at_s < b.at_s; });
-  double now = 0;
-  for (const Fault& fault : faults) {
-    std::this_thread::sleep_for(std::chrono::duration<double>(fault.at_s - now));
-    now = fault.at_s;
-    Break(fault);
-  }
-}
-
-void Job::OnProbe(int probe, int reached) {
-  const auto is_due = [=](const Fault& fault) {
-    return fault.at_probe >= 0 ? fault.at_probe == probe : fault.at_reached <= reached;
-  };
-  if (std::none_of(at_probes_.begin(), at_probes_.end(), is_due)) return;
-  // Another thread breaks it: this one may hold any lock.
-  std::copy_if(at_probes_.begin(), at_probes_.end(), std::back_inserter(due_), is_due);
-  std::erase_if(at_probes_, is_due);
-  due_cond_.notify_all();
-}
-
-void Job::BreakAtProbes() {
-  std::unique_lock<std::mutex> lock(due_mu_);
-  while (!over_) {
-    if (due_.empty()) {
-      due_cond_.wait(lock);
-      continue;
-    }
-    const Fault fault = due_.back();
-    due_.pop_back();
-    Break(fault);
-  }
-}
-
-void Job::BreakScheduler() {
-  const auto has_begun = [this] { return started_ == plan_.workers + plan_.servers; };
-  for (int i = 0; i < 100 && !has_begun(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  const auto found = users_.find(0);
-  if (!has_begun() || dies_ || found == users_.end()) return;
-  const std::shared_ptr<NodeUser> user = found->second;
-  dies_ = true;
-  network_.Kill(0);
-  user->End(false);
-}
-
-void Job::StartSpare() {
-  const int number = static_cast<int>(records_.size());
-  records_.push_back(std::make_unique<NodeRecord>());
-  records_.back()->role = ps::Node::SERVER;
-  spares_.numbers.insert(number);
-  spares_.threads.emplace_back([this, number] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(Random(400)));
-    RunNode(ps::Node::SERVER, number);
-  });
-  pthread_setname_np(spares_.threads.back().native_handle(), "server");
-}
-
-bool IsOfLostState(const std::string& error) {
-  return error.find("load the last checkpoint") != std::string::npos ||
-         error.find("were never loaded") != std::string::npos;
-}
-
-bool Job::LostState() const {
-  return std::any_of(records_.begin(), records_.end(),
-                     [](const auto& record) { return IsOfLostState(record->error); });
-}
-
-bool Job::MustGoOn() const {
-  return !spares_.too_early && plan_.faults.size() == 1 && plan_.faults[0].kind == Fault::kKill;
-}
-
-void Job::Break(const Fault& fault) {
-  if (Returns(fault)) return BreakScheduler();
-  // A place that nobody has, or has had: then there is nobody to break.
-  const auto node = at_place_.find(fault.node);
-  const auto peer = at_place_.find(fault.peer);
-  if (node == at_place_.end() || (!fault.IsOfANode() && peer == at_place_.end())) return;
-  const int number = node->second;
-  // A worker that gets a SIGTERM just ends.
-  const bool is_worker = records_[number]->role == ps::Node::WORKER;
-  const auto kind = fault.kind == Fault::kStop && is_worker ? Fault::kKill : fault.kind;
-  broken_.insert(number);
-  if (fault.IsOfANode()) victims_.insert(number);
-  if (!fault.IsOfANode()) broken_.insert(peer->second);
-  const bool ends = kind == Fault::kKill || kind == Fault::kStop;
-  ended_scheduler_ = ended_scheduler_ || (ends && number == 0);
-  const auto user = users_.find(number);
-  spares_.too_early = spares_.too_early || started_ < plan_.workers + plan_.servers;
-  if (plan_.backups) StartSpare();
-  switch (kind) {
-    case Fault::kKill:
-      killed_.insert(number);
-      return network_.Kill(number);
-    case Fault::kStop:
-      if (user != users_.end()) std::shared_ptr<NodeUser>(user->second)->End(true);
-      return;
-    case Fault::kPause:
-      return network_.Pause(number, fault.seconds);
-    case Fault::kReset:
-      return network_.Reset(number, peer->second);
-    default:
-      network_.Delay(number, peer->second, fault.seconds);
-  }
-}
-
-bool Job::NamesACause(const std::string& error) const {
-  // It came when the others had ended already, or nobody came at all.
-  if (error.find("cannot be joined: ") != std::string::npos) return true;
-  if (network_.admitted() == 0) return true;
-  // The one that returned may have ended the job when this node found it again, or does not know
-  // where a server was that did not come back.
-  if (plan_.returns && error.find("it did not return within") != std::string::npos) return true;
-  if (plan_.returns && error.find("(unknown) did not come") != std::string::npos) {
-    return true;
-  }
-  // The error of the one that gave up says why.
-  if (plan_.goes_on && error.find(" gave up round ") != std::string::npos) return true;
-  if (plan_.releases && error.find(" has released '") != std::string::npos) return true;
-  // It gave up a sum, released its name, and was done before this one began its next life.
-  if (plan_.releases && plan_.goes_on && error.find(" left the job while ") != std::string::npos) {
-    return true;
-  }
-  // Workers may have ended well, or a launcher given up, just before the scheduler saw a loss.
-  if (error.find("no worker came within ") != std::string::npos) return true;
-  // The scheduler says what it sees; to one that nobody can reach all are silent.
-  if (IsVictim(0)) return true;
-  for (const int node : broken_) {
-    if (error.find("10.0.0." + std::to_string(node) + ":") != std::string::npos ||
-        error.find("10.0.0." + std::to_string(node) + ")") != std::string::npos) {
-      return true;
-    }
-    const NodeRecord& record = *records_[node];
-    const std::string rank = std::to_string(record.rank);
-    if (record.role == ps::Node::WORKER && error.find("worker " + rank) != std::string::npos) {
-      return true;
-    }
-    // Those that did not come have no address yet.
-    const size_t missing = error.find("missing: ");
-    if (record.role == ps::Node::SERVER && missing != std::string::npos &&
-        error.find("server", missing) != std::string::npos) {
-      return true;
-    }
-  }
-  return false;
-}
-
-std::string Job::NameOf(size_t node) const {
-  const NodeRecord& record = *records_[node];
-  if (record.role == ps::Node::SCHEDULER) return "the scheduler";
-  return (record.role == ps::Node::SERVER ? "server" : "worker " + std::to_string(record.rank)) +
-         " at 10.0.0." + std::to_string(node);
 }
 
 }  // namespace simulation

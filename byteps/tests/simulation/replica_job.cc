@@ -1,3 +1,5 @@
+#include "replica_job.h"
+
 #include <algorithm>
 #include <chrono>
 #include <iterator>
@@ -6,7 +8,6 @@
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/server/sum_server.h"
-#include "job.h"
 #include "world.h"
 
 namespace byteps {

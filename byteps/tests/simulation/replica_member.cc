@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "byteps/base/invariant.h"
-#include "job.h"
+#include "replica_job.h"
 #include "world.h"
 
 namespace byteps {

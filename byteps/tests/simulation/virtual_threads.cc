@@ -30,6 +30,7 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr int64_t kNever = INT64_MAX;
 constexpr int64_t kSecond = 1'000'000'000;
+constexpr auto kHeldUp = static_cast<int64_t>(kHeldUpS * kSecond);
 // When a world begins: what is remembered as of time 0 is long ago.
 constexpr int64_t kBegin = 3'600 * kSecond;
 
@@ -45,6 +46,8 @@ struct Fiber {
   bool begun = false;
   bool done = false;
   bool detached = false;
+  bool goes_first = false;
+  int node = -1;
   const void* waits_for = nullptr;  // a lock, a condition, a fiber; null: it can run
   const char* waits_how = "";
   int64_t deadline = kNever;
@@ -64,6 +67,8 @@ class World {
   Fiber* Start(void* (*entry)(void*), void* argument);
   // The running fiber waits until Wake(what), or the deadline; false: it came to the deadline.
   bool Wait(const void* what, const char* how, int64_t deadline = kNever);
+  // The same, which who listens to waits hears of first.
+  bool ReachWait(const void* what, const char* how, int64_t deadline, bool for_condition);
   void WakeAll(const void* what);
   void WakeOne(const void* what);
   // Lets another one go on, perhaps.
@@ -73,6 +78,7 @@ class World {
   Fiber* running() { return running_; }
   int64_t now() const { return now_; }
   uint64_t Random(uint64_t below) { return random_() % below; }
+  void Listen(std::function<Waking(const simulation::Wait&)> reach) { reach_ = std::move(reach); }
   void Note(uint64_t number) { fingerprint_ = (fingerprint_ ^ number) * 1099511628211ull; }
 
  private:
@@ -86,6 +92,8 @@ class World {
   std::mt19937_64 random_;
   int64_t now_ = kBegin;
   uint64_t switches_ = 0;
+  uint64_t waits_ = 0;
+  std::function<Waking(const simulation::Wait&)> reach_;
   uint64_t fingerprint_ = 14695981039346656037ull;
   int numbers_ = 0;
   std::vector<std::unique_ptr<Fiber>> fibers_;
@@ -120,6 +128,7 @@ Fiber* World::Start(void* (*entry)(void*), void* argument) {
   auto made = std::make_unique<Fiber>();
   Fiber* const fiber = made.get();
   fiber->number = numbers_++;
+  fiber->node = running_ == nullptr ? -1 : running_->node;
   fiber->entry = entry;
   fiber->argument = argument;
   if (spare_stacks_.empty()) {
@@ -177,6 +186,23 @@ bool World::Wait(const void* what, const char* how, int64_t deadline) {
   if (deadline != kNever) fiber->timer = timers_.emplace(deadline, fiber);
   Switch();
   return !fiber->timed_out;
+}
+
+bool World::ReachWait(const void* what, const char* how, int64_t deadline, bool for_condition) {
+  Waking waking = Waking::kUsual;
+  if (reach_ && running_->node >= 0) {
+    const int64_t left = deadline == kNever ? 0 : deadline - now_;
+    const double limit_s = static_cast<double>(left) / kSecond;
+    waking = reach_({waits_++, running_->node, for_condition, limit_s});
+  }
+  if (waking == Waking::kAtOnce) {
+    ready_.push_back(running_);
+    Switch();
+    return true;
+  }
+  const bool woken = Wait(what, how, deadline);
+  if (waking == Waking::kLate) Wait(&kHeldUp, "is held up", std::min(deadline, now_ + kHeldUp));
+  return woken;
 }
 
 void World::MakeReady(Fiber* fiber) {
@@ -250,7 +276,10 @@ Outcome World::Go(double limit_s, const std::function<void()>& body) {
       outcome.hang = "still at work after " + std::to_string(limit_s) + " s:" + Describe();
       break;
     }
-    const size_t pick = Random(ready_.size());
+    size_t pick = Random(ready_.size());
+    for (size_t i = 0; i < ready_.size(); ++i) {
+      if (ready_[i]->goes_first) pick = i;
+    }
     std::swap(ready_[pick], ready_.back());
     Fiber* const fiber = ready_.back();
     ready_.pop_back();
@@ -282,6 +311,9 @@ Outcome Run(uint64_t seed, double limit_s, const std::function<void()>& body) {
 
 uint64_t Random(uint64_t below) { return world->Random(below); }
 void Note(uint64_t number) { world->Note(number); }
+void ListenToWaits(std::function<Waking(const Wait&)> reach) { world->Listen(std::move(reach)); }
+void BelongTo(int node) { world->running()->node = node; }
+void GoFirst() { world->running()->goes_first = true; }
 
 namespace {
 
@@ -336,14 +368,14 @@ int WaitOn(void* condition, void* mutex, const timespec* until) {
   In(mutex)->owner = 0;
   world->WakeAll(mutex);
   const int64_t deadline = until == nullptr ? kNever : until->tv_sec * kSecond + until->tv_nsec;
-  const bool woken = world->Wait(condition, "waits for a condition", deadline);
+  const bool woken = world->ReachWait(condition, "waits for a condition", deadline, true);
   Acquire(mutex, true, true);
   return woken ? 0 : ETIMEDOUT;
 }
 
 int SleepUntil(int64_t deadline) {
   static const char kSleep = 0;
-  world->Wait(&kSleep, "sleeps", deadline);
+  world->ReachWait(&kSleep, "sleeps", deadline, false);
   return 0;
 }
 
@@ -372,7 +404,8 @@ int pthread_create(pthread_t* thread, const pthread_attr_t*, void* (*entry)(void
 
 int pthread_join(pthread_t thread, void** result) {
   auto* const fiber = reinterpret_cast<Fiber*>(thread);
-  while (!fiber->done) world->Wait(fiber, "waits for a thread to end");
+  const auto how = "waits for a thread to end";
+  while (!fiber->done) world->ReachWait(fiber, how, byteps::simulation::kNever, false);
   if (result != nullptr) *result = fiber->result;
   world->Release(fiber);
   return 0;
@@ -454,9 +487,10 @@ int clock_nanosleep(clockid_t clock, int flags, const timespec* time, timespec* 
 
 // Time has to pass: a thread that yields until a deadline would never reach it.
 int sched_yield() noexcept {
-  constexpr int64_t kTakes = 10'000;  // ns
+  static const int64_t kTakes = 10'000;  // ns
   if (!byteps::simulation::IsPlayed()) return static_cast<int>(syscall(SYS_sched_yield));
-  return byteps::simulation::SleepUntil(world->now() + kTakes);
+  world->Wait(&kTakes, "yields", world->now() + kTakes);
+  return 0;
 }
 
 }  // extern "C"

@@ -103,8 +103,6 @@ void WorkerScript::AfterFailure() {
   error_.clear();
   surely_ = false;
   if (plan_.goes_on && in_step_ && !worker_->failed()) return;
-  worker_->Stop(false);
-  if (gpu_ != nullptr) gpu_->AwaitIdle();
   throw core::Error(error);
 }
 

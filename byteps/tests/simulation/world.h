@@ -67,6 +67,33 @@ uint64_t Random(uint64_t below);
 // Mixes a number into the fingerprint; within Run.
 void Note(uint64_t number);
 
+// ----- Waits of the nodes' threads.
+//
+// A job's waits for conditions, for time to pass and for threads to end are numbered from 0, in the
+// order in which it reaches them.  Locks are none: who holds one does not wait.
+
+struct Wait {
+  uint64_t number = 0;
+  int node = 0;
+  bool for_condition = false;
+  double limit_s = 0;  // until its deadline; 0: it has none
+};
+
+enum class Waking {
+  kUsual,
+  kAtOnce,  // for no reason
+  kLate     // longer by kHeldUpS, or until the deadline
+};
+// Shorter than any timeout.
+constexpr double kHeldUpS = 0.3;
+
+// `reach` is called by each thread of a node that is about to wait, until this world ends.
+void ListenToWaits(std::function<Waking(const Wait&)> reach);
+// The caller, and the threads that it starts, are a node's.
+void BelongTo(int node);
+// The caller goes on before all others, whenever it can go on.
+void GoFirst();
+
 // ----- Which of base/invariant.h's probes the seeds reach, and what a seed does there.
 
 constexpr size_t kNumProbes = static_cast<size_t>(ps::Probe::kNumProbes);
@@ -116,13 +143,17 @@ constexpr double kKeepTimeoutS = 20;
 constexpr int kPartitionBytes = 8192;
 
 struct Fault {
-  enum Kind { kKill, kPause, kReset, kDelay, kStop, kNumKinds, kQuit, kStick } kind;
+  enum Kind { kKill, kPause, kReset, kDelay, kStop, kNumKinds, kQuit, kStick, kWake, kHoldUp };
+  Kind kind;
   // When it happens: at this time; or when probes have been reached so often, if that is not 0; or
   // when this probe is, if it is not -1.  kQuit: a worker ends well after so many rounds, before
   // the others.  kStick: a replica's program does nothing for a while; its heartbeats go on.
+  // kWake, kHoldUp: the thread that waits goes on for no reason, or late.
   double at_s = 0;
   int at_reached = 0;
   int at_probe = -1;
+  // When a thread waits, as Wait has its number; nodes are numbers then, not places.
+  int64_t at_wait = -1;
   int after_rounds = 0;
   // Places in the job: 0 the scheduler, then servers, then workers.  When it happens, the nodes
   // that have them then.
@@ -130,7 +161,7 @@ struct Fault {
   int peer;
   double seconds;  // of a pause or delay
 
-  bool IsInTime() const { return kind != kQuit && at_reached == 0 && at_probe < 0; }
+  bool IsInTime() const { return kind != kQuit && !IsAtProbe() && at_wait < 0; }
   bool IsAtProbe() const { return at_reached > 0 || at_probe >= 0; }
   bool IsOfANode() const { return kind == kKill || kind == kPause || kind == kStop; }
   std::string Describe() const;
