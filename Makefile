@@ -177,9 +177,6 @@ rl-layouts: setup-rl ## verl's trainer and vLLM in each layout, by GRPO and PPO,
 	@$(PYTHON_RL) -W ignore tests/layouts/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
-rl-stragglers: setup ## how much of a late rank's delay a step shows, on emulated links
-	@$(PYTHON_ENV) bench/stragglers/run.py $(ARGS)
-
 test-object-store: setup-s3 ## jobs under Ray whose checkpoints are in S3 and in Google Cloud Storage
 	@$(PYTHON_S3) -m pytest $(PYTEST_ARGS) tests/object_store
 

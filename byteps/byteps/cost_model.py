@@ -3,8 +3,7 @@
 Training decides by these functions how each bucket of gradients is summed, and the benchmark holds
 what it measures against them. Everything here is arithmetic and needs no other module: links that
 carry their rate in each direction at once, a switch that is never the limit, additions and messages
-that cost nothing. ``bench/simulator`` predicts what partitions, credits, latency and the servers'
-additions cost on top.
+that cost nothing.
 
 :func:`core_seconds` counts CPU time.
 Unless stated otherwise, ``workers`` (n) are the members of the all-reduce, each with a NIC of its

@@ -34,8 +34,6 @@ BELOW: dict[str, set[str]] = {
     "bench.rdma": ANYBODY,
     "bench.reducer": ANYBODY,
     "bench.replicas": ANYBODY,
-    "bench.simulator": ANYBODY,
-    "bench.stragglers": {*ANYBODY, "bench.simulator"},
     "bench.timeline": set(),
     "bench.training": ANYBODY,
     "tests.layouts": set(),

@@ -26,7 +26,7 @@ constexpr int kBacklog = 4096;
 // Keep-alive probes in the time after which a silent peer is lost.
 constexpr int kProbes = 3;
 // What the kernel may hold that it has not sent: enough to keep a link busy while a thread wakes,
-// and no more, since urgent messages wait behind it (bench/simulator).
+// and no more, since urgent messages wait behind it.
 constexpr int kUnsentBytes = 256 << 10;
 // What is read of a peer that was answered, in all and in a turn.
 constexpr size_t kLeftoverBytes = 256 << 10;
