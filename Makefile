@@ -219,7 +219,7 @@ bench: setup ## push-pull and all-reduce on emulated links, idle costs, addition
 	@status=0; $(PYTHON_ENV) -W ignore bench/pushpull/suite.py --set $(SET) --json build/bench/$(SET).json \
 		--chart $(or $(CHART),build/bench/$(SET).png) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS) || status=1; \
-	$(if $(ONLY),,$(MAKE) -k bench-sharded bench-idle bench-reducer bench-plan ARGS= || status=1;) exit $$status
+	$(if $(ONLY),,$(MAKE) -k bench-sharded bench-idle bench-reducer ARGS= || status=1;) exit $$status
 
 SHARDED := --workers 4 --servers 4 --emulate 8@100mbit --route auto --steps 12 --warmup 3 --launches 3
 
@@ -232,14 +232,8 @@ bench-sharded: setup ## whole steps with the distributed optimizer, compared wit
 bench-idle: setup ## CPU time and memory of a job that reduces nothing
 	@$(PYTHON_ENV) -W ignore bench/idle/run.py --max-core 0.01 --max-worker-memory 64MiB $(ARGS)
 
-bench-flood: setup ## start, links and memory of a job amid a flood of unauthenticated connections
-	@$(PYTHON_ENV) -W ignore bench/flood/run.py $(ARGS)
-
 bench-reducer: setup ## the servers' additions, compared with plain loops over the same memory
 	@$(PYTHON_ENV) -W ignore bench/reducer/run.py --min-of-limit 0.7 $(ARGS)
-
-bench-plan: setup ## Python's part of the plan and of a push in a job of 8,192 ranks
-	@$(PYTHON_ENV) -W ignore bench/planning/run.py --max-plan 1 --max-push 30 $(ARGS)
 
 FRAMEWORKS := --launches $(or $(LAUNCHES),3) $(if $(MARKDOWN),--markdown $(MARKDOWN))
 

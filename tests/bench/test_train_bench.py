@@ -1,11 +1,9 @@
-"""bench/train_bench.py, from made-up launches to a short training; what bench/timeline reads."""
+"""bench/train_bench.py, from made-up launches to a short training."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ import pytest
 from bench.kit.emulation import LOOPBACK, Emulation
 from bench.kit.plan import Plan, Topology
 from bench.kit.processes import LaunchError, Placement, rank_variables
-from bench.timeline import picture as timeline
-from bench.timeline import report as timeline_report
 from bench.training import run as train_bench
 from bench.training.run import WAYS, Trained, Training, arguments_of, gpus_of, step_seconds
 from scripts.trainkit.job import Record, Step
@@ -209,183 +205,3 @@ def test_a_rank_that_fails_is_shown(
     bad = ["--workers", "1", "--", *SMALL, "--num-attention-heads", "3"]
     assert train_bench.main([*words(run_dir), *bad]) == 1
     assert "args.hidden_size % args.num_attention_heads" in capsys.readouterr().err
-
-
-# bench/timeline/report.py: what it reads out of a timeline, and what it says.
-
-
-REPORT = Path(timeline_report.__file__)
-MB = 1_000_000
-
-
-def partition(
-    number: int, begin: float, *stages: tuple[str, float], pid: int = 1, nbytes: int = MB
-) -> list[dict[str, Any]]:
-    """Events of a partition that passed these stages one after the other, of so many ms each."""
-
-    def event(ph: str, name: str, at: float, **more: Any) -> dict[str, Any]:
-        row = {"pid": pid, "tid": 0, "ts": at * 1e3, "id2": {"local": str(number)}}
-        return {"ph": ph, "name": name, "cat": "partition", **row, **more}
-
-    whole = {"tensor": "grads", "round": 0, "bytes": nbytes}
-    events = [event("b", "grads", begin, args=whole)]
-    for name, ms in stages:
-        events += [event("b", name, begin), event("e", name, begin + ms)]
-        begin += ms
-    return [*events, event("e", "grads", begin)]
-
-
-def trace_of(*events: list[dict[str, Any]]) -> dict[str, Any]:
-    names = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        for pid, name in ((1, "worker 0"), (1000001, "server 0"))
-    ]
-    return {"traceEvents": names + [event for part in events for event in part]}
-
-
-WORKER = trace_of(
-    # Nothing goes up from 0 to 3, from 7 to 8, and from 12 to 20.
-    partition(0, 0, ("compute", 2), ("copy from GPU", 1), ("push", 4), ("server", 8)),
-    partition(1, 0, ("compute", 2), ("queue", 6), ("push", 4), ("server", 8)),
-)
-
-
-def test_stages_that_are_empty_are_seen() -> None:
-    ways = timeline_report.ways_of(WORKER)
-    assert [(way.begin, way.end, way.nbytes) for way in ways] == [(0, 15, MB), (0, 20, MB)]
-    found = timeline_report.occupancies(ways)
-    assert list(found) == ["compute", "copy from GPU", "push", "server", "queue"]
-    assert (found["push"].partition_ms, found["push"].empty_ms) == (8, 20 - 8)
-    assert (found["server"].partition_ms, found["server"].empty_ms) == (16, 7)
-    assert (found["compute"].partition_ms, found["compute"].empty_ms) == (4, 18)
-
-
-def test_when_the_first_and_the_last_partition_leave_a_stage() -> None:
-    assert timeline_report.departures(timeline_report.ways_of(WORKER)) == {
-        "compute": [(2, 2)],
-        "copy from GPU": [(3, 3)],
-        "queue": [(8, 8)],
-        "push": [(7, 12)],
-        "server": [(15, 20)],
-    }
-    table = timeline_report.stage_table(timeline_report.ways_of(WORKER), 20)
-    assert table[3] == ("push", "4.000", "4.000", "0.4", "60%", "7.000", "12.000")
-
-
-def test_the_reason_is_what_is_next_to_the_push() -> None:
-    assert timeline_report.standstills(timeline_report.ways_of(WORKER)) == {
-        "the GPU was computing what is sent": 2,
-        "partitions were being copied from the GPU": 1,
-        "partitions waited for room in a server's window, or for a push loop": 1,
-        "there was nothing to send": 8,
-    }
-
-
-def test_a_partition_that_failed_ends_where_it_was() -> None:
-    trace = trace_of(partition(0, 5, ("queue", 1), ("push", 2)))
-    trace["traceEvents"][2]["args"]["failed"] = True
-    (way,) = timeline_report.ways_of(trace)
-    assert (way.failed, way.end) == (True, 8)
-    assert "; 1 failed" in timeline_report.report("worker 0", [way])
-
-
-def test_the_report_of_workers_and_servers(tmp_path: Path) -> None:
-    both = trace_of(
-        WORKER["traceEvents"][2:],
-        partition(0, 4, ("receive queue", 1), ("add", 2), ("answer", 1), pid=1000001),
-    )
-    file = tmp_path / "timeline.json"
-    file.write_text(json.dumps(both))
-    command = [sys.executable, str(REPORT), str(file)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    worker, server = said[said.index("worker 0") :], said[: said.index("worker 0")]
-    assert "worker 0: 2 partitions of 1 tensors, 2.0 MB in 20.0 ms" in worker
-    assert "up: from 3.0 to 12.0 ms, 1.778 Gbit/s" in worker
-    assert "down: the first sum at 15.0 ms, the last at 20.0 ms, 3.200 Gbit/s" in worker
-    assert worker.index("8.0 ms: there was nothing to send") < worker.index("2.0 ms: the GPU was")
-    assert "receive queue" in server and "up:" not in server
-    none = subprocess.run([*command, "--tensor", "x"], capture_output=True, text=True)
-    assert (none.returncode, none.stderr) == (1, "error: no partition was recorded\n")
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": [{"ph": "b", "cat": "partition"}]}'])
-def test_other_files_are_errors(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x.json").write_text(text)
-    ended = subprocess.run(
-        [sys.executable, str(REPORT), str(tmp_path / "x.json")], capture_output=True, text=True
-    )
-    assert ended.returncode == 1
-    assert "x.json" in ended.stderr and "no timeline of BytePS" in ended.stderr
-
-
-# bench/timeline/picture.py: what it reads out of timelines and profiles, and the picture.
-
-
-PICTURE = Path(timeline.__file__)
-
-TIMELINE = {
-    "traceEvents": [
-        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "worker 0"}},
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "push loop 0"}},
-        {"ph": "b", "name": "server", "pid": 1, "tid": 0, "ts": 5000, "id2": {"local": "3"}},
-        {"ph": "X", "name": "push", "pid": 1, "tid": 1, "ts": 2000, "dur": 1500},
-        {"ph": "e", "name": "server", "pid": 1, "tid": 0, "ts": 9000, "id2": {"local": "3"}},
-    ]
-}
-PROFILE = {
-    "baseTimeNanoseconds": 1_000_000,
-    "traceEvents": [
-        {"ph": "X", "cat": "kernel", "ts": 500, "dur": 250, "args": {"device": 0, "stream": 7}},
-        {"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 1, "args": {}},
-    ],
-}
-
-
-def test_slices_and_waiting_are_read() -> None:
-    push, server = timeline.read_timeline(TIMELINE)
-    assert (push.track, push.kind) == ("worker 0: push loop 0", "push")
-    assert (push.begin, push.end) == (2.0, 3.5)
-    assert (server.kind, server.begin, server.end) == ("server", 5.0, 9.0)
-    assert timeline.within([push, server], 2.0, None) == [server]
-    assert timeline.within([push, server], None, 1.0) == [push]
-
-
-def test_kernels_are_read_by_the_same_clock() -> None:
-    (kernel,) = timeline.read_profile(PROFILE)
-    assert kernel.track == "GPU 0, stream 7: kernels"
-    assert (kernel.begin, kernel.end) == (1.5, 1.75)
-
-
-def test_without_kernels_the_outermost_operators_are_read() -> None:
-    def operator(name: str, ts: float, dur: float, tid: int = 1) -> dict[str, object]:
-        return {"ph": "X", "cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "tid": tid}
-
-    node = "autograd::engine::evaluate_function: MmBackward0"
-    events = [operator("aten::mm", 12, 3), operator(node, 10, 10), operator("aten::add", 20, 1)]
-    events.append(operator("aten::mul", 12, 2, tid=2))
-    read = timeline.read_profile({"traceEvents": events})
-    assert [(s.track, round(s.begin * 1e3)) for s in read] == [
-        ("CPU: backward", 10),
-        ("CPU: other computation", 12),
-        ("CPU: other computation", 20),
-    ]
-
-
-@pytest.mark.parametrize("trace", [{}, {"traceEvents": [{"ph": "X"}]}])
-def test_other_traces_are_errors(trace: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="no timeline"):
-        timeline.read_timeline(trace)
-
-
-def test_picture(tmp_path: Path) -> None:
-    worker, profile, picture = tmp_path / "w.json", tmp_path / "p.json", tmp_path / "x.png"
-    worker.write_text(json.dumps(TIMELINE))
-    profile.write_text(json.dumps(PROFILE))
-    command = [sys.executable, str(PICTURE), str(worker), "--profile", str(profile)]
-    subprocess.run([*command, "-o", str(picture)], check=True)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    late = subprocess.run(
-        [*command, "-o", str(picture), "--begin-ms", "100"], capture_output=True, text=True
-    )
-    assert late.returncode == 1
-    assert "nothing happened" in late.stderr

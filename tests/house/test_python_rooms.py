@@ -24,17 +24,14 @@ ANYBODY = {"bench.kit"}
 """What all benchmarks share."""
 BELOW: dict[str, set[str]] = {
     "bench.kit": set(),
-    "bench.flood": set(),
     "bench.frameworks": ANYBODY,
     "bench.idle": ANYBODY,
-    "bench.planning": set(),
     "bench.pushpull": ANYBODY,
     "bench.ray_failures": {"tests.layouts", "tests.layouts.under_ray"},
     "bench.quality": ANYBODY,
     "bench.rdma": ANYBODY,
     "bench.reducer": ANYBODY,
     "bench.replicas": ANYBODY,
-    "bench.timeline": set(),
     "bench.training": ANYBODY,
     "tests.layouts": set(),
     "tests.layouts.gpt": {"tests.layouts"},

@@ -20,8 +20,8 @@ from byteps.torch import operations as rank_groups
 from megatron.core.distributed.dpu_reduce import check, job, parameters, plan, server_buckets
 from megatron.core.distributed.dpu_reduce.parameters import Parallelism
 
-from bench.planning.run import MadeUp
 from tests.layouts.job import Job
+from tests.megatron.made_up import MadeUp
 
 RECIPE = (
     *("--num-layers", "12", "--hidden-size", "1536", "--num-attention-heads", "12"),

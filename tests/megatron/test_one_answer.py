@@ -13,7 +13,7 @@ from byteps import sizing
 from byteps.routing import Network
 from megatron.core.distributed.dpu_reduce import check, job, parameters, plan
 
-from bench.planning.run import MadeUp
+from tests.megatron.made_up import MadeUp
 from tests.megatron.test_check import RECIPE, SHARDED
 
 
