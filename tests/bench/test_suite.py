@@ -1,36 +1,27 @@
-"""The set of experiments: figures, recorded, shown, written into a document, judged."""
+"""The set of experiments: figures from samples, closed forms, thresholds, exit status."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from bench import pushpull_bench
-from bench.kit import record
 from bench.kit.plan import Case, Plan, Topology
 from bench.kit.processes import LaunchError
-from bench.pushpull import launch, suite
+from bench.pushpull import suite
 from bench.pushpull.launch import Launch, Run, busiest_link, least_seconds, percentile, ratio, row
 from bench.pushpull.rank import Measured, iteration_seconds
 from bench.pushpull.sets import SETS, choose
-from bench.pushpull.suite import described, draw_overview, parts_in, parts_of_limit
+from bench.pushpull.suite import described, parts_in
 from bench.pushpull.tables import (
-    BEGIN,
-    END,
     Experiment,
     Gate,
     judge,
-    ratio_table,
-    replace_results,
-    results,
 )
 from bench.pushpull_bench import parse
-
-FIGURES = Path(__file__).resolve().parents[2] / "docs" / "results" / "figures.md"
 
 
 def experiment(name: str, low: float) -> Experiment:
@@ -79,93 +70,6 @@ def test_a_failed_launch_does_not_stop_the_rest(
     assert "easy FAILED: server-0 fell over" in captured.err
     assert "no results of: easy" in captured.err
     assert "## hard" in captured.out
-
-
-def test_a_record_is_reported_like_a_measurement(
-    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record, document = tmp_path / "record.json", tmp_path / "doc.md"
-    document.write_text(f"{BEGIN}\n{END}\n")
-    assert suite.main(["--json", str(record), "--markdown", str(document)]) == 1
-    first, shown = document.read_text(), capsys.readouterr().out
-    assert "| easy | 1MiB float32 |" in first
-    assert "MISS: hard, 1MiB float32: speed over that of gloo: 1.500, must be >= 1.6." in first
-    document.write_text(f"{BEGIN}\n{END}\n")
-    assert suite.main(["--from-json", str(record), "--markdown", str(document)]) == 1
-    assert document.read_text() == first
-    assert capsys.readouterr().out == shown
-    assert measured == ["easy", "hard"]
-
-
-def test_a_record_of_another_set_is_refused(
-    measured: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    record = tmp_path / "record.json"
-    suite.main(["--json", str(record)])
-    changed = experiment("easy", 1.4)
-    changed = Experiment(**{**changed.__dict__, "plan": make_run(link_bits=1).plan})
-    monkeypatch.setitem(SETS, "quick", lambda: [changed])
-    assert suite.main(["--from-json", str(record)]) == 1
-    assert "recorded for another set" in capsys.readouterr().err
-
-
-def test_the_documentation_has_a_place_for_the_results() -> None:
-    text = FIGURES.read_text(encoding="utf-8")
-    assert text.index(BEGIN) < text.index(END)
-
-
-def test_a_record_is_gone_on_with(measured: list[str], tmp_path: Path) -> None:
-    words = ["--json", str(tmp_path / "record.json"), "--resume"]
-    assert suite.main([*words, "--only", "hard"]) == 1
-    assert suite.main([*words, "--only", "easy"]) == 0
-    assert measured == ["hard", "easy"]
-    assert suite.main(words) == 1
-    assert measured == ["hard", "easy"]
-    assert (
-        suite.main(["--from-json", words[1]]) == 1
-    )  # of the one that must miss, not of a lost one
-
-
-def test_another_engine_begins_another_record(
-    measured: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["--json", str(tmp_path / "record.json"), "--resume", "--only", "easy"]
-    assert suite.main(words) == 0
-    monkeypatch.setattr(record, "series_hash", lambda: "another")
-    assert suite.main(words) == 1
-    assert measured == ["easy"]
-    assert "cannot be resumed: its byteps is" in capsys.readouterr().err
-
-
-def test_a_budget_that_is_used_up_begins_nothing(
-    measured: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert suite.main(["--budget", "-1"]) == 1
-    assert measured == []
-    assert "easy: not begun, since --budget is used up" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["fast", "fast-gpu"])
-def test_fast_links_need_processors_and_gpus(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(15))
-    assert suite.main(["--set", name]) == 2
-    assert "1+1-loopback needs 16 cores, and there are 15" in capsys.readouterr().err
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    refused = suite.demand_hardware
-    if name == "fast":
-        refused(SETS[name]())
-    else:
-        with pytest.raises(ValueError, match="4\\+4-10gbit needs a GPU"):
-            refused(SETS[name]())
 
 
 CASE = Case(size=1 << 20, dtype="float32", iters=3, warmup=1)
@@ -271,10 +175,6 @@ def test_the_limit_counts_all_nics() -> None:
     assert least_seconds("byteps-one-nic", two, 1_000_000) == pytest.approx(2.0)
 
 
-def test_no_limit_without_a_link() -> None:
-    assert least_seconds("byteps", Topology(workers=2, servers=1), 4096) is None
-
-
 def test_a_row_takes_the_median_of_the_launches_medians() -> None:
     run = make_run(
         {"byteps": [[1.0, 1.1, 1.2], [1.25, 1.25, 9.0], [2.0, 2.0, 2.0]], "gloo": [[3.0] * 3] * 3}
@@ -299,18 +199,6 @@ def test_a_ratio_pairs_the_launches_of_a_round() -> None:
     found = ratio(run.of("byteps", CASE), run.of("gloo", CASE))
     assert (found.value, found.low, found.high) == (1.5, 1.4, 2.0)
     assert found.launches == 3
-
-
-def test_a_round_that_was_too_busy_is_left_out_for_all() -> None:
-    run = make_run({"byteps": [[1.0], [5.0]], "gloo": [[1.5], [1.5]]}, busy={1: 0.9})
-    assert row(run, "byteps", CASE).p50_s == 1.0
-    assert len(run.of("gloo", CASE)) == 1
-
-
-def test_all_rounds_count_when_none_was_quiet() -> None:
-    run = make_run({"byteps": [[1.0], [3.0]], "gloo": [[1.5], [1.5]]}, busy={0: 0.9, 1: 0.95})
-    assert run.quiet == []
-    assert row(run, "byteps", CASE).p50_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -341,14 +229,6 @@ def test_a_bar_on_what_is_not_known_is_missed() -> None:
     assert not judge(Gate(kind="of-limit", case=CASE, low=0.1), run).ok
 
 
-def test_the_share_of_plain_sockets() -> None:
-    run = make_run({"byteps": [[1.0]], "sockets": [[0.8]]})
-    assert row(run, "byteps", CASE).of_sockets == pytest.approx(0.8)
-    assert row(run, "sockets", CASE).of_sockets == 1.0
-    assert row(run, "sockets", CASE).servers == 4
-    assert row(make_run(), "byteps", CASE).of_sockets is None
-
-
 # What a run leaves: tables, JSON, Markdown, pictures, an exit status.
 
 
@@ -359,51 +239,6 @@ REDRAW = (
 )
 
 
-def test_what_was_measured_is_known_or_said_not_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    present = record.series_hash()
-    assert len(present) == 16 and int(present, 16)
-    monkeypatch.setattr(record, "_ROOT", tmp_path)
-    (tmp_path / "byteps").mkdir()
-    assert record.series_hash() == "not known"
-    (tmp_path / "patches/byteps").mkdir(parents=True)
-    (tmp_path / "byteps/one.cc").write_text("1")
-    assert len(record.series_hash()) == 16
-
-
-def test_a_ratio_has_its_spread() -> None:
-    head, line = ratio_table(make_run())
-    assert head[2:] == ("ours", "theirs", "ratio", "min..max", "launches")
-    assert line == ("1MiB", "float32", "byteps", "gloo", "1.500", "1.500..1.500", "2")
-
-
-def test_json_is_read_back_as_it_was(tmp_path: Path) -> None:
-    run = make_run(busy={1: 0.9}, wrong=3)
-    meta = record.metadata(["--json", "x"])
-    path = tmp_path / "new" / "run.json"
-    launch.write([run], meta, path)
-    assert launch.read(path) == ([run], meta)
-    content = json.loads(path.read_text())
-    assert content["schema"] == launch.SCHEMA
-    assert content["runs"][0]["launches"][0]["measured"][0]["samples_s"] == [1.0, 1.1]
-    assert content["runs"][0]["rows"][0]["of_limit"] == 1.0
-
-
-def test_another_schema_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"schema": 99}))
-    with pytest.raises(ValueError, match="schema 99"):
-        launch.read(path)
-
-
-def test_the_header_says_what_figures_depend_on() -> None:
-    text = record.header(record.metadata(["--emulate", "8@1mbit"]), make_run().plan)
-    assert all(line.startswith("# ") for line in text.splitlines())
-    for word in ("torch", "byteps", "hardware", "cubic", "MTU 9000", "fair queue", "--emulate"):
-        assert word in text
-
-
 def options_of(*arguments: str) -> argparse.Namespace:
     return parse(arguments, "")
 
@@ -412,16 +247,6 @@ def test_a_wrong_result_fails_the_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert pushpull_bench.report(make_run(), [], options_of(), []) == 0
     assert pushpull_bench.report(make_run(wrong=1), [], options_of(), []) == 1
     assert capsys.readouterr().out.splitlines()[-4].endswith(" 2")
-
-
-def test_results_replace_those_of_before(tmp_path: Path) -> None:
-    document = tmp_path / "doc.md"
-    document.write_text(f"# Method\n\n{BEGIN}\nold\n{END}\n\nafter\n")
-    replace_results(document, "new")
-    assert document.read_text() == f"# Method\n\n{BEGIN}\n\nnew\n\n{END}\n\nafter\n"
-    document.write_text("no marks")
-    with pytest.raises(ValueError, match="lacks the lines"):
-        replace_results(document, "new")
 
 
 @pytest.mark.parametrize("name", sorted(SETS))
@@ -435,44 +260,6 @@ def test_every_bar_of_a_set_is_about_a_case_of_its_plan(name: str) -> None:
             assert gate.base_case is None or gate.base_case in experiment.plan.cases
 
 
-def test_an_unknown_experiment_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no experiment 'x', but 4\+4-500mbit"):
-        choose("quick", ["x"])
-
-
-def test_results_say_which_launches_count_and_what_was_missed() -> None:
-    experiment = choose("quick")[0]
-    run = make_run(busy={1: 0.9}, wrong=1)
-    run.plan = experiment.plan
-    for one in run.launches:
-        one.measured = [
-            type(one.measured[0])(**{**one.measured[0].__dict__, "case": case})
-            for case in experiment.plan.cases
-        ]
-    text = results([(experiment, run)], {"date": "today"})
-    assert "- date: today\n" in text
-    assert "interleaved: 1; 4+4-500mbit: 1, 1 more on a busy machine\n" in text
-    assert "- wrong elements: 8\n" in text
-    assert (
-        "| 4+4-500mbit | 64MiB float32 | 1000 | 1.074 | gloo | 1500 | 1.500 | 1.500..1.500 |"
-        in text
-    )
-    missed = "32MiB bfloat16: speed over that of gloo 64MiB float32: 1.500, must be >= 2.9."
-    assert f"Thresholds met: 4 of 5. MISS: 4+4-500mbit, {missed}" in text
-
-
-def test_overview_compares_times_with_one_limit(run_dir: Path) -> None:
-    # 1 MiB over links of 1 MiB/s: the limit is a second.
-    run = make_run({"byteps": [[1.25, 1.25]], "gloo": [[2.5, 2.5]]})
-    assert parts_of_limit(run) == pytest.approx({"byteps": 0.8, "gloo": 0.4})
-    no_limit = make_run(link_bits=0)
-    assert parts_of_limit(no_limit) == {}
-    for runs in ([run, run, no_limit], [no_limit], []):
-        picture = run_dir / f"{len(runs)}.png"
-        draw_overview(runs, picture)
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_documents_chart_shows_its_tables() -> None:
     experiments = parts_in((DOCS / "results/figures.md").read_text())
     by_label = {one.label: one.of_limit for one in experiments}
@@ -484,13 +271,3 @@ def test_the_documents_chart_shows_its_tables() -> None:
     assert by_label["4 of two GPUs + 4, 10 Gbit/s, GPU\n256 MiB"]["byteps"] == 0.91
     picture = (DOCS / "images/speed.png").read_bytes()
     assert described(experiments).encode() in picture, f"draw it again: {REDRAW}"
-
-
-def test_a_document_without_results_has_no_chart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty.md").write_text("# Nothing\n")
-    command = ["--from-markdown", str(tmp_path / "empty.md"), "--chart", str(tmp_path / "a.png")]
-    assert suite.main(command) == 1
-    assert "there are no results" in capsys.readouterr().err
-    assert not (tmp_path / "a.png").exists()
