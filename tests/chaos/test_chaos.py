@@ -7,15 +7,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.broken_job import Result
 from tests.chaos.chaos import find_programs, play
-from tests.chaos.seeds import KINDS, Script, make_script
-from tests.chaos.soak_figures import FLAT_BYTES, QUANTITIES, Sample, replayed, slope, trends
+from tests.chaos.seeds import Script, make_script
+from tests.chaos.soak_figures import FLAT_BYTES, QUANTITIES, Sample, replayed, trends
 
 BOUNDED = (1, 2, 3, 4, 5, 1023)
 """The last is kept and encrypted, and a worker is killed."""
@@ -98,58 +97,6 @@ def test_a_job_in_which_nothing_breaks_goes_on(programs: Path, run_dir: Path) ->
     assert not result.wrong
 
 
-def test_a_seed_is_one_script() -> None:
-    assert make_script(7) == make_script(7)
-    kinds = {fault.kind for seed in range(300) for fault in make_script(seed).faults}
-    assert kinds == set(KINDS)
-    assert not any(make_script(seed).keep or make_script(seed).tls for seed in (1, 577, 1000))
-    drawn = [make_script(seed) for seed in range(1001, 1101)]
-    assert {(script.keep, script.tls) for script in drawn} == {
-        (keep, tls) for keep in (False, True) for tls in (False, True)
-    }
-
-
-def test_what_is_broken_in_jobs_that_last() -> None:
-    drawn = [make_script(seed) for seed in range(2001, 2301)]
-    assert {(script.replicas, script.tls) for script in drawn} == set(
-        product((False, True), repeat=2)
-    )
-    assert all(script.spares > 0 and not script.keep for script in drawn)
-    lost = {(f.kind, f.node.split()[0]) for script in drawn for f in script.faults if f.loses}
-    kinds = ("kill", "stop", "cut", "term")
-    assert lost >= {(kind, node) for kind in kinds for node in ("server", "spare")}
-    assert {kind for kind, node in lost if node == "worker"} == {"kill", "stop", "cut"}
-    for script in drawn:
-        nodes = {fault.node for fault in script.faults if fault.loses}
-        assert "scheduler" not in nodes and script.nodes[-1] not in nodes
-        assert script.replicas or not any(node.startswith("worker") for node in nodes)
-
-
-def test_what_is_broken_in_jobs_whose_scheduler_returns() -> None:
-    drawn = [make_script(seed) for seed in range(3001, 3101)]
-    assert all(script.returns and not script.spares and not script.keep for script in drawn)
-    lost = [[f for f in script.faults if f.loses] for script in drawn]
-    assert {len(faults) for faults in lost} == {1, 2}
-    assert {(f.kind, f.node) for faults in lost for f in faults} == {("kill", "scheduler")}
-
-
-def test_what_is_broken_in_jobs_that_lose_servers_and_scheduler() -> None:
-    drawn = [make_script(seed) for seed in range(5001, 5101)]
-    assert all(script.returns and script.spares and not script.keep for script in drawn)
-    assert {script.replicas for script in drawn} == {False, True}
-    lost = [[f.node.split()[0] for f in script.faults if f.loses] for script in drawn]
-    assert {nodes.count("scheduler") for nodes in lost} == {1, 2}
-    assert sum("server" in nodes for nodes in lost) > 80
-    assert any("worker" in nodes for nodes in lost)
-
-
-def test_what_is_broken_in_jobs_with_copies() -> None:
-    drawn = [make_script(seed) for seed in range(4001, 4101)]
-    assert all(script.copies and script.spares == 1 and script.servers > 1 for script in drawn)
-    lost = {(f.kind, f.node.split()[0]) for script in drawn for f in script.faults if f.loses}
-    assert lost == set(product(("kill", "stop", "cut", "term"), ("server", "spare")))
-
-
 # What `make soak` calls flat; and a run of some minutes, when thorough tests are asked for.
 
 
@@ -211,27 +158,6 @@ def test_what_a_server_keeps_of_each_life_is_found() -> None:
     assert grown(found) == {("server 0", "memory", "lives 0 to 1")}
     # A rank is another process in each life.
     assert not grown(samples(per_life=2 * FLAT_BYTES, node="worker 0"))
-
-
-def test_a_slope_is_that_of_most_pairs() -> None:
-    times = [float(i) for i in range(1000)]
-    values = [3.0 * time for time in times]
-    values[500] = 1e9
-    assert slope(times, values) == pytest.approx(3.0)
-    assert slope([1.0], [2.0]) == 0.0
-
-
-def test_short_lives_do_not_count() -> None:
-    long = samples(lives=1)
-    for number in range(20):
-        at_s = 3600 + number * EVERY_S
-        for node in ("server 0", "worker 0", "worker 1"):
-            memory = (50 << 20) + number * FLAT_BYTES
-            life = 1 if node.startswith("worker") else 0
-            long.append(
-                Sample(at_s=at_s, node=node, life=life, memory=memory, descriptors=20, threads=8)
-            )
-    assert {one.when for one in trends(long)} == {"life 0"}
 
 
 def test_steps_done_again_are_compared(run_dir: Path) -> None:

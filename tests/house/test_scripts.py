@@ -246,69 +246,6 @@ def test_skip_without_requires_fails_under_ci(tmp_path: Path, test: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [None, 60])
-def test_a_test_has_the_limit_that_it_asks_for(tmp_path: Path, limit: int | None) -> None:
-    """And is not ended before, as one without is."""
-    mark = f"@pytest.mark.timeout({limit})\n" if limit else ""
-    test = f"import time\n\n{mark}def test_a():\n    time.sleep(2)\n"
-    result = run_pytest(tmp_path, test, "-o", "faulthandler_timeout=1", ci=False)
-    assert (result.returncode == 0) == (limit is not None), result.stdout + result.stderr
-
-
-@pytest.mark.slow
-def test_missing_hardware_is_reported_and_passes(tmp_path: Path) -> None:
-    test = "@pytest.mark.requires('nvcc', 'docker')\ndef test_a():\n    pass\n"
-    os_path = os.environ["PATH"]
-    try:
-        os.environ["PATH"] = str(tmp_path)
-        result = run_pytest(tmp_path, test, ci=True)
-    finally:
-        os.environ["PATH"] = os_path
-    assert result.returncode == 0, result.stdout
-    assert "tests/test_it.py::test_a: needs nvcc" in result.stdout
-    assert "1 skipped" in result.stdout.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_unknown_requirement_is_an_error(tmp_path: Path) -> None:
-    test = "@pytest.mark.requires('gqu')\ndef test_a():\n    pass\n"
-    result = run_pytest(tmp_path, test, ci=False)
-    assert result.returncode != 0
-    assert "requires('gqu') is none of gpu," in result.stdout
-
-
-@pytest.mark.slow
-def test_ends_of_logs_are_shown_on_failure(tmp_path: Path) -> None:
-    test = (
-        "def test_a(run_dir):\n"
-        "    (run_dir / 'deep').mkdir()\n"
-        "    lines = ''.join(f'line {n} of the log\\n' for n in range(150))\n"
-        "    (run_dir / 'deep' / 'server.log').write_text(lines)\n"
-        "    assert False\n"
-    )
-    result = run_pytest(tmp_path, test, ci=True)
-    assert result.returncode == 1
-    assert "last lines of deep/server.log (150 lines)" in result.stdout
-    assert "line 149 of the log" in result.stdout
-    assert "line 50 of the log" in result.stdout
-    assert "line 49 of the log" not in result.stdout
-    assert "1 failed" in result.stdout.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_hanging_test_is_ended_with_its_logs(tmp_path: Path) -> None:
-    test = (
-        "import time\n\n\n@pytest.mark.timeout(1)\n"
-        "def test_a(run_dir):\n    (run_dir / 'a.log').write_text('where it hangs\\n')\n"
-        "    time.sleep(60)\n"
-    )
-    result = run_pytest(tmp_path, test, ci=True)
-    assert result.returncode == 1
-    assert "where it hangs" in result.stdout
-    assert "Timeout" in result.stdout
-
-
-@pytest.mark.slow
 def test_pytest_passes_over_only_folders_that_a_target_names() -> None:
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = settings["tool"]["pytest"]["ini_options"]["norecursedirs"]

@@ -1,12 +1,9 @@
-"""Links that carry small packets and no large ones, or hardly anything: what the switch does to
-packets, and then a job.
-"""
+"""Links that carry small packets and no large ones, or hardly anything: what a job does."""
 
 from __future__ import annotations
 
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,82 +140,3 @@ def test_a_slow_link_lives(switch: Switch, start: Start, run_dir: Path) -> None:
     assert {p.title: p.wait(0) for p in processes} == {p.title: 0 for p in processes}
     assert "made again" in worker.text
     assert time.monotonic() - begin > reconnect_s, "it was not slow"
-
-
-# The switch itself: what its rules do to packets.
-
-
-SILENCE_S = 1.0
-HEADERS = 28
-"""Of IP and UDP."""
-
-
-@pytest.fixture
-def three_hosts() -> Iterator[Switch]:
-    with Switch(3) as made:
-        yield made
-
-
-def ping(three_hosts: Switch, receiver: int, *, count: int = 1, size: int = 84) -> list[float]:
-    """So many packets of that size from host 0 at once: the time of each that comes back, in s."""
-    with (
-        three_hosts.socket_on(0, socket.SOCK_DGRAM) as near,
-        three_hosts.socket_on(receiver, socket.SOCK_DGRAM) as far,
-    ):
-        far.bind((three_hosts.hosts[receiver].address, 0))
-        near.connect(far.getsockname())
-        begin = time.monotonic()
-        for number in range(count):
-            near.send(number.to_bytes(4) + bytes(size - HEADERS - 4))
-        for end in near, far:
-            end.settimeout(SILENCE_S)
-        times: list[float] = []
-        try:
-            while len(times) < count:
-                packet, sender = far.recvfrom(65536)
-                assert len(packet) == size - HEADERS
-                far.sendto(packet[:4], sender)
-                near.recv(65536)
-                times.append(time.monotonic() - begin)
-        except TimeoutError:
-            pass
-        return times
-
-
-@pytest.mark.requires("tap")
-def test_large_packets_are_dropped_one_way(three_hosts: Switch) -> None:
-    three_hosts.set_rule(0, 1, Rule(largest=600))
-    assert len(ping(three_hosts, 1, size=600)) == 1
-    assert ping(three_hosts, 1, size=601) == []
-    assert three_hosts.passed(0, 1).dropped == 1
-    assert len(ping(three_hosts, 2, size=601)) == 1
-
-
-@pytest.mark.requires("tap")
-def test_delay(three_hosts: Switch) -> None:
-    ping(three_hosts, 1)
-    three_hosts.set_rule(0, 1, Rule(delay_s=0.2))
-    three_hosts.set_rule(1, 0, Rule(delay_s=0.1))
-    (taken,) = ping(three_hosts, 1)
-    assert taken >= 0.3
-
-
-@pytest.mark.requires("tap")
-def test_loss(three_hosts: Switch) -> None:
-    ping(three_hosts, 1)
-    three_hosts.set_rule(0, 1, Rule(loss=0.5))
-    came = len(ping(three_hosts, 1, count=40))
-    assert 0 < came < 40
-    # The kernel may ask for an address meanwhile, and lose that frame as well.
-    assert three_hosts.passed(0, 1).dropped >= 40 - came
-
-
-@pytest.mark.requires("tap")
-def test_rate(three_hosts: Switch) -> None:
-    """Ten packets of 1,000 bytes at once, at 10 kB/s: the queue holds three of them."""
-    ping(three_hosts, 1)
-    three_hosts.set_rule(0, 1, Rule(bytes_per_s=10_000, queue_bytes=3_000))
-    times = ping(three_hosts, 1, count=10, size=1000)
-    assert len(times) >= 3
-    assert all(taken >= 0.1 * (number + 1) for number, taken in enumerate(times))
-    assert three_hosts.passed(0, 1).dropped == 10 - len(times)

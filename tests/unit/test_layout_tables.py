@@ -5,7 +5,6 @@ made of the arguments of Megatron's functional tests.
 from __future__ import annotations
 
 import io
-import time
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +13,7 @@ import pytest
 from scripts.progress import Progress
 from tests.layouts import functional_tests, ray_layouts, rl_layouts
 from tests.layouts.functional import arguments
-from tests.layouts.functional.arguments import CannotRun, Value, small
+from tests.layouts.functional.arguments import Value
 from tests.layouts.functional.rows import CASES, QUICK
 from tests.layouts.gpt import layout, runs, updates
 from tests.layouts.gpt.layout import Report
@@ -50,23 +49,6 @@ def test_rows_replace_their_own_and_keep_the_order(tmp_path: Path) -> None:
         assert document.read_text() == wanted
 
 
-def test_the_machine_is_told_once(tmp_path: Path) -> None:
-    document = tmp_path / "all.md"
-    document.write_text(DOCUMENT)
-    for machine in ("one", "another"):
-        TABLE.put(document, [], machine)
-    assert document.read_text().count("Run on") == 1
-    assert "Run on another." in document.read_text()
-
-
-def test_a_document_without_a_place_is_left_alone(tmp_path: Path) -> None:
-    document = tmp_path / "all.md"
-    document.write_text("# Nothing\n")
-    with pytest.raises(SystemExit, match="no place for the table"):
-        TABLE.put(document, [["a", "1"]])
-    assert document.read_text() == "# Nothing\n"
-
-
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_cell_that_fails_does_not_stop_the_others(jobs: int) -> None:
     said, told = io.StringIO(), []
@@ -88,21 +70,6 @@ def test_a_cell_that_fails_does_not_stop_the_others(jobs: int) -> None:
     assert not good("abcd")
     assert told[-3:] == [("a", "A"), ("c", "C"), ("d", "D")]
     assert "<b>: a rank failed" in said.getvalue() and "<c>: is not right" in said.getvalue()
-
-
-def test_nothing_is_begun_after_the_budget() -> None:
-    said, ran = io.StringIO(), []
-
-    def run(cell: str) -> str:
-        ran.append(cell)
-        time.sleep(0.2)
-        return cell
-
-    with Progress("cells", stream=said) as bar:
-        title = "{}!".format
-        assert not run_cells("abc", run, lambda *_: [], title=title, bar=bar, budget=0.1)
-    assert ran == ["a"]
-    assert "not run, since --budget is used up: b!; c!" in said.getvalue()
 
 
 def test_the_document_has_the_tolerances_and_a_place_for_each_table() -> None:
@@ -152,98 +119,6 @@ GIVEN: dict[str, Value] = {
 }
 
 
-def made(**changes: Value) -> str:
-    return " ".join(small({**GIVEN, **_flags(changes)}).arguments) + " "
-
-
-def _flags(changes: dict[str, Value]) -> dict[str, Value]:
-    return {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-
-
-def test_what_is_changed_and_what_stays() -> None:
-    found = small(GIVEN)
-    assert found.ranks == 4
-    assert " ".join(found.arguments) == (
-        "--eval-interval 1000 --eval-iters 0 --global-batch-size 32 --hidden-size 64 "
-        "--micro-batch-size 4 --mock-data --num-attention-heads 4 --num-layers 2 --num-workers 0 "
-        "--seq-length 32 --swiglu "
-        "--tensor-model-parallel-size 2 --train-iters 4"
-    )
-    assert found.left_out == ()
-    assert small({**GIVEN, "--moe-grouped-gemm": True}).left_out == ("--moe-grouped-gemm",)
-
-
-@pytest.mark.parametrize(
-    ("changes", "layers"),
-    [
-        ({"pipeline_model_parallel_size": "4", "num_layers_per_virtual_pipeline_stage": "1"}, 8),
-        ({"pipeline_model_parallel_size": "4", "num_virtual_stages_per_pipeline_rank": "2"}, 8),
-        ({"decoder_first_pipeline_num_layers": "2"}, 12),
-        ({"moe_layer_freq": "([0]*3+[1]*9)"}, 12),
-        ({"num_layers": "2"}, 2),
-    ],
-)
-def test_layers(changes: dict[str, Value], layers: int) -> None:
-    changes = {"tensor_model_parallel_size": "1", **changes}
-    assert f"--num-layers {layers} " in made(**changes)
-
-
-@pytest.mark.parametrize(("given", "batch"), [("32", 32), ("64", 64), ("128", 32), ("2", 8)])
-def test_batches(given: str, batch: int) -> None:
-    assert f"--global-batch-size {batch} " in made(global_batch_size=given)
-
-
-@pytest.mark.parametrize(
-    ("changes", "ranks"),
-    [
-        ({"context_parallel_size": "2"}, 4),
-        ({"pipeline_model_parallel_size": "2"}, 8),
-        ({"expert_model_parallel_size": "4", "expert_tensor_parallel_size": "1"}, 4),
-    ],
-)
-def test_two_ranks_sum(changes: dict[str, Value], ranks: int) -> None:
-    assert small({**GIVEN, **_flags(changes)}).ranks == ranks
-
-
-def test_the_format_that_megatron_demands() -> None:
-    assert "--ckpt-format torch " in made(overlap_param_gather_with_optimizer_step=True)
-    assert "--ckpt-format" not in made(ckpt_format="torch")
-
-
-def test_experts_are_split_over_the_ranks_that_there_are() -> None:
-    words = made(expert_model_parallel_size="8", expert_tensor_parallel_size="1")
-    assert "--expert-model-parallel-size 4 " in words
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"fp8_format": "hybrid"}, "--fp8-format needs fp8 of Transformer Engine"),
-        ({"context_parallel_size": "4"}, "4 ranks share a sequence"),
-        ({"pipeline_model_parallel_size": "8"}, "32 ranks, more than 16"),
-        ({"expert_tensor_parallel_size": "8"}, "on 8 ranks"),
-        ({"recompute_modules": ("mlp", "moe_act")}, "moe_act needs Transformer Engine's experts"),
-        (
-            {"expert_model_parallel_size": "2", "num_distributed_optimizer_instances": "2"},
-            "2 optimizer instances",
-        ),
-        ({"error_injection_rate": "100"}, "--error-injection-rate needs a launcher"),
-    ],
-)
-def test_what_a_cpu_cannot_run_is_told(changes: dict[str, Value], said: str) -> None:
-    with pytest.raises(CannotRun, match=said):
-        small({**GIVEN, **_flags(changes)})
-
-
-def test_no_flag_is_treated_twice() -> None:
-    tables = [
-        *(arguments.SMALLER, arguments.DATA, arguments.LENGTH, arguments.FILES),
-        *(arguments.REPLACED, arguments.LEFT_OUT, arguments.REFUSED),
-    ]
-    flags = [flag for table in tables for flag in table]
-    assert len(set(flags)) == len(flags)
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Of a Megatron with some functional tests."""
@@ -261,18 +136,6 @@ def checkout(tmp_path: Path) -> Path:
     test("t5/fp8", "--fp8-format: hybrid")
     test("multimodal/another")
     return tmp_path
-
-
-def test_tests_of_a_checkout(checkout: Path) -> None:
-    cases, cannot = arguments.cases_of(checkout)
-    assert [(case.name, case.others) for case in cases] == [
-        ("lists", ()),
-        ("one", ("one_resumed",)),
-    ]
-    assert "--recompute-modules mlp core_attn --seed 1 " in " ".join(cases[0].arguments)
-    assert list(cannot) == ["fp8"]
-    with pytest.raises(ValueError, match="give a checkout of Megatron-LM"):
-        arguments.cases_of(checkout / "tests")
 
 
 def test_a_row_that_differs_from_its_test_is_told(checkout: Path) -> None:

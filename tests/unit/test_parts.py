@@ -272,12 +272,6 @@ def test_a_seed_is_one_order_of_events() -> None:
     assert "200 schedules held" in simulate("--seeds", "200", "--twice")
 
 
-@pytest.mark.parametrize("arguments", [["--seed"], ["--from"]])
-def test_bad_usage(arguments: list[str]) -> None:
-    program: Path = native.build("simulate") / "simulate"
-    assert subprocess.run([program, *arguments], capture_output=True, check=False).returncode == 2
-
-
 # Jobs watched by valgrind: it sees what sanitizers do not, uninitialised bytes that are sent or
 # decided upon, and what is lost at the end.
 

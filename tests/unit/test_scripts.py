@@ -7,12 +7,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
-import pty
 import subprocess
 import sys
-import termios
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,60 +52,6 @@ def test_a_log_gets_lines() -> None:
     assert all(line.startswith("bench: ") for line in lines if line != "p50 3 ms")
 
 
-def test_a_terminal_gets_a_bar() -> None:
-    leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, 100))
-    seen: list[bytes] = []
-
-    def read() -> None:
-        try:
-            while chunk := os.read(leader, 4096):
-                seen.append(chunk)
-        except OSError:  # how Linux says that the other end is closed
-            pass
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    with (
-        os.fdopen(follower, "w") as terminal,
-        progress.Progress("bench", total=4, unit="launches", stream=terminal) as shown,
-    ):
-        shown.update("launch 1 gloo", done=1)
-        wait_for(lambda: b"25%|" in b"".join(seen) and b"launch 1 gloo" in b"".join(seen))
-        shown.say("a line")
-        wait_for(lambda: b"a line" in b"".join(seen))
-    reader.join(LATEST_S)
-    os.close(leader)
-
-
-@pytest.mark.parametrize("line", ["[3/8] Building CXX object", "STEP 3/8: RUN apt-get"])
-def test_how_far_a_command_says_it_is(tmp_path: Path, line: str) -> None:
-    go, log = tmp_path / "go", io.StringIO()
-    program = f"echo '{line}'; while ! [ -e {go} ]; do sleep 0.02; done; echo last; exit 3"
-    ended: list[int] = []
-
-    def run() -> None:
-        command, output = ["sh", "-c", program], tmp_path / "out"
-        ended.append(progress.run("build", command, output, stream=log, every_s=0.01))
-
-    runner = threading.Thread(target=run)
-    try:
-        runner.start()
-        wait_for(lambda: f"3 of 8 steps: {line}\n" in log.getvalue())
-    finally:
-        go.touch()
-        runner.join(LATEST_S)
-    assert ended == [3]
-    assert (tmp_path / "out").read_text() == f"{line}\nlast\n"
-
-
-def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        progress.run(
-            "wait", ["sleep", "600"], tmp_path / "out", timeout_s=0.2, stream=io.StringIO()
-        )
-
-
 def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
     here = tmp_path / "pid"
     command = [SCRIPT, "--name", "it", "--log", tmp_path / "log", "--"]
@@ -119,38 +61,6 @@ def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
     wait_for(here.exists)
     running.terminate()
     assert running.wait(LATEST_S) == 143
-    pid = int(here.read_text())
-    wait_for(lambda: not runs(pid))
-
-
-ENDED_WHILE_IT_STARTS = """
-import os, pathlib, signal, subprocess, sys, threading, time
-from scripts import progress
-
-class Popen(subprocess.Popen):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        while not pathlib.Path(sys.argv[1]).exists():
-            time.sleep(0.01)
-        # Whichever thread gets it, the main one raises.
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-
-threading.Thread(target=time.sleep, args=[600], daemon=True).start()
-progress.subprocess.Popen = Popen
-sys.exit(progress.main(sys.argv[2:]))
-"""
-
-
-def test_nothing_is_left_of_a_command_that_has_just_begun(tmp_path: Path) -> None:
-    here = tmp_path / "pid"
-    program = f"sleep 600 & echo $! >{here}.new; mv {here}.new {here}; wait; true"
-    command = [here, "--name", "it", "--log", tmp_path / "log", "--", "sh", "-c", program]
-    ended = subprocess.run(
-        [sys.executable, "-c", ENDED_WHILE_IT_STARTS, *map(str, command)],
-        timeout=LATEST_S,
-    )
-    assert ended.returncode == 143
     pid = int(here.read_text())
     wait_for(lambda: not runs(pid))
 
@@ -191,9 +101,6 @@ MODEL_ARGS=(
 DISTRIBUTED="--nproc_per_node $GPUS_PER_NODE --nnodes $NUM_NODES"
 torchrun $DISTRIBUTED pretrain_gpt.py ${MODEL_ARGS[@]} --data "$1"
 """
-LISTED = """
-export MODEL_OPTIONS=" --num-layers 2 --seed ${SEED} --load $LOAD"
-"""
 TOLD = """
 ENV_VARS:
   CUDA_DEVICE_MAX_CONNECTIONS: 1
@@ -228,13 +135,6 @@ def test_a_script_says_what_it_would_start_and_starts_nothing(tmp_path: Path) ->
     assert (one.script, one.hosts, one.gpus) == ("pretrain_gpt.py", 3, 4)
     assert one.arguments == ("--num-layers", "12", "--spec", "a", "b", "--data", "8")
     assert [file.name for file in tmp_path.iterdir()] == ["train.sh"]
-
-
-def test_a_script_that_lists_arguments_for_another_one(tmp_path: Path) -> None:
-    (one,) = megatron.started(_write(tmp_path / "model.sh", LISTED), tmp_path)
-    assert one.script == ""
-    assert one.arguments[-6:] == ("--num-layers", "2", "--seed", "8", "--load", "8")
-    assert megatron.started(_write(tmp_path / "none.sh", "ls\n"), tmp_path) == []
 
 
 def test_functional_tests_and_examples_of_a_checkout(tmp_path: Path) -> None:
