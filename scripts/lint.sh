@@ -8,7 +8,7 @@ usage() {
   cat <<'TEXT'
 usage: scripts/lint.sh [--fix]
 
-Checks Python (ruff, mypy), shell scripts (shellcheck), the C++ files of overlays, benchmarks and tests
+Checks Python (ruff, mypy, import-linter), shell scripts (shellcheck), the C++ files of overlays, benchmarks and tests
 (clang-format), the container files (hadolint), the Kubernetes manifests (against its schemas), their
 versions against docker/versions.env, and the patch series. What has not changed since it passed is not
 looked at again (build/lint). --fix rewrites what can be rewritten first.
@@ -95,6 +95,7 @@ report() {
 run "ruff check" "$bin/ruff" check .
 run "ruff format" "$bin/ruff" format --check --diff .
 run "mypy" "$bin/mypy"
+run "imports" "$bin/lint-imports" --no-cache --no-logo
 changed "shellcheck (${#shell[@]} files)" "${shell[@]}" -- "$bin/shellcheck" -x "${shell[@]}"
 changed "clang-format (${#cpp[@]} files)" .clang-format "${cpp[@]}" -- \
   "$bin/clang-format" --dry-run -Werror "${cpp[@]}"

@@ -67,6 +67,19 @@ def test_help_and_bad_use_of_programs(program: str) -> None:
     assert run(python, f"scripts/{program}", "--no-such-flag").returncode == 2
 
 
+@pytest.mark.parametrize(
+    "script", ["apply_patches.sh", "locks.py", "merge_traces.py", "progress.py"]
+)
+def test_scripts_that_need_no_environment(script: str) -> None:
+    """They run by any Python, whose packages are not ours."""
+    command = [sys.executable, "-S", str(REPOSITORY / "scripts" / script), "--help"]
+    if script.endswith(".sh"):
+        command = command[2:]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
 def test_make_lists_its_targets() -> None:
     result = run("make")
     assert result.returncode == 0, result.stderr

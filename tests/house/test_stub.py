@@ -1,0 +1,46 @@
+"""The stub of the compiled module, by which mypy checks callers, has the module's signatures."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from byteps.torch import c_lib
+
+STUB = Path(__file__).resolve().parents[2] / "byteps/byteps/torch/c_lib.pyi"
+
+
+def _signatures(tree: ast.Module | ast.ClassDef, owner: str = "") -> dict[str, list[str]]:
+    """Of each function the arguments, with = where they have a default; classes have none."""
+    found: dict[str, list[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = []
+            found |= _signatures(node, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            given = node.args
+            names = [f"arg{n}" for n, _ in enumerate(given.posonlyargs)]
+            names += [one.arg for one in given.args]
+            needed = len(names) - len(given.defaults)
+            found[owner + node.name] = names[:needed] + [f"{name}=" for name in names[needed:]]
+    return found
+
+
+def _compiled() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    classes = [value for value in vars(c_lib).values() if isinstance(value, type)]
+    for owner in (c_lib, *classes):
+        prefix = f"{owner.__name__}." if isinstance(owner, type) else ""
+        for name, value in vars(owner).items():
+            if isinstance(value, type):
+                found[name] = []
+            # pybind11 writes each signature as Python would; Python's own methods have none.
+            elif callable(value) and (match := re.match(rf"{name}\(.*", str(value.__doc__))):
+                tree = ast.parse(f"def {match[0]}: ...")
+                found |= _signatures(tree, prefix)
+    return found
+
+
+def test_the_stub_is_of_the_compiled_module() -> None:
+    assert _signatures(ast.parse(STUB.read_text())) == _compiled()
