@@ -145,24 +145,6 @@ class DieInAStep:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("clip", ["speculate", "wait"])
-def test_one_dies_in_a_step_of_the_servers(prefix: Path, clip: str) -> None:
-    """Buckets that it has pushed count, the others' sums are scaled, and the others stay alike."""
-    given = [*TINY, "--replicas", "3", "--steps", "14", "--pace", "1"]
-    arguments = (*SERVERS, "--bf16", "--overlap-grad-reduce", "--dpu-optimizer-clip", clip)
-    options = failures.parse([*given, "--", *arguments])
-    job = failures.train(options, prefix, DieInAStep(after=4, wait_s=0.7))
-    first, dead, last = job.lives
-    assert dead.killed and 4 <= len(dead.record.steps) < 14
-    assert first.record.checksum and first.record.checksum == last.record.checksum
-    (lost,) = re.findall(r"from iteration (\d+) on without replica 1", first.text)
-    assert 0 <= int(lost) - len(dead.record.steps) <= 2
-    losses = [[step.loss for step in life.record.steps] for life in (first, last)]
-    assert len(losses[0]) == 14 and losses[0] == losses[1]
-    assert losses[0][-1] < losses[0][0]
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [SERVERS, ()], ids=["servers", "plain"])
 def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
     prefix: Path, tmp_path: Path, optimizer: tuple[str, ...]
@@ -333,24 +315,6 @@ def test_all_are_told_to_end(prefix: Path, tmp_path: Path) -> None:
     assert saved in (4, 5, 6), "some may have been told after their step, or before its end"
     assert all(life.ranks[0].status in (0, 143) for life in job.lives)
     assert any(life.ranks[0].status == 0 for life in job.lives)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "layout", ["plain", "outer steps", "servers", "servers, sharded", "servers, int8"]
-)
-def test_servers_die(prefix: Path, layout: str) -> None:
-    """One after the other, while a spare waits: no replica is lost, and none parts."""
-    words, arguments = LAYOUTS[layout]
-    given = [*TINY, *words, "--servers", "2", "--spare", "5", "--pace", "0.1", "--steps", "81"]
-    given += ["--kill", "servers", "--kill-every", "1", "--kills", "3"]
-    options = failures.parse([*given, "--", *arguments])
-    deaths = failures.ServerDeaths(options)
-    job = failures.train(options, prefix, deaths)
-    assert [death["killed"] for death in deaths.all] == ["server 0", "server 1", "server 0"]
-    assert len(job.lives) == options.replicas
-    assert not any("without replica" in life.text for life in job.lives)
-    assert len({life.record.checksum for life in job.lives}) == 1, "replicas have parted"
 
 
 @pytest.mark.thorough

@@ -14,7 +14,6 @@ import pytest
 
 from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, stop
 from tests.multiproc.endings import (
-    AT_ONCE,
     COPIED,
     COPIES,
     GOES_ON,
@@ -61,30 +60,6 @@ def test_one_off_sums_are_kept_until_all_have_them(make_cluster: Callable[..., C
     cluster.finish_with(training, [cluster.servers[0]])
     kept = [int(n) for n in re.findall(r"with (\d+) bytes of sums", training[0].text)]
     assert len(kept) == 1 and kept[0] < 8 << 20, kept
-
-
-@pytest.mark.thorough
-def test_one_that_is_told_to_end_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(workers=2, servers=1, env={**WAIT, **AT_ONCE})
-    training = start_with_spare(cluster, steps=40, pace=0.03)
-    wait_done(cluster, 5)
-    cluster.servers[0].send(signal.SIGTERM)
-    cluster.finish_with(training, [cluster.servers[0]])
-    assert re.search(r"was stopped by SIGTERM.*; another server has", cluster.scheduler.text)
-
-
-@pytest.mark.thorough
-def test_one_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
-    """It learns of that when it goes on, and ends."""
-    cluster = make_cluster(workers=2, servers=2, env={**WAIT, "BYTEPS_PEER_TIMEOUT_S": "3"})
-    training = start_with_spare(cluster, steps=40, pace=0.03)
-    wait_done(cluster, 5)
-    still = cluster.servers[1]
-    still.send(signal.SIGSTOP)
-    cluster.finish_with(training, [still])
-    still.send(signal.SIGCONT)
-    assert still.wait(RUN_S) != 0
-    assert "no heartbeat for" in cluster.scheduler.text
 
 
 def test_nobody_comes(make_cluster: Callable[..., Cluster]) -> None:
@@ -184,41 +159,6 @@ def test_workers_that_leave_meanwhile_wait_for_the_next(
     cluster.start_scheduler()
     cluster.finish()
     assert all("is there again after" in worker.text for worker in training)
-
-
-@pytest.mark.thorough
-def test_servers_are_replaced_before_and_after(make_cluster: Callable[..., Cluster]) -> None:
-    """One before the scheduler dies, and one that the next scheduler never sees."""
-    env = {**WAIT, "BYTEPS_SCHEDULER_RETURN_S": "8"}
-    cluster = make_cluster(workers=2, servers=2, env=env)
-    training = start_with_spare(cluster, steps=60, pace=0.03)
-    first, second, spare = cluster.servers
-    first.send(signal.SIGKILL)
-    wait_for_count(spare, "this is server")
-    kill_scheduler(cluster)
-    second.send(signal.SIGKILL)
-    cluster.start_scheduler()
-    wait_for_count(cluster.scheduler, "did not come back to the scheduler")
-    cluster.start_server()
-    cluster.finish_with(training, [first, second])
-    assert cluster.scheduler.text.count("has taken the place of the server that was lost") == 2
-
-
-@pytest.mark.thorough
-def test_a_place_is_vacant_when_the_scheduler_dies(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(workers=2, servers=2, env={**WAIT, **RETURNS})
-    training = cluster.start("lost_servers:train", steps=40, pace=0.03)
-    wait_done(cluster, 5)
-    lost = cluster.servers[0]
-    lost.send(signal.SIGKILL)
-    for worker in training:
-        wait_for_count(worker, "waiting for another server")
-    kill_scheduler(cluster)
-    cluster.start_scheduler()
-    wait_for_count(cluster.scheduler, GOES_ON)
-    cluster.start_server()
-    cluster.finish_with(training, [lost])
-    assert all(worker.text.count("waiting for another server") == 1 for worker in training)
 
 
 def test_one_that_does_not_return_ends_the_job(make_cluster: Callable[..., Cluster]) -> None:
@@ -334,31 +274,3 @@ def test_a_replica_that_is_lost_after_the_return_comes_back(replicas: Replicas) 
     replicas.finish([*rest, replicas.start(1, life=2, steps=200, pace=0.05)])
     assert cluster.scheduler.text.count("replica 1 was removed") == 1
     assert cluster.scheduler.text.count("replica 1 has joined") == 1
-
-
-@pytest.mark.thorough
-def test_a_replica_that_was_removed_before_comes_back_after(replicas: Replicas) -> None:
-    cluster = replicas.cluster
-    rest = [replicas.start(number, steps=200, pace=0.05) for number in (0, 2)]
-    dying = replicas.start(1, steps=200, pace=0.05, dies=["pushed", 5])
-    assert dying.wait(IMPORT_S) == -signal.SIGKILL
-    wait_for_count(cluster.scheduler, "replica 1 was removed")
-    kill_scheduler(cluster)
-    again = replicas.start(1, life=2, steps=200, pace=0.05)
-    replicas.wait_done(20)
-    cluster.start_scheduler()
-    replicas.finish([*rest, again])
-    assert cluster.scheduler.text.count("replica 1 has joined") == 1
-
-
-@pytest.mark.thorough
-def test_a_replica_that_is_lost_meanwhile_is_removed(replicas: Replicas) -> None:
-    cluster = replicas.cluster
-    rest = [replicas.start(number, steps=40, pace=0.05) for number in (0, 2)]
-    dying = replicas.start(1, steps=40, pace=0.05, dies=["pushed", 15])
-    replicas.wait_done(5)
-    kill_scheduler(cluster)
-    assert dying.wait(IMPORT_S) == -signal.SIGKILL
-    cluster.start_scheduler()
-    replicas.finish(rest)
-    assert "replica 1 was removed: worker 1 (unknown) did not come back" in (cluster.scheduler.text)

@@ -111,33 +111,6 @@ def test_it_comes_back(make_replicas: Callable[..., Replicas]) -> None:
     assert lacking and max(lacking) < joined[0]["step"], "it is in all sums from then on"
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("phase", ["ready", "take"])
-def test_one_that_joins_dies(make_replicas: Callable[..., Replicas], phase: str) -> None:
-    job = make_replicas(3)
-    first = job.start(1, steps=40, dies=["before", 3])
-    others = [job.start(number, steps=40, pace=0.1) for number in (0, 2)]
-    assert first.wait(IMPORT_S) == -signal.SIGKILL
-    second = job.start(1, steps=40, dies=[phase, 0])
-    assert second.wait(IMPORT_S) == -signal.SIGKILL
-    job.finish(others)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("phase", ["admit", "give"])
-def test_the_one_that_gives_dies(make_replicas: Callable[..., Replicas], phase: str) -> None:
-    """The one that joins may be lost with it, and the third goes on."""
-    job = make_replicas(3)
-    first = job.start(1, steps=40, dies=["before", 3])
-    args = {"steps": 40, "pace": 0.1}
-    giver = job.start(0, **args, dies=[phase, None])
-    third = job.start(2, **args)
-    assert first.wait(IMPORT_S) == -signal.SIGKILL
-    job.start(1, **args)
-    assert giver.wait(IMPORT_S) == -signal.SIGKILL
-    assert third.wait(RUN_S) == 0, third.text[-3000:]
-
-
 def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]) -> None:
     """By its heartbeat; when it goes on, it learns that it was, and ends."""
     job = make_replicas(2, BYTEPS_PEER_TIMEOUT_S="3")
