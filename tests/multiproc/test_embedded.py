@@ -143,13 +143,6 @@ def job(run_dir: Path, nursery: Nursery) -> Iterator[Started]:
     started.close()
 
 
-@pytest.fixture
-def other_job(run_dir: Path, nursery: Nursery) -> Iterator[Started]:
-    started = Started(run_dir / "other", nursery)
-    yield started
-    started.close()
-
-
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
@@ -199,19 +192,6 @@ def test_single_process(job: Started) -> None:
     assert launcher.wait(RUN_S) == 0, launcher.text
     assert "rank 0 of 1, 1 servers, sums are right" in launcher.text
     job.demand_nothing_left()
-
-
-@pytest.mark.thorough
-def test_two_jobs_at_once(job: Started, other_job: Started) -> None:
-    """One of them is encrypted by the secret that it made itself."""
-    both = []
-    for salt, started in enumerate((job, other_job)):
-        env = {"SALT": str(salt), "BYTEPS_TLS": str(salt)}
-        both.append(started.start("once", *TORCHRUN, "--nproc-per-node", "2", env=env))
-    for launcher in both:
-        assert launcher.wait(RUN_S) == 0, launcher.text
-    for started in (job, other_job):
-        started.demand_nothing_left()
 
 
 def test_several_hosts(job: Started) -> None:

@@ -97,17 +97,6 @@ def test_a_job_amid_a_flood(make_cluster: Callable[..., Cluster], kind: str, sou
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tls", ["0", "1"], ids=["plain", "tls"])
-@pytest.mark.parametrize("sources", [0, 1, 5000], ids=["own", "another", "many"])
-@pytest.mark.parametrize("kind", ["silent", "slow", "talking", "endless"])
-def test_a_job_amid_ten_thousand(
-    make_cluster: Callable[..., Cluster], kind: str, sources: int, tls: str
-) -> None:
-    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_TLS": tls})
-    run_amid_floods(cluster, kind, sources, 10_000)
-
-
-@pytest.mark.thorough
 def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
     """All connections of a scheduler that is flooded break, again and again."""
     cluster = make_cluster(workers=2, servers=2)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Callable
 
 import pytest
 
 from tests.multiproc.cluster import (
     END_S,
-    HERE,
     RUN_S,
     START_S,
     Cluster,
-    Spawned,
     stop,
     wait_all,
     wait_for_file,
@@ -253,26 +250,3 @@ def test_again_in_embedded_mode(make_cluster: Make, survivors: tuple[int, ...]) 
     wait_all(workers, RUN_S)
     cluster.demand_checks()
     assert [worker.status for worker in workers] == [0, 0], [worker.text for worker in workers]
-
-
-@pytest.mark.thorough
-def test_torchrun_restarts_workers(make_cluster: Make) -> None:
-    """torchrun --max-restarts: a rank is killed, its launcher starts all of them again, and
-    training goes on from the checkpoint with the servers that were there."""
-    cluster = make_cluster(workers=2, servers=2, env=KEEP)
-    cluster.start_nodes()
-    pids = [node.pid for node in cluster.servers]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = [sys.executable, *launcher, "--max-restarts", "1", "--monitor-interval", "0.1"]
-    env = {**cluster.node_environment(), "JOB_FOLDER": str(cluster.folder)}
-    del env["DMLC_NUM_WORKER"]
-    script = [str(HERE / "programs/keep.py"), "restarted"]
-    torchrun = Spawned("torchrun", [*command, *script], env, cluster.folder)
-    assert torchrun.wait(RUN_S) == 0, torchrun.text
-    assert "attempt 0: rank 0 of 2 begins at step 0" in torchrun.text
-    begun = re.findall(r"attempt 1: rank \d of 2 begins at step (\d+)", torchrun.text)
-    assert len(begun) == 2 and all(0 < int(step) <= 20 for step in begun), torchrun.text
-    assert len(re.findall(r"attempt 1: rank \d ended with loss", torchrun.text)) == 2
-    assert re.search("generation 1 of the job failed: worker 1 .*lost", cluster.scheduler.text)
-    demand_well(cluster)
-    assert pids == [node.pid for node in cluster.servers]
