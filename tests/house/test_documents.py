@@ -39,10 +39,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
-def test_there_are_diagrams() -> None:
-    assert len(DIAGRAMS) >= 2
-
-
 @pytest.mark.parametrize("source", DIAGRAMS, ids=lambda source: source.stem)
 def test_diagram_is_current(source: Path) -> None:
     picture = REPOSITORY / "docs/images" / f"{source.stem}.svg"
@@ -215,54 +211,6 @@ def test_field_words_in_errors_and_help() -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["A host's card carries it.", "two processors", "What is under\nway is lost.", "mended",
-     "10 MB a second", "two GPUs a host", "strangers", "in turn"],
-)  # fmt: skip
-def test_old_words_are_found(text: str) -> None:
-    assert faults(prose(text))
-
-
-@pytest.mark.parametrize("text", ["`stopped by order`", "```\nmended\n```\n", "a NIC per host"])
-def test_code_and_field_words_are_not(text: str) -> None:
-    assert not faults(prose(text))
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("error.py", 'raise ValueError(\n    f"{count} processors are "\n    "too few"\n)\n'),
-        ("help.py", '"""Measures.\n\nStatus: 1 a bar was missed.\n"""\nprint(__doc__)\n'),
-        ("error.cc", '// Fine.\nthrow Error("a sum is under "\n            "way to " + name);\n'),
-        ("usage.sh", "cat <<TEXT\nload the card's driver\nTEXT\n"),
-    ],
-)
-def test_old_words_in_sources_are_found(tmp_path: Path, name: str, source: str) -> None:
-    (tmp_path / name).write_text(source)
-    assert len(faults(shown(tmp_path / name))) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("name.py", '"""A card of a game."""\nevent["incarnation"] = 1  # under way\n'),
-        ("note.py", 'X = 1\n"""What a bar is."""\n'),
-        ("name.cc", '// Under way.\nout.Number("incarnation", 1);\n'),
-        ("note.sh", "  # whoever calls\n"),
-    ],
-)
-def test_names_and_comments_are_not(tmp_path: Path, name: str, source: str) -> None:
-    (tmp_path / name).write_text(source)
-    assert not faults(shown(tmp_path / name))
-
-
-def test_words_that_people_search_for_are_there() -> None:
-    text = "\n".join(page.read_text(encoding="utf-8") for page in FOR_USERS)
-    for word in ("NIC", "bandwidth", "throughput", "in flight", "restart", "rendezvous"):
-        assert re.search(rf"\b{word}\b", text), word
-
-
 def test_pages_stay_short() -> None:
     """A word has a letter or a digit: the lines of tables are none."""
     words = sum(
@@ -316,11 +264,6 @@ def test_programs_targets_and_flags_are_there(page: Path) -> None:
                 if flag not in told_by(REPOSITORY / match[1]):
                     missing.append(f"{match[1]} {flag}: {line}")
     assert not missing, "\n".join(missing)
-
-
-def test_what_is_looked_at() -> None:
-    text = "`make no`\n\n    scripts/a.sh --b \\\n        --c\n\n```\nmake x\n```\n"
-    assert commands(text) == ["make x", "scripts/a.sh --b          --c", "make no"]
 
 
 USE = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/use/*.md"))]
@@ -394,12 +337,6 @@ def test_what_tries_commands_is_there() -> None:
     for pattern, path in TRIED.items():
         assert (REPOSITORY / path).exists(), path
         assert any(re.match(pattern, line) for line in lines), f"no page has {pattern}"
-
-
-def test_a_command_that_nothing_tries_is_found() -> None:
-    text = "Do:\n\n    make train\n    scripts/new.sh \\\n        --all\n\nor\n\n"
-    text += "    # needs a GPU\n    make new\n"
-    assert not_tried(text) == ["scripts/new.sh          --all"]
 
 
 # docs/results/recipes.md: as `make recipes` writes it, and true of the other results.

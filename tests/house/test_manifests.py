@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -256,14 +255,3 @@ def test_counters_are_asked_for_their_rates() -> None:
     for text in expressions():
         for name in re.findall(r"byteps_\w+(?:_total|_sum|_count|_bucket)\b", text):
             assert f"rate({name}" in text or failures in text, text
-
-
-def test_panels_do_not_overlap() -> None:
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
-    for a in places:
-        assert a["x"] + a["w"] <= 24
-    for a, b in combinations(places, 2):
-        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        above = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
-        assert beside or above, (a, b)

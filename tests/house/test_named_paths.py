@@ -54,16 +54,3 @@ def exists(path: str) -> bool:
 def test_paths_and_modules_are_there(page: Path) -> None:
     missing = [path for path in named_paths(page.read_text(encoding="utf-8")) if not exists(path)]
     assert not missing, "\n".join(missing)
-
-
-def test_missing_paths_are_found() -> None:
-    text = "`base/config` `device/copy_queue` `byteps/torch/none.py`\n\n"
-    text += "| file (under `net/link/`) | role |\n|---|---|\n| `nics`, `numa` | x |\n\n"
-    text += "| module of `byteps.torch` | role |\n|---|---|\n| `ops`, `wire`, `gone` | x |\n"
-    missing = [path for path in named_paths(text) if not exists(path)]
-    assert missing == [
-        "device/copy_queue",
-        "byteps/torch/none.py",
-        "net/link/numa",
-        "byteps/torch/gone",
-    ]

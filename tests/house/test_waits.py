@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 CODE = REPOSITORY / "byteps/byteps"
 OVERLAY = REPOSITORY / "Megatron-LM"
@@ -58,25 +56,3 @@ def test_each_wait_says_what_ends_it_and_when() -> None:
         for line in unexplained(path.read_text(encoding="utf-8"), wait)
     ]
     assert not silent, "no `Ended by ...; deadline: ...` at\n" + "\n".join(silent)
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("cond_.Wait(&mu_, ready);\n", [1]),
-        ("// Ended by Close; deadline: none, an idle thread's.\ncond_.Wait(&mu_, ready);\n", []),
-        ("// Ended by\n// Close; deadline: none.\n\nthread_.join();\n", []),
-        ("// Ended by Close; deadline: none.\n" + "a();\n" * LINES_ABOVE + "thread.join();\n", [6]),
-        ("// Waits for Close.\nif (poll(items, 2, -1) < 0) continue;\n", [2]),
-        ("text.join(); requests.Wait(3);\n", []),
-    ],
-)
-def test_waits_are_found(source: str, found: list[int]) -> None:
-    assert list(unexplained(source, WAIT_IN_CPP)) == found
-
-
-def test_waits_of_python_are_found() -> None:
-    source = (
-        "thread.join()\n', '.join(names)\n# Ended by it; deadline: none.\nself._ended.wait(3)\n"
-    )
-    assert list(unexplained(source, WAIT_IN_PYTHON)) == [1]
