@@ -30,7 +30,7 @@ help: ## list the targets
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/results/figures.md (write the results) CHART=docs/images/speed.png (one picture of them) ARGS=... (any flag of bench/pushpull/suite.py)'
 	@echo 'make functional: MEGATRON=checkout (all tests of a Megatron-LM; else the rows that are kept here) LAYOUTS="gpt3_mcore_tp1_pp2" MARKDOWN=docs/results/recipes.md'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
-	@echo 'make soak: MINUTES=60 PICTURE=build/soak.png ARGS="--seed 2"'
+	@echo 'make soak: MINUTES=60 FROM=2 (the seed)'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
 
 setup: ## system packages, Python environment, upstreams fetched, patched and built
@@ -119,8 +119,7 @@ chaos: setup ## break real jobs on emulated hosts, at random
 	@$(PYTHON_ENV) tests/chaos/chaos.py --seeds $(or $(SEEDS),20) --from $(or $(FROM),1) $(ARGS)
 
 soak: setup ## train for an hour with faults and workers that rejoin, and watch for leaks
-	@$(PYTHON_ENV) -W ignore tests/chaos/soak.py --minutes $(or $(MINUTES),60) \
-		$(if $(PICTURE),--picture $(PICTURE)) $(ARGS)
+	@$(PYTHON_ENV) -W ignore tests/chaos/chaos.py --minutes $(or $(MINUTES),60) --from $(or $(FROM),1) $(ARGS)
 
 replicas: setup ## what replicas that meet at servers learn, compared with one job, as a table and a picture
 	@$(PYTHON_ENV) -W ignore bench/replicas/run.py --plot $(or $(PICTURE),build/replicas/replicas.png) $(ARGS)

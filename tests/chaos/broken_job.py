@@ -81,6 +81,7 @@ def _statuses_of(faults: Sequence[Fault], node: str) -> set[int]:
 class Job:
     """One run of a script on hosts that outlive it."""
 
+    limits: ClassVar[Mapping[str, str]] = TIMEOUTS
     settings: ClassVar[Mapping[str, str]] = {}
     """Of all nodes, in addition."""
 
@@ -140,7 +141,7 @@ class Job:
         env = {
             "PATH": os.environ["PATH"],
             "TMPDIR": str(self.folder),
-            **TIMEOUTS,
+            **self.limits,
             **self.settings,
             "BYTEPS_SECRET": secrets.token_hex(32),
             "BYTEPS_PARTITION_BYTES": "65536",
@@ -266,7 +267,10 @@ class Job:
             run(*link, "down")
             self._later(fault.seconds, lambda: run(*link, "up"))
         elif fault.kind == "reset":
-            run("ip", "netns", "exec", namespace, "ss", "-K", "state", "established")
+            # Those on the host itself, as of ranks with each other, stay.
+            network = host.address.rpartition(".")[0] + ".0/24"
+            established = ("state", "established", "dst", network)
+            run("ip", "netns", "exec", namespace, "ss", "-K", *established)
         else:
             # A queue that holds a packet or two drops most of each burst.
             rate, queue = ("2mbit", 4 << 20) if fault.kind == "slow" else ("100mbit", 20_000)

@@ -18,6 +18,8 @@ told to end. Demanded in addition: all nodes end well that were not broken for l
 Seeds above 3000 are of jobs whose scheduler is killed and started again, while links break. All
 others must end well. Seeds above 4000 are of jobs that lose servers with the state of an optimizer,
 of which others have copies. Seeds above 5000 lose servers, replicas and the scheduler.
+
+With --minutes one job trains for so long, and what its processes hold must not grow (soak.py).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -46,9 +49,11 @@ from scripts.progress import Progress
 from tests import native
 from tests.chaos.broken_job import LIMIT_S, LINK_BITS, Job, Result, run
 from tests.chaos.seeds import KINDS, LONG_S, Fault, Script, make_script
+from tests.chaos.soak import Soak
 from tests.multiproc.cluster import Nursery
 
 HOSTS = 8
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def play(
@@ -102,7 +107,7 @@ def _play_on(
 ) -> list[Result]:
     results = []
     with emulation:
-        switch = str(emulation.hosts[0].namespace).rpartition("-")[0] + "-switch"
+        switch = _switch_of(emulation)
         names = [switch, *(str(host.namespace) for host in emulation.hosts)]
         while True:
             try:
@@ -127,6 +132,30 @@ def _play_on(
     return results
 
 
+def soak(seed: int, minutes: float, programs: Path, folder: Path) -> int:
+    """Trains for so long, with logs and samples in ``folder``, which is made anew; exit status."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with (
+        _emulation() as emulation,
+        Progress("soak", total=int(minutes * 60), unit="s") as shown,
+    ):
+        where = (emulation.hosts, _switch_of(emulation), programs, folder)
+        job = Soak(seed, minutes, *where, shown)
+        try:
+            job.run()
+        except (RuntimeError, OSError) as error:
+            print(f"soak: {error}", file=sys.stderr)
+            return 1
+        finally:
+            job.clear()
+    return 0 if job.report() else 1
+
+
+def _switch_of(emulation: Emulation) -> str:
+    return str(emulation.hosts[0].namespace).rpartition("-")[0] + "-switch"
+
+
 def find_programs(sanitize: str) -> Path:
     """The folder of byteps-server and sum_worker. Raises BuildError."""
     if sanitize:
@@ -145,12 +174,18 @@ def main() -> int:
     parser.add_argument("--sanitize", choices=native.SANITIZED, default="", help="build with this")
     parser.add_argument("--logs", type=Path, help="keep all logs in this folder")
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--minutes", type=float, help="train for so long, with the seed of --from")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
     if not set(kinds) <= set(KINDS):
         parser.error(f"--kinds takes some of {','.join(KINDS)}")
     if options.seeds < 1 or options.jobs < 1:
         parser.error("--seeds and --jobs take positive numbers")
+    if options.minutes is not None:
+        if options.minutes <= 0:
+            parser.error("--minutes takes a positive number")
+        folder = (options.logs or ROOT / "build/soak").resolve()
+        return soak(options.first, options.minutes, find_programs(options.sanitize), folder)
     scripts = [make_script(options.first + i, kinds) for i in range(options.seeds)]
 
     def tell(result: Result) -> None:

@@ -1,4 +1,4 @@
-"""What a soak has seen: samples of processes, what of them is flat; as a picture and a table."""
+"""What a soak has seen: samples of processes, what of them is flat; as a table."""
 
 from __future__ import annotations
 
@@ -186,54 +186,6 @@ def replayed(records: Sequence[Path]) -> tuple[int, int, list[str]]:
                     f"{record.stem}"
                 )
     return len(losses), again, wrong
-
-
-# ----- the picture and the table
-
-
-def draw(samples: Sequence[Sample], events: Sequence[tuple[float, str]], path: Path) -> None:
-    """Memory, descriptors and threads of every process over time; dashed where a rank was killed.
-
-    Args:
-        samples: in the order of time.
-        events: seconds, and ``kill`` or another fault.
-        path: ends in ``.png``, ``.svg`` or another form that matplotlib writes.
-    """
-    # Here, because matplotlib takes a second and a failed run needs none of it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    titles = ("memory of its own, MiB", "open descriptors", "threads")
-    panels = figure.subplots(3, 1, sharex=True)
-    nodes = sorted({one.node for one in samples})
-    for axes, quantity, title in zip(panels, QUANTITIES, titles, strict=True):
-        for number, node in enumerate(nodes):
-            own = [one for one in samples if one.node == node]
-            scale = 2**20 if quantity == "memory" else 1
-            times: list[float] = []
-            values: list[float] = []
-            for before, one in zip([None, *own], own, strict=False):
-                if before is not None and before.life != one.life:
-                    times.append(float("nan"))  # a gap between two lives
-                    values.append(float("nan"))
-                times.append(one.at_s / 60)
-                values.append(getattr(one, quantity) / scale)
-            axes.plot(times, values, color=f"C{number}", linewidth=1.2, label=node)
-        for at_s, what in events:
-            if what == "kill":
-                axes.axvline(at_s / 60, color="black", linewidth=0.6, dashes=(4, 3))
-        if quantity == "memory":
-            axes.set_yscale("log")
-        axes.set_ylabel(title)
-        axes.grid(alpha=0.3)
-    kills = sum(what == "kill" for _, what in events)
-    faults = f"{len(events) - kills} faults of links and servers, {kills} killed ranks"
-    panels[0].set_title(f"Training with {faults}")
-    panels[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    panels[-1].set_xlabel("minutes; dashed: a rank is killed, and both are started again")
-    figure.savefig(path)
 
 
 def table(found: Sequence[Trend]) -> str:
