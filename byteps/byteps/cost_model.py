@@ -24,25 +24,6 @@ def ring(workers: int, size: float, rate: float) -> float:
     return 2 * (workers - 1) / workers * size / rate
 
 
-def own_machines(workers: int, servers: int, size: float, rate: float) -> float:
-    """max(M/B, n*M/(k*B)): servers on machines of their own.
-
-    A worker sends M bytes and receives M at the same time. Each of k servers receives its share,
-    M/k, from n workers, and sends as much.
-    """
-    _check(workers=workers, servers=servers, size=size, rate=rate)
-    return max(1.0, workers / servers) * size / rate
-
-
-def colocated(workers: int, size: float, rate: float) -> float:
-    """2(n-1)/n * M/B: a server on every worker's host and nowhere else, as long as a ring.
-
-    A host sends its worker's pushes to the other servers, (n-1)/n * M, and its server's answers to
-    the other workers, as much again.
-    """
-    return ring(workers, size, rate)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shares:
     """How the bytes are dealt to servers of two kinds."""
@@ -87,44 +68,6 @@ def gain(workers: int, servers: int) -> float:
     """
     _check(workers=workers, servers=servers or None, size=1.0, rate=1.0)
     return 1 + min(servers, workers) * (workers - 2) / workers**2
-
-
-def partitions_fill(workers: int, servers: int, partition: float, rate: float) -> float:
-    """max(n, k)*P/B: what partitions of P bytes add to the time of servers on their own machines.
-
-    A worker sends to k servers, a server receives from n workers, at B/max(n, k) each; so the first
-    sums can come back after max(n, k)*P/B, and the last ones, which are complete when all pushes
-    are, take as long. For partitions of equal size, as many on each server.
-    """
-    _check(workers=workers, servers=servers, size=partition, rate=rate)
-    return max(workers, servers) * partition / rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """A way to get summed gradients, or what replaces them, to every rank."""
-
-    name: str
-    passes: tuple[float, ...]
-    """Bytes of an element in each pass over the parameters."""
-    through_servers: bool
-    """Each pass moves (n-1)/n of its bytes in a ring; all of them through servers."""
-
-    def bytes_per_parameter(self, workers: float = math.inf) -> float:
-        """Bytes that one rank sends (and receives) for a parameter; in the limit by default."""
-        part = 1.0 if self.through_servers or math.isinf(workers) else (workers - 1) / workers
-        return sum(self.passes) * part
-
-
-SCHEMES = (
-    Scheme(name="ring, fp32", passes=(4, 4), through_servers=False),
-    Scheme(name="distributed optimizer, bf16", passes=(2, 2), through_servers=False),
-    Scheme(name="parameter servers, fp32", passes=(4,), through_servers=True),
-    Scheme(name="parameter servers, bf16", passes=(2,), through_servers=True),
-)
-"""Gradients reduced and gathered in fp32; gradients reduced and parameters gathered in bf16;
-gradients pushed, while sums are pulled in the other direction, in fp32 or bf16. The second shards
-the optimizer, the others do not."""
 
 
 # -------------------------------------------------------------- several ranks behind one NIC

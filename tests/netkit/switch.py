@@ -1,4 +1,4 @@
-"""A switch between hosts of this machine, whose links lose, delay or cut what a rule says.
+"""A switch between hosts of this machine, whose links delay or drop what a rule says.
 
 Each host is a network namespace with one TAP device, `eth0`. This process reads the frames that a
 host sends and writes them to the hosts that they are for, as a switch does; so it needs nothing of
@@ -17,9 +17,7 @@ import fcntl
 import heapq
 import itertools
 import os
-import random
 import selectors
-import socket
 import struct
 import subprocess
 import threading
@@ -54,8 +52,6 @@ class Rule:
 
     largest: int | None = None
     """Bytes of a packet with its IP header; larger ones are dropped, and nobody is told."""
-    loss: float = 0.0
-    """The part that is dropped at random, 0 to 1."""
     delay_s: float = 0.0
     bytes_per_s: float | None = None
     """The link's rate; what does not fit into the queue is dropped."""
@@ -80,7 +76,6 @@ class Passed:
     """Frames of one direction."""
 
     carried: int = 0
-    dropped: int = 0
 
 
 class Switch:
@@ -88,14 +83,13 @@ class Switch:
 
     _made = 0
 
-    def __init__(self, hosts: int, *, seed: int = 1) -> None:
+    def __init__(self, hosts: int) -> None:
         stem = f"{_PREFIX}-{os.getpid()}-{Switch._made}"
         self._number = Switch._made
         Switch._made += 1
         self.hosts = [
             Host(address=f"{_NET}.{i + 1}", namespace=f"{stem}-h{i}") for i in range(hosts)
         ]
-        self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._rules: dict[tuple[int, int], Rule] = {}
         self._passed: dict[tuple[int, int], Passed] = {}
@@ -130,22 +124,6 @@ class Switch:
         self._thread.join()
         self._down()
 
-    def socket_on(self, host: int, kind: socket.SocketKind) -> socket.socket:
-        """A socket of this process on the network of that host."""
-        made: list[socket.socket] = []
-
-        def make() -> None:  # a thread has a network of its own
-            with (_NAMESPACES / self.hosts[host].namespace).open("rb") as namespace:
-                os.setns(namespace.fileno(), os.CLONE_NEWNET)
-            made.append(socket.socket(socket.AF_INET, kind))
-
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-        if not made:
-            raise SwitchError(f"no socket on {self.hosts[host].namespace}")
-        return made[0]
-
     def run_on(self, host: int, *command: str) -> None:
         """Run a command on that host, and wait for it. Raises SwitchError."""
         _run(*self.hosts[host].command(command))
@@ -159,7 +137,7 @@ class Switch:
         """What has become of the frames so far."""
         with self._lock:
             counted = self._passed.get((sender, receiver), Passed())
-            return Passed(carried=counted.carried, dropped=counted.dropped)
+            return Passed(carried=counted.carried)
 
     def _add_host(self, index: int) -> int:
         name = self.hosts[index].namespace
@@ -215,8 +193,7 @@ class Switch:
         with self._lock:
             rule = self._rules.get(link, Rule())
             counted = self._passed.setdefault(link, Passed())
-            too_large = rule.largest is not None and len(frame) > rule.largest + _HEADER_BYTES
-            lost = too_large or (rule.loss > 0 and self._random.random() < rule.loss)
+            lost = rule.largest is not None and len(frame) > rule.largest + _HEADER_BYTES
             when = now
             if rule.bytes_per_s is not None and not lost:
                 free_at = max(now, self._free_at.get(link, now))
@@ -224,7 +201,6 @@ class Switch:
                 if not lost:
                     when = self._free_at[link] = free_at + len(frame) / rule.bytes_per_s
             if lost:
-                counted.dropped += 1
                 return
             counted.carried += 1
         heapq.heappush(self._waiting, (when + rule.delay_s, next(self._order), link, frame))
