@@ -4,13 +4,11 @@ encrypt, or has another secret or certificate, is told so.
 
 from __future__ import annotations
 
-import random
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -154,22 +152,6 @@ def test_connections_that_break(make_cluster: Callable[..., Cluster], how: str) 
             getattr(one, how)()
         broken += 1
         wait_for_rounds(cluster, 1)
-    cluster.go("end")
-    cluster.finish()
-
-
-def test_connections_that_break_while_they_begin(make_cluster: Callable[..., Cluster]) -> None:
-    """In the middle of a handshake, too, since they break before they have had much time."""
-    cluster = make_cluster(workers=1, servers=1, env=SETTINGS)
-    cluster.start("failures:checked")
-    cluster.wait_mark("looping", [0])
-    moments = random.Random(1)
-    for _ in range(100):
-        for one in between(cluster.workers["worker 0"].pid, server_port(cluster, 0)):
-            with suppress(OSError):  # it has just ended
-                one.reset()
-        time.sleep(moments.random() / 50)
-    wait_for_rounds(cluster, 1)
     cluster.go("end")
     cluster.finish()
 
