@@ -354,14 +354,6 @@ def test_rank_that_does_not_join(job: Started) -> None:
     job.demand_nothing_left()
 
 
-def test_rank_that_raises(job: Started) -> None:
-    """Its scheduler and servers must not keep it: the others wait for its end."""
-    launcher = job.start("raise", *TORCHRUN, "--nproc-per-node", "2")
-    assert launcher.wait(RUN_S) != 0
-    assert "a mistake of the user's" in launcher.text
-    job.demand_no_process()
-
-
 def test_interrupt_ends_everything(job: Started) -> None:
     """Ctrl-C at torchrun."""
     launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")
