@@ -241,10 +241,6 @@ def _embedded() -> None:
     print(f"rank {bps.rank()} of {bps.size()}, {servers} servers, sums are right", flush=True)
     if mode in ("restarts", "restarts-gloo"):
         live(rank, size)
-    if mode == "raise":
-        if rank == 0:
-            raise RuntimeError("a mistake of the user's")
-        dist.barrier()  # ends when rank 0 has ended
     if mode == "forever":
         part = folder / f".pid.{rank}"
         part.write_text(str(os.getpid()))
