@@ -22,7 +22,6 @@ from scripts.trainkit.job import (
     Result,
     Step,
     largest_difference,
-    read_record,
     same_parameters,
     table,
 )
@@ -97,12 +96,6 @@ def test_the_example_with_a_tiny_model(tree: Path) -> None:
     assert re.search(r"BytePS flat .* yes: asked for", said), said
     losses = [float(one) for one in re.findall(r"lm loss: ([\d.E+-]+)", said)]
     assert len(losses) == 3 and losses[-1] < losses[0]
-
-
-def test_the_example_has_two_sizes(tree: Path) -> None:
-    run = _example(tree, SIZE="7b")
-    assert run.returncode == 2
-    assert "SIZE is 3b or tiny, not 7b" in run.stderr
 
 
 @pytest.mark.thorough
@@ -209,19 +202,6 @@ def test_the_report_counts_right() -> None:
     assert len(rows) == 4
 
 
-def test_a_record_is_read_while_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    assert read_record(path).steps == []
-    step = {"iteration": 1, "loss": 0.1 + 0.2, "tokens": 8, "seconds": 1.0}
-    path.write_text(json.dumps(step) + '\n{"iteration": 2, "lo')
-    record = read_record(path)
-    assert [one.loss for one in record.steps] == [0.1 + 0.2]
-    assert record.checksum == ""
-    path.write_text(json.dumps(step) + '\n{"parameters_sha256": "ff", "gpu_bytes": 9}\n')
-    record = read_record(path)
-    assert (record.checksum, record.gpu_bytes) == ("ff", 9)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "options", "code", "said"),
     [
@@ -292,14 +272,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert not dataset.found
 
 
-def test_every_byte_of_utf8_survives(tmp_path: Path) -> None:
-    text = "".join(map(chr, range(1, 0x800))) + "\U0010ffff"
-    source = tmp_path / "all.txt"
-    source.write_bytes(text.encode())
-    (document,) = _documents(prepare([source], tmp_path, LIMIT))
-    assert bytes(document[:-1]).decode() == text
-
-
 def test_the_same_content_is_found_again(tmp_path: Path) -> None:
     first = prepare([_text_folder(tmp_path / "in")], tmp_path / "out", LIMIT)
     before = first.prefix.with_name(first.prefix.name + ".bin").stat().st_mtime_ns
@@ -307,19 +279,6 @@ def test_the_same_content_is_found_again(tmp_path: Path) -> None:
     assert again.found
     assert again.prefix == first.prefix
     assert first.prefix.with_name(first.prefix.name + ".bin").stat().st_mtime_ns == before
-
-
-def test_other_content_is_another_dataset(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.txt", tmp_path / "other.txt"
-    one.write_text("ab")
-    other.write_text("a")
-    third = tmp_path / "third.txt"
-    third.write_text("b")
-    prefixes = {
-        prepare(paths, tmp_path / "out", LIMIT).prefix
-        for paths in ([one], [other, third], [third, other], [other])
-    }
-    assert len(prefixes) == 4
 
 
 def test_a_half_written_dataset_is_made_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from megatron_byteps_ray import profiling
 from scripts import progress
 from scripts.recipekit import features, megatron
-from scripts.recipekit.features import FEATURES, Outcome, row_of, rows_of_results, used
+from scripts.recipekit.features import Outcome, rows_of_results
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/progress.py"
 
@@ -154,17 +154,6 @@ def test_functional_tests_and_examples_of_a_checkout(tmp_path: Path) -> None:
     _write(tmp_path / "examples/gpt/run_inference.sh", RECIPE)
     _write(tmp_path / "examples/gpt/part.sh", "OTHER_ARGS=(--seed 1)")
     assert [one.name for one in megatron.examples(tmp_path)] == ["gpt/train.sh"]
-
-
-def test_features_name_layouts() -> None:
-    names = [feature.name for feature in FEATURES]
-    assert len(set(names)) == len(names)
-    setup = {"te": False, "tensor": 2, "sharded": True, "instances": 1, "gradients": 4}
-    assert used(setup) == ("local layers", "tensor parallelism", "distributed optimizer")
-    by_name = {feature.name: feature for feature in FEATURES}
-    tensor = by_name["tensor parallelism"]
-    assert row_of(tensor, {"tp2-dp2-overlap"}) == "tp2-dp2-overlap"
-    assert row_of(tensor, {"dp2"}) == ""
 
 
 @pytest.fixture
