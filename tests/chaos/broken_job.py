@@ -267,7 +267,7 @@ class Job:
             run(*link, "down")
             self._later(fault.seconds, lambda: run(*link, "up"))
         elif fault.kind == "reset":
-            # Those on the host itself, as of ranks with each other, stay.
+            # Connections inside the host, as of ranks with each other, stay.
             network = host.address.rpartition(".")[0] + ".0/24"
             established = ("state", "established", "dst", network)
             run("ip", "netns", "exec", namespace, "ss", "-K", *established)

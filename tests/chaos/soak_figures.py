@@ -1,4 +1,4 @@
-"""What a soak has seen: samples of processes, what of them is flat; as a table."""
+"""Samples of the processes of a soak, and which figures stay flat, as a table."""
 
 from __future__ import annotations
 

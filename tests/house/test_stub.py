@@ -12,7 +12,7 @@ STUB = Path(__file__).resolve().parents[2] / "byteps/byteps/torch/c_lib.pyi"
 
 
 def _signatures(tree: ast.Module | ast.ClassDef, owner: str = "") -> dict[str, list[str]]:
-    """Of each function the arguments, with = where they have a default; classes have none."""
+    """Arguments of each function, with = where they have a default; classes have none."""
     found: dict[str, list[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):

@@ -28,20 +28,20 @@ class Model(SimpleNamespace):
 
 @dataclass(frozen=True, kw_only=True)
 class MadeUp:
-    """Of a job: all of its ranks are one data-parallel group."""
+    """Ranks of the job, all in one data-parallel group."""
 
     ranks: int
     per_host: int
     groups: int
     """Bucket groups, of one bucket each."""
     elements: int
-    """Of a bucket: a multiple of `ranks`."""
+    """Elements of a bucket, a multiple of `ranks`."""
     instances: int = 0
-    """Of the distributed optimizer; 0: there is none."""
+    """Instances of the distributed optimizer; 0: there is none."""
     rank: int = 0
 
     def model(self) -> Any:
-        """What `register` looks at of a DistributedDataParallel."""
+        """The parts of a DistributedDataParallel that `register` looks at."""
         config = DistributedDataParallelConfig(
             use_distributed_optimizer=self.instances > 0,
             num_distributed_optimizer_instances=max(1, self.instances),

@@ -34,12 +34,12 @@ KNOWN: dict[str, str] = {
     SHAPES: "torch records shapes from Python only for events that begin and end on one thread: "
     "they stand at the event of the call, `c10d::allreduce_`"
 }
-"""What passes over gloo alone, tests or a check of many tests, each with its reason."""
+"""Tests, or checks of many tests, that pass over gloo alone, each with its reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """How ranks are placed, and how values travel."""
+    """A placement of ranks, and a type in which values travel."""
 
     name: str
     ranks: int
@@ -101,7 +101,7 @@ class Verdict:
 
     @property
     def stale(self) -> list[str]:
-        """What of KNOWN could have been seen, and was not."""
+        """Entries of KNOWN that could have been seen, and were not."""
         seen = {one.test for one in self.compared if one.is_different}
         if any(one.without_shapes for one in self.compared):
             seen.add(SHAPES)
@@ -208,7 +208,7 @@ def main() -> int:
 
 
 def report(verdict: Verdict) -> str:
-    """What was found, with the errors of faults."""
+    """A report of the differences, with the errors of faults."""
     lines = [f"{one.test}: {one.byteps}\n{one.error}\n" for one in verdict.faults]
     lines += [", ".join(map(": ".join, zip(TABLE.head, verdict.cells(), strict=True)))]
     lines += [f"passes over {verdict.mode.reference} alone: {one.test}" for one in verdict.faults]

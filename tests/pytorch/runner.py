@@ -29,8 +29,8 @@ from tests.pytorch import stand_in
 LIMIT_S = 120.0
 """Limit of one test, in seconds: it is there to end a hang."""
 BARRIER_S = 60.0
-"""How long a rank waits for the others between two parts of a test. The suite's 10 seconds depend
-on how busy the machine is."""
+"""Seconds that a rank waits for the others between two parts of a test. With the suite's own 10 the
+outcome depends on how busy the machine is."""
 ERROR_CHARS = 3000
 """Characters of each rank's output that are kept, from its end."""
 

@@ -1,4 +1,4 @@
-"""What becomes of a run that fails or loses a process."""
+"""Runs of reinforcement learning that fail or lose a process."""
 
 from __future__ import annotations
 

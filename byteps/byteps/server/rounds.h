@@ -85,7 +85,7 @@ class Rounds {
   bool CopyLoad(Partition* partition, const Message& message, int64_t received);
   // The backup has what a partition waited for.
   void GoOn(Partition* partition, const Copying& what);
-  // That came to an error: fails the round or the request that waited.
+  // Fails the round or the request that waited for an answer that came to an error.
   void FailCopied(Partition* partition, const Copying& what, const std::string& reason);
   // A partition has the state of a server that is lost.
   void Adopt(Partition* partition);

@@ -1,4 +1,4 @@
-// What a server tells its backup (server/copies.cc) when it has no memory: what was not told is
+// Words of a server to its backup (server/copies.cc) when it has no memory: what was not told is
 // told later, and whoever waits for the backup is answered.
 #include <gtest/gtest.h>
 
@@ -100,7 +100,7 @@ class Primary {
     message.peer = 0;
     server_.OnMessage(&message);
   }
-  // As the backup does.
+  // Answers as the backup does.
   void AnswerTold(const Message& told) {
     Message answer = MakeAnswer(told.op, 0, told.key, told.number, "");
     answer.between_servers = true;

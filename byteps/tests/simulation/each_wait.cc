@@ -32,7 +32,7 @@ constexpr const char* kNamesOfWays[] = {"woken",  "held up",   "peer late", "sil
 constexpr size_t kPeerKilled = 5;
 constexpr size_t kSchedulerKilled = 6;
 
-// What a function is called from is the instruction before the one it returns to.
+// An address inside the call that returns to `caller`.
 const char* CallOf(void* caller) { return static_cast<const char*>(caller) - 1; }
 
 bool IsOfThisProgram(const char* at) { return at >= &__executable_start && at < &etext; }

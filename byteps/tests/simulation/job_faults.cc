@@ -1,4 +1,4 @@
-// What breaks in a job, and whether an error names it.
+// Faults of a job that is played, and whether an error names them.
 #include <algorithm>
 #include <iterator>
 
@@ -182,7 +182,7 @@ bool Job::NamesACause(const std::string& error) const {
     if (record.role == ps::Node::WORKER && error.find("worker " + rank) != std::string::npos) {
       return true;
     }
-    // Those that did not come have no address yet.
+    // Nodes that did not come have no address yet.
     const size_t missing = error.find("missing: ");
     if (record.role == ps::Node::SERVER && missing != std::string::npos &&
         error.find("server", missing) != std::string::npos) {

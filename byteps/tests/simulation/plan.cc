@@ -1,4 +1,4 @@
-// What a seed decides of a job before it starts.
+// Choices that a seed makes for a job before it starts.
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -134,7 +134,7 @@ Fault MakeFault(const Plan& plan, int number) {
     fault.peer = 1 + plan.servers + static_cast<int>(Random(plan.workers));
     fault.seconds = static_cast<double>(3 + Random(12));
   } else if (Random(10) == 0) {
-    // Of a worker that goes in good order the connections break.
+    // The connections of a worker that goes in good order break.
     fault.kind = Fault::kReset;
     fault.at_reached = 0;
     fault.at_probe = static_cast<int>(Random(2) ? ps::Probe::kSaysGoodbye : ps::Probe::kLastLeaves);
@@ -172,7 +172,7 @@ Plan MakePlan() {
   plan.goes_on = Random(3) == 0;
   plan.updates = Random(2) == 0;
   plan.parameters = 1 + Random(6000);
-  // Of an operation that fails some partitions have to wait in the queue.
+  // Some partitions of an operation that fails have to wait in the queue.
   if (plan.goes_on && plan.updates) {
     plan.settings |= 1;
     plan.parameters += kPartitionBytes / sizeof(float);

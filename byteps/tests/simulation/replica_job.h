@@ -46,15 +46,15 @@ struct ReplicaPlan {
   int workers() const { return replicas * ranks; }
 };
 
-// What the members of all replicas have seen, to be compared.  Threads are played one at a time,
-// and none of these calls waits.
+// Sums that the members of all replicas have seen, to be compared.  Threads are played one at a
+// time, and none of these calls waits.
 class Witness {
  public:
   // The sum of a partition lacked these ranks, as a member found.
   void SawSum(int step, int tensor, int place, size_t partition, uint32_t lacks);
   // This life of a rank pushes the values of a step.
   void Pushes(int rank, int life, int step);
-  // Which life of a rank pushed a step; 0: none.
+  // The life of a rank that pushed a step; 0: none.
   int LifeAt(int rank, int step) const;
   void Ended(int rank, uint64_t state);
   void Wrong(const std::string& what);
@@ -65,7 +65,7 @@ class Witness {
   int joins = 0;
   int short_sums = 0;
   int loaded = 0;  // ranks that know that servers have what they begin with
-  // What a donor says of its rounds, by its rank; it travels apart from the played network.
+  // Rounds that a donor names, by its rank; it travels apart from the played network.
   std::map<int, core::ProgressByTensor> rounds;
   // And of the state of the servers' optimizer.
   std::map<int, std::vector<float>> optimizers;
@@ -77,7 +77,7 @@ class Witness {
   std::string wrong_;
 };
 
-// What the ranks of one life of a replica tell each other, as torch.distributed does.
+// Messages among the ranks of one life of a replica, as torch.distributed carries them.
 class Inside {
  public:
   explicit Inside(int ranks) : ranks_(ranks) {}
@@ -137,7 +137,7 @@ class ReplicaMember {
   void Control(int step);
   void Admit(int step, int replica, int life);
   void Send(int step, int joiner, int life);
-  // Of a late one: returns its first step.
+  // Returns the first step of a late rank.
   int Join();
   void CompareStates();
   // All members of this place sum it; or those two.
@@ -159,7 +159,7 @@ class ReplicaMember {
   uint64_t state_ = 1;                           // a digest of all sums so far
   std::deque<std::vector<float>> memory_;        // that transports may read until the worker stops
   std::deque<Values> small_;
-  // Of this step and the one before, by tensor and partition: what the sum lacks.
+  // Ranks that the sum lacks, by tensor and partition, of this step and the one before.
   std::map<std::pair<int, size_t>, uint32_t> seen_, seen_before_;
 };
 
@@ -170,16 +170,16 @@ class ReplicaMember {
 // name, to the bit; and of one that joins, those that its donor has.
 class ReplicaOptimizer {
  public:
-  // Of the sums' tensors no one has this number.
+  // No tensor of the sums has this number.
   static constexpr int kTensor = 7;
   using Values = std::vector<float>;
   // By tensor and partition: the replicas that what was answered lacks, a bit each.
   using Lists = std::map<std::pair<int, size_t>, uint32_t>;
 
-  // Of a worker that has started.
+  // `worker`: has started.
   ReplicaOptimizer(const ReplicaPlan* plan, int rank, core::Worker* worker, Witness* witness);
 
-  // Of replica 0: servers have the parameters that all begin with when this returns.
+  // Gives servers the parameters that all begin with; replica 0 calls it.
   void Load();
   // Makes a step by one of the ways that there are.  Throws core::Error.
   void Step(int step, int life);
@@ -191,7 +191,7 @@ class ReplicaOptimizer {
 
   // Between two steps: servers know what becomes of the last one.
   void Settle();
-  // What this rank knows of the servers' state, slot by slot, partition by partition.
+  // The servers' state as this rank knows it, slot by slot, partition by partition.
   Values State() const;
   // Takes the parameters from the servers.  `donors` state is what they must have.
   void Join(const Values& donors);
