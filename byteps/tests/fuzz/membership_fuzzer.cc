@@ -127,12 +127,12 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
         account.turns[data->ConsumeIntegralInRange<int>(0, 3)] =
             data->ConsumeIntegralInRange<int>(0, 3);
         if (data->ConsumeBool()) {
-          account.replicas = {2,
-                              data->ConsumeIntegralInRange<int>(0, 3),
-                              data->ConsumeBool() ? "10" : "11",
-                              "01",
-                              {0, 3},
-                              ""};
+          account.replicas.workers = 2;
+          account.replicas.epoch = data->ConsumeIntegralInRange<int>(0, 3);
+          account.replicas.present = data->ConsumeBool() ? "10" : "11";
+          account.replicas.waiting = "01";
+          account.replicas.lives = {0, 3};
+          account.replicas.donors = {-1, data->ConsumeIntegralInRange<int>(-1, 1)};
         }
         message.meta.body += PackAccount(account);
       }

@@ -84,8 +84,8 @@ def _works(job: Job, group: Any) -> Any:
 
 
 def _has_no_error(work: Any) -> bool:
-    """Whether no exception is known. Works of gloo cannot say it in the older torches, whose binding
-    has no Python type for one."""
+    """Whether no exception is known. In older torches gloo's works cannot say it: their binding has
+    no Python type for one."""
     try:
         return work.exception() is None
     except TypeError:
