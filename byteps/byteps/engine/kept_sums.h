@@ -42,7 +42,7 @@ class KeptSums {
   void SetSerial(int server, uint64_t partition, uint32_t round, uint64_t serial);
   // Serials of a server that is lost mean nothing to the one that comes.
   void ForgetSerials(int server);
-  // Nobody holds this tensor any more.
+  // Drops the sums of a tensor that every member has released.
   void DropAll(int server, const Tensor& tensor);
   // The sums of a server's partitions, the older ones of each first.
   std::vector<KeptSum> Of(int server);

@@ -63,7 +63,7 @@ class Rounds {
   void Resume(const DeclaredTensor* tensor, uint32_t first_round);
   // The member of `rank` will ask for nothing more of this tensor: rounds fail that lack its push.
   void Release(const DeclaredTensor* tensor, int rank);
-  // Nobody holds the tensor of these any more: nothing of them is kept.  `freed` is called with
+  // Frees the partitions of a tensor that every member has released.  `freed` is called with
   // each that is gone, now or once its backup has answered.
   void Free(const std::vector<std::shared_ptr<Partition>>& partitions);
   // Those at the front that nobody needs any more.

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from byteps.torch import engine, operations, ops, session, wire
 from byteps.torch.figures import setting
+from byteps.torch.names import Names
 from byteps.torch.node_groups import (
     NodeGroup,
     NodeGroups,
@@ -177,6 +178,11 @@ class NodeSum:
             pushes.append(push)
             place += push.partitions
         return pushes
+
+    def take_names(self, rank: int, element_size: int, owner: object = None) -> Names:
+        """Take the names under which a rank pushes; see `Names`, which they are given back by."""
+        pushes = self.pushes(rank, element_size)
+        return Names(*(push.name for push in pushes), group=pushes[0].group, owner=owner)
 
     def _nbytes(self, numel: int, element_size: int) -> int:
         if self.wire_dtype is None:

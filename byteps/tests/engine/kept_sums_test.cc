@@ -22,7 +22,7 @@ void SumOnce(Job* job, const std::string& name, size_t pages) {
   EXPECT_EQ(values, wanted);
 }
 
-// Nothing of their tensors ever comes again.
+// Sums of tensors that are summed once.
 TEST(KeptSums, OneOffSumsGoWhenAllHaveThem) {
   Script script;
   script.threads = 1;

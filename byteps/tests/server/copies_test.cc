@@ -1,5 +1,5 @@
-// Words of a server to its backup (server/copies.cc) when it has no memory: what was not told is
-// told later, and whoever waits for the backup is answered.
+// Messages of a server to its backup (server/copies.cc) when it has no memory: what was not sent is
+// sent later, and each request that waits for the backup gets an answer.
 #include <gtest/gtest.h>
 
 #include <algorithm>

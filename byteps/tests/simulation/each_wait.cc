@@ -105,7 +105,7 @@ bool EachWait::Run(const Play& play) {
     ++points_;
     const auto ways = WaysToEnd(*notes_, noted.wait);
     for (size_t way = 0; way < kNumWays; ++way) {
-      // Nobody wakes a thread that waits for time or for another one.
+      // Threads that wait for time or for another one cannot be woken.
       if (ways[way].kind == Fault::kWake && !noted.wait.for_condition) continue;
       if (way == kSchedulerKilled && noted.wait.node == 0) continue;  // which "killed" does
       ++times_[place][way];

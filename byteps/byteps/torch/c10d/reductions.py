@@ -375,8 +375,7 @@ class Reductions:
         node_sum = nodes.whole_sum(
             name, layout, flat, average=average, wire_dtype=wire, purpose=self._key
         )
-        pushes = node_sum.pushes(session.rank(), dtype.itemsize)
-        self._names.append(Names(*(push.name for push in pushes), group=pushes[0].group))
+        self._names.append(node_sum.take_names(session.rank(), dtype.itemsize))
         gatherer = None
         if flat.is_cuda:
             ranks = layout.on_host_of(session.rank())

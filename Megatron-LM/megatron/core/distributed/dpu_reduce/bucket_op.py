@@ -319,9 +319,7 @@ class BucketOp:
         bytepslib.names.Names(*names, group=self.group, owner=owner)
         for sums in (self.node_whole, self.node_shards):
             if sums is not None:
-                pushes = sums.pushes(job.rank(), grads.element_size())
-                names = [push.name for push in pushes]
-                bytepslib.names.Names(*names, group=pushes[0].group, owner=owner)
+                sums.take_names(job.rank(), grads.element_size(), owner)
 
 
 def wire_of(
