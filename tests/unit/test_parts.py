@@ -97,6 +97,7 @@ CONNECTION_SUITES = (
     "Contract",
     "Greeting",
     "Refusal",
+    "Relay",
     "Sending",
     "VanInbox",
 )

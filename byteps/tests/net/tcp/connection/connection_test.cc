@@ -2,8 +2,10 @@
 // them a message takes, two NICs each, memory that is sent, and damaged greetings.
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -188,6 +190,18 @@ TEST(ConnectionOverNics, LearnsOfOthers) {
   hub.relay.Reset(other, {});
   ASSERT_TRUE(WaitUntil([&] { return link.connecting.times_resumed() >= 2; })) << link.Text();
   EXPECT_TRUE(GoesBy(&link, "127.0.0.2")) << link.connection()->address();
+}
+
+// Another process of the machine cannot get the port, so that the route can come up again.
+TEST(Relay, ARouteThatIsDownKeepsItsPort) {
+  Relay relay;
+  const int route = relay.AddRoute(1);
+  relay.SetDown(route, true);
+  const ps::tcp::Fd other(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const ps::Address address = ps::Resolve("127.0.0.1", relay.PortOf(route))[0];
+  EXPECT_NE(bind(other.get(), address.get(), address.length), 0);
+  EXPECT_EQ(errno, EADDRINUSE);
+  relay.SetDown(route, false);
 }
 
 // ----- memory that is sent: whose it is, and when

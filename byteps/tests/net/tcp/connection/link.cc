@@ -21,6 +21,7 @@ constexpr size_t kReadBytes = 65536;
 // Of a direction that its reader does not take.
 constexpr size_t kPendingBytes = 1 << 20;
 constexpr int kLookMs = 5;
+constexpr int kAnyHost = 0;
 
 sockaddr_in Loopback(int port, int host = 1) {
   sockaddr_in address{};
@@ -54,6 +55,7 @@ Relay::~Relay() {
   for (Pair& pair : pairs_) End(&pair, false);
   for (const Route& route : routes_) {
     if (route.listener >= 0) close(route.listener);
+    if (route.reserved >= 0) close(route.reserved);
   }
   close(wake_);
 }
@@ -63,17 +65,21 @@ void Relay::Wake() {
   CHECK_EQ(write(wake_, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
 }
 
-void Relay::Listen(Route* route) {
-  route->listener = NewSocket();
+// A socket that is bound and does not listen keeps its port: the kernel gives it to no other
+// process, neither to listen nor to connect from, and refuses connections to it.
+int Relay::Bind(int host, int port) {
+  const int fd = NewSocket();
   const int one = 1;
-  setsockopt(route->listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
-  sockaddr_in address = Loopback(route->port, route->host);
-  socklen_t length = sizeof(address);
-  auto* any = reinterpret_cast<sockaddr*>(&address);
-  CHECK_EQ(bind(route->listener, any, length), 0) << strerror(errno);
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
+  sockaddr_in address = Loopback(port, host);
+  if (host == kAnyHost) address.sin_addr.s_addr = htonl(INADDR_ANY);
+  CHECK_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0) << strerror(errno);
+  return fd;
+}
+
+void Relay::Listen(Route* route) {
+  route->listener = Bind(route->host, route->port);
   CHECK_EQ(listen(route->listener, 16), 0) << strerror(errno);
-  CHECK_EQ(getsockname(route->listener, any, &length), 0) << strerror(errno);
-  route->port = ntohs(address.sin_port);
 }
 
 int Relay::AddRoute(int port, int host, int own) {
@@ -81,6 +87,14 @@ int Relay::AddRoute(int port, int host, int own) {
   route.leads_to = port;
   route.host = host;
   route.port = own;
+  if (own == 0) {
+    route.reserved = Bind(kAnyHost, 0);
+    sockaddr_in address{};
+    socklen_t length = sizeof(address);
+    CHECK_EQ(getsockname(route.reserved, reinterpret_cast<sockaddr*>(&address), &length), 0)
+        << strerror(errno);
+    route.port = ntohs(address.sin_port);
+  }
   Listen(&route);
   int number = 0;
   {

@@ -37,7 +37,7 @@ class Relay {
 
   // Opens a port that leads to `port` of this host.  Returns the route's number.
   int AddRoute(int port) { return AddRoute(port, 1, 0); }
-  // The same at 127.0.0.`host`, as another NIC, and at the port `own`; 0: any.
+  // The same at 127.0.0.`host`, as another NIC, and at the port `own` of another route; 0: any.
   int AddRoute(int port, int host, int own);
   // Resets the connections of the route and refuses others, or takes them again.
   void SetDown(int route, bool down);
@@ -70,6 +70,7 @@ class Relay {
     bool over = false;
   };
   struct Route {
+    int reserved = -1;  // keeps the port at every address while there is no listener
     int listener = -1;
     int host = 1;       // 127.0.0.1
     int port = 0;       // its own
@@ -80,6 +81,7 @@ class Relay {
     Pair* last = nullptr;
   };
 
+  static int Bind(int host, int port);
   static void Listen(Route* route);
   void Loop();
   void Accept(int route) PS_REQUIRES(mu_);
