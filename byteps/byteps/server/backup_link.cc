@@ -55,6 +55,7 @@ void BackupLink::OnServerLost(int rank) {
   {
     ps::MutexLock lock(&mu_);
     pass_ = 0;
+    user_->OnBackup(0);
     fetches_ = false;
     if (awaits_) {
       fetch_error_ = channel_->NameOfServer(rank) +
@@ -64,7 +65,6 @@ void BackupLink::OnServerLost(int rank) {
     awaits_ = false;
   }
   PS_PROBE(kBackupLost);
-  user_->OnBackup(0);
   user_->OnFetched();
 }
 
@@ -119,19 +119,17 @@ void BackupLink::OnMeet(const Message& message) {
 }
 
 void BackupLink::OnPass(uint64_t life, uint64_t pass) {
-  bool had_another = false;
   {
     ps::MutexLock lock(&mu_);
     // Messages may overtake each other, and those of a predecessor.
     if (over_.count(life) > 0 || (life == backup_life_ && pass <= newest_pass_)) return;
     if (life != backup_life_) over_.insert(std::exchange(backup_life_, life));
     newest_pass_ = pass;
-    had_another = pass_ != 0;
+    if (pass_ != 0) user_->OnBackup(0);  // what was told with that nobody answers
     pass_ = pass;
     threads_told_ = 0;
     fetches_ = !has_state_;
   }
-  if (had_another) user_->OnBackup(0);  // what was told with that nobody answers
   if (has_state_) return BeginTelling(pass);
   Send(kFetch, backup(), 0, pass, "", {});
 }
@@ -199,9 +197,9 @@ void BackupLink::OnFetchAnswer(const Message& message) {
     } else {
       pass = fetched_pass_ = pass_;
     }
+    if (!is_empty) has_state_ = true;
+    user_->OnBackup(pass);
   }
-  if (!is_empty) has_state_ = true;
-  user_->OnBackup(pass);
   awaits_ = false;
   user_->OnFetched();
 }
@@ -373,22 +371,20 @@ void BackupLink::OnAnswer(const Message& message) {
       break;
   }
   if (message.peer != backup()) return;
-  uint64_t begun = 0;  // with this pass
   {
     ps::MutexLock lock(&mu_);
-    if (message.number == begun_ && !message.failed) begun = pass_;
+    if (message.number == begun_ && !message.failed && pass_ != 0) return user_->OnBackup(pass_);
   }
-  if (begun != 0) return user_->OnBackup(begun);
   if (message.failed) {
     {
       ps::MutexLock lock(&mu_);
       if (pass_ != message.number >> 32) return;
       pass_ = 0;
+      user_->OnBackup(0);
     }
     BPS_LOG(WARNING) << channel_->NameOfServer(message.peer)
                      << " has no copy of this server's state any more: " << message.body
                      << "; if this server is lost, so is the job";
-    user_->OnBackup(0);
   }
   user_->OnCopied(message.key, message.number);
 }

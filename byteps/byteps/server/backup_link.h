@@ -143,7 +143,7 @@ class Copies {
 // comes a pass, and takes records of the newest one alone; and requests have numbers that no
 // earlier server's had.
 
-// What the link has the server do.  Any thread calls it, with no lock of the link's held.
+// The server, as its link calls it: from any thread, and but for OnBackup with no lock held.
 class BackupUser {
  public:
   virtual ~BackupUser() = default;
@@ -152,7 +152,8 @@ class BackupUser {
   // The backup has what it was told of this key by the request of this number, or has no copy any
   // more.
   virtual void OnCopied(uint64_t key, uint64_t number) = 0;
-  // From now on it is told with this pass, and has nothing yet; 0: there is none.
+  // The backup is told with this pass from now on, and has nothing yet; 0: there is none.  The
+  // link's lock is held, so that calls come in the order of what it learns: this must not call it.
   virtual void OnBackup(uint64_t pass) = 0;
   // All state has come that will come.
   virtual void OnFetched() = 0;

@@ -4,11 +4,14 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,10 +40,14 @@ class Neighbor : public ServerChannel, public BackupUser {
     defers ? deferred.push_back(std::move(task)) : task();
   }
   void OnCopied(uint64_t, uint64_t number) override { copied.push_back(number); }
-  void OnBackup(uint64_t pass) override { backups.push_back(pass); }
+  void OnBackup(uint64_t pass) override {
+    if (pass != 0 && before_backup) before_backup();
+    backups.push_back(pass);
+  }
   void OnFetched() override { ++fetched; }
 
   bool defers = false;
+  std::function<void()> before_backup;
   std::vector<std::function<void()>> deferred;
   std::vector<Message> sent;
   std::vector<uint64_t> copied, backups;
@@ -73,6 +80,12 @@ class BackupLinkTest : public testing::Test {
     user_.sent.clear();
     link_.OnMessage(&message);
     return user_.sent.empty() ? Message() : user_.sent.back();
+  }
+  // The backup answers a request of this server.
+  void Answer(int op, uint64_t key, uint64_t number, const std::string& error) {
+    Message answer = MakeAnswer(op, 0, key, number, error);
+    answer.between_servers = true;
+    link_.OnMessage(&answer);
   }
   // `pass`: of this server, by a backup of this life.  Returns the pass of the other one.
   uint64_t Meet(uint64_t life, uint64_t pass = 0, uint8_t flags = kAnswer) {
@@ -130,6 +143,27 @@ TEST_F(BackupLinkTest, ARecordOfAServerThatWasLostIsNotTaken) {
   EXPECT_EQ(Fetched(second), 1);
   EXPECT_FALSE(Copy(State(second), {2, 2, 2, 2}).failed);
   EXPECT_EQ(Fetched(second), 2);
+}
+
+// Else the server would tell a backup that is lost, and wait for its answers for ever.
+TEST_F(BackupLinkTest, ALossIsToldAfterTheBackupThatWasLost) {
+  std::thread loss;
+  std::atomic<bool> is_told{false};
+  user_.before_backup = [&] {
+    loss = std::thread([&] {
+      link_.OnServerLost(0);
+      is_told = true;
+    });
+    // Time enough for a loss that would overtake this.
+    const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+    while (!is_told && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  };
+  Meet(70);
+  Meet(70, 9, 0);
+  Answer(kFetch, 0, 9, "");
+  ASSERT_TRUE(loss.joinable());
+  loss.join();
+  EXPECT_EQ(user_.backups, (std::vector<uint64_t>{9, 0}));
 }
 
 TEST_F(BackupLinkTest, OneLifeHasOnePassUnlessItAsksAnew) {
@@ -216,16 +250,12 @@ TEST_F(BackupLinkTest, AStepOfARoundBeforeALoadIsNotMade) {
 TEST_F(BackupLinkTest, ABackupThatLosesItsCopyIsToldNothingMore) {
   Meet(70);
   Meet(70, 9, 0);
-  Message answer = MakeAnswer(kFetch, 0, 0, 9, "");
-  answer.between_servers = true;
-  link_.OnMessage(&answer);
+  Answer(kFetch, 0, 9, "");
   EXPECT_EQ(user_.backups, std::vector<uint64_t>{9});
   CopyRecord record;
   record.pass = 9;
   const uint64_t number = link_.Tell(declaration_.Key(), record, {});
-  answer = MakeAnswer(kCopy, 0, declaration_.Key(), number, "it has no memory");
-  answer.between_servers = true;
-  link_.OnMessage(&answer);
+  Answer(kCopy, declaration_.Key(), number, "it has no memory");
   EXPECT_EQ(user_.backups, (std::vector<uint64_t>{9, 0}));
   EXPECT_EQ(user_.copied, std::vector<uint64_t>{number});
 }
