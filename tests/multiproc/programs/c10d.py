@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import byteps.torch as bps
@@ -325,6 +326,18 @@ def streams(job: Job) -> None:
             copy = tensor.clone()
         stream.synchronize()
         assert torch.equal(copy, want)
+    with job.check("a wait with a limit"):
+        tensor = given(LARGE, job.rank)
+        if job.rank == 1:
+            wait_for_file(job.folder / "mark.late.0", GO_ON_S)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if job.rank == 0:
+            with job.check_raises("it ends at its limit", bps.BytePSError, "timed out.*0.3 s"):
+                work.wait(timedelta(seconds=0.3))
+            job.mark("late")
+        work.wait(timedelta(seconds=GO_ON_S))
+        assert torch.equal(tensor, want)
     with job.check("memory comes back"):
         held = []
         for _ in range(40):

@@ -265,6 +265,9 @@ def group_limit(job: Job) -> None:
     for name, call in _reconfigurations(group).items():
         with job.check_raises(f"{name} is refused", RuntimeError, "cannot be reconfigured"):
             call()
+    for hook in ("pre", "post"):
+        with job.check_raises(f"a {hook} hook is refused", RuntimeError, "register none"):
+            getattr(group, f"register_{hook}_hook")(1, print)
     tensor = given(1000, job.rank)
     if job.rank:
         job.wait_until("rank 0's error", (job.folder / "mark.late.0").exists)

@@ -27,6 +27,11 @@ _NOT_RECONFIGURED = (
     "servers count. Destroy it and make another one, or unset BYTEPS_C10D"
 )
 
+_NOT_HOOKED = (
+    "hooks before and after each collective are not called for the all-reduces that BytePS sends: "
+    "register none on a process group that it carries, or unset BYTEPS_C10D"
+)
+
 _AVERAGES = {dist.ReduceOp.SUM: False, dist.ReduceOp.AVG: True}
 
 
@@ -248,6 +253,22 @@ class BytePSGroup(dist.ProcessGroup):
             RuntimeError: always.
         """
         raise RuntimeError(_NOT_RECONFIGURED)
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Refused.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(_NOT_HOOKED)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Refused.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(_NOT_HOOKED)
 
     def shutdown(self) -> None:
         """End the group, and with the default group this worker's part in the job."""

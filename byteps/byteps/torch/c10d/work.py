@@ -146,6 +146,14 @@ class Work(dist._Work):
         Here, where no thread learns when streams get there: now."""
         callback()
 
+    def _late(self, limit_s: float, of: str) -> str:
+        tensor = self._tensors[0]
+        of_type = str(tensor.dtype).removeprefix("torch.")
+        return (
+            f"all-reduce of {of_type} {tuple(tensor.shape)} timed out: it has not ended after "
+            f"{limit_s:g} s ({of}); a member of the group has not started it, or is slow"
+        )
+
     def _was_awaited(self) -> None:
         _kept_long.pop(id(self), None)
 
@@ -293,14 +301,6 @@ class ServerWork(Work):
         works = [self] if self._line is None else self._line.up_to(self)
         return all(work.ends_alone_by(deadline) for work in works)
 
-    def _late(self, limit_s: float, of: str) -> str:
-        tensor = self._tensors[0]
-        of_type = str(tensor.dtype).removeprefix("torch.")
-        return (
-            f"all-reduce of {of_type} {tuple(tensor.shape)} timed out: it has not ended after "
-            f"{limit_s:g} s ({of}); a member of the group has not started it, or is slow"
-        )
-
     def settle_alone(self) -> None:
         """Receive the values, or learn why there are none. Only for the line that it is in."""
         with self._lock:
@@ -412,13 +412,17 @@ class StreamedWork(Work):
         """Have the current stream wait for the values. The host goes on at once.
 
         Args:
-            timeout: not looked at, as the host does not wait: BYTEPS_OP_TIMEOUT_S is the limit.
+            timeout: how long the host waits for the values, as with NCCL; 0: it goes on at once,
+                and BYTEPS_OP_TIMEOUT_S is the limit.
 
         Raises:
-            BytePSError: the job has failed; the text names the peer.
+            BytePSError: the job has failed, and the text names the peer; or the values were not
+                there in time.
         """
-        del timeout
-        self._queue().wait(current_stream(self._device))
+        landed = self._queue()
+        if timeout > NO_LIMIT:
+            self._await_on_host(landed, timeout.total_seconds())
+        landed.wait(current_stream(self._device))
         self._was_awaited()
         c_lib.check()
         return True
@@ -453,6 +457,15 @@ class StreamedWork(Work):
             self._future = future
             self._was_awaited()
         return self._future
+
+    def _await_on_host(self, landed: c_lib.Landing, limit_s: float) -> None:
+        # Ended by the values, the job's failure or the deadline: the caller's limit.
+        deadline = time.monotonic() + limit_s
+        while not landed.query():
+            c_lib.check()
+            if time.monotonic() > deadline:
+                raise BytePSError(self._late(limit_s, "the timeout of wait()"))
+            time.sleep(_LOOK_S)
 
     def _queue(self) -> c_lib.Landing:
         """The moment at which the values are there."""
