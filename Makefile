@@ -137,8 +137,8 @@ ray-layouts: setup-hf ## each layout under torchrun and under Ray, a GPT and ada
 	@$(PYTHON_HF) -W ignore tests/layouts/ray_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
-test-hf: setup-hf ## Hugging Face models, whole and by adapters, in layouts of up to four ranks
-	@$(PYTHON_HF) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/hugging_face)
+test-hf: setup-hf ## Hugging Face models, whole and by adapters, in layouts of up to eight ranks
+	@$(PYTHON_HF) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/hugging_face)
 
 hf-layouts: setup-hf ## each layout of a Hugging Face model, whole and by adapters, as a table
 	@$(PYTHON_HF) -W ignore tests/layouts/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
