@@ -119,12 +119,11 @@ def _ways() -> Iterator[Way]:
     # The sharded recipe as it stands, with one flag added.
     recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
     yield _way("sharded-bf16-on-servers", recipe)
-    # The optimizer on the servers: parameters come down before the norm is known, or after; the
-    # ranks of a host sum first where several share one, or never; servers copy their state.
+    # The optimizer on the servers: the ranks of a host sum first where several share one, or never;
+    # servers copy their state.
     servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")
     for name, more in (
-        ("servers-bf16", ("--dpu-optimizer-clip", "speculate")),
-        ("servers-bf16-wait", ("--dpu-optimizer-clip", "wait")),
+        ("servers-bf16", ()),
         ("servers-bf16-flat", ("--dpu-reduce-route", "flat")),
         ("servers-int8", ("--dpu-reduce-wire-dtype", "int8")),
     ):

@@ -208,7 +208,7 @@ REPRESENTATIVE = (
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
     "servers-dp4-do-bf16-wire-overlap-gather",
-    "servers-dp2-mtp-detached-wait",
+    "servers-dp2-mtp-detached",
     "servers-tp2-dp2-fp16-wire-overflows",
     "servers-dp2-muon-overlap",
     "node2-servers-dp4-bf16-sent-as-int8-overlap",
@@ -342,7 +342,7 @@ def reference(
         ("servers-pp2-vpp2-dp2-overlap-acc4", "pushed-too-early", "norms differ by"),
         ("servers-tp2-dp2", "copies-counted", "norms differ by"),
         ("servers-tp2-dp2-overlap-acc2", "too-many-zeros", "gradients of the first step are 0"),
-        ("servers-dp2-mtp-detached-wait", "one-norm", "norms differ by"),
+        ("servers-dp2-mtp-detached", "one-norm", "norms differ by"),
         ("servers-dp2-fp16-wire", "not-scaled-back", "norms differ by"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
 from megatron.core.distributed.dpu_reduce import bytepslib, parameters, server_checkpoint
+from megatron.core.distributed.dpu_reduce.arguments import GONE
 from megatron.training import arguments, cpu_platform
 
 REFUSED = {
@@ -42,16 +43,9 @@ ALLOWED = (
     ("--num-distributed-optimizer-instances", "2"),
     ("--overlap-param-gather",),
     ("--dpu-reduce-wire-dtype", "bf16"),
-    ("--dpu-reduce-wire-dtype", "int8", "--dpu-reduce-feedback", "on"),
+    ("--dpu-reduce-wire-dtype", "int8"),
     ("--dpu-optimizer", "--dpu-reduce-wire-dtype", "int8"),
-    (
-        "--dpu-optimizer",
-        "--bf16",
-        "--dpu-reduce-wire-dtype",
-        "int4",
-        "--dpu-reduce-feedback",
-        "off",
-    ),
+    ("--dpu-optimizer", "--bf16", "--dpu-reduce-wire-dtype", "int4"),
     ("--dpu-reduce-wire-dtype", "int4", "--dpu-reduce-keep-bf16", "embedding", r"lora_.*"),
     ("--dpu-reduce-route", "node-first"),
     ("--overlap-param-gather-with-optimizer-step",),
@@ -292,10 +286,6 @@ def test_allowed_with_the_optimizer_on_the_servers(parse: Parse, words: tuple[st
 def test_the_optimizer_on_the_servers_needs(parse: Parse) -> None:
     assert translated(parse("--dpu-optimizer")).use_dpu_reduce
     assert DistributedDataParallelConfig(dpu_optimizer=True).use_dpu_reduce
-    with pytest.raises(ValueError, match="clip=guess is not known; it can be speculate or wait"):
-        DistributedDataParallelConfig(
-            use_dpu_reduce=True, dpu_optimizer=True, dpu_optimizer_clip="guess"
-        )
     words = ("--use-dpu-reduce", "--dpu-optimizer", "--dpu-reduce-wire-dtype", "bf16")
     with pytest.raises(ValueError, match="wire-dtype=bf16 without --bf16"):
         dpu_reduce.validate_args(parse(*words))
@@ -339,10 +329,20 @@ def test_wire_dtype_needs_the_flag(parse: Parse) -> None:
         DistributedDataParallelConfig(dpu_reduce_wire_dtype="bf16")
 
 
+@pytest.mark.parametrize("flag", GONE)
+def test_a_flag_that_is_gone_is_an_error(
+    parse: Parse, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    """It says what there is instead, whatever follows the flag."""
+    for words in ((flag,), (flag, "1"), (f"{flag}=1",)):
+        with pytest.raises(SystemExit):
+            parse("--use-dpu-reduce", *words)
+        assert f"{flag} is gone: {GONE[flag]}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--dpu-reduce-feedback", "on"), "--dpu-reduce-feedback needs .* int8 or int4"),
         (("--dpu-reduce-keep-bf16", "x"), "--dpu-reduce-keep-bf16 needs .* int8 or int4"),
         (
             ("--dpu-reduce-wire-dtype", "int8", "--dpu-reduce-keep-bf16", "("),

@@ -66,8 +66,6 @@ class Layout(Row):
     compared alone."""
     servers: bool = False
     """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
-    clip: str = ""
-    """How servers make steps that may be clipped: ``--dpu-optimizer-clip``."""
     environment: tuple[tuple[str, str], ...] = ()
     """Further variables of the ranks that sum through BytePS."""
     refused: str = ""
@@ -77,8 +75,7 @@ class Layout(Row):
         """What is added for the run through BytePS."""
         wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
         servers = ["--dpu-optimizer"] if self.servers else []
-        clip = ["--dpu-optimizer-clip", self.clip] if self.clip else []
-        further = [*wire, *servers, *clip, *self.asks]
+        further = [*wire, *servers, *self.asks]
         return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *further]
 
     @property

@@ -42,12 +42,11 @@ FEW_BITS: tuple[Layout, ...] = (
         extra=_CLIPS_NEVER,
     ),
     Layout(
-        name="servers-dp2-bf16-sent-as-int8-wait",
+        name="servers-dp2-bf16-sent-as-int8",
         ranks=2,
         servers=True,
         dtype="bf16",
         wire="int8",
-        clip="wait",
     ),
     Layout(
         name="servers-dp2-sent-as-int8-no-clip",
@@ -416,8 +415,7 @@ LAYOUTS: tuple[Layout, ...] = (
            distributed_optimizer=True, dtype="bf16", extra=_MUON_FP32),
     # Multi-token prediction.
     Layout(name="servers-dp2-mtp", ranks=2, servers=True, extra=_MTP),
-    Layout(name="servers-dp2-mtp-detached-wait", ranks=2, servers=True, clip="wait",
-           extra=_DETACHED),
+    Layout(name="servers-dp2-mtp-detached", ranks=2, servers=True, extra=_DETACHED),
     Layout(name="servers-pp2-dp2-mtp-detached-overlap-clips-never", ranks=4, pp=2, servers=True,
            overlap=True, accumulation=2, extra=(*_DETACHED, *_CLIPS_NEVER)),
     # The loss is scaled.
@@ -432,8 +430,8 @@ LAYOUTS: tuple[Layout, ...] = (
            overlap=True, accumulation=2),
     Layout(name="node2-servers-dp4-clips-at-first-acc2", ranks=4, per_host=2, route=_NODE,
            servers=True, accumulation=2, extra=_CLIPS_AT_FIRST),
-    Layout(name="node2-servers-dp4-wait", ranks=4, per_host=2, route=_NODE, servers=True,
-           overlap=True, clip="wait"),
+    Layout(name="node2-servers-dp4-overlap", ranks=4, per_host=2, route=_NODE, servers=True,
+           overlap=True),
     Layout(name="node2-servers-dp4-bf16-frozen-no-clip", ranks=4, per_host=2, route=_NODE,
            servers=True, dtype="bf16", frozen="embedding", extra=(*_NO_CLIP, *_UNTIED)),
     Layout(name="node2-servers-dp4-bf16-wire-overlap", ranks=4, per_host=2, route=_NODE,

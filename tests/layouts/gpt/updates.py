@@ -173,10 +173,7 @@ def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
     extra = list(layout.extra)
     limit = float(extra[extra.index("--clip-grad") + 1]) if "--clip-grad" in extra else 1.0
     clipped = [0 < limit < (step.grad_norm or 0.0) for step in seen.steps]
-    tries = [
-        layout.clip != "wait" and clipped[max(0, i - 2) : i] != [True, True]
-        for i in range(len(clipped))
-    ]
+    tries = [clipped[max(0, i - 2) : i] != [True, True] for i in range(len(clipped))]
     return [now and tried for now, tried in zip(clipped, tries, strict=True)]
 
 

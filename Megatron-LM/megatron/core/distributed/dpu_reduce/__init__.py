@@ -15,6 +15,7 @@ a flag is tested in one place, and without it a hook costs a call. Two hooks are
 there is anything to do: ``takes`` and ``keeps_optimizer``.
 
 ============================  ======================================================
+``add_arguments``             the parser of arguments is made
 ``translate_args``            the parsed arguments: what servers do, ranks need not
 ``translate_config``          the same of a ``DistributedDataParallelConfig``
 ``validate_args``             the arguments are derived: refuse what is not supported
@@ -49,6 +50,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 
 =====================  ============================================================
 ``hooks``              the above
+``arguments``          flags, and what became of those of earlier versions
 ``translations``       what a recipe asks of ranks that servers do
 ``refusals``           what cannot be served; ``replica_refusals`` is what replicas cannot
 ``job``                hosts and links of the job, and the replicas that train one model in it
@@ -79,6 +81,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 
 from __future__ import annotations
 
+from .arguments import add_arguments
 from .bucket_op import BucketOp, bucket_name, group_name
 from .hooks import (
     add_checkpoint_metadata,
@@ -118,6 +121,7 @@ from .translations import translate_args, translate_config
 __all__ = [
     "BucketOp",
     "GradSyncHandle",
+    "add_arguments",
     "add_checkpoint_metadata",
     "agreed_norm",
     "apart",

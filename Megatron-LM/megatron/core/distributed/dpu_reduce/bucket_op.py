@@ -340,8 +340,6 @@ def wire_of(
     )
     if not asked.is_block and keeps:
         return wire.of(grad_dtype)
-    if asked.is_block and ddp_config.dpu_reduce_feedback != "auto":
-        asked = replace(asked, feedback=ddp_config.dpu_reduce_feedback == "on")
     return wire.of(grad_dtype, asked)
 
 

@@ -13,9 +13,6 @@ import torch
 from . import advice, bytepslib, replica_refusals
 from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
-OPTIMIZER_CLIPS = ("speculate", "wait")
-"""How --dpu-optimizer makes steps that may be clipped."""
-
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
 
 WIRE_TYPES = ("bf16", *FEW_BITS)
 """What ``--dpu-reduce-wire-dtype`` may name."""
-FEEDBACK = ("auto", "on", "off")
-"""What ``--dpu-reduce-feedback`` may name."""
 
 
 _REFUSALS: tuple[Refusal, ...] = (
@@ -147,12 +142,7 @@ def _check_wire_dtype(source: object) -> None:
 
 def _check_few_bits(source: object) -> None:
     """``source`` is the arguments or a DDP config."""
-    feedback = getattr(source, "dpu_reduce_feedback", "auto")
     kept = getattr(source, "dpu_reduce_keep_bf16", None)
-    if feedback not in FEEDBACK:
-        raise ValueError(
-            f"--dpu-reduce-feedback={feedback} is not known; it can be {', '.join(FEEDBACK)}"
-        )
     for pattern in kept or ():
         try:
             re.compile(pattern)
@@ -160,14 +150,8 @@ def _check_few_bits(source: object) -> None:
             raise ValueError(
                 f"--dpu-reduce-keep-bf16: {pattern!r} is no regular expression: {error}"
             ) from error
-    if getattr(source, "dpu_reduce_wire_dtype", None) in FEW_BITS:
-        return
-    for flag, given in (
-        ("--dpu-reduce-feedback", feedback != "auto"),
-        ("--dpu-reduce-keep-bf16", kept),
-    ):
-        if given:
-            raise ValueError(f"{flag} needs --dpu-reduce-wire-dtype int8 or int4")
+    if kept and getattr(source, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
+        raise ValueError("--dpu-reduce-keep-bf16 needs --dpu-reduce-wire-dtype int8 or int4")
 
 
 def _check_route(source: object) -> None:
@@ -191,11 +175,6 @@ def _check_optimizer(source: object) -> None:
         return
     refuse_settings(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
     refuse_settings(source, _WHOLE_PARAMETERS, "--dpu-optimizer")
-    clip = getattr(source, "dpu_optimizer_clip", "speculate")
-    if clip not in OPTIMIZER_CLIPS:
-        raise ValueError(
-            f"--dpu-optimizer-clip={clip} is not known; it can be {' or '.join(OPTIMIZER_CLIPS)}"
-        )
     form = getattr(source, "ckpt_format", "torch_dist")
     saves = getattr(source, "save", None) and not getattr(source, "no_save_optim", None)
     loads = getattr(source, "load", None) and not getattr(source, "no_load_optim", None)

@@ -127,7 +127,7 @@ class ServerOptimizer(MegatronOptimizer):
         self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
         self._speculation = bytepslib.step_machine.Speculation(
-            model_chunks[0].ddp_config.dpu_optimizer_clip,
+            "speculate",
             useful=self._looks or self._overlaps or self._counts_zeros,
         )
         self._loaded = False

@@ -1,0 +1,133 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Flags of this package for Megatron's command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+GONE = {
+    "--dpu-optimizer-clip": "servers try steps, and stop by themselves where most are clipped",
+    "--dpu-reduce-feedback": "--dpu-reduce-wire-dtype decides: int4 has it, and int8 has not",
+}
+"""Flags of earlier versions, and what there is instead of each."""
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Megatron's parser gets its arguments of distributed training."""
+    group.add_argument(
+        "--use-dpu-reduce",
+        action="store_true",
+        default=False,
+        help="If set, sum data-parallel gradients through BytePS parameter servers where that is "
+        "faster than an all-reduce or reduce-scatter. Needs the package byteps; without a "
+        "scheduler address (DMLC_PS_ROOT_URI) the servers are started next to the ranks.",
+    )
+    group.add_argument(
+        "--dpu-reduce-wire-dtype",
+        choices=["bf16", "int8", "int4"],
+        default=None,
+        help="Send gradients to the BytePS servers and back in this type: fp32 as bf16, any as "
+        "blocks of 128 values with one scale (int8, int4). Servers still add them in fp32. "
+        "Default: the type of the gradients.",
+    )
+    group.add_argument(
+        "--dpu-reduce-keep-bf16",
+        nargs="+",
+        default=None,
+        metavar="PATTERN",
+        help="With int8 and int4: parameters whose gradients are sent as bf16, besides norms, "
+        "biases, routers and small tensors.",
+    )
+    group.add_argument(
+        "--dpu-reduce-route",
+        choices=["auto", "flat", "node-first", "collective"],
+        default="auto",
+        help="How --use-dpu-reduce sums gradients. flat: every rank pushes whole buckets to the "
+        "servers. node-first: the ranks of a host sum first and push a part each. collective: as "
+        "without BytePS. auto (default): for each bucket whichever needs the least time on the "
+        "links; a table at the start says why.",
+    )
+    group.add_argument(
+        "--dpu-optimizer",
+        action="store_true",
+        default=False,
+        help="The servers keep fp32 parameters and the state of the optimizer (adam or sgd), and "
+        "update. Gradients go up and parameters come down; ranks hold no optimizer state. Takes "
+        "the place of --use-distributed-optimizer and asks for --use-dpu-reduce.",
+    )
+    group.add_argument(
+        "--dpu-outer-steps",
+        type=int,
+        default=1,
+        metavar="H",
+        help="With replicas (BYTEPS_REPLICA): each steps its own optimizer, and all exchange "
+        "parameters once in H steps (DiLoCo). 1: gradients are summed in each step.",
+    )
+    group.add_argument(
+        "--dpu-outer-lr", type=float, default=0.7, help="Learning rate of the outer steps."
+    )
+    group.add_argument(
+        "--dpu-outer-momentum",
+        type=float,
+        default=0.9,
+        help="Nesterov momentum of the outer steps.",
+    )
+    group.add_argument(
+        "--dpu-outer-after",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Sum gradients in each of the first N steps.",
+    )
+    group.add_argument(
+        "--dpu-outer-delay",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="Steps that an exchange may take, while replicas go on.",
+    )
+    group.add_argument(
+        "--dpu-outer-fragments",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Parts of the model that are exchanged at different steps.",
+    )
+    group.add_argument(
+        "--dpu-quorum",
+        type=int,
+        default=0,
+        metavar="K",
+        help="With replicas: once K of them wait, the others have --dpu-grace. One that is later "
+        "is removed, and joins again. With --dpu-outer-steps one that is slow leaves out steps "
+        "before. 0: replicas wait for each other.",
+    )
+    group.add_argument(
+        "--dpu-grace",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="Must be longer than replicas differ in the time of a step, evaluation or checkpoint.",
+    )
+    for flag in GONE:
+        group.add_argument(
+            flag, action=_Gone, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+
+
+class _Gone(argparse.Action):
+    """Says what there is instead of a flag."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        del namespace, values
+        flag = self.option_strings[0]
+        parser.error(f"{flag} is gone: {GONE[flag]}")
