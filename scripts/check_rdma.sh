@@ -21,7 +21,7 @@ will train. It changes nothing. A flag wins over its variable.
   --client HOST                         the other end of that
   -h, --help                            show this
 
-Also read: BYTEPS_RDMA_GID_INDEX, BYTEPS_RDMA_MTU, DMLC_PS_ROOT_URI.
+Also read: BYTEPS_RDMA_GID_INDEX, DMLC_PS_ROOT_URI.
 
 Exit status: 0 nothing is wrong (there may be warnings); 1 something is; 2 bad use.
 TEXT

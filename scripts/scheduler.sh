@@ -22,7 +22,7 @@ Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its 
   --port-file PATH   (default: none)    write "HOST PORT" here once it listens
   --status-port PORT BYTEPS_STATUS_PORT show the cluster at http://127.0.0.1:PORT/ (status.sh shows
                                         the same); default: nowhere
-  --status-host HOST BYTEPS_STATUS_HOST show it at this address of the machine instead, without
+  --status-host HOST BYTEPS_HTTP_HOST   show it at this address of the machine instead, without
                                         authentication; 0.0.0.0: at all
   --check                               look whether the scheduler could run here, and start nothing
   --dry-run                             print the settings and the command, and do nothing
@@ -53,7 +53,7 @@ while (($#)); do
     --secret-file) need_argument "$1" "$@"; export BYTEPS_SECRET_FILE=$2; shift 2 ;;
     --port-file) need_argument "$1" "$@"; port_file=$2; shift 2 ;;
     --status-port) need_argument "$1" "$@"; export BYTEPS_STATUS_PORT=$2; shift 2 ;;
-    --status-host) need_argument "$1" "$@"; export BYTEPS_STATUS_HOST=$2; shift 2 ;;
+    --status-host) need_argument "$1" "$@"; export BYTEPS_HTTP_HOST=$2; shift 2 ;;
     --check) check=1; shift ;;
     --dry-run) dry_run=1; shift ;;
     *) die_usage "unknown setting: $1" ;;

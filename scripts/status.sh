@@ -11,7 +11,7 @@ Usage: status.sh [HOST:PORT] [options]
 Asks the scheduler, which must have been started with --status-port (BYTEPS_STATUS_PORT), and prints
 what it says. The same as a page: http://HOST:PORT/ in a browser.
 
-  HOST:PORT          of the scheduler's page; [IPV6]:PORT for IPv6. Default: BYTEPS_STATUS_HOST
+  HOST:PORT          of the scheduler's page; [IPV6]:PORT for IPv6. Default: BYTEPS_HTTP_HOST
                      (127.0.0.1) and BYTEPS_STATUS_PORT
   --watch [SECONDS]  print it anew every so many seconds (default: 2), until Ctrl-C
   --json             print the JSON object instead of a table
@@ -46,7 +46,7 @@ while (($#)); do
   esac
 done
 if [[ -z $address ]]; then
-  host=${BYTEPS_STATUS_HOST:-127.0.0.1}
+  host=${BYTEPS_HTTP_HOST:-127.0.0.1}
   [[ $host != 0.0.0.0 ]] || host=127.0.0.1
   need_integer "the port of the scheduler's page (HOST:PORT or BYTEPS_STATUS_PORT)" \
     "${BYTEPS_STATUS_PORT:-}" 1 65535

@@ -265,7 +265,7 @@ def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
     connections = {}
     if placement.uneven > 1:
         ahead = rank - first == number % placement.ranks_per_host
-        connections["BYTEPS_TCP_CONNECTIONS"] = str(placement.uneven if ahead else 1)
+        connections["BYTEPS_CONNECTIONS"] = str(placement.uneven if ahead else 1)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - first),

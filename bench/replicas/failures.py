@@ -18,7 +18,7 @@ Replicas stay, and each killed server is followed by a new one that waits.
 With --slow the last replica's passes take so many times as long instead, and nobody dies. Prints
 how much longer the others' steps take than without that.
 
-  bench/replicas/failures.py --slow 2 --every 30 --quorum 3 --grace 20 --steps 120
+  bench/replicas/failures.py --slow 2 --every 30 --quorum 3@20 --steps 120
 
   bench/replicas/failures.py --from-json RESULT
 
@@ -156,8 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--spare-servers", type=positive, default=1, help="that wait for places (default: 1)")
     add("--kills", type=int, default=5, help="deaths (default: 5)")
     add("--slow", type=float, default=1.0, metavar="FACTOR", help="see above")
-    add("--quorum", type=int, default=0, help="see --dpu-quorum")
-    add("--grace", type=float, default=0.0, help="see --dpu-grace")
+    add("--quorum", metavar="REPLICAS@S", help="see --dpu-quorum")
     add("--most-cost", type=float, default=0.05, help="of a slow one (default: 0.05)")
     add("--warm", type=float, default=0.0, metavar="S", help="start it so long before the kill")
     add("--spare", type=positive, default=20, help="steps without deaths at either end")
@@ -223,8 +222,7 @@ class Job:
         self.arguments = plain.megatron_arguments(options, prefix, options.seed)
         self.arguments += plain.outer_arguments(options, (options.every, 0))
         if options.quorum:
-            self.arguments += ["--dpu-quorum", str(options.quorum)]
-            self.arguments += ["--dpu-grace", str(options.grace)]
+            self.arguments += ["--dpu-quorum", options.quorum]
         self.lives: list[Life] = []
 
     def allow(self, steps: int) -> None:

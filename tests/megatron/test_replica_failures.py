@@ -323,7 +323,7 @@ def test_a_slow_one_leaves_out_steps(prefix: Path, tmp_path: Path, layout: str) 
     """It stays in the job, and exchanges what it has learned in fewer steps."""
     given, megatron = LAYOUTS[layout]
     words = [*TINY, *given, "--every", "6", "--steps", "24", "--slow", "3", "--pace", "0.3"]
-    words += ["--grace", "40", "--quorum", str(int(given[1]) - 1)]
+    words += ["--quorum", f"{int(given[1]) - 1}@40"]
     arguments = ("--use-distributed-optimizer", "--save", str(tmp_path), "--save-interval", "1000")
     options = failures.parse([*words, "--", *megatron, *arguments])
     job = failures.train(options, prefix, lambda job, now: None)

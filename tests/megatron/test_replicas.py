@@ -271,15 +271,18 @@ def test_matrices_that_ranks_keep_are_refused_with_servers(
     replica_refusals.check(arguments(optimizer="adam", dpu_optimizer=True))
 
 
-@pytest.mark.parametrize(("quorum", "grace"), [(2, 0.0), (0, 1.5), (-1, 1.5), (2, -1.5)])
-def test_a_quorum_needs_a_grace(monkeypatch: pytest.MonkeyPatch, quorum: int, grace: float) -> None:
-    given = arguments(dpu_quorum=quorum, dpu_grace=grace)
-    with pytest.raises(ValueError, match=f"--dpu-quorum={quorum} .* need replicas"):
-        replica_refusals.check(given)
+@pytest.mark.parametrize(
+    "quorum", ["2", "2@", "@2", "2@0", "0@1.5", "2@-1", "2@inf", "x@1", "2@1s"]
+)
+def test_a_quorum_is_so_many_replicas_and_seconds(
+    monkeypatch: pytest.MonkeyPatch, quorum: str
+) -> None:
+    with pytest.raises(ValueError, match=r"--dpu-quorum=2@1\.5 needs replicas"):
+        replica_refusals.check(arguments(dpu_quorum="2@1.5"))
     monkeypatch.setenv("BYTEPS_REPLICA", "0/3")
-    with pytest.raises(ValueError, match="must both be given, and positive"):
-        replica_refusals.check(given)
-    replica_refusals.check(arguments(dpu_quorum=2, dpu_grace=1.5))
+    with pytest.raises(ValueError, match=rf"--dpu-quorum={quorum} is not REPLICAS@SECONDS"):
+        replica_refusals.check(arguments(dpu_quorum=quorum))
+    replica_refusals.check(arguments(dpu_quorum="2@1.5"))
 
 
 @pytest.mark.parametrize("name", OUTER_REFUSED)

@@ -87,7 +87,7 @@ def test_idle_processes_use_little_cpu(make_cluster: Callable[..., Cluster]) -> 
         (1, {"BYTEPS_IO_THREADS": "4"}, 4),
         (1, {"BYTEPS_IO_THREADS": "2"}, 2),
         (2, {"BYTEPS_IO_THREADS": "4"}, 3),
-        (1, {"BYTEPS_IO_THREADS": "4", "BYTEPS_TCP_CONNECTIONS": "1"}, 1),
+        (1, {"BYTEPS_IO_THREADS": "4", "BYTEPS_CONNECTIONS": "1"}, 1),
     ],
 )
 def test_connections(

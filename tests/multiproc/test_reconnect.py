@@ -21,7 +21,7 @@ from tests.multiproc.endings import (
 
 RESETS = 12
 """Of each kind of link, at whatever moments they come."""
-SETTINGS = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_TCP_CONNECTIONS": "2"}
+SETTINGS = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_CONNECTIONS": "2"}
 
 
 def between(pid: int, port: int) -> list[Socket]:

@@ -128,9 +128,8 @@ def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]
     ("env", "why"),
     [
         (
-            {"BYTEPS_QUORUM": "2", "BYTEPS_GRACE_S": "6"},
-            r"it had not pushed 'gradients' \d+\.\d s after 2 replicas "
-            r"\(BYTEPS_QUORUM=2, BYTEPS_GRACE_S=6\)",
+            {"BYTEPS_QUORUM": "2@6"},
+            r"it had not pushed 'gradients' \d+\.\d s after 2 replicas \(quorum 2@6\)",
         ),
         pytest.param(
             {"BYTEPS_OP_TIMEOUT_S": "10"},
@@ -155,7 +154,7 @@ def test_one_that_lives_and_never_pushes_is_removed(
 
 
 def test_a_quorum_waits_for_the_first_push(make_replicas: Callable[..., Replicas]) -> None:
-    job = make_replicas(2, BYTEPS_QUORUM="1", BYTEPS_GRACE_S="6")
+    job = make_replicas(2, BYTEPS_QUORUM="1@6")
     job.finish(
         [
             job.start(0, steps=6),

@@ -237,7 +237,7 @@ def make_with_metrics(
     port = free_ports(WORKERS + 1)
     env = {
         "BYTEPS_METRICS_PORT": str(port),
-        "BYTEPS_METRICS_HOST": LOOPBACK,
+        "BYTEPS_HTTP_HOST": LOOPBACK,
         "BYTEPS_PARTITION_BYTES": "4096",
         # The server's; workers have their LOCAL_RANK, which must not contradict.
         "BYTEPS_LOCAL_RANK": str(WORKERS),
@@ -378,7 +378,7 @@ def test_port_that_is_taken(make_cluster: Callable[..., Cluster]) -> None:
     """Worker and server name the variable and the port, and do not join."""
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
-        env = {"BYTEPS_METRICS_PORT": str(port), "BYTEPS_METRICS_HOST": LOOPBACK}
+        env = {"BYTEPS_METRICS_PORT": str(port), "BYTEPS_HTTP_HOST": LOOPBACK}
         cluster = make_cluster(workers=1, servers=1, env=env)
         cluster.start_scheduler()
         server = cluster.start_server()

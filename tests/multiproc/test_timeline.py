@@ -147,9 +147,19 @@ def test_every_partition_and_stage_once(
     assert sorted(number for worker in workers for number in worker.arrows("f")) == begun
 
 
-def test_steps_and_limit(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
+UPSTREAMS = {"BYTEPS_TRACE_START_STEP": "1", "BYTEPS_TRACE_END_STEP": "1"}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [{"BYTEPS_TRACE_STEPS": "1-1"}, pytest.param(UPSTREAMS, marks=pytest.mark.thorough)],
+    ids=["one name", "upstream's names"],
+)
+def test_steps_and_limit(
+    make_cluster: Callable[..., Cluster], run_dir: Path, steps: dict[str, str]
+) -> None:
     """Only the rounds that were asked for, and no more than fit."""
-    more = {"BYTEPS_TRACE_START_STEP": "1", "BYTEPS_TRACE_END_STEP": "1", "BYTEPS_TRACE_LIMIT": "3"}
+    more = {**steps, "BYTEPS_TRACE_LIMIT": "3"}
     run(make_cluster(workers=WORKERS, env=settings(run_dir, **more)), "lifecycle:known")
     for worker in timelines(run_dir, "worker"):
         assert len(worker.rows) == len(worker.slices) == 3

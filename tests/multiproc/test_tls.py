@@ -64,7 +64,7 @@ class Authority:
 
 
 TLS = {"BYTEPS_TLS": "1"}
-SETTINGS = {**TLS, "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_TCP_CONNECTIONS": "2"}
+SETTINGS = {**TLS, "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_CONNECTIONS": "2"}
 ONE = b"\x00\x00\x80\x3f"
 """1.0, of which failures:loop pushes nothing else."""
 

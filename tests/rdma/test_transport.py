@@ -119,7 +119,7 @@ def test_each_message_goes_by_its_plane(make_over: Make, transport: Transport) -
         "planes:apart",
         servers=2,
         data_plane=transport.has_data_plane,
-        endpoints=int(transport.env.get("BYTEPS_RDMA_DATA_ENDPOINTS", "1")),
+        endpoints=int(transport.env.get("BYTEPS_CONNECTIONS", "1")),
     )
 
 

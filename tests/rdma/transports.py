@@ -141,7 +141,7 @@ def make(name: str) -> Transport:
 VARIANTS: dict[str, dict[str, str]] = {
     "rdma": {},
     "rdma-one-plane": {"BYTEPS_RDMA_DATA_PLANE": "0"},
-    "rdma-3-endpoints": {"BYTEPS_RDMA_DATA_ENDPOINTS": "3"},
+    "rdma-3-endpoints": {"BYTEPS_CONNECTIONS": "3"},
     "rdma-busy-poll": {"BYTEPS_RDMA_BUSY_POLL": "1"},
     # As few as can work: what waits for credit shows here.
     "rdma-shallow": {

@@ -11,7 +11,14 @@ import pytest
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 
-DOCUMENT = Path(__file__).parents[2] / "docs/use/settings.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs/use/settings.md"
+TABLE = (ROOT / "byteps/byteps/base/config_table.cc").read_text()
+ROW = re.compile(r'^      \{"(\w+)", k\w+, (?:[^{}]|\n)*?(kInternal|kLauncher)?\},$', re.M)
+INTERNAL = [name for name, audience in ROW.findall(TABLE) if audience == "kInternal"]
+"""Variables that are read, and named in no page."""
+LAUNCHERS = [name for name, audience in ROW.findall(TABLE) if audience == "kLauncher"]
+GONE = re.findall(r'^      \{"(\w+)",\s+"(.+)"\},$', TABLE, re.M)
 
 INTEGERS = {  # name: (least, greatest); None where only the least is of interest
     "DMLC_PS_ROOT_PORT": (0, 65535),
@@ -26,14 +33,13 @@ INTEGERS = {  # name: (least, greatest); None where only the least is of interes
     "BYTEPS_LOCAL_SIZE": (1, None),
     "BYTEPS_EMBEDDED_SERVERS": (1, None),
     "BYTEPS_PARTITION_BYTES": (1, None),
-    "BYTEPS_MIN_PARTITION_BYTES": (0, None),
     "BYTEPS_PUSH_THREAD": (1, 64),
     "BYTEPS_SERVER_ENGINE_THREAD": (1, 256),
     "BYTEPS_SERVER_WINDOW_BYTES": (0, None),
     "BYTEPS_PINNED_BYTES": (1, None),
 }
 SECONDS = ("BYTEPS_PEER_TIMEOUT_S", "BYTEPS_START_TIMEOUT_S", "BYTEPS_OP_TIMEOUT_S")
-SWITCHES = ("BYTEPS_AUTH", "BYTEPS_DETERMINISTIC", "BYTEPS_SERVER_WIDE_FLOAT32")
+SWITCHES = ("BYTEPS_AUTH", "BYTEPS_DETERMINISTIC")
 CHOICES = ("DMLC_ROLE", "BYTEPS_KEY_HASH_FN", "BYTEPS_LOG_LEVEL")
 TEXTS = (
     *("DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE"),
@@ -63,7 +69,7 @@ def rows(ask: Ask) -> dict[str, dict[str, str]]:
 
 def test_table_has_every_known_variable(ask: Ask) -> None:
     wanted = {*INTEGERS, *SECONDS, *SWITCHES, *CHOICES, *TEXTS}
-    assert wanted <= set(rows(ask))
+    assert wanted <= {*rows(ask), *LAUNCHERS}
 
 
 def test_every_row_is_filled_in(ask: Ask) -> None:
@@ -131,12 +137,34 @@ def test_print_config_shows_every_variable(ask: Ask) -> None:
     assert said.returncode == 0
     printed = dict(line.split("=", 1) for line in said.stdout.splitlines() if "=" in line)
     table = rows(ask)
-    assert set(printed) == set(table)
+    assert set(printed) == {*table, *LAUNCHERS}
     assert printed["BYTEPS_PARTITION_BYTES"] == "123456"
     for name, row in table.items():
         if name != "BYTEPS_PARTITION_BYTES":
             assert printed[name].split("#")[0].strip() == row["default"], name
             assert "default" in printed[name], name
+
+
+def test_internal_ones_are_read_and_in_no_page(ask: Ask) -> None:
+    assert len(INTERNAL) > 10
+    for name in INTERNAL:
+        refused = ask("--print-config", **{name: "junk"})
+        assert refused.returncode == (0 if name == "BYTEPS_QUORUM" else 2), name  # that is text
+    assert "BYTEPS_RDMA_MTU=1024\n" in ask("--print-config", BYTEPS_RDMA_MTU="1024").stdout
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    for page in pages:
+        named = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", page.read_text()))
+        assert not named & set(INTERNAL), page
+
+
+@pytest.mark.parametrize(("name", "instead"), GONE)
+def test_a_variable_that_is_gone_is_an_error(ask: Ask, name: str, instead: str) -> None:
+    """It says what there is instead."""
+    said = ask("--print-config", **{name: "1"})
+    assert said.returncode == 2
+    assert f"{name} is gone: {instead}" in said.stderr.replace('"', '\\"')
+    named = re.findall(r"\b(?:BYTEPS|DMLC)_\w+", instead)
+    assert set(named) <= set(rows(ask)), "it says another name that is gone"
 
 
 def test_committed_document_is_the_generated_one(ask: Ask) -> None:

@@ -117,6 +117,7 @@ const Variable* NearestTo(const std::string& name) {
   const Variable* nearest = nullptr;
   size_t least = limit + 1;
   for (const auto& v : Config::Table()) {
+    if (v.audience == Variable::kInternal) continue;
     const size_t distance = EditDistance(stem, StemOf(v.name));
     if (distance < least) {
       least = distance;
@@ -135,10 +136,18 @@ void RefuseAsync() {
                    "' is not allowed: asynchronous training is not supported here; unset it");
 }
 
+void RefuseGone() {
+  for (const auto& gone : Config::Gone()) {
+    if (getenv(gone.name) == nullptr) continue;
+    throw UsageError(std::string(gone.name) + " is gone: " + gone.instead);
+  }
+}
+
 }  // namespace
 
 Config Config::FromEnvironment() {
   RefuseAsync();
+  RefuseGone();
   Config config;
   for (const auto& v : Table()) {
     const char* text = getenv(v.name);
@@ -171,6 +180,12 @@ const std::string& Config::String(const std::string& name) const {
   return Value(name, choice ? Variable::kChoice : Variable::kString);
 }
 
+const std::string& Config::Text(const std::string& name) const {
+  const auto found = values_.find(name);
+  if (found == values_.end()) throw std::logic_error("no such setting: " + name);
+  return found->second;
+}
+
 bool Config::IsSet(const std::string& name) const { return set_.at(name); }
 
 void Config::SetPlace(int rank, int size, int local_rank, int local_size) {
@@ -186,9 +201,15 @@ void Config::SetPlace(int rank, int size, int local_rank, int local_size) {
   }
 }
 
+void Config::SetQuorum(const std::string& text) {
+  values_["BYTEPS_QUORUM"] = text;
+  set_["BYTEPS_QUORUM"] = true;
+}
+
 std::string Config::Print() const {
   std::ostringstream out;
   for (const auto& v : Table()) {
+    if (v.audience == Variable::kInternal && !set_.at(v.name)) continue;
     const bool hidden = v.name == std::string("BYTEPS_SECRET") && !values_.at(v.name).empty();
     out << v.name << "=" << (hidden ? "(hidden)" : values_.at(v.name))
         << (set_.at(v.name) ? "" : "  # default") << "\n";
@@ -236,10 +257,18 @@ std::string Config::Markdown() {
          "a\n"
          "warning with the nearest known name, if one is near. `byteps-server --print-config` and "
          "`bps.print_config()`\n"
-         "print what is in force.\n\n"
+         "print what is in force. One of an earlier version that is gone is an error that says "
+         "what "
+         "to set.\n\n"
+         "A launcher tells a worker its place by `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and "
+         "`LOCAL_WORLD_SIZE`, as torchrun\n"
+         "does, or by `DMLC_WORKER_ID`, `BYTEPS_LOCAL_RANK` and `BYTEPS_LOCAL_SIZE`. The last two "
+         "are "
+         "taken before torchrun's.\n\n"
          "Written by `byteps-server --config-markdown` from the table in "
          "`byteps/byteps/base/config_table.cc`.\n";
   for (const auto& v : Table()) {
+    if (v.audience != Variable::kUsers) continue;
     for (const auto& group : kGroups) {
       if (std::string(group.first) == v.name) out << "\n## " << group.title << "\n";
     }

@@ -25,6 +25,9 @@ constexpr double kMaxInt = 2147483647;
 
 struct Variable {
   enum Type { kInt, kFloat, kBool, kString, kChoice };
+  // Users set it, and pages tell of it; or the launcher sets it; or it is internal: read for tests,
+  // benchmarks and programs of upstream's, and in no page.
+  enum Audience { kUsers, kLauncher, kInternal };
   const char* name;
   Type type;
   const char* unit;      // "" for none
@@ -33,6 +36,13 @@ struct Variable {
   double high;
   const char* choices;  // kChoice: the values, separated by '|'
   const char* doc;
+  Audience audience = kUsers;
+};
+
+// A variable of an earlier version.
+struct GoneVariable {
+  const char* name;
+  const char* instead;  // what to set, or why there is nothing to set
 };
 
 // A variable that has our prefix, and is none of ours.
@@ -48,9 +58,10 @@ struct UnknownVariable {
 class Config {
  public:
   static const std::vector<Variable>& Table();
+  static const std::vector<GoneVariable>& Gone();
 
   // Parses every variable of the table, whole-string.  Throws UsageError naming
-  // the first bad variable, its value and what is allowed.
+  // the first bad variable, its value and what is allowed; and for a variable that is gone.
   static Config FromEnvironment();
 
   // Each asks for a name of the table with the matching type; anything else is a
@@ -66,8 +77,15 @@ class Config {
   // environment: torch.distributed's rank and size, and the place that ranks have found together.
   void SetPlace(int rank, int size, int local_rank, int local_size);
 
-  // One "NAME=value" line each, with "# default" behind those that are not set.
+  // Takes BYTEPS_QUORUM from the caller.
+  void SetQuorum(const std::string& text);
+
+  // One "NAME=value" line each, with "# default" behind those that are not set.  Internal ones are
+  // printed where they are set.
   std::string Print() const;
+
+  // The value of any variable of the table, as text.  Throws std::logic_error for another name.
+  const std::string& Text(const std::string& name) const;
 
   // The BYTEPS_* and DMLC_* variables of the environment that the table does not know.
   static std::vector<UnknownVariable> UnknownVariables();

@@ -12,6 +12,8 @@ std::vector<Variable> MakeTable() {
   const auto kBool = V::kBool;
   const auto kString = V::kString;
   const auto kChoice = V::kChoice;
+  const auto kLauncher = V::kLauncher;
+  const auto kInternal = V::kInternal;
   return {
       {"DMLC_ROLE", kChoice, "", "worker", 0, 0, "worker|server|scheduler",
        "Role of this process. `byteps-server` uses it when --role is not given; Python processes "
@@ -24,8 +26,8 @@ std::vector<Variable> MakeTable() {
       {"DMLC_NUM_WORKER", kInt, "workers", "1", 1, kMaxInt, "",
        "Workers in the job. Workers use WORLD_SIZE if the launcher sets it."},
       {"DMLC_NUM_SERVER", kInt, "servers", "1", 1, 65536, "", "Servers in the job."},
-      {"DMLC_WORKER_ID", kInt, "", "0", 0, kMaxInt, "",
-       "Rank of this worker. RANK wins if the launcher sets it."},
+      {"DMLC_WORKER_ID", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker; RANK wins.",
+       kLauncher},
       {"DMLC_NODE_HOST", kString, "", "", 0, 0, "",
        "Address at which other nodes reach this process. Default: that of DMLC_INTERFACE."},
       {"DMLC_INTERFACE", kString, "", "", 0, 0, "",
@@ -46,29 +48,25 @@ std::vector<Variable> MakeTable() {
       {"DMLC_ENABLE_RDMA", kChoice, "", "tcp", 0, 0, "tcp|0|ibverbs|1",
        "Transport: tcp (or 0), or ibverbs (or 1) for RDMA over InfiniBand or RoCE. The same on all "
        "nodes."},
-      {"RANK", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker, set by torchrun."},
-      {"WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "", "Workers in the job, set by torchrun."},
+      {"RANK", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker, set by torchrun.", kLauncher},
+      {"WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "", "Workers in the job, set by torchrun.",
+       kLauncher},
       {"LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
-       "Rank of this worker on its host, set by torchrun."},
+       "Rank of this worker on its host, set by torchrun.", kLauncher},
       {"LOCAL_WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
-       "Workers on this host, set by torchrun."},
-      {"BYTEPS_LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
-       "Taken before LOCAL_RANK, for launchers other than torchrun."},
-      {"BYTEPS_LOCAL_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
-       "Taken before LOCAL_WORLD_SIZE, for launchers other than torchrun."},
+       "Workers on this host, set by torchrun.", kLauncher},
+      {"BYTEPS_LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "", "Taken before LOCAL_RANK.", kLauncher},
+      {"BYTEPS_LOCAL_SIZE", kInt, "workers", "1", 1, kMaxInt, "", "Taken before LOCAL_WORLD_SIZE.",
+       kLauncher},
       {"BYTEPS_REPLICA", kString, "", "", 0, 0, "",
        "NUMBER/COUNT: this job is one of COUNT replicas of a model, which meet only at the "
        "servers. "
        "NUMBER begins at 0. Each replica has equally many workers; the scheduler counts all of "
        "them. Set by worker.sh --replica."},
-      {"BYTEPS_QUORUM", kInt, "replicas", "0", 0, kMaxInt, "",
-       "Once this many replicas have pushed, the others have BYTEPS_GRACE_S. 0: they have as long "
-       "as a sum may take (BYTEPS_OP_TIMEOUT_S)."},
-      {"BYTEPS_GRACE_S", kFloat, "s", "0", 0, 604800, "",
-       "A replica that pushes later than this after BYTEPS_QUORUM replicas is removed from the "
-       "job, "
-       "and joins again when it is restarted. Must be longer than replicas differ in the time of a "
-       "step, evaluation or checkpoint. A replica's first step does not count."},
+      {"BYTEPS_QUORUM", kString, "", "", 0, 0, "",
+       "REPLICAS@SECONDS, the quorum of bps.init() and --dpu-quorum: once so many replicas have "
+       "pushed, the others have so long.",
+       kInternal},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
        "Embedded mode: servers started on each host. Required for a job on several hosts."},
       {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",
@@ -109,12 +107,13 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of the NICs of a worker's host together, each way. It decides the cost model, the "
        "length of "
-       "partitions (longer on fast links) and BYTEPS_TCP_CONNECTIONS. 0: as reported by the NICs "
+       "partitions (longer on fast links) and BYTEPS_CONNECTIONS. 0: as reported by the NICs "
        "of BYTEPS_NICS, if they are real ones. All workers use the slowest host's rate, or none if "
        "one is unknown."},
       {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of a server's NICs together, each way, for the cost model. 0: same as "
-       "BYTEPS_LINK_GBPS."},
+       "BYTEPS_LINK_GBPS.",
+       kInternal},
       {"BYTEPS_MEASURE_LINKS", kBool, "", "1", 0, 1, "",
        "Before training, ranks on several hosts reduce a scratch tensor of at most 64 MiB through "
        "servers and by NCCL or gloo, interleaved, to choose the faster backend. 0 on any worker, "
@@ -132,10 +131,12 @@ std::vector<Variable> MakeTable() {
        "BYTEPS_PARTITION_BYTES if that is less. 0: 131072, on links known to be slow what they "
        "carry in 2.5 ms, at least 32768. A tensor is cut into 64 partitions per server, so "
        "that results return early, or fewer on links known to be fast (BYTEPS_LINK_GBPS). The same "
-       "on all workers."},
+       "on all workers.",
+       kInternal},
       {"BYTEPS_NODE_PIECE_BYTES", kInt, "bytes", "1048576", 1, 1073741824, "",
        "Where the ranks of a host reduce first, a tensor is cut into at most 8 pieces, of which "
-       "each rank pushes at least this much. The same on all workers."},
+       "each rank pushes at least this much. The same on all workers.",
+       kInternal},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "4", 1, 64, "",
        "Push threads of a worker, which take partitions by priority, enqueue copies from the GPU "
        "and send; and as many pull threads, which copy results that did not arrive in place, and "
@@ -165,7 +166,8 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
        "Servers add more than two fp32 values in fp64 and round once, so that no result is less "
        "accurate than an all-reduce's. 0: in fp32, with half the memory for a reduction in "
-       "flight."},
+       "flight.",
+       kInternal},
       {"BYTEPS_SERVER_STATE_BYTES", kInt, "bytes", "0", 0, 1e15, "",
        "Memory that a server may use for optimizer state: 12 bytes per parameter for AdamW, plus 2 "
        "or 4 with speculative steps. A declaration that needs more is refused. 0: what is free on "
@@ -175,18 +177,20 @@ std::vector<Variable> MakeTable() {
        "Threads of each process that move bytes over TCP. 0: a quarter of the cores per worker of "
        "the host, at most 8."},
       {"BYTEPS_KEEP_BF16_BYTES", kInt, "bytes", "65536", 0, 1e12, "",
-       "Where gradients travel as int8 or int4: those of a parameter of fewer bytes travel as "
-       "bf16. The same on all workers."},
+       "What --dpu-reduce-keep-bf16 and keep_bytes of ServerOptimizer say where they are given.",
+       kInternal},
       {"BYTEPS_STOCHASTIC_ROUNDING", kBool, "", "0", 0, 1, "",
        "Where values travel as int8 or int4: round them up or down by chance, so that the mean is "
        "the value, instead of to the nearest. Chance depends on the tensor's name, its round, the "
-       "rank and the place in the tensor alone. The same on all workers."},
-      {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
-       "TCP connections between a worker and each server. 0: one per 10 Gbit/s that the two "
-       "exchange if the NIC is the limit (BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside "
-       "a host), at most BYTEPS_IO_THREADS, and one per NIC at least."},
+       "rank and the place in the tensor alone. The same on all workers.",
+       kInternal},
+      {"BYTEPS_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
+       "Connections between a worker and each server that carry values, one per NIC at least. 0: "
+       "over RDMA one; over TCP one per 10 Gbit/s that the two exchange if the NIC is the limit "
+       "(BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside a host), at most "
+       "BYTEPS_IO_THREADS."},
       {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
-       "Unused memory for values received over TCP that a process keeps for reuse."},
+       "Unused memory for values received over TCP that a process keeps for reuse.", kInternal},
       {"BYTEPS_C10D", kBool, "", "0", 0, 1, "",
        "Process groups of torch.distributed send large all-reduces through the servers, in scripts "
        "that do not know of BytePS. torch reads it when it is imported."},
@@ -197,7 +201,8 @@ std::vector<Variable> MakeTable() {
        "or gloo. The same on all workers."},
       {"BYTEPS_C10D_MIN_BYTES", kInt, "bytes", "65536", 1, 1e12, "",
        "Shortest tensor that process groups and DDP hooks send through the servers. The same on "
-       "all workers."},
+       "all workers.",
+       kInternal},
       {"BYTEPS_C10D_WIRE_DTYPE", kChoice, "", "same", 0, 0, "same|bf16|fp16|int8|int4",
        "Type in which process groups and DDP hooks send tensors: fp32 and fp64 as bf16 or fp16, "
        "and all but fp64 as int8 or int4. The servers add in fp32. The same on all workers."},
@@ -213,34 +218,38 @@ std::vector<Variable> MakeTable() {
        "Traffic class of RDMA packets; on RoCE, DSCP times 4. -1: the system's."},
       {"BYTEPS_RDMA_MTU", kChoice, "bytes", "0", 0, 0, "0|256|512|1024|2048|4096",
        "Largest packet of an RDMA connection; the smaller of both nodes' values applies. 0: the "
-       "path's."},
+       "path's.",
+       kInternal},
       {"BYTEPS_RDMA_START_DEPTH", kInt, "requests", "64", 4, 65535, "",
-       "Sends in flight on each RDMA endpoint."},
+       "Sends in flight on each RDMA endpoint.", kInternal},
       {"BYTEPS_RDMA_RX_DEPTH", kInt, "slots", "128", 8, 65535, "",
-       "Receives posted on each RDMA endpoint."},
+       "Receives posted on each RDMA endpoint.", kInternal},
       {"BYTEPS_RDMA_SLOT_BYTES", kInt, "bytes", "536870912", 65536, 1e15, "",
        "Locked memory for sends and receives of all RDMA endpoints of a process, 1024 + "
        "BYTEPS_RDMA_INLINE_BYTES for each. With many peers both depths are lowered until they fit, "
-       "though never below 4 and 8."},
+       "though never below 4 and 8.",
+       kInternal},
       {"BYTEPS_RDMA_INLINE_BYTES", kInt, "bytes", "4096", 0, 1048576, "",
        "Values of at most this many bytes are sent with their message into a slot; larger ones are "
-       "written into memory that the receiver offers. The same on all nodes."},
+       "written into memory that the receiver offers. The same on all nodes.",
+       kInternal},
       {"BYTEPS_RDMA_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
-       "Unused registered memory for received values that a process keeps for reuse."},
+       "Unused registered memory for received values that a process keeps for reuse.", kInternal},
       {"BYTEPS_RDMA_WINDOW_BYTES", kInt, "bytes", "1048576", 16384, 1e9, "",
        "Values that a data endpoint may have handed to the device without their having arrived: "
        "enough to keep the link busy, and no more, since what lets the peer send queues behind "
-       "them."},
+       "them.",
+       kInternal},
       {"BYTEPS_RDMA_RECEIVE_WINDOW_BYTES", kInt, "bytes", "16777216", 0, 1e15, "",
        "Values that a peer may have in flight to each RDMA endpoint, or one if that is larger; "
-       "others wait. It limits the memory that a server needs per worker."},
+       "others wait. It limits the memory that a server needs per worker.",
+       kInternal},
       {"BYTEPS_RDMA_BUSY_POLL", kBool, "", "0", 0, 1, "",
-       "Threads that handle RDMA completions never sleep: lower latency for two busy cores."},
+       "Threads that handle RDMA completions never sleep: lower latency for two busy cores.",
+       kInternal},
       {"BYTEPS_RDMA_DATA_PLANE", kBool, "", "1", 0, 1, "",
-       "Pushes and pulls have RDMA connections of their own. 0: they share the control plane's."},
-      {"BYTEPS_RDMA_DATA_ENDPOINTS", kInt, "endpoints", "1", 1, 64, "",
-       "RDMA data connections between a worker and a server, for links that one does not fill; at "
-       "least one for each NIC."},
+       "Pushes and pulls have RDMA connections of their own. 0: they share the control plane's.",
+       kInternal},
       {"BYTEPS_AUTH", kBool, "", "1", 0, 1, "",
        "Nodes prove to each other that they have the job's secret. 0: anybody who reaches a node's "
        "port can use it. The same on all nodes."},
@@ -264,15 +273,13 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_METRICS_PORT", kInt, "port", "0", 0, 65535, "",
        "Serve Prometheus metrics at this port plus the local rank: LOCAL_RANK of a worker, "
        "BYTEPS_LOCAL_RANK of a server. 0: off."},
-      {"BYTEPS_METRICS_HOST", kString, "", "", 0, 0, "",
-       "Address of this host at which metrics are served, without authentication. Default: the one "
-       "at which other nodes reach this process, and 127.0.0.1. 0.0.0.0: all of them."},
       {"BYTEPS_STATUS_PORT", kInt, "port", "0", 0, 65535, "",
        "Port at which the scheduler shows the cluster's status: a page, and JSON at /status. 0: "
        "off."},
-      {"BYTEPS_STATUS_HOST", kString, "", "127.0.0.1", 0, 0, "",
-       "Address of the scheduler's host at which it shows the status, without authentication. "
-       "0.0.0.0: all of them."},
+      {"BYTEPS_HTTP_HOST", kString, "", "", 0, 0, "",
+       "Address of this host at which metrics are served or the scheduler's status is shown, "
+       "without authentication. Default: of metrics the one at which other nodes reach this "
+       "process, and 127.0.0.1; of the status 127.0.0.1 alone. 0.0.0.0: all of them."},
       {"BYTEPS_HEALTH_SOCKET", kString, "", "", 0, 0, "",
        "Path of a Unix socket at which a scheduler or server answers `byteps-server --health`. "
        "Default: none."},
@@ -282,27 +289,42 @@ std::vector<Variable> MakeTable() {
        "debugging; takes memory for the copies."},
       {"BYTEPS_TRACE_ON", kBool, "", "0", 0, 1, "",
        "Record what happens to each partition, and write it for Perfetto when the job ends."},
+      {"BYTEPS_TRACE_STEPS", kString, "", "", 0, 0, "",
+       "FIRST-LAST: rounds of each tensor that are recorded, counted from 0. Default: all, up to "
+       "100000 partitions, which take about 60 MB."},
       {"BYTEPS_TRACE_START_STEP", kInt, "", "0", 0, kMaxInt, "",
-       "First round of each tensor that is recorded, counted from 0."},
+       "Upstream's name for the first of BYTEPS_TRACE_STEPS.", kInternal},
       {"BYTEPS_TRACE_END_STEP", kInt, "", "2147483647", 0, kMaxInt, "",
-       "Last round of each tensor that is recorded."},
+       "Upstream's name for the last of BYTEPS_TRACE_STEPS.", kInternal},
       {"BYTEPS_TRACE_DIR", kString, "", ".", 0, 0, "",
        "Folder for the timelines, byteps-worker-0.json and so on. It is created if missing."},
       {"BYTEPS_TRACE_LIMIT", kInt, "partitions", "100000", 1, 100000000, "",
-       "Partitions that a process records at most, the first ones; 100000 take about 60 MB."},
+       "Partitions that a process records at most, the first ones.", kInternal},
       {"BYTEPS_LOG_LEVEL", kChoice, "", "WARNING", 0, 0, "TRACE|DEBUG|INFO|WARNING|ERROR|FATAL",
        "Least severity that is logged. Default: INFO for the scheduler and servers, WARNING for "
        "workers."},
       {"BYTEPS_LOG_FORMAT", kChoice, "", "text", 0, 0, "text|json",
        "Format of log lines, each with time, severity, role, rank and host. json: one object per "
        "line."},
-      {"BYTEPS_LOG_HIDE_TIME", kBool, "", "0", 0, 1, "", "Log without date and time."},
+      {"BYTEPS_LOG_HIDE_TIME", kBool, "", "0", 0, 1, "", "Log without date and time.", kInternal},
       {"PS_VERBOSE", kInt, "", "0", 0, 3, "",
-       "Log ps-lite's control messages (1) and all messages (2)."},
+       "Log ps-lite's control messages (1) and all messages (2).", kInternal},
   };
 }
 
 }  // namespace
+
+const std::vector<GoneVariable>& Config::Gone() {
+  static const auto* gone = new std::vector<GoneVariable>{
+      {"BYTEPS_GRACE_S",
+       "--dpu-quorum REPLICAS@SECONDS, or bps.init(quorum=\"REPLICAS@SECONDS\"), has both"},
+      {"BYTEPS_METRICS_HOST", "set BYTEPS_HTTP_HOST"},
+      {"BYTEPS_RDMA_DATA_ENDPOINTS", "set BYTEPS_CONNECTIONS"},
+      {"BYTEPS_STATUS_HOST", "set BYTEPS_HTTP_HOST"},
+      {"BYTEPS_TCP_CONNECTIONS", "set BYTEPS_CONNECTIONS"},
+  };
+  return *gone;
+}
 
 const std::vector<Variable>& Config::Table() {
   static const auto* table = new std::vector<Variable>(MakeTable());

@@ -214,7 +214,7 @@ std::string Declaration::Describe() const {
 
 std::string Patience::Describe() const {
   char text[64];
-  snprintf(text, sizeof(text), "BYTEPS_QUORUM=%u, BYTEPS_GRACE_S=%g", quorum, grace_ms / 1e3);
+  snprintf(text, sizeof(text), "quorum %u@%g", quorum, grace_ms / 1e3);
   return text;
 }
 

@@ -204,7 +204,7 @@ struct Patience {
   uint32_t grace_ms = 0;
 
   bool operator==(const Patience& other) const = default;
-  // "BYTEPS_QUORUM=2, BYTEPS_GRACE_S=1.5"
+  // "quorum 2@1.5"
   std::string Describe() const;
 };
 

@@ -36,20 +36,24 @@ void CheckRule(const Declaration& d) {
   }
 }
 
+constexpr double kMostGraceS = 604800;
+
 Patience PatienceOf(const Config& config, const Launch& launch) {
   Patience patience;
-  const int64_t quorum = config.Int("BYTEPS_QUORUM");
-  const double grace_s = config.Float("BYTEPS_GRACE_S");
   if (launch.replicas > 1) patience.replica_ranks = launch.size / launch.replicas;
-  if ((quorum > 0) != (grace_s > 0)) {
-    char text[96];
-    snprintf(text, sizeof(text), "BYTEPS_QUORUM=%d and BYTEPS_GRACE_S=%g: set both, or neither",
-             static_cast<int>(quorum), grace_s);
-    throw UsageError(text);
+  const std::string& text = config.String("BYTEPS_QUORUM");
+  if (text.empty()) return patience;
+  int quorum = 0;
+  double grace_s = 0;
+  char rest = 0;
+  if (sscanf(text.c_str(), "%9d@%lf%c", &quorum, &grace_s, &rest) != 2 || quorum < 1 ||
+      !(grace_s > 0 && grace_s <= kMostGraceS)) {
+    throw UsageError("the quorum '" + text +
+                     "' is not REPLICAS@SECONDS: with 3@60, once three replicas wait, the others "
+                     "have a minute");
   }
-  if (quorum == 0) return patience;
   if (quorum >= launch.replicas) {
-    throw UsageError("BYTEPS_QUORUM=" + std::to_string(quorum) + " must be less than the " +
+    throw UsageError("the quorum " + text + " must be of fewer than the " +
                      std::to_string(launch.replicas) +
                      " replicas of the job (BYTEPS_REPLICA): there must be one to wait for");
   }

@@ -385,7 +385,7 @@ std::unique_ptr<MetricsServer> MetricsServer::Make(const Config& config, int loc
     }
     return answer;
   };
-  const std::string& host = config.String("BYTEPS_METRICS_HOST");
+  const std::string& host = config.String("BYTEPS_HTTP_HOST");
   const auto make = [&] {
     std::vector<std::string> hosts = {host};
     std::vector<std::string> optional;
@@ -401,7 +401,7 @@ std::unique_ptr<MetricsServer> MetricsServer::Make(const Config& config, int loc
     return ps::AwaitHost(config.Float("BYTEPS_START_TIMEOUT_S"), make);
   } catch (const Error& e) {
     throw UsageError(text + ": " + e.what() +
-                     "; is it taken, or BYTEPS_METRICS_HOST no address of this host?");
+                     "; is it taken, or BYTEPS_HTTP_HOST no address of this host?");
   }
 }
 

@@ -151,7 +151,7 @@ std::string MetricsText(const MetricsSource& source);
 class MetricsServer {
  public:
   // Listens at BYTEPS_METRICS_PORT plus `local_rank`, which keeps the processes of one
-  // host apart, of BYTEPS_METRICS_HOST: by default of the address at which the other nodes
+  // host apart, of BYTEPS_HTTP_HOST: by default of the address at which the other nodes
   // reach this process, and of loopback.  None when the port is 0.  Throws UsageError when
   // it cannot listen there.
   static std::unique_ptr<MetricsServer> Make(const Config& config, int local_rank,

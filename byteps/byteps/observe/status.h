@@ -186,7 +186,7 @@ class StatusBoard {
 // waits for the requests in progress.  Nothing can be changed through it.
 class StatusServer {
  public:
-  // Listens at BYTEPS_STATUS_PORT of BYTEPS_STATUS_HOST.  None when the port is 0.  Throws
+  // Listens at BYTEPS_STATUS_PORT of BYTEPS_HTTP_HOST.  None when the port is 0.  Throws
   // UsageError when it cannot listen there.  `board` outlives it.
   static std::unique_ptr<StatusServer> Make(const Config& config, StatusBoard* board);
   ~StatusServer();

@@ -370,9 +370,8 @@ HttpAnswer AnswerAt(const std::string& path, StatusBoard* board) {
 std::unique_ptr<StatusServer> StatusServer::Make(const Config& config, StatusBoard* board) {
   const long port = config.Int("BYTEPS_STATUS_PORT");
   if (port == 0) return nullptr;
-  const std::string& given = config.String("BYTEPS_STATUS_HOST");
-  const bool is_given = config.IsSet("BYTEPS_STATUS_HOST") && !given.empty();
-  const std::string host = is_given ? given : ps::LoopbackAddress();
+  const std::string& given = config.String("BYTEPS_HTTP_HOST");
+  const std::string host = given.empty() ? ps::LoopbackAddress() : given;
   const auto make = [&] {
     return std::unique_ptr<StatusServer>(new StatusServer(std::make_unique<HttpServer>(
         "status", std::vector<std::string>{host}, std::vector<std::string>{},
@@ -384,7 +383,7 @@ std::unique_ptr<StatusServer> StatusServer::Make(const Config& config, StatusBoa
   } catch (const Error& e) {
     throw UsageError("BYTEPS_STATUS_PORT=" + std::to_string(port) + ": cannot listen at " +
                      e.what() +
-                     "; is the port taken, or BYTEPS_STATUS_HOST no address of this "
+                     "; is the port taken, or BYTEPS_HTTP_HOST no address of this "
                      "host?");
   }
 }

@@ -116,6 +116,27 @@ bool WriteFile(const std::string& path, const std::string& text) {
 
 }  // namespace
 
+namespace {
+
+// The first and the last round that are recorded.
+std::pair<uint32_t, uint32_t> RoundsOf(const Config& config) {
+  const std::string& text = config.String("BYTEPS_TRACE_STEPS");
+  if (text.empty()) {
+    return {static_cast<uint32_t>(config.Int("BYTEPS_TRACE_START_STEP")),
+            static_cast<uint32_t>(config.Int("BYTEPS_TRACE_END_STEP"))};
+  }
+  int first = -1;
+  int last = -1;
+  char rest = 0;
+  if (sscanf(text.c_str(), "%9d-%9d%c", &first, &last, &rest) != 2 || first < 0 || last < first) {
+    throw UsageError("BYTEPS_TRACE_STEPS='" + text +
+                     "' is not FIRST-LAST: 10-12 are three rounds, and 0-0 is the first one");
+  }
+  return {static_cast<uint32_t>(first), static_cast<uint32_t>(last)};
+}
+
+}  // namespace
+
 std::unique_ptr<Tracer> Tracer::Make(const Config& config) {
   if (!config.Bool("BYTEPS_TRACE_ON")) return nullptr;
   return std::unique_ptr<Tracer>(new Tracer(config));
@@ -123,8 +144,8 @@ std::unique_ptr<Tracer> Tracer::Make(const Config& config) {
 
 Tracer::Tracer(const Config& config)
     : folder_(config.String("BYTEPS_TRACE_DIR")),
-      first_round_(static_cast<uint32_t>(config.Int("BYTEPS_TRACE_START_STEP"))),
-      last_round_(static_cast<uint32_t>(config.Int("BYTEPS_TRACE_END_STEP"))),
+      first_round_(RoundsOf(config).first),
+      last_round_(RoundsOf(config).second),
       limit_(config.Int("BYTEPS_TRACE_LIMIT")),
       real_minus_steady_(RealMinusSteady()) {
   std::error_code error;
@@ -207,7 +228,8 @@ void Tracer::Write(Role role, int rank) {
     BPS_LOG(ERROR) << "cannot write the timeline to " << path << " (BYTEPS_TRACE_DIR)";
   } else if (dropped_ > 0) {
     BPS_LOG(WARNING) << "the timeline " << path << " lacks the last " << dropped_
-                     << " partitions (BYTEPS_TRACE_LIMIT=" << limit_ << ")";
+                     << " partitions, as it holds " << limit_
+                     << ": choose fewer rounds (BYTEPS_TRACE_STEPS)";
   }
 }
 

@@ -40,7 +40,7 @@ struct TraceStage {
 
 enum class TraceArrow : char { kNone = 0, kBegins = 's', kPasses = 't', kEnds = 'f' };
 
-// Thread-safe.  Keeps at most BYTEPS_TRACE_LIMIT rows and as many slices, the first
+// Thread-safe.  Keeps at most BYTEPS_TRACE_LIMIT (internal) rows and as many slices, the first
 // that came, and counts the others.
 class Tracer {
  public:

@@ -149,7 +149,12 @@ EndedQueue* Ended() {
 }
 
 Launch launch;
-std::string settings;  // what the last Init found; the environment may have changed since
+// Those of the last Init; the environment may have changed since.
+std::optional<Config> settings_of_init;
+
+Config Settings() {
+  return IsInitialized() && settings_of_init ? *settings_of_init : Config::FromEnvironment();
+}
 
 // Counters and gauges as numbers, histograms as (upper ends of the buckets, how often each
 // was not passed, how often in all, sum).
@@ -218,10 +223,12 @@ Config ConfigAt(const std::optional<PlaceTuple>& place) {
   return config;
 }
 
-void Init(int num_servers, const std::string& gpu, const std::optional<PlaceTuple>& place) {
-  const Config config = ConfigAt(place);
+void Init(int num_servers, const std::string& gpu, const std::optional<PlaceTuple>& place,
+          const std::string& quorum) {
+  Config config = ConfigAt(place);
+  if (!quorum.empty()) config.SetQuorum(quorum);
   launch = Launch::From(config);
-  settings = config.Print();
+  settings_of_init = config;
   if (!config.IsSet("DMLC_PS_ROOT_URI") || config.Int("DMLC_PS_ROOT_PORT") == 0) {
     throw UsageError("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT must give the scheduler's address");
   }
@@ -375,7 +382,7 @@ PYBIND11_MODULE(c_lib, m) {
 
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.def("init", &Init, py::arg("num_servers"), py::arg("gpu") = "", py::arg("place") = py::none(),
-        Unlocked());
+        py::arg("quorum") = "", Unlocked());
   m.def(
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
@@ -484,7 +491,8 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("values"), py::arg("count"), Unlocked());
   m.def("add_differences", &AddTo, py::arg("blocks"), py::arg("dtype"), py::arg("held"),
         py::arg("count"), py::arg("out"), Unlocked());
-  m.def("config", [] { return IsInitialized() ? settings : Config::FromEnvironment().Print(); });
+  m.def("config", [] { return Settings().Print(); });
+  m.def("setting", [](const std::string& name) { return Settings().Text(name); }, py::arg("name"));
   DefineUpdatedTensor(&m);
   DefineReplicas(&m);
   DefineChildren(&m);

@@ -89,11 +89,7 @@ def setting(name: str) -> str:
     Raises:
         BytePSError: a setting has a value that it may not have.
     """
-    prefix = f"{name}="
-    for line in c_lib.config().splitlines():
-        if line.startswith(prefix):
-            return line.removeprefix(prefix).removesuffix("  # default")
-    raise KeyError(name)
+    return c_lib.setting(name)
 
 
 def get_pushpull_speed() -> tuple[int, float]:

@@ -138,8 +138,8 @@ def is_removed() -> bool:
 
 
 def awaited() -> set[str]:
-    """Tensors whose next push of this worker others wait for: BYTEPS_QUORUM replicas have made
-    theirs. Empty where that is not set."""
+    """Tensors whose next push of this worker others wait for: as many replicas as
+    the quorum of `init` have made theirs. Empty where there is none."""
     return set(c_lib.awaited())
 
 

@@ -91,7 +91,11 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def init(
-    lazy: bool = True, *, of_torch: tuple[int, int] | None = None, store: Store | None = None
+    lazy: bool = True,
+    *,
+    quorum: str | None = None,
+    of_torch: tuple[int, int] | None = None,
+    store: Store | None = None,
 ) -> None:
     """Join the cluster as one worker; return when all workers and servers have.
 
@@ -103,6 +107,9 @@ def init(
 
     Args:
         lazy: accepted for compatibility; joining is never put off.
+        quorum: REPLICAS@SECONDS, the same on all workers: once so many replicas have pushed, the
+            others have so long. One that is later is removed, and joins again when it is started
+            again. None: they have as long as a sum may take (BYTEPS_OP_TIMEOUT_S).
         of_torch: while torch.distributed is being initialised: its rank and size. None: as above.
         store: while torch.distributed is being initialised: its store. None: the default one.
 
@@ -131,7 +138,7 @@ def init(
         try:
             place = None if ranks is None else ranks.numbers()
             launch = _told(place)
-            c_lib.init(num_servers=0, gpu=_gpu(), place=place)
+            c_lib.init(num_servers=0, gpu=_gpu(), place=place, quorum=quorum or "")
         except BaseException:
             embedded.stop(graceful=False)
             raise

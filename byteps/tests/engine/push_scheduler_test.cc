@@ -114,17 +114,19 @@ TEST(Plan, TooLargeForItsPartitionsSaysWhatToRaise) {
 TEST(Plan, TensorsSayHowLongReplicasWait) {
   Launch launch = LaunchOf(1, 6);
   launch.replicas = 3;
-  const Settings both = {{"BYTEPS_QUORUM", "2"}, {"BYTEPS_GRACE_S", "1.5"}};
+  const Settings both = {{"BYTEPS_QUORUM", "2@1.5"}};
   const Plan patient(ConfigWith(both), launch, 1);
   EXPECT_TRUE(patient.Declare(SpecOf("a", 4)).patience == (Patience{2, 2, 1500}));
   EXPECT_TRUE(Plan(ConfigWith({}), launch, 1).Declare(SpecOf("a", 4)).patience ==
               (Patience{2, 0, 0}));
   EXPECT_TRUE(PlanOf(1, 6, 1).Declare(SpecOf("a", 4)).patience == Patience());
   const std::pair<Settings, const char*> wrong[] = {
-      {{{"BYTEPS_QUORUM", "2"}}, "BYTEPS_QUORUM=2 and BYTEPS_GRACE_S=0: set both"},
-      {{{"BYTEPS_GRACE_S", "1.5"}}, "BYTEPS_QUORUM=0 and BYTEPS_GRACE_S=1.5: set both"},
-      {{{"BYTEPS_QUORUM", "3"}, {"BYTEPS_GRACE_S", "1"}},
-       "BYTEPS_QUORUM=3 must be less than the 3 replicas"},
+      {{{"BYTEPS_QUORUM", "2"}}, "the quorum '2' is not REPLICAS@SECONDS"},
+      {{{"BYTEPS_QUORUM", "0@1"}}, "the quorum '0@1' is not REPLICAS@SECONDS"},
+      {{{"BYTEPS_QUORUM", "2@0"}}, "the quorum '2@0' is not REPLICAS@SECONDS"},
+      {{{"BYTEPS_QUORUM", "2@inf"}}, "the quorum '2@inf' is not REPLICAS@SECONDS"},
+      {{{"BYTEPS_QUORUM", "2@1s"}}, "the quorum '2@1s' is not REPLICAS@SECONDS"},
+      {{{"BYTEPS_QUORUM", "3@1"}}, "the quorum 3@1 must be of fewer than the 3 replicas"},
   };
   for (const auto& [settings, why] : wrong) {
     try {

@@ -50,8 +50,8 @@ std::vector<Config> MakeSettings(const char* quorum, double replace_s,
                                  double op_timeout_s = kOpTimeoutS) {
   std::vector<Config> made;
   setenv("BYTEPS_REPLACE_SERVERS_S", std::to_string(replace_s).c_str(), 1);
-  setenv("BYTEPS_QUORUM", quorum, 1);
-  setenv("BYTEPS_GRACE_S", quorum[0] == '0' ? "0" : std::to_string(kGraceS).c_str(), 1);
+  const std::string grace = "@" + std::to_string(kGraceS);
+  setenv("BYTEPS_QUORUM", quorum[0] == '0' ? "" : (quorum + grace).c_str(), 1);
   for (const char* deterministic : {"0", "1"}) {
     for (const char* threads : {"1", "2"}) {
       for (const char* window : {"0", "12000"}) {

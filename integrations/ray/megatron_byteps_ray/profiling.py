@@ -175,8 +175,7 @@ class Profile:
         return {
             "BYTEPS_TRACE_ON": "1",
             "BYTEPS_TRACE_DIR": str(self.parts),
-            "BYTEPS_TRACE_START_STEP": str(self.first - 1),
-            "BYTEPS_TRACE_END_STEP": str(self.last - 1),
+            "BYTEPS_TRACE_STEPS": f"{self.first - 1}-{self.last - 1}",
         }
 
     def clear(self) -> None:

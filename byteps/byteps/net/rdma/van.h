@@ -1,7 +1,7 @@
 // A van over RDMA with a plane for control and one for data.
 //
 // Connections.  See net/link/admission.h: one control endpoint each, and from a worker to a server
-// BYTEPS_RDMA_DATA_ENDPOINTS data endpoints, or as many as it takes to use all NICs of both; a
+// BYTEPS_CONNECTIONS data endpoints, or as many as it takes to use all NICs of both; a
 // worker listens nowhere.  Each endpoint has a pair of NICs, as over TCP (net/link/dial_plan.h).
 // Pushes, pulls and what answers them go by the data plane, everything else by the control plane;
 // so a heartbeat or a declaration never waits behind values.  BYTEPS_RDMA_DATA_PLANE=0 leaves one

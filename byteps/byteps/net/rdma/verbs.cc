@@ -172,7 +172,7 @@ Settings Settings::Get() {
       strtoull(GetEnv("BYTEPS_RDMA_RECEIVE_WINDOW_BYTES", "16777216"), nullptr, 10);
   s.busy_poll = GetEnv("BYTEPS_RDMA_BUSY_POLL", 0) != 0;
   s.data_plane = GetEnv("BYTEPS_RDMA_DATA_PLANE", 1) != 0;
-  s.data_endpoints = GetEnv("BYTEPS_RDMA_DATA_ENDPOINTS", 1);
+  s.data_endpoints = std::max(GetEnv("BYTEPS_CONNECTIONS", 0), 1);
   s.start_timeout_s = atof(GetEnv("BYTEPS_START_TIMEOUT_S", "30"));
   s.reconnect_s = atof(GetEnv("BYTEPS_RECONNECT_TIMEOUT_S", "30"));
   return s;

@@ -164,7 +164,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
   int threads = GetEnv("BYTEPS_IO_THREADS", 0);
   if (threads == 0) threads = post->is_scheduler() ? 1 : DefaultThreads();
-  connections_per_server_ = GetEnv("BYTEPS_TCP_CONNECTIONS", 0);
+  connections_per_server_ = GetEnv("BYTEPS_CONNECTIONS", 0);
   // Only a worker knows how many connections it makes, and only when it has joined.
   const int most =
       std::max(connections_per_server_ > 0 ? connections_per_server_ : kMaxThreads, kUsualNics);

@@ -66,7 +66,7 @@ class Pollers {
 // A van over TCP.
 //
 // Connections.  The scheduler and each server listen, at one port each, on all NICs that they use.
-// Everybody connects to the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS
+// Everybody connects to the scheduler, and a worker to each server, by BYTEPS_CONNECTIONS
 // connections, or as many as the link wants and the NICs of both; who was connected to answers
 // along the same connections.  So do servers that keep each other's state (net/link/admission.h); a
 // message to one that has yet to connect waits.  Nobody else is connected, and a worker listens

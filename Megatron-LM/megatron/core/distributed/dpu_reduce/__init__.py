@@ -75,6 +75,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``server_optimizer``   the optimizer of those; ``server_making`` makes it
 ``server_checkpoint``  what is saved of it
 ``feedback_state``     what is saved of what rounding has lost
+``quorum``             how long replicas wait for others
 ``bytepslib``          BytePS, imported when it is first needed
 =====================  ============================================================
 """

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 GONE = {
+    "--dpu-grace": "--dpu-quorum REPLICAS@SECONDS has both",
     "--dpu-optimizer-clip": "servers try steps, and stop by themselves where most are clipped",
     "--dpu-reduce-feedback": "--dpu-reduce-wire-dtype decides: int4 has it, and int8 has not",
 }
@@ -98,19 +99,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--dpu-quorum",
-        type=int,
-        default=0,
-        metavar="K",
-        help="With replicas: once K of them wait, the others have --dpu-grace. One that is later "
+        default=None,
+        metavar="REPLICAS@SECONDS",
+        help="With replicas: once so many of them wait, the others have so long. One that is later "
         "is removed, and joins again. With --dpu-outer-steps one that is slow leaves out steps "
-        "before. 0: replicas wait for each other.",
-    )
-    group.add_argument(
-        "--dpu-grace",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="Must be longer than replicas differ in the time of a step, evaluation or checkpoint.",
+        "before. The seconds must be more than replicas differ in the time of a step, evaluation "
+        "or checkpoint. Default: replicas wait for each other.",
     )
     for flag in GONE:
         group.add_argument(

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,11 +44,7 @@ def initialize(args: Namespace | None = None) -> None:
     """
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return
-    if getattr(args, "dpu_quorum", None):
-        assert args is not None
-        os.environ["BYTEPS_QUORUM"] = str(args.dpu_quorum)
-        os.environ["BYTEPS_GRACE_S"] = str(args.dpu_grace)
-    job.initialize()
+    job.initialize(getattr(args, "dpu_quorum", None))
     if args is not None and job.replicas() > 1:
         replica_changes.wait_for_training(args)
 

@@ -41,10 +41,13 @@ _size_counts_replicas = False
 """Whether the arguments' data-parallel size counts the ranks of all replicas."""
 
 
-def initialize() -> None:
+def initialize(quorum: str | None = None) -> None:
     """Start BytePS on this rank, once; later calls do nothing. Blocks until every rank is there.
 
     torch.distributed must be initialised: its ranks are the BytePS workers.
+
+    Args:
+        quorum: of replicas, as in ``--dpu-quorum``.
 
     Raises:
         RuntimeError: BytePS is missing, or counts its workers differently from torch.distributed.
@@ -57,7 +60,7 @@ def initialize() -> None:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not bps.is_initialized():
         bytepslib.world.find_place(rank, _told_by_all)
-        bps.init()
+        bps.init(quorum=quorum)
         _job = None
     count = bytepslib.session.replicas()
     if (bps.rank(), bps.size()) != (bytepslib.session.first_rank() + rank, size * count):

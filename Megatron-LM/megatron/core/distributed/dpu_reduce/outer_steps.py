@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from . import bytepslib, job, lost_samples
+from . import bytepslib, job, lost_samples, quorum
 
 _NAME = "outer/"
 _running: OuterSteps | None = None
@@ -398,8 +398,8 @@ def _tell(args: Namespace, iteration: int, sample: int) -> None:
         return
     print(
         f"dpu_reduce: replica {job.replica()} left out iterations {first + 1} to {iteration}, "
-        f"{(sample - begin) // job.replicas()} samples: it is slower than the {args.dpu_quorum} "
-        "replicas of --dpu-quorum",
+        f"{(sample - begin) // job.replicas()} samples: it is slower than the "
+        f"{quorum.parse(args.dpu_quorum).replicas} replicas of --dpu-quorum",
         flush=True,
     )
     lost_samples.record(args.save, iteration, begin, sample - begin, [job.replica()])

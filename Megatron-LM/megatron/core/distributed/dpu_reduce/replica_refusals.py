@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from . import collectives
+from . import collectives, quorum
 from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
 if TYPE_CHECKING:
@@ -104,17 +104,13 @@ def _check_servers(source: object, asked: str) -> None:
 
 
 def _check_quorum(args: Namespace, asked: str | None) -> None:
-    quorum, grace = getattr(args, "dpu_quorum", 0), getattr(args, "dpu_grace", 0.0)
-    if not quorum and not grace:
+    given = getattr(args, "dpu_quorum", None)
+    if given is None:
         return
+    quorum.parse(given)
     if not asked:
         raise ValueError(
-            f"--dpu-quorum={quorum} and --dpu-grace={grace:g} need replicas: start each with "
-            "worker.sh --replica NUMBER/COUNT"
-        )
-    if not (quorum > 0 and grace > 0):
-        raise ValueError(
-            f"--dpu-quorum={quorum} and --dpu-grace={grace:g} must both be given, and positive"
+            f"--dpu-quorum={given} needs replicas: start each with worker.sh --replica NUMBER/COUNT"
         )
 
 

@@ -1,0 +1,30 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""``--dpu-quorum REPLICAS@SECONDS``: how long replicas wait for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quorum:
+    """Once so many replicas wait, the others have so long."""
+
+    replicas: int
+    seconds: float
+
+
+def parse(text: str) -> Quorum:
+    """The flag's value. Raises ValueError where it is no quorum."""
+    replicas, _, seconds = text.partition("@")
+    try:
+        found = Quorum(replicas=int(replicas), seconds=float(seconds))
+    except ValueError:
+        found = None
+    if found is None or found.replicas < 1 or not 0 < found.seconds < float("inf"):
+        raise ValueError(
+            f"--dpu-quorum={text} is not REPLICAS@SECONDS: with 3@60, once three replicas wait, "
+            "the others have a minute"
+        )
+    return found
