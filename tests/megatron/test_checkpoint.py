@@ -95,14 +95,14 @@ def test_the_optimizer_on_the_servers_resumes(
     train: Train, run_dir: Path, dtype: tuple[str, ...]
 ) -> None:
     """To the same bits, with the checkpoint's learning rate where it is asked for."""
-    few = {"BYTEPS_KEEP_BF16_BYTES": "4096"}
-    shared = (*dtype, *DROPOUT, *SERVERS)
+    few = ("--dpu-reduce-keep-bf16", "4096") if "--dpu-reduce-wire-dtype" in dtype else ()
+    shared = (*dtype, *DROPOUT, *SERVERS, *few)
     folder = str(run_dir / "checkpoint")
-    whole = train(*shared, "--save", folder, "--save-interval", "2", environment=few)
+    whole = train(*shared, "--save", folder, "--save-interval", "2")
     load = ["--load", folder, "--ckpt-step", "2"]
     if "muon" not in dtype:  # Megatron's optimizer refuses another rate, also with the flag
         load += ["--lr", "1", "--use-checkpoint-opt_param-scheduler"]
-    rest = train(*shared, *load, environment=few)
+    rest = train(*shared, *load)
     assert rest.losses == whole.losses[2:]
     for name, value in whole.parameters.items():
         assert torch.equal(value, rest.parameters[name]), name

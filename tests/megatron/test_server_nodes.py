@@ -230,8 +230,11 @@ def test_which_spreads_are_alike() -> None:
 
 Train = Callable[..., Trained]
 
-FEW = {"BYTEPS_KEEP_BF16_BYTES": "2048", "BYTEPS_NODE_PIECE_BYTES": "1024"}
-INT4 = ("--bf16", "--use-dpu-reduce", "--dpu-reduce-wire-dtype", "int4")
+FEW = {"BYTEPS_NODE_PIECE_BYTES": "1024"}
+INT4 = (
+    *("--bf16", "--use-dpu-reduce", "--dpu-reduce-wire-dtype", "int4"),
+    *("--dpu-reduce-keep-bf16", "2048"),
+)
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "5000")
 THOROUGH = pytest.mark.thorough

@@ -348,6 +348,10 @@ def test_a_flag_that_is_gone_is_an_error(
             ("--dpu-reduce-wire-dtype", "int8", "--dpu-reduce-keep-bf16", "("),
             r"--dpu-reduce-keep-bf16: '\(' is no regular expression",
         ),
+        (
+            ("--dpu-reduce-wire-dtype", "int8", "--dpu-reduce-keep-bf16", "1024", "x", "2048"),
+            "--dpu-reduce-keep-bf16: 1024 and 2048 are two numbers of bytes",
+        ),
     ],
 )
 @pytest.mark.usefixtures("byteps")

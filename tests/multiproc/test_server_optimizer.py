@@ -204,7 +204,7 @@ def test_steps_of_the_optimizer_on_the_servers(
     make_cluster: Callable[..., Cluster], workers: int, servers: int
 ) -> None:
     """The bits do not depend on how many servers there are."""
-    env = {**IN_ORDER, "BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_KEEP_BF16_BYTES": "1024"}
+    env = {**IN_ORDER, "BYTEPS_PARTITION_BYTES": "4096"}
     cluster = make_cluster(workers=workers, servers=servers, env=env)
     cluster.run("few_bits:steps")
     demand_same_bits(cluster)

@@ -358,9 +358,9 @@ class ServerBucket:
         return values if wanted else None
 
 
-def is_kept(dim: int, nbytes: int) -> bool:
-    """Whether gradients of so many dimensions and bytes keep their bits where others do not."""
-    return dim < 2 or nbytes < int(setting("BYTEPS_KEEP_BF16_BYTES"))
+def least_in_few_bits() -> int:
+    """Gradients of fewer bytes keep their bits where others do not, unless it is said otherwise."""
+    return int(setting("BYTEPS_KEEP_BF16_BYTES"))
 
 
 def cut_parameters(
@@ -416,6 +416,7 @@ def make_buckets(
     most_bytes: int,
     speculative: bool,
     form: WireType | None = None,
+    keep_bytes: int | None = None,
 ) -> list[tuple[ServerBucket, FlatGradients]]:
     """Buckets that the servers know, as `name`/0, `name`/1, ..., and their gradients.
 
@@ -427,7 +428,8 @@ def make_buckets(
         average: divide the summed gradients by the size of the group.
         most_bytes: of a bucket.
         speculative: servers may be asked to try a step.
-        form: blocks in which gradients travel, but for those that keep their bits.
+        form: blocks in which gradients travel, but for those that keep their bits: of fewer than
+            two dimensions, or of less than `keep_bytes` (None: `least_in_few_bits`).
 
     Raises:
         BytePSError: the servers refuse.
@@ -438,10 +440,14 @@ def make_buckets(
         for number, group in enumerate(param_groups)
         for parameter in group["params"]
     }
+    least = least_in_few_bits() if keep_bytes is None else keep_bytes
+
+    def keeps(parameter: torch.Tensor) -> bool:
+        nbytes = parameter.numel() * parameter.element_size()
+        return form is not None and (parameter.dim() < 2 or nbytes < least)
+
     made = []
-    for number, places in enumerate(
-        cut_parameters(param_groups, most_bytes, lambda p: form is not None and _keeps(p))
-    ):
+    for number, places in enumerate(cut_parameters(param_groups, most_bytes, keeps)):
         first, numel = places[0].parameter, places[-1].end
         gradients = FlatGradients(places, numel, first.device)
         declaration = TensorDeclaration(
@@ -451,15 +457,11 @@ def make_buckets(
             average=average,
             group=ranks,
             device=first.device,
-            wire_dtype=None if form is None or _keeps(first) else form,
+            wire_dtype=None if keeps(first) else form,
         )
         spec = BucketSpec(declarations=[declaration], rule=rule, speculative=speculative)
         made.append((_bucket(places, gradients, spec, group_of), gradients))
     return made
-
-
-def _keeps(parameter: torch.Tensor) -> bool:
-    return is_kept(parameter.dim(), parameter.numel() * parameter.element_size())
 
 
 def _bucket(

@@ -89,8 +89,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         wire_dtype: "int8" or "int4", or `byteps.torch.wire.int8(feedback=True)`: gradients travel
             in blocks of so few bits, and parameters come down as differences to those that workers
             have, in 8 bits. Servers remember what workers have. Parameters of fewer than two
-            dimensions, or of less than BYTEPS_KEEP_BF16_BYTES, travel in their own type. None: all
-            do.
+            dimensions, or of less than `keep_bytes`, travel in their own type. None: all do.
+        keep_bytes: with wire_dtype. None: 64 KiB.
 
     Raises:
         BytePSError: members disagree, or a server has too little memory: the text has the sizes.
@@ -113,6 +113,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         clip: str = "speculate",
         bucket_bytes: int = 256 << 20,
         wire_dtype: str | WireType | None = None,
+        keep_bytes: int | None = None,
     ) -> None:
         if not name:
             raise ValueError("a ServerOptimizer needs a name, the same on all workers")
@@ -144,6 +145,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             most_bytes=bucket_bytes,
             speculative=self._speculation.is_on,
             form=form,
+            keep_bytes=keep_bytes,
         )
         self._buckets = [bucket for bucket, _ in made]
         self._gradients = [gradients for _, gradients in made]

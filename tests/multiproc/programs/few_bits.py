@@ -252,7 +252,11 @@ class Run:
         torch.manual_seed(3)
         self.parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype) * 3) for shape in SHAPES]
         self.served = ServerOptimizer(
-            torch.optim.SGD(self.parameters, lr=RATE), name=name, wire_dtype=form, **options
+            torch.optim.SGD(self.parameters, lr=RATE),
+            name=name,
+            wire_dtype=form,
+            keep_bytes=1024,
+            **options,
         )
         few = torch.cat([p.detach().flatten() for p in self.parameters if p.dim() > 1])
         self.references = [

@@ -76,6 +76,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``server_checkpoint``  what is saved of it
 ``feedback_state``     what is saved of what rounding has lost
 ``quorum``             how long replicas wait for others
+``kept_bf16``          which gradients stay bf16 where others travel in few bits
 ``bytepslib``          BytePS, imported when it is first needed
 =====================  ============================================================
 """

@@ -38,9 +38,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--dpu-reduce-keep-bf16",
         nargs="+",
         default=None,
-        metavar="PATTERN",
-        help="With int8 and int4: parameters whose gradients are sent as bf16, besides norms, "
-        "biases, routers and small tensors.",
+        metavar="PATTERN|BYTES",
+        help="With int8 and int4: parameters whose gradients are sent as bf16, in addition to "
+        "norms, biases, routers and tensors of less than 64 KiB. A number sets these bytes.",
     )
     group.add_argument(
         "--dpu-reduce-route",

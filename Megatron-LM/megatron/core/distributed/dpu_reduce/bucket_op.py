@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, job
+from . import bytepslib, job, kept_bf16
 
 if TYPE_CHECKING:
     from byteps.torch import TensorDeclaration
@@ -227,13 +227,15 @@ def kept_of(
         config: its `dpu_reduce_keep_bf16` names more than what is always kept.
         model: where servers update: of the model, whose copied parameters are kept.
     """
-    patterns = [re.compile(pattern) for pattern in config.dpu_reduce_keep_bf16 or ()]
-    least = int(bytepslib.figures.setting("BYTEPS_KEEP_BF16_BYTES"))
+    asked = kept_bf16.parse(config.dpu_reduce_keep_bf16)
+    least = asked.least_bytes
+    if least is None:
+        least = bytepslib.server_bucket.least_in_few_bits()
     ranges: list[tuple[int, int]] = []
     kept: list[tuple[int, torch.nn.Parameter]] = []
     for parameter, (begin, end) in bucket.param_to_index.items():
         name, nbytes = names.get(parameter, ""), (end - begin) * bucket.grad_data.itemsize
-        named = _ROUTER.search(name) or any(pattern.search(name) for pattern in patterns)
+        named = _ROUTER.search(name) or any(pattern.search(name) for pattern in asked.patterns)
         if parameter.dim() < 2 or nbytes < least or named or is_copied(parameter, model):
             ranges.append((begin, end))
             kept.append((begin, parameter))

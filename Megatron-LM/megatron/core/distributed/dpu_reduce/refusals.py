@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import advice, bytepslib, replica_refusals
+from . import advice, bytepslib, kept_bf16, replica_refusals
 from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
 if TYPE_CHECKING:
@@ -143,13 +142,7 @@ def _check_wire_dtype(source: object) -> None:
 def _check_few_bits(source: object) -> None:
     """``source`` is the arguments or a DDP config."""
     kept = getattr(source, "dpu_reduce_keep_bf16", None)
-    for pattern in kept or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"--dpu-reduce-keep-bf16: {pattern!r} is no regular expression: {error}"
-            ) from error
+    kept_bf16.parse(kept)
     if kept and getattr(source, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
         raise ValueError("--dpu-reduce-keep-bf16 needs --dpu-reduce-wire-dtype int8 or int4")
 
