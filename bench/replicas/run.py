@@ -281,14 +281,11 @@ def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> 
 
 def outer_arguments(options: argparse.Namespace, setting: Setting) -> list[str]:
     every, after = setting
-    arguments = ["--use-dpu-reduce", "--dpu-outer-steps", str(every)]
     if every == 1:
-        return arguments
-    arguments += ["--dpu-outer-after", str(after)]
-    arguments += ["--dpu-outer-lr", str(options.lr)]
-    arguments += ["--dpu-outer-momentum", str(options.momentum)]
-    arguments += ["--dpu-outer-delay", str(options.delay)]
-    return [*arguments, "--dpu-outer-fragments", str(options.fragments)]
+        return ["--use-dpu-reduce"]
+    given = f"lr={options.lr},momentum={options.momentum},delay={options.delay}"
+    outer = f"{every},after={after},{given},fragments={options.fragments}"
+    return ["--use-dpu-reduce", "--dpu-outer", outer]
 
 
 def alone(options: argparse.Namespace) -> argparse.Namespace:

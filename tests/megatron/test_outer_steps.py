@@ -1,7 +1,8 @@
-"""What ``--dpu-outer-steps`` exchanges and when, without a job."""
+"""What ``--dpu-outer`` exchanges and when, without a job."""
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,15 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed.dpu_reduce import job, outer_steps
+from megatron.core.distributed.dpu_reduce import job, outer_settings, outer_steps
 
 ARGS = Namespace(
-    dpu_outer_steps=6,
-    dpu_outer_after=4,
-    dpu_outer_fragments=2,
-    dpu_outer_delay=1,
-    dpu_outer_lr=0.7,
-    dpu_outer_momentum=0.9,
+    dpu_outer="6,after=4,fragments=2,delay=1",
     deterministic_mode=False,
     curr_iteration=0,
 )
@@ -128,3 +124,33 @@ def test_they_begin_though_the_iteration_was_skipped() -> None:
     for _ in range(5):
         outer_steps.iteration_ended(args, [layer], optimizer)
     assert outer_steps.meets(args)
+
+
+WRONG = {
+    "": "STEPS must be a whole number of at least 0, not ''",
+    "x": "STEPS must be a whole number of at least 0, not 'x'",
+    "0": "STEPS must be 1 or more",
+    "5,delay": "'delay' is not NAME=VALUE, where NAME is lr, momentum, after, delay, fragments",
+    "5,steps=6": "'steps=6' is not NAME=VALUE, where NAME is lr,",
+    "5,": "'' is not NAME=VALUE",
+    "5,lr=1,lr=2": "lr is given twice",
+    "5,delay=1.5": "delay must be a whole number of at least 0, not '1.5'",
+    "5,lr=nan": "lr must be a number of at least 0, not 'nan'",
+    "5,fragments=9": "fragments must be from 1 to STEPS, 5",
+    "5,fragments=0": "fragments must be from 1 to STEPS, 5",
+    "5,delay=5": "delay must be less than STEPS, 5",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_outer_steps_that_cannot_be_are_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"--dpu-outer={text}: {WRONG[text]}")):
+        outer_settings.parse(text)
+
+
+def test_outer_steps_are_one_flag() -> None:
+    assert outer_settings.parse(None).steps == 1
+    assert outer_settings.parse("30") == outer_settings.Outer(steps=30)
+    assert outer_settings.parse("8,momentum=0.5,lr=1,after=9,fragments=2,delay=3") == (
+        outer_settings.Outer(steps=8, momentum=0.5, lr=1.0, after=9, fragments=2, delay=3)
+    )

@@ -212,22 +212,22 @@ class Leave:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("layout", "who", "megatron"),
+    ("layout", "who", "delay"),
     [
-        pytest.param("plain", 0, (), id="it would save the next checkpoint"),
-        pytest.param("sharded", 1, (), id="sharded"),
-        pytest.param("outer steps", 1, ("--dpu-outer-delay", "1"), id="outer steps"),
+        pytest.param("plain", 0, 0, id="it would save the next checkpoint"),
+        pytest.param("sharded", 1, 0, id="sharded"),
+        pytest.param("outer steps", 1, 1, id="outer steps"),
     ],
 )
 def test_one_that_is_told_to_end_leaves(
-    prefix: Path, tmp_path: Path, layout: str, who: int, megatron: tuple[str, ...]
+    prefix: Path, tmp_path: Path, layout: str, who: int, delay: int
 ) -> None:
     """After the step that it is in, which all of them have made: the others lose nothing."""
     words, arguments = LAYOUTS[layout]
     save = ("--save", str(tmp_path), "--save-interval", "6")
     given = [*TINY, *words, "--steps", "12"]
-    options = failures.parse([*given, "--", *arguments, *megatron, *save])
-    options.steps_file = True
+    options = failures.parse([*given, "--", *arguments, *save])
+    options.steps_file, options.delay = True, delay
     watch = Leave(who, after=4)
     job = failures.train(options, prefix, watch)
     assert watch.told is not None

@@ -230,8 +230,6 @@ OUTER_REFUSED = {
     "optimizer": ("muon", "--optimizer=muon"),
     "use_precision_aware_optimizer": (True, "--use-precision-aware-optimizer"),
     "dpu_reduce_wire_dtype": ("int8", "exchanged as bf16"),
-    "dpu_outer_fragments": (9, "must be from 1 to --dpu-outer-steps=5"),
-    "dpu_outer_delay": (5, "must be less than --dpu-outer-steps=5"),
     "world_size": (2, "needs --use-distributed-optimizer"),
 }
 
@@ -239,9 +237,6 @@ OUTER_REFUSED = {
 def arguments(**given: Any) -> Namespace:
     usual = {
         "use_dpu_reduce": True,
-        "dpu_outer_steps": 1,
-        "dpu_outer_fragments": 1,
-        "dpu_outer_delay": 0,
         "world_size": 1,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -291,16 +286,16 @@ def test_refused_with_outer_steps(monkeypatch: pytest.MonkeyPatch, name: str) ->
     monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
     replica_refusals.check(arguments(**{name: value}))
     with pytest.raises(ValueError, match=text):
-        replica_refusals.check(arguments(dpu_outer_steps=5, **{name: value}))
+        replica_refusals.check(arguments(dpu_outer="5", **{name: value}))
 
 
 def test_replicas_need_the_flag_and_outer_steps_need_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ValueError, match="needs replicas that step by themselves"):
-        replica_refusals.check(arguments(dpu_outer_steps=5))
+        replica_refusals.check(arguments(dpu_outer="5"))
     with pytest.raises(ValueError, match="must be 1 or more"):
-        replica_refusals.check(arguments(dpu_outer_steps=0))
+        replica_refusals.check(arguments(dpu_outer="0"))
     monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
     with pytest.raises(ValueError, match="BYTEPS_REPLICA=0/2 needs --use-dpu-reduce"):
         replica_refusals.check(arguments(use_dpu_reduce=False))

@@ -68,6 +68,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``saves``              checkpoints that one of them saves for all
 ``lost_samples``       what was not trained on
 ``data_slots``         which part of each batch a rank of them reads
+``outer_settings``     when and how they exchange parameters
 ``outer_steps``        their exchanges, once in many steps, and steps that a slow one leaves out
 ``summed_later``       parameters apart: matrices that stay on the ranks, with Muon, and gradients
                        that change after the backward pass

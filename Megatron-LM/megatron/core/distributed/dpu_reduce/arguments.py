@@ -11,6 +11,12 @@ from typing import Any, NoReturn
 GONE = {
     "--dpu-grace": "--dpu-quorum REPLICAS@SECONDS has both",
     "--dpu-optimizer-clip": "servers try steps, and stop by themselves where most are clipped",
+    "--dpu-outer-after": "--dpu-outer STEPS,after=N",
+    "--dpu-outer-delay": "--dpu-outer STEPS,delay=N",
+    "--dpu-outer-fragments": "--dpu-outer STEPS,fragments=N",
+    "--dpu-outer-lr": "--dpu-outer STEPS,lr=X",
+    "--dpu-outer-momentum": "--dpu-outer STEPS,momentum=X",
+    "--dpu-outer-steps": "--dpu-outer STEPS",
     "--dpu-reduce-feedback": "--dpu-reduce-wire-dtype decides: int4 has it, and int8 has not",
 }
 """Flags of earlier versions, and what there is instead of each."""
@@ -60,49 +66,21 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "the place of --use-distributed-optimizer and asks for --use-dpu-reduce.",
     )
     group.add_argument(
-        "--dpu-outer-steps",
-        type=int,
-        default=1,
-        metavar="H",
+        "--dpu-outer",
+        default=None,
+        metavar="STEPS[,NAME=VALUE...]",
         help="With replicas (BYTEPS_REPLICA): each steps its own optimizer, and all exchange "
-        "parameters once in H steps (DiLoCo). 1: gradients are summed in each step.",
-    )
-    group.add_argument(
-        "--dpu-outer-lr", type=float, default=0.7, help="Learning rate of the outer steps."
-    )
-    group.add_argument(
-        "--dpu-outer-momentum",
-        type=float,
-        default=0.9,
-        help="Nesterov momentum of the outer steps.",
-    )
-    group.add_argument(
-        "--dpu-outer-after",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Sum gradients in each of the first N steps.",
-    )
-    group.add_argument(
-        "--dpu-outer-delay",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="Steps that an exchange may take, while replicas go on.",
-    )
-    group.add_argument(
-        "--dpu-outer-fragments",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Parts of the model that are exchanged at different steps.",
+        "parameters once in STEPS steps (DiLoCo). after=0: steps before, in each of which "
+        "gradients are summed. delay=0: steps that an exchange may take, while replicas go on. "
+        "fragments=1: parts of the model that are exchanged at different steps. lr=0.7, "
+        "momentum=0.9: of the outer steps. Default: gradients are summed in each step.",
     )
     group.add_argument(
         "--dpu-quorum",
         default=None,
         metavar="REPLICAS@SECONDS",
         help="With replicas: once so many of them wait, the others have so long. One that is later "
-        "is removed, and joins again. With --dpu-outer-steps one that is slow leaves out steps "
+        "is removed, and joins again. With --dpu-outer one that is slow leaves out steps "
         "before. The seconds must be more than replicas differ in the time of a step, evaluation "
         "or checkpoint. Default: replicas wait for each other.",
     )

@@ -36,7 +36,7 @@ class Collective:
     """``module:function``, without ``megatron.``."""
     over: Over
     why: str
-    """What it is for. With local steps (``--dpu-outer-steps``) nothing is continued that is not
+    """What it is for. With local steps (``--dpu-outer``) nothing is continued that is not
     marked so by its hook: parameters and buffers become alike at each exchange."""
     refusal: Refusal | None = None
 

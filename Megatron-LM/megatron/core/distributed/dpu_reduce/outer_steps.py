@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""``--dpu-outer-steps``: replicas step by themselves, and exchange once in many steps.
+"""``--dpu-outer``: replicas step by themselves, and exchange once in many steps.
 
 What is exchanged is what the inner optimizers step: fp32 parameters, of which each rank has those
 that it owns, maybe none. Buffers that are saved, as the biases of routers, become the mean of all
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from . import bytepslib, job, lost_samples, quorum
+from . import bytepslib, job, lost_samples, outer_settings, quorum
 
 _NAME = "outer/"
 _running: OuterSteps | None = None
@@ -43,13 +43,14 @@ class OuterSteps:
         self._model, self._optimizers = model, list(inner(optimizer))
         self.done = done
         """Local steps that were made. Counted here: a rank may own nothing that is exchanged."""
-        every, fragments = args.dpu_outer_steps, args.dpu_outer_fragments
+        outer = outer_settings.parse(args.dpu_outer)
+        every, fragments = outer.steps, outer.fragments
         # Every rank takes part, also one whose parameters are too few to be cut.
         self._every = every
         self._begins = {(part + 1) * every // fragments % every for part in range(fragments)}
         common = {
             "every": every,
-            "delay": args.dpu_outer_delay,
+            "delay": outer.delay,
             "group": job.peers(),
             "compare": not joins,
             "in_order": args.deterministic_mode,
@@ -57,8 +58,8 @@ class OuterSteps:
         self._parts = [
             bytepslib.diloco.LocalSteps(
                 parameters,
-                lr=args.dpu_outer_lr,
-                momentum=args.dpu_outer_momentum,
+                lr=outer.lr,
+                momentum=outer.momentum,
                 fragments=fragments,
                 name=f"{_NAME}{index}",
                 **common,
@@ -160,9 +161,10 @@ def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
             "--use-dpu-reduce: replicas have different parameters or buffers to begin with: give "
             "all of them the same --seed, --load and layout"
         )
-    if args.dpu_outer_steps > 1 and args.iteration >= args.dpu_outer_after:
-        _leave_each_other(args, model, optimizer, args.iteration - args.dpu_outer_after)
-        if args.iteration > args.dpu_outer_after:
+    outer = outer_settings.parse(args.dpu_outer)
+    if outer.steps > 1 and args.iteration >= outer.after:
+        _leave_each_other(args, model, optimizer, args.iteration - outer.after)
+        if args.iteration > outer.after:
             _resume(args)
 
 
@@ -175,7 +177,8 @@ def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> 
     if _running is not None:
         return _running.step()
     # That iteration itself may be one of --iterations-to-skip.
-    if args.dpu_outer_steps > 1 and args.curr_iteration + 1 >= args.dpu_outer_after:
+    outer = outer_settings.parse(args.dpu_outer)
+    if outer.steps > 1 and args.curr_iteration + 1 >= outer.after:
         _leave_each_other(args, model, optimizer)
     return False
 
@@ -238,14 +241,15 @@ def _leave_each_other(args: Namespace, model: Sequence[Any], optimizer: Any, don
     if torch.distributed.get_rank() == 0:
         print(
             f"dpu_reduce: replica {job.replica()} of {job.replicas()} steps by itself from "
-            f"here on, and exchanges parameters once in {args.dpu_outer_steps} steps",
+            f"here on, and exchanges parameters once in "
+            f"{outer_settings.parse(args.dpu_outer).steps} steps",
             flush=True,
         )
 
 
 def meets(args: Namespace) -> bool:
     """Whether replicas meet after this iteration, so that they can agree on something."""
-    return _running is None or _running.done % args.dpu_outer_steps == 0
+    return _running is None or _running.done % outer_settings.parse(args.dpu_outer).steps == 0
 
 
 def before_save(model: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from . import collectives, quorum
+from . import collectives, outer_settings, quorum
 from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
         refused=FEW_BITS,
     ),
 )
-"""What ``--dpu-outer-steps`` refuses."""
+"""What ``--dpu-outer`` refuses."""
 
 
 def check_config(config: object) -> None:
@@ -122,13 +122,12 @@ def check(args: Namespace) -> None:
             f"BYTEPS_REPLICA={asked} needs --use-dpu-reduce: without it replicas never meet"
         )
     _check_quorum(args, asked)
-    every = getattr(args, "dpu_outer_steps", 1)
-    if every < 1:
-        raise ValueError(f"--dpu-outer-steps={every} must be 1 or more")
+    given = getattr(args, "dpu_outer", None)
+    every = outer_settings.parse(given).steps
     if not asked:
         if every > 1:
             raise ValueError(
-                f"--dpu-outer-steps={every} needs replicas that step by themselves: start each "
+                f"--dpu-outer={given} needs replicas that step by themselves: start each "
                 "with worker.sh --replica NUMBER/COUNT"
             )
         return
@@ -136,19 +135,10 @@ def check(args: Namespace) -> None:
     _check_servers(args, f"BYTEPS_REPLICA={asked}")
     if every == 1:
         return
-    refuse_settings(args, _OF_OUTER_STEPS, "--dpu-outer-steps")
-    if args.dpu_outer_fragments > every or args.dpu_outer_fragments < 1:
-        raise ValueError(
-            f"--dpu-outer-fragments={args.dpu_outer_fragments} must be from 1 to "
-            f"--dpu-outer-steps={every}"
-        )
-    if not 0 <= args.dpu_outer_delay < every:
-        raise ValueError(
-            f"--dpu-outer-delay={args.dpu_outer_delay} must be less than --dpu-outer-steps={every}"
-        )
+    refuse_settings(args, _OF_OUTER_STEPS, "--dpu-outer")
     own = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
     if own > 1 and not args.use_distributed_optimizer:
         raise ValueError(
-            f"--dpu-outer-steps={every} with {own} data-parallel ranks in a replica needs "
+            f"--dpu-outer={given} with {own} data-parallel ranks in a replica needs "
             "--use-distributed-optimizer: then each rank exchanges the parameters that it owns"
         )

@@ -3,7 +3,7 @@
 """What a replica that joins takes from another one: all that training goes on from.
 
 Each rank takes from the rank of its own place. Parameters, buffers, what the optimizer steps, its
-moments, and with ``--dpu-outer-steps`` the outer parameters and their momentum travel as they are;
+moments, and with ``--dpu-outer`` the outer parameters and their momentum travel as they are;
 numbers of the schedule, the loss scale and the random state in a dictionary before them.
 
 With ``--dpu-optimizer`` replica 0 gives the servers what they begin with. One that joins takes the

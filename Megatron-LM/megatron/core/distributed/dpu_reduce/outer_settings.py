@@ -1,0 +1,73 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""``--dpu-outer STEPS[,NAME=VALUE...]``: when and how replicas exchange parameters."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Exchanges of replicas that step by themselves."""
+
+    steps: int = 1
+    """From one exchange to the next. 1: gradients are summed in each step."""
+    lr: float = 0.7
+    """Learning rate of the outer optimizer."""
+    momentum: float = 0.9
+    """Nesterov's, of the outer optimizer."""
+    after: int = 0
+    """Steps before the first, in each of which gradients are summed."""
+    delay: int = 0
+    """Steps that an exchange may take, while replicas go on."""
+    fragments: int = 1
+    """Parts of the model that are exchanged at different steps."""
+
+
+NAMES = tuple(field.name for field in fields(Outer) if field.name != "steps")
+
+
+@functools.cache
+def parse(text: str | None) -> Outer:
+    """The flag's value; None: it is not given. Raises ValueError, which says what is wrong."""
+    if text is None:
+        return Outer()
+    steps, *pairs = text.split(",")
+    given: dict[str, int | float] = {"steps": _number(text, "STEPS", steps, int)}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in NAMES:
+            raise _error(text, f"{pair!r} is not NAME=VALUE, where NAME is {', '.join(NAMES)}")
+        if name in given:
+            raise _error(text, f"{name} is given twice")
+        given[name] = _number(text, name, value, float if name in ("lr", "momentum") else int)
+    outer = Outer(**given)  # type: ignore[arg-type]  # each has the type of its field
+    _check(text, outer)
+    return outer
+
+
+def _number(text: str, name: str, value: str, kind: type[int] | type[float]) -> int | float:
+    try:
+        number = kind(value)
+    except ValueError:
+        number = -1
+    if not 0 <= number < math.inf:
+        what = "a whole number" if kind is int else "a number"
+        raise _error(text, f"{name} must be {what} of at least 0, not {value!r}")
+    return number
+
+
+def _check(text: str, outer: Outer) -> None:
+    if outer.steps < 1:
+        raise _error(text, "STEPS must be 1 or more")
+    if not 1 <= outer.fragments <= outer.steps:
+        raise _error(text, f"fragments must be from 1 to STEPS, {outer.steps}")
+    if outer.delay >= outer.steps:
+        raise _error(text, f"delay must be less than STEPS, {outer.steps}")
+
+
+def _error(text: str, why: str) -> ValueError:
+    return ValueError(f"--dpu-outer={text}: {why}")
