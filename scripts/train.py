@@ -51,7 +51,7 @@ DEFAULT_THRESHOLD = 2.5
 STEPS_TO_THRESHOLD = 200
 EXACT_WORKERS = 2
 # All ranks share this machine, where nothing would go to servers unless asked for.
-_THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
+_THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-backend", "flat")
 _OPTIMIZER_ON_SERVERS = ("--dpu-optimizer",)
 _DISTRIBUTED_OPTIMIZER = ("--use-distributed-optimizer",)
 # With the optimizer on the servers and in Megatron: of the mean of the last ten losses, relative.

@@ -73,7 +73,7 @@ def learn(
     """The loss of every step of a run; runs of other numbers have other GPUs, as long as there are
     some."""
     arguments = gpt.megatron_arguments(options, prefix, seed)
-    arguments += ["--use-dpu-reduce", "--dpu-reduce-route", "flat"]
+    arguments += ["--use-dpu-reduce", "--dpu-reduce-backend", "flat"]
     if wire != "same":
         arguments += ["--dpu-reduce-wire-dtype", wire]
     environment = train_script.environment(options.workers, options.servers)

@@ -29,7 +29,7 @@ MODEL: tuple[str, ...] = tuple(
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
     --hidden-dropout 0.1 --attention-dropout 0.1 --optimizer adam --lr 1e-3 --min-lr 1e-4
     --lr-decay-style cosine --split 100,0,0 --eval-iters 0 --eval-interval 1000000
-    --log-interval 1 --seed 1234 --mock-data --use-dpu-reduce --dpu-reduce-route flat
+    --log-interval 1 --seed 1234 --mock-data --use-dpu-reduce --dpu-reduce-backend flat
     """.split()  # noqa: SIM905
 )
 

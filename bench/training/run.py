@@ -124,7 +124,7 @@ def _ways() -> Iterator[Way]:
     servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")
     for name, more in (
         ("servers-bf16", ()),
-        ("servers-bf16-flat", ("--dpu-reduce-route", "flat")),
+        ("servers-bf16-flat", ("--dpu-reduce-backend", "flat")),
         ("servers-int8", ("--dpu-reduce-wire-dtype", "int8")),
     ):
         yield _way(name, (*servers, *more))
@@ -185,7 +185,7 @@ def step_seconds(record: Record, warmup: int) -> list[float]:
 
 def arguments_of(what: Training, way: Way, hosts: int, route: str) -> list[str]:
     """For Megatron; a way that names its route keeps it."""
-    routed = ("--dpu-reduce-route", route) if way.through_servers else ()
+    routed = ("--dpu-reduce-backend", route) if way.through_servers else ()
     return [*what.arguments, *routed, *way.megatron_arguments(hosts, what.arguments)]
 
 
@@ -284,7 +284,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--route",
         choices=("auto", "flat", "node-first", "collective"),
-        help="--dpu-reduce-route (default: flat with one rank per host, else node-first)",
+        help="--dpu-reduce-backend (default: flat with one rank per host, else node-first)",
     )
     add("--colocate", action="store_true", help="servers on the workers' hosts")
     add("--emulate", metavar="HOSTS@RATE", help="such as 8@500mbit; needs root")

@@ -17,7 +17,7 @@ from byteps.cost_model import Load, Servers
 
 COLLECTIVE, FLAT, NODE_FIRST, AUTO = "collective", "flat", "node-first", "auto"
 ROUTES = (AUTO, FLAT, NODE_FIRST, COLLECTIVE)
-"""What ``--dpu-reduce-route`` may name.
+"""What ``--dpu-reduce-backend`` may name.
 
 ``collective``: torch.distributed's reduce-scatter or all-reduce, as without BytePS. ``flat``: every
 rank pushes its whole bucket. ``node-first``: the ranks of a host sum first, then each pushes a

@@ -15,7 +15,7 @@ DEVICES = ("cpu", "cuda")
 MODES = ("sync", "colocate_async")
 """verl's: whether generation waits for the weights of the last update."""
 EXTENSION = "megatron_byteps_rl.vllm_worker.Extension"
-BYTEPS: Mapping[str, object] = {"use_dpu_reduce": True, "dpu_reduce_route": "flat"}
+BYTEPS: Mapping[str, object] = {"use_dpu_reduce": True, "dpu_reduce_backend": "flat"}
 """Of ``override_ddp_config``. All ranks share this machine, where nothing would go to servers
 unless asked for (``flat``)."""
 _COMMON = {

@@ -111,7 +111,7 @@ class Megatron(MegatronGloo):
 
     name = "--use-dpu-reduce"
     through_servers = True
-    flags: ClassVar[dict[str, Any]] = {"use_dpu_reduce": True, "dpu_reduce_route": "flat"}
+    flags: ClassVar[dict[str, Any]] = {"use_dpu_reduce": True, "dpu_reduce_backend": "flat"}
 
     def start(self, folder: Path) -> None:
         from megatron.core import parallel_state
@@ -126,5 +126,5 @@ class MegatronServed(Megatron):
     """The same with ``dpu_optimizer``."""
 
     name = "--dpu-optimizer"
-    flags: ClassVar[dict[str, Any]] = {"dpu_optimizer": True, "dpu_reduce_route": "flat"}
+    flags: ClassVar[dict[str, Any]] = {"dpu_optimizer": True, "dpu_reduce_backend": "flat"}
     tolerance = 1e-5

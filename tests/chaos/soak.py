@@ -113,7 +113,7 @@ class Soak(Job):
             *("--save", saved, "--load", saved, "--save-interval", str(SAVE_EVERY)),
             *("--ckpt-format", "torch"),  # the other one starts processes for each
             *("--save-retain-interval", str(SAVE_EVERY * 1_000_000), "--num-workers", "0"),
-            *("--exit-signal-handler", "--use-dpu-reduce", "--dpu-reduce-route", "flat"),
+            *("--exit-signal-handler", "--use-dpu-reduce", "--dpu-reduce-backend", "flat"),
         ]
         self._spawn(RANKS, command, env)
 

@@ -263,7 +263,7 @@ def test_trains_adapters_and_shows_what_they_did(model: Path, run_dir: Path) -> 
 # Hugging Face models under Ray: the same script, and a job with adapters that loses a rank.
 
 
-_THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
+_THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-backend", "flat")
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ CUDA_TE = dataclasses.replace(
 
 PLATFORMS = {platform.name: platform for platform in (CPU, CUDA)}
 
-THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
+THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-backend", "flat")
 """Arguments of Megatron."""
 SMALL_PARTITIONS = {"BYTEPS_PARTITION_BYTES": "4096"}
 TWO_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", **SMALL_PARTITIONS}

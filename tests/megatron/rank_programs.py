@@ -92,8 +92,8 @@ def _write_later(folder: Path) -> None:
 
 def _through_servers(arguments: Sequence[str]) -> list[str]:
     """The ranks share this machine, where nothing would go to servers unless asked for."""
-    if "--use-dpu-reduce" in arguments and "--dpu-reduce-route" not in arguments:
-        return [*arguments, "--dpu-reduce-route", "flat"]
+    if "--use-dpu-reduce" in arguments and "--dpu-reduce-backend" not in arguments:
+        return [*arguments, "--dpu-reduce-backend", "flat"]
     return list(arguments)
 
 
@@ -250,7 +250,7 @@ def _wrap(
 ) -> DistributedDataParallel:
     transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     if config.get("use_dpu_reduce"):
-        config.setdefault("dpu_reduce_route", "flat")
+        config.setdefault("dpu_reduce_backend", "flat")
     ddp_config = DistributedDataParallelConfig(**config)
     return DistributedDataParallel(transformer, ddp_config, module, pg_collection=pg_collection)
 
@@ -286,7 +286,7 @@ def core_recipe(folder: Path, served: bool) -> dict[str, Any]:
             overlap_grad_reduce=True,
             bucket_size=300,
             dpu_optimizer=served,
-            dpu_reduce_route="flat" if served else "auto",
+            dpu_reduce_backend="flat" if served else "auto",
         )
         # Megatron-Bridge sets both once the config is complete, since the optimizer's has them.
         config.use_distributed_optimizer = config.overlap_param_gather = True

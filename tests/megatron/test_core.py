@@ -129,7 +129,7 @@ def test_a_rank_that_wraps_one_more_model_alone_does_not_change_the_others_names
         ]
 
 
-NODE_FIRST = {"use_dpu_reduce": True, "dpu_reduce_route": "node-first"}
+NODE_FIRST = {"use_dpu_reduce": True, "dpu_reduce_backend": "node-first"}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -172,7 +172,7 @@ def test_node_first_forced_all_reduce(run_job: RunJob, sharded: bool) -> None:
 
 def test_inside_one_host_nothing_is_pushed(run_job: RunJob) -> None:
     config = {"overlap_grad_reduce": True, "bucket_size": 64}
-    auto = {**config, "use_dpu_reduce": True, "dpu_reduce_route": "auto"}
+    auto = {**config, "use_dpu_reduce": True, "dpu_reduce_backend": "auto"}
     ours = run_job("core_steps", 2, config=auto, per_host=2)
     theirs = run_job("core_steps", 2, config=config)
     _assert_same(ours.result(0)["gradients"], theirs.result(0)["gradients"])
@@ -186,7 +186,7 @@ def test_inside_one_host_nothing_is_pushed(run_job: RunJob) -> None:
 def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: bool) -> None:
     """Either way may be the faster one here. All ranks take the same, and sum the same."""
     config = {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded}
-    auto = {**config, "use_dpu_reduce": True, "dpu_reduce_route": "auto"}
+    auto = {**config, "use_dpu_reduce": True, "dpu_reduce_backend": "auto"}
     ours = run_job("core_forced", 4, config=auto, per_host=2)
     theirs = run_job("core_forced", 4, config=config)
     for rank in range(4):
@@ -294,7 +294,7 @@ def test_replicas_sum_their_shards_through_servers(
         return job
 
     theirs = run("all-reduce")
-    ours = run("byteps", use_dpu_reduce=True, dpu_reduce_route="flat")
+    ours = run("byteps", use_dpu_reduce=True, dpu_reduce_backend="flat")
     for rank in range(4):
         one, other = ours.result(rank), theirs.result(rank)
         assert one["pushed"] > 0 == other["pushed"]

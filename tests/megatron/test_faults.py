@@ -113,7 +113,7 @@ CASES = {
     "fp32": (2, EARLY),
     "bf16-wire": (2, ("--bf16", "--grad-reduce-in-bf16", *EARLY)),
     "sharded": (2, ("--use-distributed-optimizer", *EARLY)),
-    "node-first": (4, ("--dpu-reduce-route", "node-first", *EARLY)),
+    "node-first": (4, ("--dpu-reduce-backend", "node-first", *EARLY)),
     "servers": (2, ("--dpu-optimizer", *EARLY)),
     "servers-node-first": (4, ("--dpu-optimizer", "--bf16", *EARLY)),
     "servers-int8": (2, ("--dpu-optimizer", *EARLY, "--dpu-reduce-wire-dtype", "int8")),

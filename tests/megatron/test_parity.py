@@ -69,7 +69,7 @@ def test_average_in_collective(train: Train) -> None:
 
 def test_average_in_collective_node_first(train: Train) -> None:
     """Divided by two inside the host and by two on the servers, which is exact."""
-    node = ("--use-dpu-reduce", "--dpu-reduce-route", "node-first", *BUCKETS)
+    node = ("--use-dpu-reduce", "--dpu-reduce-backend", "node-first", *BUCKETS)
     averaged = train(*node, "--ddp-average-in-collective", ranks=4, per_host=2)
     assert_same_run(averaged, train(*node, ranks=4, per_host=2))
     assert all("/part" in name for name in averaged.names)

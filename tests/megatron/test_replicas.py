@@ -217,7 +217,7 @@ def test_replicas_that_begin_differently_are_told(
 REFUSED = {
     "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
     "num_distributed_optimizer_instances": (2, "replicas are the instances"),
-    "dpu_reduce_route": ("collective", "--dpu-reduce-route=collective"),
+    "dpu_reduce_backend": ("collective", "--dpu-reduce-backend=collective"),
     "dataloader_type": ("external", "which part of a batch"),
     "moe_router_load_balancing_type": (["global_aux_loss"], "counts tokens of one replica"),
     "non_persistent_ckpt_type": ("local", "one replica saves for all"),

@@ -34,8 +34,8 @@ RunJob = Callable[..., Job]
 
 SERVERS = ("--use-dpu-reduce", "--dpu-optimizer")
 EARLY = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
-NODE_FIRST = ("--dpu-reduce-route", "node-first")
-FLAT = ("--dpu-reduce-route", "flat")
+NODE_FIRST = ("--dpu-reduce-backend", "node-first")
+FLAT = ("--dpu-reduce-backend", "flat")
 # Small pieces: one is in flight while the host sums another.
 PIECES = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_NODE_PIECE_BYTES": "2048"}
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -89,7 +89,7 @@ def test_node_first_is_flat_but_for_rounding_and_half_the_bytes(seen: Seen, type
 
 
 def test_the_table_names_the_way(run_job: RunJob, dataset: Dataset) -> None:
-    words = [*data_arguments(dataset), *SERVERS, "--dpu-reduce-route", "auto"]
+    words = [*data_arguments(dataset), *SERVERS, "--dpu-reduce-backend", "auto"]
     for per_host, said in ((2, "BytePS node-first"), (3, "hosts have 1 or 3 ranks")):
         job = run_job("train", 4, arguments=words, per_host=per_host, environment=PIECES)
         log = job.log_of(0).read_text()

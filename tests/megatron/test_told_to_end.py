@@ -21,7 +21,7 @@ TINY = [
     *("--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "2"),
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "63"),
     *("--train-iters", "1000000", "--log-interval", "1", "--save-interval", "1000000"),
-    *("--use-dpu-reduce", "--dpu-reduce-route", "flat", "--exit-signal-handler"),
+    *("--use-dpu-reduce", "--dpu-reduce-backend", "flat", "--exit-signal-handler"),
 ]
 
 

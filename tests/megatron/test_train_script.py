@@ -89,7 +89,7 @@ def test_the_example_gains_through_servers(tree: Path) -> None:
 
 
 def test_the_example_with_a_tiny_model(tree: Path) -> None:
-    words = ("--nproc-per-node", "2", "--", "--train-iters", "3", "--dpu-reduce-route", "flat")
+    words = ("--nproc-per-node", "2", "--", "--train-iters", "3", "--dpu-reduce-backend", "flat")
     run = _example(tree, *words, SIZE="tiny")
     assert run.returncode == 0, run.stdout + run.stderr
     said = run.stdout + run.stderr

@@ -47,7 +47,7 @@ ALLOWED = (
     ("--dpu-optimizer", "--dpu-reduce-wire-dtype", "int8"),
     ("--dpu-optimizer", "--bf16", "--dpu-reduce-wire-dtype", "int4"),
     ("--dpu-reduce-wire-dtype", "int4", "--dpu-reduce-keep-bf16", "embedding", r"lora_.*"),
-    ("--dpu-reduce-route", "node-first"),
+    ("--dpu-reduce-backend", "node-first"),
     ("--overlap-param-gather-with-optimizer-step",),
     ("--fp8-param-gather",),
     ("--fp4-param-gather",),
@@ -63,7 +63,7 @@ ALLOWED = (
 )
 
 OPTIMIZER_REFUSED = {
-    "--dpu-reduce-route": ("collective",),
+    "--dpu-reduce-backend": ("collective",),
     "--optimizer": ("lion",),
     "--muon-scalar-optimizer": ("lion",),
     "--save-wgrads-interval": ("2",),
@@ -368,12 +368,12 @@ def test_unknown_wire_dtype() -> None:
 
 
 def test_a_route_needs_the_flag_and_must_be_known(parse: Parse) -> None:
-    with pytest.raises(ValueError, match="--dpu-reduce-route=flat needs --use-dpu-reduce"):
-        dpu_reduce.validate_args(parse("--dpu-reduce-route", "flat"))
-    with pytest.raises(ValueError, match="--dpu-reduce-route=node-first needs --use-dpu-reduce"):
-        DistributedDataParallelConfig(dpu_reduce_route="node-first")
-    with pytest.raises(ValueError, match=r"--dpu-reduce-route=ring is not known; .* node-first"):
-        DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_route="ring")
+    with pytest.raises(ValueError, match="--dpu-reduce-backend=flat needs --use-dpu-reduce"):
+        dpu_reduce.validate_args(parse("--dpu-reduce-backend", "flat"))
+    with pytest.raises(ValueError, match="--dpu-reduce-backend=node-first needs --use-dpu-reduce"):
+        DistributedDataParallelConfig(dpu_reduce_backend="node-first")
+    with pytest.raises(ValueError, match=r"--dpu-reduce-backend=ring is not known; .* node-first"):
+        DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_backend="ring")
 
 
 def test_fully_sharded_wrappers_say_that_they_sum(

@@ -365,7 +365,7 @@ def test_a_users_own_command_line(
     theirs.append(f"{variables}.VERL_FILE_LOGGER_PATH={settings.folder}/steps.jsonl")
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"]
     # What is as fast by a reduce-scatter would stay there.
-    route = "+actor_rollout_ref.actor.megatron.override_ddp_config.dpu_reduce_route=flat"
+    route = "+actor_rollout_ref.actor.megatron.override_ddp_config.dpu_reduce_backend=flat"
     command += [*theirs, *recipe(*scheduler), route]
     assert EXTENSION in " ".join(theirs)  # all else that a CPU needs is in the environment
     environment = {**os.environ, **settings.environment()}

@@ -318,7 +318,9 @@ def build(row: Row, through_byteps: bool, folder: str, mesh: Any) -> Any:
         folder,
         device_mesh=mesh,
         # A single host: nothing would go to servers unless asked for.
-        ddp_config=({"use_dpu_reduce": True, "dpu_reduce_route": "flat"} if through_byteps else {}),
+        ddp_config=(
+            {"use_dpu_reduce": True, "dpu_reduce_backend": "flat"} if through_byteps else {}
+        ),
         mixed_precision="bf16",
         persist_layer_norm=False,
         **settings,

@@ -43,7 +43,7 @@ def run(
     **environment: str,
 ) -> Events:
     """Two replicas of one rank, each with a warm spare, in the room that the pool leaves."""
-    assert MODEL[-2] == "--dpu-reduce-route", "replicas have one route alone"
+    assert MODEL[-2] == "--dpu-reduce-backend", "replicas have one route alone"
     of_job = replace(
         settings,
         ranks=2,

@@ -34,7 +34,7 @@ class Layout(Row):
     per_host: int = 1
     """Consecutive ranks that are taken to share a host; the last host may have fewer."""
     route: str = "flat"
-    """Of the run through BytePS: ``--dpu-reduce-route``."""
+    """Of the run through BytePS: ``--dpu-reduce-backend``."""
     vpp: int = 1
     """Model chunks (virtual pipeline stages) on a rank."""
     etp: int | None = None
@@ -76,7 +76,7 @@ class Layout(Row):
         wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
         servers = ["--dpu-optimizer"] if self.servers else []
         further = [*wire, *servers, *self.asks]
-        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *further]
+        return ["--use-dpu-reduce", "--dpu-reduce-backend", self.route, *further]
 
     @property
     def has_few_bits(self) -> bool:

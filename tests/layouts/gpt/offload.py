@@ -70,7 +70,7 @@ def model_of(
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
     module = torch.nn.Sequential(*layers).to(device)
     module.config = config
-    own = {"use_dpu_reduce": True, "dpu_reduce_route": "flat"} if through_byteps else {}
+    own = {"use_dpu_reduce": True, "dpu_reduce_backend": "flat"} if through_byteps else {}
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(

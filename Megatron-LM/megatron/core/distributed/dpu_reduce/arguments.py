@@ -18,6 +18,7 @@ GONE = {
     "--dpu-outer-momentum": "--dpu-outer STEPS,momentum=X",
     "--dpu-outer-steps": "--dpu-outer STEPS",
     "--dpu-reduce-feedback": "--dpu-reduce-wire-dtype decides: int4 has it, and int8 has not",
+    "--dpu-reduce-route": "--dpu-reduce-backend",
 }
 """Flags of earlier versions, and what there is instead of each."""
 
@@ -49,7 +50,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "norms, biases, routers and tensors of less than 64 KiB. A number sets these bytes.",
     )
     group.add_argument(
-        "--dpu-reduce-route",
+        "--dpu-reduce-backend",
         choices=["auto", "flat", "node-first", "collective"],
         default="auto",
         help="How --use-dpu-reduce sums gradients. flat: every rank pushes whole buckets to the "

@@ -139,7 +139,7 @@ def decide_all(
         return _over_replicas(config, kind, group, groups)
     hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
     routes = bytepslib.routes
-    asked = config.dpu_reduce_route or routes.AUTO
+    asked = config.dpu_reduce_backend or routes.AUTO
     sums = [
         routes.Sum(
             hosts=hosts,

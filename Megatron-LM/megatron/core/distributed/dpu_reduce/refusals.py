@@ -68,8 +68,8 @@ model's."""
 
 _OPTIMIZER_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        attributes=("dpu_reduce_route",),
-        flag="--dpu-reduce-route",
+        attributes=("dpu_reduce_backend",),
+        flag="--dpu-reduce-backend",
         reason="no collective takes the place of servers that update",
         allowed=("auto", "flat", "node-first", None),
     ),
@@ -149,17 +149,17 @@ def _check_few_bits(source: object) -> None:
 
 def _check_route(source: object) -> None:
     """``source`` is the arguments or a DDP config."""
-    name = getattr(source, "dpu_reduce_route", None) or "auto"
+    name = getattr(source, "dpu_reduce_backend", None) or "auto"
     if name == "auto":
         return
     if not getattr(source, "use_dpu_reduce", False):
         raise ValueError(
-            f"--dpu-reduce-route={name} needs --use-dpu-reduce: without it no gradient goes "
+            f"--dpu-reduce-backend={name} needs --use-dpu-reduce: without it no gradient goes "
             "through BytePS"
         )
     known = bytepslib.routes.ROUTES
     if name not in known:
-        raise ValueError(f"--dpu-reduce-route={name} is not known; it can be {', '.join(known)}")
+        raise ValueError(f"--dpu-reduce-backend={name} is not known; it can be {', '.join(known)}")
 
 
 def _check_optimizer(source: object) -> None:
@@ -186,7 +186,7 @@ def _check_optimizer(source: object) -> None:
 
 def _check_deterministic(args: Namespace) -> None:
     """Refuses sums whose order this package does not decide."""
-    route = getattr(args, "dpu_reduce_route", None)
+    route = getattr(args, "dpu_reduce_backend", None)
     if (
         getattr(args, "deterministic_mode", False)
         and getattr(args, "use_dpu_reduce", False)
@@ -196,8 +196,8 @@ def _check_deterministic(args: Namespace) -> None:
     ):
         raise ValueError(
             "--use-dpu-reduce with Megatron-FSDP does not work with --deterministic-mode: servers "
-            "add the shards of several instances as they come. Use --dpu-reduce-route collective, "
-            "or drop one of the two."
+            "add the shards of several instances as they come. Use --dpu-reduce-backend "
+            "collective, or drop one of the two."
         )
 
 

@@ -26,8 +26,8 @@ _OF_REPLICAS: tuple[Refusal, ...] = (
         allowed=(1, None),
     ),
     Refusal(
-        attributes=("dpu_reduce_route",),
-        flag="--dpu-reduce-route",
+        attributes=("dpu_reduce_backend",),
+        flag="--dpu-reduce-backend",
         reason="replicas meet only at the servers",
         allowed=("auto", None),
     ),

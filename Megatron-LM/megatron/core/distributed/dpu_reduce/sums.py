@@ -320,7 +320,7 @@ def _reductions(config: DistributedDataParallelConfig, group: _Group) -> Reducti
             bytepslib.identity.of_group(group),
             "megatron-fsdp",
             bytepslib.reductions.Settings(
-                backend=config.dpu_reduce_route or bytepslib.routes.AUTO,
+                backend=config.dpu_reduce_backend or bytepslib.routes.AUTO,
                 min_bytes=1,
                 wire_dtype=config.dpu_reduce_wire_dtype or bytepslib.reductions.SAME,
             ),
