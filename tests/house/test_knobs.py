@@ -7,6 +7,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _MOST_FLAGS = 10
+_MOST_VARIABLES = 63
 
 
 def _flags() -> set[str]:
@@ -21,3 +22,10 @@ def test_megatron_gets_few_flags() -> None:
     flags = _flags()
     assert {"--use-dpu-reduce", "--dpu-optimizer"} <= flags
     assert len(flags) <= _MOST_FLAGS, sorted(flags)
+
+
+def test_pages_tell_of_few_variables() -> None:
+    """What is internal, or set by a launcher, has no entry on the page of settings."""
+    page = (REPOSITORY / "docs/use/settings.md").read_text(encoding="utf-8")
+    variables = re.findall(r"^### `(\w+)`$", page, re.M)
+    assert len(variables) <= _MOST_VARIABLES, variables
