@@ -415,7 +415,8 @@ LAYOUTS: tuple[Layout, ...] = (
            distributed_optimizer=True, dtype="bf16", extra=_MUON_FP32),
     # Multi-token prediction.
     Layout(name="servers-dp2-mtp", ranks=2, servers=True, extra=_MTP),
-    Layout(name="servers-dp2-mtp-detached", ranks=2, servers=True, extra=_DETACHED),
+    Layout(name="servers-dp2-mtp-detached", ranks=2, servers=True,
+           extra=(*_DETACHED, "--clip-grad", "0.01")),
     Layout(name="servers-pp2-dp2-mtp-detached-overlap-clips-never", ranks=4, pp=2, servers=True,
            overlap=True, accumulation=2, extra=(*_DETACHED, *_CLIPS_NEVER)),
     # The loss is scaled.
