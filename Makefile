@@ -128,7 +128,7 @@ test-gpu: setup ## sums of tensors on GPUs, where there are any
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/gpu
 
 test-ray: setup-ray ## jobs under Ray that lose processes and go on
-	@$(PYTHON_RAY) -m pytest -m "not thorough" $(PYTEST_ARGS) tests/under_ray
+	@$(PYTHON_RAY) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/under_ray)
 
 ray-failures: setup-ray ## each failure that a job under Ray survives, with times, as a table
 	@$(PYTHON_RAY) -W ignore bench/ray_failures/run.py $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
