@@ -33,8 +33,8 @@ PS_LITE = re.compile(r"(ps|dmlc)/")
 KNOW_PS_LITE = re.compile(
     r"net/(link|membership)/.*|net/\w+_base\.cc|cluster/(session\.cc|ps_message\.h)"
     # Of the transports what carries ps-lite's messages, not their sockets and devices.
-    r"|net/tcp/(van|connection\w*|frames|greeter)\.(h|cc)"
-    r"|net/rdma/(van|endpoint|queues|pool|verbs)\.(h|cc)"
+    r"|net/tcp/(van|memory_pool|frames|frame_reader)\.(h|cc)"
+    r"|net/rdma/(van|endpoint|queues|pool|settings)\.(h|cc)"
     r"|net/(auth/secret|tls/tls)\.cc"  # its settings
 )
 """Files that may include such headers."""

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/dtype.h"
 #include "byteps/base/protocol.h"
 

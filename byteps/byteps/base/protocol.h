@@ -7,11 +7,9 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "byteps/base/dtype.h"
-#include "byteps/base/invariant.h"
 #include "byteps/base/rank_group.h"
 
 namespace byteps {
@@ -297,50 +295,6 @@ std::vector<size_t> UnpackMembers(const std::string& text, size_t size);
 
 // FNV-1a, 64 bits.
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
-
-// The values of a message: memory that several hold.
-
-// Copies share the memory, which is released with the last of them.  A moved-from object is empty.
-class SharedBytes {
- public:
-  SharedBytes() = default;
-
-  // Not initialised.  Throws OutOfMemory.
-  static SharedBytes New(size_t size) {
-    return {std::shared_ptr<char>(NewBytes(size), std::default_delete<char[]>()), size};
-  }
-  // Memory of somebody else's.  `released(data)` is called when the last copy is gone.
-  template <typename Released>
-  static SharedBytes Borrow(char* data, size_t size, Released released) {
-    return {std::shared_ptr<char>(data, std::move(released)), size};
-  }
-  // What `owner` points to stays as long as `owner` has copies.
-  SharedBytes(std::shared_ptr<char> owner, size_t size) : owner_(std::move(owner)), size_(size) {}
-
-  SharedBytes(const SharedBytes&) = default;
-  SharedBytes& operator=(const SharedBytes&) = default;
-  SharedBytes(SharedBytes&& other) noexcept { *this = std::move(other); }
-  SharedBytes& operator=(SharedBytes&& other) noexcept {
-    if (this == &other) return *this;
-    owner_ = std::move(other.owner_);
-    size_ = std::exchange(other.size_, 0);
-    return *this;
-  }
-
-  char* data() const { return owner_.get(); }
-  size_t size() const { return size_; }
-  bool empty() const { return size_ == 0; }
-  const std::shared_ptr<char>& owner() const { return owner_; }
-
-  // `size` bytes from `offset`, which are part of it; shares the memory.
-  SharedBytes Part(size_t offset, size_t size) const {
-    return {std::shared_ptr<char>(owner_, data() + offset), size};
-  }
-
- private:
-  std::shared_ptr<char> owner_;
-  size_t size_ = 0;
-};
 
 // Many declarations in one message.
 //

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/net/membership/event.h"
 
 namespace byteps {

@@ -10,7 +10,8 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 #include "byteps/cluster/channel.h"
-#include "byteps/engine/kept_sums.h"
+#include "byteps/engine/server_loss.h"
+#include "byteps/engine/tensor.h"
 
 namespace byteps {
 namespace core {
@@ -22,14 +23,6 @@ uint64_t NextJob() {
 }
 
 }  // namespace
-
-bool Tensor::BeginUse() {
-  uint32_t users = users_;
-  while (users > 0) {
-    if (users_.compare_exchange_weak(users, users + 1)) return true;
-  }
-  return false;
-}
 
 Declarations::Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies,
                            ServerLoss* loss, double timeout_s)

@@ -1,7 +1,6 @@
 #include "byteps/engine/engine.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -9,68 +8,11 @@
 #include "byteps/base/process.h"
 #include "byteps/base/protocol.h"
 #include "byteps/engine/staged_sum.h"
-#include "byteps/observe/status.h"
+#include "byteps/engine/streamed_sums.h"
+#include "byteps/observe/status_record.h"
 
 namespace byteps {
 namespace core {
-
-namespace {
-
-using Use = PinnedPool::Use;
-
-// For small sums: the one that is alone, and those before it whose memory has not come back yet.
-constexpr uint64_t kPinnedForSmall = 4 * StagedSum::kSmall;
-
-PinnedPool* PoolForStreamed(uint64_t limit, uint64_t largest_partition) {
-  const uint64_t largest = StagedSum::LargestBlock(limit, largest_partition);
-  return PinnedPool::Shared(Use::kStreamedSums, limit, largest);
-}
-
-}  // namespace
-
-Context::Context(const Config& config, const Launch& launch, int num_servers,
-                 std::unique_ptr<Channel> how, WorkerCounters* counted, SpeedMeter* speed)
-    : plan(config, launch, num_servers),
-      op_timeout_s(config.Float("BYTEPS_OP_TIMEOUT_S")),
-      pool(PinnedPool::Shared(Use::kPartitions, config.Int("BYTEPS_PINNED_BYTES"),
-                              plan.largest_partition())),
-      pool_for_streamed(
-          PoolForStreamed(config.Int("BYTEPS_STREAMED_BYTES"), plan.largest_partition())),
-      pool_for_small(PinnedPool::Shared(Use::kSmallSums, kPinnedForSmall, StagedSum::kSmall)),
-      channel(std::move(how)),
-      counters(counted),
-      operations(counted, speed),
-      loss(config.Float("BYTEPS_REPLACE_SERVERS_S") > 0, config.Bool("BYTEPS_BACKUP_STATE"),
-           num_servers),
-      vacancies(channel.get()),
-      scheduler(
-          std::make_shared<PushScheduler>(num_servers, config.Int("BYTEPS_SERVER_WINDOW_BYTES"))),
-      trace(std::make_shared<OperationTrace>(Tracer::Make(config), launch.rank)) {}
-
-Message Context::MakeRequestMessage(Request request) {
-  const Operation& operation = *request.operation;
-  const int op = operation.request.op;
-  const Operation::Part wanted = operation.Wanted(request.index);
-  PushHeader header;
-  header.round = operation.round;
-  // Of an operation that fails at this moment the tensor knows no longer.
-  header.oldest = std::min(operation.tensor->oldest.load(), operation.round);
-  if (operation.request.forgets_lost) header.flags |= PushHeader::kForgetLost;
-  if (loss.keeps && op == kPushPull) {
-    header.flags |= PushHeader::kKeepsSums;
-    header.confirmed = requests.FirstOpen(request.server);
-  }
-  header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
-  if (op != kLoadState && op != kPushNorm) {  // which ask for no part
-    header.pull_offset =
-        static_cast<uint32_t>(wanted.offset - operation.Offered(request.index).offset);
-    header.pull_bytes = static_cast<uint32_t>(wanted.bytes);
-  }
-  const int server = request.server;
-  const uint64_t key = operation.tensor->key + request.index;
-  std::string body = header.Pack() + operation.request.detail;
-  return MakeRequest(op, server, key, requests.Remember(std::move(request)), std::move(body));
-}
 
 namespace {
 
@@ -394,106 +336,6 @@ void Engine::OnEvent(const ps::MembershipEvent& event) {
   if (event.kind != ps::MembershipEvent::kFailed) return;
   is_over_ = true;
   Fail(event.reason);
-}
-
-namespace {
-
-[[noreturn]] void ThrowNoJob(int64_t handle) {
-  throw UsageError("there is no handle " + std::to_string(handle) + ": byteps is not initialized");
-}
-
-}  // namespace
-
-Worker::~Worker() { Stop(false, ""); }
-
-void Worker::Start(const Config& config, const Launch& launch, int num_servers,
-                   std::unique_ptr<Channel> channel) {
-  if (started()) return;
-  auto engine = std::make_shared<Engine>(config, launch, num_servers, std::move(channel),
-                                         &counters_, &speed_);
-  const MetricsSource source{Role::kWorker, [rank = launch.rank] { return rank; },
-                             [this] { return Metrics(); }};
-  auto metrics_server = MetricsServer::Make(config, launch.local_rank, source);
-  engine->Start();
-  metrics_server_ = std::move(metrics_server);
-  ps::MutexLock lock(&mu_);
-  engine_ = std::move(engine);
-}
-
-void Worker::Stop(bool suspend, const std::string& failure) {
-  const auto stopped = engine();
-  if (!stopped) return;
-  stopped->Stop(suspend, failure);
-  metrics_server_.reset();
-  ps::MutexLock lock(&mu_);
-  engine_.reset();
-}
-
-void Worker::StopAtExit() {
-  const auto stopping = engine();
-  if (!stopping) return;
-  stopping->AwaitIdle();
-#ifdef __GLIBC__
-  const auto stop = [](int status, void* worker) {
-    if (ps::IsForkedCopy()) return;
-    static_cast<Worker*>(worker)->Stop(false,
-                                       status == 0 ? "" : "exit status " + std::to_string(status));
-  };
-  // Others that the C library calls at the end, a GPU's driver among them, come after it.
-  if (on_exit(stop, this) == 0) return;
-#endif
-  Stop(false);
-}
-
-std::shared_ptr<Engine> Worker::engine() {
-  ps::MutexLock lock(&mu_);
-  return engine_;
-}
-
-std::shared_ptr<Engine> Worker::Started() {
-  auto engine = this->engine();
-  if (!engine) throw Error("byteps is not initialized; call bps.init() first");
-  return engine;
-}
-
-bool Worker::failed() {
-  const auto engine = this->engine();
-  return engine && engine->failed();
-}
-
-bool Worker::Poll(int64_t handle) {
-  const auto engine = this->engine();
-  if (!engine) ThrowNoJob(handle);
-  return engine->Poll(handle);
-}
-
-bool Worker::AwaitEnd(int64_t handle, std::chrono::nanoseconds limit) {
-  const auto engine = this->engine();
-  if (!engine) ThrowNoJob(handle);
-  return engine->AwaitEnd(handle, limit);
-}
-
-bool Worker::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit) {
-  const auto engine = this->engine();
-  if (!engine) ThrowNoJob(handle);
-  return engine->WaitFor(handle, stream, limit);
-}
-
-Landing Worker::Land(int64_t handle, DeviceStream stream) {
-  const auto engine = this->engine();
-  if (!engine) ThrowNoJob(handle);
-  return engine->Land(handle, stream);
-}
-
-void Worker::CallAtEnd(int64_t handle, std::function<void()> then) {
-  const auto engine = this->engine();
-  if (!engine) ThrowNoJob(handle);
-  engine->CallAtEnd(handle, std::move(then));
-}
-
-std::vector<Metric> Worker::Metrics() {
-  const auto engine = this->engine();
-  return Tell(counters_, engine ? engine->Gauges() : WorkerGauges());
 }
 
 }  // namespace core

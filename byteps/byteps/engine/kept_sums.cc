@@ -1,7 +1,8 @@
 #include "byteps/engine/kept_sums.h"
 
-#include <algorithm>
 #include <utility>
+
+#include "byteps/device/pinned_pool.h"
 
 namespace byteps {
 namespace core {
@@ -85,11 +86,6 @@ bool KeptSums::Has(int server) {
 uint64_t KeptSums::bytes() {
   ps::MutexLock lock(&mu_);
   return bytes_;
-}
-
-int ServerLoss::ServerOf(uint64_t turn) const {
-  const auto found = std::find(turns.begin(), turns.end(), turn);
-  return turn == 0 || found == turns.end() ? -1 : static_cast<int>(found - turns.begin());
 }
 
 }  // namespace core

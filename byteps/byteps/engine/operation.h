@@ -1,121 +1,28 @@
-// The sums that a worker has begun: their partitions, handles, ends and failures.
+// Operation: a sum that a worker has begun, with its partitions, its end and its failure.
 #ifndef BYTEPS_ENGINE_OPERATION_H_
 #define BYTEPS_ENGINE_OPERATION_H_
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
-#include <set>
 #include <string>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
+#include "byteps/base/awake_clock.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/process.h"
 #include "byteps/device/device.h"
-#include "byteps/engine/declarations.h"
-#include "byteps/observe/metrics.h"
+#include "byteps/device/device_copies.h"
+#include "byteps/device/pinned_pool.h"
+#include "byteps/engine/push_pull_request.h"
+#include "byteps/engine/tensor.h"
 
 namespace byteps {
 namespace core {
 
-// How fast tensors were summed lately.
-
-// Thread-safe.
-class SpeedMeter {
- public:
-  // `bytes` of tensors were summed just now, which took since `started`.
-  void Record(uint64_t bytes, std::chrono::steady_clock::time_point started) {
-    const auto now = std::chrono::steady_clock::now();
-    ps::MutexLock lock(&mu_);
-    samples_.push_back({started, now, bytes});
-    Forget(now);
-  }
-
-  // (ms since the epoch, MB/s: tensor bytes per second from the start of the oldest
-  // operation of the last 10 s until now); 0 MB/s when there was none.
-  std::pair<uint64_t, double> Get() {
-    const auto now = std::chrono::steady_clock::now();
-    ps::MutexLock lock(&mu_);
-    Forget(now);
-    uint64_t bytes = 0;
-    auto first = now;
-    for (const auto& sample : samples_) {
-      bytes += sample.bytes;
-      if (sample.started < first) first = sample.started;
-    }
-    const double seconds = std::chrono::duration<double>(now - first).count();
-    const auto epoch = std::chrono::system_clock::now().time_since_epoch();
-    const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(epoch).count();
-    return {static_cast<uint64_t>(ms), seconds > 0 ? bytes / 1e6 / seconds : 0.0};
-  }
-
- private:
-  struct Sample {
-    std::chrono::steady_clock::time_point started;
-    std::chrono::steady_clock::time_point finished;
-    uint64_t bytes;
-  };
-
-  void Forget(std::chrono::steady_clock::time_point now) PS_REQUIRES(mu_) {
-    while (!samples_.empty() && now - samples_.front().finished > std::chrono::seconds(10)) {
-      samples_.pop_front();
-    }
-  }
-
-  ps::Mutex mu_;
-  std::deque<Sample> samples_ PS_GUARDED_BY(mu_);
-};
-
 // One sum in flight, and its partitions.
 class StagedSum;
-
-// The caller's values of a tensor on the CPU that travels in blocks of few bits
-// (base/block_codec.h).  They are encoded partition by partition as they are pushed, and decoded as
-// their sums come.
-struct CodedValues {
-  DType dtype = DType::kFloat32;
-  uint64_t count = 0;  // 0: there are none, and the tensor travels as it is
-  uint64_t begin = 0;  // of the values that are wanted; the others stay as they are
-  uint64_t end = 0;
-  const void* input = nullptr;
-  void* output = nullptr;    // may be `input`
-  uint16_t* lost = nullptr;  // by rounding, for each value, with feedback
-};
-
-// One sum to be made.  The memory belongs to the caller, who keeps it alive and leaves it alone
-// until Wait has returned.  After a failed Wait nothing is written into `output` any more, but
-// the transport may still read `input` until Stop.
-struct PushPullRequest {
-  TensorSpec tensor;  // input and output are on tensor.device
-  const void* input = nullptr;
-  void* output = nullptr;  // may be `input`
-  CodedValues coded;       // whose blocks are in `input`, which is `output` then
-  // The part of the sum, or of the state, that is wanted, in bytes; the rest of `output`
-  // stays as it is.  Equal ends: nothing is.
-  uint64_t pull_begin = 0;
-  uint64_t pull_end = UINT64_MAX;  // to the end of the tensor
-  int priority = 0;                // higher goes first
-  bool forgets_lost = false;       // servers, of what rounding lost of the sums before
-  DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
-  // Of a sum on a GPU: WaitFor returns at once, and its stream waits (engine/staged_sum.h).  Not
-  // if there is too little pinned memory: then WaitFor waits for the sum, as always.
-  bool streamed = false;
-  // What is asked of the servers: kPushPull for a sum; of a tensor with a rule kPushStep,
-  // kPushNorm (output: GradientSums of each partition), kPushTry, kStep (of the round of the last
-  // kPushNorm or kPushTry; no input), kLoadState (no output) or kReadState (no input).  State is
-  // fp32 and on the CPU.
-  int op = kPushPull;
-  GradientSums* sums = nullptr;  // of kPushTry: for each partition, on the CPU
-  std::string detail;            // what follows the header: an UpdateStep, or a slot
-
-  // All of what pull_begin and pull_end name a part of.
-  uint64_t OfferedBytes() const;
-};
 
 // When a partition that is traced came to the end of a stage, in SteadyNs; 0: it has
 // not.  Who holds the partition writes it, but for the transport, which tells of `sent`
@@ -274,82 +181,6 @@ struct Task {
   PartitionTimes* times() const {
     return operation->times.empty() ? nullptr : &operation->times[index];
   }
-};
-
-// Any thread may call anything.
-class Operations {
- public:
-  // Both outlive this.
-  Operations(WorkerCounters* counters, SpeedMeter* speed);
-
-  // `give_back` is called with each tensor that was released, when its last operation has ended.
-  // To be called before the first one begins.
-  void SetGiveBack(std::function<void(const TensorPtr&)> give_back) {
-    give_back_ = std::move(give_back);
-  }
-
-  // Gives it a handle, a positive number that this process has not used before, and a round.
-  // Throws Error when the job failed, UsageError when its tensor was released.
-  int64_t Begin(const OperationPtr& operation);
-
-  // Throws UsageError when there is no such handle.
-  OperationPtr Find(int64_t handle);
-  // Likewise.  The handle stands for nothing from now on.
-  void Forget(int64_t handle);
-
-  // Ends an operation; nothing happens when it has ended already.
-  void Finish(const OperationPtr& operation, DeviceMoment landed);
-  void Fail(const OperationPtr& operation, const std::string& error);
-
-  // The job failed: every operation does, now and later.  False when it had failed before.
-  bool FailAll(const std::string& reason);
-  bool failed();
-  std::string failure();
-  // Of the first operation that failed, at any peer; empty: none did.
-  std::string first_error();
-  // Something failed before there was an operation, such as a declaration.
-  void NoteError(const std::string& error);
-
-  // Those that have not ended.
-  std::vector<OperationPtr> Running();
-  size_t num_running();
-  // Blocks until none is running, or the job failed, or the time is up.
-  void AwaitIdle(double limit_s);
-  // Blocks until some are running, or one that streams wait for has failed (true), or the job has
-  // (false).
-  bool AwaitWork();
-  // Blocks for that long, or until one that streams wait for fails; false at once when the job
-  // fails.
-  bool Sleep(double seconds);
-
- private:
-  // In the order in which they began, whatever their addresses: so they fail in that order, too.
-  struct BeganBefore {
-    bool operator()(const OperationPtr& a, const OperationPtr& b) const {
-      return a->handle < b->handle;
-    }
-  };
-  using RunningSet = std::set<OperationPtr, BeganBefore>;
-
-  void Remove(const OperationPtr& operation);
-  // Tells its tensor which of its rounds have not ended.
-  static void EndRound(const Operation& operation);
-
-  WorkerCounters* const counters_;
-  SpeedMeter* const speed_;
-  std::function<void(const TensorPtr&)> give_back_ = [](const TensorPtr&) {};
-
-  ps::Mutex mu_;
-  // One for each that waits: who sleeps is not woken with every sum.
-  ps::CondVar began_;       // the first of those that run, or the job failed
-  ps::CondVar ended_;       // the last one, or the job failed
-  ps::CondVar failed_job_;  // the job failed, or an operation that streams wait for
-  bool failed_ PS_GUARDED_BY(mu_) = false;
-  bool failed_stream_ PS_GUARDED_BY(mu_) = false;  // since Sleep has returned
-  std::string failure_ PS_GUARDED_BY(mu_);
-  std::string first_error_ PS_GUARDED_BY(mu_);
-  std::unordered_map<int64_t, OperationPtr> by_handle_ PS_GUARDED_BY(mu_);  // until waited for
-  RunningSet running_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

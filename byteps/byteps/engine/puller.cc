@@ -1,3 +1,5 @@
+#include "byteps/engine/puller.h"
+
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -6,8 +8,9 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/process.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
-#include "byteps/engine/engine.h"
+#include "byteps/engine/engine_context.h"
 #include "byteps/engine/staged_sum.h"
 
 namespace byteps {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <new>
 #include <set>
 #include <string>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
 #include "byteps/engine/engine.h"
+#include "byteps/engine/streamed_sums.h"
 
 namespace byteps {
 namespace core {
@@ -65,15 +65,6 @@ bool AreOfOneBlock(const PinnedBlock& a, const PinnedBlock& b) {
 }
 
 }  // namespace
-
-bool Landing::is_done() const {
-  const CurrentDevice current(device);
-  return DeviceCopies::IsDone(made);
-}
-
-void Landing::MakeWait(DeviceStream stream) const {
-  DeviceCopies::Of(device)->MakeWait(stream, made);
-}
 
 uint64_t StagedSum::LargestBlock(uint64_t limit, uint64_t largest_partition) {
   return std::max(largest_partition, std::min(kBlock, limit / 4));
@@ -302,64 +293,6 @@ void StagedSum::Spoil(const Chunk& chunk) const {
     memset(Wanted(partition), kNotANumber, partition.wanted.bytes);
   }
   chunk.summed->store(1, std::memory_order_release);
-}
-
-void StreamedSums::Add(const OperationPtr& operation) {
-  ps::MutexLock lock(&mu_);
-  Sweep();
-  operations_.push_back(operation);
-}
-
-std::vector<OperationPtr> StreamedSums::TakeFailed() {
-  std::vector<OperationPtr> failed;
-  ps::MutexLock lock(&mu_);
-  Sweep();
-  for (auto& one : operations_) {
-    OperationPtr operation = one.lock();
-    if (operation && operation->is_done()) {
-      failed.push_back(std::move(operation));
-      one.reset();
-    }
-  }
-  return failed;
-}
-
-bool StreamedSums::empty() {
-  ps::MutexLock lock(&mu_);
-  Sweep();
-  return operations_.empty();
-}
-
-void StreamedSums::Sweep() {
-  const auto is_over = [](const std::weak_ptr<Operation>& one) {
-    const OperationPtr operation = one.lock();
-    return !operation || (operation->is_done() && operation->error().empty());
-  };
-  operations_.erase(std::remove_if(operations_.begin(), operations_.end(), is_over),
-                    operations_.end());
-}
-
-void SmallSums::Add(const OperationPtr& operation, DeviceMoment made) {
-  std::vector<Sum> over;  // goes without the lock
-  ps::MutexLock lock(&mu_);
-  sums_.push_back({operation, std::move(made)});
-  while (!sums_.empty() && DeviceCopies::IsDone(sums_.front().made)) {
-    over.push_back(std::move(sums_.front()));
-    sums_.pop_front();
-  }
-}
-
-SmallSums::~SmallSums() {
-  ps::MutexLock lock(&mu_);
-  for (const auto& [operation, made] : sums_) {
-    const PushPullRequest& request = operation->request;
-    try {
-      DeviceCopies::Of(request.tensor.device)->CallAfter(made, request.stream, [kept = operation] {
-      });
-    } catch (const Error&) {  // the device failed, and may still read
-      operation->staged->KeepMemory();
-    }
-  }
 }
 
 // What becomes of operations that nobody answers.

@@ -28,19 +28,13 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/device/device.h"
+#include "byteps/device/device_copies.h"
+#include "byteps/device/pinned_pool.h"
 #include "byteps/engine/operation.h"
+#include "byteps/engine/streamed_sums.h"
 
 namespace byteps {
 namespace core {
-
-// The moment at which sums are in their tensors.
-struct Landing {
-  int device = kCpu;
-  DeviceMoment made;
-
-  bool is_done() const;
-  void MakeWait(DeviceStream stream) const;
-};
 
 // Any thread may call anything.
 class StagedSum : public std::enable_shared_from_this<StagedSum> {
@@ -137,44 +131,6 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   ps::CondVar sent_;
   int sending_ PS_GUARDED_BY(mu_) = 0;
   bool has_failed_ PS_GUARDED_BY(mu_) = false;
-};
-
-// Those that have not ended, for the thread that watches over them.
-class StreamedSums {
- public:
-  void Add(const OperationPtr& operation);
-  // Those that have ended by an error are not named again.
-  std::vector<OperationPtr> TakeFailed();
-  bool empty();
-
- private:
-  // Forgets those that have ended well.
-  void Sweep() PS_REQUIRES(mu_);
-
-  ps::Mutex mu_;
-  std::vector<std::weak_ptr<Operation>> operations_ PS_GUARDED_BY(mu_);
-};
-
-// Small sums that have come, until the copies back are made: their memory stays as long.
-class SmallSums {
- public:
-  SmallSums() = default;
-  // Leaves those whose copies are not made to the driver.
-  ~SmallSums();
-  SmallSums(const SmallSums&) = delete;
-  SmallSums& operator=(const SmallSums&) = delete;
-
-  // Lets go of those before it whose copies are made.
-  void Add(const OperationPtr& operation, DeviceMoment made);
-
- private:
-  struct Sum {
-    OperationPtr operation;
-    DeviceMoment made;
-  };
-
-  ps::Mutex mu_;
-  std::deque<Sum> sums_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

@@ -1,10 +1,8 @@
 // What all vans share: joining a job, the receiving thread, the end.
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <limits>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "byteps/base/invariant.h"
@@ -14,6 +12,8 @@
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/membership_links.h"
+#include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/tcp/van.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"

@@ -11,7 +11,11 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/net/tcp/greeter.h"
+#include "byteps/net/tcp/fd.h"
+#include "byteps/net/tcp/leftovers.h"
+#include "byteps/net/tcp/listener.h"
+#include "byteps/net/tcp/pending_peers.h"
+#include "byteps/net/tcp/poller.h"
 #include "byteps/net/tcp/socket.h"
 
 namespace byteps {

@@ -1,6 +1,5 @@
 #include "byteps/observe/metrics.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <sstream>
 #include <utility>
@@ -10,7 +9,10 @@
 #include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/registration_cache.h"
+#include "byteps/observe/counter.h"
+#include "byteps/observe/histogram.h"
 #include "byteps/observe/http_server.h"
+#include "byteps/observe/metrics_server.h"
 
 namespace byteps {
 namespace core {
@@ -52,24 +54,6 @@ void PrintRows(std::ostringstream* out, const std::vector<Metric>& metrics) {
 }
 
 }  // namespace
-
-void Histogram::Observe(int64_t nanoseconds) {
-  const double seconds = static_cast<double>(nanoseconds) * 1e-9;
-  const auto bound = std::lower_bound(kBounds.begin(), kBounds.end(), seconds);
-  buckets_[bound - kBounds.begin()].Add();
-  sum_.Add(nanoseconds);
-}
-
-Histogram::Reading Histogram::Read() const {
-  Reading reading;
-  for (const auto& bucket : buckets_) {
-    reading.count += bucket.Get();
-    reading.cumulative.push_back(reading.count);
-  }
-  reading.cumulative.pop_back();
-  reading.sum = static_cast<double>(sum_.Get()) * 1e-9;
-  return reading;
-}
 
 std::vector<Metric> Tell(const WorkerCounters& c, const WorkerGauges& g) {
   return {

@@ -3,61 +3,19 @@
 #ifndef BYTEPS_OBSERVE_METRICS_H_
 #define BYTEPS_OBSERVE_METRICS_H_
 
-#include <array>
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "byteps/base/config.h"
 #include "byteps/net/link/counters.h"
-#include "byteps/observe/http_server.h"
+#include "byteps/observe/counter.h"
+#include "byteps/observe/histogram.h"
 
 namespace byteps {
 namespace core {
-
-// What a worker and a server count, and the names under which they tell it.
-//
-// Counting is an addition to an atomic, in any thread and with no lock; the figures of
-// one reading may be a few operations apart.  What a queue holds is not counted but
-// looked up when somebody asks.  The tables in metrics.cc are the one list of metrics:
-// Prometheus, bps.get_metrics() and the documentation are made from them.
-
-// A number that only grows.
-class Counter {
- public:
-  void Add(uint64_t n = 1) { value_.fetch_add(n, std::memory_order_relaxed); }
-  uint64_t Get() const { return value_.load(std::memory_order_relaxed); }
-
- private:
-  std::atomic<uint64_t> value_{0};
-};
-
-// How often something took how long.
-class Histogram {
- public:
-  // Upper ends of the buckets, in seconds; one more has no end.
-  static constexpr std::array<double, 16> kBounds = {0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005,
-                                                     0.01,   0.025,   0.05,   0.1,   0.25,   0.5,
-                                                     1,      2.5,     5,      10};
-
-  struct Reading {
-    std::vector<uint64_t> cumulative;  // at most kBounds[i] seconds
-    uint64_t count = 0;
-    double sum = 0;  // seconds
-  };
-
-  void Observe(int64_t nanoseconds);
-  Reading Read() const;
-
- private:
-  std::array<Counter, kBounds.size() + 1> buckets_;
-  Counter sum_;  // nanoseconds
-};
 
 struct WorkerCounters {
   Counter pushed_bytes;
@@ -146,25 +104,6 @@ struct MetricsSource {
 
 // What Prometheus gets, in its text format.
 std::string MetricsText(const MetricsSource& source);
-
-// Answers GET /metrics until it is destroyed, which waits for the requests in progress.
-class MetricsServer {
- public:
-  // Listens at BYTEPS_METRICS_PORT plus `local_rank`, which keeps the processes of one
-  // host apart, of BYTEPS_HTTP_HOST: by default of the address at which the other nodes
-  // reach this process, and of loopback.  None when the port is 0.  Throws UsageError when
-  // it cannot listen there.
-  static std::unique_ptr<MetricsServer> Make(const Config& config, int local_rank,
-                                             MetricsSource source);
-  ~MetricsServer();
-  MetricsServer(const MetricsServer&) = delete;
-  MetricsServer& operator=(const MetricsServer&) = delete;
-
- private:
-  explicit MetricsServer(std::unique_ptr<HttpServer> server);
-
-  std::unique_ptr<HttpServer> server_;
-};
 
 }  // namespace core
 }  // namespace byteps

@@ -1,3 +1,5 @@
+#include "byteps/observe/status_board.h"
+
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
@@ -5,7 +7,7 @@
 #include "byteps/base/log.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/observe/status.h"
+#include "byteps/observe/status_record.h"
 
 namespace byteps {
 namespace core {

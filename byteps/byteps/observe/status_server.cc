@@ -1,158 +1,21 @@
 // What nodes tell of themselves, and the scheduler's page that shows it.
-#include <unistd.h>
+#include "byteps/observe/status_server.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
-#include "byteps/base/process.h"
 #include "byteps/base/wire.h"
 #include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/observe/http_server.h"
-#include "byteps/observe/status.h"
+#include "byteps/observe/status_board.h"
+#include "byteps/observe/status_record.h"
 
 namespace byteps {
 namespace core {
-namespace {
-
-constexpr size_t kLateBytes = 4 + 8 + 8;
-constexpr size_t kNumbers = 13;
-constexpr size_t kNicBytes = 2 + StatusRecord::kMaxNic + 8 + 8;
-static_assert(2 + 4 + 8 * kNumbers + 2 + StatusRecord::kMaxHost + 2 + StatusRecord::kMaxProblem +
-                      1 + StatusRecord::kMaxLate * kLateBytes + 1 +
-                      StatusRecord::kMaxNics * kNicBytes <=
-                  ps::kMaxReport,
-              "a record must fit a heartbeat");
-
-// The record's numbers, in their order on the wire.
-template <typename Record, typename Visit>
-void EachNumber(Record* r, Visit visit) {
-  visit(&r->clock_ns);
-  visit(&r->sent_bytes);
-  visit(&r->received_bytes);
-  visit(&r->finished);
-  visit(&r->failed);
-  visit(&r->running);
-  visit(&r->tensors);
-  visit(&r->keys);
-  visit(&r->queued);
-  visit(&r->busy_ns);
-  visit(&r->problems);
-  visit(&r->problem_unix_ms);
-  visit(&r->sums_since);
-}
-
-void PutText(ps::ByteWriter* out, const std::string& text, size_t most) {
-  const std::string part = ps::CutText(text, most);
-  out->Int(static_cast<uint16_t>(part.size()));
-  out->Bytes(part);
-}
-
-bool GetText(ps::ByteReader* in, std::string* text, size_t most) {
-  uint16_t size = 0;
-  return in->Int(&size) && size <= most && in->Bytes(size, text);
-}
-
-}  // namespace
-
-std::string StatusRecord::Pack() const {
-  std::string bytes;
-  ps::ByteWriter out(&bytes);
-  out.Int(kVersion);
-  out.Int(static_cast<uint8_t>(role));
-  out.Int(pid);
-  EachNumber(this, [&out](const auto* number) { out.Int(*number); });
-  PutText(&out, host, kMaxHost);
-  PutText(&out, problem, kMaxProblem);
-  const size_t count = std::min(late.size(), kMaxLate);
-  out.Int(static_cast<uint8_t>(count));
-  for (size_t i = 0; i < count; ++i) {
-    out.Int(late[i].rank);
-    out.Int(late[i].sums);
-    out.Int(late[i].wait_ns);
-  }
-  const size_t of_nics = std::min(nics.size(), kMaxNics);
-  out.Int(static_cast<uint8_t>(of_nics));
-  for (size_t i = 0; i < of_nics; ++i) {
-    PutText(&out, nics[i].nic, kMaxNic);
-    out.Int(nics[i].bytes_sent);
-    out.Int(nics[i].bytes_received);
-  }
-  return bytes;
-}
-
-bool StatusRecord::Parse(const std::string& bytes, StatusRecord* record) {
-  ps::ByteReader in(bytes.data(), bytes.size());
-  uint8_t version = 0, role = 0, count = 0;
-  if (!in.Int(&version) || version != kVersion) return false;
-  if (!in.Int(&role) || !in.Int(&record->pid)) return false;
-  if (role != static_cast<uint8_t>(Role::kWorker) && role != static_cast<uint8_t>(Role::kServer)) {
-    return false;
-  }
-  record->role = static_cast<Role>(role);
-  bool whole = true;
-  EachNumber(record, [&in, &whole](auto* number) { whole = whole && in.Int(number); });
-  if (!whole || !GetText(&in, &record->host, kMaxHost) ||
-      !GetText(&in, &record->problem, kMaxProblem) || !in.Int(&count) || count > kMaxLate) {
-    return false;
-  }
-  record->late.resize(count);
-  for (LateWorker& worker : record->late) {
-    if (!in.Int(&worker.rank) || !in.Int(&worker.sums) || !in.Int(&worker.wait_ns)) return false;
-  }
-  if (!in.Int(&count) || count > kMaxNics) return false;
-  record->nics.resize(count);
-  for (ps::NicReading& nic : record->nics) {
-    if (!GetText(&in, &nic.nic, kMaxNic) || !in.Int(&nic.bytes_sent) ||
-        !in.Int(&nic.bytes_received)) {
-      return false;
-    }
-  }
-  return in.left() == 0;
-}
-
-void DescribeProcess(StatusRecord* record) {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  record->host = name;
-  record->pid = static_cast<uint32_t>(getpid());
-  record->clock_ns = static_cast<uint64_t>(SteadyNs());
-  const ps::LoggedProblem problem = ps::LastLoggedProblem();
-  record->problems = problem.count;
-  record->problem_unix_ms = problem.unix_ms;
-  record->problem = problem.text;
-  record->nics = ps::ReadNicCounters();
-}
-
-void Lateness::Add(int rank, int64_t wait_ns) {
-  ps::MutexLock lock(&mu_);
-  ++sums_;
-  LateWorker& worker = workers_[static_cast<uint32_t>(rank)];
-  worker.rank = static_cast<uint32_t>(rank);
-  ++worker.sums;
-  worker.wait_ns += static_cast<uint64_t>(std::max<int64_t>(wait_ns, 0));
-}
-
-void Lateness::Take(uint64_t* sums, std::vector<LateWorker>* worst) {
-  std::unordered_map<uint32_t, LateWorker> workers;
-  {
-    ps::MutexLock lock(&mu_);
-    *sums = sums_;
-    sums_ = 0;
-    workers.swap(workers_);
-  }
-  worst->clear();
-  for (const auto& entry : workers) worst->push_back(entry.second);
-  std::sort(worst->begin(), worst->end(), [](const LateWorker& a, const LateWorker& b) {
-    return a.wait_ns != b.wait_ns ? a.wait_ns > b.wait_ns : a.rank < b.rank;
-  });
-  if (worst->size() > StatusRecord::kMaxLate) worst->resize(StatusRecord::kMaxLate);
-}
-
 // The page that the scheduler serves.  It asks for /status every two seconds and loads nothing
 // else.
 

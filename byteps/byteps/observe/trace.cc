@@ -10,6 +10,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/base/process.h"
 #include "byteps/base/protocol.h"
 
 namespace byteps {

@@ -17,7 +17,6 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/process.h"
 
 namespace byteps {
 namespace core {

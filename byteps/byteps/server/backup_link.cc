@@ -10,6 +10,8 @@
 #include "byteps/base/log.h"
 #include "byteps/base/process.h"
 #include "byteps/base/wire.h"
+#include "byteps/server/copies.h"
+#include "byteps/server/copy_record.h"
 
 namespace byteps {
 namespace core {

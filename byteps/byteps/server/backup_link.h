@@ -1,5 +1,5 @@
-// Copies of the state that servers keep for an optimizer: what they are, what is said of them, and
-// to whom (docs/design/replicas.md).
+// BackupLink: how servers copy the state that they keep for an optimizer
+// (docs/design/replicas.md).
 #ifndef BYTEPS_SERVER_BACKUP_LINK_H_
 #define BYTEPS_SERVER_BACKUP_LINK_H_
 
@@ -8,118 +8,19 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
-#include <memory>
 #include <optional>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/observe/metrics.h"
-#include "byteps/server/optimizer/partition_state.h"
-#include "byteps/server/round.h"
+#include "byteps/server/copies.h"
+#include "byteps/server/copy_record.h"
 
 namespace byteps {
 namespace core {
-
-// What a server tells its backup of one partition (docs/design/replicas.md, "The optimizer's
-// state").
-
-// Follows a COPY's key; its values are those of the state or of the round.
-struct CopyRecord {
-  enum What : uint8_t {
-    kStep,      // no more than `settled`
-    kState,     // slots of the state, and perhaps the last round
-    kRound,     // a round whose gradients are summed
-    kBegin,     // of no partition: what the backup has is of no use, all follows
-    kComplete,  // all has been told
-    kFreed,     // no member holds the tensor any more
-  };
-
-  uint64_t pass = 0;  // that the backup gave the sender
-  What what = kStep;
-  // The packed UpdateStep that was made of the last round, or dropped (UpdateStep::skip), and the
-  // round's number; "": nothing new.
-  std::string settled;
-  uint32_t round = 0;
-  uint32_t rank = 0;  // of a member that asked for what is told
-  std::string lacks;  // PackMembers of those that the sum of the round lacks
-  // kState.  The packed list of its one declaration; a bit per slot whose values follow, in order;
-  // whether it is all of the state; and then the last round (RoundUpdate::Pack), whose sum comes
-  // behind the slots.  "": there was none.
-  std::string declaration;
-  uint32_t slots = 0;
-  bool is_all = false;
-  std::string last;
-  // kRound: what the first member asked for.
-  uint8_t op = 0;
-  std::string step;
-
-  std::string Pack() const;
-  // False: `text` is no record.  Whether the rest fits the declaration is not looked at.
-  static bool Unpack(const std::string& text, CopyRecord* record);
-};
-
-// Copies of the state that another server keeps for an optimizer, and of its last rounds.
-//
-// A copy follows its original by the same arithmetic: it is told the gradients that were summed,
-// and the step that was made of them, and makes it too.  So it has the same bits, for the bytes of
-// the gradients alone.
-
-// The copy of one partition.
-struct StateCopy {
-  std::shared_ptr<const Declaration> declaration;
-  uint64_t index = 0;
-  std::unique_ptr<PartitionState> state;
-  std::optional<UpdatedRound> last;
-};
-
-// A round that is complete, wherever it is kept.
-struct LastRound {
-  uint32_t number = 0;
-  const RoundUpdate* update = nullptr;  // null: there was none
-  SharedBytes sum;
-  std::vector<bool> excused;  // see Round
-};
-
-// The record by which a backup is told all of a partition, and its values.
-CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& state,
-                       const LastRound& last, SharedBytes* values);
-
-// Any thread may call anything; what is of one key, one thread at a time.
-class Copies {
- public:
-  // Grows with each Clear.
-  uint64_t generation();
-  // Makes what a record says, of the partition of this key.  Why it cannot be, or "".  Nothing
-  // comes of one that belongs to an earlier generation.  Throws OutOfMemory.
-  std::string Apply(uint64_t key, const CopyRecord& record, SharedBytes values,
-                    uint64_t generation);
-  std::vector<uint64_t> Keys();
-  // Throws std::runtime_error where there is no copy of that key, or no more.
-  bool Has(uint64_t key) { return Find(key) != nullptr; }
-  CopyRecord RecordOf(uint64_t key, SharedBytes* values);
-  // Takes it out; null: there is none.
-  std::shared_ptr<StateCopy> Take(uint64_t key);
-  void Clear();
-
- private:
-  std::string Load(StateCopy* copy, const CopyRecord& record, const SharedBytes& values);
-  std::string Settle(StateCopy* copy, const CopyRecord& record);
-  std::string Add(StateCopy* copy, const CopyRecord& record, SharedBytes values);
-  std::shared_ptr<StateCopy> Find(uint64_t key);
-  // The copy that a record of a state is of, made where there is none.
-  std::shared_ptr<StateCopy> FindOrMake(uint64_t key, const CopyRecord& record, uint64_t generation,
-                                        std::string* error);
-
-  ServerCounters uncounted_;  // of the originals they are counted
-  ps::Mutex mu_;
-  uint64_t generation_ PS_GUARDED_BY(mu_) = 0;
-  std::map<uint64_t, std::shared_ptr<StateCopy>> copies_ PS_GUARDED_BY(mu_);  // by key
-};
 
 // What this server and its neighbors say to each other, so that another server has a copy of the
 // state that each keeps for an optimizer (docs/design/replicas.md).

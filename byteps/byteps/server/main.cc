@@ -11,7 +11,6 @@
 #include <filesystem>
 #include <functional>
 #include <iostream>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,13 +18,17 @@
 #include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/base/protocol.h"
 #include "byteps/cluster/session.h"
 #include "byteps/net/auth/secret.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/observe/metrics.h"
-#include "byteps/observe/status.h"
+#include "byteps/observe/metrics_server.h"
+#include "byteps/observe/status_board.h"
+#include "byteps/observe/status_server.h"
 #include "byteps/observe/trace.h"
+#include "byteps/server/health_server.h"
 #include "byteps/server/reducer.h"
 #include "byteps/server/serve.h"
 #ifdef BYTEPS_WITH_RDMA

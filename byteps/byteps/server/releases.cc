@@ -9,8 +9,8 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
-#include "byteps/server/rounds.h"
 #include "byteps/server/sum_server.h"
 
 namespace byteps {

@@ -1,24 +1,23 @@
-// The rounds of partitions, what becomes of their sums, and the threads that serve them.
+// Rounds: the rounds of the partitions that one thread serves, and what becomes of their sums.
 #ifndef BYTEPS_SERVER_ROUNDS_H_
 #define BYTEPS_SERVER_ROUNDS_H_
 
-#include <atomic>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <map>
-#include <new>
 #include <set>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <vector>
 
-#include "byteps/base/memory_reserve.h"
-#include "byteps/base/mutex.h"
-#include "byteps/base/process.h"
-#include "byteps/server/backup_link.h"
+#include "byteps/server/accumulator.h"
+#include "byteps/server/copies.h"
+#include "byteps/server/copy_record.h"
+#include "byteps/server/declared_tensor.h"
+#include "byteps/server/partition.h"
 #include "byteps/server/round.h"
+#include "byteps/server/scratch.h"
+#include "byteps/server/server_context.h"
 
 namespace byteps {
 namespace core {
@@ -248,111 +247,6 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
 // LOAD_STATE and READ_STATE.  `is_copied`: the backup has been told what a READ_STATE says.
 void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received, bool is_copied = false);
-
-// A thread of a server that adds, and the partitions that belong to it.
-
-// Serves one request at a time: in its thread or, if the partition is small and nothing waits for
-// it, in the channel's thread that has the request, since to wake another takes longer.
-class SumThread {
- public:
-  // "server 0 is out of memory: ...", about what a request wanted to do.
-  using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
-
-  // `freed`: see Rounds::Free.
-  SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text,
-            Rounds::Freed freed);
-  // Joins the thread; what it had not served stays unanswered.
-  ~SumThread();
-
-  // Any thread may call all of these.
-  //
-  // Serves a request that has its form (sum_server.h), now or later.
-  void Serve(std::shared_ptr<Partition> partition, Message message);
-  // Rounds that lack the push of this worker fail, now and later.
-  void OnWorkerGone(int rank, const std::string& reason);
-  // See Rounds::SetAbsent.
-  void SetAbsent(const std::set<int>& ranks);
-  // See Rounds::Resume.
-  void Resume(std::shared_ptr<const DeclaredTensor> tensor, uint32_t first_round);
-  // See Rounds::Release and Rounds::Free.
-  void Release(std::shared_ptr<const DeclaredTensor> tensor, int rank);
-  void Free(std::vector<std::shared_ptr<Partition>> partitions);
-  // The backup is told with this pass from now on, of all first; 0: there is none.
-  void SetBackup(uint64_t pass);
-  // It has what a partition has told it by the request of this number.
-  void OnCopied(std::shared_ptr<Partition> partition, uint64_t number);
-  // A partition has the state of a server that is lost.
-  void Adopt(std::shared_ptr<Partition> partition);
-  // Does this behind all else.
-  void Call(std::function<void()> task);
-  // Rounds of this tensor that are open fail.
-  void FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason);
-
-  size_t queued() { return queue_.Size(); }
-
- private:
-  using Clock = Rounds::Clock;
-
-  struct Task {
-    enum Kind {
-      kRequest,
-      kGone,
-      kAbsent,
-      kFailAll,
-      kResume,
-      kRelease,
-      kFree,
-      kLook,
-      kBackup,
-      kCopied,
-      kAdopt,
-      kCall,
-    } kind = kRequest;
-    std::shared_ptr<Partition> partition;           // kRequest, kCopied, kAdopt
-    Message message;                                // kRequest
-    int64_t received = 0;                           // when, in SteadyNs
-    int rank = 0;                                   // kGone, kRelease
-    std::set<int> ranks;                            // kAbsent
-    std::shared_ptr<const DeclaredTensor> tensor;   // kFailAll, kResume, kRelease
-    uint32_t round = 0;                             // kResume
-    std::vector<std::shared_ptr<Partition>> freed;  // kFree
-    uint64_t number = 0;                            // kBackup: the pass; kCopied: of the request
-    std::function<void()> call;                     // kCall
-    std::string reason;
-  };
-
-  void Queue(Task task);
-  // Serves a request at once, if it is small and nothing waits for this thread.
-  bool ServeHere(Task* task);
-  void Run();
-  void Do(Task* task) noexcept PS_REQUIRES(mu_);
-  void Handle(Task* task) PS_REQUIRES(mu_);
-  void HandleRequest(Task* task) PS_REQUIRES(mu_);
-  // A partition waits for its backup no more.
-  void GoOn(Partition* partition) PS_REQUIRES(mu_);
-  // Tells those who wait for what a task was about that it failed.
-  void OnFailure(Task* task, const std::exception& error) PS_REQUIRES(mu_);
-  // Those that were due before `as_of`, if all that came until then was served.  False: there was
-  // no memory to tell so, and they are looked at again.
-  bool FailLate(Clock::time_point as_of) noexcept PS_REQUIRES(mu_);
-  void LookAtLate(Clock::time_point as_of) PS_REQUIRES(mu_);
-  // Looks whether there was another stall.
-  void NoteStall() PS_REQUIRES(mu_);
-  Clock::time_point NextLook() const PS_REQUIRES(mu_);
-
-  ServerContext* const context_;
-  const OutOfMemoryText out_of_memory_text_;
-  BlockingQueue<Task> queue_;
-  std::atomic<size_t> waiting_{0};  // tasks that were queued and not done yet
-  ps::Mutex mu_;                    // held while something is served
-  Rounds rounds_ PS_GUARDED_BY(mu_);
-  // When the thread looks what is late, if nothing is queued before.
-  Clock::time_point looks_at_ PS_GUARDED_BY(mu_) = Clock::time_point::max();
-  // The last one that was known when a round was late.
-  ps::StallWatch::Stall stall_ PS_GUARDED_BY(mu_);
-  MemoryReserve reserve_;
-  std::thread thread_;
-};
 
 }  // namespace core
 }  // namespace byteps

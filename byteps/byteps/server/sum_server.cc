@@ -10,8 +10,9 @@
 #include "byteps/base/log.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
-#include "byteps/observe/status.h"
+#include "byteps/observe/status_record.h"
 #include "byteps/server/rounds.h"
+#include "byteps/server/sum_thread.h"
 
 namespace byteps {
 namespace core {

@@ -24,9 +24,12 @@
 #include "byteps/cluster/channel.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/server/backup_link.h"
-#include "byteps/server/optimizer/partition_state.h"
-#include "byteps/server/round.h"
-#include "byteps/server/rounds.h"
+#include "byteps/server/copies.h"
+#include "byteps/server/declared_tensor.h"
+#include "byteps/server/optimizer/state_memory.h"
+#include "byteps/server/partition.h"
+#include "byteps/server/server_context.h"
+#include "byteps/server/sum_thread.h"
 
 namespace byteps {
 namespace core {

@@ -1,14 +1,15 @@
 // What rounds come to where a server keeps state: parameters, what rounding lost; and what all
 // parts of one server share.
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/process.h"
 #include "byteps/base/wire.h"
+#include "byteps/server/partition.h"
 #include "byteps/server/round.h"
 #include "byteps/server/rounds.h"
+#include "byteps/server/server_context.h"
 
 namespace byteps {
 namespace core {
@@ -239,16 +240,6 @@ void MoveFeedback(ServerContext* context, Partition* partition, const Message& m
   context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);
 }
 
-namespace {
-
-TracedPartition Traced(const Partition& partition, const Round& round, const Caller& caller) {
-  const Declaration& d = partition.declaration();
-  return {d.name,       partition.key, partition.index,
-          round.number, caller.rank,   d.PartitionSize(partition.index)};
-}
-
-}  // namespace
-
 PushHeader HeaderOf(const Message& message) {
   PushHeader header;
   std::string rest;
@@ -268,47 +259,6 @@ Caller CallerOf(const Message& message, int64_t received) {
           received,
           now,
           now};
-}
-
-ServerContext::ServerContext(const Config& config, Channel* how)
-    : channel(how),
-      vacancies(how),
-      deterministic(config.Bool("BYTEPS_DETERMINISTIC")),
-      wide_float32(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")),
-      tracer(Tracer::Make(config)) {}
-
-void ServerContext::Answer(const Caller& caller, uint64_t key, const std::string& error,
-                           const SharedBytes* values, const SharedBytes* note) {
-  Message message = MakeAnswer(caller.op, caller.rank, key, caller.request, error);
-  if (values != nullptr && caller.bytes > 0) {
-    message.SetValues(values->Part(caller.offset, caller.bytes));
-  }
-  if (note != nullptr) message.body.assign(note->data(), note->size());
-  channel->Send(message);
-}
-
-void ServerContext::Refuse(const Message& request, const std::string& error) {
-  counters.refused_requests.Add();
-  Answer(Caller{request.peer, request.number, request.op}, request.key, error);
-}
-
-void ServerContext::TraceRound(const Partition& partition, const Round& round, bool answered) {
-  if (!tracer || !tracer->Wants(round.number)) return;
-  const int64_t now = SteadyNs();
-  for (const Caller& caller : round.callers) {
-    tracer->AddRow(Traced(partition, round, caller), caller.received,
-                   {{"receive queue", caller.taken},
-                    {"add", caller.added},
-                    {"other workers", answered ? round.last_added : 0},
-                    {"answer", now}});
-  }
-}
-
-void ServerContext::TraceAddition(const Partition& partition, const Round& round,
-                                  const Caller& caller, int track) {
-  if (!tracer || !tracer->Wants(round.number)) return;
-  tracer->AddSlice(Traced(partition, round, caller), track, "add", caller.taken,
-                   TraceArrow::kPasses);
 }
 
 }  // namespace core

@@ -10,7 +10,6 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
-#include <cstdlib>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -27,9 +26,11 @@
 #include "byteps/base/process.h"
 #include "byteps/cluster/session.h"
 #include "byteps/device/device.h"
-#include "byteps/engine/engine.h"
+#include "byteps/device/device_copies.h"
+#include "byteps/engine/worker.h"
 #include "byteps/net/link/counters.h"
 #include "byteps/net/link/registration_cache.h"
+#include "byteps/observe/histogram.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/torch/c_parts.h"
 

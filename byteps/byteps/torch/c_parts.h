@@ -13,7 +13,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
-#include "byteps/engine/engine.h"
+#include "byteps/engine/worker.h"
 
 namespace byteps {
 namespace core {

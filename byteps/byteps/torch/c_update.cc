@@ -10,7 +10,6 @@
 
 #include "byteps/base/process.h"
 #include "byteps/base/wire.h"
-#include "byteps/engine/engine.h"
 #include "byteps/torch/c_parts.h"
 
 namespace py = pybind11;

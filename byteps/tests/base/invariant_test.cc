@@ -14,10 +14,13 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/process.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
+#include "byteps/base/stall_watch.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/engine/push_scheduler.h"
 #include "byteps/engine/requests.h"
 #include "byteps/server/sum_server.h"
 #include "tests/support/job.h"

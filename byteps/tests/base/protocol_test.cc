@@ -17,6 +17,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/base/protocol.h"
 #include "byteps/net/link/admission.h"
 #include "tests/support/kit.h"
 

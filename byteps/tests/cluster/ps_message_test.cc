@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/cluster/ps_message.h"
 #include "ps/sarray.h"
 
 namespace byteps {

@@ -13,7 +13,11 @@
 #include <vector>
 
 #include "byteps/base/invariant.h"
+#include "byteps/device/copy_queue.h"
+#include "byteps/device/device.h"
+#include "byteps/device/device_copies.h"
 #include "byteps/device/fake.h"
+#include "byteps/device/pinned_pool.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

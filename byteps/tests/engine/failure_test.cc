@@ -5,15 +5,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "byteps/base/invariant.h"
 #include "byteps/device/fake.h"
-#include "byteps/engine/engine.h"
 #include "tests/support/job.h"
 #include "tests/support/kit.h"
 

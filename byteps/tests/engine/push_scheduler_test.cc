@@ -1,10 +1,10 @@
 // How tensors are cut and dealt, and which partition goes next.
+#include "byteps/engine/push_scheduler.h"
+
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <climits>
 #include <random>
 #include <set>
 #include <string>
@@ -15,8 +15,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
-#include "byteps/engine/declarations.h"
-#include "byteps/engine/requests.h"
+#include "byteps/engine/delivery_rate.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

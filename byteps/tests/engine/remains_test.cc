@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "byteps/base/invariant.h"
-#include "byteps/engine/engine.h"
+#include "byteps/engine/worker.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

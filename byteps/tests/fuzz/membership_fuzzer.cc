@@ -4,13 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -18,13 +16,19 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/net/membership/accounts.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/roster.h"
+#include "byteps/net/membership/membership_links.h"
+#include "byteps/net/membership/membership_settings.h"
 #include "byteps/server/backup_link.h"
+#include "byteps/server/copies.h"
+#include "byteps/server/copy_record.h"
 #include "byteps/server/optimizer/partition_state.h"
+#include "byteps/server/optimizer/round_update.h"
 #include "ps/base.h"
 #include "tests/support/kit.h"
 

@@ -4,9 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -17,6 +15,7 @@
 #include "byteps/base/block_codec.h"
 #include "byteps/base/config.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/net/link/admission.h"

@@ -22,7 +22,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <set>
 #include <string>
 #include <thread>
@@ -31,6 +30,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/session.h"
 #include "byteps/net/link/admission.h"
 

@@ -25,8 +25,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <random>
@@ -38,7 +36,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
-#include "byteps/engine/engine.h"
+#include "byteps/engine/worker.h"
 
 namespace byteps {
 namespace core {

@@ -12,7 +12,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -22,6 +21,7 @@
 #include "byteps/net/link/admission.h"
 #include "byteps/net/membership/node_membership.h"
 #include "byteps/net/tcp/connection.h"
+#include "byteps/net/tcp/socket.h"
 #include "ps/base.h"
 
 namespace {

@@ -1,20 +1,22 @@
 // What nodes tell the scheduler, what it makes of it, and what is served over HTTP to anybody.
-#include "byteps/observe/status.h"
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "byteps/base/log.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/net/membership/event.h"
-#include "byteps/net/tcp/socket.h"
+#include "byteps/net/tcp/fd.h"
+#include "byteps/observe/histogram.h"
 #include "byteps/observe/http_server.h"
+#include "byteps/observe/lateness.h"
 #include "byteps/observe/metrics.h"
+#include "byteps/observe/status_board.h"
+#include "byteps/observe/status_record.h"
 
 namespace byteps {
 namespace core {

@@ -10,7 +10,7 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
-#include "byteps/server/round.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"

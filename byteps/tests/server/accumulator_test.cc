@@ -1,16 +1,18 @@
 // How the pushes of one round are added.
+#include "byteps/server/accumulator.h"
+
 #include <gtest/gtest.h>
 
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "byteps/base/block_codec.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
-#include "byteps/server/round.h"
+#include "byteps/base/shared_bytes.h"
+#include "byteps/server/scratch.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"
 

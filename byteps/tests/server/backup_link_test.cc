@@ -9,7 +9,6 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -17,7 +16,10 @@
 
 #include "byteps/base/block_codec.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
+#include "byteps/server/backup_link.h"
+#include "byteps/server/copy_record.h"
 #include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"

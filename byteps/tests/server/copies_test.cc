@@ -12,8 +12,9 @@
 #include <vector>
 
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
-#include "byteps/server/backup_link.h"
+#include "byteps/server/copy_record.h"
 #include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"

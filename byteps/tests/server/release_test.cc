@@ -1,12 +1,10 @@
 // Tensors that members release: when a server frees them, and what becomes of rounds meanwhile.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -14,8 +12,9 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
-#include "byteps/observe/status.h"
+#include "byteps/observe/status_record.h"
 #include "byteps/server/sum_server.h"
 #include "tests/support/kit.h"
 

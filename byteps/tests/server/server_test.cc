@@ -3,15 +3,14 @@
 
 #include <chrono>
 #include <cstdio>
-#include <ctime>
 #include <map>
 #include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "byteps/base/process.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/stall_watch.h"
 #include "tests/server/server_fixture.h"
 
 namespace byteps {

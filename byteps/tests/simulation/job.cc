@@ -5,7 +5,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
-#include "byteps/engine/engine.h"
+#include "byteps/engine/worker.h"
 #include "world.h"
 
 namespace byteps {

@@ -3,21 +3,18 @@
 #ifndef BYTEPS_TESTS_SIMULATION_JOB_H_
 #define BYTEPS_TESTS_SIMULATION_JOB_H_
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
-#include "byteps/engine/engine.h"
+#include "byteps/engine/worker.h"
 #include "byteps/server/optimizer/partition_state.h"
 #include "byteps/server/sum_server.h"
 #include "world.h"

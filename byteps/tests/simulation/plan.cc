@@ -1,9 +1,9 @@
 // Choices that a seed makes for a job before it starts.
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
+#include "byteps/base/protocol.h"
 #include "world.h"
 
 namespace byteps {

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/engine/engine.h"
+#include "byteps/engine/worker.h"
 #include "byteps/server/optimizer/partition_state.h"
 #include "job.h"
 #include "world.h"

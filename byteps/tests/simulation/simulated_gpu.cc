@@ -10,7 +10,6 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <limits>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -19,6 +18,8 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/device/device.h"
+#include "byteps/device/device_copies.h"
+#include "byteps/device/pinned_pool.h"
 #include "byteps/engine/staged_sum.h"
 #include "world.h"
 

@@ -1,13 +1,12 @@
 // The script of a worker in a job that is played: sums, and steps of parameters that servers keep.
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "byteps/engine/engine.h"
+#include "byteps/engine/worker.h"
 #include "job.h"
 #include "world.h"
 

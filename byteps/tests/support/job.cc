@@ -12,6 +12,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
 #include "tests/support/kit.h"
 

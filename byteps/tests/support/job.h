@@ -24,8 +24,9 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
-#include "byteps/engine/engine.h"
+#include "byteps/engine/worker.h"
 #include "tests/support/kit.h"
 
 namespace byteps {

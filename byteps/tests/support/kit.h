@@ -20,6 +20,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/server/sum_server.h"
 

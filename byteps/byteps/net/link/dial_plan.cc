@@ -4,157 +4,16 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <set>
 #include <utility>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/net/link/link_outage.h"
+#include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
-#include "ps/internal/postoffice.h"
 
 namespace ps {
-namespace {
-
-// What the scheduler gives a node whose connection was closed: the process has ended, unless
-// something in between closed it.
-constexpr auto kClosedPatience = std::chrono::milliseconds(500);
-// And one whose connection broke: either is likely.  A node that lives sends a packet each
-// 1.5 s to connect.
-constexpr auto kBrokenPatience = std::chrono::seconds(5);
-// What every host takes in one packet (RFC 791, 3.1).
-constexpr uint64_t kSmallPacketBytes = 576;
-
-}  // namespace
-
-std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
-                                                 LinkFault fault) {
-  // Nobody waits for one that is not of the job yet, or not any more.
-  if (peer == Node::kEmpty || peer >= kRefusedBase) return {};
-  const auto limit = ToDuration(reconnect_s);
-  // Of the processes that end the scheduler alone must hear soon; it tells the others.
-  if (!is_scheduler || fault == LinkFault::kSilent) return limit;
-  if (fault == LinkFault::kClosed)
-    return std::min<LinkOutage::Clock::duration>(limit, kClosedPatience);
-  return std::min<LinkOutage::Clock::duration>(limit, kBrokenPatience);
-}
-
-LinkOutage LinkOutage::Of(const std::string& reason, LinkFault fault, Clock::duration patience,
-                          double reconnect_s) {
-  LinkOutage outage;
-  outage.reason = reason;
-  outage.fault = fault;
-  outage.begin = Clock::now();
-  outage.deadline = outage.begin + patience;
-  outage.briefly = patience < ToDuration(reconnect_s);
-  return outage;
-}
-
-std::string LinkOutage::GivenUp(double reconnect_s, const std::string& last_error) const {
-  if (listener_gone || (briefly && fault == LinkFault::kClosed)) return reason;
-  if (briefly) return reason + ", and it did not connect again";
-  const std::string limit = Limit(reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S");
-  if (last_error.empty() && unacknowledged > 0) {
-    return reason + ", and was made again, but of " + Unacknowledged() + " within " + limit +
-           LargePacketsVanish();
-  }
-  return reason + ", and could not be made again within " + limit +
-         (last_error.empty() ? "" : ": " + last_error);
-}
-
-std::string LinkOutage::Refused(const std::string& refusal) const {
-  const std::string hint = LargePacketsVanish();
-  return hint.empty() ? refusal : refusal + "; of " + Unacknowledged() + hint;
-}
-
-std::string LinkOutage::Unacknowledged() const {
-  return std::to_string(unacknowledged) + " bytes that were sent since none was acknowledged";
-}
-
-std::string LinkOutage::LargePacketsVanish() const {
-  if (unacknowledged <= kSmallPacketBytes) return "";
-  return ": small packets pass (a greeting did), and large ones do not; compare the MTU of both "
-         "hosts with that of the switches and tunnels between them (ip link; ping -M do -s SIZE)";
-}
-
-void LogResumed(const std::string& which, int peer, const std::string& address,
-                LinkOutage::Clock::duration after, size_t again) {
-  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(after).count();
-  BPS_LOG(WARNING) << which << " with "
-                   << (peer == kScheduler ? "the scheduler" : RoleAndRank(peer))
-                   << (address.empty() ? "" : " (" + address + ")")
-                   << " broke, and was made again after " << ms
-                   << " ms; messages sent again: " << again;
-}
-
-void LogAway(int peer, const std::string& home, const std::string& why, const std::string& path) {
-  BPS_LOG(WARNING) << "no connection with " << RoleAndRank(peer) << " from " << home
-                   << (why.empty() ? "" : " (" + why + ")") << ": " << path << " is used instead";
-}
-
-void LogHome(int peer, const std::string& home) {
-  BPS_LOG(WARNING) << "data for " << RoleAndRank(peer) << " goes from " << home << " again";
-}
-
-namespace {
-
-// What a new connection has at least for the first acknowledgement, or a quarter of
-// BYTEPS_RECONNECT_TIMEOUT_S.
-constexpr auto kChance = std::chrono::seconds(5);
-
-}  // namespace
-
-bool OutageWatch::Begin(const std::string& reason, LinkFault fault, bool by_peer,
-                        Clock::duration patience, Clock::duration counted) {
-  LinkOutage next = LinkOutage::Of(reason, fault, patience, reconnect_s_);
-  next.deadline -= counted;
-  continues_ = std::exchange(awaits_proof_, false);
-  if (continues_ && outage_.deadline <= next.deadline) return false;
-  lasts_ = true;
-  by_peer_ = by_peer;
-  if (continues_) {
-    next.begin = outage_.begin;
-    next.unacknowledged = outage_.unacknowledged;
-  } else {
-    longest_ = next.begin + ToDuration(reconnect_s_) - counted;
-  }
-  outage_ = next;
-  ++number_;
-  return true;
-}
-
-void OutageWatch::AwaitProof(size_t again) {
-  awaits_proof_ = true;
-  again_ = again;
-  resumed_at_ = Clock::now();
-  outage_.briefly = false;
-  outage_.deadline = std::max(outage_.deadline, longest_);
-}
-
-void OutageWatch::HearProofOfTheLast() {
-  if (continues_) longest_ = Clock::now() + ToDuration(reconnect_s_);
-}
-
-OutageWatch::Clock::time_point OutageWatch::ChanceUntil() const {
-  return resumed_at_ + std::min<Clock::duration>(kChance, ToDuration(reconnect_s_ / 4));
-}
-
-void OutageWatch::NoteUnacknowledged(uint64_t bytes) {
-  outage_.unacknowledged = std::max(outage_.unacknowledged, bytes);
-}
-
-OutageWatch::Clock::duration OutageWatch::End() {
-  lasts_ = awaits_proof_ = false;
-  outage_.unacknowledged = 0;
-  return resumed_at_ - outage_.begin;
-}
-
-std::string OutageWatch::GivenUp(bool listener_gone, const std::string& last_error) const {
-  LinkOutage outage = outage_;
-  outage.listener_gone = listener_gone;
-  return outage.GivenUp(reconnect_s_, last_error);
-}
-
 namespace {
 
 // Pairs that a connection tries when its own one fails: each may take seconds.

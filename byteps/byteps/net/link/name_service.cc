@@ -1,15 +1,12 @@
 #include "byteps/net/link/name_service.h"
 
 #include <netdb.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <cstring>
-#include <system_error>
 #include <utility>
 
 #include "byteps/base/log.h"
-#include "byteps/base/process.h"
 
 namespace ps {
 namespace {
@@ -65,39 +62,5 @@ void NameService::Set(std::shared_ptr<NameService> service) {
 }
 
 void SayWaiting(const std::string& why) { BPS_LOG(INFO) << "waiting: " << why; }
-
-NameLookup::NameLookup(const std::set<std::string>& hosts, int port) {
-  const auto ask = [answer = answer_, names = NameService::Get(), hosts, port] {
-    Found found;
-    std::string error;
-    for (const std::string& host : hosts) {
-      try {
-        found[host] = names->Find(host, port);
-      } catch (const std::exception& e) {
-        error = e.what();
-      }
-    }
-    MutexLock lock(&answer->mu);
-    answer->found = std::move(found);
-    answer->error = std::move(error);
-    answer->is_over = true;
-  };
-  try {
-    std::thread([ask] {
-      byteps::core::NameThisThread("names");
-      ask();
-    }).detach();
-  } catch (const std::system_error&) {  // no thread to be had
-    ask();
-  }
-}
-
-bool NameLookup::Take(Found* found, std::string* error) {
-  MutexLock lock(&answer_->mu);
-  if (!answer_->is_over) return false;
-  for (auto& [host, addresses] : answer_->found) (*found)[host] = std::move(addresses);
-  *error = answer_->error;
-  return true;
-}
 
 }  // namespace ps

@@ -1,17 +1,14 @@
-// Names of hosts, and their addresses: these change, and a name may become known only later.
+// NameService: addresses of host names, which change, or become known only later.
 #ifndef BYTEPS_NET_LINK_NAME_SERVICE_H_
 #define BYTEPS_NET_LINK_NAME_SERVICE_H_
 
 #include <chrono>
-#include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "byteps/base/invariant.h"
-#include "byteps/base/mutex.h"
 #include "byteps/net/link/net_address.h"
 
 namespace ps {
@@ -33,30 +30,6 @@ class NameService {
   static std::shared_ptr<NameService> Get();
   // Null: the system's.
   static void Set(std::shared_ptr<NameService> service);
-};
-
-// A lookup by a thread of its own.  It may take seconds, and who dials serves other connections
-// meanwhile.
-class NameLookup {
- public:
-  using Found = std::map<std::string, std::vector<Address>>;
-
-  NameLookup(const std::set<std::string>& hosts, int port);
-
-  // True once it is over: adds to `found` the names that are known, and sets `error` to what is
-  // said of another one.
-  bool Take(Found* found, std::string* error);
-
- private:
-  // Shared with the thread, which may outlive this.
-  struct Answer {
-    Mutex mu;
-    bool is_over PS_GUARDED_BY(mu) = false;
-    Found found PS_GUARDED_BY(mu);
-    std::string error PS_GUARDED_BY(mu);
-  };
-
-  const std::shared_ptr<Answer> answer_ = std::make_shared<Answer>();
 };
 
 // Says in the log what is waited for.

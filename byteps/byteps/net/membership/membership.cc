@@ -1,11 +1,7 @@
 #include "byteps/net/membership/membership.h"
 
-#include <pthread.h>
-
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <sstream>
@@ -15,44 +11,15 @@
 #include "byteps/base/log.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/membership/event.h"
+#include "byteps/net/membership/membership_links.h"
+#include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/node_membership.h"
+#include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/scheduler_membership.h"
-#include "ps/internal/env.h"
+#include "ps/base.h"
 #include "ps/internal/message.h"
 
 namespace ps {
-namespace {
-
-// Of nine digits, as messages have it.
-constexpr double kMostMbps = 999'999'999;
-
-double Number(const char* name, double fallback) {
-  const char* text = Environment::Get()->find(name);
-  return text == nullptr ? fallback : atof(text);
-}
-
-}  // namespace
-
-MembershipSettings MembershipSettings::FromEnvironment() {
-  MembershipSettings settings;
-  settings.is_scheduler = std::string(GetEnv("DMLC_ROLE", "")) == "scheduler";
-  settings.peer_timeout_s = Number("BYTEPS_PEER_TIMEOUT_S", settings.peer_timeout_s);
-  settings.start_timeout_s = Number("BYTEPS_START_TIMEOUT_S", settings.start_timeout_s);
-  settings.workers = GetEnv("DMLC_NUM_WORKER", -1);
-  settings.servers = GetEnv("DMLC_NUM_SERVER", -1);
-  settings.rank = GetEnv("DMLC_WORKER_ID", -1);
-  settings.rejoin = GetEnv("BYTEPS_REJOIN", 0) != 0;
-  settings.link_mbps = static_cast<int>(std::min(Number("BYTEPS_LINK_GBPS", 0) * 1000, kMostMbps));
-  settings.replicas = GetEnv("BYTEPS_REPLICAS", 1);
-  settings.probe = GetEnv("BYTEPS_PROBE", 0);
-  settings.keep = GetEnv("BYTEPS_KEEP", 0) != 0;
-  settings.keep_timeout_s = Number("BYTEPS_KEEP_TIMEOUT_S", settings.keep_timeout_s);
-  settings.replace_servers_s = Number("BYTEPS_REPLACE_SERVERS_S", settings.replace_servers_s);
-  settings.backups = GetEnv("BYTEPS_BACKUP_STATE", 0) != 0;
-  settings.scheduler_return_s = Number("BYTEPS_SCHEDULER_RETURN_S", settings.scheduler_return_s);
-  return settings;
-}
-
 std::unique_ptr<Membership> Membership::Make(MembershipLinks* links,
                                              const MembershipSettings& settings,
                                              Listener listener) {
@@ -330,23 +297,6 @@ std::string NameOf(Control::Command command) {
   return rule == nullptr ? "command " + std::to_string(static_cast<int>(command)) : rule->name;
 }
 
-void IgnoredSenders::Add(const Message& msg, const std::function<std::string(int)>& name_of) {
-  const int sender = msg.meta.sender;
-  {
-    MutexLock lock(&mu_);
-    if (!senders_.insert(sender).second) return;
-  }
-  BPS_LOG(WARNING)
-      << "ignored " << NameOf(msg.meta.control.cmd) << " from " << name_of(sender)
-      << ", which must not send it to this node; more of the kind from there is ignored "
-         "without a warning";
-}
-
-void IgnoredSenders::Clear() {
-  MutexLock lock(&mu_);
-  senders_.clear();
-}
-
 }  // namespace membership
 
 NodeInfo InfoOf(const Node& node) {
@@ -360,112 +310,6 @@ NodeInfo InfoOf(const Node& node) {
 
 std::string PlaceOf(const NodeInfo& node) {
   return node.address + (node.nics > 1 ? " on " + Plural(node.nics, "NIC") : "");
-}
-
-std::set<int> ReplicaView::AbsentRanks() const {
-  std::set<int> ranks;
-  for (int replica = 0; replica < count(); ++replica) {
-    if (IsPresent(replica)) continue;
-    for (int i = 0; i < workers / count(); ++i) ranks.insert(FirstRank(replica) + i);
-  }
-  return ranks;
-}
-
-Announcer::Announcer(Listener listener) : listener_(std::move(listener)) {}
-
-void Announcer::Tell(const MembershipEvent& event) {
-  const bool is_end = (event.kind == MembershipEvent::kFailed && event.next_incarnation == 0) ||
-                      (event.kind == MembershipEvent::kEnded && !event.suspended);
-  BPS_INVARIANT_NOTED("a job ends once", !is_end || !over_.exchange(true), event.reason);
-  if (listener_) listener_(event);
-}
-
-void Announcer::TellFailure(const std::string& reason, int next_incarnation, const char* file,
-                            int line) {
-  MembershipEvent event;
-  event.kind = MembershipEvent::kFailed;
-  event.next_incarnation = next_incarnation;
-  event.reason = reason;
-  event.file = file;
-  event.line = line;
-  Tell(event);
-}
-
-double HeartbeatSeconds(double peer_timeout_s) {
-  return std::min(std::max(peer_timeout_s / 6, 0.05), 5.0);
-}
-
-HeartbeatThread::HeartbeatThread(double heartbeat_s, Tasks tasks)
-    : heartbeat_s_(heartbeat_s), tasks_(std::move(tasks)) {}
-
-void HeartbeatThread::Start() {
-  thread_ = std::thread(&HeartbeatThread::Run, this);
-  pthread_setname_np(thread_.native_handle(), "bps-members");
-}
-
-void HeartbeatThread::Wake() {
-  {
-    MutexLock lock(&mu_);
-    woken_ = true;
-  }
-  cond_.NotifyAll();
-}
-
-void HeartbeatThread::Stop() {
-  {
-    MutexLock lock(&mu_);
-    stopped_ = true;
-  }
-  cond_.NotifyAll();
-  // Ended by the end of its thread, which was told; deadline: none.
-  if (thread_.joinable()) thread_.join();
-}
-
-void HeartbeatThread::Run() {
-  StallWatch::Feeder feeder(heartbeat_s_);
-  const auto awake = [this]() PS_REQUIRES(mu_) { return woken_ || stopped_; };
-  // By the steady clock: others wait for it, even if this process stood still.
-  auto next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s_);
-  while (true) {
-    {
-      MutexLock lock(&mu_);
-      if (stopped_) return;
-      woken_ = false;
-    }
-    const auto due = tasks_.next_due();
-    if (!due) {
-      feeder.Rest();
-      MutexLock lock(&mu_);
-      // Ended by Wake or Stop; deadline: none, there is nothing to do.
-      cond_.Wait(&mu_, awake);
-      continue;
-    }
-    feeder.Tick();
-    const auto now = Clock::now();
-    const auto until_next = next - std::chrono::steady_clock::now();
-    const auto wake = std::min(now + until_next, *due);
-    if (now < wake) {
-      MutexLock lock(&mu_);
-      // Ended by Wake or Stop; deadline: the next heartbeat or task.
-      cond_.WaitUntil(&mu_, feeder.SleepUntil(wake), awake);
-      continue;
-    }
-    if (now >= *due) tasks_.on_due(now);
-    if (until_next > Clock::duration::zero()) continue;
-    tasks_.on_beat(now);
-    next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s_);
-  }
-}
-
-std::string StoodStill(const std::string& self, double peer_timeout_s) {
-  const auto limit = ToDuration(peer_timeout_s);
-  const auto pause = StallWatch::Get()->StoodStill(limit, std::chrono::steady_clock::now());
-  // A shorter one is no reason to be taken for lost.
-  if (pause < limit / 3) return "";
-  char text[64];
-  snprintf(text, sizeof(text), " stood still for %.1f s; ",
-           std::chrono::duration<double>(pause).count());
-  return self + text;
 }
 
 }  // namespace ps

@@ -54,50 +54,20 @@
 #ifndef BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 
-#include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "byteps/base/invariant.h"
-#include "byteps/base/mutex.h"
+#include "byteps/net/membership/announcer.h"
 #include "byteps/net/membership/event.h"
+#include "byteps/net/membership/membership_links.h"
+#include "byteps/net/membership/membership_settings.h"
+#include "byteps/net/membership/replica_view.h"
 #include "ps/internal/message.h"
 
 namespace ps {
-
-// How membership reaches other processes.
-
-// A van is behind it, or a test.
-class MembershipLinks {
- public:
-  virtual ~MembershipLinks() = default;
-  virtual Node self() const = 0;
-  virtual const Node& scheduler() const = 0;
-  // The scheduler has given this node its id.
-  virtual void SetSelf(const Node& node) = 0;
-  // Makes a connection to `node`, or names the one that came from it.  Of the scheduler, with which
-  // there is one, it learns the NICs.
-  virtual void Connect(const Node& node) = 0;
-  // Closes it when what was sent before has left.  A server closes it at once, and another process
-  // may come under this id from then on.
-  virtual void Disconnect(int node_id) = 0;
-  // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
-  virtual void Send(Message* msg) = 0;
-  // Why the last attempt to connect to the scheduler failed; empty where that is not known.
-  virtual std::string DialError() { return ""; }
-  // Whether links with this node are broken now, of which the membership may not have heard yet.
-  virtual bool IsBroken(int /*node_id*/) { return false; }
-  // Connections that are made from now on belong to this generation of the job.
-  virtual void SetIncarnation(int incarnation) = 0;
-  // The number of the job (link/admission.h).  A scheduler that goes on with a job of another one
-  // takes its number.
-  virtual uint64_t job() const = 0;
-  virtual void SetJob(uint64_t job) = 0;
-};
 
 class NodeMembership;
 class SchedulerMembership;
@@ -121,41 +91,6 @@ struct NoAnswer : public Error {
 // What a probe ends with where the scheduler would admit this node (MembershipSettings::probe).
 struct WouldBeAdmitted : public Error {
   using Error::Error;
-};
-
-struct MembershipSettings {
-  bool is_scheduler = false;
-  double peer_timeout_s = 30;
-  double start_timeout_s = 30;
-  int workers = -1;  // that the job should have; -1: whatever the scheduler says
-  int servers = -1;
-  int rank = -1;        // of a worker; -1: the scheduler chooses
-  bool rejoin = false;  // a server that outlived a job takes what the next one brings
-  // Scheduler: outlives failures, and takes as many workers as the first one of each generation
-  // says.  Server: takes any number of workers.
-  bool keep = false;
-  // Such a scheduler gives up when no worker comes for so long after a failure; 0: never.
-  double keep_timeout_s = 1800;
-  // How long a job goes on without a server that is lost, until another one has its place; 0: its
-  // loss ends the job.
-  double replace_servers_s = 0;
-  // Servers have links with their neighbors (link/admission.h), and hear which servers are lost
-  // and replaced.
-  bool backups = false;
-  // How long nodes wait for a scheduler that died to return, and that one for them
-  // (scheduler_return.cc); 0: its death ends the job.
-  double scheduler_return_s = 0;
-  int link_mbps = 0;  // of a worker's network card; 0: what the card says
-  int replicas = 1;   // of a worker: jobs that train its model
-  // More than 0: Join asks whether so many nodes like this one would be admitted, and joins
-  // nothing; a scheduler admits nobody.
-  int probe = 0;
-
-  // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
-  // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP,
-  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_BACKUP_STATE,
-  // BYTEPS_SCHEDULER_RETURN_S, BYTEPS_REPLICAS and BYTEPS_PROBE.
-  static MembershipSettings FromEnvironment();
 };
 
 class Membership {
@@ -320,19 +255,6 @@ bool MaySend(Control::Command command, Node::Role from, Node::Role to, const std
 
 // "JOB_END"
 std::string NameOf(Control::Command command);
-
-// Those that sent what they must not send.  Any thread.
-class IgnoredSenders {
- public:
-  // Warns of the first such message of each sender.  `name_of`: what the node of an id is called.
-  void Add(const Message& msg, const std::function<std::string(int)>& name_of);
-  // The ids will be those of others.
-  void Clear();
-
- private:
-  Mutex mu_;
-  std::set<int> senders_ PS_GUARDED_BY(mu_);
-};
 
 }  // namespace membership
 }  // namespace ps

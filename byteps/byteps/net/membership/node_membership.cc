@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -11,6 +10,8 @@
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/membership_links.h"
+#include "byteps/net/membership/membership_settings.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

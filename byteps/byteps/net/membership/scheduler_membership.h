@@ -11,10 +11,17 @@
 #include <string>
 #include <vector>
 
+#include "byteps/base/awake_clock.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/process.h"
+#include "byteps/net/membership/accounts.h"
+#include "byteps/net/membership/announcer.h"
 #include "byteps/net/membership/event.h"
+#include "byteps/net/membership/heartbeat_thread.h"
+#include "byteps/net/membership/ignored_senders.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/membership_links.h"
+#include "byteps/net/membership/membership_settings.h"
+#include "byteps/net/membership/replica_table.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/message.h"
 

@@ -1,3 +1,5 @@
+#include "byteps/net/rdma/connector.h"
+
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -12,6 +14,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/net/rdma/van.h"
+#include "byteps/net/rdma/verbs.h"
 
 namespace ps {
 namespace rdma {

@@ -1,5 +1,4 @@
 // The connector's parts that ask for connections, and that answer those who ask.
-#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -13,7 +12,9 @@
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/net/rdma/van.h"
+#include "byteps/net/rdma/connector.h"
+#include "byteps/net/rdma/verbs.h"
+#include "ps/internal/postoffice.h"
 
 namespace ps {
 namespace rdma {

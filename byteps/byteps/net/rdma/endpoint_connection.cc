@@ -4,13 +4,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <utility>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/rdma/endpoint.h"
+#include "byteps/net/rdma/verbs.h"
 
 namespace ps {
 namespace rdma {

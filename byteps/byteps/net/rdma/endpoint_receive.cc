@@ -1,7 +1,6 @@
 // The endpoint's part that handles completions and what the peer sent, and finds memory for values.
 #include <arpa/inet.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>

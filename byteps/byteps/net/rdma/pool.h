@@ -5,50 +5,22 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/link/registration_cache.h"
+#include "byteps/net/link/idle_blocks.h"
+#include "byteps/net/rdma/device.h"
 #include "byteps/net/rdma/queues.h"
-#include "byteps/net/rdma/verbs.h"
+#include "byteps/net/rdma/region.h"
+#include "byteps/net/rdma/registrar.h"
 #include "ps/sarray.h"
 
 namespace ps {
 namespace rdma {
-
-// A thread for what takes long: allocating memory and registering it, and letting it go.
-
-// Any thread may call anything.
-class Registrar {
- public:
-  using Task = std::function<void()>;
-
-  Registrar();
-  ~Registrar();
-  Registrar(const Registrar&) = delete;
-  Registrar& operator=(const Registrar&) = delete;
-
-  // Has the thread do it.  Once stopped, drops the task at once.
-  void Post(Task task);
-  // Ends the thread; tasks that wait are dropped.
-  void Stop();
-
- private:
-  void Run();
-
-  Mutex mu_;
-  CondVar cond_;
-  std::deque<Task> tasks_ PS_GUARDED_BY(mu_);
-  bool stop_ PS_GUARDED_BY(mu_) = false;
-  std::thread thread_;
-};
 
 // Any thread may call anything.
 class Pool : public std::enable_shared_from_this<Pool> {

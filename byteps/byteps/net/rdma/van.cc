@@ -1,7 +1,6 @@
 #include "byteps/net/rdma/van.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -15,7 +14,11 @@
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/registration_cache.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/rdma/connector.h"
+#include "byteps/net/rdma/device.h"
 #include "byteps/net/rdma/pool.h"
+#include "byteps/net/rdma/settings.h"
+#include "byteps/net/rdma/transport.h"
 #include "byteps/net/rdma/verbs.h"
 #include "ps/internal/postoffice.h"
 

@@ -4,12 +4,12 @@
 #include <sys/epoll.h>
 
 #include <cerrno>
-#include <cstring>
 #include <new>
 #include <utility>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
+#include "byteps/net/tcp/poller.h"
 #include "byteps/net/tcp/socket.h"
 
 namespace ps {

@@ -27,7 +27,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -36,36 +35,20 @@
 #include "byteps/net/auth/secret.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/dial_plan.h"
+#include "byteps/net/link/link_outage.h"
+#include "byteps/net/link/outage_watch.h"
 #include "byteps/net/link/peer_table.h"
-#include "byteps/net/link/replay_log.h"
+#include "byteps/net/link/receipts.h"
+#include "byteps/net/tcp/frame_reader.h"
 #include "byteps/net/tcp/frames.h"
-#include "byteps/net/tcp/socket.h"
+#include "byteps/net/tcp/memory_pool.h"
+#include "byteps/net/tcp/poller.h"
+#include "byteps/net/tcp/send_queue.h"
+#include "byteps/net/tcp/stream.h"
 #include "byteps/net/tcp/wire.h"
-#include "ps/internal/message.h"
 
 namespace ps {
 namespace tcp {
-
-// Tries whether a peer can be connected to from one NIC to another, and says nothing to it.
-class PathProbe : public Pollable, public std::enable_shared_from_this<PathProbe> {
- public:
-  using Done = std::function<void(bool works)>;
-
-  // Calls `done` once, in the poller's thread, within two seconds; but not after the poller has
-  // stopped.
-  static void Start(const std::shared_ptr<Poller>& poller, const DialPlan::Route& route, Done done);
-
-  PathProbe(const std::shared_ptr<Poller>& poller, Fd fd, Done done);
-
-  bool OnReady(uint32_t events) override;
-
- private:
-  void End(bool works);
-
-  const std::shared_ptr<Poller> poller_;
-  Fd fd_;
-  Done done_;  // empty: it was called
-};
 
 // What has become of the bytes that were written to a socket.
 struct Delivery {

@@ -1,5 +1,4 @@
 // The side of a connection that connects: dialing, and going back to its first pair of NICs.
-#include <sys/epoll.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -13,7 +12,10 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/dial_plan.h"
+#include "byteps/net/link/link_outage.h"
 #include "byteps/net/tcp/connection.h"
+#include "byteps/net/tcp/path_probe.h"
+#include "byteps/net/tcp/socket.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -341,45 +343,6 @@ void Connection::GoHome() {
   hello_.resumes = true;
   dial_.GoHome();
   TryNext();
-}
-
-namespace {
-
-constexpr auto kTime = std::chrono::seconds(2);
-
-}  // namespace
-
-PathProbe::PathProbe(const std::shared_ptr<Poller>& poller, Fd fd, Done done)
-    : poller_(poller), fd_(std::move(fd)), done_(std::move(done)) {}
-
-void PathProbe::Start(const std::shared_ptr<Poller>& poller, const DialPlan::Route& route,
-                      Done done) {
-  const auto probe =
-      std::make_shared<PathProbe>(poller, BeginConnect(route.to, route.from), std::move(done));
-  auto when = Poller::Clock::now();
-  if (probe->fd_) {
-    try {
-      poller->Watch(probe->fd_.get(), probe);
-      when += kTime;
-    } catch (const Error&) {  // no more files: as if nobody had answered
-    }
-  }
-  poller->At(when, [probe] { probe->End(false); });
-}
-
-bool PathProbe::OnReady(uint32_t events) {
-  if (events != 0) End(ConnectError(fd_.get()) == 0);
-  return false;
-}
-
-void PathProbe::End(bool works) {
-  if (!done_) return;
-  const auto keep = shared_from_this();
-  if (fd_) poller_->Forget(fd_.get());
-  // Nothing of it is left at the peer, which has heard no word.
-  if (fd_) ResetOnClose(fd_.get());
-  fd_.Close();
-  std::exchange(done_, nullptr)(works);
 }
 
 }  // namespace tcp

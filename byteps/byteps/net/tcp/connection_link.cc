@@ -16,6 +16,7 @@
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/socket.h"
+#include "byteps/net/tcp/stream.h"
 
 namespace ps {
 namespace tcp {

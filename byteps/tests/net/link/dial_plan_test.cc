@@ -3,12 +3,16 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <chrono>
 #include <map>
 #include <set>
 #include <string>
 #include <vector>
+
+#include "byteps/net/link/dial_plan.h"
+#include "byteps/net/link/link_outage.h"
+#include "byteps/net/link/outage_watch.h"
+#include "byteps/net/link/redial.h"
 
 namespace ps {
 namespace {

@@ -6,16 +6,16 @@
 #include <cstring>
 #include <deque>
 #include <memory>
-#include <new>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "byteps/net/link/admission.h"
-#include "byteps/net/link/dial_plan.h"
+#include "byteps/net/link/idle_blocks.h"
+#include "byteps/net/link/link_outage.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
-#include "byteps/net/link/registration_cache.h"
+#include "byteps/net/link/receipts.h"
 #include "byteps/net/link/replay_log.h"
 #include "byteps/net/tcp/van.h"
 #include "ps/internal/message.h"

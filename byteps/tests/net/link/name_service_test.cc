@@ -11,6 +11,7 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/dial_plan.h"
+#include "byteps/net/link/name_service.h"
 
 namespace ps {
 namespace {

@@ -13,6 +13,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/net/link/counters.h"
+#include "byteps/net/link/nics.h"
 #include "byteps/observe/metrics.h"
 
 namespace ps {

@@ -16,6 +16,8 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/membership_links.h"
+#include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/scheduler_membership.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"

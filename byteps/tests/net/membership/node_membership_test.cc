@@ -14,6 +14,8 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/membership_settings.h"
+#include "byteps/net/membership/node_membership.h"
 #include "membership_test.h"
 #include "ps/internal/postoffice.h"
 

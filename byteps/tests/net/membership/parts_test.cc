@@ -12,9 +12,13 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/membership/accounts.h"
 #include "byteps/net/membership/event.h"
+#include "byteps/net/membership/heartbeat_thread.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/node_membership.h"
+#include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
 #include "byteps/net/membership/scheduler_membership.h"
 #include "membership_test.h"

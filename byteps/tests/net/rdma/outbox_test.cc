@@ -1,4 +1,6 @@
 // What an endpoint sends, and sends again; and where it receives what is written into its memory.
+#include "byteps/net/rdma/outbox.h"
+
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -6,6 +8,7 @@
 #include <vector>
 
 #include "byteps/base/invariant.h"
+#include "byteps/net/rdma/inbox.h"
 #include "byteps/net/rdma/queues.h"
 
 namespace ps {

@@ -1,12 +1,12 @@
 // Which requests are signalled, and what is over when a device tells of one.
+#include "byteps/net/rdma/posted_sends.h"
+
 #include <gtest/gtest.h>
 
 #include <deque>
 #include <random>
 #include <string>
 #include <vector>
-
-#include "byteps/net/rdma/queues.h"
 
 namespace ps {
 namespace rdma {

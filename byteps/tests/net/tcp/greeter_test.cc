@@ -18,7 +18,10 @@
 #include <vector>
 
 #include "byteps/base/log.h"
-#include "byteps/net/tcp/van.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/tcp/greeter.h"
+#include "byteps/net/tcp/pending_peers.h"
+#include "byteps/net/tcp/pollers.h"
 
 namespace ps {
 namespace tcp {

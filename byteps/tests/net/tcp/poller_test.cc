@@ -1,4 +1,6 @@
 // Which threads serve what a poller watches.
+#include "byteps/net/tcp/poller.h"
+
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -10,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-#include "byteps/net/tcp/socket.h"
+#include "byteps/net/tcp/fd.h"
 
 namespace ps {
 namespace tcp {

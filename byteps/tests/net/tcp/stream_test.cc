@@ -11,7 +11,11 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/net/link/registration_cache.h"
+#include "byteps/net/tcp/frame_reader.h"
 #include "byteps/net/tcp/frames.h"
+#include "byteps/net/tcp/memory_pool.h"
+#include "byteps/net/tcp/read_buffer.h"
+#include "byteps/net/tcp/send_queue.h"
 
 namespace ps {
 namespace tcp {

@@ -14,6 +14,8 @@
 #include "byteps/base/dtype.h"
 #include "byteps/base/invariant.h"
 #include "byteps/server/optimizer/partition_state.h"
+#include "byteps/server/optimizer/round_update.h"
+#include "byteps/server/optimizer/update.h"
 
 namespace byteps {
 namespace core {

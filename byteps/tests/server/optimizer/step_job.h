@@ -18,6 +18,7 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/server/sum_server.h"
 #include "tests/support/kit.h"

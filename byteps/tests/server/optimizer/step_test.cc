@@ -2,7 +2,6 @@
 // members of replicas that were removed.
 #include <gtest/gtest.h>
 
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -14,6 +13,9 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
+#include "byteps/net/rdma/connector.h"
+#include "byteps/net/rdma/settings.h"
+#include "byteps/net/rdma/transport.h"
 #include "link_pair.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "byteps/net/link/admission.h"

@@ -7,11 +7,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
 
+#include "byteps/net/tcp/socket.h"
 #include "dmlc/logging.h"
 
 namespace connection_test {

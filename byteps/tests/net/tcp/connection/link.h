@@ -13,6 +13,9 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/greeter.h"
+#include "byteps/net/tcp/listener.h"
+#include "byteps/net/tcp/pending_peers.h"
+#include "byteps/net/tcp/socket.h"
 #include "link_pair.h"
 
 namespace connection_test {

@@ -1,0 +1,96 @@
+#include "byteps/device/copy_queue.h"
+
+#include <exception>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
+#include "byteps/device/device_copies.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Of one turn: its first copy waits for the last, no longer than this takes, 20 to 40 us.  A longer
+// one goes by itself, and is not awaited.
+constexpr size_t kMostBytes = 1 << 20;
+
+}  // namespace
+
+void CopyQueue::Turn::CallDone() const {
+  for (const Entry& entry : entries) entry.done();
+}
+
+void CopyQueue::Add(Entry entry) {
+  {
+    ps::MutexLock lock(&mu_);
+    waiting_.push_back(std::move(entry));
+    if (taken_) return PS_PROBE(kCopyLeft);
+    taken_ = true;
+  }
+  for (Turn turn; TakeTurn(&turn); turn = Turn()) Give(std::move(turn));
+}
+
+bool CopyQueue::Leave(Entry* entry) {
+  ps::MutexLock lock(&mu_);
+  if (!taken_) return false;
+  PS_PROBE(kCopyLeft);
+  waiting_.push_back(std::move(*entry));
+  return true;
+}
+
+bool CopyQueue::TakeTurn(Turn* turn) {
+  ps::MutexLock lock(&mu_);
+  BPS_INVARIANT_NOTED("one thread at a time gives copies", taken_, "nobody had begun to");
+  while (!waiting_.empty()) {
+    const size_t bytes = waiting_.front().copy.bytes;
+    if (!turn->entries.empty() && turn->bytes + bytes > kMostBytes) break;
+    turn->bytes += bytes;
+    turn->entries.splice(turn->entries.end(), waiting_, waiting_.begin());
+  }
+  taken_ = !turn->entries.empty();
+  return taken_;
+}
+
+void CopyQueue::Give(Turn turn) noexcept {
+  // Made before it is needed.
+  static const std::string kNoMemory =
+      "this process is out of memory: it cannot copy between a GPU and memory";
+  std::shared_ptr<Turn> given;
+  std::string failure;
+  const std::string* error = &failure;
+  try {
+    given = std::make_shared<Turn>();
+    std::swap(*given, turn);
+    AwaitOrCall(given);
+  } catch (const std::bad_alloc&) {
+    error = &kNoMemory;
+  } catch (const std::exception& e) {
+    failure = e.what();
+  }
+  for (const Entry& entry : given ? given->entries : turn.entries) TellBegun(entry, *error);
+}
+
+void CopyQueue::TellBegun(const Entry& entry, const std::string& error) {
+  try {
+    entry.begun(error);
+  } catch (const std::exception& e) {
+    BPS_LOG(ERROR) << "a copy between a GPU and memory: " << e.what();
+  }
+}
+
+void CopyQueue::AwaitOrCall(const std::shared_ptr<const Turn>& turn) {
+  std::vector<Copy> copies;
+  for (const Entry& entry : turn->entries) copies.push_back(entry.copy);
+  DeviceCopies* const device = DeviceCopies::Of(device_);
+  const DeviceMoment copied = device->Enqueue(lane_, copies);
+  const auto done = [turn] { turn->CallDone(); };
+  if (turn->bytes > kMostBytes) return device->CallAfter(lane_, copied, done);
+  if (device->AwaitOrCallAfter(lane_, copied, done)) done();
+}
+
+}  // namespace core
+}  // namespace byteps

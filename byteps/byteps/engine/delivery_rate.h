@@ -1,0 +1,55 @@
+#ifndef BYTEPS_ENGINE_DELIVERY_RATE_H_
+#define BYTEPS_ENGINE_DELIVERY_RATE_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+namespace byteps {
+namespace core {
+
+// At what rate servers take what a worker pushes.
+
+// The highest rate of late: what the link and the servers can take.  It falls only while partitions
+// wait to be pushed, by a half within some seconds: a worker that has little to push knows as much
+// as before.  Times in ns of any clock.  One thread at a time.
+class DeliveryRate {
+ public:
+  // Something is in flight, after nothing was.
+  void Begin(int64_t now) {
+    begin_ = now;
+    bytes_ = 0;
+    always_waited_ = true;
+  }
+
+  // So many bytes have arrived.  `more_wait`: others could have been in flight.
+  void Add(uint64_t bytes, bool more_wait, int64_t now) {
+    bytes_ += bytes;
+    always_waited_ &= more_wait;
+    if (now - begin_ < kSpanNs) return;
+    const double rate = static_cast<double>(bytes_) / static_cast<double>(now - begin_);
+    const double kept = always_waited_ ? kKept : 1.0;
+    if (rate_ || always_waited_) rate_ = std::max(rate, kept * rate_.value_or(0.0));
+    Begin(now);
+  }
+
+  // What arrives in so many ns; nothing while the rate is unknown.
+  std::optional<uint64_t> BytesIn(int64_t ns) const {
+    if (!rate_) return std::nullopt;
+    return static_cast<uint64_t>(*rate_ * static_cast<double>(ns));
+  }
+
+ private:
+  // Long compared with the time in which a server tells that something has arrived.
+  static constexpr int64_t kSpanNs = 20'000'000;
+  static constexpr double kKept = 0.99;
+
+  int64_t begin_ = 0;
+  uint64_t bytes_ = 0;
+  bool always_waited_ = true;
+  std::optional<double> rate_;  // bytes per ns
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_DELIVERY_RATE_H_

@@ -1,0 +1,57 @@
+#ifndef BYTEPS_ENGINE_ENGINE_CONTEXT_H_
+#define BYTEPS_ENGINE_ENGINE_CONTEXT_H_
+
+#include <memory>
+
+#include "byteps/base/config.h"
+#include "byteps/cluster/channel.h"
+#include "byteps/cluster/vacancies.h"
+#include "byteps/device/copy_queues.h"
+#include "byteps/device/pinned_pool.h"
+#include "byteps/engine/missing_ranks.h"
+#include "byteps/engine/operation_trace.h"
+#include "byteps/engine/operations.h"
+#include "byteps/engine/push_scheduler.h"
+#include "byteps/engine/requests.h"
+#include "byteps/engine/server_loss.h"
+#include "byteps/engine/small_sums.h"
+#include "byteps/engine/speed_meter.h"
+#include "byteps/engine/streamed_sums.h"
+#include "byteps/observe/metrics.h"
+
+namespace byteps {
+namespace core {
+
+// What the parts of one engine share.
+struct Context {
+  Context(const Config& config, const Launch& launch, int num_servers, std::unique_ptr<Channel> how,
+          WorkerCounters* counted, SpeedMeter* speed);
+
+  // A request about the partition of `request`, which is remembered until the answer.
+  Message MakeRequestMessage(Request request);
+
+  Plan plan;
+  const double op_timeout_s;
+  // For tensors on GPUs: for partitions on their way, for sums that streams wait for, and for small
+  // ones.  All jobs of this process share them; each begins anew to count what its tensors want.
+  PinnedPool* const pool;
+  PinnedPool* const pool_for_streamed;
+  PinnedPool* const pool_for_small;
+  const std::unique_ptr<Channel> channel;
+  WorkerCounters* const counters;
+  Operations operations;
+  Requests requests;
+  MissingRanks missing;
+  ServerLoss loss;
+  Vacancies vacancies;
+  CopyQueues copies;
+  StreamedSums streamed;
+  SmallSums small;
+  // Shared with callbacks of the device's and of the transport's, which may outlive the engine.
+  const std::shared_ptr<PushScheduler> scheduler;
+  const std::shared_ptr<OperationTrace> trace;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_ENGINE_CONTEXT_H_

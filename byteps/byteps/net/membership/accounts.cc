@@ -1,0 +1,174 @@
+#include "byteps/net/membership/accounts.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <sstream>
+
+#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/replica_table.h"
+#include "byteps/net/membership/roster.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+namespace membership {
+namespace {
+
+Node::Role RoleOf(int id) { return id % 2 != 0 ? Node::WORKER : Node::SERVER; }
+
+}  // namespace
+
+std::string PackAccount(const Account& account) {
+  std::ostringstream text;
+  text << "\njob=" << account.job << " life=" << account.life
+       << " late=" << (account.is_late ? 1 : 0) << " turns=" << PackTurns(account.turns)
+       << " left=";
+  for (const int rank : account.left) text << rank << ",";
+  text << "\n";
+  if (account.replicas.count() > 1) text << PackReplicas(account.replicas);
+  return text.str();
+}
+
+bool ParseAccount(const std::string& text, Account* account) {
+  *account = Account();
+  const size_t begin = text.find('\n');
+  if (begin == std::string::npos) return true;
+  const size_t end = text.find('\n', begin + 1);
+  if (end == std::string::npos) return false;
+  const std::string line = text.substr(begin + 1, end - begin - 1);
+  int late = 0, at = 0;
+  if (sscanf(line.c_str(), "job=%20" SCNu64 " life=%9d late=%1d turns=%n", &account->job,
+             &account->life, &late, &at) != 3 ||
+      at == 0 || account->job == 0 || account->life < 1) {
+    return false;
+  }
+  static const std::string kLeft = " left=";
+  const size_t turns_end = line.find(kLeft, at);
+  if (turns_end == std::string::npos ||
+      !ParseTurns(line.substr(at, turns_end - at), &account->turns)) {
+    return false;
+  }
+  account->is_late = late == 1;
+  std::istringstream left(line.substr(turns_end + kLeft.size()));
+  for (std::string one; std::getline(left, one, ',');) {
+    int rank = -1;
+    if (sscanf(one.c_str(), "%9d", &rank) != 1 || rank < 0) return false;
+    account->left.insert(rank);
+  }
+  const std::string view = text.substr(end + 1);
+  return view.empty() || ParseReplicas(view, &account->replicas);
+}
+
+const Account* Accounts::Find(int id) const {
+  const auto it = accounts_.find(id);
+  return it == accounts_.end() ? nullptr : &it->second;
+}
+
+std::set<int> Accounts::Left() const {
+  std::set<int> left;
+  for (const auto& [id, account] : accounts_) {
+    if (RoleOf(id) == Node::SERVER) left.insert(account.left.begin(), account.left.end());
+  }
+  return left;
+}
+
+Turns Accounts::NewestTurns() const {
+  Turns newest;
+  for (const auto& [id, account] : accounts_) {
+    for (const auto& [rank, turn] : account.turns) newest[rank] = std::max(newest[rank], turn);
+  }
+  return newest;
+}
+
+bool Accounts::HasPlace(int server_rank) const {
+  const Account* const account = Find(IdOf(Node::SERVER, server_rank));
+  return account != nullptr &&
+         TurnOf(account->turns, server_rank) == TurnOf(NewestTurns(), server_rank);
+}
+
+const ReplicaView* Accounts::Newest(Node::Role role) const {
+  const ReplicaView* newest = nullptr;
+  for (const auto& [id, account] : accounts_) {
+    if (RoleOf(id) != role || account.replicas.count() != count()) continue;
+    if (newest == nullptr || account.replicas.epoch > newest->epoch) newest = &account.replicas;
+  }
+  return newest;
+}
+
+int Accounts::NewestEpoch() const {
+  int epoch = 0;
+  for (const auto& [id, account] : accounts_) epoch = std::max(epoch, account.replicas.epoch);
+  return epoch;
+}
+
+std::vector<ReplicaTable::Past> Accounts::Replicas() const {
+  std::vector<ReplicaTable::Past> replicas(count());
+  const ReplicaView* const of_servers = Newest(Node::SERVER);
+  const ReplicaView* const of_workers = Newest(Node::WORKER);
+  // To servers one that joins is present, so of the same epoch workers' say more.
+  const bool workers_say =
+      of_workers != nullptr && (of_servers == nullptr || of_workers->epoch >= of_servers->epoch);
+  const ReplicaView* const newest = workers_say ? of_workers : of_servers;
+  if (newest == nullptr) return replicas;
+  for (int i = 0; i < count(); ++i) {
+    ReplicaTable::Past& one = replicas[i];
+    one.life = newest->lives[i];
+    one.donor = newest->donors[i];
+    const auto has = [&](const ReplicaView& view) {
+      return view.IsPresent(i) && view.lives[i] == one.life;
+    };
+    if (newest->IsPresent(i)) {
+      one.state = of_workers == nullptr || has(*of_workers) ? State::kPresent : State::kJoining;
+    } else if (newest->waiting[i] == '1') {
+      const bool admitted = std::any_of(accounts_.begin(), accounts_.end(), [&](const auto& entry) {
+        const ReplicaView& view = entry.second.replicas;
+        return RoleOf(entry.first) == Node::SERVER && view.count() == count() && has(view);
+      });
+      one.state = admitted ? State::kJoining : State::kWaiting;
+    } else {
+      // Its workers are admitted again only when all servers have dropped the last ones.
+      const bool gathers = std::any_of(accounts_.begin(), accounts_.end(), [&](const auto& entry) {
+        return RoleOf(entry.first) == Node::WORKER && Of(Postoffice::IDtoRank(entry.first)) == i &&
+               LifeOf(entry.second, i) < 0;
+      });
+      one.state = gathers ? State::kGathering : State::kLeaving;
+    }
+  }
+  return replicas;
+}
+
+int Accounts::LifeOf(const Account& account, int replica) {
+  if (!account.is_late) return 0;
+  const ReplicaView& view = account.replicas;
+  const bool is_told =
+      replica < view.count() && (view.IsPresent(replica) || view.waiting[replica] == '1');
+  return is_told ? view.lives[replica] : -1;
+}
+
+bool Accounts::IsOf(int rank, const ReplicaTable::Past& replica) const {
+  const Account* const account = Find(IdOf(Node::WORKER, rank));
+  if (account == nullptr || replica.state == State::kLeaving) return false;
+  const int life = LifeOf(*account, Of(rank));
+  if (replica.state == State::kGathering) return life < 0;
+  // It may not have heard yet that all of its replica are ready.
+  return life == replica.life || (life < 0 && replica.life > 0);
+}
+
+std::vector<int> Accounts::Missing() const {
+  std::vector<int> missing;
+  const Turns turns = NewestTurns();
+  for (int rank = 0; rank < size_.servers; ++rank) {
+    if (!IsVacant(turns, rank) && !HasPlace(rank)) missing.push_back(IdOf(Node::SERVER, rank));
+  }
+  const std::set<int> left = Left();
+  const auto replicas = Replicas();
+  for (int rank = 0; rank < size_.workers; ++rank) {
+    const State state = replicas[Of(rank)].state;
+    const bool is_there = state != State::kLeaving && state != State::kGathering;
+    if (!is_there || left.count(rank) > 0 || IsOf(rank, replicas[Of(rank)])) continue;
+    missing.push_back(IdOf(Node::WORKER, rank));
+  }
+  return missing;
+}
+
+}  // namespace membership
+}  // namespace ps

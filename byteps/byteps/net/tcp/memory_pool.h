@@ -1,0 +1,38 @@
+#ifndef BYTEPS_NET_TCP_MEMORY_POOL_H_
+#define BYTEPS_NET_TCP_MEMORY_POOL_H_
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <memory>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/link/idle_blocks.h"
+#include "ps/sarray.h"
+
+namespace ps {
+namespace tcp {
+
+// Memory for received values, used again: fresh pages cost as much as receiving into them.
+class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
+ public:
+  // Keeps at most `limit` bytes that nobody uses.
+  explicit MemoryPool(size_t limit) : idle_(limit) {}
+  ~MemoryPool();
+
+  // `bytes` bytes, aligned to pages.  They come back when the last copy is gone, in any thread.
+  // Throws std::bad_alloc.
+  SArray<char> Take(size_t bytes);
+
+ private:
+  static size_t Rounded(size_t bytes);
+  void Return(char* block, size_t size);
+
+  Mutex mu_;
+  IdleBlocks<char*> idle_ PS_GUARDED_BY(mu_);
+  size_t out_ PS_GUARDED_BY(mu_) = 0;  // blocks in use
+};
+
+}  // namespace tcp
+}  // namespace ps
+#endif  // BYTEPS_NET_TCP_MEMORY_POOL_H_

@@ -1,0 +1,34 @@
+#ifndef BYTEPS_OBSERVE_LATENESS_H_
+#define BYTEPS_OBSERVE_LATENESS_H_
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/observe/status_record.h"
+
+namespace byteps {
+namespace core {
+
+// For which workers the others waited.
+
+// Any thread.
+class Lateness {
+ public:
+  // A sum is complete; the worker of `rank` pushed last, `wait_ns` after the first.
+  void Add(int rank, int64_t wait_ns);
+
+  // What was added since the last call: how many sums, and those for whom the others waited
+  // longest, at most StatusRecord::kMaxLate.
+  void Take(uint64_t* sums, std::vector<LateWorker>* worst);
+
+ private:
+  ps::Mutex mu_;
+  uint64_t sums_ PS_GUARDED_BY(mu_) = 0;
+  std::unordered_map<uint32_t, LateWorker> workers_ PS_GUARDED_BY(mu_);  // by rank
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_OBSERVE_LATENESS_H_

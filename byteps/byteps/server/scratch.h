@@ -1,0 +1,75 @@
+#ifndef BYTEPS_SERVER_SCRATCH_H_
+#define BYTEPS_SERVER_SCRATCH_H_
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/invariant.h"
+
+namespace byteps {
+namespace core {
+
+// Memory for accumulators, used again instead of being asked of the system anew.
+
+// A stack of blocks that are not in use.  One thread's own.
+class Scratch {
+ public:
+  // Uninitialised bytes, or nothing.  A block that was moved from is empty.
+  class Block {
+   public:
+    Block() = default;
+    explicit Block(size_t size) : bytes_(NewBytes(size)), size_(size) {}
+    Block(Block&& other) noexcept
+        : bytes_(std::move(other.bytes_)), size_(std::exchange(other.size_, 0)) {}
+    Block& operator=(Block&& other) noexcept {
+      bytes_ = std::move(other.bytes_);
+      size_ = std::exchange(other.size_, 0);
+      return *this;
+    }
+    char* data() { return bytes_.get(); }
+    size_t size() const { return size_; }
+
+   private:
+    std::unique_ptr<char[]> bytes_;
+    size_t size_ = 0;
+  };
+
+  // At least `size` bytes.  Throws OutOfMemory.
+  Block Take(size_t size) {
+    while (!spare_.empty()) {
+      Block block = std::move(spare_.back());
+      spare_.pop_back();
+      kept_ -= block.size();
+      BPS_INVARIANT("a scratch block has its memory", block.data() != nullptr,
+                    "a block of " + std::to_string(block.size()) + " bytes has none");
+      if (block.size() >= size) return block;  // else it is too small now: let it go
+    }
+    return Block(size);
+  }
+
+  // Gives a block back, or lets it go when enough are spare.
+  void Return(Block block) {
+    if (block.size() == 0 || kept_ + block.size() > kMaxKept) return;
+    const size_t size = block.size();
+    try {
+      spare_.push_back(std::move(block));
+      kept_ += size;
+    } catch (const std::bad_alloc&) {
+      // It goes, which is what is wanted where there is no memory.
+    }
+  }
+
+ private:
+  // What a few partitions in flight need; all keys' worth would double a server.
+  static constexpr size_t kMaxKept = 64 << 20;
+
+  std::vector<Block> spare_;
+  size_t kept_ = 0;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_SERVER_SCRATCH_H_
