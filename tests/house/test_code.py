@@ -102,6 +102,30 @@ def test_only_the_network_knows_ps_lite() -> None:
     assert not wrong
 
 
+CLASS = re.compile(
+    r"^(?:template <[^>]*>\n)?(?:class|struct) (?:PS_\w+\((?:[^()]|\([^()]*\))*\) )?(\w+)"
+    r"(?: final)?(?: : [^{;]*)? \{\n(.*?)^\};",
+    re.M | re.S,
+)
+"""A class of a header, and what stands between its braces."""
+METHOD = re.compile(r"\)(?: const)?(?: override| noexcept| PS_\w+\([^)]*\))*(?: = \w+)?(?:;| \{)")
+WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+LEAST_IN_THEIR_FILE = 0.6
+
+
+def test_a_class_stands_in_the_file_of_its_name() -> None:
+    """Most of those with methods; the others are small and belong to one of their file."""
+    elsewhere = []
+    count = 0
+    for path in sorted(CODE.rglob("*.h")):
+        for name, body in CLASS.findall(re.sub(r"//[^\n]*", "", path.read_text())):
+            if METHOD.search(body):
+                count += 1
+                if WORD.sub("_", name).lower() != path.stem:
+                    elsewhere.append(f"{path.relative_to(CODE)}: {name}")
+    assert 1 - len(elsewhere) / count >= LEAST_IN_THEIR_FILE, elsewhere
+
+
 def test_nothing_of_ours_lies_among_upstreams_files() -> None:
     assert not [path for path in (REPOSITORY / "byteps/3rdparty").rglob("*") if path.is_file()]
 
