@@ -140,7 +140,7 @@ class Engine : public ChannelUser {
   const long loops_;
   bool has_awaited_idle_ = false;
   std::atomic<bool> is_over_{false};  // for all nodes: there is nobody to say goodbye to
-  Context context_;
+  EngineContext context_;
   Declarations declarations_;
   Pusher pusher_;
   Puller puller_;

@@ -23,8 +23,9 @@ PinnedPool* PoolForStreamed(uint64_t limit, uint64_t largest_partition) {
 
 }  // namespace
 
-Context::Context(const Config& config, const Launch& launch, int num_servers,
-                 std::unique_ptr<Channel> how, WorkerCounters* counted, SpeedMeter* speed)
+EngineContext::EngineContext(const Config& config, const Launch& launch, int num_servers,
+                             std::unique_ptr<Channel> how, WorkerCounters* counted,
+                             SpeedMeter* speed)
     : plan(config, launch, num_servers),
       op_timeout_s(config.Float("BYTEPS_OP_TIMEOUT_S")),
       pool(PinnedPool::Shared(Use::kPartitions, config.Int("BYTEPS_PINNED_BYTES"),
@@ -42,7 +43,7 @@ Context::Context(const Config& config, const Launch& launch, int num_servers,
           std::make_shared<PushScheduler>(num_servers, config.Int("BYTEPS_SERVER_WINDOW_BYTES"))),
       trace(std::make_shared<OperationTrace>(Tracer::Make(config), launch.rank)) {}
 
-Message Context::MakeRequestMessage(Request request) {
+Message EngineContext::MakeRequestMessage(Request request) {
   const Operation& operation = *request.operation;
   const int op = operation.request.op;
   const Operation::Part wanted = operation.Wanted(request.index);

@@ -23,9 +23,9 @@ namespace byteps {
 namespace core {
 
 // What the parts of one engine share.
-struct Context {
-  Context(const Config& config, const Launch& launch, int num_servers, std::unique_ptr<Channel> how,
-          WorkerCounters* counted, SpeedMeter* speed);
+struct EngineContext {
+  EngineContext(const Config& config, const Launch& launch, int num_servers,
+                std::unique_ptr<Channel> how, WorkerCounters* counted, SpeedMeter* speed);
 
   // A request about the partition of `request`, which is remembered until the answer.
   Message MakeRequestMessage(Request request);

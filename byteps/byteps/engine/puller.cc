@@ -24,7 +24,7 @@ constexpr uint64_t kFew = 64 << 10;
 
 }  // namespace
 
-Puller::Puller(Context* context)
+Puller::Puller(EngineContext* context)
     : context_(context),
       receive_track_(context->trace->AddTrack("receive")),
       queue_(std::make_shared<Queue>()) {}

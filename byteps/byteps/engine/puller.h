@@ -24,7 +24,7 @@ namespace core {
 class Puller {
  public:
   // `context` outlives this.
-  explicit Puller(Context* context);
+  explicit Puller(EngineContext* context);
 
   // As ChannelUser has them, of what is no declaration.
   char* PlaceFor(const MessageHead& head, size_t bytes);
@@ -72,7 +72,7 @@ class Puller {
   // That a partition is through; ends the operation behind its last one.  Throws Error.
   void Count(const Request& request);
 
-  Context* const context_;
+  EngineContext* const context_;
   const int receive_track_;             // of the timeline: what needs no pull loop
   const std::shared_ptr<Queue> queue_;  // shared with those who wait for pinned memory
 };

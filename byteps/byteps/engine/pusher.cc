@@ -70,7 +70,7 @@ void MarkReady(const OperationPtr& operation) {
 
 }  // namespace
 
-Pusher::Pusher(Context* context)
+Pusher::Pusher(EngineContext* context)
     : context_(context), callers_track_(context->trace->AddTrack("callers")) {}
 
 void Pusher::Add(const OperationPtr& operation) {

@@ -24,7 +24,7 @@ namespace core {
 class Pusher {
  public:
   // `context` outlives this.
-  explicit Pusher(Context* context);
+  explicit Pusher(EngineContext* context);
 
   // Queues all partitions of an operation that has begun.  One that is small may be sent before
   // this returns.  Throws Error when the device fails.
@@ -48,7 +48,7 @@ class Pusher {
   void Fail(const Task& task, const std::string& error);
   void Drop(const Task& task);
 
-  Context* const context_;
+  EngineContext* const context_;
   const int callers_track_;  // of the timeline: what callers send themselves
 };
 

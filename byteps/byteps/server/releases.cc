@@ -16,7 +16,7 @@
 namespace byteps {
 namespace core {
 
-void Server::OnRelease(const Message& message) {
+void SumServer::OnRelease(const Message& message) {
   const int rank = message.peer;
   WireReader in(message.body);
   const uint32_t count = in.GetCount(sizeof(uint64_t));
@@ -42,7 +42,7 @@ void Server::OnRelease(const Message& message) {
   AnswerReleases(owed);
 }
 
-void Server::OnConfirm(const Message& message) {
+void SumServer::OnConfirm(const Message& message) {
   WireReader in(message.body);
   context_.confirmations.Confirm(message.peer, in.Get<uint64_t>());
   WireWriter out;
@@ -54,7 +54,7 @@ void Server::OnConfirm(const Message& message) {
                   &note);
 }
 
-void Server::FreeIfUnused(const TensorPtr& tensor, Owed* owed) {
+void SumServer::FreeIfUnused(const TensorPtr& tensor, Owed* owed) {
   if (tensor->holders > 0) return;
   const Declaration& declaration = tensor->declaration;
   const auto is_settled = [this](uint32_t rank) PS_REQUIRES(mu_) {
@@ -83,13 +83,13 @@ void Server::FreeIfUnused(const TensorPtr& tensor, Owed* owed) {
   tensors_.erase(key);
 }
 
-void Server::OnFreed(const Partition& partition) {
+void SumServer::OnFreed(const Partition& partition) {
   ps::WriterLock lock(&mu_);
   const auto it = partitions_.find(partition.key);
   if (it != partitions_.end() && it->second.get() == &partition) partitions_.erase(it);
 }
 
-void Server::AnswerReleases(const Owed& owed) {
+void SumServer::AnswerReleases(const Owed& owed) {
   Owed due;
   {
     ps::WriterLock lock(&mu_);
@@ -102,13 +102,13 @@ void Server::AnswerReleases(const Owed& owed) {
   }
 }
 
-void Server::OnWorkerGone(int rank, const std::string& reason) {
+void SumServer::OnWorkerGone(int rank, const std::string& reason) {
   context_.confirmations.SetGone(rank);
   for (auto& thread : threads_) thread->OnWorkerGone(rank, reason);
   DropHolds({rank}, false);
 }
 
-void Server::SetAbsent(const std::set<int>& ranks) {
+void SumServer::SetAbsent(const std::set<int>& ranks) {
   context_.confirmations.SetAbsent(ranks);
   for (auto& thread : threads_) thread->SetAbsent(ranks);
   std::set<int> lost;
@@ -121,7 +121,7 @@ void Server::SetAbsent(const std::set<int>& ranks) {
   DropHolds(lost, true);
 }
 
-void Server::DropHolds(const std::set<int>& ranks, bool may_return) {
+void SumServer::DropHolds(const std::set<int>& ranks, bool may_return) {
   Owed owed;
   {
     ps::WriterLock lock(&mu_);
@@ -138,7 +138,7 @@ void Server::DropHolds(const std::set<int>& ranks, bool may_return) {
   AnswerReleases(owed);
 }
 
-void Server::Settle(int rank) {
+void SumServer::Settle(int rank) {
   Owed owed;
   {
     ps::WriterLock lock(&mu_);

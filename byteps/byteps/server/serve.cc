@@ -170,7 +170,7 @@ class HealthReport {
   explicit HealthReport(Role role) : role_(role) {}
 
   // `server`: null of a scheduler.
-  void Joined(int rank, Server* server) {
+  void Joined(int rank, SumServer* server) {
     ps::MutexLock lock(&mu_);
     rank_ = rank;
     joined_ = true;
@@ -205,7 +205,7 @@ class HealthReport {
   ps::Mutex mu_;
   int rank_ PS_GUARDED_BY(mu_) = -1;
   bool joined_ PS_GUARDED_BY(mu_) = false;
-  Server* server_ PS_GUARDED_BY(mu_) = nullptr;
+  SumServer* server_ PS_GUARDED_BY(mu_) = nullptr;
 };
 
 // Sleeps until the job has an outcome or a signal came.  The scheduler looks now and then who is
@@ -246,7 +246,7 @@ void AnswerSpares(const Config& config, Outcome* outcome) {
 class Node : public ChannelUser {
  public:
   // `server` is null on the scheduler, `board` on a server.
-  Node(Server* server, StatusBoard* board, JobLog* log, Outcome* outcome)
+  Node(SumServer* server, StatusBoard* board, JobLog* log, Outcome* outcome)
       : server_(server), board_(board), log_(log), outcome_(outcome) {}
 
   void OnMessage(Message* message) override {
@@ -305,7 +305,7 @@ class Node : public ChannelUser {
   std::string Report() override { return server_ != nullptr ? server_->Report() : ""; }
 
  private:
-  Server* const server_;
+  SumServer* const server_;
   StatusBoard* const board_;
   JobLog* const log_;
   Outcome* const outcome_;
@@ -315,7 +315,7 @@ class Node : public ChannelUser {
 class ToldToEnd : public StopOrder::Process {
  public:
   // `server` is null on the scheduler.
-  ToldToEnd(Server* server, Session* session, Outcome* outcome)
+  ToldToEnd(SumServer* server, Session* session, Outcome* outcome)
       : server_(server), session_(session), outcome_(outcome) {}
 
   bool IsOver() override {
@@ -331,14 +331,14 @@ class ToldToEnd : public StopOrder::Process {
   void Sleep(StopOrder::Duration duration) override { std::this_thread::sleep_for(duration); }
 
  private:
-  Server* const server_;
+  SumServer* const server_;
   Session* const session_;
   Outcome* const outcome_;
 };
 
 // Told to end by a signal: waits for the workers, and ends the job if they stay, so that everybody
 // learns why.
-void EndByOrder(const Config& config, const Parent& parent, Server* server, Session* session,
+void EndByOrder(const Config& config, const Parent& parent, SumServer* server, Session* session,
                 Outcome* outcome) {
   if (caught_signal == kParentEnded) {  // no sum that a rank lacks will be complete
     session->StopByOrder(parent.How());
@@ -368,10 +368,10 @@ void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoi
   options.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
   options.rejoin = rejoin;
   Session session(config, options);
-  std::unique_ptr<Server> server;
+  std::unique_ptr<SumServer> server;
   std::unique_ptr<MetricsServer> metrics_server;
   if (role == Role::kServer) {
-    server = std::make_unique<Server>(config, &session);
+    server = std::make_unique<SumServer>(config, &session);
     const MetricsSource source{Role::kServer, [&server] { return server->rank(); },
                                [&server] { return server->Metrics(); }};
     const int local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));

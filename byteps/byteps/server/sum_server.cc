@@ -93,7 +93,7 @@ uint64_t IndexOf(uint64_t key) { return key & (kMaxPartitions - 1); }
 
 }  // namespace
 
-Server::Server(const Config& config, Channel* channel)
+SumServer::SumServer(const Config& config, Channel* channel)
     : context_(config, channel),
       backup_(config.Bool("BYTEPS_BACKUP_STATE"), static_cast<int>(config.Int("DMLC_NUM_SERVER")),
               config.Int("BYTEPS_SERVER_ENGINE_THREAD"), channel, this),
@@ -109,7 +109,7 @@ Server::Server(const Config& config, Channel* channel)
   }
 }
 
-Server::~Server() {
+SumServer::~SumServer() {
   threads_.clear();
   if (!context_.tracer || rank_ < 0) return;
   for (const auto& [key, partition] : partitions_) {
@@ -119,7 +119,7 @@ Server::~Server() {
   context_.tracer->Write(Role::kServer, rank_);
 }
 
-std::vector<Metric> Server::Metrics() {
+std::vector<Metric> SumServer::Metrics() {
   ServerGauges gauges;
   gauges.open_rounds = OpenRounds();
   gauges.has_copy = backup_.IsCopied() ? 1 : 0;
@@ -131,7 +131,7 @@ std::vector<Metric> Server::Metrics() {
   return Tell(context_.counters, gauges);
 }
 
-std::string Server::Report() {
+std::string SumServer::Report() {
   const ServerCounters& counters = context_.counters;
   StatusRecord record;
   DescribeProcess(&record);
@@ -152,12 +152,12 @@ std::string Server::Report() {
   return record.Pack();
 }
 
-void Server::SetRank(int rank) {
+void SumServer::SetRank(int rank) {
   rank_ = rank;
   backup_.Start();
 }
 
-bool Server::Expects(const MessageHead& head, size_t bytes) {
+bool SumServer::Expects(const MessageHead& head, size_t bytes) {
   if (head.between_servers) return backup_.Expects(head);
   const uint64_t index = IndexOf(head.key);
   ps::ReaderLock lock(&mu_);
@@ -168,7 +168,7 @@ bool Server::Expects(const MessageHead& head, size_t bytes) {
   return bytes == ValueBytes(head.op, declaration, index).value_or(0);
 }
 
-void Server::OnMessage(Message* message) {
+void SumServer::OnMessage(Message* message) {
   if (message->between_servers) return backup_.OnMessage(message);
   if (!message->is_request) return;
   std::exception_ptr other;  // the transport closes the connection for it
@@ -187,7 +187,7 @@ void Server::OnMessage(Message* message) {
   if (other) std::rethrow_exception(other);
 }
 
-void Server::Dispatch(Message* message) {
+void SumServer::Dispatch(Message* message) {
   switch (message->op) {
     case kDeclare:
       return OnDeclare(*message);
@@ -213,7 +213,7 @@ void Server::Dispatch(Message* message) {
   }
 }
 
-void Server::OnDeclare(const Message& message) {
+void SumServer::OnDeclare(const Message& message) {
   const int rank = message.peer;
   std::vector<Declaration> declarations;
   std::string error;
@@ -229,7 +229,7 @@ void Server::OnDeclare(const Message& message) {
   context_.Answer(Caller{rank, message.number, message.op}, message.key, "");
 }
 
-std::string Server::Declare(int rank, const Declaration& declaration) {
+std::string SumServer::Declare(int rank, const Declaration& declaration) {
   if (declaration.MemberIndex(rank) < 0) {
     return "worker " + std::to_string(rank) + " is no member of the group of '" + declaration.name +
            "': " + declaration.Describe();
@@ -262,7 +262,7 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
   return tensor->refusal;
 }
 
-void Server::OnResume(const Message& message) {
+void SumServer::OnResume(const Message& message) {
   std::string error;
   {
     ps::WriterLock lock(&mu_);
@@ -279,7 +279,7 @@ void Server::OnResume(const Message& message) {
   Resume(message);
 }
 
-void Server::Resume(const Message& message) {
+void SumServer::Resume(const Message& message) {
   std::string error;
   WireReader in(message.body);
   constexpr size_t kEach = sizeof(uint64_t) + sizeof(uint32_t);
@@ -307,12 +307,12 @@ void Server::Resume(const Message& message) {
   Settle(message.peer);
 }
 
-bool Server::KeepsState() {
+bool SumServer::KeepsState() {
   return std::any_of(tensors_.begin(), tensors_.end(),
                      [](const auto& entry) { return entry.second->declaration.rule != nullptr; });
 }
 
-std::string Server::WhyNoState(const Declaration& declaration) const {
+std::string SumServer::WhyNoState(const Declaration& declaration) const {
   const int servers = backup_.num_servers();
   for (uint64_t i = 0; i < declaration.NumPartitions(); ++i) {
     const uint64_t key = declaration.Key() + i;
@@ -326,7 +326,7 @@ std::string Server::WhyNoState(const Declaration& declaration) const {
   return "";
 }
 
-void Server::AdoptStates() {
+void SumServer::AdoptStates() {
   ps::WriterLock lock(&mu_);
   for (const uint64_t key : backup_.fetched()->Keys()) {
     const auto it = tensors_.find(key - IndexOf(key));
@@ -335,8 +335,8 @@ void Server::AdoptStates() {
   }
 }
 
-void Server::AdoptState(const std::shared_ptr<Partition>& partition,
-                        std::shared_ptr<StateCopy> copy) {
+void SumServer::AdoptState(const std::shared_ptr<Partition>& partition,
+                           std::shared_ptr<StateCopy> copy) {
   const DeclaredTensor& tensor = *partition->tensor;
   partition->state = std::move(copy->state);
   partition->restored_declaration = copy->declaration;
@@ -365,22 +365,22 @@ void Server::AdoptState(const std::shared_ptr<Partition>& partition,
 
 // ------------------------------------------------------------------ of the backup link
 
-void Server::InThreadOf(uint64_t key, std::function<void()> task) {
+void SumServer::InThreadOf(uint64_t key, std::function<void()> task) {
   threads_[HashBytes(&key, sizeof(key), 1) % threads_.size()]->Call(std::move(task));
 }
 
-void Server::OnCopied(uint64_t key, uint64_t number) {
+void SumServer::OnCopied(uint64_t key, uint64_t number) {
   ps::ReaderLock lock(&mu_);
   const auto it = partitions_.find(key);
   if (it == partitions_.end()) return;
   threads_[it->second->thread]->OnCopied(it->second, number);
 }
 
-void Server::OnBackup(uint64_t pass) {
+void SumServer::OnBackup(uint64_t pass) {
   for (auto& thread : threads_) thread->SetBackup(pass);
 }
 
-void Server::OnFetched() {
+void SumServer::OnFetched() {
   std::vector<Message> waiting;
   {
     ps::WriterLock lock(&mu_);
@@ -389,7 +389,7 @@ void Server::OnFetched() {
   for (Message& message : waiting) OnMessage(&message);
 }
 
-void Server::OnRequest(Message* message) {
+void SumServer::OnRequest(Message* message) {
   const uint64_t key = message->key;
   const uint64_t index = IndexOf(key);
   TensorPtr tensor;
@@ -425,7 +425,8 @@ void Server::OnRequest(Message* message) {
   thread->Serve(std::move(partition), std::move(*message));
 }
 
-std::string Server::Refusal(const Message& message, const DeclaredTensor* tensor, uint64_t index) {
+std::string SumServer::Refusal(const Message& message, const DeclaredTensor* tensor,
+                               uint64_t index) {
   const std::string worker = "worker " + std::to_string(message.peer);
   const bool reads = message.op == kReadState;
   if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
@@ -444,7 +445,7 @@ std::string Server::Refusal(const Message& message, const DeclaredTensor* tensor
   return "";
 }
 
-std::shared_ptr<Partition> Server::FindOrMake(const TensorPtr& tensor, uint64_t key) {
+std::shared_ptr<Partition> SumServer::FindOrMake(const TensorPtr& tensor, uint64_t key) {
   auto& partition = partitions_[key];
   if (!partition || partition->tensor != tensor) {
     auto made = std::make_shared<Partition>();
@@ -464,7 +465,7 @@ std::shared_ptr<Partition> Server::FindOrMake(const TensorPtr& tensor, uint64_t 
   return partition;
 }
 
-std::string Server::NoMemoryFor(const Message& message, const std::bad_alloc& error) {
+std::string SumServer::NoMemoryFor(const Message& message, const std::bad_alloc& error) {
   const uint64_t index = IndexOf(message.key);
   const auto* const known = dynamic_cast<const OutOfMemory*>(&error);
   std::string text = "server " + std::to_string(context_.channel->rank()) +

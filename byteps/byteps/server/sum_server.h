@@ -43,12 +43,12 @@ std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint6
 // Whether the values and the header are those that `declaration` lets it have.
 bool HasForm(const Message& message, const Declaration& declaration, uint64_t index);
 
-class Server : private BackupUser {
+class SumServer : private BackupUser {
  public:
   // Answers by `channel`, which outlives this.
-  Server(const Config& config, Channel* channel);
+  SumServer(const Config& config, Channel* channel);
   // Joins the threads; what they had not answered stays unanswered.  Writes the timeline.
-  ~Server() override;
+  ~SumServer() override;
 
   // It has joined, as this rank among the servers; -1 until then.  Any thread.
   void SetRank(int rank);

@@ -237,7 +237,7 @@ class BrokenAnswers : public ServerChannel {
 TEST(Invariant, ThatIsBrokenInAServerFailsTheRound) {
   OnPurpose broken;
   BrokenAnswers channel;
-  Server server(ConfigWith({}), &channel);
+  SumServer server(ConfigWith({}), &channel);
   Declaration declaration;
   declaration.name = "x";
   declaration.bytes = declaration.partition_bytes = 400;

@@ -459,7 +459,7 @@ const Config& TheConfig(bool deterministic) {
 extern "C" int Fuzz_server(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   Answers answers;
-  Server server(TheConfig(data.ConsumeBool()), &answers);
+  SumServer server(TheConfig(data.ConsumeBool()), &answers);
   uint64_t number = 1;
   const auto ask = [&](Message request, int rank) {
     request.peer = rank;

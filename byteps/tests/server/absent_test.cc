@@ -108,7 +108,7 @@ class AbsentTest : public testing::TestWithParam<const char*> {
   }
 
   HeardAnswers answers_;
-  Server server_;
+  SumServer server_;
   Declaration declaration_;
   uint32_t timeout_ms_ = 600'000;
   uint64_t number_ = 0;

@@ -333,7 +333,7 @@ class GivenTest : public testing::Test {
   }
 
   Answers answers_;
-  Server server_;
+  SumServer server_;
   Declaration declaration_;
   uint64_t number_ = 0;
 };
@@ -486,7 +486,7 @@ class SumJob {
   }
 
   Answers answers_;
-  Server server_;
+  SumServer server_;
   Declaration declaration_;
   uint64_t number_ = 0;
 };

@@ -54,7 +54,7 @@ class Hub {
   Hub() : thread_([this] { Run(); }) {}
   ~Hub() {
     for (Node& node : nodes_) {
-      std::unique_ptr<Server> server;
+      std::unique_ptr<SumServer> server;
       ps::MutexLock lock(&mu_);
       server = std::move(node.server);
       lock.Unlock();
@@ -66,12 +66,12 @@ class Hub {
   void Start(int rank) {
     Node& node = nodes_[rank];
     node.wire = std::make_unique<Wire>(this, rank);
-    auto server = std::make_unique<Server>(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "2"},
-                                                       {"DMLC_NUM_SERVER", "2"},
-                                                       {"BYTEPS_BACKUP_STATE", "1"},
-                                                       {"BYTEPS_REPLACE_SERVERS_S", "60"}}),
-                                           node.wire.get());
-    Server* const started = server.get();
+    auto server = std::make_unique<SumServer>(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "2"},
+                                                          {"DMLC_NUM_SERVER", "2"},
+                                                          {"BYTEPS_BACKUP_STATE", "1"},
+                                                          {"BYTEPS_REPLACE_SERVERS_S", "60"}}),
+                                              node.wire.get());
+    SumServer* const started = server.get();
     {
       ps::MutexLock lock(&mu_);
       node.server = std::move(server);
@@ -81,14 +81,14 @@ class Hub {
   // Its process dies: what it has not sent yet nobody gets.
   void Kill(int rank) {
     nodes_[rank].wire->cut = true;
-    std::unique_ptr<Server> dead;
+    std::unique_ptr<SumServer> dead;
     {
       ps::MutexLock lock(&mu_);
       dead = std::move(nodes_[rank].server);
     }
     dead.reset();
   }
-  Server* At(int rank) { return nodes_[rank].server.get(); }
+  SumServer* At(int rank) { return nodes_[rank].server.get(); }
 
   void Carry(const Message& message, int from) {
     if (!message.between_servers) {
@@ -114,7 +114,7 @@ class Hub {
  private:
   struct Node {
     std::unique_ptr<Wire> wire;
-    std::unique_ptr<Server> server;
+    std::unique_ptr<SumServer> server;
   };
   struct Item {
     int to = 0;

@@ -131,11 +131,11 @@ class Primary {
   Wire wire_;
   Declaration tensor_;
   uint64_t number_ = 0;
-  Server server_{ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"},
-                             {"DMLC_NUM_SERVER", "2"},
-                             {"BYTEPS_BACKUP_STATE", "1"},
-                             {"BYTEPS_REPLACE_SERVERS_S", "60"}}),
-                 &wire_};
+  SumServer server_{ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"},
+                                {"DMLC_NUM_SERVER", "2"},
+                                {"BYTEPS_BACKUP_STATE", "1"},
+                                {"BYTEPS_REPLACE_SERVERS_S", "60"}}),
+                    &wire_};
 };
 
 TEST(CopiesTest, AStateThatCouldNotBeToldIsToldWholeLater) {

@@ -54,8 +54,8 @@ class Answers : public ServerChannel {
 class ReleaseTest : public testing::Test {
  protected:
   ReleaseTest()
-      : server_(std::make_unique<Server>(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "2"}}),
-                                         &answers_)) {
+      : server_(std::make_unique<SumServer>(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "2"}}),
+                                            &answers_)) {
     tensor_.name = "tensor";
     tensor_.bytes = 4 * kBytes;
     tensor_.partition_bytes = kBytes;
@@ -136,7 +136,7 @@ class ReleaseTest : public testing::Test {
   }
 
   Answers answers_;
-  std::unique_ptr<Server> server_;
+  std::unique_ptr<SumServer> server_;
   Declaration tensor_;
   uint64_t number_ = 0;
 };

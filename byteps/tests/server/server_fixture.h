@@ -179,7 +179,7 @@ class ServerTest : public testing::Test {
   }
 
   PlayedAnswers answers_;
-  Server server_;
+  SumServer server_;
   Declaration declaration_;
   uint64_t number_ = 0;
   size_t answered_ = 2;

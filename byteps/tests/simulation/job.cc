@@ -244,9 +244,9 @@ void Job::RunNode(ps::Node::Role role, int number) {
 
 std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
   SimulatedChannel channel(&network_, settings);
-  std::unique_ptr<core::Server> server;
+  std::unique_ptr<core::SumServer> server;
   if (settings.role == ps::Node::SERVER) {
-    server = std::make_unique<core::Server>(config_, &channel);
+    server = std::make_unique<core::SumServer>(config_, &channel);
   }
   const auto user = std::make_shared<NodeUser>(server.get());
   users_[settings.number] = user;

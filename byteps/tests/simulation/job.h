@@ -136,7 +136,7 @@ class Job {
   // What a server or the scheduler hears.
   class NodeUser : public core::ChannelUser {
    public:
-    explicit NodeUser(core::Server* server) : server_(server) {}
+    explicit NodeUser(core::SumServer* server) : server_(server) {}
     void OnMessage(core::Message* message) override;
     void OnEvent(const ps::MembershipEvent& event) override;
     // It need not wait any longer; or it is told to end by a signal.
@@ -145,7 +145,7 @@ class Job {
     std::string AwaitEnd(bool* by_order);
 
    private:
-    core::Server* const server_;
+    core::SumServer* const server_;
     std::mutex mu_;
     std::condition_variable cond_;
     bool ended_ = false;

@@ -25,7 +25,7 @@ constexpr double kSilentS = kPeerTimeoutS / 2;
 // The scheduler or a server, and what it hears.
 class ReplicaJob::KeptNode : public core::ChannelUser {
  public:
-  KeptNode(ReplicaJob* job, core::Server* server) : job_(job), server_(server) {}
+  KeptNode(ReplicaJob* job, core::SumServer* server) : job_(job), server_(server) {}
 
   void OnMessage(core::Message* message) override {
     if (server_ != nullptr) server_->OnMessage(message);
@@ -65,7 +65,7 @@ class ReplicaJob::KeptNode : public core::ChannelUser {
 
  private:
   ReplicaJob* const job_;
-  core::Server* const server_;
+  core::SumServer* const server_;
   std::mutex mu_;
   std::condition_variable cond_;
   bool ended_ = false;
@@ -176,9 +176,9 @@ const core::Config& ReplicaJob::settings() const {
 void ReplicaJob::Serve(int number) {
   Kept& kept = kept_[number];
   SimulatedChannel channel(&network_, SettingsOf(kept.role, number, 0));
-  std::unique_ptr<core::Server> server;
+  std::unique_ptr<core::SumServer> server;
   if (kept.role == ps::Node::SERVER) {
-    server = std::make_unique<core::Server>(settings(), &channel);
+    server = std::make_unique<core::SumServer>(settings(), &channel);
   }
   const auto node = std::make_shared<KeptNode>(this, server.get());
   try {

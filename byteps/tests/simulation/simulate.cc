@@ -3,8 +3,8 @@
 //   simulate [--from N] [--seeds N] [--verbose] [--twice] [--break-invariant]
 //            [--replicas | --backups] [--each-wait [--most N] [--wait N]]
 //
-// Each seed is one job: some workers, some servers, a scheduler, with the real Worker, Server and
-// Membership over a network that is played (world.h), in threads and time that are played
+// Each seed is one job: some workers, some servers, a scheduler, with the real Worker, SumServer
+// and Membership over a network that is played (world.h), in threads and time that are played
 // (world.h).  The seed decides the sizes, the settings, the order of all events, and what
 // breaks when.  Demanded of each:
 //

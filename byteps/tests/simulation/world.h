@@ -330,7 +330,7 @@ class Network {
 
 // ----- The nodes of a job on a simulated network.
 //
-// Each is a real Membership under a real Engine or Server, as in a Session; what the van and its
+// Each is a real Membership under a real Engine or SumServer, as in a Session; what the van and its
 // connections do is played here, by the same rules.
 
 // The address of a node, and back.

@@ -112,7 +112,7 @@ class LoopJob {
  public:
   explicit LoopJob(const Config& config) : answers_(this), server_(config, &answers_) {}
 
-  Server& server() { return server_; }
+  SumServer& server() { return server_; }
 
   // For one worker.  Outlived by this.
   std::unique_ptr<Channel> ChannelOf(int rank) {
@@ -202,7 +202,7 @@ class LoopJob {
   int failing_rank_ PS_GUARDED_BY(mu_) = -1;
   std::string failure_ PS_GUARDED_BY(mu_);
   Answers answers_;
-  Server server_;
+  SumServer server_;
   Courier requests_{[this](Message* message) { server_.OnMessage(message); }};
 };
 

@@ -185,7 +185,7 @@ class Job {
   }
 
   Answers::Answer Await(uint64_t number) { return answers_.Await(number); }
-  Server& server() { return server_; }
+  SumServer& server() { return server_; }
 
   // Whether the server comes to hold the memory of so many of the values that it was sent: an
   // engine thread lets go of a request after it has answered.
@@ -231,7 +231,7 @@ class Job {
 
   const std::shared_ptr<std::atomic<int>> held_ = std::make_shared<std::atomic<int>>(0);
   Answers answers_;
-  Server server_;
+  SumServer server_;
   Declaration declaration_;
   uint64_t number_ = 0;
 };
