@@ -11,7 +11,7 @@ namespace byteps {
 namespace core {
 
 // The values of a message: memory that several hold.
-
+//
 // Copies share the memory, which is released with the last of them.  A moved-from object is empty.
 class SharedBytes {
  public:

@@ -20,7 +20,7 @@ namespace core {
 // other; what others ask for meanwhile goes with its next turn.  It awaits the copies of a turn for
 // a moment: that takes less time than a call by the driver, of the cores too, since a call
 // wakes two threads.
-
+//
 // Any thread may call anything.
 class CopyQueue {
  public:

@@ -9,7 +9,7 @@ namespace byteps {
 namespace core {
 
 // At what rate servers take what a worker pushes.
-
+//
 // The highest rate of late: what the link and the servers can take.  It falls only while partitions
 // wait to be pushed, by a half within some seconds: a worker that has little to push knows as much
 // as before.  Times in ns of any clock.  One thread at a time.

@@ -10,7 +10,7 @@ namespace byteps {
 namespace core {
 
 // Ranks whose values sums of this worker have lacked, since their replicas were removed.
-
+//
 // Any thread may call anything.
 class MissingRanks {
  public:

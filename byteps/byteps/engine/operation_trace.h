@@ -15,7 +15,7 @@ namespace byteps {
 namespace core {
 
 // What a worker tells the timeline.
-
+//
 // Any thread may call anything.  Nothing happens for operations that are not traced.
 class OperationTrace {
  public:

@@ -46,7 +46,7 @@ namespace core {
 // the window is a quarter, and the others of its host get more of the link.
 //
 // An idle server takes a partition of any size.
-
+//
 // Any thread may call anything.
 class PushScheduler {
  public:

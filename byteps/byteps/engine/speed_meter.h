@@ -12,7 +12,7 @@ namespace byteps {
 namespace core {
 
 // How fast tensors were summed lately.
-
+//
 // Thread-safe.
 class SpeedMeter {
  public:

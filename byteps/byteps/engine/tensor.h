@@ -14,7 +14,7 @@ namespace byteps {
 namespace core {
 
 // The tensors that this worker sums, and what it told the servers of them.
-
+//
 // A name that is summed.  Of what follows only the atomics change, and `running`.
 struct Tensor {
   uint64_t job = 0;  // of the Declarations that made it

@@ -26,7 +26,7 @@ namespace byteps {
 namespace core {
 
 // The worker of this process, through the jobs that it joins and leaves.
-
+//
 // All public functions may be called by any thread; Start and Stop by one at a
 // time.  Errors are thrown as Error (the job failed) or UsageError (bad call).
 class Worker {

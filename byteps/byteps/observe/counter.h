@@ -13,7 +13,7 @@ namespace core {
 // one reading may be a few operations apart.  What a queue holds is not counted but
 // looked up when somebody asks.  The tables in metrics.cc are the one list of metrics:
 // Prometheus, bps.get_metrics() and the documentation are made from them.
-
+//
 // A number that only grows.
 class Counter {
  public:

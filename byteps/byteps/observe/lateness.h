@@ -12,7 +12,7 @@ namespace byteps {
 namespace core {
 
 // For which workers the others waited.
-
+//
 // Any thread.
 class Lateness {
  public:

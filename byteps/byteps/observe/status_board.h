@@ -18,7 +18,7 @@ namespace byteps {
 namespace core {
 
 // What the scheduler knows of the cluster, as JSON and as text.
-
+//
 // Keeps the newest record of each node, and the rates that it and the one before give.  Any thread.
 class StatusBoard {
  public:

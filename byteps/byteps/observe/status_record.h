@@ -13,7 +13,7 @@ namespace byteps {
 namespace core {
 
 // What a worker or a server tells the scheduler about itself, with each heartbeat.
-
+//
 // A worker that others waited for.
 struct LateWorker {
   uint32_t rank = 0;

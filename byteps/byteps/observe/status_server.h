@@ -11,7 +11,7 @@ namespace byteps {
 namespace core {
 
 // The scheduler's web page: who is in the job, and what they do.
-
+//
 // Answers GET / (a page), /status (JSON) and /status.txt (a table) until it is destroyed, which
 // waits for the requests in progress.  Nothing can be changed through it.
 class StatusServer {

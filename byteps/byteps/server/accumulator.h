@@ -15,7 +15,7 @@ namespace byteps {
 namespace core {
 
 // The sum of one round, as its pushes come.
-
+//
 // How pushes are added.
 struct AdditionRule {
   bool in_order = false;      // of ranks, however they come

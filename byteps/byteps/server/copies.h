@@ -25,7 +25,7 @@ namespace core {
 // A copy follows its original by the same arithmetic: it is told the gradients that were summed,
 // and the step that was made of them, and makes it too.  So it has the same bits, for the bytes of
 // the gradients alone.
-
+//
 // The copy of one partition.
 struct StateCopy {
   std::shared_ptr<const Declaration> declaration;

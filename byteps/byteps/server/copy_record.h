@@ -11,7 +11,7 @@ namespace core {
 
 // What a server tells its backup of one partition (docs/design/replicas.md, "The optimizer's
 // state").
-
+//
 // Follows a COPY's key; its values are those of the state or of the round.
 struct CopyRecord {
   enum What : uint8_t {

@@ -14,7 +14,7 @@ namespace byteps {
 namespace core {
 
 // One sum of one partition: who pushed it, who waits for it, and what there is of it.
-
+//
 // A debt to a worker that has released tensors: an answer, once all of them are freed.
 struct Releasing {
   int rank = 0;

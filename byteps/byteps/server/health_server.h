@@ -9,7 +9,7 @@ namespace byteps {
 namespace core {
 
 // Whether a scheduler or server is well: what a container's health check asks.
-
+//
 // Answers each connection to a Unix socket with one line, until it is destroyed.
 class HealthServer {
  public:

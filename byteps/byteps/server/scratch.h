@@ -13,7 +13,7 @@ namespace byteps {
 namespace core {
 
 // Memory for accumulators, used again instead of being asked of the system anew.
-
+//
 // A stack of blocks that are not in use.  One thread's own.
 class Scratch {
  public:

@@ -23,7 +23,7 @@ namespace byteps {
 namespace core {
 
 // A thread of a server that adds, and the partitions that belong to it.
-
+//
 // Serves one request at a time: in its thread or, if the partition is small and nothing waits for
 // it, in the channel's thread that has the request, since to wake another takes longer.
 class SumThread {

@@ -12,7 +12,7 @@ namespace ps {
 
 // Blocks of memory that nobody uses, kept to be used again: fresh pages cost as much as what is
 // done with them, and registering them costs more.
-
+//
 // T: a pointer to a block, which is its owner's.  Locked by its owner.
 template <typename T>
 class IdleBlocks {

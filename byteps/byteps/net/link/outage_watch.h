@@ -16,7 +16,7 @@ namespace ps {
 // A connection that was made again does not end the outage where its transport can only tell later
 // whether it works: it ends when something that was sent over it has been acknowledged.  A path may
 // carry a greeting and nothing larger.
-
+//
 // Locked by its owner, or of one thread.
 class OutageWatch {
  public:

@@ -16,7 +16,7 @@ namespace ps {
 //
 // The other end is told by every frame that is sent anyway.  A frame for this alone is sent at once
 // when much has come since, and soon otherwise.
-
+//
 // Of the thread that receives, but for what says otherwise.
 class Receipts {
  public:

@@ -12,7 +12,7 @@ namespace ps {
 
 // Attempts to connect to one peer, until one comes to something: how long to wait before the next,
 // and whether who listened there has gone.
-
+//
 // Of one thread.
 class Redial {
  public:

@@ -18,7 +18,7 @@ namespace membership {
 
 // What nodes tell a scheduler that goes on with their job after another one has died, and what it
 // concludes from that (docs/design/replicas.md).
-
+//
 // One node's.
 struct Account {
   uint64_t job = 0;      // its number

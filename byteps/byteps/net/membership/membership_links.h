@@ -10,7 +10,7 @@
 namespace ps {
 
 // How membership reaches other processes.
-
+//
 // A van is behind it, or a test.
 class MembershipLinks {
  public:

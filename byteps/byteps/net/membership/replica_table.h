@@ -19,7 +19,7 @@ namespace ps {
 // Each change that is told begins an epoch, and servers acknowledge epochs: no worker of a removed
 // replica comes again before all servers have dropped the old one, and nobody is told that a
 // replica is present before all servers wait for its pushes.
-
+//
 // Not thread-safe.
 class ReplicaTable {
  public:

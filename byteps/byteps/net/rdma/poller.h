@@ -21,7 +21,7 @@ namespace ps {
 namespace rdma {
 
 // A thread that handles what completes on endpoints of one plane, by whichever devices they go.
-
+//
 // Each connection has a completion queue of its own, which can thus never overflow; those of one
 // device tell of completions through one channel.  The thread sleeps on the channels of all
 // devices: an endpoint that moves to another device stays with it.

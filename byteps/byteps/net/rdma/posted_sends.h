@@ -13,9 +13,9 @@ namespace rdma {
 // none.  Requests of a queue complete in the order in which they were posted: a completion tells of
 // its request and of all before it.  Signalled, which means that they ask for one, are
 // - one of 16, or of a quarter of the queue's depth: a full queue always has a signalled request;
-// - a write with which half of a window was posted, so that more can be written while the rest is
-// in
-//   flight, and the end of a large value, whose memory somebody waits for;
+// - a write with which half of a window was posted, so that more can be written while the rest
+//   is in flight,
+//   and the end of a large value, whose memory somebody waits for;
 // - the end of a message when nothing else would tell that it has arrived: no signalled request is
 //   in flight, and the queue is not watched;
 // - all, once SignalAll was called.
@@ -27,7 +27,7 @@ namespace rdma {
 // it had done before.
 //
 // It knows no device, so that it runs in a test without one.
-
+//
 // Locked by its owner.
 class PostedSends {
  public:

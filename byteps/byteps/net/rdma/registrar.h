@@ -11,7 +11,7 @@ namespace ps {
 namespace rdma {
 
 // A thread for what takes long: allocating memory and registering it, and letting it go.
-
+//
 // Any thread may call anything.
 class Registrar {
  public:

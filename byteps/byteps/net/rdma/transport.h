@@ -13,7 +13,7 @@ namespace ps {
 namespace rdma {
 
 // The thread that makes connections, takes them, and hears of their end.
-
+//
 // What the endpoints of a process share.  Of a device there are its context, its protection domain
 // with the registrations in it, a listener for each of its addresses that this node uses, and a
 // channel of each poller; of a connection its queue pair, its completion queue and its slots.

@@ -23,7 +23,7 @@ namespace ps {
 namespace tcp {
 
 // A thread that waits for sockets, and for times.
-
+//
 // What is watched.  Readiness is told once (edge-triggered).
 class Pollable {
  public:

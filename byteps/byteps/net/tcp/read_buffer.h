@@ -12,7 +12,7 @@ namespace tcp {
 
 // Reads frames from a socket: what follows a message's meta straight to where it belongs; a few KiB
 // that came along with the meta are copied there.
-
+//
 // Bytes that have come and were not looked at yet.
 class ReadBuffer {
  public:

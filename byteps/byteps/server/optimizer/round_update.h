@@ -13,7 +13,7 @@ namespace byteps {
 namespace core {
 
 // What the members of a round want of the optimizer, and what became of it.
-
+//
 // Of one round of a partition with an UpdateRule.  A PUSH_STEP is made once the gradients are
 // summed.  After a PUSH_NORM or a PUSH_TRY the members say what becomes of the step, by Decide.
 // Functions that may fail return why they did, or "".
