@@ -98,7 +98,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("device") / "device_program"
     compiled(
         "-I", OVERLAY,
-        PROGRAMS / "device_program.cc", OVERLAY / "byteps/device/cuda.cc",
+        PROGRAMS / "device_program.cc",
+        OVERLAY / "byteps/device/cuda.cc", OVERLAY / "byteps/device/cuda_api.cc",
         "-o", path, "-ldl", "-pthread",
     )  # fmt: skip
     return path

@@ -34,7 +34,9 @@ KNOW_PS_LITE = re.compile(
     r"net/(link|membership)/.*|net/\w+_base\.cc|cluster/(session\.cc|ps_message\.h)"
     # Of the transports what carries ps-lite's messages, not their sockets and devices.
     r"|net/tcp/(van|memory_pool|frames|frame_reader)\.(h|cc)"
+    r"|net/tcp/(connection_dial|greeter)\.cc"
     r"|net/rdma/(van|endpoint|queues|pool|settings)\.(h|cc)"
+    r"|net/rdma/connector_handshake\.cc"
     r"|net/(auth/secret|tls/tls)\.cc"  # its settings
 )
 """Files that may include such headers."""

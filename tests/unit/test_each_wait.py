@@ -21,11 +21,14 @@ NEVER_REACHED = {
     ("base/memory_reserve.h", "sleep_for"): "there is memory",
     ("base/mutex.h", "cond_.Wait"): "a queue's wait has the place of who takes from the queue",
     ("engine/declarations.cc", "cond_.Wait(&mu_, ["): "a worker has one thread that declares",
-    ("engine/operation.cc", "ended_.WaitFor"): "a worker stops when its operations have ended",
+    ("engine/operations.cc", "ended_.WaitFor"): "a worker stops when its operations have ended",
     ("engine/operation.cc", "written_.Wait"): "writers of a failed operation end at once",
-    ("engine/requests.cc", "cond_.WaitFor"): "slices of a failed operation end at once",
+    ("engine/operation_trace.cc", "cond_.WaitFor"): "slices of a failed operation end at once",
     ("engine/staged_sum.cc", "sent_.WaitUntil"): "the played network keeps no values",
-    ("net/membership/membership.cc", "join"): "a tail call, which leaves no frame on the stack",
+    (
+        "net/membership/heartbeat_thread.cc",
+        "join",
+    ): "a tail call, which leaves no frame on the stack",
 }
 """By file and what the line has: why these jobs do not reach it."""
 LIMIT_S = 280

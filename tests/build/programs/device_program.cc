@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "byteps/base/invariant.h"
+#include "byteps/device/cuda_api.h"
 #include "byteps/device/device.h"
 
 namespace core = byteps::core;
