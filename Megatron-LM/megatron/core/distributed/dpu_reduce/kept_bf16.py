@@ -13,10 +13,10 @@ _FLAG = "--dpu-reduce-keep-bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class KeptBf16:
-    """What stays bf16 beside norms, biases and routers."""
+    """Parameters that stay bf16, in addition to norms, biases and routers."""
 
     patterns: tuple[re.Pattern[str], ...] = ()
-    """Of names of parameters."""
+    """Patterns of the names of parameters."""
     least_bytes: int | None = None
     """Gradients of a parameter that have fewer bytes; None: BytePS's default."""
 

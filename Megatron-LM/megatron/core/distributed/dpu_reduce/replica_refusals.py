@@ -81,7 +81,7 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
         refused=FEW_BITS,
     ),
 )
-"""What ``--dpu-outer`` refuses."""
+"""Flags that ``--dpu-outer`` cannot go with."""
 
 
 def check_config(config: object) -> None:
