@@ -94,6 +94,8 @@ TWO_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", **SMALL_PARTITIONS}
 
 
 LIMIT_S = 240.0
+STACKS_BEFORE_S = 10.0
+"""Seconds before the limit at which a rank that still runs writes its threads' stacks to its log."""
 _STARTING = threading.Lock()
 _CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 
@@ -258,6 +260,7 @@ def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable()  # a crash leaves the stacks of all threads in the log
+    faulthandler.dump_traceback_later(LIMIT_S - STACKS_BEFORE_S)  # so does a rank that hangs
     try:
         import torch
 
