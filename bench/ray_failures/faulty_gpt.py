@@ -31,14 +31,25 @@ from tests.layouts.job import take_a_share
 _HOLD_S = 120.0
 
 
-def _do(what: str) -> None:
+def _recorded(folder: Path, step: int) -> bool:
+    """Whether the driver of the job in this folder has recorded that step."""
+    record = folder / "steps.jsonl"
+    whole_lines = record.read_text().rpartition("\n")[0] if record.exists() else ""
+    return any(json.loads(line)["step"] >= step for line in whole_lines.splitlines())
+
+
+def _do(what: str, after: int = 0) -> None:
+    """``after``: the number of the last step that was done."""
     # What was printed so far is the log's.
     sys.stdout.flush()
     print(f"fault: {what}", flush=True)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "actor":
-        state = json.loads(Path(os.environ["SCRIPTED_STATE"]).read_text())
+        file = Path(os.environ["SCRIPTED_STATE"])
+        # An actor that dies takes along the steps that the driver has not heard of.
+        _await(lambda: after == 0 or _recorded(file.parent, after))
+        state = json.loads(file.read_text())
         os.kill(state["ranks"][int(os.environ["RANK"])]["pid"], signal.SIGKILL)
         time.sleep(_HOLD_S)  # the fork server ends this process when its actor is gone
     elif what == "freeze":
@@ -128,7 +139,7 @@ def main() -> None:
 
             def strike(kwargs: dict[str, Any], when: int = when, what: str = what) -> None:
                 if kwargs["iteration"] + 1 == when:
-                    _do(what)
+                    _do(what, after=when - 1)
 
             _before(training, "train_step", strike)
     pretrain_dpu_gpt.main()

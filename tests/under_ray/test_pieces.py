@@ -31,6 +31,7 @@ from megatron_byteps_ray.settings import (
     local_variables,
     option,
 )
+from megatron_byteps_ray.step_reports import StepReports
 from tests.layouts.job import gpus_to_offer, take_a_share
 
 
@@ -114,6 +115,27 @@ def test_phases_add_up() -> None:
     assert parts == {"noticed": 1.0, "servers": 3.0, "groups": 2.0, "step": 4.0, "total": 10.0}
     assert sum(parts.values()) == 2 * parts["total"]
     assert "scheduler and servers listen" in phases.table()
+
+
+def test_steps_that_a_lost_rank_did_not_say_are_known_from_another() -> None:
+    reports = StepReports()
+
+    def take(rank: int, *numbers: int) -> list[bool]:
+        return [reports.take(rank, {"step": number}) for number in numbers]
+
+    def missing() -> list[tuple[int, int]]:
+        return [(rank, step["step"]) for rank, step in reports.missing()]
+
+    assert missing() == []
+    assert take(1, 5, 6) == [True, True]
+    assert take(0, 5) == [False] and missing() == []  # behind the reporter
+    assert take(2, 5, 6, 7, 8) == [False] * 4
+    assert take(0, 6, 7) == [False] * 2
+    assert missing() == [(2, 7), (2, 8)]
+    assert take(1, 7) == [True]
+    assert missing() == [(2, 8)]
+    assert take(1, 8) == [True]
+    assert missing() == []
 
 
 @pytest.mark.parametrize(
@@ -356,6 +378,12 @@ def test_ranks_that_share_a_gpu_are_on_several_machines_to_nccl() -> None:
     assert _variables(places, "BYTEPS_LOCAL_RANK") == ["0", "1", "2", "0"]
     slices = [_place("1", [n], of_slice=True) for n in range(3)]
     assert _variables(slices, "NCCL_HOSTID") == ["1-0", "1-1", "1-2"]
+
+
+def test_a_port_that_is_bound_later_is_none_that_the_kernel_gives() -> None:
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    kernels = range(int(given[0]), int(given[1]) + 1)
+    assert not any(settings.free_port() in kernels for _ in range(20))
 
 
 def test_each_process_of_a_machine_has_its_own_port(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from .cluster import Slot, draining_nodes
-from .recovery import FAILED, HUNG, End, Failure, Servers
+from .recovery import FAILED, HUNG, LOST, End, Failure, Servers
 from .settings import (
     Settings,
     first_metrics_port,
@@ -20,6 +20,7 @@ from .settings import (
     metrics_of_ranks,
     write_metrics_list,
 )
+from .step_reports import StepReports
 
 ORDER = {
     "noticed": "failure noticed",
@@ -114,7 +115,7 @@ class Incarnation:
         self._seen: list[dict[str, Any]] = [{} for _ in slots]
         self._first: dict[int, float] = {}
         """When each rank had finished its first step."""
-        self._reporter: int | None = None
+        self._reports = StepReports()
         self._memory = memory
         self._is_over = is_over
         self._whole = 0
@@ -137,6 +138,7 @@ class Incarnation:
             if not self._ends:
                 return None
             self.noticed_at = self.noticed_at or time.time()
+            self._take_last_steps()
             self._blame_the_silent()
             return Failure.of(self._ends)
         finally:
@@ -301,15 +303,24 @@ class Incarnation:
         for step in seen["steps"]:
             self.steps += rank == 0
             self._first.setdefault(rank, step["time"])
-            if step["values"] and self._reporter is None:
-                self._reporter = rank
-            if rank == self._reporter:
-                self._emit(
-                    "step",
-                    incarnation=self.number,
-                    rank=rank,
-                    **{name: step[name] for name in ("step", "tokens", "time", "values")},
-                )
+            if step["values"] and self._reports.take(rank, step):
+                self._emit_step(rank, step)
+
+    def _take_last_steps(self) -> None:
+        """After a failure, hear of all steps that ranks have made: a lost one's from another."""
+        lost = {end.who for end in self._ends if end.kind == LOST}
+        left = [rank for rank in range(len(self._slots)) if f"rank {rank}" not in lost]
+        self._asked = {ref: rank for ref, rank in self._asked.items() if rank in left}
+        for rank in left:
+            self._asked[self._slots[rank].actor.progress.remote()] = rank
+        # A machine that is gone may not have been given up yet: nobody waits for it.
+        self._hear(SETTLE_S, again=False)
+        for rank, step in self._reports.missing():
+            self._emit_step(rank, step)
+
+    def _emit_step(self, rank: int, step: Mapping[str, Any]) -> None:
+        own = {name: step[name] for name in ("step", "tokens", "time", "values")}
+        self._emit("step", incarnation=self.number, rank=rank, **own)
 
     def _mark(self, name: str, at: float | None = None) -> None:
         if self._phases is not None and not self._phases.done:

@@ -7,6 +7,7 @@ GPU or of a slice of one (MIG). CUDA counts them by their place in that mask, wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -140,8 +141,24 @@ def _sharers_before(places: Sequence[Mapping[str, Any]], here: Sequence[int], ra
     )
 
 
+_PORT_TRIES = 100
+
+
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A port that nobody listens at, for a process that binds it later.
+
+    None of those that the kernel gives on a request for any port: an outgoing connection might
+    have it by then.
+    """
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
+    lowest, highest = (int(number) for number in given.split())
+    # Above them where there are too few below.
+    ports = range(10_000, lowest) if lowest > 11_000 else range(highest + 1, 65_536)
+    for _ in range(_PORT_TRIES if ports else 0):
+        port = ports[secrets.randbelow(len(ports))]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
