@@ -44,15 +44,9 @@ from tests.layouts.under_ray.modes import (
 )
 from tests.layouts.under_ray.rows import CELLS, LORA
 
-# Those of eight ranks take a minute each on two cores.
-_ROWS = [
-    pytest.param(layout, id=layout.name, marks=[pytest.mark.thorough] if layout.ranks > 4 else [])
-    for layout in LAYOUTS
-]
-
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("layout", _ROWS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout(layout: Layout, lora: bool, run_dir: Path, models: Path, data: list[str]) -> None:
     outcome = compare(layout, run_dir / "jobs", models, data, lora=lora)
     assert not outcome.problems()
