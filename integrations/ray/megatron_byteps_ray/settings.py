@@ -152,8 +152,8 @@ def free_port() -> int:
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
     lowest, highest = (int(number) for number in given.split())
-    # Above them where there are too few below.
-    ports = range(10_000, lowest) if lowest > 11_000 else range(highest + 1, 65_536)
+    # Ray's workers have those below 20000. Above the kernel's where there are too few below.
+    ports = range(20_000, lowest) if lowest > 21_000 else range(highest + 1, 65_536)
     for _ in range(_PORT_TRIES if ports else 0):
         port = ports[secrets.randbelow(len(ports))]
         with socket.socket() as probe, contextlib.suppress(OSError):
