@@ -127,6 +127,7 @@ CASES = {
         title="a rank is killed during the start",
         faults=[_fault(1, "kill", "start")],
         blames="rank 1 was killed by signal 9",
+        thorough=True,
     ),
     "raises": Case(
         title="a rank raises an error",
