@@ -39,6 +39,12 @@ class Ddp(Interface):
         return model.no_sync()
 
 
+# torch's DDP frees a group's last reference with the GIL held, and waits there for gloo's threads:
+# one that frees its last operation waits for the GIL. Both wait for ever, without BytePS.
+_WITHOUT_DDP: dict[str, str] = {"group-made-again": "gloo"}
+"""References of what a gloo group under DDP cannot do reliably."""
+
+
 class Served(Interface):
     """The base of interfaces whose sums go through servers, which start with the job."""
 
@@ -113,6 +119,7 @@ class DdpHook(Served, Ddp):
     name = "ddp_comm_hook"
     sums_belong_to_group = True
     reference = "ddp-gloo"
+    references = _WITHOUT_DDP
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options = PLAIN
@@ -130,6 +137,7 @@ class C10d(Ddp):
     name = "BYTEPS_C10D"
     sums_belong_to_group = True
     reference = "ddp-gloo"
+    references = _WITHOUT_DDP
     through_servers = True
     environment = Served.environment
 
@@ -194,6 +202,7 @@ class Fsdp(FsdpGloo, C10d):
 
     name = "FSDP2"
     reference = "fsdp2-gloo"
+    references: ClassVar[dict[str, str]] = {}
     through_servers = True
     environment = Served.environment
 
