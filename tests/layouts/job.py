@@ -95,7 +95,7 @@ TWO_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", **SMALL_PARTITIONS}
 
 LIMIT_S = 240.0
 STACKS_BEFORE_S = 10.0
-"""Seconds before the limit at which a rank that still runs writes its threads' stacks to its log."""
+"""Seconds before the limit at which a rank that still runs writes its threads' stacks."""
 _STARTING = threading.Lock()
 _CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 
