@@ -95,13 +95,13 @@ mkdir -p "$part/bin" "$part/lib" "$part/python" "$part/Megatron-LM"
 
 # ---------------------------------------------------------------- programs and packages
 
-cp "$root/build/venv/bin/byteps-server" "$part/bin/"
+cp "$root/build/python/bin/byteps-server" "$part/bin/"
 for program in ip tc sysctl; do
   path="$(PATH="$PATH:/usr/sbin:/sbin" command -v "$program")" ||
     fail "$program is missing: install iproute2 and procps"
   cp -L "$path" "$part/bin/"
 done
-cp -r "$packages"/byteps "$packages"/byteps-*.dist-info "$part/python/"
+cp -rL "$root"/build/python/byteps* "$part/python/"
 # What megatron.training imports.
 for package in packaging omegaconf yaml psutil einops; do
   [[ -e $packages/$package ]] || fail "$packages has no $package: run make setup"

@@ -12,8 +12,9 @@ usage: scripts/setup.sh [--ray] [--hf] [--rl] [--s3] [--frameworks] [-h]
 
 Installs missing system packages (Debian and Ubuntu, as root or with sudo), makes the Python
 environment build/venv from locks/base.lock, assembles and patches the upstream trees in build/,
-builds and installs the byteps wheel, and installs Megatron-LM from its tree. Safe to run again:
-what is up to date is left alone, and a run with nothing to do takes a second or two.
+builds byteps in build/python, and installs Megatron-LM from its tree. Safe to run again: what is up
+to date is left alone, and a run with nothing to do takes a second or two. Python of the overlay is
+linked: a change of it needs no build.
 
   --ray   also make build/venv-ray, with locks/ray.lock: the same, with Ray and the package
           megatron_byteps_ray of integrations/ray
@@ -63,6 +64,7 @@ done
 cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
 venv="$root/build/venv"
 stamps="$venv/.megatron-byteps"
+package="$root/build/python"
 logs="$root/build/logs"
 use_uv "$cache"
 # An activated environment of the user's must not redirect any of this.
@@ -191,6 +193,18 @@ install_requirements() {
   stamp requirements "$1"
 }
 
+# overlay_python: the overlay's files of Python, as the package has them.
+overlay_python() {
+  (cd "$root/byteps" && find byteps -name '*.py' -o -name '*.pyi') | LC_ALL=C sort
+}
+
+# wheel_sources: hashes of the patched files that the wheel is built from, but for the Python that is linked.
+wheel_sources() {
+  (cd "$root/build/byteps" && git ls-files -z --cached --others --exclude-standard -- . ':!tests' |
+    grep -zvxFf <(overlay_python) | LC_ALL=C sort -z | xargs -0 sha256sum 2>&1) || true
+}
+
+# build_byteps KEY: unpacks the wheel in build/python, which all environments read.
 build_byteps() {
   local wheels="$cache/wheels/$1" new="$cache/wheels/$1.$BASHPID"
   if ! compgen -G "$wheels/*.whl" >/dev/null; then
@@ -204,9 +218,24 @@ build_byteps() {
       return 1
     fi
   fi
-  "$uv" pip install --python "$venv/bin/python" --no-deps --reinstall "$wheels"/*.whl
-  "$venv/bin/python" -c 'import byteps.torch'
+  rm -rf "$package"
+  "$uv" pip install --python "$venv/bin/python" --no-deps --target "$package" "$wheels"/*.whl
   stamp byteps "$1"
+}
+
+# link_python KEY: the overlay's Python takes the place of the wheel's.
+link_python() {
+  local file
+  (cd "$package" && find byteps -name '*.py' -o -name '*.pyi') | while read -r file; do
+    # The wheel may be older than the overlay.
+    [[ -e $root/build/byteps/$file ]] || rm "$package/$file"
+  done
+  overlay_python | while read -r file; do
+    mkdir -p "$(dirname "$package/$file")"
+    ln -sf "$root/byteps/$file" "$package/$file"
+  done
+  PYTHONPATH="$package" "$venv/bin/python" -c 'import byteps.torch'
+  stamp python "$1"
 }
 
 install_megatron() {
@@ -239,12 +268,14 @@ step "patches" "$root/scripts/apply_patches.sh"
 
 # Whatever can change the outcome of the build, and nothing else.
 wheel_key="$({
-  PYTHONPATH="$root" "$venv/bin/python" -B -m scripts.patchset tree-key byteps
+  wheel_sources
   echo "$key $(uname -m) $("${CXX:-g++}" --version | head -n 1)"
   echo "$(type -p nvcc || true) $(missing_packages optional)"
   env | LC_ALL=C sort | grep -E '^(CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|CMAKE_.*|SKBUILD_.*|CUDA.*_HOME|BYTEPS_(WITH|BUILD)_.*)=' || true
 } | hash_of)"
 current byteps "$wheel_key" || step "byteps" build_byteps "$wheel_key"
+python_key="$({ echo "$root $wheel_key" && overlay_python && declare -f link_python; } | hash_of)"
+current python "$python_key" || step "byteps: Python" link_python "$python_key"
 
 megatron_key="$({
   echo "$root $key"
@@ -260,12 +291,13 @@ link_packages() {
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   # Megatron-LM is built already: a line with its folder is all that an installation would be. It also has scripts
   # that ranks import, such as pretrain_dpu_gpt, and which are no part of the package.
-  echo "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
+  printf '%s\n' "$package" "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
+  ln -sf "$package/bin/byteps-server" "$venv/bin/"
   read -ra folders <<<"$2"
   "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --reinstall \
     "--editable=$root" "${folders[@]/#/--editable=$root/integrations/}"
-  # verl brings packages of these names, which it does not use, and which would come before ours.
-  rm -rf "$site"/{bench,scripts,tests}
+  # They would come before ours: packages of verl, which it does not use, and a byteps that was once installed there.
+  rm -rf "$site"/{bench,scripts,tests} "$site"/byteps*
   "$venv/bin/python" -c "import $3"
   stamp links "$1"
 }
@@ -288,7 +320,6 @@ extra() {
   extra_key="$(requirements_key "$name")"
   current requirements "$extra_key" ||
     step "$name: packages" install_requirements "$extra_key" "$name"
-  current byteps "$wheel_key" || step "$name: byteps" build_byteps "$wheel_key"
   links="$(links_key "$extra_key")"
   current links "$links" || step "$name: links" link_packages "$links" "$2" "megatron.core.datasets.helpers_cpp, $3"
 }

@@ -17,9 +17,9 @@ need them, so that make setup leaves them alone:
   clang          the newest clang++ that has its run-time libraries, for sanitizers, fuzzers and the check of lock
                  annotations
   valgrind       valgrind, for thorough tests
-  torch VERSION  the Python of an environment that has torch VERSION, 2.9, 2.11, 2.14 or 2.15, as locks/torch-*.lock pins it, what
-                 tests need, and the byteps wheel that is in build/venv. It lies in the cache, under a name made of all
-                 that is in it, and is made if it is not there. Needs build/venv: run scripts/setup.sh before
+  torch VERSION  the Python of an environment that has torch VERSION, 2.9, 2.11, 2.14 or 2.15, as locks/torch-*.lock pins it, and
+                 what tests need but byteps (build/python). It lies in the cache, under a name made of all that is in it,
+                 and is made if it is not there. Needs build/venv: run scripts/setup.sh before
 
 Make the documentation:
 
@@ -64,13 +64,11 @@ clang() {
 
 # torch VERSION LOCK
 torch() {
-  local stamp="$root/build/venv/.megatron-byteps/byteps" wheel key kept base
-  [[ -f $stamp ]] || fail "there is no build: run scripts/setup.sh"
-  wheel="$(<"$stamp")"
+  local key kept base
   find_uv "$root" "$cache" || fail "no uv: run scripts/setup.sh"
   use_uv "$cache"
   unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
-  key="$({ cat "$2" && declare -f torch && echo "$wheel" && "$root/build/venv/bin/python" -VV; } |
+  key="$({ cat "$2" && declare -f torch && "$root/build/venv/bin/python" -VV; } |
     sha256sum | cut -c -16)"
   kept="$cache/torch/$1-$key"
   if [[ ! -d $kept ]]; then
@@ -80,8 +78,7 @@ torch() {
     "$uv" venv --quiet --relocatable --python "$base" "$new"
     # Links to the files in the cache: each version is 5 GB, and nobody edits them.
     "$uv" pip sync --quiet --link-mode hardlink --python "$new/bin/python" --require-hashes "$2" >&2
-    "$uv" pip install --quiet --python "$new/bin/python" --no-deps "$cache/wheels/$wheel"/*.whl >&2
-    "$new/bin/python" -c 'import byteps.torch' >&2
+    PYTHONPATH="$root/build/python" "$new/bin/python" -c 'import byteps.torch' >&2
     keep "$new" "$kept"
   fi
   echo "$kept/bin/python"

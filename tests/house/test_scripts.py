@@ -4,6 +4,7 @@ keep their rules.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -281,3 +282,17 @@ def test_a_broken_invariant_in_a_log_fails_the_test(tmp_path: Path, mark: str) -
     result = run_pytest(tmp_path, f"{mark}def test_a(run_dir):\n    {body}", ci=False)
     assert (result.returncode == 0) == bool(mark), result.stdout
     assert (f"deep/server.log: {line}" in result.stdout) != bool(mark), result.stdout
+
+
+def test_environments_import_the_overlays_python() -> None:
+    """A changed line needs no build: the next test imports it."""
+    package = REPOSITORY / "build/python"
+    overlay = {
+        path.relative_to(REPOSITORY / "byteps"): path
+        for path in (REPOSITORY / "byteps/byteps").rglob("*.py*")
+        if path.suffix in (".py", ".pyi")
+    }
+    assert {name: (package / name).resolve() for name in overlay} == overlay
+    spec = importlib.util.find_spec("byteps.torch")
+    assert spec is not None
+    assert spec.origin == str(package / "byteps/torch/__init__.py")
