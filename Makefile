@@ -74,21 +74,22 @@ rl: setup-rl ## teach a tiny model to add: verl's trainer and vLLM, by GRPO or P
 # them a terminal, as --pdb needs.
 JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores + 1 : 8 )))
 
-# Three tiers of tests (CONTRIBUTING.md): check, test, and the thorough targets after it.
-check: setup lint ## before each commit: lint and the fast tests of one process, in a minute
-	@$(PYTHON_ENV) tests/native.py unit_test simulate connection_test tls_test >/dev/null
+# Three tiers of tests (CONTRIBUTING.md): check, test, and the thorough targets after it. Tests build the programs that
+# they run. Where all are run, building comes first, so that no limit of a test includes it.
+check: setup lint ## before each commit: lint and the fast tests of one process (or TESTS), in a minute
+	$(if $(TESTS),,@$(PYTHON_ENV) tests/native.py unit_test simulate connection_test tls_test >/dev/null)
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" \
 		$(PYTEST_ARGS) $(or $(TESTS),tests/unit tests/house)
 
 test: setup lint ## lint, then every test (or TESTS) but those of the thorough targets below
-	@$(PYTHON_ENV) tests/native.py >/dev/null
+	$(if $(TESTS),,@$(PYTHON_ENV) tests/native.py >/dev/null)
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "not thorough and not on_rdma" \
 		$(PYTEST_ARGS) $(TESTS)
 
 THOROUGH := tests/unit tests/bench tests/build tests/chaos tests/megatron tests/multiproc tests/patches -k "not slurm"
 
 test-thorough: setup ## longer runs, and more settings, of what make test tries
-	@$(PYTHON_ENV) tests/native.py >/dev/null
+	$(if $(TESTS),,@$(PYTHON_ENV) tests/native.py >/dev/null)
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "thorough and not on_rdma" \
 		$(PYTEST_ARGS) $(or $(TESTS),$(THOROUGH))
 
@@ -162,7 +163,7 @@ WITH_TORCH := $(addprefix tests/multiproc/test_,c10d.py c10d_torch.py push_pull.
 test-torch: setup ## the wheel with TORCHES: the backend of torch.distributed, hooks, push-pulls, optimizers
 	@for version in $(TORCHES); do \
 		python=$$(scripts/tools.sh torch $$version) && \
-		PYTHONPATH="$(CURDIR)" $$python -m pytest -n $(JOBS) -m "not thorough" $(PYTEST_ARGS) \
+		PATH="$(CURDIR)/build/python/bin:$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/build/python" $$python -m pytest -n $(JOBS) -m "not thorough" $(PYTEST_ARGS) \
 			$(or $(TESTS),$(WITH_TORCH)) || exit 1; \
 	done
 
@@ -180,7 +181,6 @@ test-object-store: setup-s3 ## jobs under Ray whose checkpoints are in S3 and in
 	@$(PYTHON_S3) -m pytest $(PYTEST_ARGS) tests/object_store
 
 test-rdma: setup ## the transports' tests in a virtual machine, with every setting, and between two machines
-	@$(PYTHON_ENV) tests/native.py byteps-server van_test >/dev/null
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/rdma)
 
 test-images: setup ## build the images, train from the compose file, wheels on other machines

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Builds the C++ programs of the tests, in one folder: `make test` does so before it runs any.
+"""Builds the C++ programs of the tests, in one folder: all, before a whole `make test`.
 
-What is built already is left alone, so a test may call :func:`build` too. A build with a sanitizer
-has a folder of its own; clang makes it, which `scripts/tools.sh clang` installs. Here is also what
-makes things once for a session, :func:`made_once`, and a job of such programs, :class:`SumJob`.
+A test calls :func:`build` for those that it runs; what is built already is left alone. A build with
+a sanitizer has a folder of its own; clang makes it, which `scripts/tools.sh clang` installs. Here
+is also what makes things once for a session, :func:`made_once`, and a job of such programs,
+:class:`SumJob`.
 """
 
 from __future__ import annotations
