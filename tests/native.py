@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -86,6 +87,7 @@ def build(*programs: str, sanitize: str = "") -> Path:
         configure = [
             *(cmake, "-G", "Ninja", "-S", str(SOURCE), "-B", str(folder)),
             *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
+            "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
             # As the wheel's build calls it: ccache looks at the name too.
             f"-DCMAKE_CXX_COMPILER={compiler}",
             *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
@@ -107,7 +109,24 @@ def build(*programs: str, sanitize: str = "") -> Path:
         if status != 0:
             said = log.read_text(errors="replace")[-8000:]
             raise BuildError(f"'{cmake} --build' failed:\n{said}")
+        if not sanitize:
+            _write_compile_commands(folder / "compile_commands.json")
     return folder
+
+
+def _write_compile_commands(made: Path) -> None:
+    """Write build/compile_commands.json, which clangd finds: files are where they are edited."""
+    written, overlay = REPOSITORY / "build" / made.name, REPOSITORY / SOURCE.name
+    if written.exists() and written.stat().st_mtime > made.stat().st_mtime:
+        return
+    entries = json.loads(made.read_text())
+    for entry in entries:
+        source = overlay / Path(entry["file"]).relative_to(SOURCE)
+        if source.exists():
+            entry["command"] = entry["command"].replace(entry["file"], str(source))
+            entry["file"] = str(source)
+        entry["command"] = entry["command"].replace(f" -I{SOURCE} ", f" -I{overlay} -I{SOURCE} ")
+    written.write_text(json.dumps(entries, indent=1))
 
 
 @contextlib.contextmanager
