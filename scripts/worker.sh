@@ -20,7 +20,7 @@ says which.
                          the ranks and end with them)
   --servers N            with a scheduler: DMLC_NUM_SERVER, server processes of the job (no default)
                          without: BYTEPS_EMBEDDED_SERVERS, servers to start on each machine
-                         (default: 1; no default with several machines)
+                         (default: 1)
   --local-servers N      BYTEPS_LOCAL_SERVERS  with a scheduler: of these, start so many on this
                          machine, and as many on each other one with workers (default: 0). They end
                          with the workers, whose number is DMLC_NUM_WORKER (default: --nnodes times

@@ -174,7 +174,7 @@ def _deployment(chosen: Choice, row: Row) -> list[str]:
     lines = [f"Servers for {' '.join(row.flags[1:]) or row.flags[0]}:"]
     start = f"torchrun --nnodes {machines.hosts} --nproc-per-node {machines.gpus} ..."
     if not servers.extra:
-        return [*lines, f"  BYTEPS_EMBEDDED_SERVERS={servers.local} {start}"]
+        return [*lines, f"  {start}"]
     ranks, count = machines.world, servers.count
     lines += [
         f"  scripts/scheduler.sh --workers {ranks} --servers {count} ...",

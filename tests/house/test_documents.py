@@ -294,7 +294,7 @@ TRIED = {
     r"docker compose": "tests/images/test_images.py",
     r"openssl": "tests/multiproc/test_tls.py",
     r"torchrun --nproc-per-node 2 try\.py": "tests/multiproc/test_embedded.py",
-    r"BYTEPS_EMBEDDED_SERVERS=1 torchrun --nnodes": "tests/multiproc/test_embedded.py",
+    r"torchrun --nnodes": "tests/multiproc/test_embedded.py",
     r"(?:BYTEPS_\w+=\S+ )*bench/pushpull_bench\.py": "tests/bench/test_end_to_end.py",
     r"\$ python -m byteps\.sizing": "tests/unit/test_sizing.py",
     r"\$ python -m megatron\.core\.distributed\.dpu_reduce\.check": "tests/megatron/test_check.py",

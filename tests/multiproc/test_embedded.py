@@ -206,11 +206,8 @@ def test_several_hosts(job: Started) -> None:
     # The rendezvous finds this store at the address and uses it instead of its own.
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}")
     conf = ("--rdzv-conf", "is_host=0", "--rdzv-id", job.mark, "--local-addr", "127.0.0.1")
-    env = {"BYTEPS_EMBEDDED_SERVERS": "1"}
     hosts = [
-        job.start(
-            "once", *common, *rendezvous, *conf, env={**env, "BYTEPS_HOST_ID": f"host {host}"}
-        )
+        job.start("once", *common, *rendezvous, *conf, env={"BYTEPS_HOST_ID": f"host {host}"})
         for host in range(2)
     ]
     for launcher in hosts:
@@ -245,7 +242,7 @@ LAUNCHERLESS = (
     Launcherless(how="store", c10d=True),
     Launcherless(how="env"),
     Launcherless(how="env", c10d=True, quick=True),
-    Launcherless(how="store", hosts=True, quick=True, env={"BYTEPS_EMBEDDED_SERVERS": "1"}),
+    Launcherless(how="store", hosts=True, quick=True),
 )
 
 
@@ -267,7 +264,6 @@ def test_without_a_launcher(
         nodes.start_nodes()
         known = {name: nodes.node_environment()[name] for name in CLUSTERS_OWN[:3]}
         env |= known | {"BYTEPS_SECRET": SECRET}
-        env.pop("BYTEPS_EMBEDDED_SERVERS", None)
         if not row.c10d:  # where a cluster is named, its variables come before torch.distributed
             env = {name: value for name, value in env.items() if name not in LAUNCHER_VARIABLES}
     # Nor are hosts compared there, where RANK and WORLD_SIZE are said.

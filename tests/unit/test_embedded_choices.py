@@ -1,6 +1,4 @@
-"""What the embedded mode decides before it starts anything, and how ranks meet in a store that
-still has what those of earlier lives wrote.
-"""
+"""What the embedded mode decides before it starts anything, and how what it starts is ended."""
 
 from __future__ import annotations
 
@@ -11,16 +9,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from byteps.launcher import addresses, embedded, places
-from byteps.launcher.child import Child
-from byteps.launcher.meeting import AbsentError, meet
+from byteps.launcher import addresses, child, embedded, embedded_nodes, host_servers, places
+from byteps.launcher.child import Child, find_executable
+from byteps.launcher.embedded_nodes import EmbeddedNodes
+from byteps.launcher.host_servers import HostServers
 from byteps.launcher.places import LocalPlace
+from byteps.launcher.start import Start
 
+LIMIT_S = 60.0
+"""Against hangs."""
+Add = Callable[[str], Child]
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -77,10 +79,6 @@ def test_bad_ranks(change: dict[str, str | None], pattern: str) -> None:
             {"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": "9000", "DMLC_NUM_WORKER": "4"},
             "is empty, but DMLC_PS_ROOT_PORT=9000 and DMLC_NUM_WORKER=4 are set",
         ),
-        (
-            {"LOCAL_WORLD_SIZE": "2"},
-            "WORLD_SIZE=4 is more than this host's 2 ranks: set BYTEPS_EMBEDDED_SERVERS=1 on every",
-        ),
     ],
 )
 def test_a_cluster_was_meant(
@@ -96,54 +94,142 @@ def test_a_cluster_was_meant(
     assert not embedded.is_running()
 
 
+@pytest.mark.parametrize("env", [TORCHRUN, {"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2"}, {}])
+def test_no_cluster_was_meant(env: dict[str, str]) -> None:
+    """A job over several hosts, too, brings its own."""
+    embedded.demand_no_cluster(env)
+
+
+# The servers of a host.
+
+
+def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: float | None) -> HostServers:
+    """Those of a host whose ranks may use these cores."""
+    means = {"quota": None, "gbps": 25.0, "nodes": 1, **change}
+    masks = [f"{sum(1 << core for core in some):x}" for some in cores]
+    return HostServers.fit([{**means, "cores": mask} for mask in masks], count)
+
+
 @pytest.mark.parametrize(
-    "env",
+    ("found", "io_threads", "adding_threads", "cores"),
     [
-        {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"},
-        {**TORCHRUN, "BYTEPS_EMBEDDED_SERVERS": "1"},
-        {"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-        {},
+        # 2 x 25 Gbit/s by 20 a core; values in four bits are 1.5 cores' work.
+        (servers([range(64)] * 8), 3, 4, 64),
+        (servers([range(128)] * 8, gbps=100.0), 10, 6, 128),
+        (servers([range(128)] * 8, gbps=100.0, count=2), 5, 3, 128),
+        (servers([range(128)] * 8, gbps=10.0, nodes=2), 2, 4, 128),
+        # A rate that the kernel does not tell is taken to be 40.
+        (servers([range(16)], gbps=0.0), 4, 4, 16),
+        # Half of what the ranks leave, and a thread of each kind at least.
+        (servers([range(8)] * 4, gbps=100.0), 1, 1, 8),
+        (servers([range(2)] * 2), 1, 1, 2),
+        (servers([range(64)] * 8, quota=12.0), 1, 1, 12),
+        # Ranks that their launcher has bound to some cores each.
+        (servers([range(8), range(32, 40)]), 3, 4, 16),
     ],
 )
-def test_no_cluster_was_meant(env: dict[str, str]) -> None:
-    _, size = places.read_ranks(env)
-    local = LocalPlace.own(env, "host").local
-    embedded.demand_no_cluster(env, size, local[1] if local else size)
+def test_servers_fit_their_host(
+    found: HostServers, io_threads: int, adding_threads: int, cores: int
+) -> None:
+    assert (found.io_threads, found.adding_threads) == (io_threads, adding_threads)
+    assert found.cores_in_all == cores
+    text = host_servers.cost_text([found])
+    assert f"at most {found.busy_cores} of {cores} cores" in text
+
+
+def test_threads_that_are_named_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTEPS_IO_THREADS", "7")
+    monkeypatch.setenv("BYTEPS_SERVER_ENGINE_THREAD", "9")
+    found = servers([range(2)])
+    assert found.environment == {"BYTEPS_IO_THREADS": "7", "BYTEPS_SERVER_ENGINE_THREAD": "9"}
+    assert found.busy_cores == 2
+
+
+def test_several_hosts_have_servers_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Hosts of other sizes and with other numbers of ranks, of which none names a number."""
+    program = tmp_path / "byteps-server"
+    program.write_text('#!/bin/sh\neval "file=\\${$#}"; echo host 4711 > "$file"; exec sleep 600\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(embedded_nodes, "find_executable", lambda: str(program))
+    monkeypatch.setenv("DMLC_NODE_HOST", "2001:db8::7")
+    for name in ("BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH", "BYTEPS_TLS"):
+        monkeypatch.delenv(name, raising=False)
+    nodes = EmbeddedNodes(0)
+    start = Start(0, 3, None, nodes)
+    told = [
+        {"starts": True, "problem": "", "servers": 1}
+        | {"place": {"host": host, "local": None, "is_named": False}}
+        | {"means": {"cores": cores, "quota": None, "gbps": 10.0, "nodes": 1}}
+        for host, cores in (("a", "ffff"), ("b", "f"), ("a", "ffff"))
+    ]
+    answers = start._answers(told)
+    assert [answer["local"] for answer in answers] == [(0, 2), (0, 1), (1, 2)]
+    threads = [answer.get("servers", {}).get("adding_threads") for answer in answers]
+    assert threads == [4, 1, None]
+    address = answers[0]["address"]
+    assert address["DMLC_NUM_SERVER"] == "2" and address["DMLC_PS_ROOT_PORT"] == "4711"
+    assert len(address["BYTEPS_SECRET"]) == 64
+    said = capfd.readouterr().err
+    assert "scheduler at [2001:db8::7]:4711" in said and "2 in all on 2 host(s)" in said
+    assert "at most 2 of 4 to 5 of 16 cores" in said and "1.25 GiB" in said
+    # Its key would travel unencrypted.
+    monkeypatch.setenv("BYTEPS_TLS", "1")
+    with pytest.raises(RuntimeError, match=r"BYTEPS_TLS=1 and no secret.*--new-secret"):
+        start._answers(told)
+    monkeypatch.setenv("BYTEPS_SECRET_FILE", "job.secret")
+    assert "BYTEPS_SECRET" not in start._answers(told)[0]["address"]
+    nodes.end(time.monotonic())
 
 
 def test_one_host_uses_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "10.1.2.3"}
-    assert addresses.scheduler_host(env, True) == "127.0.0.1"
+    assert addresses.loopback() == "127.0.0.1"
     # Of no host, as 127.0.0.1 is where IPv4 is switched off.
     monkeypatch.setattr(addresses, "LOOPBACK", "192.0.2.1")
-    assert addresses.scheduler_host(env, True) == "::1"
+    assert addresses.loopback() == "::1"
 
 
 def test_several_hosts_take_what_is_said() -> None:
     env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "host-a"}
-    assert addresses.scheduler_host(env, False) == "host-a"
-    assert addresses.scheduler_host({"DMLC_INTERFACE": "lo"}, False) == "127.0.0.1"
+    assert addresses.own_address(env) == "host-a"
+    assert addresses.own_address({"DMLC_INTERFACE": "lo"}) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(("master", "own"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
 def test_several_hosts_take_the_way_to_the_master(master: str, own: str) -> None:
-    assert addresses.scheduler_host({"MASTER_ADDR": master}, False) == own
+    assert addresses.own_address({"MASTER_ADDR": master}) == own
 
 
-def test_own_name_that_means_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_address_towards", lambda host: "127.0.0.1")
-    with pytest.raises(RuntimeError, match="DMLC_NODE_HOST"):
-        addresses.scheduler_host({"MASTER_ADDR": "node-7"}, False)
-    assert addresses.scheduler_host({"MASTER_ADDR": "localhost"}, False) == "127.0.0.1"
+def test_several_hosts_without_a_master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """mp.spawn: the way to torch's store, or that to anywhere."""
+    towards: list[str] = []
+    own = {"node-7": "127.0.1.1", "10.0.0.1": "10.0.0.2", "192.0.2.1": "10.9.0.2"}
+
+    def find(host: str) -> str:
+        towards.append(host)
+        return own[host]
+
+    monkeypatch.setattr(addresses, "_address_towards", find)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own["127.0.0.1"] = "127.0.0.1"
+    assert addresses.own_address({}, dist.PrefixStore("default", store)) == "127.0.0.1"
+    assert addresses.own_address({}, dist.FileStore(str(tmp_path / "store"), 1)) == "10.9.0.2"
+    # A hosts file that maps the host's own name to loopback.
+    assert addresses.own_address({"MASTER_ADDR": "node-7"}) == "10.9.0.2"
+    assert towards == ["127.0.0.1", "192.0.2.1", "node-7", "192.0.2.1"]
+    own["localhost"] = "127.0.0.1"
+    assert addresses.own_address({"MASTER_ADDR": "localhost"}) == "127.0.0.1"
 
 
-def test_several_hosts_without_an_address() -> None:
-    with pytest.raises(RuntimeError, match="MASTER_ADDR"):
-        addresses.scheduler_host({}, False)
+def test_several_hosts_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="no-such-nic"):
-        addresses.scheduler_host({"DMLC_INTERFACE": "no-such-nic"}, False)
+        addresses.own_address({"DMLC_INTERFACE": "no-such-nic"})
     with pytest.raises(RuntimeError, match=r"no path to MASTER_ADDR='no-such-host\.invalid'"):
-        addresses.scheduler_host({"MASTER_ADDR": "no-such-host.invalid"}, False)
+        addresses.own_address({"MASTER_ADDR": "no-such-host.invalid"})
+    monkeypatch.setattr(addresses, "ELSEWHERE", ("no-such-host.invalid",))
+    with pytest.raises(RuntimeError, match="set MASTER_ADDR, DMLC_NODE_HOST or DMLC_INTERFACE"):
+        addresses.own_address({})
 
 
 def test_an_interface_without_ipv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +242,7 @@ def test_an_interface_without_ipv4(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     (tmp_path / "if_inet6").write_text("\n".join(rows) + "\n")
     monkeypatch.setattr(addresses, "_ADDRESSES_6", tmp_path / "if_inet6")
-    assert addresses.scheduler_host({"DMLC_INTERFACE": "none0"}, False) == "2001:db8::3"
+    assert addresses.own_address({"DMLC_INTERFACE": "none0"}) == "2001:db8::3"
 
 
 def test_executable_beside_python_comes_first(
@@ -168,13 +254,13 @@ def test_executable_beside_python_comes_first(
         (tmp_path / folder / "byteps-server").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    monkeypatch.setattr(embedded.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert embedded.find_executable() == str(tmp_path / "beside" / "byteps-server")
+    monkeypatch.setattr(child.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert find_executable() == str(tmp_path / "beside" / "byteps-server")
     (tmp_path / "beside" / "byteps-server").unlink()
-    assert embedded.find_executable() == str(tmp_path / "path" / "byteps-server")
+    assert find_executable() == str(tmp_path / "path" / "byteps-server")
     (tmp_path / "path" / "byteps-server").unlink()
     with pytest.raises(RuntimeError, match="install the byteps wheel"):
-        embedded.find_executable()
+        find_executable()
 
 
 def test_does_nothing_with_a_scheduler_or_without_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,60 +336,51 @@ def test_import_needs_neither_torch_nor_the_engine() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
-def _folder_of(state: embedded._Embedded) -> Path:
-    assert state.folder is not None
-    return state.folder
-
-
-class TestStop:
-    """How long stop() waits, and that it always ends what was started."""
+class TestEnd:
+    """How long the end of what was started is waited for, and that it always comes."""
 
     @pytest.fixture
-    def started(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> embedded._Embedded:
+    def nodes(self, monkeypatch: pytest.MonkeyPatch) -> EmbeddedNodes:
         """As after start_if_needed(), with children that the test adds."""
-        folder = tmp_path / "logs"
-        folder.mkdir()
-        state = embedded._Embedded(pid=os.getpid(), folder=folder)
-        monkeypatch.setattr(embedded, "_current", state)
+        nodes = EmbeddedNodes(0)
+        monkeypatch.setattr(embedded, "_current", nodes)
+        monkeypatch.setattr(embedded, "_left", [])
         monkeypatch.setattr(embedded, "REST_S", 0.3)
+        monkeypatch.setattr(embedded_nodes, "REST_S", 0.3)
         # A busy machine takes a while to end a process.
-        monkeypatch.setattr(embedded, "GRACE_S", 10.0)
-        return state
+        monkeypatch.setattr(embedded_nodes, "GRACE_S", 10.0)
+        return nodes
 
-    @staticmethod
-    def add(state: embedded._Embedded, code: str) -> Child:
-        assert state.folder is not None
-        log = state.folder / f"{len(state.children)}.log"
-        child = Child("helper", [sys.executable, "-c", code], os.environ, log)
-        state.children.append(child)
-        return child
+    @pytest.fixture
+    def add(self, nodes: EmbeddedNodes, monkeypatch: pytest.MonkeyPatch) -> Add:
+        """Starts one more child, which runs this code."""
 
-    def test_waits_for_children_to_end(self, started: embedded._Embedded) -> None:
-        child = self.add(started, "import time; time.sleep(0.2)")
-        embedded.stop()
-        assert child.status == 0
-        assert not _folder_of(started).exists()
-        assert not embedded.is_running()
+        def add(code: str) -> Child:
+            program = nodes.folder / f"program-{len(nodes.children)}"
+            program.write_text(f"#!{sys.executable}\n{code}\n")
+            program.chmod(0o755)
+            monkeypatch.setattr(embedded_nodes, "find_executable", lambda: str(program))
+            return nodes.start(f"helper {len(nodes.children)}", "server", {})
 
-    def test_leaving_waits_for_nobody(self, started: embedded._Embedded) -> None:
+        return add
+
+    def test_leaving_waits_for_nobody(self, nodes: EmbeddedNodes, add: Add, tmp_path: Path) -> None:
         """Children that other ranks need live on, and the logs go with the last one."""
-        done = _folder_of(started).parent / "done"
-        code = f"import os, time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)"
-        child = self.add(started, code)
+        code = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'done')!r}): "
+        helper = add(code + "time.sleep(0.01)")
         embedded.leave()
-        assert not embedded.is_running() and child.running
-        done.touch()
-        deadline = time.monotonic() + 60
-        while _folder_of(started).exists() or embedded._left:
+        assert not embedded.is_running() and helper.running and embedded.has_left()
+        (tmp_path / "done").touch()
+        deadline = time.monotonic() + LIMIT_S
+        while nodes.folder.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert child.status == 0
+        assert helper.status == 0 and not embedded.has_left()
 
     def test_the_end_of_the_process_waits_for_what_was_left(
-        self, started: embedded._Embedded
+        self, nodes: EmbeddedNodes, add: Add
     ) -> None:
-        child = self.add(started, "import time; time.sleep(0.5)")
-        embedded.leave()
+        helper = add("import time; time.sleep(0.5)")
         given: list[tuple[list[tuple[str, int, str]], str]] = []
 
         def end_children(
@@ -312,136 +389,62 @@ class TestStop:
             given.append((running, folder))
             return True
 
-        assert embedded.stop_at_exit(end_children) and not given
-        assert embedded.stop_at_exit(end_children, left=True)
-        assert given == [([("helper", child.pid, str(child.log))], str(started.folder))]
-        embedded.stop_left()
-        assert child.status == 0
+        embedded.leave()
+        assert embedded.end_at_exit(end_children) and embedded.end_at_exit(end_children)
+        assert given == [([("helper 0", helper.pid, str(helper.log))], str(nodes.folder))], "once"
+        embedded.end_left()
+        assert helper.status == 0 and not nodes.folder.exists()
 
-    def test_terminates_after_the_deadline(self, started: embedded._Embedded) -> None:
-        child = self.add(started, "import time; time.sleep(600)")
-        embedded.stop(timeout_s=0.1)
-        assert child.status == -signal.SIGTERM
-        assert not _folder_of(started).exists()
-
-    def test_kills_what_does_not_terminate(
-        self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(embedded, "GRACE_S", 0.3)
-        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
-        child = self.add(started, code + "; time.sleep(600)")
-        deadline = time.monotonic() + 30
-        while not child.last_lines():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        embedded.stop(graceful=False)
-        assert child.status == -signal.SIGKILL
-
-    def test_does_not_wait_long_for_the_rest_of_a_failed_job(
-        self, started: embedded._Embedded
-    ) -> None:
-        hung = self.add(started, "import time; time.sleep(600)")
-        failed = self.add(started, "raise SystemExit(1)")
-        embedded.stop()
-        assert (failed.status, hung.status) == (1, -signal.SIGTERM)
-        assert _folder_of(started).exists(), "the logs of a failure stay"
-
-    def test_does_not_wait_long_when_dying(
-        self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("hurries", [True, False])
+    def test_terminates_after_the_deadline(
+        self, nodes: EmbeddedNodes, add: Add, hurries: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The other ranks may be waiting for this process to end."""
-        monkeypatch.setattr(sys, "last_exc", RuntimeError("uncaught"), raising=False)
-        child = self.add(started, "import time; time.sleep(600)")
+        helper = add("import time; time.sleep(600)")
+        monkeypatch.setenv("BYTEPS_OP_TIMEOUT_S", "600" if hurries else "0.1")
+        embedded.leave()
+        embedded.end_left(hurries=hurries)
+        assert helper.status == -signal.SIGTERM
+        assert not nodes.folder.exists()
+
+    def test_kills_what_does_not_terminate(
+        self, nodes: EmbeddedNodes, add: Add, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(embedded_nodes, "GRACE_S", 0.3)
+        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+        helper = add(code + "; time.sleep(600)")
+        deadline = time.monotonic() + LIMIT_S
+        while not helper.last_lines():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         embedded.stop()
-        assert child.status == -signal.SIGTERM
+        assert helper.status == -signal.SIGKILL
+
+    def test_does_not_wait_long_for_the_rest_of_a_failed_job(
+        self, nodes: EmbeddedNodes, add: Add
+    ) -> None:
+        hung = add("import time; time.sleep(600)")
+        failed = add("raise SystemExit(1)")
+        embedded.leave()
+        embedded.end_left()
+        assert (failed.status, hung.status) == (1, -signal.SIGTERM)
+        assert nodes.folder.exists(), "the logs of a failure stay"
 
     def test_puts_the_environment_back(
-        self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch
+        self, nodes: EmbeddedNodes, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("DMLC_NUM_SERVER", "9")
-        monkeypatch.setenv("DMLC_PS_ROOT_URI", "10.0.0.9")
-        started.saved_environment = {"DMLC_NUM_SERVER": "2", "DMLC_PS_ROOT_URI": None}
+        monkeypatch.setenv("DMLC_NUM_SERVER", "2")
+        monkeypatch.delenv("DMLC_PS_ROOT_URI", raising=False)
+        nodes.set_address({"DMLC_NUM_SERVER": "9", "DMLC_PS_ROOT_URI": "10.0.0.9"})
+        assert os.environ["DMLC_NUM_SERVER"] == "9"
         embedded.stop()
         assert os.environ["DMLC_NUM_SERVER"] == "2"
         assert "DMLC_PS_ROOT_URI" not in os.environ
 
-    def test_a_forked_copy_owns_nothing(self, started: embedded._Embedded) -> None:
-        child = self.add(started, "import time; time.sleep(600)")
-        started.pid = os.getpid() + 1
+    def test_a_forked_copy_owns_nothing(self, nodes: EmbeddedNodes, add: Add) -> None:
+        helper = add("import time; time.sleep(600)")
+        nodes._pid = os.getpid() + 1
         embedded.stop()
-        assert child.running
-        child.signal(signal.SIGKILL)
-        assert child.wait(time.monotonic() + 30)
-
-
-# Ranks meet in a store that still has what those of earlier lives wrote.
-
-
-LIMIT_S = 60.0
-"""Against hangs."""
-
-
-def met(
-    store: dist.Store, members: Sequence[int], size: int, limit_s: float = LIMIT_S
-) -> list[str]:
-    """The prefixes of these members, which come in this order, each once the last one waits."""
-    with ThreadPoolExecutor(size) as pool:
-        deadline = time.monotonic() + limit_s
-        come = [pool.submit(meet, store, "name", member, size, deadline) for member in members]
-        return [one.result() for one in come]
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_each_life_has_keys_of_its_own(order: tuple[int, ...]) -> None:
-    store = dist.HashStore()
-    lives = [met(store, order, 3) for _ in range(4)]
-    assert all(len(set(prefixes)) == 1 for prefixes in lives)
-    assert len({prefixes[0] for prefixes in lives}) == 4
-
-
-def test_a_first_member_that_comes_long_after_the_others() -> None:
-    """They find what the last life's first member wrote, and must not take it."""
-    store = dist.HashStore()
-    [old, *_] = met(store, (0, 1, 2), 3)
-    with ThreadPoolExecutor(3) as pool:
-        deadline = time.monotonic() + LIMIT_S
-        waiting = [pool.submit(meet, store, "name", member, 3, deadline) for member in (1, 2)]
-        await_keys(lambda: len({store.get(f"byteps/name/nonce/{m}") for m in (1, 2)}) == 2)
-        assert not any(one.done() for one in waiting)
-        new = meet(store, "name", 0, 3, deadline)
-        assert {one.result() for one in waiting} == {new} != {old}
-
-
-def await_keys(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_a_member_of_the_last_life_does_not_count() -> None:
-    """Its nonce is still there. Who came is told, and has keys to hear why."""
-    store = dist.HashStore()
-    met(store, (0, 1, 2), 3)
-    found: list[str] = []
-    other = threading.Thread(
-        target=lambda: found.append(meet(store, "name", 1, 3, time.monotonic() + LIMIT_S))
-    )
-    other.start()
-    with pytest.raises(AbsentError) as raised:
-        meet(store, "name", 0, 3, time.monotonic() + 1.0)
-    other.join(LIMIT_S)
-    assert raised.value.members == [2]
-    assert found == [raised.value.prefix]
-
-
-def test_no_first_member() -> None:
-    store = dist.HashStore()
-    met(store, (0, 1), 2)
-    with pytest.raises(AbsentError) as raised:
-        meet(store, "name", 1, 2, time.monotonic() + 0.2)
-    assert raised.value.members == [0]
-
-
-def test_one_alone() -> None:
-    assert meet(dist.HashStore(), "name", 0, 1, time.monotonic()).startswith("byteps/name/")
+        assert helper.running
+        helper.signal(signal.SIGKILL)
+        assert helper.wait(time.monotonic() + LIMIT_S)

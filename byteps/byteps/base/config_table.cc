@@ -68,7 +68,7 @@ std::vector<Variable> MakeTable() {
        "pushed, the others have so long.",
        kInternal},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
-       "Embedded mode: servers started on each host. Required for a job on several hosts."},
+       "Embedded mode: servers started on each host. One uses all NICs of its host."},
       {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",
        "Name of this host. Workers with the same name share a NIC and reach each other without it. "
        "Default: the host's name and the kernel's boot id."},
@@ -159,7 +159,8 @@ std::vector<Variable> MakeTable() {
        "How partitions are spread over servers. raw: round robin from the tensor's placement. The "
        "same on all workers."},
       {"BYTEPS_SERVER_ENGINE_THREAD", kInt, "threads", "4", 1, 256, "",
-       "Adding threads of a server. A partition stays with one of them."},
+       "Adding threads of a server. A partition stays with one of them. Embedded mode: what the "
+       "host's NICs need, in half of the cores that its ranks leave."},
       {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
        "Servers add in the order of ranks instead of arrival: runs agree bit for bit, for some "
        "waiting and memory."},
@@ -175,7 +176,7 @@ std::vector<Variable> MakeTable() {
        "machine."},
       {"BYTEPS_IO_THREADS", kInt, "threads", "0", 0, 64, "",
        "Threads of each process that move bytes over TCP. 0: a quarter of the cores per worker of "
-       "the host, at most 8."},
+       "the host, at most 8; of servers in embedded mode what the host's NICs need."},
       {"BYTEPS_KEEP_BF16_BYTES", kInt, "bytes", "65536", 0, 1e12, "",
        "What --dpu-reduce-keep-bf16 and keep_bytes of ServerOptimizer say where they are given.",
        kInternal},

@@ -1,4 +1,4 @@
-"""The addresses at which the ranks of an embedded job reach its scheduler."""
+"""The address at which the other hosts of an embedded job reach this one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from byteps.launcher.meeting import Store
 from byteps.launcher.places import byteps_error
 
 LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of no host (RFC 5737, RFC 3849): the default route leads there."""
 _ADDRESSES_6 = Path("/proc/net/if_inet6")
 _LINK = 0x20
 """Scope of IPv6 addresses that are of no use without an interface."""
@@ -27,6 +30,49 @@ def loopback() -> str:
         probe.bind((LOOPBACK, 0))
         return LOOPBACK
     return LOOPBACK_6
+
+
+def own_address(env: Mapping[str, str], store: Store | None = None) -> str:
+    """The address of this host at which every rank of the job reaches it.
+
+    DMLC_NODE_HOST, the address of DMLC_INTERFACE, or that of the interface which leads to
+    MASTER_ADDR or, without one, to torch.distributed's store. On the master itself that is loopback
+    where a hosts file maps the host's own name to 127.0.1.1: then the default route's, which also
+    serves where the store is a file.
+
+    Raises:
+        BytePSError: there is none; the text says what to set.
+    """
+    if env.get("DMLC_NODE_HOST"):
+        return env["DMLC_NODE_HOST"]
+    if env.get("DMLC_INTERFACE"):
+        return _interface_address(env["DMLC_INTERFACE"])
+    master = env.get("MASTER_ADDR") or _host_of(store)
+    if master:
+        address = _address_towards(master)
+        if not _is_loopback(address) or master == "localhost" or _is_loopback(master):
+            return address
+    for target in ELSEWHERE:
+        with contextlib.suppress(RuntimeError):
+            return _address_towards(target)
+    raise byteps_error(
+        "embedded mode on several hosts cannot tell at which address the others reach the "
+        "scheduler: set MASTER_ADDR, DMLC_NODE_HOST or DMLC_INTERFACE"
+    )
+
+
+def _host_of(store: object) -> str:
+    """The host of a TCPStore, which others may be around; empty: it is none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _interface_address(name: str) -> str:
@@ -79,41 +125,3 @@ def _address_towards(host: str) -> str:
         except OSError as error:
             failure = error
     raise byteps_error(f"embedded mode: no path to MASTER_ADDR={host!r}: {failure}")
-
-
-def scheduler_host(env: Mapping[str, str], single_host: bool) -> str:
-    """The address of this host at which every rank of the job reaches it.
-
-    Loopback for a job on one host. Otherwise DMLC_NODE_HOST, the address of DMLC_INTERFACE, or the
-    address of the interface that MASTER_ADDR is reached by. Raises BytePSError when that is
-    loopback though MASTER_ADDR was not given as such: a hosts file that maps the host's own name to
-    127.0.1.1 would hand the other hosts an address that is their own.
-    """
-    if single_host:
-        return loopback()
-    if env.get("DMLC_NODE_HOST"):
-        return env["DMLC_NODE_HOST"]
-    if env.get("DMLC_INTERFACE"):
-        return _interface_address(env["DMLC_INTERFACE"])
-    master = env.get("MASTER_ADDR")
-    if not master:
-        raise byteps_error(
-            "embedded mode on several hosts needs MASTER_ADDR, DMLC_NODE_HOST or DMLC_INTERFACE to "
-            "know at which address the others reach the scheduler"
-        )
-    address = _address_towards(master)
-    if ipaddress.ip_address(address).is_loopback and not _says_loopback(master):
-        raise byteps_error(
-            f"embedded mode: MASTER_ADDR={master!r} means {address} on its own host, where the "
-            "others cannot reach it: set DMLC_NODE_HOST or DMLC_INTERFACE"
-        )
-    return address
-
-
-def _says_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,27 +1,47 @@
-"""One process that embedded mode has started, and waiting for several of them."""
+"""A process that embedded mode has started, and waiting for several of them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from byteps import logs
 from byteps.launcher.places import byteps_error
 
+EXECUTABLE = "byteps-server"
 LOG_LINES_SHOWN = 20
 
 _endings = threading.Condition()  # notified whenever a child has ended
 
 
+def find_executable() -> str:
+    """Path of byteps-server: the one of this Python's environment before any on PATH."""
+    for folder in (os.path.dirname(sys.executable), sysconfig.get_path("scripts")):
+        candidate = os.path.join(folder, EXECUTABLE)
+        if os.access(candidate, os.X_OK):
+            return candidate
+    found = shutil.which(EXECUTABLE)
+    if found is None:
+        raise byteps_error(
+            f"embedded mode starts {EXECUTABLE}, which is neither next to {sys.executable} nor on "
+            "PATH: install the byteps wheel into this environment, or set DMLC_PS_ROOT_URI and "
+            "DMLC_PS_ROOT_PORT to join a cluster that runs already"
+        )
+    return found
+
+
 class Child:
-    """One process started here, with a log file of its own.
+    """A process started here, with a log file of its own.
 
     A thread of its own starts the process and waits for it. The thread must live as long as the
     process: the kernel's parent-death signal is sent when the *thread* that forked ends, so a child
@@ -29,8 +49,21 @@ class Child:
     """
 
     def __init__(
-        self, title: str, command: Sequence[str], env: Mapping[str, str], log: Path
+        self,
+        title: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        *,
+        cores: Collection[int] = (),
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        """
+        Args:
+            cores: where it may run; empty: where this process may.
+            on_end: called in the thread, once the process has ended.
+        """
+        self._cores, self._on_end = cores, on_end
         self.title = title
         self.log = log
         self._command = list(command)
@@ -50,6 +83,9 @@ class Child:
 
     def _keep(self) -> None:
         try:
+            with contextlib.suppress(OSError):  # cores that the machine has taken away
+                if self._cores:  # of this thread, whose process inherits them
+                    os.sched_setaffinity(0, self._cores)
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
                     self._command,
@@ -78,6 +114,7 @@ class Child:
             self.ended_at = time.monotonic()
             self._ended.set()
             _endings.notify_all()
+        self._on_end()
 
     def _obituary(self, status: int) -> str:
         what = f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -30,6 +30,7 @@
 #include "byteps/engine/worker.h"
 #include "byteps/net/link/counters.h"
 #include "byteps/net/link/registration_cache.h"
+#include "byteps/net/link/server_nics.h"
 #include "byteps/observe/histogram.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/torch/c_parts.h"
@@ -477,6 +478,13 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("metrics", &Metrics);
   m.def("endpoints", &Endpoints);
   m.def("nics", &Nics);
+  m.def(
+      "nics_of_server",
+      [](const std::string& address) {
+        const ps::ServerNics nics = ps::ServerNics::At(address);
+        return std::pair(nics.mbps, nics.numa_nodes);
+      },
+      py::arg("address"));
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
   m.def("partition_bytes", &PartitionBytesOf, py::arg("dtype"), py::arg("bytes"),
         py::arg("piece_of"));

@@ -140,7 +140,7 @@ def init(
             launch = _told(place)
             c_lib.init(num_servers=0, gpu=_gpu(), place=place, quorum=quorum or "")
         except BaseException:
-            embedded.stop(graceful=False)
+            embedded.stop()
             raise
         _launch = launch
         in_flight.registers_memory = c_lib.registers_memory()
@@ -211,7 +211,7 @@ def _leave(failure: str) -> None:
     graceful = not c_lib.has_failed()
     _stop(suspend=False, failure=failure)
     if not graceful:
-        return embedded.stop(graceful=False)
+        return embedded.stop()
     embedded.leave()
     _outlast_those_left()
 
@@ -219,7 +219,7 @@ def _leave(failure: str) -> None:
 def _leave_for_good(failure: str) -> None:
     """The same at the end of the process, with which the servers that it has started end."""
     _leave(failure)
-    embedded.stop_left()
+    embedded.end_left(hurries=bool(failure))
 
 
 def _at_exit() -> None:
@@ -229,7 +229,7 @@ def _at_exit() -> None:
     if os.getpid() != _joined_by or failure or c_lib.has_failed():
         return _leave_for_good(failure)
     # The C library calls what is registered last first.
-    if not embedded.stop_at_exit(c_lib.end_children_at_exit):
+    if not embedded.end_at_exit(c_lib.end_children_at_exit):
         return _leave_for_good(failure)
     with _lock:
         c_lib.shutdown_at_exit(in_flight.held())
@@ -248,12 +248,12 @@ def _outlast_those_left() -> None:
     _outlasts = True
     atexit.register(_outlast)
     # Python's handlers are not called where multiprocessing has forked the process.
-    _on_abrupt_exit(lambda reason: embedded.stop_left(hurries=bool(reason)))
+    _on_abrupt_exit(lambda reason: embedded.end_left(hurries=bool(reason)))
 
 
 def _outlast() -> None:
-    if _last_error() or not embedded.stop_at_exit(c_lib.end_children_at_exit, left=True):
-        embedded.stop_left(hurries=bool(_last_error()))
+    if _last_error() or not embedded.end_at_exit(c_lib.end_children_at_exit):
+        embedded.end_left(hurries=bool(_last_error()))
 
 
 def suspend() -> None:

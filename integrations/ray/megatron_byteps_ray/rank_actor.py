@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from byteps.launcher.embedded import Child, find_executable
+from byteps.launcher.child import Child, find_executable
 
 from . import memory
 from .rank_program import STACKS_SIGNAL

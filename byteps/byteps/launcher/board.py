@@ -1,0 +1,110 @@
+"""Where the ranks of a job that starts tell rank 0 something, and read its answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from byteps.launcher.meeting import AbsentError, Store, meet, wait_for
+from byteps.launcher.places import byteps_error
+
+GRACE_S = 2.0
+"""Time for which the others wait longer than rank 0, which says why it gives up."""
+
+Message = dict[str, Any]
+"""Plain types: it travels as JSON."""
+Answer = Callable[[list[Message]], list[Message]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Board:
+    """A part of torch.distributed's store.
+
+    Whatever keeps rank 0 from answering is the answer to all, so that every rank fails at once,
+    with the cause. Each reads what is for itself alone: a large job reads few bytes.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    timeout_s: float
+    deadline: float
+    """On the clock of time.monotonic()."""
+
+    def ask(self, mine: Message, answer: Answer) -> Message:
+        """Tell `mine`, and return the answer for this rank; all ranks call this.
+
+        Args:
+            answer: called on rank 0 with what each rank told, in the order of ranks; returns what
+                each is answered.
+
+        Raises:
+            BytePSError: a rank did not come, or `answer` raised; the text says which, and why.
+        """
+        ours = type(byteps_error(""))
+        try:
+            return self._answer_all(mine, answer) if self.rank == 0 else self._read(mine)
+        except RuntimeError as error:
+            if ours is not RuntimeError and isinstance(error, ours):
+                raise
+            # torch's DistStoreError is one.
+            raise byteps_error(f"BytePS: torch.distributed's store failed: {error}") from error
+
+    def _answer_all(self, mine: Message, answer: Answer) -> Message:
+        prefix = ""
+        try:
+            prefix = meet(self.store, "start", 0, self.size, self.deadline)
+            answers = answer([mine, *self._told(prefix)])
+        except Exception as error:
+            found = error
+            if isinstance(error, AbsentError):
+                prefix = error.prefix
+                found = self._absent(
+                    error.members,
+                    "did not call bps.init()",
+                    ", or did not look for the others: set DMLC_PS_ROOT_URI on all ranks or on "
+                    "none",
+                )
+            for rank in range(1, self.size if prefix else 1):
+                self.store.set(f"{prefix}/answer/{rank}", json.dumps({"error": str(found)}))
+            raise found from None
+        for rank in range(1, self.size):
+            self.store.set(f"{prefix}/answer/{rank}", json.dumps(answers[rank]))
+        return answers[0]
+
+    def _told(self, prefix: str) -> list[Message]:
+        keys = [f"{prefix}/told/{rank}" for rank in range(1, self.size)]
+        if not wait_for(self.store, keys, self.deadline):
+            absent = [rank for rank, key in enumerate(keys, 1) if not self.store.check([key])]
+            raise self._absent(absent, "ended, or said nothing more,")
+        return [json.loads(text) for text in self.store.multi_get(keys)] if keys else []
+
+    def _absent(self, ranks: list[int], what: str, more: str = "") -> RuntimeError:
+        return byteps_error(
+            f"BytePS: ranks {ranks} of {self.size} {what} within {self.timeout_s:g} s "
+            f"(BYTEPS_START_TIMEOUT_S){more}"
+        )
+
+    def _read(self, mine: Message) -> Message:
+        until = self.deadline + GRACE_S
+        text = None
+        try:
+            prefix = meet(self.store, "start", self.rank, self.size, until)
+            self.store.set(f"{prefix}/told/{self.rank}", json.dumps(mine))
+            key = f"{prefix}/answer/{self.rank}"
+            if wait_for(self.store, [key], until):
+                text = self.store.get(key)
+        except AbsentError:
+            pass
+        if text is None:
+            raise byteps_error(
+                f"BytePS: rank 0 did not answer within {self.timeout_s:g} s "
+                "(BYTEPS_START_TIMEOUT_S): did it call bps.init(), and is DMLC_PS_ROOT_URI set on "
+                "all ranks or on none?"
+            )
+        answer: Message = json.loads(text)
+        if "error" in answer:
+            raise byteps_error(f"BytePS, rank 0: {answer['error']}")
+        return answer

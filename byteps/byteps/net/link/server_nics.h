@@ -1,0 +1,21 @@
+// What the NICs of this host carry, for whoever chooses the servers to start here.
+#ifndef BYTEPS_NET_LINK_SERVER_NICS_H_
+#define BYTEPS_NET_LINK_SERVER_NICS_H_
+
+#include <string>
+
+namespace ps {
+
+// NICs that a server uses, all together.
+struct ServerNics {
+  int mbps = 0;        // 0: not known
+  int numa_nodes = 0;  // that they are attached to
+
+  // Those of a server at this address of the host.  Throws Error where BYTEPS_NICS names others
+  // than there are.
+  static ServerNics At(const std::string& address);
+};
+
+}  // namespace ps
+
+#endif  // BYTEPS_NET_LINK_SERVER_NICS_H_

@@ -1,0 +1,81 @@
+"""Ranks meet in a store that still has what those of earlier lives wrote."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from byteps.launcher.meeting import AbsentError, meet
+
+LIMIT_S = 60.0
+"""Against hangs."""
+
+
+def met(
+    store: dist.Store, members: Sequence[int], size: int, limit_s: float = LIMIT_S
+) -> list[str]:
+    """The prefixes of these members, which come in this order, each once the last one waits."""
+    with ThreadPoolExecutor(size) as pool:
+        deadline = time.monotonic() + limit_s
+        come = [pool.submit(meet, store, "name", member, size, deadline) for member in members]
+        return [one.result() for one in come]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_each_life_has_keys_of_its_own(order: tuple[int, ...]) -> None:
+    store = dist.HashStore()
+    lives = [met(store, order, 3) for _ in range(4)]
+    assert all(len(set(prefixes)) == 1 for prefixes in lives)
+    assert len({prefixes[0] for prefixes in lives}) == 4
+
+
+def test_a_first_member_that_comes_long_after_the_others() -> None:
+    """They find what the last life's first member wrote, and must not take it."""
+    store = dist.HashStore()
+    [old, *_] = met(store, (0, 1, 2), 3)
+    with ThreadPoolExecutor(3) as pool:
+        deadline = time.monotonic() + LIMIT_S
+        waiting = [pool.submit(meet, store, "name", member, 3, deadline) for member in (1, 2)]
+        await_keys(lambda: len({store.get(f"byteps/name/nonce/{m}") for m in (1, 2)}) == 2)
+        assert not any(one.done() for one in waiting)
+        new = meet(store, "name", 0, 3, deadline)
+        assert {one.result() for one in waiting} == {new} != {old}
+
+
+def await_keys(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_member_of_the_last_life_does_not_count() -> None:
+    """Its nonce is still there. Who came is told, and has keys to hear why."""
+    store = dist.HashStore()
+    met(store, (0, 1, 2), 3)
+    found: list[str] = []
+    other = threading.Thread(
+        target=lambda: found.append(meet(store, "name", 1, 3, time.monotonic() + LIMIT_S))
+    )
+    other.start()
+    with pytest.raises(AbsentError) as raised:
+        meet(store, "name", 0, 3, time.monotonic() + 1.0)
+    other.join(LIMIT_S)
+    assert raised.value.members == [2]
+    assert found == [raised.value.prefix]
+
+
+def test_no_first_member() -> None:
+    store = dist.HashStore()
+    met(store, (0, 1), 2)
+    with pytest.raises(AbsentError) as raised:
+        meet(store, "name", 1, 2, time.monotonic() + 0.2)
+    assert raised.value.members == [0]
+
+
+def test_one_alone() -> None:
+    assert meet(dist.HashStore(), "name", 0, 1, time.monotonic()).startswith("byteps/name/")
