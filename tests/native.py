@@ -42,7 +42,6 @@ PROGRAMS = {
     "swarm": "thousands of nodes in one process, for a scheduler",
     "tls_test": "encrypted connections, without a job",
     "unit_test": "each part alone, with a channel and a GPU that tests play",
-    "van_test": "a transport without the engine above it",
 }
 SANITIZED = {
     "address": ("connection_test", "unit_test", "sum_worker", "byteps-server", "fuzzers"),

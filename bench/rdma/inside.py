@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,13 +30,14 @@ from bench.kit.processes import LaunchError, Processes, plain_environment, serve
 
 START_S = 60.0
 RUN_S = 180.0
+IN_FLIGHT = 16
+"""Partitions, while control messages are timed."""
 PLANES = {"one plane": "0", "two planes": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     address: str
-    van_test: str
     size: int
     """Bytes of a partition, and of one of perftest's writes."""
     partitions: int
@@ -148,16 +150,39 @@ def push_pull(spec: Spec, settings: dict[str, str]) -> float:
 
 
 def control_delay(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
-    """p50 and p99, in seconds, of a control message and its answer while values fill the link."""
-    command = [spec.van_test, "--transport", "ibverbs", "--host", spec.address]
-    command += ["--rounds", str(spec.rounds * spec.partitions), "--sizes", str(spec.size)]
-    command += ["--window", "16", "--ping-ms", str(spec.ping_ms), "--timeout", str(RUN_S)]
-    env = {**plain_environment(), **settings}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=RUN_S + 20)
-    found = re.search(r"(\d+) pings, p50 ([\d.]+) ms, p99 ([\d.]+) ms", ended.stdout)
-    if ended.returncode != 0 or found is None:
-        raise LaunchError(f"van_test: {ended.stdout}{ended.stderr}")
-    return {"pings": int(found[1]), "p50": float(found[2]) / 1e3, "p99": float(found[3]) / 1e3}
+    """p50 and p99, in seconds, of a control message and its answer while values fill the link: of
+    declarations, amid sums of IN_FLIGHT partitions."""
+
+    def work() -> dict[str, float]:
+        bps.init()
+        tensor = torch.ones(spec.size * IN_FLIGHT, dtype=torch.uint8)
+        bps.push_pull_inplace(tensor, average=False, name="filling")
+        delays: list[float] = []
+        done = threading.Event()
+
+        def ping() -> None:
+            while not done.wait(spec.ping_ms / 1e3):
+                begin = time.monotonic()
+                name = f"ping {len(delays)}"
+                bps.declare(
+                    [bps.TensorDeclaration(name=name, dtype=torch.float32, numel=1, average=False)]
+                )
+                delays.append(time.monotonic() - begin)
+
+        pinging = threading.Thread(target=ping)
+        pinging.start()
+        for _ in range(spec.rounds * spec.partitions // IN_FLIGHT):
+            bps.push_pull_inplace(tensor, average=False, name="filling")
+        done.set()
+        pinging.join()
+        bps.shutdown()
+        delays.sort()
+        p50, p99 = (delays[len(delays) * percent // 100] for percent in (50, 99))
+        return {"pings": len(delays), "p50": p50, "p99": p99}
+
+    room = {"BYTEPS_SERVER_WINDOW_BYTES": str(spec.size * IN_FLIGHT)}
+    with job(spec, {**settings, **room}) as (env, _):
+        return forked(env, work)
 
 
 def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:

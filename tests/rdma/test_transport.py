@@ -102,7 +102,7 @@ def test_leaving_and_coming_back(make_over: Make) -> None:
     make_over(workers=2, servers=1, env=PATIENCE).run("lifecycle:two_lives")
 
 
-@pytest.mark.transports("tcp", "rdma", "rdma-one-plane")
+@pytest.mark.transports("tcp", "rdma", "rdma-one-plane", "rdma-no-pool")
 def test_many_rounds_leave_nothing(make_over: Make, transport: Transport) -> None:
     """No registration, no file, no memory, in workers; servers are watched from outside."""
     cluster = make_over(workers=2, servers=1, env=PATIENCE)
@@ -199,6 +199,18 @@ def test_server(make_over: Make, number: signal.Signals) -> None:
         demand_error(worker, r"server [01]\b.*lost")
     for node in (cluster.servers[0], cluster.scheduler):
         demand_failed(node, r"server [01]\b.*lost")
+
+
+@each
+def test_a_server_listens_where_it_is_told(make_over: Make, transport: Transport) -> None:
+    port = free_ports(host=transport.host)
+    cluster = start_looping(
+        make_over, {**SHORT, "BYTEPS_NODE_PORT": str(port)}, workers=1, servers=1
+    )
+    cluster.servers[0].send(signal.SIGKILL)
+    (worker,) = cluster.workers.values()
+    wait_all([worker, cluster.scheduler], END_S)
+    demand_error(worker, rf"server 0 \({re.escape(transport.host)}:{port}\).*lost")
 
 
 @each_way

@@ -151,5 +151,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "BYTEPS_RDMA_RECEIVE_WINDOW_BYTES": "0",  # one value at a time
     },
     "rdma-ipv6": {},
+    # Each value's memory is registered for its message, by a thread that nobody waits for.
+    "rdma-no-pool": {"BYTEPS_RDMA_POOL_BYTES": "0"},
 }
 TRANSPORTS = ("tcp", *VARIANTS)

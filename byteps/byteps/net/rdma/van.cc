@@ -263,15 +263,6 @@ void RdmaVan::Abandon(const void* begin, size_t bytes) {
   inbox_.EndUse();
 }
 
-bool RdmaVan::BreakEndpoint(int node_id, Plane plane, int index) {
-  for (const auto& endpoint : peers_.Of(node_id)) {
-    if (endpoint->plane() != plane || endpoint->index() != index) continue;
-    endpoint->Break("it was broken for a test", LinkFault::kBroken);
-    return true;
-  }
-  return false;
-}
-
 // --------------------------------------------------------------- stopping
 
 void RdmaVan::Stop() {

@@ -59,11 +59,6 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void Abandon(const void* begin, size_t bytes) override;
   void Disconnect(int node_id) override;
 
-  // Breaks an endpoint to `node_id`, as a fault of the network would.  For tests.
-  bool BreakEndpoint(int node_id, rdma::Plane plane, int index);
-  // How many there are, to anybody.  For tests.
-  size_t CountEndpoints() { return peers_.All().size(); }
-
  protected:
   void Start(int customer_id, bool standalone) override;
   void Stop() override;

@@ -25,6 +25,7 @@ TEST_F(SchedulerMembershipTest, WhoIsRefusedChangesNothing) {
     EXPECT_NE(links_.LastRefusal().find(node.why), std::string::npos) << links_.LastRefusal();
     EXPECT_EQ(membership_->View().workers, -1);
     EXPECT_TRUE(membership_->View().peers.empty());
+    EXPECT_EQ(links_.unlinked(), links_.linked()) << "its link was kept";
   }
   GatherNodes();
 }

@@ -269,6 +269,30 @@ TEST_P(Contract, NothingIsWrittenWhereItWasAbandoned) {
   }
 }
 
+// A sender may stop between being told where to write and having written.
+TEST_P(Contract, NothingIsWrittenByAPeerThatStoppedOnceItsPlaceIsAbandoned) {
+  At(kConnects)->Stop(true);
+  pair_->Send(kListens, ValueOf("stops"));
+  std::string place(16'000'000, '-');
+  At(kListens)->ReceiveAt(&place[0]);
+  pair_->Send(kConnects, ValueOf(std::string(place.size(), 'v')));
+  const bool began = WaitUntil([&] { return At(kListens)->places_told() > 0; });
+  At(kListens)->ReceiveAt(nullptr);
+  pair_->Abandon(kListens, place.data(), place.size());
+  place.assign(place.size(), '+');
+  At(kConnects)->Stop(false);
+  ASSERT_TRUE(began) << pair_->Text();
+  pair_->Send(kConnects, ValueOf("end"));
+  pair_->Send(kListens, ValueOf("end"));
+  for (const Side side : {kConnects, kListens}) {
+    ASSERT_TRUE(WaitUntil([&] {
+      const auto texts = At(side)->get().texts;
+      return !texts.empty() && texts.back() == "end";
+    })) << pair_->Text();
+  }
+  EXPECT_EQ(place, std::string(place.size(), '+'));
+}
+
 TEST_P(Contract, AGoodbyeClosesBothEndsInOrder) {
   std::vector<std::string> sent;
   SendAll(pair_.get(), kConnects, 50, &sent);
@@ -447,7 +471,7 @@ class RdmaPair : public LinkPair {
   void CloseInOrder(Side side) override { Of(side)->CloseWhenFlushed(); }
   void Close(Side side) override { Of(side)->Fail("it was closed for a test"); }
   void Abandon(Side side, const void* begin, size_t bytes) override {
-    Of(side)->Abandon(begin, bytes, Endpoint::Clock::now() + std::chrono::seconds(10));
+    Of(side)->Abandon(begin, bytes, Endpoint::Clock::now() + std::chrono::seconds(2));
   }
   bool AllArrived(Side side) override { return Of(side)->all_arrived(); }
   ps::LinkLoad Load(Side side) override { return Of(side)->load(); }

@@ -2,6 +2,7 @@
 #ifndef BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_
 #define BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <functional>
@@ -39,7 +40,9 @@ class Seen {
     ps::MutexLock lock(&mu_);
     return state_.texts.size();
   }
+  // Blocks the thread that tells, while its process plays one that is stopped.
   void Came(std::string text) {
+    while (stopped_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     ps::MutexLock lock(&mu_);
     state_.texts.push_back(std::move(text));
   }
@@ -60,13 +63,21 @@ class Seen {
   }
   char* place() {
     ps::MutexLock lock(&mu_);
+    if (place_ != nullptr) ++places_told_;
     return place_;
   }
+  int places_told() {
+    ps::MutexLock lock(&mu_);
+    return places_told_;
+  }
+  void Stop(bool stopped) { stopped_ = stopped; }
 
  private:
   ps::Mutex mu_;
   State state_ PS_GUARDED_BY(mu_);
   char* place_ PS_GUARDED_BY(mu_) = nullptr;
+  int places_told_ PS_GUARDED_BY(mu_) = 0;
+  std::atomic<bool> stopped_{false};
 };
 
 class LinkPair {
