@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from byteps.cost_model import Servers
 from byteps.forecast import Kind, Training, forecast
 from byteps.torch import routes, wire
@@ -46,6 +47,31 @@ def decided(
         instances=what.get("instances", 1),
     )
     return decide(one, network(hosts, servers), asked)
+
+
+def test_measured_rates_are_those_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5 Gbit/s, and 40 ms a message: as 1 MiB goes, a step would take three times as long."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(routes, "time", clock)
+    monkeypatch.setattr(routes, "_slowest", lambda seconds, device, group: seconds)
+    what = Sum(hosts=hosts_of(2), gradient_bytes=M, wire_bytes=M)
+    links = network(2, 2)
+    rate = 0.5e9 / 8
+
+    def over(route: str) -> routes.Try:
+        def run(scratch: torch.Tensor) -> None:
+            part = replace(what, gradient_bytes=scratch.nbytes, wire_bytes=scratch.nbytes)
+            load = routes.loads_of(part, links.servers)[route]
+            now[0] += 0.04 + max(load.host, load.server) / rate
+
+        return run
+
+    tries = {FLAT: over(FLAT), COLLECTIVE: over(COLLECTIVE)}
+    group: Any = None
+    found = routes.measure(what, links, tries, group, torch.zeros(1))
+    assert all(0.85 * rate < one <= rate for one in found.rates.values())
+    assert now[0] < 15, "seconds before training begins"
 
 
 def test_inside_one_host_nothing_goes_to_servers() -> None:

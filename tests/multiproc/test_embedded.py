@@ -194,30 +194,6 @@ def test_single_process(job: Started) -> None:
     job.demand_nothing_left()
 
 
-def test_several_hosts(job: Started) -> None:
-    """Two torchruns, as on two hosts: each starts its own server, one starts the scheduler."""
-    port_holder = job.folder / "port"
-    common = ("--nnodes", "2", "--nproc-per-node", "1")
-    # c10d with port 0 is for one host alone; let torch choose a port and tell us.
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port_holder.write_text(str(store.port))
-    # The rendezvous finds this store at the address and uses it instead of its own.
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}")
-    conf = ("--rdzv-conf", "is_host=0", "--rdzv-id", job.mark, "--local-addr", "127.0.0.1")
-    hosts = [
-        job.start("once", *common, *rendezvous, *conf, env={"BYTEPS_HOST_ID": f"host {host}"})
-        for host in range(2)
-    ]
-    for launcher in hosts:
-        assert launcher.wait(RUN_S) == 0, launcher.text
-    text = "".join(launcher.text for launcher in hosts)
-    for rank in range(2):
-        assert f"rank {rank} of 2, 2 servers, sums are right" in text
-    job.demand_nothing_left()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Launcherless:
     """How ranks that no launcher has started find each other (programs/launcherless.py)."""
