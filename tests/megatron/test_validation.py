@@ -329,6 +329,21 @@ def test_wire_dtype_needs_the_flag(parse: Parse) -> None:
         DistributedDataParallelConfig(dpu_reduce_wire_dtype="bf16")
 
 
+@pytest.mark.usefixtures("byteps")
+def test_a_preset_stands_for_flags(parse: Parse) -> None:
+    """One that the command line has wins, before it and after it."""
+    preset, four_bits = ("--dpu-preset", "own-hosts"), ("--dpu-reduce-wire-dtype", "int4")
+    for given, wire in (
+        (preset, "int8"),
+        ((*preset, *four_bits), "int4"),
+        ((*four_bits, *preset), "int4"),
+    ):
+        args = parse("--bf16", *given)
+        assert args.use_dpu_reduce and args.dpu_optimizer and args.dpu_reduce_wire_dtype == wire
+        dpu_reduce.validate_args(args)
+    assert not parse().use_dpu_reduce and parse("--use-dpu-reduce").dpu_reduce_wire_dtype is None
+
+
 @pytest.mark.parametrize("flag", GONE)
 def test_a_flag_that_is_gone_is_an_error(
     parse: Parse, capsys: pytest.CaptureFixture[str], flag: str

@@ -22,6 +22,15 @@ GONE = {
 }
 """Flags of earlier versions, and what there is instead of each."""
 
+PRESETS = {
+    "own-hosts": {
+        "use_dpu_reduce": True,
+        "dpu_reduce_wire_dtype": "int8",
+        "dpu_optimizer": True,
+    },
+}
+"""Arguments that stand for several others."""
+
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Megatron's parser gets its arguments of distributed training."""
@@ -32,6 +41,14 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         help="If set, sum data-parallel gradients through BytePS parameter servers where that is "
         "faster than an all-reduce or reduce-scatter. Needs the package byteps; without a "
         "scheduler address (DMLC_PS_ROOT_URI) the servers are started next to the ranks.",
+    )
+    group.add_argument(
+        "--dpu-preset",
+        action=_Preset,
+        choices=PRESETS,
+        default=None,
+        help="own-hosts: what gains most without another machine, --use-dpu-reduce "
+        "--dpu-reduce-wire-dtype int8 --dpu-optimizer. Another --dpu-reduce-wire-dtype wins.",
     )
     group.add_argument(
         "--dpu-reduce-wire-dtype",
@@ -89,6 +106,23 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             flag, action=_Gone, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
+
+
+class _Preset(argparse.Action):
+    """Sets the arguments that a preset stands for, where the command line has not."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        del parser, option_string
+        setattr(namespace, self.dest, values)
+        for name, value in PRESETS[str(values)].items():
+            if not getattr(namespace, name, None):
+                setattr(namespace, name, value)
 
 
 class _Gone(argparse.Action):
