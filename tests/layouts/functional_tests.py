@@ -14,10 +14,8 @@ Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is sh
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from tests.layouts.functional.rows import CASES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from scripts.progress import Progress
     from tests.layouts.functional.arguments import (
         cases_of,
         check,
@@ -38,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         strange,
     )
     from tests.layouts.gpt.layout import Report
-    from tests.layouts.gpt.runs import PROGRAM, verdict
+    from tests.layouts.gpt.runs import PROGRAM, run_reports
     from tests.layouts.job import start_fork_server
-    from tests.layouts.table import named, parser_of, run_cells
+    from tests.layouts.table import named, parser_of
 
     parser = parser_of(__doc__, devices=False)
     parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="of Megatron-LM")
@@ -63,33 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(listing(chosen, cannot))
         return 0
 
-    start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"])
-    with (
-        tempfile.TemporaryDirectory(prefix="functional-") as scratch,
-        Progress("functional", total=len(chosen), unit="tests") as bar,
-    ):
-        folder = options.keep or Path(scratch)
-        for problem in beyond:
-            bar.say(problem)
+    for problem in beyond:
+        print(f"functional: {problem}", file=sys.stderr)
+    if options.markdown is not None:
+        put_others(options.markdown, cannot)
+
+    def put_row(case: Case, report: Report) -> None:
         if options.markdown is not None:
-            put_others(options.markdown, cannot)
+            put(options.markdown, report, case, cases)
 
-        def run(case: Case) -> Report:
-            start = time.monotonic()
-            shutil.rmtree(folder / case.name, ignore_errors=True)
-            report = check(case, folder / case.name)
-            took = f"{time.monotonic() - start:.0f} s"
-            bar.say(f"{case.name}: {verdict(report)} ({took})", stream=sys.stdout)
-            return report
-
-        def tell(case: Case, report: Report) -> list[str]:
-            if options.markdown is not None:
-                put(options.markdown, report, case, cases)
-            return report.misses
-
-        good = run_cells(
-            chosen, run, tell, title=lambda case: case.name, bar=bar, budget=options.budget
-        )
+    start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"])
+    with tempfile.TemporaryDirectory(prefix="functional-") as scratch:
+        folder = options.keep or Path(scratch)
+        good, _ = run_reports("functional", chosen, folder, options, check, put_row)
     return 0 if good and not beyond else 1
 
 

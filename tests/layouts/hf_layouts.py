@@ -15,10 +15,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.progress import Progress
 from tests.layouts.hugging_face.runs import LAYOUTS, PROGRAMS, Layout, Outcome, compare
 from tests.layouts.job import data_arguments, start_fork_server, tiny_dataset
-from tests.layouts.table import Table, line, machine_of, parse, parser_of, run_cells
+from tests.layouts.table import Table, parse, parser_of, run_table
 
 MADE_BY = "`make hf-layouts MARKDOWN=docs/results/integrations.md`; not to be edited by hand"
 TABLE = Table(
@@ -51,10 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layouts, options = parse(parser_of(__doc__, devices=False), LAYOUTS, arguments)
     start_fork_server([PROGRAMS])
     cells = [(layout, lora) for layout in layouts for lora in (False, True)]
-    with (
-        tempfile.TemporaryDirectory(prefix="hf-layouts-") as scratch,
-        Progress("hf-layouts", total=len(cells), unit="cells") as bar,
-    ):
+    with tempfile.TemporaryDirectory(prefix="hf-layouts-") as scratch:
         folder = Path(scratch)
         data = data_arguments(tiny_dataset(folder))
 
@@ -63,16 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = folder / f"{layout.name}-{'lora' if lora else 'full'}"
             return compare(layout, place, folder / "models", data, lora=lora)
 
-        def tell(cell: tuple[Layout, bool], outcome: Outcome) -> list[str]:
-            layout, lora = cell
-            cells = row(layout, outcome, lora=lora)
-            bar.say(line(cells), stream=sys.stdout)
-            if options.markdown is not None:
-                TABLE.put(options.markdown, [cells], machine_of("cpu"))
-            return outcome.problems()
-
-        good = run_cells(cells, run, tell, title=title, bar=bar, budget=options.budget)
-    return 0 if good else 1
+        return run_table(
+            "hf-layouts",
+            cells,
+            options,
+            TABLE,
+            run=run,
+            row=lambda cell, outcome: row(cell[0], outcome, lora=cell[1]),
+            problems=lambda _, outcome: outcome.problems(),
+            title=title,
+        )
 
 
 if __name__ == "__main__":

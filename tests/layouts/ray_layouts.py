@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # No more than these: every local rank imports this file.
-from tests.layouts.table import Table, line
+from tests.layouts.table import Table
 from tests.layouts.under_ray.rows import CELLS, Cell
 
 if TYPE_CHECKING:
@@ -54,11 +54,10 @@ def title(cell: Cell) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from tests.layouts.table import machine_of, parse, parser_of, run_cells
+    from tests.layouts.table import parse, parser_of, run_table
 
     cells, options = parse(parser_of(__doc__), CELLS, arguments)
     from megatron_byteps_ray.cluster import JobError
-    from scripts.progress import Progress
     from tests.layouts.job import (
         PLATFORMS,
         JobFailed,
@@ -73,12 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = max(cell.ranks for cell in cells)
     with (
         tempfile.TemporaryDirectory(prefix="ray-layouts-") as scratch,
-        Progress("ray-layouts", total=len(cells), unit="cells") as bar,
         ThreadPoolExecutor(max_workers=options.jobs) as local_runs,
     ):
         folder = Path(scratch)
         settings = modes.settings_of_pool(folder / "pool", ranks, platform)
-        bar.update("torch, Megatron and its bridge are imported, once for either mode")
         start_fork_server(["tests.layouts.hugging_face.rank"], platform)
         data = data_arguments(tiny_dataset(folder))
         wanted = {cell: modes.arguments_of(cell, data, folder / "models") for cell in cells}
@@ -97,29 +94,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 return modes.compare(local[cell].result(), there)
 
-            def tell(cell: Cell, outcome: Outcome) -> list[str]:
-                cells = row(cell, outcome)
-                bar.say(line(cells), stream=sys.stdout)
-                if options.markdown is not None:
-                    machine = machine_of(options.device)
-                    table_of(options.device).put(options.markdown, [cells], machine)
-                return [*outcome.differences, *outcome.problems]
-
             try:
                 if not pool.wait_warm(ranks, settings.limits.warm):
                     raise JobError("the pool's actors do not become warm")
-                good = run_cells(
+                return run_table(
+                    "ray-layouts",
                     cells,
-                    run,
-                    tell,
+                    options,
+                    table_of(options.device),
+                    run=run,
+                    row=row,
+                    problems=lambda _, outcome: [*outcome.differences, *outcome.problems],
                     title=title,
-                    bar=bar,
-                    budget=options.budget,
                     failures=(JobError, JobFailed),
                 )
             finally:
                 local_runs.shutdown(wait=False, cancel_futures=True)
-    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import rl
-from scripts.progress import Progress
 from scripts.rl import Outcome
 from scripts.trainkit.job import JobError
-from tests.layouts.table import Table, line, machine_of, parse, parser_of, run_cells
+from tests.layouts.table import Table, parse, parser_of, run_table
 
 STEPS = 4
 ROUNDING = 0.2
@@ -117,33 +116,24 @@ def problems(run: Run, outcome: Outcome) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     runs, options = parse(parser_of(__doc__, devices=False), RUNS, arguments)
-    with (
-        tempfile.TemporaryDirectory(prefix="rl-layouts-") as scratch,
-        Progress("rl-layouts", total=len(runs), unit="runs") as bar,
-    ):
+    print("\n".join(TABLE.lines([])), flush=True)
+    with tempfile.TemporaryDirectory(prefix="rl-layouts-") as scratch:
 
         def run(one: Run) -> Outcome:
             out = Path(scratch) / one.name
             return rl.train(rl.parse(["--out", str(out), *one.flags]), backend="BytePS")
 
-        def tell(one: Run, outcome: Outcome) -> list[str]:
-            told = row(one, outcome)
-            bar.say(line(told), stream=sys.stdout)
-            if options.markdown is not None:
-                TABLE.put(options.markdown, [told], machine_of("cpu"))
-            return problems(one, outcome)
-
-        print("\n".join(TABLE.lines([])), flush=True)
-        good = run_cells(
+        return run_table(
+            "rl-layouts",
             runs,
-            run,
-            tell,
+            options,
+            TABLE,
+            run=run,
+            row=row,
+            problems=problems,
             title=lambda one: one.name,
-            bar=bar,
-            budget=options.budget,
             failures=(JobError,),
         )
-    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import platform
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,14 +158,21 @@ def parse[R: Named](
         arguments: None for the process's own.
     """
     options = parser.parse_args(arguments)
+    rows = chosen(parser, rows, options)
+    refuse_missing_gpus(parser, getattr(options, "device", "cpu"))
+    return rows, options
+
+
+def chosen[R: Named](
+    parser: argparse.ArgumentParser, rows: Sequence[R], options: argparse.Namespace
+) -> list[R]:
+    """The rows that the options name. Exits with status 2 for bad usage."""
     if getattr(options, "jobs", 1) < 1:
         parser.error(f"--jobs must be 1 or more, not {options.jobs}")
     try:
-        chosen = named(rows, options.layout)
+        return named(rows, options.layout)
     except ValueError as error:
         parser.error(str(error))
-    refuse_missing_gpus(parser, getattr(options, "device", "cpu"))
-    return chosen, options
 
 
 def refuse_missing_gpus(parser: argparse.ArgumentParser, device: str) -> None:
@@ -187,6 +195,46 @@ def machine_of(device: str) -> str:
 
     gpus = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
     return f"{gpus}, torch {torch.__version__}"
+
+
+def run_table[C, O](
+    name: str,
+    cells: Sequence[C],
+    options: argparse.Namespace,
+    table: Table,
+    *,
+    run: Callable[[C], O],
+    row: Callable[[C, O], list[str]],
+    problems: Callable[[C, O], Iterable[str]],
+    title: Callable[[C], str],
+    failures: tuple[type[Exception], ...] = (JobFailed,),
+) -> int:
+    """Run the cells of a table, and show and write the row of each.
+
+    Args:
+        name: of the command.
+        options: those of parser_of.
+        run, title, failures: as of run_cells.
+        row: the cells of a row.
+        problems: what is not as it must be.
+
+    Returns:
+        an exit status: 0 if all cells were run and all is as it must be.
+    """
+    with Progress(name, total=len(cells), unit="cells") as bar:
+
+        def tell(cell: C, outcome: O) -> Iterable[str]:
+            told = row(cell, outcome)
+            bar.say(line(told), stream=sys.stdout)
+            if options.markdown is not None:
+                machine = machine_of(getattr(options, "device", "cpu"))
+                table.put(options.markdown, [told], machine)
+            return problems(cell, outcome)
+
+        good = run_cells(
+            cells, run, tell, title=title, bar=bar, budget=options.budget, failures=failures
+        )
+    return 0 if good else 1
 
 
 def run_cells[C, O](

@@ -13,7 +13,7 @@ import torch
 
 from scripts import children
 from scripts.prepare_data import Dataset
-from tests.layouts import parity, table, te_layouts
+from tests.layouts import parity, table
 from tests.layouts.gpt import runs
 from tests.layouts.gpt.compare import compare
 from tests.layouts.gpt.layout import RankSeen, Report, Step, Sum
@@ -209,7 +209,7 @@ def test_steps_whose_sums_are_not_seen(change: str | None, said: str) -> None:
     assert "; ".join(report.misses) == said
 
 
-# parity.py --device cuda and te_layouts.py, as far as they can be seen without a GPU.
+# parity.py on GPUs, as far as it can be seen without one.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,7 +231,7 @@ def test_rows_of_transformer_engine_are_put_into_the_document(
     document = tmp_path / "gpu.md"
     shutil.copy(ROOT / "docs/results/correctness.md", document)
     before = document.read_text()
-    assert te_layouts.main(["--markdown", str(document)]) == 0
+    assert parity.main(["--transformer-engine", "--markdown", str(document)]) == 0
     text = document.read_text()
     assert text.count("2x a GPU of cuda, Transformer Engine 9 of transformer-engine") == 2
     for layout in TE_LAYOUTS:

@@ -110,57 +110,73 @@ def run_layouts(
     layouts: Sequence[Layout],
     platform: Platform,
     options: argparse.Namespace,
-    put: Callable[[Report], None],
+    put: Callable[[Layout, Report], None],
 ) -> tuple[bool, list[Report]]:
-    """Train each layout both ways, compare, and print a table.
+    """Train each layout both ways and compare: as run_reports."""
+    start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"], platform)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as scratch:
+        folder = options.keep or Path(scratch)
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        dataset = tiny_dataset(folder / "data")
+        return run_reports(
+            name,
+            layouts,
+            folder,
+            options,
+            lambda layout, place: check(layout, place, dataset, platform),
+            put,
+        )
+
+
+def run_reports[R: Layout](
+    name: str,
+    rows: Sequence[R],
+    folder: Path,
+    options: argparse.Namespace,
+    check_row: Callable[[R, Path], Report],
+    put: Callable[[R, Report], None],
+) -> tuple[bool, list[Report]]:
+    """Check each row in a folder of its own, and tell what came of it.
 
     Args:
         name: of the command.
-        options: ``jobs``, ``budget``, and ``keep``: a folder for logs and records, or None.
-        put: called for each report, in the order of the layouts.
+        options: ``budget``, and ``jobs`` where several may run at once.
+        put: called for each report, in the order of the rows.
 
     Returns:
         whether all were run and all is as it must be; and what came of each.
     """
-    start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"], platform)
     reports: list[Report] = []
-    with (
-        tempfile.TemporaryDirectory(prefix=f"{name}-") as scratch,
-        Progress(name, total=len(layouts), unit="layouts") as bar,
-    ):
-        folder = options.keep or Path(scratch)
-        (folder / "data").mkdir(parents=True, exist_ok=True)
-        dataset = tiny_dataset(folder / "data")
+    with Progress(name, total=len(rows), unit="rows") as bar:
 
-        def run(layout: Layout) -> Report:
+        def run(row: R) -> Report:
             start = time.monotonic()
-            shutil.rmtree(folder / layout.name, ignore_errors=True)
+            shutil.rmtree(folder / row.name, ignore_errors=True)
             try:
-                report = check(layout, folder / layout.name, dataset, platform)
+                report = check_row(row, folder / row.name)
             except JobFailed as error:
                 bar.say(str(error))
-                report = Report(layout=layout, misses=["a rank failed"])
+                report = Report(layout=row, misses=["a rank failed"])
             # A run that is interrupted has then shown what there was to see.
             took = f"{time.monotonic() - start:.0f} s"
-            bar.say(f"{layout.name}: {verdict(report)} ({took})", stream=sys.stdout)
+            bar.say(f"{row.name}: {verdict(report)} ({took})", stream=sys.stdout)
             return report
 
-        def tell(layout: Layout, report: Report) -> list[str]:
+        def tell(row: R, report: Report) -> list[str]:
             reports.append(report)
-            put(report)
+            put(row, report)
             return report.misses
 
+        jobs = getattr(options, "jobs", 1)
         good = run_cells(
-            layouts,
+            rows,
             run,
             tell,
-            title=lambda layout: layout.name,
+            title=lambda row: row.name,
             bar=bar,
-            jobs=options.jobs,
+            jobs=jobs,
             budget=options.budget,
         )
-    if reports:
-        print("\n" + summary(reports))
     return good, reports
 
 
