@@ -69,9 +69,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     exporting.add_argument("--only", metavar="NAME", help="this upstream only")
 
-    sync = commands.add_parser("sync-overlay", help="the same as apply --overlay-only")
-    sync.add_argument("only", metavar="NAME", help="the upstream")
-
     key = commands.add_parser("tree-key", help="print a hash of the tree's content")
     key.add_argument("only", metavar="NAME", help="the upstream")
 
@@ -145,7 +142,7 @@ def run(options: argparse.Namespace) -> None:
         if options.only is None and not options.check:
             chosen = released(chosen)
         for upstream in chosen:
-            if options.command == "sync-overlay" or options.overlay_only:
+            if options.overlay_only:
                 changed = tree.sync_overlay(upstream)
                 say(f"{upstream.name}: {', '.join(changed) or 'overlay unchanged'}")
             elif options.check and upstream.commit and options.only is None:

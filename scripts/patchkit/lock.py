@@ -264,6 +264,19 @@ def part_of(upstream: Upstream, patch: Path) -> str | None:
     return named[0]
 
 
+# git apply outside any repository: paths are relative to the folder it runs in, wherever that is.
+NOWHERE = {"GIT_DIR": os.devnull}
+
+
+def paths_of(upstream: Upstream, patch: Path) -> list[str]:
+    """The files that a patch touches; PatchError where git cannot read it."""
+    listed = try_git(patch.parent, "apply", "--numstat", "-z", str(patch), env=NOWHERE)
+    if listed.returncode != 0:
+        raise PatchError(f"{upstream.shown(patch)} is no patch: {reason_of(listed)}")
+    entries = listed.stdout.decode().split("\0")
+    return [entry.split("\t", 2)[2] for entry in entries if entry]
+
+
 def is_junk(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in JUNK)
 
@@ -417,51 +430,33 @@ def _verify(archive: Path, upstream: Upstream) -> None:
         )
 
 
-def _python_with_pip(root: Path) -> str:
-    candidates = [sys.executable, str(root / "build/venv/bin/python")]
-    candidates += [path for name in ("python3", "python") if (path := shutil.which(name))]
+def _pip_download(upstream: Upstream, destination: Path) -> None:
     # megatron-core's metadata asks for 3.12.
     probe = "import pip, sys; sys.exit(sys.version_info < (3, 12))"
-    for candidate in candidates:
-        if not os.path.exists(candidate):
-            continue
-        result = subprocess.run([candidate, "-c", probe], capture_output=True, check=False)
-        if result.returncode == 0:
-            return candidate
-    raise PatchError(
-        "fetching needs a Python >= 3.12 with pip: run scripts/setup.sh, which makes one "
-        "(build/venv), or install pip for the Python that runs this script"
-    )
-
-
-def _pip_download(upstream: Upstream, destination: Path) -> None:
+    candidates = [sys.executable, str(upstream.root / "build/venv/bin/python")]
+    candidates += [path for name in ("python3", "python") if (path := shutil.which(name))]
+    for python in (one for one in candidates if os.path.exists(one)):
+        if subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode == 0:
+            break
+    else:
+        raise PatchError(
+            "fetching needs a Python >= 3.12 with pip: run scripts/setup.sh, which makes one "
+            "(build/venv), or install pip for the Python that runs this script"
+        )
     pin = f"{upstream.name}=={upstream.version}"
     requirements = destination / "requirements.txt"
     requirements.write_text(f"{pin} --hash=sha256:{upstream.sha256}\n", encoding="utf-8")
     # Only this package has to come as source: its build dependencies may be wheels, which is
     # what makes this take seconds. Build isolation stays on, since BytePS's setup.py needs it.
-    command = [
-        _python_with_pip(upstream.root), "-m", "pip", "download", "--no-deps",
+    command: list[str | Path] = [
+        python, "-m", "pip", "download", "--no-deps",
         "--no-binary", upstream.name, "--require-hashes", "--disable-pip-version-check",
-        "--progress-bar", "off", "--dest", str(destination), "-r", str(requirements),
+        "--progress-bar", "off", "--dest", destination, "-r", requirements,
     ]  # fmt: skip
     result = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     requirements.unlink()
-    if result.returncode == 0:
-        return
-    got = re.search(r"Got\s+([0-9a-f]{64})", result.stdout)
-    if got:
-        file = re.search(r"([^\s/]+\.tar\.gz)", result.stdout)
-        raise PatchError(
-            f"wrong hash of {file.group(1) if file else pin} as downloaded: expected sha256 "
-            f"{upstream.sha256} (upstream.lock), actual {got.group(1)}"
-        )
-    tail = "\n  ".join(result.stdout.strip().splitlines()[-12:])
-    raise PatchError(f"pip could not download {pin}:\n  {tail}")
+    if result.returncode != 0:
+        said = (result.stdout + result.stderr).strip().splitlines()
+        raise PatchError(f"pip could not download {pin}:\n  " + "\n  ".join(said[-12:]))

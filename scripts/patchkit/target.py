@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .lock import (
+    NOWHERE,
     PatchError,
     Upstream,
     fingerprint,
     is_junk,
     overlay_files,
     part_of,
+    paths_of,
     read_series,
     reason_of,
     say,
@@ -26,10 +28,80 @@ from .lock import (
     try_git,
     warn,
 )
-from .tree import Hunk, read_hunks
 
 SHOWN = 12
 """Failures of a series that are listed; the others are counted."""
+
+
+_FILE = re.compile(rb"diff --git a/(?P<old>.*) b/(?P<new>.*)\n?")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hunk:
+    """One hunk of a file."""
+
+    path: str
+    number: int
+    """Among the hunks of its file, from 1."""
+    line: int
+    """Where it begins in the file that the patch was made for, from 1."""
+    body: tuple[bytes, ...]
+    """Its lines, each with its mark: a blank, + or -."""
+
+    @property
+    def before(self) -> list[bytes]:
+        """The lines that it expects to find."""
+        return [line[1:] for line in self.body if line[:1] in b" -"]
+
+    def places(self, lines: list[bytes]) -> list[int]:
+        """Where `lines` has the lines that this hunk expects: numbers of lines, from 1.
+
+        As for git, a hunk of the first line fits nowhere else, and one without a line after its
+        last change only at the end.
+        """
+        before = self.before
+        found = [
+            first + 1
+            for first in range(len(lines) - len(before) + 1)
+            if lines[first] == before[0] and lines[first : first + len(before)] == before
+        ]
+        if self.line <= 1:
+            found = [place for place in found if place == 1]
+        if self.body[-1][:1] != b" ":
+            end = len(lines) - (lines[-1] == b"")
+            found = [place for place in found if place - 1 + len(before) == end]
+        return found
+
+
+def read_hunks(patch: Path) -> list[Hunk]:
+    """The hunks of a patch in git's format, in its order; of binary files there are none."""
+    found: list[Hunk] = []
+    path, number = "", 0
+    lines = patch.read_bytes().split(b"\n")
+    position = 0
+    while position < len(lines):
+        line = lines[position]
+        position += 1
+        if match := _FILE.fullmatch(line):
+            path, number = match["new"].decode(errors="replace"), 0
+        elif path and (match := _HUNK.match(line)):
+            old, new = (int(count) if count else 1 for count in match.group(2, 4))
+            body: list[bytes] = []
+            seen = [0, 0]
+            while position < len(lines) and seen != [old, new]:
+                mark = lines[position][:1]
+                if mark not in (b" ", b"+", b"-", b"\\"):
+                    break
+                seen[0] += mark in (b" ", b"-")
+                seen[1] += mark in (b" ", b"+")
+                if mark != b"\\":  # of a last line without an end
+                    body.append(lines[position])
+                position += 1
+            number += 1
+            hunk = Hunk(path=path, number=number, line=int(match[1]), body=tuple(body))
+            found.append(hunk)
+    return found
 
 
 @dataclass(kw_only=True)
@@ -88,11 +160,7 @@ def _try(upstream: Upstream, checkout: Path, parts: Collection[str], folder: Pat
     patches = [patch for patch, part in named if part is None or part in parts]
     trial = Trial(upstream=upstream, folder=folder, patches=patches)
     for patch in patches:
-        listed = try_git(folder, "apply", "--numstat", "-z", str(patch), env=_NOWHERE)
-        if listed.returncode != 0:
-            raise PatchError(f"{upstream.shown(patch)} is no patch: {reason_of(listed)}")
-        entries = listed.stdout.decode().split("\0")
-        for path in (entry.split("\t", 2)[2] for entry in entries if entry):
+        for path in paths_of(upstream, patch):
             if path in trial.touched:
                 continue
             trial.touched.append(path)
@@ -101,11 +169,11 @@ def _try(upstream: Upstream, checkout: Path, parts: Collection[str], folder: Pat
                 shutil.copy2(checkout / path, folder / path)
         hunks = read_hunks(patch)
         trouble = [text for hunk in hunks if (text := _trouble(hunk, hunks, folder))]
-        result = try_git(folder, "apply", "--whitespace=nowarn", str(patch), env=_NOWHERE)
+        result = try_git(folder, "apply", "--whitespace=nowarn", str(patch), env=NOWHERE)
         if result.returncode != 0:
             trouble = trouble or [reason_of(result)]
             # What does apply: later patches may need it, and only their own failures are wanted.
-            try_git(folder, "apply", "--whitespace=nowarn", "--reject", str(patch), env=_NOWHERE)
+            try_git(folder, "apply", "--whitespace=nowarn", "--reject", str(patch), env=NOWHERE)
         shown = upstream.shown(patch)
         trial.failures += [f"{shown}: {text}" for text in dict.fromkeys(trouble)]
     trial.touched.sort()
@@ -133,10 +201,6 @@ def _trouble(hunk: Hunk, hunks: list[Hunk], folder: Path) -> str | None:
     if first is None:
         return f"{where}: the file has its lines, but not next to each other"
     return f"{where}: the file has no line {first.decode(errors='replace')!r}"
-
-
-# git apply outside any repository: paths are relative to the folder it runs in, wherever that is.
-_NOWHERE = {"GIT_DIR": os.devnull}
 
 
 RECORD = ".megatron-byteps"

@@ -217,10 +217,10 @@ def test_overlay_only_copies_and_keeps_times(patched: Project) -> None:
 
 def test_overlay_only_follows_a_removal(patched: Project) -> None:
     second = patched.write_overlay("src/second.txt", "second\n")
-    patched.ok("sync-overlay", "engine")
+    patched.ok("apply", "--overlay-only")
     second.unlink()
     (patched.root / "engine/src/added.txt").unlink()
-    patched.ok("sync-overlay", "engine")
+    patched.ok("apply", "--overlay-only")
     assert not (patched.tree() / "src/second.txt").exists()
     assert not (patched.tree() / "src/added.txt").exists()
     patched.ok("apply")
@@ -245,7 +245,6 @@ def test_tree_key_follows_the_content(patched: Project) -> None:
         ["apply", "--check", "--force"],
         ["apply", "--target", ".", "--only", "engine"],
         ["apply", "--only", "unknown"],
-        ["sync-overlay", "unknown"],
         ["apply", "--unknown"],
         [],
     ],
