@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from byteps.launcher.meeting import Store
@@ -33,12 +33,10 @@ def loopback() -> str:
 
 
 def own_address(env: Mapping[str, str], store: Store | None = None) -> str:
-    """The address of this host at which every rank of the job reaches it.
+    """The address of this host on the network of the job.
 
     DMLC_NODE_HOST, the address of DMLC_INTERFACE, or that of the interface which leads to
-    MASTER_ADDR or, without one, to torch.distributed's store. On the master itself that is loopback
-    where a hosts file maps the host's own name to 127.0.1.1: then the default route's, which also
-    serves where the store is a file.
+    MASTER_ADDR or, without one, to torch.distributed's store; where that is a file, to anywhere.
 
     Raises:
         BytePSError: there is none; the text says what to set.
@@ -48,10 +46,22 @@ def own_address(env: Mapping[str, str], store: Store | None = None) -> str:
     if env.get("DMLC_INTERFACE"):
         return _interface_address(env["DMLC_INTERFACE"])
     master = env.get("MASTER_ADDR") or _host_of(store)
-    if master:
-        address = _address_towards(master)
-        if not _is_loopback(address) or master == "localhost" or _is_loopback(master):
-            return address
+    return _address_towards(master) if master else _default_address()
+
+
+def address_for(others: Iterable[str], own: str) -> str:
+    """The address of this host, `own` to itself, at which these other hosts reach it.
+
+    They are on a network, and it is their master, to which MASTER_ADDR may mean loopback: a hosts
+    file maps the host's own name to 127.0.1.1, or a launcher tells the master alone "localhost".
+    """
+    if _is_loopback(own) and any(other and not _is_loopback(other) for other in others):
+        return _default_address()
+    return own
+
+
+def _default_address() -> str:
+    """That of the default route."""
     for target in ELSEWHERE:
         with contextlib.suppress(RuntimeError):
             return _address_towards(target)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from byteps import logs
-from byteps.launcher.addresses import loopback, own_address
+from byteps.launcher.addresses import address_for, loopback, own_address
 from byteps.launcher.board import Board, Message
 from byteps.launcher.child import find_executable
 from byteps.launcher.embedded_nodes import EmbeddedNodes
@@ -85,7 +85,8 @@ class Start:
         try:
             find_executable()
             asked = integer(os.environ, "BYTEPS_EMBEDDED_SERVERS", 1, MAX_SERVERS)
-            return {"servers": asked or DEFAULT_SERVERS, "means": means_of_host(address)}
+            means = means_of_host(address)
+            return {"servers": asked or DEFAULT_SERVERS, "means": means, "address": address}
         except RuntimeError as error:
             return {"problem": str(error)}
 
@@ -106,7 +107,10 @@ class Start:
             return answers
         hosts = _servers_of_hosts(told, locals_)
         single = self._size == locals_[0][1]
-        host = loopback() if single else own_address(os.environ, self._store)
+        host = loopback()
+        if not single:
+            own = own_address(os.environ, self._store)
+            host = address_for((one["address"] for one in told), own)
         address = self._start_scheduler(self._nodes, host, list(hosts.values()))
         for rank, answer in enumerate(answers):
             answer["address"] = address
