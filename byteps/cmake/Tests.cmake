@@ -1,7 +1,15 @@
 # Programs that try the worker and the server; BYTEPS_BUILD_TESTS asks for them.
-add_library(worker_under_test STATIC ${WORKER_SOURCES} byteps/device/fake.cc)
+add_library(worker_objects OBJECT ${WORKER_SOURCES} byteps/device/fake.cc)
+target_compile_options(worker_objects PRIVATE ${WARNINGS})
+target_link_libraries(worker_objects PUBLIC byteps_engine)
+add_library(worker_under_test STATIC ${WORKER_RECOVERY_SOURCES})
 target_compile_options(worker_under_test PRIVATE ${WARNINGS})
-target_link_libraries(worker_under_test PUBLIC byteps_engine)
+target_link_libraries(worker_under_test PUBLIC worker_objects)
+
+# Linking it shows that a worker needs nothing of recovery/.
+add_library(worker_without_recovery MODULE $<TARGET_OBJECTS:worker_objects>)
+target_link_libraries(worker_without_recovery PRIVATE byteps_engine)
+target_link_options(worker_without_recovery PRIVATE LINKER:-z,defs)
 
 # Upstream's arrays, when they grow, copy nothing from nowhere: memcpy of 0 bytes from null.
 set(ARRAYS_THAT_GROW)
@@ -21,7 +29,6 @@ if(GTest_FOUND)
     tests/engine/engine_gpu_test.cc
     tests/engine/engine_test.cc
     tests/engine/failure_test.cc
-    tests/engine/kept_sums_test.cc
     tests/engine/push_scheduler_test.cc
     tests/engine/remains_test.cc
     tests/engine/streamed_sum_test.cc
@@ -43,6 +50,8 @@ if(GTest_FOUND)
     tests/net/tcp/poller_test.cc
     tests/net/tcp/stream_test.cc
     tests/observe/status_test.cc
+    tests/recovery/worker/kept_sums_test.cc
+    tests/recovery/worker/server_replacement_test.cc
     tests/server/absent_test.cc
     tests/server/accumulator_test.cc
     tests/server/backup_link_test.cc
@@ -58,6 +67,7 @@ if(GTest_FOUND)
     tests/support/job.cc)
   target_compile_options(unit_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(unit_test PRIVATE worker_under_test GTest::gtest_main)
+  add_dependencies(unit_test worker_without_recovery)
   target_link_options(unit_test PRIVATE  # NoMemoryFrom in support/job.cc
     LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
   add_executable(connection_test

@@ -25,7 +25,8 @@ BELOW: dict[str, set[str]] = {
     "server/optimizer": {"base", "observe"},
     "server": {"base", "net/link", "net/auth", "net/membership", "net/rdma", "cluster", "observe"}
     | {"server/optimizer"},
-    "torch": {"base", "net/link", "cluster", "device", "engine", "observe"},
+    "recovery/worker": {"base", "device", "engine"},
+    "torch": {"base", "net/link", "cluster", "device", "engine", "observe", "recovery/worker"},
 }
 """Of each room, those whose headers its files may include."""
 PS_LITE = re.compile(r"(ps|dmlc)/")

@@ -10,7 +10,7 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 #include "byteps/cluster/channel.h"
-#include "byteps/engine/server_loss.h"
+#include "byteps/engine/loss_policy.h"
 #include "byteps/engine/tensor.h"
 
 namespace byteps {
@@ -25,12 +25,12 @@ uint64_t NextJob() {
 }  // namespace
 
 Declarations::Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies,
-                           ServerLoss* loss, double timeout_s)
+                           LossPolicy* losses, double timeout_s)
     : job_(NextJob()),
       plan_(plan),
       channel_(channel),
       vacancies_(vacancies),
-      loss_(loss),
+      losses_(losses),
       timeout_s_(timeout_s) {}
 
 std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& specs) {
@@ -358,12 +358,6 @@ void Declarations::Release(const std::vector<std::string>& names, uint32_t lowes
   GiveBack(idle);
 }
 
-bool Declarations::IsHeld(int server) {
-  if (!loss_->keeps) return false;
-  ps::ReaderLock lock(&loss_->mu);
-  return loss_->held[server];
-}
-
 void Declarations::GiveBack(const std::vector<TensorPtr>& tensors) {
   auto releasing = std::make_shared<Releasing>();
   uint64_t first = 0;
@@ -388,7 +382,7 @@ void Declarations::GiveBack(const std::vector<TensorPtr>& tensors) {
   }
   const uint64_t key = releasing->tensors.front()->key;
   for (int server = 0; server < servers; ++server) {
-    if (IsHeld(server)) continue;
+    if (losses_->IsVacant(server)) continue;  // ReleaseAgain tells the next one
     channel_->Send(MakeRequest(kRelease, server, key, first + server, releasing->body));
   }
 }
@@ -406,7 +400,7 @@ void Declarations::OnReleased(uint64_t number) {
       for (const TensorPtr& tensor : releasing->tensors) told_.erase(tensor->key);
     }
   }
-  for (const TensorPtr& tensor : releasing->tensors) loss_->kept.DropAll(server, *tensor);
+  for (const TensorPtr& tensor : releasing->tensors) losses_->OnReleased(server, *tensor);
 }
 
 void Declarations::ReleaseAgain(int server) {

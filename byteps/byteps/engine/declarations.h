@@ -30,13 +30,13 @@ struct Progress {
 // By the names' ids: lowest rank of the group, and name.
 using ProgressByTensor = std::map<std::string, Progress>;
 
-struct ServerLoss;
+class LossPolicy;
 
 // Any thread may call anything.  No lock is held while anything is sent.
 class Declarations {
  public:
   // What is pointed to outlives this.
-  Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies, ServerLoss* loss,
+  Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies, LossPolicy* losses,
                double timeout_s);
 
   // Whether a tensor is one of these, and neither of a job before nor released.
@@ -131,14 +131,12 @@ class Declarations {
   bool AwaitOthers(const std::vector<EntryPtr>& entries);
   // The name stands for another tensor.  The one that it stood for, if that was its last use.
   TensorPtr EndLife(const std::string& id) PS_REQUIRES(mu_);
-  // Whether nothing may be sent to a server now: it gets it by ReleaseAgain.
-  bool IsHeld(int server);
 
   const uint64_t job_;
   const Plan* const plan_;
   Channel* const channel_;
   const Vacancies* const vacancies_;
-  ServerLoss* const loss_;
+  LossPolicy* const losses_;
   const double timeout_s_;
 
   ps::Mutex mu_;

@@ -29,15 +29,17 @@ void CheckUse(const Operation& operation) {
 }  // namespace
 
 Engine::Engine(const Config& config, const Launch& launch, int num_servers,
-               std::unique_ptr<Channel> channel, WorkerCounters* counters, SpeedMeter* speed)
+               std::unique_ptr<Channel> channel, std::unique_ptr<LossPolicy> losses,
+               WorkerCounters* counters, SpeedMeter* speed)
     : peer_timeout_s_(config.Float("BYTEPS_PEER_TIMEOUT_S")),
       loops_(config.Int("BYTEPS_PUSH_THREAD")),
-      context_(config, launch, num_servers, std::move(channel), counters, speed),
-      declarations_(&context_.plan, context_.channel.get(), &context_.vacancies, &context_.loss,
-                    context_.op_timeout_s),
+      context_(config, launch, num_servers, std::move(channel), std::move(losses), counters, speed),
+      declarations_(&context_.plan, context_.channel.get(), &context_.vacancies,
+                    context_.losses.get(), context_.op_timeout_s),
       pusher_(&context_),
       puller_(&context_) {
-  if (context_.loss.keeps) context_.requests.Track();
+  context_.losses->Attach(&context_, &declarations_, [this](const auto& why) { Fail(why); });
+  if (context_.losses->keeps_sums()) context_.requests.Track();
   context_.operations.SetGiveBack([this](const TensorPtr& t) { declarations_.GiveBack({t}); });
 }
 
@@ -262,7 +264,7 @@ WorkerGauges Engine::Gauges() {
   gauges.in_transport = context_.scheduler->under_way();
   gauges.unanswered = context_.requests.size() + declarations_.unanswered();
   gauges.pull_queue = puller_.queued();
-  gauges.kept_bytes = context_.loss.kept.bytes();
+  gauges.kept_bytes = context_.losses->kept_bytes();
   const ps::ReplicaView replicas = Replicas();
   gauges.replicas_epoch = replicas.epoch;
   gauges.replicas_absent = std::count(replicas.present.begin(), replicas.present.end(), '0');
@@ -271,9 +273,7 @@ WorkerGauges Engine::Gauges() {
 
 void Engine::OnMessage(Message* message) {
   if (message->is_request) return;
-  if (message->op == kResume) return OnResumed(*message);
-  if (message->op == kGiveSum) return OnGiven(*message);
-  if (message->op == kConfirm) return OnConfirmed(*message);
+  if (context_.losses->OnAnswer(*message)) return;
   if (message->op == kRelease) return declarations_.OnReleased(message->number);
   if (message->op != kDeclare) return puller_.OnAnswer(message);
   if (message->failed) context_.counters->failed_requests.Add();
@@ -331,7 +331,8 @@ void Engine::OnEvent(const ps::MembershipEvent& event) {
       event.kind == ps::MembershipEvent::kServerReplaced) {
     if (event.rank < 0 || event.rank >= context_.plan.num_servers()) return;
     const bool lost = event.kind == ps::MembershipEvent::kServerLost;
-    return lost ? OnServerLost(event.rank, event.reason) : OnServerReplaced(event.rank);
+    return lost ? context_.losses->OnServerLost(event.rank, event.reason)
+                : context_.losses->OnServerReplaced(event.rank);
   }
   if (event.kind != ps::MembershipEvent::kFailed) return;
   is_over_ = true;

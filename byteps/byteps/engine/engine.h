@@ -18,7 +18,7 @@
 #include "byteps/device/device.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/engine_context.h"
-#include "byteps/engine/kept_sums.h"
+#include "byteps/engine/loss_policy.h"
 #include "byteps/engine/operation.h"
 #include "byteps/engine/puller.h"
 #include "byteps/engine/push_pull_request.h"
@@ -47,7 +47,8 @@ class Engine : public ChannelUser {
  public:
   // `counters` and `speed` outlive this.
   Engine(const Config& config, const Launch& launch, int num_servers,
-         std::unique_ptr<Channel> channel, WorkerCounters* counters, SpeedMeter* speed);
+         std::unique_ptr<Channel> channel, std::unique_ptr<LossPolicy> losses,
+         WorkerCounters* counters, SpeedMeter* speed);
   ~Engine() override;
 
   void Start();
@@ -104,23 +105,6 @@ class Engine : public ChannelUser {
   // copies it as a whole (staged_sum.h).
   bool IsSmallAndAlone(const Operation& operation);
   void Fail(const std::string& reason);
-
-  // pusher.cc.
-  void OnServerLost(int server, const std::string& reason);
-  void OnServerReplaced(int server);
-  // Tells it in which rounds this worker goes on; what it answers.
-  void SayResumes(int server, uint64_t turn);
-  void OnResumed(const Message& answer);
-  void Give(int server, uint64_t turn, const KeptSum& sum);
-  void OnGiven(const Message& answer);
-  // Gives a server as many of the sums that wait as may be in flight.
-  void GiveNext(int server, uint64_t turn);
-  // Tells servers that have no requests of this worker's what it has, as long as it keeps any of
-  // their sums; what they answer.
-  void Confirm();
-  void OnConfirmed(const Message& answer);
-  void GoOn(int server, uint64_t turn);
-  void PushAgain(Request request);
 
   // Lets streams go on that wait for sums that failed.  Fails the job where nobody would hear of
   // that.

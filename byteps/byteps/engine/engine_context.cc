@@ -24,8 +24,8 @@ PinnedPool* PoolForStreamed(uint64_t limit, uint64_t largest_partition) {
 }  // namespace
 
 EngineContext::EngineContext(const Config& config, const Launch& launch, int num_servers,
-                             std::unique_ptr<Channel> how, WorkerCounters* counted,
-                             SpeedMeter* speed)
+                             std::unique_ptr<Channel> how, std::unique_ptr<LossPolicy> policy,
+                             WorkerCounters* counted, SpeedMeter* speed)
     : plan(config, launch, num_servers),
       op_timeout_s(config.Float("BYTEPS_OP_TIMEOUT_S")),
       pool(PinnedPool::Shared(Use::kPartitions, config.Int("BYTEPS_PINNED_BYTES"),
@@ -36,8 +36,7 @@ EngineContext::EngineContext(const Config& config, const Launch& launch, int num
       channel(std::move(how)),
       counters(counted),
       operations(counted, speed),
-      loss(config.Float("BYTEPS_REPLACE_SERVERS_S") > 0, config.Bool("BYTEPS_BACKUP_STATE"),
-           num_servers),
+      losses(std::move(policy)),
       vacancies(channel.get()),
       scheduler(
           std::make_shared<PushScheduler>(num_servers, config.Int("BYTEPS_SERVER_WINDOW_BYTES"))),
@@ -49,13 +48,10 @@ Message EngineContext::MakeRequestMessage(Request request) {
   const Operation::Part wanted = operation.Wanted(request.index);
   PushHeader header;
   header.round = operation.round;
-  // Of an operation that fails at this moment the tensor knows no longer.
+  // The tensor may already have dropped an operation that is failing right now.
   header.oldest = std::min(operation.tensor->oldest.load(), operation.round);
   if (operation.request.forgets_lost) header.flags |= PushHeader::kForgetLost;
-  if (loss.keeps && op == kPushPull) {
-    header.flags |= PushHeader::kKeepsSums;
-    header.confirmed = requests.FirstOpen(request.server);
-  }
+  if (op == kPushPull) losses->Complete(&header, request.server);
   header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
   if (op != kLoadState && op != kPushNorm) {  // which ask for no part
     header.pull_offset =

@@ -8,12 +8,12 @@
 #include "byteps/cluster/vacancies.h"
 #include "byteps/device/copy_queues.h"
 #include "byteps/device/pinned_pool.h"
+#include "byteps/engine/loss_policy.h"
 #include "byteps/engine/missing_ranks.h"
 #include "byteps/engine/operation_trace.h"
 #include "byteps/engine/operations.h"
 #include "byteps/engine/push_scheduler.h"
 #include "byteps/engine/requests.h"
-#include "byteps/engine/server_loss.h"
 #include "byteps/engine/small_sums.h"
 #include "byteps/engine/speed_meter.h"
 #include "byteps/engine/streamed_sums.h"
@@ -25,7 +25,8 @@ namespace core {
 // What the parts of one engine share.
 struct EngineContext {
   EngineContext(const Config& config, const Launch& launch, int num_servers,
-                std::unique_ptr<Channel> how, WorkerCounters* counted, SpeedMeter* speed);
+                std::unique_ptr<Channel> how, std::unique_ptr<LossPolicy> policy,
+                WorkerCounters* counted, SpeedMeter* speed);
 
   // A request about the partition of `request`, which is remembered until the answer.
   Message MakeRequestMessage(Request request);
@@ -42,7 +43,7 @@ struct EngineContext {
   Operations operations;
   Requests requests;
   MissingRanks missing;
-  ServerLoss loss;
+  const std::unique_ptr<LossPolicy> losses;
   Vacancies vacancies;
   CopyQueues copies;
   StreamedSums streamed;

@@ -31,8 +31,9 @@ Puller::Puller(EngineContext* context)
 
 char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
   Request request;
-  // What is kept must not be the caller's memory; nor is that to be half a sum of a lost server.
-  if (head.failed || bytes == 0 || context_->loss.keeps) return nullptr;
+  // A sum that is kept must not lie in the caller's memory, where half a sum of a lost server must
+  // not be left either.
+  if (head.failed || bytes == 0 || context_->losses->keeps_sums()) return nullptr;
   if (!context_->requests.Peek(head.number, &request)) return nullptr;
   Operation& operation = *request.operation;
   // Nothing is placed into the memory of an operation that ended: Wait makes the channel abandon
@@ -49,61 +50,13 @@ char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
 
 void Puller::OnAnswer(Message* message) {
   Request request;
-  if (!TakeRequest(message, &request)) return;  // given up already
+  if (!context_->losses->TakeRequest(message, &request)) return;  // given up already
   const Request asked = request;
   try {
     HandleAnswer(message, std::move(request));
   } catch (const std::exception& e) {
     Fail(asked, e.what());
   }
-}
-
-bool Puller::TakeRequest(Message* message, Request* request) {
-  if (!context_->loss.keeps) return context_->requests.Take(message->number, request);
-  ps::ReaderLock lock(&context_->loss.mu);
-  const bool is_open = context_->requests.Peek(message->number, request);
-  if (is_open &&
-      context_->loss
-          .held[request->server]) {  // what is kept may have been given to another already
-    PS_PROBE(kAnswerOfLost);
-    return false;
-  }
-  if (!context_->requests.Take(message->number, request)) return false;
-  if (message->failed || request->operation->request.op != kPushPull) return true;
-  try {
-    KeepSum(message, *request);
-  } catch (const std::exception& e) {  // its operation fails
-    message->failed = true;
-    message->body = e.what();
-  }
-  return true;
-}
-
-void Puller::KeepSum(Message* message, const Request& request) {
-  const Operation& operation = *request.operation;
-  KeptAnswer answer;
-  if (!KeptAnswer::Take(&message->body, &answer)) {
-    throw Error("the answer of " + context_->channel->NameOfServer(request.server) + " about '" +
-                operation.name() + "' does not say who lacks the sum");
-  }
-  KeptSum sum;
-  sum.tensor = operation.tensor;
-  sum.index = request.index;
-  sum.round = operation.round;
-  sum.serial = answer.serial;
-  sum.lacks = message->body;
-  if (operation.Wanted(request.index).bytes == operation.Whole(request.index).bytes) {
-    sum.values = message->values;
-    if (context_->channel->RegistersMemory()) {  // which the transport needs back
-      sum.values = SharedBytes::New(message->values.size());
-      memcpy(sum.values.data(), message->values.data(), message->values.size());
-    }
-  }
-  KeptSums& kept = context_->loss.kept;
-  kept.Keep(request.server, std::move(sum));
-  kept.Drop(request.server, *operation.tensor, request.index,
-            std::min(answer.ended, operation.round));
-  kept.DropBefore(request.server, answer.with_all);
 }
 
 void Puller::HandleAnswer(Message* message, Request request) {

@@ -49,9 +49,6 @@ class Puller {
   void NoteMissing(const Message& message, const Request& request);
   // Why an answer cannot be used; empty if it can.
   std::string Refusal(const Message& message, const Request& request);
-  // Takes the request that was answered out, and keeps the sum where a server may be lost.
-  bool TakeRequest(Message* message, Request* request);
-  void KeepSum(Message* message, const Request& request);
   // Of a request that was open until now.  Throws Error.
   void HandleAnswer(Message* message, Request request);
   void OnSum(Message* message, Request request);

@@ -1,5 +1,6 @@
 #include "byteps/engine/pusher.h"
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -10,7 +11,6 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/engine/engine_context.h"
-#include "byteps/engine/server_loss.h"
 #include "byteps/engine/staged_sum.h"
 
 namespace byteps {
@@ -203,24 +203,19 @@ void Pusher::StartCopy(Task task, int track) {
 }
 
 void Pusher::Send(const Task& task, int track) {
-  std::string error;
-  if (ServerLoss& loss = context_->loss; loss.keeps) {
-    ps::ReaderLock lock(&loss.mu);
-    error = SendNow(task, track, !loss.held[task.server]);
-  } else {
-    error = SendNow(task, track, true);
-  }
+  const auto send = [&](bool is_there) { return SendNow(task, track, is_there); };
+  const std::string error = context_->losses->Send(task.server, std::ref(send));
   if (!error.empty()) context_->operations.Fail(task.operation, error);
 }
 
 bool Pusher::OffersPlaces(const Operation& operation) const {
-  // What is kept must not be the caller's memory (Puller::PlaceFor).  A GPU's pinned memory is
-  // taken when the sum comes: there may be less than is awaited.
-  return context_->channel->RegistersMemory() && !context_->loss.keeps &&
+  // A sum that is kept must not lie in the caller's memory (Puller::PlaceFor).  A GPU's pinned
+  // memory is taken when the sum comes: there may be less than is awaited.
+  return context_->channel->RegistersMemory() && !context_->losses->keeps_sums() &&
          !operation.output_on_gpu();
 }
 
-std::string Pusher::SendNow(const Task& task, int track, bool goes) {
+std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
   const Operation& operation = *task.operation;
   PartitionTimes* const times = task.times();
   const char* source = operation.Source(task.index);
@@ -264,7 +259,7 @@ std::string Pusher::SendNow(const Task& task, int track, bool goes) {
   context_->counters->pushed_partitions.Add();
   context_->counters->pushed_bytes.Add(task.bytes);
   const OperationTrace::Pending pending(context_->trace.get(), operation);
-  if (!goes) {
+  if (!is_there) {
     PS_PROBE(kPushHeldBack);
     return "";
   }

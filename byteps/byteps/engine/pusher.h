@@ -43,8 +43,8 @@ class Pusher {
   void Send(const Task& task, int track);
   // Whether its server may be told where its sums belong before they come.
   bool OffersPlaces(const Operation& operation) const;
-  // `goes`: if not, it is remembered and not sent.  Returns why it could not be sent.
-  std::string SendNow(const Task& task, int track, bool goes);
+  // Without its server the request is remembered and not sent.  Returns why it could not be sent.
+  std::string SendNow(const Task& task, int track, bool is_there);
   void Fail(const Task& task, const std::string& error);
   void Drop(const Task& task);
 

@@ -324,7 +324,7 @@ void Engine::Watch() {
       if (!verdict.empty()) context_.operations.Fail(operation, verdict);
     }
     EndFailedStreams();
-    Confirm();
+    context_.losses->OnTick();
   }
   // At once after a failure too, the process may be killed soon: but with all that failed.
   {

@@ -21,10 +21,10 @@ namespace {
 Worker::~Worker() { Stop(false, ""); }
 
 void Worker::Start(const Config& config, const Launch& launch, int num_servers,
-                   std::unique_ptr<Channel> channel) {
+                   std::unique_ptr<Channel> channel, std::unique_ptr<LossPolicy> losses) {
   if (started()) return;
   auto engine = std::make_shared<Engine>(config, launch, num_servers, std::move(channel),
-                                         &counters_, &speed_);
+                                         std::move(losses), &counters_, &speed_);
   const MetricsSource source{Role::kWorker, [rank = launch.rank] { return rank; },
                              [this] { return Metrics(); }};
   auto metrics_server = MetricsServer::Make(config, launch.local_rank, source);

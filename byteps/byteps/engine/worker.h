@@ -15,6 +15,7 @@
 #include "byteps/device/device.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/engine.h"
+#include "byteps/engine/loss_policy.h"
 #include "byteps/engine/push_pull_request.h"
 #include "byteps/engine/speed_meter.h"
 #include "byteps/engine/streamed_sums.h"
@@ -36,7 +37,7 @@ class Worker {
 
   // Joins the cluster by `channel`; blocks until every node has.
   void Start(const Config& config, const Launch& launch, int num_servers,
-             std::unique_ptr<Channel> channel);
+             std::unique_ptr<Channel> channel, std::unique_ptr<LossPolicy> losses);
 
   // Waits for what is in flight (no longer than BYTEPS_PEER_TIMEOUT_S), says
   // goodbye, and closes.  Does nothing when not started.  `failure`: why this process ends, if not

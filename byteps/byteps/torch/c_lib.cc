@@ -33,6 +33,7 @@
 #include "byteps/net/link/server_nics.h"
 #include "byteps/observe/histogram.h"
 #include "byteps/observe/metrics.h"
+#include "byteps/recovery/worker/server_replacement.h"
 #include "byteps/torch/c_parts.h"
 
 // The end of the processes that embedded mode started next to this rank (launcher/embedded.py).
@@ -242,7 +243,8 @@ void Init(int num_servers, const std::string& gpu, const std::optional<PlaceTupl
   options.num_servers =
       num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER"));
   GetWorker()->Start(config, launch, options.num_servers,
-                     std::make_unique<Session>(config, options));
+                     std::make_unique<Session>(config, options),
+                     MakeLossPolicy(config, options.num_servers));
 }
 
 std::vector<uint64_t> BytesPerServer(const std::string& name, const std::string& dtype,

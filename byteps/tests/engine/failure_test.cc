@@ -1,5 +1,4 @@
-// A worker of which something fails: its peers, its job, a server that another one replaces, or an
-// operation.
+// A worker of which something fails: its peers, its job, a server, or an operation.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,8 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "byteps/base/invariant.h"
-#include "byteps/device/fake.h"
 #include "tests/support/job.h"
 #include "tests/support/kit.h"
 
@@ -122,129 +119,7 @@ TEST(Failure, StopWhileOthersCall) {
   }
 }
 
-// ----- a server is lost, and another one takes its place (engine/pusher.cc)
-
-// Tests of broken devices keep memory for ever; that of partitions of this length is another pool.
-constexpr size_t kLength = 16 * kPage;
-constexpr size_t kPartitions = 6;
-constexpr size_t kCount = kPartitions * kLength / sizeof(float);
-const Settings kGoesOn = {{"BYTEPS_REPLACE_SERVERS_S", "60"},
-                          {"BYTEPS_PARTITION_BYTES", std::to_string(kLength)},
-                          {"BYTEPS_PINNED_BYTES", std::to_string(16 * kLength)},
-                          {"BYTEPS_STREAMED_BYTES", std::to_string(64 << 20)}};
-
-// Where its tensors are: on the CPU, on a GPU, or on one whose streams alone wait.
-enum class Where { kHost, kGpu, kStreamed };
-
-class ServerLossTest : public testing::TestWithParam<Where> {
- protected:
-  ServerLossTest() : job_(2, {}, kGoesOn) {
-    fake::SetCurrentDevice(0);
-    if (GetParam() != Where::kHost) stream_ = MakeStream();
-  }
-
-  int64_t Begin(std::vector<float>* values) {
-    const int device = GetParam() == Where::kHost ? kCpu : 0;
-    PushPullRequest request = Job::RequestFor("x", values, device, stream_);
-    request.streamed = GetParam() == Where::kStreamed;
-    return job_.worker.PushPull(request);
-  }
-  void End(int64_t handle) {
-    job_.Wait(handle, stream_);
-    if (stream_ != nullptr) fake::Synchronize(stream_);
-  }
-  // A round of which nothing is lost.
-  void Sum() {
-    auto values = Values(kCount, 1);
-    const auto sum = Times(values, 3);
-    End(Begin(&values));
-    EXPECT_EQ(values, sum);
-  }
-  size_t PushesOf(int server) {
-    const auto pushes = job_.channel->pushes();
-    return std::count_if(pushes.begin(), pushes.end(),
-                         [=](const auto& push) { return push.second == server; });
-  }
-
-  Job job_;
-  DeviceStream stream_ = nullptr;
-};
-
-TEST_P(ServerLossTest, WhatWasNotAnsweredIsPushedAgain) {
-  Sum();
-  Sum();
-  const size_t each = PushesOf(0) / 2;
-  job_.channel->HoldServer(0, false);
-  auto values = Values(kCount, 1);
-  const auto sum = Times(values, 3);
-  const int64_t handle = Begin(&values);
-  ASSERT_TRUE(job_.channel->AwaitHeld(each));
-  job_.channel->LoseServer(0);
-  EXPECT_EQ(job_.channel->declarations(0).size(), 1u);
-  job_.channel->ReplaceServer(0);
-  End(handle);
-  EXPECT_EQ(values, sum);
-  EXPECT_EQ(job_.channel->declarations(0).size(), 2u) << "the new one knows nothing";
-  EXPECT_EQ(PushesOf(0), 4 * each);
-  // Of the round before all have heard; of that one this worker alone may have.
-  const auto gifts = job_.channel->gifts();
-  EXPECT_EQ(gifts.size(), each);
-  for (const auto& [key, round] : gifts) EXPECT_EQ(round, 1u);
-  Sum();
-}
-
-TEST_P(ServerLossTest, NothingIsSentBetween) {
-  Sum();
-  job_.channel->LoseServer(0);
-  const size_t before = PushesOf(0);
-  auto values = Values(kCount, 1);
-  const auto sum = Times(values, 3);
-  const int64_t handle = Begin(&values);
-  ASSERT_TRUE(job_.channel->AwaitPushes(3 * kPartitions / 2));  // those of the other one
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_FALSE(job_.worker.Poll(handle));
-  EXPECT_EQ(PushesOf(0), before);
-  job_.channel->ReplaceServer(0);
-  End(handle);
-  EXPECT_EQ(values, sum);
-}
-
-TEST_P(ServerLossTest, AnswersOfTheLostOneAreTooLate) {
-  job_.channel->HoldServer(0, false);
-  auto values = Values(kCount, 1);
-  const auto sum = Times(values, 3);
-  const int64_t handle = Begin(&values);
-  ASSERT_TRUE(job_.channel->AwaitHeld(kPartitions / 2));
-  job_.channel->LoseServer(0, false);
-  job_.channel->Release();
-  job_.channel->ReplaceServer(0);
-  End(handle);
-  EXPECT_EQ(values, sum);
-  EXPECT_TRUE(job_.channel->gifts().empty());
-}
-
-TEST_P(ServerLossTest, OneThatIsLostAgainIsReplacedAgain) {
-  Sum();
-  auto values = Values(kCount, 1);
-  const auto sum = Times(values, 3);
-  job_.channel->HoldServer(0, false);
-  const int64_t handle = Begin(&values);
-  ASSERT_TRUE(job_.channel->AwaitHeld(kPartitions / 2));
-  job_.channel->LoseServer(0);
-  for (int i = 0; i < 3; ++i) {
-    job_.channel->ReplaceServer(0);
-    job_.channel->LoseServer(0);
-  }
-  job_.channel->ReplaceServer(0);
-  End(handle);
-  EXPECT_EQ(values, sum);
-  Sum();
-}
-
-INSTANTIATE_TEST_SUITE_P(Tensors, ServerLossTest,
-                         testing::Values(Where::kHost, Where::kGpu, Where::kStreamed));
-
-TEST(ServerLossWithoutIt, EndsTheJob) {
+TEST(Failure, OfAServerEndsTheJob) {
   Job job(1);
   auto values = Values(4, 1);
   job.Wait(job.Start("x", &values));
@@ -257,17 +132,6 @@ TEST(ServerLossWithoutIt, EndsTheJob) {
               std::string::npos)
         << e.what();
   }
-}
-
-TEST(ServerLossWithAPart, GivesNoSum) {
-  Job job(1, {}, kGoesOn);
-  auto values = Values(kCount, 1);
-  PushPullRequest request = Job::RequestFor("x", &values);
-  request.pull_begin = kLength;
-  request.pull_end = 2 * kLength + 4;
-  job.Wait(job.worker.PushPull(request));
-  // One partition whole, four bytes of another one, and nothing of the others.
-  EXPECT_EQ(job.Metric("kept_bytes"), kLength);
 }
 
 }  // namespace

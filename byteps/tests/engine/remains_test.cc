@@ -13,6 +13,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/engine/worker.h"
+#include "byteps/recovery/worker/server_replacement.h"
 #include "tests/support/kit.h"
 
 namespace byteps {
@@ -45,7 +46,8 @@ struct LoopedWorkers {
   LoopedWorkers() : config(TheConfig()), loop(config) {
     for (int rank = 0; rank < kWorkers; ++rank) {
       workers.push_back(std::make_unique<Worker>());
-      workers.back()->Start(config, LaunchOf(rank, kWorkers), 1, loop.ChannelOf(rank));
+      workers.back()->Start(config, LaunchOf(rank, kWorkers), 1, loop.ChannelOf(rank),
+                            MakeLossPolicy(config, 1));
       buffers.emplace_back(kValuesOfSum);
     }
   }

@@ -37,6 +37,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/engine/worker.h"
+#include "byteps/recovery/worker/server_replacement.h"
 
 namespace byteps {
 namespace core {
@@ -108,7 +109,8 @@ class Job {
     }
     auto made = std::make_unique<BrokenSession>(config, session);
     session_ = made.get();
-    worker_.Start(config, launch_, session.num_servers, std::move(made));
+    worker_.Start(config, launch_, session.num_servers, std::move(made),
+                  MakeLossPolicy(config, session.num_servers));
   }
 
   ExitStatus Run() {

@@ -6,6 +6,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/engine/worker.h"
+#include "byteps/recovery/worker/server_replacement.h"
 #include "world.h"
 
 namespace byteps {
@@ -299,7 +300,8 @@ void Job::RunWorker(int number, int rank, int workers, int incarnation) {
     launch.size = workers;
     worker.Start(config_, launch, plan_.servers,
                  std::make_unique<SimulatedChannel>(
-                     &network_, SettingsOf(ps::Node::WORKER, number, rank, workers)));
+                     &network_, SettingsOf(ps::Node::WORKER, number, rank, workers)),
+                 MakeLossPolicy(config_, plan_.servers));
     starting.unlock();
     ++started_;
     BPS_INVARIANT_NOTED("nothing is broken on purpose", !breaks_invariant_,

@@ -7,6 +7,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
+#include "byteps/recovery/worker/server_replacement.h"
 #include "byteps/server/sum_server.h"
 #include "world.h"
 
@@ -219,7 +220,8 @@ void ReplicaJob::RunMember(Life* life, int place, Inside* inside) {
     launch.replicas = plan_.replicas;
     worker.Start(settings(), launch, plan_.servers,
                  std::make_unique<SimulatedChannel>(
-                     &network_, SettingsOf(ps::Node::WORKER, life->nodes[place], rank)));
+                     &network_, SettingsOf(ps::Node::WORKER, life->nodes[place], rank)),
+                 MakeLossPolicy(settings(), plan_.servers));
     ++started_;
     member.Run();
   } catch (const std::exception& e) {

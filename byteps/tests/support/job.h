@@ -27,6 +27,7 @@
 #include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/engine/worker.h"
+#include "byteps/recovery/worker/server_replacement.h"
 #include "tests/support/kit.h"
 
 namespace byteps {
@@ -145,7 +146,8 @@ struct Job {
     settings.insert({"BYTEPS_PINNED_BYTES", std::to_string(16 * kPage)});
     auto made = std::make_unique<FakeChannel>(std::move(script));
     channel = made.get();
-    worker.Start(ConfigWith(settings), LaunchOf(0, 3), servers, std::move(made));
+    const Config config = ConfigWith(settings);
+    worker.Start(config, LaunchOf(0, 3), servers, std::move(made), MakeLossPolicy(config, servers));
   }
   ~Job() {
     if (worker.started()) channel->Release();

@@ -1,4 +1,4 @@
-#include "byteps/engine/kept_sums.h"
+#include "byteps/recovery/worker/kept_sums.h"
 
 #include <utility>
 

@@ -1,6 +1,6 @@
 // KeptSums: the sums that other members may lack when a server is lost (docs/design/replicas.md).
-#ifndef BYTEPS_ENGINE_KEPT_SUMS_H_
-#define BYTEPS_ENGINE_KEPT_SUMS_H_
+#ifndef BYTEPS_RECOVERY_WORKER_KEPT_SUMS_H_
+#define BYTEPS_RECOVERY_WORKER_KEPT_SUMS_H_
 
 #include <cstdint>
 #include <map>
@@ -67,4 +67,4 @@ class KeptSums {
 }  // namespace core
 }  // namespace byteps
 
-#endif  // BYTEPS_ENGINE_KEPT_SUMS_H_
+#endif  // BYTEPS_RECOVERY_WORKER_KEPT_SUMS_H_
