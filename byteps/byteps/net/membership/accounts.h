@@ -17,7 +17,7 @@ namespace ps {
 namespace membership {
 
 // What nodes tell a scheduler that goes on with their job after another one has died, and what it
-// concludes from that (docs/design/replicas.md).
+// concludes from that (docs/design/losses.md).
 //
 // One node's.
 struct Account {

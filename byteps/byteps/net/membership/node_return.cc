@@ -1,4 +1,4 @@
-// A node whose scheduler has died, and may return (docs/design/replicas.md).
+// A node whose scheduler has died, and may return (docs/design/losses.md).
 #include <algorithm>
 #include <chrono>
 #include <set>
@@ -191,7 +191,7 @@ void NodeMembership::OnHeartbeat() {
   asked_.marked.reset();
 }
 
-// What a node hears and says of replicas, and of servers that are lost (docs/design/replicas.md).
+// What a node hears and says of replicas, and of servers that are lost (docs/design/losses.md).
 
 void NodeMembership::OnReplicas(const Message& msg) {
   MembershipEvent event;

@@ -1,5 +1,5 @@
 // A scheduler that goes on with the job of one that died, from what nodes tell it
-// (docs/design/replicas.md).
+// (docs/design/losses.md).
 #include <algorithm>
 #include <climits>
 #include <set>

@@ -1,5 +1,5 @@
 // Servers that are lost while the job goes on, and others that take their places
-// (docs/design/replicas.md): what the scheduler does of it.
+// (docs/design/losses.md): what the scheduler does of it.
 #include <algorithm>
 #include <set>
 #include <string>

@@ -1,4 +1,4 @@
-// KeptSums: the sums that other members may lack when a server is lost (docs/design/replicas.md).
+// KeptSums: the sums that other members may lack when a server is lost (docs/design/losses.md).
 #ifndef BYTEPS_RECOVERY_WORKER_KEPT_SUMS_H_
 #define BYTEPS_RECOVERY_WORKER_KEPT_SUMS_H_
 

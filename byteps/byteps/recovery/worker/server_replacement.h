@@ -22,7 +22,7 @@ namespace core {
 // the one that ends the job.
 std::unique_ptr<LossPolicy> MakeLossPolicy(const Config& config, int num_servers);
 
-// Goes on with the server that takes the place of a lost one (docs/design/reliability.md):
+// Goes on with the server that takes the place of a lost one (docs/design/losses.md):
 //
 //   lost      nothing is sent to it any more
 //   replaced  the new one is told of all tensors, and where this worker goes on in each of them;
