@@ -210,7 +210,9 @@ def test_replicas_that_begin_differently_are_told(
 ) -> None:
     options = options_of("--replicas", "2", "--steps", "4")
     monkeypatch.setattr(bench, "arguments_of_world", lambda number: ["--seed", str(number + 1)])
-    with pytest.raises(LaunchError, match="replicas have different parameters to begin with"):
+    with pytest.raises(
+        LaunchError, match="replicas have different parameters or buffers to begin with"
+    ):
         bench.train(options, prefix, EACH_STEP)
 
 
