@@ -20,6 +20,7 @@ from pathlib import Path
 from scripts.progress import end_with_parent
 
 LOOPBACK = "127.0.0.1"
+GPUS_OF_DRIVER = Path("/proc/driver/nvidia/gpus")
 LAUNCHER_VARIABLES = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -173,13 +174,17 @@ def some_gpus(first: int, count: int) -> str:
 
 
 def count_gpus() -> int:
-    """How many GPUs of this machine may be used."""
+    """How many GPUs of this machine may be used: none where CUDA_VISIBLE_DEVICES is empty."""
     return len(_gpus())
 
 
 def _gpus() -> list[str]:
-    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return given.split(",")
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [gpu for gpu in given.split(",") if gpu]
+    if not any(GPUS_OF_DRIVER.glob("*")):
+        return []
     import torch  # here, because most of those who start processes need none of it
 
+    # The driver may know GPUs that this container does not have. CUDA does not start by this.
     return [str(i) for i in range(torch.cuda.device_count())]

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts import prepare_data
+from scripts import children, prepare_data
 from scripts.progress import Progress
 from scripts.trainkit import hf
 from scripts.trainkit.job import (
@@ -134,13 +134,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def count_gpus() -> int:
-    # In a process of its own CUDA would be kept busy by this one, which only waits.
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
 def on_gpu() -> bool:
-    return count_gpus() > 0 and os.environ.get("MEGATRON_CPU") != "1"
+    return os.environ.get("MEGATRON_CPU") != "1" and children.count_gpus() > 0
 
 
 def megatron_arguments(
@@ -314,7 +309,7 @@ def run(options: argparse.Namespace) -> int:
         print("error: Ray is not installed: use `make train MODE=ray`", file=sys.stderr)
         return 1
     if options.workers is None:
-        options.workers = count_gpus() if on_gpu() else EXACT_WORKERS
+        options.workers = children.count_gpus() if on_gpu() else EXACT_WORKERS
     if options.hf_model is not None:
         return run_pretrained(options)
     max_bytes = options.max_bytes or prepare_data.DEFAULT_MAX_BYTES

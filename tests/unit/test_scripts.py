@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_byteps_ray import profiling
-from scripts import progress
+from scripts import children, progress, train
 from scripts.recipekit import features, megatron
 from scripts.recipekit.features import Outcome, rows_of_results
 
@@ -242,3 +242,15 @@ def test_merging_with_traces_of_torch(tmp_path: Path) -> None:
     (tmp_path / "cut.json.gz").write_bytes(files[0].read_bytes()[:50])
     with pytest.raises(ValueError, match=r"cut.json.gz is no timeline"):
         profiling.merge([tmp_path / "cut.json.gz"])
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("1", 1), ("0,3", 2)])
+def test_gpus_that_are_hidden_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, count: int
+) -> None:
+    (tmp_path / "0000:01:00.0").touch()  # the driver knows one all the same
+    monkeypatch.setattr(children, "GPUS_OF_DRIVER", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("MEGATRON_CPU", raising=False)
+    assert children.count_gpus() == count
+    assert train.on_gpu() == (count > 0)
