@@ -319,9 +319,9 @@ void BackupLink::OnRecord(Message* message) {
     if (!counts) return PS_PROBE(kLateRecord);
     if (is_copy && record.what == CopyRecord::kBegin) {
       copies_.Clear();
-      is_whole_ = false;
+      is_whole_ = lacks_record_ = false;
     }
-    if (is_copy && record.what == CopyRecord::kComplete) is_whole_ = true;
+    if (is_copy && record.what == CopyRecord::kComplete) is_whole_ = !lacks_record_;
     generation = copies->generation();
   }
   if (record.what == CopyRecord::kBegin || record.what == CopyRecord::kComplete) {
@@ -345,7 +345,10 @@ void BackupLink::Apply(const Message& message, const CopyRecord& record, Copies*
   if (!error.empty()) {
     ps::MutexLock lock(&mu_);
     if (message.op == kCopy) {
-      is_whole_ = false;
+      if (record.pass == last_pass_) {
+        is_whole_ = false;
+        lacks_record_ = true;
+      }
     } else if (std::exchange(fetches_, false)) {
       fetch_error_ = error;
       awaits_ = false;

@@ -1,5 +1,5 @@
 // BackupLink: how servers copy the state that they keep for an optimizer
-// (docs/design/replicas.md).
+// (docs/design/losses.md).
 #ifndef BYTEPS_SERVER_BACKUP_LINK_H_
 #define BYTEPS_SERVER_BACKUP_LINK_H_
 
@@ -23,7 +23,7 @@ namespace byteps {
 namespace core {
 
 // What this server and its neighbors say to each other, so that another server has a copy of the
-// state that each keeps for an optimizer (docs/design/replicas.md).
+// state that each keeps for an optimizer (docs/design/losses.md).
 //
 //   primary                                backup
 //     MEET  <---------------------------->  MEET (pass)   who connected is the first
@@ -146,6 +146,8 @@ class BackupLink {
   uint64_t last_pass_ PS_GUARDED_BY(mu_) = 0;
   uint64_t life_with_pass_ PS_GUARDED_BY(mu_) = 0;
   bool is_whole_ PS_GUARDED_BY(mu_) = true;
+  // A record could not be applied: the copy is not whole until the primary tells all of it anew.
+  bool lacks_record_ PS_GUARDED_BY(mu_) = false;
   struct Sending {
     Message request;  // its FETCH
     uint64_t pass = 0;

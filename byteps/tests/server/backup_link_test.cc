@@ -213,6 +213,25 @@ TEST_F(BackupLinkTest, WhatHasNotItsFormIsRefusedAndTheCopyIsNotWhole) {
   EXPECT_TRUE(Tell(kFetch, "", 0, pass).failed);
 }
 
+TEST_F(BackupLinkTest, ACopyThatLacksARecordIsWholeOnlyOnceAllIsToldAnew) {
+  const uint64_t pass = Meet(70);
+  const auto mark = [&](CopyRecord::What what) {
+    CopyRecord record;
+    record.pass = pass;
+    record.what = what;
+    EXPECT_FALSE(Copy(record).failed);
+  };
+  mark(CopyRecord::kBegin);
+  EXPECT_FALSE(Copy(State(pass), {1, 1, 1, 1}).failed);
+  EXPECT_TRUE(Copy(State(pass), {1, 1}).failed) << "half a state";
+  mark(CopyRecord::kComplete);  // sent before the primary heard of that
+  EXPECT_TRUE(Tell(kFetch, "", 0, pass).failed);
+  mark(CopyRecord::kBegin);
+  EXPECT_FALSE(Copy(State(pass), {2, 2, 2, 2}).failed);
+  mark(CopyRecord::kComplete);
+  EXPECT_EQ(Fetched(pass), 2);
+}
+
 TEST_F(BackupLinkTest, AStateThatIsToldAnewWhileItIsSentIsNot) {
   const uint64_t pass = Meet(70);
   Copy(State(pass), {1, 1, 1, 1});
