@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <utility>
 
 #include "byteps/base/invariant.h"
@@ -99,7 +100,10 @@ void Rounds::FailWithoutThoseGone(Partition* partition, Round* round) {
 
 void Rounds::FailWithout(int rank, const std::string& reason) {
   gone_[rank] = reason;
-  for (Partition* partition : partitions_) {
+  // Thousands of workers may leave at once, and few partitions have open rounds then.
+  std::map<uint64_t, Partition*> waiting;
+  for (const auto& [deadline, partition] : open_) waiting[partition->key] = partition;
+  for (const auto& [key, partition] : waiting) {
     const Declaration& declaration = partition->declaration();
     const int member = declaration.MemberIndex(rank);
     if (member < 0) continue;
@@ -410,6 +414,9 @@ void Rounds::TakeGiven(Partition* partition, Message* message) {
   const int rank = message->peer;
   const int member = partition->declaration().MemberIndex(rank);
   if (absent_.count(rank) > 0) return;
+  // Values of a gift that were dropped are no part that a member had.
+  const bool lacks_memory = message->values.empty() && message->sent_bytes > 0;
+  if (lacks_memory) throw OutOfMemory(message->sent_bytes);
   Round* const round = FindOrBegin(partition, HeaderOf(*message));
   // All have ended one that is over; and this member has ended it, whatever became of it here.
   if (round == nullptr || round->pushed[member]) {

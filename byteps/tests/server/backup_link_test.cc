@@ -412,6 +412,22 @@ TEST_F(GivenTest, WhatMembersHadPartsOfIsLost) {
   }
 }
 
+TEST_F(GivenTest, AGiftWithoutMemoryForItFailsByThatName) {
+  Resume({2, 2, 2});
+  const uint64_t before = Push(1, 2);
+  PushHeader header;
+  header.round = header.oldest = 2;
+  header.flags = PushHeader::kKeepsSums;
+  Message gift = MakeRequest(kGiveSum, 0, declaration_.Key(), ++number_, header.Pack());
+  gift.sent_bytes = kBytes;  // the link had no memory for them, and dropped them
+  Tell(std::move(gift), 0);
+  for (const uint64_t number : {number_, before}) {
+    const Answers::Answer answer = answers_.Await(number);
+    EXPECT_TRUE(answer.failed);
+    EXPECT_NE(answer.body.find("out of memory"), std::string::npos) << answer.body;
+  }
+}
+
 TEST_F(GivenTest, PartsAloneThatAllHadHarmNobody) {
   Resume({2, 2, 2});
   for (const int rank : {0, 1, 2}) {
