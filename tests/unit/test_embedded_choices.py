@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from byteps.launcher import addresses, child, embedded, embedded_nodes, host_servers, places
+from byteps.launcher import addresses, child, embedded, embedded_nodes, host_servers
 from byteps.launcher.child import Child, find_executable
 from byteps.launcher.embedded_nodes import EmbeddedNodes
 from byteps.launcher.host_servers import HostServers
@@ -22,23 +22,9 @@ from byteps.launcher.start import Start
 
 LIMIT_S = 60.0
 """Against hangs."""
+CLUSTERS_OWN = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")
 Add = Callable[[str], Child]
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-
-
-@pytest.mark.parametrize(
-    ("env", "ranks"),
-    [
-        (TORCHRUN, (3, 4)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2)),
-        ({}, (0, 1)),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1)),
-        ({"DMLC_NUM_WORKER": "1"}, (0, 1)),
-        ({"DMLC_WORKER_ID": "1", "DMLC_NUM_WORKER": "2"}, (1, 2)),
-    ],
-)
-def test_ranks_of_the_environment(env: dict[str, str], ranks: tuple[int, int]) -> None:
-    assert places.read_ranks(env) == ranks
 
 
 def test_own_place_on_the_host_comes_first() -> None:
@@ -49,24 +35,11 @@ def test_own_place_on_the_host_comes_first() -> None:
     assert LocalPlace.own({"LOCAL_RANK": "1"}, "host").local is None
 
 
-@pytest.mark.parametrize(
-    ("change", "pattern"),
-    [
-        ({"RANK": "x"}, "RANK='x'"),
-        ({"RANK": "4"}, "RANK='4'"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two'"),
-        ({"DMLC_NUM_WORKER": "5"}, "WORLD_SIZE=4 and DMLC_NUM_WORKER=5.*ranks, not its hosts"),
-        ({"RANK": None}, "torchrun"),
-    ],
-)
-def test_bad_ranks(change: dict[str, str | None], pattern: str) -> None:
-    env = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
-    with pytest.raises(RuntimeError, match=pattern):
-        places.read_ranks(env)
-        LocalPlace.own(env, "host")
+def test_a_worker_of_several_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*CLUSTERS_OWN, "RANK", "DMLC_WORKER_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match=r"needs RANK: start it with torchrun"):
+        embedded.start_if_needed(0, 4)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +63,7 @@ def test_a_cluster_was_meant(
     for name, value in {**TORCHRUN, "LOCAL_WORLD_SIZE": "4", **change}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=pattern):
-        embedded.start_if_needed()
+        embedded.start_if_needed(3, 4)
     assert not embedded.is_running()
 
 
@@ -266,7 +239,7 @@ def test_executable_beside_python_comes_first(
 
 def test_does_nothing_with_a_scheduler_or_without_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMLC_PS_ROOT_URI", "10.0.0.1")
-    assert embedded.start_if_needed() is None
+    assert embedded.start_if_needed(0, 2) is None
     assert not embedded.is_running()
     embedded.stop()
 

@@ -25,10 +25,10 @@ from collections.abc import Callable, Mapping
 
 from byteps.launcher.embedded_nodes import REST_S, EmbeddedNodes
 from byteps.launcher.meeting import Store
-from byteps.launcher.places import LocalPlace, Ranks, byteps_error, host_name, read_ranks, seconds
+from byteps.launcher.places import LocalPlace, Ranks, byteps_error, host_name, setting
 from byteps.launcher.start import Start
 
-DEFAULT_LEAVE_TIMEOUT_S = 600.0
+USUAL_LEAVE_TIMEOUT_S = 600.0
 
 _current: EmbeddedNodes | None = None
 _left: list[EmbeddedNodes] = []
@@ -45,7 +45,7 @@ def is_running() -> bool:
 
 
 def start_if_needed(
-    given: tuple[int, int] | None = None, store: Store | None = None
+    rank: int, size: int, store: Store | None = None, *, of_torch: bool = False
 ) -> Ranks | None:
     """Start this job's scheduler and servers, unless the environment names a scheduler.
 
@@ -55,20 +55,27 @@ def start_if_needed(
     started is ended then.
 
     Args:
-        given: rank and size of this process in torch.distributed; None: those of the environment.
+        rank: of this process in the job.
+        size: ranks of the job.
         store: of torch.distributed, for more than one rank.
+        of_torch: torch.distributed says both, and not the environment.
 
     Returns:
         Where this process stands, if the ranks had to find out; None: the environment says it.
     """
     global _current
     joins = bool(os.environ.get("DMLC_PS_ROOT_URI"))
-    if _current is not None or (joins and given is None):
+    if _current is not None or (joins and not of_torch):
         return None
-    rank, size = given or read_ranks(os.environ)
-    place = LocalPlace.own(os.environ, host_name(os.environ.get("BYTEPS_HOST_ID", "")))
+    place = LocalPlace.own(os.environ, host_name(setting("BYTEPS_HOST_ID")))
     if not joins:
         demand_no_cluster(os.environ)
+    if size > 1 and not of_torch and not {"RANK", "DMLC_WORKER_ID"} & os.environ.keys():
+        raise byteps_error(
+            f"a job of {size} workers (WORLD_SIZE, DMLC_NUM_WORKER) needs RANK: start it with "
+            "torchrun, or call torch.distributed.init_process_group() with rank= and world_size= "
+            "before bps.init()"
+        )
     if size > 1 and store is None:
         raise byteps_error(
             f"embedded mode with WORLD_SIZE={size} needs torch.distributed: call "
@@ -160,5 +167,5 @@ def end_left(*, hurries: bool = False) -> None:
 
 def _leave_timeout_s() -> float:
     with contextlib.suppress(RuntimeError):  # set to junk since init: no reason not to end
-        return seconds(os.environ, "BYTEPS_OP_TIMEOUT_S", DEFAULT_LEAVE_TIMEOUT_S)
-    return DEFAULT_LEAVE_TIMEOUT_S
+        return float(setting("BYTEPS_OP_TIMEOUT_S"))
+    return USUAL_LEAVE_TIMEOUT_S

@@ -13,7 +13,7 @@ from byteps.cost_model import TCP_CORE_RATE
 from byteps.forecast.machines import BLOCK_VALUES_PER_CORE, GBPS
 from byteps.forecast.needs import BASE_BYTES, GIB, POOL_BYTES
 from byteps.forecast.training import FEW_BITS
-from byteps.launcher.places import integer
+from byteps.launcher.places import setting
 
 UNKNOWN_GBPS = 40.0
 """Rate to be ready for where the kernel tells none, as with BYTEPS_CONNECTIONS."""
@@ -87,9 +87,8 @@ class HostServers:
         moving, adding = (math.ceil(one / count) for one in (moving, adding))
         return cls(
             count=count,
-            io_threads=_given("BYTEPS_IO_THREADS", MOST_IO) or min(moving, MOST_IO),
-            adding_threads=_given("BYTEPS_SERVER_ENGINE_THREAD", MOST_ADDING)
-            or min(adding, MOST_ADDING),
+            io_threads=_given("BYTEPS_IO_THREADS") or min(moving, MOST_IO),
+            adding_threads=_given("BYTEPS_SERVER_ENGINE_THREAD") or min(adding, MOST_ADDING),
             cores=cores,
             cores_in_all=in_all,
         )
@@ -108,8 +107,9 @@ class HostServers:
         return min(self.cores_in_all, self.count * (self.io_threads + self.adding_threads))
 
 
-def _given(name: str, most: int) -> int | None:
-    return integer(os.environ, name, 0, most)
+def _given(name: str) -> int:
+    """What the environment says; 0: nothing."""
+    return int(setting(name)) if name in os.environ else 0
 
 
 def cost_text(hosts: Sequence[HostServers]) -> str:

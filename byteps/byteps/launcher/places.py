@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,56 +39,11 @@ def byteps_error(text: str) -> RuntimeError:
     return BytePSError(text)
 
 
-def integer(env: Mapping[str, str], name: str, low: int, high: int) -> int | None:
-    """A variable's whole number, None where it is not set. Raises BytePSError outside low..high."""
-    text = env.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
-        raise byteps_error(f"{name}={text!r} is not a whole number from {low} to {high}")
-    return int(text)
+def setting(name: str) -> str:
+    """A variable's value, or its default. Raises BytePSError where any variable cannot be."""
+    from byteps.torch import c_lib
 
-
-def seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    """A variable's seconds. Raises BytePSError where they are not positive."""
-    text = env.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 1e9:
-        raise byteps_error(f"{name}={text!r} is not a positive number of seconds")
-    return value
-
-
-def read_ranks(env: Mapping[str, str]) -> tuple[int, int]:
-    """Rank and size from RANK and WORLD_SIZE, as launchers set them.
-
-    DMLC_WORKER_ID and DMLC_NUM_WORKER stand in for them. A process with none of these is the only
-    one of its job. Raises BytePSError for a value that cannot be, or a partial set.
-    """
-    world = integer(env, "WORLD_SIZE", 1, _MOST_RANKS)
-    dmlc_world = integer(env, "DMLC_NUM_WORKER", 1, _MOST_RANKS)
-    if world is not None and dmlc_world is not None and world != dmlc_world:
-        raise byteps_error(
-            f"WORLD_SIZE={world} and DMLC_NUM_WORKER={dmlc_world} disagree: workers are the job's "
-            "ranks, not its hosts; unset DMLC_NUM_WORKER"
-        )
-    size = world if world is not None else dmlc_world
-    if size is None or size == 1:
-        return 0, 1
-    rank = integer(env, "RANK", 0, size - 1)
-    if rank is None:
-        rank = integer(env, "DMLC_WORKER_ID", 0, size - 1)
-    if rank is None:
-        raise byteps_error(
-            f"a job of {size} workers (WORLD_SIZE, DMLC_NUM_WORKER) needs RANK: start it with "
-            "torchrun, or call torch.distributed.init_process_group() with rank= and world_size= "
-            "before bps.init()"
-        )
-    return rank, size
+    return c_lib.setting(name)
 
 
 def host_name(given: str) -> str:
@@ -124,7 +78,7 @@ class LocalPlace:
 
     @classmethod
     def own(cls, env: Mapping[str, str], host: str) -> LocalPlace:
-        """This process's. Raises BytePSError for a value that cannot be."""
+        """This process's, by variables that were read as settings before."""
         # What an earlier job in this process found was of other ranks.
         named = any(env.get(name) != was for name, was in zip(_OURS, _found, strict=True))
         rank, size = (_first_of(env, name, named) for name in ("LOCAL_RANK", "LOCAL_SIZE"))
@@ -139,9 +93,9 @@ class LocalPlace:
 
 
 def _first_of(env: Mapping[str, str], name: str, named: bool) -> int | None:
-    ours = integer(env, f"BYTEPS_{name}", 0, _MOST_RANKS) if named else None
-    theirs = integer(env, name.replace("SIZE", "WORLD_SIZE"), 0, _MOST_RANKS)
-    return ours if ours is not None else theirs
+    ours = env.get(f"BYTEPS_{name}") if named else None
+    found = ours or env.get(name.replace("SIZE", "WORLD_SIZE"))
+    return int(found) if found else None
 
 
 def keep(local: tuple[int, int]) -> None:

@@ -23,13 +23,8 @@ from byteps.launcher.places import (
     Ranks,
     byteps_error,
     find_locals,
-    integer,
-    seconds,
+    setting,
 )
-
-DEFAULT_SERVERS = 1
-MAX_SERVERS = 256
-DEFAULT_START_TIMEOUT_S = 30.0
 
 
 class Start:
@@ -47,7 +42,7 @@ class Start:
         Args:
             nodes: takes what is started; None: the job joins a cluster.
         """
-        self._timeout_s = seconds(os.environ, "BYTEPS_START_TIMEOUT_S", DEFAULT_START_TIMEOUT_S)
+        self._timeout_s = float(setting("BYTEPS_START_TIMEOUT_S"))
         self._deadline = time.monotonic() + self._timeout_s
         self._rank, self._size, self._nodes, self._store = rank, size, nodes, store
 
@@ -84,9 +79,8 @@ class Start:
             address = own_address(os.environ, self._store)
         try:
             find_executable()
-            asked = integer(os.environ, "BYTEPS_EMBEDDED_SERVERS", 1, MAX_SERVERS)
-            means = means_of_host(address)
-            return {"servers": asked or DEFAULT_SERVERS, "means": means, "address": address}
+            count = int(setting("BYTEPS_EMBEDDED_SERVERS"))
+            return {"servers": count, "means": means_of_host(address), "address": address}
         except RuntimeError as error:
             return {"problem": str(error)}
 
@@ -188,7 +182,7 @@ def _new_secret(env: Mapping[str, str], size: int) -> dict[str, str]:
     """A secret for the job; none where the environment says which, or that there is none."""
     if env.get("BYTEPS_SECRET") or env.get("BYTEPS_SECRET_FILE") or env.get("BYTEPS_AUTH") == "0":
         return {}
-    if size > 1 and env.get("BYTEPS_TLS", "0") not in ("", "0"):
+    if size > 1 and setting("BYTEPS_TLS") == "1":
         raise byteps_error(
             "BYTEPS_TLS=1 and no secret: embedded mode would hand the job's secret, which keys the "
             "encryption, to the other ranks by torch.distributed's store, which neither "

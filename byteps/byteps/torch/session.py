@@ -134,7 +134,8 @@ def init(
             logger.warning("%s", warning)
         if store is None and given is not None:
             store = dist.distributed_c10d._get_default_store()
-        ranks = embedded.start_if_needed(given, store)
+        rank, size = given or (launch.rank, launch.size)
+        ranks = embedded.start_if_needed(rank, size, store, of_torch=given is not None)
         try:
             place = None if ranks is None else ranks.numbers()
             launch = _told(place)
