@@ -302,7 +302,7 @@ std::shared_ptr<const ps::tls::Context> NewContext(const ps::auth::Secret& secre
 
 }  // namespace
 
-Hub::Hub(bool encrypts, double reconnect_s)
+Hub::Hub(bool encrypts)
     : pool(std::make_shared<ps::tcp::MemoryPool>(1 << 20)),
       connects(std::make_shared<Poller>(0)),
       listens(std::make_shared<Poller>(1)) {
@@ -314,8 +314,8 @@ Hub::Hub(bool encrypts, double reconnect_s)
                                                    .late = "it did not say in time who it is",
                                                    .has_not_done = "authenticated"});
   settings.secret = ps::auth::Secret(kSecret);
-  settings.reconnect_s = reconnect_s;
-  settings.silence_s = reconnect_s / 2;
+  settings.reconnect_s = 30;
+  settings.silence_s = 15;
   if (encrypts) settings.tls = NewContext(settings.secret);
 }
 

@@ -103,7 +103,7 @@ class Relay {
 
 // What the links of a test share.
 struct Hub {
-  explicit Hub(bool encrypts, double reconnect_s = 30);
+  explicit Hub(bool encrypts);
   ~Hub();
 
   ps::tcp::ConnectionSettings settings;
