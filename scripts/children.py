@@ -34,6 +34,26 @@ class Late(AssertionError):
     """Something did not happen by its deadline; the text has the last lines of the logs."""
 
 
+def captured(
+    command: Sequence[str | Path],
+    timeout_s: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """How a command ends, whatever its status, and what it prints."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+        env=env,
+        cwd=cwd,
+    )
+
+
 def server_executable() -> str:
     """byteps-server, next to this Python or on PATH. Raises FileNotFoundError."""
     beside = Path(sys.executable).parent / "byteps-server"

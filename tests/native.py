@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts import progress
-from scripts.children import Late, Spawned, last_lines
+from scripts.children import Late, Spawned, captured, last_lines
 
 if TYPE_CHECKING:
     import pytest
@@ -139,9 +139,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _run(*command: str | Path) -> str:
     words = [str(word) for word in command]
     try:
-        ended = subprocess.run(
-            words, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False
-        )
+        ended = captured(words, BUILD_LIMIT_S)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"'{' '.join(words[:2])}' still ran after {BUILD_LIMIT_S} s") from error
     if ended.returncode != 0:

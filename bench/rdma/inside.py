@@ -27,6 +27,7 @@ import torch
 from bench.kit import record
 from bench.kit.emulation import LOOPBACK
 from bench.kit.processes import LaunchError, Processes, plain_environment, server_executable
+from scripts.children import captured
 
 START_S = 60.0
 RUN_S = 180.0
@@ -58,9 +59,7 @@ def perftest(spec: Spec) -> float:
         try:
             deadline = time.monotonic() + START_S
             while True:
-                client = subprocess.run(
-                    [*command, spec.address], capture_output=True, text=True, timeout=RUN_S
-                )
+                client = captured([*command, spec.address], RUN_S)
                 if client.returncode == 0:
                     break
                 if time.monotonic() > deadline:

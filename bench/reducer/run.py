@@ -36,6 +36,7 @@ from typing import Any
 from bench.kit import record
 from bench.kit.plan import DTYPE_BYTES
 from bench.kit.record import parse_size, show_size
+from scripts.children import captured
 from scripts.progress import Progress, aligned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,9 +217,7 @@ def build(folder: Path) -> Path:
 def run(command: Sequence[str]) -> str:
     """What a command prints. Raises BenchError."""
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        done = captured(command, LIMIT_S)
     except OSError as error:
         raise BenchError(f"{command[0]}: {error}: install g++, or set CXX") from error
     except subprocess.TimeoutExpired as error:

@@ -15,6 +15,7 @@ import pytest
 from bench.kit.emulation import started_at
 from bench.kit.plan import Plan
 from bench.pushpull_bench import make_plan, parse
+from scripts.children import captured
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TOOL = BENCH / "pushpull_bench.py"
@@ -138,15 +139,13 @@ def test_a_terminated_run_takes_everything_down(run_dir: Path) -> None:
 
 def test_idle_costs(run_dir: Path) -> None:
     record = run_dir / "idle.json"
-    done = subprocess.run(
+    done = captured(
         [
             *(sys.executable, str(BENCH / "idle/run.py"), "--keys", "20", "--seconds", "0.5"),
             *("--json", str(record)),
         ],
+        LIMIT_S,
         env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     idle = json.loads(record.read_text())

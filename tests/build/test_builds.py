@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from tests.images.containers import needs
 from tests.multiproc.cluster import Cluster, Nursery, Spawned
 from tests.multiproc.conftest import nursery
@@ -114,11 +115,7 @@ def driver(folder: Path, *options: str) -> Path:
 
 
 def run_program(program: Path, drivers: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [program],
-        env={**os.environ, "LD_LIBRARY_PATH": str(drivers), **env},
-        capture_output=True, text=True, check=False, timeout=LIMIT_S,
-    )  # fmt: skip
+    return captured([program], LIMIT_S, env={**os.environ, "LD_LIBRARY_PATH": str(drivers), **env})
 
 
 def test_copies_and_what_they_leave(program: Path, tmp_path: Path) -> None:
@@ -175,13 +172,15 @@ UNSEEN = re.compile(
 
 def _compile(*more: str) -> subprocess.CompletedProcess[str]:
     clang = subprocess.run(
-        [ROOT / "scripts/tools.sh", "clang"], capture_output=True, text=True, timeout=600, check=True
+        [ROOT / "scripts/tools.sh", "clang"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
     ).stdout.split()[-1]
     options = ["-std=c++20", "-fsyntax-only", "-Wthread-safety", "-Werror=thread-safety"]
     options += [*more, f"-I{HEADER.parents[2]}"]
-    return subprocess.run(
-        [clang, *options, str(SNIPPET)], capture_output=True, text=True, timeout=120, check=False
-    )
+    return captured([clang, *options, str(SNIPPET)], 120)
 
 
 @pytest.mark.requires("clang")
@@ -235,10 +234,9 @@ PARTITION = 4096
 def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """byteps-server out of the archive that is shipped."""
     folder = tmp_path_factory.mktemp("arm64")
-    done = subprocess.run(
-        [ROOT / "scripts/wheel.sh", "--server-only", "--arch", "aarch64", "--out", folder],
-        capture_output=True, text=True, check=False, timeout=1500,
-    )  # fmt: skip
+    done = captured(
+        [ROOT / "scripts/wheel.sh", "--server-only", "--arch", "aarch64", "--out", folder], 1500
+    )
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("byteps-server-*-linux-aarch64.tar.gz")
     with tarfile.open(archive) as tar:

@@ -21,9 +21,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from scripts.children import captured
 from scripts.patchkit.lock import load_lock
-from scripts.releasekit.contents import ROOT, pins, ship_tools
-from scripts.releasekit.contents import INTEGRATIONS, SUMS, Release
+from scripts.releasekit.contents import INTEGRATIONS, ROOT, SUMS, Release, pins, ship_tools
 from tests.images.containers import CACHE
 
 RELEASE = Release(version="1.2+megatron.7", commit="c" * 40, epoch=1_000_000_000)
@@ -67,9 +67,7 @@ def _write(folder: Path, out: Path, sodium: str = "libsodium 1.0.18-1+deb12u1 de
     (out.parent / "versions").write_text(sodium)
     command: list[str | Path] = [ship_tools() / "python", "-m", "scripts.releasekit.sbom"]
     command += ["--release", json.dumps(asdict(RELEASE)), "--sodium", out.parent, "--out", out]
-    done = subprocess.run(
-        [*command, folder], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = captured([*command, folder], 300, cwd=ROOT)
     assert (done.returncode == 0) == out.exists(), done.stderr
     return done.stderr
 
@@ -132,10 +130,9 @@ def _released(root: Path, cache: Path, **more: str) -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": str(root), "MEGATRON_BYTEPS_CACHE": str(cache), **more}
     subprocess.run([root / "scripts/apply_patches.sh"], check=True, env=env, timeout=600)
     command: list[str | Path] = [root / "build/venv/bin/python", "scripts/release.py", "--draft"]
-    done = subprocess.run(
-        [*command, "--images", "none", "--arch", platform.machine()],
-        cwd=root, env=env, capture_output=True, text=True, check=False, timeout=3000,
-    )  # fmt: skip
+    done = captured(
+        [*command, "--images", "none", "--arch", platform.machine()], 3000, env=env, cwd=root
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     (folder,) = (root / "build/release").iterdir()
     subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=folder, check=True)
@@ -208,11 +205,12 @@ def test_wheels_work_elsewhere(tmp_path: Path) -> None:
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps"]
     subprocess.run([*install, "--no-index", *wheels.iterdir()], check=True, timeout=300)
     for name in NAMES:
-        done = subprocess.run(
+        done = captured(
             [environment / "bin/python", *TRIED[name]],
+            100,
             env={"PATH": "/usr/bin:/bin"},
-            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout
         where = f"import megatron_byteps_{name} as package; print(package.__file__)"

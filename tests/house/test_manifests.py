@@ -16,6 +16,8 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
+from scripts.children import captured
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
 KUBERNETES = list(yaml.safe_load_all((ROOT / "docker/kubernetes/byteps.yaml").read_text()))
@@ -119,13 +121,10 @@ def test_a_command_is_one_that_the_image_knows(name: str) -> None:
         line = [str(ROOT / "scripts/worker.sh"), "--dry-run", *command]
     else:
         line = [str(ROOT / "build/venv/bin/byteps-server"), "--print-config", *command]
-    done = subprocess.run(
+    done = captured(
         line,
+        60,
         env={**os.environ, **settings, "BYTEPS_SECRET": "a secret that both manifests ask for"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     if "worker" in name:
@@ -195,13 +194,10 @@ def test_a_pod_is_one_that_kubernetes_takes_and_confines(name: str) -> None:
 def test_the_job_s_command_parses_and_fits_the_cluster(name: str) -> None:
     words = ENTRYPOINTS[name].split()
     assert words[:3] == ["python", "-m", "megatron_byteps_ray"]
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", PARSE, *words[3:]],
+        60,
         env={**os.environ, "PYTHONPATH": str(ROOT / "integrations/ray")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     job = json.loads(done.stdout)

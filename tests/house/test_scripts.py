@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from scripts.children import captured
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = ["apply_patches.sh", "export_patches.sh", "setup.sh", "lint.sh"]
 SCRIPTS += [
@@ -35,16 +37,7 @@ SCRIPTS += [
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=dict(os.environ) | (env or {}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return captured(command, 240, env=dict(os.environ) | (env or {}), cwd=REPOSITORY)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -187,9 +180,7 @@ SCRIPT = REPOSITORY / ".ci/run"
 
 
 def ci(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", SCRIPT, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    return captured(["bash", SCRIPT, *arguments], 60)
 
 
 def test_each_part_runs_something() -> None:
@@ -220,18 +211,14 @@ def run_pytest(folder: Path, test: str, *others: str, ci: bool) -> subprocess.Co
     shutil.copy(REPOSITORY / "tests/conftest.py", folder / "tests")
     (folder / "tests/test_it.py").write_text(f"import pytest\n\n{test}", encoding="utf-8")
     env = {key: value for key, value in os.environ.items() if not key.startswith(("CI", "PYTEST"))}
-    return subprocess.run(
+    return captured(
         [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
             *("--basetemp", "temporary", *others),
         ],
-        cwd=folder,
+        120,
         env=env | ({"CI": "true"} if ci else {}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        cwd=folder,
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from bench.ray_failures.cases import CASES, Case, Runner, pool_settings, problem
 from megatron_byteps_hf.options import TARGETS, LoraOptions, is_asked_for, read
 from megatron_byteps_ray.cluster import Pool
 from megatron_byteps_ray.settings import Settings, preload_for
+from scripts.children import captured
 from scripts.prepare_data import DataError, prepare, tokens_of
 from tests.layouts.hugging_face.runs import (
     ADAPTER,
@@ -237,9 +237,7 @@ def test_trains_adapters_and_shows_what_they_did(model: Path, run_dir: Path) -> 
     command += ["--data-cache", str(run_dir / "cache"), "--out", str(out)]
     command += ["--", "--lr", "2e-2", "--seq-length", "64"]
     environment = {**os.environ, "MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
-    )
+    run = captured(command, LIMIT_S, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "loss on text that was held out, by transformers: " in run.stdout
     assert "the model goes on, after:" in run.stdout

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from scripts.children import captured
 from scripts.releasekit.contents import packages
 from tests.images.containers import ROOT, Buildah, Podman, needs, run
 from tests.multiproc.cluster import Cluster, Nursery, Spawned, wait_all
@@ -268,10 +269,7 @@ def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     (site,) = environment.glob("lib/python3*/site-packages")
     (site / "torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [python, "-c", PROGRAM],
-        env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500,
-    )  # fmt: skip
+    done = captured([python, "-c", PROGRAM], 500, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"summed by {site}" in done.stdout
 

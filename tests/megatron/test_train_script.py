@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts import prepare_data, train
+from scripts.children import captured
 from scripts.prepare_data import END_OF_DOCUMENT, DataError, Dataset, prepare
 from scripts.trainkit.job import (
     Record,
@@ -45,12 +46,10 @@ def _environment(tree: Path) -> dict[str, str]:
 
 
 def test_train_and_compare(tree: Path, run_dir: Path) -> None:
-    run = subprocess.run(
+    run = captured(
         [*_command(tree, run_dir, "--steps", "6", "--compare"), "--", *SMALL],
+        LIMIT_S,
         env=_environment(tree),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "largest difference of the loss over 6 steps: 0.0; final parameters: the same" in (
@@ -71,13 +70,7 @@ EXAMPLE = ROOT / "scripts" / "examples" / "train_qwen_3b.sh"
 def _example(tree: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = _environment(tree) | {"PROGRAM": str(tree / "pretrain_dpu_gpt.py")}
     del environment["MEGATRON_CPU"]  # the example finds out itself
-    return subprocess.run(
-        [EXAMPLE, *words],
-        env={**environment, **settings},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    return captured([EXAMPLE, *words], LIMIT_S, env={**environment, **settings})
 
 
 def test_the_example_gains_through_servers(tree: Path) -> None:
@@ -101,13 +94,7 @@ def test_the_example_with_a_tiny_model(tree: Path) -> None:
 @pytest.mark.thorough
 def test_a_failing_worker_is_shown(tree: Path, run_dir: Path) -> None:
     arguments = ["--workers", "1", "--steps", "2", "--", *SMALL, "--num-attention-heads", "3"]
-    run = subprocess.run(
-        _command(tree, run_dir, *arguments),
-        env=_environment(tree),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    run = captured(_command(tree, run_dir, *arguments), LIMIT_S, env=_environment(tree))
     assert run.returncode == 1
     assert "error: training ended with exit status 1" in run.stderr
     assert "args.hidden_size % args.num_attention_heads" in run.stderr, "the worker's own words"
@@ -165,9 +152,7 @@ def test_bad_usage_and_a_tree_that_is_not_there(run_dir: Path) -> None:
     assert train.parse(["--mode", "ray", "--lose-rank-at", "5"]).spares == 1
     assert train.parse(["--mode", "ray"]).spares == 0
     assert train.parse([]).steps > train.parse(["--hf-model", "smollm2"]).steps
-    missing = subprocess.run(
-        _command(run_dir / "nowhere", run_dir), capture_output=True, text=True, timeout=LIMIT_S
-    )
+    missing = captured(_command(run_dir / "nowhere", run_dir), LIMIT_S)
     assert missing.returncode == 1
     assert "is no patched Megatron-LM: run `make setup`" in missing.stderr
 
@@ -344,9 +329,7 @@ def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path) -> None:
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         script = str(ROOT / "scripts" / "prepare_data.py")
-        return subprocess.run(
-            [sys.executable, script, *arguments], capture_output=True, text=True, timeout=240
-        )
+        return captured([sys.executable, script, *arguments], 240)
 
     source = tmp_path / "text.txt"
     source.write_text("text")

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.multiproc.cluster import END_S, SECRET
@@ -246,12 +245,7 @@ class Flood:
         assert self._process.returncode == 0, self._log.read_text()
         return json.loads(said.splitlines()[-1])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process is not None
         if self._process.poll() is None:
             self._process.kill()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from tests.multiproc.cluster import (
     END_S,
     HERE,
@@ -46,9 +47,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def ask(run_dir: Path, role: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPTS / f"{role}.sh"), *arguments]
-    return subprocess.run(
-        command, env=environment(run_dir), capture_output=True, text=True, timeout=START_S
-    )
+    return captured(command, START_S, env=environment(run_dir))
 
 
 class Scripted:

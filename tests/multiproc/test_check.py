@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.children import free_ports
+from scripts.children import captured, free_ports
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,
@@ -35,11 +35,11 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """byteps-server with the settings of `cluster` and these; None: not set."""
     changed = {**cluster.node_environment(), "BYTEPS_START_TIMEOUT_S": "3", **(env or {})}
-    return subprocess.run(
+    return captured(
         [server_executable(), *arguments],
+        START_S,
         env={name: value for name, value in changed.items() if value is not None},
-        capture_output=True, text=True, check=False, timeout=START_S,
-    )  # fmt: skip
+    )
 
 
 def check(
@@ -229,11 +229,11 @@ def test_the_port_file(gathering: Cluster, tmp_path: Path) -> None:
 
 
 def ask(socket: Path | str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         [server_executable(), "--health"],
+        START_S,
         env={**os.environ, "BYTEPS_HEALTH_SOCKET": str(socket), **env},
-        capture_output=True, text=True, check=False, timeout=START_S,
-    )  # fmt: skip
+    )
 
 
 def start_with_socket(cluster: Cluster, title: str, *command: str, socket: Path) -> Spawned:
@@ -316,16 +316,12 @@ def test_a_socket_that_was_left_behind_is_taken_over(make_cluster: Callable[...,
 )
 def test_a_bad_path_is_refused(tmp_path: Path, path: str, complaint: str) -> None:
     cluster = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "DMLC_NUM_WORKER": "1"}
-    done = subprocess.run(
-        [server_executable(), "--role", "server"],
-        env={
+    done = captured([server_executable(), "--role", "server"], START_S, env={
             **clean_environment(tmp_path),
             **cluster,
             "DMLC_NUM_SERVER": "1",
             "BYTEPS_HEALTH_SOCKET": path,
-        },
-        capture_output=True, text=True, check=False, timeout=START_S,
-    )  # fmt: skip
+        })  # fmt: skip
     assert done.returncode == 2
     assert "BYTEPS_HEALTH_SOCKET" in done.stderr and complaint in done.stderr
 

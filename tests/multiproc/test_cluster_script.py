@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.children import free_ports, last_lines
+from scripts.children import captured, free_ports, last_lines
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,
@@ -60,10 +60,9 @@ class Job:
         return Path(f"/tmp/megatron-byteps-{os.geteuid()}-{self.name}")
 
     def run(self, action: str, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [SCRIPT, action, self.hosts, "--name", self.name, *words],
-            env=self.env, capture_output=True, text=True, check=False, timeout=RUN_S,
-        )  # fmt: skip
+        return captured(
+            [SCRIPT, action, self.hosts, "--name", self.name, *words], RUN_S, env=self.env
+        )
 
 
 @pytest.fixture
@@ -224,9 +223,7 @@ def test_bad_hosts_are_refused(job: Job, hosts: str, complaint: str) -> None:
 
 def test_help(job: Job) -> None:
     for words in (["-h"], ["up", "--help"]):
-        said = subprocess.run(
-            [SCRIPT, *words], capture_output=True, text=True, check=False, timeout=START_S
-        )
+        said = captured([SCRIPT, *words], START_S)
         assert said.returncode == 0
         assert "cluster.sh up HOSTS" in said.stdout
 
@@ -306,10 +303,7 @@ class Sshd:
     def __enter__(self) -> Sshd:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.running:
-            tried = subprocess.run(
-                [*self.command.split(), SSH_HOSTS[-1], "true"], check=False, timeout=START_S * 2,
-                capture_output=True, text=True,
-            )  # fmt: skip
+            tried = captured([*self.command.split(), SSH_HOSTS[-1], "true"], START_S * 2)
             if tried.returncode == 0:
                 return self
             time.sleep(0.1)
@@ -357,10 +351,11 @@ def test_a_cluster_over_ssh(run_dir: Path) -> None:
         env = {**clean_environment(run_dir), "CLUSTER_SSH": sshd.command, "TMPDIR": "/tmp"}
 
         def cluster(action: str, *words: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
+            return captured(
                 [REPOSITORY / "scripts/cluster.sh", action, hosts, "--name", name, *words],
-                env=env, capture_output=True, text=True, check=False, timeout=RUN_S,
-            )  # fmt: skip
+                RUN_S,
+                env=env,
+            )
 
         try:
             up = cluster(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from tests import native
 from tests.multiproc.cluster import END_S, LOOPBACK, SECRET, Cluster, Process
 from tests.multiproc.flood import Flood, Hello, Plan, greeted, read_all
@@ -163,14 +163,10 @@ def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster])
     patience = {"BYTEPS_START_TIMEOUT_S": "120", "BYTEPS_PEER_TIMEOUT_S": "120"}
     cluster = make_cluster(workers=WORKERS, servers=SERVERS, env=patience)
     scheduler = cluster.start_scheduler()
-    swarm = subprocess.run(
-        [
+    swarm = captured([
             *(program, "--host", LOOPBACK, "--port", str(cluster.port)),
             *("--workers", str(WORKERS), "--servers", str(SERVERS), "--timeout", "120"),
-        ],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        env=cluster.node_environment(),
-    )  # fmt: skip
+        ], PATIENCE_S, env=cluster.node_environment())  # fmt: skip
     assert swarm.returncode == 0, swarm.stdout + swarm.stderr
     told = re.search(r"([\d.]+) for each node", swarm.stdout)
     assert told is not None, swarm.stdout

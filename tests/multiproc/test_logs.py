@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from tests.multiproc.cluster import (
     END_S,
     START_S,
@@ -179,10 +180,9 @@ def test_a_higher_level_is_quiet(make_cluster: Callable[..., Cluster]) -> None:
 
 def test_a_bad_format_is_refused(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_LOG_FORMAT": "xml"})
-    said = subprocess.run(
-        [server_executable(), "--role", "scheduler"], env=cluster.node_environment(),
-        capture_output=True, text=True, check=False, timeout=START_S,
-    )  # fmt: skip
+    said = captured(
+        [server_executable(), "--role", "scheduler"], START_S, env=cluster.node_environment()
+    )
     assert said.returncode == 2
     assert "BYTEPS_LOG_FORMAT='xml' is not allowed: it must be one of text, json" in said.stderr
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,
@@ -78,9 +79,7 @@ def test_secret(run_dir: Path, role: str) -> None:
     secret = env.pop("BYTEPS_SECRET")
 
     def ask_with(**settings: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, env={**env, **settings}, capture_output=True, text=True, timeout=START_S
-        )
+        return captured(command, START_S, env={**env, **settings})
 
     said = ask_with()
     assert said.returncode == 2

@@ -11,13 +11,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 
 from bench.kit.emulation import Emulation, Host
 from bench.kit.plan import Topology
-from scripts.children import Spawned, last_lines
+from scripts.children import Spawned, captured, last_lines
 from tests.multiproc.cluster import HERE, REPOSITORY, START_S
 
 LINK_BITS = 1_000_000_000
@@ -57,12 +56,7 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -72,10 +66,9 @@ class SlurmCluster:
 
     def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands next to the controller."""
-        return subprocess.run(
-            self._hosts[CONTROLLER].command(command), env=self._env, cwd=REPOSITORY,
-            capture_output=True, text=True, check=False, timeout=timeout_s,
-        )  # fmt: skip
+        return captured(
+            self._hosts[CONTROLLER].command(command), timeout_s, env=self._env, cwd=REPOSITORY
+        )
 
     def _start(self) -> None:
         folder = self.folder

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from scripts.children import free_ports
+from scripts.children import captured, free_ports
 from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,
@@ -122,10 +122,7 @@ def test_what_is_served(make_cluster: Callable[..., Cluster]) -> None:
     wait_for(port, lambda s: s["servers"]["active"] == 1)
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [STATUS, *words], env=clean_environment(cluster.folder), capture_output=True, text=True,
-            check=False, timeout=START_S,
-        )  # fmt: skip
+        return captured([STATUS, *words], START_S, env=clean_environment(cluster.folder))
 
     said = run(f"{LOOPBACK}:{port}")
     assert said.returncode == 0, said.stderr
@@ -192,11 +189,11 @@ def test_a_node_that_is_silent_is_shown_so(make_cluster: Callable[..., Cluster])
 
 def test_a_port_that_is_taken_is_refused(make_cluster: Callable[..., Cluster]) -> None:
     cluster, port = make(make_cluster)
-    second = subprocess.run(
+    second = captured(
         [server_executable(), "--role", "scheduler"],
+        START_S,
         env={**cluster.node_environment(), "DMLC_PS_ROOT_PORT": "0"},
-        capture_output=True, text=True, check=False, timeout=START_S,
-    )  # fmt: skip
+    )
     assert second.returncode == 2
     assert f"BYTEPS_STATUS_PORT={port}: cannot listen at {LOOPBACK}:{port}" in second.stderr
 

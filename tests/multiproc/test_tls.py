@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from tests.multiproc.cluster import (
     END_S,
     Cluster,
@@ -289,13 +290,10 @@ def test_settings_that_do_not_fit(
     address = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0"}
     sizes = {"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
     settings = {**files_of(authority, stranger, files), **env, **address, **sizes}
-    ended = subprocess.run(
+    ended = captured(
         [server_executable(), "--role", "scheduler"],
+        END_S,
         env={**clean_environment(run_dir), **settings},
-        capture_output=True,
-        text=True,
-        timeout=END_S,
-        check=False,
     )
     assert ended.returncode == 2, ended.stderr
     assert re.search(told, ended.stderr), ended.stderr

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from tests import native
 from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
 
@@ -238,14 +238,7 @@ BACKUPS = {
 @pytest.mark.parametrize("servers", [2, 3, 4])
 def test_neighbors_exchange_values(run_dir: Path, servers: int, env: dict[str, str]) -> None:
     program = native.build("server_ring") / "server_ring"
-    ended = subprocess.run(
-        [program, str(servers)],
-        env={**clean_environment(run_dir), **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    ended = captured([program, str(servers)], LIMIT_S, env={**clean_environment(run_dir), **env})
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
     assert ended.stdout.count("all have answered: 1") == 3
 
@@ -262,13 +255,8 @@ def test_neighbors_exchange_values(run_dir: Path, servers: int, env: dict[str, s
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_what_it_does_not_go_with(run_dir: Path, role: str, env: dict[str, str], why: str) -> None:
     program = native.build("byteps-server") / "byteps-server"
-    ended = subprocess.run(
-        [program, "--role", role],
-        env={**clean_environment(run_dir), **BACKUPS, **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+    ended = captured(
+        [program, "--role", role], LIMIT_S, env={**clean_environment(run_dir), **BACKUPS, **env}
     )
     assert ended.returncode == 2
     assert "BYTEPS_BACKUP_STATE" in ended.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.children import free_ports
+from scripts.children import captured, free_ports
 from tests.multiproc.cluster import HERE, LOOPBACK, RUN_S, START_S, wait_all, wait_for_file
 from tests.multiproc.scripted import SCRIPTED, SCRIPTS, Scripted, ask, environment, scripted
 
@@ -117,11 +117,11 @@ def make_python(folder: Path, *, has_byteps: bool) -> Path:
 def ask_worker(
     run_dir: Path, *words: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         ["bash", str(SCRIPTS / "worker.sh"), "--dry-run", *words, "--", "script.py"],
+        START_S,
         env={**environment(run_dir), **(env or {})},
-        capture_output=True, text=True, check=False, timeout=START_S,
-    )  # fmt: skip
+    )
 
 
 def test_the_active_environment_runs_the_ranks(run_dir: Path) -> None:
@@ -171,10 +171,7 @@ def test_check_finds_typos(run_dir: Path) -> None:
     """Without a scheduler too."""
     command = ["bash", str(SCRIPTS / "worker.sh"), "--check"]
     for name, status in (("BYTEPS_PARTITION_BYTE", 2), ("BYTEPS_OF_MINE", 0)):
-        said = subprocess.run(
-            command, env={**environment(run_dir), name: "1"},
-            capture_output=True, text=True, check=False, timeout=START_S,
-        )  # fmt: skip
+        said = captured(command, START_S, env={**environment(run_dir), name: "1"})
         assert said.returncode == status, said.stdout
         mark = "WRONG" if status else "note "
         assert f"{mark} unknown variable {name} is ignored" in said.stdout

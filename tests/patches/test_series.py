@@ -8,12 +8,12 @@ import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from scripts.patchkit import lock
 from scripts.patchkit.export import check_form
 from scripts.patchkit.lock import PatchError, Upstream, load_lock
@@ -379,14 +379,10 @@ def _train(checkout: Path, folder: Path, *options: str) -> str:
     modules = os.pathsep.join([str(checkout), str(REPOSITORY)])
     # A git checkout compiles a module for its data sets, by the python3 that PATH has.
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    run = subprocess.run(
+    run = captured(
         command,
+        LIMIT_S,
         env={**os.environ, "PYTHONPATH": modules, "PATH": programs, "MEGATRON_CPU": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout

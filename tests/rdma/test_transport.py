@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.children import free_ports
+from scripts.children import captured, free_ports
 from tests import native
 from tests.multiproc.cluster import END_S, Cluster, wait_all
 from tests.multiproc.endings import (
@@ -351,13 +351,10 @@ class Job(SumJob):
 
     def sent(self) -> list[dict[str, int]]:
         """Bytes that each node has sent by each NIC; empty while the status tells of none."""
-        done = subprocess.run(
+        done = captured(
             [STATUS, "--json"],
+            60,
             env={"PATH": os.environ["PATH"], "BYTEPS_STATUS_PORT": self._status_port},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
         )
         nodes = json.loads(done.stdout)["nodes"] if done.returncode == 0 else []
         return [{nic["nic"]: nic["sent_bytes"] for nic in node["by_nic"]} for node in nodes]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
 from tests.rdma.transports import REPOSITORY
 from tests.rdma.vm.guest import Guest, Link, compiled, missing_tool
 
@@ -116,15 +117,7 @@ def check(
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "CHECK_"))
     }
-    return subprocess.run(
-        [*prefix, SCRIPT, *flags],
-        env={**clean, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return captured([*prefix, SCRIPT, *flags], 100, env={**clean, **(env or {})})
 
 
 def wrongs(checked: Checked) -> list[str]:

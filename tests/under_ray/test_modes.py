@@ -27,7 +27,7 @@ from megatron_byteps_ray.cluster import Metrics, Pool
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.profiling import Profile, merge
 from megatron_byteps_ray.settings import Settings
-from scripts.children import free_ports
+from scripts.children import captured, free_ports
 from tests.layouts.job import data_arguments, tiny_dataset
 from tests.layouts.under_ray.modes import compare, run_locally, run_under_ray
 from tests.layouts.under_ray.rows import CELLS, FULL, Cell
@@ -53,12 +53,10 @@ def test_a_script_runs_in_both_modes(pool: Pool, run_dir: Path) -> None:
     events: list[Any] = []
     Job(settings, events.append, pool).run()
     command = [sys.executable, "-m", "megatron_byteps_ray", "--mode", "local", "--ranks", "2"]
-    run = subprocess.run(
+    run = captured(
         [*command, str(script), "--", str(run_dir / "local"), "--flag"],
+        LIMIT_S,
         env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     ours, torchrun = _seen(run_dir / "ray"), _seen(run_dir / "local")
@@ -129,12 +127,8 @@ def test_training_loses_a_rank_and_goes_on(
     job = ["--mode", "ray", "--steps", "12", "--lose-rank-at", "6", "--optimizer", optimizer]
     small = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]
     small += layout
-    run = subprocess.run(
-        [*script, *data, *job, "--", *small],
-        env={**os.environ, "MEGATRON_CPU": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TRAIN_LIMIT_S,
+    run = captured(
+        [*script, *data, *job, "--", *small], TRAIN_LIMIT_S, env={**os.environ, "MEGATRON_CPU": "1"}
     )
     assert run.returncode == 0, run.stdout + run.stderr
     for said in (
@@ -288,14 +282,7 @@ def test_a_script_of_any_kind_under_torchrun(run_dir: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_ray", "--mode", "local"]
     command += ["--ranks", "2", "--profile-folder", str(run_dir / "profile")]
     command += ["--profile-first", "2", "--profile-last", "3", str(script), "--", str(run_dir)]
-    run = subprocess.run(
-        command,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    run = captured(command, LIMIT_S, env={**os.environ, **ENVIRONMENT})
     assert run.returncode == 0, run.stdout + run.stderr
     assert "profile: " in run.stdout, run.stdout + run.stderr
     merged = Merged(run_dir / "profile" / "profile.json")
@@ -395,15 +382,7 @@ def test_a_submitted_job_trains(head: str, run_dir: Path) -> None:
     entry += [str(run_dir / "script.py"), "--", str(run_dir)]
     # `--`: what follows is the entrypoint.
     submit = [*RAY, "job", "submit", "--address", head, "--", *entry]
-    done = subprocess.run(
-        submit,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=SUBMIT_LIMIT_S,
-        check=False,
-        cwd=run_dir,
-    )
+    done = captured(submit, SUBMIT_LIMIT_S, env=ENV, cwd=run_dir)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done, after 1 generation" in done.stdout
     seen = [json.loads((run_dir / f"{rank}.json").read_text()) for rank in range(2)]
@@ -416,15 +395,7 @@ def test_a_job_that_fails_says_so(head: str, run_dir: Path) -> None:
     entry += ["--preload", "torch", "--max-fruitless", "1", "--servers", "0", "--ranks", "1"]
     entry += ["--folder", str(run_dir / "job")]
     submit = [*RAY, "job", "submit", "--address", head, "--", *entry]
-    done = subprocess.run(
-        submit,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=SUBMIT_LIMIT_S,
-        check=False,
-        cwd=run_dir,
-    )
+    done = captured(submit, SUBMIT_LIMIT_S, env=ENV, cwd=run_dir)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "error: failed 1 times in a row without a step" in done.stdout
     assert "the entry 'nosuch.py' is no file on this machine" in done.stdout

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.children import captured
+
 LIMIT_S = 30.0
 
 
@@ -35,13 +37,6 @@ def ask(byteps_server: str) -> Callable[..., subprocess.CompletedProcess[str]]:
         }
         env.pop("WORLD_SIZE", None)
         env.pop("LOCAL_WORLD_SIZE", None)
-        return subprocess.run(
-            [byteps_server, *arguments],
-            env={**env, **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        return captured([byteps_server, *arguments], LIMIT_S, env={**env, **variables})
 
     return run

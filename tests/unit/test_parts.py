@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts import fuzz
+from scripts.children import captured
 from scripts.fuzz import TARGETS
 from tests import native
 from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
@@ -214,13 +215,7 @@ FREQUENT_OF_BACKUPS = {
 
 def simulate(*arguments: str) -> str:
     program = native.build("simulate") / "simulate"
-    ended = subprocess.run(
-        [program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    ended = captured([program, *arguments], LIMIT_S)
     assert ended.returncode == 0, f"{ended.stdout[-4000:]}{ended.stderr[-2000:]}"
     return ended.stdout
 

@@ -17,6 +17,7 @@ import pytest
 
 from megatron_byteps_ray import profiling
 from scripts import children, progress, train
+from scripts.children import captured
 from scripts.recipekit import features, megatron
 from scripts.recipekit.features import Outcome, rows_of_results
 
@@ -75,10 +76,7 @@ def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
 )
 def test_the_script(tmp_path: Path, program: str, status: int, said: str) -> None:
     command = [SCRIPT, "--name", "it", "--log", tmp_path / "log", "--show-end", "1", "--"]
-    done = subprocess.run(
-        [sys.executable, *map(str, command), "sh", "-c", program],
-        capture_output=True, text=True, check=False, timeout=LATEST_S,
-    )  # fmt: skip
+    done = captured([sys.executable, *map(str, command), "sh", "-c", program], LATEST_S)
     assert (done.returncode, done.stdout) == (status, said)
     if status == 7:
         assert "it FAILED" in done.stderr and "one" in done.stderr

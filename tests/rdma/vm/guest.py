@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+
+from scripts.children import captured
 
 from .kernel import VmError, find_initrd, find_kernel
 
@@ -200,12 +201,7 @@ class Guest:
     def __enter__(self) -> Guest:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -237,13 +233,10 @@ def compiled(modules: Sequence[str], path: Sequence[Path] = ()) -> dict[str, str
     env = {"PYTHONPYCACHEPREFIX": str(FOLDER)}
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     more = {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
-    ended = subprocess.run(
+    ended = captured(
         [sys.executable, "-c", f"import {', '.join(modules)}"],
+        IMPORT_S,
         env={**kept, **env, **more},
-        capture_output=True,
-        text=True,
-        timeout=IMPORT_S,
-        check=False,
     )
     if ended.returncode != 0:
         raise VmError(f"{', '.join(modules)} cannot be imported here:\n{ended.stderr[-2000:]}")

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.children import captured
+
 METAPACKAGES = ("linux-image-amd64", "linux-image-generic")
 """Debian's and Ubuntu's names for their newest stock kernel; cloud flavours lack rdma_rxe."""
 
@@ -101,16 +103,7 @@ def _apt(*command: str, cwd: Path | None = None) -> str:
             f"unpack a kernel with rdma_rxe and name its folder in {KERNEL_VARIABLE}"
         )
     try:
-        ended = subprocess.run(
-            command,
-            cwd=cwd,
-            env={**os.environ, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=FETCH_S,
-            check=False,
-        )
+        ended = captured(command, FETCH_S, env={**os.environ, "LC_ALL": "C"}, cwd=cwd)
     except subprocess.TimeoutExpired:
         raise VmError(f"'{' '.join(command)}' did not end within {FETCH_S:g} s") from None
     if ended.returncode != 0:
@@ -208,14 +201,7 @@ def _tool(name: str) -> str | None:
 
 def _run(*command: str | Path) -> str:
     program = _tool(str(command[0])) or str(command[0])
-    ended = subprocess.run(
-        [program, *map(str, command[1:])],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = captured([program, *map(str, command[1:])], 120)
     if ended.returncode != 0:
         raise VmError(f"'{' '.join(map(str, command))}' failed: {ended.stderr.strip()}")
     return ended.stdout
