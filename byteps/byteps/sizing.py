@@ -27,6 +27,7 @@ from byteps.forecast import (
     Row,
     Training,
     answer,
+    break_even,
     forecast,
     needs_of,
 )
@@ -146,7 +147,7 @@ def render(found: Sequence[Choice], parameters: float) -> str:
                     continue
                 mark = "  <- advised" if one is chosen and row == one.found.best else ""
                 lines.append(_line(one, row) + mark)
-    lines += ["", f"Answer: {answer(chosen.found)}"]
+    lines += ["", *filter(None, [break_even(chosen.found)]), f"Answer: {answer(chosen.found)}"]
     if lacking := _lacking_cores(chosen):
         lines.append(lacking)
     if (deployed := chosen.deployed) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +113,12 @@ def test_servers_on_the_hosts_gain_by_few_bits(
     said = answer(whole)
     assert said.startswith("in 16 bits or more: change nothing: no servers are faster")
     assert f"add {USE} {INT8} ({whole.few_bits[0].gain:.2f} x)" in said
+    said = package.break_even(whole)
+    most = float(re.findall(r"computes for at most (\S+) s", said)[0])
+    least, int8_row = whole.plain.seconds, whole.few_bits[0]
+    assert (most + least) / (most + int8_row.seconds) == pytest.approx(1.1, rel=0.01)
+    assert f"{USE} {INT8} saves {least - int8_row.seconds:.3g} s of it" in said
+    said = answer(whole)
     assert "compare your loss curves first" in said and "on each of" in package.servers_text(
         links.servers
     )

@@ -15,7 +15,7 @@ from byteps.forecast.machines import Machines
 from byteps.forecast.needs import Needs, needs_of
 from byteps.forecast.rows import Forecast, Row, forecast
 from byteps.forecast.training import FEW_BITS, WIRE_BYTES, Kind, Training
-from byteps.forecast.words import answer, rates_text, servers_text, size_text, table
+from byteps.forecast.words import answer, break_even, rates_text, servers_text, size_text, table
 
 __all__ = [
     "FEW_BITS",
@@ -27,6 +27,7 @@ __all__ = [
     "Row",
     "Training",
     "answer",
+    "break_even",
     "forecast",
     "needs_of",
     "rates_text",

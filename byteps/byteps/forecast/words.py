@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from byteps.cost_model import Servers
 from byteps.forecast.machines import GBPS
-from byteps.forecast.rows import Forecast, Row
+from byteps.forecast.rows import WORTH_IT, Forecast, Row
 from byteps.forecast.training import FEW_BITS
 from byteps.routing import Network
 
@@ -71,6 +71,21 @@ def rates_text(network: Network) -> str:
     if network.servers.extra:
         text += f", {(network.server_rate or network.host_rate) / GBPS:g} Gbit/s per server"
     return text
+
+
+def break_even(found: Forecast) -> str:
+    """Computing time of a step up to which servers are worth it; empty: they are not at all."""
+    rows = (found.best, *found.few_bits)
+    row = next((row for row in rows if row.through_servers), None)
+    if row is None or row.gain < WORTH_IT or not found.network.host_rate:
+        return ""
+    plain, most = found.plain.seconds, found.plain.seconds - WORTH_IT * row.seconds
+    return (
+        "Gradients travel once a step, however many micro-batches it accumulates: "
+        f"{' '.join(row.flags)} saves {plain - row.seconds:.3g} s of it. If nothing overlaps, the "
+        f"whole step is {WORTH_IT} x as fast or more where it computes for at most "
+        f"{most / (WORTH_IT - 1):.3g} s."
+    )
 
 
 def size_text(nbytes: float) -> str:

@@ -28,6 +28,7 @@ from byteps.forecast import (
     Machines,
     Training,
     answer,
+    break_even,
     forecast,
     servers_text,
     table,
@@ -189,6 +190,7 @@ def render(verdict: Verdict, machines: Machines) -> str:
         "how many times as fast as plain Megatron at its best, and as plain Megatron as it is now:",
         table(verdict.forecast),
         "",
+        *filter(None, [break_even(verdict.forecast)]),
         f"Answer: {answer(verdict.forecast)}",
     ]
     return "\n".join(lines)
