@@ -40,6 +40,15 @@ def pipes(table: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "|" + " --- |" * len(table[0]), *lines[1:]]
 
 
+def put_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Write the text between two marks of a page; ValueError where it has none."""
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, also, after = rest.partition(end)
+    if not (found and also):
+        raise ValueError(f"{page} lacks the marks {begin!r} and {end!r}, between which to write")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
 EVERY_S = 10.0
 REFRESH_S = 0.5
 WIDEST = 70

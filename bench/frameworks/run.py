@@ -35,7 +35,7 @@ from bench.kit.plan import Topology
 from bench.kit.processes import LaunchError, Placement, Processes, become_interruptible, run_job
 from bench.kit.record import metadata, parse_rate, topology_text
 from scripts.children import outnumbered
-from scripts.progress import Progress, aligned, pipes
+from scripts.progress import Progress, aligned, pipes, put_between
 
 SCHEMA = 1
 HEAD = ("way", "ms per step", "min..max", "speed over native", "min..max")
@@ -180,16 +180,11 @@ def rewrite(page: Path, wire: str, meta: Mapping[str, str], table: Sequence[Sequ
     Raises:
         ValueError: the page has no such marks.
     """
-    begin, end = BEGIN.format(wire=wire), "\n<!-- end -->"
-    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, also, after = rest.partition(end)
-    if not (found and also):
-        raise ValueError(f"{page} has no {begin!r} with {end!r} after it")
     shown = {name: meta[name] for name in ("date", "command", "hardware", "load")}
     shown["command"] = re.sub(r" --(json|markdown) \S+", "", shown["command"])
     told = "; ".join(f"{name}: {text}" for name, text in shown.items())
-    text = "\n".join(["", "", told, "", *pipes(table), ""])
-    page.write_text(before + begin + text + end + after, encoding="utf-8")
+    text = "\n".join(["", told, "", *pipes(table), ""])
+    put_between(page, BEGIN.format(wire=wire), "<!-- end -->", text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -41,11 +41,10 @@ from bench.pushpull.tables import (
     judge_all,
     ratio_pairs,
     ratio_table,
-    replace_results,
     result_table,
     results,
 )
-from scripts.progress import aligned
+from scripts.progress import aligned, put_between
 
 _COLOURS = {
     "byteps": "tab:blue",
@@ -462,7 +461,7 @@ def report(
     if missing:
         print(f"no results of: {', '.join(missing)}", file=sys.stderr)
     if options.markdown and done:
-        replace_results(options.markdown, results(done, meta))
+        put_between(options.markdown, BEGIN, END, f"\n{results(done, meta)}\n")
     return 0 if good and not missing else 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mode
 
 import torch
@@ -311,13 +310,3 @@ def results(pairs: Sequence[tuple[Experiment, Run]], meta: Mapping[str, str]) ->
             missed(pairs),
         ]
     )
-
-
-def replace_results(path: Path, text: str) -> None:
-    """Put the text between the marks of a document. Raises ValueError when it has none."""
-    whole = path.read_text(encoding="utf-8")
-    before, begin, rest = whole.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} lacks the lines {BEGIN!r} and {END!r}, between which to write")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")

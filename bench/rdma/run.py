@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.kit.processes import become_interruptible
 from bench.kit.record import parse_size, show_size
-from scripts.progress import Progress, aligned, pipes
+from scripts.progress import Progress, aligned, pipes, put_between
 from tests.rdma.vm.guest import Guest, address_of, compiled
 from tests.rdma.vm.kernel import VmError
 
@@ -198,16 +198,6 @@ def metadata(options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def replace_results(path: Path, lines: Sequence[str]) -> None:
-    """Raises ValueError when the document lacks the marks."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} lacks the lines {BEGIN!r} and {END!r}, between which to write")
-    text = "\n".join(lines)
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="rdma-bench-") as folder:
@@ -227,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"schema": 1, "meta": meta, **result}, indent=1) + "\n")
     if options.markdown:
-        replace_results(options.markdown, document)
+        put_between(options.markdown, BEGIN, END, "\n".join(["", *document, ""]))
     return 0 if all(bar.ok for bar in judge(result)) else 1
 
 
