@@ -43,11 +43,10 @@ class Board:
         Raises:
             BytePSError: a rank did not come, or `answer` raised; the text says which, and why.
         """
-        ours = type(byteps_error(""))
         try:
             return self._answer_all(mine, answer) if self.rank == 0 else self._read(mine)
         except RuntimeError as error:
-            if ours is not RuntimeError and isinstance(error, ours):
+            if isinstance(error, type(byteps_error(""))):
                 raise
             # torch's DistStoreError is one.
             raise byteps_error(f"BytePS: torch.distributed's store failed: {error}") from error

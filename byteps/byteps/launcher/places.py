@@ -31,11 +31,9 @@ class Ranks:
 
 
 def byteps_error(text: str) -> RuntimeError:
-    """The package's own error where it is importable: this module also loads without the engine."""
-    try:
-        from byteps.torch import BytePSError
-    except ImportError:
-        return RuntimeError(text)
+    """The package's own error; this module also loads without the engine."""
+    from byteps.torch import BytePSError
+
     return BytePSError(text)
 
 
