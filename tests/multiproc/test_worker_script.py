@@ -130,7 +130,8 @@ def test_the_active_environment_runs_the_ranks(run_dir: Path) -> None:
     said = ask_worker(run_dir, env={"VIRTUAL_ENV": str(active.parents[1])})
     assert f"{active} -m byteps.launcher.leaving" in said.stdout
     assert f"worker.sh: {active} runs the ranks" in said.stderr
-    said = ask_worker(run_dir, env={"PATH": f"{active.parent}:{os.environ['PATH']}"})
+    path = f"{active.parent}:{os.environ['PATH']}"
+    said = ask_worker(run_dir, env={"PATH": path, "VIRTUAL_ENV": ""})
     assert f"{active} -m byteps.launcher.leaving" in said.stdout
     # One without byteps is told of, and left.
     said = ask_worker(run_dir, env={"VIRTUAL_ENV": str(bare.parents[1])})
