@@ -4,6 +4,7 @@ servers keep and update their parameters.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -24,10 +25,16 @@ LENGTH = 300_000
 """Several partitions, at several servers."""
 
 
+@functools.cache
+def places() -> torch.Tensor:
+    """Whole numbers, which differ from place to place."""
+    return torch.arange(LENGTH, dtype=torch.int32) % 4093 * 7
+
+
 def values_of(replica: int, life: int, step: int) -> torch.Tensor:
     """Whole numbers, of which sums are exact."""
-    place = torch.arange(LENGTH, dtype=torch.int64) % 4093
-    return ((place * 7 + replica * 977 + life * 131 + step * 53) % 20_011).to(torch.float32)
+    offset = replica * 977 + life * 131 + step * 53
+    return ((places() + offset) % 20_011).to(torch.float32)
 
 
 class Replica:
