@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,26 @@ extern "C" uint64_t Zeros(int t, const void* values, size_t n) {
 """
 
 
+def compile_library(folder: Path, name: str, exports: str, source: Path, *flags: str) -> None:
+    """Make NAME.so of the exports and the source, by ccache where it is installed."""
+    (folder / "exports.cc").write_text(exports)
+    compiler = os.environ.get("CXX", "c++")
+    compile_it = [*(["ccache"] if shutil.which("ccache") else []), compiler, *flags, "-fPIC"]
+    objects = []
+    for one in ("exports.cc", str(source)):
+        objects.append(f"{name}-{Path(one).stem}.o")
+        command = [*compile_it, "-I", str(OVERLAY), "-c", one, "-o", objects[-1]]
+        subprocess.run(command, cwd=folder, check=True, timeout=LIMIT_S)
+    link = [compiler, "-shared", *objects, "-o", f"{name}.so"]
+    subprocess.run(link, cwd=folder, check=True, timeout=LIMIT_S)
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     def compile_all(folder: Path) -> None:
-        (folder / "exports.cc").write_text(EXPORTS)
         for name, options in BUILDS.items():
-            command = [os.environ.get("CXX", "c++"), *FLAGS, "-fPIC", "-shared", *options]
-            command += ["-I", str(OVERLAY), str(folder / "exports.cc")]
-            command += [str(OVERLAY / "byteps/server/optimizer/update.cc"), "-o"]
-            subprocess.run([*command, str(folder / f"{name}.so")], check=True, timeout=LIMIT_S)
+            source = OVERLAY / "byteps/server/optimizer/update.cc"
+            compile_library(folder, name, EXPORTS, source, *FLAGS, *options)
 
     folder = made_once(tmp_path_factory, "update", compile_all)
     loaded = {name: ctypes.CDLL(str(folder / f"{name}.so")) for name in BUILDS}
@@ -321,11 +333,8 @@ def library(
     build = request.param
 
     def compile_it(folder: Path) -> None:
-        (folder / "exports.cc").write_text(REDUCER_EXPORTS)
-        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O3", "-fPIC", "-shared"]
-        command += [*REDUCER_BUILDS[build], "-I", str(OVERLAY), str(folder / "exports.cc")]
-        command += [str(OVERLAY / "byteps" / "server" / "reducer.cc"), "-o"]
-        subprocess.run([*command, str(folder / "reducer.so")], check=True, timeout=LIMIT_S)
+        source, flags = OVERLAY / "byteps/server/reducer.cc", ("-std=c++20", "-O3")
+        compile_library(folder, "reducer", REDUCER_EXPORTS, source, *flags, *REDUCER_BUILDS[build])
 
     folder = made_once(tmp_path_factory, f"reducer-{build}", compile_it)
     return ctypes.CDLL(str(folder / "reducer.so"))
