@@ -24,6 +24,9 @@ _LATE_S = 120.0
 BROKEN_INVARIANT = "the invariant '"
 """How a program of ours begins to say that one was broken (base/invariant.h)."""
 
+# Tests run side by side: threads of torch would spin, and wait for cores that others have.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell ignores SIGINT in what it starts in the background, and what tests start would inherit
 # that: scripts could not be interrupted, and no shell script can undo it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
