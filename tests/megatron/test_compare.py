@@ -224,6 +224,8 @@ def test_rows_of_transformer_engine_are_put_into_the_document(
 
     monkeypatch.setattr(children, "count_gpus", lambda: 2)
     monkeypatch.setattr(runs, "check", check)
+    # It would import torch alone, and all ranks of later tests Megatron, each for seconds.
+    monkeypatch.setattr(runs, "start_fork_server", lambda modules, platform: None)
     monkeypatch.setattr(table, "machine_of", lambda device: f"2x a GPU of {device}")
     versions = {"transformer-engine": "9 of transformer-engine"}
     there = metadata.version
