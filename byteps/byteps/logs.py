@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import sys
 import time
 
-FORMAT_VARIABLE = "BYTEPS_LOG_FORMAT"
+FORMAT = "BYTEPS_LOG_FORMAT"
+HIDE_TIME = "BYTEPS_LOG_HIDE_TIME"
 LOGGERS = ("byteps", "megatron.core.distributed.dpu_reduce")
 """Those that :func:`install` gives a handler."""
 
@@ -71,23 +71,22 @@ def render(level: int, message: str) -> str:
     return _formatter.format(record)
 
 
-def install(rank: int) -> None:
+def install(rank: int, *, form: str | None = None, hide_time: bool = False) -> None:
     """Give the loggers of this project a handler that writes such lines to the error output.
 
-    Does nothing where the program has set up logging itself, unless BYTEPS_LOG_FORMAT is set.
     Called again, as after a fork, it puts the new rank into the lines.
+
+    Args:
+        form: BYTEPS_LOG_FORMAT; None: it is not set, and where the program has set up logging
+            itself this does nothing.
+        hide_time: BYTEPS_LOG_HIDE_TIME.
     """
     global _formatter
-    chosen = os.environ.get(FORMAT_VARIABLE)
-    _formatter = LineFormatter(
-        rank=rank,
-        as_json=chosen == "json",
-        hide_time=os.environ.get("BYTEPS_LOG_HIDE_TIME") == "1",
-    )
+    _formatter = LineFormatter(rank=rank, as_json=form == "json", hide_time=hide_time)
     for name in LOGGERS:
         logger = logging.getLogger(name)
         ours = [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]
-        if not ours and chosen is None and logger.hasHandlers():
+        if not ours and form is None and logger.hasHandlers():
             continue
         for old in ours:
             logger.removeHandler(old)

@@ -44,6 +44,7 @@ if(GTest_FOUND)
     tests/net/membership/scheduler_servers_test.cc
     tests/net/membership/scheduler_trials_test.cc
     tests/net/rdma/outbox_test.cc
+    tests/net/net_settings_test.cc
     tests/net/rdma/posted_sends_test.cc
     tests/net/rdma/wire_test.cc
     tests/net/tcp/greeter_test.cc

@@ -17,9 +17,9 @@ BELOW: dict[str, set[str]] = {
     "net/membership": {"base", "net/link"},
     "net/tcp": {"base", "net/link", "net/auth", "net/tls", "net/membership"},
     "net/rdma": {"base", "net/link", "net/auth", "net/membership"},
-    "net": {"base", "net/link", "net/membership", "net/tcp", "net/rdma"},
+    "net": {"base", "net/link", "net/auth", "net/tls", "net/membership", "net/tcp", "net/rdma"},
     "device": {"base", "net/link"},
-    "cluster": {"base", "net/link", "net/auth", "net/tls", "net/membership"},
+    "cluster": {"base", "net/link", "net/membership", "net"},
     "observe": {"base", "net/link", "net/membership", "net/tcp", "cluster"},
     "engine": {"base", "cluster", "device", "observe"},
     "server/optimizer": {"base", "observe"},
@@ -36,9 +36,8 @@ KNOW_PS_LITE = re.compile(
     # Of the transports what carries ps-lite's messages, not their sockets and devices.
     r"|net/tcp/(van|memory_pool|frames|frame_reader)\.(h|cc)"
     r"|net/tcp/(connection_dial|greeter)\.cc"
-    r"|net/rdma/(van|endpoint|queues|pool|settings)\.(h|cc)"
+    r"|net/rdma/(van|endpoint|queues|pool)\.(h|cc)"
     r"|net/rdma/connector_handshake\.cc"
-    r"|net/(auth/secret|tls/tls)\.cc"  # its settings
 )
 """Files that may include such headers."""
 

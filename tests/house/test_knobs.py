@@ -1,4 +1,4 @@
-"""Users face few flags of Megatron and few variables."""
+"""Users face few flags of Megatron and few variables, and one table reads the variables."""
 
 from __future__ import annotations
 
@@ -29,3 +29,42 @@ def test_pages_tell_of_few_variables() -> None:
     page = (REPOSITORY / "docs/use/settings.md").read_text(encoding="utf-8")
     variables = re.findall(r"^### `(\w+)`$", page, re.M)
     assert len(variables) <= _MOST_VARIABLES, variables
+
+
+_READERS = {
+    "byteps/byteps/base/config.cc": "the table's parser",
+    "byteps/byteps/base/log.cc": "lines are written before the settings are known, and of these",
+    "byteps/byteps/c10d_plugin.py": "torch imports it, before byteps.torch can be",
+    "byteps/byteps/torch/c10d/work.py": "CUDA_DEVICE_MAX_CONNECTIONS, of NVIDIA",
+    "byteps/byteps/torch/c10d/reductions.py": "sets the limit of sums for the servers that it starts",
+    "byteps/byteps/torch/world.py": "finds a rank's place as the launcher does",
+    "Megatron-LM/megatron/core/distributed/dpu_reduce/parameters.py": "a script's own, for a while",
+    "Megatron-LM/megatron/core/distributed/dpu_reduce/replica_refusals.py": "without byteps, too",
+    "Megatron-LM/megatron/training/cpu_platform.py": "MEGATRON_CPU, without byteps, too",
+    "integrations/rl/megatron_byteps_rl/engines.py": "variables of verl and CUDA",
+    "integrations/rl/megatron_byteps_rl/plugin.py": "variables of verl",
+}
+"""Files that read or set variables of this process, and why the table cannot."""
+_LAUNCHERS = re.compile(
+    r"byteps/byteps/launcher/.*|integrations/ray/.*|integrations/rl/megatron_byteps_rl/__main__\.py"
+)
+"""Files that may: they make the environment of processes that they start."""
+_READS = {
+    ".cc": re.compile(r"\b(?:GetEnv|getenv|secure_getenv|setenv|unsetenv|putenv|environ)\b"),
+    ".py": re.compile(r"\bos\.(?:environ|getenv|putenv)\b|\bfrom os import.*\benviron\b"),
+}
+_READS[".h"] = _READS[".cc"]
+
+
+def test_one_table_reads_the_environment() -> None:
+    """All others are handed typed values: C++ structs (NetSettings), `setting()` of Python."""
+    readers = set()
+    for folder in ("byteps/byteps", "Megatron-LM", "integrations"):
+        for path in sorted((REPOSITORY / folder).rglob("*")):
+            name = path.relative_to(REPOSITORY).as_posix()
+            reads = _READS.get(path.suffix)
+            if reads is None or "/tests/" in name or _LAUNCHERS.fullmatch(name):
+                continue
+            if reads.search(path.read_text(encoding="utf-8")):
+                readers.add(name)
+    assert readers == set(_READERS)

@@ -187,11 +187,12 @@ def test_a_bad_format_is_refused(make_cluster: Callable[..., Cluster]) -> None:
     assert "BYTEPS_LOG_FORMAT='xml' is not allowed: it must be one of text, json" in said.stderr
 
 
-def python(make_cluster: Callable[..., Cluster], program: str, **env: str) -> str:
+def python(make_cluster: Callable[..., Cluster], program: str, form: str | None = None) -> str:
     cluster = make_cluster(workers=1, servers=1)
+    head = f"import logging\nfrom byteps import logs\nFORM = {form!r}\n"
     said = subprocess.run(
-        [sys.executable, "-c", "import logging\nfrom byteps import logs\n" + program],
-        env={**clean_environment(cluster.folder), **env},
+        [sys.executable, "-c", head + program],
+        env=clean_environment(cluster.folder),
         capture_output=True, text=True, check=True, timeout=START_S,
     )  # fmt: skip
     return said.stderr
@@ -199,19 +200,19 @@ def python(make_cluster: Callable[..., Cluster], program: str, **env: str) -> st
 
 def test_lines_of_python(make_cluster: Callable[..., Cluster]) -> None:
     program = """
-logs.install(3)
-logs.install(4)  # as after a fork: no line comes twice
+logs.install(3, form=FORM)
+logs.install(4, form=FORM)  # as after a fork: no line comes twice
 logging.getLogger("byteps.torch.engine").warning("one\\ntwo %s", "\\"quoted\\"")
 try:
     1 / 0
 except ZeroDivisionError:
     logging.getLogger("megatron.core.distributed.dpu_reduce.plan").exception("three")
 """
-    text = parse_all(python(make_cluster, program, BYTEPS_LOG_FORMAT="text"), "text")
+    text = parse_all(python(make_cluster, program, "text"), "text")
     assert [line["message"] for line in text[:2]] == ["one", 'two "quoted"']
     assert {(line["role"], line["rank"]) for line in text} == {("worker", 4)}
     assert "ZeroDivisionError" in str(text[-1]["message"])
-    lines = parse_all(python(make_cluster, program, BYTEPS_LOG_FORMAT="json"), "json")
+    lines = parse_all(python(make_cluster, program, "json"), "json")
     assert [line["severity"] for line in lines] == ["WARNING", "ERROR"]
     assert lines[0]["message"] == 'one\ntwo "quoted"'
 
@@ -219,11 +220,11 @@ except ZeroDivisionError:
 def test_a_program_with_logging_of_its_own_keeps_it(make_cluster: Callable[..., Cluster]) -> None:
     program = """
 logging.basicConfig(format="mine: %(message)s")
-logs.install(0)
+logs.install(0, form=FORM)
 logging.getLogger("byteps.torch.engine").warning("hello")
 """
     assert python(make_cluster, program) == "mine: hello\n"
-    [line] = parse_all(python(make_cluster, program, BYTEPS_LOG_FORMAT="json"), "json")
+    [line] = parse_all(python(make_cluster, program, "json"), "json")
     assert line["message"] == "hello"
 
 

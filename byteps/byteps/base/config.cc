@@ -145,12 +145,16 @@ void RefuseGone() {
 
 }  // namespace
 
-Config Config::FromEnvironment() {
+Config Config::FromEnvironment(const GivenSettings& given) {
   RefuseAsync();
   RefuseGone();
+  for (const auto& [name, value] : given) {
+    if (Find(name) == nullptr) throw std::logic_error("no such setting: " + name);
+  }
   Config config;
   for (const auto& v : Table()) {
-    const char* text = getenv(v.name);
+    const auto found = given.find(v.name);
+    const char* text = found != given.end() ? found->second.c_str() : getenv(v.name);
     config.set_[v.name] = text != nullptr;
     const std::string value = text != nullptr ? text : v.fallback;
     if (text != nullptr && !IsAllowed(v, value)) {
@@ -180,31 +184,13 @@ const std::string& Config::String(const std::string& name) const {
   return Value(name, choice ? Variable::kChoice : Variable::kString);
 }
 
-const std::string& Config::Text(const std::string& name) const {
-  const auto found = values_.find(name);
-  if (found == values_.end()) throw std::logic_error("no such setting: " + name);
-  return found->second;
+Variable::Type Config::TypeOf(const std::string& name) {
+  const Variable* v = Find(name);
+  if (v == nullptr) throw std::logic_error("no such setting: " + name);
+  return v->type;
 }
 
 bool Config::IsSet(const std::string& name) const { return set_.at(name); }
-
-void Config::SetPlace(int rank, int size, int local_rank, int local_size) {
-  const std::pair<const char*, int> place[] = {{"RANK", rank},
-                                               {"WORLD_SIZE", size},
-                                               {"LOCAL_RANK", local_rank},
-                                               {"LOCAL_WORLD_SIZE", local_size},
-                                               {"BYTEPS_LOCAL_RANK", local_rank},
-                                               {"BYTEPS_LOCAL_SIZE", local_size}};
-  for (const auto& [name, value] : place) {
-    values_[name] = std::to_string(value);
-    set_[name] = true;
-  }
-}
-
-void Config::SetQuorum(const std::string& text) {
-  values_["BYTEPS_QUORUM"] = text;
-  set_["BYTEPS_QUORUM"] = true;
-}
 
 std::string Config::Print() const {
   std::ostringstream out;
@@ -303,7 +289,7 @@ int Choose(const Config& config, const char* launcher, const char* ours, int fal
   return fallback;
 }
 
-// Our variable, else the launcher's: some launchers tell every worker that it is alone on its host.
+// Our variable, else the launcher's.
 int Prefer(const Config& config, const char* ours, const char* launcher) {
   return static_cast<int>(config.Int(config.IsSet(ours) ? ours : launcher));
 }
@@ -342,13 +328,24 @@ int WorkersOfReplica(const Config& config, int replicas) {
 
 }  // namespace
 
+bool UsesRdma(const Config& config) {
+  const std::string& transport = config.String("DMLC_ENABLE_RDMA");
+  return transport == "ibverbs" || transport == "1";
+}
+
+LocalPlace LocalPlace::From(const Config& config) {
+  return {Prefer(config, "BYTEPS_LOCAL_RANK", "LOCAL_RANK"),
+          Prefer(config, "BYTEPS_LOCAL_SIZE", "LOCAL_WORLD_SIZE")};
+}
+
 Launch Launch::From(const Config& config) {
   Launch launch;
   std::tie(launch.replica, launch.replicas) = ReplicaOf(config);
   launch.rank = Choose(config, "RANK", "DMLC_WORKER_ID", 0);
   launch.size = WorkersOfReplica(config, launch.replicas);
-  launch.local_rank = Prefer(config, "BYTEPS_LOCAL_RANK", "LOCAL_RANK");
-  launch.local_size = Prefer(config, "BYTEPS_LOCAL_SIZE", "LOCAL_WORLD_SIZE");
+  const LocalPlace local = LocalPlace::From(config);
+  launch.local_rank = local.rank;
+  launch.local_size = local.size;
   if (launch.rank >= launch.size) {
     throw UsageError("the rank " + std::to_string(launch.rank) +
                      " (RANK, DMLC_WORKER_ID) is not below the number of workers, " +

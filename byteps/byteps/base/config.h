@@ -5,6 +5,7 @@
 #ifndef BYTEPS_BASE_CONFIG_H_
 #define BYTEPS_BASE_CONFIG_H_
 
+#include <map>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -54,6 +55,9 @@ struct UnknownVariable {
   std::string Describe() const;
 };
 
+// Values that the caller knows better than the environment, by the variable's name.
+using GivenSettings = std::map<std::string, std::string>;
+
 // One process's settings: a checked snapshot of the environment.
 class Config {
  public:
@@ -62,7 +66,8 @@ class Config {
 
   // Parses every variable of the table, whole-string.  Throws UsageError naming
   // the first bad variable, its value and what is allowed; and for a variable that is gone.
-  static Config FromEnvironment();
+  // `given` goes before the environment, is checked alike, and counts as set.
+  static Config FromEnvironment(const GivenSettings& given = {});
 
   // Each asks for a name of the table with the matching type; anything else is a
   // mistake of the program and throws std::logic_error.
@@ -70,22 +75,15 @@ class Config {
   double Float(const std::string& name) const;
   bool Bool(const std::string& name) const;
   const std::string& String(const std::string& name) const;  // also kChoice
-  // Whether the environment sets it.
+  // Whether the environment or the caller sets it.
   bool IsSet(const std::string& name) const;
-
-  // Takes the place of this process in its job from the caller, which knows it better than the
-  // environment: torch.distributed's rank and size, and the place that ranks have found together.
-  void SetPlace(int rank, int size, int local_rank, int local_size);
-
-  // Takes BYTEPS_QUORUM from the caller.
-  void SetQuorum(const std::string& text);
 
   // One "NAME=value" line each, with "# default" behind those that are not set.  Internal ones are
   // printed where they are set.
   std::string Print() const;
 
-  // The value of any variable of the table, as text.  Throws std::logic_error for another name.
-  const std::string& Text(const std::string& name) const;
+  // The type of a variable of the table.  Throws std::logic_error for another name.
+  static Variable::Type TypeOf(const std::string& name);
 
   // The BYTEPS_* and DMLC_* variables of the environment that the table does not know.
   static std::vector<UnknownVariable> UnknownVariables();
@@ -93,14 +91,24 @@ class Config {
   // The reference manual, as Markdown.
   static std::string Markdown();
 
-  // All values as text, for ps-lite, which looks its settings up by name.
-  const std::unordered_map<std::string, std::string>& values() const { return values_; }
-
  private:
   const std::string& Value(const std::string& name, Variable::Type type) const;
 
   std::unordered_map<std::string, std::string> values_;
   std::unordered_map<std::string, bool> set_;
+};
+
+// Whether the settings choose RDMA, not TCP.
+bool UsesRdma(const Config& config);
+
+// This process's number among those of its host, and how many workers these are.
+struct LocalPlace {
+  int rank = 0;
+  int size = 1;
+
+  // From BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else from LOCAL_RANK and LOCAL_WORLD_SIZE: some
+  // launchers tell every worker that it is alone on its host.
+  static LocalPlace From(const Config& config);
 };
 
 // This process's place among the workers.
@@ -115,9 +123,8 @@ struct Launch {
   int replicas = 1;
 
   // From RANK and WORLD_SIZE, else from DMLC_WORKER_ID and DMLC_NUM_WORKER, else 0 of 1; from
-  // BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else from LOCAL_RANK and LOCAL_WORLD_SIZE; and from
-  // BYTEPS_REPLICA.  Throws UsageError when the first two pairs disagree, or the rank is not below
-  // the size, or BYTEPS_REPLICA is no replica of so many.
+  // LocalPlace; and from BYTEPS_REPLICA.  Throws UsageError when the first two pairs disagree, or
+  // the rank is not below the size, or BYTEPS_REPLICA is no replica of so many.
   static Launch From(const Config& config);
 };
 

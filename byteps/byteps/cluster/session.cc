@@ -11,13 +11,11 @@
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/cluster/ps_message.h"
-#include "byteps/net/auth/secret.h"
 #include "byteps/net/link/counters.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/node_membership.h"
 #include "byteps/net/membership/scheduler_membership.h"
-#include "byteps/net/tls/tls.h"
-#include "ps/internal/env.h"
+#include "byteps/net/net_settings.h"
 #include "ps/internal/postoffice.h"
 
 namespace byteps {
@@ -29,15 +27,6 @@ constexpr auto kJoinPause = std::chrono::milliseconds(200);
 // What a probe, or a server that waits for a place, waits for the scheduler, if
 // BYTEPS_START_TIMEOUT_S is not less.
 constexpr double kBriefSeconds = 5;
-
-}  // namespace
-
-bool UsesRdma(const Config& config) {
-  const std::string& transport = config.String("DMLC_ENABLE_RDMA");
-  return transport == "ibverbs" || transport == "1";
-}
-
-namespace {
 
 // Whether servers can keep each other's state, if they are to.
 void CheckBackups(const Config& config, int servers) {
@@ -80,10 +69,9 @@ std::string Session::NameOfNode(int node_id) const {
   return AskNode([node_id](ps::NodeMembership* node) { return node->NameOf(node_id); });
 }
 
-void Session::Prepare(ChannelUser* user, int probe) {
-  auto settings = config_.values();
+ps::NetSettings Session::Prepare(ChannelUser* user, int probe) {
   const bool rdma = UsesRdma(config_);
-  const std::string& transport = settings["DMLC_ENABLE_RDMA"];
+  const std::string& transport = config_.String("DMLC_ENABLE_RDMA");
   if (rdma && config_.Bool("BYTEPS_TLS")) {
     throw UsageError("BYTEPS_TLS=1 encrypts TCP, and DMLC_ENABLE_RDMA=" + transport +
                      " sends everything by RDMA, which no process can encrypt: unset one of them "
@@ -103,29 +91,9 @@ void Session::Prepare(ChannelUser* user, int probe) {
                      "librdmacm-dev are installed");
   }
 #endif
-  settings["DMLC_ROLE"] = NameOf(options_.role);
-  settings["DMLC_NUM_WORKER"] = std::to_string(options_.num_workers);
-  settings["DMLC_NUM_SERVER"] = std::to_string(options_.num_servers);
-  settings["DMLC_WORKER_ID"] = std::to_string(options_.rank);
-  const bool worker = options_.role == Role::kWorker;
-  settings["BYTEPS_REPLICAS"] = std::to_string(worker ? Launch::From(config_).replicas : 1);
-  settings["BYTEPS_GPU"] = options_.gpu;
-  settings["BYTEPS_REJOIN"] = options_.rejoin ? "1" : "0";
-  settings["BYTEPS_PROBE"] = std::to_string(probe);
-  const bool is_brief = probe > 0 || waits_;
-  if (is_brief && config_.Float("BYTEPS_START_TIMEOUT_S") > kBriefSeconds) {
-    settings["BYTEPS_START_TIMEOUT_S"] = std::to_string(kBriefSeconds);
-  }
-  // ps-lite takes "set" for "given": these two are given only when they say something.
-  for (const char* name : {"DMLC_NODE_HOST", "DMLC_INTERFACE"}) {
-    if (settings[name].empty()) settings.erase(name);
-  }
-  ps::Environment::Init(settings);
-  try {
-    ps::tls::CheckSettings(ps::auth::Secret::FromEnvironment());
-  } catch (const Error& e) {
-    throw UsageError(e.what(), e.file(), e.line());
-  }
+  ps::NetSettings settings = ReadSettings();
+  settings.van.membership.probe = probe;
+  if (probe > 0) settings.LimitStartTimeout(kBriefSeconds);
   ps::Postoffice::Handlers handlers;
   handlers.on_message = [this, user](ps::Message* msg) {
     Message message = FromPs(msg, options_.role);
@@ -137,15 +105,35 @@ void Session::Prepare(ChannelUser* user, int probe) {
   handlers.on_van = [this](std::shared_ptr<ps::Van> van) { Adopt(std::move(van)); };
   handlers.on_event = [user](const ps::MembershipEvent& event) { user->OnEvent(event); };
   ps::Postoffice::Get()->SetHandlers(handlers);
+  return settings;
+}
+
+ps::NetSettings Session::ReadSettings() const {
+  ps::NetSettings settings;
+  try {
+    settings = ps::NetSettings::From(config_);
+  } catch (const Error& e) {
+    throw UsageError(e.what(), e.file(), e.line());
+  }
+  const bool worker = options_.role == Role::kWorker;
+  settings.role = options_.role;
+  settings.van.nics.gpu = options_.gpu;
+  ps::MembershipSettings& membership = settings.van.membership;
+  membership.is_scheduler = options_.role == Role::kScheduler;
+  membership.workers = options_.num_workers;
+  membership.servers = options_.num_servers;
+  membership.rank = options_.rank;
+  membership.replicas = worker ? Launch::From(config_).replicas : 1;
+  membership.rejoin = options_.rejoin;
+  return settings;
 }
 
 void Session::Start(ChannelUser* user) {
   const bool server = options_.role == Role::kServer;
   const int known_rank = options_.role == Role::kWorker ? options_.rank : 0;
   ps::SetLogIdentity(NameOf(options_.role), server ? -1 : known_rank);
-  Prepare(user, 0);
   try {
-    Join(user);
+    Join(user, Prepare(user, 0));
   } catch (const ps::JobFailed& e) {
     ps::Postoffice::Get()->SetHandlers({});
     throw JobFailedError(e.what(), e.file(), e.line());
@@ -160,12 +148,12 @@ void Session::Start(ChannelUser* user) {
 }
 
 std::string Session::Probe(ChannelUser* user, int count) {
-  Prepare(user, count);
+  const ps::NetSettings settings = Prepare(user, count);
   const struct Handlers {
     ~Handlers() { ps::Postoffice::Get()->SetHandlers({}); }
   } handlers;
   try {
-    ps::Postoffice::Get()->Start(0, nullptr, false);
+    ps::Postoffice::Get()->Start(settings, 0);
     ps::Postoffice::Get()->Finalize(0, false);  // the scheduler, which asks nobody
     return "";
   } catch (const ps::WouldBeAdmitted& e) {
@@ -175,7 +163,7 @@ std::string Session::Probe(ChannelUser* user, int count) {
   }
 }
 
-void Session::Join(ChannelUser* user) {
+void Session::Join(ChannelUser* user, ps::NetSettings settings) {
   const double limit_s = config_.Float("BYTEPS_START_TIMEOUT_S");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
   const bool may_wait =
@@ -185,12 +173,12 @@ void Session::Join(ChannelUser* user) {
   while (true) {
     early_.Drop();
     try {
-      ps::Postoffice::Get()->Start(0, nullptr, false);
+      ps::Postoffice::Get()->Start(settings, 0);
       return early_.Release(user);
     } catch (const ps::ComeAgain& e) {
       answered = std::chrono::steady_clock::now();
       if (may_wait && !std::exchange(waits_, true)) {
-        Prepare(user, 0);
+        settings.LimitStartTimeout(kBriefSeconds);
         BPS_LOG(INFO) << "waiting for the place of a server that is lost: " << e.what();
       }
       if (!waits_ && std::chrono::steady_clock::now() >= deadline) {

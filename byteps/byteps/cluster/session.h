@@ -13,6 +13,7 @@
 
 namespace ps {
 class Van;
+struct NetSettings;
 namespace membership {
 struct MemberWord;
 }
@@ -44,9 +45,6 @@ struct NoSchedulerError : public Error {
 struct NotNeededError : public Error {
   using Error::Error;
 };
-
-// Whether the settings choose RDMA, not TCP.
-bool UsesRdma(const Config& config);
 
 // The channel of a real job.  It wraps ps-lite, whose state is one per process: one session
 // may be started at a time.
@@ -110,12 +108,14 @@ class Session : public Channel {
   void SayOfReplica(const ps::membership::MemberWord& word) const;
   std::string NameOfNode(int node_id) const;
   ps::Node node() const;
-  // Checks the settings and hands them, and the handlers, to ps-lite.
-  void Prepare(ChannelUser* user, int probe);
+  // Checks the settings, and hands the handlers to ps-lite.  `probe`: see MembershipSettings.
+  ps::NetSettings Prepare(ChannelUser* user, int probe);
+  // What the network is told; throws UsageError.
+  ps::NetSettings ReadSettings() const;
   // Joins; again and again as long as the scheduler may take this node later, up to
   // BYTEPS_START_TIMEOUT_S.  A server for which there is no place waits for one as long as the job
   // lasts, if lost servers are replaced; NotNeededError: until then.
-  void Join(ChannelUser* user);
+  void Join(ChannelUser* user, ps::NetSettings settings);
 
   const Config config_;
   const SessionOptions options_;

@@ -67,7 +67,7 @@ def start_if_needed(
     joins = bool(os.environ.get("DMLC_PS_ROOT_URI"))
     if _current is not None or (joins and not of_torch):
         return None
-    place = LocalPlace.own(os.environ, host_name(setting("BYTEPS_HOST_ID")))
+    place = LocalPlace.own(os.environ, host_name(setting("BYTEPS_HOST_ID", str)))
     if not joins:
         demand_no_cluster(os.environ)
     if size > 1 and not of_torch and not {"RANK", "DMLC_WORKER_ID"} & os.environ.keys():
@@ -167,5 +167,5 @@ def end_left(*, hurries: bool = False) -> None:
 
 def _leave_timeout_s() -> float:
     with contextlib.suppress(RuntimeError):  # set to junk since init: no reason not to end
-        return float(setting("BYTEPS_OP_TIMEOUT_S"))
+        return setting("BYTEPS_OP_TIMEOUT_S", float)
     return USUAL_LEAVE_TIMEOUT_S

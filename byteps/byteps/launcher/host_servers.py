@@ -109,7 +109,7 @@ class HostServers:
 
 def _given(name: str) -> int:
     """What the environment says; 0: nothing."""
-    return int(setting(name)) if name in os.environ else 0
+    return setting(name, int) if name in os.environ else 0
 
 
 def cost_text(hosts: Sequence[HostServers]) -> str:

@@ -37,11 +37,11 @@ def byteps_error(text: str) -> RuntimeError:
     return BytePSError(text)
 
 
-def setting(name: str) -> str:
-    """A variable's value, or its default. Raises BytePSError where any variable cannot be."""
-    from byteps.torch import c_lib
+def setting[T: (bool, float, int, str)](name: str, kind: type[T]) -> T:
+    """See `byteps.torch.figures.setting`; this module also loads without the engine."""
+    from byteps.torch import figures
 
-    return c_lib.setting(name)
+    return figures.setting(name, kind)
 
 
 def host_name(given: str) -> str:

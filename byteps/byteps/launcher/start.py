@@ -42,7 +42,7 @@ class Start:
         Args:
             nodes: takes what is started; None: the job joins a cluster.
         """
-        self._timeout_s = float(setting("BYTEPS_START_TIMEOUT_S"))
+        self._timeout_s = setting("BYTEPS_START_TIMEOUT_S", float)
         self._deadline = time.monotonic() + self._timeout_s
         self._rank, self._size, self._nodes, self._store = rank, size, nodes, store
 
@@ -79,7 +79,7 @@ class Start:
             address = own_address(os.environ, self._store)
         try:
             find_executable()
-            count = int(setting("BYTEPS_EMBEDDED_SERVERS"))
+            count = setting("BYTEPS_EMBEDDED_SERVERS", int)
             return {"servers": count, "means": means_of_host(address), "address": address}
         except RuntimeError as error:
             return {"problem": str(error)}
@@ -182,7 +182,7 @@ def _new_secret(env: Mapping[str, str], size: int) -> dict[str, str]:
     """A secret for the job; none where the environment says which, or that there is none."""
     if env.get("BYTEPS_SECRET") or env.get("BYTEPS_SECRET_FILE") or env.get("BYTEPS_AUTH") == "0":
         return {}
-    if size > 1 and setting("BYTEPS_TLS") == "1":
+    if size > 1 and setting("BYTEPS_TLS", bool):
         raise byteps_error(
             "BYTEPS_TLS=1 and no secret: embedded mode would hand the job's secret, which keys the "
             "encryption, to the other ranks by torch.distributed's store, which neither "

@@ -1,25 +1,20 @@
 // What a job needs of the Postoffice: the van of this process's role, started and stopped.
+#include "byteps/net/net_settings.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
 
-Postoffice::Postoffice() { env_ref_ = Environment::_GetSharedRef(); }
-
-void Postoffice::InitEnvironment() {
+void Postoffice::Start(const NetSettings& settings, int customer_id) {
+  using byteps::core::Role;
   // Finalize stopped the last job's van.
-  van_.reset(Van::Create(GetEnv("DMLC_ENABLE_RDMA", "tcp")));
-  num_workers_ = GetEnv("DMLC_NUM_WORKER", 0);
-  num_servers_ = GetEnv("DMLC_NUM_SERVER", 0);
-  const std::string role = GetEnv("DMLC_ROLE", "");
-  is_worker_ = role == "worker";
-  is_server_ = role == "server";
-  is_scheduler_ = role == "scheduler";
-  verbose_ = GetEnv("PS_VERBOSE", 0);
-}
-
-void Postoffice::Start(int customer_id, const char* /*argv0*/, const bool /*do_barrier*/) {
-  InitEnvironment();
+  van_.reset(Van::Create(settings));
+  num_workers_ = settings.van.membership.workers;
+  num_servers_ = settings.van.membership.servers;
+  is_worker_ = settings.role == Role::kWorker;
+  is_server_ = settings.role == Role::kServer;
+  is_scheduler_ = settings.role == Role::kScheduler;
+  verbose_ = settings.verbose;
   try {
     van_->Start(customer_id, false);
   } catch (...) {

@@ -13,7 +13,8 @@
 #include "byteps/net/link/nics.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_links.h"
-#include "byteps/net/membership/membership_settings.h"
+#include "byteps/net/membership/van_settings.h"
+#include "byteps/net/net_settings.h"
 #include "byteps/net/tcp/van.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
@@ -29,11 +30,6 @@ const int Meta::kEmpty = std::numeric_limits<int>::max();
 
 namespace {
 
-double StartTimeout() {
-  const double seconds = atof(GetEnv("BYTEPS_START_TIMEOUT_S", ""));
-  return seconds > 0 ? seconds : MembershipSettings().start_timeout_s;
-}
-
 // Warns once where a name that others know, too, leads nowhere but to this machine: Debian's
 // /etc/hosts gives a machine's own name 127.0.1.1.  `remedy`: what to do.
 void WarnOfLoopback(const std::string& name, const std::string& remedy) {
@@ -48,22 +44,21 @@ void WarnOfLoopback(const std::string& name, const std::string& remedy) {
 }
 
 // The address at which this node listens, or which it tells others of.
-std::string OwnAddress(const Node& scheduler, bool listens) {
-  const std::string host = GetEnv("DMLC_NODE_HOST", "");
-  if (!host.empty()) return host;
-  const std::string interface = GetEnv("DMLC_INTERFACE", "");
-  if (!interface.empty()) return AddressOfInterface(interface);
-  const std::string own = AwaitHost(
-      StartTimeout(), [&] { return LocalAddressTowards(scheduler.hostname, scheduler.port); });
+std::string OwnAddress(const VanSettings& settings, const Node& scheduler, bool listens) {
+  if (!settings.host.empty()) return settings.host;
+  if (!settings.interface.empty()) return AddressOfInterface(settings.interface);
+  const std::string own = AwaitHost(settings.membership.start_timeout_s, [&] {
+    return LocalAddressTowards(scheduler.hostname, scheduler.port);
+  });
   if (listens && IsLoopback(own)) {
     WarnOfLoopback(scheduler.hostname, "set DMLC_NODE_HOST to an address of this machine");
   }
   return own;
 }
 
-std::vector<Nic> OwnNics(const Node& self) {
-  const NicUser user = NicUserFor(self);
-  if (user.uses_rdma && ChoosesRdmaDevice()) {
+std::vector<Nic> OwnNics(const Node& self, const NicSettings& settings) {
+  const NicUser user = NicUserFor(self, settings);
+  if (user.uses_rdma && settings.chooses_rdma_device) {
     if (user.setting != "auto") {
       throw Error("BYTEPS_NICS=" + user.setting +
                   " names NICs, and BYTEPS_RDMA_DEVICE, BYTEPS_RDMA_PORT or BYTEPS_RDMA_GID_INDEX "
@@ -77,7 +72,7 @@ std::vector<Nic> OwnNics(const Node& self) {
 // How membership reaches other nodes: by the van.
 class VanLinks : public MembershipLinks {
  public:
-  explicit VanLinks(Van* van) : van_(van) {}
+  VanLinks(Van* van, const NicSettings& nics) : van_(van), nics_(nics) {}
   Node self() const override { return van_->node(); }
   const Node& scheduler() const override { return van_->scheduler(); }
   void SetSelf(const Node& node) override { van_->SetNode(node); }
@@ -86,6 +81,7 @@ class VanLinks : public MembershipLinks {
   void Send(Message* msg) override { van_->Send(*msg); }
   std::string DialError() override { return OfItsJob()->DialError(kScheduler); }
   bool IsBroken(int node_id) override { return OfItsJob()->IsBroken(node_id); }
+  int host_mbps() const override { return HostMbps(van_->node(), nics_); }
   void SetIncarnation(int incarnation) override { van_->SetIncarnation(incarnation); }
   uint64_t job() const override { return Number()->get(); }
   void SetJob(uint64_t job) override { Number()->Set(job); }
@@ -96,19 +92,21 @@ class VanLinks : public MembershipLinks {
   JobNumber* Number() const { return OfItsJob()->job_number(); }
 
   Van* const van_;
+  const NicSettings nics_;
 };
 
 }  // namespace
 
-Van::Van() = default;
+Van::Van(const VanSettings& settings) : settings_(std::make_unique<VanSettings>(settings)) {}
 Van::~Van() = default;
 
 void Van::OnDisconnect(int node_id) { membership_->OnDisconnect(node_id); }
 
-Van* Van::Create(const std::string& type) {
-  if (type == "tcp" || type == "0") return new TcpVan();
+Van* Van::Create(const NetSettings& settings) {
+  const std::string& type = settings.transport;
+  if (type == "tcp" || type == "0") return new TcpVan(settings.van, settings.tcp);
 #ifdef BYTEPS_WITH_RDMA
-  if (type == "ibverbs" || type == "1") return new RdmaVan();
+  if (type == "ibverbs" || type == "1") return new RdmaVan(settings.van, settings.rdma);
 #endif
   throw Error("DMLC_ENABLE_RDMA=" + type + " names no transport of this build");
 }
@@ -116,33 +114,33 @@ Van* Van::Create(const std::string& type) {
 void Van::Start(int customer_id, bool /*standalone*/) {
   const Postoffice* post = Postoffice::Get();
   is_scheduler_ = post->is_scheduler();
-  scheduler_.hostname = GetEnv("DMLC_PS_ROOT_URI", "");
-  scheduler_.port = GetEnv("DMLC_PS_ROOT_PORT", 0);
+  scheduler_.hostname = settings().scheduler_host;
+  scheduler_.port = settings().scheduler_port;
   scheduler_.role = Node::SCHEDULER;
   scheduler_.id = kScheduler;
   Node self = scheduler_;
   if (!is_scheduler_) {
     self = Node();
-    self.hostname = OwnAddress(scheduler_, post->is_server());
+    self.hostname = OwnAddress(settings(), scheduler_, post->is_server());
     self.role = post->is_worker() ? Node::WORKER : Node::SERVER;
-    self.port = post->is_server() ? GetEnv("BYTEPS_NODE_PORT", 0) : 0;
+    self.port = post->is_server() ? settings().port : 0;
     self.customer_id = customer_id;
   }
   my_role_ = self.role;
-  self.nics = OwnNics(self);
+  self.nics = OwnNics(self, settings().nics);
   SetNode(self);
-  links_ = std::make_unique<VanLinks>(this);
-  membership_ = Membership::Make(links_.get(), MembershipSettings::FromEnvironment(),
-                                 post->handlers().on_event);
+  links_ = std::make_unique<VanLinks>(this, settings().nics);
+  const MembershipSettings& membership = settings().membership;
+  membership_ = Membership::Make(links_.get(), membership, post->handlers().on_event);
   if (post->handlers().on_van) post->handlers().on_van(post->shared_van());
   // Its name may be known only later, or still be that of an earlier address.
-  const int port = AwaitHost(StartTimeout(), [&] { return Bind(self, 0); });
+  const int port = AwaitHost(membership.start_timeout_s, [&] { return Bind(self, 0); });
   self = node();  // a transport may know its address better
   self.port = port;
   SetNode(self);
   if (is_scheduler_) {
     scheduler_.port = port;
-    if (GetEnv("DMLC_USE_KUBERNETES", 0) == 0) {
+    if (!settings().on_every_address) {
       WarnOfLoopback(scheduler_.hostname,
                      "let DMLC_PS_ROOT_URI (--host) be an address of this machine");
     }

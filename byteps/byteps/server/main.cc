@@ -237,7 +237,7 @@ SessionOptions OptionsOf(const Config& config, Role role, int* local_rank) {
 int Check(const Arguments& arguments, const char* version) {
   Checks checks;
   checks.Try([&] {
-    const Config config = Config::FromEnvironment();
+    const Config config = Config::FromEnvironment(arguments.settings);
     const Role role = ChooseRole(arguments, config);
     ps::SetLogIdentity(NameOf(role), -1);
     TryVariables(&checks);
@@ -356,7 +356,7 @@ int Main(int argc, char** argv) {
           arguments.role = optarg;
           break;
         case kKeep:
-          setenv("BYTEPS_KEEP", "1", 1);
+          arguments.settings["BYTEPS_KEEP"] = "1";
           break;
         case kPortFile:
           arguments.port_file = optarg;
@@ -375,14 +375,15 @@ int Main(int argc, char** argv) {
           WriteNewSecret(optarg);
           return 0;
         case kHealth: {
-          const std::string path = Config::FromEnvironment().String("BYTEPS_HEALTH_SOCKET");
+          const std::string path =
+              Config::FromEnvironment(arguments.settings).String("BYTEPS_HEALTH_SOCKET");
           if (path.empty()) throw UsageError("--health needs BYTEPS_HEALTH_SOCKET");
           std::cout << AskHealth(path, kHealthTimeoutS) << "\n";
           return 0;
         }
         case kPrint:
           WarnOfUnknownVariables();
-          std::cout << Config::FromEnvironment().Print();
+          std::cout << Config::FromEnvironment(arguments.settings).Print();
           return 0;
         case kMarkdown:
           std::cout << Config::Markdown();

@@ -422,7 +422,7 @@ int CaughtSignal() { return caught_signal; }
 int SignalStatus() { return StatusOfSignal(); }
 
 int Serve(const Arguments& arguments, const Parent& parent, const char* version) {
-  const Config config = Config::FromEnvironment();
+  const Config config = Config::FromEnvironment(arguments.settings);
   const Role role = ChooseRole(arguments, config);
   SetDefaultLogLevel(LogLevel::INFO);
   ps::SetLogIdentity(NameOf(role), role == Role::kScheduler ? 0 : -1);

@@ -20,6 +20,7 @@ constexpr int kExitNoScheduler = 3;
 extern const char kUsage[];
 
 struct Arguments {
+  GivenSettings settings;  // that options set
   std::string role;
   std::string port_file;
   bool die_with_parent = false;

@@ -155,8 +155,25 @@ Launch launch;
 // Those of the last Init; the environment may have changed since.
 std::optional<Config> settings_of_init;
 
-Config Settings() {
-  return IsInitialized() && settings_of_init ? *settings_of_init : Config::FromEnvironment();
+Config Settings(const GivenSettings& given = {}) {
+  return IsInitialized() && settings_of_init ? *settings_of_init : Config::FromEnvironment(given);
+}
+
+// A setting as Python's int, float, bool or str, by its type in the table.
+py::object TypedSetting(const std::string& name, const GivenSettings& given) {
+  const Config config = Settings(given);
+  switch (Config::TypeOf(name)) {
+    case Variable::kInt:
+      return py::int_(config.Int(name));
+    case Variable::kFloat:
+      return py::float_(config.Float(name));
+    case Variable::kBool:
+      return py::bool_(config.Bool(name));
+    case Variable::kString:
+    case Variable::kChoice:
+      break;
+  }
+  return py::str(config.String(name));
 }
 
 // Counters and gauges as numbers, histograms as (upper ends of the buckets, how often each
@@ -216,20 +233,8 @@ py::list Endpoints() {
   return out;
 }
 
-// (rank, size, local rank, local size)
-using PlaceTuple = std::tuple<int, int, int, int>;
-
-// The settings of this process, at this place of its job; none: the environment's.
-Config ConfigAt(const std::optional<PlaceTuple>& place) {
-  Config config = Config::FromEnvironment();
-  if (place) std::apply([&](auto... numbers) { config.SetPlace(numbers...); }, *place);
-  return config;
-}
-
-void Init(int num_servers, const std::string& gpu, const std::optional<PlaceTuple>& place,
-          const std::string& quorum) {
-  Config config = ConfigAt(place);
-  if (!quorum.empty()) config.SetQuorum(quorum);
+void Init(const std::string& gpu, const GivenSettings& given) {
+  const Config config = Config::FromEnvironment(given);
   launch = Launch::From(config);
   settings_of_init = config;
   if (!config.IsSet("DMLC_PS_ROOT_URI") || config.Int("DMLC_PS_ROOT_PORT") == 0) {
@@ -240,8 +245,7 @@ void Init(int num_servers, const std::string& gpu, const std::optional<PlaceTupl
   options.rank = launch.rank;
   options.gpu = gpu;
   options.num_workers = launch.size;
-  options.num_servers =
-      num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER"));
+  options.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
   GetWorker()->Start(config, launch, options.num_servers,
                      std::make_unique<Session>(config, options),
                      MakeLossPolicy(config, options.num_servers));
@@ -385,8 +389,7 @@ PYBIND11_MODULE(c_lib, m) {
   py::implicitly_convertible<py::sequence, Ranks>();
 
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  m.def("init", &Init, py::arg("num_servers"), py::arg("gpu") = "", py::arg("place") = py::none(),
-        py::arg("quorum") = "", Unlocked());
+  m.def("init", &Init, py::arg("gpu") = "", py::arg("given") = GivenSettings(), Unlocked());
   m.def(
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
@@ -405,11 +408,11 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("has_failed", [] { return GetWorker()->failed(); }, Unlocked());
   m.def(
       "launch",
-      [](const std::optional<PlaceTuple>& place) {
-        const Launch l = Launch::From(ConfigAt(place));
+      [](const GivenSettings& given) {
+        const Launch l = Launch::From(Config::FromEnvironment(given));
         return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size, l.replica, l.replicas);
       },
-      py::arg("place") = py::none());
+      py::arg("given") = GivenSettings());
   py::class_<KnownTensor>(m, "KnownTensor",
                           "A tensor that is summed again and again: described once.")
       .def(py::init([](const SpecTuple& spec) {
@@ -483,7 +486,7 @@ PYBIND11_MODULE(c_lib, m) {
   m.def(
       "nics_of_server",
       [](const std::string& address) {
-        const ps::ServerNics nics = ps::ServerNics::At(address);
+        const ps::ServerNics nics = ps::ServerNics::At(address, ps::NicSettings::From(Settings()));
         return std::pair(nics.mbps, nics.numa_nodes);
       },
       py::arg("address"));
@@ -503,7 +506,13 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("add_differences", &AddTo, py::arg("blocks"), py::arg("dtype"), py::arg("held"),
         py::arg("count"), py::arg("out"), Unlocked());
   m.def("config", [] { return Settings().Print(); });
-  m.def("setting", [](const std::string& name) { return Settings().Text(name); }, py::arg("name"));
+  m.def("setting", &TypedSetting, py::arg("name"), py::arg("given") = GivenSettings());
+  m.def(
+      "is_set",
+      [](const std::string& name, const GivenSettings& given) {
+        return Settings(given).IsSet(name);
+      },
+      py::arg("name"), py::arg("given") = GivenSettings());
   DefineUpdatedTensor(&m);
   DefineReplicas(&m);
   DefineChildren(&m);

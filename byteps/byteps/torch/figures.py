@@ -83,13 +83,19 @@ def print_config() -> None:
     print(c_lib.config(), end="")
 
 
-def setting(name: str) -> str:
-    """The value in force of a setting of byteps/base/config_table.cc, as text.
+def setting[T: (bool, float, int, str)](name: str, kind: type[T]) -> T:
+    """The value in force of a setting of byteps/base/config_table.cc.
+
+    Args:
+        kind: its type in the table.
 
     Raises:
         BytePSError: a setting has a value that it may not have.
     """
-    return c_lib.setting(name)
+    value = c_lib.setting(name)
+    if type(value) is not kind:
+        raise TypeError(f"{name} is of type {type(value).__name__}, not {kind.__name__}")
+    return kind(value)
 
 
 def get_pushpull_speed() -> tuple[int, float]:

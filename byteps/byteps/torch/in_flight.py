@@ -291,7 +291,7 @@ def _memory(numel: int, dtype: torch.dtype, name: str, device: torch.device) -> 
 def next_seed(name: str) -> int | None:
     """For what this process rounds next under a name, as the engine has it for what it rounds
     itself (BYTEPS_STOCHASTIC_ROUNDING); None: to the nearest."""
-    if setting("BYTEPS_STOCHASTIC_ROUNDING") != "1":
+    if not setting("BYTEPS_STOCHASTIC_ROUNDING", bool):
         return None
     number = _rounds.get(name, 0)
     _rounds[name] = number + 1

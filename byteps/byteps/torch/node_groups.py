@@ -263,7 +263,7 @@ def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: 
 
 
 def _op_timeout_s() -> float:
-    return float(setting("BYTEPS_OP_TIMEOUT_S"))
+    return setting("BYTEPS_OP_TIMEOUT_S", float)
 
 
 groups = NodeGroups()

@@ -64,7 +64,7 @@ PIECES = 8
 
 def piece_count(part_bytes: int) -> int:
     """Into how many pieces a tensor is cut of which each rank pushes so many bytes."""
-    return max(1, min(PIECES, part_bytes // int(setting("BYTEPS_NODE_PIECE_BYTES"))))
+    return max(1, min(PIECES, part_bytes // setting("BYTEPS_NODE_PIECE_BYTES", int)))
 
 
 def scatter(

@@ -360,7 +360,7 @@ class ServerBucket:
 
 def least_in_few_bits() -> int:
     """Gradients of fewer bytes keep their bits where others do not, unless it is said otherwise."""
-    return int(setting("BYTEPS_KEEP_BF16_BYTES"))
+    return setting("BYTEPS_KEEP_BF16_BYTES", int)
 
 
 def cut_parameters(

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
@@ -43,9 +43,6 @@ class Launch:
     replicas: int = 1
 
 
-_PlaceNumbers = tuple[int, int, int, int]
-"""Rank, size, local rank, local size."""
-
 _joined_by = -1
 """The process that is the worker."""
 _launch: Launch | None = None
@@ -55,11 +52,19 @@ _handled_at_init = 0
 _lock = threading.Lock()
 
 
-def _told(place: _PlaceNumbers | None = None) -> Launch:
-    """What the environment says, or with another place. Raises BytePSError for settings that
-    cannot be."""
+def _told(given: Mapping[str, str]) -> Launch:
+    """What the environment says, but for the settings that are given. Raises BytePSError for
+    settings that cannot be."""
     names = (field.name for field in fields(Launch))
-    return Launch(**dict(zip(names, c_lib.launch(place), strict=True)))
+    return Launch(**dict(zip(names, c_lib.launch(given), strict=True)))
+
+
+def _place(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """The settings of a place that this process knows better than its environment does."""
+    ranks = dict.fromkeys(("LOCAL_RANK", "BYTEPS_LOCAL_RANK"), local_rank)
+    sizes = dict.fromkeys(("LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE"), local_size)
+    numbers = {"RANK": rank, "WORLD_SIZE": size, **ranks, **sizes}
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def _of_torch() -> tuple[int, int] | None:
@@ -68,7 +73,7 @@ def _of_torch() -> tuple[int, int] | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     said = ("RANK", "WORLD_SIZE", "DMLC_WORKER_ID", "DMLC_NUM_WORKER")
-    if os.environ.get("DMLC_PS_ROOT_URI") and any(name in os.environ for name in said):
+    if c_lib.setting("DMLC_PS_ROOT_URI") and any(map(c_lib.is_set, said)):
         return None
     return dist.get_rank(), dist.get_world_size()
 
@@ -122,34 +127,47 @@ def init(
             this process was forked from a worker.
     """
     del lazy
-    global _handled_at_init, _joined_by, _launch, _sessions
+    settings = {"BYTEPS_QUORUM": quorum} if quorum else {}
     with _lock:
         _demand_no_copy()
-        if c_lib.is_initialized():
-            return
-        given = of_torch or _of_torch()
-        launch = _told(None if given is None else (*given, 0, 1))
-        logs.install(launch.rank)
-        for warning in c_lib.unknown_variables():
-            logger.warning("%s", warning)
-        if store is None and given is not None:
-            store = dist.distributed_c10d._get_default_store()
-        rank, size = given or (launch.rank, launch.size)
-        ranks = embedded.start_if_needed(rank, size, store, of_torch=given is not None)
-        try:
-            place = None if ranks is None else ranks.numbers()
-            launch = _told(place)
-            c_lib.init(num_servers=0, gpu=_gpu(), place=place, quorum=quorum or "")
-        except BaseException:
-            embedded.stop()
-            raise
-        _launch = launch
-        in_flight.registers_memory = c_lib.registers_memory()
-        in_flight.rank = _launch.rank
-        _joined_by = os.getpid()
-        _sessions += 1
-        _handled_at_init = id(sys.exception())
-        atexit.register(_at_exit)
+        if not c_lib.is_initialized():
+            _join(settings, of_torch or _of_torch(), store)
+
+
+def _join(settings: Mapping[str, str], given: tuple[int, int] | None, store: Store | None) -> None:
+    """Join with these settings, which go before the environment's and a place that is found.
+
+    Args:
+        given: rank and size in torch.distributed; None: others say them.
+        store: of torch.distributed; None: the default one.
+    """
+    global _handled_at_init, _joined_by, _launch, _sessions
+    launch = _told({**({} if given is None else _place(*given, 0, 1)), **settings})
+    logs.install(
+        launch.rank,
+        form=str(c_lib.setting(logs.FORMAT)) if c_lib.is_set(logs.FORMAT) else None,
+        hide_time=bool(c_lib.setting(logs.HIDE_TIME)),
+    )
+    for warning in c_lib.unknown_variables():
+        logger.warning("%s", warning)
+    if store is None and given is not None:
+        store = dist.distributed_c10d._get_default_store()
+    rank, size = given or (launch.rank, launch.size)
+    ranks = embedded.start_if_needed(rank, size, store, of_torch=given is not None)
+    try:
+        settings = {**({} if ranks is None else _place(*ranks.numbers())), **settings}
+        launch = _told(settings)
+        c_lib.init(gpu=_gpu(), given=settings)
+    except BaseException:
+        embedded.stop()
+        raise
+    _launch = launch
+    in_flight.registers_memory = c_lib.registers_memory()
+    in_flight.rank = _launch.rank
+    _joined_by = os.getpid()
+    _sessions += 1
+    _handled_at_init = id(sys.exception())
+    atexit.register(_at_exit)
 
 
 def _gpu() -> str:
@@ -310,17 +328,17 @@ def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
     _demand_no_copy()
     if c_lib.is_initialized():
         raise BytePSError("resume() needs a suspend() before it")
-    # Whichever of the two the launcher set must not contradict the new numbers.
+    settings = {"DMLC_NUM_SERVER": num_servers}
     for launcher, ours, value in (
         ("WORLD_SIZE", "DMLC_NUM_WORKER", num_workers),
         ("RANK", "DMLC_WORKER_ID", global_rank),
     ):
-        for name in (launcher, ours):
-            if name in os.environ:
-                os.environ[name] = str(value)
-        os.environ.setdefault(ours, str(value))
-    os.environ["DMLC_NUM_SERVER"] = str(num_servers)
-    init()
+        settings[ours] = value
+        # The launcher's must not contradict the new numbers.
+        if c_lib.is_set(launcher):
+            settings[launcher] = value
+    with _lock:
+        _join({name: str(value) for name, value in settings.items()}, None, None)
 
 
 def is_initialized() -> bool:
@@ -362,7 +380,7 @@ def local_size() -> int:
 
 def replica() -> int:
     """Which of the model's replicas this job is, 0 <= replica < replicas(). Before `init` too."""
-    return (_launch or _told()).replica
+    return (_launch or _told({})).replica
 
 
 def first_rank() -> int:
@@ -377,7 +395,7 @@ def replicas() -> int:
     """Jobs that train one model, and meet only at the servers; 1 where this is the only one.
     Workers of all of them count in `rank` and `size`, those of replica 0 first. Before `init`
     too."""
-    return (_launch or _told()).replicas
+    return (_launch or _told({})).replicas
 
 
 # Why a worker's process ends, for the others to know.

@@ -22,7 +22,7 @@ __all__ = ["barrier", "num_servers"]
 
 def host_name() -> str:
     """Name of this host in the job: see `places.host_name`."""
-    return places.host_name(setting("BYTEPS_HOST_ID"))
+    return places.host_name(setting("BYTEPS_HOST_ID", str))
 
 
 def find_place(rank: int, exchange: Callable[[LocalPlace], Sequence[LocalPlace]]) -> None:
@@ -135,10 +135,10 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
     """
     mine = Told(
         host=host_name(),
-        server_link_gbps=float(setting("BYTEPS_SERVER_LINK_GBPS")),
-        local_servers=-1 if embedded.is_running() else int(setting("BYTEPS_LOCAL_SERVERS")),
-        servers_per_machine=int(setting("BYTEPS_SERVERS_PER_MACHINE")),
-        measures=setting("BYTEPS_MEASURE_LINKS") == "1" and not float(setting("BYTEPS_LINK_GBPS")),
+        server_link_gbps=setting("BYTEPS_SERVER_LINK_GBPS", float),
+        local_servers=-1 if embedded.is_running() else setting("BYTEPS_LOCAL_SERVERS", int),
+        servers_per_machine=setting("BYTEPS_SERVERS_PER_MACHINE", int),
+        measures=setting("BYTEPS_MEASURE_LINKS", bool) and not setting("BYTEPS_LINK_GBPS", float),
     )
     told = exchange(mine)
     for variable, values in (

@@ -17,9 +17,11 @@
 #include <thread>
 #include <vector>
 
+#include "byteps/base/config.h"
 #include "byteps/base/invariant.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/membership/node_membership.h"
+#include "byteps/net/net_settings.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/socket.h"
 #include "ps/base.h"
@@ -47,7 +49,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
  public:
   SwarmNode(bool worker, int rank, std::shared_ptr<ps::tcp::Poller> poller)
       : is_worker_(worker), rank_(rank), poller_(std::move(poller)) {
-    settings_.secret = ps::auth::Secret::FromEnvironment();
+    settings_.secret = ps::NetSettings::From(byteps::core::Config::FromEnvironment()).tcp.secret;
     scheduler_.role = Node::SCHEDULER;
     scheduler_.id = ps::kScheduler;
     scheduler_.hostname = options.host;

@@ -46,26 +46,30 @@ std::string Plan::Describe() const {
 
 namespace {
 
+using byteps::core::GivenSettings;
+
 std::vector<Config> MakeSettings(const char* quorum, double replace_s,
-                                 double op_timeout_s = kOpTimeoutS) {
+                                 double op_timeout_s = kOpTimeoutS,
+                                 const GivenSettings& others = {}) {
   std::vector<Config> made;
-  setenv("BYTEPS_REPLACE_SERVERS_S", std::to_string(replace_s).c_str(), 1);
   const std::string grace = "@" + std::to_string(kGraceS);
-  setenv("BYTEPS_QUORUM", quorum[0] == '0' ? "" : (quorum + grace).c_str(), 1);
   for (const char* deterministic : {"0", "1"}) {
     for (const char* threads : {"1", "2"}) {
       for (const char* window : {"0", "12000"}) {
-        setenv("BYTEPS_DETERMINISTIC", deterministic, 1);
-        setenv("BYTEPS_SERVER_ENGINE_THREAD", threads, 1);
-        setenv("BYTEPS_PUSH_THREAD", threads, 1);
-        setenv("BYTEPS_SERVER_WINDOW_BYTES", window, 1);
-        setenv("BYTEPS_PARTITION_BYTES", std::to_string(kPartitionBytes).c_str(), 1);
+        GivenSettings given = others;
+        given["BYTEPS_REPLACE_SERVERS_S"] = std::to_string(replace_s);
+        given["BYTEPS_QUORUM"] = quorum[0] == '0' ? "" : quorum + grace;
+        given["BYTEPS_DETERMINISTIC"] = deterministic;
+        given["BYTEPS_SERVER_ENGINE_THREAD"] = threads;
+        given["BYTEPS_PUSH_THREAD"] = threads;
+        given["BYTEPS_SERVER_WINDOW_BYTES"] = window;
+        given["BYTEPS_PARTITION_BYTES"] = std::to_string(kPartitionBytes);
         // So few blocks that some have to wait.
-        setenv("BYTEPS_PINNED_BYTES", std::to_string(3 * kPartitionBytes).c_str(), 1);
-        setenv("BYTEPS_STREAMED_BYTES", std::to_string(4 * kPartitionBytes).c_str(), 1);
-        setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(op_timeout_s).c_str(), 1);
-        setenv("BYTEPS_PEER_TIMEOUT_S", std::to_string(kPeerTimeoutS).c_str(), 1);
-        made.push_back(Config::FromEnvironment());
+        given["BYTEPS_PINNED_BYTES"] = std::to_string(3 * kPartitionBytes);
+        given["BYTEPS_STREAMED_BYTES"] = std::to_string(4 * kPartitionBytes);
+        given["BYTEPS_OP_TIMEOUT_S"] = std::to_string(op_timeout_s);
+        given["BYTEPS_PEER_TIMEOUT_S"] = std::to_string(kPeerTimeoutS);
+        made.push_back(Config::FromEnvironment(given));
       }
     }
   }
@@ -93,12 +97,8 @@ const std::vector<Config>& ReplicaSettings(bool patient, bool replaces, bool ret
 
 const std::vector<Config>& BackupSettings(int servers, bool patient) {
   static const auto make = [](const char* count, const char* quorum) {
-    setenv("BYTEPS_BACKUP_STATE", "1", 1);
-    setenv("DMLC_NUM_SERVER", count, 1);
-    std::vector<Config> made = MakeSettings(quorum, kReplaceS, kLongOpTimeoutS);
-    unsetenv("BYTEPS_BACKUP_STATE");
-    unsetenv("DMLC_NUM_SERVER");
-    return made;
+    return MakeSettings(quorum, kReplaceS, kLongOpTimeoutS,
+                        {{"BYTEPS_BACKUP_STATE", "1"}, {"DMLC_NUM_SERVER", count}});
   };
   static const std::vector<Config> all[] = {make("2", "0"), make("3", "0"), make("2", "1"),
                                             make("3", "1")};

@@ -36,14 +36,9 @@
 namespace byteps {
 namespace core {
 
-using Settings = std::map<std::string, std::string>;
+using Settings = GivenSettings;
 
-inline Config ConfigWith(const Settings& settings) {
-  for (const auto& s : settings) setenv(s.first.c_str(), s.second.c_str(), 1);
-  const Config config = Config::FromEnvironment();
-  for (const auto& s : settings) unsetenv(s.first.c_str());
-  return config;
-}
+inline Config ConfigWith(const Settings& settings) { return Config::FromEnvironment(settings); }
 
 inline Launch LaunchOf(int rank, int workers) {
   Launch launch;

@@ -32,9 +32,11 @@ def suspend_resume(job: Job) -> None:
             bps.push_pull(torch.ones(3), name="away")
         job.mark(f"away{time_away}")
         job.wait_go(f"back{time_away}")
+        environment = dict(os.environ)
         bps.resume(job.size, job.args["servers"], job.rank)
         with job.check(f"rank and size after resume {time_away}"):
             assert (bps.rank(), bps.size()) == (job.rank, job.size)
+            assert dict(os.environ) == environment, "arguments travel as variables"
         for round_ in range(3):
             with job.check(f"sum after {time_away}, round {round_}"):
                 _sum(job, "kept", 10 * (time_away + 1) + round_)

@@ -12,7 +12,6 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
-#include "ps/base.h"
 
 namespace ps {
 namespace auth {
@@ -71,10 +70,10 @@ std::string NewSecret() {
 
 Secret::Secret(const std::string& bytes) : key_(Hmac(bytes, kPurpose, "")) {}
 
-Secret Secret::FromEnvironment() {
-  const std::string given = GetEnv("BYTEPS_SECRET", "");
-  const std::string path = GetEnv("BYTEPS_SECRET_FILE", "");
-  if (GetEnv("BYTEPS_AUTH", 1) == 0) return Secret();
+Secret Secret::Read(const SecretSettings& settings) {
+  const std::string& given = settings.secret;
+  const std::string& path = settings.file;
+  if (!settings.authenticates) return Secret();
   if (!given.empty() && !path.empty()) {
     throw Error("BYTEPS_SECRET and BYTEPS_SECRET_FILE are both set; unset one of them");
   }

@@ -22,6 +22,13 @@ std::string NewNonce(size_t bytes = kNonceBytes);
 // A secret for a new job, as text.
 std::string NewSecret();
 
+// What the table of settings says of the secret.
+struct SecretSettings {
+  bool authenticates = true;  // BYTEPS_AUTH
+  std::string secret;         // BYTEPS_SECRET
+  std::string file;           // BYTEPS_SECRET_FILE
+};
+
 class Secret {
  public:
   // None: the job goes without authentication.  A proof is a checksum then, which anybody can make.
@@ -29,8 +36,8 @@ class Secret {
   // `bytes` has at least kLeastSecretBytes.
   explicit Secret(const std::string& bytes);
 
-  // BYTEPS_AUTH, BYTEPS_SECRET and BYTEPS_SECRET_FILE.  Throws Error that says what to set.
-  static Secret FromEnvironment();
+  // The secret that the settings give, or name a file of.  Throws Error that says what to set.
+  static Secret Read(const SecretSettings& settings);
 
   bool is_there() const { return !key_.empty(); }
 

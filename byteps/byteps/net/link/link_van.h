@@ -110,6 +110,8 @@ class VanInbox {
 template <typename Derived, typename Link>
 class LinkVan : public Van, public OfAJob {
  public:
+  using Van::Van;
+
   void SetNode(const Node& node) override {
     Node self = node;
     // The scheduler gives an id back with the rest of what this node told of itself.
@@ -130,10 +132,10 @@ class LinkVan : public Van, public OfAJob {
  protected:
   using Peers = PeerTable<Link>;
 
-  // Before Van::Start.
-  void Begin(bool is_scheduler) {
+  // Before Van::Start.  `may_follow`: a scheduler may go on with the job of one that died.
+  void Begin(bool is_scheduler, bool may_follow) {
     token_ = NewToken();
-    may_follow_ = is_scheduler && atof(GetEnv("BYTEPS_SCHEDULER_RETURN_S", "0")) > 0;
+    may_follow_ = is_scheduler && may_follow;
     job_.Set(is_scheduler ? NewJob() : 0);
     inbox_.Open();
     peers_.Open();

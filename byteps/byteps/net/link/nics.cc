@@ -23,7 +23,6 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/net/link/net_address.h"
-#include "ps/internal/env.h"
 
 namespace ps {
 namespace {
@@ -269,30 +268,22 @@ ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user) {
   return chosen;
 }
 
-NicUser NicUserFor(const Node& self) {
+NicUser NicUserFor(const Node& self, const NicSettings& settings) {
   NicUser user;
   user.address = self.hostname;
   user.is_worker = self.role == Node::WORKER;
-  user.setting = GetEnv("BYTEPS_NICS", "auto");
-  const std::string transport = GetEnv("DMLC_ENABLE_RDMA", "");
-  user.uses_rdma = transport == "ibverbs" || transport == "1";
-  // Where one was named before there were several, it stays one.
-  bool named = GetEnv("DMLC_NODE_HOST", "")[0] != 0 || GetEnv("DMLC_INTERFACE", "")[0] != 0;
-  named = named || (user.uses_rdma && ChoosesRdmaDevice());
-  user.only_own = named && user.setting == "auto";
-  user.gpu = ReadDevice(GetEnv("BYTEPS_GPU", ""), "/sys");
-  user.local_rank = std::max(GetEnv("BYTEPS_LOCAL_RANK", 0), GetEnv("LOCAL_RANK", 0));
-  user.local_size = std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
+  user.setting = settings.names;
+  user.uses_rdma = settings.uses_rdma;
+  const bool one = settings.names_address || (user.uses_rdma && settings.chooses_rdma_device);
+  user.only_own = one && user.setting == "auto";
+  user.gpu = ReadDevice(settings.gpu, "/sys");
+  user.local_rank = settings.local_rank;
+  user.local_size = settings.local_size;
   return user;
 }
 
-bool ChoosesRdmaDevice() {
-  return GetEnv("BYTEPS_RDMA_DEVICE", "")[0] != 0 || GetEnv("BYTEPS_RDMA_PORT", 0) > 0 ||
-         GetEnv("BYTEPS_RDMA_GID_INDEX", -1) >= 0;
-}
-
-int HostMbps(const Node& self) {
-  NicUser user = NicUserFor(self);
+int HostMbps(const Node& self, const NicSettings& settings) {
+  NicUser user = NicUserFor(self, settings);
   user.only_own = user.only_own || self.nics.empty();
   return ChooseNics(ListNics(), user).host_mbps;
 }

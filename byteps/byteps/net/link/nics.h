@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "byteps/net/link/nic_settings.h"
 #include "ps/internal/message.h"
 
 namespace ps {
@@ -66,13 +67,11 @@ struct ChosenNics {
 // Throws Error where the setting names no interface of this host.
 ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user);
 
-// This process, as the node `self`, by its settings.
-NicUser NicUserFor(const Node& self);
-// Whether settings choose one RDMA device, port or GID.
-bool ChoosesRdmaDevice();
+// This process, as the node `self`.
+NicUser NicUserFor(const Node& self, const NicSettings& settings);
 // ChosenNics::host_mbps of this process; of a node that uses no list of NICs (Node::nics), the rate
 // of the one that has its address.
-int HostMbps(const Node& self);
+int HostMbps(const Node& self, const NicSettings& settings);
 
 // On which NUMA node the threads of a NIC run.
 

@@ -8,12 +8,12 @@
 
 namespace ps {
 
-ServerNics ServerNics::At(const std::string& address) {
+ServerNics ServerNics::At(const std::string& address, const NicSettings& settings) {
   Node server;
   server.role = Node::SERVER;
   server.hostname = address;
   const std::vector<HostNic> there = ListNics();
-  const ChosenNics chosen = ChooseNics(there, NicUserFor(server));
+  const ChosenNics chosen = ChooseNics(there, NicUserFor(server, settings));
   std::set<int> nodes;
   for (const HostNic& nic : there) {
     const auto is_it = [&](const Nic& one) { return one.address == nic.nic.address; };

@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "byteps/net/link/nic_settings.h"
+
 namespace ps {
 
 // NICs that a server uses, all together.
@@ -13,7 +15,7 @@ struct ServerNics {
 
   // Those of a server at this address of the host.  Throws Error where BYTEPS_NICS names others
   // than there are.
-  static ServerNics At(const std::string& address);
+  static ServerNics At(const std::string& address, const NicSettings& settings);
 };
 
 }  // namespace ps

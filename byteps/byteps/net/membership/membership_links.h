@@ -31,6 +31,8 @@ class MembershipLinks {
   virtual std::string DialError() { return ""; }
   // Whether links with this node are broken now, of which the membership may not have heard yet.
   virtual bool IsBroken(int /*node_id*/) { return false; }
+  // The rate of the NICs that the nodes of this host use, Mbit/s; 0: not known.
+  virtual int host_mbps() const { return 0; }
   // Connections that are made from now on belong to this generation of the job.
   virtual void SetIncarnation(int incarnation) = 0;
   // The number of the job (link/admission.h).  A scheduler that goes on with a job of another one

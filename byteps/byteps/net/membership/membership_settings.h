@@ -3,6 +3,7 @@
 
 namespace ps {
 
+// What membership is told, by NetSettings::From or by a test.
 struct MembershipSettings {
   bool is_scheduler = false;
   double peer_timeout_s = 30;
@@ -30,12 +31,6 @@ struct MembershipSettings {
   // More than 0: Join asks whether so many nodes like this one would be admitted, and joins
   // nothing; a scheduler admits nobody.
   int probe = 0;
-
-  // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
-  // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP,
-  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLACE_SERVERS_S, BYTEPS_BACKUP_STATE,
-  // BYTEPS_SCHEDULER_RETURN_S, BYTEPS_REPLICAS and BYTEPS_PROBE.
-  static MembershipSettings FromEnvironment();
 };
 
 }  // namespace ps

@@ -8,7 +8,6 @@
 #include "byteps/base/invariant.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/net/link/nics.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_links.h"
 #include "byteps/net/membership/membership_settings.h"
@@ -56,7 +55,7 @@ membership::Claim NodeMembership::MakeClaim(const Node& self) {
   if (settings_.rejoin) claim.servers = -1;
   if (self.role == Node::WORKER) {
     claim.replicas = settings_.replicas;
-    claim.link_mbps = settings_.link_mbps > 0 ? settings_.link_mbps : HostMbps(self);
+    claim.link_mbps = settings_.link_mbps > 0 ? settings_.link_mbps : links_->host_mbps();
   }
   return claim;
 }

@@ -6,7 +6,6 @@
 #include "byteps/net/rdma/device.h"
 #include "byteps/net/rdma/posted_sends.h"
 #include "byteps/net/rdma/wire.h"
-#include "ps/internal/utils.h"
 
 namespace ps {
 namespace rdma {
@@ -17,30 +16,6 @@ constexpr uint32_t kLeastSends = 4;
 constexpr uint32_t kLeastReceives = 8;
 
 }  // namespace
-
-Settings Settings::Get() {
-  Settings s;
-  s.secret = auth::Secret::FromEnvironment();
-  s.device = GetEnv("BYTEPS_RDMA_DEVICE", "");
-  s.port = GetEnv("BYTEPS_RDMA_PORT", 0);
-  s.gid_index = GetEnv("BYTEPS_RDMA_GID_INDEX", -1);
-  s.traffic_class = GetEnv("BYTEPS_RDMA_TRAFFIC_CLASS", -1);
-  s.mtu = GetEnv("BYTEPS_RDMA_MTU", 0);
-  s.send_depth = s.send_depth_set = GetEnv("BYTEPS_RDMA_START_DEPTH", 64);
-  s.receive_depth = s.receive_depth_set = GetEnv("BYTEPS_RDMA_RX_DEPTH", 128);
-  s.all_slots_bytes = strtoull(GetEnv("BYTEPS_RDMA_SLOT_BYTES", "536870912"), nullptr, 10);
-  s.inline_bytes = GetEnv("BYTEPS_RDMA_INLINE_BYTES", 4096);
-  s.pool_bytes = strtoull(GetEnv("BYTEPS_RDMA_POOL_BYTES", "1073741824"), nullptr, 10);
-  s.window_bytes = strtoull(GetEnv("BYTEPS_RDMA_WINDOW_BYTES", "1048576"), nullptr, 10);
-  s.receive_window_bytes =
-      strtoull(GetEnv("BYTEPS_RDMA_RECEIVE_WINDOW_BYTES", "16777216"), nullptr, 10);
-  s.busy_poll = GetEnv("BYTEPS_RDMA_BUSY_POLL", 0) != 0;
-  s.data_plane = GetEnv("BYTEPS_RDMA_DATA_PLANE", 1) != 0;
-  s.data_endpoints = std::max(GetEnv("BYTEPS_CONNECTIONS", 0), 1);
-  s.start_timeout_s = atof(GetEnv("BYTEPS_START_TIMEOUT_S", "30"));
-  s.reconnect_s = atof(GetEnv("BYTEPS_RECONNECT_TIMEOUT_S", "30"));
-  return s;
-}
 
 uint32_t Settings::slot_bytes() const {
   return static_cast<uint32_t>(AlignUp(kHeadRoom + inline_bytes, 64));

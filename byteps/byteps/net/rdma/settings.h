@@ -36,9 +36,6 @@ struct Settings {
   double reconnect_s = 30;  // BYTEPS_RECONNECT_TIMEOUT_S
   auth::Secret secret;
 
-  // From ps-lite's Environment, which Config has checked.
-  static Settings Get();
-
   uint32_t slot_bytes() const;
   // Lowers the depths until the slots of so many endpoints fit into BYTEPS_RDMA_SLOT_BYTES.
   void FitSlots(uint64_t endpoints);

@@ -39,16 +39,14 @@ constexpr auto kAbandonTime = std::chrono::seconds(1);
 // Of a worker: its node id must be a number.
 constexpr int kMaxRank = 1 << 24;
 
-bool KeepsCopies() { return GetEnv("BYTEPS_BACKUP_STATE", 0) > 0; }
-
 // How many endpoints this node has once all have come.
-uint64_t NumEndpoints(const rdma::Settings& settings, size_t nics) {
+uint64_t NumEndpoints(const rdma::Settings& settings, bool backups, size_t nics) {
   const Postoffice& office = *Postoffice::Get();
   const uint64_t workers = std::max(0, office.num_workers());
   const uint64_t servers = std::max(0, office.num_servers());
   if (office.is_scheduler()) return workers + servers;
   const uint64_t peers = office.is_worker() ? servers : workers;
-  const uint64_t others = 1 + (office.is_server() && KeepsCopies() ? 2 : 0);
+  const uint64_t others = 1 + (office.is_server() && backups ? 2 : 0);
   if (!settings.data_plane) return others + peers;
   // The peers have about as many NICs.
   return others + peers * (1 + std::max<uint64_t>(settings.data_endpoints, nics));
@@ -65,32 +63,33 @@ std::vector<std::string> HostsOf(const std::string& own, const std::vector<Nic>&
 
 }  // namespace
 
+RdmaVan::RdmaVan(const VanSettings& settings, const rdma::Settings& rdma)
+    : LinkVan(settings), settings_(rdma) {}
+
 RdmaVan::~RdmaVan() = default;
 
 void RdmaVan::Start(int customer_id, bool standalone) {
   if (standalone) throw Error("the RDMA van joins a job");
   rdma::LoadVerbsLibraries();
-  settings_ = rdma::Settings::Get();
   // Before anything is registered.  A process that forks (data loaders do) would else write
   // into copies of pages that the device goes on reading; newer kernels see to it themselves.
   if (int error = ibv_fork_init()) {
     BPS_LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
   ForgetEndpointCounters();
-  Begin(Postoffice::Get()->is_scheduler());
+  Begin(Postoffice::Get()->is_scheduler(), settings().membership.scheduler_return_s > 0);
   Van::Start(customer_id, false);
 }
 
 int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
   const bool scheduler = node.role == Node::SCHEDULER;
-  const bool every_address = scheduler && GetEnv("DMLC_USE_KUBERNETES", 0) > 0;
-  const bool given =
-      scheduler || GetEnv("DMLC_NODE_HOST", "")[0] != 0 || GetEnv("DMLC_INTERFACE", "")[0] != 0;
+  const bool every_address = scheduler && settings().on_every_address;
+  const bool given = scheduler || settings().nics.names_address;
   const int port = node.port;  // 0: the kernel chooses
   std::string host = node.hostname;
   try {
     if (!scheduler) host = rdma::AddressOfDevice(settings_, host, given);
-    settings_.FitSlots(NumEndpoints(settings_, node.nics.size()));
+    settings_.FitSlots(NumEndpoints(settings_, settings().membership.backups, node.nics.size()));
     connector_ = std::make_unique<rdma::Connector>(this, settings_, token_);
     int bound = 0;
     if (Listens(node.role)) {
@@ -105,7 +104,7 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     self.port = bound;
     SetNode(self);
     // Where it is only looked whether a scheduler can listen, nobody is answered.
-    if (!scheduler || GetEnv("BYTEPS_PROBE", 0) == 0) connector_->Run();
+    if (!scheduler || settings().membership.probe == 0) connector_->Run();
     return bound;
   } catch (const UnknownHost&) {
     connector_.reset();
@@ -184,7 +183,7 @@ int32_t RdmaVan::Rank(int peer) {
   const int id = my_id_;
   if (my_role_ == Node::SERVER && IsServerId(peer)) return Postoffice::IDtoRank(id);
   if (my_role_ != Node::WORKER) return -1;
-  return id == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(id);
+  return id == Node::kEmpty ? settings().membership.rank : Postoffice::IDtoRank(id);
 }
 
 uint64_t RdmaVan::JobTold(const rdma::ConnectRequest& request) {
@@ -213,7 +212,8 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job, is_expected);
   // The scheduler tells both servers of each other, and one may come first.  One that has been
   // here, and was forgotten, is not meant any more.
-  const bool early = KeepsCopies() && between_servers && !is_expected && !request.resumes;
+  const bool early =
+      settings().membership.backups && between_servers && !is_expected && !request.resumes;
   refusal->again_soon = !refusal->reason.empty() && (early || IsBehind(job, request.job));
   if (!refusal->reason.empty()) return nullptr;
   const auto again = between_servers ? Peers::Again::kTakesTheLink : Peers::Again::kMakesAnother;

@@ -34,8 +34,10 @@
 #include "byteps/net/link/dial_plan.h"
 #include "byteps/net/link/link_outage.h"
 #include "byteps/net/link/link_van.h"
+#include "byteps/net/membership/van_settings.h"
 #include "byteps/net/rdma/connector.h"
 #include "byteps/net/rdma/endpoint.h"
+#include "byteps/net/rdma/settings.h"
 #include "byteps/net/rdma/transport.h"
 
 namespace ps {
@@ -52,7 +54,7 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
                 public rdma::EndpointOwner,
                 public rdma::ConnectorOwner {
  public:
-  RdmaVan() = default;
+  RdmaVan(const VanSettings& settings, const rdma::Settings& rdma);
   ~RdmaVan() override;
 
   std::string GetType() const override { return "ibverbs"; }
@@ -103,7 +105,7 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   // For each of so many endpoints to a node the pairs of NICs that it may take.
   std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
 
-  rdma::Settings settings_;
+  rdma::Settings settings_;  // with as many slots as fit
   std::unique_ptr<rdma::Connector> connector_;
 };
 

@@ -51,24 +51,10 @@ constexpr double kLoopbackGbps = 100;
 // Room for so many where the next generation of the job may bring any number of workers.
 constexpr size_t kAnyNumberOfPeers = 1 << 16;
 
-double Seconds(const char* name, double fallback) {
-  const char* text = Environment::Get()->find(name);
-  return text == nullptr ? fallback : atof(text);
-}
-
-size_t Bytes(const char* name, size_t fallback) {
-  const char* text = Environment::Get()->find(name);
-  return text == nullptr ? fallback : strtoull(text, nullptr, 10);
-}
-
 int Processors() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
   return CPU_COUNT(&set);
-}
-
-int WorkersOfThisHost() {
-  return std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
 }
 
 // Then NICs carry nothing of what it exchanges with this node.
@@ -82,25 +68,33 @@ bool IsOnThisHost(const Node& node) {
 
 // A quarter of the cores that each of this host's workers has: the others belong to
 // the framework, or to the server's additions.
-int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4, 1, kMaxThreads); }
+int DefaultThreads(int workers) { return std::clamp(Processors() / workers / 4, 1, kMaxThreads); }
+
+tcp::ConnectionSettings ConnectionSettingsOf(const VanSettings& van, const tcp::Settings& tcp) {
+  tcp::ConnectionSettings settings;
+  settings.secret = tcp.secret;
+  settings.tls = tcp.tls;
+  settings.reconnect_s = van.reconnect_s;
+  // So that half of the time to reconnect is left.  Where nobody reconnects: later than the
+  // heartbeats, which know more of who is silent.
+  const double peer_timeout_s = van.membership.peer_timeout_s;
+  settings.silence_s = van.reconnect_s > 0 ? van.reconnect_s / 2 : 2 * peer_timeout_s + 2;
+  // Another pair of NICs is tried before the peer counts as silent.
+  settings.switch_s = std::min(settings.switch_s, peer_timeout_s / 4);
+  return settings;
+}
 
 }  // namespace
+
+TcpVan::TcpVan(const VanSettings& settings, const tcp::Settings& tcp)
+    : LinkVan(settings), tcp_(tcp), settings_(ConnectionSettingsOf(settings, tcp)) {}
 
 TcpVan::~TcpVan() = default;
 
 void TcpVan::Start(int customer_id, bool standalone) {
   if (standalone) throw Error("the TCP van joins a job");
   const Postoffice* post = Postoffice::Get();
-  settings_.secret = auth::Secret::FromEnvironment();
-  settings_.tls = tls::Context::FromEnvironment(settings_.secret);
-  settings_.reconnect_s = Seconds("BYTEPS_RECONNECT_TIMEOUT_S", 30);
-  // So that half of the time to reconnect is left.  Where nobody reconnects: later than the
-  // heartbeats, which know more of who is silent.
-  const double peer_timeout_s = Seconds("BYTEPS_PEER_TIMEOUT_S", 30);
-  settings_.silence_s =
-      settings_.reconnect_s > 0 ? settings_.reconnect_s / 2 : 2 * peer_timeout_s + 2;
-  // Another pair of NICs is tried before the peer counts as silent.
-  settings_.switch_s = std::min(settings_.switch_s, peer_timeout_s / 4);
+  const MembershipSettings& membership = settings().membership;
   host_.secret = &settings_.secret;
   host_.tls = settings_.tls;
   host_.challenge = [this](const tcp::Hello& hello) {
@@ -115,20 +109,19 @@ void TcpVan::Start(int customer_id, bool standalone) {
     return Admit(socket, hello);
   };
   host_.done = [this](const tcp::Greeter* greeter) { pending_->Remove(greeter); };
-  backs_up_ = GetEnv("BYTEPS_BACKUP_STATE", 0) > 0;
-  start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
-  int threads = GetEnv("BYTEPS_IO_THREADS", 0);
-  if (threads == 0) threads = post->is_scheduler() ? 1 : DefaultThreads();
-  connections_per_server_ = GetEnv("BYTEPS_CONNECTIONS", 0);
+  int threads = tcp_.io_threads;
+  if (threads == 0) {
+    threads = post->is_scheduler() ? 1 : DefaultThreads(settings().nics.local_size);
+  }
   // Only a worker knows how many connections it makes, and only when it has joined.
-  const int most =
-      std::max(connections_per_server_ > 0 ? connections_per_server_ : kMaxThreads, kUsualNics);
-  const size_t peers = GetEnv("BYTEPS_KEEP", 0) > 0 && !post->is_worker() ? kAnyNumberOfPeers
+  const int most = std::max(tcp_.connections > 0 ? tcp_.connections : kMaxThreads, kUsualNics);
+  const int neighbors = membership.backups ? 2 : 0;
+  const size_t peers = membership.keep && !post->is_worker() ? kAnyNumberOfPeers
                        : post->is_scheduler() ? post->num_workers() + post->num_servers()
-                       : post->is_server()    ? most * (post->num_workers() + (backs_up_ ? 2 : 0))
+                       : post->is_server()    ? most * (post->num_workers() + neighbors)
                                               : most * post->num_servers();
   const size_t files = tcp::MakeRoomForFiles(peers + kPendingPeers);
-  pollers_ = std::make_unique<tcp::Pollers>(threads, Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
+  pollers_ = std::make_unique<tcp::Pollers>(threads, tcp_.receive_pool_bytes);
   // Where few files may be open, most of them are for the job's own connections.
   const size_t room =
       std::clamp(files / 4, kPendingLeast, settings_.tls ? kPendingEncrypted : kPendingPeers);
@@ -136,7 +129,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
       pollers_->first().get(),
       tcp::PendingPeers::Limits{room, kLeastGreetingTime, kGreetingTime,
                                 "it did not say in time who it is", "have not authenticated"});
-  Begin(post->is_scheduler());
+  Begin(post->is_scheduler(), membership.scheduler_return_s > 0);
   Van::Start(customer_id, false);
 }
 
@@ -146,7 +139,7 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   // A worker is answered along the connections that it made.
   if (!Listens(node.role)) return 0;
   const bool scheduler = node.role == Node::SCHEDULER;
-  const bool every_address = scheduler && GetEnv("DMLC_USE_KUBERNETES", 0) > 0;
+  const bool every_address = scheduler && settings().on_every_address;
   int port = node.port;
   try {
     // A name may stand for an IPv4 and an IPv6 address: who connects may choose either.
@@ -170,7 +163,7 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
     throw Error(why);
   }
   // Where it is only looked whether a scheduler can listen, nobody may be told that it does.
-  if (scheduler && GetEnv("BYTEPS_PROBE", 0) > 0) return port;
+  if (scheduler && settings().membership.probe > 0) return port;
   for (auto& listener : listeners_) listener->Start();
   return port;
 }
@@ -230,14 +223,16 @@ int tcp::ConnectionsFor(double gbps, int servers, int threads) {
 
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
-  if (connections_per_server_ > 0) return connections_per_server_;
+  if (tcp_.connections > 0) return tcp_.connections;
   // Of two servers the NIC of this one decides, which has one neighbor to send its state to.
   const bool worker = my_role_ == Node::WORKER;
-  double gbps = (worker ? membership()->AsNode()->link_mbps() : HostMbps(this->node())) / 1e3;
+  double gbps =
+      (worker ? membership()->AsNode()->link_mbps() : HostMbps(this->node(), settings().nics)) /
+      1e3;
   if (IsLoopback(node.hostname)) gbps = kLoopbackGbps;
   if (gbps == 0) gbps = kUnknownGbps;
   const int wanted =
-      tcp::ConnectionsFor(gbps / (worker ? WorkersOfThisHost() : 1),
+      tcp::ConnectionsFor(gbps / (worker ? settings().nics.local_size : 1),
                           worker ? Postoffice::Get()->num_servers() : 1, pollers_->size());
   return IsOnThisHost(node) ? wanted
                             : std::max(wanted, LeastConnections(this->node().nics, node.nics));
@@ -271,7 +266,8 @@ void TcpVan::Dial(const Node& node) {
   const Peers::Links dialed = connections;
   peers_.Add(std::move(peer));
   // Longer than who waits for the scheduler does, whose error says more.
-  const auto limit = std::chrono::duration<double>(start_timeout_s_ + kPatience);
+  const auto limit =
+      std::chrono::duration<double>(settings().membership.start_timeout_s + kPatience);
   const auto deadline =
       Connection::Clock::now() + std::chrono::duration_cast<Connection::Clock::duration>(limit);
   tcp::Hello hello;
@@ -282,7 +278,9 @@ void TcpVan::Dial(const Node& node) {
   hello.role = my_role_;
   const int my_rank = my_id_ == Node::kEmpty ? -1 : Postoffice::IDtoRank(my_id_);
   if (AreServers(node.role)) hello.rank = my_rank;
-  if (my_role_ == Node::WORKER) hello.rank = my_rank < 0 ? GetEnv("DMLC_WORKER_ID", -1) : my_rank;
+  if (my_role_ == Node::WORKER) {
+    hello.rank = my_rank < 0 ? settings().membership.rank : my_rank;
+  }
   for (int i = 0; i < count; ++i) {
     hello.index = i;
     dialed[i]->Dial(pairs[i], node.port, hello, deadline);
@@ -308,7 +306,7 @@ bool TcpVan::MeansScheduler(const tcp::Hello& hello) const {
 }
 
 bool TcpVan::MustWait(const tcp::Hello& hello) {
-  if (!backs_up_ || !AreServers(hello.role)) return false;
+  if (!settings().membership.backups || !AreServers(hello.role)) return false;
   // One that has been here, and was forgotten, is not meant any more.
   return !hello.resumes && !peers_.Expects(hello.sender, hello.node_id);
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "byteps/net/link/link_van.h"
+#include "byteps/net/membership/van_settings.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/fd.h"
 #include "byteps/net/tcp/greeter.h"
@@ -15,6 +16,7 @@
 #include "byteps/net/tcp/pending_peers.h"
 #include "byteps/net/tcp/poller.h"
 #include "byteps/net/tcp/pollers.h"
+#include "byteps/net/tcp/settings.h"
 #include "byteps/net/tcp/stream.h"
 
 namespace ps {
@@ -51,7 +53,7 @@ int ConnectionsFor(double gbps, int servers, int threads);
 
 class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOwner {
  public:
-  TcpVan() = default;
+  TcpVan(const VanSettings& settings, const tcp::Settings& tcp);
   ~TcpVan() override;
 
   std::string GetType() const override { return "tcp"; }
@@ -106,11 +108,9 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   // in flight.
   bool MustWait(const tcp::Hello& hello);
 
+  const tcp::Settings tcp_;
   tcp::ConnectionSettings settings_;
   tcp::Greeter::Host host_;
-  double start_timeout_s_ = 0;
-  bool backs_up_ = false;           // servers keep each other's state
-  int connections_per_server_ = 0;  // 0: as many as the link wants
   std::unique_ptr<tcp::Pollers> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;
   // Those that have not proved anything yet.  Of the first poller's thread.

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "byteps/base/invariant.h"
-#include "ps/base.h"
 
 namespace ps {
 namespace tls {
@@ -109,16 +108,14 @@ int NoPassword(char*, int, int, void*) { return -1; }
 
 const char kAdvice[] = "set BYTEPS_TLS=1 on every node of the job, or on none";
 
-void CheckSettings(const auth::Secret& secret) { (void)Context::FromEnvironment(secret); }
-
 // ------------------------------------------------------------------ context
 
-std::shared_ptr<const Context> Context::FromEnvironment(const auth::Secret& secret) {
-  const Files files = {GetEnv("BYTEPS_TLS_CERT", ""), GetEnv("BYTEPS_TLS_KEY", ""),
-                       GetEnv("BYTEPS_TLS_CA", "")};
+std::shared_ptr<const Context> Context::Make(const TlsSettings& settings,
+                                             const auth::Secret& secret) {
+  const Files& files = settings.files;
   const bool some = !files.certificate.empty() || !files.key.empty() || !files.authority.empty();
   const bool all = !files.certificate.empty() && !files.key.empty() && !files.authority.empty();
-  if (GetEnv("BYTEPS_TLS", 0) == 0) {
+  if (!settings.encrypts) {
     if (some) {
       throw Error(
           "BYTEPS_TLS_CERT, BYTEPS_TLS_KEY or BYTEPS_TLS_CA is set, and BYTEPS_TLS=0: nothing "

@@ -139,10 +139,6 @@ struct OpenSsl {
 // that says what is missing; a failure is final.
 const OpenSsl& LoadOpenSsl();
 
-// Throws Error that says what is wrong with BYTEPS_TLS and BYTEPS_TLS_*, or with the files
-// that they name.
-void CheckSettings(const auth::Secret& secret);
-
 // What to do where one node encrypts and another does not.
 extern const char kAdvice[];
 
@@ -152,12 +148,18 @@ struct Files {
   std::string authority;  // who signs the certificates of nodes
 };
 
+// What the table of settings says of encryption.
+struct TlsSettings {
+  bool encrypts = false;  // BYTEPS_TLS
+  Files files;            // BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and BYTEPS_TLS_CA; empty: none
+};
+
 // What the connections of a process share.
 class Context {
  public:
-  // From BYTEPS_TLS and BYTEPS_TLS_*; null: nothing is encrypted.  Throws Error that says
-  // what to set.
-  static std::shared_ptr<const Context> FromEnvironment(const auth::Secret& secret);
+  // Null: nothing is encrypted.  Throws Error that says what to set, or what is wrong with a file.
+  static std::shared_ptr<const Context> Make(const TlsSettings& settings,
+                                             const auth::Secret& secret);
 
   // With certificates where `files` names them, by the secret otherwise.  Throws Error.
   Context(const auth::Secret& secret, const Files& files);

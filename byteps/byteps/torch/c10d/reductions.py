@@ -71,7 +71,7 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
                 f"{rank} of {size}: check RANK and WORLD_SIZE against DMLC_WORKER_ID and "
                 "DMLC_NUM_WORKER"
             )
-        deadline = time.monotonic() + float(setting("BYTEPS_START_TIMEOUT_S"))
+        deadline = time.monotonic() + setting("BYTEPS_START_TIMEOUT_S", float)
         nonce = secrets.token_hex(8)
 
         def exchange(mine: Told) -> Sequence[Told]:
@@ -177,9 +177,9 @@ class Settings:
     def read() -> Settings:
         """Those in force. Raises BytePSError where one has a value that it may not have."""
         return Settings(
-            backend=setting("BYTEPS_C10D_BACKEND"),
-            min_bytes=int(setting("BYTEPS_C10D_MIN_BYTES")),
-            wire_dtype=setting("BYTEPS_C10D_WIRE_DTYPE"),
+            backend=setting("BYTEPS_C10D_BACKEND", str),
+            min_bytes=setting("BYTEPS_C10D_MIN_BYTES", int),
+            wire_dtype=setting("BYTEPS_C10D_WIRE_DTYPE", str),
         )
 
     def wire_of(self, dtype: torch.dtype) -> WireType:
@@ -446,6 +446,6 @@ def _are_streamed(tensor: torch.Tensor, handles: Sequence[int]) -> bool:
         _logger.warning(
             "an all-reduce of %d bytes finds no room in pinned memory, and blocks the host when it "
             "is awaited: give this worker more than BYTEPS_STREAMED_BYTES=%s",
-            *(tensor.nbytes, setting("BYTEPS_STREAMED_BYTES")),
+            *(tensor.nbytes, setting("BYTEPS_STREAMED_BYTES", int)),
         )
     return False

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,8 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
 
 def _kept(sums: Sequence[tuple[Sum, Decision]], ranks_per_host: int) -> list[str]:
     """A line on what ranks keep for servers that may be lost; none, if they keep nothing."""
-    if float(os.environ.get("BYTEPS_REPLACE_SERVERS_S") or 0) <= 0 or sums[0][0].updated:
+    replaced = bytepslib.figures.setting("BYTEPS_REPLACE_SERVERS_S", float) > 0
+    if not replaced or sums[0][0].updated:
         return []
     host = sum(
         decision.loads[decision.route].host
@@ -152,7 +152,7 @@ def _gain(row: Row) -> str:
 
 def as_lines(text: str) -> str:
     """The table as it is, or where lines of the log are JSON as one of them."""
-    if os.environ.get("BYTEPS_LOG_FORMAT") != "json":
+    if bytepslib.figures.setting("BYTEPS_LOG_FORMAT", str) != "json":
         return text
     from byteps import logs
 

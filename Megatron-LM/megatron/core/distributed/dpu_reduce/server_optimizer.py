@@ -167,7 +167,7 @@ class ServerOptimizer(MegatronOptimizer):
             group is not None and group.size() > 1
             for group in (self.grad_stats_parallel_group, self._expert_group)
         )
-        checks = bytepslib.figures.setting("BYTEPS_CHECK_GRADIENTS") == "1"
+        checks = bytepslib.figures.setting("BYTEPS_CHECK_GRADIENTS", bool)
         names: dict[torch.Tensor, str] = {
             parameter: name for name, parameter in chunk.named_parameters()
         }

@@ -1,0 +1,23 @@
+#include "byteps/net/link/nic_settings.h"
+
+namespace ps {
+
+using byteps::core::Config;
+using byteps::core::LocalPlace;
+
+NicSettings NicSettings::From(const Config& config) {
+  NicSettings settings;
+  settings.names = config.String("BYTEPS_NICS");
+  settings.uses_rdma = UsesRdma(config);
+  settings.names_address =
+      !config.String("DMLC_NODE_HOST").empty() || !config.String("DMLC_INTERFACE").empty();
+  settings.chooses_rdma_device = !config.String("BYTEPS_RDMA_DEVICE").empty() ||
+                                 config.Int("BYTEPS_RDMA_PORT") > 0 ||
+                                 config.Int("BYTEPS_RDMA_GID_INDEX") >= 0;
+  const LocalPlace place = LocalPlace::From(config);
+  settings.local_rank = place.rank;
+  settings.local_size = place.size;
+  return settings;
+}
+
+}  // namespace ps
