@@ -12,8 +12,8 @@ Looks at this machine as a job with DMLC_ENABLE_RDMA=ibverbs would, and prints a
 looked at, with the command that fixes what is wrong. Run it as the user, and in the container, that
 will train. It changes nothing. A flag wins over its variable.
 
-  --device NAME     BYTEPS_RDMA_DEVICE  look at this device (default: that of the address)
-  --port N          BYTEPS_RDMA_PORT    and at this port of it (default: 1)
+  --device NAME[:PORT[:GID]]            look at this device (default: that of the address), this
+                    BYTEPS_RDMA_DEVICE  port of it (default: 1) and this GID
   --node-host HOST  DMLC_NODE_HOST      the address that this machine will be reached at
   --interface NAME  DMLC_INTERFACE      or the interface that has it
   --server                              then wait for a check_rdma.sh --client on another machine,
@@ -21,7 +21,7 @@ will train. It changes nothing. A flag wins over its variable.
   --client HOST                         the other end of that
   -h, --help                            show this
 
-Also read: BYTEPS_RDMA_GID_INDEX, DMLC_PS_ROOT_URI.
+Also read: DMLC_PS_ROOT_URI.
 
 Exit status: 0 nothing is wrong (there may be warnings); 1 something is; 2 bad use.
 TEXT
@@ -225,7 +225,7 @@ link_layer() {
 check_port() {
   local state name
   if [[ ! -d $(port_folder) ]]; then
-    wrong "$device has no port $port" "export BYTEPS_RDMA_PORT=1"
+    wrong "$device has no port $port" "export BYTEPS_RDMA_DEVICE=$device:1"
     return
   fi
   state=$(content "$(port_folder)/state")
@@ -257,7 +257,7 @@ usable_gids() {
 }
 
 check_gids() {
-  local gids wanted=${BYTEPS_RDMA_GID_INDEX:--1} name
+  local gids name
   name=$(interface_of "$device")
   if [[ $(link_layer) == InfiniBand ]]; then
     if [[ -n $name && $(ip -o addr show dev "$name" 2>/dev/null) == *inet* ]]; then
@@ -278,9 +278,9 @@ check_gids() {
     warn "the GIDs of RoCE v2 are of IPv6 only: all machines have to use IPv6" \
       "ip addr add ADDRESS/24 dev ${name:-INTERFACE}"
   fi
-  if [[ $wanted != -1 ]] && ! grep -qE "^$wanted RoCE-v2 " <<<"$gids"; then
-    wrong "BYTEPS_RDMA_GID_INDEX=$wanted is no GID of RoCE v2 with an address" \
-      "unset BYTEPS_RDMA_GID_INDEX, or one of: $(awk '/RoCE-v2/ {printf "%s ", $1}' <<<"$gids")"
+  if [[ -n $gid ]] && ! grep -qE "^$gid RoCE-v2 " <<<"$gids"; then
+    wrong "GID $gid of BYTEPS_RDMA_DEVICE is none of RoCE v2 with an address" \
+      "leave it out, or take one of: $(awk '/RoCE-v2/ {printf "%s ", $1}' <<<"$gids")"
   fi
 }
 
@@ -378,16 +378,14 @@ measure_link() {
 
 # ---- the command line
 
-device=${BYTEPS_RDMA_DEVICE:-}
-port=${BYTEPS_RDMA_PORT:-0}
+chosen=${BYTEPS_RDMA_DEVICE:-}
 host=${DMLC_NODE_HOST:-}
 interface=${DMLC_INTERFACE:-}
 measure=
 while (($#)); do
   case $1 in
     -h | --help) usage; exit 0 ;;
-    --device) need_argument "$1" "$@"; device=$2; shift 2 ;;
-    --port) need_argument "$1" "$@"; port=$2; shift 2 ;;
+    --device) need_argument "$1" "$@"; chosen=$2; shift 2 ;;
     --node-host) need_argument "$1" "$@"; host=$2; shift 2 ;;
     --interface) need_argument "$1" "$@"; interface=$2; shift 2 ;;
     --server) measure=server; shift ;;
@@ -395,8 +393,10 @@ while (($#)); do
     *) die_usage "unknown setting: $1" ;;
   esac
 done
-need_integer "the port (--port or BYTEPS_RDMA_PORT)" "$port" 0 255
-((port > 0)) || port=1
+IFS=: read -r device port gid <<<"$chosen"
+port=${port:-1}
+need_integer "the port (--device or BYTEPS_RDMA_DEVICE)" "$port" 1 255
+[[ -z $gid ]] || need_integer "the GID (--device or BYTEPS_RDMA_DEVICE)" "$gid" 0 255
 [[ -z $host ]] || need_text "--node-host" "$host"
 [[ -z $interface ]] || need_text "--interface" "$interface"
 [[ -z $device ]] || need_text "--device" "$device"

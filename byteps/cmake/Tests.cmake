@@ -37,6 +37,7 @@ if(GTest_FOUND)
     tests/net/link/name_service_test.cc
     tests/net/link/nics_test.cc
     tests/net/link/peer_table_test.cc
+    tests/net/link/rdma_choice_test.cc
     tests/net/membership/node_membership_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc

@@ -263,8 +263,8 @@ def test_too_little_locked_memory(make_breakable: Make, limit_bytes: int) -> Non
     ("env", "says"),
     [
         ({"BYTEPS_RDMA_DEVICE": "mlx9_9"}, r"BYTEPS_RDMA_DEVICE='?mlx9_9.*rxe0"),
-        ({"BYTEPS_RDMA_PORT": "7"}, r"BYTEPS_RDMA_PORT=7"),
-        ({"BYTEPS_RDMA_GID_INDEX": "200"}, r"BYTEPS_RDMA_GID_INDEX=200"),
+        ({"BYTEPS_RDMA_DEVICE": ":7"}, r"not of port 7 \(BYTEPS_RDMA_DEVICE\)"),
+        ({"BYTEPS_RDMA_DEVICE": "::200"}, r"BYTEPS_RDMA_DEVICE: GID 200 of rxe0"),
         ({"BYTEPS_RDMA_START_DEPTH": "65535"}, r"BYTEPS_RDMA_START_DEPTH=65535.*rxe0.*allows"),
         ({"BYTEPS_RDMA_RX_DEPTH": "65535"}, r"BYTEPS_RDMA_RX_DEPTH=65535.*rxe0.*allows"),
         ({"BYTEPS_RDMA_INLINE_BYTES": "100"}, r"refused.*BYTEPS_RDMA_INLINE_BYTES differs"),

@@ -217,8 +217,8 @@ def nothing(machine: FakeMachine) -> None:
         (no_device, {}, "no RDMA device", "rdma link add rxe0"),
         (nothing, {"DMLC_INTERFACE": "eth1"}, "eth1 has no RDMA device", "DMLC_INTERFACE=eth7"),
         (nothing, {"BYTEPS_RDMA_DEVICE": "mlx4_0"}, "no RDMA device 'mlx4_0'", "DEVICE=mlx5_0"),
-        (nothing, {"BYTEPS_RDMA_PORT": "2"}, "has no port 2", "BYTEPS_RDMA_PORT=1"),
-        (nothing, {"BYTEPS_RDMA_GID_INDEX": "1"}, "GID_INDEX=1 is no GID of RoCE v2", "one of: 2"),
+        (nothing, {"BYTEPS_RDMA_DEVICE": ":2"}, "has no port 2", "BYTEPS_RDMA_DEVICE=mlx5_0:1"),
+        (nothing, {"BYTEPS_RDMA_DEVICE": "::1"}, "GID 1 of BYTEPS_RDMA_DEVICE is", "one of: 2"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -263,7 +263,7 @@ def test_low_limit_on_locked_memory(machine: FakeMachine) -> None:
     assert "memlock unlimited" in checked.stdout
 
 
-@pytest.mark.parametrize("flags", [["--frobnicate"], ["--port", "x"], ["--client"]])
+@pytest.mark.parametrize("flags", [["--frobnicate"], ["--device", "mlx5_0:x"], ["--client"]])
 def test_bad_use(flags: list[str]) -> None:
     checked = check(*flags)
     assert checked.returncode == 2

@@ -15,6 +15,7 @@ import byteps.torch as bps
 import pytest
 import torch
 import torch.distributed as dist
+from byteps.cost_model import Servers
 from byteps.launcher import places
 from byteps.launcher.places import LocalPlace
 from byteps.torch import engine, nodes, ops, server_transfer, session, world
@@ -448,3 +449,40 @@ def test_a_later_job_of_the_process_finds_another(monkeypatch: pytest.MonkeyPatc
     alone = _place("mine", (0, 1))
     assert _find(1, [alone]) == ("1", "2")
     assert _find(0, [alone, alone]) == ("0", "3")
+
+
+# Machines of servers, for the cost model.
+
+
+def _of_servers(addresses: Sequence[str], *, hosts: int, local: int = 0, each: int = 0) -> Servers:
+    told = world.Told("host", 0.0, local, each, False)
+    return world._servers(hosts, told, addresses)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "local", "machines", "each"),
+    [
+        (["10.0.0.1", "10.0.0.2"], 0, 2, 1),
+        (["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"], 0, 2, 2),
+        (["fd00::1", "fd00::1", "fd00::1"], 0, 1, 3),
+        # Servers on both workers' hosts, and two on a machine of their own.
+        (["10.0.0.8", "10.0.0.9", "10.0.0.1", "10.0.0.1"], 1, 1, 2),
+        (["10.0.0.8", "10.0.0.9"], 1, 0, 1),
+        # Addresses that do not tell: different numbers, inside a host, not known.
+        (["10.0.0.1", "10.0.0.1", "10.0.0.2"], 0, 3, 1),
+        (["127.0.0.1", "127.0.0.1"], 0, 2, 1),
+        (["", ""], 0, 2, 1),
+    ],
+)
+def test_addresses_tell_how_many_servers_a_machine_has(
+    addresses: list[str], local: int, machines: int, each: int
+) -> None:
+    found = _of_servers(addresses, hosts=2, local=local)
+    assert (found.extra, found.per_machine, found.local) == (machines, each, local)
+
+
+def test_a_number_of_servers_a_machine_that_is_told_is_believed() -> None:
+    found = _of_servers(["127.0.0.1"] * 4, hosts=2, each=2)
+    assert (found.extra, found.per_machine) == (2, 2)
+    with pytest.raises(bps.BytePSError, match="BYTEPS_SERVERS_PER_MACHINE=3"):
+        _of_servers(["127.0.0.1"] * 4, hosts=2, each=3)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from byteps.torch import c_lib
+from byteps.torch.figures import setting
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -260,3 +263,63 @@ def test_asynchronous_training_may_be_switched_off(ask: Ask, value: str) -> None
     said = ask("--print-config", BYTEPS_ENABLE_ASYNC=value)
     assert said.returncode == 0
     assert not said.stderr
+
+
+# Python reads the same table.
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("BYTEPS_", "DMLC_", "PS_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_python_gets_values_of_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTEPS_LINK_GBPS", "12.5")
+    monkeypatch.setenv("BYTEPS_DETERMINISTIC", "1")
+    assert setting("BYTEPS_LINK_GBPS", float) == 12.5
+    assert setting("BYTEPS_DETERMINISTIC", bool) is True
+    assert setting("BYTEPS_PUSH_THREAD", int) == 4
+    assert setting("BYTEPS_KEY_HASH_FN", str) == "raw"
+    with pytest.raises(TypeError, match="BYTEPS_LINK_GBPS is of type float, not int"):
+        setting("BYTEPS_LINK_GBPS", int)
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_python_is_refused_what_the_table_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTEPS_PUSH_THREAD", "4x")
+    with pytest.raises(c_lib.BytePSError, match="BYTEPS_PUSH_THREAD='4x' is not allowed"):
+        setting("BYTEPS_KEY_HASH_FN", str)
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_a_given_value_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTEPS_PUSH_THREAD", "2")
+    given = {"BYTEPS_PUSH_THREAD": "3"}
+    assert c_lib.setting("BYTEPS_PUSH_THREAD") == 2
+    assert c_lib.setting("BYTEPS_PUSH_THREAD", given) == 3
+    assert not c_lib.is_set("BYTEPS_KEEP") and c_lib.is_set("BYTEPS_KEEP", {"BYTEPS_KEEP": "1"})
+    with pytest.raises(c_lib.BytePSError, match="BYTEPS_PUSH_THREAD='0' is not allowed"):
+        c_lib.setting("BYTEPS_KEY_HASH_FN", {"BYTEPS_PUSH_THREAD": "0"})
+
+
+def test_keep_is_a_setting_that_is_given(ask: Ask) -> None:
+    """Wherever it stands before what is asked, and without a variable of that name."""
+    assert "BYTEPS_KEEP=1\n" in ask("--keep", "--print-config").stdout
+    assert "BYTEPS_KEEP=0  # default\n" in ask("--print-config").stdout
+
+
+def test_an_rdma_device_is_checked_before_anything_is_opened(ask: Ask) -> None:
+    said = ask(
+        *("--role", "scheduler"),
+        DMLC_PS_ROOT_URI="127.0.0.1",
+        DMLC_PS_ROOT_PORT="0",
+        DMLC_NUM_WORKER="1",
+        DMLC_NUM_SERVER="1",
+        BYTEPS_AUTH="0",
+        BYTEPS_RDMA_DEVICE="mlx5_0:x",
+    )
+    assert said.returncode == 2, said
+    assert "BYTEPS_RDMA_DEVICE='mlx5_0:x' is not NAME[:PORT[:GID]]" in said.stderr

@@ -121,9 +121,10 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_LOCAL_SERVERS", kInt, "servers", "0", 0, 256, "",
        "Servers on each worker's host, which share its NIC, for the cost model; the others are on "
        "server machines. In embedded mode all servers are local. The same on all workers."},
-      {"BYTEPS_SERVERS_PER_MACHINE", kInt, "servers", "1", 1, 256, "",
-       "Servers on each server machine, for the cost model. Every server gets equally many bytes, "
-       "so more servers give a machine a larger share. The same on all workers."},
+      {"BYTEPS_SERVERS_PER_MACHINE", kInt, "servers", "0", 0, 256, "",
+       "Servers on each server machine, for the cost model, where their addresses do not tell. 0: "
+       "by their addresses. The same on all workers.",
+       kInternal},
       {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
        "Longest partition of a tensor, rounded up to whole pages. The same on all workers."},
       {"BYTEPS_MIN_PARTITION_BYTES", kInt, "bytes", "0", 0, 1073741824, "",
@@ -208,13 +209,9 @@ std::vector<Variable> MakeTable() {
        "Type in which process groups and DDP hooks send tensors: fp32 and fp64 as bf16 or fp16, "
        "and all but fp64 as int8 or int4. The servers add in fp32. The same on all workers."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
-       "The one RDMA device, such as mlx5_0. Default: that of DMLC_NODE_HOST or DMLC_INTERFACE, "
-       "else "
-       "of the address that leads to the scheduler."},
-      {"BYTEPS_RDMA_PORT", kInt, "", "0", 0, 255, "",
-       "Port of the RDMA device. 0: that of the address."},
-      {"BYTEPS_RDMA_GID_INDEX", kInt, "", "-1", -1, 255, "",
-       "GID of the RDMA port, which on RoCE also selects the version. -1: that of the address."},
+       "NAME[:PORT[:GID]]: the one RDMA device, such as mlx5_0, its port and GID. On RoCE the GID "
+       "also selects the version. Default, also of each part that is left out: that of "
+       "DMLC_NODE_HOST or DMLC_INTERFACE, else of the address that leads to the scheduler."},
       {"BYTEPS_RDMA_TRAFFIC_CLASS", kInt, "", "-1", -1, 255, "",
        "Traffic class of RDMA packets; on RoCE, DSCP times 4. -1: the system's."},
       {"BYTEPS_RDMA_MTU", kChoice, "bytes", "0", 0, 0, "0|256|512|1024|2048|4096",
@@ -321,6 +318,8 @@ const std::vector<GoneVariable>& Config::Gone() {
        "--dpu-quorum REPLICAS@SECONDS, or bps.init(quorum=\"REPLICAS@SECONDS\"), has both"},
       {"BYTEPS_METRICS_HOST", "set BYTEPS_HTTP_HOST"},
       {"BYTEPS_RDMA_DATA_ENDPOINTS", "set BYTEPS_CONNECTIONS"},
+      {"BYTEPS_RDMA_GID_INDEX", "set BYTEPS_RDMA_DEVICE=NAME:PORT:GID, or ::GID"},
+      {"BYTEPS_RDMA_PORT", "set BYTEPS_RDMA_DEVICE=NAME:PORT, or :PORT"},
       {"BYTEPS_STATUS_HOST", "set BYTEPS_HTTP_HOST"},
       {"BYTEPS_TCP_CONNECTIONS", "set BYTEPS_CONNECTIONS"},
   };

@@ -164,6 +164,8 @@ class Channel {
   // "server 0 (10.0.0.2:40123)"
   virtual std::string NameOfServer(int rank) = 0;
   virtual std::string NameOfWorker(int rank) = 0;
+  // "10.0.0.2"; empty: not known.
+  virtual std::string HostOfServer(int /*rank*/) { return ""; }
 };
 
 }  // namespace core

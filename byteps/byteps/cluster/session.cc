@@ -294,6 +294,11 @@ std::string Session::host() const { return node().hostname; }
 int Session::rank() const { return ps::Postoffice::IDtoRank(node().id); }
 int Session::port() const { return node().port; }
 
+std::string Session::HostOfServer(int rank) {
+  const int id = ps::Postoffice::ServerRankToID(rank);
+  return AskNode([id](ps::NodeMembership* node) { return node->HostOf(id); });
+}
+
 std::string Session::NameOfServer(int rank) {
   return NameOfNode(ps::Postoffice::ServerRankToID(rank));
 }

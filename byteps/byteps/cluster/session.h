@@ -78,6 +78,7 @@ class Session : public Channel {
   void SayLate(int rank, const std::string& why) override;
   int rank() const override;
   std::string NameOfServer(int rank) override;
+  std::string HostOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;
 
   // Of a server or the scheduler that is told to end: see ps::Membership::StopByOrder.

@@ -256,6 +256,14 @@ void Engine::Fail(const std::string& reason) {
   }
 }
 
+std::vector<std::string> Engine::ServerHosts() const {
+  std::vector<std::string> hosts;
+  for (int server = 0; server < context_.plan.num_servers(); ++server) {
+    hosts.push_back(context_.channel->HostOfServer(server));
+  }
+  return hosts;
+}
+
 WorkerGauges Engine::Gauges() {
   WorkerGauges gauges;
   gauges.declared_tensors = declarations_.size();

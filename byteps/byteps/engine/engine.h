@@ -74,6 +74,8 @@ class Engine : public ChannelUser {
   bool RegistersMemory() const { return context_.channel->RegistersMemory(); }
   const Plan& plan() const { return context_.plan; }
   double link_gbps() const { return context_.channel->link_gbps(); }
+  // The address of each server; empty where it is not known.
+  std::vector<std::string> ServerHosts() const;
   WorkerGauges Gauges();
 
   // Replicas (docs/design/replicas.md).

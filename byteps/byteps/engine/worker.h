@@ -103,6 +103,7 @@ class Worker {
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }
 
   double LinkGbps() { return Started()->link_gbps(); }
+  std::vector<std::string> ServerHosts() { return Started()->ServerHosts(); }
 
   // Bytes of the partitions into which a tensor of `bytes` bytes is cut.
   uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of, bool updated = false) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "byteps/net/auth/secret.h"
+#include "byteps/net/link/rdma_choice.h"
 #include "byteps/net/tls/tls.h"
 
 namespace ps {
@@ -48,9 +49,7 @@ MembershipSettings MembershipOf(const Config& config, Role role) {
 
 rdma::Settings RdmaOf(const Config& config) {
   rdma::Settings settings;
-  settings.device = config.String("BYTEPS_RDMA_DEVICE");
-  settings.port = Int(config, "BYTEPS_RDMA_PORT");
-  settings.gid_index = Int(config, "BYTEPS_RDMA_GID_INDEX");
+  settings.choice = RdmaChoice::Parse(config.String("BYTEPS_RDMA_DEVICE"));
   settings.traffic_class = Int(config, "BYTEPS_RDMA_TRAFFIC_CLASS");
   settings.mtu = std::stoi(config.String("BYTEPS_RDMA_MTU"));
   settings.send_depth = settings.send_depth_set = Int(config, "BYTEPS_RDMA_START_DEPTH");

@@ -61,8 +61,7 @@ std::vector<Nic> OwnNics(const Node& self, const NicSettings& settings) {
   if (user.uses_rdma && settings.chooses_rdma_device) {
     if (user.setting != "auto") {
       throw Error("BYTEPS_NICS=" + user.setting +
-                  " names NICs, and BYTEPS_RDMA_DEVICE, BYTEPS_RDMA_PORT or BYTEPS_RDMA_GID_INDEX "
-                  "chooses one: unset these");
+                  " names NICs, and BYTEPS_RDMA_DEVICE chooses one: unset it");
     }
     return {};  // whose address the transport finds
   }

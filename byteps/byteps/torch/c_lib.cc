@@ -496,6 +496,9 @@ PYBIND11_MODULE(c_lib, m) {
   m.def(
       "link_gbps", [] { return GetWorker()->LinkGbps(); },
       "Gbit/s each way of the slowest worker's NIC; 0 where one of them is not known.");
+  m.def(
+      "server_hosts", [] { return GetWorker()->ServerHosts(); },
+      "The address of each server; empty where it is not known.");
   m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("dtype"), py::arg("bytes"),
         py::arg("piece_of"), py::arg("group"), py::arg("placement"));
   m.def("encode_blocks", &Encode, py::arg("dtype"), py::arg("blocks"), py::arg("from_"),

@@ -51,6 +51,7 @@ __all__ = [
     "ranks_of",
     "release",
     "resume",
+    "server_hosts",
     "shutdown",
     "size",
     "start",
@@ -126,6 +127,12 @@ def link_gbps() -> float:
     """Gbit/s each way of the slowest worker's NIC; 0 where one of them is not known."""
     session.launched()
     return c_lib.link_gbps()
+
+
+def server_hosts() -> list[str]:
+    """The address of each server, in the order of their ranks; empty where it is not known."""
+    session.launched()
+    return c_lib.server_hosts()
 
 
 def partition_bytes(nbytes: int, *, piece_of: int = 0, wire_dtype: Wire = torch.float32) -> int:

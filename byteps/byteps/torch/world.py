@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class Told(NamedTuple):
     local_servers: int
     """Servers on each worker's host; -1: all of them are."""
     servers_per_machine: int
+    """0: as the servers' addresses say."""
     measures: bool
     """Whether it would have rates measured."""
 
@@ -155,7 +157,7 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
     return Job(
         hosts=tuple(numbers[one.host] for one in told),
         network=Network(
-            servers=_servers(len(numbers), mine),
+            servers=_servers(len(numbers), mine, engine.server_hosts()),
             host_rate=host * _GBPS or None,
             server_rate=server * _GBPS or None,
         ),
@@ -163,8 +165,8 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
     )
 
 
-def _servers(hosts: int, told: Told) -> Servers:
-    count, local = num_servers(), told.local_servers
+def _servers(hosts: int, told: Told, addresses: Sequence[str]) -> Servers:
+    count, local = len(addresses), told.local_servers
     if local < 0:
         return Servers(hosts=hosts, extra=0, local=max(1, count // hosts))
     if local * hosts > count:
@@ -172,17 +174,28 @@ def _servers(hosts: int, told: Told) -> Servers:
             f"BYTEPS_LOCAL_SERVERS={local} on {hosts} hosts are more than the job's {count} servers"
         )
     extra = count - local * hosts
-    if extra % told.servers_per_machine:
+    machines = len(set(addresses)) - (hosts if local else 0)
+    each = told.servers_per_machine or _per_machine(extra, machines, addresses)
+    if extra % each:
         raise BytePSError(
             f"{extra} servers on machines of their own are no whole number of machines with "
-            f"BYTEPS_SERVERS_PER_MACHINE={told.servers_per_machine}"
+            f"BYTEPS_SERVERS_PER_MACHINE={each}"
         )
-    return Servers(
-        hosts=hosts,
-        extra=extra // told.servers_per_machine,
-        local=local,
-        per_machine=told.servers_per_machine,
-    )
+    return Servers(hosts=hosts, extra=extra // each, local=local, per_machine=each)
+
+
+def _per_machine(extra: int, machines: int, addresses: Sequence[str]) -> int:
+    """Servers on each of the server machines; one, where the servers' addresses do not tell:
+    where they are inside a host, as emulated machines are, or machines have different numbers."""
+    tell = machines > 0 and extra % machines == 0 and not any(map(_is_inside, addresses))
+    return max(1, extra // machines) if tell else 1
+
+
+def _is_inside(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in ("", "localhost")
 
 
 def num_servers() -> int:

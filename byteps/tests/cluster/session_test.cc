@@ -37,6 +37,7 @@ void CallAll(Session* session) {
   EXPECT_EQ(session->link_gbps(), 0);
   EXPECT_EQ(session->num_nics(), 1);
   session->NameOfServer(0);
+  EXPECT_EQ(session->HostOfServer(0), "");
   session->NameOfWorker(1);
   session->StopByOrder("stopped by a test");
 }

@@ -77,7 +77,7 @@ TEST(NetSettingsTest, TransportsHaveTheValuesOfTheTable) {
                                              {"BYTEPS_IO_THREADS", "6"},
                                              {"BYTEPS_CONNECTIONS", "7"},
                                              {"BYTEPS_RECEIVE_POOL_BYTES", "12345678901"},
-                                             {"BYTEPS_RDMA_DEVICE", "mlx5_9"},
+                                             {"BYTEPS_RDMA_DEVICE", "mlx5_9:2"},
                                              {"BYTEPS_RDMA_MTU", "2048"},
                                              {"BYTEPS_RDMA_POOL_BYTES", "12345678902"},
                                              {"BYTEPS_RDMA_DATA_PLANE", "0"},
@@ -88,7 +88,8 @@ TEST(NetSettingsTest, TransportsHaveTheValuesOfTheTable) {
   EXPECT_EQ(settings.tcp.receive_pool_bytes, 12345678901u);
   EXPECT_TRUE(settings.tcp.secret.is_there());
   EXPECT_EQ(settings.tcp.tls, nullptr);
-  EXPECT_EQ(settings.rdma.device, "mlx5_9");
+  EXPECT_EQ(settings.rdma.choice.device, "mlx5_9");
+  EXPECT_EQ(settings.rdma.choice.port, 2);
   EXPECT_EQ(settings.rdma.mtu, 2048);
   EXPECT_EQ(settings.rdma.pool_bytes, 12345678902u);
   EXPECT_FALSE(settings.rdma.data_plane);

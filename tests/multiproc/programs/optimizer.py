@@ -5,11 +5,12 @@ The argument ``device`` is "cpu" or "cuda".
 
 from __future__ import annotations
 
+import ipaddress
 import random
 
 import byteps.torch as bps
 import torch
-from byteps.torch import operations
+from byteps.torch import engine, operations
 from byteps.torch.diloco import LocalSteps
 
 from tests.multiproc.programs.devices import device_of
@@ -252,6 +253,9 @@ def broadcasts(job: Job) -> None:
     with job.check("barrier, num_servers"):
         bps.barrier()
         assert bps.num_servers() == 1
+    with job.check("server_hosts"):
+        hosts = engine.server_hosts()
+        assert [str(ipaddress.ip_address(host)) for host in hosts] == hosts and len(hosts) == 1
     with job.check("a future"):
         tensor = torch.full((5000,), float(job.rank), device=device)
         handle = bps.push_pull_async_inplace(tensor, average=False, name="future")

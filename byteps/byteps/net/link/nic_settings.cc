@@ -1,5 +1,7 @@
 #include "byteps/net/link/nic_settings.h"
 
+#include "byteps/net/link/rdma_choice.h"
+
 namespace ps {
 
 using byteps::core::Config;
@@ -11,9 +13,7 @@ NicSettings NicSettings::From(const Config& config) {
   settings.uses_rdma = UsesRdma(config);
   settings.names_address =
       !config.String("DMLC_NODE_HOST").empty() || !config.String("DMLC_INTERFACE").empty();
-  settings.chooses_rdma_device = !config.String("BYTEPS_RDMA_DEVICE").empty() ||
-                                 config.Int("BYTEPS_RDMA_PORT") > 0 ||
-                                 config.Int("BYTEPS_RDMA_GID_INDEX") >= 0;
+  settings.chooses_rdma_device = !RdmaChoice::Parse(config.String("BYTEPS_RDMA_DEVICE")).is_any();
   const LocalPlace place = LocalPlace::From(config);
   settings.local_rank = place.rank;
   settings.local_size = place.size;

@@ -13,7 +13,7 @@ struct NicSettings {
   bool uses_rdma = false;
   // Where one address or device was named before there were several NICs, it stays one.
   bool names_address = false;        // DMLC_NODE_HOST or DMLC_INTERFACE
-  bool chooses_rdma_device = false;  // BYTEPS_RDMA_DEVICE, BYTEPS_RDMA_PORT, BYTEPS_RDMA_GID_INDEX
+  bool chooses_rdma_device = false;  // BYTEPS_RDMA_DEVICE
   std::string gpu;                   // of a worker: the PCI bus id, "0000:1b:00.0"; empty: none
   int local_rank = 0;                // among the workers of this host
   int local_size = 1;

@@ -172,6 +172,12 @@ std::string NodeMembership::NameOf(int node_id) {
   return member != nullptr ? Describe(member->node) : RoleAndRank(node_id);
 }
 
+std::string NodeMembership::HostOf(int node_id) {
+  MutexLock lock(&mu_);
+  const Member* const member = roster_.Find(node_id);
+  return member != nullptr ? member->node.hostname : "";
+}
+
 void NodeMembership::Enter(State state) {
   state_ = state;
   cond_.NotifyAll();

@@ -44,6 +44,8 @@ class NodeMembership : public Membership {
   void OnDisconnect(int node_id) override;
   void OnLinkLost(int node_id, const std::string& how, bool closed) override;
   std::string NameOf(int node_id) override;
+  // The address by which others know a node; empty: it is not in the job.
+  std::string HostOf(int node_id);
 
   // On a worker: says goodbye and waits, a few seconds at most, for the answer.  With a failure the
   // job has failed, for all.  An error counts as one where the scheduler keeps the cluster: who has

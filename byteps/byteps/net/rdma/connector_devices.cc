@@ -77,14 +77,15 @@ void Connector::AddDevice(rdma_cm_id* id, const std::string& host, Devices* devi
     if (known->context() == id->verbs) return;
   }
   const auto made = std::make_shared<Device>(id->verbs, id->port_num == 0 ? 1 : id->port_num);
-  if (!settings_.device.empty() && settings_.device != made->name()) {
+  const RdmaChoice& choice = settings_.choice;
+  if (!choice.device.empty() && choice.device != made->name()) {
     throw Error("the address " + host + " is that of " + made->name() +
-                ", not of BYTEPS_RDMA_DEVICE=" + settings_.device);
+                ", not of BYTEPS_RDMA_DEVICE=" + choice.device);
   }
-  if (settings_.port != 0 && settings_.port != made->port()) {
+  if (choice.port != 0 && choice.port != made->port()) {
     throw Error("the address " + host + " is that of port " + std::to_string(made->port()) +
-                " of " + made->name() +
-                ", not of BYTEPS_RDMA_PORT=" + std::to_string(settings_.port));
+                " of " + made->name() + ", not of port " + std::to_string(choice.port) +
+                " (BYTEPS_RDMA_DEVICE)");
   }
   settings_.Check(*made);
   devices->push_back(made);

@@ -83,20 +83,21 @@ Device::Device(ibv_context* context, int port)
 
 std::string AddressOfDevice(const Settings& settings, const std::string& fallback,
                             bool fallback_was_given) {
-  if (settings.device.empty() && settings.gid_index < 0) return fallback;
-  const OpenDevice device = OpenByName(settings.device);
+  const RdmaChoice& choice = settings.choice;
+  if (choice.device.empty() && choice.gid_index < 0) return fallback;
+  const OpenDevice device = OpenByName(choice.device);
   const std::string name = ibv_get_device_name(device->device);
-  const int port = settings.port == 0 ? 1 : settings.port;
+  const int port = choice.port == 0 ? 1 : choice.port;
   ibv_port_attr attributes;
   memset(&attributes, 0, sizeof(attributes));
   if (ibv_query_port(device.get(), port, &attributes) != 0) {
-    throw Error("BYTEPS_RDMA_PORT=" + std::to_string(port) + ": " + name + " has no such port");
+    throw Error("BYTEPS_RDMA_DEVICE: " + name + " has no port " + std::to_string(port));
   }
-  if (settings.gid_index >= 0) {
-    const std::string address = AddressAt(device.get(), port, settings.gid_index);
+  if (choice.gid_index >= 0) {
+    const std::string address = AddressAt(device.get(), port, choice.gid_index);
     const bool fits = !fallback_was_given || address == NumericAddress(fallback);
     if (!address.empty() && fits) return address;
-    throw Error("BYTEPS_RDMA_GID_INDEX=" + std::to_string(settings.gid_index) + " of " + name +
+    throw Error("BYTEPS_RDMA_DEVICE: GID " + std::to_string(choice.gid_index) + " of " + name +
                 " port " + std::to_string(port) +
                 (address.empty() ? " holds no IP address"
                                  : " is that of " + address + ", not of this node's " + fallback +

@@ -179,8 +179,8 @@ void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
     if (settings_.traffic_class >= 0) {
       attributes.ah_attr.grh.traffic_class = static_cast<uint8_t>(settings_.traffic_class);
     }
-    if (settings_.gid_index >= 0) {
-      attributes.ah_attr.grh.sgid_index = static_cast<uint8_t>(settings_.gid_index);
+    if (settings_.choice.gid_index >= 0) {
+      attributes.ah_attr.grh.sgid_index = static_cast<uint8_t>(settings_.choice.gid_index);
     }
   }
   Modify(qp, &attributes, mask);

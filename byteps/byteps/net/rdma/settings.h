@@ -5,6 +5,7 @@
 #include <string>
 
 #include "byteps/net/auth/secret.h"
+#include "byteps/net/link/rdma_choice.h"
 
 namespace ps {
 namespace rdma {
@@ -13,9 +14,7 @@ class Device;
 
 // The RDMA van's settings, and the address that they choose.
 struct Settings {
-  std::string device;      // "": that of the address
-  int port = 0;            // of the device; 0: that of the address
-  int gid_index = -1;      // -1: that of the address
+  RdmaChoice choice;
   int traffic_class = -1;  // -1: the system's
   int mtu = 0;             // bytes; 0: the port's
   // As they were set, for errors.
