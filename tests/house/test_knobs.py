@@ -36,7 +36,6 @@ _READERS = {
     "byteps/byteps/base/log.cc": "lines are written before the settings are known, and of these",
     "byteps/byteps/c10d_plugin.py": "torch imports it, before byteps.torch can be",
     "byteps/byteps/torch/c10d/work.py": "CUDA_DEVICE_MAX_CONNECTIONS, of NVIDIA",
-    "byteps/byteps/torch/c10d/reductions.py": "the limit of sums, for servers that are started",
     "byteps/byteps/torch/world.py": "finds a rank's place as the launcher does",
     "Megatron-LM/megatron/core/distributed/dpu_reduce/parameters.py": "a script's own, for a while",
     "Megatron-LM/megatron/core/distributed/dpu_reduce/replica_refusals.py": "without byteps, too",

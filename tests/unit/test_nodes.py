@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from byteps.cost_model import Servers
-from byteps.launcher import places
 from byteps.launcher.places import LocalPlace
 from byteps.torch import engine, nodes, ops, server_transfer, session, world
 from byteps.torch.node_groups import Piece, shard_pieces, whole_pieces
@@ -386,7 +385,6 @@ def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
         # Set and deleted, so that what the test leaves goes too.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(places, "_found", (None, None))
     monkeypatch.setattr(world, "host_name", lambda: "mine")
 
 
@@ -394,15 +392,17 @@ def _place(host: str, local: tuple[int, int] | None, *, named: bool = False) -> 
     return LocalPlace(host=host, local=local, is_named=named)
 
 
-def _find(rank: int, others: Sequence[LocalPlace]) -> tuple[str | None, str | None]:
-    """The variables of a rank that has looked for its place; `others` is what each rank told, with
-    its own place left out."""
+def _find(rank: int, others: Sequence[LocalPlace]) -> tuple[int, int]:
+    """What a rank that looks for its place finds; `others` is what each rank told, with its own
+    place left out."""
 
     def exchange(mine: LocalPlace) -> list[LocalPlace]:
         return [*others[:rank], mine, *others[rank:]]
 
-    world.find_place(rank, exchange)
-    return os.environ.get("BYTEPS_LOCAL_RANK"), os.environ.get("BYTEPS_LOCAL_SIZE")
+    environment = dict(os.environ)
+    found = world.find_place(rank, exchange)
+    assert dict(os.environ) == environment, "an argument travels as a variable"
+    return found
 
 
 def _tell(monkeypatch: pytest.MonkeyPatch, local: tuple[int, int]) -> None:
@@ -418,37 +418,37 @@ def test_ranks_that_are_all_said_to_be_alone(
     if told:
         _tell(monkeypatch, told)
     places_ = [_place("mine", told), _place("other", told), _place("other", told)]
-    assert _find(2, places_) == ("1", "2")
+    assert _find(2, places_) == (1, 2)
 
 
 @pytest.mark.usefixtures("no_place")
 def test_a_launcher_that_tells_places_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     _tell(monkeypatch, (1, 2))
     others = [_place("mine", (0, 2)), _place("other", (0, 2)), _place("other", (1, 2))]
-    assert _find(1, others) == (None, None)
+    assert _find(1, others) == (1, 2)
 
 
 @pytest.mark.usefixtures("no_place")
 def test_a_place_that_some_rank_was_given_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _tell(monkeypatch, (0, 1))
-    assert _find(1, [_place("mine", (0, 1), named=True)]) == (None, None)
+    assert _find(1, [_place("mine", (0, 1), named=True)]) == (0, 1)
     monkeypatch.setenv("BYTEPS_LOCAL_RANK", "7")
     monkeypatch.setenv("BYTEPS_LOCAL_SIZE", "8")
-    assert _find(1, [_place("mine", (0, 1))]) == ("7", "8")
+    assert _find(1, [_place("mine", (0, 1))]) == (7, 8)
 
 
 @pytest.mark.usefixtures("no_place")
 def test_ranks_that_were_told_nothing_find_places_beside_a_named_one() -> None:
     others = [_place("mine", (5, 8), named=True), _place("other", None)]
-    assert _find(1, others) == ("1", "2")
+    assert _find(1, others) == (1, 2)
 
 
 @pytest.mark.usefixtures("no_place")
 def test_a_later_job_of_the_process_finds_another(monkeypatch: pytest.MonkeyPatch) -> None:
     _tell(monkeypatch, (0, 1))
     alone = _place("mine", (0, 1))
-    assert _find(1, [alone]) == ("1", "2")
-    assert _find(0, [alone, alone]) == ("0", "3")
+    assert _find(1, [alone]) == (1, 2)
+    assert _find(0, [alone, alone]) == (0, 3)
 
 
 # Machines of servers, for the cost model.

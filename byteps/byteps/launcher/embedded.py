@@ -45,7 +45,12 @@ def is_running() -> bool:
 
 
 def start_if_needed(
-    rank: int, size: int, store: Store | None = None, *, of_torch: bool = False
+    rank: int,
+    size: int,
+    store: Store | None = None,
+    *,
+    of_torch: bool = False,
+    settings: Mapping[str, str] | None = None,
 ) -> Ranks | None:
     """Start this job's scheduler and servers, unless the environment names a scheduler.
 
@@ -59,6 +64,7 @@ def start_if_needed(
         size: ranks of the job.
         store: of torch.distributed, for more than one rank.
         of_torch: torch.distributed says both, and not the environment.
+        settings: of what is started; they go before the environment's.
 
     Returns:
         Where this process stands, if the ranks had to find out; None: the environment says it.
@@ -84,7 +90,7 @@ def start_if_needed(
         )
     if joins:
         return Start(rank, size, store).find(place)
-    _current = EmbeddedNodes(rank)
+    _current = EmbeddedNodes(rank, settings)
     try:
         return Start(rank, size, store, _current).find(place)
     except BaseException:
@@ -147,7 +153,7 @@ def end_at_exit(end_children: EndChildren) -> bool:
         running = [(child.title, child.pid, str(child.log)) for child in nodes.running]
         if running and not nodes.ends_at_exit:
             folder = "" if nodes.any_failed else str(nodes.folder)
-            nodes.ends_at_exit = end_children(running, folder, _leave_timeout_s(), REST_S)
+            nodes.ends_at_exit = end_children(running, folder, _leave_timeout_s(nodes), REST_S)
             if not nodes.ends_at_exit:
                 return False
     return True
@@ -160,12 +166,13 @@ def end_left(*, hurries: bool = False) -> None:
     Args:
         hurries: the process ends by a failure, which other ranks may wait for: 5 s.
     """
-    deadline = time.monotonic() + (REST_S if hurries else _leave_timeout_s())
+    patience = max(map(_leave_timeout_s, _left), default=0.0)
+    deadline = time.monotonic() + (REST_S if hurries else patience)
     for nodes in _left:
         nodes.end(deadline)
 
 
-def _leave_timeout_s() -> float:
+def _leave_timeout_s(nodes: EmbeddedNodes) -> float:
     with contextlib.suppress(RuntimeError):  # set to junk since init: no reason not to end
-        return setting("BYTEPS_OP_TIMEOUT_S", float)
+        return setting("BYTEPS_OP_TIMEOUT_S", float, nodes.settings)
     return USUAL_LEAVE_TIMEOUT_S

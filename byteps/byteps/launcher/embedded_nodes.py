@@ -25,7 +25,12 @@ class EmbeddedNodes:
     why.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, settings: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            settings: of this job, which go before the environment's.
+        """
+        self.settings = dict(settings or {})
         self.children: list[Child] = []
         self.is_left = False
         """This rank has left the job in order; other ranks may not have."""
@@ -74,7 +79,7 @@ class EmbeddedNodes:
         child = Child(
             title,
             [find_executable(), *options, *arguments],
-            {**os.environ, **environment, "DMLC_ROLE": role},
+            {**os.environ, **self.settings, **environment, "DMLC_ROLE": role},
             log,
             cores=cores,
             on_end=self._clean_up,

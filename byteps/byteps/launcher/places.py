@@ -6,7 +6,6 @@ and the ranks find their places by telling each other their hosts.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +36,13 @@ def byteps_error(text: str) -> RuntimeError:
     return BytePSError(text)
 
 
-def setting[T: (bool, float, int, str)](name: str, kind: type[T]) -> T:
+def setting[T: (bool, float, int, str)](
+    name: str, kind: type[T], given: Mapping[str, str] | None = None
+) -> T:
     """See `byteps.torch.figures.setting`; this module also loads without the engine."""
     from byteps.torch import figures
 
-    return figures.setting(name, kind)
+    return figures.setting(name, kind, given)
 
 
 def host_name(given: str) -> str:
@@ -60,8 +61,6 @@ def host_name(given: str) -> str:
 
 
 _OURS = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE")
-_found: tuple[str | None, ...] = (None, None)
-"""What `keep` set of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +76,7 @@ class LocalPlace:
     @classmethod
     def own(cls, env: Mapping[str, str], host: str) -> LocalPlace:
         """This process's, by variables that were read as settings before."""
-        # What an earlier job in this process found was of other ranks.
-        named = any(env.get(name) != was for name, was in zip(_OURS, _found, strict=True))
+        named = any(name in env for name in _OURS)
         rank, size = (_first_of(env, name, named) for name in ("LOCAL_RANK", "LOCAL_SIZE"))
         local = (rank, size) if rank is not None and size is not None and rank < size else None
         return cls(host=host, local=local, is_named=named)
@@ -94,14 +92,6 @@ def _first_of(env: Mapping[str, str], name: str, named: bool) -> int | None:
     ours = env.get(f"BYTEPS_{name}") if named else None
     found = ours or env.get(name.replace("SIZE", "WORLD_SIZE"))
     return int(found) if found else None
-
-
-def keep(local: tuple[int, int]) -> None:
-    """Set the variables of this process's place to one that was found."""
-    global _found
-    found = tuple(map(str, local))
-    os.environ.update(zip(_OURS, found, strict=True))
-    _found = found
 
 
 def find_locals(places: Sequence[LocalPlace]) -> list[tuple[int, int]]:

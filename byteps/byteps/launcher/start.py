@@ -158,7 +158,7 @@ class Start:
         servers = HostServers(**answer["servers"])
         for number in range(servers.count):
             # After the workers of this host, so that all have metrics at ports of their own.
-            local = {"BYTEPS_LOCAL_RANK": str(ranks + number)}
+            local = {"BYTEPS_LOCAL_RANK": str(ranks + number), "BYTEPS_LOCAL_SIZE": str(ranks)}
             environment = {**answer["address"], **servers.environment, **local}
             nodes.start(f"server {number}", "server", environment, cores=servers.cores)
 

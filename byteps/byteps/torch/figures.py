@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -83,16 +84,19 @@ def print_config() -> None:
     print(c_lib.config(), end="")
 
 
-def setting[T: (bool, float, int, str)](name: str, kind: type[T]) -> T:
+def setting[T: (bool, float, int, str)](
+    name: str, kind: type[T], given: Mapping[str, str] | None = None
+) -> T:
     """The value in force of a setting of byteps/base/config_table.cc.
 
     Args:
         kind: its type in the table.
+        given: values that go before the environment's, while this process is in no job.
 
     Raises:
         BytePSError: a setting has a value that it may not have.
     """
-    value = c_lib.setting(name)
+    value = c_lib.setting(name, given or {})
     if type(value) is not kind:
         raise TypeError(f"{name} is of type {type(value).__name__}, not {kind.__name__}")
     return kind(value)

@@ -99,6 +99,8 @@ def init(
     lazy: bool = True,
     *,
     quorum: str | None = None,
+    local: tuple[int, int] | None = None,
+    op_timeout_s: float | None = None,
     of_torch: tuple[int, int] | None = None,
     store: Store | None = None,
 ) -> None:
@@ -115,6 +117,9 @@ def init(
         quorum: REPLICAS@SECONDS, the same on all workers: once so many replicas have pushed, the
             others have so long. One that is later is removed, and joins again when it is started
             again. None: they have as long as a sum may take (BYTEPS_OP_TIMEOUT_S).
+        local: this rank's number among those of its host, and how many these are, where the ranks
+            have found it. None: the launcher says it.
+        op_timeout_s: how long a sum may take, where BYTEPS_OP_TIMEOUT_S does not say it.
         of_torch: while torch.distributed is being initialised: its rank and size. None: as above.
         store: while torch.distributed is being initialised: its store. None: the default one.
 
@@ -128,16 +133,30 @@ def init(
     """
     del lazy
     settings = {"BYTEPS_QUORUM": quorum} if quorum else {}
+    if local is not None:
+        settings |= dict(
+            zip(("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE"), map(str, local), strict=True)
+        )
     with _lock:
         _demand_no_copy()
-        if not c_lib.is_initialized():
-            _join(settings, of_torch or _of_torch(), store)
+        if c_lib.is_initialized():
+            return
+        shared = {}
+        if op_timeout_s is not None and not c_lib.is_set("BYTEPS_OP_TIMEOUT_S"):
+            shared["BYTEPS_OP_TIMEOUT_S"] = f"{op_timeout_s:g}"
+        _join(settings, shared, of_torch or _of_torch(), store)
 
 
-def _join(settings: Mapping[str, str], given: tuple[int, int] | None, store: Store | None) -> None:
+def _join(
+    settings: Mapping[str, str],
+    shared: Mapping[str, str],
+    given: tuple[int, int] | None,
+    store: Store | None,
+) -> None:
     """Join with these settings, which go before the environment's and a place that is found.
 
     Args:
+        shared: further settings, also of a scheduler and servers that are started.
         given: rank and size in torch.distributed; None: others say them.
         store: of torch.distributed; None: the default one.
     """
@@ -153,9 +172,11 @@ def _join(settings: Mapping[str, str], given: tuple[int, int] | None, store: Sto
     if store is None and given is not None:
         store = dist.distributed_c10d._get_default_store()
     rank, size = given or (launch.rank, launch.size)
-    ranks = embedded.start_if_needed(rank, size, store, of_torch=given is not None)
+    of_torch = given is not None
+    ranks = embedded.start_if_needed(rank, size, store, of_torch=of_torch, settings=shared)
     try:
-        settings = {**({} if ranks is None else _place(*ranks.numbers())), **settings}
+        place = {} if ranks is None else _place(*ranks.numbers())
+        settings = {**place, **settings, **shared}
         launch = _told(settings)
         c_lib.init(gpu=_gpu(), given=settings)
     except BaseException:
@@ -338,7 +359,7 @@ def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
         if c_lib.is_set(launcher):
             settings[launcher] = value
     with _lock:
-        _join({name: str(value) for name, value in settings.items()}, None, None)
+        _join({name: str(value) for name, value in settings.items()}, {}, None, None)
 
 
 def is_initialized() -> bool:

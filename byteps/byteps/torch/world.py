@@ -26,20 +26,20 @@ def host_name() -> str:
     return places.host_name(setting("BYTEPS_HOST_ID", str))
 
 
-def find_place(rank: int, exchange: Callable[[LocalPlace], Sequence[LocalPlace]]) -> None:
-    """Set this rank's place on its host, where the launcher has told none that can be.
+def find_place(
+    rank: int, exchange: Callable[[LocalPlace], Sequence[LocalPlace]]
+) -> tuple[int, int]:
+    """This rank's number among those of its host, and how many these are, also where the launcher
+    has told none that can be. A place that BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE name is kept.
 
-    All ranks of the job call this before `init`; a place that BYTEPS_LOCAL_RANK and
-    BYTEPS_LOCAL_SIZE name is kept.
+    All ranks of the job call this before `init`, and hand it what is found.
 
     Args:
         rank: of this process among all that call.
         exchange: returns what each rank gives it, in the order of ranks.
     """
     mine = LocalPlace.own(os.environ, host_name())
-    found = places.find_locals(exchange(mine))[rank]
-    if found != mine.local:
-        places.keep(found)
+    return places.find_locals(exchange(mine))[rank]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import secrets
 import sys
 import threading
@@ -60,11 +59,12 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
     Raises:
         BytePSError: the scheduler or a server cannot be reached, or ranks are counted differently.
     """
-    global _joined
+    global _joined, _limit_s
     with _joining:
-        if timeout is not None and not session.is_initialized():
-            _bound_sums(timeout)
-        session.init(of_torch=(rank, size), store=store)
+        if timeout is not None:
+            # Servers then say which ranks they lack.
+            _limit_s = min(max(timeout.total_seconds(), 0.1), 604800.0)
+        session.init(of_torch=(rank, size), store=store, op_timeout_s=_limit_s)
         if (session.rank(), session.size()) != (rank, size):
             raise session.BytePSError(
                 f"BytePS is worker {session.rank()} of {session.size()}, torch.distributed is rank "
@@ -85,18 +85,8 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
         return _joined.job
 
 
-_OP_TIMEOUT = "BYTEPS_OP_TIMEOUT_S"
-_own_limit: str | None = None
-"""What `_bound_sums` set it to."""
-
-
-def _bound_sums(timeout: timedelta) -> None:
-    """Have sums of the job that is joined next fail after this time, if users name no other one.
-    Servers then say which ranks they lack."""
-    global _own_limit
-    if os.environ.get(_OP_TIMEOUT) in (None, _own_limit):
-        seconds = min(max(timeout.total_seconds(), 0.1), 604800.0)
-        os.environ[_OP_TIMEOUT] = _own_limit = f"{seconds:g}"
+_limit_s: float | None = None
+"""The timeout of torch's default group, within what BYTEPS_OP_TIMEOUT_S may be."""
 
 
 def joined() -> Job:

@@ -59,8 +59,8 @@ def initialize(quorum: str | None = None) -> None:
         raise RuntimeError("--use-dpu-reduce: initialise torch.distributed before BytePS")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not bps.is_initialized():
-        bytepslib.world.find_place(rank, _told_by_all)
-        bps.init(quorum=quorum)
+        local = bytepslib.world.find_place(rank, _told_by_all)
+        bps.init(quorum=quorum, local=local)
         _job = None
     count = bytepslib.session.replicas()
     if (bps.rank(), bps.size()) != (bytepslib.session.first_rank() + rank, size * count):
