@@ -93,7 +93,6 @@ def test_suite(unit_test: Path, run_dir: Path, suite: str) -> None:
 
 
 CONNECTION_SUITES = (
-    "BestOf",
     "ConnectionOverNics",
     "Contract",
     "Greeting",

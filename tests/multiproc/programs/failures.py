@@ -74,10 +74,12 @@ def unread(job: Job) -> None:
     bps.init()
     large = torch.ones(16 << 20)
     if job.rank == 0:
-        handles = [bps.push_pull_async(large, average=False, name="large")]
+        handles = []
         for index in range(40):  # each has its own deadline
             handles.append(bps.push_pull_async(torch.ones(10), name=f"alone.{index}"))
             time.sleep(0.1)
+        # Last, so that rank 1 has all of its time to push it.
+        handles.append(bps.push_pull_async(large, average=False, name="large"))
         job.mark("pushed")
     else:
         job.wait_go("push")
