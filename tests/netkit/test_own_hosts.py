@@ -49,6 +49,8 @@ def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
                 "GLOO_SOCKET_IFNAME": "eth0",
                 # Emulated links are no hardware, of which one takes all.
                 "BYTEPS_NICS": ",".join(host.interfaces),
+                # Partitions enough that all NICs have some, however fast each sends.
+                "ELEMENTS": str(2 << 20),
             }
             del env["BYTEPS_SECRET"]
             torchrun = [

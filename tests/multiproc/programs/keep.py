@@ -237,6 +237,10 @@ def _embedded() -> None:
         dist.barrier()  # rank 0 never comes: its init fails
     bps.init()
     demand_sum(rank, size, salt)
+    if elements := int(os.environ.get("ELEMENTS", "0")):
+        total = bps.push_pull(torch.full((elements,), rank + 1.0), average=False, name="large")
+        if not (total == sum(range(1, size + 1))).all():
+            raise SystemExit(f"rank {rank}: wrong large sum {total[0]}")
     servers = os.environ["DMLC_NUM_SERVER"]
     print(f"rank {bps.rank()} of {bps.size()}, {servers} servers, sums are right", flush=True)
     if mode in ("restarts", "restarts-gloo"):
