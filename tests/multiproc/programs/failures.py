@@ -68,6 +68,10 @@ def init_only(job: Job) -> None:
     bps.shutdown()
 
 
+UNSENT = ("push_queue", "transport")
+"""Partitions that this worker still has to send, by their metrics."""
+
+
 def unread(job: Job) -> None:
     """Rank 0, which is stopped then, pushes a tensor that rank 1 pushes later, so that it does not
     read the sum; and others alone, one after another."""
@@ -78,8 +82,10 @@ def unread(job: Job) -> None:
         for index in range(40):  # each has its own deadline
             handles.append(bps.push_pull_async(torch.ones(10), name=f"alone.{index}"))
             time.sleep(0.1)
-        # Last, so that rank 1 has all of its time to push it.
+        # Last, so that rank 1 has most of its time to push it.
         handles.append(bps.push_pull_async(large, average=False, name="large"))
+        while any(bps.get_metrics()[f"byteps_worker_{name}_partitions"] for name in UNSENT):
+            time.sleep(0.01)
         job.mark("pushed")
     else:
         job.wait_go("push")
