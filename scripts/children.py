@@ -41,7 +41,7 @@ def captured(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """How a command ends, whatever its status, and what it prints."""
+    """Runs a command; returns its status, whatever it is, and what it prints."""
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -194,7 +194,7 @@ def some_gpus(first: int, count: int) -> str:
 
 
 def count_gpus() -> int:
-    """How many GPUs of this machine may be used: none where CUDA_VISIBLE_DEVICES is empty."""
+    """Number of GPUs that may be used: none where CUDA_VISIBLE_DEVICES is empty."""
     return len(_gpus())
 
 

@@ -45,7 +45,7 @@ class Hunk:
     number: int
     """Among the hunks of its file, from 1."""
     line: int
-    """Where it begins in the file that the patch was made for, from 1."""
+    """Its first line in the file that the patch was made for, from 1."""
     body: tuple[bytes, ...]
     """Its lines, each with its mark: a blank, + or -."""
 
@@ -55,7 +55,7 @@ class Hunk:
         return [line[1:] for line in self.body if line[:1] in b" -"]
 
     def places(self, lines: list[bytes]) -> list[int]:
-        """Where `lines` has the lines that this hunk expects: numbers of lines, from 1.
+        """Finds the lines that this hunk expects in `lines`: numbers of lines, from 1.
 
         As for git, a hunk of the first line fits nowhere else, and one without a line after its
         last change only at the end.

@@ -16,7 +16,7 @@ from tests.netkit.test_names import remove_ipv4
 pytestmark = pytest.mark.requires("root")
 
 RANKS = (2, 1)
-"""Of each host."""
+"""Number of ranks by host."""
 MARK = "OWN_HOSTS_TEST_MARK"
 
 
@@ -28,7 +28,7 @@ MARK = "OWN_HOSTS_TEST_MARK"
     ],
 )
 def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
-    """As README says it, with another number of ranks on each host, and names of their own."""
+    """The job of the README, with another number of ranks on each host, and names of their own."""
     topology = Topology(
         workers=1,
         servers=1,

@@ -39,7 +39,7 @@ _MARKS = {
     "others": [pytest.mark.on_rdma, pytest.mark.thorough],
 }
 PROGRAMS = ("byteps-server", "connection_test", "sum_worker")
-"""What test_transport.py runs."""
+"""Program that test_transport.py runs."""
 SOURCE = Path(__file__).parent / "meddle.cc"
 OVERLAY = SOURCE.parents[2] / "byteps"
 PS_LITE = SOURCE.parents[2] / "build/byteps/3rdparty/ps-lite/include"

@@ -1,4 +1,4 @@
-"""What the embedded mode decides before it starts anything, and how what it starts is ended."""
+"""Embedded mode: decisions before it starts anything, and the end of what it started."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_cluster_was_meant(env: dict[str, str]) -> None:
 
 
 def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: float | None) -> HostServers:
-    """Those of a host whose ranks may use these cores."""
+    """Resources of a host whose ranks may use these cores."""
     means = {"quota": None, "gbps": 25.0, "nodes": 1, **change}
     masks = [f"{sum(1 << core for core in some):x}" for some in cores]
     return HostServers.fit([{**means, "cores": mask} for mask in masks], count)
@@ -311,7 +311,7 @@ def test_import_needs_neither_torch_nor_the_engine() -> None:
 
 
 class TestEnd:
-    """How long the end of what was started is waited for, and that it always comes."""
+    """The end of what was started is waited for, within a limit, and always comes."""
 
     @pytest.fixture
     def nodes(self, monkeypatch: pytest.MonkeyPatch) -> EmbeddedNodes:

@@ -393,8 +393,7 @@ def _place(host: str, local: tuple[int, int] | None, *, named: bool = False) -> 
 
 
 def _find(rank: int, others: Sequence[LocalPlace]) -> tuple[int, int]:
-    """What a rank that looks for its place finds; `others` is what each rank told, with its own
-    place left out."""
+    """Finds the place of a rank; `others` is what each other rank told."""
 
     def exchange(mine: LocalPlace) -> list[LocalPlace]:
         return [*others[:rank], mine, *others[rank:]]

@@ -111,7 +111,7 @@ class Session : public Channel {
   ps::Node node() const;
   // Checks the settings, and hands the handlers to ps-lite.  `probe`: see MembershipSettings.
   ps::NetSettings Prepare(ChannelUser* user, int probe);
-  // What the network is told; throws UsageError.
+  // Settings for the network; throws UsageError.
   ps::NetSettings ReadSettings() const;
   // Joins; again and again as long as the scheduler may take this node later, up to
   // BYTEPS_START_TIMEOUT_S.  A server for which there is no place waits for one as long as the job

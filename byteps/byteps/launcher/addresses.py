@@ -61,7 +61,7 @@ def address_for(others: Iterable[str], own: str) -> str:
 
 
 def _default_address() -> str:
-    """That of the default route."""
+    """The address of the default route."""
     for target in ELSEWHERE:
         with contextlib.suppress(RuntimeError):
             return _address_towards(target)

@@ -1,4 +1,4 @@
-"""Where the ranks of a job that starts tell rank 0 something, and read its answers."""
+"""Board: the ranks of a job that starts tell rank 0 something here, and read its answers."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from byteps.launcher.child import Child, find_executable, wait_all
 
 REST_S = 5.0
-"""How long the rest of a job that failed may take to end by itself."""
+"""Seconds in which the rest of a job that failed may end by itself."""
 GRACE_S = 5.0
-"""How long a process may take to end after a signal."""
+"""Seconds in which a process may end after a signal."""
 
 
 class EmbeddedNodes:
@@ -54,7 +54,7 @@ class EmbeddedNodes:
 
     @property
     def running(self) -> list[Child]:
-        """Those that have not ended; none in a forked copy."""
+        """Children that have not ended; none in a forked copy."""
         return [child for child in self.children if child.running] if self.is_own else []
 
     @property

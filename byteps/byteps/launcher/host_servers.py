@@ -24,7 +24,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def means_of_host(address: str) -> dict[str, Any]:
-    """What this host has for servers, as its ranks tell rank 0.
+    """Resources that this host has for servers, as its ranks tell rank 0.
 
     A rank that its launcher has bound to some cores tells these alone; together they tell all.
 
@@ -62,11 +62,11 @@ class HostServers:
     cores: Sequence[int]
     """Cores of the host that the job may use."""
     cores_in_all: int
-    """How many of them at a time."""
+    """Number of cores that may be used at a time."""
 
     @classmethod
     def fit(cls, means: Sequence[Mapping[str, Any]], count: int) -> HostServers:
-        """As many threads as the NICs' rate asks for, in half of the cores that ranks leave.
+        """Returns as many threads as the NICs' rate needs, in half of the cores that ranks leave.
 
         Args:
             means: what each rank of the host has told.
@@ -108,12 +108,12 @@ class HostServers:
 
 
 def _given(name: str) -> int:
-    """What the environment says; 0: nothing."""
+    """Number that the environment gives; 0: none."""
     return setting(name, int) if name in os.environ else 0
 
 
 def cost_text(hosts: Sequence[HostServers]) -> str:
-    """What these take of their hosts."""
+    """Says what these servers take of their hosts."""
     lowest, highest = (pick(hosts, key=lambda one: one.busy_cores) for pick in (min, max))
     cores = f"{lowest.busy_cores} of {lowest.cores_in_all}"
     if lowest.busy_cores != highest.busy_cores:

@@ -1,4 +1,4 @@
-"""How the ranks of a job find their places and, in embedded mode, their scheduler and servers."""
+"""Start: ranks of a job find their places and, in embedded mode, scheduler and servers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Start:
         self._rank, self._size, self._nodes, self._store = rank, size, nodes, store
 
     def find(self, place: LocalPlace) -> Ranks:
-        """Where this process stands. Its host's servers are started with its first rank."""
+        """Place of this process. Its host's servers are started with its first rank."""
         mine = {"place": asdict(place), "starts": self._nodes is not None, "problem": ""}
         if self._nodes is not None:
             mine |= self._offer()

@@ -9,7 +9,7 @@
 namespace byteps {
 namespace core {
 
-// What a server tells its backup of one partition (docs/design/losses.md).
+// A record by which a server tells its backup about one partition (docs/design/losses.md).
 //
 // Follows a COPY's key; its values are those of the state or of the round.
 struct CopyRecord {

@@ -53,7 +53,7 @@ _lock = threading.Lock()
 
 
 def _told(given: Mapping[str, str]) -> Launch:
-    """What the environment says, but for the settings that are given. Raises BytePSError for
+    """Returns the environment's settings, but for those that are given. Raises BytePSError for
     settings that cannot be."""
     names = (field.name for field in fields(Launch))
     return Launch(**dict(zip(names, c_lib.launch(given), strict=True)))

@@ -24,7 +24,7 @@ NetSettings SettingsWith(GivenSettings given) {
   return NetSettings::From(ConfigWith(given));
 }
 
-// What the caller gives is refused with these words.
+// Settings that the caller gives are refused with these words.
 void ExpectRefused(const GivenSettings& given, const std::string& words) {
   try {
     NetSettings::From(ConfigWith(given));

@@ -23,7 +23,7 @@ class StepReports:
         self._counts: dict[int, int] = {}
         """Reports of each rank but the reporter."""
         self._ahead: dict[int, deque[tuple[int, Step]]] = {}
-        """Of each such rank, those that the reporter has not made yet, with their numbers."""
+        """Steps, by rank, that the reporter has not made yet, with their numbers."""
 
     def take(self, rank: int, step: Step) -> bool:
         """Whether this report is to be recorded."""

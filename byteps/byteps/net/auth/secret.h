@@ -22,7 +22,7 @@ std::string NewNonce(size_t bytes = kNonceBytes);
 // A secret for a new job, as text.
 std::string NewSecret();
 
-// What the table of settings says of the secret.
+// Settings of the secret.
 struct SecretSettings {
   bool authenticates = true;  // BYTEPS_AUTH
   std::string secret;         // BYTEPS_SECRET

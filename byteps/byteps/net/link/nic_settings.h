@@ -7,11 +7,11 @@
 
 namespace ps {
 
-// What the table of settings, and a caller who knows better, say of this process's NICs.
+// Settings of this process's NICs, by the table and by a caller who knows better.
 struct NicSettings {
   std::string names = "auto";  // BYTEPS_NICS
   bool uses_rdma = false;
-  // Where one address or device was named before there were several NICs, it stays one.
+  // One address or device that was named before there were several NICs stays one.
   bool names_address = false;        // DMLC_NODE_HOST or DMLC_INTERFACE
   bool chooses_rdma_device = false;  // BYTEPS_RDMA_DEVICE
   std::string gpu;                   // of a worker: the PCI bus id, "0000:1b:00.0"; empty: none

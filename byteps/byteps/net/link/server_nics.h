@@ -1,4 +1,4 @@
-// What the NICs of this host carry, for whoever chooses the servers to start here.
+// Rates of this host's NICs, for the code that chooses the servers to start here.
 #ifndef BYTEPS_NET_LINK_SERVER_NICS_H_
 #define BYTEPS_NET_LINK_SERVER_NICS_H_
 
@@ -13,7 +13,7 @@ struct ServerNics {
   int mbps = 0;        // 0: not known
   int numa_nodes = 0;  // that they are attached to
 
-  // Those of a server at this address of the host.  Throws Error where BYTEPS_NICS names others
+  // NICs of a server at this address of the host.  Throws Error where BYTEPS_NICS names others
   // than there are.
   static ServerNics At(const std::string& address, const NicSettings& settings);
 };

@@ -3,7 +3,7 @@
 
 namespace ps {
 
-// What membership is told, by NetSettings::From or by a test.
+// Settings of membership, made by NetSettings::From or by a test.
 struct MembershipSettings {
   bool is_scheduler = false;
   double peer_timeout_s = 30;

@@ -191,7 +191,7 @@ void NodeMembership::OnHeartbeat() {
   asked_.marked.reset();
 }
 
-// What a node hears and says of replicas, and of servers that are lost (docs/design/losses.md).
+// A node's messages about replicas and about lost servers (docs/design/losses.md).
 
 void NodeMembership::OnReplicas(const Message& msg) {
   MembershipEvent event;

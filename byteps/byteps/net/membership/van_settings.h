@@ -8,7 +8,7 @@
 
 namespace ps {
 
-// What a van of any transport is told of its node and its job.
+// Settings of a van of any transport: its node and its job.
 struct VanSettings {
   std::string scheduler_host;     // DMLC_PS_ROOT_URI
   int scheduler_port = 0;         // DMLC_PS_ROOT_PORT

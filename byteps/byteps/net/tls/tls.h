@@ -148,7 +148,7 @@ struct Files {
   std::string authority;  // who signs the certificates of nodes
 };
 
-// What the table of settings says of encryption.
+// Settings of encryption.
 struct TlsSettings {
   bool encrypts = false;  // BYTEPS_TLS
   Files files;            // BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and BYTEPS_TLS_CA; empty: none

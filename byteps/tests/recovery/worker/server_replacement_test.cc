@@ -25,7 +25,7 @@ const Settings kGoesOn = {{"BYTEPS_REPLACE_SERVERS_S", "60"},
                           {"BYTEPS_PINNED_BYTES", std::to_string(16 * kLength)},
                           {"BYTEPS_STREAMED_BYTES", std::to_string(64 << 20)}};
 
-// Where its tensors are: on the CPU, on a GPU, or on one whose streams alone wait.
+// Place of a worker's tensors: the CPU, a GPU, or a GPU whose streams alone wait.
 enum class Where { kHost, kGpu, kStreamed };
 
 class ServerReplacementTest : public testing::TestWithParam<Where> {
@@ -78,7 +78,7 @@ TEST_P(ServerReplacementTest, WhatWasNotAnsweredIsPushedAgain) {
   EXPECT_EQ(values, sum);
   EXPECT_EQ(job_.channel->declarations(0).size(), 2u) << "the new one knows nothing";
   EXPECT_EQ(PushesOf(0), 4 * each);
-  // Of the round before all have heard; of that one this worker alone may have.
+  // All have heard of the round before; this worker alone may have the sum of that one.
   const auto gifts = job_.channel->gifts();
   EXPECT_EQ(gifts.size(), each);
   for (const auto& [key, round] : gifts) EXPECT_EQ(round, 1u);
