@@ -1,8 +1,7 @@
 """Assembles build/<tree> from upstream.lock, the overlay folders and the patch series, and back.
 
-scripts/apply_patches.sh and scripts/export_patches.sh are the usual ways to call it; they put the
-checkout on PYTHONPATH. It needs Python >= 3.11 and git, no packages: it runs before the project's
-environment exists.
+Users call it as scripts/apply_patches.sh and scripts/export_patches.sh. It needs no packages, since
+it runs before the project's environment exists; and no git for a user's own checkout.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import argparse
 import fcntl
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.patchkit import export, target, tree
-from scripts.patchkit.lock import PatchError, Upstream, load_lock, say
+from scripts.patchkit import target, tree
+from scripts.patchkit.export import check, check_form, export, is_behind
+from scripts.patchkit.series import PatchError, Upstream, load_lock, say
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -86,102 +84,72 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def select(parser_root: Path, only: str | None) -> list[Upstream]:
-    upstreams = load_lock(parser_root)
-    chosen = [upstream for upstream in upstreams if only in (None, upstream.name)]
-    if not chosen:
-        names = ", ".join(upstream.name for upstream in upstreams)
-        raise LookupError(f"no upstream is called {only}; upstream.lock has {names}")
-    return chosen
-
-
-def released(upstreams: list[Upstream]) -> list[Upstream]:
-    """Those that can be had without a checkout: what the project is built from."""
-    return [upstream for upstream in upstreams if not upstream.commit]
-
-
-@contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """One patchset at a time: two would work on the same trees."""
-    (root / "build").mkdir(exist_ok=True)
-    with (root / "build/.patchset.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting for another patchset.py to finish")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def run(options: argparse.Namespace) -> None:
     root = options.root.resolve()
+    upstreams = load_lock(root)
     if options.command == "apply" and options.target:
-        able = [upstream for upstream in load_lock(root) if upstream.version_file]
-        if not able:
-            raise PatchError("no upstream in upstream.lock names a version_file")
-        checkout = options.target.resolve()
+        able, checkout = [one for one in upstreams if one.version_file], options.target.resolve()
         if options.reverse:
             target.reverse(able[0], checkout)
         else:
             target.apply(able, checkout, ["cpu"] if options.cpu else [])
         return
     if options.command == "guard":
-        for upstream in load_lock(root):
+        for upstream in upstreams:
             if (upstream.tree / ".git").is_dir():
-                state = tree.State.load(upstream.tree)
-                tree.refuse_to_lose_work(upstream, state, tree.head_of(upstream.tree))
+                tree.refuse_to_lose_work(upstream)
         return
-    chosen = select(root, options.only)
+    chosen = [upstream for upstream in upstreams if options.only in (None, upstream.name)]
+    if not chosen:
+        names = ", ".join(upstream.name for upstream in upstreams)
+        raise LookupError(f"no upstream is called {options.only}; upstream.lock has {names}")
     if options.command == "tree-key":
         say(tree.tree_key(chosen[0].tree))
         return
-    with locked(root):
+    # One patchset at a time: two would work on the same trees.
+    (root / "build").mkdir(exist_ok=True)
+    with (root / "build/.patchset.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         if options.command == "export":
-            run_export(chosen, all_of_them=options.only is None)
-            return
-        if options.only is None and not options.check:
-            chosen = released(chosen)
+            # Those for a commit go first: what they share must not change under them.
+            chosen.sort(key=lambda upstream: not upstream.commit)
         for upstream in chosen:
-            if options.overlay_only:
-                changed = tree.sync_overlay(upstream)
-                say(f"{upstream.name}: {', '.join(changed) or 'overlay unchanged'}")
-            elif options.check and upstream.commit and options.only is None:
-                count = export.check_shape(upstream)
-                say(
-                    f"{upstream.name}: {count} patches have the form of exported ones; with --only "
-                    f"{upstream.name} they are applied, to a checkout that {upstream.variable} "
-                    "names or that is fetched"
-                )
-            elif options.check:
-                export.check(upstream)
-            else:
-                tree.apply(upstream, force=options.force)
+            run_one(options, upstream)
 
 
-def run_export(upstreams: list[Upstream], *, all_of_them: bool) -> None:
-    """Exports each; of all of them, those for a commit only where their tree is there and up to
-    date. These go first: what they share must not change under them."""
-    for upstream in sorted(upstreams, key=lambda upstream: not upstream.commit):
-        if upstream.commit and all_of_them:
-            if not upstream.tree.is_dir():
-                continue
-            if export.is_behind(upstream) and not tree.has_commits_to_export(upstream):
-                say(f"{upstream.name}: {upstream.shown(upstream.tree)} is old, and has nothing new")
-                continue
-        changed = export.export(upstream)
-        say(f"{upstream.name}: {', '.join(changed) or 'patches unchanged'}")
+def run_one(options: argparse.Namespace, upstream: Upstream) -> None:
+    """Without --only, the tree of an upstream that is a commit is not made, but exported where it
+    is there."""
+    in_passing = upstream.commit and options.only is None
+    if options.command == "export":
+        if in_passing and not upstream.tree.is_dir():
+            return
+        if in_passing and is_behind(upstream) and not tree.has_commits_to_export(upstream):
+            say(f"{upstream.name}: {upstream.shown(upstream.tree)} is old, and has nothing new")
+            return
+        say(f"{upstream.name}: {', '.join(export(upstream)) or 'patches unchanged'}")
+    elif options.check and in_passing:
+        say(
+            f"{upstream.name}: {check_form(upstream)} patches have the form of exported ones; with "
+            f"--only {upstream.name} they are applied, to a checkout that {upstream.variable} "
+            "names or that is fetched"
+        )
+    elif options.check:
+        check(upstream)
+    elif options.overlay_only and not in_passing:
+        changed = tree.sync_overlay(upstream)
+        say(f"{upstream.name}: {', '.join(changed) or 'overlay unchanged'}")
+    elif not in_passing:
+        tree.apply(upstream, force=options.force)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
         run(options)
-    except LookupError as error:
+    except (LookupError, PatchError) as error:
         print(f"error: {error.args[0]}", file=sys.stderr)
-        return 2
-    except PatchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, LookupError) else 1
     return 0
 
 

@@ -58,7 +58,8 @@ def _can_switch() -> bool:
 def _has_megatron_main() -> bool:
     """Whether a checkout of Megatron's main branch is named, or was fetched: no test waits for a
     network."""
-    from scripts.patchkit.lock import cache_root, load_lock
+    from scripts.patchkit.series import load_lock
+    from scripts.patchkit.tree import cache_root
 
     (upstream,) = (
         each for each in load_lock(Path(__file__).parents[1]) if each.name == "megatron-main"

@@ -1,7 +1,4 @@
-"""The assembled tree: a git repository with one commit for upstream, one for the overlay and one
-per patch. A new state is made aside and moved in as a whole, touching only files that differ, so
-that a failure leaves the tree as it was and incremental builds stay incremental.
-"""
+"""The patched tree: a git repository with commits for upstream, the overlay, and each patch."""
 
 from __future__ import annotations
 
@@ -9,50 +6,225 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from .lock import (
+from scripts.patchkit.series import (
+    JUNK,
     PatchError,
     Series,
     Upstream,
-    fingerprint,
-    git,
+    hash_of,
     is_junk,
-    overlay_files,
+    listed,
     read_series,
-    reason_of,
     say,
     sha256_file,
-    try_git,
-    unpack,
     warn,
 )
 
-# Build products that belong to nobody; without this they would count as uncommitted work.
-EXCLUDES = "\n".join(
-    ("__pycache__/", "*.pyc", "*.so", "*.o", "*.egg-info/", "/build/", "/dist/", "/_skbuild/",
-     ".pytest_cache/", ".ruff_cache/", ".cache/", "*.swp", "*~", "*.orig", "*.rej", "")
-)  # fmt: skip
+AUTHOR = ("Megatron-BytePS", "patches@megatron-byteps.invalid")
+"""Author of every patch, whoever made the commit."""
+FIXED_DATE = "2000-01-01T00:00:00+0000"
+"""Date of the commits of upstream and overlay: equal content gives equal commits."""
+EXCLUDED = "/build/\n/dist/\n/_skbuild/\n*.orig\n*.rej\n" + "\n".join(JUNK) + "\n"
+"""Build products in a tree, which are nobody's work."""
+
+# ---- git, which heeds no settings of the user or the system
+
+
+def try_git(
+    folder: Path, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs git in `folder`, whatever its exit status."""
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    variables |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
+    variables |= {"GIT_TERMINAL_PROMPT": "0", "TZ": "UTC", "GIT_CONFIG_COUNT": "1"}
+    # A tree made as root and read as a user (or the reverse, in containers) is still ours.
+    variables |= {"GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+    for who in ("AUTHOR", "COMMITTER"):
+        variables |= {f"GIT_{who}_NAME": AUTHOR[0], f"GIT_{who}_EMAIL": AUTHOR[1]}
+        variables[f"GIT_{who}_DATE"] = FIXED_DATE
+    if not shutil.which("git"):
+        raise PatchError("git is not installed (or not on PATH)")
+    return subprocess.run(
+        ["git", *arguments], cwd=folder, env=variables | (env or {}), stdin=subprocess.DEVNULL,
+        capture_output=True, check=False,
+    )  # fmt: skip
+
+
+def git(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """Runs git in `folder` and returns its output; PatchError if it fails."""
+    result = try_git(folder, *arguments, env=env)
+    if result.returncode != 0:
+        raise PatchError(f"git {' '.join(arguments)} failed in {folder}: {reason_of(result)}")
+    return result.stdout.decode(errors="surrogateescape")
+
+
+def reason_of(result: subprocess.CompletedProcess[bytes]) -> str:
+    """The lines in which git says what is wrong, without its advice on what to type next."""
+    lines = (result.stderr + b"\n" + result.stdout).decode(errors="replace").splitlines()
+    errors = [line.partition(": ")[2] for line in lines if line.startswith(("error: ", "fatal: "))]
+    return "; ".join(errors) or " ".join(line.strip() for line in lines if line.strip())
+
+
+def head_of(tree: Path, revision: str = "HEAD") -> str:
+    return git(tree, "rev-parse", "--verify", f"{revision}^{{commit}}").strip()
+
+
+def files_of(tree: Path, revision: str) -> set[str]:
+    return set(git(tree, "ls-tree", "-r", "-z", "--name-only", revision).split("\0")) - {""}
+
+
+# ---- upstreams, by hash, in the cache
+
+
+def cache_root() -> Path:
+    """The project's cache, outside the checkout; everything in it is keyed by content."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MEGATRON_BYTEPS_CACHE") or Path(base, "megatron-byteps")).absolute()
+
+
+@contextmanager
+def aside(folder: Path) -> Iterator[Path]:
+    """A temporary folder in `folder`, from which results are moved there as a whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".patchset-") as temporary:
+        yield Path(temporary)
+
+
+def unpack(upstream: Upstream, destination: Path) -> None:
+    """Writes upstream's files to `destination`, which must not exist; fetches what is missing."""
+    if upstream.commit:
+        repository = find_repository(upstream)
+        destination.mkdir()
+        with tempfile.TemporaryDirectory() as temporary:
+            # The repository's own index and files stay as they are.
+            env = {
+                "GIT_DIR": git(repository, "rev-parse", "--absolute-git-dir").strip(),
+                "GIT_WORK_TREE": str(destination.absolute()),
+                "GIT_INDEX_FILE": str(Path(temporary, "index")),
+            }
+            git(destination, "read-tree", upstream.commit, env=env)
+            git(destination, "checkout-index", "--all", "--quiet", env=env)
+        return
+    archive = fetch_sdist(upstream)
+    with aside(destination.parent) as temporary:
+        with tarfile.open(archive) as tar:
+            tar.extractall(temporary, filter="data")
+        (top,) = temporary.iterdir()
+        top.rename(destination)
+
+
+def fetch_sdist(upstream: Upstream) -> Path:
+    """The archive of `upstream`; PatchError unless its content is what is pinned."""
+    folder = cache_root() / "sdists" / upstream.sha256
+    archive = next(folder.glob("*.tar.gz"), None)
+    if archive:
+        _verify(archive, upstream)
+        return archive
+    say(f"{upstream.label}: fetching the source distribution")
+    with aside(folder.parent) as temporary:
+        _pip_download(upstream, temporary)
+        (archive,) = temporary.glob("*.tar.gz")
+        _verify(archive, upstream)
+        folder.mkdir(exist_ok=True)
+        return archive.replace(folder / archive.name)
+
+
+def _verify(archive: Path, upstream: Upstream) -> None:
+    if (actual := sha256_file(archive)) != upstream.sha256:
+        raise PatchError(
+            f"wrong hash of {archive}: expected sha256 {upstream.sha256} (upstream.lock), actual "
+            f"{actual}; delete the file if it is damaged"
+        )
+
+
+def _pip_download(upstream: Upstream, destination: Path) -> None:
+    # megatron-core's metadata asks for 3.12.
+    probe = "import pip, sys; sys.exit(sys.version_info < (3, 12))"
+    candidates = [sys.executable, str(upstream.root / "build/venv/bin/python"), "python3"]
+    for python in candidates:
+        if shutil.which(python) and not subprocess.call([python, "-c", probe], stderr=-3):
+            break
+    else:
+        raise PatchError("fetching needs a Python >= 3.12 with pip: run scripts/setup.sh")
+    pin = f"{upstream.name}=={upstream.version}"
+    requirements = destination / "requirements.txt"
+    requirements.write_text(f"{pin} --hash=sha256:{upstream.sha256}\n", encoding="utf-8")
+    # Build dependencies may be wheels. Build isolation stays on: BytePS's setup.py needs it.
+    result = subprocess.run(
+        [python, "-m", "pip", "download", "--no-deps", "--no-binary", upstream.name,
+         "--require-hashes", "--disable-pip-version-check", "--progress-bar", "off",
+         "--dest", destination, "-r", requirements],
+        stdin=subprocess.DEVNULL, stdout=-1, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    if result.returncode != 0:
+        said = "\n  ".join(result.stdout.strip().splitlines()[-12:])
+        raise PatchError(f"pip could not download {pin}:\n  {said}")
+
+
+def find_repository(upstream: Upstream) -> Path:
+    """A repository with upstream's commit: the user's, or that in the cache, fetched if missing."""
+
+    def has_commit(folder: Path) -> bool:
+        command = ("cat-file", "-e", f"{upstream.commit}^{{tree}}")
+        return folder.is_dir() and try_git(folder, *command).returncode == 0
+
+    if named := os.environ.get(upstream.variable):
+        if not Path(named).is_dir():
+            raise PatchError(f"{upstream.variable}={named}: there is no such folder")
+        if not has_commit(Path(named)):
+            raise PatchError(
+                f"{upstream.variable}={named} has no commit {upstream.commit}, for which the "
+                f"series of {upstream.label} is made"
+            )
+        return Path(named)
+    cached = cache_root() / "checkouts" / upstream.commit
+    if has_commit(cached):
+        return cached
+    say(f"{upstream.label}: fetching commit {upstream.commit}")
+    with aside(cached.parent) as temporary:
+        git(temporary, "init", "-q", "--bare", "--template=", "repository")
+        # A link that carries nothing ends the command after half a minute.
+        result = try_git(
+            temporary / "repository", "-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=30",
+            "fetch", "-q", "--depth=1", "--no-tags", upstream.repository, upstream.commit,
+        )  # fmt: skip
+        if result.returncode != 0:
+            raise PatchError(
+                f"{upstream.label}: cannot fetch commit {upstream.commit} from "
+                f"{upstream.repository} ({reason_of(result)}): name a checkout that has it, "
+                f"{upstream.variable}=/path/to/Megatron-LM"
+            )
+        shutil.rmtree(cached, ignore_errors=True)
+        (temporary / "repository").rename(cached)
+    return cached
+
+
+# ---- trees
 
 
 @dataclass
 class State:
-    """What the last apply, export or sync left; stored inside the tree's .git folder."""
+    """Results of the last apply, export or sync; stored inside the tree's .git folder."""
 
     upstream_sha256: str = ""
     """Of upstream's source distribution, or its commit."""
     fingerprint: str = ""
-    """Of the inputs that HEAD was made from (or, after an export, agrees with)."""
+    """Of the inputs that HEAD was made from."""
     head: str = ""
     """The commit up to which everything also stands in the patch folder."""
-    synced: dict[str, str] = field(default_factory=dict)
-    """Overlay files copied in ahead of their commit: sha256 by path; "" when deleted."""
+    synced: dict[str, str | None] = field(default_factory=dict)
+    """Overlay files copied ahead of their commit, by path: their hash; None when deleted."""
     shared: str = ""
-    """Hash of the patches that HEAD was made from and that another series holds."""
+    """Hash of the patches of another series that HEAD was made from."""
 
     @staticmethod
     def load(tree: Path) -> State:
@@ -67,28 +239,22 @@ class State:
         temporary.replace(tree / ".git/patchset.json")
 
 
-def head_of(tree: Path, revision: str = "HEAD") -> str:
-    return git(tree, "rev-parse", "--verify", f"{revision}^{{commit}}").strip()
+def apply(upstream: Upstream, *, force: bool = False) -> None:
+    """Brings the tree to what lock, overlay and patches say.
 
-
-def apply(upstream: Upstream, *, force: bool = False) -> bool:
-    """Brings the tree to what lock, overlay and patches say; True when anything changed.
-
-    Raises PatchError, leaving the tree untouched, when a patch does not apply, when an overlay
-    file would overwrite one of upstream's, or when work would be lost (unless `force`).
+    The new state is made aside, and only files that differ are touched. Raises PatchError, leaving
+    the tree as it was, when a patch does not apply, when an overlay file would overwrite one of
+    upstream's, or when work would be lost (unless `force`).
     """
-    tree, wanted = upstream.tree, fingerprint(upstream)
+    tree, wanted = upstream.tree, upstream.fingerprint()
     if (tree / ".git").is_dir():
-        state = State.load(tree)
-        head = head_of(tree)
+        state, head = State.load(tree), head_of(tree)
         if state.fingerprint == wanted and not force:
-            if head != state.head:
-                say(f"{upstream.name}: up to date; commits in {upstream.shown(tree)} not exported")
-            else:
-                say(f"{upstream.name}: up to date")
-            return False
+            more = f"; commits in {upstream.shown(tree)} not exported" if head != state.head else ""
+            say(f"{upstream.name}: up to date{more}")
+            return
         if not force:
-            refuse_to_lose_work(upstream, state, head)
+            refuse_to_lose_work(upstream)
         elif head not in (state.head, head_of(tree, "upstream")):
             git(tree, "update-ref", "refs/patchset/discarded", head)
             warn(f"{upstream.shown(tree)}: the old commits stay in refs/patchset/discarded")
@@ -98,98 +264,61 @@ def apply(upstream: Upstream, *, force: bool = False) -> bool:
         raise PatchError(f"{upstream.shown(tree)} exists but is no git repository: move it away")
     if not tree.exists():
         make_base(upstream, tree)
-    state = State.load(tree)
-    commit = _make_commits(upstream, tree)
-    # Files copied in ahead are already what the new commit holds: telling the index keeps the
-    # reset from writing them again, which would change their modification times.
-    ahead = [path for path in state.synced if (tree / path).is_file()]
-    if ahead:
+    state, series, overlay = State.load(tree), read_series(upstream), upstream.overlay_files()
+    git(tree, "worktree", "prune")
+    with aside(tree.parent) as temporary:
+        new = temporary / "tree"
+        git(tree, "worktree", "add", "-q", "--detach", str(new), head_of(tree, "upstream"))
+        try:
+            commit_all(upstream, new, series)
+            head = head_of(new)
+        finally:
+            git(tree, "worktree", "remove", "--force", str(new))
+    git(tree, "tag", "-f", "overlay", f"{head}~{len(series.patches)}")
+    # The reset would write again, with new times, what was copied ahead and the index lacks.
+    if ahead := [path for path in state.synced if (tree / path).is_file()]:
         git(tree, "add", "-f", "--", *ahead)
-    git(tree, "reset", "-q", "--hard", commit)
-    overlay = overlay_files(upstream)
+    git(tree, "reset", "-q", "--hard", head)
     for path in set(state.synced) - set(overlay):
-        # Copied in ahead, never committed, and out of the overlay again: no commit removes it.
         (tree / path).unlink(missing_ok=True)
-    series = read_series(upstream)
-    State(
-        upstream_sha256=upstream.pin, fingerprint=wanted, head=commit, shared=hash_of_shared(series)
-    ).save(tree)
-    count = len(series.patches)
+    shared = series.hash_of_shared()
+    State(upstream_sha256=upstream.pin, fingerprint=wanted, head=head, shared=shared).save(tree)
     say(
         f"{upstream.name}: {upstream.shown(tree)} is {upstream.version} + {len(overlay)} overlay "
-        f"file{'s' * (len(overlay) != 1)} + {count} patch{'es' * (count != 1)}"
+        f"files + {len(series.patches)} patches"
     )
-    return True
 
 
 def make_base(upstream: Upstream, tree: Path) -> None:
     """Makes `tree`, a repository whose one commit (tag `upstream`) is what upstream released."""
     kind = "commit" if upstream.commit else "sha256 of the source distribution"
-    tree.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=tree.parent, prefix=f".{tree.name}-") as temporary:
-        new = Path(temporary, tree.name)
+    with aside(tree.parent) as temporary:
+        new = temporary / tree.name
         unpack(upstream, new)
-        git(new, "init", "-q", "--template=")
-        git(new, "symbolic-ref", "HEAD", "refs/heads/main")
-        for key, value in (
-            ("core.autocrlf", "false"),
-            ("core.fileMode", "true"),
-            # No collection in the background while a temporary worktree is alive.
-            ("gc.auto", "0"),
-        ):
-            git(new, "config", key, value)
+        git(new, "init", "-q", "--template=", "--initial-branch=main")
+        # A collection in the background would run while a temporary worktree is alive.
+        for setting in ("core.autocrlf false", "core.fileMode true", "gc.auto 0"):
+            git(new, "config", *setting.split())
         (new / ".git/info").mkdir(exist_ok=True)
-        (new / ".git/info/exclude").write_text(EXCLUDES, encoding="utf-8")
+        (new / ".git/info/exclude").write_text(EXCLUDED, encoding="utf-8")
         # Bytes in, bytes out, whatever an upstream .gitattributes says.
         (new / ".git/info/attributes").write_text("* -text -ident -filter\n", encoding="utf-8")
         git(new, "add", "-A", "-f")
-        git(
-            new, "commit", "-q", "--no-verify", "-m",
-            f"{upstream.label}\n\n{kind}:\n{upstream.pin}",
-        )  # fmt: skip
+        commit(new, f"{upstream.label}\n\n{kind}:\n{upstream.pin}")
         git(new, "tag", "upstream")
         new.rename(tree)
     State(upstream_sha256=upstream.pin, head=head_of(tree)).save(tree)
 
 
-@contextmanager
-def _worktree(tree: Path, commit: str) -> Iterator[Path]:
-    """A temporary second working tree of `tree`'s repository, detached at `commit`."""
-    git(tree, "worktree", "prune")
-    with tempfile.TemporaryDirectory(dir=tree.parent, prefix=f".{tree.name}-") as temporary:
-        aside = Path(temporary, "tree")
-        git(tree, "worktree", "add", "-q", "--detach", str(aside), commit)
-        try:
-            yield aside
-        finally:
-            git(tree, "worktree", "remove", "--force", str(aside))
+def commit(tree: Path, message: str) -> None:
+    git(tree, "commit", "-q", "--no-verify", "--allow-empty", "-m", message)
 
 
-def _make_commits(upstream: Upstream, tree: Path) -> str:
-    """Overlay and patch commits on top of tag `upstream`; returns the last one."""
-    with _worktree(tree, head_of(tree, "upstream")) as aside:
-        commit_overlay(upstream, aside)
-        overlay = head_of(aside)
-        for patch in read_series(upstream).patches:
-            apply_patch(upstream, aside, patch)
-        head = head_of(aside)
-    git(tree, "tag", "-f", "overlay", overlay)
-    return head
-
-
-def hash_of_shared(series: Series) -> str:
-    """Of the patches that another series holds; empty where there are none."""
-    if not series.shared:
-        return ""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in series.shared)).hexdigest()
-
-
-def commit_overlay(upstream: Upstream, tree: Path) -> None:
-    """Copies the overlay into `tree` and commits it, also when it is empty."""
-    files = overlay_files(upstream)
-    taken = set(git(tree, "ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0"))
+def commit_all(upstream: Upstream, tree: Path, series: Series) -> None:
+    """Commits overlay and patches: exact context and whitespace, no three-way merge."""
+    files, taken = upstream.overlay_files(), files_of(tree, "HEAD")
     for relative, source in files.items():
-        blocked = {relative, *(parent.as_posix() for parent in Path(relative).parents)} & taken
+        blocked = {relative, *map(str, Path(relative).parents)} & taken
         if blocked or (tree / relative).is_dir():
             raise PatchError(
                 f"overlay file {upstream.shown(source)} would overwrite "
@@ -200,36 +329,30 @@ def commit_overlay(upstream: Upstream, tree: Path) -> None:
         shutil.copy(source, tree / relative)
     if files:
         git(tree, "add", "-f", "--", *files)
-    git(tree, "commit", "-q", "--no-verify", "--allow-empty", "-m", "Overlay of Megatron-BytePS")
+    commit(tree, "Overlay of Megatron-BytePS")
+    for patch in series.patches:
+        result = try_git(
+            tree, "am", "-q", "--no-3way", "--keep-cr", "--keep-non-patch", "--no-scissors",
+            "--committer-date-is-author-date", "--whitespace=nowarn", str(patch),
+            env={"GIT_COMMITTER_DATE": ""},
+        )  # fmt: skip
+        if result.returncode != 0:
+            try_git(tree, "am", "--abort")
+            raise PatchError(f"{upstream.shown(patch)} does not apply: {reason_of(result)}")
 
 
-def apply_patch(upstream: Upstream, tree: Path, patch: Path) -> None:
-    """Commits one patch with git am: exact context and whitespace, no three-way merge."""
-    author_dates = {"GIT_COMMITTER_DATE": ""}
-    result = try_git(
-        tree, "am", "-q", "--no-3way", "--keep-cr", "--keep-non-patch", "--no-scissors",
-        "--committer-date-is-author-date", "--whitespace=nowarn", str(patch), env=author_dates,
-    )  # fmt: skip
-    if result.returncode != 0:
-        try_git(tree, "am", "--abort")
-        raise PatchError(f"{upstream.shown(patch)} does not apply: {reason_of(result)}")
-
-
-def refuse_to_lose_work(upstream: Upstream, state: State, head: str) -> None:
+def refuse_to_lose_work(upstream: Upstream) -> None:
     """Raises PatchError, saying what to do, when the tree holds work that is nowhere else."""
     tree, shown = upstream.tree, upstream.shown(upstream.tree)
-    for name in ("rebase-apply", "rebase-merge"):
-        if (tree / ".git" / name).exists():
-            raise PatchError(f"a rebase or git am is unfinished in {shown}: finish or abort it")
-    dirty = uncommitted(upstream, state)
-    if dirty:
-        listed = ", ".join(dirty[:5]) + (f" and {len(dirty) - 5} more" if len(dirty) > 5 else "")
+    if any((tree / ".git" / name).exists() for name in ("rebase-apply", "rebase-merge")):
+        raise PatchError(f"a rebase or git am is unfinished in {shown}: finish or abort it")
+    if dirty := uncommitted(upstream):
         raise PatchError(
-            f"uncommitted changes in {shown} would be lost: {listed}. Commit them there and run "
-            "scripts/export_patches.sh (changes to overlay files belong in "
+            f"uncommitted changes in {shown} would be lost: {listed(dirty)}. Commit them there "
+            "and run scripts/export_patches.sh (changes to overlay files belong in "
             f"{upstream.shown(upstream.overlay)}/), or throw them away with --force"
         )
-    if state.head and head != state.head:
+    if has_commits_to_export(upstream):
         raise PatchError(
             f"commits in {shown} that were not exported would be lost: run "
             "scripts/export_patches.sh, or throw them away with --force"
@@ -237,65 +360,54 @@ def refuse_to_lose_work(upstream: Upstream, state: State, head: str) -> None:
 
 
 def has_commits_to_export(upstream: Upstream) -> bool:
-    """Whether the tree has commits that its series lacks."""
-    return head_of(upstream.tree) != State.load(upstream.tree).head
+    head = head_of(upstream.tree)
+    return head != (State.load(upstream.tree).head or head)
 
 
-def uncommitted(upstream: Upstream, state: State) -> list[str]:
-    """Paths changed in the tree since its HEAD that do not merely mirror the overlay folder."""
-    tree = upstream.tree
+def changed_paths(tree: Path) -> list[str]:
+    """Paths that differ from HEAD, but for *.egg-info: an installation rewrites upstream's."""
     listing = git(tree, "status", "--porcelain=v1", "-z", "--no-renames", "--untracked-files=all")
-    overlay = overlay_files(upstream)
-    changed = []
-    for entry in listing.split("\0"):
-        path = entry[3:]
-        if not path or _is_made_by_install(path):
-            continue
-        file = tree / path
-        content = sha256_file(file) if file.is_file() and not file.is_symlink() else ""
-        if path in state.synced and state.synced[path] == content:
-            continue
-        if path in overlay and content == sha256_file(overlay[path]):
-            continue
-        changed.append(path)
-    return changed
+    paths = sorted(entry[3:] for entry in listing.split("\0") if entry)
+    return [path for path in paths if ".egg-info/" not in path]
 
 
-def _is_made_by_install(path: str) -> bool:
-    """Source distributions hold their *.egg-info, which an installation of the tree rewrites."""
-    return any(part.endswith(".egg-info") for part in Path(path).parts)
+def uncommitted(upstream: Upstream) -> list[str]:
+    """Paths changed in the tree since its HEAD that do not merely mirror the overlay folder."""
+    overlay = upstream.overlay_files()
+    known = State.load(upstream.tree).synced
+    work = []
+    for path in changed_paths(upstream.tree):
+        mirrored = {known.get(path, ""), hash_of(overlay[path]) if path in overlay else ""}
+        if hash_of(upstream.tree / path) not in mirrored:
+            work.append(path)
+    return work
+
+
+def demand_tree(upstream: Upstream) -> Path:
+    if (upstream.tree / ".git").is_dir():
+        return upstream.tree
+    shown = upstream.shown(upstream.tree)
+    raise PatchError(f"{shown} is not there: run scripts/apply_patches.sh")
 
 
 def sync_overlay(upstream: Upstream) -> list[str]:
-    """Copies overlay files that differ into the tree, uncommitted; returns the changed paths.
-
-    Commits, patches and files that are equal already stay untouched.
-    """
-    tree = upstream.tree
-    if not (tree / ".git").is_dir():
-        raise PatchError(f"{upstream.shown(tree)} is not there: run scripts/apply_patches.sh")
-    state = State.load(tree)
-    files = overlay_files(upstream)
-    listing = git(tree, "ls-tree", "-r", "-z", "--name-only", "upstream")
-    taken = set(listing.split("\0"))
-    committed = set(git(tree, "ls-tree", "-r", "-z", "--name-only", "overlay").split("\0")) - taken
+    """Copies overlay files that differ into the tree, uncommitted; returns the changed paths."""
+    tree, files = demand_tree(upstream), upstream.overlay_files()
+    state, taken = State.load(tree), files_of(tree, "upstream")
     changed = []
     for relative, source in files.items():
         if relative in taken:
             raise PatchError(f"overlay file {upstream.shown(source)} would overwrite upstream's")
-        target = tree / relative
-        same_mode = os.access(source, os.X_OK) == os.access(target, os.X_OK)
-        content = sha256_file(source)
-        if target.is_file() and same_mode and sha256_file(target) == content:
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, target)
-        state.synced[relative] = content
-        changed.append(relative)
-    for relative in sorted((committed | set(state.synced)) - set(files) - {""}):
+        copy, content = tree / relative, sha256_file(source)
+        if hash_of(copy) != content or os.access(source, os.X_OK) != os.access(copy, os.X_OK):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copy)
+            state.synced[relative] = content
+            changed.append(relative)
+    for relative in sorted((files_of(tree, "overlay") - taken | set(state.synced)) - set(files)):
         if (tree / relative).exists() and not is_junk(Path(relative).name):
             (tree / relative).unlink()
-            state.synced[relative] = ""
+            state.synced[relative] = None
             changed.append(relative)
     state.save(tree)
     return changed
@@ -303,10 +415,7 @@ def sync_overlay(upstream: Upstream) -> list[str]:
 
 def tree_key(tree: Path) -> str:
     """A hash of the content a build of `tree` sees: its HEAD and what differs from it."""
-    listing = git(tree, "status", "--porcelain=v1", "-z", "--no-renames", "--untracked-files=all")
     digest = hashlib.sha256(git(tree, "rev-parse", "HEAD^{tree}").encode())
-    paths = (entry[3:] for entry in listing.split("\0") if entry)
-    for path in sorted(path for path in paths if not _is_made_by_install(path)):
-        content = sha256_file(tree / path) if (tree / path).is_file() else ""
-        digest.update(f"\0{path}\0{content}".encode(errors="surrogateescape"))
+    for path in changed_paths(tree):
+        digest.update(f"\0{path}\0{hash_of(tree / path)}".encode(errors="surrogateescape"))
     return digest.hexdigest()

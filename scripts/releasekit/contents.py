@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from scripts import locks
-from scripts.patchkit.lock import sha256_file
+from scripts.patchkit.series import sha256_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -39,7 +39,7 @@ from elftools.elf.elffile import ELFFile
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-from scripts.patchkit.lock import Upstream, load_lock, read_series, sha256_file
+from scripts.patchkit.series import Upstream, load_lock, read_series, sha256_file
 from scripts.releasekit.contents import INTEGRATIONS, ROOT, Release, ReleaseError, packages, pins
 
 IMAGE_SUFFIX = ".image.tar.gz"

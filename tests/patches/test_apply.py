@@ -28,13 +28,6 @@ def test_tree_is_upstream_overlay_and_one_commit_per_patch(patched: Project) -> 
     assert (patched.tree() / "src/added.txt").read_text() == "added\n"
 
 
-def test_upstream_alone_needs_neither_overlay_nor_patches(project: Project) -> None:
-    project.ok("apply", "--only", "engine")
-    assert project.git("rev-list", "--count", "HEAD").strip() == "2"
-    assert not project.tree("trainer").exists()
-    project.ok("apply", "--check")
-
-
 def test_commit_hashes_are_reproducible(patched: Project, tmp_path: Path) -> None:
     other = make_project(tmp_path / "elsewhere")
     for name in ("engine", "trainer", "patches"):

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from scripts.children import captured
-from scripts.patchkit import lock
 from scripts.patchkit.export import check_form
-from scripts.patchkit.lock import PatchError, Upstream, load_lock
+from scripts.patchkit.series import PatchError, Upstream, load_lock
+from scripts.patchkit.tree import unpack
 from tests.patches.patch_project import (
     NEWEST_FILES,
     REPOSITORY,
@@ -119,17 +119,16 @@ def test_form_is_checked_without_the_upstream(two_series: Project, newest: Path)
     patch = two_series.patch_folder("newest") / OWN
     patch.write_text(patch.read_text().replace("From: Megatron-BytePS", "From: Somebody"))
     output = two_series.fails("apply", "--check")
-    assert f"patches/newest/{OWN} does not begin as scripts/export_patches.sh writes" in output
+    assert f"patches/newest/{OWN} is not what export writes" in output
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("second: hook too", "second: hook three", "asks for the name 0101-second-hook-three"),
+        ("second: hook too", "second: hook three", "would be exported as 0101-second-hook-three"),
         ("second: hook too", "Second hook too", "the subject must read"),
-        ("second: hook too", f"second: {'x' * 65}", "has 73 characters, at most 72"),
         ("\n---\n", "\nPart: gpu\n---\n", "says Part: gpu"),
-        ("@@ -1,2 +1,2 @@", "@@ -1,2 +1,3 @@", "is no patch: corrupt patch"),
+        ("@@ -1,2 +1,2 @@", "@@ -1,2 +1,3 @@", "has not as many lines as it says"),
         ("b/trainer/second.py", "b/trainer/extra/hook.py", "is an overlay file"),
     ],
 )
@@ -138,19 +137,19 @@ def test_patch_that_export_cannot_have_written(
 ) -> None:
     upstream = load_lock(two_series.root)[-1]
     patch = two_series.patch_folder("newest") / OWN
-    check_form(upstream, patch)
+    check_form(upstream)
     text = patch.read_text()
     assert old in text
     patch.write_text(text.replace(old, new))
     with pytest.raises(PatchError, match=re.escape(message)):
-        check_form(upstream, patch)
+        check_form(upstream)
 
 
 def test_number_of_an_own_patch(two_series: Project, newest: Path) -> None:
     folder = two_series.patch_folder("newest")
     (folder / OWN).rename(folder / OWN.replace("0101", "0002"))
     (folder / "series").write_text(f"../trainer/series\n{OWN.replace('0101', '0002')}\n")
-    assert "its number in the series is 0101" in two_series.fails("apply", "--check")
+    assert "would be exported as 0101-" in two_series.fails("apply", "--check")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +330,7 @@ def main_branch() -> Upstream:
 @pytest.mark.thorough
 @pytest.mark.requires("megatron-main")
 def test_series_applies_and_survives_the_round_trip() -> None:
-    result = run_script("apply", "--check", "--only", "megatron-main", timeout=LIMIT_S)
+    result = run_script("apply", "--check", "--only", "megatron-main")
     assert result.status == 0, result.output
     assert "patches apply exactly and export unchanged" in result.output
 
@@ -340,12 +339,12 @@ def test_series_applies_and_survives_the_round_trip() -> None:
 def checkout(main_branch: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout as users have it, patched, with what a CPU needs."""
     folder = tmp_path_factory.mktemp("checkout") / "Megatron-LM"
-    lock.unpack(main_branch, folder)
+    unpack(main_branch, folder)
     before = contents(folder)
     target = ["apply", "--target", str(folder)]
     # There and back, and there again.
     for options in (["--cpu"], ["--reverse"], ["--cpu"]):
-        result = run_script(*target, *options, timeout=LIMIT_S)
+        result = run_script(*target, *options)
         assert result.status == 0, result.output
         assert "warning" not in result.output
         if options == ["--reverse"]:

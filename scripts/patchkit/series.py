@@ -1,0 +1,259 @@
+"""Patch series of Megatron and BytePS, and their use on a checkout that a user has.
+
+It needs neither git nor packages: a checkout may be an unpacked archive, or an installed package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+JUNK = (
+    "__pycache__", "*.pyc", "*.pyo", "*.so", "*.o", "*.egg-info", "*.swp", "*~", ".DS_Store",
+    ".pytest_cache", ".ruff_cache", ".mypy_cache", ".git", ".cache",
+)  # fmt: skip
+"""Files that editors, interpreters and tools leave in an overlay folder."""
+RECORD = ".megatron-byteps"
+"""Folder in a user's checkout: what was done, and the originals of the patched files."""
+SHOWN = 12
+"""Failures or files that a message lists; the others are counted."""
+
+
+class PatchError(Exception):
+    """A fault that the user can repair; printed without a traceback."""
+
+
+def say(message: str) -> None:
+    print(message, flush=True)
+
+
+def warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def listed(items: list[str], separator: str = ", ") -> str:
+    rest = [f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    return separator.join(items[:SHOWN] + rest)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_of(path: Path) -> str | None:
+    return sha256_file(path) if path.is_file() and not path.is_symlink() else None
+
+
+# ---- what a tree is made from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upstream:
+    """One entry of upstream.lock, which says what each field is; every path is absolute."""
+
+    root: Path
+    name: str
+    version: str
+    tree: Path
+    overlay: Path
+    patches: Path
+    sha256: str = ""
+    commit: str = ""
+    repository: str = ""
+    variable: str = ""
+    tried: tuple[str, ...] = ()
+    version_file: str = ""
+    parts: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def pin(self) -> str:
+        """The hash that names upstream's content."""
+        return self.sha256 or self.commit
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.version}"
+
+    def shown(self, path: Path) -> str:
+        """`path` as a user knows it: relative to the project where it lies inside."""
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+
+    def overlay_files(self) -> dict[str, Path]:
+        """The overlay's files by their path in the tree, sorted; junk left out."""
+        found: dict[str, Path] = {}
+        for folder, subfolders, names in os.walk(self.overlay):
+            subfolders[:] = [name for name in subfolders if not is_junk(name)]
+            for path in (Path(folder, name) for name in names if not is_junk(name)):
+                if path.is_symlink() or not path.is_file():
+                    raise PatchError(f"{self.shown(path)}: an overlay holds plain files only")
+                found[path.relative_to(self.overlay).as_posix()] = path
+        return dict(sorted(found.items()))
+
+    def fingerprint(self) -> str:
+        """A hash of everything the tree is made from; equal ones give equal trees."""
+        digest = hashlib.sha256(f"1\0{self.name}\0{self.version}\0{self.pin}".encode())
+        for relative, path in self.overlay_files().items():
+            digest.update(
+                f"\0o\0{relative}\0{os.access(path, os.X_OK)}\0{sha256_file(path)}".encode()
+            )
+        for path in read_series(self).patches:
+            digest.update(f"\0p\0{path.name}\0{sha256_file(path)}".encode())
+        return digest.hexdigest()
+
+
+def is_junk(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in JUNK)
+
+
+def load_lock(root: Path) -> list[Upstream]:
+    """Reads `root`/upstream.lock; PatchError when it is missing or malformed."""
+    path = root / "upstream.lock"
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))["upstream"]
+        for entry in entries:
+            entry |= {name: root / entry[name] for name in ("tree", "overlay", "patches")}
+            needed = ("repository", "variable", "commit") if "commit" in entry else ("sha256",)
+            pin = [entry[name] for name in needed][-1]
+            digits = 40 if "commit" in entry else 64
+            if not re.fullmatch(rf"[0-9a-f]{{{digits}}}", pin):
+                raise PatchError(
+                    f"{path}: {needed[-1]} of {entry['name']} is not {digits} hexadecimal digits"
+                )
+        return [Upstream(root=root, **entry) for entry in entries]
+    except KeyError as error:
+        raise PatchError(f"{path}: an entry lacks {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise PatchError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Patches that a folder's file `series` names."""
+
+    include: str = ""
+    """The first line, where it refers to another folder's series."""
+    shared: list[Path] = field(default_factory=list)
+    """The patches of that series. They come first."""
+    own: list[Path] = field(default_factory=list)
+    instead: dict[str, Path] = field(default_factory=dict)
+    """Patches of this folder that take the place of a shared one, by the name of both."""
+
+    @property
+    def patches(self) -> list[Path]:
+        return [self.instead.get(path.name, path) for path in self.shared] + self.own
+
+    def text(self, names: list[str]) -> bytes:
+        """The file `series`, where `names` come after the shared patches."""
+        return "".join(f"{line}\n" for line in [self.include, *names] if line).encode()
+
+    def hash_of_shared(self) -> str:
+        content = b"".join(path.read_bytes() for path in self.shared)
+        return hashlib.sha256(content).hexdigest() if self.shared else ""
+
+
+def read_series(upstream: Upstream, folder: Path | None = None) -> Series:
+    """Reads a series; PatchError unless series and folder name the same files."""
+    folder = folder or upstream.patches
+    series = folder / "series"
+    present = {path.name for path in folder.glob("*.patch")}
+    names = series.read_text(encoding="utf-8").split() if series.is_file() else []
+    include, shared = "", []
+    if names and names[0].endswith("/series"):
+        include = names.pop(0)
+        if not (folder / include).is_file():
+            raise PatchError(f"{upstream.shown(series)} refers to {include}, which is not there")
+        other = Path(os.path.normpath(folder / include)).parent
+        shared = read_series(upstream, other).patches
+    instead = {path.name: folder / path.name for path in shared if path.name in present}
+    for name in names:
+        if name not in present:
+            raise PatchError(f"{upstream.shown(series)} names {name}, which is not in the folder")
+        if names.count(name) > 1 or name in instead:
+            raise PatchError(f"{upstream.shown(series)} names {name} twice")
+    if extra := sorted(present - {*names, *instead}):
+        stray = upstream.shown(folder / extra[0])
+        raise PatchError(f"{stray} is not named in {upstream.shown(series)}")
+    own = [folder / name for name in names]
+    return Series(include=include, shared=shared, own=own, instead=instead)
+
+
+# ---- patches, read and applied without git
+
+
+_FILE = re.compile(rb"diff --git a/.* b/(.*)\n")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hunk:
+    """One hunk of a file; lines have their ends."""
+
+    line: int
+    """First line in the file that the patch was made for, from 1."""
+    before: list[bytes]
+    after: list[bytes]
+
+    def places(self, lines: list[bytes]) -> list[int]:
+        """The lines of a file, from 1, at which it has what this hunk expects, word for word."""
+        size = len(self.before)
+        firsts = range(len(lines) - size + 1)
+        places = [first + 1 for first in firsts if lines[first : first + size] == self.before]
+        return [self.line] if self.line in places else places
+
+
+def lines_of(content: bytes) -> list[bytes]:
+    return re.findall(rb"[^\n]*\n|[^\n]+", content)
+
+
+def read_patch(patch: Path) -> dict[str, list[Hunk]]:
+    """The hunks of each file of a patch in git's format; PatchError where one is malformed."""
+    files: dict[str, list[Hunk]] = {}
+    path, lines = "", lines_of(patch.read_bytes())
+    while lines:
+        line = lines.pop(0)
+        if match := _FILE.fullmatch(line):
+            path = match[1].decode(errors="replace")
+            files[path] = []
+        elif path and (match := _HUNK.match(line)):
+            before: list[bytes] = []
+            after: list[bytes] = []
+            sides = {b" ": [before, after], b"-": [before], b"+": [after]}
+            wanted = [int(match[2] or 1), int(match[3] or 1)]
+            last: list[list[bytes]] = []
+            while lines:
+                mark = lines[0][:1]
+                if mark == b"\\":  # the line before has no end
+                    for side in last:
+                        side[-1] = side[-1].removesuffix(b"\n")
+                elif mark in sides and [len(before), len(after)] != wanted:
+                    last = sides[mark]
+                    for side in last:
+                        side.append(lines[0][1:])
+                else:
+                    break
+                lines.pop(0)
+            files[path].append(Hunk(line=int(match[1]), before=before, after=after))
+            if [len(before), len(after)] != wanted:
+                raise PatchError(
+                    f"{patch}: hunk {len(files[path])} of {path} has not as many lines as it says"
+                )
+    return files
+
+
+def part_of(upstream: Upstream, patch: Path) -> str | None:
+    """The part that a patch's message names, which upstream.lock must know; None: no part."""
+    message = patch.read_text(encoding="utf-8", errors="replace").split("\n---\n", 1)[0]
+    named = re.findall(r"^Part: (.*)$", message, re.M)
+    if len(named) > 1 or not set(named) <= set(upstream.parts):
+        raise PatchError(
+            f"{upstream.shown(patch)} says Part: {', '.join(named)}; upstream.lock has "
+            f"{', '.join(upstream.parts) or 'none'}"
+        )
+    return named[0] if named else None
