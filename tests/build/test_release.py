@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from scripts.children import captured
-from scripts.patchkit.lock import load_lock
+from scripts.patchkit.series import load_lock
 from scripts.releasekit.contents import INTEGRATIONS, ROOT, SUMS, Release, pins, ship_tools
 from tests.images.containers import CACHE
 
