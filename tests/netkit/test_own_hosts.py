@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.kit.emulation import Emulation
 from bench.kit.plan import Topology
-from tests.multiproc.cluster import HERE, RUN_S, Spawned, clean_environment, processes_with
+from tests.multiproc.cluster import (
+    HERE,
+    RUN_S,
+    Nursery,
+    Spawned,
+    clean_environment,
+    processes_with,
+    wait_all,
+)
+from tests.multiproc.conftest import nursery  # noqa: F401 (a fixture)
 from tests.netkit.test_names import remove_ipv4
 
 pytestmark = pytest.mark.requires("root")
@@ -78,3 +90,128 @@ def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
     for rails in sent:
         assert min(rails) > 0.1 * max(rails), f"a NIC carried nothing: {sent}"
     assert not processes_with(MARK, str(run_dir))
+
+
+MASTER = "host-0"
+"""Name of the first host, which its own hosts file maps to 127.0.1.1, as Debian's does."""
+AT_MASTER = {"MASTER_ADDR": MASTER, "MASTER_PORT": "29500"}
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """How the ranks of two hosts are started, and find each other."""
+
+    name: str
+    torchrun: tuple[str, ...] = ()
+    """Its arguments; none: ranks are started one by one."""
+    init_method: str = ""
+    """What `init_process_group` is given; empty: nothing."""
+    told: tuple[str, ...] = ()
+    """Variables that are set for each rank."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    master_env: Mapping[str, str] = field(default_factory=dict)
+    """Variables on the first host alone."""
+    own_name: str = "127.0.1.1"
+    """Address that a host's name has on that host; empty: that which it has for others."""
+    victim: int | None = None
+    """Rank that is killed once, and started again with all others."""
+    quick: bool = False
+
+
+C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{MASTER}:29400", "--rdzv-id", "1",
+        "--nnodes", "2", "--max-restarts", "2")  # fmt: skip
+FRESH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+LAUNCHERS = (
+    Launcher(name="c10d", torchrun=C10D, env=FRESH, victim=0, quick=True),
+    Launcher(name="c10d-other-host", torchrun=C10D, env=FRESH, victim=2),
+    Launcher(
+        name="master-addr",
+        torchrun=("--nnodes", "2", "--master-addr", MASTER, "--master-port", "29500"),
+    ),
+    # A PyTorchJob's pods: the master knows itself as localhost.
+    Launcher(
+        name="kubernetes",
+        told=PLACES[:2],
+        env=AT_MASTER,
+        master_env={"MASTER_ADDR": "localhost"},
+        quick=True,
+    ),
+    # srun: the script takes its places from SLURM_PROCID and SLURM_LOCALID.
+    Launcher(name="slurm", init_method="env://", told=PLACES[:3], env=AT_MASTER),
+    # Each rank believes that it is alone on its host.
+    Launcher(
+        name="ray",
+        init_method="env://",
+        told=PLACES[:2],
+        env={**AT_MASTER, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    ),
+    Launcher(name="spawn-tcp", init_method=f"tcp://{MASTER}:29500"),
+    Launcher(name="spawn-file", init_method="file://{folder}/store", own_name="", quick=True),
+)
+
+
+def host_words(launcher: Launcher, index: int, address: str) -> list[str]:
+    """torchrun's arguments on this host."""
+    words = [*launcher.torchrun, "--nproc-per-node", str(RANKS[index])]
+    if launcher.name == "master-addr":
+        return [*words, "--node-rank", str(index)]
+    return [*words, "--local-addr", address, "--rdzv-conf", f"is_host={int(index == 0)}"]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(row, id=row.name, marks=() if row.quick else pytest.mark.thorough)
+        for row in LAUNCHERS
+    ],
+)
+def test_every_launcher(run_dir: Path, nursery: Nursery, launcher: Launcher) -> None:  # noqa: F811
+    """Two hosts without a default route; a restart begins with servers of its own."""
+    lives = 1 if launcher.victim is None else 2
+    topology = Topology(workers=1, servers=1, emulated_hosts=2, link_bits=400_000_000)
+    ranks = []
+    with Emulation(topology) as emulation:
+        addresses = [host.address for host in emulation.hosts]
+        for index, host in enumerate(emulation.hosts):
+            own = {index: launcher.own_name} if launcher.own_name else {}
+            known = {**dict(enumerate(addresses)), **own}
+            names = run_dir / f"hosts.{index}"
+            lines = ["127.0.0.1 localhost", *(f"{known[i]} host-{i}" for i in known)]
+            names.write_text("\n".join(lines) + "\n")
+            env = {
+                **clean_environment(run_dir),
+                "JOB_FOLDER": str(run_dir),
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "LIVES": str(lives),
+                "VICTIM": str(launcher.victim),
+                **launcher.env,
+                **(launcher.master_env if index == 0 else {}),
+            }
+            del env["BYTEPS_SECRET"]
+            args: dict[str, Any] = {
+                "namespace": host.namespace,
+                "name": f"host-{index}",
+                "names": str(names),
+            }
+            if launcher.torchrun:
+                args["torchrun"] = host_words(launcher, index, host.address)
+            else:
+                method = launcher.init_method.format(folder=run_dir)
+                args |= {"ranks": RANKS[index], "first": sum(RANKS[:index]), "size": sum(RANKS)}
+                args |= {"told": launcher.told, "init_method": method}
+            ranks.append(nursery.start(f"host {index}", "own_hosts:host", env, run_dir, args))
+        try:
+            wait_all(ranks, RUN_S)
+        finally:
+            for started in ranks:
+                started.kill()
+    text = "".join(started.text for started in ranks)
+    assert [started.status for started in ranks] == [0, 0], text[-5000:]
+    for life in range(lives):
+        for rank in range(3):
+            assert f"life {life}: rank {rank} of 3, 2 servers" in text
+    at = rf"started the scheduler at {re.escape(addresses[0])}:\d+.* 2 in all on 2 host\(s\)"
+    assert len(re.findall(at, text)) == lives, text
+    assert "same store" not in text, "a warning of what would fail"
+    assert not processes_with("JOB_FOLDER", str(run_dir))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -73,14 +75,39 @@ def test_no_cluster_was_meant(env: dict[str, str]) -> None:
     embedded.demand_no_cluster(env)
 
 
+def test_restarts_with_the_store_of_ended_ranks_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """torch's own groups fail there, before an error of ours could say why."""
+    env = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in (
+        ("TORCHELASTIC_MAX_RESTARTS", "0"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+    ):
+        embedded._warn_of_restarts({**env, name: value})
+    assert not caplog.messages
+    embedded._warn_of_restarts(env)
+    assert re.search(
+        "--max-restarts 3 .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.*--rdzv-backend c10d",
+        caplog.messages[0],
+    )
+
+
 # The servers of a host.
 
 
-def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: float | None) -> HostServers:
-    """Resources of a host whose ranks may use these cores."""
-    means = {"quota": None, "gbps": 25.0, "nodes": 1, **change}
-    masks = [f"{sum(1 << core for core in some):x}" for some in cores]
-    return HostServers.fit([{**means, "cores": mask} for mask in masks], count)
+def mask(cores: Sequence[int]) -> str:
+    return f"{sum(1 << core for core in cores):x}"
+
+
+def means(cores: Sequence[Sequence[int]], **change: object) -> list[dict[str, object]]:
+    """What the ranks of a host tell that may use these cores."""
+    told = {"servers": 0, "near": "0", "quota": None, "gbps": 25.0, "nodes": 1, **change}
+    return [{**told, "cores": mask(some)} for some in cores]
+
+
+def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: object) -> HostServers:
+    return HostServers.fit(means(cores, **change), count)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +145,52 @@ def test_threads_that_are_named_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.busy_cores == 2
 
 
+@pytest.mark.parametrize(
+    ("near", "cores"),
+    [
+        # The second of two NUMA nodes, where the NIC is; then one whose cores are too few.
+        (range(16, 32), range(16, 32)),
+        (range(30, 34), range(32)),
+        ((), range(32)),
+    ],
+)
+def test_servers_run_near_the_nics(near: Sequence[int], cores: Sequence[int]) -> None:
+    assert servers([range(16), range(16, 32)], near=mask(near)).cores == list(cores)
+
+
+@pytest.mark.parametrize(
+    ("gbps", "counts"),
+    [
+        ((25.0, 25.0, 25.0), [1, 1, 1]),
+        ((25.0, 100.0, 100.0), [1, 4, 4]),
+        ((40.0, 25.0), [3, 2]),
+        ((100.0, 10.0), [8, 1]),
+        # Nobody knows how much slower the last one is.
+        ((100.0, 25.0, 0.0), [1, 1, 1]),
+    ],
+)
+def test_bytes_follow_the_rates_of_nics(gbps: Sequence[float], counts: list[int]) -> None:
+    hosts = [means([range(64)], gbps=rate) for rate in gbps]
+    fitted = host_servers.fit_hosts(hosts)
+    assert [one.count for one in fitted] == counts
+    assert all(one.io_threads * one.count <= 16 for one in fitted), "threads are divided, not added"
+    for host in hosts[0]:
+        host["servers"] = 2
+    assert [one.count for one in host_servers.fit_hosts(hosts)] == [2, *counts[1:]]
+
+
+def test_the_tightest_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A job of Slurm's or systemd's has its limit above the process's own group."""
+    monkeypatch.setattr(host_servers, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_servers, "_OWN_CGROUP", tmp_path / "own")
+    assert host_servers._quota() is None
+    (tmp_path / "own").write_text("0::/job/step\n")
+    for folder, limit in ((".", "900000"), ("job", "250000"), ("job/step", "max")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "cpu.max").write_text(f"{limit} 100000\n")
+    assert host_servers._quota() == 2.5
+
+
 def test_several_hosts_have_servers_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,12 +205,12 @@ def test_several_hosts_have_servers_of_their_own(
     nodes = EmbeddedNodes(0)
     start = Start(0, 3, None, nodes)
     told = [
-        {"starts": True, "problem": "", "servers": 1, "address": ""}
+        {"starts": True, "problem": "", "address": ""}
         | {"place": {"host": host, "local": None, "is_named": False}}
-        | {"means": {"cores": cores, "quota": None, "gbps": 10.0, "nodes": 1}}
-        for host, cores in (("a", "ffff"), ("b", "f"), ("a", "ffff"))
+        | {"means": means([range(cores)], gbps=10.0)[0]}
+        for host, cores in (("a", 16), ("b", 4), ("a", 16))
     ]
-    answers = start._answers(told)
+    answers = start.answers(told)
     assert [answer["local"] for answer in answers] == [(0, 2), (0, 1), (1, 2)]
     threads = [answer.get("servers", {}).get("adding_threads") for answer in answers]
     assert threads == [4, 1, None]
@@ -150,9 +223,9 @@ def test_several_hosts_have_servers_of_their_own(
     # Its key would travel unencrypted.
     monkeypatch.setenv("BYTEPS_TLS", "1")
     with pytest.raises(RuntimeError, match=r"BYTEPS_TLS=1 and no secret.*--new-secret"):
-        start._answers(told)
+        start.answers(told)
     monkeypatch.setenv("BYTEPS_SECRET_FILE", "job.secret")
-    assert "BYTEPS_SECRET" not in start._answers(told)[0]["address"]
+    assert "BYTEPS_SECRET" not in start.answers(told)[0]["address"]
     nodes.end(time.monotonic())
 
 
@@ -189,11 +262,14 @@ def test_several_hosts_without_a_master(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert addresses.own_address({}, dist.PrefixStore("default", store)) == "127.0.0.1"
     assert addresses.own_address({}, dist.FileStore(str(tmp_path / "store"), 1)) == "10.9.0.2"
     assert towards == ["127.0.0.1", "192.0.2.1"]
+    own["10.9.0.3"] = "10.9.0.4"
     for master in ("node-7", "localhost"):  # what they may mean to their own host alone
-        there = addresses.own_address({"MASTER_ADDR": master})
-        assert addresses.address_for(["", "10.9.0.3"], there) == "10.9.0.2"
-        assert addresses.address_for(["127.0.0.1"], there) == there, "hosts that are emulated"
-    assert addresses.address_for(["10.9.0.3"], "10.0.0.2") == "10.0.0.2"
+        env = {"MASTER_ADDR": master}
+        assert addresses.own_address(env, others=["", "10.9.0.3"]) == "10.9.0.4"
+        there = addresses.own_address(env, others=["127.0.0.1"])
+        assert there == own[master], "hosts that are emulated"
+    env = {"MASTER_ADDR": "10.0.0.1"}
+    assert addresses.own_address(env, others=["10.9.0.3"]) == "10.0.0.2"
 
 
 def test_several_hosts_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,21 +278,9 @@ def test_several_hosts_without_an_address(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError, match=r"no path to MASTER_ADDR='no-such-host\.invalid'"):
         addresses.own_address({"MASTER_ADDR": "no-such-host.invalid"})
     monkeypatch.setattr(addresses, "ELSEWHERE", ("no-such-host.invalid",))
+    monkeypatch.setattr(addresses.os, "uname", lambda: SimpleNamespace(nodename="no-such.invalid"))
     with pytest.raises(RuntimeError, match="set MASTER_ADDR, DMLC_NODE_HOST or DMLC_INTERFACE"):
         addresses.own_address({})
-
-
-def test_an_interface_without_ipv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its global address, whatever stands before it."""
-    rows = (
-        "fe800000000000000000000000000007 03 40 20 80     none0",
-        "20010db8000000000000000000000001 03 40 00 60     none0",  # still being looked for
-        "20010db8000000000000000000000002 04 40 00 80     other",
-        "20010db8000000000000000000000003 03 40 00 80     none0",
-    )
-    (tmp_path / "if_inet6").write_text("\n".join(rows) + "\n")
-    monkeypatch.setattr(addresses, "_ADDRESSES_6", tmp_path / "if_inet6")
-    assert addresses.own_address({"DMLC_INTERFACE": "none0"}) == "2001:db8::3"
 
 
 def test_executable_beside_python_comes_first(
@@ -239,7 +303,7 @@ def test_executable_beside_python_comes_first(
 
 def test_does_nothing_with_a_scheduler_or_without_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMLC_PS_ROOT_URI", "10.0.0.1")
-    assert embedded.start_if_needed(0, 2) is None
+    assert embedded.start_if_needed(0, 2) == {}
     assert not embedded.is_running()
     embedded.stop()
 
@@ -403,17 +467,6 @@ class TestEnd:
         embedded.end_left()
         assert (failed.status, hung.status) == (1, -signal.SIGTERM)
         assert nodes.folder.exists(), "the logs of a failure stay"
-
-    def test_puts_the_environment_back(
-        self, nodes: EmbeddedNodes, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("DMLC_NUM_SERVER", "2")
-        monkeypatch.delenv("DMLC_PS_ROOT_URI", raising=False)
-        nodes.set_address({"DMLC_NUM_SERVER": "9", "DMLC_PS_ROOT_URI": "10.0.0.9"})
-        assert os.environ["DMLC_NUM_SERVER"] == "9"
-        embedded.stop()
-        assert os.environ["DMLC_NUM_SERVER"] == "2"
-        assert "DMLC_PS_ROOT_URI" not in os.environ
 
     def test_a_forked_copy_owns_nothing(self, nodes: EmbeddedNodes, add: Add) -> None:
         helper = add("import time; time.sleep(600)")

@@ -68,7 +68,8 @@ std::vector<Variable> MakeTable() {
        "pushed, the others have so long.",
        kInternal},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
-       "Embedded mode: servers started on each host. One uses all NICs of its host."},
+       "Embedded mode: servers started on each host. One uses all NICs of its host. Unless it is "
+       "set, hosts whose NICs are faster than others' start more of them, in proportion."},
       {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",
        "Name of this host. Workers with the same name share a NIC and reach each other without it. "
        "Default: the host's name and the kernel's boot id."},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from byteps.launcher.meeting import Store
 from byteps.launcher.places import byteps_error
@@ -14,11 +14,6 @@ from byteps.launcher.places import byteps_error
 LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no host (RFC 5737, RFC 3849): the default route leads there."""
-_ADDRESSES_6 = Path("/proc/net/if_inet6")
-_LINK = 0x20
-"""Scope of IPv6 addresses that are of no use without an interface."""
-_UNUSABLE = 0x20 | 0x40 | 0x08
-"""Flags of IPv6 addresses: deprecated, tentative, a duplicate."""
 
 
 def loopback() -> str:
@@ -32,11 +27,19 @@ def loopback() -> str:
     return LOOPBACK_6
 
 
-def own_address(env: Mapping[str, str], store: Store | None = None) -> str:
+def own_address(
+    env: Mapping[str, str], store: Store | None = None, others: Iterable[str] = ()
+) -> str:
     """The address of this host on the network of the job.
 
     DMLC_NODE_HOST, the address of DMLC_INTERFACE, or that of the interface which leads to
-    MASTER_ADDR or, without one, to torch.distributed's store; where that is a file, to anywhere.
+    MASTER_ADDR or, without one, to torch.distributed's store. Where that is this host itself, which
+    may know its master by a loopback address alone (its hosts file maps its own name to 127.0.1.1,
+    or the launcher tells it "localhost"), that which leads to the other hosts; where the store is a
+    file, that of the default route, or of this host's name.
+
+    Args:
+        others: addresses of other hosts of the job, as far as these know them.
 
     Raises:
         BytePSError: there is none; the text says what to set.
@@ -44,27 +47,19 @@ def own_address(env: Mapping[str, str], store: Store | None = None) -> str:
     if env.get("DMLC_NODE_HOST"):
         return env["DMLC_NODE_HOST"]
     if env.get("DMLC_INTERFACE"):
-        return _interface_address(env["DMLC_INTERFACE"])
+        from byteps.torch import c_lib
+
+        return c_lib.interface_address(env["DMLC_INTERFACE"])
     master = env.get("MASTER_ADDR") or _host_of(store)
-    return _address_towards(master) if master else _default_address()
-
-
-def address_for(others: Iterable[str], own: str) -> str:
-    """The address of this host, `own` to itself, at which these other hosts reach it.
-
-    They are on a network, and it is their master, to which MASTER_ADDR may mean loopback: a hosts
-    file maps the host's own name to 127.0.1.1, or a launcher tells the master alone "localhost".
-    """
-    if _is_loopback(own) and any(other and not _is_loopback(other) for other in others):
-        return _default_address()
-    return own
-
-
-def _default_address() -> str:
-    """The address of the default route."""
-    for target in ELSEWHERE:
+    own = _address_towards(master) if master else ""
+    reachable = [other for other in others if other and not _is_loopback(other)]
+    if own and not (_is_loopback(own) and reachable):
+        return own
+    for target in (*reachable, *ELSEWHERE, os.uname().nodename):
         with contextlib.suppress(RuntimeError):
-            return _address_towards(target)
+            own = _address_towards(target)
+            if not _is_loopback(own):
+                return own
     raise byteps_error(
         "embedded mode on several hosts cannot tell at which address the others reach the "
         "scheduler: set MASTER_ADDR, DMLC_NODE_HOST or DMLC_INTERFACE"
@@ -83,41 +78,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _interface_address(name: str) -> str:
-    """An address of an interface that others can reach: IPv4 where it has one."""
-    import fcntl
-    import struct
-
-    get_interface_address = 0x8915  # SIOCGIFADDR
-    request = struct.pack("256s", name.encode()[:15])
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-    ):
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), get_interface_address, request)[20:24])
-    found = _addresses_6(name)
-    if not found:
-        raise byteps_error(
-            f"DMLC_INTERFACE={name!r} has no address that other hosts can reach: the host has no "
-            "such interface, or it has neither an IPv4 nor a global IPv6 address"
-        )
-    return found[0]
-
-
-def _addresses_6(interface: str) -> list[str]:
-    try:
-        lines = _ADDRESSES_6.read_text(encoding="ascii").splitlines()
-    except OSError:  # a kernel without IPv6
-        return []
-    found = []
-    for line in lines:
-        digits, _, _, scope, flags, name = line.split()
-        usable = int(scope, 16) != _LINK and not int(flags, 16) & _UNUSABLE
-        if name == interface and usable:
-            found.append(str(ipaddress.ip_address(bytes.fromhex(digits))))
-    return found
 
 
 def _address_towards(host: str) -> str:

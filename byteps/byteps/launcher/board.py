@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from byteps.launcher.meeting import AbsentError, Store, meet, wait_for
+from byteps.launcher.meeting import AbsentError, Store, gather, tell, wait_for
 from byteps.launcher.places import byteps_error
 
 GRACE_S = 2.0
@@ -54,56 +54,43 @@ class Board:
     def _answer_all(self, mine: Message, answer: Answer) -> Message:
         prefix = ""
         try:
-            prefix = meet(self.store, "start", 0, self.size, self.deadline)
-            answers = answer([mine, *self._told(prefix)])
+            prefix, told = gather(self.store, "start", self.size, self.deadline)
+            answers = answer([mine, *map(json.loads, told)])
         except Exception as error:
             found = error
             if isinstance(error, AbsentError):
                 prefix = error.prefix
-                found = self._absent(
-                    error.members,
-                    "did not call bps.init()",
-                    ", or did not look for the others: set DMLC_PS_ROOT_URI on all ranks or on "
-                    "none",
+                found = byteps_error(
+                    f"BytePS: ranks {error.members} of {self.size} did not call bps.init() within "
+                    f"{self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S), or did not look for the "
+                    "others: set DMLC_PS_ROOT_URI on all ranks or on none"
                 )
-            for rank in range(1, self.size if prefix else 1):
-                self.store.set(f"{prefix}/answer/{rank}", json.dumps({"error": str(found)}))
+            if prefix:
+                self._write(prefix, [{"error": str(found)}] * self.size)
             raise found from None
-        for rank in range(1, self.size):
-            self.store.set(f"{prefix}/answer/{rank}", json.dumps(answers[rank]))
+        self._write(prefix, answers)
         return answers[0]
 
-    def _told(self, prefix: str) -> list[Message]:
-        keys = [f"{prefix}/told/{rank}" for rank in range(1, self.size)]
-        if not wait_for(self.store, keys, self.deadline):
-            absent = [rank for rank, key in enumerate(keys, 1) if not self.store.check([key])]
-            raise self._absent(absent, "ended, or said nothing more,")
-        return [json.loads(text) for text in self.store.multi_get(keys)] if keys else []
-
-    def _absent(self, ranks: list[int], what: str, more: str = "") -> RuntimeError:
-        return byteps_error(
-            f"BytePS: ranks {ranks} of {self.size} {what} within {self.timeout_s:g} s "
-            f"(BYTEPS_START_TIMEOUT_S){more}"
-        )
+    def _write(self, prefix: str, answers: list[Message]) -> None:
+        for rank in range(1, self.size):
+            self.store.set(f"{prefix}/answer/{rank}", json.dumps(answers[rank]))
 
     def _read(self, mine: Message) -> Message:
         until = self.deadline + GRACE_S
-        text = None
+        answer: Message | None = None
         try:
-            prefix = meet(self.store, "start", self.rank, self.size, until)
-            self.store.set(f"{prefix}/told/{self.rank}", json.dumps(mine))
+            prefix = tell(self.store, "start", self.rank, json.dumps(mine), until)
             key = f"{prefix}/answer/{self.rank}"
             if wait_for(self.store, [key], until):
-                text = self.store.get(key)
+                answer = json.loads(self.store.get(key))
         except AbsentError:
             pass
-        if text is None:
+        if answer is None:
             raise byteps_error(
                 f"BytePS: rank 0 did not answer within {self.timeout_s:g} s "
                 "(BYTEPS_START_TIMEOUT_S): did it call bps.init(), and is DMLC_PS_ROOT_URI set on "
                 "all ranks or on none?"
             )
-        answer: Message = json.loads(text)
         if "error" in answer:
             raise byteps_error(f"BytePS, rank 0: {answer['error']}")
         return answer

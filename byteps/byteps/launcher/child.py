@@ -63,18 +63,15 @@ class Child:
             cores: where it may run; empty: where this process may.
             on_end: called in the thread, once the process has ended.
         """
+        self.title, self.log = title, log
+        self.ended_at = 0.0  # of time.monotonic()
+        self._command, self._env = list(command), dict(env)
         self._cores, self._on_end = cores, on_end
-        self.title = title
-        self.log = log
-        self._command = list(command)
-        self._env = dict(env)
         self._lock = threading.Lock()  # between reaping the process and signalling it
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: OSError | None = None
         self._expected = False
-        self.ended_at = 0.0  # of time.monotonic()
-        self._started = threading.Event()
-        self._ended = threading.Event()
+        self._started, self._ended = threading.Event(), threading.Event()
         threading.Thread(target=self._keep, name=f"byteps-{title}", daemon=True).start()
         # Ended by the thread, once it has tried to start; deadline: none.
         self._started.wait()

@@ -2,12 +2,11 @@
 
 ``bps.init()`` calls :func:`start_if_needed` first. With ``DMLC_PS_ROOT_URI`` set the job joins
 that cluster and nothing happens here. Without it, global rank 0 starts the scheduler on a port
-that the kernel chooses, the first rank of every host starts a server there
-(``BYTEPS_EMBEDDED_SERVERS``: several), and the address travels to every rank through
-torch.distributed's default store, with a secret that rank 0 makes unless BYTEPS_SECRET or
-BYTEPS_SECRET_FILE is set. Rank 0 says so in one line, with what that costs. Where other settings
-show that a cluster was meant, nothing is started. ``bps.shutdown()`` calls :func:`leave` last, or
-:func:`stop` after a failure.
+that the kernel chooses, the first rank of every host starts servers there, and the address travels
+to every rank through torch.distributed's default store, with a secret that rank 0 makes unless
+BYTEPS_SECRET or BYTEPS_SECRET_FILE is set. Rank 0 says so in one line, with what that costs. Where
+other settings show that a cluster was meant, nothing is started. ``bps.shutdown()`` calls
+:func:`leave` last, or :func:`stop` after a failure.
 
 Children serve the other ranks until these have left, and no child outlives its rank: that waits for
 them when its process ends. ``--die-with-parent`` makes the kernel end it, also when the rank is
@@ -19,17 +18,19 @@ nobody is left to remove them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 
 from byteps.launcher.embedded_nodes import REST_S, EmbeddedNodes
 from byteps.launcher.meeting import Store
-from byteps.launcher.places import LocalPlace, Ranks, byteps_error, host_name, setting
+from byteps.launcher.places import LocalPlace, byteps_error, host_name, setting
 from byteps.launcher.start import Start
 
 USUAL_LEAVE_TIMEOUT_S = 600.0
 
+logger = logging.getLogger(__name__)
 _current: EmbeddedNodes | None = None
 _left: list[EmbeddedNodes] = []
 """Starts whose jobs this rank has left, and other ranks may not have."""
@@ -51,12 +52,11 @@ def start_if_needed(
     *,
     of_torch: bool = False,
     settings: Mapping[str, str] | None = None,
-) -> Ranks | None:
+) -> dict[str, str]:
     """Start this job's scheduler and servers, unless the environment names a scheduler.
 
-    Blocks until the address is known; collective over all ranks. Afterwards DMLC_PS_ROOT_URI,
-    DMLC_PS_ROOT_PORT, DMLC_NUM_SERVER and DMLC_NUM_WORKER are set in os.environ. Raises BytePSError
-    within BYTEPS_START_TIMEOUT_S with the reason, on every rank that takes part; what this rank had
+    Blocks until the address is known; collective over all ranks. Raises BytePSError within
+    BYTEPS_START_TIMEOUT_S with the reason, on every rank that takes part; what this rank had
     started is ended then.
 
     Args:
@@ -67,12 +67,15 @@ def start_if_needed(
         settings: of what is started; they go before the environment's.
 
     Returns:
-        Where this process stands, if the ranks had to find out; None: the environment says it.
+        What this process has found out, as settings that go before its environment's: its place,
+        and the address and the secret of what was started.
     """
     global _current
+    if _current is not None:
+        return _current.address
     joins = bool(os.environ.get("DMLC_PS_ROOT_URI"))
-    if _current is not None or (joins and not of_torch):
-        return None
+    if joins and not of_torch:
+        return {}
     place = LocalPlace.own(os.environ, host_name(setting("BYTEPS_HOST_ID", str)))
     if not joins:
         demand_no_cluster(os.environ)
@@ -88,6 +91,8 @@ def start_if_needed(
             "torch.distributed.init_process_group() before bps.init(), or set DMLC_PS_ROOT_URI and "
             "DMLC_PS_ROOT_PORT to join a cluster that runs already"
         )
+    if rank == 0:
+        _warn_of_restarts(os.environ)
     if joins:
         return Start(rank, size, store).find(place)
     _current = EmbeddedNodes(rank, settings)
@@ -116,8 +121,22 @@ def demand_no_cluster(env: Mapping[str, str]) -> None:
         )
 
 
+def _warn_of_restarts(env: Mapping[str, str]) -> None:
+    """Warn of a launcher that starts ranks again with a store that has the ended ones' addresses:
+    these ranks would fail in torch.distributed, before anything of ours can say why."""
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        logger.warning(
+            "torchrun --max-restarts %s starts ranks again with the same store, in which torch's "
+            "process groups (gloo's at least) find the addresses of ended ranks and fail: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and give it --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT instead of --master-addr (scripts/worker.sh does both)",
+            restarts,
+        )
+
+
 def stop() -> None:
-    """End at once what start_if_needed() started here, and put the environment back."""
+    """End at once what start_if_needed() started here."""
     global _current
     nodes, _current = _current, None
     if nodes is not None and nodes.is_own:

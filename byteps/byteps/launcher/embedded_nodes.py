@@ -7,10 +7,12 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from byteps.launcher.child import Child, find_executable, wait_all
+from byteps.launcher.host_servers import HostServers
+from byteps.launcher.places import byteps_error
 
 REST_S = 5.0
 """Seconds in which the rest of a job that failed may end by itself."""
@@ -19,7 +21,7 @@ GRACE_S = 5.0
 
 
 class EmbeddedNodes:
-    """Processes and variables of one start, to be undone.
+    """Processes of one start.
 
     Their logs are in a folder that goes with the last of them, unless one has failed: then they say
     why.
@@ -31,6 +33,8 @@ class EmbeddedNodes:
             settings: of this job, which go before the environment's.
         """
         self.settings = dict(settings or {})
+        self.address: dict[str, str] = {}
+        """Settings that name the cluster: its scheduler, its numbers of nodes, its secret."""
         self.children: list[Child] = []
         self.is_left = False
         """This rank has left the job in order; other ranks may not have."""
@@ -38,7 +42,6 @@ class EmbeddedNodes:
         """The C library ends them with this process."""
         self._rank, self._pid = rank, os.getpid()
         self._folder: Path | None = None
-        self._environment_before: dict[str, str | None] = {}
 
     @property
     def folder(self) -> Path:
@@ -87,40 +90,54 @@ class EmbeddedNodes:
         self.children.append(child)
         return child
 
-    def set_address(self, environment: Mapping[str, str]) -> None:
-        """Have this process's variables name the cluster."""
-        self._environment_before = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)
+    def start_scheduler(self, environment: Mapping[str, str], deadline: float) -> str:
+        """Start the scheduler, wait until it listens, and return its port.
 
-    def forget_address(self) -> None:
-        """Put the variables back."""
-        for name, value in self._environment_before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        self._environment_before = {}
+        Raises:
+            BytePSError: it does not by `deadline`, of time.monotonic().
+        """
+        file = self.folder / "scheduler.port"
+        environment = {**environment, "DMLC_PS_ROOT_PORT": "0"}
+        scheduler = self.start("scheduler", "scheduler", environment, "--port-file", str(file))
+        while not file.exists():
+            # Ended by the end of the child; deadline: 10 ms, then the file is looked for.
+            ended = scheduler.wait(min(deadline, time.monotonic() + 0.01))
+            if ended or time.monotonic() >= deadline:
+                what = f"ended with status {scheduler.status} before it listened"
+                late = "did not listen in time (BYTEPS_START_TIMEOUT_S)"
+                raise byteps_error(
+                    f"the embedded scheduler {what if ended else late}: "
+                    + " / ".join(scheduler.last_lines())
+                )
+        port = file.read_text().split()[1]
+        file.unlink()
+        return port
+
+    def start_servers(self, servers: HostServers, ranks: int) -> None:
+        """Start this host's servers, next to so many ranks."""
+        for number in range(servers.count):
+            # After the workers of this host, so that all have metrics at ports of their own.
+            local = {"BYTEPS_LOCAL_RANK": str(ranks + number), "BYTEPS_LOCAL_SIZE": str(ranks)}
+            environment = {**self.address, **servers.environment, **local}
+            self.start(f"server {number}", "server", environment, cores=servers.cores)
 
     def leave(self) -> None:
         """This rank has left: they serve the others, and end by themselves once all have."""
-        self.forget_address()
         self.is_left = True
         self._clean_up()
 
     def end(self, deadline: float) -> None:
         """Wait for their end until `deadline`, of time.monotonic(), or a moment after one has
         failed; end those that are left."""
-        self.forget_address()
         try:
             wait_all(self.running, deadline, REST_S)
         finally:  # an interrupt ends the waiting, not the ending
             for number in (signal.SIGTERM, signal.SIGKILL):
-                left: Sequence[Child] = self.running
+                left = self.running
                 for child in left:
                     child.signal(number)
                 wait_all(left, time.monotonic() + GRACE_S, GRACE_S)
-            self.is_left = True
-            self._clean_up()
+            self.leave()
 
     def _clean_up(self) -> None:
         if self.is_left and self.is_own and not self.running and not self.any_failed:

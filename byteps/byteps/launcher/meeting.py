@@ -8,7 +8,7 @@ seen:
 1. Each member writes a random number, its nonce, at a place that all lives share.
 2. The first member answers every nonce that it finds, at a place named by the nonce, with the key.
    It does so again where a nonce changes: the one it had answered was of an earlier life.
-3. Each member says that it has the key, at a place named by the key.
+3. Each member writes what it has to say at a place named by the key.
 
 Processes of one life may meet under one name as often as they like.
 """
@@ -59,27 +59,33 @@ def meet(store: Store, name: str, member: int, size: int, deadline: float) -> st
         AbsentError: the first member names the others that did not come; others that one.
         RuntimeError: the store failed, which is a DistStoreError.
     """
-    place = f"byteps/{name}"
     if member == 0:
-        return _lead(store, place, size, deadline)
-    nonce = secrets.token_hex(8)
+        return gather(store, name, size, deadline)[0]
+    return tell(store, name, member, "", deadline)
+
+
+def tell(store: Store, name: str, member: int, text: str, deadline: float) -> str:
+    """Meet as another member than the first one, which gets `text`. See `meet`."""
+    place, nonce = f"byteps/{name}", secrets.token_hex(8)
     answer = f"{place}/answer/{nonce}"
     store.set(f"{place}/nonce/{member}", nonce)
     if not wait_for(store, [answer], deadline):
         raise AbsentError([0], "")
     prefix = store.get(answer).decode()
-    store.set(f"{prefix}/has/{member}", "")
+    store.set(f"{prefix}/told/{member}", text)
     return prefix
 
 
-def _lead(store: Store, place: str, size: int, deadline: float) -> str:
+def gather(store: Store, name: str, size: int, deadline: float) -> tuple[str, list[str]]:
+    """Meet as the first member: the prefix, and what each other one tells. See `meet`."""
+    place = f"byteps/{name}"
     prefix = f"{place}/{secrets.token_hex(8)}"
     unseen = [f"{place}/nonce/{member}" for member in range(1, size)]
-    have = [f"{prefix}/has/{member}" for member in range(1, size)]
+    told = [f"{prefix}/told/{member}" for member in range(1, size)]
     seen: list[str] = []
     answered: set[bytes] = set()
     pause = FIRST_LOOK_S
-    while have:
+    while told:
         before, unseen = unseen, []
         for key in before:
             (seen if store.check([key]) else unseen).append(key)
@@ -87,14 +93,14 @@ def _lead(store: Store, place: str, size: int, deadline: float) -> str:
         for nonce in set(store.multi_get(seen) if seen else ()) - answered:
             store.set(f"{place}/answer/{nonce.decode()}", prefix)
             answered.add(nonce)
-        if not unseen and store.check(have):
-            break
+        if not unseen and store.check(told):
+            return prefix, [text.decode() for text in store.multi_get(told)]
         if time.monotonic() > deadline:
-            absent = [member for member, key in enumerate(have, 1) if not store.check([key])]
+            absent = [member for member, key in enumerate(told, 1) if not store.check([key])]
             raise AbsentError(absent, prefix)
         time.sleep(pause)
         pause = min(2 * pause, LAST_LOOK_S)
-    return prefix
+    return prefix, []
 
 
 def wait_for(store: Store, keys: list[str], deadline: float) -> bool:

@@ -6,27 +6,22 @@ and the ranks find their places by telling each other their hosts.
 
 from __future__ import annotations
 
-import platform
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OURS = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Where this process stands in the job."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    def numbers(self) -> tuple[int, int, int, int]:
-        """All four, as the C library takes them."""
-        return self.rank, self.world_size, self.local_rank, self.local_world_size
+def place_settings(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """The settings of a place that this process knows better than its environment does."""
+    ranks = dict.fromkeys(("LOCAL_RANK", "BYTEPS_LOCAL_RANK"), local_rank)
+    sizes = dict.fromkeys(("LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE"), local_size)
+    numbers = {"RANK": rank, "WORLD_SIZE": size, **ranks, **sizes}
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def byteps_error(text: str) -> RuntimeError:
@@ -57,10 +52,8 @@ def host_name(given: str) -> str:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         boot = ""
-    return f"{platform.node()} {boot}".strip()
-
-
-_OURS = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE")
+    # platform.node() would be the name of the process that this one was forked from.
+    return f"{os.uname().nodename} {boot}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +99,10 @@ def find_locals(places: Sequence[LocalPlace]) -> list[tuple[int, int]]:
     kept = any(place.is_named for place in places) or (
         all(place.local for place in places) and len(set(told)) == len(told)
     )
-    numbers: dict[str, int] = {}
-    counted = []
-    for place in places:
-        numbers[place.host] = numbers.get(place.host, -1) + 1
-        counted.append(numbers[place.host])
+    hosts = [place.host for place in places]
     return [
-        place.local if kept and place.local else (number, numbers[place.host] + 1)
-        for place, number in zip(places, counted, strict=True)
+        place.local
+        if kept and place.local
+        else (hosts[:rank].count(place.host), hosts.count(place.host))
+        for rank, place in enumerate(places)
     ]

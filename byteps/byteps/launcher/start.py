@@ -12,27 +12,22 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from byteps import logs
-from byteps.launcher.addresses import address_for, loopback, own_address
+from byteps.launcher.addresses import loopback, own_address
 from byteps.launcher.board import Board, Message
 from byteps.launcher.child import find_executable
 from byteps.launcher.embedded_nodes import EmbeddedNodes
-from byteps.launcher.host_servers import HostServers, cost_text, means_of_host
+from byteps.launcher.host_servers import HostServers, cost_text, fit_hosts, means_of_host
 from byteps.launcher.meeting import Store
-from byteps.launcher.places import (
-    LocalPlace,
-    Ranks,
-    byteps_error,
-    find_locals,
-    setting,
-)
+from byteps.launcher.places import LocalPlace, byteps_error, find_locals, place_settings, setting
 
 
 class Start:
     """The agreement of a job's ranks.
 
-    Each rank tells rank 0 its host, how many servers this would start, and what it has for them, or
-    why it cannot start any. Rank 0 finds every rank's place, starts the scheduler, and answers with
-    its address and with the servers of each host, which the first rank there starts.
+    each rank            its host, its address, its means, or why it cannot start anything
+      -> rank 0          every rank's place, each host's servers; starts the scheduler
+      -> each rank       its place, the scheduler's address and the secret
+      -> a host's first  starts its servers
     """
 
     def __init__(
@@ -46,13 +41,12 @@ class Start:
         self._deadline = time.monotonic() + self._timeout_s
         self._rank, self._size, self._nodes, self._store = rank, size, nodes, store
 
-    def find(self, place: LocalPlace) -> Ranks:
-        """Place of this process. Its host's servers are started with its first rank."""
+    def find(self, place: LocalPlace) -> dict[str, str]:
+        """The settings of this process's place, and of the cluster that was started."""
         mine = {"place": asdict(place), "starts": self._nodes is not None, "problem": ""}
-        if self._nodes is not None:
-            mine |= self._offer()
+        mine |= self._offer()
         if self._store is None or self._size == 1:
-            [answer] = self._answers([mine])
+            [answer] = self.answers([mine])
         else:
             answer = Board(
                 store=self._store,
@@ -60,32 +54,30 @@ class Start:
                 size=self._size,
                 timeout_s=self._timeout_s,
                 deadline=self._deadline,
-            ).ask(mine, self._answers)
+            ).ask(mine, self.answers)
         local_rank, local_size = answer["local"]
-        if self._nodes is not None:
-            if local_rank == 0:
-                self._start_servers(self._nodes, answer, local_size)
-            self._nodes.set_address(answer["address"])
-        return Ranks(
-            rank=self._rank,
-            world_size=self._size,
-            local_rank=local_rank,
-            local_world_size=local_size,
-        )
+        found = place_settings(self._rank, self._size, local_rank, local_size)
+        if self._nodes is None:
+            return found
+        self._nodes.address = answer["address"]
+        if "servers" in answer:
+            self._nodes.start_servers(HostServers(**answer["servers"]), local_size)
+        return found | self._nodes.address
 
     def _offer(self) -> Message:
+        if self._nodes is None:
+            return {}
         address = ""
         with contextlib.suppress(RuntimeError):  # told where it is needed
             address = own_address(os.environ, self._store)
         try:
             find_executable()
-            count = setting("BYTEPS_EMBEDDED_SERVERS", int)
-            return {"servers": count, "means": means_of_host(address), "address": address}
+            return {"means": means_of_host(address), "address": address}
         except RuntimeError as error:
             return {"problem": str(error)}
 
-    def _answers(self, told: list[Message]) -> list[Message]:
-        """On rank 0: of each rank's place, and the scheduler that it starts."""
+    def answers(self, told: list[Message]) -> list[Message]:
+        """On rank 0: what each rank is answered, once the scheduler runs."""
         for rank, one in enumerate(told):
             if one["problem"]:
                 raise byteps_error(f"embedded mode, rank {rank}: {one['problem']}")
@@ -99,83 +91,40 @@ class Start:
         answers: list[Message] = [{"local": local} for local in locals_]
         if self._nodes is None:
             return answers
-        hosts = _servers_of_hosts(told, locals_)
-        single = self._size == locals_[0][1]
+        hosts: dict[str, list[int]] = {}
+        for rank, one in enumerate(told):
+            hosts.setdefault(one["place"]["host"], []).append(rank)
+        servers = fit_hosts([[told[rank]["means"] for rank in ranks] for ranks in hosts.values()])
+        for ranks, one_host in zip(hosts.values(), servers, strict=True):
+            answers[ranks[0]]["servers"] = asdict(one_host)
         host = loopback()
-        if not single:
-            own = own_address(os.environ, self._store)
-            host = address_for((one["address"] for one in told), own)
-        address = self._start_scheduler(self._nodes, host, list(hosts.values()))
-        for rank, answer in enumerate(answers):
-            answer["address"] = address
-            if rank in hosts:
-                answer["servers"] = asdict(hosts[rank])
-        return answers
+        if len(hosts) > 1:
+            elsewhere = [told[ranks[0]]["address"] for ranks in hosts.values()][1:]
+            host = own_address(os.environ, self._store, elsewhere)
+        address = self._start_scheduler(self._nodes, host, servers)
+        return [answer | {"address": address} for answer in answers]
 
     def _start_scheduler(
         self, nodes: EmbeddedNodes, host: str, hosts: list[HostServers]
     ) -> dict[str, str]:
-        """Start the scheduler and wait until it listens; return the variables that name it."""
+        """Start the scheduler and say so; return the settings that name it."""
         servers = sum(one.count for one in hosts)
-        environment = {
+        address = {
             "DMLC_PS_ROOT_URI": host,
-            "DMLC_PS_ROOT_PORT": "0",
             "DMLC_NUM_SERVER": str(servers),
             "DMLC_NUM_WORKER": str(self._size),
             **_new_secret(os.environ, self._size),
         }
-        port_file = nodes.folder / "scheduler.port"
-        scheduler = nodes.start(
-            "scheduler", "scheduler", environment, "--port-file", str(port_file)
+        port = nodes.start_scheduler(address, self._deadline)
+        # A logger says nothing at its default level, and everybody must see this.
+        line = (
+            "embedded mode (DMLC_PS_ROOT_URI is not set): this rank has started the scheduler at "
+            f"{join_host_port(host, int(port))}, and the first rank of each host starts its "
+            f"servers, {servers} in all on {len(hosts)} host(s); {cost_text(hosts)}; their logs "
+            f"are in {nodes.folder}"
         )
-        while not port_file.exists():
-            # Ended by the end of the child; deadline: 10 ms, then the file is looked for.
-            ended = scheduler.wait(min(self._deadline, time.monotonic() + 0.01))
-            if ended or time.monotonic() >= self._deadline:
-                what = f"ended with status {scheduler.status} before it listened"
-                late = "did not listen in time (BYTEPS_START_TIMEOUT_S)"
-                raise byteps_error(
-                    f"the embedded scheduler {what if ended else late}: "
-                    + " / ".join(scheduler.last_lines())
-                )
-        port = port_file.read_text().split()[1]
-        port_file.unlink()
-        # Not by a logger: at its default level it says nothing, and who lost an address must see
-        # this.
-        sys.stderr.write(
-            logs.render(
-                logging.INFO,
-                "embedded mode (DMLC_PS_ROOT_URI is not set): this rank has started the scheduler "
-                f"at {join_host_port(host, int(port))}, and the first rank of each host starts its "
-                f"servers, {servers} in all on {len(hosts)} host(s); {cost_text(hosts)}; their "
-                f"logs are in {nodes.folder}",
-            )
-            + "\n"
-        )
-        return {**environment, "DMLC_PS_ROOT_PORT": port}
-
-    def _start_servers(self, nodes: EmbeddedNodes, answer: Message, ranks: int) -> None:
-        servers = HostServers(**answer["servers"])
-        for number in range(servers.count):
-            # After the workers of this host, so that all have metrics at ports of their own.
-            local = {"BYTEPS_LOCAL_RANK": str(ranks + number), "BYTEPS_LOCAL_SIZE": str(ranks)}
-            environment = {**answer["address"], **servers.environment, **local}
-            nodes.start(f"server {number}", "server", environment, cores=servers.cores)
-
-
-def _servers_of_hosts(
-    told: list[Message], locals_: list[tuple[int, int]]
-) -> dict[int, HostServers]:
-    """The servers that the first rank of each host starts, by that rank."""
-    hosts = [one["place"]["host"] for one in told]
-    return {
-        rank: HostServers.fit(
-            [one["means"] for one, host in zip(told, hosts, strict=True) if host == hosts[rank]],
-            told[rank]["servers"],
-        )
-        for rank, local in enumerate(locals_)
-        if local[0] == 0
-    }
+        sys.stderr.write(logs.render(logging.INFO, line) + "\n")
+        return {**address, "DMLC_PS_ROOT_PORT": port}
 
 
 def _new_secret(env: Mapping[str, str], size: int) -> dict[str, str]:

@@ -29,6 +29,7 @@
 #include "byteps/device/device_copies.h"
 #include "byteps/engine/worker.h"
 #include "byteps/net/link/counters.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/link/registration_cache.h"
 #include "byteps/net/link/server_nics.h"
 #include "byteps/observe/histogram.h"
@@ -487,9 +488,10 @@ PYBIND11_MODULE(c_lib, m) {
       "nics_of_server",
       [](const std::string& address) {
         const ps::ServerNics nics = ps::ServerNics::At(address, ps::NicSettings::From(Settings()));
-        return std::pair(nics.mbps, nics.numa_nodes);
+        return std::tuple(nics.mbps, nics.numa_nodes, nics.cores);
       },
       py::arg("address"));
+  m.def("interface_address", &ps::AddressOfInterface, py::arg("name"));
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
   m.def("partition_bytes", &PartitionBytesOf, py::arg("dtype"), py::arg("bytes"),
         py::arg("piece_of"));

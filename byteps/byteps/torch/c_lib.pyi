@@ -111,9 +111,12 @@ def release(names: Sequence[str], lowest_rank: int) -> None: ...
 def declare(tensors: Sequence[_Spec]) -> None: ...
 def endpoints() -> list[dict[str, Any]]: ...
 def nics() -> list[dict[str, Any]]: ...
-def nics_of_server(address: str) -> tuple[int, int]:
-    """Mbit/s of all NICs that a server at this address uses, 0 if not known, and the number of
-    NUMA nodes that they are attached to."""
+def nics_of_server(address: str) -> tuple[int, int, set[int]]:
+    """Mbit/s of all NICs that a server at this address uses, 0 if not known; the number of NUMA
+    nodes that they are attached to; and the cores of these, none if not known."""
+
+def interface_address(name: str) -> str:
+    """An address of an interface that others can reach: IPv4 where it has one."""
 
 def encode_blocks(
     dtype: str, blocks: int, from_: str, values: int, count: int, lost: int, seed: int | None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from byteps import logs
 from byteps.launcher import embedded, leaving
 from byteps.launcher.meeting import Store
+from byteps.launcher.places import place_settings
 from byteps.torch import c_lib, in_flight
 from byteps.torch.in_flight import completions
 from byteps.torch.wire import feedback
@@ -57,14 +58,6 @@ def _told(given: Mapping[str, str]) -> Launch:
     settings that cannot be."""
     names = (field.name for field in fields(Launch))
     return Launch(**dict(zip(names, c_lib.launch(given), strict=True)))
-
-
-def _place(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """The settings of a place that this process knows better than its environment does."""
-    ranks = dict.fromkeys(("LOCAL_RANK", "BYTEPS_LOCAL_RANK"), local_rank)
-    sizes = dict.fromkeys(("LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE"), local_size)
-    numbers = {"RANK": rank, "WORLD_SIZE": size, **ranks, **sizes}
-    return {name: str(number) for name, number in numbers.items()}
 
 
 def _of_torch() -> tuple[int, int] | None:
@@ -161,7 +154,7 @@ def _join(
         store: of torch.distributed; None: the default one.
     """
     global _handled_at_init, _joined_by, _launch, _sessions
-    launch = _told({**({} if given is None else _place(*given, 0, 1)), **settings})
+    launch = _told({**({} if given is None else place_settings(*given, 0, 1)), **settings})
     logs.install(
         launch.rank,
         form=str(c_lib.setting(logs.FORMAT)) if c_lib.is_set(logs.FORMAT) else None,
@@ -173,10 +166,9 @@ def _join(
         store = dist.distributed_c10d._get_default_store()
     rank, size = given or (launch.rank, launch.size)
     of_torch = given is not None
-    ranks = embedded.start_if_needed(rank, size, store, of_torch=of_torch, settings=shared)
+    found = embedded.start_if_needed(rank, size, store, of_torch=of_torch, settings=shared)
     try:
-        place = {} if ranks is None else _place(*ranks.numbers())
-        settings = {**place, **settings, **shared}
+        settings = {**found, **settings, **shared}
         launch = _told(settings)
         c_lib.init(gpu=_gpu(), given=settings)
     except BaseException:

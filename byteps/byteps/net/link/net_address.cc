@@ -33,6 +33,12 @@ std::string Numeric(const sockaddr* address) {
   return text;
 }
 
+// Link-local IPv6 addresses need an interface's name with them.
+bool IsLinkLocal(const sockaddr* address) {
+  return address->sa_family == AF_INET6 &&
+         IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
 // What needs no name service: of a number, or of "", this host's.  Of a name none.
 std::vector<Address> AddressesWithout(const std::string& host, int port) {
   addrinfo hints;
@@ -98,15 +104,16 @@ std::string AddressOfInterface(const std::string& name) {
     for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
       names.insert(i->ifa_name);
       if (name != i->ifa_name || i->ifa_addr == nullptr) continue;
-      if (i->ifa_addr->sa_family != family) continue;
+      if (i->ifa_addr->sa_family != family || IsLinkLocal(i->ifa_addr)) continue;
       const std::string text = Numeric(i->ifa_addr);
       if (!text.empty()) return text;
     }
   }
   std::string known;
   for (const auto& n : names) known += (known.empty() ? "" : ", ") + n;
-  throw Error("DMLC_INTERFACE='" + name +
-              "' names no interface with an address; there are: " + known);
+  throw Error(
+      "DMLC_INTERFACE='" + name +
+      "' names no interface with an address that other hosts can reach; there are: " + known);
 }
 
 std::string NumericAddress(const std::string& host) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "byteps/net/link/nics.h"
@@ -19,7 +20,14 @@ ServerNics ServerNics::At(const std::string& address, const NicSettings& setting
     const auto is_it = [&](const Nic& one) { return one.address == nic.nic.address; };
     if (std::any_of(chosen.nics.begin(), chosen.nics.end(), is_it)) nodes.insert(nic.numa);
   }
-  return {chosen.host_mbps, static_cast<int>(nodes.size())};
+  const NumaNodes cores_of = ReadNumaNodes();
+  std::set<int> cores;
+  for (const int node : nodes) {
+    const auto found = cores_of.find(node);
+    if (found == cores_of.end()) return {chosen.host_mbps, static_cast<int>(nodes.size()), {}};
+    cores.insert(found->second.begin(), found->second.end());
+  }
+  return {chosen.host_mbps, static_cast<int>(nodes.size()), std::move(cores)};
 }
 
 }  // namespace ps

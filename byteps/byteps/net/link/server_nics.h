@@ -2,6 +2,7 @@
 #ifndef BYTEPS_NET_LINK_SERVER_NICS_H_
 #define BYTEPS_NET_LINK_SERVER_NICS_H_
 
+#include <set>
 #include <string>
 
 #include "byteps/net/link/nic_settings.h"
@@ -10,8 +11,9 @@ namespace ps {
 
 // NICs that a server uses, all together.
 struct ServerNics {
-  int mbps = 0;        // 0: not known
-  int numa_nodes = 0;  // that they are attached to
+  int mbps = 0;         // 0: not known
+  int numa_nodes = 0;   // that they are attached to
+  std::set<int> cores;  // of these nodes; empty: not known
 
   // NICs of a server at this address of the host.  Throws Error where BYTEPS_NICS names others
   // than there are.
