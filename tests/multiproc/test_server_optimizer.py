@@ -143,6 +143,11 @@ def test_one_is_killed_at_each_phase(make_cluster: Callable[..., Cluster], victi
 IN_ORDER = {"BYTEPS_DETERMINISTIC": "1", "BYTEPS_OP_TIMEOUT_S": "120"}
 
 
+def test_benchmark_of_learning_emulates_bits(make_cluster: Callable[..., Cluster]) -> None:
+    """What bench/learning computes in one process is what workers and servers compute."""
+    make_cluster(workers=3, servers=2, env=IN_ORDER).run("learning:steps")
+
+
 @pytest.mark.parametrize(
     ("workers", "servers"),
     [

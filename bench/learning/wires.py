@@ -1,0 +1,211 @@
+"""What hosts learn of each other's gradients, and what parameters they then have, wire by wire.
+
+All hosts are simulated in one process: their gradients lie in one tensor, a row each. The rounding
+is the product's own: `byteps.torch.wire` on the CPU and its kernels on a GPU. What servers do
+between (sums in fp32 in the order of ranks, an average, AdamW) is written in torch, operation by
+operation as the servers do it. tests/bench/test_learning.py holds both against real servers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from byteps.torch import wire
+from byteps.torch.wire import BLOCK, WireType
+
+FORMS = {"int8": wire.int8(), "int4": wire.int4()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How gradients go up, what comes down, and who has the optimizer."""
+
+    up: str
+    """bf16, int8, or int4 with error feedback."""
+    down: str
+    """As `up`: of sums, or, with the optimizer on the servers, of differences of parameters."""
+    servers: bool
+    """AdamW runs on the servers."""
+    rotated: bool = False
+    """Differences are multiplied by a Hadamard matrix before they are rounded, block by block."""
+    is_product: bool = True
+    """A user can choose it; else it is an experiment."""
+
+
+RECIPES: dict[str, Recipe] = {
+    "bf16": Recipe(up="bf16", down="bf16", servers=False),
+    "int8-servers": Recipe(up="int8", down="int8", servers=True),
+    "int4-int8-servers": Recipe(up="int4", down="int8", servers=True),
+    "int8": Recipe(up="int8", down="int8", servers=False),
+    "int4": Recipe(up="int4", down="int4", servers=False),
+    "int4-int4-servers": Recipe(up="int4", down="int4", servers=True, is_product=False),
+    "int4-rotated-servers": Recipe(
+        up="int4", down="int4", servers=True, rotated=True, is_product=False
+    ),
+    "bf16-servers": Recipe(up="bf16", down="bf16", servers=True),
+    "int4-int8": Recipe(up="int4", down="int8", servers=False, is_product=False),
+}
+"""By name; "bf16" is the reference: a ring of bf16, parameters gathered in bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Of torch.optim.AdamW and of the servers."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """The largest norm of an averaged gradient; 0: any."""
+
+    def numbers(self, step: int, rate: float) -> list[float]:
+        """What a step multiplies and divides by; 1 is the first step."""
+        keep = 1 - rate * self.weight_decay
+        root = (1 - self.beta2**step) ** 0.5
+        return [keep, root, -(rate / (1 - self.beta1**step))]
+
+
+class Hosts:
+    """Parameters that all hosts have, and the fp32 state of AdamW, wherever it is kept.
+
+    Flat tensors hold the parameters that travel in few bits first and those that stay bf16 after
+    them: norms and small ones.
+    """
+
+    def __init__(self, held: torch.Tensor, few: int, hosts: int) -> None:
+        """`held`: bf16; stays the same memory. `few`: values of it that travel in few bits."""
+        self.held, self.few, self.hosts = held, few, hosts
+        device, numel = held.device, held.numel()
+        self.master, self.mean, self.square = (torch.zeros(numel, device=device) for _ in range(3))
+        self.total = torch.zeros(numel, device=device)
+        """The averaged gradient of the last step."""
+
+    def start(self, recipe: Recipe, adamw: AdamW, values: torch.Tensor) -> None:
+        """Begin with these parameters, fp32, and nothing else."""
+        device, few = self.held.device, self.few
+        self.recipe, self.adamw = recipe, adamw
+        self.held.copy_(values)
+        self.master.copy_(self.held)
+        self.mean.zero_()
+        self.square.zero_()
+        has_blocks = recipe.up != "bf16"
+        self._lost = self._lost_down = None
+        if has_blocks and FORMS[recipe.up].feedback:
+            self._lost = torch.zeros(self.hosts * few, dtype=torch.bfloat16, device=device)
+        if has_blocks and not recipe.servers and FORMS[recipe.down].feedback:
+            self._lost_down = torch.zeros(few, dtype=torch.bfloat16, device=device)
+        if has_blocks:
+            if few % BLOCK:
+                raise ValueError(f"{few} values that travel in few bits are no whole blocks")
+            self._blocks = FORMS[recipe.up].empty(self.hosts * few, device)
+            self._down = FORMS[recipe.down].empty(few, device)
+            self._values = torch.empty(self.hosts, few, device=device)
+        self._rotation = hadamard(BLOCK, device) if recipe.rotated else None
+
+    def state(self) -> dict[str, torch.Tensor | None]:
+        """What a checkpoint needs: views."""
+        names = ("held", "master", "mean", "square", "_lost", "_lost_down")
+        return {name: getattr(self, name) for name in names}
+
+    def load(self, state: dict[str, torch.Tensor | None]) -> None:
+        """Go on from `state`, after `start`."""
+        for name, values in state.items():
+            if values is not None:
+                getattr(self, name).copy_(values)
+
+    def step(self, few: torch.Tensor, kept: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Reduce gradients and update.
+
+        Args:
+            few: bf16, a row per host; used up.
+            kept: as `few`, of the parameters that stay bf16.
+            numbers: of `AdamW.numbers`, fp32, on the device.
+        """
+        total, kept_total = self.total[: self.few], self.total[self.few :]
+        if self.recipe.up == "bf16":
+            reduce = servers_mean if self.recipe.servers else ring_mean
+            total.copy_(reduce(few))
+            kept_total.copy_(reduce(kept))
+        else:
+            self._mean_of_blocks(few, total)
+            kept_total.copy_(servers_mean(kept))
+        self._update(numbers)
+        if self.recipe.servers and self.recipe.up != "bf16":
+            self._send_differences()
+        else:
+            self.held.copy_(self.master)
+
+    def _mean_of_blocks(self, gradients: torch.Tensor, total: torch.Tensor) -> None:
+        form = FORMS[self.recipe.up]
+        wire.encode(gradients.view(-1), form, self._blocks, self._lost)
+        wire.decode(self._blocks, form, self._values.view(-1))
+        total.copy_(self._values[0])
+        for values in self._values[1:]:
+            total.add_(values)
+        total.div_(self.hosts)
+        if not self.recipe.servers:
+            down = FORMS[self.recipe.down]
+            wire.encode(total, down, self._down, self._lost_down)
+            wire.decode(self._down, down, total)
+
+    def _update(self, numbers: torch.Tensor) -> None:
+        """As AdamWLoop of server/optimizer/update.cc."""
+        adamw, gradient = self.adamw, self.total
+        if adamw.clip > 0:
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            gradient.mul_((adamw.clip / (norm + 1e-6)).clamp(max=1.0).float())
+        keep, root, rate = numbers.unbind()
+        self.master.mul_(keep)
+        self.mean.lerp_(gradient, 1 - adamw.beta1)
+        self.square.mul_(adamw.beta2).addcmul_(gradient, gradient, value=1 - adamw.beta2)
+        denominator = self.square.sqrt().div_(root).add_(adamw.eps)
+        self.master.add_(self.mean.mul(rate).div_(denominator))
+
+    def _send_differences(self) -> None:
+        """Servers say what their parameters are more than those that hosts hold, rounded."""
+        held, master = self.held[: self.few], self.master[: self.few]
+        self.held[self.few :].copy_(self.master[self.few :])
+        difference = master - held.float()
+        if self._rotation is not None:
+            difference = (difference.view(-1, BLOCK) @ self._rotation).view(-1)
+        form: WireType = FORMS[self.recipe.down]
+        wire.encode(difference, form, self._down)
+        if self.recipe.down == "int8":
+            wire.add_differences(self._down, held, held)
+            return
+        wire.decode(self._down, form, difference)
+        if self._rotation is not None:
+            difference = (difference.view(-1, BLOCK) @ self._rotation).view(-1)
+        moved = (held.float() + difference).to(held.dtype)
+        torch.where(difference == 0, held, moved, out=held)
+
+
+def ring_mean(gradients: torch.Tensor) -> torch.Tensor:
+    """The average by a ring of bf16: every host divides first, then each of as many chunks as there
+    are hosts goes around, and is rounded at every host."""
+    hosts, numel = gradients.shape
+    chunks = (gradients / hosts).view(hosts, hosts, numel // hosts)
+    total = torch.empty_like(chunks[0])
+    for chunk in range(hosts):
+        total[chunk] = chunks[(chunk + 1) % hosts, chunk]
+        for host in range(2, hosts + 1):
+            total[chunk] += chunks[(chunk + host) % hosts, chunk]
+    return total.view(-1)
+
+
+def servers_mean(gradients: torch.Tensor) -> torch.Tensor:
+    """The average by servers, of bf16: added in fp32 and rounded once."""
+    total = gradients[0].float()
+    for one in gradients[1:]:
+        total.add_(one)
+    return total.div_(len(gradients)).to(gradients.dtype)
+
+
+def hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """The symmetric, orthogonal matrix of +-1/sqrt(size), for a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / size**0.5).to(device)

@@ -1,0 +1,100 @@
+"""Steps that bench/learning emulates in one process, made by workers and servers."""
+
+from __future__ import annotations
+
+import byteps.torch as bps
+import torch
+from byteps.torch import ServerOptimizer
+
+from bench.learning.wires import RECIPES, AdamW, Hosts, Recipe
+from tests.multiproc.programs.job import Job
+
+FEW, KEPT = 128 * 150, 1000
+"""Values that travel in few bits, in several partitions; and those that stay bf16."""
+STEPS = 4
+ADAMW = AdamW(clip=0.0)
+
+
+def gradients(rank: int, step: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(100 * rank + step)
+    return (torch.randn(FEW + KEPT, generator=random) * 1e-3).bfloat16()
+
+
+def rate_at(step: int) -> float:
+    return 1e-3 * step
+
+
+class Emulated:
+    """All workers of the job, in this process."""
+
+    def __init__(self, recipe: Recipe, size: int, values: torch.Tensor) -> None:
+        self.hosts = Hosts(torch.zeros(FEW + KEPT, dtype=torch.bfloat16), FEW, size)
+        self.hosts.start(recipe, ADAMW, values)
+
+    def step(self, step: int) -> None:
+        all_ = torch.stack([gradients(rank, step) for rank in range(self.hosts.hosts)])
+        numbers = torch.tensor(ADAMW.numbers(step, rate_at(step)))
+        self.hosts.step(all_[:, :FEW].contiguous(), all_[:, FEW:].contiguous(), numbers)
+
+
+def optimizer_of(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=0.0,
+        betas=(ADAMW.beta1, ADAMW.beta2),
+        eps=ADAMW.eps,
+        weight_decay=ADAMW.weight_decay,
+        foreach=False,
+    )
+
+
+def steps(job: Job) -> None:
+    """Every wire that users can choose gives parameters of the same bits, step after step."""
+    bps.init()
+    for name, recipe in RECIPES.items():
+        if not recipe.is_product or name == "bf16":
+            continue
+        torch.manual_seed(5)
+        values = torch.randn(FEW + KEPT) * 0.02
+        emulated = Emulated(recipe, job.size, values)
+        with job.check(name):
+            (_on_servers if recipe.servers else _on_workers)(job, name, recipe, emulated)
+    bps.shutdown()
+
+
+def _on_workers(job: Job, name: str, recipe: Recipe, emulated: Emulated) -> None:
+    master = torch.nn.Parameter(emulated.hosts.master.clone())
+    optimizer = optimizer_of([master])
+    for step in range(1, STEPS + 1):
+        mine = gradients(job.rank, step)
+        few, kept = mine[:FEW].float(), mine[FEW:].clone()
+        bps.push_pull_inplace(few, average=True, name=f"{name} few", wire_dtype=recipe.up)
+        bps.push_pull_inplace(kept, average=True, name=f"{name} kept")
+        emulated.step(step)
+        master.grad = torch.cat([few, kept.float()])
+        assert torch.equal(master.grad, emulated.hosts.total), f"the sums of step {step}"
+        optimizer.param_groups[0]["lr"] = rate_at(step)
+        optimizer.step()
+        assert torch.equal(master.detach().bfloat16(), emulated.hosts.held), f"step {step}"
+
+
+def _on_servers(job: Job, name: str, recipe: Recipe, emulated: Emulated) -> None:
+    held = emulated.hosts.held.clone()
+    parameters = [
+        torch.nn.Parameter(held[:FEW].view(-1, 128).clone()),
+        torch.nn.Parameter(held[FEW:].clone()),
+    ]
+    form = None if recipe.up == "bf16" else recipe.up
+    served = ServerOptimizer(optimizer_of(parameters), name=name, wire_dtype=form, keep_bytes=4096)
+    for step in range(1, STEPS + 1):
+        mine = gradients(job.rank, step)
+        served.zero_grad()
+        for parameter, one in zip(parameters, (mine[:FEW], mine[FEW:]), strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(one.view(parameter.shape))
+        served.param_groups[0]["lr"] = rate_at(step)
+        served.step()
+        emulated.step(step)
+        real = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        assert torch.equal(real, emulated.hosts.held), f"the parameters of step {step}"
+    served.close()
