@@ -1,23 +1,19 @@
 """Writes a release's bill of materials (CycloneDX 1.6, JSON), checked against its schema.
 
-What is in it: each file of the release with its hash; what is compiled into the binaries; the
-upstream sources with the patches; all packages of locks/; and the distribution's packages in the
-images. Runs in build/venv-ship.
+It lists each file of the release with its hash, the upstream sources with the patches, libsodium,
+and all packages of locks/. A scanner lists the distribution's packages of an image. Runs in
+build/venv-ship.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import email
-import io
 import json
 import re
 import sys
-import tarfile
 import uuid
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,24 +31,16 @@ from cyclonedx.model.license import LicenseExpression
 from cyclonedx.output.json import JsonV1Dot6
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
-from elftools.elf.elffile import ELFFile
 from packageurl import PackageURL
-from packaging.requirements import Requirement
 
 from scripts.patchkit.series import Upstream, load_lock, read_series, sha256_file
-from scripts.releasekit.contents import INTEGRATIONS, ROOT, Release, ReleaseError, packages, pins
+from scripts.releasekit.contents import INTEGRATIONS, ROOT, Release, ReleaseError, pins
 
 IMAGE_SUFFIX = ".image.tar.gz"
-BINARIES = (".so", "/byteps-server")
 
 
 def _sha256(*values: str) -> list[HashType]:
     return [HashType(alg=HashAlgorithm.SHA_256, content=value) for value in values]
-
-
-def _debian(name: str, version: str, architecture: str, distribution: str) -> PackageURL:
-    more = {"arch": architecture, "distro": distribution}
-    return PackageURL("deb", distribution.partition("-")[0], name, version, more)
 
 
 def _library(name: str, version: str, purl_type: str, **more: object) -> Component:
@@ -132,7 +120,8 @@ def _pinned(materials: Materials) -> dict[str, dict[str, Component]]:
 def _sodium(materials: Materials, folder: Path) -> Component:
     """libsodium as scripts/lib/system.sh fetched it: with the distribution's patches."""
     name, version, distribution = (folder / "versions").read_text(encoding="utf-8").split()
-    purl = _debian(name, version, "source", distribution)
+    about = {"arch": "source", "distro": distribution}
+    purl = PackageURL("deb", distribution.partition("-")[0], name, version, about)
     upstream = version.partition(":")[2] or version
     upstream = re.split(r"[-+]", upstream)[0]
     return materials.add(
@@ -143,71 +132,6 @@ def _sodium(materials: Materials, folder: Path) -> Component:
             description="linked statically; of it, HMAC-SHA-256 is used",
         )
     )  # fmt: skip
-
-
-def compilers(binary: bytes) -> list[str]:
-    """What compiled an ELF file, as its section .comment says."""
-    section = ELFFile(io.BytesIO(binary)).get_section_by_name(".comment")
-    if section is None:
-        return []
-    return sorted({one.decode() for one in section.data().split(b"\0") if one})
-
-
-def binaries(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Our executables and modules in a wheel or a server archive."""
-    if path.suffix == ".whl":
-        with zipfile.ZipFile(path) as wheel:
-            for name in wheel.namelist():
-                if name.endswith(BINARIES):
-                    yield name, wheel.read(name)
-        return
-    with tarfile.open(path) as packed:
-        for member in packed:
-            content = packed.extractfile(member) if member.isfile() else None
-            if content is not None and member.name.endswith(BINARIES):
-                yield member.name, content.read()
-
-
-def _runtime(materials: Materials, path: Path) -> list[Component]:
-    """The C++ library inside a file of the release: that of the compiler of its binaries."""
-    texts = {text for _, binary in binaries(path) for text in compilers(binary)}
-    found = []
-    for text in sorted(texts):
-        version = text.split()[-1]
-        if not text.startswith("GCC: ") or not re.fullmatch(r"[\d.]+", version):
-            raise ReleaseError(f"{path.name}: was compiled by '{text}', which is no GCC")
-        found.append(
-            materials.add(
-                _library(
-                    "libstdc++", version, "generic",
-                    description=f"linked statically, of {text.removeprefix('GCC: ')}",
-                    licenses=[LicenseExpression("GPL-3.0-or-later WITH GCC-exception-3.1")],
-                )
-            )
-        )  # fmt: skip
-    if not found:
-        raise ReleaseError(f"{path.name}: no binary in it says what compiled it")
-    return found
-
-
-def _image(path: Path) -> tuple[Component, str | None]:
-    """A saved image with its distribution's packages, and the group of locks/ that is in it."""
-    inside = [
-        Component(
-            name=one.name, version=one.version,
-            purl=_debian(one.name, one.version, one.architecture, one.distribution),
-            bom_ref=f"{path.name}:{one.name}:{one.architecture}",
-        )
-        for one in packages(path)
-    ]  # fmt: skip
-    component = Component(
-        type=ComponentType.CONTAINER, name=path.name, bom_ref=path.name,
-        hashes=_sha256(sha256_file(path)), components=inside,
-    )  # fmt: skip
-    if path.name.startswith("byteps-server-"):
-        return component, None
-    found = re.match(r"megatron-byteps-worker-(ray|hf|rl)-", path.name)
-    return component, found[1] if found else "base"
 
 
 def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
@@ -242,43 +166,25 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
         )
     )  # fmt: skip
     materials.add(trees["byteps"], [ps_lite])
-    linked = {"libsodium": _sodium(materials, sodium_folder)}
-    # Images last: they hold what is linked into the other files.
-    for path in sorted(folder.iterdir(), key=lambda one: (one.name.endswith(IMAGE_SUFFIX), one)):
+    sodium = _sodium(materials, sodium_folder)
+    for path in sorted(folder.iterdir()):
+        is_image = path.name.endswith(IMAGE_SUFFIX)
         file = Component(
-            type=ComponentType.FILE, name=path.name, bom_ref=path.name,
-            hashes=_sha256(sha256_file(path)),
+            type=ComponentType.CONTAINER if is_image else ComponentType.FILE,
+            name=path.name, bom_ref=path.name, hashes=_sha256(sha256_file(path)),
         )  # fmt: skip
-        if path.name.endswith(IMAGE_SUFFIX):
-            image, group = _image(path)
-            of_worker = [] if group is None else [trees["megatron-core"], groups[group]]
-            materials.add(image, [trees["byteps"], *linked.values(), *of_worker])
-        elif path.name.startswith("byteps-"):
-            runtime = _runtime(materials, path)
-            linked |= {str(one.bom_ref): one for one in runtime}
-            of_wheel = ("pybind11", "torch") if path.suffix == ".whl" else ()
-            needed = [by_group["base"][name] for name in of_wheel]
-            materials.add(file, [trees["byteps"], linked["libsodium"], *runtime, *needed])
+        if path.name.startswith("byteps-"):
+            materials.add(file, [trees["byteps"], sodium])
+        elif found := re.match(r"megatron-byteps-worker-(ray-|hf-|rl-|)", path.name):
+            group = groups[found[1].strip("-") or "base"]
+            materials.add(file, [*trees.values(), sodium, group])
         elif found := re.match(rf"megatron_byteps_({'|'.join(INTEGRATIONS)})-.*\.whl$", path.name):
-            materials.add(file, _asked_for(path, by_group[found[1]]))
+            materials.add(file, [groups[found[1]]])
         elif path.name == f"{release.name}.tar.gz":
             materials.add(file, [*trees.values(), *groups.values()])
         else:
             raise ReleaseError(f"{path}: not known what is in it")
     return materials
-
-
-def _asked_for(path: Path, pinned: dict[str, Component]) -> list[Component]:
-    """What a wheel asks for, in the versions of its lock."""
-    with zipfile.ZipFile(path) as wheel:
-        (name,) = (one for one in wheel.namelist() if one.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(wheel.read(name))
-    asked = [Requirement(one) for one in metadata.get_all("Requires-Dist", [])]
-    return [
-        pinned[one.name]
-        for one in asked
-        if "extra" not in str(one.marker) and not one.name.startswith("megatron-byteps-")
-    ]
 
 
 def write(materials: Materials, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import io
 import json
 import os
 import platform
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,38 +25,22 @@ from scripts.releasekit.contents import INTEGRATIONS, ROOT, SUMS, Release, pins,
 from tests.images.containers import CACHE
 
 RELEASE = Release(version="1.2+megatron.7", commit="c" * 40, epoch=1_000_000_000)
-DEB = "Package: libssl3\nStatus: install ok installed\nArchitecture: amd64\nVersion: 3.0\n"
-CONTROL = {"manifest.json": json.dumps([{"Layers": ["a.tar"]}]).encode()}
-
-
-def _tar(files: dict[str, bytes], path: Path) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    path.write_bytes(out.getvalue())
-    return out.getvalue()
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A folder as a release's, with a real executable in wheel and archive."""
+    """A folder with files of the names that a release's have."""
     folder = tmp_path / "files"
     folder.mkdir()
-    binary = (ROOT / "build/venv/bin/byteps-server").read_bytes()
-    with zipfile.ZipFile(folder / "byteps-1.2-cp312.whl", "w") as wheel:
-        wheel.writestr("byteps/torch/c_lib.so", binary)
-    _tar({"byteps-server-1.2/bin/byteps-server": binary}, folder / "byteps-server-1.2.tar.gz")
-    with zipfile.ZipFile(folder / "megatron_byteps_rl-0.7.0-py3-none-any.whl", "w") as wheel:
-        asked = ["datasets", "megatron-byteps-hf==0.7.0", 'byteps>=1; extra == "training"']
-        metadata = "".join(f"Requires-Dist: {one}\n" for one in asked)
-        wheel.writestr("megatron_byteps_rl-0.7.0.dist-info/METADATA", metadata)
-    layer = _tar({"var/lib/dpkg/status": DEB.encode()}, tmp_path / "layer")
-    for image in ("byteps-server-1.2", "megatron-byteps-worker-ray-1.2"):
-        _tar({**CONTROL, "a.tar": layer}, folder / f"{image}.image.tar.gz")
-    (folder / f"{RELEASE.name}.tar.gz").write_text("sources")
+    for name in (
+        "byteps-1.2-cp312.whl",
+        "byteps-server-1.2.tar.gz",
+        "megatron_byteps_rl-0.7.0-py3-none-any.whl",
+        "byteps-server-1.2.image.tar.gz",
+        "megatron-byteps-worker-ray-1.2.image.tar.gz",
+        f"{RELEASE.name}.tar.gz",
+    ):
+        (folder / name).write_text(name)
     return folder
 
 
@@ -88,35 +70,26 @@ def test_bill_of_materials(files: Path, tmp_path: Path) -> None:
     sodium = "pkg:deb/debian/libsodium@1.0.18-1%2Bdeb12u1?arch=source&distro=debian-12"
     assert components[sodium]["cpe"] == "cpe:2.3:a:libsodium:libsodium:1.0.18:*:*:*:*:*:*:*"
     (patched,) = (one for one in components if one.startswith("patched:byteps@"))
-    (runtime,) = (one for one in components if "libstdc" in one)
     assert needs[patched] == {"ps-lite"}
     upstream = load_lock(ROOT)[0]
     pedigree = components[patched]["pedigree"]
     assert pedigree["ancestors"][0]["hashes"][0]["content"] == upstream.sha256
     assert len(pedigree["patches"]) == len([*upstream.patches.glob("*.patch")])
     for name in ("byteps-1.2-cp312.whl", "byteps-server-1.2.tar.gz"):
-        assert {patched, sodium, runtime} <= needs[name]
+        assert needs[name] == {patched, sodium}
         assert components[name]["hashes"]
-    versions = {name: version for (name, version), (groups, _) in pins().items() if "rl" in groups}
-    rl = needs["megatron_byteps_rl-0.7.0-py3-none-any.whl"]
-    assert rl == {f"pkg:pypi/datasets@{versions['datasets']}"}
-
-    image = components["megatron-byteps-worker-ray-1.2.image.tar.gz"]
-    assert [one["name"] for one in image["components"]] == ["libssl3"]
-    assert {"locks/ray.lock", patched, sodium, runtime} <= needs[image["bom-ref"]]
+    assert needs["megatron_byteps_rl-0.7.0-py3-none-any.whl"] == {"locks/rl.lock"}
+    worker = needs["megatron-byteps-worker-ray-1.2.image.tar.gz"]
+    assert {"locks/ray.lock", patched, sodium} < worker
     of_ray = {f"pkg:pypi/{n}@{v}" for (n, v), (groups, _) in pins().items() if "ray" in groups}
     assert needs["locks/ray.lock"] == of_ray
-    assert not [one for one in needs["byteps-server-1.2.image.tar.gz"] if "lock" in one]
+    assert needs["byteps-server-1.2.image.tar.gz"] == {patched, sodium}
 
 
 @pytest.mark.slow
 def test_a_bill_leaves_nothing_out(files: Path, tmp_path: Path) -> None:
     (files / "other.zip").touch()
     assert "other.zip: not known what is in it" in _write(files, tmp_path / "bill.json")
-    (files / "other.zip").unlink()
-    with zipfile.ZipFile(files / "byteps-1.2-cp312.whl", "w") as wheel:
-        wheel.writestr("byteps/__init__.py", "")
-    assert "no binary in it says what compiled it" in _write(files, tmp_path / "bill.json")
 
 
 def _released(root: Path, cache: Path, **more: str) -> dict[str, str]:

@@ -1,9 +1,7 @@
-"""What may be released; checksums, source archive, packages of images; what an audit says."""
+"""What may be released; checksums, source archive; what an audit says."""
 
 from __future__ import annotations
 
-import io
-import json
 import re
 import subprocess
 import tarfile
@@ -119,47 +117,6 @@ def test_the_source_archive_is_what_is_committed(checkout: Path, tmp_path: Path)
         assert {member.mtime for member in archive.getmembers()} == {release.epoch}
     listed = git(checkout, "ls-files").split()
     assert files == {f"{release.name}/{name}" for name in listed}
-
-
-def packed(files: dict[str, bytes], mode: str = "w") -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]  # "w", "w:gz"
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return out.getvalue()
-
-
-def stanza(name: str, version: str, status: str = "install ok installed") -> str:
-    return (
-        f"Package: {name}\nStatus: {status}\nArchitecture: amd64\nVersion: {version}\n about it\n"
-    )
-
-
-def test_packages_of_an_image(tmp_path: Path) -> None:
-    """Those of the last layer that has any, in the order of the manifest."""
-    old, new = stanza("libc6", "1"), "\n".join([stanza("libc6", "2:2"), stanza("ssl", "3")])
-    gone = stanza("gone", "1", "deinstall ok config-files")
-    about = b'PRETTY_NAME="Debian"\nID=debian\nVERSION_ID="12"\n'
-    layers = {
-        "new": packed({"var/lib/dpkg/status": f"{new}\n{gone}".encode()}),
-        "old": packed({"./var/lib/dpkg/status": old.encode(), "./usr/lib/os-release": about}),
-        "config.json": b"{}",
-        "manifest.json": json.dumps([{"Layers": ["old", "new"]}]).encode(),
-    }
-    path = tmp_path / "saved.image.tar.gz"
-    path.write_bytes(packed(layers, "w:gz"))
-    found = [(one.name, one.version, one.architecture, one.distribution)
-             for one in contents.packages(path)]  # fmt: skip
-    assert found == [("libc6", "2:2", "amd64", "debian-12"), ("ssl", "3", "amd64", "debian-12")]
-    del layers["old"], layers["new"]
-    path.write_bytes(packed(layers, "w:gz"))
-    with pytest.raises(ReleaseError, match="has no var/lib/dpkg/status"):
-        contents.packages(path)
-    path.write_bytes(b"no archive")
-    with pytest.raises(ReleaseError, match="is no saved image"):
-        contents.packages(path)
 
 
 def test_pins_are_all_of_the_locks() -> None:
