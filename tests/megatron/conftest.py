@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,11 +59,32 @@ def run_job(fork_server: None, run_dir: Path) -> Callable[..., Job]:
     return run
 
 
+@pytest.fixture(scope="session")
+def plain_run(
+    fork_server: None, tmp_path_factory: pytest.TempPathFactory, dataset: Dataset
+) -> Callable[..., Trained]:
+    """Runs Megatron's training loop through all-reduce, with the same arguments only once."""
+
+    @functools.cache
+    def run(*arguments: str, ranks: int) -> Trained:
+        folder = tmp_path_factory.mktemp("plain") / "job"
+        settings = {"arguments": [*data_arguments(dataset), *arguments]}
+        job = Job(folder, "tests.megatron.rank_programs:train", ranks, settings)
+        job.run()
+        return Trained.of(job)
+
+    return run
+
+
 @pytest.fixture
-def train(run_job: Callable[..., Job], dataset: Dataset) -> Callable[..., Trained]:
+def train(
+    run_job: Callable[..., Job], plain_run: Callable[..., Trained], dataset: Dataset
+) -> Callable[..., Trained]:
     """Runs Megatron's training loop on the small dataset and returns what each rank saw."""
 
     def run(*arguments: str, ranks: int = 2, **settings: object) -> Trained:
+        if not settings and not {"--use-dpu-reduce", "--save", "--load"} & set(arguments):
+            return plain_run(*arguments, ranks=ranks)
         job = run_job("train", ranks, arguments=[*data_arguments(dataset), *arguments], **settings)
         return Trained.of(job)
 
