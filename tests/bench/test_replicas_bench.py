@@ -48,17 +48,6 @@ def result(apart: float, slower: float = 1.0) -> dict[str, list[run.Run]]:
     }
 
 
-def test_seeds_are_compared_one_by_one() -> None:
-    """Their own losses differ by far more than what training did to them."""
-    runs = {
-        run.ONE_JOB: [of([[loss] * 60], None) for loss in (1.0, 2.0, 3.0)],
-        NAME: [of([[loss] * 60], 10) for loss in (1.01, 2.04, 3.09)],
-    }
-    assert run.over(runs, NAME, run.loss) == pytest.approx([0.01, 0.02, 0.03])
-    cells = run.rows(runs)[-1]
-    assert cells[1:4] == ["2.0467", "+2.00% ±2.48%", "+2.00% ±2.48%"]
-
-
 def test_what_is_above_its_limit_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "curves.png"
     file.write_text(json.dumps({"schema": 2, "meta": {}, "runs": result(0.02, slower=1.1)}))

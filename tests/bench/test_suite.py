@@ -12,7 +12,7 @@ from bench import pushpull_bench
 from bench.kit.plan import Case, Plan, Topology
 from bench.kit.processes import LaunchError
 from bench.pushpull import suite
-from bench.pushpull.launch import Launch, Run, busiest_link, least_seconds, percentile, ratio, row
+from bench.pushpull.launch import Launch, Run, busiest_link, least_seconds
 from bench.pushpull.rank import Measured, iteration_seconds
 from bench.pushpull.sets import SETS, choose
 from bench.pushpull.suite import described, parts_in
@@ -114,14 +114,6 @@ def make_run(
 # Figures from samples: medians, spreads, limits, thresholds.
 
 
-def test_percentiles_are_samples() -> None:
-    samples = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert percentile(samples, 50) == 3.0
-    assert percentile(samples, 99) == 5.0
-    assert percentile([7.0], 50) == 7.0
-    assert percentile(list(range(1, 101)), 99) == 99
-
-
 def test_the_slowest_rank_counts() -> None:
     # Rank 1 begins 2 s after rank 0, which therefore waits for it.
     spans = [(0, 5_000_000_000), (2_000_000_000, 6_000_000_000)]
@@ -175,32 +167,6 @@ def test_the_limit_counts_all_nics() -> None:
     assert least_seconds("byteps-one-nic", two, 1_000_000) == pytest.approx(2.0)
 
 
-def test_a_row_takes_the_median_of_the_launches_medians() -> None:
-    run = make_run(
-        {"byteps": [[1.0, 1.1, 1.2], [1.25, 1.25, 9.0], [2.0, 2.0, 2.0]], "gloo": [[3.0] * 3] * 3}
-    )
-    found = row(run, "byteps", CASE)
-    assert found.p50_s == 1.25
-    assert found.p99_s == 9.0
-    assert found.algbw == pytest.approx((1 << 20) / 1.25)
-    assert found.busbw is None
-    # 1 MiB over 8 MiBit/s takes a second.
-    assert found.of_limit == pytest.approx(1 / 1.25)
-    assert found.cpu_s_per_gb == pytest.approx(0.4 / 3 * 1e9 / (1 << 20))
-    gloo = row(run, "gloo", CASE)
-    assert gloo.servers is None
-    assert gloo.of_limit == pytest.approx(1.5 / 3.0)
-    assert gloo.busbw == pytest.approx(1.5 * (1 << 20) / 3.0)
-    assert gloo.cpu_s_per_gb == pytest.approx(0.3 / 3 * 1e9 / (1 << 20))
-
-
-def test_a_ratio_pairs_the_launches_of_a_round() -> None:
-    run = make_run({"byteps": [[1.0], [2.0], [1.0]], "gloo": [[1.5], [4.0], [1.4]]})
-    found = ratio(run.of("byteps", CASE), run.of("gloo", CASE))
-    assert (found.value, found.low, found.high) == (1.5, 1.4, 2.0)
-    assert found.launches == 3
-
-
 @pytest.mark.parametrize(
     ("kind", "low", "high", "value", "ok"),
     [
@@ -222,11 +188,6 @@ def test_bars(kind: str, low: float | None, high: float | None, value: float, ok
     verdict = judge(Gate(kind=kind, case=CASE, low=low, high=high), run)
     assert verdict.value == pytest.approx(value)
     assert verdict.ok == ok
-
-
-def test_a_bar_on_what_is_not_known_is_missed() -> None:
-    run = make_run({"byteps": [[1.0]], "gloo": [[1.5]]}, link_bits=0)
-    assert not judge(Gate(kind="of-limit", case=CASE, low=0.1), run).ok
 
 
 # What a run leaves: tables, JSON, Markdown, pictures, an exit status.

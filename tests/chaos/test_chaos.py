@@ -14,7 +14,7 @@ import pytest
 from tests.chaos.broken_job import Result
 from tests.chaos.chaos import find_programs, play
 from tests.chaos.seeds import Script, make_script
-from tests.chaos.soak_figures import FLAT_BYTES, QUANTITIES, Sample, replayed, trends
+from tests.chaos.soak_figures import FLAT_BYTES, Sample, replayed, trends
 
 BOUNDED = (1, 2, 3, 4, 5, 1023)
 """The last is kept and encrypted, and a worker is killed."""
@@ -134,13 +134,6 @@ def grown(found: list[Sample]) -> set[tuple[str, str, str]]:
     return {(one.node, one.quantity, one.when) for one in trends(found) if not one.flat}
 
 
-def test_noise_and_peaks_are_flat() -> None:
-    found = trends(samples())
-    assert {one.quantity for one in found} == set(QUANTITIES)
-    assert {one.node for one in found} == {"server 0", "ranks"}
-    assert all(one.flat for one in found)
-
-
 @pytest.mark.parametrize(
     ("quantity", "growth"),
     [("memory", 8 * FLAT_BYTES), ("descriptors", 8), ("threads", 8)],
@@ -151,13 +144,6 @@ def test_what_grows_is_found(quantity: str, growth: float, node: str) -> None:
     name = "ranks" if node.startswith("worker") else node
     wanted = {(name, quantity, f"life {life}") for life in (0, 1)}
     assert grown(samples(growth, quantity=quantity, node=node)) == wanted
-
-
-def test_what_a_server_keeps_of_each_life_is_found() -> None:
-    found = samples(per_life=2 * FLAT_BYTES)
-    assert grown(found) == {("server 0", "memory", "lives 0 to 1")}
-    # A rank is another process in each life.
-    assert not grown(samples(per_life=2 * FLAT_BYTES, node="worker 0"))
 
 
 def test_steps_done_again_are_compared(run_dir: Path) -> None:

@@ -195,31 +195,12 @@ def _change_results(change: Change) -> None:
     bps.push_pull_async_inplace, bps.synchronize = named, changed
 
 
-def last_places() -> None:
-    """Off by two units in the last place."""
-    _change_results(lambda name, result: result.mul_(1.0 + 2.0**-22))
-
-
 def divisor() -> None:
     """Averages over all ranks of the job instead of the group's."""
     from megatron.core import mpu
 
     def change(name: str, result: torch.Tensor) -> None:
         result.mul_(mpu.get_data_parallel_world_size() / dist.get_world_size())
-
-    _change_results(change)
-
-
-def divisor_once() -> None:
-    """Divides one sum of one step on one rank by one too many."""
-    calls = 0
-
-    def change(name: str, result: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == 1 and calls == 5:
-            size = dist.get_world_size()
-            result.mul_(size / (size + 1))
 
     _change_results(change)
 
@@ -233,19 +214,6 @@ def stale() -> None:
         if name in before:
             result.copy_(before[name])
         before[name] = now
-
-    _change_results(change)
-
-
-def swapped_groups() -> None:
-    """Gives a rank the sum of the group of its neighbour in tensor parallelism."""
-    from megatron.core import mpu
-
-    def change(name: str, result: torch.Tensor) -> None:
-        group = mpu.get_tensor_model_parallel_group()
-        sums = [torch.empty_like(result) for _ in range(group.size())]
-        dist.all_gather(sums, result, group=group)
-        result.copy_(sums[(group.rank() + 1) % group.size()])
 
     _change_results(change)
 
@@ -417,15 +385,6 @@ def come_late(rank: int) -> None:
     server_buckets.start_update = late(server_buckets.start_update)
 
 
-def too_many_zeros() -> None:
-    """A gradient that is no zero is counted as one, on one rank."""
-    from byteps.torch.server_bucket import ServerBucket
-
-    buckets: Any = ServerBucket  # of which mypy knows no properties, but their values
-    counted = buckets.zeros.fget
-    buckets.zeros = property(lambda self: counted(self) + (dist.get_rank() == 0))
-
-
 def copies_counted() -> None:
     """The norm has the copies of a parameter on tensor-parallel ranks each."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
@@ -440,27 +399,15 @@ def one_norm() -> None:
     server_optimizer.norm_group_of = lambda bucket: None
 
 
-def not_scaled_back() -> None:
-    """Servers update with gradients of the scaled loss."""
-    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
-
-    ServerOptimizer._note_scale = lambda self: None
-
-
 BREAKS: dict[str, Callable[[], None]] = {
-    "last-places": last_places,
     "divisor": divisor,
-    "divisor-once": divisor_once,
     "stale": stale,
-    "swapped-groups": swapped_groups,
     "swapped-buckets": swapped_buckets,
     "undecayed": undecayed,
     "one-rank": one_rank,
     **{f"late-{rank}": functools.partial(come_late, rank) for rank in range(3)},
-    "too-many-zeros": too_many_zeros,
     "copies-counted": copies_counted,
     "one-norm": one_norm,
-    "not-scaled-back": not_scaled_back,
     "checked": checked,
     "pushed-too-early": pushed_too_early,
     "pushed-too-early-checked": pushed_too_early_checked,

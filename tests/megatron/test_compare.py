@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable
-from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
 
-from scripts import children
-from scripts.prepare_data import Dataset
-from tests.layouts import parity, table
-from tests.layouts.gpt import runs
 from tests.layouts.gpt.compare import compare
-from tests.layouts.gpt.layout import RankSeen, Report, Step, Sum
+from tests.layouts.gpt.layout import RankSeen, Step, Sum
 from tests.layouts.gpt.rows import STEPS, Layout
-from tests.layouts.gpt.te_rows import TE_LAYOUTS
-from tests.layouts.job import CUDA_TE, Platform
 
 Run = list[RankSeen]
 
@@ -207,46 +198,3 @@ def test_steps_whose_sums_are_not_seen(change: str | None, said: str) -> None:
         runs[0][1].parameters["p"] = torch.ones(3) + 1e-6
     report = compare(Layout(name="x", ranks=2, graphed=True), *runs)
     assert "; ".join(report.misses) == said
-
-
-# parity.py on GPUs, as far as it can be seen without one.
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_rows_of_transformer_engine_are_put_into_the_document(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform) -> Report:
-        assert platform is CUDA_TE
-        return Report(layout=layout, same_bits=True)
-
-    monkeypatch.setattr(children, "count_gpus", lambda: 2)
-    monkeypatch.setattr(runs, "check", check)
-    # It would import torch alone, and all ranks of later tests Megatron, each for seconds.
-    monkeypatch.setattr(runs, "start_fork_server", lambda modules, platform: None)
-    monkeypatch.setattr(table, "machine_of", lambda device: f"2x a GPU of {device}")
-    versions = {"transformer-engine": "9 of transformer-engine"}
-    there = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or there(name))
-    document = tmp_path / "gpu.md"
-    shutil.copy(ROOT / "docs/results/correctness.md", document)
-    before = document.read_text()
-    assert parity.main(["--transformer-engine", "--markdown", str(document)]) == 0
-    text = document.read_text()
-    assert text.count("2x a GPU of cuda, Transformer Engine 9 of transformer-engine") == 2
-    for layout in TE_LAYOUTS:
-        assert text.count(f"| {layout.name} |") == 1
-    # The rest of the page is as it was.
-    assert before.partition("<!-- te-sums")[0] == text.partition("<!-- te-sums")[0]
-    assert before.rpartition("<!-- end -->")[2] == text.rpartition("<!-- end -->")[2]
-
-
-def test_without_a_gpu_it_is_an_error(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(children, "count_gpus", lambda: 0)
-    with pytest.raises(SystemExit, match="2"):
-        parity.main(["--device", "cuda", "--layout", "dp2"])
-    assert "sees no GPU" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 arguments of Megatron's functional tests; without the flag, Megatron is what it was.
 
 With two ranks a sum has one rounding in either backend: everything must agree to the last bit. With
-three, the order of the additions may differ, and both are held against the exact sum.
+more, the order of the additions may differ, and both are held against the exact sum.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ CASES = {
     "fp32": (),
     "fp32-overlap-buckets": BUCKETS,
     "fp32-accumulate-dropout": (*ACCUMULATE, "--hidden-dropout", "0.2"),
-    "fp32-tight-clip": ("--clip-grad", "0.05"),
     "bf16": ("--bf16",),
-    "bf16-wire-overlap-accumulate": ("--bf16", "--grad-reduce-in-bf16", *BUCKETS, *ACCUMULATE),
-    "fp16-overlap": ("--fp16", "--initial-loss-scale", "1024", *BUCKETS),
     "per-token-loss": ("--calculate-per-token-loss", *ACCUMULATE),
 }
 
@@ -73,29 +70,6 @@ def test_average_in_collective_node_first(train: Train) -> None:
     averaged = train(*node, "--ddp-average-in-collective", ranks=4, per_host=2)
     assert_same_run(averaged, train(*node, ranks=4, per_host=2))
     assert all("/part" in name for name in averaged.names)
-
-
-def test_three_ranks_are_within_rounding_of_the_exact_sum(train: Train) -> None:
-    """Two additions in fp32 are off by no more than 2 u (|a| + |b| + |c|), to first order."""
-    unit = 2.0**-24
-    runs = [train("--use-dpu-reduce", ranks=3), train(ranks=3)]
-    for run in runs:
-        for step, sums in enumerate(run.gradients):
-            for bucket, result in enumerate(sums):
-                parts = [local[step][bucket].double() for local in run.local_gradients]
-                exact = sum(parts)
-                magnitude = sum(part.abs() for part in parts)
-                error = (result.double() - exact).abs()
-                assert bool((error <= 2.01 * unit * magnitude).all())
-    ours, theirs = runs
-    torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-4, atol=0.0)
-
-
-def test_a_broken_sum_would_be_seen(train: Train) -> None:
-    """The comparison fails for a reducer that is off by two units in the last place."""
-    broken = train("--use-dpu-reduce", broken="last-places")
-    with pytest.raises(AssertionError):
-        assert_same_run(broken, train())
 
 
 def test_one_rank_pushes_nothing(train: Train) -> None:
@@ -325,25 +299,13 @@ def reference(
     ("name", "broken", "said"),
     [
         ("tp2-dp2-overlap", "divisor", "not the rounded sum of two values"),
-        ("tp2-dp2-overlap", "swapped-groups", "not the rounded sum of two values"),
         ("tp2-dp2-overlap", "swapped-buckets", "not the rounded sum of two values"),
-        ("dp4-overlap", "divisor-once", "members got different sums"),
-        pytest.param("dp4-overlap", "divisor-once", "float32: error", marks=pytest.mark.thorough),
         ("dp4-overlap", "stale", "float32: error"),
-        pytest.param(
-            *("dp4-do-bf16-wire-acc2", "stale", "bfloat16: error"), marks=pytest.mark.thorough
-        ),
         ("servers-dp2-bf16-acc2", "undecayed", "parameters differ by"),
-        pytest.param(
-            *("servers-dp2-bf16-acc2", "undecayed", "updates are off by"),
-            marks=pytest.mark.thorough,
-        ),
         ("servers-dp2-bf16-acc2", "one-rank", "copies of "),
         ("servers-pp2-vpp2-dp2-overlap-acc4", "pushed-too-early", "norms differ by"),
         ("servers-tp2-dp2", "copies-counted", "norms differ by"),
-        ("servers-tp2-dp2-overlap-acc2", "too-many-zeros", "gradients of the first step are 0"),
         ("servers-dp2-mtp-detached", "one-norm", "norms differ by"),
-        ("servers-dp2-fp16-wire", "not-scaled-back", "norms differ by"),
     ],
 )
 def test_a_broken_reducer_is_found_out(
