@@ -135,6 +135,11 @@ def _tell_as(group: Any, name: str, device: torch.device | None) -> None:
 
 
 def autoload() -> None:
-    """With ``BYTEPS_C10D=1``, have torch.distributed make process groups that use BytePS."""
+    """With ``BYTEPS_C10D=1``, have torch.distributed make process groups that use BytePS; under
+    ``python -m byteps.trial``, have this process measure its steps."""
     if os.environ.get("BYTEPS_C10D", "0") not in ("", "0"):
         install()
+    if trial := os.environ.get("BYTEPS_TRIAL"):
+        from byteps.trial import meter
+
+        meter.install(trial)

@@ -45,7 +45,7 @@ _READERS = {
 }
 """Files that read or set variables of this process, and why the table cannot."""
 _LAUNCHERS = re.compile(
-    r"byteps/byteps/launcher/.*|integrations/ray/.*|integrations/rl/megatron_byteps_rl/__main__\.py"
+    r"byteps/byteps/(launcher|trial)/.*|integrations/ray/.*|integrations/rl/megatron_byteps_rl/__main__\.py"
 )
 """Files that may: they make the environment of processes that they start."""
 _READS = {

@@ -299,6 +299,9 @@ std::vector<Variable> MakeTable() {
        "Folder for the timelines, byteps-worker-0.json and so on. It is created if missing."},
       {"BYTEPS_TRACE_LIMIT", kInt, "partitions", "100000", 1, 100000000, "",
        "Partitions that a process records at most, the first ones.", kInternal},
+      {"BYTEPS_TRIAL", kString, "", "", 0, 0, "",
+       "Set by `python -m byteps.trial`: ranks measure their steps, and end after some.",
+       kInternal},
       {"BYTEPS_LOG_LEVEL", kChoice, "", "WARNING", 0, 0, "TRACE|DEBUG|INFO|WARNING|ERROR|FATAL",
        "Least severity that is logged. Default: INFO for the scheduler and servers, WARNING for "
        "workers."},

@@ -1,0 +1,162 @@
+"""A few steps of a job plain and through servers: ``python -m byteps.trial -h``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from byteps.trial import command, verdict
+from byteps.trial.child import Child
+from byteps.trial.hosts import Hosts, TrialError
+from byteps.trial.reports import VARIABLE, Message
+from byteps.trial.verdict import Side
+
+_DESCRIPTION = """\
+Runs a job for a few steps plain (NCCL or gloo) and through BytePS's servers, interleaved, and says
+which to keep. Start it with the job's own launch line, on every host on which that is started:
+
+  python -m byteps.trial -- torchrun --nnodes 4 --nproc-per-node 8 ... pretrain_gpt.py ...
+  python -m byteps.trial -- torchrun --nnodes 4 --nproc-per-node 8 ... train.py
+  python -m byteps.trial -- srun ... python train.py
+
+Nothing of the script changes: ranks time their own steps, and end after the last one. Megatron gets
+--dpu-preset own-hosts, unless the line has flags of BytePS, and saves no checkpoint; any other
+script BYTEPS_C10D=1. What a script writes in its first steps, it writes here too.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m byteps.trial",
+        description=_DESCRIPTION,
+        epilog="Exit status: 0 it has an answer; 1 a launch failed; 2 bad use.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="timed per launch (default: 10)"
+    )
+    parser.add_argument(
+        "--skip", type=int, default=3, metavar="N", help="steps before these (default: 3)"
+    )
+    parser.add_argument(
+        "--launches", type=int, default=2, metavar="N", help="of each kind (default: 2)"
+    )
+    parser.add_argument(
+        "--wire", choices=command.WIRES, default="int8",
+        help="type in which gradients travel, if the line does not say; same: as they are reduced "
+        "(default: int8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S",
+        help="a launch that takes longer fails (default: 1800)",
+    )  # fmt: skip
+    parser.add_argument("command", nargs="+", metavar="-- COMMAND", help="the job's launch line")
+    return parser
+
+
+class _Trial:
+    """The launches on this host."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, hosts: Hosts) -> None:
+        self._options, self._folder, self._hosts = options, folder, hosts
+        self._last: Message | None = None
+
+    def run(self) -> None:
+        """Print what was found. Raises TrialError."""
+        options, words = self._options, self._options.command
+        first = command.plain(words)
+        sides: tuple[list[Message], list[Message]] = ([], [])
+        for number in range(2 * options.launches):
+            ours = number % 2
+            launch = first
+            if ours:
+                launch = command.through_servers(
+                    words, os.environ, options.wire, is_megatron=sides[0][0]["is_megatron"]
+                )
+            name = "BytePS" if ours else "plain "
+            report = self._launch(number + 1, f"{name}, {shlex.join(launch.words)}", launch)
+            if report["pushed"] and not ours:
+                raise TrialError("the plain launch used BytePS: take it out of the script")
+            print(f"  {name} {verdict.launch_text(report)}", flush=True)
+            sides[ours].append(report)
+        plain, through = Side(name="plain", reports=sides[0]), Side(name="BytePS", reports=sides[1])
+        at = plain.reports[0]
+        print(
+            f"\n{at['ranks']} ranks on {at['hosts']} hosts, {options.launches} launches of each, "
+            f"{options.steps} steps after {options.skip}:\n\n"
+            f"{verdict.table(plain, through, options.skip + options.steps)}\n\n"
+            f"Answer: {verdict.answer(plain, through, self._added(at['is_megatron']))}"
+        )
+
+    def _added(self, is_megatron: bool) -> str:
+        words, wire = self._options.command, self._options.wire
+        if is_megatron:
+            return " ".join(command.flags_for(words, wire)) or "your line as it is"
+        return command.through_servers(words, os.environ, wire, is_megatron=False).added
+
+    def _launch(self, number: int, title: str, launch: command.Launch) -> Message:
+        print(f"launch {number} of {2 * self._options.launches}: {title}", flush=True)
+        log = self._folder / f"launch-{number}.log"
+        env = {**os.environ, VARIABLE: self._hosts.desk.settings.text(number)}
+        failure, report = "", None
+        try:
+            with Child(launch, env, log) as child:
+                status = child.wait(self._options.timeout)
+            if status is None:
+                failure = f"launch {number} ran for {self._options.timeout:g} s (--timeout)"
+            elif status:
+                what = f"signal {-status}" if status < 0 else f"status {status}"
+                failure = f"launch {number} ended with {what}"
+        except OSError as error:
+            raise TrialError(f"cannot start {launch.words[0]}: {error}") from None
+        try:
+            if not failure:
+                report = self._hosts.report()
+        except TrialError as error:
+            failure = f"launch {number}: {error}"
+        self._last = report or self._last
+        if failure:
+            failure += f"; the end of {log}:\n{child.last_lines()}"
+        self._hosts.end_launch(number, self._last, failure)
+        if report is None:
+            raise TrialError(failure)
+        return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if min(options.steps, options.skip) < 1 or options.launches < 2 or not options.timeout > 0:
+        parser.error("--steps and --skip are at least 1, --launches 2, --timeout above 0")
+    signal.signal(signal.SIGTERM, _end)
+    folder = Path(tempfile.mkdtemp(prefix="byteps-trial-"))
+    hosts = Hosts(options.steps, options.skip)
+    try:
+        with hosts.desk:
+            _Trial(options, folder, hosts).run()
+    except TrialError as error:  # whose logs are kept
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Launches on several hosts, one after the other on all of them.
+
+The process on rank 0's host leads. After each launch the others tell it how theirs has ended, and
+it answers once its own has: otherwise a launcher could meet the last launch's, which still listens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from byteps.trial.reports import Desk, Message, ask
+
+_LIMIT_S = 120.0
+"""Time in which launchers end on all hosts once the ranks have reported."""
+
+
+class TrialError(Exception):
+    """The comparison cannot go on; the text says why."""
+
+
+class Hosts:
+    """The processes that launch ranks, seen from one of them."""
+
+    def __init__(self, steps: int, skipped: int) -> None:
+        self._changed = threading.Condition()
+        self._report: Message | None = None
+        self._short = 0
+        self._others: dict[tuple[int, str], str] = {}
+        """How a launch has ended elsewhere: by its number and the process, why it failed."""
+        self._own: dict[int, str] = {}
+        """How a launch has ended on all hosts that the leader knows of."""
+        self.desk = Desk(self._answer, steps, skipped)
+
+    def report(self) -> Message:
+        """What the ranks have reported of the launch that has just ended.
+
+        Raises:
+            TrialError: nothing.
+        """
+        with self._changed:
+            report, self._report = self._report, None
+            short, self._short = self._short, 0
+        if report is not None:
+            return report
+        settings = self.desk.settings
+        if short:
+            raise TrialError(
+                f"the job ended by itself after {short} steps, and {settings.skipped} + "
+                f"{settings.steps} were wanted: take fewer (--steps), or a longer job"
+            )
+        raise TrialError(
+            "no rank reported a step. Ranks do so if the wheel of byteps is installed for their "
+            "Python, torch loads its plugins (TORCH_DEVICE_BACKEND_AUTOLOAD is not 0), the "
+            "launcher passes the environment on (mpirun: -x BYTEPS_TRIAL), and a torch optimizer "
+            "or Megatron's training loop makes steps"
+        )
+
+    def end_launch(self, number: int, report: Message | None, failure: str) -> None:
+        """Wait until a launch has ended on all hosts.
+
+        Args:
+            report: of this launch, or of an earlier one.
+            failure: why it failed on this host; empty: it did not.
+
+        Raises:
+            TrialError: it failed on another host.
+        """
+        if report is None or len(report["firsts"]) == 1:
+            return
+        token = self.desk.settings.token
+        if report["leader"]["token"] == token:
+            others = set(report["firsts"]) - {token}
+            problem = self._gather(number, others, failure)
+        else:
+            problem = self._ask_leader(number, report["leader"], failure)
+        if problem and not failure:
+            raise TrialError(problem)
+
+    def _gather(self, number: int, others: set[str], failure: str) -> str:
+        """On the leader."""
+        deadline = time.monotonic() + _LIMIT_S
+
+        def missing() -> set[str]:
+            return others - {token for launch, token in self._others if launch == number}
+
+        with self._changed:
+            # Ended by messages of all others; deadline: _LIMIT_S.
+            self._changed.wait_for(lambda: not missing(), deadline - time.monotonic())
+            told = [self._others.get((number, token), "") for token in others]
+            problem = failure or next(filter(None, told), "")
+            if not problem and missing():
+                problem = (
+                    f"launch {number} ended here, and {len(missing())} of {len(others)} other "
+                    f"hosts did not say in {_LIMIT_S:g} s that it has ended there"
+                )
+            self._own[number] = problem
+            self._changed.notify_all()
+        return problem
+
+    def _ask_leader(self, number: int, leader: Message, failure: str) -> str:
+        message = {"ended": number, "failed": failure, "from": self.desk.settings.token}
+        try:
+            answer = ask(leader["hosts"], leader["port"], leader["token"], message, 2 * _LIMIT_S)
+        except OSError as error:
+            return f"after launch {number} rank 0's host does not answer: {error}"
+        return str(answer["problem"])
+
+    def _answer(self, message: Message) -> Message:
+        with self._changed:
+            if "report" in message:
+                self._report = message["report"]
+            elif "steps" in message:
+                self._short = max(self._short, int(message["steps"]))
+            elif "ended" in message:
+                number = int(message["ended"])
+                failed = str(message["failed"])
+                self._others[number, message["from"]] = failed and f"on another host: {failed}"
+                self._changed.notify_all()
+                # Ended by the leader's own launch; deadline: _LIMIT_S.
+                if not self._changed.wait_for(lambda: number in self._own, 2 * _LIMIT_S):
+                    return {"problem": f"launch {number} has not ended on rank 0's host"}
+                return {"problem": self._own[number]}
+            return {"problem": ""}

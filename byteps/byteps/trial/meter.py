@@ -1,0 +1,255 @@
+"""The steps of a rank in a trial: their times and losses, with nothing of the script's own.
+
+A step ends where Megatron's ``train_step`` does, or else where the first optimizer of the script
+has stepped. The loss is what Megatron returns, or the number on which the script calls
+``backward()``. After the last step the ranks put their figures together through torch.distributed's
+store, one rank of each host reports them, and all end with status 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.abc
+import importlib.util
+import itertools
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from byteps.trial.reports import Settings, tell
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+MEGATRON = "megatron.training.training"
+TORCH = "torch"
+_LIMIT_S = 120.0
+"""Time in which all ranks have ended their last step."""
+_LOSS = "lm loss"
+
+_meter: Meter | None = None
+
+
+def install(text: str) -> None:
+    """Time the steps of this process, if it makes any. Again: do nothing.
+
+    Args:
+        text: of :class:`Settings`.
+    """
+    global _meter
+    if _meter is None:
+        _meter = Meter(Settings.of(text))
+        register_optimizer_step_post_hook(_meter.optimizer_stepped)
+        torch.autograd.backward = _meter.seeing_losses(torch.autograd.backward)
+        if MEGATRON in sys.modules:
+            _meter.wrap_train_step(sys.modules[MEGATRON])
+        else:
+            sys.meta_path.insert(0, _MegatronFinder(_meter))
+        atexit.register(_meter.report_early_end)
+
+
+class Meter:
+    """The steps of this rank."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._kind = TORCH
+        self._optimizer: int | None = None
+        """The id of the first one that stepped: a step of it ends a step of training."""
+        self._marks: list[Any] = []
+        """The ends of steps: CUDA events, or seconds."""
+        self._losses: list[Any] = []
+        self._seen: list[Any] = []
+        """Losses of micro-batches of the step that runs."""
+        self._is_over = False
+
+    # ----- where steps end
+
+    def optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
+        """Hook of every optimizer's step."""
+        if self._kind != TORCH:
+            return
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+        if id(optimizer) == self._optimizer:
+            seen, self._seen = self._seen, []
+            self._end_step(sum(seen) / len(seen) if seen else None)
+
+    def seeing_losses(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.autograd.backward``, which notes single numbers that it is called on."""
+
+        @functools.wraps(backward)
+        def seeing(tensors: Any, *arguments: Any, **named: Any) -> Any:
+            if self._kind == TORCH and isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+                self._seen.append(tensors.detach().float().reshape(()))
+            return backward(tensors, *arguments, **named)
+
+        return seeing
+
+    def wrap_train_step(self, module: ModuleType) -> None:
+        """Have Megatron's training loop, whose module this is, tell of its steps."""
+        train_step: Callable[..., Any] = module.train_step
+
+        @functools.wraps(train_step)
+        def measured(*arguments: Any, **named: Any) -> Any:
+            self._kind = MEGATRON
+            result = train_step(*arguments, **named)
+            losses = result[0]
+            self._end_step(losses.get(_LOSS, next(iter(losses.values()), None)))
+            return result
+
+        module.train_step = measured  # type: ignore[attr-defined]
+
+    def _end_step(self, loss: Any) -> None:
+        if self._is_over:  # the script has caught what ended it
+            raise SystemExit(0)
+        self._marks.append(_now())
+        self._losses.append(loss)
+        if len(self._marks) == self._settings.skipped + self._settings.steps:
+            self._finish()
+
+    # ----- the end
+
+    def _finish(self) -> NoReturn:
+        self._is_over = True
+        marks = self._marks[self._settings.skipped - 1 :]
+        if isinstance(marks[0], torch.cuda.Event):
+            torch.cuda.synchronize()
+        own = {
+            "times": [_between(one, two) for one, two in itertools.pairwise(marks)],
+            "loss": None if self._losses[-1] is None else float(self._losses[-1]),
+            "pushed": _pushed_bytes(),
+            "launch": self._settings.token,
+            "host": _host(),
+        }
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            all_, is_first = self._exchange(own)
+        else:
+            all_, is_first = self._summary([own], "", None), True
+        if is_first:
+            tell(self._settings, {"report": all_})
+        raise SystemExit(0)
+
+    def _exchange(self, own: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The figures of all ranks, and whether this is the first rank of its launcher."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        limit = timedelta(seconds=_LIMIT_S)
+        keys = [f"byteps/trial/{self._settings.number}/{other}" for other in range(size)]
+        whole = f"byteps/trial/{self._settings.number}/all"
+        store.set(keys[rank], json.dumps(own))
+        if rank == 0:
+            # Ended by the last step of all ranks; deadline: _LIMIT_S.
+            store.wait(keys, limit)
+            told = [json.loads(text) for text in store.multi_get(keys)]
+            store.set(whole, json.dumps(self._summary(told, dist.get_backend(), store)))
+        # Ended by rank 0; deadline: _LIMIT_S.
+        store.wait([whole], limit)
+        summary = json.loads(store.get(whole))
+        left = [f"{key}/left" for key in keys]
+        store.set(left[rank], "")
+        if rank == 0:  # whose process may be the store
+            # Ended by all ranks, which have read it; deadline: _LIMIT_S.
+            store.wait(left, limit)
+        return summary, rank == summary["firsts"][self._settings.token]
+
+    def _summary(self, told: Sequence[dict[str, Any]], backend: str, store: Any) -> dict[str, Any]:
+        losses = [one["loss"] for one in told if one["loss"] is not None]
+        firsts: dict[str, int] = {}
+        for rank, one in enumerate(told):
+            firsts.setdefault(one["launch"], rank)
+        return {
+            "is_megatron": self._kind == MEGATRON,
+            "backend": backend,
+            "ranks": len(told),
+            "hosts": len({one["host"] for one in told}),
+            # A step is as long as on the slowest rank.
+            "times": [max(times) for times in zip(*(one["times"] for one in told), strict=True)],
+            "loss": statistics.fmean(losses) if losses else None,
+            "pushed": sum(one["pushed"] for one in told),
+            "firsts": firsts,
+            "leader": {
+                "token": self._settings.token,
+                "port": self._settings.port,
+                "hosts": _addresses(store, self._settings),
+            },
+        }
+
+    def report_early_end(self) -> None:
+        """At the end of a process that has made some steps, and too few."""
+        if not self._is_over and self._marks:
+            with suppress(OSError):
+                tell(self._settings, {"steps": len(self._marks)})
+
+
+class _MegatronFinder(importlib.abc.MetaPathFinder):
+    """Has a meter wrap Megatron's training loop once that is imported."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of Megatron's loop, with a loader that wraps it; None of all else."""
+        del path, target
+        if name != MEGATRON:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_wrap(module: ModuleType) -> None:
+                execute(module)
+                self._meter.wrap_train_step(module)
+
+            spec.loader.exec_module = execute_and_wrap
+        return spec
+
+
+def _now() -> Any:
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(one: Any, two: Any) -> float:
+    """Seconds from one mark to the next."""
+    if isinstance(one, torch.cuda.Event):
+        return float(one.elapsed_time(two)) / 1000
+    return float(two - one)
+
+
+def _pushed_bytes() -> int:
+    """Bytes that this rank has sent to servers."""
+    if "byteps.torch" not in sys.modules:
+        return 0
+    from byteps.torch import figures
+
+    return int(figures.get_metrics()["byteps_worker_pushed_bytes_total"])
+
+
+def _host() -> str:
+    from byteps.launcher.places import host_name, setting
+
+    return host_name(setting("BYTEPS_HOST_ID", str))
+
+
+def _addresses(store: Any, settings: Settings) -> list[str]:
+    """Names of this host by which another one may reach the process that launched this rank."""
+    from byteps.launcher.addresses import own_address
+
+    found = [socket.gethostname(), *settings.hosts]
+    with suppress(RuntimeError):
+        found.insert(0, own_address(os.environ, store))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,130 @@
+"""Messages from ranks to the process that launched them, and between such processes: a line of JSON
+each way over a connection of its own."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+VARIABLE = "BYTEPS_TRIAL"
+"""Has ranks measure their steps; internal, of `base/config_table.cc`."""
+LOOPBACKS = ("127.0.0.1", "::1")
+_CONNECT_S = 10.0
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What ranks are told, in the variable."""
+
+    steps: int
+    """Steps that are timed."""
+    skipped: int
+    """Steps before these; at least one."""
+    number: int
+    """Number of the launch."""
+    port: int
+    """Where the process listens that launched the ranks."""
+    hosts: tuple[str, ...]
+    """Names of its host."""
+    token: str
+    """Makes a message one of this trial, and tells the processes apart that launch ranks."""
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Reads the variable. Raises ValueError for what is none of ours."""
+        told = json.loads(text)
+        return cls(**{**told, "hosts": tuple(told["hosts"])})
+
+    def text(self, number: int) -> str:
+        """The variable's value for a launch."""
+        return json.dumps(asdict(replace(self, number=number)))
+
+
+class Desk:
+    """Listens for messages; a context manager. Each is answered by a thread of its own."""
+
+    def __init__(self, answer: Callable[[Message], Message], steps: int, skipped: int) -> None:
+        """
+        Args:
+            answer: called with each message that has the token; may block.
+        """
+        self._answer = answer
+        self._socket = _listen()
+        self.settings = Settings(
+            steps=steps,
+            skipped=skipped,
+            number=0,
+            port=self._socket.getsockname()[1],
+            hosts=(*LOOPBACKS, socket.gethostname()),
+            token=secrets.token_hex(16),
+        )
+        threading.Thread(target=self._accept, name="byteps-trial", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self._socket.accept()
+                # The end of this process waits for answers.
+                threading.Thread(target=self._serve, args=(connection,)).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with suppress(OSError, ValueError, KeyError), connection:
+            connection.settimeout(_CONNECT_S)
+            message = json.loads(connection.makefile("rb").readline())
+            if secrets.compare_digest(str(message.pop("token")), self.settings.token):
+                connection.sendall(json.dumps(self._answer(message)).encode() + b"\n")
+
+
+def _listen() -> socket.socket:
+    """A port of the kernel's choice, at all addresses."""
+    with suppress(OSError):
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def tell(settings: Settings, message: Mapping[str, Any]) -> Message:
+    """Send a message to the process that launched this one; return its answer.
+
+    Raises:
+        OSError: it cannot be reached, which the text says.
+    """
+    return ask(settings.hosts, settings.port, settings.token, message, _CONNECT_S)
+
+
+def ask(
+    hosts: Sequence[str], port: int, token: str, message: Mapping[str, Any], limit_s: float
+) -> Message:
+    """The answer to a message, by the first of these names of a host where somebody has the token.
+
+    Raises:
+        OSError: nobody has; the text says where that was tried.
+    """
+    failures = []
+    for host in hosts:
+        try:
+            with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+                connection.sendall(json.dumps({**message, "token": token}).encode() + b"\n")
+                connection.settimeout(limit_s)
+                line = connection.makefile("rb").readline()
+        except OSError as error:
+            failures.append(f"{host}: {error}")
+            continue
+        if line:
+            return dict(json.loads(line))
+        failures.append(f"{host}: another process listens there")
+    raise OSError(f"nobody of this trial answers at port {port}: {'; '.join(failures)}")

@@ -1,0 +1,216 @@
+"""A trial of a launch line: what it runs, how hosts keep in step, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byteps.trial import command, hosts, verdict
+from byteps.trial.hosts import Hosts, TrialError
+from byteps.trial.reports import LOOPBACKS
+from byteps.trial.verdict import Side
+
+from scripts.children import captured
+from tests.multiproc.cluster import processes_with
+
+MEGATRON = ("torchrun", "--nnodes", "2", "pretrain_gpt.py", "--bf16")
+OURS = (
+    *MEGATRON[:4],
+    *("--use-dpu-reduce", "--dpu-reduce-wire-dtype=int4", "--dpu-reduce-backend", "flat"),
+    *("--dpu-reduce-keep-bf16", "embedding", "4096", "--dpu-optimizer", "--bf16"),
+)
+
+
+def test_plain_line_has_none_of_our_flags() -> None:
+    assert command.plain(OURS).words == MEGATRON
+    assert "BYTEPS_C10D" in command.plain(OURS).unset
+
+
+def test_line_without_our_flags_gets_the_preset() -> None:
+    ours = command.through_servers(MEGATRON, {}, "int8", is_megatron=True)
+    assert ours.words == (*MEGATRON, "--dpu-preset", "own-hosts")
+    assert not ours.env
+
+
+def test_line_with_our_flags_stays_as_it_is() -> None:
+    assert command.through_servers(OURS, {}, "int8", is_megatron=True).words == OURS
+
+
+def test_trial_saves_no_checkpoint() -> None:
+    saving = (*MEGATRON, "--save", "ckpt", "--save-interval", "2")
+    for launch in (
+        command.plain(saving),
+        command.through_servers(saving, {}, "int8", is_megatron=True),
+    ):
+        last = max(i for i, word in enumerate(launch.words) if word == "--save-interval")
+        assert int(launch.words[last + 1]) > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted"),
+    [
+        ({}, {"BYTEPS_C10D": "1", "BYTEPS_C10D_WIRE_DTYPE": "int8"}),
+        (
+            {"BYTEPS_C10D_WIRE_DTYPE": "int4"},
+            {"BYTEPS_C10D": "1", "BYTEPS_C10D_WIRE_DTYPE": "int4"},
+        ),
+        ({"BYTEPS_C10D": "1"}, {"BYTEPS_C10D": "1"}),
+    ],
+)
+def test_plain_script_gets_variables(env: dict[str, str], wanted: dict[str, str]) -> None:
+    ours = command.through_servers(("torchrun", "train.py"), env, "int8", is_megatron=False)
+    assert ours.words == ("torchrun", "train.py")
+    assert ours.env == wanted
+
+
+def _report(seconds: float, **changed: Any) -> dict[str, Any]:
+    usual = {"ranks": 4, "hosts": 2, "backend": "nccl", "pushed": 1, "loss": 2.0}
+    return {**usual, "times": [seconds], **changed}
+
+
+def _answer(plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+    return verdict.answer(
+        Side(name="plain", reports=plain), Side(name="BytePS", reports=ours), "FLAGS"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "wanted"),
+    [
+        ((1.0, 1.1), (0.5, 0.6), "keep BytePS (FLAGS): 1.91 x as fast as NCCL"),
+        ((1.0, 1.0), (0.99, 0.98), "keep NCCL: BytePS is 1.02 x as fast, which is no gain"),
+        ((1.0, 2.0), (0.9, 1.5), "keep NCCL: BytePS is 1.25 x as fast, which is no gain"),
+        ((1.0, 1.0), (2.0, 2.0), "keep NCCL: BytePS is 0.50 x as fast, which is no gain"),
+    ],
+)
+def test_answer_wants_a_gain_beyond_the_spread(
+    plain: tuple[float, float], ours: tuple[float, float], wanted: str
+) -> None:
+    assert _answer([_report(one) for one in plain], [_report(one) for one in ours]).startswith(
+        wanted
+    )
+
+
+def test_answer_says_why_nothing_is_gained() -> None:
+    slow, fast = [_report(2.0)], [_report(1.0)]
+    assert "on one host" in _answer(slow, [_report(1.0, hosts=1)])
+    assert _answer(slow, [_report(1.0, pushed=0)]).startswith("keep NCCL: so does BytePS")
+    assert "No loss was seen" in _answer([_report(2.0, loss=None)], fast)
+    assert "differ by +5.00 %" in _answer(slow, [_report(1.0, loss=2.1)])
+
+
+class _Pair:
+    """Two processes that launch ranks, as threads; the first one leads."""
+
+    def __init__(self) -> None:
+        self.all = [Hosts(1, 1), Hosts(1, 1)]
+        settings = [one.desk.settings for one in self.all]
+        self.report = {
+            "firsts": {one.token: rank for rank, one in enumerate(settings)},
+            "leader": {
+                "token": settings[0].token,
+                "port": settings[0].port,
+                "hosts": ["host.invalid", *LOOPBACKS],
+            },
+        }
+
+    def end(self, which: int, failure: str, raised: list[str]) -> threading.Thread:
+        def run() -> None:
+            try:
+                self.all[which].end_launch(1, self.report, failure)
+            except TrialError as error:
+                raised.append(str(error))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+
+def test_launch_ends_on_all_hosts_before_the_next() -> None:
+    pair, raised = _Pair(), list[str]()
+    other = pair.end(1, "", raised)
+    other.join(0.2)
+    assert other.is_alive()
+    leader = pair.end(0, "", raised)
+    leader.join(30)
+    other.join(30)
+    assert not leader.is_alive() and not other.is_alive() and not raised
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_on_one_host_ends_the_trial_on_the_other(failing: int) -> None:
+    pair, raised = _Pair(), list[str]()
+    threads = [pair.end(which, "it broke" * (which == failing), raised) for which in (0, 1)]
+    for thread in threads:
+        thread.join(30)
+    assert len(raised) == 1 and "it broke" in raised[0]
+
+
+def test_silent_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_LIMIT_S", 0.1)
+    pair, raised = _Pair(), list[str]()
+    pair.end(0, "", raised).join(30)
+    assert "1 of 1 other hosts did not say" in raised[0]
+
+
+LEAVES_A_CHILD = """
+import subprocess, sys, time
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+open(sys.argv[1], "w").close()
+"""
+FAILS = f"{LEAVES_A_CHILD}sys.exit('the last line of the child')"
+WAITS = f"{LEAVES_A_CHILD}time.sleep(1000)"
+
+
+def _trial(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "byteps.trial", *map(str, words)]
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "wanted"),
+    [
+        (FAILS, (), "\n  | the last line of the child"),
+        (WAITS, ("--timeout", "0.5"), "launch 1 ran for 0.5 s (--timeout)"),
+        (LEAVES_A_CHILD, (), "launch 1: no rank reported a step"),
+    ],
+    ids=["fails", "late", "no-steps"],
+)
+def test_launch_that_fails_is_told_and_leaves_nothing(
+    script: str, options: tuple[str, ...], wanted: str, tmp_path: Path
+) -> None:
+    command = _trial(*options, "--", sys.executable, "-c", script, tmp_path / "started")
+    ended = captured(command, 100, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert ended.returncode == 1 and wanted in ended.stderr
+    assert not processes_with("TMPDIR", str(tmp_path))
+
+
+def test_trial_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    command = _trial("--", sys.executable, "-c", WAITS, started)
+    trial = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
+    deadline = time.monotonic() + 100
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    trial.send_signal(signal.SIGTERM)
+    assert trial.wait(100) == 128 + signal.SIGTERM
+    assert not processes_with("TMPDIR", str(tmp_path))
+
+
+def test_command_that_cannot_start_is_told() -> None:
+    ended = captured(_trial("--", "no-such-launcher"), 100)
+    assert ended.returncode == 1 and "cannot start no-such-launcher" in ended.stderr
+
+
+def test_settings_travel_as_text() -> None:
+    settings = Hosts(5, 2).desk.settings
+    again = type(settings).of(settings.text(3))
+    assert (again.steps, again.skipped, again.number) == (5, 2, 3)
+    assert json.loads(settings.text(3))["token"] == settings.token
