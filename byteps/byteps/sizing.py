@@ -117,11 +117,11 @@ HEAD = (
     "   spare  servers on  servers                     ms per         Gbit/s  cores of a   "
     "cores of   GiB of a    GiB of",
     "machines        each  on a host  values optimizer    step   gain per NIC     machine   "
-    "  a host    machine    a host",
+    "  a host    machine    a host  loss over bf16's",
 )
 
 
-def render(found: Sequence[Choice], parameters: float) -> str:
+def render(found: Sequence[Choice], parameters: float, micro_batch_s: float | None = None) -> str:
     """The choices, and the answer, as text."""
     machines, chosen = found[0].machines, advised(found)
     nics = "" if machines.nics == 1 else f"{machines.nics} NICs of "
@@ -138,6 +138,12 @@ def render(found: Sequence[Choice], parameters: float) -> str:
         lines += [
             f"Plain Megatron at its best: {1000 * plain.seconds:,.1f} ms per step"
             + (f", with {' '.join(plain.flags)}" if plain.flags else ""),
+            *(
+                f"For comparison, FP8 over NCCL, which Megatron has not: {1000 * row.seconds:,.1f} "
+                f"ms, {row.gain:.2f} x"
+                for row in chosen.found.rows
+                if row.compared
+            ),
             "",
             *HEAD,
         ]
@@ -145,9 +151,11 @@ def render(found: Sequence[Choice], parameters: float) -> str:
             for row in one.found.by_servers():
                 if row.gain < LEAST_SHOWN:
                     continue
-                mark = "  <- advised" if one is chosen and row == one.found.best else ""
+                mark = f"  {row.loss}" if row.loss else ""
+                mark += "  <- advised" if one is chosen and row == one.found.best else ""
                 lines.append(_line(one, row) + mark)
-    lines += ["", *filter(None, [break_even(chosen.found)]), f"Answer: {answer(chosen.found)}"]
+    worth = break_even(chosen.found, micro_batch_s)
+    lines += ["", *filter(None, [worth]), f"Answer: {answer(chosen.found)}"]
     if lacking := _lacking_cores(chosen):
         lines.append(lacking)
     if (deployed := chosen.deployed) is not None:
@@ -215,6 +223,13 @@ def count(text: str) -> float:
     return float(match[1]) * scale[match[2].lower()]
 
 
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not above 0")
+    return number
+
+
 def add_machines(parser: argparse.ArgumentParser) -> None:
     """Options that describe the machines; :func:`machines_of` reads them."""
     machines = parser.add_argument_group("the machines")
@@ -240,6 +255,11 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
         help="rate of a spare machine's NICs together (default: as --link-gbps)",
     )  # fmt: skip
     machines.add_argument("--server-cores", **cores, help="of a spare machine (default: any)")
+    machines.add_argument(
+        "--micro-batch-ms", type=_positive, metavar="T",
+        help="for which a micro-batch computes: up to how many of them a step may accumulate is "
+        "then printed",
+    )  # fmt: skip
     network = parser.add_argument_group("the network")
     network.add_argument(
         "--transport", choices=TRANSPORTS, default="tcp",
@@ -259,6 +279,11 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
         "--backup", action="store_true",
         help="each server keeps a copy of another one's optimizer state (BYTEPS_BACKUP_STATE)",
     )  # fmt: skip
+
+
+def micro_batch_of(options: argparse.Namespace) -> float | None:
+    """Seconds for which a micro-batch computes; None: not said."""
+    return None if options.micro_batch_ms is None else options.micro_batch_ms / 1e3
 
 
 def machines_of(options: argparse.Namespace, spare: int) -> Machines:
@@ -336,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(_json(found), indent=1))
     else:
-        print(render(found, options.parameters))
+        print(render(found, options.parameters, micro_batch_of(options)))
     return 0
 
 
@@ -346,7 +371,10 @@ def _json(found: Sequence[Choice]) -> dict[str, object]:
         for row in one.found.by_servers():
             rows.append(
                 {
-                    **{name: getattr(row, name) for name in ("flags", "wire", "seconds", "gain")},
+                    **{
+                        name: getattr(row, name)
+                        for name in ("flags", "wire", "seconds", "gain", "loss")
+                    },
                     "servers": dataclasses.asdict(one.found.network.servers),
                     "needs": dataclasses.asdict(one.needs(row)),
                 }

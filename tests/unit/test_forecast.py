@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from byteps import forecast as package
 from byteps.cost_model import Servers
-from byteps.forecast import Forecast, Kind, Machines, Row, Training, answer, forecast, table
+from byteps.forecast import (
+    FEW_BITS,
+    Forecast,
+    Kind,
+    Machines,
+    Row,
+    Training,
+    answer,
+    forecast,
+    learning,
+    table,
+)
 from byteps.routing import Network
 from byteps.torch import wire
 
@@ -118,6 +130,9 @@ def test_servers_on_the_hosts_gain_by_few_bits(
     least, int8_row = whole.plain.seconds, whole.few_bits[0]
     assert (most + least) / (most + int8_row.seconds) == pytest.approx(1.1, rel=0.01)
     assert f"{USE} {INT8} saves {least - int8_row.seconds:.3g} s of it" in said
+    said = package.break_even(whole, 0.1)
+    batches = int(re.findall(r" s: (\d+) micro-batches of 100 ms\.", said)[0])
+    assert batches == pytest.approx(most / 0.1, rel=0.01, abs=1)
     said = answer(whole)
     assert "compare your loss curves first" in said and "on each of" in package.servers_text(
         links.servers
@@ -298,3 +313,17 @@ def test_types_are_those_that_travel() -> None:
 )
 def test_where_servers_are(extra: int, local: int, said: str) -> None:
     assert package.servers_text(Servers(hosts=4, extra=extra, local=local)) == said
+
+
+def test_every_row_of_few_bits_has_a_measured_loss() -> None:
+    """Or says that there is none. The page of few bits has the measurements."""
+    found = forecast(Training(kinds=(dense(4, 1),), gradient_bytes=2), network_of(4))
+    for one in found.rows:
+        assert bool(one.loss) == (one.compared or one.wire in FEW_BITS)
+        if one.loss:
+            assert f"loss {one.loss}" in package.table(found)
+    assert row(found, USE, INT4, OPTIMIZER).loss == learning.NOT_MEASURED
+    page = (Path(__file__).parents[2] / "docs/design/few-bits.md").read_text(encoding="utf-8")
+    for text in learning.MEASURED.values():
+        numbers = re.findall(r"[-+±]\d+\.\d+", text)
+        assert numbers and all(number in page for number in numbers), text

@@ -73,8 +73,12 @@ def rates_text(network: Network) -> str:
     return text
 
 
-def break_even(found: Forecast) -> str:
-    """Computing time of a step up to which servers are worth it; empty: they are not at all."""
+def break_even(found: Forecast, micro_batch_s: float | None = None) -> str:
+    """Computing time of a step up to which servers are worth it; empty: they are not at all.
+
+    Args:
+        micro_batch_s: for which a micro-batch computes; None: not known.
+    """
     rows = (found.best, *found.few_bits)
     row = next((row for row in rows if row.through_servers), None)
     if row is None or row.gain < WORTH_IT or not found.network.host_rate:
@@ -84,8 +88,14 @@ def break_even(found: Forecast) -> str:
         "Gradients travel once a step, however many micro-batches it accumulates: "
         f"{' '.join(row.flags)} saves {plain - row.seconds:.3g} s of it. If nothing overlaps, the "
         f"whole step is {WORTH_IT} x as fast or more where it computes for at most "
-        f"{most / (WORTH_IT - 1):.3g} s."
+        f"{most / (WORTH_IT - 1):.3g} s{_batches(most / (WORTH_IT - 1), micro_batch_s)}."
     )
+
+
+def _batches(seconds: float, micro_batch_s: float | None) -> str:
+    if micro_batch_s is None:
+        return ""
+    return f": {int(seconds / micro_batch_s)} micro-batches of {1e3 * micro_batch_s:g} ms"
 
 
 def size_text(nbytes: float) -> str:
@@ -133,9 +143,9 @@ def table(found: Forecast) -> str:
 def note(found: Forecast, row: Row) -> str:
     """Remark on a row's gain."""
     if row.compared:
-        return "for comparison: not in Megatron"
+        return f"for comparison: not in Megatron; loss {row.loss}"
     if row.plain:
         return "plain Megatron at its best" if row == found.plain else "plain Megatron"
     if not row.through_servers:
         return "gain of plain flags" if row.over_now > 1.005 else "left to NCCL"
-    return "few bits" if row.loses else ""
+    return f"{'few bits; ' * row.loses}loss {row.loss}" if row.loss else ""

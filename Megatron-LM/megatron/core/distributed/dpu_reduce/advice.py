@@ -133,7 +133,7 @@ def brief(found: Forecast) -> str:
             f"{forecast.rates_text(found.network)}",
             "dpu_reduce: at best, over plain Megatron at its best "
             f"({' '.join(found.plain.flags) or 'as it is'}): "
-            + ", ".join(_gain(row) for row in found.rows if not (row.plain or row.compared)),
+            + ", ".join(_gain(row) for row in found.rows if not row.plain),
             f"dpu_reduce: {forecast.answer(found)}",
         )
     )
@@ -146,8 +146,9 @@ def _bytes(row: Row) -> str:
 
 
 def _gain(row: Row) -> str:
-    flags = " ".join(row.flags[1:]) or row.flags[0]
-    return f"{flags} " + ("refused" if row.refused else f"{row.gain:.2f} x")
+    flags = row.name if row.compared else " ".join(row.flags[1:]) or row.flags[0]
+    loss = f" (loss {row.loss})" if row.loss else ""
+    return f"{flags} " + ("refused" if row.refused else f"{row.gain:.2f} x{loss}")
 
 
 def as_lines(text: str) -> str:

@@ -155,7 +155,7 @@ def kinds_of(
     return (dense, Kind(name="expert", groups=groups, elements=held.expert, left=left))
 
 
-def render(verdict: Verdict, machines: Machines) -> str:
+def render(verdict: Verdict, machines: Machines, micro_batch_s: float | None = None) -> str:
     """The verdict as text."""
     lines = []
     for flag, refused in (
@@ -190,7 +190,7 @@ def render(verdict: Verdict, machines: Machines) -> str:
         "how many times as fast as plain Megatron at its best, and as plain Megatron as it is now:",
         table(verdict.forecast),
         "",
-        *filter(None, [break_even(verdict.forecast)]),
+        *filter(None, [break_even(verdict.forecast, micro_batch_s)]),
         f"Answer: {answer(verdict.forecast)}",
     ]
     return "\n".join(lines)
@@ -239,7 +239,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(render(verdict, machines))
+    print(render(verdict, machines, sizing.micro_batch_of(options)))
     return 1 if verdict.refused else 0
 
 

@@ -1,0 +1,17 @@
+"""The loss that few bits were measured to cost: docs/design/few-bits.md, "Quality", has how."""
+
+from __future__ import annotations
+
+MEASURED = {
+    ("int8", False): "-9.2..+4.9 % (3 seeds)",
+    ("int4", False): "+0.46 ±0.16 % (1 seed)",
+    ("int8", True): "-1.84..+1.46 % (3 seeds)",
+}
+"""By the type in which gradients travel, and whether servers keep the optimizer: the difference of
+the loss from bf16's, as an interval of 95 %."""
+NOT_MEASURED = "not measured"
+
+
+def measured_loss(wire: str | None, *, updated: bool) -> str:
+    """The measurement nearest to a row of few bits, or that there is none."""
+    return MEASURED.get((wire or "", updated), NOT_MEASURED)
