@@ -216,6 +216,26 @@ def _few_bits(wire: str, rate: str, low: float, launches: int, iters: int) -> Ex
     )
 
 
+def _own_hosts(hosts: int, wire: str, rate: str, low: float, launches: int) -> Experiment:
+    """Servers on the workers' hosts and no other machine, fp32 in blocks of few bits."""
+    case = replace(_case("64MiB", iters=3), wire=wire)
+    limit = 32 / WIRE_BITS[wire]
+    return Experiment(
+        name=f"own-hosts-{hosts}-{wire}-{rate}",
+        why=f"no machine but the hosts: {wire} can be {limit:.2f} times as fast as fp32 in a ring",
+        plan=_plan(_emulated(hosts, hosts, rate, colocate=True), [case], launches),
+        gates=[Gate(kind="ratio", case=case, low=low)],
+    )
+
+
+def _all_own_hosts(launches: int) -> list[Experiment]:
+    return [
+        _own_hosts(4, "int8", "500mbit", 3.7, launches),
+        _own_hosts(4, "int4", "200mbit", 6.5, launches),
+        _own_hosts(2, "int8", "500mbit", 3.7, launches),
+    ]
+
+
 def _control(name: str, why: str, topology: Topology, launches: int, iters: int) -> Experiment:
     case = _case("64MiB", iters=iters)
     return Experiment(
@@ -376,6 +396,7 @@ def _quick() -> list[Experiment]:
         _eight("200mbit", "64MiB", launches=2, iters=3),
         _few_bits("int8", "500mbit", 5.3, launches=2, iters=2),
         _few_bits("int4", "200mbit", 9.5, launches=1, iters=2),
+        *_all_own_hosts(launches=2),
         *_controls(launches=2, iters=3),
         _nodes(2, "100mbit", "64MiB", launches=2, iters=2),
         _uneven(launches=1, iters=3),
@@ -392,6 +413,7 @@ def _full() -> list[Experiment]:
         *(_eight(rate, "256MiB", launches=5, iters=3) for rate in ("200mbit", "500mbit")),
         _few_bits("int8", "500mbit", 5.3, launches=5, iters=3),
         _few_bits("int4", "200mbit", 9.5, launches=5, iters=3),
+        *_all_own_hosts(launches=5),
         *_controls(launches=5, iters=5),
         *(_nodes(ranks, "500mbit", "64MiB", launches=5, iters=3) for ranks in (2, 4)),
         _uneven(launches=3, iters=3),

@@ -65,9 +65,9 @@ def _try(run_dir: Path, *arguments: str, command: Sequence[str]) -> list[tuple[i
             del env["BYTEPS_SECRET"]
             places = {"index": index, "master": emulation.hosts[0].address}
             words = [word.format(**places) for word in command]
-            trial = [sys.executable, "-m", "byteps.trial", *arguments, "--", *words]
+            started = [sys.executable, "-m", "byteps.trial", *arguments, "--", *words]
             named = ["unshare", "--uts", "sh", "-ec", 'hostname "$0"; exec "$@"', f"host-{index}"]
-            trials.append(Spawned(f"host {index}", host.command([*named, *trial]), env, run_dir))
+            trials.append(Spawned(f"host {index}", host.command([*named, *started]), env, run_dir))
         try:
             return [(trial.wait(RUN_S), trial.text) for trial in trials]
         finally:
