@@ -24,6 +24,8 @@ from megatron.core.distributed import dpu_reduce
 from megatron.core.distributed.dpu_reduce.server_buckets import alike
 from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 from megatron.core.rerun_state_machine import RerunState
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from scripts.prepare_data import Dataset
 from tests.layouts.gpt.layout import RankSeen
@@ -246,6 +248,17 @@ POSITIONS = ("--max-position-embeddings", "64")
 NONE = "does not say what rounding has lost"
 
 
+def saved_ranks(folder: Path) -> set[int]:
+    """The number of ranks whose losses a checkpoint has of a parameter."""
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        tensor.size[0]
+        for key, tensor in saved.items()
+        if key.startswith("dpu_feedback.") and not key.endswith(".servers")
+        if isinstance(tensor, TensorStorageMetadata)
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "job"),
     [
@@ -262,16 +275,30 @@ def test_a_job_that_resumes_makes_the_steps_of_one_that_goes_on(
     shared = (*INT4, *DROPOUT, *arguments)
     settings = {**job, "environment": FEW}
     save = ("--save", str(run_dir / "checkpoint"), "--save-interval", "2")
-    whole = train(*shared, **settings)
     saves = train(*shared, *save, **settings)
     rest = train(*shared, "--load", save[1], "--ckpt-step", "2", **settings)
+    assert rest.losses == saves.losses[2:]
+    if arguments != OPTIMIZER:
+        assert same(rest.gradients, saves.gradients[2:])
+    for name, value in saves.parameters.items():
+        assert torch.equal(value, rest.parameters[name]), name
+    assert saved_ranks(run_dir / "checkpoint/iter_0000002") == {1}
+
+
+def test_what_each_rank_has_lost_is_saved_on_request(train: Train, run_dir: Path) -> None:
+    """Then a job that saves computes the bits of one that does not."""
+    shared = (*INT4, *DROPOUT, *SHARDED, "--dpu-feedback-per-rank")
+    save = ("--save", str(run_dir / "checkpoint"), "--save-interval", "2")
+    whole = train(*shared, environment=FEW)
+    saves = train(*shared, *save, environment=FEW)
+    rest = train(*shared, "--load", save[1], "--ckpt-step", "2", environment=FEW)
     assert saves.losses == whole.losses
     assert rest.losses == whole.losses[2:]
-    if arguments != OPTIMIZER:
-        assert same(rest.gradients, whole.gradients[2:])
+    assert same(rest.gradients, whole.gradients[2:])
     for name, value in whole.parameters.items():
         assert torch.equal(value, saves.parameters[name]), name
         assert torch.equal(value, rest.parameters[name]), name
+    assert saved_ranks(run_dir / "checkpoint/iter_0000002") == {2}
 
 
 @pytest.mark.thorough

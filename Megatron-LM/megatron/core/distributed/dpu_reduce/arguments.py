@@ -102,6 +102,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "before. The seconds must be more than replicas differ in the time of a step, evaluation "
         "or checkpoint. Default: replicas wait for each other.",
     )
+    group.add_argument(
+        "--dpu-feedback-per-rank",
+        action="store_true",
+        default=False,
+        help="With int4: checkpoints have what rounding has lost of each rank, 2 bytes per parameter "
+        "and rank, instead of the mean; so saving one does not change a bit of the steps after.",
+    )
     for flag in GONE:
         group.add_argument(
             flag, action=_Gone, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS

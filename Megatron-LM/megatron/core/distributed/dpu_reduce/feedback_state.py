@@ -2,11 +2,13 @@
 
 """What rounding to few bits has lost, in checkpoints of ``--ckpt-format torch_dist``.
 
-For each parameter there is a tensor of its shape for each rank that pushes its gradient, one after
-the other, and one of the servers; both are cut as the parameter is. Of n ranks that push a
-parameter, rank i goes on with what the ranks i, i + n, i + 2n ... have saved, added up. With as
-many ranks as before each so has its own, to the bit; else the sum over all ranks is the same, and
-with it what the next steps still owe the parameter.
+For each parameter there is a tensor of its shape with the mean over the ranks that push its
+gradient, and one of the servers; both are cut as the parameter is. Each rank takes the mean when it
+is saved, and when it is loaded: the job that goes on computes the bits of the one that comes back,
+and the sum over all ranks is what it was, and with it what the next steps still owe the parameter.
+
+With ``--dpu-feedback-per-rank`` there is a tensor for each rank instead, and saving changes
+nothing. Of n ranks, rank i goes on with what the ranks i, i + n, i + 2n ... have saved, added up.
 """
 
 from __future__ import annotations
@@ -48,6 +50,21 @@ class _Owed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What a checkpoint has of a parameter's losses."""
+
+    owed: _Owed
+    tensors: int
+    """One for each rank that pushed it, or one, of their mean."""
+
+    def wanted(self, place: int, pushers: int) -> list[tuple[int, float]]:
+        """Which tensors the rank of this place among so many takes, and by what to multiply."""
+        if self.tensors == self.owed.pushers:
+            return [(number, 1.0) for number in range(place, self.tensors, pushers)]
+        return [(0, self.owed.pushers / pushers)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Push:
     """A tensor that this rank pushes: parts of a bucket, laid end to end."""
 
@@ -55,8 +72,10 @@ class _Push:
     numel: int
     parts: tuple[tuple[int, int, int], ...]
     """First element in the bucket, last plus one, and where the first lies in the tensor."""
+    group: tuple[int, ...]
+    """Ranks that push the same elements."""
     place: int
-    """Of this rank, among those that push the same elements."""
+    """Of this rank, among them."""
     owed: _Owed
 
 
@@ -124,17 +143,20 @@ _loading: _Loading | None = None
 """None: there is none, or it has nothing."""
 
 
-def save(state: dict[str, Any]) -> None:
+def save(state: dict[str, Any], *, per_rank: bool) -> None:
     """Add to a state that is about to be saved what was lost. All ranks call it.
 
     Args:
         state: what is saved, with the sharded states of the model's chunks.
+        per_rank: save what each rank has lost, instead of their mean, which it has from now on.
 
     Raises:
         byteps.torch.BytePSError: a server is lost.
     """
     boxes, owed = _agreed(*_boxes(state))
     tensors: list[ShardedTensor] = []
+    if not per_rank:
+        _share(list(dict.fromkeys(box.push for box in boxes)))
     for push, of_push in itertools.groupby(boxes, lambda box: box.push):
         lost = bytepslib.wire.feedback.get(push.name)
         lost = torch.zeros(push.numel, dtype=torch.bfloat16) if lost is None else lost.cpu()
@@ -143,13 +165,41 @@ def save(state: dict[str, Any]) -> None:
             servers = bytepslib.operations.read_feedback(push.name, push.numel)
         for box in of_push:
             # Copies: they may be written while training goes on.
-            values = box.part_of(lost).clone()
-            tensors.append(box.of_rank(box.key, push.place, push.owed.pushers, values))
+            if per_rank or push.place == 0:
+                values, ranks = box.part_of(lost).clone(), push.owed.pushers if per_rank else 1
+                tensors.append(box.of_rank(box.key, push.place, ranks, values))
             if servers is not None:
                 tensors.append(box.of_servers(box.key, box.part_of(servers).clone()))
-    how = {key: (one.pushers, one.average, one.servers) for key, one in sorted(owed.items())}
+    how = {
+        key: (one.pushers, one.average, one.servers, one.pushers if per_rank else 1)
+        for key, one in sorted(owed.items())
+    }
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     state[KEY] = {"parameters": how, "tensors": numbered}
+
+
+def _share(pushes: Sequence[_Push]) -> None:
+    """Give each rank the mean of what all that push the same elements have lost of them."""
+    sums = []
+    for push in pushes:
+        lost = bytepslib.wire.feedback.get(push.name)
+        if lost is None or len(push.group) == 1:
+            continue
+        total = lost.detach().cpu().float()
+        name = f"{push.name}/lost"
+        handle = bytepslib.operations.start(
+            total,
+            total,
+            average=True,
+            name=name,
+            priority=0,
+            group=push.group,
+            placement=None,
+        )
+        sums.append((push, name, lost, handle))
+    for push, name, lost, handle in sums:
+        lost.copy_(bytepslib.operations.synchronize(handle))
+        bytepslib.names.release([name], group=push.group)
 
 
 def ask(state: dict[str, Any], common: Mapping[str, Any]) -> None:
@@ -164,8 +214,10 @@ def ask(state: dict[str, Any], common: Mapping[str, Any]) -> None:
     if KEY not in common:
         return
     saved = {
-        key: _Owed(pushers=pushers, average=average, servers=servers)
-        for key, (pushers, average, servers) in common[KEY]["parameters"].items()
+        key: _Saved(
+            owed=_Owed(pushers=pushers, average=average, servers=servers), tensors=tensors_of_key
+        )
+        for key, (pushers, average, servers, tensors_of_key) in common[KEY]["parameters"].items()
     }
     boxes, owed = _agreed(*_boxes(state))
     asked: dict[str, _Asked] = {}
@@ -203,7 +255,7 @@ def take(state: Mapping[str, Any]) -> bool:
 
 
 def _wanted(
-    box: _Box, saved: Mapping[str, _Owed], present: Mapping[str, _Owed]
+    box: _Box, saved: Mapping[str, _Saved], present: Mapping[str, _Owed]
 ) -> Iterator[tuple[_Asked, ShardedTensor]]:
     """What of a checkpoint this rank goes on with."""
     keys = [box.key] if box.key in saved else []
@@ -218,15 +270,14 @@ def _wanted(
     push, owed = box.push, box.push.owed
     weight = float(owed.pushers if owed.average else 1)
     for key in keys:
-        was = saved[key]
-        wanted = [
-            (
-                box.of_rank(key, rank, was.pushers, _blank(box)),
-                weight / was.pushers if was.average else weight,
-                False,
-            )
-            for rank in range(push.place, was.pushers, owed.pushers)
-        ]
+        was, tensors = saved[key].owed, saved[key].tensors
+        wanted = []
+        for number, factor in saved[key].wanted(push.place, owed.pushers):
+            tensor = box.of_rank(key, number, tensors, _blank(box))
+            if tensors < was.pushers:  # by all ranks
+                tensor = replace(tensor, replica_id=push.place)
+            factor *= weight / was.pushers if was.average else weight
+            wanted.append((tensor, factor, False))
         if was.servers and push.place == 0:
             factor = 1.0 if owed.servers else weight
             wanted.append((box.of_servers(key, _blank(box)), factor, owed.servers))
@@ -342,8 +393,10 @@ def _cut_part(
 
 def _whole(bucket: _ParamAndGradBucket, place: int, owed: _Owed) -> _Push:
     elements = bucket.grad_data.numel()
-    name, parts = bucket.dpu_reduce_op.name, ((0, elements, 0),)
-    return _Push(name=name, numel=elements, parts=parts, place=place, owed=owed)
+    op, parts = bucket.dpu_reduce_op, ((0, elements, 0),)
+    return _Push(
+        name=op.name, numel=elements, parts=parts, group=tuple(op.group), place=place, owed=owed
+    )
 
 
 def _pushes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> list[_Push]:
@@ -375,6 +428,7 @@ def _pushes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) 
                 name=push.name,
                 numel=piece.length,
                 parts=tuple(parts),
+                group=tuple(push.group),
                 place=push.group.index(rank),
                 owed=owed(push.group),
             )

@@ -155,7 +155,7 @@ def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
         return _forget_lost(args)
     from .feedback_state import save  # of megatron.core, which needs this package
 
-    save(state)
+    save(state, per_rank=getattr(args, "dpu_feedback_per_rank", False))
 
 
 def ask_for_feedback(
