@@ -106,8 +106,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--dpu-feedback-per-rank",
         action="store_true",
         default=False,
-        help="With int4: checkpoints have what rounding has lost of each rank, 2 bytes per parameter "
-        "and rank, instead of the mean; so saving one does not change a bit of the steps after.",
+        help="With int4: checkpoints have what rounding has lost of each rank, 2 bytes per "
+        "parameter and rank, instead of the mean; so saving one does not change a bit of the steps "
+        "after.",
     )
     for flag in GONE:
         group.add_argument(
