@@ -98,6 +98,7 @@ STACKS_BEFORE_S = 10.0
 """Seconds before the limit at which a rank that still runs writes its threads' stacks."""
 _STARTING = threading.Lock()
 _CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
+_started_for: Platform | None = None
 
 
 class JobFailed(AssertionError):
@@ -123,11 +124,21 @@ def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
 
     It imports these modules beforehand, or those that the platform allows. Threads may call this at
     the same time.
+
+    Raises:
+        ValueError: this process's fork server has imported what this platform does not allow.
     """
+    global _started_for
     # Some releases of Python do not hand sys.path to the server, and a module that it cannot import
     # beforehand it leaves to every child, without a word.
     path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     with _STARTING, _environment({**platform.environment, **path}):
+        if _started_for is not None and _started_for.preloaded != platform.preloaded:
+            raise ValueError(
+                f"the fork server of this process is for {_started_for.name}, not for "
+                f"{platform.name}: ranks of another platform need another process"
+            )
+        _started_for = platform
         _CONTEXT.set_forkserver_preload(list(platform.preloaded or modules))
         forkserver.ensure_running()
 
