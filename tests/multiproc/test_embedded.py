@@ -345,7 +345,7 @@ def test_needs_torch_distributed(make_cluster: Callable[..., Cluster]) -> None:
     assert re.search("BytePSError: .*init_process_group.*DMLC_PS_ROOT_URI", worker.text)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "2x", "1.5", "", "100000"])
+@pytest.mark.parametrize("value", ["0", "2x", ""])
 def test_bad_number_of_servers(make_cluster: Callable[..., Cluster], value: str) -> None:
     cluster = make_cluster(workers=1)
     unset = dict.fromkeys(CLUSTERS_OWN)

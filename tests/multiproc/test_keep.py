@@ -49,7 +49,7 @@ def demand_well(cluster: Cluster) -> None:
     assert [node.wait(0) for node in nodes] == [0] * len(nodes)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [2, 4])
 def test_killed_worker(make_cluster: Make, workers: int) -> None:
     """Survivors end by name, scheduler and servers stay, and another number of workers goes on."""
     cluster = loops(make_cluster, workers=3, servers=2)
@@ -211,9 +211,9 @@ def test_server_that_no_scheduler_wants(make_cluster: Make) -> None:
     )
 
 
-@pytest.mark.parametrize("survivors", [(0, 2), (1, 2)], ids=["rank-1-dies", "rank-0-dies"])
-def test_again_in_one_process(make_cluster: Make, survivors: tuple[int, ...]) -> None:
+def test_again_in_one_process(make_cluster: Make) -> None:
     """bps.shutdown() after a failure and bps.init() again, with a worker fewer."""
+    survivors = (1, 2)
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
     ranks = {str(old): new for new, old in enumerate(survivors)}
     cluster.start("keep:again_in_one_process", ranks=ranks)

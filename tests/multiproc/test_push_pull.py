@@ -21,7 +21,7 @@ PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "20"}
 
 LONGER = {"BYTEPS_PARTITION_BYTES": str(SMALL), "BYTEPS_OP_TIMEOUT_S": "60"}
 
-USUAL = ((1, 1), (2, 2), (3, 3), (4, 1))
+USUAL = ((1, 1), (4, 3))
 """Workers and servers; the other numbers are thorough."""
 
 
@@ -52,21 +52,26 @@ def test_partition_sizes(make_cluster: Callable[..., Cluster], partition_bytes: 
     cluster.run("sums:every_dtype", partition_bytes=partition_bytes, dtypes=dtypes)
 
 
-@pytest.mark.parametrize("env", [{}, {"BYTEPS_PARTITION_BYTES": "65536"}], ids=["default", "64K"])
-def test_large_tensors(make_cluster: Callable[..., Cluster], env: dict[str, str]) -> None:
-    make_cluster(workers=2, servers=2, env={**env, **PATIENCE}).run("sums:large")
+def test_large_tensors(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=2, env=PATIENCE).run("sums:large")
 
 
 @pytest.mark.parametrize(
     "env",
     [
-        {"BYTEPS_DETERMINISTIC": "1"},
-        {"BYTEPS_SERVER_WIDE_FLOAT32": "0"},
-        {"BYTEPS_PUSH_THREAD": "4", "BYTEPS_SERVER_ENGINE_THREAD": "4"},
-        {"BYTEPS_SERVER_WINDOW_BYTES": "1000000000"},
-        *({"BYTEPS_KEY_HASH_FN": name} for name in ("raw", "djb2")),
+        {
+            "BYTEPS_DETERMINISTIC": "1",
+            "BYTEPS_SERVER_WINDOW_BYTES": "1000000000",
+            "BYTEPS_KEY_HASH_FN": "raw",
+        },
+        {
+            "BYTEPS_SERVER_WIDE_FLOAT32": "0",
+            "BYTEPS_PUSH_THREAD": "4",
+            "BYTEPS_SERVER_ENGINE_THREAD": "4",
+            "BYTEPS_KEY_HASH_FN": "djb2",
+        },
     ],
-    ids=lambda env: ",".join(f"{name[7:]}={value}" for name, value in env.items()),
+    ids=["one-thread", "many-threads"],
 )
 def test_settings_change_no_sum(make_cluster: Callable[..., Cluster], env: dict[str, str]) -> None:
     full = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE, **env}
@@ -74,15 +79,14 @@ def test_settings_change_no_sum(make_cluster: Callable[..., Cluster], env: dict[
     cluster.run("sums:every_dtype", partition_bytes=SMALL, dtypes=["float32", "float16"])
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_wire_types(make_cluster: Callable[..., Cluster], workers: int) -> None:
     env = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE}
     make_cluster(workers=workers, servers=2, env=env).run("sums:wire")
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_averages_of_large_integers(make_cluster: Callable[..., Cluster], workers: int) -> None:
-    make_cluster(workers=workers, servers=1, env=PATIENCE).run("sums:integers")
+def test_averages_of_large_integers(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=3, servers=1, env=PATIENCE).run("sums:integers")
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -90,10 +94,9 @@ def test_shapes_and_refusals(make_cluster: Callable[..., Cluster], workers: int)
     make_cluster(workers=workers, servers=1, env=PATIENCE).run("sums:shapes")
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 3)])
-def test_every_order(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> None:
+def test_every_order(make_cluster: Callable[..., Cluster]) -> None:
     env = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE}
-    make_cluster(workers=workers, servers=servers, env=env).run("declare:every_order")
+    make_cluster(workers=3, servers=3, env=env).run("declare:every_order")
 
 
 def test_every_order_with_many_threads(make_cluster: Callable[..., Cluster]) -> None:
@@ -192,7 +195,7 @@ def test_parameters_without_names(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2).run("declare:broadcast")
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("servers", [3, 8])
 def test_spread(make_cluster: Callable[..., Cluster], servers: int) -> None:
     """Servers get equal parts of what a step sums."""
     make_cluster(workers=1, servers=servers).run("declare:spread", servers=servers)
@@ -221,31 +224,24 @@ def test_the_other_hash(make_cluster: Callable[..., Cluster]) -> None:
 # Sums over some of the ranks, and members that disagree.
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-def test_groups_under_one_name_do_not_mix(
-    make_cluster: Callable[..., Cluster], servers: int
-) -> None:
-    env = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "20"}
-    make_cluster(workers=4, servers=servers, env=env).run("sums:disjoint")
+def test_groups_under_one_name_do_not_mix(make_cluster: Callable[..., Cluster]) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE}
+    make_cluster(workers=4, servers=3, env=env).run("sums:disjoint")
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_parts_of_a_sum(make_cluster: Callable[..., Cluster], workers: int) -> None:
-    env = {
-        "BYTEPS_PARTITION_BYTES": "4096",
-        "BYTEPS_OP_TIMEOUT_S": "20",
-    }
-    make_cluster(workers=workers, servers=2, env=env).run("sums:parts")
+def test_parts_of_a_sum(make_cluster: Callable[..., Cluster]) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE}
+    make_cluster(workers=3, servers=2, env=env).run("sums:parts")
 
 
-@pytest.mark.parametrize("kind", ["size", "partitions", "dtype", "average"])
-def test_members_that_disagree(make_cluster: Callable[..., Cluster], kind: str) -> None:
+def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
     """Every member gets an error with the key's name and both ranks, long before any timeout."""
-    env = {"BYTEPS_PARTITION_BYTES": "4096"}
-    cluster = make_cluster(workers=2, servers=2, env=env)
-    cluster.run("sums:mismatch", kind=kind)
-    for rank in range(2):
-        text = (cluster.folder / f"mismatch.{rank}").read_text()
+    cluster = make_cluster(workers=2, servers=2, env={"BYTEPS_PARTITION_BYTES": str(SMALL)})
+    cluster.run("sums:mismatch")
+    errors = list(cluster.folder.glob("mismatch.*"))
+    assert len(errors) == 2 * 4
+    for error in errors:
+        text = error.read_text()
         assert "layer.weight" in text
         assert re.search(r"worker 0\b.*worker 1\b|worker 1\b.*worker 0\b", text), text
 
@@ -269,7 +265,6 @@ def test_a_backward_pass_that_raises_on_one_rank(make_cluster: Callable[..., Clu
 
 
 PROGRAMS = (
-    "distributed",
     "clipped",
     "passes",
     "compressed",

@@ -172,10 +172,9 @@ def refused(job: Job) -> None:
             bps.push_pull_inplace(given, name="refused", wire_dtype=form)
     with job.check_raises("no such form", ValueError, "wire_dtype is int3; .*'int8', 'int4'"):
         bps.push_pull_inplace(torch.ones(4), name="refused", wire_dtype="int3")
-    if job.size > 1:
-        mine = wire.int8(feedback=job.rank == 1)
-        with job.check_raises("members that disagree", bps.BytePSError, "with feedback"):
-            bps.push_pull_inplace(torch.ones(4096), name="mixed", wire_dtype=mine)
+    mine = wire.int8(feedback=job.rank == 1)
+    with job.check_raises("members that disagree", bps.BytePSError, "with feedback"):
+        bps.push_pull_inplace(torch.ones(4096), name="mixed", wire_dtype=mine)
     bps.shutdown()
 
 

@@ -338,34 +338,29 @@ def mismatch(job: Job) -> None:
     bps.init()
     bps.push_pull(torch.ones(10), average=False, name="agreed")
     # Thousands of partitions: most are not sent yet when the error comes.
-    given = torch.ones(3_000_000)
-    average = False
-    if job.rank == 1:
-        kind = job.args["kind"]
-        if kind == "size":
-            given = torch.ones(3_000_001)
-        elif kind == "partitions":
-            given = torch.ones(4_000_000)
-        elif kind == "dtype":
-            given = torch.ones(3_000_000, dtype=torch.int32)
-        elif kind == "average":
-            average = True
-        else:
-            raise ValueError(kind)
-    with job.check("told of the mismatch"):
-        try:
-            bps.push_pull(given, average=average, name="layer.weight")
-        except bps.BytePSError as error:
-            job.note("mismatch", str(error))
-        else:
-            raise AssertionError("no error")
-    # The memory goes back to the system; nothing may read or write it any more.
-    del given
-    with job.check("other tensors are still summed"):
-        for round_ in range(3):
-            want = values.exact_sum(10, [0, 1], "agreed", round_, "float32")
-            given = values.exact_input(10, job.rank, "agreed", round_, "float32")
-            values.demand_exact(bps.push_pull(given, average=False, name="agreed"), want)
+    other: dict[str, torch.Tensor] = {
+        "size": torch.ones(3_000_001),
+        "partitions": torch.ones(4_000_000),
+        "dtype": torch.ones(3_000_000, dtype=torch.int32),
+        "average": torch.ones(3_000_000),
+    }
+    for kind in list(other):
+        given = other.pop(kind) if job.rank == 1 else torch.ones(3_000_000)
+        average = job.rank == 1 and kind == "average"
+        with job.check(f"told of another {kind}"):
+            try:
+                bps.push_pull(given, average=average, name=f"layer.weight.{kind}")
+            except bps.BytePSError as error:
+                job.note(f"mismatch.{kind}", str(error))
+            else:
+                raise AssertionError("no error")
+        # The memory goes back to the system; nothing may read or write it any more.
+        del given
+        with job.check(f"after another {kind} other tensors are still summed"):
+            for round_ in range(3):
+                want = values.exact_sum(10, [0, 1], "agreed", round_, "float32")
+                given = values.exact_input(10, job.rank, "agreed", round_, "float32")
+                values.demand_exact(bps.push_pull(given, average=False, name="agreed"), want)
     bps.shutdown()
 
 
