@@ -82,16 +82,17 @@ class _Trial:
                 launch = command.through_servers(
                     words, os.environ, options.wire, is_megatron=sides[0][0]["is_megatron"]
                 )
-            name = "BytePS" if ours else "plain "
-            report = self._launch(number + 1, f"{name}, {shlex.join(launch.words)}", launch)
+            name = "BytePS" if ours else "plain"
+            report = self._launch(number + 1, f"{name}: {shlex.join(launch.words)}", launch)
             if report["pushed"] and not ours:
                 raise TrialError("the plain launch used BytePS: take it out of the script")
-            print(f"  {name} {verdict.launch_text(report)}", flush=True)
+            print(f"  {name}: {verdict.launch_text(report)}", flush=True)
             sides[ours].append(report)
         plain, through = Side(name="plain", reports=sides[0]), Side(name="BytePS", reports=sides[1])
         at = plain.reports[0]
         print(
-            f"\n{at['ranks']} ranks on {at['hosts']} hosts, {options.launches} launches of each, "
+            f"\n{at['ranks']} ranks on {at['hosts']} host{'s' * (at['hosts'] > 1)}, "
+            f"{options.launches} launches of each, "
             f"{options.steps} steps after {options.skip}:\n\n"
             f"{verdict.table(plain, through, options.skip + options.steps)}\n\n"
             f"Answer: {verdict.answer(plain, through, self._added(at['is_megatron']))}"
