@@ -20,7 +20,7 @@
 #include "byteps/base/wire.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/net/link/admission.h"
-#include "byteps/net/membership/accounts.h"
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_links.h"
 #include "byteps/net/membership/membership_settings.h"

@@ -1,12 +1,11 @@
 #ifndef BYTEPS_NET_MEMBERSHIP_ACCOUNTS_H_
 #define BYTEPS_NET_MEMBERSHIP_ACCOUNTS_H_
 
-#include <cstdint>
 #include <map>
 #include <set>
-#include <string>
 #include <vector>
 
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/replica_table.h"
 #include "byteps/net/membership/replica_view.h"
@@ -16,24 +15,8 @@
 namespace ps {
 namespace membership {
 
-// What nodes tell a scheduler that goes on with their job after another one has died, and what it
-// concludes from that (docs/design/losses.md).
-//
-// One node's.
-struct Account {
-  uint64_t job = 0;      // its number
-  int life = 0;          // of the last scheduler that the node has heard; 0: it does not return
-  bool is_late = false;  // of a worker: its replica came to a job that ran already
-  std::set<int> left;    // ranks of workers that left in order; servers know
-  Turns turns;           // of servers' places, as far as it has heard; a server knows its own
-  ReplicaView replicas;  // the last that it has heard of; of no replica: none
-};
-// Behind the node's Claim.
-std::string PackAccount(const Account& account);
-// False: it says nothing that makes sense.  A Claim alone is an account of life 0.
-bool ParseAccount(const std::string& text, Account* account);
-
-// All of them.  Not thread-safe.
+// What a scheduler concludes from the accounts of all nodes (docs/design/losses.md).  Not
+// thread-safe.
 class Accounts {
  public:
   using State = ReplicaTable::State;

@@ -12,7 +12,7 @@
 
 #include "byteps/base/awake_clock.h"
 #include "byteps/base/mutex.h"
-#include "byteps/net/membership/accounts.h"
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/announcer.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/net/membership/heartbeat_thread.h"

@@ -9,7 +9,7 @@
 #include "byteps/base/log.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/net/membership/accounts.h"
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/node_membership.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/postoffice.h"

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/membership/accounts.h"
+#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/net/membership/heartbeat_thread.h"
 #include "byteps/net/membership/membership.h"

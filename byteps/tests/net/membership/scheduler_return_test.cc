@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "byteps/net/link/admission.h"
-#include "byteps/net/membership/accounts.h"
+#include "byteps/net/membership/account.h"
 #include "membership_test.h"
 
 namespace ps {

@@ -1,0 +1,39 @@
+#ifndef BYTEPS_NET_MEMBERSHIP_REFUSAL_H_
+#define BYTEPS_NET_MEMBERSHIP_REFUSAL_H_
+
+#include <string>
+
+#include "byteps/net/membership/account.h"
+#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/membership_settings.h"
+#include "byteps/net/membership/replica_table.h"
+#include "byteps/net/membership/roster.h"
+#include "ps/internal/message.h"
+
+namespace ps {
+namespace membership {
+
+// Why a scheduler does not admit a node to its job.
+struct Refusal {
+  std::string reason;  // empty: it is admitted
+  bool later = false;  // it may be admitted at another time
+
+  explicit operator bool() const { return !reason.empty(); }
+};
+
+// Gives `node` its rank and its id, or refuses it.  The roster stays as it is.  `settings`: of the
+// scheduler.
+Refusal Assign(const Roster& roster, const ReplicaTable& replicas,
+               const MembershipSettings& settings, const Claim& claim, Node* node);
+
+// Why this scheduler does not go on with the job of a node that returns, which has its id.
+Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
+                    const Node& node);
+
+// Whether `claim.probe` nodes like `node` would be admitted, one after the other.
+Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,
+                  const MembershipSettings& settings, const Claim& claim, Node node);
+
+}  // namespace membership
+}  // namespace ps
+#endif  // BYTEPS_NET_MEMBERSHIP_REFUSAL_H_
