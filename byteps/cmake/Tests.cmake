@@ -41,9 +41,9 @@ if(GTest_FOUND)
     tests/net/membership/node_membership_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
-    tests/net/membership/scheduler_return_test.cc
-    tests/net/membership/scheduler_servers_test.cc
-    tests/net/membership/scheduler_trials_test.cc
+    tests/recovery/scheduler/scheduler_return_test.cc
+    tests/recovery/scheduler/server_places_test.cc
+    tests/recovery/scheduler/trials_test.cc
     tests/net/rdma/outbox_test.cc
     tests/net/net_settings_test.cc
     tests/net/rdma/posted_sends_test.cc

@@ -6,7 +6,7 @@
 #include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_settings.h"
-#include "byteps/net/membership/replica_table.h"
+#include "byteps/recovery/scheduler/replica_table.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/message.h"
 

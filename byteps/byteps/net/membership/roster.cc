@@ -4,7 +4,7 @@
 
 #include "byteps/base/config.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/net/membership/replica_table.h"
+#include "byteps/recovery/scheduler/replica_table.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

@@ -13,7 +13,7 @@
 
 #include "byteps/base/awake_clock.h"
 #include "byteps/base/mutex.h"
-#include "byteps/net/membership/accounts.h"
+#include "byteps/recovery/scheduler/accounts.h"
 #include "byteps/net/membership/announcer.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/net/membership/heartbeat_thread.h"
@@ -22,7 +22,7 @@
 #include "byteps/net/membership/membership_links.h"
 #include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/refusal.h"
-#include "byteps/net/membership/replica_table.h"
+#include "byteps/recovery/scheduler/replica_table.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/message.h"
 

@@ -16,7 +16,7 @@
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/node_membership.h"
-#include "membership_test.h"
+#include "tests/net/membership/membership_test.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

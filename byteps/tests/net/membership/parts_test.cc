@@ -21,7 +21,7 @@
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
 #include "byteps/net/membership/scheduler_membership.h"
-#include "membership_test.h"
+#include "tests/net/membership/membership_test.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

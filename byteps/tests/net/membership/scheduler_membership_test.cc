@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "membership_test.h"
+#include "tests/net/membership/membership_test.h"
 
 namespace ps {
 namespace {

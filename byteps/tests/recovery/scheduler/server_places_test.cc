@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "membership_test.h"
+#include "tests/net/membership/membership_test.h"
 
 namespace ps {
 namespace {

@@ -1,5 +1,5 @@
-#ifndef BYTEPS_NET_MEMBERSHIP_ACCOUNTS_H_
-#define BYTEPS_NET_MEMBERSHIP_ACCOUNTS_H_
+#ifndef BYTEPS_RECOVERY_SCHEDULER_ACCOUNTS_H_
+#define BYTEPS_RECOVERY_SCHEDULER_ACCOUNTS_H_
 
 #include <map>
 #include <set>
@@ -7,7 +7,7 @@
 
 #include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/replica_table.h"
+#include "byteps/recovery/scheduler/replica_table.h"
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/message.h"
@@ -57,4 +57,4 @@ class Accounts {
 
 }  // namespace membership
 }  // namespace ps
-#endif  // BYTEPS_NET_MEMBERSHIP_ACCOUNTS_H_
+#endif  // BYTEPS_RECOVERY_SCHEDULER_ACCOUNTS_H_

@@ -1,7 +1,7 @@
 // Whose fault the scheduler says it is; and until when workers need it.
 #include <gtest/gtest.h>
 
-#include "membership_test.h"
+#include "tests/net/membership/membership_test.h"
 
 namespace ps {
 namespace {

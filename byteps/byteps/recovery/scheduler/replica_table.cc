@@ -1,4 +1,4 @@
-#include "byteps/net/membership/replica_table.h"
+#include "byteps/recovery/scheduler/replica_table.h"
 
 #include <algorithm>
 

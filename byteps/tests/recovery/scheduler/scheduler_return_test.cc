@@ -7,7 +7,7 @@
 
 #include "byteps/net/link/admission.h"
 #include "byteps/net/membership/account.h"
-#include "membership_test.h"
+#include "tests/net/membership/membership_test.h"
 
 namespace ps {
 namespace {

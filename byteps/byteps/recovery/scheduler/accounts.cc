@@ -1,9 +1,9 @@
-#include "byteps/net/membership/accounts.h"
+#include "byteps/recovery/scheduler/accounts.h"
 
 #include <algorithm>
 
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/replica_table.h"
+#include "byteps/recovery/scheduler/replica_table.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/postoffice.h"
 
