@@ -36,6 +36,7 @@ FOLDER = REPOSITORY / "build/cmake-tests"
 PROGRAMS = {
     "byteps-server": "the scheduler and the servers, as the wheel has it",
     "connection_test": "both ends of TCP connections, and a relay that damages what they say",
+    "scheduler_without_recovery": "a scheduler that ends the job at the first loss",
     "server_ring": "servers that send each other values, and are killed and replaced",
     "simulate": "whole jobs, in threads and time that a seed decides",
     "sum_worker": "a worker without Python, which checks every sum",

@@ -41,9 +41,6 @@ if(GTest_FOUND)
     tests/net/membership/node_membership_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
-    tests/recovery/scheduler/scheduler_return_test.cc
-    tests/recovery/scheduler/server_places_test.cc
-    tests/recovery/scheduler/trials_test.cc
     tests/net/rdma/outbox_test.cc
     tests/net/net_settings_test.cc
     tests/net/rdma/posted_sends_test.cc
@@ -52,6 +49,11 @@ if(GTest_FOUND)
     tests/net/tcp/poller_test.cc
     tests/net/tcp/stream_test.cc
     tests/observe/status_test.cc
+    tests/recovery/scheduler/held_failure_test.cc
+    tests/recovery/scheduler/replicas_test.cc
+    tests/recovery/scheduler/scheduler_return_test.cc
+    tests/recovery/scheduler/server_places_test.cc
+    tests/recovery/scheduler/trials_test.cc
     tests/recovery/worker/kept_sums_test.cc
     tests/recovery/worker/server_replacement_test.cc
     tests/server/absent_test.cc
@@ -68,10 +70,14 @@ if(GTest_FOUND)
     tests/server/stop_order_test.cc
     tests/support/job.cc)
   target_compile_options(unit_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
-  target_link_libraries(unit_test PRIVATE worker_under_test GTest::gtest_main)
+  target_link_libraries(unit_test PRIVATE worker_under_test scheduler_recovery GTest::gtest_main)
   add_dependencies(unit_test worker_without_recovery)
   target_link_options(unit_test PRIVATE  # NoMemoryFrom in support/job.cc
     LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
+  # Running it shows that a scheduler needs nothing of recovery/.
+  add_executable(scheduler_without_recovery tests/net/membership/scheduler_membership_test.cc)
+  target_compile_options(scheduler_without_recovery PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
+  target_link_libraries(scheduler_without_recovery PRIVATE byteps_net GTest::gtest_main)
   add_executable(connection_test
     tests/net/link/contract/contract_test.cc
     tests/net/tcp/connection/connection_test.cc
@@ -108,7 +114,7 @@ if(NOT BYTEPS_SANITIZE)
     tests/simulation/simulated_channel.cc
     tests/simulation/virtual_threads.cc)
   target_compile_options(simulate PRIVATE ${WARNINGS})
-  target_link_libraries(simulate PRIVATE worker_under_test)
+  target_link_libraries(simulate PRIVATE worker_under_test scheduler_recovery)
 endif()
 
 # What reads bytes that come from a network, one program for each parser (tests/fuzz).
@@ -121,7 +127,7 @@ if(BYTEPS_FUZZERS)
     add_executable(${name}_fuzzer $<TARGET_OBJECTS:fuzz_targets>)
     target_link_options(${name}_fuzzer PRIVATE -fsanitize=fuzzer
       LINKER:--defsym=LLVMFuzzerTestOneInput=Fuzz_${name})
-    target_link_libraries(${name}_fuzzer PRIVATE byteps_engine)
+    target_link_libraries(${name}_fuzzer PRIVATE byteps_engine scheduler_recovery)
     add_dependencies(fuzzers ${name}_fuzzer)
   endforeach()
 endif()

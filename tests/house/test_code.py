@@ -24,7 +24,8 @@ BELOW: dict[str, set[str]] = {
     "engine": {"base", "cluster", "device", "observe"},
     "server/optimizer": {"base", "observe"},
     "server": {"base", "net/link", "net/auth", "net/membership", "net/rdma", "cluster", "observe"}
-    | {"server/optimizer"},
+    | {"recovery/scheduler", "server/optimizer"},
+    "recovery/scheduler": {"base", "net/link", "net/membership"},
     "recovery/worker": {"base", "device", "engine"},
     "torch": {"base", "net/link", "cluster", "device", "engine", "observe", "recovery/worker"},
 }
@@ -32,7 +33,7 @@ BELOW: dict[str, set[str]] = {
 PS_LITE = re.compile(r"(ps|dmlc)/")
 """How the headers of upstream's ps-lite begin."""
 KNOW_PS_LITE = re.compile(
-    r"net/(link|membership)/.*|net/\w+_base\.cc|cluster/(session\.cc|ps_message\.h)"
+    r"(net/(link|membership)|recovery/scheduler)/.*|net/\w+_base\.cc|cluster/(session\.cc|ps_message\.h)"
     # Of the transports what carries ps-lite's messages, not their sockets and devices.
     r"|net/tcp/(van|memory_pool|frames|frame_reader)\.(h|cc)"
     r"|net/tcp/(connection_dial|greeter)\.cc"

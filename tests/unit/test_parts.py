@@ -41,6 +41,12 @@ SUITES = sorted(
 LIMIT_S = 280
 
 
+def test_a_scheduler_needs_nothing_of_recovery(run_dir: Path) -> None:
+    """It runs jobs, and ends them at the first loss."""
+    program = native.build("scheduler_without_recovery") / "scheduler_without_recovery"
+    run(program, "*", run_dir / "test.log")
+
+
 @pytest.fixture(scope="session")
 def unit_test() -> Path:
     return native.build("unit_test") / "unit_test"

@@ -125,6 +125,7 @@ ps::NetSettings Session::ReadSettings() const {
   membership.rank = options_.rank;
   membership.replicas = worker ? Launch::From(config_).replicas : 1;
   membership.rejoin = options_.rejoin;
+  membership.make_roster_policy = options_.make_roster_policy;
   return settings;
 }
 

@@ -12,6 +12,9 @@
 #include "byteps/cluster/early_messages.h"
 
 namespace ps {
+class RosterPolicy;
+struct ScheduledJob;
+class SchedulerMembership;
 class Van;
 struct NetSettings;
 namespace membership {
@@ -29,6 +32,9 @@ struct SessionOptions {
   int num_servers = 1;
   bool rejoin = false;  // of a server that outlived its last job
   std::string gpu;      // of a worker: the PCI bus id, "0000:1b:00.0"; empty: not known
+  // Of a scheduler: what it does about losses; null: they end the job.
+  std::unique_ptr<ps::RosterPolicy> (*make_roster_policy)(ps::SchedulerMembership*,
+                                                          ps::ScheduledJob*) = nullptr;
 };
 
 // The job failed before all nodes had come, after the scheduler had admitted this one.

@@ -31,6 +31,7 @@
 #include "byteps/observe/metrics_server.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"
+#include "byteps/recovery/scheduler/make_roster_recovery.h"
 #include "byteps/server/health_server.h"
 #include "byteps/server/job_log.h"
 #include "byteps/server/stop_order.h"
@@ -367,6 +368,7 @@ void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoi
   options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
   options.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
   options.rejoin = rejoin;
+  options.make_roster_policy = ps::MakeRosterRecovery;
   Session session(config, options);
   std::unique_ptr<SumServer> server;
   std::unique_ptr<MetricsServer> metrics_server;

@@ -24,6 +24,7 @@
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_links.h"
 #include "byteps/net/membership/membership_settings.h"
+#include "byteps/recovery/scheduler/make_roster_recovery.h"
 #include "byteps/server/backup_link.h"
 #include "byteps/server/copies.h"
 #include "byteps/server/copy_record.h"
@@ -160,6 +161,7 @@ extern "C" int Fuzz_membership(const uint8_t* bytes, size_t size) {
   settings.rank = 0;
   settings.replace_servers_s = data.ConsumeBool() ? 60 : 0;
   settings.scheduler_return_s = data.ConsumeBool() ? 60 : 0;
+  settings.make_roster_policy = ps::MakeRosterRecovery;
   std::atomic<int> failures{0};
   const auto membership =
       ps::Membership::Make(&links, settings, [&](const ps::MembershipEvent& event) {

@@ -7,6 +7,7 @@
 #include "byteps/cluster/channel.h"
 #include "byteps/cluster/session.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/recovery/scheduler/make_roster_recovery.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 #include "world.h"
@@ -161,6 +162,7 @@ void SimulatedChannel::StartOnce() {
   membership.replace_servers_s = settings_.replace_servers_s;
   membership.backups = settings_.backups;
   membership.scheduler_return_s = settings_.scheduler_return_s;
+  membership.make_roster_policy = ps::MakeRosterRecovery;
   membership_ =
       ps::Membership::Make(links_.get(), membership,
                            [this](const ps::MembershipEvent& event) { user_->OnEvent(event); });

@@ -218,8 +218,6 @@ struct MemberWord {
 };
 std::string PackWord(const MemberWord& word);
 bool ParseWord(const std::string& text, MemberWord* word);
-// A kServerLost, of this node id.
-std::string LostWord(int server, int turn, const std::string& reason);
 
 // What a worker says in LEAVE.  A server that is told to end says how: "stopped by
 // SIGTERM".

@@ -1,7 +1,17 @@
 #ifndef BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_SETTINGS_H_
 #define BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_SETTINGS_H_
 
+#include <memory>
+
 namespace ps {
+
+class RosterPolicy;
+struct ScheduledJob;
+class SchedulerMembership;
+
+// Makes what a scheduler does about losses; see RosterPolicy.
+using MakeRosterPolicy = std::unique_ptr<RosterPolicy> (*)(SchedulerMembership* scheduler,
+                                                           ScheduledJob* job);
 
 // Settings of membership, made by NetSettings::From or by a test.
 struct MembershipSettings {
@@ -24,13 +34,14 @@ struct MembershipSettings {
   // and replaced.
   bool backups = false;
   // How long nodes wait for a scheduler that died to return, and that one for them
-  // (scheduler_return.cc); 0: its death ends the job.
+  // (recovery/scheduler); 0: its death ends the job.
   double scheduler_return_s = 0;
   int link_mbps = 0;  // of a worker's network card; 0: what the card says
   int replicas = 1;   // of a worker: jobs that train its model
   // More than 0: Join asks whether so many nodes like this one would be admitted, and joins
   // nothing; a scheduler admits nobody.
   int probe = 0;
+  MakeRosterPolicy make_roster_policy = nullptr;  // of a scheduler; null: a loss ends the job
 };
 
 }  // namespace ps

@@ -1,11 +1,11 @@
 #include "byteps/net/membership/refusal.h"
 
 #include "byteps/net/link/net_address.h"
+#include "byteps/net/membership/roster_policy.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
 namespace membership {
-namespace {
 
 Refusal CheckProtocol(const Claim& claim) {
   if (claim.protocol == kProtocol) return {};
@@ -13,8 +13,10 @@ Refusal CheckProtocol(const Claim& claim) {
           std::to_string(kProtocol) + ": install the same byteps on every node"};
 }
 
-Refusal Check(const Roster& roster, const ReplicaTable& replicas,
-              const MembershipSettings& settings, const Claim& claim, const Node& node) {
+namespace {
+
+Refusal Check(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
+              const Claim& claim, const Node& node) {
   if (const Refusal refusal = CheckProtocol(claim)) return refusal;
   if (node.role == Node::SCHEDULER) return {"it says that it is a scheduler"};
   if ((claim.backups != 0) != settings.backups) {
@@ -25,7 +27,7 @@ Refusal Check(const Roster& roster, const ReplicaTable& replicas,
   }
   // What is said of numbers and places may be true of the last generation only, which has not
   // ended for the scheduler yet: its nodes are given some time to connect again.
-  bool later = settings.keep;
+  const bool later = settings.keep;
   const bool worker = node.role == Node::WORKER;
   const JobSize& expected = roster.expected();
   const int workers = expected.workers < 0 && worker ? claim.workers : expected.workers;
@@ -46,9 +48,8 @@ Refusal Check(const Roster& roster, const ReplicaTable& replicas,
   }
   if (!worker) {
     if (servers < 0 || roster.Count(Node::SERVER) < servers) return {};
-    // One that is lost later may be replaced by this one.
-    later = later || settings.replace_servers_s > 0;
-    return {"the job has its " + Plural(servers, "server") + " already", later};
+    const Refusal full{"the job has its " + Plural(servers, "server") + " already", later};
+    return policy->Reconsider(full, nullptr);
   }
   if (node.aux_id < 0 || node.aux_id >= workers) {
     return {"its rank " + std::to_string(node.aux_id) + " is not below the number of workers, " +
@@ -56,67 +57,32 @@ Refusal Check(const Roster& roster, const ReplicaTable& replicas,
             later};
   }
   if (const Member* other = roster.Find(IdOf(Node::WORKER, node.aux_id))) {
-    if (other->removed) {
-      const auto state = replicas.state(replicas.Of(node.aux_id));
-      if (state != ReplicaTable::State::kLeaving) return {};
-      return {"servers do not know yet that its replica was removed", true};
-    }
-    // Of a replica that died the scheduler may not know yet.
-    if (replicas.active()) later = true;
-    return {
+    const Refusal taken{
         "the job has a " + Describe(other->node) + " already; does another job use this scheduler?",
         later};
+    return policy->Reconsider(taken, other);
   }
   return {};
 }
 
 }  // namespace
 
-Refusal Assign(const Roster& roster, const ReplicaTable& replicas,
-               const MembershipSettings& settings, const Claim& claim, Node* node) {
+Refusal Assign(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
+               const Claim& claim, Node* node) {
   if (roster.IsBeingSuspended()) return {"the job before it is being suspended", true};
   const bool worker = node->role == Node::WORKER;
   if (worker && node->aux_id < 0) node->aux_id = roster.FirstFreeRank(Node::WORKER);
-  Refusal refusal = Check(roster, replicas, settings, claim, *node);
+  Refusal refusal = Check(roster, policy, settings, claim, *node);
   if (refusal) return refusal;
   node->id = IdOf(node->role, worker ? node->aux_id : roster.FirstFreeRank(Node::SERVER));
   return {};
 }
 
-Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
-                    const Node& node) {
-  if (const Refusal refusal = CheckProtocol(claim)) return refusal;
-  if (settings.scheduler_return_s <= 0) {
-    return {
-        "it is in a job that another scheduler began, and this one begins its own: set "
-        "BYTEPS_SCHEDULER_RETURN_S on all nodes to go on with such a job"};
-  }
-  const bool same = (claim.workers < 0 || claim.workers == settings.workers) &&
-                    (claim.servers < 0 || claim.servers == settings.servers);
-  if (!same) {
-    return {"it is in a job of " + Plural(claim.workers, "worker") + " and " +
-            Plural(claim.servers, "server") + ", the scheduler was started for " +
-            Plural(settings.workers, "worker") + " and " + Plural(settings.servers, "server") +
-            ": start it as it was before, or at another port"};
-  }
-  const bool worker = node.role == Node::WORKER;
-  const int rank = Postoffice::IDtoRank(node.id);
-  const bool has_place = node.role != Node::SCHEDULER && node.id == IdOf(node.role, rank) &&
-                         rank < (worker ? settings.workers : settings.servers) &&
-                         (!worker || node.aux_id == rank);
-  const int count = account.replicas.count();
-  const bool fits = count == 0 || account.replicas.workers == settings.workers;
-  const bool divides = !worker || (claim.replicas > 0 && settings.workers % claim.replicas == 0 &&
-                                   (count == 0 || count == claim.replicas));
-  if (has_place && fits && divides) return {};
-  return {"what it says of its place in the job does not make sense"};
-}
-
-Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,
-                  const MembershipSettings& settings, const Claim& claim, Node node) {
+Refusal AssignAll(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
+                  const Claim& claim, Node node) {
   const bool any_rank = node.role == Node::SERVER || node.aux_id < 0;
   const int first = node.aux_id;
-  Refusal refusal = Assign(roster, replicas, settings, claim, &node);
+  Refusal refusal = Assign(roster, policy, settings, claim, &node);
   if (refusal || claim.probe == 1) return refusal;
   if (any_rank) {
     const bool server = node.role == Node::SERVER;
@@ -129,7 +95,7 @@ Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,
   // Those that follow the first; none is looked at beyond one that would be refused.
   for (int i = 1; i < claim.probe && !refusal; ++i) {
     node.aux_id = first + i;
-    refusal = Assign(roster, replicas, settings, claim, &node);
+    refusal = Assign(roster, policy, settings, claim, &node);
   }
   return refusal;
 }

@@ -3,14 +3,15 @@
 
 #include <string>
 
-#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_settings.h"
-#include "byteps/recovery/scheduler/replica_table.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/message.h"
 
 namespace ps {
+
+class RosterPolicy;
+
 namespace membership {
 
 // Why a scheduler does not admit a node to its job.
@@ -21,18 +22,16 @@ struct Refusal {
   explicit operator bool() const { return !reason.empty(); }
 };
 
+Refusal CheckProtocol(const Claim& claim);
+
 // Gives `node` its rank and its id, or refuses it.  The roster stays as it is.  `settings`: of the
 // scheduler.
-Refusal Assign(const Roster& roster, const ReplicaTable& replicas,
-               const MembershipSettings& settings, const Claim& claim, Node* node);
-
-// Why this scheduler does not go on with the job of a node that returns, which has its id.
-Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
-                    const Node& node);
+Refusal Assign(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
+               const Claim& claim, Node* node);
 
 // Whether `claim.probe` nodes like `node` would be admitted, one after the other.
-Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas,
-                  const MembershipSettings& settings, const Claim& claim, Node node);
+Refusal AssignAll(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
+                  const Claim& claim, Node node);
 
 }  // namespace membership
 }  // namespace ps

@@ -4,7 +4,6 @@
 
 #include "byteps/base/config.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/recovery/scheduler/replica_table.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -104,5 +103,4 @@ bool Roster::IsBeingSuspended() const {
                      [](const auto& entry) { return entry.second.left_to_suspend; });
 }
 
-namespace membership {}  // namespace membership
 }  // namespace ps

@@ -78,7 +78,6 @@ class Roster {
 // Its id in a job.
 int IdOf(Node::Role role, int rank);
 
-namespace membership {}  // namespace membership
 }  // namespace ps
 
 #endif  // BYTEPS_NET_MEMBERSHIP_ROSTER_H_

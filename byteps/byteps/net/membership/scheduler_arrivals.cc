@@ -2,11 +2,13 @@
 #include <algorithm>
 #include <climits>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/net/link/admission.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
 #include "byteps/net/membership/scheduler_membership.h"
@@ -27,172 +29,164 @@ void SchedulerMembership::Register(const Message& msg) {
   if (!ParseClaim(msg.meta.body, &claim) && claim.protocol == kProtocol) claim.protocol = -1;
   Account account;
   if (!ParseAccount(msg.meta.body, &account)) claim.protocol = -1;
-  if (account.life > 0) return Return(node, claim, account);
+  if (account.life > 0) return policy_->OnReturn(node, claim, account);
   if (claim.probe > 0) return AnswerProbe(node, claim);
   Refusal refusal;
   int incarnation = 0;
   {
-    MutexLock lock(&mu_);
-    if (state_ == State::kStopped) return;
-    incarnation = incarnation_;
+    MutexLock lock(&job_.mu);
+    if (job_.state == State::kStopped) return;
+    incarnation = job_.incarnation;
     refusal = WhyClosed();
-    if (!refusal) refusal = Assign(roster_, replicas_, settings_, claim, &node);
-    if (!refusal && node.role == Node::SERVER) AssignVacancy(&node);
+    if (!refusal) refusal = Assign(job_.roster, policy_.get(), job_.settings, claim, &node);
+    if (!refusal && node.role == Node::SERVER) policy_->ChoosePlace(&node);
   }
   if (refusal) return Refuse(node, refusal);
   // It has a link before it is a peer: whoever is told of a failure can be told.
-  links_->Connect(node);
-  Gathered gathered;
-  {
-    MutexLock lock(&mu_);
-    if (state_ == State::kStopped) return;
-    if (incarnation == incarnation_ && state_ == State::kActive) {
-      gathered = Admit(claim, node);
-    } else {
-      refusal = {"the job has failed: " + failure_, state_ != State::kFailed};
-    }
-  }
-  if (refusal) return Refuse(node, refusal);
+  job_.links->Connect(node);
+  bool had_begun = false, begins = false;
   int life = 0;
   {
-    MutexLock lock(&mu_);
-    life = takeover_.life;
+    MutexLock lock(&job_.mu);
+    if (job_.state == State::kStopped) return;
+    if (incarnation == job_.incarnation && job_.state == State::kActive) {
+      had_begun = job_.has_begun;
+      Admit(claim, node);
+      begins = !had_begun && job_.has_begun;
+    } else {
+      refusal = {"the job has failed: " + failure_, job_.state != State::kFailed};
+    }
+    life = job_.life;
   }
-  Send(links_, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
+  if (refusal) return Refuse(node, refusal);
+  Send(job_.links, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   EmitProgress(MembershipEvent::kAdmitted, node);
-  if (gathered.replaces) return ReplaceServer(node);
-  if (!gathered.all) return;
-  std::string unreachable;
-  {
-    MutexLock lock(&mu_);
-    unreachable = UnreachableServer();
-  }
-  if (!unreachable.empty()) return FailJob(unreachable);
-  AdmitAll(gathered.replica);
-  if (gathered.replica >= 0) return TellReplicas("");
+  if (had_begun) return policy_->OnNewcomer(node);
+  if (!begins || FailIfUnreachable()) return;
+  TellAll();
+  policy_->OnBegun();
   EmitProgress(MembershipEvent::kComplete, node);
 }
 
 SchedulerMembership::Refusal SchedulerMembership::WhyClosed() {
-  if (state_ == State::kActive && takeover_.gathers) {
+  job_.AssertHeld();
+  if (job_.state == State::kActive && policy_->Gathers()) {
     return {"it goes on with a job whose nodes have not all come back yet", true};
   }
-  if (state_ == State::kActive) return {};
-  if (state_ == State::kTurning) PS_PROBE(kCameWhileTurning);
-  if (state_ != State::kFailed && state_ != State::kTurning) return {"the job has ended"};
-  return {"the job has failed: " + failure_, state_ == State::kTurning};
+  if (job_.state == State::kActive) return {};
+  if (job_.state == State::kTurning) PS_PROBE(kCameWhileTurning);
+  if (job_.state != State::kFailed && job_.state != State::kTurning) return {"the job has ended"};
+  return {"the job has failed: " + failure_, job_.state == State::kTurning};
 }
 
-SchedulerMembership::Gathered SchedulerMembership::Admit(const Claim& claim, const Node& node) {
-  const Member* const before = roster_.Find(node.id);
+void SchedulerMembership::Admit(const Claim& claim, const Node& node) {
+  const Member* const before = job_.roster.Find(node.id);
   BPS_INVARIANT("a place in the job is one node's", before == nullptr || before->removed,
                 "that of " + Describe(node));
-  JobSize expected = roster_.expected();
+  JobSize expected = job_.roster.expected();
   if (node.role == Node::WORKER) {
     if (expected.workers < 0) expected.workers = claim.workers;
     if (expected.servers < 0) expected.servers = claim.servers;
     if (expected.replicas < 0) expected.replicas = claim.replicas;
-    roster_.Expect(expected);
-    any_worker_ = true;
+    job_.roster.Expect(expected);
+    job_.any_worker = true;
   }
-  const bool late = before != nullptr;
-  roster_.Erase(node.id);
-  Member* const member = roster_.Put(node);
-  member->heard = last_arrival_ = Clock::now();
+  job_.roster.Erase(node.id);
+  Member* const member = job_.roster.Put(node);
+  member->heard = job_.last_arrival = Clock::now();
   member->link_mbps = claim.link_mbps;
-  if (vacancies_.erase(node.id) > 0) {
-    last_replaced_ = member->heard;
-    ++turns_[Postoffice::IDtoRank(node.id)];
-    return {.replaces = true};
-  }
-  if (late) {
-    Gathered gathered{true, replicas_.Of(Postoffice::IDtoRank(node.id))};
-    replicas_.Arrive(gathered.replica, member->heard);
-    for (const auto& [id, other] : roster_.members()) {
-      const bool same = other.node.role == Node::WORKER &&
-                        replicas_.Of(Postoffice::IDtoRank(id)) == gathered.replica;
-      if (same && other.removed) gathered.all = false;
-    }
-    return gathered;
-  }
-  if (!roster_.IsComplete()) return {};
+  if (job_.has_begun) return policy_->OnArrival(*member);
+  if (!job_.roster.IsComplete()) return;
   failure_.clear();  // of the last generation
-  replicas_.Begin(std::max(expected.replicas, 1), expected.workers);
-  return {true, -1};
+  job_.has_begun = true;
+  policy_->OnComplete();
 }
 
-std::string SchedulerMembership::UnreachableServer() {
-  const Member* server = nullptr;
-  std::map<std::string, const Member*> workers;  // by address
-  for (const auto& [id, member] : roster_.members()) {
-    const std::string& host = member.node.hostname;
-    if (member.node.role == Node::WORKER) workers.emplace(host, &member);
-    if (member.node.role == Node::SERVER && IsLoopback(host)) server = &member;
+bool SchedulerMembership::FailIfUnreachable() {
+  std::string reason;
+  {
+    MutexLock lock(&job_.mu);
+    const Member* server = nullptr;
+    std::map<std::string, const Member*> workers;  // by address
+    for (const auto& [id, member] : job_.roster.members()) {
+      const std::string& host = member.node.hostname;
+      if (member.node.role == Node::WORKER) workers.emplace(host, &member);
+      if (member.node.role == Node::SERVER && IsLoopback(host)) server = &member;
+    }
+    if (server == nullptr) return false;
+    for (const auto& [host, worker] : workers) {
+      // Where the scheduler runs there are the server, and workers that reach it.
+      if (IsLoopback(host) || !IsNumeric(host) || !InterfaceOf(host).empty()) continue;
+      reason = Describe(server->node) + " listens at a loopback address, which " +
+               Describe(worker->node) +
+               " cannot reach: the scheduler's name stands for it on that server's machine; set "
+               "DMLC_NODE_HOST there to an address of the machine";
+      break;
+    }
   }
-  if (server == nullptr) return "";
-  for (const auto& [host, worker] : workers) {
-    // Where the scheduler runs there are the server, and workers that reach it.
-    if (IsLoopback(host) || !IsNumeric(host) || !InterfaceOf(host).empty()) continue;
-    return Describe(server->node) + " listens at a loopback address, which " +
-           Describe(worker->node) +
-           " cannot reach: the scheduler's name stands for it on that server's machine; set "
-           "DMLC_NODE_HOST there to an address of the machine";
+  if (reason.empty()) return false;
+  FailJob(reason);
+  return true;
+}
+
+void SchedulerMembership::TellAll() {
+  std::vector<Node> everyone;
+  MutexLock telling(&job_.telling_mu);
+  {
+    MutexLock lock(&job_.mu);
+    for (const auto& [id, member] : job_.roster.members()) everyone.push_back(member.node);
   }
-  return "";
+  TellBeginning(everyone, {});
 }
 
-std::string SchedulerMembership::BeginningOf(bool late) {
-  membership::Beginning beginning{INT_MAX, late, turns_};
-  for (const auto& [id, member] : roster_.members()) {
-    if (member.node.role != Node::WORKER) continue;
-    beginning.link_mbps = std::min(beginning.link_mbps, member.link_mbps);
-  }
-  for (const auto& [id, vacancy] : vacancies_) --beginning.turns[Postoffice::IDtoRank(id)];
-  return membership::PackBeginning(beginning);
-}
-
-std::vector<Node> SchedulerMembership::SelfIfOnSeveralNics() const {
-  std::vector<Node> self;
-  if (links_->self().nics.size() > 1) self.push_back(links_->self());
-  return self;
-}
-
-void SchedulerMembership::AdmitAll(int replica) {
+void SchedulerMembership::TellBeginning(const std::vector<Node>& newcomers,
+                                        membership::Beginning beginning) {
   // Workers connect to servers, and with backups neighbors among servers to each other: nobody else
   // needs addresses.  All may have to connect to the scheduler again, over another NIC.
-  const std::vector<Node> scheduler = SelfIfOnSeveralNics();
+  std::vector<Node> scheduler;
+  if (job_.links->self().nics.size() > 1) scheduler.push_back(job_.links->self());
   std::vector<Node> servers = scheduler;
-  std::vector<Node> everyone;
   std::map<int, std::vector<Node>> neighbors;
-  std::vector<std::string> lost;
-  std::string beginning, replicas;
-  MutexLock telling(&telling_mu_);
+  beginning.link_mbps = INT_MAX;
   {
-    MutexLock lock(&mu_);
-    for (const auto& [id, member] : roster_.members()) {
-      const int rank = Postoffice::IDtoRank(id);
-      const bool worker = member.node.role == Node::WORKER;
-      if (replica < 0 || (worker && replicas_.Of(rank) == replica)) everyone.push_back(member.node);
-      if (worker) continue;
-      servers.push_back(member.node);
-      neighbors[id] = NeighborsOf(id);
+    MutexLock lock(&job_.mu);
+    for (const auto& [id, member] : job_.roster.members()) {
+      if (member.node.role == Node::SERVER) servers.push_back(member.node);
+      if (member.node.role != Node::WORKER) continue;
+      beginning.link_mbps = std::min(beginning.link_mbps, member.link_mbps);
     }
-    lost = LostWords();
-    beginning = BeginningOf(replica >= 0);
-    // So that servers alone can tell the next scheduler that there are replicas: workers may all
-    // have left, or be lost.
-    const bool returns = replica < 0 && settings_.scheduler_return_s > 0;
-    if (returns && replicas_.active()) replicas = membership::PackReplicas(replicas_.View(true));
+    for (const Node& node : newcomers) {
+      if (node.role == Node::SERVER) neighbors[node.id] = NeighborsOf(node.id);
+    }
   }
-  for (const Node& node : everyone) {
+  const std::string text = membership::PackBeginning(beginning);
+  for (const Node& node : newcomers) {
     const bool worker = node.role == Node::WORKER;
-    std::vector<Node> told = worker ? servers : scheduler;
-    if (!worker) told.insert(told.end(), neighbors[node.id].begin(), neighbors[node.id].end());
-    Send(links_, Control::ADD_NODE, node.id, beginning, told);
-    for (const std::string& word : lost) Send(links_, Control::MEMBERS, node.id, word);
-    if (!worker && !replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
+    std::vector<Node> peers = worker ? servers : scheduler;
+    if (!worker) peers.insert(peers.end(), neighbors[node.id].begin(), neighbors[node.id].end());
+    Send(job_.links, Control::ADD_NODE, node.id, text, peers);
   }
+}
+
+std::vector<Node> SchedulerMembership::NeighborsOf(int server) {
+  std::vector<Node> neighbors;
+  if (!job_.settings.backups) return neighbors;
+  const int servers = job_.roster.expected().servers;
+  const int rank = Postoffice::IDtoRank(server);
+  for (const int near : std::set<int>{(rank + servers - 1) % servers, (rank + 1) % servers}) {
+    const Member* const member = job_.roster.Find(IdOf(Node::SERVER, near));
+    const bool is_there = member != nullptr && !member->removed;
+    if (is_there && AreNeighbors(rank, near, servers)) neighbors.push_back(member->node);
+  }
+  return neighbors;
+}
+
+void SchedulerMembership::TakeOver(uint64_t job) {
+  job_.AssertHeld();
+  job_.incarnation = static_cast<int>(job & kIncarnationMask);
+  last_incarnation_ = job_.incarnation;
+  job_.links->SetJob(job);
 }
 
 void SchedulerMembership::Refuse(const Node& node, const Refusal& refusal) {
@@ -209,27 +203,28 @@ void SchedulerMembership::Refuse(const Node& node, const Refusal& refusal) {
 void SchedulerMembership::SendAway(const Node& node, const std::string& body) {
   Node target = node;
   {
-    MutexLock lock(&mu_);
+    MutexLock lock(&job_.mu);
     target.id = kRefusedBase + refused_++;
   }
-  links_->Connect(target);
-  Send(links_, Control::REFUSED, target.id, body);
-  links_->Disconnect(target.id);
+  job_.links->Connect(target);
+  Send(job_.links, Control::REFUSED, target.id, body);
+  job_.links->Disconnect(target.id);
 }
 
 void SchedulerMembership::AnswerProbe(const Node& node, const Claim& claim) {
   Refusal refusal;
   std::string counts;
   {
-    MutexLock lock(&mu_);
+    MutexLock lock(&job_.mu);
     refusal = WhyClosed();
-    if (!refusal) refusal = AssignAll(roster_, replicas_, settings_, claim, node);
+    if (!refusal) refusal = AssignAll(job_.roster, policy_.get(), job_.settings, claim, node);
     const auto of = [](int there, int expected, const char* noun) {
       return expected < 0 ? Plural(there, noun)
                           : std::to_string(there) + " of " + Plural(expected, noun);
     };
-    counts = of(roster_.Count(Node::SERVER), roster_.expected().servers, "server") + " and " +
-             of(roster_.Count(Node::WORKER), roster_.expected().workers, "worker");
+    counts = of(job_.roster.Count(Node::SERVER), job_.roster.expected().servers, "server") +
+             " and " +
+             of(job_.roster.Count(Node::WORKER), job_.roster.expected().workers, "worker");
   }
   PS_VLOG(1) << Describe(node)
              << " asked whether it would be admitted: " << (refusal ? refusal.reason : "yes");

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "byteps/net/membership/membership.h"
-#include "byteps/recovery/scheduler/replica_table.h"
 #include "byteps/net/membership/roster.h"
+#include "byteps/recovery/scheduler/replica_table.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {

@@ -7,9 +7,9 @@
 
 #include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/recovery/scheduler/replica_table.h"
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
+#include "byteps/recovery/scheduler/replica_table.h"
 #include "ps/internal/message.h"
 
 namespace ps {

@@ -1,11 +1,8 @@
-// A scheduler that goes on with the job of one that died, from what nodes tell it
-// (docs/design/losses.md).
+#include "byteps/recovery/scheduler/scheduler_return.h"
+
 #include <algorithm>
 #include <climits>
-#include <set>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
@@ -18,6 +15,7 @@ namespace ps {
 
 using membership::Account;
 using membership::Claim;
+using membership::Refusal;
 using membership::Send;
 
 namespace {
@@ -33,72 +31,119 @@ Node Unknown(int id) {
   return node;
 }
 
+// Why this scheduler does not go on with the job of a node that returns, which has its id.
+Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
+                    const Node& node) {
+  if (const Refusal refusal = CheckProtocol(claim)) return refusal;
+  const bool same = (claim.workers < 0 || claim.workers == settings.workers) &&
+                    (claim.servers < 0 || claim.servers == settings.servers);
+  if (!same) {
+    return {"it is in a job of " + Plural(claim.workers, "worker") + " and " +
+            Plural(claim.servers, "server") + ", the scheduler was started for " +
+            Plural(settings.workers, "worker") + " and " + Plural(settings.servers, "server") +
+            ": start it as it was before, or at another port"};
+  }
+  const bool worker = node.role == Node::WORKER;
+  const int rank = Postoffice::IDtoRank(node.id);
+  const bool has_place = node.role != Node::SCHEDULER && node.id == IdOf(node.role, rank) &&
+                         rank < (worker ? settings.workers : settings.servers) &&
+                         (!worker || node.aux_id == rank);
+  const int count = account.replicas.count();
+  const bool fits = count == 0 || account.replicas.workers == settings.workers;
+  const bool divides = !worker || (claim.replicas > 0 && settings.workers % claim.replicas == 0 &&
+                                   (count == 0 || count == claim.replicas));
+  if (has_place && fits && divides) return {};
+  return {"what it says of its place in the job does not make sense"};
+}
+
 }  // namespace
 
-void SchedulerMembership::Return(const Node& node, const Claim& claim, const Account& account) {
+bool SchedulerReturn::gathers() const {
+  job_->AssertHeld();
+  return gathers_;
+}
+
+bool SchedulerReturn::Forget(int node_id) {
+  job_->AssertHeld();
+  if (!gathers_) return false;
+  accounts_.Forget(node_id);
+  job_->roster.Erase(node_id);
+  return true;
+}
+
+void SchedulerReturn::OnBeat(Clock::time_point now) {
+  {
+    MutexLock lock(&job_->mu);
+    if (!gathers_ || now - since_ <= ToDuration(job_->settings.scheduler_return_s)) return;
+  }
+  GoOn(true);
+}
+
+void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Account& account) {
   PS_PROBE(kNodeReturns);
   std::vector<Node> aside;  // that have to give way
   std::string replicas;
-  std::vector<ServerWord> words;
-  Refusal refusal = CheckReturn(settings_, claim, account, node);
+  std::vector<ServerPlaces::Word> words;
+  Refusal refusal = CheckReturn(job_->settings, claim, account, node);
   {
-    MutexLock lock(&mu_);
-    if (state_ == State::kStopped) return;
-    if (!refusal) refusal = WhyNoReturn(node, claim, account);
+    MutexLock lock(&job_->mu);
+    if (job_->state == ScheduledJob::State::kStopped) return;
+    if (!refusal) refusal = WhyRefused(node, claim, account);
     if (!refusal) aside = MakeRoom(node, account);
   }
   for (const Node& other : aside) {
-    SendAway(other, membership::kAgain + Describe(other) +
-                        " came before the nodes of the job that " + Name() + " goes on with");
+    scheduler_->SendAway(other, membership::kAgain + Describe(other) +
+                                    " came before the nodes of the job that " + scheduler_->Name() +
+                                    " goes on with");
   }
-  if (refusal) return Refuse(node, refusal);
-  links_->Connect(node);
+  if (refusal) return scheduler_->Refuse(node, refusal);
+  job_->links->Connect(node);
   int incarnation = 0, life = 0;
   {
-    MutexLock lock(&mu_);
-    if (state_ != State::kActive) return;
-    Member* const member = roster_.Put(node);
+    MutexLock lock(&job_->mu);
+    if (job_->state != ScheduledJob::State::kActive) return;
+    Member* const member = job_->roster.Put(node);
     member->left = false;  // it will say so again
     member->heard = Clock::now();
     member->link_mbps = claim.link_mbps;
-    incarnation = incarnation_;
-    if (takeover_.gathers) {
-      takeover_.life = std::max(takeover_.life, account.life + 1);
+    incarnation = job_->incarnation;
+    if (gathers_) {
+      job_->life = std::max(job_->life, account.life + 1);
       const int told = account.replicas.count();  // of a server, which claims none
-      takeover_.size.replicas = std::max({takeover_.size.replicas, claim.replicas, told});
-      takeover_.accounts.Expect(takeover_.size);
-      takeover_.accounts.Put(node.id, account);
+      size_.replicas = std::max({size_.replicas, claim.replicas, told});
+      accounts_.Expect(size_);
+      accounts_.Put(node.id, account);
     } else {
       const bool server = node.role == Node::SERVER;
-      if (replicas_.active()) replicas = membership::PackReplicas(replicas_.View(server));
-      words = ServerWords();
+      if (table_->active()) replicas = membership::PackReplicas(table_->View(server));
+      words = places_->Words();
     }
-    life = takeover_.life;
+    life = job_->life;
   }
-  Send(links_, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
-  if (!replicas.empty()) Send(links_, Control::MEMBERS, node.id, replicas);
+  Send(job_->links, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
+  if (!replicas.empty()) Send(job_->links, Control::MEMBERS, node.id, replicas);
   for (const auto& [server, text, nodes] : words) {
-    if (server != node.id) Send(links_, Control::MEMBERS, node.id, text, nodes);
+    if (server != node.id) Send(job_->links, Control::MEMBERS, node.id, text, nodes);
   }
-  EmitProgress(MembershipEvent::kAdmitted, node);
+  scheduler_->EmitProgress(MembershipEvent::kAdmitted, node);
   GoOn(false);
 }
 
-SchedulerMembership::Refusal SchedulerMembership::WhyNoReturn(const Node& node, const Claim& claim,
-                                                              const Account& account) {
-  if (state_ != State::kActive) return WhyClosed();
-  const bool has_begun = replicas_.count() > 0;
-  if ((has_begun || takeover_.gathers) && account.job != links_->job()) {
+Refusal SchedulerReturn::WhyRefused(const Node& node, const Claim& claim,
+                                    const Account& account) const {
+  if (job_->state != ScheduledJob::State::kActive) return scheduler_->WhyClosed();
+  const bool has_begun = job_->has_begun;
+  if ((has_begun || gathers_) && account.job != job_->links->job()) {
     return {"it is in another job than the one that this scheduler goes on with"};
   }
-  const Member* const member = roster_.Find(node.id);
-  if (takeover_.gathers) {
-    const int replicas = takeover_.size.replicas;
+  const Member* const member = job_->roster.Find(node.id);
+  if (gathers_) {
+    const int replicas = size_.replicas;
     if (node.role == Node::WORKER && replicas > 0 && claim.replicas != replicas) {
       return {"it is of a job of " + Plural(claim.replicas, "replica") + ", the others of " +
               Plural(replicas, "replica") + " (worker.sh --replica, BYTEPS_REPLICA)"};
     }
-    const Account* const other = takeover_.accounts.Find(node.id);
+    const Account* const other = accounts_.Find(node.id);
     if (other == nullptr) return {};
     const int rank = Postoffice::IDtoRank(node.id);
     const bool newer = node.role == Node::SERVER ? membership::TurnOf(account.turns, rank) >=
@@ -108,7 +153,7 @@ SchedulerMembership::Refusal SchedulerMembership::WhyNoReturn(const Node& node, 
     return {"another process has its place in the job"};
   }
   if (!has_begun) return {};
-  if (account.life > takeover_.life) {
+  if (account.life > job_->life) {
     return {"another scheduler, which began later, has the job"};
   }
   if (member == nullptr) return {"the job goes on without it"};
@@ -117,115 +162,114 @@ SchedulerMembership::Refusal SchedulerMembership::WhyNoReturn(const Node& node, 
   return {"another process has its place in the job"};
 }
 
-std::vector<Node> SchedulerMembership::MakeRoom(const Node& node, const Account& account) {
+std::vector<Node> SchedulerReturn::MakeRoom(const Node& node, const Account& account) {
   std::vector<Node> aside;
-  if (replicas_.count() > 0) return aside;
-  if (takeover_.gathers) {
+  if (job_->has_begun) return aside;
+  if (gathers_) {
     // An earlier life of it, which the scheduler before had sent away.
-    const Member* const member = roster_.Find(node.id);
+    const Member* const member = job_->roster.Find(node.id);
     if (member != nullptr && TokenOf(member->node) != TokenOf(node)) aside.push_back(member->node);
     return aside;
   }
   BPS_LOG(WARNING) << Describe(node) << " is in a job that another scheduler began: "
                    << "waiting for its other nodes, to go on with it";
-  for (const auto& [id, member] : roster_.members()) aside.push_back(member.node);
+  for (const auto& [id, member] : job_->roster.members()) aside.push_back(member.node);
   if (!aside.empty()) PS_PROBE(kNewcomersGiveWay);
-  roster_.Clear();
-  any_worker_ = false;
-  takeover_.gathers = true;
-  takeover_.since = Clock::now();
-  takeover_.size = {settings_.workers, settings_.servers, 0};
-  incarnation_ = static_cast<int>(account.job & kIncarnationMask);
-  last_incarnation_ = incarnation_;
-  links_->SetJob(account.job);
+  job_->roster.Clear();
+  job_->any_worker = false;
+  gathers_ = true;
+  since_ = Clock::now();
+  size_ = {job_->settings.workers, job_->settings.servers, 0};
+  scheduler_->TakeOver(account.job);
   return aside;
 }
 
-bool SchedulerMembership::HoldBack(const Message& msg) {
-  if (!takeover_.gathers || msg.meta.control.cmd == Control::HEARTBEAT) return false;
-  takeover_.held.push_back(msg);
+bool SchedulerReturn::HoldsBack(const Message& msg) {
+  if (!gathers_ || msg.meta.control.cmd == Control::HEARTBEAT) return false;
+  held_.push_back(msg);
   return true;
 }
 
-void SchedulerMembership::GoOn(bool late) {
+void SchedulerReturn::GoOn(bool late) {
   std::vector<Node> strays, leavers;
   std::vector<int> missing;
   std::vector<Message> held;
   bool over = false;
   {
-    MutexLock lock(&mu_);
-    if (!takeover_.gathers || state_ != State::kActive) return;
-    missing = takeover_.accounts.Missing();
+    MutexLock lock(&job_->mu);
+    if (!gathers_ || job_->state != ScheduledJob::State::kActive) return;
+    missing = accounts_.Missing();
     if (!missing.empty() && !late) return;
     PS_PROBE(kSchedulerGoesOn);
-    takeover_.gathers = false;
-    held.swap(takeover_.held);
+    gathers_ = false;
+    held.swap(held_);
     strays = Rebuild(missing);
-    takeover_.accounts = {};
-    over = IsOver();
+    accounts_ = {};
+    over = leavers_->IsOver();
     if (!over) leavers = TakeLeavers(held, missing);
     over = over || !leavers.empty();
   }
-  BPS_LOG(WARNING) << Name() << " goes on with the job of another one that died";
+  BPS_LOG(WARNING) << scheduler_->Name() << " goes on with the job of another one that died";
   for (const Node& node : strays) {
     const bool server = node.role == Node::SERVER;
-    Send(links_, Control::JOB_FAILED, node.id,
+    Send(job_->links, Control::JOB_FAILED, node.id,
          Describe(node) + " cannot go on: " +
              (server ? "it was lost to the job, and another server may have its place"
                      : "its replica was removed"));
-    links_->Disconnect(node.id);
+    job_->links->Disconnect(node.id);
   }
-  TellServers();
-  TellReplicas("");
-  for (const Node& node : leavers) Send(links_, Control::NODE_LEFT, node.id, "", {node});
-  if (over) return EndJob();  // those that have not come may have heard so
-  EmitProgress(MembershipEvent::kComplete, links_->self());
+  places_->TellAll();
+  replicas_->Tell("");
+  for (const Node& node : leavers) Send(job_->links, Control::NODE_LEFT, node.id, "", {node});
+  if (over) return scheduler_->EndJob();  // those that have not come may have heard so
+  scheduler_->EmitProgress(MembershipEvent::kComplete, job_->links->self());
   for (const int id : missing) {
-    OnGone(id, "did not come back to " + Name() + " within " +
-                   Limit(settings_.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S"));
+    scheduler_->OnGone(id,
+                       "did not come back to " + scheduler_->Name() + " within " +
+                           Limit(job_->settings.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S"));
   }
   // Workers' first: a server that most of them have lost may say that it has lost them.
   std::stable_partition(held.begin(), held.end(),
                         [](const Message& msg) { return IsWorkerId(msg.meta.sender); });
-  for (const Message& msg : held) Handle(msg);
-  heartbeats_.Wake();
+  for (const Message& msg : held) scheduler_->Handle(msg);
+  scheduler_->Wake();
 }
 
-std::vector<Node> SchedulerMembership::TakeLeavers(const std::vector<Message>& held,
-                                                   const std::vector<int>& missing) {
+std::vector<Node> SchedulerReturn::TakeLeavers(const std::vector<Message>& held,
+                                               const std::vector<int>& missing) {
   const std::set<int> away(missing.begin(), missing.end());
-  const std::vector<int> servers = roster_.Ids(Node::SERVER);
+  const std::vector<int> servers = job_->roster.Ids(Node::SERVER);
   // Those that were told that the job is over do not come, nor tell which workers have left.
   const bool no_server =
       std::all_of(servers.begin(), servers.end(), [&](int id) { return away.count(id) > 0; });
   std::set<int> saying;
   for (const Message& msg : held) {
     if (msg.meta.control.cmd != Control::LEAVE) continue;
-    const auto departure = membership::ParseFarewell(msg.meta.body, settings_.keep);
+    const auto departure = membership::ParseFarewell(msg.meta.body, job_->settings.keep);
     if (departure.failure.empty() && !departure.suspend) saying.insert(msg.meta.sender);
   }
   std::vector<Node> leavers;
-  for (const auto& [id, member] : roster_.members()) {
+  for (const auto& [id, member] : job_->roster.members()) {
     if (member.node.role != Node::WORKER || member.left) continue;
     if (no_server && away.count(id) > 0) continue;
     if (saying.count(id) == 0) return {};
     leavers.push_back(member.node);
   }
-  for (const Node& node : leavers) roster_.Find(node.id)->left = true;
+  for (const Node& node : leavers) job_->roster.Find(node.id)->left = true;
   return leavers;
 }
 
-std::vector<Node> SchedulerMembership::Rebuild(const std::vector<int>& missing) {
+std::vector<Node> SchedulerReturn::Rebuild(const std::vector<int>& missing) {
   using ReplicaState = ReplicaTable::State;
   const auto now = Clock::now();
-  const membership::Accounts& accounts = takeover_.accounts;
-  JobSize size = takeover_.size;
+  const membership::Accounts& accounts = accounts_;
+  JobSize size = size_;
   size.replicas = std::max(size.replicas, 1);
-  roster_.Expect(size);
-  any_worker_ = true;
-  last_arrival_ = now;
+  job_->roster.Expect(size);
+  job_->any_worker = job_->has_begun = true;
+  job_->last_arrival = now;
   const auto past = accounts.Replicas();
-  replicas_.Restore(past, size.workers, accounts.NewestEpoch() + 1, now);
+  table_->Restore(past, size.workers, accounts.NewestEpoch() + 1, now);
   for (const ReplicaTable::Past& one : past) {
     if (one.state == ReplicaState::kLeaving) PS_PROBE(kTakesOverLeaving);
     if (one.state == ReplicaState::kGathering) PS_PROBE(kTakesOverGathering);
@@ -233,8 +277,8 @@ std::vector<Node> SchedulerMembership::Rebuild(const std::vector<int>& missing) 
     if (one.state == ReplicaState::kJoining) PS_PROBE(kTakesOverJoining);
   }
   std::vector<Node> strays;
-  const auto put = [&](int id) PS_REQUIRES(mu_) {
-    Member* const member = roster_.Put(Unknown(id));
+  const auto put = [&](int id) PS_REQUIRES(job_->mu) {
+    Member* const member = job_->roster.Put(Unknown(id));
     member->heard = now;
     member->link_mbps = INT_MAX;  // it says nothing of the slowest
     return member;
@@ -243,103 +287,33 @@ std::vector<Node> SchedulerMembership::Rebuild(const std::vector<int>& missing) 
   if (!left.empty()) PS_PROBE(kTakesOverLeft);
   for (int rank = 0; rank < size.workers; ++rank) {
     const int id = IdOf(Node::WORKER, rank);
-    const ReplicaTable::Past& replica = past[replicas_.Of(rank)];
+    const ReplicaTable::Past& replica = past[table_->Of(rank)];
     if (accounts.IsOf(rank, replica)) continue;
-    const Member* const other = roster_.Find(id);
+    const Member* const other = job_->roster.Find(id);
     if (other != nullptr) strays.push_back(other->node);
     Member* const member = put(id);
     if (other != nullptr) member->node = strays.back();
     if (replica.state == ReplicaState::kLeaving || replica.state == ReplicaState::kGathering) {
       member->left = member->removed = true;
       // Where others of it gather, all servers have dropped the last ones.
-      if (replica.state == ReplicaState::kLeaving) removed_.push_back(member->node);
+      if (replica.state == ReplicaState::kLeaving) replicas_->AddRemoved(member->node);
     } else if (left.count(rank) > 0) {
       member->left = true;
-      Depart(member->node);
+      scheduler_->Depart(member->node);
     }
   }
-  RebuildServers(&strays);
+  for (int rank = 0; rank < size.servers; ++rank) {
+    const Member* const member = job_->roster.Find(IdOf(Node::SERVER, rank));
+    if (member == nullptr || accounts.HasPlace(rank)) continue;
+    strays.push_back(member->node);
+    job_->roster.Erase(member->node.id);
+  }
+  places_->Restore(accounts.NewestTurns());
   for (const int id : missing) {
-    if (roster_.Find(id) == nullptr) put(id);
+    if (job_->roster.Find(id) == nullptr) put(id);
   }
   if (!missing.empty()) PS_PROBE(kNodeStaysAway);
   return strays;
-}
-
-void SchedulerMembership::RebuildServers(std::vector<Node>* strays) {
-  turns_ = takeover_.accounts.NewestTurns();
-  const int servers = roster_.expected().servers;
-  std::erase_if(turns_, [&](const auto& entry) { return entry.first >= servers; });
-  last_replaced_ = Clock::now();  // what is given again needs the workers that have left
-  for (int rank = 0; rank < servers; ++rank) {
-    const int id = IdOf(Node::SERVER, rank);
-    const Member* const member = roster_.Find(id);
-    if (member != nullptr && !takeover_.accounts.HasPlace(rank)) {
-      strays->push_back(member->node);
-      roster_.Erase(id);
-    }
-    if (!membership::IsVacant(turns_, rank)) continue;
-    PS_PROBE(kTakesOverVacancy);
-    vacancies_[id] = {Clock::now(), RoleAndRank(id) + " was lost before " + Name() + " was"};
-  }
-}
-
-void SchedulerMembership::TellServers() {
-  MutexLock telling(&telling_mu_);
-  std::vector<ServerWord> words;
-  std::map<int, std::vector<int>> told;  // by the server
-  {
-    MutexLock lock(&mu_);
-    if (state_ != State::kActive) return;
-    words = ServerWords();
-    for (const ServerWord& word : words) told[word.server] = ToTellOfServers(word.server);
-  }
-  for (const auto& [server, text, nodes] : words) {
-    for (const int id : told[server]) Send(links_, Control::MEMBERS, id, text, nodes);
-  }
-}
-
-void SchedulerMembership::AskServers(const Node& leaver) {
-  departures_.asked[leaver.id] = {leaver, {}};
-  Depart(leaver);
-}
-
-void SchedulerMembership::OnLeftKnown(int server, int rank) {
-  {
-    MutexLock lock(&mu_);
-    const auto asked = departures_.asked.find(IdOf(Node::WORKER, rank));
-    if (asked == departures_.asked.end()) return;
-    asked->second.known.insert(server);
-  }
-  LetKnownGo();
-}
-
-void SchedulerMembership::ForgetKnown(int server) {
-  for (auto& [id, leaver] : departures_.asked) leaver.known.erase(server);
-}
-
-void SchedulerMembership::LetKnownGo() {
-  std::vector<Node> gone;
-  bool over = false;
-  {
-    MutexLock lock(&mu_);
-    // Who takes a vacant place will be asked, unless there is nothing to do for it.
-    if (state_ != State::kActive || (!vacancies_.empty() && !HaveAllLeft())) return;
-    const std::vector<int> servers = roster_.Ids(Node::SERVER);
-    std::erase_if(departures_.asked, [&](const auto& entry) {
-      const auto& [node, known] = entry.second;
-      const auto knows = [&](int id) { return known.count(id) > 0; };
-      if (!std::all_of(servers.begin(), servers.end(), knows)) return false;
-      gone.push_back(node);
-      return true;
-    });
-    if (gone.empty()) return;
-    over = IsOver();
-  }
-  for (const Node& node : gone) Send(links_, Control::NODE_LEFT, node.id, "", {node});
-  if (!over) return;
-  PS_PROBE(kLastLeaves);
-  EndJob();
 }
 
 }  // namespace ps

@@ -178,10 +178,12 @@ class SchedulerMembershipTest : public testing::Test {
   // As it is before it joins.
   void Listen(MembershipSettings settings) {
     settings.peer_timeout_s = settings.start_timeout_s = 600;
+    settings.make_roster_policy = policy_;
     membership_ = std::make_unique<SchedulerMembership>(
         &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
   }
 
+  MakeRosterPolicy policy_ = nullptr;
   int replicas_ = 1;
   bool backups_ = false;
 
@@ -338,6 +340,43 @@ class SchedulerMembershipTest : public testing::Test {
   Mutex mu_;
   std::string failure_ PS_GUARDED_BY(mu_);
   bool ended_ PS_GUARDED_BY(mu_) = false;
+};
+
+// Servers with backups, and one worker.
+class NeighborsTest : public SchedulerMembershipTest {
+ protected:
+  void GatherServers(int servers, bool backups = true) {
+    servers_ = servers;
+    MembershipSettings settings;
+    settings.workers = 1;
+    settings.servers = servers;
+    settings.replace_servers_s = 600;
+    settings.backups = backups_ = backups;
+    Start(settings);
+    for (int i = 0; i < servers; ++i) Come();
+    Register(Node::WORKER, 0, 1, servers);
+    ASSERT_EQ(membership_->View().phase, JobView::kRunning);
+  }
+  void Come() { Register(Node::SERVER, -1, -1, servers_); }
+  static int Id(int rank) { return Postoffice::ServerRankToID(rank); }
+  // Ranks of the servers that this one was told of when it joined.
+  std::vector<int> Told(int rank) {
+    std::vector<int> ranks;
+    const Message told = links_.SentTo(Id(rank), Control::ADD_NODE).back();
+    for (const Node& node : told.meta.control.node) {
+      EXPECT_EQ(node.role, Node::SERVER);
+      ranks.push_back(Postoffice::IDtoRank(node.id));
+    }
+    return ranks;
+  }
+  void ExpectWord(int rank, MemberWord::Kind kind, int about) {
+    const MemberWord word = LastWord(Id(rank));
+    EXPECT_EQ(word.kind, kind) << rank;
+    EXPECT_EQ(word.number, about) << rank;
+  }
+  int CountWords(int rank) { return links_.CountTo(Id(rank), Control::MEMBERS); }
+
+  int servers_ = 0;
 };
 
 }  // namespace ps

@@ -1,5 +1,5 @@
-// A node's side of membership, without a network or a scheduler: the test says what the scheduler
-// says, and looks at what is sent to it.
+// A node's side of membership, without a network or a scheduler: the test says
+// what the scheduler says, and looks at what is sent to it.
 #include "byteps/net/membership/node_membership.h"
 
 #include <gtest/gtest.h>
@@ -16,11 +16,15 @@
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/node_membership.h"
-#include "tests/net/membership/membership_test.h"
 #include "ps/internal/postoffice.h"
+#include "tests/net/membership/membership_test.h"
 
 namespace ps {
 namespace {
+
+std::string LostWord(int rank, int turn, const std::string& reason) {
+  return membership::PackWord({membership::MemberWord::kServerLost, rank, 0, reason, turn});
+}
 
 class NodeMembershipTest : public testing::Test {
  protected:
@@ -234,7 +238,8 @@ TEST_F(NodeMembershipTest, ASchedulerThatClosesBeforeItsWelcomeCannotBeJoined) {
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { membership_->OnDisconnect(kScheduler); };
   EXPECT_EQ(JoinThrows<Error>(),
-            "the scheduler (10.0.0.1:9000) cannot be joined: it closed the connection, as it does "
+            "the scheduler (10.0.0.1:9000) cannot be "
+            "joined: it closed the connection, as it does "
             "when its job has ended");
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { membership_->OnLinkLost(kScheduler, "refused", false); };
@@ -298,7 +303,8 @@ TEST_F(NodeMembershipTest, ABrokenLinkIsReported) {
   JoinAs(Node::WORKER);
   membership_->OnLinkLost(server_, "its connection was reset", false);
   EXPECT_EQ(links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0).meta.body,
-            "server 0 (10.0.0.3:9001) was lost to worker 0 (10.0.0.2): its connection was reset");
+            "server 0 (10.0.0.3:9001) was lost to worker 0 (10.0.0.2): its "
+            "connection was reset");
   EXPECT_FALSE(Heard(MembershipEvent::kFailed)) << "that is for the scheduler to say";
 }
 
@@ -306,14 +312,16 @@ TEST_F(NodeMembershipTest, TheLinkOfAWorkerThatLeftIsNot) {
   JoinAs(Node::SERVER);
   Say(Control::NODE_LEFT, "", {OtherWorker()});
   membership_->OnLinkLost(OtherWorker().id, "its connection closed", false);
-  // As the scheduler closes after that, which is due later, it is not the cause.
+  // As the scheduler closes after that, which is due later, it is not the
+  // cause.
   membership_->OnDisconnect(kScheduler);
   EXPECT_EQ(Await(MembershipEvent::kFailed).reason,
             "scheduler (10.0.0.1:9000) was lost: its connection closed");
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
 }
 
-// Else the server would fail itself once the replica is back and nobody has left.
+// Else the server would fail itself once the replica is back and nobody has
+// left.
 TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   JoinAs(Node::SERVER);
   membership_->OnLinkLost(OtherWorker().id, "its connection was reset", false);
@@ -338,8 +346,7 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
 TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
   JoinAs(Node::WORKER);
   membership_->OnLinkLost(server_, "its connection closed", false);
-  Say(Control::MEMBERS,
-      membership::LostWord(server_, 1, "server 0 was lost: its connection closed"));
+  Say(Control::MEMBERS, LostWord(0, 1, "server 0 was lost: its connection closed"));
   const MembershipEvent lost = Await(MembershipEvent::kServerLost);
   EXPECT_EQ(lost.rank, 0);
   EXPECT_EQ(lost.reason, "server 0 was lost: its connection closed");
@@ -355,7 +362,8 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
   // Its own links are watched again.
   membership_->OnLinkLost(server_, "its connection was reset", false);
   EXPECT_EQ(links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0).meta.body,
-            "server 0 (10.0.0.3:9002) was lost to worker 0 (10.0.0.2): its connection was reset");
+            "server 0 (10.0.0.3:9002) was lost to worker 0 (10.0.0.2): its "
+            "connection was reset");
 }
 
 class NeighborTest : public NodeMembershipTest {
@@ -398,12 +406,12 @@ TEST_F(NeighborTest, AServerHasLinksWithItsNeighborsAlone) {
 TEST_F(NeighborTest, TheLinkWithALostServerIsForgottenBeforeTheNextHasItsPlace) {
   JoinAmong({Server(0, 70)});
   membership_->OnLinkLost(Server(0, 0).id, "its connection closed", true);
-  Say(Control::MEMBERS, membership::LostWord(Server(0, 0).id, 3, "server 0 was lost"));
+  Say(Control::MEMBERS, LostWord(0, 3, "server 0 was lost"));
   EXPECT_EQ(Await(MembershipEvent::kServerLost).reason, "server 0 was lost");
   EXPECT_EQ(links_->unlinked(), std::vector<int>{Server(0, 0).id});
   Replace(Server(0, 80), 2, 4);
   EXPECT_EQ(Await(MembershipEvent::kServerReplaced).node.address, "10.0.0.3:9001");
-  Say(Control::MEMBERS, membership::LostWord(Server(0, 0).id, 3, "server 0 was lost"));
+  Say(Control::MEMBERS, LostWord(0, 3, "server 0 was lost"));
   EXPECT_EQ(links_->unlinked().size(), 1u);
   EXPECT_EQ(links_->linked().size(), 2u);
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
@@ -457,7 +465,7 @@ TEST_F(NeighborTest, AServerThatLeavesInOrderIsNoLoss) {
 
 TEST_F(NodeMembershipTest, ServersHearOfOthersWithoutCopiesToo) {
   JoinAs(Node::SERVER);
-  Say(Control::MEMBERS, membership::LostWord(Postoffice::ServerRankToID(1), 1, "it was lost"));
+  Say(Control::MEMBERS, LostWord(1, 1, "it was lost"));
   EXPECT_EQ(Await(MembershipEvent::kServerLost).rank, 1);
 }
 

@@ -18,11 +18,12 @@
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/node_membership.h"
+#include "byteps/net/membership/refusal.h"
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
-#include "byteps/net/membership/scheduler_membership.h"
-#include "tests/net/membership/membership_test.h"
+#include "byteps/net/membership/roster_policy.h"
 #include "ps/internal/postoffice.h"
+#include "tests/net/membership/membership_test.h"
 
 namespace ps {
 namespace {
@@ -177,6 +178,7 @@ TEST(MembershipProtocol, WordsOfReplicasAreToldAsTheyAre) {
 }
 
 TEST(MembershipAdmission, WhatMayBeTrueOfTheLastIncarnationMayComeAgain) {
+  RosterPolicy policy(nullptr, nullptr);
   Roster roster(JobSize{2, 1});
   roster.Put(NodeOf(Node::WORKER, 0));
   Claim claim;
@@ -185,36 +187,37 @@ TEST(MembershipAdmission, WhatMayBeTrueOfTheLastIncarnationMayComeAgain) {
     MembershipSettings settings;
     settings.keep = keep;
     Node node = NodeOf(Node::WORKER, 0);
-    Refusal refusal = Assign(roster, {}, settings, claim, &node);
+    Refusal refusal = Assign(roster, &policy, settings, claim, &node);
     EXPECT_EQ(refusal.reason,
               "the job has a worker 0 (10.0.0.2) already; does another job use this scheduler?");
     EXPECT_EQ(refusal.later, keep);
     claim.servers = 3;
-    refusal = Assign(roster, {}, settings, claim, &node);
+    refusal = Assign(roster, &policy, settings, claim, &node);
     EXPECT_EQ(refusal.reason,
               "it was started for 3 servers, the scheduler for 1 server (DMLC_NUM_SERVER)");
     EXPECT_FALSE(refusal.later) << "a scheduler's servers stay as many";
     claim.servers = -1;
   }
   Node any = NodeOf(Node::WORKER, -1);
-  EXPECT_FALSE(Assign(roster, {}, MembershipSettings(), claim, &any));
+  EXPECT_FALSE(Assign(roster, &policy, MembershipSettings(), claim, &any));
   EXPECT_EQ(any.aux_id, 1);
   EXPECT_EQ(any.id, IdOf(Node::WORKER, 1));
   EXPECT_EQ(roster.members().size(), 1u) << "it is only asked";
 }
 
 TEST(MembershipAdmission, SeveralAreAskedForAtOnce) {
+  RosterPolicy policy(nullptr, nullptr);
   Roster roster(JobSize{4, 2});
   roster.Put(NodeOf(Node::WORKER, 2));
   Claim claim;
   claim.protocol = membership::kProtocol;
   claim.probe = 2;
-  EXPECT_FALSE(AssignAll(roster, {}, MembershipSettings(), claim, NodeOf(Node::SERVER, 0)));
-  EXPECT_FALSE(AssignAll(roster, {}, MembershipSettings(), claim, NodeOf(Node::WORKER, 0)));
-  EXPECT_EQ(AssignAll(roster, {}, MembershipSettings(), claim, NodeOf(Node::WORKER, 1)).reason,
+  EXPECT_FALSE(AssignAll(roster, &policy, MembershipSettings(), claim, NodeOf(Node::SERVER, 0)));
+  EXPECT_FALSE(AssignAll(roster, &policy, MembershipSettings(), claim, NodeOf(Node::WORKER, 0)));
+  EXPECT_EQ(AssignAll(roster, &policy, MembershipSettings(), claim, NodeOf(Node::WORKER, 1)).reason,
             "the job has a worker 2 (10.0.0.2) already; does another job use this scheduler?");
   claim.probe = 3;
-  EXPECT_EQ(AssignAll(roster, {}, MembershipSettings(), claim, NodeOf(Node::SERVER, 0)).reason,
+  EXPECT_EQ(AssignAll(roster, &policy, MembershipSettings(), claim, NodeOf(Node::SERVER, 0)).reason,
             "the job has room for 2 more servers, and this machine has 3");
 }
 

@@ -7,7 +7,7 @@
 
 #include "byteps/net/link/admission.h"
 #include "byteps/net/membership/account.h"
-#include "tests/net/membership/membership_test.h"
+#include "tests/recovery/scheduler/recovery_test.h"
 
 namespace ps {
 namespace {
@@ -17,7 +17,7 @@ using membership::PackWord;
 
 constexpr uint64_t kJob = 77 << 16 | 1;
 
-class SchedulerReturnTest : public SchedulerMembershipTest {
+class SchedulerReturnTest : public RecoveryTest {
  protected:
   void StartAgain(int workers, double return_s = 600, double replace_s = 0) {
     MembershipSettings settings;
@@ -289,6 +289,7 @@ TEST_F(SchedulerReturnTest, OneThatNeverComesBackIsRemovedThoughAllOthersHaveLef
   settings.scheduler_return_s = 0.2;
   settings.peer_timeout_s = 6;
   settings.start_timeout_s = 600;
+  settings.make_roster_policy = MakeRosterRecovery;
   membership_ = std::make_unique<SchedulerMembership>(
       &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
   membership_->Join();
@@ -305,6 +306,7 @@ TEST_F(SchedulerReturnTest, WhatHasHeardThatTheJobIsOverNeedsNotComeBack) {
   settings.workers = 2;
   settings.servers = 2;
   settings.scheduler_return_s = 0.2;
+  settings.make_roster_policy = MakeRosterRecovery;
   membership_ = std::make_unique<SchedulerMembership>(
       &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
   membership_->Join();

@@ -2,13 +2,17 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
-#include "tests/net/membership/membership_test.h"
+#include "tests/recovery/scheduler/recovery_test.h"
 
 namespace ps {
 namespace {
 
-TEST_F(SchedulerMembershipTest, AnotherServerTakesThePlaceOfALostOne) {
+using ServerPlacesTest = RecoveryTest;
+using Ranks = std::vector<int>;
+
+TEST_F(ServerPlacesTest, AnotherServerTakesThePlaceOfALostOne) {
   GatherReplacing();
   Register(Node::SERVER, -1, -1, 1);
   EXPECT_EQ(links_.LastRefusal().find(membership::kAgain), 0u) << "it may wait for a place";
@@ -31,13 +35,13 @@ TEST_F(SchedulerMembershipTest, AnotherServerTakesThePlaceOfALostOne) {
   EXPECT_EQ(failure(), "");
 }
 
-TEST_F(SchedulerMembershipTest, WithoutTheSettingItsLossEndsTheJob) {
+TEST_F(ServerPlacesTest, WithoutTheSettingItsLossEndsTheJob) {
   Gather();
   membership_->OnDisconnect(server_);
   EXPECT_NE(failure().find("server 0 (10.0.0.2:9001) was lost"), std::string::npos) << failure();
 }
 
-TEST_F(SchedulerMembershipTest, WhoHasLeftStaysForOthersWhileAServerMayBeLost) {
+TEST_F(ServerPlacesTest, WhoHasLeftStaysForOthersWhileAServerMayBeLost) {
   GatherReplacing();
   Say(worker_, Control::LEAVE, "finish");
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 0) << "its sums may be wanted";
@@ -52,68 +56,7 @@ TEST_F(SchedulerMembershipTest, WhoHasLeftStaysForOthersWhileAServerMayBeLost) {
   EXPECT_TRUE(ended());
 }
 
-TEST_F(SchedulerMembershipTest, AServerIsReplacedWhoseLinkWithAWorkerBroke) {
-  GatherReplacing();
-  // Of one that has lost its place it is no news.
-  membership_->OnDisconnect(server_);
-  Register(Node::SERVER, -1, -1, 1);
-  Accuse(worker_, 9002);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
-  Accuse(worker_, 9001);
-  EXPECT_EQ(failure(), "") << "without the worker there is no job";
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-}
-
-TEST_F(SchedulerMembershipTest, AServerThatIsHeardIsNotTheOneThatIsGone) {
-  GatherReplacingReplicas();
-  Accuse(worker_, 9001);
-  EXPECT_EQ(links_.CountTo(other_, Control::MEMBERS), 0) << "nobody is lost yet";
-  Say(server_, Control::HEARTBEAT, "");
-  EXPECT_EQ(LastTold(server_).present, "01");
-  EXPECT_EQ(failure(), "");
-}
-
-TEST_F(SchedulerMembershipTest, AServerThatIsNotHeardIs) {
-  GatherReplacingReplicas();
-  Accuse(worker_, 9001);
-  const auto words = links_.Await(other_, Control::MEMBERS, 1);  // for some seconds
-  MemberWord word;
-  ASSERT_TRUE(membership::ParseWord(words[0].meta.body, &word));
-  EXPECT_EQ(word.kind, MemberWord::kServerLost);
-  EXPECT_EQ(membership_->View().replicas.present, "11");
-}
-
-TEST_F(SchedulerMembershipTest, AServerIsGoneThatMostReplicasHaveLost) {
-  GatherReplacingReplicas();
-  Accuse(worker_, 9001);
-  Accuse(other_, 9001);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerLost);
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-  Register(Node::SERVER, -1, -1, 1);
-  Say(server_, Control::HEARTBEAT, "");
-  EXPECT_EQ(membership_->View().replicas.present, "11") << "nobody is to blame any more";
-  EXPECT_EQ(failure(), "");
-}
-
-TEST_F(SchedulerMembershipTest, AServerThatHasLostTheLastReplicaIsGone) {
-  GatherReplacingReplicas();
-  AccuseWorker(worker_);
-  EXPECT_EQ(LastTold(server_).present, "01");
-  AccuseWorker(other_);
-  EXPECT_EQ(failure(), "") << "without the last replica there is no job";
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-}
-
-TEST_F(SchedulerMembershipTest, WhatALostServerHasSaidCountsNoMore) {
-  GatherReplacingReplicas();
-  Say(worker_, Control::LEAVE, "failed: exit status 3");
-  Accuse(other_, 9001);
-  AccuseWorker(other_);
-  EXPECT_EQ(failure(), "");
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-}
-
-TEST_F(SchedulerMembershipTest, ANewServerTakesThePlaceThatIsVacantForLongest) {
+TEST_F(ServerPlacesTest, ANewServerTakesThePlaceThatIsVacantForLongest) {
   MembershipSettings settings;
   settings.workers = 1;
   settings.servers = 2;
@@ -128,6 +71,46 @@ TEST_F(SchedulerMembershipTest, ANewServerTakesThePlaceThatIsVacantForLongest) {
     EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
     EXPECT_EQ(LastWord(worker_).number, rank);
   }
+}
+
+TEST_F(LostNeighborTest, TheOthersHearThatAServerIsLostAndReplaced) {
+  GatherServers(4);
+  membership_->OnDisconnect(Id(1));
+  for (const int rank : {0, 2, 3}) ExpectWord(rank, MemberWord::kServerLost, 1);
+  EXPECT_EQ(CountWords(1), 0);
+  Come();
+  EXPECT_EQ(Told(1), (Ranks{0, 2}));
+  EXPECT_EQ(CountWords(1), 0) << "of itself there is no news";
+  for (const int rank : {0, 2, 3}) {
+    ExpectWord(rank, MemberWord::kServerReplaced, 1);
+    EXPECT_EQ(LastWord(Id(rank)).epoch, 4) << "so it knows its neighbors";
+    const auto told = links_.SentTo(Id(rank), Control::MEMBERS);
+    EXPECT_EQ(told.back().meta.control.node.at(0).id, Id(1));
+  }
+  EXPECT_EQ(failure(), "");
+}
+
+TEST_F(LostNeighborTest, AServerThatComesHearsWhoIsLost) {
+  GatherServers(3);
+  membership_->OnDisconnect(Id(1));
+  membership_->OnDisconnect(Id(2));
+  Come();
+  EXPECT_EQ(Told(1), Ranks{0});
+  ExpectWord(1, MemberWord::kServerLost, 2);
+  Come();
+  EXPECT_EQ(Told(2), (Ranks{0, 1}));
+  ExpectWord(1, MemberWord::kServerReplaced, 2);
+  ExpectWord(0, MemberWord::kServerReplaced, 2);
+}
+
+TEST_F(LostNeighborTest, WithoutCopiesServersMeetNobody) {
+  GatherServers(2, false);
+  EXPECT_EQ(Told(0), Ranks());
+  membership_->OnDisconnect(Id(1));
+  Come();
+  EXPECT_EQ(Told(1), Ranks());
+  ExpectWord(0, MemberWord::kServerReplaced, 1);  // as the workers do, so that none is late
+  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
 }
 
 }  // namespace

@@ -1,85 +1,127 @@
-// Whose fault the scheduler says it is; and until when workers need it.
+// Decides which of two nodes is lost when their link broke.
 #include <gtest/gtest.h>
 
-#include "tests/net/membership/membership_test.h"
+#include "tests/recovery/scheduler/recovery_test.h"
 
 namespace ps {
 namespace {
 
-TEST_F(SchedulerMembershipTest, WhoEndedBeforeAWorkerFailedIsNamed) {
-  Gather();
-  links_.SetBroken({worker_});
-  Say(other_, Control::LEAVE, "failed: RuntimeError: Connection reset by peer");
-  EXPECT_EQ(failure(), "");
-  EXPECT_EQ(links_.SentTo(other_, Control::JOB_FAILED)[0].meta.body,
-            "worker 1 (10.0.0.2) failed: RuntimeError: Connection reset by peer");
-  membership_->OnDisconnect(other_);  // it has said why
-  EXPECT_EQ(failure(), "");
-  membership_->OnDisconnect(worker_);
-  EXPECT_EQ(failure(),
-            "worker 0 (10.0.0.2) was lost: its connection closed; then worker 1 (10.0.0.2) failed: "
-            "RuntimeError: Connection reset by peer");
-}
+using TrialsTest = RecoveryTest;
 
-TEST_F(SchedulerMembershipTest, AWorkerWhoseLinkWasBrokenSaysItself) {
-  Gather();
-  links_.SetBroken({worker_});
-  Say(other_, Control::LEAVE, "failed: RuntimeError: Connection reset by peer");
-  Say(worker_, Control::LEAVE, "failed: told to end by SIGTERM");
-  EXPECT_EQ(failure(),
-            "worker 0 (10.0.0.2) failed: told to end by SIGTERM; then worker 1 (10.0.0.2) failed: "
-            "RuntimeError: Connection reset by peer");
-}
-
-TEST_F(SchedulerMembershipTest, AFailureIsNamedWhenALinkThatBrokeIsThereAgain) {
-  Gather();
-  links_.SetBroken({worker_});
-  Say(other_, Control::LEAVE, "failed: exit status 3");
-  EXPECT_EQ(failure(), "");
-  links_.SetBroken({});
-  links_.Await(server_, Control::JOB_FAILED, 1);
-  EXPECT_EQ(links_.SentTo(server_, Control::JOB_FAILED)[0].meta.body,
-            "worker 1 (10.0.0.2) failed: exit status 3");
-}
-
-TEST_F(SchedulerMembershipTest, AServerAtALoopbackAddressServesItsMachineAlone) {
-  MembershipSettings settings;
-  settings.workers = 1;
-  settings.servers = 1;
-  Start(settings);
-  Register(Node::SERVER, -1, -1, 1, "127.0.0.1");
-  Register(Node::WORKER, 0, 1, 1, "192.0.2.77");
-  EXPECT_EQ(failure(),
-            "server 0 (127.0.0.1:9001) listens at a loopback address, which worker 0 (192.0.2.77) "
-            "cannot reach: the scheduler's name stands for it on that server's machine; set "
-            "DMLC_NODE_HOST there to an address of the machine");
-  EXPECT_EQ(links_.CountTo(worker_, Control::JOB_FAILED), 1);
-}
-
-TEST_F(SchedulerMembershipTest, AJobOfOneMachineMayUseLoopback) {
-  MembershipSettings settings;
-  settings.workers = 1;
-  settings.servers = 1;
-  Start(settings);
-  Register(Node::SERVER, -1, -1, 1, "127.0.0.1");
-  Register(Node::WORKER, 0, 1, 1, "127.0.0.1");
-  EXPECT_EQ(failure(), "");
-}
-
-TEST_F(SchedulerMembershipTest, HasWorkersOnceAJobHasBegunUntilTheyHaveLeft) {
-  MembershipSettings settings;
-  settings.workers = 2;
-  settings.servers = 1;
-  Start(settings);
-  Register(Node::WORKER, 0, 2, 1);
-  EXPECT_FALSE(membership_->HasWorkers()) << "they have nothing to save";
+TEST_F(TrialsTest, AServerIsReplacedWhoseLinkWithAWorkerBroke) {
+  GatherReplacing();
+  // Of one that has lost its place it is no news.
+  membership_->OnDisconnect(server_);
   Register(Node::SERVER, -1, -1, 1);
-  Register(Node::WORKER, 1, 2, 1);
-  EXPECT_TRUE(membership_->HasWorkers());
-  Say(worker_, Control::LEAVE, "finish");
-  EXPECT_TRUE(membership_->HasWorkers());
-  Say(other_, Control::LEAVE, "finish");
-  EXPECT_FALSE(membership_->HasWorkers());
+  Accuse(worker_, 9002);
+  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
+  Accuse(worker_, 9001);
+  EXPECT_EQ(failure(), "") << "without the worker there is no job";
+  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+}
+
+TEST_F(TrialsTest, AServerThatIsHeardIsNotTheOneThatIsGone) {
+  GatherReplacingReplicas();
+  Accuse(worker_, 9001);
+  EXPECT_EQ(links_.CountTo(other_, Control::MEMBERS), 0) << "nobody is lost yet";
+  Say(server_, Control::HEARTBEAT, "");
+  EXPECT_EQ(LastTold(server_).present, "01");
+  EXPECT_EQ(failure(), "");
+}
+
+TEST_F(TrialsTest, AServerThatIsNotHeardIs) {
+  GatherReplacingReplicas();
+  Accuse(worker_, 9001);
+  const auto words = links_.Await(other_, Control::MEMBERS, 1);  // for some seconds
+  MemberWord word;
+  ASSERT_TRUE(membership::ParseWord(words[0].meta.body, &word));
+  EXPECT_EQ(word.kind, MemberWord::kServerLost);
+  EXPECT_EQ(membership_->View().replicas.present, "11");
+}
+
+TEST_F(TrialsTest, AServerIsGoneThatMostReplicasHaveLost) {
+  GatherReplacingReplicas();
+  Accuse(worker_, 9001);
+  Accuse(other_, 9001);
+  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerLost);
+  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+  Register(Node::SERVER, -1, -1, 1);
+  Say(server_, Control::HEARTBEAT, "");
+  EXPECT_EQ(membership_->View().replicas.present, "11") << "nobody is to blame any more";
+  EXPECT_EQ(failure(), "");
+}
+
+TEST_F(TrialsTest, AServerThatHasLostTheLastReplicaIsGone) {
+  GatherReplacingReplicas();
+  AccuseWorker(worker_);
+  EXPECT_EQ(LastTold(server_).present, "01");
+  AccuseWorker(other_);
+  EXPECT_EQ(failure(), "") << "without the last replica there is no job";
+  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+}
+
+TEST_F(TrialsTest, WhatALostServerHasSaidCountsNoMore) {
+  GatherReplacingReplicas();
+  Say(worker_, Control::LEAVE, "failed: exit status 3");
+  Accuse(other_, 9001);
+  AccuseWorker(other_);
+  EXPECT_EQ(failure(), "");
+  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+}
+
+TEST_F(LostNeighborTest, WhoAccusesAServerThatIsHeardIsLost) {
+  GatherServers(2);
+  Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
+  EXPECT_EQ(CountWords(1), 0) << "nobody is lost yet";
+  Say(Id(1), Control::HEARTBEAT, "");
+  ExpectWord(1, MemberWord::kServerLost, 0);
+  EXPECT_EQ(LastWord(Id(1)).text,
+            "server 0 (10.0.0.2:9001) cannot go on: server 1 was lost to server 0");
+  EXPECT_EQ(LastWord(worker_).number, 0);
+  EXPECT_EQ(failure(), "");
+}
+
+TEST_F(LostNeighborTest, AServerThatIsAccusedAndNotHeardIsLost) {
+  GatherServers(2);
+  Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
+  links_.Await(Id(0), Control::MEMBERS, 1);  // for some seconds
+  ExpectWord(0, MemberWord::kServerLost, 1);
+  EXPECT_EQ(failure(), "");
+}
+
+TEST_F(LostNeighborTest, OfTwoThatAccuseEachOtherOneIsLost) {
+  GatherServers(2);
+  Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
+  Accuse(Id(1), Id(0), 9001, "server 0 was lost to server 1");
+  ExpectWord(1, MemberWord::kServerLost, 0);
+  Come();
+  ExpectWord(1, MemberWord::kServerReplaced, 0);
+  Say(Id(1), Control::HEARTBEAT, "");
+  Say(Id(0), Control::HEARTBEAT, "");
+  EXPECT_EQ(CountWords(0), 0) << "its place is another's by now";
+  EXPECT_EQ(failure(), "");
+}
+
+TEST_F(LostNeighborTest, WhoIsLostAccusesNobodyAnyMore) {
+  GatherServers(3);
+  Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
+  membership_->OnDisconnect(Id(0));
+  Come();
+  Say(Id(1), Control::HEARTBEAT, "");
+  ExpectWord(1, MemberWord::kServerReplaced, 0);
+  EXPECT_EQ(links_.CountTo(worker_, Control::MEMBERS), 2) << "one was lost, and one has its place";
+}
+
+TEST_F(LostNeighborTest, AReportOfALinkWithAnEarlierServerIsNoNews) {
+  GatherServers(2);
+  membership_->OnDisconnect(Id(1));
+  Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
+  Come();
+  Accuse(Id(0), Id(1), 9002, "server 1 was lost to server 0");
+  Say(Id(1), Control::HEARTBEAT, "");
+  ExpectWord(0, MemberWord::kServerReplaced, 1);
+  EXPECT_EQ(CountWords(1), 0);
+  EXPECT_EQ(failure(), "");
 }
 
 }  // namespace

@@ -1,0 +1,46 @@
+#ifndef BYTEPS_NET_MEMBERSHIP_SCHEDULED_JOB_H_
+#define BYTEPS_NET_MEMBERSHIP_SCHEDULED_JOB_H_
+
+#include <utility>
+
+#include "byteps/base/awake_clock.h"
+#include "byteps/base/mutex.h"
+#include "byteps/net/membership/announcer.h"
+#include "byteps/net/membership/membership_links.h"
+#include "byteps/net/membership/membership_settings.h"
+#include "byteps/net/membership/roster.h"
+
+namespace ps {
+
+// A job as its scheduler knows it, which SchedulerMembership and its RosterPolicy share.
+struct ScheduledJob {
+  using Clock = AwakeClock;
+  // kTurning: the nodes are told of a failure, and then others are waited for.
+  enum class State { kActive, kTurning, kFailed, kEnded, kStopped };
+
+  ScheduledJob(MembershipLinks* l, const MembershipSettings& s, Announcer::Listener listener)
+      : links(l), settings(s), announcer(std::move(listener)) {}
+
+  // Tells clang that the caller holds mu, which it may know by another name.
+  void AssertHeld() const PS_THREAD_SAFETY(assert_capability(mu)) {}
+
+  MembershipLinks* const links;
+  const MembershipSettings settings;
+  Announcer announcer;
+
+  // Held while nodes that are at work are told what has changed, so that they hear it in order;
+  // before mu.
+  Mutex telling_mu;
+  Mutex mu;
+  State state PS_GUARDED_BY(mu) = State::kActive;
+  Roster roster PS_GUARDED_BY(mu);
+  int incarnation PS_GUARDED_BY(mu) = 1;
+  // Number of this scheduler: more than that of each one before it that had the job.
+  int life PS_GUARDED_BY(mu) = 1;
+  bool any_worker PS_GUARDED_BY(mu) = false;  // one has come
+  bool has_begun PS_GUARDED_BY(mu) = false;   // all nodes have come
+  Clock::time_point last_arrival PS_GUARDED_BY(mu);
+};
+
+}  // namespace ps
+#endif  // BYTEPS_NET_MEMBERSHIP_SCHEDULED_JOB_H_

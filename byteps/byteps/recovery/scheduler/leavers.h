@@ -1,0 +1,72 @@
+#ifndef BYTEPS_RECOVERY_SCHEDULER_LEAVERS_H_
+#define BYTEPS_RECOVERY_SCHEDULER_LEAVERS_H_
+
+#include <map>
+#include <set>
+#include <vector>
+
+#include "byteps/net/membership/roster.h"
+#include "byteps/net/membership/scheduled_job.h"
+#include "byteps/recovery/scheduler/replica_table.h"
+#include "byteps/recovery/scheduler/server_places.h"
+#include "ps/internal/message.h"
+
+namespace ps {
+
+class SchedulerMembership;
+
+// Workers that have done their work and stay: others may lack a sum that they have, should a server
+// be lost; and where a scheduler may return, all servers must know first that they have left.
+//
+// Any thread.
+class Leavers {
+ public:
+  using Clock = ScheduledJob::Clock;
+
+  Leavers(SchedulerMembership* scheduler, ScheduledJob* job, const ReplicaTable* replicas,
+          const ServerPlaces* places)
+      : scheduler_(scheduler), job_(job), replicas_(replicas), places_(places) {}
+
+  // ----- called with ScheduledJob::mu held
+
+  // See RosterPolicy.
+  std::vector<Node> OnLeft(Member* worker);
+  // Whether every worker that takes part has left; and, for IsOver, may go.
+  bool HaveAllLeft() const;
+  bool IsOver() const;
+  // This worker stays no longer.  False: it did not.
+  bool Release(Member* worker);
+  // The server of this node id is lost: the next one of its place does not know who has left.
+  void Forget(int server);
+  void Clear();
+
+  // ----- called without a lock
+
+  // A worker that stays is gone.  False: it does not stay.
+  bool Lose(int node_id);
+  // Lets those go that need not stay any longer.
+  void LetGo(Clock::time_point now);
+  // A server knows that a worker has left.
+  void OnKnown(int server, int worker_rank);
+  // The job has failed, and all may go.
+  void LetAllGo();
+
+ private:
+  struct Leaver {
+    Node node;
+    std::set<int> known;  // to these servers
+  };
+
+  bool asks() const { return job_->settings.scheduler_return_s > 0; }
+  // Servers are told that it has left.
+  void Tell(const Node& worker) PS_REQUIRES(job_->mu);
+
+  SchedulerMembership* const scheduler_;
+  ScheduledJob* const job_;
+  const ReplicaTable* const replicas_ PS_PT_GUARDED_BY(job_->mu);
+  const ServerPlaces* const places_;
+  std::map<int, Leaver> asked_ PS_GUARDED_BY(job_->mu);  // by node id
+};
+
+}  // namespace ps
+#endif  // BYTEPS_RECOVERY_SCHEDULER_LEAVERS_H_

@@ -1,0 +1,268 @@
+#include "byteps/recovery/scheduler/replicas.h"
+
+#include <algorithm>
+
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/membership/scheduler_membership.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+using membership::MemberWord;
+using membership::Send;
+
+int Replicas::ReplicaOf(int worker) const { return table_->Of(Postoffice::IDtoRank(worker)); }
+
+membership::Refusal Replicas::WhyTaken(membership::Refusal refusal, const Member& member) const {
+  job_->AssertHeld();
+  if (!table_->active()) return refusal;
+  if (!member.removed) {
+    refusal.later = true;  // the scheduler may not know yet that the replica has died
+    return refusal;
+  }
+  if (table_->state(ReplicaOf(member.node.id)) != ReplicaTable::State::kLeaving) return {};
+  return {"servers do not know yet that its replica was removed", true};
+}
+
+void Replicas::OnArrival(const Member& worker) {
+  job_->AssertHeld();
+  table_->Arrive(ReplicaOf(worker.node.id), worker.heard);
+}
+
+bool Replicas::IsComing(int worker) const {
+  job_->AssertHeld();
+  return table_->active() && table_->IsComing(ReplicaOf(worker));
+}
+
+void Replicas::AddRemoved(const Node& worker) {
+  job_->AssertHeld();
+  removed_.push_back(worker);
+}
+
+void Replicas::Clear() {
+  job_->AssertHeld();
+  *table_ = ReplicaTable();
+  removed_.clear();
+}
+
+bool Replicas::Lose(int node_id, const std::string& reason) {
+  std::string news;
+  std::vector<int> told;
+  std::vector<Node> done;  // that have done their work, and should have stayed for others
+  bool over = false;
+  {
+    MutexLock lock(&job_->mu);
+    const Member* const member = job_->roster.Find(node_id);
+    if (job_->state != ScheduledJob::State::kActive || !table_->active() || member == nullptr ||
+        member->node.role != Node::WORKER) {
+      return false;
+    }
+    if (member->removed) return true;
+    const int replica = ReplicaOf(node_id);
+    if (!OthersGoOn(replica)) return false;
+    PS_PROBE(kReplicaRemoved);
+    if (table_->IsComing(replica)) PS_PROBE(kJoinerRemoved);
+    table_->Lose(replica);
+    const int first = table_->View(false).FirstRank(replica);
+    for (int i = 0; i < table_->ranks(); ++i) {
+      Member* const one = job_->roster.Find(IdOf(Node::WORKER, first + i));
+      if (one == nullptr || one->removed) continue;
+      if (!one->left) told.push_back(one->node.id);
+      if (leavers_->Release(one)) done.push_back(one->node);
+      one->left = one->removed = true;
+      removed_.push_back(one->node);
+    }
+    over = leavers_->IsOver();
+    news = "replica " + std::to_string(replica) + " was removed: " + reason;
+  }
+  BPS_LOG(WARNING) << news << "; the others go on";
+  Tell(news);
+  for (const int id : told) {
+    Send(job_->links, Control::JOB_FAILED, id, news);
+    job_->links->Disconnect(id);
+  }
+  for (const Node& node : done) {
+    Send(job_->links, Control::NODE_LEFT, node.id, "", {node});
+    job_->links->Disconnect(node.id);
+  }
+  if (over) scheduler_->EndJob();  // another one has done all there was to do
+  return true;
+}
+
+bool Replicas::OthersGoOn(int replica) const {
+  return std::any_of(job_->roster.members().begin(), job_->roster.members().end(),
+                     [&](const auto& entry) PS_REQUIRES(job_->mu) {
+                       const Member& member = entry.second;
+                       if (member.node.role != Node::WORKER || member.removed) return false;
+                       const int other = ReplicaOf(entry.first);
+                       return other != replica &&
+                              table_->state(other) == ReplicaTable::State::kPresent;
+                     });
+}
+
+bool Replicas::IsOfPresent(int rank) const {
+  const Member* const member = job_->roster.Find(IdOf(Node::WORKER, rank));
+  return member != nullptr && !member->left &&
+         table_->state(table_->Of(rank)) == ReplicaTable::State::kPresent;
+}
+
+std::vector<Node> Replicas::CompleteReplica(int replica) const {
+  std::vector<Node> workers;
+  for (const auto& [id, member] : job_->roster.members()) {
+    if (member.node.role != Node::WORKER || ReplicaOf(id) != replica) continue;
+    if (member.removed) return {};
+    workers.push_back(member.node);
+  }
+  return workers;
+}
+
+void Replicas::OnNewcomer(const Node& worker) {
+  {
+    MutexLock lock(&job_->mu);
+    if (!table_->active() || CompleteReplica(ReplicaOf(worker.id)).empty()) return;
+  }
+  if (scheduler_->FailIfUnreachable()) return;
+  {
+    MutexLock telling(&job_->telling_mu);
+    std::vector<Node> workers;
+    membership::Beginning beginning;
+    beginning.late = true;
+    std::vector<std::string> lost;
+    {
+      MutexLock lock(&job_->mu);
+      if (!table_->active()) return;
+      workers = CompleteReplica(ReplicaOf(worker.id));
+      beginning.turns = places_->TurnsToTell();
+      lost = places_->LostWords();
+    }
+    scheduler_->TellBeginning(workers, beginning);
+    for (const Node& node : workers) {
+      for (const std::string& word : lost) Send(job_->links, Control::MEMBERS, node.id, word);
+    }
+  }
+  Tell("");
+}
+
+void Replicas::OnBegun() {
+  // So that servers alone can tell the next scheduler that there are replicas: workers may all have
+  // left, or be lost.
+  if (job_->settings.scheduler_return_s <= 0) return;
+  std::vector<int> servers;
+  std::string view;
+  MutexLock telling(&job_->telling_mu);
+  {
+    MutexLock lock(&job_->mu);
+    if (!table_->active()) return;
+    servers = job_->roster.Ids(Node::SERVER);
+    view = membership::PackReplicas(table_->View(true));
+  }
+  for (const int id : servers) Send(job_->links, Control::MEMBERS, id, view);
+}
+
+void Replicas::Tell(const std::string& news) {
+  ReplicaView to_servers, to_workers;
+  std::vector<int> servers, workers;
+  std::vector<Node> removed;
+  MutexLock telling(&job_->telling_mu);
+  {
+    MutexLock lock(&job_->mu);
+    if (job_->state != ScheduledJob::State::kActive || !table_->active()) return;
+    removed.swap(removed_);
+    to_servers = table_->View(true);
+    to_workers = table_->View(false);
+    to_servers.news = to_workers.news = news;
+    servers = job_->roster.Ids(Node::SERVER);
+    for (const auto& [id, member] : job_->roster.members()) {
+      if (member.node.role == Node::WORKER && !member.left) workers.push_back(id);
+    }
+  }
+  const std::string for_servers = membership::PackReplicas(to_servers);
+  const std::string for_workers = membership::PackReplicas(to_workers);
+  for (const int id : servers) Send(job_->links, Control::MEMBERS, id, for_servers, removed);
+  for (const int id : workers) Send(job_->links, Control::MEMBERS, id, for_workers);
+  MembershipEvent event;
+  event.kind = MembershipEvent::kReplicas;
+  event.replicas = to_workers;
+  job_->announcer.Tell(event);
+}
+
+void Replicas::OnWord(int sender, const MemberWord& word) {
+  std::string news;
+  bool changed = false;
+  int passed_on = Node::kEmpty;
+  int late = Node::kEmpty;
+  {
+    MutexLock lock(&job_->mu);
+    const Member* const member = job_->roster.Find(sender);
+    if (job_->state != ScheduledJob::State::kActive || !table_->active() || member == nullptr)
+      return;
+    const bool from_server = word.kind != MemberWord::kReady && word.kind != MemberWord::kAdmit;
+    if (from_server != (member->node.role == Node::SERVER)) return;
+    switch (word.kind) {
+      case MemberWord::kAcknowledged:
+        for (const int replica :
+             table_->Acknowledge(sender, word.epoch, job_->roster.Ids(Node::SERVER))) {
+          PS_PROBE(kReplicaJoined);
+          news += (news.empty() ? "replica " : ", replica ") + std::to_string(replica);
+        }
+        changed = !news.empty();
+        if (changed) news += " has joined";
+        break;
+      case MemberWord::kReady:
+        changed = table_->Ready(Postoffice::IDtoRank(sender));
+        if (changed) PS_PROBE(kReplicaWaits);
+        break;
+      case MemberWord::kAdmit:
+        // One that is coming itself has no say.
+        if (table_->IsComing(table_->Of(Postoffice::IDtoRank(sender)))) return;
+        changed = table_->Admit(word.number, word.epoch);
+        if (changed) PS_PROBE(kReplicaAdmitted);
+        break;
+      case MemberWord::kAwaited:
+        if (IsOfPresent(word.number)) passed_on = IdOf(Node::WORKER, word.number);
+        break;
+      case MemberWord::kLate:
+        // Of a life that was removed meanwhile others may be there.
+        if (!IsOfPresent(word.number) || !table_->Knows(word.number, word.epoch)) return;
+        late = IdOf(Node::WORKER, word.number);
+        break;
+      case MemberWord::kServerLost:
+      case MemberWord::kServerReplaced:
+      case MemberWord::kLeftKnown:
+        return;  // what it says itself
+    }
+  }
+  if (passed_on != Node::kEmpty)
+    Send(job_->links, Control::MEMBERS, passed_on, membership::PackWord(word));
+  if (late != Node::kEmpty) {
+    PS_PROBE(kLateRemoved);
+    Lose(late, word.text);
+  }
+  if (!changed) return;
+  if (!news.empty()) BPS_LOG(INFO) << news;
+  Tell(news);
+}
+
+void Replicas::CheckComing(Clock::time_point now) {
+  std::vector<int> late;
+  {
+    MutexLock lock(&job_->mu);
+    if (!table_->active()) return;
+    for (const auto& [id, member] : job_->roster.members()) {
+      if (member.node.role != Node::WORKER || member.removed) continue;
+      const int replica = ReplicaOf(id);
+      if (table_->state(replica) != ReplicaTable::State::kGathering) continue;
+      if (now - table_->GathersSince(replica) <= ToDuration(job_->settings.start_timeout_s))
+        continue;
+      if (CompleteReplica(replica).empty()) late.push_back(id);
+    }
+  }
+  for (const int id : late) {
+    scheduler_->OnGone(id, "waited for the other workers of its replica for " +
+                               Limit(job_->settings.start_timeout_s, "BYTEPS_START_TIMEOUT_S"));
+  }
+}
+
+}  // namespace ps
