@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from byteps.trial import command, hosts, verdict
 from byteps.trial.hosts import Hosts, TrialError
-from byteps.trial.reports import LOOPBACKS
+from byteps.trial.reports import LOOPBACKS, Desk, tell
 from byteps.trial.verdict import Side
 
 from scripts.children import captured
@@ -87,7 +87,11 @@ def _answer(plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
     [
         ((1.0, 1.1), (0.5, 0.6), "keep BytePS (FLAGS): 1.91 x as fast as NCCL"),
         ((1.0, 1.0), (0.99, 0.98), "keep NCCL: BytePS is 1.02 x as fast, which is no gain"),
-        ((1.0, 2.0), (0.9, 1.5), "keep NCCL: BytePS is 1.25 x as fast, which is no gain"),
+        (
+            (1.0, 2.0),
+            (0.9, 1.5),
+            "keep NCCL: BytePS is 1.25 x as fast, but launches of each differ",
+        ),
         ((1.0, 1.0), (2.0, 2.0), "keep NCCL: BytePS is 0.50 x as fast, which is no gain"),
     ],
 )
@@ -105,6 +109,14 @@ def test_answer_says_why_nothing_is_gained() -> None:
     assert _answer(slow, [_report(1.0, pushed=0)]).startswith("keep NCCL: so does BytePS")
     assert "No loss was seen" in _answer([_report(2.0, loss=None)], fast)
     assert "differ by +5.00 %" in _answer(slow, [_report(1.0, loss=2.1)])
+
+
+def test_launch_that_is_not_what_it_was_meant_to_be_is_told() -> None:
+    """A script that ignores the flags would seem to say that BytePS gains nothing."""
+    assert "did not reach the script" in verdict.fault({"joined": False}, is_plain=False)
+    assert "take it out" in verdict.fault({"joined": True}, is_plain=True)
+    for is_plain in (True, False):
+        assert not verdict.fault({"joined": not is_plain}, is_plain=is_plain)
 
 
 class _Pair:
@@ -207,6 +219,19 @@ def test_trial_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
 def test_command_that_cannot_start_is_told() -> None:
     ended = captured(_trial("--", "no-such-launcher"), 100)
     assert ended.returncode == 1 and "cannot start no-such-launcher" in ended.stderr
+
+
+def test_end_of_a_process_waits_for_its_answers() -> None:
+    """The leader ends after the last launch, and must not leave another host without its answer."""
+    outlived = list[bool]()
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        outlived.append(threading.current_thread().daemon)
+        return message
+
+    with Desk(answer, 1, 1) as desk:
+        assert tell(desk.settings, {"number": 1}) == {"number": 1}
+    assert outlived == [False]
 
 
 def test_settings_travel_as_text() -> None:

@@ -84,8 +84,8 @@ class _Trial:
                 )
             name = "BytePS" if ours else "plain"
             report = self._launch(number + 1, f"{name}: {shlex.join(launch.words)}", launch)
-            if report["pushed"] and not ours:
-                raise TrialError("the plain launch used BytePS: take it out of the script")
+            if fault := verdict.fault(report, is_plain=not ours):
+                raise TrialError(fault)
             print(f"  {name}: {verdict.launch_text(report)}", flush=True)
             sides[ours].append(report)
         plain, through = Side(name="plain", reports=sides[0]), Side(name="BytePS", reports=sides[1])

@@ -127,6 +127,7 @@ class Meter:
         own = {
             "times": [_between(one, two) for one, two in itertools.pairwise(marks)],
             "loss": None if self._losses[-1] is None else float(self._losses[-1]),
+            "joined": _is_joined(),
             "pushed": _pushed_bytes(),
             "launch": self._settings.token,
             "host": _host(),
@@ -175,6 +176,7 @@ class Meter:
             # A step is as long as on the slowest rank.
             "times": [max(times) for times in zip(*(one["times"] for one in told), strict=True)],
             "loss": statistics.fmean(losses) if losses else None,
+            "joined": any(one["joined"] for one in told),
             "pushed": sum(one["pushed"] for one in told),
             "firsts": firsts,
             "leader": {
@@ -228,6 +230,15 @@ def _between(one: Any, two: Any) -> float:
     if isinstance(one, torch.cuda.Event):
         return float(one.elapsed_time(two)) / 1000
     return float(two - one)
+
+
+def _is_joined() -> bool:
+    """Whether this rank is a worker of a BytePS job."""
+    if "byteps.torch" not in sys.modules:
+        return False
+    from byteps.torch import session
+
+    return session.is_initialized()
 
 
 def _pushed_bytes() -> int:

@@ -7,10 +7,12 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
+
+from byteps.launcher.addresses import ELSEWHERE
 
 VARIABLE = "BYTEPS_TRIAL"
 """Has ranks measure their steps; internal, of `base/config_table.cc`."""
@@ -63,7 +65,7 @@ class Desk:
             skipped=skipped,
             number=0,
             port=self._socket.getsockname()[1],
-            hosts=(*LOOPBACKS, socket.gethostname()),
+            hosts=(*LOOPBACKS, socket.gethostname(), *_default_addresses()),
             token=secrets.token_hex(16),
         )
         threading.Thread(target=self._accept, name="byteps-trial", daemon=True).start()
@@ -79,7 +81,7 @@ class Desk:
             while True:
                 connection, _ = self._socket.accept()
                 # The end of this process waits for answers.
-                threading.Thread(target=self._serve, args=(connection,)).start()
+                threading.Thread(target=self._serve, args=(connection,), daemon=False).start()
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError, ValueError, KeyError), connection:
@@ -87,6 +89,14 @@ class Desk:
             message = json.loads(connection.makefile("rb").readline())
             if secrets.compare_digest(str(message.pop("token")), self.settings.token):
                 connection.sendall(json.dumps(self._answer(message)).encode() + b"\n")
+
+
+def _default_addresses() -> Iterator[str]:
+    """Addresses of this host on its default routes: names are not known everywhere."""
+    for family, elsewhere in zip((socket.AF_INET, socket.AF_INET6), ELSEWHERE, strict=True):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))  # sends nothing
+            yield probe.getsockname()[0]
 
 
 def _listen() -> socket.socket:

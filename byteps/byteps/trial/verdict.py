@@ -42,6 +42,18 @@ def native_name(report: Message) -> str:
     return " and ".join(reversed(names)) or "the plain command"
 
 
+def fault(report: Message, *, is_plain: bool) -> str:
+    """Why a launch was not what it was meant to be; empty: it was."""
+    if is_plain and report["joined"]:
+        return "the plain launch used BytePS: take it out of the script"
+    if not is_plain and not report["joined"]:
+        return (
+            "the launch through servers did not use BytePS: what was added did not reach the "
+            "script. Give a line that passes its last arguments, and the environment, on"
+        )
+    return ""
+
+
 def launch_text(report: Message) -> str:
     """A launch in a line."""
     loss = "not seen" if report["loss"] is None else f"{report['loss']:.4f}"
@@ -77,8 +89,13 @@ def answer(plain: Side, ours: Side, added: str) -> str:
         return f"keep {native}: {why}"
     if not any(one["pushed"] for one in ours.reports):
         return f"keep {native}: so does BytePS, for all gradients of this job on these hosts"
-    if gain < ENOUGH or max(ours.medians) >= min(plain.medians):
+    if gain < ENOUGH:
         return f"keep {native}: BytePS is {gain:.2f} x as fast, which is no gain to rely on"
+    if max(ours.medians) >= min(plain.medians):
+        return (
+            f"keep {native}: BytePS is {gain:.2f} x as fast, but launches of each differ by more; "
+            "take more of them (--launches)"
+        )
     return f"keep BytePS ({added}): {gain:.2f} x as fast as {native}. {_of_losses(plain, ours)}"
 
 
