@@ -11,8 +11,15 @@ import pytest
 
 from bench.kit.emulation import Emulation
 from bench.kit.plan import Topology
+from scripts.children import captured, free_ports
 from scripts.train import MODEL
-from tests.multiproc.cluster import RUN_S, Spawned, clean_environment, processes_with
+from tests.multiproc.cluster import (
+    LOOPBACK,
+    RUN_S,
+    Spawned,
+    clean_environment,
+    processes_with,
+)
 
 pytestmark = pytest.mark.requires("root")
 
@@ -121,3 +128,27 @@ def test_megatron_by_torchrun(run_dir: Path) -> None:
             r"^Answer: keep (BytePS \(--dpu-preset own-hosts\)|gloo): .*\d+\.\d\d x", text, re.M
         ), text
     assert not list(checkpoints.glob("iter*"))
+
+
+@pytest.mark.thorough
+def test_one_command_starts_the_ranks_of_all_hosts(run_dir: Path) -> None:
+    """As srun does, from a host that need not have a rank."""
+    script, launcher = run_dir / "train.py", run_dir / "launch.sh"
+    script.write_text(DDP)
+    launcher.write_text(
+        f"RANK=1 BYTEPS_HOST_ID=b {sys.executable} {script} 1000 &\n"
+        f"RANK=0 BYTEPS_HOST_ID=a {sys.executable} {script} 1000\nwait\n"
+    )
+    env = {
+        **clean_environment(run_dir),
+        "BYTEPS_START_TIMEOUT_S": "150",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(free_ports()),
+    }
+    trial = [sys.executable, "-m", "byteps.trial", "--steps", "2", "--skip", "2"]
+    ended = captured([*trial, "--", "sh", "-e", launcher], RUN_S, env=env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 ranks on 2 hosts, 2 launches of each" in ended.stdout
