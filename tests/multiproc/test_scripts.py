@@ -93,16 +93,20 @@ def test_secret(run_dir: Path, role: str) -> None:
     assert ask_with(BYTEPS_AUTH="0").returncode == 0
 
 
-@pytest.mark.parametrize("value", ["", "x", "1x", "0", "-1", "1.5", "99999999999", "0x10", "1 2"])
+FLAGS = (
+    ("scheduler", "--workers"),
+    ("scheduler", "--servers"),
+    ("server", "--workers"),
+    ("server", "--instances"),
+    ("worker", "--servers"),
+)
+
+
 @pytest.mark.parametrize(
-    ("role", "flag"),
+    ("role", "flag", "value"),
     [
-        ("scheduler", "--workers"),
-        ("scheduler", "--servers"),
-        ("server", "--workers"),
-        ("server", "--servers"),
-        ("server", "--instances"),
-        ("worker", "--servers"),
+        *((*flag, "1x") for flag in FLAGS),
+        *(("server", "--servers", n) for n in ("", "x", "0", "-1", "1.5", "9" * 11, "0x10", "1 2")),
     ],
 )
 def test_bad_number(run_dir: Path, role: str, flag: str, value: str) -> None:
