@@ -1,9 +1,8 @@
-// What is timed: every addition of the reducer, each with the plain loop that uses memory alike;
-// the optimizer's updates; and elements of every type, by means other than the reducer's.
+// Additions of the reducer, each with the plain loop that uses memory alike; the optimizer's updates;
+// and elements of the types of gradients, by means other than the reducer's.
 #ifndef BENCH_REDUCER_OPERATIONS_H_
 #define BENCH_REDUCER_OPERATIONS_H_
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -93,7 +92,6 @@ using Plain = void (*)(char*, char*, char*, size_t steps);
 
 struct Operation {
   const char* name;
-  bool (*is_for)(DType);
   Stream streams[3];
   Plain plain;
   Run run;
@@ -104,16 +102,12 @@ struct Operation {
 };
 
 template <Stream A, Stream B = Stream{}, Stream C = Stream{}>
-Operation Make(const char* name, bool (*is_for)(DType), Run run,
-               double (*expected)(double, double, double), Run arithmetic = nullptr) {
-  return {
-      name, is_for, {A, B, C}, &Touch<A, B, C>, std::move(run), expected, std::move(arithmetic)};
+Operation Make(const char* name, Run run, double (*expected)(double, double, double), Run arithmetic = nullptr) {
+  return {name, {A, B, C}, &Touch<A, B, C>, std::move(run), expected, std::move(arithmetic)};
 }
 
 // Accumulators: their elements are twice as long as those of the type.
 inline size_t WideSize(DType t) { return byteps::core::AccumulatorSize(t); }
-inline bool IsAny(DType) { return true; }
-inline bool IsWidened(DType t) { return byteps::core::IsHalf(t) || t == DType::kFloat32; }
 
 // Types as one would write them down, for finite values.
 
@@ -171,14 +165,14 @@ template <int divisor>
 void AddDividing(std::vector<Operation>* table, const char* add, const char* end) {
   namespace core = byteps::core;
   table->push_back(Make<kUpdate, kRead>(
-      add, IsAny,
+      add,
       [](DType t, char* a, char* b, char*, size_t n) { core::Add(t, a, b, divisor, n); },
       [](double a, double b, double) { return (a + b) / divisor; },
       [](DType t, char* a, char* b, char*, size_t n) {
         PlainAverage(t, false, a, b, divisor, n);
       }));
   table->push_back(Make<kUpdate, kReadWide>(
-      end, IsWidened,
+      end,
       [](DType t, char* a, char* b, char*, size_t n) { core::WideEnd(t, a, b, divisor, n); },
       [](double a, double b, double) { return (a + b) / divisor; },
       [](DType t, char* a, char* b, char*, size_t n) { PlainAverage(t, true, a, b, divisor, n); }));
@@ -188,17 +182,15 @@ inline std::vector<Operation> Operations() {
   namespace core = byteps::core;
   std::vector<Operation> table = {
       Make<kWriteWide, kRead, kRead>(
-          "wide = a + b", IsWidened,
+          "wide = a + b",
           [](DType t, char* a, char* b, char* c, size_t n) { core::WideBegin(t, a, b, c, n); },
           [](double, double b, double c) { return b + c; }),
       Make<kUpdateWide, kRead>(
-          "wide += in", IsWidened,
+          "wide += in",
           [](DType t, char* a, char* b, char*, size_t n) { core::WideAdd(t, a, b, n); },
           [](double a, double b, double) { return a + b; }),
   };
   AddDividing<1>(&table, "sum += in", "last += wide");
-  // A power of two is multiplied by its inverse, and others are not.
-  AddDividing<4>(&table, "sum = (sum + in) / 4", "last = (wide + last) / 4");
   AddDividing<3>(&table, "sum = (sum + in) / 3", "last = (wide + last) / 3");
   return table;
 }
@@ -252,50 +244,17 @@ inline double UnpackHalf(DType t, uint16_t h) {
 
 inline void Put(DType t, bool wide, char* p, size_t i, double v) {
   if (wide) return WideSize(t) == 4 ? StoreAs<float>(p, i, v) : StoreAs<double>(p, i, v);
-  switch (t) {
-    case DType::kFloat32:
-      return StoreAs<float>(p, i, v);
-    case DType::kFloat64:
-      return StoreAs<double>(p, i, v);
-    case DType::kUInt8:
-      return StoreAs<uint8_t>(p, i, v);
-    case DType::kInt8:
-      return StoreAs<int8_t>(p, i, v);
-    case DType::kInt32:
-      return StoreAs<int32_t>(p, i, v);
-    case DType::kInt64:
-      return StoreAs<int64_t>(p, i, v);
-    case DType::kFloat16:
-    case DType::kBFloat16: {
-      const uint16_t h = PackHalf(t, v);
-      memcpy(p + i * sizeof(h), &h, sizeof(h));
-    }
-  }
+  if (t == DType::kFloat32) return StoreAs<float>(p, i, v);
+  const uint16_t h = PackHalf(t, v);
+  memcpy(p + i * sizeof(h), &h, sizeof(h));
 }
 
 inline double Get(DType t, bool wide, const char* p, size_t i) {
   if (wide) return WideSize(t) == 4 ? LoadAs<float>(p, i) : LoadAs<double>(p, i);
-  switch (t) {
-    case DType::kFloat32:
-      return LoadAs<float>(p, i);
-    case DType::kFloat64:
-      return LoadAs<double>(p, i);
-    case DType::kUInt8:
-      return LoadAs<uint8_t>(p, i);
-    case DType::kInt8:
-      return LoadAs<int8_t>(p, i);
-    case DType::kInt32:
-      return LoadAs<int32_t>(p, i);
-    case DType::kInt64:
-      return LoadAs<int64_t>(p, i);
-    case DType::kFloat16:
-    case DType::kBFloat16: {
-      uint16_t h;
-      memcpy(&h, p + i * sizeof(h), sizeof(h));
-      return UnpackHalf(t, h);
-    }
-  }
-  return NAN;
+  if (t == DType::kFloat32) return LoadAs<float>(p, i);
+  uint16_t h;
+  memcpy(&h, p + i * sizeof(h), sizeof(h));
+  return UnpackHalf(t, h);
 }
 
 }  // namespace bench

@@ -1,8 +1,8 @@
-// Times every addition of byteps/server/reducer.h in one thread, and the optimizer's AdamW
-// (byteps/server/optimizer/update.h), each compared with a plain loop that reads and writes the
-// same memory and computes nothing to speak of, and averages with a loop of plain arithmetic too.
+// Times the additions of byteps/server/reducer.h in one thread, and the optimizer's AdamW
+// (byteps/server/optimizer/update.h), each compared with a plain loop that reads and writes the same
+// memory and computes nothing to speak of, and averages with a loop of plain arithmetic too.
 //
-// usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS [TYPE...]
+// usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS
 //
 // Prints one JSON object a line: the operation, its type, the samples in seconds
 // of both, and how many results were wrong.  bench/reducer/run.py builds and
@@ -20,9 +20,6 @@
 
 namespace bench {
 namespace {
-
-// A sample of what stays in the cache repeats until it has moved this much.
-constexpr size_t kLeastBytes = 256u << 20;
 
 size_t SizeOf(const Stream& stream, DType t) {
   if (stream.use == Use::kNone) return 0;
@@ -145,27 +142,25 @@ struct Settings {
 struct Row {
   const char* operation;
   DType t;
-  const char* set;
   size_t read, written, bytes;
   std::vector<double> ours, plain;
   size_t wrong;
-  std::vector<double> arithmetic = {};
+  std::vector<double> arithmetic;
 };
 
 void Print(const Row& row) {
   printf(
-      "{\"operation\": \"%s\", \"type\": \"%s\", \"set\": \"%s\", \"read\": %zu, "
+      "{\"operation\": \"%s\", \"type\": \"%s\", \"read\": %zu, "
       "\"written\": %zu, \"bytes\": %zu, \"seconds\": %s, \"plain_seconds\": %s, "
       "\"arithmetic_seconds\": %s, \"wrong\": %zu, \"level\": \"%s\"}\n",
-      row.operation, byteps::core::NameOf(row.t), row.set, row.read, row.written, row.bytes,
+      row.operation, byteps::core::NameOf(row.t), row.read, row.written, row.bytes,
       List(row.ours).c_str(), List(row.plain).c_str(), List(row.arithmetic).c_str(), row.wrong,
       Level());
   fflush(stdout);
 }
 
-// Partition after partition through `partitions` of them.
-void Measure(const Operation& operation, DType t, const Settings& settings, size_t partitions,
-             const char* set) {
+// Partition after partition through the working set.
+void Measure(const Operation& operation, DType t, const Settings& settings) {
   const size_t per_line = kLine / byteps::core::SizeOf(t);
   const size_t n = settings.partition_bytes / byteps::core::SizeOf(t) / per_line * per_line;
   size_t read = 0, written = 0;
@@ -173,14 +168,13 @@ void Measure(const Operation& operation, DType t, const Settings& settings, size
     if (Reads(stream)) read += SizeOf(stream, t);
     if (Writes(stream)) written += SizeOf(stream, t);
   }
-  const size_t pass = (read + written) * n * partitions;
-  const size_t passes = partitions > 1 ? 1 : kLeastBytes / pass + 1;
+  size_t widths = 0;
+  for (const Stream& stream : operation.streams) widths += SizeOf(stream, t);
+  const size_t partitions = settings.working_set / (widths * n) + 2;
   Buffers buffers(operation, t, n * partitions);
   auto each = [&](const std::function<void(char*, char*, char*)>& work) {
-    for (size_t turn = 0; turn < passes; ++turn) {
-      for (size_t p = 0; p < partitions; ++p)
-        work(buffers.At(0, p * n), buffers.At(1, p * n), buffers.At(2, p * n));
-    }
+    for (size_t p = 0; p < partitions; ++p)
+      work(buffers.At(0, p * n), buffers.At(1, p * n), buffers.At(2, p * n));
   };
   const bool computes = operation.arithmetic != nullptr && HasPlainAverage(t);
   std::vector<double> samples[3];  // ours, the plain loop's, plain arithmetic's
@@ -201,29 +195,21 @@ void Measure(const Operation& operation, DType t, const Settings& settings, size
     }
   }
   const size_t wrong = CountWrong(operation, t, n, 0) + CountWrong(operation, t, 1003, 1);
-  Print({operation.name, t, set, read, written, pass * passes, samples[0], samples[1], wrong,
-         samples[2]});
-}
-
-void MeasureBoth(const Operation& operation, DType t, const Settings& settings) {
-  size_t widths = 0;
-  for (const Stream& stream : operation.streams) widths += SizeOf(stream, t);
-  const size_t partition = widths * (settings.partition_bytes / byteps::core::SizeOf(t));
-  Measure(operation, t, settings, settings.working_set / partition + 2, "memory");
-  Measure(operation, t, settings, 1, "partition");
+  Print({operation.name, t, read, written, (read + written) * n * partitions, samples[0],
+         samples[1], wrong, samples[2]});
 }
 
 // As Measure, of AdamW.
-void MeasureAdamW(DType t, const Settings& settings, size_t partitions, const char* set) {
+void MeasureAdamW(DType t, const Settings& settings) {
   const size_t n = settings.partition_bytes / byteps::core::SizeOf(t) / kLine * kLine;
+  const size_t element = byteps::core::SizeOf(t) + AdamWRun::kSlots * sizeof(float);
+  const size_t partitions = settings.working_set / (element * n) + 2;
   AdamWRun run(t, n * partitions);
-  const size_t pass = 2 * run.width() * n * partitions;
-  const size_t passes = partitions > 1 ? 1 : kLeastBytes / pass + 1;
   std::vector<double> ours, plain;
   for (int i = -1; i < settings.repeats; ++i) {  // the first is warm-up
     run.Fill();
     const auto each = [&](void (AdamWRun::*work)(size_t, size_t)) {
-      for (size_t p = 0; p < partitions * passes; ++p) (run.*work)(p % partitions * n, n);
+      for (size_t p = 0; p < partitions; ++p) (run.*work)(p * n, n);
     };
     const double one = Seconds([&] { each(&AdamWRun::Update); });
     const double other = Seconds([&] { each(&AdamWRun::Plain); });
@@ -231,15 +217,9 @@ void MeasureAdamW(DType t, const Settings& settings, size_t partitions, const ch
     ours.push_back(one);
     plain.push_back(other);
   }
+  const size_t bytes = 2 * run.width() * n * partitions;
   const size_t wrong = AdamWRun(t, 1003).CountWrong();
-  Print({"AdamW", t, set, run.width(), run.width(), pass * passes, ours, plain, wrong});
-}
-
-void MeasureBothAdamW(DType t, const Settings& settings) {
-  const size_t element = byteps::core::SizeOf(t) + AdamWRun::kSlots * sizeof(float);
-  const size_t partition = element * (settings.partition_bytes / byteps::core::SizeOf(t));
-  MeasureAdamW(t, settings, settings.working_set / partition + 2, "memory");
-  MeasureAdamW(t, settings, 1, "partition");
+  Print({"AdamW", t, run.width(), run.width(), bytes, ours, plain, wrong, {}});
 }
 
 size_t Number(const char* text) {
@@ -257,31 +237,16 @@ size_t Number(const char* text) {
 
 int main(int argc, char** argv) {
   using bench::DType;
-  if (argc < 4) {
-    fprintf(stderr, "usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS [TYPE...]\n");
+  if (argc != 4) {
+    fprintf(stderr, "usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS\n");
     return 2;
   }
   const bench::Settings settings{bench::Number(argv[1]), bench::Number(argv[2]),
                                  static_cast<int>(bench::Number(argv[3]))};
-  std::vector<DType> types;
-  for (int i = 4; i < argc; ++i) {
-    DType t;
-    if (!byteps::core::ParseDType(argv[i], &t)) {
-      fprintf(stderr, "reducer_bench: no element type is called '%s'\n", argv[i]);
-      return 2;
-    }
-    types.push_back(t);
-  }
-  if (types.empty()) {
-    for (int i = 0; i < byteps::core::kNumDTypes; ++i) types.push_back(static_cast<DType>(i));
-  }
   for (const bench::Operation& operation : bench::Operations()) {
-    for (DType t : types) {
-      if (operation.is_for(t)) bench::MeasureBoth(operation, t, settings);
-    }
+    for (DType t : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
+      bench::Measure(operation, t, settings);
   }
-  for (DType t : types) {
-    if (t == DType::kFloat32 || t == DType::kBFloat16) bench::MeasureBothAdamW(t, settings);
-  }
+  for (DType t : {DType::kFloat32, DType::kBFloat16}) bench::MeasureAdamW(t, settings);
   return 0;
 }

@@ -3,18 +3,15 @@
 
 So it does with AdamW, which a server that keeps the parameters makes of each sum. Compiles
 byteps/byteps/server/reducer.cc and optimizer/update.cc as the wheel does, and a program that runs
-each of their functions in one thread: over a working set that no cache holds ("memory"), and over
-one partition again and again ("partition"). The limit is a loop that reads and writes the same
-lines of memory and adds them up as integers. What counts is the thread's time on a core, and
-of that the fastest sample, for both: whatever else a machine does only adds to it. Every
-operation's results are compared with values worked out in another way.
+each of their functions in one thread over a working set that no cache holds, as a server sums what
+the network has just written. The limit is a loop that reads and writes the same lines of memory and
+adds them up as integers. What counts is the thread's time on a core, and of that the fastest
+sample, for both: whatever else a machine does only adds to it. Every operation's results are
+compared with values worked out in another way.
 
-The threshold is a part of the speed of the plain loop over memory, out of the cache too: a
-server sums what the network has just written, so that this is what it is fed with. Where a plain
-loop of the same arithmetic, compiled for this very machine, is slower than memory, it takes that
-loop's place: averages of bf16 take some CPUs longer than their memory. A cache may feed a core many
-times as fast; then the arithmetic is the limit, and how far below the plain loop it is says more of
-the CPU than of the program; the column of-limit shows it.
+The threshold is a part of the speed of the plain loop. Where a plain loop of the same arithmetic,
+compiled for this very machine, is slower than memory, it takes that loop's place: averages of bf16
+take some CPUs longer than their memory. fp16, which many CPUs cannot convert fast, has none.
 
 Exit status: 0 all is well; 1 a wrong result, a gated operation below --min-of-limit, or a program
 that does not build; 2 bad usage.
@@ -34,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.kit import record
-from bench.kit.plan import DTYPE_BYTES
 from bench.kit.record import parse_size, show_size
 from scripts.children import captured
 from scripts.progress import Progress, aligned
@@ -43,14 +39,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("reducer_bench.cc")
 OVERLAY = ROOT / "byteps"
 BUILD = ROOT / "build" / "bench"
-UPDATE_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-SCHEMA = 1
+SCHEMA = 2
 LIMIT_S = 540.0
-GATED_TYPES = "float32,bfloat16"
-HEAD = (
-    *("operation", "type", "set", "read", "written", "GB/s", "plain GB/s", "of-limit"),
-    *("of-memory", "gate", "#wrong"),
-)
+UPDATE_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+GATED_TYPES = ("float32", "bfloat16")
+HEAD = ("operation", "type", "read", "written", "GB/s", "plain GB/s", "of-limit", "gate", "#wrong")
 
 
 class BenchError(Exception):
@@ -59,12 +52,10 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One operation on one type, over one working set."""
+    """One operation on one type."""
 
     operation: str
     type: str
-    set: str
-    """``memory`` or ``partition``."""
     read: int
     """Bytes, for each element."""
     written: int
@@ -80,11 +71,6 @@ class Result:
     """Instructions for which the operation's loops were compiled: ``x86-64-v4`` and so on."""
 
     @property
-    def of_limit(self) -> float:
-        """The plain loop's time over the operation's."""
-        return min(self.plain_seconds) / min(self.seconds)
-
-    @property
     def speed(self) -> float:
         """Bytes a second."""
         return self.bytes / min(self.seconds)
@@ -95,56 +81,26 @@ class Result:
         return self.bytes / min(self.plain_seconds)
 
     @property
-    def attainable_speed(self) -> float:
-        """Bytes a second of the plain loop, or of plain arithmetic where the core computes longer
-        than its memory takes."""
+    def of_limit(self) -> float:
+        """The time of the plain loop, or of plain arithmetic where the core computes longer than
+        its memory takes, over the operation's."""
         computing = min(self.arithmetic_seconds, default=0.0)
-        return self.bytes / max(min(self.plain_seconds), computing)
+        return max(min(self.plain_seconds), computing) / min(self.seconds)
 
+    def misses(self, least: float | None) -> bool:
+        """Whether it misses the threshold."""
+        return least is not None and self.type in GATED_TYPES and self.of_limit < least
 
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A result compared with what memory feeds a core with, and what the core can compute."""
-
-    result: Result
-    of_memory: float
-    """Its speed over that of the slower plain loop over memory."""
-
-    def is_below(self, options: argparse.Namespace) -> bool:
-        """Whether it misses the threshold that is set for it."""
-        gated = options.min_of_limit is not None and self.result.type in options.gate_types
-        return gated and self.of_memory < options.min_of_limit
-
-    def cells(self, options: argparse.Namespace) -> Sequence[str]:
-        one = self.result
-        gated = options.min_of_limit is not None and one.type in options.gate_types
-        verdict = ("MISS" if self.is_below(options) else "ok") if gated else "-"
+    def cells(self, least: float | None) -> Sequence[str]:
+        gated = least is not None and self.type in GATED_TYPES
         return (
-            *(one.operation, one.type, one.set, str(one.read), str(one.written)),
-            f"{one.speed / 1e9:.2f}",
-            f"{one.plain_speed / 1e9:.2f}",
-            f"{one.of_limit:.2f}",
-            f"{self.of_memory:.2f}",
-            verdict,
-            str(one.wrong),
+            *(self.operation, self.type, str(self.read), str(self.written)),
+            f"{self.speed / 1e9:.2f}",
+            f"{self.plain_speed / 1e9:.2f}",
+            f"{self.of_limit:.2f}",
+            ("MISS" if self.misses(least) else "ok") if gated else "-",
+            str(self.wrong),
         )
-
-
-def judged(results: Sequence[Result]) -> list[Judged]:
-    """Each result compared with the plain loop over memory of the same operation and type."""
-    memory = {(one.operation, one.type): one for one in results if one.set == "memory"}
-    return [
-        Judged(result=one, of_memory=one.speed / memory[one.operation, one.type].attainable_speed)
-        for one in results
-    ]
-
-
-def types(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in DTYPE_BYTES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(DTYPE_BYTES)}")
-    return names
 
 
 def size(text: str) -> int:
@@ -176,7 +132,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--types", type=types, default=list(DTYPE_BYTES), metavar="LIST", help="default: all")
     add("--partition", type=size, default=4_096_000, help="default: 4096000 bytes")
     add(
         "--working-set",
@@ -186,13 +141,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--repeats", type=positive, default=5, help="samples (default: 5)")
     add("--min-of-limit", type=float, metavar="PART", help="threshold for each gated operation")
-    add(
-        "--gate-types",
-        type=types,
-        default=GATED_TYPES,
-        metavar="LIST",
-        help=f"types that the threshold is for (default: {GATED_TYPES})",
-    )
     add("--json", type=Path, metavar="FILE", help="all results, with raw samples")
     return parser.parse_args(arguments)
 
@@ -222,8 +170,8 @@ def run(command: Sequence[str]) -> str:
         raise BenchError(f"{command[0]}: {error}: install g++, or set CXX") from error
     except subprocess.TimeoutExpired as error:
         raise BenchError(
-            f"{Path(command[0]).name} still ran after {LIMIT_S:g} s: take fewer --types or "
-            "--repeats, or a smaller --working-set"
+            f"{Path(command[0]).name} still ran after {LIMIT_S:g} s: take fewer --repeats, or "
+            "a smaller --working-set"
         ) from error
     if done.returncode != 0:
         raise BenchError(
@@ -238,8 +186,8 @@ def measure(options: argparse.Namespace) -> list[Result]:
     with Progress("additions") as shown:
         shown.update("compiling")
         program = str(build(BUILD))
-        shown.update(f"one thread adds {', '.join(options.types)}")
-        text = run([program, *map(str, numbers), *options.types])
+        shown.update("one thread adds")
+        text = run([program, *map(str, numbers)])
     return [Result(**json.loads(line)) for line in text.splitlines()]
 
 
@@ -256,20 +204,16 @@ def metadata(options: argparse.Namespace, level: str) -> dict[str, str]:
     }
 
 
-def report(found: Sequence[Result], options: argparse.Namespace, meta: dict[str, str]) -> int:
+def report(results: Sequence[Result], options: argparse.Namespace, meta: dict[str, str]) -> int:
     """Print and write what came out; the exit status."""
-    results = judged(found)
+    least = options.min_of_limit
     print("\n".join(f"# {name}: {text}" for name, text in meta.items()))
-    print(aligned([HEAD, *(result.cells(options) for result in results)]))
+    print(aligned([HEAD, *(result.cells(least) for result in results)]))
     if options.json:
         whole: dict[str, Any] = {"schema": SCHEMA, "meta": meta}
-        whole["results"] = [
-            {**asdict(one.result), "of_limit": one.result.of_limit, "of_memory": one.of_memory}
-            for one in results
-        ]
+        whole["results"] = [{**asdict(one), "of_limit": one.of_limit} for one in results]
         options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    bad = any(one.result.wrong or one.is_below(options) for one in results)
-    return 1 if bad else 0
+    return 1 if any(one.wrong or one.misses(least) for one in results) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
