@@ -1,5 +1,5 @@
-// Additions of the reducer, each with the plain loop that uses memory alike; the optimizer's updates;
-// and elements of the types of gradients, by means other than the reducer's.
+// Additions of the reducer, each with the plain loop that uses memory alike; the optimizer's
+// updates; and elements of the types of gradients, by means other than the reducer's.
 #ifndef BENCH_REDUCER_OPERATIONS_H_
 #define BENCH_REDUCER_OPERATIONS_H_
 
@@ -102,7 +102,8 @@ struct Operation {
 };
 
 template <Stream A, Stream B = Stream{}, Stream C = Stream{}>
-Operation Make(const char* name, Run run, double (*expected)(double, double, double), Run arithmetic = nullptr) {
+Operation Make(const char* name, Run run, double (*expected)(double, double, double),
+               Run arithmetic = nullptr) {
   return {name, {A, B, C}, &Touch<A, B, C>, std::move(run), expected, std::move(arithmetic)};
 }
 
@@ -165,15 +166,13 @@ template <int divisor>
 void AddDividing(std::vector<Operation>* table, const char* add, const char* end) {
   namespace core = byteps::core;
   table->push_back(Make<kUpdate, kRead>(
-      add,
-      [](DType t, char* a, char* b, char*, size_t n) { core::Add(t, a, b, divisor, n); },
+      add, [](DType t, char* a, char* b, char*, size_t n) { core::Add(t, a, b, divisor, n); },
       [](double a, double b, double) { return (a + b) / divisor; },
       [](DType t, char* a, char* b, char*, size_t n) {
         PlainAverage(t, false, a, b, divisor, n);
       }));
   table->push_back(Make<kUpdate, kReadWide>(
-      end,
-      [](DType t, char* a, char* b, char*, size_t n) { core::WideEnd(t, a, b, divisor, n); },
+      end, [](DType t, char* a, char* b, char*, size_t n) { core::WideEnd(t, a, b, divisor, n); },
       [](double a, double b, double) { return (a + b) / divisor; },
       [](DType t, char* a, char* b, char*, size_t n) { PlainAverage(t, true, a, b, divisor, n); }));
 }

@@ -1,6 +1,6 @@
 // Times the additions of byteps/server/reducer.h in one thread, and the optimizer's AdamW
-// (byteps/server/optimizer/update.h), each compared with a plain loop that reads and writes the same
-// memory and computes nothing to speak of, and averages with a loop of plain arithmetic too.
+// (byteps/server/optimizer/update.h), each compared with a plain loop that reads and writes the
+// same memory and computes nothing to speak of, and averages with a loop of plain arithmetic too.
 //
 // usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS
 //
