@@ -222,6 +222,14 @@ class Emulation:
         state = "down" if cut else "up"
         _run(["ip", "-n", self._switch, "link", "set", port_of(index, rail), state])
 
+    def set_rate(self, index: int, rail: int, bits: int) -> None:
+        """Give a host's link another rate, each way; flows then share one queue."""
+        ends = [(str(self.hosts[index].namespace), self.hosts[index].interfaces[rail])]
+        ends += [(self._switch, port_of(index, rail))]
+        for namespace, device in ends:
+            shape = ["qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{bits}bit"]
+            _run(["tc", "-n", namespace, *shape, "burst", str(_LEAST_BURST), "limit", str(_QUEUE)])
+
     def sent_bytes(self, index: int) -> list[int]:
         """Bytes that each link of a host has sent, with the headers of packets."""
         host = self.hosts[index]

@@ -147,6 +147,17 @@ def test_both_nics_carry_the_data(job: Job) -> None:
         assert 0.6 < one / two < 1.7, f"host {index} sent {one} and {two} bytes"
 
 
+def test_bytes_follow_the_rates_of_the_nics(job: Job) -> None:
+    """The kernel knows of none: what each takes is measured."""
+    for index in range(WORKERS + SERVERS):
+        job.emulation.set_rate(index, 1, RATE // 10)
+    job.start(rounds=60)
+    job.finish()
+    for index in range(WORKERS + SERVERS):
+        fast, slow = job.emulation.sent_bytes(index)
+        assert 0 < 2 * slow < fast, f"host {index} sent {fast} and {slow} bytes"
+
+
 def test_status_and_metrics_tell_what_each_nic_carries(job: Job) -> None:
     """Both about half of it, and as much as the kernel counted."""
     # Heartbeats every half second.

@@ -40,17 +40,32 @@ struct LinkLoad {
   size_t queued_bytes = 0;
   size_t in_flight_bytes = 0;  // written, and the other end has not told that they have come
   uint64_t nics = 0;           // tells pairs of NICs apart
+  double bytes_per_ns = 0;     // that the other end takes; 0: not known
+
+  size_t bytes() const { return queued_bytes + in_flight_bytes; }
 };
+
+// Whether one of two links takes so many more bytes that not as many should wait on the other.
+inline bool DifferInRate(const LinkLoad& a, const LinkLoad& b) {
+  constexpr double kUneven = 2;  // rates are measured: what differs less is taken to be equal
+  const auto [low, high] = std::minmax(a.bytes_per_ns, b.bytes_per_ns);
+  return low > 0 && high > kUneven * low;
+}
 
 inline bool IsBetter(const LinkLoad& load, const LinkLoad& than) {
   if (load.is_open != than.is_open) return load.is_open;
+  if (load.nics != than.nics && DifferInRate(load, than)) {
+    return static_cast<double>(load.bytes()) * than.bytes_per_ns <
+           static_cast<double>(than.bytes()) * load.bytes_per_ns;
+  }
   if (load.queued_bytes != than.queued_bytes) return load.queued_bytes < than.queued_bytes;
   return load.nics != than.nics && load.in_flight_bytes < than.in_flight_bytes;
 }
 
 // That on which the fewest bytes wait, and one that is broken only where all are.  Where nothing
-// waits the kernel may hold much: of links over different NICs that with fewer bytes in flight, so
-// that each NIC carries what its rate allows.  Null: none is there.  Of `links` some may be null.
+// waits the kernel may hold much: of links over different NICs that with fewer bytes in flight; and
+// where their rates differ, that which is done first.  So each NIC carries what its rate allows.
+// Null: none is there.  Of `links` some may be null.
 template <typename Link>
 std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
   // There is nothing to compare, and so nothing to ask under the link's lock.

@@ -9,6 +9,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/process.h"
 #include "byteps/net/tcp/poller.h"
 #include "byteps/net/tcp/socket.h"
 
@@ -54,8 +55,12 @@ bool Connection::open() {
 
 LinkLoad Connection::load() {
   MutexLock lock(&mu_);
-  return {state_ == State::kOpen, state_ == State::kClosed, queue_.bytes(),
-          queue_.bytes_in_flight(), ends_.nics};
+  return {state_ == State::kOpen,
+          state_ == State::kClosed,
+          queue_.bytes(),
+          queue_.bytes_in_flight(),
+          ends_.nics,
+          rate_.bytes_per_ns()};
 }
 
 // ----------------------------------------------------------------- sending
@@ -135,6 +140,7 @@ void Connection::Drain() {
           if (close) Close({"this node closed it", false, true});
           return;
         }
+        rate_.Update(queue_.bytes_in_flight(), 0, byteps::core::SteadyNs());
         receipts_.Told(received);
       }
       socket = socket_;

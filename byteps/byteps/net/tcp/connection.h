@@ -36,6 +36,7 @@
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/dial_plan.h"
 #include "byteps/net/link/link_outage.h"
+#include "byteps/net/link/link_rate.h"
 #include "byteps/net/link/outage_watch.h"
 #include "byteps/net/link/peer_table.h"
 #include "byteps/net/link/receipts.h"
@@ -292,6 +293,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
       0;  // counts sockets: what is about the last one is not about this one
   Ends ends_ PS_GUARDED_BY(mu_);
   SendQueue queue_ PS_GUARDED_BY(mu_);
+  LinkRate rate_ PS_GUARDED_BY(mu_);
   Writing writing_ PS_GUARDED_BY(mu_);
   Closing closing_ PS_GUARDED_BY(mu_);
   Batch batch_;  // of the thread that is writing

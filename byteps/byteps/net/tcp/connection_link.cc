@@ -12,6 +12,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/process.h"
 #include "byteps/net/link/counters.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/tcp/connection.h"
@@ -227,6 +228,7 @@ void Connection::Resume(uint64_t received) {
     if (state_ == State::kClosed) return;
     const size_t first = heard_.arrived.size();
     again = queue_.Resume(received, &heard_.arrived);
+    rate_ = LinkRate();  // it may have other NICs
     TakeBackFrom(first);
     sends = !queue_.empty();
     state_ = State::kOpen;
@@ -256,7 +258,10 @@ void Connection::OnReceived(uint64_t received) {
   // Closing has taken all that was in flight.
   if (state_ == State::kClosed) return;
   const size_t first = heard_.arrived.size();
+  const size_t before = queue_.bytes_in_flight();
   queue_.Arrived(received, &heard_.arrived);
+  const size_t in_flight = queue_.bytes_in_flight();
+  rate_.Update(in_flight, before - in_flight, byteps::core::SteadyNs());
   heard_.received = received;
   TakeBackFrom(first);
 }

@@ -11,6 +11,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/net/link/admission.h"
+#include "byteps/net/link/link_rate.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -256,6 +257,48 @@ TEST(BestOf, OneThatIsBrokenOnlyWhereAllAre) {
   EXPECT_EQ(BestOf<FakeLink>({broken, open}), open);
   EXPECT_EQ(BestOf<FakeLink>({open, broken}), open);
   EXPECT_EQ(BestOf<FakeLink>({other, broken}), broken);
+}
+
+// As many bytes on each would have the slow NIC end long after the other.
+TEST(LinkRate, IsMeasuredWhileMuchIsInFlight) {
+  constexpr size_t kPart = 128 << 10;
+  LinkRate rate;
+  int64_t now = 0;
+  const auto send = [&](int parts, int64_t each_ns) {
+    rate.Update(parts * kPart, 0, now);
+    for (int left = parts; left-- > 0;) {
+      now += each_ns;
+      rate.Update(left * kPart, kPart, now);
+    }
+  };
+  send(3, 1000);
+  EXPECT_EQ(rate.bytes_per_ns(), 0);
+  now += 1'000'000;  // nothing is in flight
+  send(1, 1000);
+  EXPECT_DOUBLE_EQ(rate.bytes_per_ns(), kPart / 1000.0);
+  // One that is told of late, since it is small.
+  rate.Update(100, 0, now);
+  rate.Update(0, 100, now += 20'000'000);
+  send(4, 2000);
+  EXPECT_DOUBLE_EQ(rate.bytes_per_ns(), kPart / 1000.0 * 0.875);
+  for (int i = 0; i < 40; ++i) send(4, 2000);
+  EXPECT_NEAR(rate.bytes_per_ns(), kPart / 2000.0, 0.01);
+}
+
+TEST(BestOf, OfNicsThatDifferInRateTheOneThatIsDoneFirst) {
+  const auto fast = LinkWith(true, 3000), slow = LinkWith(true, 1000);
+  slow->state.nics = 1;
+  EXPECT_EQ(BestOf<FakeLink>({fast, slow}), slow);  // no rate is known
+  fast->state.bytes_per_ns = 4.0;
+  EXPECT_EQ(BestOf<FakeLink>({fast, slow}), slow);
+  slow->state.bytes_per_ns = 1.0;
+  EXPECT_EQ(BestOf<FakeLink>({fast, slow}), fast);
+  EXPECT_EQ(BestOf<FakeLink>({slow, fast}), fast);
+  fast->state.in_flight_bytes = 1500;
+  EXPECT_EQ(BestOf<FakeLink>({slow, fast}), slow);
+  slow->state.bytes_per_ns = 2.5;  // alike, as far as a measurement tells
+  fast->state.in_flight_bytes = 0;
+  EXPECT_EQ(BestOf<FakeLink>({fast, slow}), slow);
 }
 
 TEST(BestOf, NeverOneThatIsClosed) {
