@@ -8,9 +8,9 @@ import re
 import secrets
 import signal
 import subprocess
-import tarfile
 import sys
 import sysconfig
+import tarfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
