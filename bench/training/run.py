@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -90,11 +90,14 @@ class Way:
     through_servers: bool = False
     loss_tolerance: float = 1e-3
     """Its losses may differ by so much of them from those of another way."""
+    overlaps_forward: bool = True
+    """Whether parameters may come during the next forward pass."""
 
     def megatron_arguments(self, hosts: int, common: Sequence[str]) -> list[str]:
-        """With parameters gathered during the forward pass, where gradients overlap too."""
+        """With parameters that come during the forward pass, where gradients overlap too."""
         own = [word.format(hosts=hosts) for word in self.arguments]
-        if _SHARDED[0] in own and _OVERLAP in common:
+        gathers = self.overlaps_forward and {_SHARDED[0], "--dpu-optimizer"} & set(own)
+        if gathers and _OVERLAP in common:
             own.append("--overlap-param-gather")
         return own
 
@@ -128,6 +131,8 @@ def _ways() -> Iterator[Way]:
         ("servers-int8", ("--dpu-reduce-wire-dtype", "int8")),
     ):
         yield _way(name, (*servers, *more))
+    waits = _way("servers-int8-waits", (*servers, "--dpu-reduce-wire-dtype", "int8"))
+    yield replace(waits, overlaps_forward=False)
     copies = {"BYTEPS_BACKUP_STATE": "1", "BYTEPS_REPLACE_SERVERS_S": "60"}
     yield _way("servers-bf16-copies", servers, copies)
 

@@ -77,7 +77,6 @@ OPTIMIZER_REFUSED = {
 OPTIMIZER_TAKES = {
     "--use-distributed-optimizer": (),
     "--num-distributed-optimizer-instances": ("2",),
-    "--overlap-param-gather": (),
     "--overlap-param-gather-with-optimizer-step": (),
     "--use-precision-aware-optimizer": (),
     "--optimizer-cpu-offload": (),
@@ -228,6 +227,25 @@ def test_servers_do_what_a_recipe_has_ranks_do(
     before = copy.copy(without)
     dpu_reduce.translate_args(without)
     assert vars(before) == vars(without)
+
+
+@pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize(
+    ("reader", "says"),
+    [
+        ((), ""),
+        (("--log-params-norm",), "--log-params-norm"),
+        (("--check-weight-hash-across-dp-replicas-interval", "2"), "--check-weight-hash-across"),
+    ],
+)
+def test_steps_return_while_parameters_come_down_unless_something_reads_them(
+    parse: Parse, capsys: pytest.CaptureFixture[str], reader: tuple[str, ...], says: str
+) -> None:
+    args = translated(parse("--dpu-optimizer", "--overlap-param-gather", *reader))
+    assert not args.overlap_param_gather
+    assert getattr(args, "dpu_optimizer_overlap", False) is not bool(reader)
+    said = capsys.readouterr().out
+    assert (says in said and "steps wait for all parameters" in said) if reader else said == ""
 
 
 @pytest.mark.usefixtures("byteps")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from byteps.torch import BytePSError, c_lib, in_flight, operations, wire
+from byteps.torch import BytePSError, c_lib, in_flight, operations, step_machine, wire
 from byteps.torch.c10d import work as streamed_work
 from byteps.torch.c10d.work import StreamedWork
 from byteps.torch.server_tensor import (
@@ -58,7 +58,7 @@ class Bucket:
             return None
         return self._note("finish", "skip" if step.skip else f"{step.scale:g}")
 
-    def wait(self, started: str, *, failed: bool) -> None:
+    def wait(self, started: str, *, failed: bool = False) -> None:
         self._note("wait", started)
         if started == self.fails:
             raise BytePSError("server 0 was lost")
@@ -70,10 +70,15 @@ class Bucket:
         self._note("give_up")
 
 
-def machine_of(clip: str, fails: str = "") -> tuple[StepMachine, list[tuple[str, ...]]]:
+def machine_of(
+    clip: str, fails: str = "", *, overlaps: bool = False
+) -> tuple[StepMachine, list[tuple[str, ...]]]:
+    """`overlaps`: a forward pass needs the last bucket first."""
     calls: list[tuple[str, ...]] = []
     buckets: list[Any] = [Bucket("a", calls), Bucket("b", calls, fails)]
-    return StepMachine(buckets, RULE, Speculation(clip), name="it"), calls
+    order = buckets[::-1] if overlaps else ()
+    machine = StepMachine(buckets, RULE, Speculation(clip), name="it", forward_order=order)
+    return machine, calls
 
 
 def both(*call: str) -> list[tuple[str, ...]]:
@@ -164,6 +169,86 @@ def test_no_parameters_are_taken_of_a_step_that_failed(phase: str) -> None:
     assert calls == both("give_up")
     machine.demand_no_failure()
     assert machine.next_step(GROUPS) == (8, 1.0, False, RATES)
+
+
+# A step that returns while its parameters are in flight.
+
+
+def overlapped(clip: str = "wait", fails: str = "") -> tuple[StepMachine, list[tuple[str, ...]]]:
+    """After a step that was pushed and finished; its calls are gone."""
+    machine, calls = machine_of(clip, fails, overlaps=True)
+    machine.push(GROUPS)
+    calls.clear()
+    machine.finish(scale=0.5, skip=False)
+    return machine, calls
+
+
+def test_a_forward_pass_takes_parameters_as_it_needs_them() -> None:
+    """Servers are asked for those of the first layers first, and a module waits for its own."""
+    machine, calls = overlapped()
+    first, last = machine._buckets[1], machine._buckets[0]
+    assert calls == [("b", "finish", "0.5"), ("a", "finish", "0.5")]
+    assert machine.steps == 1 and machine.awaits_parameters
+    calls.clear()
+    machine.wait_for(first)
+    assert calls == [("b", "wait", "finish"), ("b", "take")]
+    machine.wait_for(first)
+    assert machine.awaits_parameters and len(calls) == 2
+    machine.wait_for(last)
+    assert calls[2:] == [("a", "wait", "finish"), ("a", "take")]
+    assert not machine.awaits_parameters
+
+
+def test_ranks_that_run_modules_in_another_order_take_parameters_in_the_same_one() -> None:
+    machine, calls = overlapped()
+    calls.clear()
+    machine.wait_for(machine._buckets[0])
+    assert [call[0] for call in calls if call[1] == "take"] == ["b", "a"]
+
+
+@pytest.mark.parametrize("reader", ["push", "wait_for_parameters"])
+def test_whoever_needs_all_parameters_waits_for_all(reader: str) -> None:
+    machine, calls = overlapped()
+    calls.clear()
+    if reader == "push":
+        machine.push(GROUPS)
+    else:
+        step_machine.wait_for_parameters()
+    assert [call[:2] for call in calls[:4]] == [
+        ("b", "wait"), ("b", "take"), ("a", "wait"), ("a", "take"),
+    ]  # fmt: skip
+
+
+def test_a_tried_step_has_its_parameters_when_it_ends() -> None:
+    machine, calls = machine_of("speculate", overlaps=True)
+    machine.push(GROUPS)
+    machine.finish(scale=1.0, skip=False)
+    assert calls[-2:] == both("take") and not machine.awaits_parameters
+
+
+def test_parameters_that_do_not_come_fail_the_step() -> None:
+    machine, calls = overlapped(fails="finish")
+    with pytest.raises(BytePSError, match="server 0 was lost"):
+        machine.wait_for(machine._buckets[1])
+    with pytest.raises(BytePSError, match="an earlier step failed"):
+        machine.demand_no_failure()
+    calls.clear()
+    machine.begin_load()
+    assert calls == [("a", "wait", "finish"), *both("give_up")]
+    assert not machine.awaits_parameters
+
+
+def test_a_job_that_is_left_takes_parameters_in_flight_with_it() -> None:
+    """No forward pass runs on the parameters of two steps; other models are not concerned."""
+    machine, calls = overlapped()
+    calls.clear()
+    in_flight.forget()
+    assert calls == [] and machine.awaits_parameters
+    step_machine.wait_for_parameters()
+    with pytest.raises(BytePSError, match=r"the job was left while .* Load a checkpoint"):
+        machine.wait_for(machine._buckets[1])
+    machine.begin_load()
+    assert not machine.awaits_parameters
 
 
 def test_groups_change_in_rate_and_decay_alone() -> None:

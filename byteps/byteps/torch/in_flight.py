@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from byteps.torch import c_lib
@@ -233,6 +234,16 @@ _rounds: dict[str, int] = {}
 """How many values of each name this job has begun to round by chance."""
 
 
+class Holder(Protocol):
+    """Keeps handles of operations between calls of its user."""
+
+    def forget(self) -> None:
+        """The job was left: these handles are of no use any more."""
+
+
+holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
 def held() -> list[Sum | tuple[torch.Tensor, ...]]:
     """All tensors whose memory the engine may still use."""
     return [*sums.values(), *updates.values(), *failed]
@@ -249,6 +260,8 @@ def forget() -> None:
     """The job is left: let go of all tensors, whose memory nothing reads or writes any more."""
     for kept in (sums, updates, failed, _wire_copies, _rounds):
         kept.clear()
+    for holder in list(holders):
+        holder.forget()
 
 
 def forget_name(name: str) -> None:

@@ -8,8 +8,10 @@ A step takes one phase, or two where something is asked of the gradients before:
                               not tried:  the servers update, or skip it
                               tried:      it is kept; or made again, since it is clipped; or dropped
 
-A bucket may be pushed before `push`, while the backward pass runs (`push_early`). Whatever ends a
-phase by an exception leaves the step half made: every later call raises until a state is loaded.
+A bucket may be pushed before `push`, while the backward pass runs (`push_early`). `finish` may
+return while parameters are in flight, so that the next forward pass begins when its first ones are
+there. Whatever ends a phase by an exception leaves the step half made: every later call raises
+until a state is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
+from byteps.torch.arrivals import Arrivals
 from byteps.torch.server_bucket import ServerBucket
 from byteps.torch.server_tensor import Rule, Step
 from byteps.torch.server_transfer import Started
@@ -120,12 +124,26 @@ class StepMachine:
         speculation: Speculation,
         *,
         name: str,
+        forward_order: Sequence[ServerBucket] = (),
     ) -> None:
-        """`rule`: what servers were told of the parameter groups. `name`: begins its errors."""
+        """
+        Args:
+            buckets: all of this rank.
+            rule: what servers were told of the parameter groups.
+            speculation: decides which steps are tried.
+            name: begins the errors.
+            forward_order: all buckets, in the order in which a forward pass needs them. `finish`
+                then returns while their parameters are in flight, unless the step was tried.
+                Empty: it waits for all.
+        """
         self.steps = 0
         """That were made."""
         self._buckets, self._rule, self._name = buckets, rule, name
         self._speculation = speculation
+        self._forward_order = forward_order
+        self._arrivals = Arrivals()
+        if forward_order:
+            _overlapping.add(self)
         self._failure = ""
         self._pushed: Step | None = None
         """What was pushed, if nothing is clipped."""
@@ -159,6 +177,36 @@ class StepMachine:
             self._failure = str(error) or type(error).__name__
             raise
 
+    # ------------------------------------------------------------------- parameters in flight
+
+    @property
+    def is_of_this_job(self) -> bool:
+        """Whether the job was not left since the last step, with parameters in flight."""
+        return not self._arrivals.are_lost
+
+    @property
+    def awaits_parameters(self) -> bool:
+        """Whether parameters of the last step are still in flight."""
+        return bool(self._arrivals)
+
+    def wait_for(self, bucket: ServerBucket) -> None:
+        """Block until the model has the parameters of a bucket that the last step made.
+
+        Raises: as `finish`.
+        """
+        with self.failing():
+            self._arrivals.wait_for(bucket)
+
+    def wait_for_parameters(self) -> None:
+        """Block until the model has all parameters that the last step made.
+
+        Raises: as `finish`.
+        """
+        with self.failing():
+            self._arrivals.wait_for_all()
+
+    # ------------------------------------------------------------------- a step
+
     def next_step(self, param_groups: Sequence[dict[str, Any]], scale: float = 1.0) -> Step:
         """The next step with the rates of these groups, if nothing is clipped.
 
@@ -166,8 +214,6 @@ class StepMachine:
         """
         rates = [(float(group["lr"]), float(group["weight_decay"])) for group in param_groups]
         return Step(self.steps + 1, scale, False, rates)
-
-    # ------------------------------------------------------------------- a step
 
     def update(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Make a step of which nothing is asked before; its parameters are there afterwards.
@@ -185,6 +231,7 @@ class StepMachine:
         self, bucket: ServerBucket, param_groups: Sequence[dict[str, Any]], scale: float = 1.0
     ) -> None:
         """The gradients of a bucket will not change any more: send them, before `push` does."""
+        self._arrivals.wait_for(bucket)
         bucket.push_early(self.next_step(param_groups, scale) if self._speculation.tries else None)
 
     def push(self, param_groups: Sequence[dict[str, Any]], scale: float = 1.0) -> None:
@@ -193,6 +240,7 @@ class StepMachine:
 
         Raises: as `update`.
         """
+        self._arrivals.wait_for_all()  # those of modules that ran in no forward pass
         step = self.next_step(param_groups, scale)
         self._pushed, self._tried = step, self._speculation.tries
         self._all(lambda bucket: bucket.push(step if self._tried else None))
@@ -200,7 +248,8 @@ class StepMachine:
     def finish(
         self, *, scale: float, skip: bool, own: Mapping[ServerBucket, float] | None = None
     ) -> None:
-        """Make the step that was pushed; its parameters are there afterwards.
+        """Make the step that was pushed. Its parameters are there afterwards, or in flight: see
+        `forward_order`.
 
         Args:
             scale: further factor of the gradients, 1 where they are not clipped.
@@ -212,13 +261,17 @@ class StepMachine:
         """
         assert self._pushed is not None
         pushed, scales = self._pushed, own or {}
-        self._all(
-            lambda bucket: bucket.finish(
-                pushed._replace(scale=pushed.scale * scales.get(bucket, scale), skip=skip)
-            )
-        )
-        # When all buckets are there: a rank has the parameters of one step.
-        self._take()
+
+        def start(bucket: ServerBucket) -> Started | None:
+            factor = pushed.scale * scales.get(bucket, scale)
+            return bucket.finish(pushed._replace(scale=factor, skip=skip))
+
+        if self._forward_order and not self._tried:
+            self._let_arrive(start)
+        else:
+            self._all(start)
+            # When all buckets are there: a rank has the parameters of one step.
+            self._take()
         self._pushed = None
         self.steps += not skip
         clipped = any(one != 1.0 for one in (scale, *scales.values()))
@@ -230,6 +283,16 @@ class StepMachine:
             start,
             lambda bucket, started, failed: bucket.wait(started, failed=failed),
         )
+
+    def _let_arrive(self, start: Callable[[ServerBucket], Started | None]) -> None:
+        try:
+            for bucket in self._forward_order:
+                started = start(bucket)
+                assert started is not None  # the step was not tried
+                self._arrivals.expect(bucket, started)
+        except BaseException:
+            self._arrivals.end()
+            raise
 
     def _take(self) -> None:
         for bucket in self._buckets:
@@ -243,6 +306,7 @@ class StepMachine:
 
     def begin_load(self) -> None:
         """A state is about to be loaded: nothing is left of a step that was begun."""
+        self._arrivals.end()
         self._speculation.forget()
         for bucket in self._buckets:
             bucket.give_up()
@@ -250,6 +314,23 @@ class StepMachine:
     def end_load(self, steps: int) -> None:
         """The servers have a state after so many steps."""
         self.steps, self._failure = steps, ""
+
+
+_overlapping: WeakSet[StepMachine] = WeakSet()
+"""Machines of this process whose `finish` returns while parameters are in flight."""
+
+
+def wait_for_parameters() -> None:
+    """Block until models have all parameters of the steps that were made in this process. Whoever
+    reads parameters outside a forward pass calls this before.
+
+    Raises:
+        BytePSError: some did not come; the text says why.
+        RuntimeError: a rank of this host was lost.
+    """
+    for machine in list(_overlapping):
+        if machine.is_of_this_job:
+            machine.wait_for_parameters()
 
 
 def start_and_wait[B, H](

@@ -74,6 +74,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
                        that change after the backward pass
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update, and their norms
 ``server_optimizer``   the optimizer of those; ``server_making`` makes it
+``forward_overlap``    its parameters, which come down while the next forward pass runs
 ``server_checkpoint``  what is saved of it
 ``feedback_state``     what is saved of what rounding has lost
 ``quorum``             how long replicas wait for others
@@ -115,6 +116,7 @@ from .hooks import (
     takes,
     told_to_end,
     training_begins,
+    wait_for_parameters,
     wanted_by_any,
 )
 from .refusals import fully_sharded, validate_args, validate_ddp_config
@@ -160,5 +162,6 @@ __all__ = [
     "translate_config",
     "validate_args",
     "validate_ddp_config",
+    "wait_for_parameters",
     "wanted_by_any",
 ]

@@ -27,6 +27,8 @@ PRESETS = {
         "use_dpu_reduce": True,
         "dpu_reduce_wire_dtype": "int8",
         "dpu_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
     },
 }
 """Arguments that stand for several others."""
@@ -48,7 +50,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         choices=PRESETS,
         default=None,
         help="own-hosts: what gains most without another machine, --use-dpu-reduce "
-        "--dpu-reduce-wire-dtype int8 --dpu-optimizer. Another --dpu-reduce-wire-dtype wins.",
+        "--dpu-reduce-wire-dtype int8 --dpu-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather. Another --dpu-reduce-wire-dtype wins.",
     )
     group.add_argument(
         "--dpu-reduce-wire-dtype",
@@ -81,7 +84,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         default=False,
         help="The servers keep fp32 parameters and the state of the optimizer (adam or sgd), and "
         "update. Gradients go up and parameters come down; ranks hold no optimizer state. Takes "
-        "the place of --use-distributed-optimizer and asks for --use-dpu-reduce.",
+        "the place of --use-distributed-optimizer and asks for --use-dpu-reduce. With "
+        "--overlap-param-gather a step returns while parameters come down, and each module waits "
+        "for its own.",
     )
     group.add_argument(
         "--dpu-outer",

@@ -143,6 +143,7 @@ def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
     if getattr(args, "dpu_optimizer", False):
         from .server_checkpoint import put_metadata  # of megatron.core, which needs this package
 
+        wait_for_parameters()
         put_metadata(metadata)
 
 
@@ -342,6 +343,19 @@ def _forget_lost(args: Namespace) -> None:
         bytepslib.wire.feedback.drop()
 
 
+def wait_for_parameters() -> None:
+    """With ``dpu_optimizer_overlap``: block until models have all parameters of the last step. Own
+    loops call this before they read parameters outside a forward pass.
+
+    Raises:
+        byteps.torch.BytePSError: some did not come.
+        RuntimeError: a rank of this host was lost.
+    """
+    machines = sys.modules.get("byteps.torch.step_machine")
+    if machines is not None:
+        machines.wait_for_parameters()
+
+
 def shutdown(args: Namespace | None = None) -> None:
     """Training is done: leave the BytePS job, if this process is in it. The other ranks may train
     on until they leave too. Safe to call more than once, and where BytePS was never started.
@@ -351,6 +365,7 @@ def shutdown(args: Namespace | None = None) -> None:
     """
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return
+    wait_for_parameters()
     plan.forget()
     sums.forget()
     outer_steps.forget()

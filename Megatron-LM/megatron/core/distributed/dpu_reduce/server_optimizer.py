@@ -11,6 +11,9 @@ soon as the backward pass has computed them.
 
 Servers answer with the parameters as they are if nothing is clipped, so that these come down while
 later gradients go up, into the memory of the gradients. The step takes them once it knows the norm.
+
+With ``--overlap-param-gather`` a step returns before: each module waits for its own parameters when
+its forward pass begins, as with Megatron's distributed optimizer. See :mod:`.forward_overlap`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from ...optimizer.optimizer import MegatronOptimizer
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
 from ...utils import get_model_config, log_single_rank
-from . import bytepslib, replica_state, server_buckets, server_checkpoint
+from . import bytepslib, forward_overlap, replica_state, server_buckets, server_checkpoint
 from .server_buckets import Norms, make_server_buckets, norm_group_of, norms_of
 from .summed_later import SummedLater
 
@@ -126,8 +129,9 @@ class ServerOptimizer(MegatronOptimizer):
         """Whether a step asks for the norm."""
         self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
+        overlaps_forward = forward_overlap.is_wanted(model_chunks)
         self._speculation = bytepslib.step_machine.Speculation(
-            "speculate",
+            forward_overlap.clip(overlaps=overlaps_forward),
             useful=self._looks or self._overlaps or self._counts_zeros,
         )
         self._loaded = False
@@ -146,9 +150,16 @@ class ServerOptimizer(MegatronOptimizer):
             self._dense += self._take_buckets(chunk, chunk.buffers, summed_later)
             self._expert += self._take_buckets(chunk, chunk.expert_parallel_buffers, summed_later)
         self._buckets = self._dense + self._expert
+        order = forward_overlap.order(model_chunks, self._buckets) if overlaps_forward else ()
         self._machine = bytepslib.step_machine.StepMachine(
-            self._buckets, self._rule, self._speculation, name="--dpu-optimizer"
+            self._buckets,
+            self._rule,
+            self._speculation,
+            name="--dpu-optimizer",
+            forward_order=order,
         )
+        if order:
+            forward_overlap.hook(model_chunks, order, self._machine)
         self.is_stub_optimizer = not self._buckets
         self._norm_of = {bucket: norm_group_of(bucket) for bucket in self._buckets}
         self._scale = torch.ones(1, dtype=torch.float32, device=self._device)
@@ -218,7 +229,8 @@ class ServerOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Send the gradients, return when the updated parameters are there.
+        """Send the gradients, return when the updated parameters are there, or, with
+        ``dpu_optimizer_overlap``, in flight.
 
         Returns:
             whether parameters were updated (not if a norm is not finite or the main one above
@@ -347,9 +359,18 @@ class ServerOptimizer(MegatronOptimizer):
                 "--dpu-optimizer does not work with --load-main-params-from-ckpt: servers take the "
                 "model's parameters"
             )
+        self._machine.wait_for_parameters()
         for bucket in self._buckets:
             bucket.reread_parameters()
         self._loaded = False
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """The model's parameters are about to be read: wait for those in flight.
+
+        Raises:
+            byteps.torch.BytePSError: a server was lost.
+        """
+        self._machine.wait_for_parameters()
 
     def prepare_grads(self) -> bool:
         raise NotImplementedError("the servers clip and update in one: call step()")
@@ -382,6 +403,7 @@ class ServerOptimizer(MegatronOptimizer):
     def facts_of_steps(self) -> dict[str, int]:
         """What a replica that joins goes on from. Servers have the parameters of all steps when
         this returns. Raises BytePSError if one was lost."""
+        self._machine.wait_for_parameters()
         for bucket in self._buckets:
             bucket.settle()
         return {"steps": self._machine.steps, "clipped": self._speculation.clipped_in_a_row}
@@ -417,6 +439,7 @@ class ServerOptimizer(MegatronOptimizer):
             server_checkpoint.check_metadata(metadata)
         else:
             self._machine.demand_no_failure()
+            self._machine.wait_for_parameters()
             # Who saves without Megatron's arguments takes us for another optimizer.
             if metadata is not None:
                 server_checkpoint.put_metadata(metadata)

@@ -94,6 +94,15 @@ _WITHOUT_SHARDS = tuple(
     for why, some in _IN_ARGUMENTS
 )
 """With Muon ``--use-distributed-optimizer`` cuts matrices over ranks, which goes on."""
+_READERS = (
+    ("log_params_norm", "--log-params-norm"),
+    (
+        "check_weight_hash_across_dp_replicas_interval",
+        "--check-weight-hash-across-dp-replicas-interval",
+    ),
+    ("perform_rl_step", "--perform-rl-step"),
+)
+"""What reads parameters between steps, by its name on the arguments and by its flag."""
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Of the precision-aware optimizer, which alone may have them other than fp32."""
 
@@ -117,8 +126,35 @@ def translate_args(args: Namespace) -> None:
         settings = (_LAYER_WISE, *_WITHOUT_SHARDS)
     if getattr(args, "use_precision_aware_optimizer", False):
         _keep_dtypes(args)
-    if (dropped := _drop(args, settings)) and args.rank == 0:
-        print(dropped, flush=True)
+    said = [_overlap(args), _drop(args, settings)]
+    if args.rank == 0:
+        print(*filter(None, said), sep="\n", end="\n" if any(said) else "", flush=True)
+
+
+def _overlap(args: Namespace) -> str:
+    """``--overlap-param-gather`` becomes ``dpu_optimizer_overlap``: see :mod:`.forward_overlap`.
+
+    A DDP config has to ask for it by that name: a loop that is not Megatron's may read parameters
+    between steps.
+
+    Returns:
+        what to say of it, if there is anything.
+    """
+    if not getattr(args, "overlap_param_gather", False):
+        return ""
+    args.overlap_param_gather = False
+    reader = next((flag for name, flag in _READERS if getattr(args, name, None)), "")
+    if job.replicas_of(args) > 1:
+        reader = "other replicas"
+    elif not getattr(args, "dpu_optimizer_matrices", True):
+        reader = "the optimizer of the matrices"
+    if not reader:
+        args.dpu_optimizer_overlap = True
+        return ""
+    return (
+        "dpu_reduce: --dpu-optimizer: steps wait for all parameters in spite of "
+        f"--overlap-param-gather, since they may be read between steps ({reader})"
+    )
 
 
 def _fit_to_replicas(args: Namespace) -> None:

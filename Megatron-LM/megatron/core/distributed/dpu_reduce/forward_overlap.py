@@ -1,0 +1,118 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Parameters that come down from the servers while the next forward pass runs.
+
+``--overlap-param-gather`` asks for it together with ``--dpu-optimizer``, and in a DDP config
+``dpu_optimizer_overlap``. A step then returns when it knows the norm and has asked the servers for
+its parameters. Servers answer bucket by bucket, those of the first layers first, and a hook before
+each module's forward pass waits for the module's own. So links carry gradients during the backward
+pass and parameters during the forward pass.
+
+Code that reads parameters elsewhere calls ``wait_for_parameters`` of this package before. Saves,
+loads, ``state_dict()`` and the end of training do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from ...utils import get_model_config, log_single_rank
+from . import job
+
+if TYPE_CHECKING:
+    from byteps.torch.server_bucket import ServerBucket
+    from byteps.torch.step_machine import StepMachine
+
+    from ..distributed_data_parallel import DistributedDataParallel
+    from ..param_and_grad_buffer import _ParamAndGradBucket
+
+_logger = logging.getLogger(__name__)
+
+
+def is_wanted(chunks: Sequence[DistributedDataParallel]) -> bool:
+    """Whether steps return while parameters come down. Rank 0 says why not, if it was asked for."""
+    if not any(chunk.ddp_config.dpu_optimizer_overlap for chunk in chunks):
+        return False
+    obstacle = ""
+    if getattr(get_model_config(chunks[0]), "cuda_graph_impl", "none") not in (None, "none"):
+        obstacle = "a CUDA graph cannot wait"
+    elif not all(map(_lands_in_parameters, _buckets(chunks))):
+        obstacle = (
+            "parameters come down into the memory of fp32 gradients, which the next pass uses. Add "
+            "--grad-reduce-in-bf16 or --dpu-reduce-wire-dtype int8"
+        )
+    if obstacle:
+        log_single_rank(
+            _logger,
+            logging.WARNING,
+            "dpu_reduce: --dpu-optimizer: steps wait for all parameters in spite of "
+            f"--overlap-param-gather: {obstacle}",
+        )
+    return not obstacle
+
+
+def _buckets(chunks: Sequence[DistributedDataParallel]) -> Iterator[_ParamAndGradBucket]:
+    for chunk in chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:
+                if bucket.grad_data.numel() > 0 and bucket.dpu_reduce_op.updated:
+                    yield bucket
+
+
+def _lands_in_parameters(bucket: _ParamAndGradBucket) -> bool:
+    """Whether updated parameters come down into their place."""
+    wire = bucket.dpu_reduce_op.wire
+    return wire.is_block or all(wire.memory == one.dtype for one in bucket.params_list)
+
+
+def clip(*, overlaps: bool) -> str:
+    """How steps that may be clipped are made: see ``Speculation``.
+
+    A step that servers try has its parameters before the norm is known, which spares time where
+    servers have links of their own: parameters come down while gradients go up. On the workers'
+    hosts gradients alone keep both directions of a link busy, and parameters that come during the
+    forward pass cost nothing.
+    """
+    return "wait" if overlaps and job.joined().network.servers.extra == 0 else "speculate"
+
+
+def order(
+    chunks: Sequence[DistributedDataParallel], buckets: Sequence[ServerBucket]
+) -> list[ServerBucket]:
+    """The buckets in the order in which a forward pass needs them."""
+    places = enumerate(p for chunk in chunks for p in chunk.module.parameters())
+    first = {parameter: place for place, parameter in reversed(list(places))}
+    return sorted(buckets, key=lambda one: min(first[place.parameter] for place in one.places))
+
+
+def hook(
+    chunks: Sequence[DistributedDataParallel],
+    buckets: Sequence[ServerBucket],
+    machine: StepMachine,
+) -> None:
+    """Let each module wait for its own parameters before its forward pass, and ``state_dict()`` for
+    all of them."""
+    bucket_of = {place.parameter: bucket for bucket in buckets for place in bucket.places}
+    for module in (module for chunk in chunks for module in chunk.module.modules()):
+        own = list(module.parameters(recurse=False))
+        if needed := list(dict.fromkeys(bucket_of[p] for p in own if p in bucket_of)):
+            module.register_forward_pre_hook(_waits_for(needed, machine))
+            # Megatron asks each module by itself for its state.
+            module.register_state_dict_pre_hook(lambda *_: machine.wait_for_parameters())
+
+
+def _waits_for(needed: Sequence[ServerBucket], machine: StepMachine) -> Callable[..., None]:
+    @_disable_dynamo
+    @torch.no_grad()
+    def wait(module: torch.nn.Module, inputs: Any) -> None:
+        del module, inputs
+        if machine.awaits_parameters:
+            for bucket in needed:
+                machine.wait_for(bucket)
+
+    return wait

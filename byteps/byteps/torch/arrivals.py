@@ -1,0 +1,77 @@
+"""Updated parameters that are still coming down when a step has returned."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from byteps.torch import in_flight
+from byteps.torch.session import BytePSError
+
+if TYPE_CHECKING:
+    from byteps.torch.server_bucket import ServerBucket
+    from byteps.torch.server_transfer import Started
+
+
+class Arrivals:
+    """Buckets whose parameters are in flight, in the order in which a forward pass needs them.
+
+    The model takes them in this order alone. The ranks of a host gather a bucket together, and may
+    run their modules in different orders.
+    """
+
+    def __init__(self) -> None:
+        self._started: dict[ServerBucket, Started] = {}
+        self.are_lost = False
+        """Whether the job was left with parameters in flight."""
+        in_flight.holders.add(self)
+
+    def __bool__(self) -> bool:
+        """Whether a wait for all would block, or fail."""
+        return bool(self._started) or self.are_lost
+
+    def expect(self, bucket: ServerBucket, started: Started) -> None:
+        """Parameters of `bucket` are in flight, and are needed after those before."""
+        self._started[bucket] = started
+
+    def wait_for(self, bucket: ServerBucket) -> None:
+        """Block until the model has the parameters of `bucket`.
+
+        Raises:
+            BytePSError: they did not come; the text says why.
+            RuntimeError: a rank of this host was lost.
+        """
+        self._demand_job()
+        while bucket in self._started:
+            self._take_next()
+
+    def wait_for_all(self) -> None:
+        """Block until the model has all parameters. Raises: as `wait_for`."""
+        self._demand_job()
+        while self._started:
+            self._take_next()
+
+    def end(self) -> None:
+        """Block until nothing is received any more. The model does not take what has come."""
+        self.are_lost = False
+        while self._started:
+            bucket, started = self._started.popitem()
+            with suppress(BytePSError):
+                bucket.wait(started, failed=True)
+
+    def forget(self) -> None:
+        """The job was left, and what was in flight with it."""
+        self.are_lost = self.are_lost or bool(self._started)
+        self._started.clear()
+
+    def _take_next(self) -> None:
+        bucket = next(iter(self._started))
+        bucket.wait(self._started.pop(bucket))
+        bucket.take_parameters()
+
+    def _demand_job(self) -> None:
+        if self.are_lost:
+            raise BytePSError(
+                "the job was left while parameters of the last step were in flight: the model has "
+                "those of two steps. Load a checkpoint"
+            )
