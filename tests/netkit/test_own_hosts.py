@@ -116,6 +116,7 @@ class Launcher:
     """Address that a host's name has on that host; empty: that which it has for others."""
     victim: int | None = None
     """Rank that is killed once, and started again with all others."""
+    servers: int = 2
     quick: bool = False
 
 
@@ -129,12 +130,13 @@ LAUNCHERS = (
         name="master-addr",
         torchrun=("--nnodes", "2", "--master-addr", MASTER, "--master-port", "29500"),
     ),
-    # A PyTorchJob's pods: the master knows itself as localhost.
+    # A PyTorchJob's pods: the master knows itself as localhost. Its NIC is the slower one.
     Launcher(
         name="kubernetes",
         told=PLACES[:2],
-        env=AT_MASTER,
-        master_env={"MASTER_ADDR": "localhost"},
+        env={**AT_MASTER, "BYTEPS_LINK_GBPS": "1"},
+        master_env={"MASTER_ADDR": "localhost", "BYTEPS_LINK_GBPS": "0.5"},
+        servers=3,
         quick=True,
     ),
     # srun: the script takes its places from SLURM_PROCID and SLURM_LOCALID.
@@ -210,8 +212,9 @@ def test_every_launcher(run_dir: Path, nursery: Nursery, launcher: Launcher) -> 
     assert [started.status for started in ranks] == [0, 0], text[-5000:]
     for life in range(lives):
         for rank in range(3):
-            assert f"life {life}: rank {rank} of 3, 2 servers" in text
-    at = rf"started the scheduler at {re.escape(addresses[0])}:\d+.* 2 in all on 2 host\(s\)"
-    assert len(re.findall(at, text)) == lives, text
+            assert f"life {life}: rank {rank} of 3, {launcher.servers} servers" in text
+    where = rf"started the scheduler at {re.escape(addresses[0])}:\d+"
+    count = rf"{launcher.servers} in all on 2 host\(s\)"
+    assert len(re.findall(f"{where}.* {count}", text)) == lives, text
     assert "same store" not in text, "a warning of what would fail"
     assert not processes_with("JOB_FOLDER", str(run_dir))

@@ -43,7 +43,7 @@ def means_of_host(address: str) -> Means:
         "cores": _mask(os.sched_getaffinity(0)),
         "near": _mask(near),
         "quota": _quota(),
-        "gbps": mbps / 1000,
+        "gbps": setting("BYTEPS_LINK_GBPS", float) or mbps / 1000,
         "nodes": nodes,
     }
 
