@@ -126,6 +126,7 @@ def brief(found: Forecast) -> str:
     inside = [kind.name for kind in training.kinds if kind not in crossing]
     stay = f"; {' and '.join(inside)} gradients stay inside a host" if inside else ""
     spread = " and ".join(f"{kind.name} gradients {kind.most_hosts} hosts" for kind in crossing)
+    rows = [row for row in found.rows if not row.plain]
     return "\n".join(
         (
             f"dpu_reduce: {spread} wide{stay}; over a host's NICs each way per step, by plain "
@@ -133,7 +134,7 @@ def brief(found: Forecast) -> str:
             f"{forecast.rates_text(found.network)}",
             "dpu_reduce: at best, over plain Megatron at its best "
             f"({' '.join(found.plain.flags) or 'as it is'}): "
-            + ", ".join(_gain(row) for row in found.rows if not row.plain),
+            + ", ".join(_gain(row) for row in sorted(rows, key=lambda row: row.compared)),
             f"dpu_reduce: {forecast.answer(found)}",
         )
     )
