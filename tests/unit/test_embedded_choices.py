@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -378,8 +379,9 @@ class TestEnd:
     """The end of what was started is waited for, within a limit, and always comes."""
 
     @pytest.fixture
-    def nodes(self, monkeypatch: pytest.MonkeyPatch) -> EmbeddedNodes:
+    def nodes(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EmbeddedNodes:
         """As after start_if_needed(), with children that the test adds."""
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         nodes = EmbeddedNodes(0)
         monkeypatch.setattr(embedded, "_current", nodes)
         monkeypatch.setattr(embedded, "_left", [])
