@@ -37,7 +37,6 @@ PROGRAMS = {
     "byteps-server": "the scheduler and the servers, as the wheel has it",
     "connection_test": "both ends of TCP connections, and a relay that damages what they say",
     "scheduler_without_recovery": "a scheduler that ends the job at the first loss",
-    "server_ring": "servers that send each other values, and are killed and replaced",
     "simulate": "whole jobs, in threads and time that a seed decides",
     "sum_worker": "a worker without Python, which checks every sum",
     "swarm": "thousands of nodes in one process, for a scheduler",
@@ -46,7 +45,7 @@ PROGRAMS = {
 }
 SANITIZED = {
     "address": ("connection_test", "unit_test", "sum_worker", "byteps-server", "fuzzers"),
-    "thread": ("connection_test", "unit_test", "sum_worker", "server_ring", "byteps-server"),
+    "thread": ("connection_test", "unit_test", "sum_worker", "byteps-server"),
 }
 """What can be built with which sanitizer."""
 BUILD_LIMIT_S = 1200

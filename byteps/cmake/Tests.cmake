@@ -94,10 +94,6 @@ add_executable(sum_worker tests/jobs/sum_worker.cc)
 target_compile_options(sum_worker PRIVATE ${WARNINGS})
 target_link_libraries(sum_worker PRIVATE worker_under_test)
 
-add_executable(server_ring tests/jobs/server_ring.cc)
-target_compile_options(server_ring PRIVATE ${WARNINGS})
-target_link_libraries(server_ring PRIVATE byteps_engine)
-
 # It plays threads and time itself, which no sanitizer follows.
 if(NOT BYTEPS_SANITIZE)
   add_executable(simulate

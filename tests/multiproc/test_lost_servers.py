@@ -86,8 +86,9 @@ def test_a_spare_that_nobody_needs_ends_well(
 
 
 def test_optimizer_state_is_copied(make_cluster: Callable[..., Cluster]) -> None:
-    """Each of two servers is lost, and the next one goes on from the other one's copy."""
-    cluster = make_cluster(workers=2, servers=2, env=COPIES)
+    """Each of two servers is lost, and the next one goes on from the other one's copy. Servers
+    encrypt what they send each other."""
+    cluster = make_cluster(workers=2, servers=2, env={**COPIES, "BYTEPS_TLS": "1"})
     training = cluster.start("lost_servers:with_copies", steps=80, pace=0.03)
     first, second = cluster.servers
     await_copies(cluster)

@@ -1,5 +1,5 @@
-"""Jobs without Python: what servers keep in memory, servers that stand still or have links with
-each other, and a broken invariant (base/invariant.h), which ends the job.
+"""Jobs without Python: what servers keep in memory, servers that stand still, settings of copies,
+and a broken invariant (base/invariant.h), which ends the job.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def test_one_broken_in_a_worker_ends_the_job(run_dir: Path, breaker: int) -> Non
                 process.wait(LIMIT_S)
 
 
-# Servers that have links with each other exchange values, also with one that has come later.
+# Settings that copies of state between servers do not go with.
 
 
 BACKUPS = {
@@ -232,15 +232,6 @@ BACKUPS = {
     "DMLC_PS_ROOT_URI": "127.0.0.1",
     "DMLC_PS_ROOT_PORT": "9",
 }
-
-
-@pytest.mark.parametrize("env", [{}, {"BYTEPS_TLS": "1"}], ids=["plain", "encrypted"])
-@pytest.mark.parametrize("servers", [2, 3, 4])
-def test_neighbors_exchange_values(run_dir: Path, servers: int, env: dict[str, str]) -> None:
-    program = native.build("server_ring") / "server_ring"
-    ended = captured([program, str(servers)], LIMIT_S, env={**clean_environment(run_dir), **env})
-    assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
-    assert ended.stdout.count("all have answered: 1") == 3
 
 
 @pytest.mark.parametrize(
