@@ -199,6 +199,7 @@ MODULES = {
     "byteps/c10d_plugin.py": "tests/multiproc/test_c10d.py",
     "byteps/cost_model.py": "tests/unit/test_forecast.py",
     "byteps/forecast/__init__.py": "tests/unit/test_forecast.py",
+    "byteps/forecast/learning.py": "tests/unit/test_forecast.py",
     "byteps/forecast/machines.py": "tests/unit/test_forecast.py",
     "byteps/forecast/needs.py": "tests/unit/test_forecast.py",
     "byteps/forecast/rows.py": "tests/unit/test_forecast.py",
@@ -255,6 +256,14 @@ MODULES = {
     "byteps/torch/streams.py": "tests/unit/test_streams.py",
     "byteps/torch/wire.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/world.py": "tests/multiproc/test_push_pull.py",
+    "byteps/trial/__init__.py": "",
+    "byteps/trial/__main__.py": "tests/unit/test_trial.py",
+    "byteps/trial/child.py": "tests/unit/test_trial.py",
+    "byteps/trial/command.py": "tests/unit/test_trial.py",
+    "byteps/trial/hosts.py": "tests/unit/test_trial.py",
+    "byteps/trial/meter.py": "tests/netkit/test_trial.py",
+    "byteps/trial/reports.py": "tests/unit/test_trial.py",
+    "byteps/trial/verdict.py": "tests/unit/test_trial.py",
 }
 """All modules of the wheel, and what tries each on a CPU. Another one is left out of the wheel
 (wheel.exclude in byteps/pyproject.toml) or gets a test, and a line here."""
