@@ -222,6 +222,7 @@ MODULES = {
     "byteps/sizing.py": "tests/unit/test_sizing.py",
     "byteps/torch/__init__.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/agreement.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/arrivals.py": "tests/unit/test_step_machine.py",
     "byteps/torch/block_kernels.py": "tests/unit/test_step_machine.py",
     "byteps/torch/broadcast.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/c10d/__init__.py": "",
