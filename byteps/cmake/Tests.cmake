@@ -49,6 +49,7 @@ if(GTest_FOUND)
     tests/net/tcp/poller_test.cc
     tests/net/tcp/stream_test.cc
     tests/observe/status_test.cc
+    tests/program/stop_order_test.cc
     tests/recovery/scheduler/held_failure_test.cc
     tests/recovery/scheduler/replicas_test.cc
     tests/recovery/scheduler/scheduler_return_test.cc
@@ -67,7 +68,6 @@ if(GTest_FOUND)
     tests/server/copies_test.cc
     tests/server/release_test.cc
     tests/server/server_test.cc
-    tests/server/stop_order_test.cc
     tests/support/job.cc)
   target_compile_options(unit_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(unit_test PRIVATE worker_under_test scheduler_recovery GTest::gtest_main)

@@ -23,9 +23,10 @@ BELOW: dict[str, set[str]] = {
     "observe": {"base", "net/link", "net/membership", "net/tcp", "cluster"},
     "engine": {"base", "cluster", "device", "observe"},
     "server/optimizer": {"base", "observe"},
-    "server": {"base", "net/link", "net/auth", "net/membership", "net/rdma", "cluster", "observe"}
-    | {"recovery/scheduler", "server/optimizer"},
+    "server": {"base", "cluster", "observe", "server/optimizer"},
     "recovery/scheduler": {"base", "net/link", "net/membership"},
+    "program": {"base", "net/link", "net/auth", "net/membership", "net/rdma", "cluster", "observe"}
+    | {"server", "recovery/scheduler"},
     "recovery/worker": {"base", "device", "engine"},
     "torch": {"base", "net/link", "cluster", "device", "engine", "observe", "recovery/worker"},
 }

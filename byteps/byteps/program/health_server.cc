@@ -1,4 +1,4 @@
-#include "byteps/server/health_server.h"
+#include "byteps/program/health_server.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>

@@ -1,6 +1,6 @@
 // The process that started this one, where this one is to end with it.
-#ifndef BYTEPS_SERVER_PARENT_H_
-#define BYTEPS_SERVER_PARENT_H_
+#ifndef BYTEPS_PROGRAM_PARENT_H_
+#define BYTEPS_PROGRAM_PARENT_H_
 
 #include <signal.h>
 #include <sys/types.h>
@@ -46,4 +46,4 @@ class Parent {
 }  // namespace core
 }  // namespace byteps
 
-#endif  // BYTEPS_SERVER_PARENT_H_
+#endif  // BYTEPS_PROGRAM_PARENT_H_

@@ -1,4 +1,4 @@
-#include "byteps/server/stop_order.h"
+#include "byteps/program/stop_order.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,11 +1,11 @@
 // The program byteps-server: its command line, its checks, and its job.
-#ifndef BYTEPS_SERVER_SERVE_H_
-#define BYTEPS_SERVER_SERVE_H_
+#ifndef BYTEPS_PROGRAM_SERVE_H_
+#define BYTEPS_PROGRAM_SERVE_H_
 
 #include <string>
 
 #include "byteps/base/config.h"
-#include "byteps/server/parent.h"
+#include "byteps/program/parent.h"
 
 namespace byteps {
 namespace core {
@@ -58,4 +58,4 @@ int SignalStatus();
 }  // namespace core
 }  // namespace byteps
 
-#endif  // BYTEPS_SERVER_SERVE_H_
+#endif  // BYTEPS_PROGRAM_SERVE_H_

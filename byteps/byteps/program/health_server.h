@@ -1,5 +1,5 @@
-#ifndef BYTEPS_SERVER_HEALTH_SERVER_H_
-#define BYTEPS_SERVER_HEALTH_SERVER_H_
+#ifndef BYTEPS_PROGRAM_HEALTH_SERVER_H_
+#define BYTEPS_PROGRAM_HEALTH_SERVER_H_
 
 #include <functional>
 #include <string>
@@ -38,4 +38,4 @@ std::string AskHealth(const std::string& path, double timeout_s);
 
 }  // namespace core
 }  // namespace byteps
-#endif  // BYTEPS_SERVER_HEALTH_SERVER_H_
+#endif  // BYTEPS_PROGRAM_HEALTH_SERVER_H_

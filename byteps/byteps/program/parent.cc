@@ -1,4 +1,4 @@
-#include "byteps/server/parent.h"
+#include "byteps/program/parent.h"
 
 #include <sys/prctl.h>
 #include <unistd.h>

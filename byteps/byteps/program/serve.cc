@@ -1,4 +1,4 @@
-#include "byteps/server/serve.h"
+#include "byteps/program/serve.h"
 
 #include <malloc.h>
 #include <poll.h>
@@ -31,10 +31,10 @@
 #include "byteps/observe/metrics_server.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"
+#include "byteps/program/health_server.h"
+#include "byteps/program/job_log.h"
+#include "byteps/program/stop_order.h"
 #include "byteps/recovery/scheduler/make_roster_recovery.h"
-#include "byteps/server/health_server.h"
-#include "byteps/server/job_log.h"
-#include "byteps/server/stop_order.h"
 #include "byteps/server/sum_server.h"
 
 namespace byteps {

@@ -1,5 +1,5 @@
 // What a scheduler or server says of itself: in the log, and to a container's health check.
-#include "byteps/server/job_log.h"
+#include "byteps/program/job_log.h"
 
 #include <sys/time.h>
 #include <sys/un.h>

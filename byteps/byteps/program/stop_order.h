@@ -1,6 +1,6 @@
 // End of a scheduler or server that got a signal to stop.
-#ifndef BYTEPS_SERVER_STOP_ORDER_H_
-#define BYTEPS_SERVER_STOP_ORDER_H_
+#ifndef BYTEPS_PROGRAM_STOP_ORDER_H_
+#define BYTEPS_PROGRAM_STOP_ORDER_H_
 
 #include <chrono>
 #include <string>
@@ -54,4 +54,4 @@ class StopOrder {
 }  // namespace core
 }  // namespace byteps
 
-#endif  // BYTEPS_SERVER_STOP_ORDER_H_
+#endif  // BYTEPS_PROGRAM_STOP_ORDER_H_

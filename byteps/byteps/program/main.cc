@@ -28,9 +28,9 @@
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"
 #include "byteps/observe/trace.h"
-#include "byteps/server/health_server.h"
+#include "byteps/program/health_server.h"
+#include "byteps/program/serve.h"
 #include "byteps/server/reducer.h"
-#include "byteps/server/serve.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "byteps/net/rdma/verbs.h"
 #endif

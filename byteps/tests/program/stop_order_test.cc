@@ -1,5 +1,5 @@
 // The end of a scheduler or server that was told to, in time that the test plays.
-#include "byteps/server/stop_order.h"
+#include "byteps/program/stop_order.h"
 
 #include <gtest/gtest.h>
 

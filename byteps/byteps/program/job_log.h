@@ -1,5 +1,5 @@
-#ifndef BYTEPS_SERVER_JOB_LOG_H_
-#define BYTEPS_SERVER_JOB_LOG_H_
+#ifndef BYTEPS_PROGRAM_JOB_LOG_H_
+#define BYTEPS_PROGRAM_JOB_LOG_H_
 
 #include <chrono>
 #include <string>
@@ -61,4 +61,4 @@ class JobLog {
 
 }  // namespace core
 }  // namespace byteps
-#endif  // BYTEPS_SERVER_JOB_LOG_H_
+#endif  // BYTEPS_PROGRAM_JOB_LOG_H_
