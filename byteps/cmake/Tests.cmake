@@ -55,17 +55,19 @@ if(GTest_FOUND)
     tests/recovery/scheduler/scheduler_return_test.cc
     tests/recovery/scheduler/server_places_test.cc
     tests/recovery/scheduler/trials_test.cc
+    tests/recovery/server/absent_members_test.cc
+    tests/recovery/server/backup_link_test.cc
+    tests/recovery/server/confirmations_test.cc
+    tests/recovery/server/copied_rounds_test.cc
+    tests/recovery/server/given_sums_test.cc
+    tests/recovery/server/server_recovery_test.cc
     tests/recovery/worker/kept_sums_test.cc
     tests/recovery/worker/server_replacement_test.cc
-    tests/server/absent_test.cc
     tests/server/accumulator_test.cc
-    tests/server/backup_link_test.cc
-    tests/server/backup_test.cc
+    tests/server/feedback_test.cc
     tests/server/optimizer/differences_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/memory_test.cc
-    tests/server/confirmations_test.cc
-    tests/server/copies_test.cc
     tests/server/release_test.cc
     tests/server/server_test.cc
     tests/support/job.cc)

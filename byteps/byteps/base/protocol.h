@@ -156,7 +156,8 @@ struct UpdateStep {
 // when it has freed them all.  The next tensor of that name has another key.
 //
 // Servers.  Where BYTEPS_BACKUP_STATE is set, server r + 1 (modulo their number), its backup, has a
-// copy of the state of server r, the primary.  What they say to each other: server/backup_link.h.
+// copy of the state of server r, the primary.  What they say to each other:
+// recovery/server/backup_link.h.
 //
 // Keys.  A tensor's key is a hash of its name, of its life, and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on

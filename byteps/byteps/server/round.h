@@ -13,8 +13,8 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/recovery/server/confirmations.h"
 #include "byteps/server/accumulator.h"
-#include "byteps/server/confirmations.h"
 #include "byteps/server/optimizer/round_update.h"
 
 namespace byteps {

@@ -10,9 +10,9 @@
 #include <tuple>
 #include <vector>
 
+#include "byteps/recovery/server/copies.h"
+#include "byteps/recovery/server/copy_record.h"
 #include "byteps/server/accumulator.h"
-#include "byteps/server/copies.h"
-#include "byteps/server/copy_record.h"
 #include "byteps/server/declared_tensor.h"
 #include "byteps/server/partition.h"
 #include "byteps/server/round.h"

@@ -14,7 +14,7 @@
 #include "byteps/observe/lateness.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/trace.h"
-#include "byteps/server/confirmations.h"
+#include "byteps/recovery/server/confirmations.h"
 #include "byteps/server/partition.h"
 #include "byteps/server/round.h"
 

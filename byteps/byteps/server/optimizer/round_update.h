@@ -53,7 +53,7 @@ class RoundUpdate {
   // Whether a member asks for what the others have asked for.
   bool IsLike(int op, const std::string& step) const;
 
-  // ----- copies of it (server/backup_link.h)
+  // ----- copies of it (recovery/server/backup_link.h)
 
   // The operation by which members pushed; 0: their gradients are not complete.
   int pushed_by() const { return pushed_by_; }

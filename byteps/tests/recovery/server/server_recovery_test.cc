@@ -1,5 +1,5 @@
-// A server's state for an optimizer, of which another server has a copy (server/backup_link.h): two
-// servers, and another one that takes the place of the first.
+// A server's state for an optimizer, of which another server has a copy
+// (recovery/server/backup_link.h): two servers, and another one that takes the place of the first.
 #include <gtest/gtest.h>
 
 #include <array>

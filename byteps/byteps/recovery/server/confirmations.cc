@@ -1,4 +1,4 @@
-#include "byteps/server/confirmations.h"
+#include "byteps/recovery/server/confirmations.h"
 
 namespace byteps {
 namespace core {

@@ -1,5 +1,5 @@
 // Copies of another server's state, and rounds of a state that another server has a copy of.
-#include "byteps/server/copies.h"
+#include "byteps/recovery/server/copies.h"
 
 #include <bit>
 #include <cstring>
@@ -8,7 +8,7 @@
 
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
-#include "byteps/server/copy_record.h"
+#include "byteps/recovery/server/copy_record.h"
 
 namespace byteps {
 namespace core {

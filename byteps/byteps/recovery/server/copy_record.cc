@@ -1,4 +1,4 @@
-#include "byteps/server/copy_record.h"
+#include "byteps/recovery/server/copy_record.h"
 
 #include <bit>
 

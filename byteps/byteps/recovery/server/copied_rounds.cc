@@ -8,9 +8,9 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
-#include "byteps/server/backup_link.h"
-#include "byteps/server/copies.h"
-#include "byteps/server/copy_record.h"
+#include "byteps/recovery/server/backup_link.h"
+#include "byteps/recovery/server/copies.h"
+#include "byteps/recovery/server/copy_record.h"
 #include "byteps/server/rounds.h"
 
 namespace byteps {

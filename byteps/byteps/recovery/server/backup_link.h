@@ -1,7 +1,7 @@
 // BackupLink: how servers copy the state that they keep for an optimizer
 // (docs/design/losses.md).
-#ifndef BYTEPS_SERVER_BACKUP_LINK_H_
-#define BYTEPS_SERVER_BACKUP_LINK_H_
+#ifndef BYTEPS_RECOVERY_SERVER_BACKUP_LINK_H_
+#define BYTEPS_RECOVERY_SERVER_BACKUP_LINK_H_
 
 #include <atomic>
 #include <cstddef>
@@ -16,8 +16,8 @@
 #include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/observe/metrics.h"
-#include "byteps/server/copies.h"
-#include "byteps/server/copy_record.h"
+#include "byteps/recovery/server/copies.h"
+#include "byteps/recovery/server/copy_record.h"
 
 namespace byteps {
 namespace core {
@@ -160,4 +160,4 @@ class BackupLink {
 }  // namespace core
 }  // namespace byteps
 
-#endif  // BYTEPS_SERVER_BACKUP_LINK_H_
+#endif  // BYTEPS_RECOVERY_SERVER_BACKUP_LINK_H_

@@ -1,7 +1,7 @@
 // Sums that some member may still lack, where workers keep sums until all members have them
 // (BYTEPS_REPLACE_SERVERS_S).
-#ifndef BYTEPS_SERVER_CONFIRMATIONS_H_
-#define BYTEPS_SERVER_CONFIRMATIONS_H_
+#ifndef BYTEPS_RECOVERY_SERVER_CONFIRMATIONS_H_
+#define BYTEPS_RECOVERY_SERVER_CONFIRMATIONS_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -78,4 +78,4 @@ class Confirmations {
 }  // namespace core
 }  // namespace byteps
 
-#endif  // BYTEPS_SERVER_CONFIRMATIONS_H_
+#endif  // BYTEPS_RECOVERY_SERVER_CONFIRMATIONS_H_

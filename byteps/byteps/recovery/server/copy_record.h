@@ -1,5 +1,5 @@
-#ifndef BYTEPS_SERVER_COPY_RECORD_H_
-#define BYTEPS_SERVER_COPY_RECORD_H_
+#ifndef BYTEPS_RECOVERY_SERVER_COPY_RECORD_H_
+#define BYTEPS_RECOVERY_SERVER_COPY_RECORD_H_
 
 #include <cstdint>
 #include <string>
@@ -48,4 +48,4 @@ struct CopyRecord {
 
 }  // namespace core
 }  // namespace byteps
-#endif  // BYTEPS_SERVER_COPY_RECORD_H_
+#endif  // BYTEPS_RECOVERY_SERVER_COPY_RECORD_H_

@@ -1,4 +1,4 @@
-#include "byteps/server/backup_link.h"
+#include "byteps/recovery/server/backup_link.h"
 
 #include <unistd.h>
 
@@ -10,8 +10,8 @@
 #include "byteps/base/log.h"
 #include "byteps/base/process.h"
 #include "byteps/base/wire.h"
-#include "byteps/server/copies.h"
-#include "byteps/server/copy_record.h"
+#include "byteps/recovery/server/copies.h"
+#include "byteps/recovery/server/copy_record.h"
 
 namespace byteps {
 namespace core {

@@ -1,5 +1,5 @@
-#ifndef BYTEPS_SERVER_COPIES_H_
-#define BYTEPS_SERVER_COPIES_H_
+#ifndef BYTEPS_RECOVERY_SERVER_COPIES_H_
+#define BYTEPS_RECOVERY_SERVER_COPIES_H_
 
 #include <cstdint>
 #include <map>
@@ -12,7 +12,7 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/observe/metrics.h"
-#include "byteps/server/copy_record.h"
+#include "byteps/recovery/server/copy_record.h"
 #include "byteps/server/optimizer/partition_state.h"
 #include "byteps/server/optimizer/round_update.h"
 #include "byteps/server/round.h"
@@ -80,4 +80,4 @@ class Copies {
 
 }  // namespace core
 }  // namespace byteps
-#endif  // BYTEPS_SERVER_COPIES_H_
+#endif  // BYTEPS_RECOVERY_SERVER_COPIES_H_

@@ -1,5 +1,5 @@
-// Messages of a server to its backup (server/copies.cc) when it has no memory: what was not sent is
-// sent later, and each request that waits for the backup gets an answer.
+// Messages of a server to its backup (recovery/server/copied_rounds.cc) when it has no memory: what
+// was not sent is sent later, and each request that waits for the backup gets an answer.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
-#include "byteps/server/copy_record.h"
+#include "byteps/recovery/server/copy_record.h"
 #include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"
