@@ -19,7 +19,14 @@ endif()
 
 find_package(GTest)
 if(GTest_FOUND)
+  # Linking it shows that a server needs nothing of recovery/, and running it that it sums.
+  add_library(server_test_objects OBJECT tests/server/server_test.cc)
+  target_compile_options(server_test_objects PRIVATE ${WARNINGS})
+  target_link_libraries(server_test_objects PUBLIC byteps_engine GTest::gtest)
+  add_executable(server_without_recovery $<TARGET_OBJECTS:server_test_objects>)
+  target_link_libraries(server_without_recovery PRIVATE byteps_engine GTest::gtest_main)
   add_executable(unit_test
+    $<TARGET_OBJECTS:server_test_objects>
     tests/base/invariant_test.cc
     tests/base/protocol_test.cc
     tests/cluster/early_messages_test.cc
@@ -69,11 +76,11 @@ if(GTest_FOUND)
     tests/server/optimizer/step_test.cc
     tests/server/memory_test.cc
     tests/server/release_test.cc
-    tests/server/server_test.cc
     tests/support/job.cc)
   target_compile_options(unit_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
-  target_link_libraries(unit_test PRIVATE worker_under_test scheduler_recovery GTest::gtest_main)
-  add_dependencies(unit_test worker_without_recovery)
+  target_link_libraries(unit_test PRIVATE
+    worker_under_test server_recovery scheduler_recovery GTest::gtest_main)
+  add_dependencies(unit_test worker_without_recovery server_without_recovery)
   target_link_options(unit_test PRIVATE  # NoMemoryFrom in support/job.cc
     LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
   # Running it shows that a scheduler needs nothing of recovery/.
@@ -112,7 +119,7 @@ if(NOT BYTEPS_SANITIZE)
     tests/simulation/simulated_channel.cc
     tests/simulation/virtual_threads.cc)
   target_compile_options(simulate PRIVATE ${WARNINGS})
-  target_link_libraries(simulate PRIVATE worker_under_test scheduler_recovery)
+  target_link_libraries(simulate PRIVATE worker_under_test server_recovery scheduler_recovery)
 endif()
 
 # What reads bytes that come from a network, one program for each parser (tests/fuzz).
@@ -120,12 +127,12 @@ if(BYTEPS_FUZZERS)
   add_custom_target(fuzzers)
   add_library(fuzz_targets OBJECT tests/fuzz/membership_fuzzer.cc tests/fuzz/server_fuzzer.cc)
   target_compile_options(fuzz_targets PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
-  target_link_libraries(fuzz_targets PRIVATE byteps_engine)
+  target_link_libraries(fuzz_targets PRIVATE server_recovery)
   foreach(name backup declarations frame hello http membership meta rdma server)
     add_executable(${name}_fuzzer $<TARGET_OBJECTS:fuzz_targets>)
     target_link_options(${name}_fuzzer PRIVATE -fsanitize=fuzzer
       LINKER:--defsym=LLVMFuzzerTestOneInput=Fuzz_${name})
-    target_link_libraries(${name}_fuzzer PRIVATE byteps_engine scheduler_recovery)
+    target_link_libraries(${name}_fuzzer PRIVATE server_recovery scheduler_recovery)
     add_dependencies(fuzzers ${name}_fuzzer)
   endforeach()
 endif()

@@ -26,8 +26,9 @@ BELOW: dict[str, set[str]] = {
     "server": {"base", "cluster", "observe", "server/optimizer"},
     "recovery/scheduler": {"base", "net/link", "net/membership"},
     "program": {"base", "net/link", "net/auth", "net/membership", "net/rdma", "cluster", "observe"}
-    | {"server", "recovery/scheduler"},
+    | {"server", "recovery/scheduler", "recovery/server"},
     "recovery/worker": {"base", "device", "engine"},
+    "recovery/server": {"base", "cluster", "observe", "server", "server/optimizer"},
     "torch": {"base", "net/link", "cluster", "device", "engine", "observe", "recovery/worker"},
 }
 """Of each room, those whose headers its files may include."""

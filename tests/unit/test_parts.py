@@ -60,6 +60,21 @@ def test_every_suite_is_run(unit_test: Path) -> None:
     assert found == set(SUITES)
 
 
+def test_a_server_without_recovery_sums_and_fails_what_lacks_a_lost_worker(unit_test: Path) -> None:
+    tests = ("SmallSumsAreSentByWhoBringsThem", "LostWorkerEndsRoundsBeforeTheirDeadline")
+    run = subprocess.run(
+        [
+            unit_test.with_name("server_without_recovery"),
+            "--gtest_filter=" + ":".join(f"ServerTest.{test}" for test in tests),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert "[  PASSED  ] 2 tests" in run.stdout
+
+
 MARKS = {
     "Invariant": pytest.mark.breaks_invariant,
     # They wait for what is late.

@@ -35,6 +35,7 @@
 #include "byteps/program/job_log.h"
 #include "byteps/program/stop_order.h"
 #include "byteps/recovery/scheduler/make_roster_recovery.h"
+#include "byteps/recovery/server/server_recovery.h"
 #include "byteps/server/sum_server.h"
 
 namespace byteps {
@@ -373,7 +374,8 @@ void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoi
   std::unique_ptr<SumServer> server;
   std::unique_ptr<MetricsServer> metrics_server;
   if (role == Role::kServer) {
-    server = std::make_unique<SumServer>(config, &session);
+    server = std::make_unique<SumServer>(config, &session,
+                                         std::make_unique<ServerRecovery>(config, &session));
     const MetricsSource source{Role::kServer, [&server] { return server->rank(); },
                                [&server] { return server->Metrics(); }};
     const int local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));

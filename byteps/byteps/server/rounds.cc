@@ -1,58 +1,39 @@
 #include "byteps/server/rounds.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
+#include <map>
 #include <utility>
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/process.h"
-#include "byteps/base/wire.h"
+#include "byteps/server/round_errors.h"
+#include "byteps/server/server_loss_policy.h"
+#include "byteps/server/updates.h"
 
 namespace byteps {
 namespace core {
 namespace {
 
-// Rounds that are kept of a tensor.  A worker holds back what would be more than MostRoundsOpen
-// ahead of the oldest round that has not ended there.  The oldest one here may be older by as many:
-// where a server was lost, one member may have had the answers that another one lacks.
-uint32_t MostRoundsKept(const Declaration& declaration) { return 2 * declaration.MostRoundsOpen(); }
-
-// Why a push of this number comes to no round, where it does not.
-std::string OutOfReach(const Partition& partition, int rank, uint32_t number) {
-  const Declaration& declaration = partition.declaration();
-  if (const auto failed = partition.failures.find(number); failed != partition.failures.end()) {
-    return failed->second;
-  }
-  const std::string what = "worker " + std::to_string(rank) + " pushed round " +
-                           std::to_string(number) + " of '" + declaration.name + "'";
-  if (number < partition.first_round) return what + ", which is over";
-  const uint32_t limit = MostRoundsKept(declaration);
-  if (number - partition.first_round < limit) return what + " twice";
-  return what + " while round " + std::to_string(partition.first_round) +
-         " is open: of this tensor of " + std::to_string(declaration.bytes) + " bytes at most " +
-         std::to_string(limit) + " rounds are kept; install the same byteps on every node";
-}
-
-SharedBytes BytesOf(const std::string& text) {
-  if (text.empty()) return {};
-  SharedBytes bytes = SharedBytes::New(text.size());
-  memcpy(bytes.data(), text.data(), text.size());
-  return bytes;
-}
+constexpr size_t kFailuresKept = 16;  // of each partition
+// Failure of a round that has its sum and is still open.
+constexpr char kNoMemoryToAnswer[] =
+    "the server is out of memory: it has the sum, and could not send it";
 
 }  // namespace
+
+Rounds::Rounds(ServerContext* context, int track, Freed freed, SumThread* thread,
+               ServerLossPolicy* losses)
+    : context_(context),
+      track_(track),
+      freed_(std::move(freed)),
+      losses_(losses->MakeOfRounds(context, this, thread)) {}
 
 void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   const Declaration& declaration = partition->declaration();
   Caller caller = CallerOf(*message, received);
   if (message->op == kPushNorm) caller.bytes = sizeof(GradientSums);
-  if (caller.keeps) context_->confirmations.Confirm(caller.rank, HeaderOf(*message).confirmed);
-  if (AnswerFromGiven(partition, *message, received)) return;
-  if (AnswerAgain(partition, *message, received)) return;
+  if (losses_->Answers(partition, *message, received)) return;
   Round* const round = Admit(partition, *message);
   if (round == nullptr) return;
   if (message->values.empty()) throw OutOfMemory(message->sent_bytes);  // they were dropped
@@ -63,23 +44,18 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   context_->counters.adding_ns.Add(caller.added - caller.taken);
   context_->TraceAddition(*partition, *round, caller, track_);
   round->callers.push_back(caller);
-  partition->came.resize(declaration.group.size());
-  partition->came[member] = true;
-  if (!round->excused.empty() || round->parts_had > 0) {
-    EndIfAll(partition, round);
-    return DropDone(partition);
+  const bool is_last = round->accumulator.added() == declaration.group.size();
+  losses_->OnAdded(partition, round, *message);
+  if (is_last) {
+    context_->lateness.Add(caller.rank, caller.received - round->first_taken);
+    EndSummed(partition, round);
   }
-  if (round->accumulator.added() < declaration.group.size()) {
-    return BeginGrace(partition, round);
-  }
-  context_->lateness.Add(caller.rank, caller.received - round->first_taken);
-  EndSummed(partition, round);
   DropDone(partition);
 }
 
 void Rounds::EndSummed(Partition* partition, Round* round) {
   if (!round->update) return Finish(partition, round);
-  if (!CopyRound(partition, round)) Update(partition, round);
+  if (!losses_->Holds(partition, round)) Update(partition, round);
 }
 
 void Rounds::Update(Partition* partition, Round* round) {
@@ -98,10 +74,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   const int member = declaration.MemberIndex(rank);
   const PushHeader header = HeaderOf(message);
   std::string error;
-  if (RefuseAbsent(partition, message, "pushed round " + std::to_string(header.round)) ||
-      RefuseReleased(*partition, message)) {
-    return nullptr;
-  }
+  if (losses_->Refuses(*partition, message) || RefuseReleased(*partition, message)) return nullptr;
   if (partition->state && header.round > 0) {
     error = SettleStep(this, partition, message, header.round - 1);
   }
@@ -116,9 +89,8 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   }
   GiveUpBefore(partition, rank, header.oldest);
   round->pushed[member] = true;
-  round->ended = std::min(round->ended, header.oldest);
   round->forgets_lost |= (header.flags & PushHeader::kForgetLost) != 0;
-  FailWithoutThoseGone(partition, round);
+  losses_->OnPush(partition, round);
   if (round->done) {
     PS_PROBE(kPushAfterFailure);
     error = round->failure;  // it failed before this push came
@@ -137,12 +109,16 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   return round;
 }
 
+void Rounds::List(Partition* partition) {
+  if (!partition->is_listed) partitions_.push_back(partition);
+  partition->is_listed = true;
+}
+
 Round* Rounds::FindOrBegin(Partition* partition, const PushHeader& header) {
   // Unsigned, so that a round before the first open one is far ahead as well.
   const uint32_t ahead = header.round - partition->first_round;
   if (ahead >= MostRoundsKept(partition->declaration())) return nullptr;
-  if (!partition->is_listed) partitions_.push_back(partition);
-  partition->is_listed = true;
+  List(partition);
   if (ahead > 0 && partition->rounds.size() <= ahead) PS_PROBE(kRoundsOpen);
   while (partition->rounds.size() <= ahead) {
     const auto number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
@@ -171,14 +147,11 @@ Round Rounds::Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) 
   round.started = Clock::now();
   round.timeout_s = timeout_ms / 1000.0;
   round.deadline = round.started + std::chrono::milliseconds(timeout_ms);
-  for (const int rank : absent_) {
-    const int member = declaration.MemberIndex(rank);
-    if (member >= 0) round.Excuse(member);
-  }
   if (partition->state) {
     round.update = std::make_unique<RoundUpdate>(&declaration, number, partition->state.get(),
                                                  &context_->counters);
   }
+  losses_->OnBegin(*partition, &round);
   return round;
 }
 
@@ -217,78 +190,48 @@ void Rounds::Finish(Partition* partition, Round* round) {
   Close(*partition, *round);
 }
 
-Round* Rounds::FindPushed(Partition* partition, const Message& message) {
-  const int rank = message.peer;
-  const int member = partition->declaration().MemberIndex(rank);
-  const uint32_t number = HeaderOf(message).round;
-  Round* const round = partition->Find(number);
-  const auto failed = partition->failures.find(number);
-  if (round == nullptr && failed != partition->failures.end()) {
-    PS_PROBE(kStepAfterFailure);
-    context_->Refuse(message, failed->second);
-    return nullptr;
-  }
-  const std::string lacks = partition->state->NotLoaded();
-  if (!lacks.empty()) {
-    context_->Refuse(message, lacks);
-    return nullptr;
-  }
-  if (round == nullptr || !round->pushed[member] || round->told[member]) {
-    context_->Refuse(message, "worker " + std::to_string(rank) + " asks for a step of round " +
-                                  std::to_string(number) + " of '" + partition->declaration().name +
-                                  "' without having pushed it, or twice");
-    return nullptr;
-  }
-  if (round->failure.empty()) return round;
-  PS_PROBE(kStepAfterFailure);
-  round->told[member] = true;
-  context_->Refuse(message, round->failure);
-  DropDone(partition);
-  return nullptr;
-}
-
 void Rounds::Deliver(Partition* partition, Round* round) {
   context_->TraceRound(*partition, *round, true);
-  // Only in an answer that lacks some, or is kept.
-  std::string about = PackMembers(round->excused);
-  const SharedBytes missing = BytesOf(about);
-  SharedBytes tried;  // what goes with the parameters of a step that is tried
-  if (!missing.empty() && round->update && !round->update->sums().empty()) {
-    const SharedBytes& sums = round->update->sums();
-    tried = BytesOf(std::string(sums.data(), sums.size()) + about);
-  }
-  SharedBytes kept;
-  if (std::any_of(round->callers.begin(), round->callers.end(), [](auto& c) { return c.keeps; })) {
-    if (round->receipt.serial() == 0) round->receipt = context_->confirmations.Begin();
-    const KeptAnswer answer = {round->is_given ? 0 : round->ended, round->receipt.serial(),
-                               context_->confirmations.FirstOpen()};
-    kept = BytesOf(answer.Pack() + about);
-  }
+  const AnswerNotes notes = losses_->Describe(round);
   round->AnswerCallers([&](const Caller& caller) {
     context_->counters.answered_partitions.Add();
     context_->counters.answered_bytes.Add(caller.bytes);
     const int member = partition->declaration().MemberIndex(caller.rank);
     CheckUntold(*partition, *round, member);
-    if (caller.keeps) {
-      context_->confirmations.Answered(caller.rank, caller.request, round->receipt.serial());
-    }
     switch (caller.op) {
       case kPushNorm:
         context_->Answer(caller, partition->key, "", &round->update->sums());
         break;
-      case kPushTry:
+      case kPushTry: {
+        const SharedBytes& sums = round->update->sums();
         context_->Answer(caller, partition->key, "", &round->update->parameters(),
-                         tried.empty() ? &round->update->sums() : &tried);
+                         std::string(sums.data(), sums.size()) + notes.lacks);
         break;
+      }
       default:
-        context_->Answer(caller, partition->key, "", &round->accumulator.sum(),
-                         caller.keeps ? &kept : (missing.empty() ? nullptr : &missing));
+        context_->Answer(caller, partition->key, "", &round->accumulator.sum(), notes.Of(caller));
         round->told[member] = true;
     }
   });
-  if (round->update && !round->is_restored) round->update->ForgetParameters();
+  if (round->update) round->update->ForgetParameters();
   // What became of an update may be asked for again, at another server.
   if (round->all_told() && !round->update) round->accumulator.Clear(&scratch_);
+}
+
+void Rounds::EndShort(Partition* partition, Round* round) {
+  Chance chance;
+  const AdditionRule rule = RuleOf(partition, round, &chance);
+  round->accumulator.Close(partition->declaration(), rule, &scratch_);
+  round->last_added = SteadyNs();
+  EndSummed(partition, round);
+}
+
+void Rounds::EndWith(Partition* partition, Round* round, SharedBytes sum) {
+  round->accumulator.Put(std::move(sum), &scratch_);
+  round->done = true;
+  round->last_added = SteadyNs();
+  Deliver(partition, round);
+  Close(*partition, *round);
 }
 
 void Rounds::CheckUntold(const Partition& partition, const Round& round, int member) {
@@ -314,6 +257,218 @@ void Rounds::Postpone(Partition* partition, Round* round, Clock::time_point dead
   round->deadline = deadline;
   entry.key() = DeadlineOf(*partition, *round);
   open_.insert(std::move(entry));
+}
+
+// ------------------------------------------------------------------ failures
+
+void Rounds::Fail(Partition* partition, Round* round, const std::string& reason) {
+  // The caller calls again if there is no memory for all of this.
+  round->failure = reason;
+  context_->TraceRound(*partition, *round, false);
+  round->AnswerCallers([&](const Caller& caller) {
+    const int member = partition->declaration().MemberIndex(caller.rank);
+    CheckUntold(*partition, *round, member);
+    context_->Answer(caller, partition->key, reason);
+    round->told[member] = true;
+  });
+  context_->counters.failed_sums.Add();
+  round->accumulator.Clear(&scratch_);
+  round->done = true;
+  Close(*partition, *round);
+}
+
+void Rounds::FailUnanswered(Partition* partition, Round* round, const std::string& reason) {
+  const bool is_open = open_.count(DeadlineOf(*partition, *round)) > 0;
+  if (is_open && (!round->done || !round->callers.empty())) return Fail(partition, round, reason);
+  if (is_open) Close(*partition, *round);
+  round->AnswerCallers(
+      [&](const Caller& caller) { context_->Answer(caller, partition->key, reason); });
+}
+
+void Rounds::GiveUpBefore(Partition* partition, int rank, uint32_t number) {
+  if (number <= partition->first_round) return;
+  const int member = partition->declaration().MemberIndex(rank);
+  const size_t ahead = number - partition->first_round;
+  for (size_t i = 0; i < std::min(ahead, partition->rounds.size()); ++i) {
+    Round* const round = &partition->rounds[i];
+    if (round->done && open_.count(DeadlineOf(*partition, *round)) > 0) {
+      FailUnanswered(partition, round, kNoMemoryToAnswer);
+    }
+    if (round->told[member]) continue;
+    if (!round->done) {
+      PS_PROBE(kRoundGivenUp);
+      Fail(partition, round,
+           "worker " + std::to_string(rank) + " gave up round " + std::to_string(round->number) +
+               " of '" + partition->declaration().name +
+               "', in which something of it failed, and went on");
+    }
+    round->pushed[member] = round->told[member] = true;
+  }
+}
+
+std::vector<Partition*> Rounds::WithOpenRounds() const {
+  // Thousands of workers may leave at once, and few partitions have open rounds then.
+  std::map<uint64_t, Partition*> waiting;
+  for (const auto& [deadline, partition] : open_) waiting[partition->key] = partition;
+  std::vector<Partition*> partitions;
+  for (const auto& [key, partition] : waiting) partitions.push_back(partition);
+  return partitions;
+}
+
+// Tensors that members release.
+
+bool Rounds::RefuseReleased(const Partition& partition, const Message& message) {
+  const int rank = partition.tensor->released_by;
+  if (rank < 0) return false;
+  PS_PROBE(kPushAfterRelease);
+  context_->Refuse(message, "worker " + std::to_string(rank) + " has released '" +
+                                partition.declaration().name + "', which worker " +
+                                std::to_string(message.peer) +
+                                " pushed: all members release it after the same sums");
+  return true;
+}
+
+void Rounds::Release(const DeclaredTensor* tensor, int rank) {
+  for (Partition* partition : partitions_) {
+    if (partition->tensor.get() != tensor) continue;
+    if (partition->is_held) {
+      partition->released_by.push_back(rank);  // LetGo looks again
+    } else {
+      Release(partition, rank);
+    }
+  }
+}
+
+void Rounds::LetGo(Partition* partition) {
+  while (!partition->is_held && !partition->released_by.empty()) {
+    Release(partition, partition->released_by.back());
+    partition->released_by.pop_back();
+  }
+}
+
+void Rounds::Release(Partition* partition, int rank) {
+  const int member = partition->declaration().MemberIndex(rank);
+  for (Round& round : partition->rounds) {
+    if (round.told[member]) continue;
+    if (!round.done) {
+      PS_PROBE(kRoundOfReleased);
+      Fail(partition, &round,
+           "worker " + std::to_string(rank) + " has released '" + partition->declaration().name +
+               "', of which it had not ended round " + std::to_string(round.number));
+    }
+    round.pushed[member] = round.told[member] = true;
+  }
+  DropDone(partition);
+}
+
+void Rounds::Free(const std::vector<std::shared_ptr<Partition>>& partitions) {
+  for (const auto& partition : partitions) {
+    partition->is_freed = true;
+    if (partition->is_held) {
+      PS_PROBE(kFreedLater);
+      continue;  // who holds it looks again
+    }
+    EndFreed(partition.get());
+  }
+  std::erase_if(partitions_, [](const Partition* p) { return p->is_freed && !p->is_held; });
+  for (const auto& partition : partitions) {
+    if (!partition->is_held) freed_(*partition);
+  }
+}
+
+void Rounds::EndFreed(Partition* partition) {
+  const std::string reason = "all members have released '" + partition->declaration().name + "'";
+  for (Round& round : partition->rounds) {
+    if (!round.done) Fail(partition, &round, reason);
+    round.accumulator.Clear(&scratch_);
+  }
+  partition->rounds.clear();
+  partition->lost = {};
+  losses_->OnFreed(partition);
+  partition->state.reset();
+}
+
+void Rounds::FailAll(const DeclaredTensor* tensor, const std::string& reason) {
+  for (Partition* partition : partitions_) {
+    if (partition->tensor.get() != tensor) continue;
+    for (auto& round : partition->rounds) {
+      if (!round.done) Fail(partition, &round, reason);
+    }
+    DropDone(partition);
+  }
+}
+
+void Rounds::FailLate(Clock::time_point as_of, Clock::time_point grace_until,
+                      Clock::duration stood_still) {
+  while (!open_.empty()) {
+    const auto& [deadline, key, number] = open_.begin()->first;
+    if (as_of < deadline) return;
+    Partition* const partition = open_.begin()->second;
+    Round* const round = partition->Find(number);
+    if (round->done) {
+      FailUnanswered(partition, round, kNoMemoryToAnswer);
+      DropDone(partition);
+      continue;
+    }
+    if (losses_->Waits(partition, round, as_of)) continue;
+    PS_PROBE(kRoundLate);
+    Fail(partition, round, TimedOut(*partition, *round, as_of, grace_until, stood_still));
+    DropDone(partition);
+  }
+}
+
+void Rounds::FailPartition(Partition* partition, const Message& message, const std::string& error) {
+  const Declaration& declaration = partition->declaration();
+  BPS_LOG(ERROR) << "serving partition " << partition->index << " of '" << declaration.name
+                 << "' failed: " << error;
+  for (Round& round : partition->rounds) FailUnanswered(partition, &round, error);
+  // Members that waited in its round were answered by that, unless the request never got so far.
+  Round* const round = partition->Find(HeaderOf(message).round);
+  const int member = declaration.MemberIndex(message.peer);
+  if (round == nullptr) {
+    context_->Refuse(message, error);
+  } else if (!round->told[member]) {
+    round->pushed[member] = round->told[member] = true;
+    context_->Refuse(message, error);
+  }
+  DropDone(partition);
+}
+
+void Rounds::FailRoundOf(Partition* partition, const Message& message, const std::string& reason) {
+  const int op = message.op;
+  const bool is_push = op != kLoadState && op != kReadState && op != kStep;
+  Round* const round = partition->Find(HeaderOf(message).round);
+  if (!is_push || round == nullptr) return context_->Refuse(message, reason);
+  // One that was done was being answered: to those who had their answers no other one may come.
+  const int member = partition->declaration().MemberIndex(message.peer);
+  const bool waits = std::any_of(
+      round->callers.begin(), round->callers.end(),
+      [&](const Caller& c) { return c.rank == message.peer && c.request == message.number; });
+  if (!round->done && !waits && !round->told[member]) {
+    context_->Refuse(message, reason);
+    round->told[member] = true;
+  }
+  FailUnanswered(partition, round, reason);
+  DropDone(partition);
+}
+
+void Rounds::DropDone(Partition* partition) {
+  // A round stays until every member has its sum.  Of one that failed the reason is enough.
+  while (!partition->rounds.empty()) {
+    Round& round = partition->rounds.front();
+    if (!round.done || (round.failure.empty() && !round.all_told())) return;
+    if (!round.failure.empty() && !round.all_told()) {
+      partition->failures[round.number] = std::move(round.failure);
+      if (partition->failures.size() > kFailuresKept) {
+        partition->failures.erase(partition->failures.begin());
+      }
+    } else {
+      losses_->OnOver(partition, &round);
+    }
+    round.accumulator.Clear(&scratch_);
+    partition->rounds.pop_front();
+    ++partition->first_round;
+  }
 }
 
 }  // namespace core

@@ -18,24 +18,28 @@ TracedPartition Traced(const Partition& partition, const Round& round, const Cal
 
 ServerContext::ServerContext(const Config& config, Channel* how)
     : channel(how),
-      vacancies(how),
       deterministic(config.Bool("BYTEPS_DETERMINISTIC")),
       wide_float32(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")),
       tracer(Tracer::Make(config)) {}
 
 void ServerContext::Answer(const Caller& caller, uint64_t key, const std::string& error,
-                           const SharedBytes* values, const SharedBytes* note) {
+                           const SharedBytes* values, const std::string& note) {
   Message message = MakeAnswer(caller.op, caller.rank, key, caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
     message.SetValues(values->Part(caller.offset, caller.bytes));
   }
-  if (note != nullptr) message.body.assign(note->data(), note->size());
+  if (!note.empty()) message.body = note;
   channel->Send(message);
 }
 
 void ServerContext::Refuse(const Message& request, const std::string& error) {
   counters.refused_requests.Add();
   Answer(Caller{request.peer, request.number, request.op}, request.key, error);
+}
+
+void ServerContext::RefuseUnknown(const Message& request) {
+  Refuse(request, "the server does not know operation " + std::to_string(request.op) +
+                      ": install the same byteps on every node");
 }
 
 void ServerContext::TraceRound(const Partition& partition, const Round& round, bool answered) {

@@ -10,11 +10,9 @@
 #include "byteps/base/config.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
-#include "byteps/cluster/vacancies.h"
 #include "byteps/observe/lateness.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/trace.h"
-#include "byteps/recovery/server/confirmations.h"
 #include "byteps/server/partition.h"
 #include "byteps/server/round.h"
 
@@ -27,11 +25,12 @@ struct ServerContext {
   ServerContext(const Config& config, Channel* channel);
 
   // An answer with an `error` says that the request failed.  `values`: all of what the caller wants
-  // a part of.  `note`: of a PUSH_TRY the sums of squares; of a sum PackMembers of those that it
-  // lacks, if it lacks any.
+  // a part of.  `note`: what it says beside them.
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
-              const SharedBytes* values = nullptr, const SharedBytes* note = nullptr);
+              const SharedBytes* values = nullptr, const std::string& note = "");
   void Refuse(const Message& request, const std::string& error);
+  // Refuses a request of an operation that no server of this version knows.
+  void RefuseUnknown(const Message& request);
 
   // Tells the timeline of a round's pushes, which were answered now or never.
   void TraceRound(const Partition& partition, const Round& round, bool answered);
@@ -40,13 +39,10 @@ struct ServerContext {
                      int track);
 
   Channel* const channel;
-  Vacancies vacancies;
-  BackupLink* backup = nullptr;  // the same as long as this lives
   const bool deterministic;
   const bool wide_float32;
   ServerCounters counters;
   Lateness lateness;
-  Confirmations confirmations;
   std::atomic<size_t> open_rounds{0};    // that some members have pushed and others have not
   const std::unique_ptr<Tracer> tracer;  // null: nothing is traced
 };

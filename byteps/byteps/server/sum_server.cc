@@ -11,64 +11,12 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/wire.h"
 #include "byteps/observe/status_record.h"
+#include "byteps/server/request_form.h"
 #include "byteps/server/rounds.h"
 #include "byteps/server/sum_thread.h"
 
 namespace byteps {
 namespace core {
-
-std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index) {
-  const uint64_t size = declaration.PartitionSize(index);
-  if (op == kPushPull || op == kGiveSum) {
-    return declaration.rule ? std::nullopt : std::optional(size);
-  }
-  if (!declaration.rule && !MovesFeedback(op, declaration)) return std::nullopt;
-  switch (op) {
-    case kPushStep:
-    case kPushNorm:
-    case kPushTry:
-      return size;
-    case kLoadState:
-      return declaration.PartitionValues(index) * sizeof(float);
-    case kStep:
-    case kReadState:
-      return 0;
-    default:
-      return std::nullopt;
-  }
-}
-
-namespace {
-
-constexpr uint32_t kKnownFlags = PushHeader::kForgetLost | PushHeader::kKeepsSums;
-
-bool HasFormOfGift(const Message& message, const Declaration& declaration, uint64_t index) {
-  const uint64_t bytes = message.sent_bytes;
-  if (declaration.rule || (bytes != 0 && bytes != declaration.PartitionSize(index))) return false;
-  PushHeader header;
-  std::string members;
-  return PushHeader::Unpack(message.body, &header, &members) &&
-         members.size() <= (declaration.group.size() + 7) / 8;
-}
-
-}  // namespace
-
-bool HasForm(const Message& message, const Declaration& declaration, uint64_t index) {
-  if (message.op == kGiveSum) return HasFormOfGift(message, declaration, index);
-  if (message.sent_bytes != ValueBytes(message.op, declaration, index)) return false;
-  if (declaration.rule) return HasFormOfUpdate(message, declaration, index);
-  PushHeader header;
-  if (!PushHeader::Unpack(message.body, &header) || header.oldest > header.round) return false;
-  if ((header.flags & ~kKnownFlags) != 0) return false;
-  uint64_t size = declaration.PartitionSize(index);
-  if (MovesFeedback(message.op, declaration)) {
-    size = declaration.PartitionValues(index) * sizeof(float);
-    if (header.pull_offset % sizeof(float) != 0 || header.pull_bytes % sizeof(float) != 0) {
-      return false;
-    }
-  }
-  return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
-}
 
 namespace {
 
@@ -93,19 +41,18 @@ uint64_t IndexOf(uint64_t key) { return key & (kMaxPartitions - 1); }
 
 }  // namespace
 
-SumServer::SumServer(const Config& config, Channel* channel)
-    : context_(config, channel),
-      backup_(config.Bool("BYTEPS_BACKUP_STATE"), static_cast<int>(config.Int("DMLC_NUM_SERVER")),
-              config.Int("BYTEPS_SERVER_ENGINE_THREAD"), channel, this),
-      state_memory_(config) {
-  if (backup_.is_on()) context_.backup = &backup_;
+SumServer::SumServer(const Config& config, Channel* channel,
+                     std::unique_ptr<ServerLossPolicy> losses)
+    : context_(config, channel), losses_(std::move(losses)), state_memory_(config) {
+  losses_->Attach(this, &context_);
   const auto text = [this](const Message& message, const std::bad_alloc& error) {
     return NoMemoryFor(message, error);
   };
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
   for (long i = 0; i < threads; ++i) {
     threads_.push_back(std::make_unique<SumThread>(
-        &context_, i, text, [this](const Partition& partition) { OnFreed(partition); }));
+        &context_, i, text, [this](const Partition& partition) { OnFreed(partition); },
+        losses_.get()));
   }
 }
 
@@ -122,7 +69,7 @@ SumServer::~SumServer() {
 std::vector<Metric> SumServer::Metrics() {
   ServerGauges gauges;
   gauges.open_rounds = OpenRounds();
-  gauges.has_copy = backup_.IsCopied() ? 1 : 0;
+  gauges.has_copy = losses_->has_copy() ? 1 : 0;
   {
     ps::ReaderLock lock(&mu_);
     gauges.state_bytes = state_memory_.promised();
@@ -154,11 +101,11 @@ std::string SumServer::Report() {
 
 void SumServer::SetRank(int rank) {
   rank_ = rank;
-  backup_.Start();
+  losses_->OnJoined();
 }
 
 bool SumServer::Expects(const MessageHead& head, size_t bytes) {
-  if (head.between_servers) return backup_.Expects(head);
+  if (head.between_servers) return losses_->ExpectsOfServer(head);
   const uint64_t index = IndexOf(head.key);
   ps::ReaderLock lock(&mu_);
   const auto it = tensors_.find(head.key - index);
@@ -169,7 +116,7 @@ bool SumServer::Expects(const MessageHead& head, size_t bytes) {
 }
 
 void SumServer::OnMessage(Message* message) {
-  if (message->between_servers) return backup_.OnMessage(message);
+  if (message->between_servers) return losses_->OnServerMessage(message);
   if (!message->is_request) return;
   std::exception_ptr other;  // the transport closes the connection for it
   const auto work = [&] {
@@ -193,10 +140,6 @@ void SumServer::Dispatch(Message* message) {
       return OnDeclare(*message);
     case kRelease:
       return OnRelease(*message);
-    case kConfirm:
-      return OnConfirm(*message);
-    case kResume:
-      return OnResume(*message);
     case kPushPull:
     case kPushStep:
     case kPushNorm:
@@ -207,9 +150,7 @@ void SumServer::Dispatch(Message* message) {
     case kGiveSum:
       return OnRequest(message);
     default:
-      context_.Refuse(*message, "the server does not know operation " +
-                                    std::to_string(message->op) +
-                                    ": install the same byteps on every node");
+      if (!losses_->Serve(message)) context_.RefuseUnknown(*message);
   }
 }
 
@@ -238,7 +179,7 @@ std::string SumServer::Declare(int rank, const Declaration& declaration) {
   ps::WriterLock lock(&mu_);
   if (declaration.rule && tensors_.count(key) == 0) {
     const std::string refusal =
-        state_memory_.Promise(declaration, context_.channel->rank(), backup_.is_on());
+        state_memory_.Promise(declaration, context_.channel->rank(), losses_->copies_state());
     if (!refusal.empty()) return refusal;
   }
   auto& tensor = tensors_[key];
@@ -262,133 +203,6 @@ std::string SumServer::Declare(int rank, const Declaration& declaration) {
   return tensor->refusal;
 }
 
-void SumServer::OnResume(const Message& message) {
-  std::string error;
-  {
-    ps::WriterLock lock(&mu_);
-    if (KeepsState()) {
-      if (backup_.Fetches()) {
-        awaiting_state_.push_back(message);
-        return;
-      }
-      error = backup_.fetch_error();
-    }
-  }
-  if (!error.empty()) return context_.Refuse(message, error);
-  AdoptStates();
-  Resume(message);
-}
-
-void SumServer::Resume(const Message& message) {
-  std::string error;
-  WireReader in(message.body);
-  constexpr size_t kEach = sizeof(uint64_t) + sizeof(uint32_t);
-  const uint32_t count = in.GetCount(kEach);
-  for (uint32_t i = 0; i < count; ++i) {
-    const auto key = in.Get<uint64_t>();
-    const auto round = in.Get<uint32_t>();
-    ps::WriterLock lock(&mu_);
-    const auto it = tensors_.find(key);
-    if (it == tensors_.end() || round <= it->second->first_round) continue;
-    if (it->second->declaration.rule) {
-      // Members may be in different rounds of it, and the copy of the state says in which.
-      if (error.empty()) error = WhyNoState(it->second->declaration);
-      continue;
-    }
-    it->second->first_round = round;
-    for (auto& thread : threads_) thread->Resume(it->second, round);
-  }
-  if (!error.empty()) return context_.Refuse(message, error);
-  if (!in.ok() || !in.at_end()) {
-    return context_.Refuse(message, "worker " + std::to_string(message.peer) +
-                                        " does not say in which rounds it goes on");
-  }
-  context_.Answer(Caller{message.peer, message.number, message.op}, message.key, "");
-  Settle(message.peer);
-}
-
-bool SumServer::KeepsState() {
-  return std::any_of(tensors_.begin(), tensors_.end(),
-                     [](const auto& entry) { return entry.second->declaration.rule != nullptr; });
-}
-
-std::string SumServer::WhyNoState(const Declaration& declaration) const {
-  const int servers = backup_.num_servers();
-  for (uint64_t i = 0; i < declaration.NumPartitions(); ++i) {
-    const uint64_t key = declaration.Key() + i;
-    const int server =
-        ServerOf(declaration.hash, declaration.Key(), declaration.placement, i, servers);
-    if (server != context_.channel->rank() || partitions_.count(key) > 0) continue;
-    return "the state of '" + declaration.name +
-           "' is lost with two servers, one of which had the copy of the other one's: load the "
-           "last checkpoint";
-  }
-  return "";
-}
-
-void SumServer::AdoptStates() {
-  ps::WriterLock lock(&mu_);
-  for (const uint64_t key : backup_.fetched()->Keys()) {
-    const auto it = tensors_.find(key - IndexOf(key));
-    if (it == tensors_.end()) continue;
-    FindOrMake(it->second, key);
-  }
-}
-
-void SumServer::AdoptState(const std::shared_ptr<Partition>& partition,
-                           std::shared_ptr<StateCopy> copy) {
-  const DeclaredTensor& tensor = *partition->tensor;
-  partition->state = std::move(copy->state);
-  partition->restored_declaration = copy->declaration;
-  partition->pass = backup_.fetched_pass();
-  if (copy->last) {
-    Round round;
-    const size_t members = tensor.declaration.group.size();
-    round.number = partition->first_round = copy->last->number;
-    round.pushed.resize(members, true);
-    round.told.resize(members);
-    round.excused = std::move(copy->last->excused);
-    for (size_t i = 0; i < round.excused.size(); ++i) {
-      if (!round.excused[i]) continue;
-      round.pushed[i] = false;
-      round.told[i] = true;
-    }
-    round.update = std::move(copy->last->update);
-    const std::string error = round.update->Restore(copy->last->sum);
-    if (!error.empty()) BPS_LOG(ERROR) << "'" << tensor.declaration.name << "': " << error;
-    round.accumulator.sum() = std::move(copy->last->sum);
-    round.is_restored = round.done = true;
-    partition->rounds.push_back(std::move(round));
-  }
-  threads_[partition->thread]->Adopt(partition);
-}
-
-// ------------------------------------------------------------------ of the backup link
-
-void SumServer::InThreadOf(uint64_t key, std::function<void()> task) {
-  threads_[HashBytes(&key, sizeof(key), 1) % threads_.size()]->Call(std::move(task));
-}
-
-void SumServer::OnCopied(uint64_t key, uint64_t number) {
-  ps::ReaderLock lock(&mu_);
-  const auto it = partitions_.find(key);
-  if (it == partitions_.end()) return;
-  threads_[it->second->thread]->OnCopied(it->second, number);
-}
-
-void SumServer::OnBackup(uint64_t pass) {
-  for (auto& thread : threads_) thread->SetBackup(pass);
-}
-
-void SumServer::OnFetched() {
-  std::vector<Message> waiting;
-  {
-    ps::WriterLock lock(&mu_);
-    waiting.swap(awaiting_state_);
-  }
-  for (Message& message : waiting) OnMessage(&message);
-}
-
 void SumServer::OnRequest(Message* message) {
   const uint64_t key = message->key;
   const uint64_t index = IndexOf(key);
@@ -404,13 +218,7 @@ void SumServer::OnRequest(Message* message) {
     if (found != partitions_.end()) partition = found->second;
   }
   if (!error.empty()) return context_.Refuse(*message, error);
-  if (tensor->declaration.rule && backup_.Fetches()) {
-    ps::WriterLock lock(&mu_);
-    if (backup_.Fetches()) {
-      awaiting_state_.push_back(std::move(*message));
-      return;
-    }
-  }
+  if (losses_->Holds(*tensor, message)) return;
   if (partition == nullptr) {
     ps::WriterLock lock(&mu_);
     // It may have been freed meanwhile.
@@ -456,11 +264,9 @@ std::shared_ptr<Partition> SumServer::FindOrMake(const TensorPtr& tensor, uint64
     made->first_round = tensor->first_round;
     if (tensor->declaration.rule) {
       made->state = std::make_unique<PartitionState>(&tensor->declaration, made->index);
-      auto copy = backup_.fetched()->Take(key);
-      // What another tensor had is of no use, and no member knows it.
-      if (copy && *copy->declaration == tensor->declaration) AdoptState(made, std::move(copy));
     }
     partition = std::move(made);
+    losses_->OnMade(partition);
   }
   return partition;
 }
@@ -478,6 +284,130 @@ std::string SumServer::NoMemoryFor(const Message& message, const std::bad_alloc&
   return text + " from worker " + std::to_string(message.peer) + ", partition " +
          std::to_string(index) + "; " + DescribeFreeMemory() +
          "; take more servers, or servers with more memory (python -m byteps.sizing says how much)";
+}
+
+// ------------------------------------------------------------------ tensors that members release
+
+void SumServer::OnRelease(const Message& message) {
+  const int rank = message.peer;
+  WireReader in(message.body);
+  const uint32_t count = in.GetCount(sizeof(uint64_t));
+  auto releasing = std::make_shared<Releasing>();
+  *releasing = {rank, message.number, message.key, 1};
+  Owed owed{releasing};
+  {
+    ps::WriterLock lock(&mu_);
+    for (uint32_t i = 0; i < count; ++i) {
+      const auto it = tensors_.find(in.Get<uint64_t>());
+      if (it == tensors_.end() || it->second->declaration.MemberIndex(rank) < 0) continue;
+      const TensorPtr tensor = it->second;
+      ++releasing->left;
+      tensor->releasing.push_back(releasing);
+      tensor->SetHold(rank, false);
+      tensor->released_by = rank;
+      if (tensor->holders > 0) {
+        for (auto& thread : threads_) thread->Release(tensor, rank);
+      }
+      FreeIfUnused(tensor, &owed);
+    }
+  }
+  AnswerReleases(owed);
+}
+
+void SumServer::FreeIfUnused(const TensorPtr& tensor, Owed* owed) {
+  if (tensor->holders > 0 || !losses_->MayFree(*tensor)) return;
+  const Declaration& declaration = tensor->declaration;
+  PS_PROBE(kTensorFreed);
+  std::vector<std::vector<std::shared_ptr<Partition>>> of_threads(threads_.size());
+  const uint64_t key = declaration.Key();
+  for (uint64_t i = 0; i < declaration.NumPartitions(); ++i) {
+    const auto it = partitions_.find(key + i);
+    if (it != partitions_.end()) of_threads[it->second->thread].push_back(it->second);
+  }
+  for (size_t i = 0; i < threads_.size(); ++i) {
+    if (!of_threads[i].empty()) threads_[i]->Free(std::move(of_threads[i]));
+  }
+  if (declaration.rule) {
+    state_memory_.Return(declaration, context_.channel->rank(), losses_->copies_state());
+  }
+  owed->insert(owed->end(), tensor->releasing.begin(), tensor->releasing.end());
+  tensor->releasing.clear();
+  tensors_.erase(key);
+}
+
+void SumServer::OnFreed(const Partition& partition) {
+  ps::WriterLock lock(&mu_);
+  const auto it = partitions_.find(partition.key);
+  if (it != partitions_.end() && it->second.get() == &partition) partitions_.erase(it);
+}
+
+void SumServer::AnswerReleases(const Owed& owed) {
+  Owed due;
+  {
+    ps::WriterLock lock(&mu_);
+    for (const auto& releasing : owed) {
+      if (--releasing->left == 0) due.push_back(releasing);
+    }
+  }
+  for (const auto& releasing : due) {
+    context_.Answer(Caller{releasing->rank, releasing->request, kRelease}, releasing->key, "");
+  }
+}
+
+void SumServer::OnWorkerGone(int rank, const std::string& reason) {
+  losses_->OnWorkerGone(rank);
+  for (auto& thread : threads_) thread->OnWorkerGone(rank, reason);
+  DropHolds({rank}, false);
+}
+
+void SumServer::DropHolds(const std::set<int>& ranks, bool may_return) {
+  Owed owed;
+  {
+    ps::WriterLock lock(&mu_);
+    std::vector<TensorPtr> unused;
+    for (const auto& [key, tensor] : tensors_) {
+      for (const int rank : ranks) tensor->SetHold(rank, false);
+      // A tensor that nobody has released is for those who return.
+      const bool is_over = !may_return || tensor->released_by >= 0;
+      if (tensor->holders == 0 && is_over) unused.push_back(tensor);
+    }
+    for (const TensorPtr& tensor : unused) FreeIfUnused(tensor, &owed);
+  }
+  AnswerReleases(owed);
+}
+
+// ------------------------------------------------------------------ for the policy of losses
+
+std::shared_ptr<const DeclaredTensor> SumServer::FindTensor(uint64_t key) {
+  ps::ReaderLock lock(&mu_);
+  const auto it = tensors_.find(key);
+  return it == tensors_.end() ? nullptr : it->second;
+}
+
+std::shared_ptr<Partition> SumServer::FindPartition(uint64_t key) {
+  ps::ReaderLock lock(&mu_);
+  const auto it = partitions_.find(key);
+  return it == partitions_.end() ? nullptr : it->second;
+}
+
+void SumServer::MakePartition(uint64_t key) {
+  ps::WriterLock lock(&mu_);
+  const auto it = tensors_.find(key - IndexOf(key));
+  if (it != tensors_.end()) FindOrMake(it->second, key);
+}
+
+bool SumServer::KeepsState() {
+  ps::ReaderLock lock(&mu_);
+  return std::any_of(tensors_.begin(), tensors_.end(),
+                     [](const auto& entry) { return entry.second->declaration.rule != nullptr; });
+}
+
+bool SumServer::SetFirstRound(uint64_t key, uint32_t round) {
+  ps::WriterLock lock(&mu_);
+  const auto it = tensors_.find(key);
+  if (it == tensors_.end() || round <= it->second->first_round) return false;
+  it->second->first_round = round;
+  return true;
 }
 
 }  // namespace core

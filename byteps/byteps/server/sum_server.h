@@ -2,7 +2,7 @@
 //
 // The channel's threads check each request, by the declaration of its tensor.
 // Each partition belongs to a thread that adds (SumThread), which keeps its rounds (Rounds).  Of a
-// tensor with an UpdateRule the server keeps the parameters as well (rounds.h).  A sum is sent to
+// tensor with an UpdateRule the server keeps the parameters as well (updates.h).  A sum is sent to
 // all members from where one of their pushes was received.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <memory>
 #include <new>
-#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -23,32 +22,24 @@
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/observe/metrics.h"
-#include "byteps/recovery/server/backup_link.h"
-#include "byteps/recovery/server/copies.h"
 #include "byteps/server/declared_tensor.h"
 #include "byteps/server/optimizer/state_memory.h"
 #include "byteps/server/partition.h"
 #include "byteps/server/server_context.h"
+#include "byteps/server/server_loss_policy.h"
 #include "byteps/server/sum_thread.h"
 
 namespace byteps {
 namespace core {
 
-// What a request about a partition must look like, by the declaration of its tensor.
-
-// Bytes of values that a request of this operation has; none of an operation that is not the
-// tensor's.
-std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index);
-
-// Whether the values and the header are those that `declaration` lets it have.
-bool HasForm(const Message& message, const Declaration& declaration, uint64_t index);
-
-class SumServer : private BackupUser {
+class SumServer {
  public:
-  // Answers by `channel`, which outlives this.
-  SumServer(const Config& config, Channel* channel);
+  // Answers by `channel`, which outlives this.  `losses` decides what it does when another node is
+  // lost; recovery/server has one that goes on.
+  SumServer(const Config& config, Channel* channel,
+            std::unique_ptr<ServerLossPolicy> losses = std::make_unique<ServerLossPolicy>());
   // Joins the threads; what they had not answered stays unanswered.  Writes the timeline.
-  ~SumServer() override;
+  ~SumServer();
 
   // It has joined, as this rank among the servers; -1 until then.  Any thread.
   void SetRank(int rank);
@@ -75,19 +66,27 @@ class SumServer : private BackupUser {
   // now and later, for `reason`.  Any thread.
   void OnWorkerGone(int rank, const std::string& reason);
 
-  // Another server is lost, or another one has its place.  Any thread.
-  void OnServerLost(int rank) {
-    context_.vacancies.Lost(rank);
-    backup_.OnServerLost(rank);
-  }
-  void OnServerReplaced(int rank) {
-    context_.vacancies.Replaced(rank);
-    backup_.OnServerReplaced(rank);
-  }
+  // News for the policy of losses.  Any thread.
+  void OnServerLost(int rank) { losses_->OnServerLost(rank); }
+  void OnServerReplaced(int rank) { losses_->OnServerReplaced(rank); }
+  // What it changes, it changes before all requests that come afterwards.
+  void SetAbsent(const std::set<int>& ranks) { losses_->SetAbsent(ranks); }
 
-  // Workers of these ranks, and no others, are absent: see Rounds::SetAbsent.  Any thread.  What it
-  // changes, it changes before all requests that come afterwards.
-  void SetAbsent(const std::set<int>& ranks);
+  // ----- for the policy of losses
+
+  // A tensor that was declared, or a partition that was pushed; null: there is none.
+  std::shared_ptr<const DeclaredTensor> FindTensor(uint64_t key);
+  std::shared_ptr<Partition> FindPartition(uint64_t key);
+  // Makes the partition of this key, if its tensor is declared.
+  void MakePartition(uint64_t key);
+  // Whether there are tensors that it updates.
+  bool KeepsState();
+  // Partitions of a tensor that are made from now on begin with a later round.  False: they do so
+  // already, or there is no such tensor.
+  bool SetFirstRound(uint64_t key, uint32_t round);
+  // Ranks hold nothing any more: they have left, or are absent and may return.  Frees tensors that
+  // nobody holds then, as far as the policy lets it.
+  void DropHolds(const std::set<int>& ranks, bool may_return);
 
  private:
   void Dispatch(Message* message);
@@ -96,35 +95,12 @@ class SumServer : private BackupUser {
   std::string Declare(int rank, const Declaration& declaration);
   // A worker holds tensors no more.
   void OnRelease(const Message& message);
-  // A worker has answers, and nothing to push.
-  void OnConfirm(const Message& message);
   using TensorPtr = std::shared_ptr<DeclaredTensor>;
   using Owed = std::vector<std::shared_ptr<Releasing>>;
   // Frees a tensor if nobody holds it, nor may come to hold it.  Answers are owed for it then.
   void FreeIfUnused(const TensorPtr& tensor, Owed* owed) PS_REQUIRES(mu_);
-  // Ranks hold nothing any more: they have left, or are absent and may return.
-  void DropHolds(const std::set<int>& ranks, bool may_return);
-  // A worker holds at this server, which comes, whatever it holds.
-  void Settle(int rank);
   void AnswerReleases(const Owed& owed);
-  // A worker comes from a server that is lost, and says in which rounds it goes on.
-  void OnResume(const Message& message);
-  void Resume(const Message& message);
-  // Why this server, which comes, cannot go on with a tensor that members have made steps of; or
-  // "".
-  std::string WhyNoState(const Declaration& declaration) const PS_REQUIRES(mu_);
-  // Whether there are tensors that a server updates.
-  bool KeepsState() PS_REQUIRES_SHARED(mu_);
-  // Partitions of tensors that were declared get the state of a server that is lost.
-  void AdoptStates();
-  void AdoptState(const std::shared_ptr<Partition>& partition, std::shared_ptr<StateCopy> copy)
-      PS_REQUIRES(mu_);
-  // Of the backup link.
-  void InThreadOf(uint64_t key, std::function<void()> task) override;
-  void OnCopied(uint64_t key, uint64_t number) override;
-  void OnBackup(uint64_t pass) override;
-  void OnFetched() override;
-  // All others.
+  // A request about a partition.
   void OnRequest(Message* message);
   // Why it cannot be served; empty if it can.
   static std::string Refusal(const Message& message, const DeclaredTensor* tensor, uint64_t index);
@@ -136,7 +112,7 @@ class SumServer : private BackupUser {
 
   ServerContext context_;
   MemoryReserve reserve_;
-  BackupLink backup_;
+  const std::unique_ptr<ServerLossPolicy> losses_;
   RankGroups groups_;  // of all tensors
   std::atomic<int> rank_{-1};
   ps::SharedMutex mu_;
@@ -145,15 +121,7 @@ class SumServer : private BackupUser {
   // stay a little longer than its tensor (Rounds::Free).
   std::unordered_map<uint64_t, TensorPtr> tensors_ PS_GUARDED_BY(mu_);  // by key
   std::unordered_map<uint64_t, std::shared_ptr<Partition>> partitions_ PS_GUARDED_BY(mu_);
-  // Ranks of which this server, if it has the place of a lost one, need not await that they resume;
-  // and whether it has.
-  std::set<int> settled_ PS_GUARDED_BY(mu_);
-  bool is_successor_ PS_GUARDED_BY(mu_) = false;
-  std::set<int> absent_ PS_GUARDED_BY(mu_);
   size_t next_thread_ PS_GUARDED_BY(mu_) = 0;
-  // About tensors that servers update, until this one has met its backup, or has the state that a
-  // lost server left.
-  std::vector<Message> awaiting_state_ PS_GUARDED_BY(mu_);
   std::vector<std::unique_ptr<SumThread>> threads_;  // always the same
 };
 

@@ -1,4 +1,3 @@
-// The threads of a server that add, and the sum of a round that they add to.
 #include "byteps/server/sum_thread.h"
 
 #include <algorithm>
@@ -12,11 +11,12 @@
 #include "byteps/base/process.h"
 #include "byteps/base/stall_watch.h"
 #include "byteps/server/declared_tensor.h"
+#include "byteps/server/feedback.h"
 #include "byteps/server/partition.h"
-#include "byteps/server/reducer.h"
+#include "byteps/server/round_loss_policy.h"
 #include "byteps/server/rounds.h"
-#include "byteps/server/scratch.h"
 #include "byteps/server/server_context.h"
+#include "byteps/server/updates.h"
 
 namespace byteps {
 namespace core {
@@ -47,10 +47,10 @@ int TrackOf(ServerContext* context) {
 }  // namespace
 
 SumThread::SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text,
-                     Rounds::Freed freed)
+                     Rounds::Freed freed, ServerLossPolicy* losses)
     : context_(context),
       out_of_memory_text_(std::move(out_of_memory_text)),
-      rounds_(context, TrackOf(context), std::move(freed)),
+      rounds_(context, TrackOf(context), std::move(freed), this, losses),
       thread_([this, number] {
         NameThisThread("engine", number);
         Run();
@@ -71,77 +71,29 @@ void SumThread::Serve(std::shared_ptr<Partition> partition, Message message) {
 }
 
 void SumThread::OnWorkerGone(int rank, const std::string& reason) {
-  Task task;
-  task.kind = Task::kGone;
-  task.rank = rank;
-  task.reason = reason;
-  Queue(std::move(task));
-}
-
-void SumThread::SetAbsent(const std::set<int>& ranks) {
-  Task task;
-  task.kind = Task::kAbsent;
-  task.ranks = ranks;
-  Queue(std::move(task));
+  const auto work = [this, rank, reason]()
+                        PS_REQUIRES(mu_) { rounds_.losses()->OnWorkerGone(rank, reason); };
+  Call(work, true);
 }
 
 void SumThread::FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason) {
-  Task task;
-  task.kind = Task::kFailAll;
-  task.tensor = std::move(tensor);
-  task.reason = reason;
-  Queue(std::move(task));
-}
-
-void SumThread::Resume(std::shared_ptr<const DeclaredTensor> tensor, uint32_t first_round) {
-  Task task;
-  task.kind = Task::kResume;
-  task.tensor = std::move(tensor);
-  task.round = first_round;
-  Queue(std::move(task));
+  const auto work = [this, tensor, reason]()
+                        PS_REQUIRES(mu_) { rounds_.FailAll(tensor.get(), reason); };
+  Call(work, true);
 }
 
 void SumThread::Release(std::shared_ptr<const DeclaredTensor> tensor, int rank) {
-  Task task;
-  task.kind = Task::kRelease;
-  task.tensor = std::move(tensor);
-  task.rank = rank;
-  Queue(std::move(task));
+  Call([this, tensor, rank]() PS_REQUIRES(mu_) { rounds_.Release(tensor.get(), rank); }, true);
 }
 
 void SumThread::Free(std::vector<std::shared_ptr<Partition>> partitions) {
-  Task task;
-  task.kind = Task::kFree;
-  task.freed = std::move(partitions);
-  Queue(std::move(task));
+  Call([this, partitions]() PS_REQUIRES(mu_) { rounds_.Free(partitions); }, true);
 }
 
-void SumThread::SetBackup(uint64_t pass) {
+void SumThread::Call(std::function<void()> work, bool may_be_repeated) {
   Task task;
-  task.kind = Task::kBackup;
-  task.number = pass;
-  Queue(std::move(task));
-}
-
-void SumThread::OnCopied(std::shared_ptr<Partition> partition, uint64_t number) {
-  Task task;
-  task.kind = Task::kCopied;
-  task.partition = std::move(partition);
-  task.number = number;
-  Queue(std::move(task));
-}
-
-void SumThread::Adopt(std::shared_ptr<Partition> partition) {
-  Task task;
-  task.kind = Task::kAdopt;
-  task.partition = std::move(partition);
-  Queue(std::move(task));
-}
-
-void SumThread::Call(std::function<void()> call) {
-  Task task;
-  task.kind = Task::kCall;
-  task.call = std::move(call);
+  task.work = std::move(work);
+  task.may_be_repeated = may_be_repeated;
   Queue(std::move(task));
 }
 
@@ -202,10 +154,8 @@ bool SumThread::ServeHere(Task* task) {
   mu_.Unlock();
   if (early) {
     PS_PROBE(kLooksSooner);
-    Task look;
-    look.kind = Task::kLook;
     try {
-      Queue(std::move(look));
+      Queue(Task());
     } catch (const std::bad_alloc&) {
       // The next request that is served here tries again.
       ps::MutexLock lock(&mu_);
@@ -216,57 +166,16 @@ bool SumThread::ServeHere(Task* task) {
 }
 
 void SumThread::Do(Task* task) noexcept {
-  const auto work = [&]() PS_REQUIRES(mu_) { Handle(task); };
+  const auto work = [&]() PS_REQUIRES(mu_) {
+    if (task->partition) return HandleRequest(task);
+    if (task->work) task->work();
+  };
   reserve_.Survive(work, [&](const std::exception& e) PS_REQUIRES(mu_) { OnFailure(task, e); });
 }
 
-void SumThread::Handle(Task* task) {
-  switch (task->kind) {
-    case Task::kRequest:
-      return HandleRequest(task);
-    case Task::kGone:
-      return rounds_.FailWithout(task->rank, task->reason);
-    case Task::kAbsent:
-      return rounds_.SetAbsent(task->ranks);
-    case Task::kFailAll:
-      return rounds_.FailAll(task->tensor.get(), task->reason);
-    case Task::kResume:
-      return rounds_.Resume(task->tensor.get(), task->round);
-    case Task::kRelease:
-      return rounds_.Release(task->tensor.get(), task->rank);
-    case Task::kFree:
-      return rounds_.Free(task->freed);
-    case Task::kLook:
-      return;
-    case Task::kBackup:
-      for (Partition* partition : rounds_.SetBackup(task->number)) GoOn(partition);
-      return rounds_.CopyNext();
-    case Task::kCopied:
-      if (task->partition->copying && task->partition->copying->number == task->number) {
-        GoOn(task->partition.get());
-      }
-      return;
-    case Task::kAdopt:
-      rounds_.Adopt(task->partition.get());
-      return rounds_.CopyNext();
-    case Task::kCall:
-      return task->call();
-  }
-}
-
-void SumThread::GoOn(Partition* partition) {
+void SumThread::ServeHeld(Partition* partition) {
   const std::shared_ptr<Partition> stays = partition->shared_from_this();
-  const Copying what = std::move(*partition->copying);
-  partition->copying.reset();
-  const auto work = [&]() PS_REQUIRES(mu_) { rounds_.GoOn(partition, what); };
-  reserve_.Survive(work, [&](const std::exception& e) PS_REQUIRES(mu_) {
-    const std::string reason = "server " + std::to_string(context_->channel->rank()) +
-                               " could not go on with '" + partition->declaration().name +
-                               "' once it was copied: " + e.what() + "; " + DescribeFreeMemory();
-    BPS_LOG(ERROR) << reason;
-    rounds_.FailCopied(partition, what, reason);
-  });
-  while (!partition->copying && !partition->held.empty()) {
+  while (!partition->is_held && !partition->held.empty()) {
     Task task;
     task.partition = stays;
     task.message = std::move(partition->held.front().first);
@@ -278,7 +187,7 @@ void SumThread::GoOn(Partition* partition) {
 
 void SumThread::HandleRequest(Task* task) {
   Partition* const partition = task->partition.get();
-  if (partition->copying) {
+  if (partition->is_held) {
     PS_PROBE(kHeldForBackup);
     partition->held.emplace_back(std::move(task->message), task->received);
     return;
@@ -288,6 +197,11 @@ void SumThread::HandleRequest(Task* task) {
                             "'" + partition->declaration().name + "' was released by all members");
   }
   switch (task->message.op) {
+    case kPushPull:
+    case kPushStep:
+    case kPushNorm:
+    case kPushTry:
+      return rounds_.Push(partition, &task->message, task->received);
     case kStep:
       return ServeStep(context_, &rounds_, partition, task->message, task->received);
     case kLoadState:
@@ -296,28 +210,22 @@ void SumThread::HandleRequest(Task* task) {
         return MoveFeedback(context_, partition, task->message, task->received);
       }
       return MoveState(context_, &rounds_, partition, task->message, task->received);
-    case kGiveSum:
-      return rounds_.Give(partition, &task->message);
     default:
-      return rounds_.Push(partition, &task->message, task->received);
+      return rounds_.losses()->Serve(partition, &task->message);
   }
 }
 
 void SumThread::OnFailure(Task* task, const std::exception& error) {
   const auto* const no_memory = dynamic_cast<const std::bad_alloc*>(&error);
-  if (task->kind == Task::kRequest && no_memory != nullptr) {
+  if (task->partition && no_memory != nullptr) {
     const std::string reason = out_of_memory_text_(task->message, *no_memory);
     BPS_LOG(ERROR) << reason;
     return rounds_.FailRoundOf(task->partition.get(), task->message, reason);
   }
-  if (task->kind == Task::kRequest) {
+  if (task->partition) {
     return rounds_.FailPartition(task->partition.get(), task->message, error.what());
   }
-  const bool may_be_repeated = task->kind == Task::kGone || task->kind == Task::kFailAll ||
-                               task->kind == Task::kResume || task->kind == Task::kRelease ||
-                               task->kind == Task::kFree || task->kind == Task::kBackup ||
-                               task->kind == Task::kAdopt;
-  if (no_memory != nullptr && may_be_repeated) return Handle(task);
+  if (no_memory != nullptr && task->may_be_repeated) return task->work();
   // Rounds that it was about end at their deadline.
   BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << error.what() << "; "
                  << DescribeFreeMemory();

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <new>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -31,35 +31,37 @@ class SumThread {
   // "server 0 is out of memory: ...", about what a request wanted to do.
   using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
 
-  // `freed`: see Rounds::Free.
+  // `freed`: see Rounds::Free.  `losses` has the policy of its rounds.
   SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text,
-            Rounds::Freed freed);
+            Rounds::Freed freed, ServerLossPolicy* losses);
   // Joins the thread; what it had not served stays unanswered.
   ~SumThread();
 
   // Any thread may call all of these.
   //
-  // Serves a request that has its form (sum_server.h), now or later.
+  // Serves a request that has its form (request_form.h), now or later.
   void Serve(std::shared_ptr<Partition> partition, Message message);
-  // Rounds that lack the push of this worker fail, now and later.
+  // See RoundLossPolicy.
   void OnWorkerGone(int rank, const std::string& reason);
-  // See Rounds::SetAbsent.
-  void SetAbsent(const std::set<int>& ranks);
-  // See Rounds::Resume.
-  void Resume(std::shared_ptr<const DeclaredTensor> tensor, uint32_t first_round);
   // See Rounds::Release and Rounds::Free.
   void Release(std::shared_ptr<const DeclaredTensor> tensor, int rank);
   void Free(std::vector<std::shared_ptr<Partition>> partitions);
-  // The backup is told with this pass from now on, of all first; 0: there is none.
-  void SetBackup(uint64_t pass);
-  // It has what a partition has told it by the request of this number.
-  void OnCopied(std::shared_ptr<Partition> partition, uint64_t number);
-  // A partition has the state of a server that is lost.
-  void Adopt(std::shared_ptr<Partition> partition);
-  // Does this behind all else.
-  void Call(std::function<void()> task);
   // Rounds of this tensor that are open fail.
   void FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason);
+  // Does `work` behind all else, once more if there was no memory for it and it `may_be_repeated`.
+  void Call(std::function<void()> work, bool may_be_repeated = false);
+
+  // ----- in a task of this thread
+
+  // (Clang cannot see that a task holds the lock.)
+  //
+  // Does `work`; if that throws, `failed`, for which there is memory.
+  template <typename Work, typename Failed>
+  void Survive(const Work& work, const Failed& failed) noexcept {
+    reserve_.Survive(work, failed);
+  }
+  // Serves what came while a partition was held, until it is held again.
+  void ServeHeld(Partition* partition) PS_NO_THREAD_SAFETY_ANALYSIS;
 
   size_t queued() { return queue_.Size(); }
 
@@ -67,31 +69,11 @@ class SumThread {
   using Clock = Rounds::Clock;
 
   struct Task {
-    enum Kind {
-      kRequest,
-      kGone,
-      kAbsent,
-      kFailAll,
-      kResume,
-      kRelease,
-      kFree,
-      kLook,
-      kBackup,
-      kCopied,
-      kAdopt,
-      kCall,
-    } kind = kRequest;
-    std::shared_ptr<Partition> partition;           // kRequest, kCopied, kAdopt
-    Message message;                                // kRequest
-    int64_t received = 0;                           // when, in SteadyNs
-    int rank = 0;                                   // kGone, kRelease
-    std::set<int> ranks;                            // kAbsent
-    std::shared_ptr<const DeclaredTensor> tensor;   // kFailAll, kResume, kRelease
-    uint32_t round = 0;                             // kResume
-    std::vector<std::shared_ptr<Partition>> freed;  // kFree
-    uint64_t number = 0;                            // kBackup: the pass; kCopied: of the request
-    std::function<void()> call;                     // kCall
-    std::string reason;
+    std::shared_ptr<Partition> partition;  // that a request is about; null: this is none
+    Message message;
+    int64_t received = 0;        // when, in SteadyNs
+    std::function<void()> work;  // null: the thread only looks what is late
+    bool may_be_repeated = false;
   };
 
   void Queue(Task task);
@@ -99,10 +81,7 @@ class SumThread {
   bool ServeHere(Task* task);
   void Run();
   void Do(Task* task) noexcept PS_REQUIRES(mu_);
-  void Handle(Task* task) PS_REQUIRES(mu_);
   void HandleRequest(Task* task) PS_REQUIRES(mu_);
-  // A partition waits for its backup no more.
-  void GoOn(Partition* partition) PS_REQUIRES(mu_);
   // Tells those who wait for what a task was about that it failed.
   void OnFailure(Task* task, const std::exception& error) PS_REQUIRES(mu_);
   // Those that were due before `as_of`, if all that came until then was served.  False: there was

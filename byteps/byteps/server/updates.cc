@@ -1,13 +1,10 @@
-// What rounds come to where a server keeps state: parameters, what rounding lost; and what all
-// parts of one server share.
-#include <cstring>
-#include <vector>
+#include "byteps/server/updates.h"
 
 #include "byteps/base/invariant.h"
-#include "byteps/base/process.h"
 #include "byteps/base/wire.h"
 #include "byteps/server/partition.h"
 #include "byteps/server/round.h"
+#include "byteps/server/round_loss_policy.h"
 #include "byteps/server/rounds.h"
 #include "byteps/server/server_context.h"
 
@@ -111,7 +108,7 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
   if (update == nullptr) return "";
   const Verdict verdict = VerdictOf(message);
   // A server that is lost may have answered its STEP.
-  const bool may_know = round->is_restored && update->is_updated();
+  const bool may_know = update->is_restored() && update->is_updated();
   if (verdict == Verdict::kNone && !update->overtaken() && !may_know) {
     return "worker " + std::to_string(rank) + " goes on with '" + declaration.name +
            "' without committing or aborting its speculative step";
@@ -128,10 +125,46 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
   return error;
 }
 
+namespace {
+
+// The round that a member has pushed, if it may be told more of it now; null: it was refused.
+Round* FindPushed(ServerContext* context, Rounds* rounds, Partition* partition,
+                  const Message& message) {
+  const int rank = message.peer;
+  const int member = partition->declaration().MemberIndex(rank);
+  const uint32_t number = HeaderOf(message).round;
+  Round* const round = partition->Find(number);
+  const auto failed = partition->failures.find(number);
+  if (round == nullptr && failed != partition->failures.end()) {
+    PS_PROBE(kStepAfterFailure);
+    context->Refuse(message, failed->second);
+    return nullptr;
+  }
+  const std::string lacks = partition->state->NotLoaded();
+  if (!lacks.empty()) {
+    context->Refuse(message, lacks);
+    return nullptr;
+  }
+  if (round == nullptr || !round->pushed[member] || round->told[member]) {
+    context->Refuse(message, "worker " + std::to_string(rank) + " asks for a step of round " +
+                                 std::to_string(number) + " of '" + partition->declaration().name +
+                                 "' without having pushed it, or twice");
+    return nullptr;
+  }
+  if (round->failure.empty()) return round;
+  PS_PROBE(kStepAfterFailure);
+  round->told[member] = true;
+  context->Refuse(message, round->failure);
+  rounds->DropDone(partition);
+  return nullptr;
+}
+
+}  // namespace
+
 void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
-               int64_t received, bool is_copied) {
+               int64_t received, bool is_held) {
   const Declaration& declaration = partition->declaration();
-  Round* const round = rounds->FindPushed(partition, message);
+  Round* const round = FindPushed(context, rounds, partition, message);
   if (round == nullptr) return;
   RoundUpdate* const update = round->update.get();
   if (!round->done || update->sums().empty()) {
@@ -139,13 +172,14 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
                                         " asks for a step of '" + declaration.name +
                                         "' before it was told the norm of its gradients");
   }
-  const bool is_new = !update->overtaken() && !update->is_updated();
-  if (is_new && !is_copied && rounds->CopyStep(partition, message, received)) return;
-  const std::string error = update->overtaken()
-                                ? "the state of '" + declaration.name + "' was loaded after that"
-                                : update->Decide(message.peer, StepOf(message),
-                                                 &round->accumulator.sum(), &round->failure);
-  if (is_copied) update->NoteTold();
+  const std::string step = StepOf(message);
+  const bool may_wait = !is_held && !update->overtaken() && !update->is_updated();
+  if (may_wait && rounds->losses()->HoldsStep(partition, message, step, received)) return;
+  const std::string error =
+      update->overtaken()
+          ? "the state of '" + declaration.name + "' was loaded after that"
+          : update->Decide(message.peer, step, &round->accumulator.sum(), &round->failure);
+  if (is_held) update->NoteTold();
   if (!error.empty()) {
     round->told[declaration.MemberIndex(message.peer)] = true;
     context->Refuse(message, error);
@@ -158,36 +192,37 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
 
 namespace {
 
-// Whether a READ_STATE is served, or goes on, once the backup knows the verdict that it has.
-bool CopyVerdictOf(Rounds* rounds, Partition* partition, const Message& message, int64_t received) {
+// Whether the verdict that a READ_STATE has is held.
+bool HoldsVerdict(Rounds* rounds, Partition* partition, const Message& message, int64_t received) {
   const Verdict verdict = VerdictOf(message);
   const int member = partition->declaration().MemberIndex(message.peer);
   const RoundUpdate* const update = FindTried(partition->Find(HeaderOf(message).round), member);
   if (verdict == Verdict::kNone || update == nullptr || update->has_answer()) return false;
-  return rounds->CopyVerdict(partition, message, StepThatIs(verdict, *update), received);
+  return rounds->losses()->HoldsStep(partition, message, StepThatIs(verdict, *update).Pack(),
+                                     received);
 }
 
 }  // namespace
 
 void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
-               int64_t received, bool is_copied) {
+               int64_t received, bool is_held) {
   Caller caller = CallerOf(message, received);
   PartitionState* const state = partition->state.get();
   std::string error;
   SharedBytes values;
   if (message.op == kLoadState) {
     // The others go on with the state that there is.
-    if (rounds->RefuseAbsent(partition, message, "loaded state")) return;
+    if (rounds->losses()->Refuses(*partition, message)) return;
     if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
     for (Round& round : partition->rounds) {
-      const bool keeps = context->backup != nullptr;
+      const bool keeps = rounds->losses()->copies_state();
       round.update->Overtake(keeps ? &round.accumulator.sum() : nullptr);
       if (round.update->overtaken()) PS_PROBE(kStepOvertaken);
     }
     error = state->Load(SlotOf(message), message.values.data());
-    if (error.empty() && rounds->CopyLoad(partition, message, received)) return;
+    if (error.empty() && rounds->losses()->HoldsLoad(partition, message, received)) return;
   } else {
-    if (!is_copied && CopyVerdictOf(rounds, partition, message, received)) return;
+    if (!is_held && HoldsVerdict(rounds, partition, message, received)) return;
     error = SettleStep(rounds, partition, message, HeaderOf(message).round);
     if (!error.empty()) return context->Refuse(message, error);
     values = SharedBytes::New(caller.bytes);
@@ -196,69 +231,6 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
   }
   if (!error.empty()) return context->Refuse(message, error);
   context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);
-}
-
-namespace {
-
-// Of a bfloat16 in a float, on CPUs that are little-endian.
-constexpr int kUpperHalf = 16;
-
-std::vector<uint16_t> Halves(const char* values, uint64_t count) {
-  std::vector<uint16_t> halves(count);
-  for (uint64_t i = 0; i < count; ++i) {
-    uint32_t word;
-    memcpy(&word, values + i * sizeof(word), sizeof(word));
-    halves[i] = static_cast<uint16_t>(word >> kUpperHalf);
-  }
-  return halves;
-}
-
-}  // namespace
-
-bool MovesFeedback(int op, const Declaration& declaration) {
-  return declaration.feedback && !declaration.rule && (op == kLoadState || op == kReadState);
-}
-
-void MoveFeedback(ServerContext* context, Partition* partition, const Message& message,
-                  int64_t received) {
-  Caller caller = CallerOf(message, received);
-  const uint64_t count = partition->declaration().PartitionValues(partition->index);
-  if (message.op == kLoadState) {
-    if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
-    partition->lost = Halves(message.values.data(), count);
-    return context->Answer(caller, message.key, "");
-  }
-  SharedBytes values = SharedBytes::New(caller.bytes);
-  const uint64_t first = caller.offset / sizeof(uint32_t);
-  for (uint64_t i = 0; i < caller.bytes / sizeof(uint32_t); ++i) {
-    const uint64_t at = first + i;  // before the first sum, nothing was lost
-    const uint32_t half = at < partition->lost.size() ? partition->lost[at] : 0;
-    const uint32_t word = half << kUpperHalf;
-    memcpy(values.data() + i * sizeof(word), &word, sizeof(word));
-  }
-  caller.offset = 0;  // of what is sent
-  context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);
-}
-
-PushHeader HeaderOf(const Message& message) {
-  PushHeader header;
-  std::string rest;
-  PushHeader::Unpack(message.body, &header, &rest);
-  return header;
-}
-
-Caller CallerOf(const Message& message, int64_t received) {
-  const PushHeader header = HeaderOf(message);
-  const int64_t now = SteadyNs();
-  return {message.peer,
-          message.number,
-          message.op,
-          header.pull_offset,
-          header.pull_bytes,
-          (header.flags & PushHeader::kKeepsSums) != 0,
-          received,
-          now,
-          now};
 }
 
 }  // namespace core

@@ -22,9 +22,9 @@
 #include "byteps/net/rdma/wire.h"
 #include "byteps/net/tcp/wire.h"
 #include "byteps/observe/http_server.h"
-#include "byteps/server/sum_server.h"
 #include "ps/base.h"
 #include "tests/support/kit.h"
+#include "tests/support/recovering_server.h"
 
 // Any bytes as what follows a TCP connection's greeting: a frame's header, and its meta.
 extern "C" int Fuzz_frame(const uint8_t* data, size_t size) {
@@ -459,7 +459,7 @@ const Config& TheConfig(bool deterministic) {
 extern "C" int Fuzz_server(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   Answers answers;
-  SumServer server(TheConfig(data.ConsumeBool()), &answers);
+  RecoveringServer server(TheConfig(data.ConsumeBool()), &answers);
   uint64_t number = 1;
   const auto ask = [&](Message request, int rank) {
     request.peer = rank;

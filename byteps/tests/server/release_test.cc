@@ -15,8 +15,8 @@
 #include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
 #include "byteps/observe/status_record.h"
-#include "byteps/server/sum_server.h"
 #include "tests/support/kit.h"
+#include "tests/support/recovering_server.h"
 
 namespace byteps {
 namespace core {
@@ -54,8 +54,8 @@ class Answers : public ServerChannel {
 class ReleaseTest : public testing::Test {
  protected:
   ReleaseTest()
-      : server_(std::make_unique<SumServer>(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "2"}}),
-                                            &answers_)) {
+      : server_(std::make_unique<RecoveringServer>(
+            ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "2"}}), &answers_)) {
     tensor_.name = "tensor";
     tensor_.bytes = 4 * kBytes;
     tensor_.partition_bytes = kBytes;

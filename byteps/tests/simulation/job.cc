@@ -7,6 +7,7 @@
 #include "byteps/cluster/session.h"
 #include "byteps/engine/worker.h"
 #include "byteps/recovery/worker/server_replacement.h"
+#include "tests/support/recovering_server.h"
 #include "world.h"
 
 namespace byteps {
@@ -247,7 +248,7 @@ std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
   SimulatedChannel channel(&network_, settings);
   std::unique_ptr<core::SumServer> server;
   if (settings.role == ps::Node::SERVER) {
-    server = std::make_unique<core::SumServer>(config_, &channel);
+    server = std::make_unique<core::RecoveringServer>(config_, &channel);
   }
   const auto user = std::make_shared<NodeUser>(server.get());
   users_[settings.number] = user;

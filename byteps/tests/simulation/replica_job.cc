@@ -8,7 +8,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/recovery/worker/server_replacement.h"
-#include "byteps/server/sum_server.h"
+#include "tests/support/recovering_server.h"
 #include "world.h"
 
 namespace byteps {
@@ -179,7 +179,7 @@ void ReplicaJob::Serve(int number) {
   SimulatedChannel channel(&network_, SettingsOf(kept.role, number, 0));
   std::unique_ptr<core::SumServer> server;
   if (kept.role == ps::Node::SERVER) {
-    server = std::make_unique<core::SumServer>(settings(), &channel);
+    server = std::make_unique<core::RecoveringServer>(settings(), &channel);
   }
   const auto node = std::make_shared<KeptNode>(this, server.get());
   try {

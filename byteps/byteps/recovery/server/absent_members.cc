@@ -1,81 +1,81 @@
+#include "byteps/recovery/server/absent_members.h"
+
 #include <algorithm>
-#include <set>
+#include <iterator>
 #include <string>
-#include <vector>
 
 #include "byteps/base/invariant.h"
-#include "byteps/base/process.h"
-#include "byteps/server/rounds.h"
+#include "byteps/recovery/server/notes.h"
 
 namespace byteps {
 namespace core {
 
-// Rounds without the members of replicas that were removed.
-
-void Rounds::SetAbsent(const std::set<int>& ranks) {
+std::vector<int> AbsentMembers::Set(const std::set<int>& ranks) {
   std::vector<int> lost;
-  std::set_difference(ranks.begin(), ranks.end(), absent_.begin(), absent_.end(),
+  std::set_difference(ranks.begin(), ranks.end(), ranks_.begin(), ranks_.end(),
                       std::back_inserter(lost));
-  absent_ = ranks;
-  accused_.clear();
-  for (Partition* partition : partitions_) {
-    for (const int rank : lost) {
-      const int member = partition->declaration().MemberIndex(rank);
-      if (member < 0) continue;
-      if (!partition->came.empty()) partition->came[member] = false;
-      for (Round& round : partition->rounds) Excuse(partition, &round, rank);
-    }
-    EndWithoutAbsent(partition);
+  ranks_ = ranks;
+  return lost;
+}
+
+bool AbsentMembers::Refuse(const Partition& partition, const Message& message) const {
+  if (!Has(message.peer)) return false;
+  PS_PROBE(kPushOfAbsent);
+  const std::string did = message.op == kLoadState
+                              ? "loaded state"
+                              : "pushed round " + std::to_string(HeaderOf(message).round);
+  context_->Refuse(message, "worker " + std::to_string(message.peer) + " " + did + " of '" +
+                                partition.declaration().name +
+                                "', but its replica was removed from the job");
+  return true;
+}
+
+void AbsentMembers::OnBegin(const Partition& partition, Round* round) const {
+  for (const int rank : ranks_) {
+    const int member = partition.declaration().MemberIndex(rank);
+    if (member < 0) continue;
+    round->told[member] = true;
+    std::vector<bool>& excused = NotesOf(round)->excused;
+    excused.resize(round->pushed.size());
+    excused[member] = true;
   }
 }
 
-void Rounds::EndWithoutAbsent(Partition* partition) {
-  for (Round& round : partition->rounds) {
-    if (partition->copying) break;  // it may be this round; GoOn looks again
-    if (!round.done && !round.excused.empty() && round.has_all()) EndIfAll(partition, &round);
-  }
-  DropDone(partition);
+void AbsentMembers::ExcuseAll(Partition* partition, Round* round) const {
+  for (const int rank : ranks_) Excuse(partition, round, rank);
 }
 
-void Rounds::Excuse(Partition* partition, Round* round, int rank) {
+void AbsentMembers::Excuse(Partition* partition, Round* round, int rank) const {
+  const int member = partition->declaration().MemberIndex(rank);
+  if (member < 0) return;
   std::erase_if(round->callers, [rank](const Caller& caller) { return caller.rank == rank; });
-  round->Excuse(partition->declaration().MemberIndex(rank));
-  if (round->done) {
-    if (round->all_told() && !round->update) round->accumulator.Clear(&scratch_);  // see Deliver
-    return;
+  round->told[member] = true;
+  if (!round->pushed[member]) {
+    std::vector<bool>& excused = NotesOf(round)->excused;
+    excused.resize(round->pushed.size());
+    excused[member] = true;
   }
-  PS_PROBE(kRoundLosesMember);
+  if (!round->done) return PS_PROBE(kRoundLosesMember);
+  if (round->all_told() && !round->update) rounds_->Clear(round);  // see Rounds::Deliver
 }
 
-void Rounds::EndIfAll(Partition* partition, Round* round) {
-  if (!round->has_all()) return BeginGrace(partition, round);
-  if (round->parts_had == 0) return CloseShort(partition, round);
-  PS_PROBE(kSumNowhere);
-  Fail(partition, round,
-       "'" + partition->declaration().name + "', round " + std::to_string(round->number) +
-           ": a server was lost that had answered some members, and they asked for parts alone: "
-           "its sum is lost");
-}
-
-void Rounds::CloseShort(Partition* partition, Round* round) {
-  if (std::find(round->pushed.begin(), round->pushed.end(), true) == round->pushed.end()) {
-    return Fail(partition, round, "no member of '" + partition->declaration().name + "' is there");
+void AbsentMembers::CloseShort(Partition* partition, Round* round) const {
+  const auto& pushed = round->pushed;
+  if (std::find(pushed.begin(), pushed.end(), true) == pushed.end()) {
+    const std::string& name = partition->declaration().name;
+    return rounds_->Fail(partition, round, "no member of '" + name + "' is there");
   }
   PS_PROBE(kRoundShort);
   context_->counters.short_sums.Add();
-  Chance chance;
-  const AdditionRule rule = RuleOf(partition, round, &chance);
-  round->accumulator.Close(partition->declaration(), rule, &scratch_);
-  round->last_added = SteadyNs();
-  EndSummed(partition, round);
+  rounds_->EndShort(partition, round);
 }
 
-bool Rounds::RefuseAbsent(Partition* partition, const Message& message, const std::string& did) {
-  if (absent_.count(message.peer) == 0) return false;
-  PS_PROBE(kPushOfAbsent);
-  context_->Refuse(message, "worker " + std::to_string(message.peer) + " " + did + " of '" +
-                                partition->declaration().name +
-                                "', but its replica was removed from the job");
+bool AbsentMembers::HasAll(const Round& round) {
+  const RoundNotes* const notes = FindNotes(round);
+  for (size_t i = 0; i < round.pushed.size(); ++i) {
+    const bool is_excused = notes != nullptr && !notes->excused.empty() && notes->excused[i];
+    if (!round.pushed[i] && !is_excused) return false;
+  }
   return true;
 }
 

@@ -15,10 +15,17 @@
 #include "byteps/recovery/server/copy_record.h"
 #include "byteps/server/optimizer/partition_state.h"
 #include "byteps/server/optimizer/round_update.h"
-#include "byteps/server/round.h"
 
 namespace byteps {
 namespace core {
+
+// What became of the gradients of a round: the last one that was complete.
+struct UpdatedRound {
+  uint32_t number = 0;
+  std::unique_ptr<RoundUpdate> update;
+  SharedBytes sum;            // the gradients, or what was made of them
+  std::vector<bool> excused;  // members that it lacks
+};
 
 // Copies of the state that another server keeps for an optimizer, and of its last rounds.
 //
@@ -39,7 +46,7 @@ struct LastRound {
   uint32_t number = 0;
   const RoundUpdate* update = nullptr;  // null: there was none
   SharedBytes sum;
-  std::vector<bool> excused;  // see Round
+  std::vector<bool> excused;
 };
 
 // The record by which a backup is told all of a partition, and its values.

@@ -1,112 +1,84 @@
-#include <cstring>
+#include "byteps/recovery/server/given_sums.h"
+
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "byteps/base/invariant.h"
-#include "byteps/base/process.h"
 #include "byteps/base/wire.h"
-#include "byteps/server/rounds.h"
+#include "byteps/recovery/server/notes.h"
+#include "byteps/recovery/server/resumed_rounds.h"
 
 namespace byteps {
 namespace core {
 
-// Rounds that began at a server that is lost.  This one has its place: members push again what they
-// were not answered, and give the sums that they have.
-//
-// Each member speaks of a round once: it gives its sum, or pushes it.  So none ends by pushes alone
-// while a member that is there has its sum.
-
 namespace {
 
-std::string MembersOf(const Message& message) {
+// Those that a given sum lacks.
+std::vector<bool> LackedBy(const Message& message, size_t members) {
   PushHeader header;
-  std::string members;
-  PushHeader::Unpack(message.body, &header, &members);
-  return members;
+  std::string packed;
+  PushHeader::Unpack(message.body, &header, &packed);
+  std::vector<bool> lacks;
+  for (const size_t member : UnpackMembers(packed, members)) {
+    lacks.resize(members);
+    lacks[member] = true;
+  }
+  return lacks;
 }
 
 }  // namespace
 
-void Rounds::Resume(const DeclaredTensor* tensor, uint32_t first_round) {
-  for (Partition* partition : partitions_) {
-    if (partition->tensor.get() != tensor) continue;
-    while (partition->first_round < first_round) {
-      if (!partition->rounds.empty()) {
-        Round* const round = &partition->rounds.front();
-        if (!round->done) Fail(partition, round, "all members have ended it");
-        round->accumulator.Clear(&scratch_);
-        partition->rounds.pop_front();
-      }
-      ++partition->first_round;
-      if (partition->rounds.empty()) partition->first_round = first_round;
-    }
-  }
-}
-
-void Rounds::Give(Partition* partition, Message* message) {
-  TakeGiven(partition, message);
-  const uint32_t number = HeaderOf(*message).round;
-  const Round* const round = partition->Find(number);
-  WireWriter out;
-  out.Put(number);
-  out.Put<uint64_t>(round == nullptr ? 0 : round->receipt.serial());
-  const std::string body = out.Take();
-  SharedBytes note = SharedBytes::New(body.size());
-  memcpy(note.data(), body.data(), body.size());
-  // Only now does it push what is to come behind that.
-  context_->Answer(Caller{message->peer, message->number, message->op}, partition->key, "", nullptr,
-                   &note);
-}
-
-void Rounds::TakeGiven(Partition* partition, Message* message) {
+Round* GivenSums::Take(Partition* partition, Message* message) {
   const int rank = message->peer;
   const int member = partition->declaration().MemberIndex(rank);
-  if (absent_.count(rank) > 0) return;
+  if (absent_->Has(rank)) return nullptr;
   // Values of a gift that were dropped are no part that a member had.
   const bool lacks_memory = message->values.empty() && message->sent_bytes > 0;
   if (lacks_memory) throw OutOfMemory(message->sent_bytes);
-  Round* const round = FindOrBegin(partition, HeaderOf(*message));
-  // All have ended one that is over; and this member has ended it, whatever became of it here.
-  if (round == nullptr || round->pushed[member]) {
-    if (round != nullptr) round->told[member] = true;
-    return DropDone(partition);
-  }
-  round->pushed[member] = round->told[member] = true;
-  if (round->done) return DropDone(partition);
+  Round* const round = rounds_->FindOrBegin(partition, HeaderOf(*message));
+  if (round == nullptr) return nullptr;  // all have ended one that is over
+  round->told[member] = true;
+  // This member has ended it, whatever became of it here.
+  const bool is_over = round->pushed[member] || round->done;
+  round->pushed[member] = true;
+  if (is_over) return nullptr;
   if (message->values.empty()) {
-    ++round->parts_had;
-    if (round->has_all()) EndIfAll(partition, round);
-    return DropDone(partition);
+    ++NotesOf(round)->parts_had;
+    return round;
   }
   round->callers.empty() ? PS_PROBE(kGivenFirst) : PS_PROBE(kGivenOpen);
-  round->accumulator.Put(std::move(message->values), &scratch_);
-  round->is_given = true;
-  round->receipt = context_->confirmations.Begin();
   const size_t members = partition->declaration().group.size();
-  round->pushed.assign(members, true);
-  round->excused.clear();
-  for (const size_t lacked : UnpackMembers(MembersOf(*message), members)) {
-    round->excused.resize(members);
-    round->excused[lacked] = true;
-    round->told[lacked] = true;
-  }
-  round->done = true;
-  round->last_added = SteadyNs();
-  Deliver(partition, round);
-  Close(*partition, *round);
-  DropDone(partition);
+  ResumedRounds::Resume(round, members, LackedBy(*message, members));
+  NotesOf(round)->receipt = confirmations_->Begin();
+  rounds_->EndWith(partition, round, std::move(message->values));
+  return nullptr;
 }
 
-bool Rounds::AnswerFromGiven(Partition* partition, const Message& message, int64_t received) {
-  Round* const round = partition->Find(HeaderOf(message).round);
-  const int member = partition->declaration().MemberIndex(message.peer);
-  if (round == nullptr || !round->is_given || round->told[member]) return false;
-  if (absent_.count(message.peer) > 0) return false;
-  PS_PROBE(kPushOfGiven);
-  round->callers.push_back(CallerOf(message, received));
-  Deliver(partition, round);
-  DropDone(partition);
-  return true;
+void GivenSums::Acknowledge(Partition* partition, const Message& message) {
+  const uint32_t number = HeaderOf(message).round;
+  const Round* const round = partition->Find(number);
+  const RoundNotes* const notes = round == nullptr ? nullptr : FindNotes(*round);
+  WireWriter out;
+  out.Put(number);
+  out.Put<uint64_t>(notes == nullptr ? 0 : notes->receipt.serial());
+  context_->Answer(Caller{message.peer, message.number, message.op}, partition->key, "", nullptr,
+                   out.Take());
+}
+
+void GivenSums::Describe(Round* round, AnswerNotes* answer) {
+  const auto keeps = [](const Caller& caller) { return caller.keeps; };
+  if (!std::any_of(round->callers.begin(), round->callers.end(), keeps)) return;
+  RoundNotes* const notes = NotesOf(round);
+  if (notes->receipt.serial() == 0) notes->receipt = confirmations_->Begin();
+  const uint64_t serial = notes->receipt.serial();
+  const KeptAnswer head = {notes->is_resumed ? 0 : notes->ended, serial,
+                           confirmations_->FirstOpen()};
+  answer->to_keep = head.Pack() + answer->lacks;
+  for (const Caller& caller : round->callers) {
+    if (caller.keeps) confirmations_->Answered(caller.rank, caller.request, serial);
+  }
 }
 
 }  // namespace core

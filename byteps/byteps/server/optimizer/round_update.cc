@@ -170,6 +170,7 @@ bool RoundUpdate::Unpack(const std::string& text) {
 }
 
 std::string RoundUpdate::Restore(const SharedBytes& sum) {
+  restored_ = true;
   if (pushed_by_ != kPushTry) return "";
   if (!has_answer()) return Preview(sum);
   // Who has not got the preview says the same of the step as the others.  If it was kept, these are

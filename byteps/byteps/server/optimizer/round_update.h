@@ -36,9 +36,12 @@ class RoundUpdate {
   std::string CompleteCopy(SharedBytes* sum);
   // The GradientSums that members wait for, from Complete on; empty after a PUSH_STEP.
   const SharedBytes& sums() const { return sums_; }
-  // After a PUSH_TRY, until they were sent: the parameters as its step would make them.
+  // After a PUSH_TRY, until they were sent: the parameters as its step would make them.  Restored
+  // ones stay.
   const SharedBytes& parameters() const { return parameters_; }
-  void ForgetParameters() { parameters_ = SharedBytes(); }
+  void ForgetParameters() {
+    if (!restored_) parameters_ = SharedBytes();
+  }
 
   // What a member wants, now that it knows the GradientSums.  The first one has the step made, and
   // `sum` has the parameters; why it failed is left in `failure`, for the others.
@@ -71,6 +74,7 @@ class RoundUpdate {
   // There will be members that are answered, at a server that takes over: `sum` is as Complete or
   // Decide left it.
   std::string Restore(const SharedBytes& sum);
+  bool is_restored() const { return restored_; }
   // LOAD_STATE comes: it no longer matters what becomes of a step that was tried.  `sum`, if it is
   // not null, gets what members were or will be answered, in the place of the gradients.
   void Overtake(SharedBytes* sum);
@@ -97,6 +101,7 @@ class RoundUpdate {
   std::string tried_;
   bool overtaken_ = false;
   bool updated_ = false;  // the state is what became of the round
+  bool restored_ = false;
   bool is_told_ = false;  // the backup knows that it is
 };
 

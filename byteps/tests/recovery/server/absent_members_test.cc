@@ -11,9 +11,9 @@
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
-#include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"
+#include "tests/support/recovering_server.h"
 
 namespace byteps {
 namespace core {
@@ -108,7 +108,7 @@ class AbsentTest : public testing::TestWithParam<const char*> {
   }
 
   HeardAnswers answers_;
-  SumServer server_;
+  RecoveringServer server_;
   Declaration declaration_;
   uint32_t timeout_ms_ = 600'000;
   uint64_t number_ = 0;

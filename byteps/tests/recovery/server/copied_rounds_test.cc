@@ -15,9 +15,9 @@
 #include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
 #include "byteps/recovery/server/copy_record.h"
-#include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"
+#include "tests/support/recovering_server.h"
 
 namespace byteps {
 namespace core {
@@ -131,11 +131,11 @@ class Primary {
   Wire wire_;
   Declaration tensor_;
   uint64_t number_ = 0;
-  SumServer server_{ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"},
-                                {"DMLC_NUM_SERVER", "2"},
-                                {"BYTEPS_BACKUP_STATE", "1"},
-                                {"BYTEPS_REPLACE_SERVERS_S", "60"}}),
-                    &wire_};
+  RecoveringServer server_{ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"},
+                                       {"DMLC_NUM_SERVER", "2"},
+                                       {"BYTEPS_BACKUP_STATE", "1"},
+                                       {"BYTEPS_REPLACE_SERVERS_S", "60"}}),
+                           &wire_};
 };
 
 TEST(CopiesTest, AStateThatCouldNotBeToldIsToldWholeLater) {

@@ -9,9 +9,9 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
-#include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"
+#include "tests/support/recovering_server.h"
 
 namespace byteps {
 namespace core {
@@ -85,7 +85,7 @@ class GivenTest : public testing::Test {
   }
 
   Answers answers_;
-  SumServer server_;
+  RecoveringServer server_;
   Declaration declaration_;
   uint64_t number_ = 0;
 };

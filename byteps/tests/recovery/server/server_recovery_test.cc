@@ -18,9 +18,9 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/base/wire.h"
-#include "byteps/server/sum_server.h"
 #include "tests/server/optimizer/step_job.h"
 #include "tests/support/kit.h"
+#include "tests/support/recovering_server.h"
 
 namespace byteps {
 namespace core {
@@ -66,11 +66,12 @@ class Hub {
   void Start(int rank) {
     Node& node = nodes_[rank];
     node.wire = std::make_unique<Wire>(this, rank);
-    auto server = std::make_unique<SumServer>(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "2"},
-                                                          {"DMLC_NUM_SERVER", "2"},
-                                                          {"BYTEPS_BACKUP_STATE", "1"},
-                                                          {"BYTEPS_REPLACE_SERVERS_S", "60"}}),
-                                              node.wire.get());
+    auto server =
+        std::make_unique<RecoveringServer>(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "2"},
+                                                       {"DMLC_NUM_SERVER", "2"},
+                                                       {"BYTEPS_BACKUP_STATE", "1"},
+                                                       {"BYTEPS_REPLACE_SERVERS_S", "60"}}),
+                                           node.wire.get());
     SumServer* const started = server.get();
     {
       ps::MutexLock lock(&mu_);

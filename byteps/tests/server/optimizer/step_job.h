@@ -20,8 +20,8 @@
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/cluster/channel.h"
-#include "byteps/server/sum_server.h"
 #include "tests/support/kit.h"
+#include "tests/support/recovering_server.h"
 
 namespace byteps {
 namespace core {
@@ -231,7 +231,7 @@ class Job {
 
   const std::shared_ptr<std::atomic<int>> held_ = std::make_shared<std::atomic<int>>(0);
   Answers answers_;
-  SumServer server_;
+  RecoveringServer server_;
   Declaration declaration_;
   uint64_t number_ = 0;
 };
