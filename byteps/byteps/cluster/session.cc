@@ -263,22 +263,24 @@ bool Session::lacks_scheduler() const {
   return AskNode([](ps::NodeMembership* node) { return node->lacks_scheduler(); });
 }
 
-void Session::SayReady() { SayOfReplica({ps::membership::MemberWord::kReady}); }
+void Session::SayReady() {
+  AskNode([](ps::NodeMembership* node) { node->SayOfReplica(ps::membership::Ready()); });
+}
 
 void Session::AskToAdmit(int replica, int life) {
-  SayOfReplica({ps::membership::MemberWord::kAdmit, replica, life});
+  AskNode(
+      [=](ps::NodeMembership* node) { node->SayOfReplica(ps::membership::Admit{replica, life}); });
 }
 
 void Session::SayAwaited(int rank, const std::string& name, uint32_t round) {
-  SayOfReplica({ps::membership::MemberWord::kAwaited, rank, static_cast<int>(round), name});
+  AskNode([&](ps::NodeMembership* node) {
+    node->SayOfReplica(ps::membership::Awaited{rank, static_cast<int>(round), name});
+  });
 }
 
 void Session::SayLate(int rank, const std::string& why) {
-  SayOfReplica({ps::membership::MemberWord::kLate, rank, 0, why});
-}
-
-void Session::SayOfReplica(const ps::membership::MemberWord& word) const {
-  AskNode([&word](ps::NodeMembership* node) { node->SayOfReplica(word); });
+  AskNode(
+      [&](ps::NodeMembership* node) { node->SayOfReplica(ps::membership::Late{rank, 0, why}); });
 }
 
 double Session::link_gbps() const {

@@ -17,9 +17,6 @@ struct ScheduledJob;
 class SchedulerMembership;
 class Van;
 struct NetSettings;
-namespace membership {
-struct MemberWord;
-}
 }  // namespace ps
 
 namespace byteps {
@@ -112,7 +109,6 @@ class Session : public Channel {
   // the scheduler: that gives Answer().
   template <typename Ask>
   auto AskNode(Ask ask) const;
-  void SayOfReplica(const ps::membership::MemberWord& word) const;
   std::string NameOfNode(int node_id) const;
   ps::Node node() const;
   // Checks the settings, and hands the handlers to ps-lite.  `probe`: see MembershipSettings.

@@ -20,10 +20,10 @@
 #include "byteps/base/wire.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/net/link/admission.h"
-#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_links.h"
 #include "byteps/net/membership/membership_settings.h"
+#include "byteps/net/membership/words.h"
 #include "byteps/recovery/scheduler/make_roster_recovery.h"
 #include "byteps/recovery/server/backup_link.h"
 #include "byteps/recovery/server/copies.h"
@@ -79,6 +79,42 @@ ps::Node AnyNode(FuzzedDataProvider* data) {
   return node;
 }
 
+ps::ReplicaView AnyView(FuzzedDataProvider* data) {
+  ps::ReplicaView view;
+  view.workers = 2;
+  view.epoch = data->ConsumeIntegralInRange<int>(0, 3);
+  view.present = data->ConsumeBool() ? "10" : "11";
+  view.waiting = "01";
+  view.lives = {0, 3};
+  view.donors = {-1, data->ConsumeIntegralInRange<int>(-1, 1)};
+  return view;
+}
+
+ps::membership::MemberWord AnyWord(FuzzedDataProvider* data) {
+  const int rank = data->ConsumeIntegralInRange<int>(0, 3);
+  const int number = data->ConsumeIntegralInRange<int>(0, 3);
+  switch (data->ConsumeIntegralInRange<int>(0, 8)) {
+    case 0:
+      return AnyView(data);
+    case 1:
+      return ps::membership::Acknowledged{number};
+    case 2:
+      return ps::membership::Ready();
+    case 3:
+      return ps::membership::Admit{rank, number};
+    case 4:
+      return ps::membership::Awaited{rank, number, "why"};
+    case 5:
+      return ps::membership::Late{rank, number, "why"};
+    case 6:
+      return ps::membership::ServerLost{rank, number, "why"};
+    case 7:
+      return ps::membership::ServerReplaced{rank, number, 2};
+    default:
+      return ps::membership::LeftKnown{rank};
+  }
+}
+
 ps::Message AnyMessage(FuzzedDataProvider* data) {
   ps::Message message;
   const ps::Control::Command likely[] = {
@@ -100,47 +136,33 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       break;
     case 1:
       if (data->ConsumeBool()) {
-        if (data->ConsumeIntegralInRange<int>(0, 3) == 0) {
-          message.meta.body = "workers=2 epoch=1 present=01 waiting=10 lives=3,0 donors=-,- news";
-          break;
-        }
-        using Word = ps::membership::MemberWord;
-        message.meta.body = ps::membership::PackWord(
-            {static_cast<Word::Kind>(
-                 data->ConsumeIntegralInRange<int>(Word::kAcknowledged, Word::kLeftKnown)),
-             data->ConsumeIntegralInRange<int>(0, 3), data->ConsumeIntegralInRange<int>(0, 3),
-             "why", data->ConsumeIntegralInRange<int>(0, 5)});
+        message.meta.body = ps::membership::Pack(AnyWord(data));
         break;
       }
-      message.meta.body = data->ConsumeBool() ? "suspend" : "finish";
+      message.meta.body = data->ConsumeBool()
+                              ? ps::membership::Pack(ps::membership::End{data->ConsumeBool()})
+                              : ps::membership::Pack(ps::membership::Leave(
+                                    ps::Farewell{data->ConsumeBool(), "", ""}));
       break;
-    default:
-      message.meta.body =
-          "protocol=" + std::to_string(ps::membership::kProtocol) +
-          " workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
-          " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
-          " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000)) +
-          " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0)) +
-          " replicas=" + std::to_string(data->ConsumeIntegralInRange<int>(0, 3)) +
-          " backups=" + std::to_string(data->ConsumeIntegralInRange<int>(0, 1));
-      if (data->ConsumeIntegralInRange<int>(0, 3) == 0) {
-        ps::membership::Account account;
-        account.job = data->ConsumeIntegralInRange<int>(0, 2);
-        account.life = data->ConsumeIntegralInRange<int>(0, 3);
+    default: {
+      ps::membership::Registration registration;
+      const auto number = [data](int from, int to) {
+        return data->ConsumeIntegralInRange<int>(from, to);
+      };
+      registration.claim = {
+          ps::membership::kProtocol,  number(-1, 3), number(-1, 2),      number(-1, 400'000),
+          std::max(number(-9, 3), 0), number(0, 3),  data->ConsumeBool()};
+      if (number(0, 3) == 0) {
+        ps::membership::Account& account = registration.account;
+        account.job = number(0, 2);
+        account.life = number(0, 3);
         account.is_late = data->ConsumeBool();
-        account.left.insert(data->ConsumeIntegralInRange<int>(0, 3));
-        account.turns[data->ConsumeIntegralInRange<int>(0, 3)] =
-            data->ConsumeIntegralInRange<int>(0, 3);
-        if (data->ConsumeBool()) {
-          account.replicas.workers = 2;
-          account.replicas.epoch = data->ConsumeIntegralInRange<int>(0, 3);
-          account.replicas.present = data->ConsumeBool() ? "10" : "11";
-          account.replicas.waiting = "01";
-          account.replicas.lives = {0, 3};
-          account.replicas.donors = {-1, data->ConsumeIntegralInRange<int>(-1, 1)};
-        }
-        message.meta.body += PackAccount(account);
+        account.left.insert(number(0, 3));
+        account.turns[number(0, 3)] = number(0, 3);
+        if (data->ConsumeBool()) account.replicas = AnyView(data);
       }
+      message.meta.body = ps::membership::PackRegistration(registration);
+    }
   }
   return message;
 }

@@ -231,21 +231,18 @@ bool SimulatedChannel::is_late() const { return membership_->AsNode()->is_late()
 
 bool SimulatedChannel::lacks_scheduler() const { return membership_->AsNode()->lacks_scheduler(); }
 
-void SimulatedChannel::SayReady() {
-  membership_->AsNode()->SayOfReplica({ps::membership::MemberWord::kReady});
-}
+void SimulatedChannel::SayReady() { membership_->AsNode()->SayOfReplica(ps::membership::Ready()); }
 
 void SimulatedChannel::SayAwaited(int rank, const std::string& name, uint32_t round) {
-  membership_->AsNode()->SayOfReplica(
-      {ps::membership::MemberWord::kAwaited, rank, static_cast<int>(round), name});
+  membership_->AsNode()->SayOfReplica(ps::membership::Awaited{rank, static_cast<int>(round), name});
 }
 
 void SimulatedChannel::SayLate(int rank, const std::string& why) {
-  membership_->AsNode()->SayOfReplica({ps::membership::MemberWord::kLate, rank, 0, why});
+  membership_->AsNode()->SayOfReplica(ps::membership::Late{rank, 0, why});
 }
 
 void SimulatedChannel::AskToAdmit(int replica, int life) {
-  membership_->AsNode()->SayOfReplica({ps::membership::MemberWord::kAdmit, replica, life});
+  membership_->AsNode()->SayOfReplica(ps::membership::Admit{replica, life});
 }
 
 int SimulatedChannel::rank() const { return ps::Postoffice::IDtoRank(links_->self().id); }

@@ -15,7 +15,6 @@
 
 namespace ps {
 
-using membership::BeginsWith;
 using membership::NameOfScheduler;
 using membership::Send;
 
@@ -48,7 +47,7 @@ membership::Claim NodeMembership::MakeClaim(const Node& self) {
   membership::Claim claim;
   claim.protocol = membership::kProtocol;
   claim.probe = settings_.probe;
-  claim.backups = settings_.backups ? 1 : 0;
+  claim.backups = settings_.backups;
   claim.workers = settings_.workers;
   claim.servers = settings_.servers;
   if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;
@@ -67,7 +66,8 @@ void NodeMembership::Join() {
   }
   Node self = links_->self();
   self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
-  Send(links_, Control::ADD_NODE, kScheduler, PackClaim(MakeClaim(self)), {self});
+  Send(links_, Control::ADD_NODE, kScheduler, membership::PackRegistration({MakeClaim(self), {}}),
+       {self});
   heartbeats_.Start();
 
   const auto deadline = Clock::now() + ToDuration(settings_.start_timeout_s);
@@ -98,7 +98,7 @@ void NodeMembership::Join() {
 void NodeMembership::Leave(const Farewell& farewell) {
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return;
-  const std::string text = membership::PackFarewell(farewell);
+  const std::string text = membership::Pack(membership::Leave(farewell));
   const bool returns = settings_.scheduler_return_s > 0;
   if (returns) {
     asked_.leaves = true;
@@ -129,7 +129,7 @@ void NodeMembership::StopByOrder(const std::string& how) {
   if (state_ != State::kActive) return;
   PS_PROBE(kStoppedInJob);
   lock.Unlock();
-  Tell(Control::LEAVE, how);
+  Tell(Control::LEAVE, membership::Pack(membership::Leave(membership::Stopped{how})));
   lock.Lock();
   // Ended by the failure of the job or Stop; deadline: kGoodbyeSeconds.
   cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds),
@@ -226,9 +226,9 @@ void NodeMembership::Handle(const Message& msg) {
       for (const Node& node : msg.meta.control.node) OnNodeLeft(node);
       return;
     case Control::MEMBERS:
-      return OnReplicas(msg);
+      return OnMemberWord(msg);
     case Control::JOB_END:
-      return OnEnd(membership::ParseEnd(body));
+      return OnEnd(membership::Parse<membership::End>(body).value_or(membership::End()).suspended);
     default:
       return OnHeartbeat();  // MaySend knows no other
   }
@@ -240,10 +240,12 @@ bool NodeMembership::MaySend(const Message& msg) {
 }
 
 void NodeMembership::OnWelcome(const Message& msg) {
+  const auto welcome = membership::Parse<membership::Welcome>(msg.meta.body);
+  if (!welcome) return;
   if (msg.meta.control.node.size() == 1) links_->SetSelf(msg.meta.control.node[0]);
-  if (OnReturn(membership::LifeIn(msg.meta.body))) return;
+  if (OnReturn(welcome->life)) return;
   // The scheduler's number when this node connected may have been that of the last generation.
-  links_->SetIncarnation(atoi(msg.meta.body.c_str()));
+  links_->SetIncarnation(welcome->generation);
   {
     MutexLock lock(&mu_);
     welcomed_ = true;
@@ -256,7 +258,7 @@ void NodeMembership::OnWelcome(const Message& msg) {
 }
 
 void NodeMembership::OnRefused(const std::string& body) {
-  const bool again = BeginsWith(body, membership::kAgain);
+  const bool again = body.starts_with(membership::kAgain);
   MutexLock lock(&mu_);
   // A scheduler that has returned needs it no more, and its work is done.
   if (!again && asked_.leaves && state_ == State::kActive) return Enter(State::kEnded);
@@ -272,9 +274,9 @@ void NodeMembership::OnRefused(const std::string& body) {
 void NodeMembership::OnProbeAnswer(const std::string& body) {
   MutexLock lock(&mu_);
   if (state_ != State::kJoining) return;
-  if (BeginsWith(body, membership::kWould)) {
+  if (body.starts_with(membership::kWould)) {
     EndJoin({Failure::kWouldBeAdmitted, body.substr(strlen(membership::kWould))});
-  } else if (BeginsWith(body, membership::kAgain)) {
+  } else if (body.starts_with(membership::kAgain)) {
     EndJoin({Failure::kComeAgain, body.substr(strlen(membership::kAgain))});
   } else {
     EndJoin({Failure::kFinal, body});
@@ -282,13 +284,14 @@ void NodeMembership::OnProbeAnswer(const std::string& body) {
 }
 
 void NodeMembership::OnAdmission(const Message& msg) {
+  const auto beginning = membership::Parse<membership::Beginning>(msg.meta.body);
+  if (!beginning) return;
   {
     // It says how many connections a link wants.
     MutexLock lock(&mu_);
-    const auto beginning = membership::ParseBeginning(msg.meta.body);
-    link_mbps_ = beginning.link_mbps;
-    is_late_ = beginning.late;
-    for (const auto& [rank, turn] : beginning.turns) turns_[rank] = std::max(turns_[rank], turn);
+    link_mbps_ = beginning->link_mbps;
+    is_late_ = beginning->late;
+    for (const auto& [rank, turn] : beginning->turns) turns_[rank] = std::max(turns_[rank], turn);
   }
   for (const auto& node : msg.meta.control.node) {
     {
@@ -320,9 +323,7 @@ void NodeMembership::OnNodeLeft(const Node& node) {
     if (is_news) roster_.Put(node)->left = true;
   }
   if (settings_.scheduler_return_s > 0) {
-    using Word = membership::MemberWord;
-    Tell(Control::MEMBERS,
-         membership::PackWord({Word::kLeftKnown, Postoffice::IDtoRank(node.id), 0, ""}));
+    SayOfReplica(membership::LeftKnown{Postoffice::IDtoRank(node.id)});
   }
   if (!is_news) return;
   MembershipEvent event;

@@ -12,7 +12,6 @@
 
 #include "byteps/base/awake_clock.h"
 #include "byteps/base/mutex.h"
-#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/announcer.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/net/membership/heartbeat_thread.h"
@@ -22,6 +21,7 @@
 #include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
+#include "byteps/net/membership/words.h"
 
 namespace ps {
 
@@ -110,7 +110,7 @@ class NodeMembership : public Membership {
     bool leaves = false;
     std::string farewell;
     bool ready = false;
-    std::optional<membership::MemberWord> admit;
+    std::optional<membership::Admit> admit;
     // Others, until the scheduler has answered a heartbeat that was sent after them: what it has
     // told of them before came then, too.
     std::vector<std::string> words;
@@ -135,9 +135,12 @@ class NodeMembership : public Membership {
   void OnProbeAnswer(const std::string& body);
   void OnAdmission(const Message& msg);
   void OnNodeLeft(const Node& node);
-  void OnReplicas(const Message& msg);
-  // A server is lost, or another one has its place.
-  void OnServerWord(const membership::MemberWord& word, const Message& msg);
+  void OnMemberWord(const Message& msg);
+  void OnReplicas(const ReplicaView& view, const std::vector<Node>& removed);
+  void OnReplaced(const membership::ServerReplaced& word, const Node& successor);
+  // The server of this rank is lost, which is the news of this turn or an earlier one.  False: it
+  // is none.
+  bool LoseServer(int rank, int turn, const std::string& reason);
   void OnEnd(bool suspended);
 
   membership::Claim MakeClaim(const Node& self);

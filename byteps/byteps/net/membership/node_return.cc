@@ -9,9 +9,9 @@
 #include "byteps/base/log.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/net_address.h"
-#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/node_membership.h"
 #include "byteps/net/membership/roster.h"
+#include "byteps/net/membership/words.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -87,7 +87,7 @@ void NodeMembership::LookForScheduler(Clock::time_point now) {
   Node self = links_->self();
   self.aux_id = self.role == Node::WORKER ? Postoffice::IDtoRank(self.id) : -1;
   Send(links_, Control::ADD_NODE, kScheduler,
-       PackClaim(MakeClaim(self)) + PackAccount(MakeAccount()), {self});
+       membership::PackRegistration({MakeClaim(self), MakeAccount()}), {self});
 }
 
 membership::Account NodeMembership::MakeAccount() {
@@ -160,11 +160,11 @@ void NodeMembership::AskAgain() {
     if (asked_.ready) {
       const int replica = count > 0 ? rank / (view_.workers / count) : 0;
       const bool is_told = count > 0 && (view_.IsPresent(replica) || waits(replica));
-      if (!is_told) words.push_back(membership::PackWord({MemberWord::kReady}));
+      if (!is_told) words.push_back(membership::Pack(MemberWord(membership::Ready())));
     }
-    if (asked_.admit && asked_.admit->number < count && waits(asked_.admit->number) &&
-        view_.lives[asked_.admit->number] == asked_.admit->epoch) {
-      words.push_back(membership::PackWord(*asked_.admit));
+    if (asked_.admit && asked_.admit->replica < count && waits(asked_.admit->replica) &&
+        view_.lives[asked_.admit->replica] == asked_.admit->life) {
+      words.push_back(membership::Pack(MemberWord(*asked_.admit)));
     }
     words.insert(words.end(), asked_.words.begin(), asked_.words.end());
     if (asked_.leaves) farewell = asked_.farewell;
@@ -176,10 +176,11 @@ void NodeMembership::AskAgain() {
 
 void NodeMembership::Remember(const MemberWord& word) {
   if (settings_.scheduler_return_s <= 0) return;
-  if (word.kind == MemberWord::kReady) asked_.ready = true;
-  if (word.kind == MemberWord::kAdmit) asked_.admit = word;
-  if (word.kind == MemberWord::kAwaited || word.kind == MemberWord::kLate) {
-    asked_.words.push_back(membership::PackWord(word));
+  if (std::holds_alternative<membership::Ready>(word)) asked_.ready = true;
+  if (const auto* admit = std::get_if<membership::Admit>(&word)) asked_.admit = *admit;
+  if (std::holds_alternative<membership::Awaited>(word) ||
+      std::holds_alternative<membership::Late>(word)) {
+    asked_.words.push_back(membership::Pack(word));
   }
 }
 
@@ -193,35 +194,46 @@ void NodeMembership::OnHeartbeat() {
 
 // A node's messages about replicas and about lost servers (docs/design/losses.md).
 
-void NodeMembership::OnReplicas(const Message& msg) {
-  MembershipEvent event;
-  membership::MemberWord word;
-  if (membership::ParseWord(msg.meta.body, &word)) {
-    if (word.kind != membership::MemberWord::kAwaited) return OnServerWord(word, msg);
+void NodeMembership::OnMemberWord(const Message& msg) {
+  const auto word = membership::Parse<MemberWord>(msg.meta.body);
+  const auto& nodes = msg.meta.control.node;
+  if (!word) return;
+  if (const auto* view = std::get_if<ReplicaView>(&*word)) {
+    OnReplicas(*view, nodes);
+  } else if (const auto* lost = std::get_if<membership::ServerLost>(&*word)) {
+    LoseServer(lost->rank, lost->turn, lost->reason);
+  } else if (const auto* replaced = std::get_if<membership::ServerReplaced>(&*word)) {
+    if (nodes.size() == 1) OnReplaced(*replaced, nodes[0]);
+  } else if (const auto* awaited = std::get_if<membership::Awaited>(&*word)) {
+    MembershipEvent event;
     event.kind = MembershipEvent::kAwaited;
-    event.rank = word.number;
-    event.round = word.epoch;
-    event.report = word.text;
-    return announcer_.Tell(event);
+    event.rank = awaited->rank;
+    event.round = awaited->round;
+    event.report = awaited->tensor;
+    announcer_.Tell(event);
   }
+}
+
+void NodeMembership::OnReplicas(const ReplicaView& view, const std::vector<Node>& removed) {
+  MembershipEvent event;
   event.kind = MembershipEvent::kReplicas;
-  if (!membership::ParseReplicas(msg.meta.body, &event.replicas)) return;
+  event.replicas = view;
   const bool server = links_->self().role == Node::SERVER;
   {
     MutexLock lock(&mu_);
     const int last = view_.count() > 0 ? view_.epoch : -1;
-    if (state_ != State::kActive || event.replicas.epoch <= last) return;
-    view_ = event.replicas;
+    if (view.count() == 0 || state_ != State::kActive || view.epoch <= last) return;
+    view_ = view;
     view_.news.clear();
     // What breaks of these is no news; and nobody else may come under their names before.
-    for (const Node& node : msg.meta.control.node) {
+    for (const Node& node : removed) {
       Member* const member = roster_.Put(node);
       member->left = member->removed = true;
       // Nor is a later life of it to be reported for that.
       broken_links_.erase(node.id);
     }
-    const std::set<int> absent = event.replicas.AbsentRanks();
-    for (int rank = 0; rank < event.replicas.workers; ++rank) {
+    const std::set<int> absent = view.AbsentRanks();
+    for (int rank = 0; rank < view.workers; ++rank) {
       const Member* const member = roster_.Find(IdOf(Node::WORKER, rank));
       if (member != nullptr && member->removed && absent.count(rank) == 0) {
         roster_.Erase(member->node.id);
@@ -229,64 +241,66 @@ void NodeMembership::OnReplicas(const Message& msg) {
       }
     }
   }
-  for (const Node& node : msg.meta.control.node) links_->Disconnect(node.id);
+  for (const Node& node : removed) links_->Disconnect(node.id);
   announcer_.Tell(event);
   if (!server) return;
-  SayOfReplica({membership::MemberWord::kAcknowledged, 0, event.replicas.epoch, ""});
+  SayOfReplica(membership::Acknowledged{view.epoch});
 }
 
-void NodeMembership::OnServerWord(const membership::MemberWord& word, const Message& msg) {
-  const bool replaced = word.kind == membership::MemberWord::kServerReplaced;
-  if (!replaced && word.kind != membership::MemberWord::kServerLost) return;
-  const int id = IdOf(Node::SERVER, word.number);
-  const Node self = links_->self();
-  const auto& nodes = msg.meta.control.node;
-  if (id == self.id) return;
-  if (replaced && (nodes.size() != 1 || nodes[0].role != Node::SERVER || nodes[0].id != id)) return;
-  bool loses = false;
+bool NodeMembership::LoseServer(int rank, int turn, const std::string& reason) {
+  const int id = IdOf(Node::SERVER, rank);
+  if (id == links_->self().id) return false;
+  bool is_lost_now = false;
   {
     MutexLock lock(&mu_);
-    int& turn = turns_[word.number];
+    int& last = turns_[rank];
     // A scheduler that has returned says again what this node may have heard.
-    if (state_ != State::kActive || word.turn <= turn || (word.turn % 2 == 0) != replaced) return;
-    loses = turn % 2 == 0;
-    turn = word.turn;
+    if (state_ != State::kActive || turn <= last) return false;
+    is_lost_now = last % 2 == 0;
+    last = turn;
     broken_links_.erase(id);
     Member* const member = roster_.Find(id);
     if (member != nullptr) member->left = member->removed = true;  // what breaks of it is no news
   }
+  if (!is_lost_now) return true;
+  links_->Disconnect(id);
   MembershipEvent event;
-  event.rank = word.number;
-  if (loses) {
-    links_->Disconnect(id);
-    event.kind = MembershipEvent::kServerLost;
-    event.reason = replaced ? RoleAndRank(id) + " was lost" : word.text;
-    announcer_.Tell(event);
-  }
-  if (!replaced) return;
-  event.node = InfoOf(nodes[0]);
+  event.kind = MembershipEvent::kServerLost;
+  event.rank = rank;
+  event.reason = reason;
+  announcer_.Tell(event);
+  return true;
+}
+
+void NodeMembership::OnReplaced(const membership::ServerReplaced& word, const Node& successor) {
+  const int id = IdOf(Node::SERVER, word.rank);
+  if (successor.role != Node::SERVER || successor.id != id) return;
+  if (!LoseServer(word.rank, word.turn, RoleAndRank(id) + " was lost")) return;
+  MembershipEvent event;
+  event.kind = MembershipEvent::kServerReplaced;
+  event.rank = word.rank;
+  event.node = InfoOf(successor);
   // Servers need one another for copies alone; all hear of it, since workers wait meanwhile.
+  const Node self = links_->self();
   const bool worker = self.role == Node::WORKER;
   if (worker || settings_.backups) {
     MutexLock lock(&mu_);
     roster_.Erase(id);
-    event.node = InfoOf(roster_.Put(nodes[0])->node);
+    roster_.Put(successor);
   }
   const bool near =
-      settings_.backups && AreNeighbors(Postoffice::IDtoRank(self.id), word.number, word.epoch);
-  if (worker || near) links_->Connect(nodes[0]);
-  event.kind = MembershipEvent::kServerReplaced;
-  event.reason = "";
+      settings_.backups && AreNeighbors(Postoffice::IDtoRank(self.id), word.rank, word.servers);
+  if (worker || near) links_->Connect(successor);
   announcer_.Tell(event);
 }
 
 void NodeMembership::SayOfReplica(membership::MemberWord word) {
   {
     MutexLock lock(&mu_);
-    if (word.kind == membership::MemberWord::kLate) word.epoch = view_.epoch;
+    if (auto* late = std::get_if<membership::Late>(&word)) late->epoch = view_.epoch;
     Remember(word);
   }
-  Tell(Control::MEMBERS, membership::PackWord(word));
+  Tell(Control::MEMBERS, membership::Pack(word));
 }
 
 }  // namespace ps

@@ -19,7 +19,7 @@ Refusal Check(const Roster& roster, RosterPolicy* policy, const MembershipSettin
               const Claim& claim, const Node& node) {
   if (const Refusal refusal = CheckProtocol(claim)) return refusal;
   if (node.role == Node::SCHEDULER) return {"it says that it is a scheduler"};
-  if ((claim.backups != 0) != settings.backups) {
+  if (claim.backups != settings.backups) {
     return {
         std::string("BYTEPS_BACKUP_STATE is ") +
         (settings.backups ? "set on the scheduler, and not there" : "not set on the scheduler") +

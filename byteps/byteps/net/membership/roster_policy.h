@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "byteps/base/awake_clock.h"
-#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/refusal.h"
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
+#include "byteps/net/membership/words.h"
 #include "ps/internal/message.h"
 
 namespace ps {

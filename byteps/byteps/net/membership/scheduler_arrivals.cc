@@ -16,19 +16,13 @@
 
 namespace ps {
 
-using membership::Account;
 using membership::Claim;
-using membership::kProtocol;
 using membership::Send;
 
 void SchedulerMembership::Register(const Message& msg) {
   if (msg.meta.control.node.size() != 1) return;
   Node node = msg.meta.control.node[0];
-  Claim claim;
-  // Another protocol may say something else than this one.
-  if (!ParseClaim(msg.meta.body, &claim) && claim.protocol == kProtocol) claim.protocol = -1;
-  Account account;
-  if (!ParseAccount(msg.meta.body, &account)) claim.protocol = -1;
+  const auto [claim, account] = membership::ParseRegistration(msg.meta.body);
   if (account.life > 0) return policy_->OnReturn(node, claim, account);
   if (claim.probe > 0) return AnswerProbe(node, claim);
   Refusal refusal;
@@ -59,7 +53,8 @@ void SchedulerMembership::Register(const Message& msg) {
     life = job_.life;
   }
   if (refusal) return Refuse(node, refusal);
-  Send(job_.links, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
+  Send(job_.links, Control::WELCOME, node.id,
+       membership::Pack(membership::Welcome{incarnation, life}), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   EmitProgress(MembershipEvent::kAdmitted, node);
   if (had_begun) return policy_->OnNewcomer(node);
@@ -160,7 +155,7 @@ void SchedulerMembership::TellBeginning(const std::vector<Node>& newcomers,
       if (node.role == Node::SERVER) neighbors[node.id] = NeighborsOf(node.id);
     }
   }
-  const std::string text = membership::PackBeginning(beginning);
+  const std::string text = membership::Pack(beginning);
   for (const Node& node : newcomers) {
     const bool worker = node.role == Node::WORKER;
     std::vector<Node> peers = worker ? servers : scheduler;

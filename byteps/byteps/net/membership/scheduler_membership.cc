@@ -138,7 +138,9 @@ void SchedulerMembership::Handle(const Message& msg) {
 // ------------------------------------------------------------------ nodes that leave
 
 void SchedulerMembership::OnFarewell(int node_id, const std::string& text) {
-  const membership::Departure departure = membership::ParseFarewell(text, job_.settings.keep);
+  const auto leave = membership::Parse<membership::Leave>(text);
+  if (!leave) return;  // MaySend has looked at it
+  const membership::Departure departure = membership::DepartureOf(*leave, job_.settings.keep);
   if (!departure.failure.empty()) {
     if (IsWorkerId(node_id) && policy_->HoldsFailure(node_id, departure.failure)) return;
     return OnGone(node_id, departure.failure);
@@ -219,7 +221,7 @@ void SchedulerMembership::EndJob() {
   for (const int id : late) {
     Send(job_.links, Control::JOB_FAILED, id, "the job ended before this replica had joined it");
   }
-  const std::string end = membership::PackEnd(suspended);
+  const std::string end = membership::Pack(membership::End{suspended});
   for (const int id : servers) Send(job_.links, Control::JOB_END, id, end);
   if (suspended) SetIncarnation(incarnation);
   MembershipEvent event;

@@ -5,10 +5,10 @@
 #include <set>
 #include <vector>
 
-#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
+#include "byteps/net/membership/words.h"
 #include "byteps/recovery/scheduler/replica_table.h"
 #include "ps/internal/message.h"
 

@@ -129,7 +129,7 @@ void Replicas::OnNewcomer(const Node& worker) {
     std::vector<Node> workers;
     membership::Beginning beginning;
     beginning.late = true;
-    std::vector<std::string> lost;
+    std::vector<MemberWord> lost;
     {
       MutexLock lock(&job_->mu);
       if (!table_->active()) return;
@@ -139,7 +139,8 @@ void Replicas::OnNewcomer(const Node& worker) {
     }
     scheduler_->TellBeginning(workers, beginning);
     for (const Node& node : workers) {
-      for (const std::string& word : lost) Send(job_->links, Control::MEMBERS, node.id, word);
+      for (const MemberWord& word : lost)
+        Send(job_->links, Control::MEMBERS, node.id, membership::Pack(word));
     }
   }
   Tell("");
@@ -156,7 +157,7 @@ void Replicas::OnBegun() {
     MutexLock lock(&job_->mu);
     if (!table_->active()) return;
     servers = job_->roster.Ids(Node::SERVER);
-    view = membership::PackReplicas(table_->View(true));
+    view = membership::Pack(MemberWord(table_->View(true)));
   }
   for (const int id : servers) Send(job_->links, Control::MEMBERS, id, view);
 }
@@ -178,8 +179,8 @@ void Replicas::Tell(const std::string& news) {
       if (member.node.role == Node::WORKER && !member.left) workers.push_back(id);
     }
   }
-  const std::string for_servers = membership::PackReplicas(to_servers);
-  const std::string for_workers = membership::PackReplicas(to_workers);
+  const std::string for_servers = membership::Pack(MemberWord(to_servers));
+  const std::string for_workers = membership::Pack(MemberWord(to_workers));
   for (const int id : servers) Send(job_->links, Control::MEMBERS, id, for_servers, removed);
   for (const int id : workers) Send(job_->links, Control::MEMBERS, id, for_workers);
   MembershipEvent event;
@@ -192,53 +193,45 @@ void Replicas::OnWord(int sender, const MemberWord& word) {
   std::string news;
   bool changed = false;
   int passed_on = Node::kEmpty;
-  int late = Node::kEmpty;
+  int removed = Node::kEmpty;
+  std::string why;
   {
     MutexLock lock(&job_->mu);
     const Member* const member = job_->roster.Find(sender);
     if (job_->state != ScheduledJob::State::kActive || !table_->active() || member == nullptr)
       return;
-    const bool from_server = word.kind != MemberWord::kReady && word.kind != MemberWord::kAdmit;
-    if (from_server != (member->node.role == Node::SERVER)) return;
-    switch (word.kind) {
-      case MemberWord::kAcknowledged:
+    if (member->node.role == Node::SERVER) {
+      if (const auto* acknowledged = std::get_if<membership::Acknowledged>(&word)) {
         for (const int replica :
-             table_->Acknowledge(sender, word.epoch, job_->roster.Ids(Node::SERVER))) {
+             table_->Acknowledge(sender, acknowledged->epoch, job_->roster.Ids(Node::SERVER))) {
           PS_PROBE(kReplicaJoined);
           news += (news.empty() ? "replica " : ", replica ") + std::to_string(replica);
         }
         changed = !news.empty();
         if (changed) news += " has joined";
-        break;
-      case MemberWord::kReady:
-        changed = table_->Ready(Postoffice::IDtoRank(sender));
-        if (changed) PS_PROBE(kReplicaWaits);
-        break;
-      case MemberWord::kAdmit:
-        // One that is coming itself has no say.
-        if (table_->IsComing(table_->Of(Postoffice::IDtoRank(sender)))) return;
-        changed = table_->Admit(word.number, word.epoch);
-        if (changed) PS_PROBE(kReplicaAdmitted);
-        break;
-      case MemberWord::kAwaited:
-        if (IsOfPresent(word.number)) passed_on = IdOf(Node::WORKER, word.number);
-        break;
-      case MemberWord::kLate:
+      } else if (const auto* awaited = std::get_if<membership::Awaited>(&word)) {
+        if (IsOfPresent(awaited->rank)) passed_on = IdOf(Node::WORKER, awaited->rank);
+      } else if (const auto* late = std::get_if<membership::Late>(&word)) {
         // Of a life that was removed meanwhile others may be there.
-        if (!IsOfPresent(word.number) || !table_->Knows(word.number, word.epoch)) return;
-        late = IdOf(Node::WORKER, word.number);
-        break;
-      case MemberWord::kServerLost:
-      case MemberWord::kServerReplaced:
-      case MemberWord::kLeftKnown:
-        return;  // what it says itself
+        if (!IsOfPresent(late->rank) || !table_->Knows(late->rank, late->epoch)) return;
+        removed = IdOf(Node::WORKER, late->rank);
+        why = late->why;
+      }
+    } else if (std::holds_alternative<membership::Ready>(word)) {
+      changed = table_->Ready(Postoffice::IDtoRank(sender));
+      if (changed) PS_PROBE(kReplicaWaits);
+    } else if (const auto* admit = std::get_if<membership::Admit>(&word)) {
+      // One that is coming itself has no say.
+      if (table_->IsComing(ReplicaOf(sender))) return;
+      changed = table_->Admit(admit->replica, admit->life);
+      if (changed) PS_PROBE(kReplicaAdmitted);
     }
   }
   if (passed_on != Node::kEmpty)
-    Send(job_->links, Control::MEMBERS, passed_on, membership::PackWord(word));
-  if (late != Node::kEmpty) {
+    Send(job_->links, Control::MEMBERS, passed_on, membership::Pack(word));
+  if (removed != Node::kEmpty) {
     PS_PROBE(kLateRemoved);
-    Lose(late, word.text);
+    Lose(removed, why);
   }
   if (!changed) return;
   if (!news.empty()) BPS_LOG(INFO) << news;

@@ -75,10 +75,11 @@ void RosterRecovery::OnNewcomer(const Node& node) {
 }
 
 void RosterRecovery::OnWord(int sender, const std::string& text) {
-  membership::MemberWord word;
-  if (!membership::ParseWord(text, &word)) return;
-  if (word.kind != membership::MemberWord::kLeftKnown) return replicas_.OnWord(sender, word);
-  if (IsServerId(sender)) leavers_.OnKnown(sender, word.number);
+  const auto word = membership::Parse<membership::MemberWord>(text);
+  if (!word) return;
+  const auto* left = std::get_if<membership::LeftKnown>(&*word);
+  if (left == nullptr) return replicas_.OnWord(sender, *word);
+  if (IsServerId(sender)) leavers_.OnKnown(sender, left->rank);
 }
 
 bool RosterRecovery::HoldsFailure(int worker, const std::string& what) {

@@ -115,15 +115,18 @@ void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Accou
       accounts_.Put(node.id, account);
     } else {
       const bool server = node.role == Node::SERVER;
-      if (table_->active()) replicas = membership::PackReplicas(table_->View(server));
+      if (table_->active())
+        replicas = membership::Pack(membership::MemberWord(table_->View(server)));
       words = places_->Words();
     }
     life = job_->life;
   }
-  Send(job_->links, Control::WELCOME, node.id, membership::PackWelcome(incarnation, life), {node});
+  Send(job_->links, Control::WELCOME, node.id,
+       membership::Pack(membership::Welcome{incarnation, life}), {node});
   if (!replicas.empty()) Send(job_->links, Control::MEMBERS, node.id, replicas);
-  for (const auto& [server, text, nodes] : words) {
-    if (server != node.id) Send(job_->links, Control::MEMBERS, node.id, text, nodes);
+  for (const auto& [server, word, nodes] : words) {
+    if (server != node.id)
+      Send(job_->links, Control::MEMBERS, node.id, membership::Pack(word), nodes);
   }
   scheduler_->EmitProgress(MembershipEvent::kAdmitted, node);
   GoOn(false);
@@ -245,7 +248,9 @@ std::vector<Node> SchedulerReturn::TakeLeavers(const std::vector<Message>& held,
   std::set<int> saying;
   for (const Message& msg : held) {
     if (msg.meta.control.cmd != Control::LEAVE) continue;
-    const auto departure = membership::ParseFarewell(msg.meta.body, job_->settings.keep);
+    const auto leave = membership::Parse<membership::Leave>(msg.meta.body);
+    if (!leave) continue;
+    const auto departure = membership::DepartureOf(*leave, job_->settings.keep);
     if (departure.failure.empty() && !departure.suspend) saying.insert(msg.meta.sender);
   }
   std::vector<Node> leavers;

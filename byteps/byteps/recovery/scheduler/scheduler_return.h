@@ -4,11 +4,11 @@
 #include <set>
 #include <vector>
 
-#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/refusal.h"
 #include "byteps/net/membership/roster.h"
 #include "byteps/net/membership/scheduled_job.h"
+#include "byteps/net/membership/words.h"
 #include "byteps/recovery/scheduler/accounts.h"
 #include "byteps/recovery/scheduler/leavers.h"
 #include "byteps/recovery/scheduler/replica_table.h"

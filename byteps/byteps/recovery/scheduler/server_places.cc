@@ -15,9 +15,8 @@ using membership::Send;
 
 namespace {
 
-std::string LostWord(int node_id, int turn, const std::string& reason) {
-  return membership::PackWord(
-      {MemberWord::kServerLost, Postoffice::IDtoRank(node_id), 0, reason, turn});
+membership::ServerLost LostWord(int node_id, int turn, const std::string& reason) {
+  return {Postoffice::IDtoRank(node_id), turn, reason};
 }
 
 }  // namespace
@@ -60,9 +59,9 @@ membership::Turns ServerPlaces::TurnsToTell() const {
   return turns;
 }
 
-std::vector<std::string> ServerPlaces::LostWords() const {
+std::vector<MemberWord> ServerPlaces::LostWords() const {
   job_->AssertHeld();
-  std::vector<std::string> words;
+  std::vector<MemberWord> words;
   for (const auto& [id, vacancy] : vacancies_) {
     words.push_back(
         LostWord(id, membership::TurnOf(turns_, Postoffice::IDtoRank(id)), vacancy.reason));
@@ -81,9 +80,8 @@ std::vector<ServerPlaces::Word> ServerPlaces::Words() const {
     }
     const Member* const member = job_->roster.Find(id);
     if (member == nullptr || member->node.port == 0) continue;  // it has not come back yet
-    const MemberWord word{MemberWord::kServerReplaced, rank, job_->roster.expected().servers, "",
-                          turn};
-    words.push_back({id, membership::PackWord(word), {member->node}});
+    const membership::ServerReplaced word{rank, turn, job_->roster.expected().servers};
+    words.push_back({id, word, {member->node}});
   }
   return words;
 }
@@ -141,7 +139,7 @@ bool ServerPlaces::Lose(int node_id, const std::string& reason) {
   }
   BPS_LOG(WARNING) << reason << "; another server has " << Limit(limit, "BYTEPS_REPLACE_SERVERS_S")
                    << " to take its place";
-  const std::string word = LostWord(node_id, turn, reason);
+  const std::string word = membership::Pack(MemberWord(LostWord(node_id, turn, reason)));
   for (const int id : told) Send(job_->links, Control::MEMBERS, id, word);
   Emit(MembershipEvent::kServerLost, lost, reason);
   return true;
@@ -151,9 +149,9 @@ void ServerPlaces::OnFilled(const Node& server) {
   PS_PROBE(kServerReplaced);
   std::vector<Node> left;
   std::vector<int> told;
-  std::vector<std::string> lost;
+  std::vector<MemberWord> words;
   membership::Beginning beginning;
-  std::string word, replicas;
+  MemberWord word;
   MutexLock telling(&job_->telling_mu);
   {
     MutexLock lock(&job_->mu);
@@ -163,19 +161,20 @@ void ServerPlaces::OnFilled(const Node& server) {
       if (worker && member.left && !member.removed && !member.lingers) left.push_back(member.node);
     }
     beginning.turns = TurnsToTell();
-    if (replicas_->active()) replicas = membership::PackReplicas(replicas_->View(true));
+    words = LostWords();
+    if (replicas_->active()) words.push_back(replicas_->View(true));
     told = ToTellOf(server.id);
-    lost = LostWords();
     const int rank = Postoffice::IDtoRank(server.id);
-    word = membership::PackWord({MemberWord::kServerReplaced, rank, job_->roster.expected().servers,
-                                 "", membership::TurnOf(turns_, rank)});
+    word = membership::ServerReplaced{rank, membership::TurnOf(turns_, rank),
+                                      job_->roster.expected().servers};
   }
   scheduler_->TellBeginning({server}, beginning);
-  for (const std::string& other : lost) Send(job_->links, Control::MEMBERS, server.id, other);
   if (!left.empty()) Send(job_->links, Control::NODE_LEFT, server.id, "", left);
-  if (!replicas.empty()) Send(job_->links, Control::MEMBERS, server.id, replicas);
+  for (const MemberWord& news : words)
+    Send(job_->links, Control::MEMBERS, server.id, membership::Pack(news));
   BPS_LOG(INFO) << Describe(server) << " has taken the place of the server that was lost";
-  for (const int id : told) Send(job_->links, Control::MEMBERS, id, word, {server});
+  for (const int id : told)
+    Send(job_->links, Control::MEMBERS, id, membership::Pack(word), {server});
   Emit(MembershipEvent::kServerReplaced, server, "");
 }
 
@@ -189,8 +188,9 @@ void ServerPlaces::TellAll() {
     words = Words();
     for (const Word& word : words) told[word.server] = ToTellOf(word.server);
   }
-  for (const auto& [server, text, nodes] : words) {
-    for (const int id : told[server]) Send(job_->links, Control::MEMBERS, id, text, nodes);
+  for (const auto& [server, word, nodes] : words) {
+    for (const int id : told[server])
+      Send(job_->links, Control::MEMBERS, id, membership::Pack(word), nodes);
   }
 }
 

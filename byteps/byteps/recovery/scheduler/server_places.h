@@ -44,11 +44,11 @@ class ServerPlaces {
   // Of all places, without those of which a node hears by LostWords.
   membership::Turns TurnsToTell() const;
   // What became of the servers whose places are vacant.
-  std::vector<std::string> LostWords() const;
+  std::vector<membership::MemberWord> LostWords() const;
   // What became of all places that were ever lost, with the node that has each now.
   struct Word {
     int server;
-    std::string text;
+    membership::MemberWord word;
     std::vector<Node> nodes;
   };
   std::vector<Word> Words() const;

@@ -19,6 +19,7 @@
 #include "byteps/net/membership/membership_links.h"
 #include "byteps/net/membership/membership_settings.h"
 #include "byteps/net/membership/scheduler_membership.h"
+#include "byteps/net/membership/words.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 
@@ -168,6 +169,29 @@ class RecordedLinks : public MembershipLinks {
 
 using membership::MemberWord;
 
+// Bodies of messages.
+inline std::string Finish(const std::string& error = "") {
+  return membership::Pack(membership::Leave(Farewell{false, "", error}));
+}
+inline std::string Suspend(const std::string& error = "") {
+  return membership::Pack(membership::Leave(Farewell{true, "", error}));
+}
+inline std::string Failed(const std::string& why) {
+  return membership::Pack(membership::Leave(Farewell{false, why, ""}));
+}
+inline std::string Stopped(const std::string& how) {
+  return membership::Pack(membership::Leave(membership::Stopped{how}));
+}
+inline std::string Word(const MemberWord& word) { return membership::Pack(word); }
+// The word of this kind in a message; a failure, if it says another one.
+template <typename T>
+T WordIn(const Message& message) {
+  const auto word = membership::Parse<MemberWord>(message.meta.body);
+  const T* const one = word ? std::get_if<T>(&*word) : nullptr;
+  EXPECT_NE(one, nullptr);
+  return one != nullptr ? *one : T();
+}
+
 class SchedulerMembershipTest : public testing::Test {
  protected:
   void Start(MembershipSettings settings) {
@@ -234,14 +258,11 @@ class SchedulerMembershipTest : public testing::Test {
     message.meta.control.node = {node};
     membership_->Handle(message);
   }
-  MemberWord LastWord(int id) {
-    MemberWord word;
+  template <typename T>
+  T LastWord(int id) {
     const auto told = links_.SentTo(id, Control::MEMBERS);
     EXPECT_FALSE(told.empty());
-    if (!told.empty()) {
-      EXPECT_TRUE(membership::ParseWord(told.back().meta.body, &word));
-    }
-    return word;
+    return told.empty() ? T() : WordIn<T>(told.back());
   }
 
   void StartKept(int servers) {
@@ -255,11 +276,8 @@ class SchedulerMembershipTest : public testing::Test {
                 const std::string& host = "10.0.0.2") {
     Message message;
     message.meta.control.cmd = Control::ADD_NODE;
-    message.meta.body = "protocol=" + std::to_string(membership::kProtocol) +
-                        " workers=" + std::to_string(workers) +
-                        " servers=" + std::to_string(servers) +
-                        " link=0 probe=0 replicas=" + std::to_string(replicas_) +
-                        " backups=" + (backups_ ? "1" : "0");
+    membership::Claim claim{membership::kProtocol, workers, servers, 0, 0, replicas_, backups_};
+    message.meta.body = membership::PackRegistration({claim, {}});
     Node node;
     node.role = role;
     node.aux_id = role == Node::WORKER ? rank : -1;
@@ -305,17 +323,9 @@ class SchedulerMembershipTest : public testing::Test {
     ASSERT_EQ(membership_->View().phase, JobView::kRunning);
     EXPECT_EQ(membership_->View().replicas.present, "11");
   }
-  ReplicaView LastTold(int id) {
-    const auto told = links_.SentTo(id, Control::MEMBERS);
-    ReplicaView view;
-    EXPECT_FALSE(told.empty());
-    if (told.empty()) return view;
-    EXPECT_TRUE(membership::ParseReplicas(told.back().meta.body, &view));
-    return view;
-  }
+  ReplicaView LastTold(int id) { return LastWord<ReplicaView>(id); }
   void Acknowledge() {
-    Say(server_, Control::MEMBERS,
-        membership::PackWord({membership::MemberWord::kAcknowledged, 0, LastTold(server_).epoch}));
+    Say(server_, Control::MEMBERS, Word(membership::Acknowledged{LastTold(server_).epoch}));
   }
 
   void OnEvent(const MembershipEvent& event) {
@@ -369,10 +379,9 @@ class NeighborsTest : public SchedulerMembershipTest {
     }
     return ranks;
   }
-  void ExpectWord(int rank, MemberWord::Kind kind, int about) {
-    const MemberWord word = LastWord(Id(rank));
-    EXPECT_EQ(word.kind, kind) << rank;
-    EXPECT_EQ(word.number, about) << rank;
+  template <typename T>
+  void ExpectWord(int rank, int about) {
+    EXPECT_EQ(LastWord<T>(Id(rank)).rank, about) << rank;
   }
   int CountWords(int rank) { return links_.CountTo(Id(rank), Control::MEMBERS); }
 

@@ -1,5 +1,5 @@
-// A node's side of membership, without a network or a scheduler: the test says
-// what the scheduler says, and looks at what is sent to it.
+// A node's side of membership, without a network or a scheduler: the test says what the scheduler
+// says, and looks at what is sent to it.
 #include "byteps/net/membership/node_membership.h"
 
 #include <gtest/gtest.h>
@@ -21,10 +21,6 @@
 
 namespace ps {
 namespace {
-
-std::string LostWord(int rank, int turn, const std::string& reason) {
-  return membership::PackWord({membership::MemberWord::kServerLost, rank, 0, reason, turn});
-}
 
 class NodeMembershipTest : public testing::Test {
  protected:
@@ -58,18 +54,19 @@ class NodeMembershipTest : public testing::Test {
     membership_->Handle(message);
   }
 
-  void Welcome(int incarnation = 1) {
+  void Welcome(int generation = 1) {
     Node self = links_->self();
     const bool worker = self.role == Node::WORKER;
     self.id = worker ? worker_ : server_;
     if (worker) self.aux_id = 0;
-    Say(Control::WELCOME, std::to_string(incarnation), {self});
+    Say(Control::WELCOME, membership::Pack(membership::Welcome{generation, 1}), {self});
   }
   void JoinAs(Node::Role role) {
     Make(role);
     answers_[Control::ADD_NODE] = [this] {
       Welcome();
-      Say(Control::ADD_NODE, "link=25000 late=0 turns=", {Server()});
+      Say(Control::ADD_NODE, membership::Pack(membership::Beginning{25'000, false, {}}),
+          {Server()});
     };
     membership_->Join();
   }
@@ -114,7 +111,11 @@ class NodeMembershipTest : public testing::Test {
     return Find(kind) != nullptr;
   }
 
-  static std::string Protocol() { return "protocol=" + std::to_string(membership::kProtocol); }
+  membership::Claim Claimed() {
+    const auto said = links_->SentTo(kScheduler, Control::ADD_NODE);
+    EXPECT_EQ(said.size(), 1u);
+    return membership::ParseRegistration(said.at(0).meta.body).claim;
+  }
 
   static MembershipSettings Patient() {
     MembershipSettings settings;
@@ -156,7 +157,8 @@ TEST_F(NodeMembershipTest, LearnsOfTheSchedulersNics) {
   };
   answers_[Control::ADD_NODE] = [&] {
     Welcome();
-    Say(Control::ADD_NODE, "link=25000 late=0 turns=", {scheduler, Server()});
+    Say(Control::ADD_NODE, membership::Pack(membership::Beginning{25'000, false, {}}),
+        {scheduler, Server()});
   };
   membership_->Join();
   EXPECT_EQ(told, std::vector<std::string>({"10.0.0.1", "10.1.0.1"}));
@@ -167,13 +169,15 @@ TEST_F(NodeMembershipTest, AWorkerJoins) {
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] {
     Welcome(3);
-    Say(Control::ADD_NODE, "link=25000 late=0 turns=", {Server()});
+    Say(Control::ADD_NODE, membership::Pack(membership::Beginning{25'000, false, {}}), {Server()});
   };
   membership_->Join();
   const auto claims = links_->SentTo(kScheduler, Control::ADD_NODE);
   ASSERT_EQ(claims.size(), 1u);
-  EXPECT_EQ(claims[0].meta.body,
-            Protocol() + " workers=2 servers=1 link=40000 probe=0 replicas=1 backups=0");
+  EXPECT_EQ(Claimed().workers, 2);
+  EXPECT_EQ(Claimed().servers, 1);
+  EXPECT_EQ(Claimed().link_mbps, 40'000);
+  EXPECT_EQ(Claimed().replicas, 1);
   ASSERT_EQ(claims[0].meta.control.node.size(), 1u);
   EXPECT_EQ(claims[0].meta.control.node[0].aux_id, 0) << "the launcher's rank";
   EXPECT_EQ(links_->self().id, worker_);
@@ -189,12 +193,13 @@ TEST_F(NodeMembershipTest, AWorkerJoins) {
 TEST_F(NodeMembershipTest, AServerThatOutlivesJobsTakesAnyNumberOfWorkers) {
   settings_.keep = true;
   JoinAs(Node::SERVER);
-  EXPECT_EQ(links_->SentTo(kScheduler, Control::ADD_NODE).at(0).meta.body,
-            Protocol() + " workers=-1 servers=1 link=0 probe=0 replicas=0 backups=0");
+  EXPECT_EQ(Claimed().workers, -1);
+  EXPECT_EQ(Claimed().servers, 1);
+  EXPECT_EQ(Claimed().link_mbps, 0);
   settings_.rejoin = true;
   JoinAs(Node::SERVER);
-  EXPECT_EQ(links_->SentTo(kScheduler, Control::ADD_NODE).at(0).meta.body,
-            Protocol() + " workers=-1 servers=-1 link=0 probe=0 replicas=0 backups=0");
+  EXPECT_EQ(Claimed().workers, -1);
+  EXPECT_EQ(Claimed().servers, -1);
 }
 
 TEST_F(NodeMembershipTest, ARefusalEndsJoin) {
@@ -238,8 +243,7 @@ TEST_F(NodeMembershipTest, ASchedulerThatClosesBeforeItsWelcomeCannotBeJoined) {
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { membership_->OnDisconnect(kScheduler); };
   EXPECT_EQ(JoinThrows<Error>(),
-            "the scheduler (10.0.0.1:9000) cannot be "
-            "joined: it closed the connection, as it does "
+            "the scheduler (10.0.0.1:9000) cannot be joined: it closed the connection, as it does "
             "when its job has ended");
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { membership_->OnLinkLost(kScheduler, "refused", false); };
@@ -262,26 +266,23 @@ TEST_F(NodeMembershipTest, AFailureWhileOthersAreMissingIsTheJobs) {
 TEST_F(NodeMembershipTest, OnlyTheSchedulerIsHeard) {
   JoinAs(Node::WORKER);
   Say(Control::JOB_FAILED, "nonsense", {}, server_);
-  Say(Control::JOB_END, "finish");  // servers are told so, not workers
-  Say(Control::LEAVE, "finish");
+  Say(Control::JOB_END, membership::Pack(membership::End{}));  // servers are told so, not workers
+  Say(Control::LEAVE, Finish());
   EXPECT_FALSE(Heard(MembershipEvent::kFailed));
   EXPECT_FALSE(Heard(MembershipEvent::kEnded));
 }
 
 TEST_F(NodeMembershipTest, AWorkerLeavesWhenTheSchedulerHasHeard) {
-  const struct {
-    Farewell farewell;
-    const char* text;
-  } rows[] = {
-      {{}, "finish"},
-      {{true, "", ""}, "suspend"},
-      {{false, "", "push_pull of 'a' timed out"}, "finish after: push_pull of 'a' timed out"},
-      {{true, "exit status 3", "an error"}, "failed: exit status 3"}};
-  for (const auto& row : rows) {
+  const Farewell farewells[] = {{},
+                                {true, "", ""},
+                                {false, "", "push_pull of 'a' timed out"},
+                                {true, "exit status 3", "an error"}};
+  for (const Farewell& farewell : farewells) {
     answers_[Control::LEAVE] = [this] { Say(Control::NODE_LEFT, "", {links_->self()}); };
     JoinAs(Node::WORKER);
-    membership_->Leave(row.farewell);
-    EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body, row.text);
+    membership_->Leave(farewell);
+    EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body,
+              membership::Pack(membership::Leave(farewell)));
     // What the scheduler does then is not this node's affair.
     membership_->OnDisconnect(kScheduler);
     Say(Control::JOB_FAILED, "worker 1 was lost");
@@ -295,7 +296,7 @@ TEST_F(NodeMembershipTest, AServerIsToldWhoLeftAndOfTheEnd) {
   const MembershipEvent left = Await(MembershipEvent::kNodeLeft);
   EXPECT_EQ(left.rank, 1);
   EXPECT_EQ(left.reason, "worker 1 (10.0.0.4) left the job");
-  Say(Control::JOB_END, "suspend");
+  Say(Control::JOB_END, membership::Pack(membership::End{true}));
   EXPECT_TRUE(Await(MembershipEvent::kEnded).suspended);
 }
 
@@ -303,8 +304,7 @@ TEST_F(NodeMembershipTest, ABrokenLinkIsReported) {
   JoinAs(Node::WORKER);
   membership_->OnLinkLost(server_, "its connection was reset", false);
   EXPECT_EQ(links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0).meta.body,
-            "server 0 (10.0.0.3:9001) was lost to worker 0 (10.0.0.2): its "
-            "connection was reset");
+            "server 0 (10.0.0.3:9001) was lost to worker 0 (10.0.0.2): its connection was reset");
   EXPECT_FALSE(Heard(MembershipEvent::kFailed)) << "that is for the scheduler to say";
 }
 
@@ -312,16 +312,14 @@ TEST_F(NodeMembershipTest, TheLinkOfAWorkerThatLeftIsNot) {
   JoinAs(Node::SERVER);
   Say(Control::NODE_LEFT, "", {OtherWorker()});
   membership_->OnLinkLost(OtherWorker().id, "its connection closed", false);
-  // As the scheduler closes after that, which is due later, it is not the
-  // cause.
+  // As the scheduler closes after that, which is due later, it is not the cause.
   membership_->OnDisconnect(kScheduler);
   EXPECT_EQ(Await(MembershipEvent::kFailed).reason,
             "scheduler (10.0.0.1:9000) was lost: its connection closed");
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
 }
 
-// Else the server would fail itself once the replica is back and nobody has
-// left.
+// Else the server would fail itself once the replica is back and nobody has left.
 TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   JoinAs(Node::SERVER);
   membership_->OnLinkLost(OtherWorker().id, "its connection was reset", false);
@@ -332,11 +330,12 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   view.present = "10";
   view.waiting = "00";
   view.lives = {0, 0};
-  Say(Control::MEMBERS, membership::PackReplicas(view), {OtherWorker()});
+  view.donors = {-1, -1};
+  Say(Control::MEMBERS, Word(view), {OtherWorker()});
   view.epoch = 2;
   view.present = "11";
   view.lives = {0, 2};
-  Say(Control::MEMBERS, membership::PackReplicas(view));
+  Say(Control::MEMBERS, Word(view));
   // That of the removed one is forgotten.
   membership_->OnLinkLost(IdOf(Node::WORKER, 0), "its connection was reset", false);
   const auto reports = links_->Await(kScheduler, Control::JOB_FAILED, 2);
@@ -346,14 +345,14 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
 TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
   JoinAs(Node::WORKER);
   membership_->OnLinkLost(server_, "its connection closed", false);
-  Say(Control::MEMBERS, LostWord(0, 1, "server 0 was lost: its connection closed"));
+  Say(Control::MEMBERS,
+      Word(membership::ServerLost{0, 1, "server 0 was lost: its connection closed"}));
   const MembershipEvent lost = Await(MembershipEvent::kServerLost);
   EXPECT_EQ(lost.rank, 0);
   EXPECT_EQ(lost.reason, "server 0 was lost: its connection closed");
   Node next = Server();
   next.port = 9002;
-  const std::string word =
-      membership::PackWord({membership::MemberWord::kServerReplaced, 0, 0, "", 2});
+  const std::string word = Word(membership::ServerReplaced{0, 2, 1});
   Say(Control::MEMBERS, word);  // without saying by whom
   EXPECT_FALSE(Heard(MembershipEvent::kServerReplaced));
   Say(Control::MEMBERS, word, {next});
@@ -362,8 +361,7 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
   // Its own links are watched again.
   membership_->OnLinkLost(server_, "its connection was reset", false);
   EXPECT_EQ(links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0).meta.body,
-            "server 0 (10.0.0.3:9002) was lost to worker 0 (10.0.0.2): its "
-            "connection was reset");
+            "server 0 (10.0.0.3:9002) was lost to worker 0 (10.0.0.2): its connection was reset");
 }
 
 class NeighborTest : public NodeMembershipTest {
@@ -375,8 +373,9 @@ class NeighborTest : public NodeMembershipTest {
     answers_[Control::ADD_NODE] = [this, neighbors] {
       Node self = links_->self();
       self.id = Postoffice::ServerRankToID(1);
-      Say(Control::WELCOME, "1", {self});
-      Say(Control::ADD_NODE, "link=25000 late=0 turns=0:2,", neighbors);
+      Say(Control::WELCOME, membership::Pack(membership::Welcome{1, 1}), {self});
+      Say(Control::ADD_NODE, membership::Pack(membership::Beginning{25'000, false, {{0, 2}}}),
+          neighbors);
     };
     membership_->Join();
   }
@@ -388,9 +387,7 @@ class NeighborTest : public NodeMembershipTest {
   }
   void Replace(const Node& node, int servers, int turn) {
     Say(Control::MEMBERS,
-        membership::PackWord({membership::MemberWord::kServerReplaced,
-                              Postoffice::IDtoRank(node.id), servers, "", turn}),
-        {node});
+        Word(membership::ServerReplaced{Postoffice::IDtoRank(node.id), turn, servers}), {node});
   }
 };
 
@@ -406,12 +403,12 @@ TEST_F(NeighborTest, AServerHasLinksWithItsNeighborsAlone) {
 TEST_F(NeighborTest, TheLinkWithALostServerIsForgottenBeforeTheNextHasItsPlace) {
   JoinAmong({Server(0, 70)});
   membership_->OnLinkLost(Server(0, 0).id, "its connection closed", true);
-  Say(Control::MEMBERS, LostWord(0, 3, "server 0 was lost"));
+  Say(Control::MEMBERS, Word(membership::ServerLost{0, 3, "server 0 was lost"}));
   EXPECT_EQ(Await(MembershipEvent::kServerLost).reason, "server 0 was lost");
   EXPECT_EQ(links_->unlinked(), std::vector<int>{Server(0, 0).id});
   Replace(Server(0, 80), 2, 4);
   EXPECT_EQ(Await(MembershipEvent::kServerReplaced).node.address, "10.0.0.3:9001");
-  Say(Control::MEMBERS, LostWord(0, 3, "server 0 was lost"));
+  Say(Control::MEMBERS, Word(membership::ServerLost{0, 3, "server 0 was lost"}));
   EXPECT_EQ(links_->unlinked().size(), 1u);
   EXPECT_EQ(links_->linked().size(), 2u);
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
@@ -457,7 +454,7 @@ TEST_F(NeighborTest, ABrokenLinkWithAServerIsReportedAsThat) {
 TEST_F(NeighborTest, AServerThatLeavesInOrderIsNoLoss) {
   JoinAmong({Server(0, 70)});
   membership_->OnDisconnect(Server(0, 0).id);
-  Say(Control::JOB_END, "finish");
+  Say(Control::JOB_END, membership::Pack(membership::End{}));
   membership_->OnLinkLost(Server(0, 0).id, "its connection closed", true);
   EXPECT_FALSE(Heard(MembershipEvent::kFailed));
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
@@ -465,7 +462,7 @@ TEST_F(NeighborTest, AServerThatLeavesInOrderIsNoLoss) {
 
 TEST_F(NodeMembershipTest, ServersHearOfOthersWithoutCopiesToo) {
   JoinAs(Node::SERVER);
-  Say(Control::MEMBERS, LostWord(1, 1, "it was lost"));
+  Say(Control::MEMBERS, Word(membership::ServerLost{1, 1, "it was lost"}));
   EXPECT_EQ(Await(MembershipEvent::kServerLost).rank, 1);
 }
 
@@ -500,7 +497,8 @@ TEST_F(NodeMembershipTest, AServerThatIsStoppedSaysHow) {
   answers_[Control::LEAVE] = [this] { Say(Control::JOB_FAILED, "server 0 was stopped"); };
   JoinAs(Node::SERVER);
   membership_->StopByOrder("stopped by SIGTERM");
-  EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body, "stopped by SIGTERM");
+  EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body,
+            Stopped("stopped by SIGTERM"));
   EXPECT_EQ(Await(MembershipEvent::kFailed).reason, "server 0 was stopped");
 }
 

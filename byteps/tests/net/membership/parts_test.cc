@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/membership/account.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/net/membership/heartbeat_thread.h"
 #include "byteps/net/membership/membership.h"
@@ -22,6 +21,7 @@
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
 #include "byteps/net/membership/roster_policy.h"
+#include "byteps/net/membership/words.h"
 #include "ps/internal/postoffice.h"
 #include "tests/net/membership/membership_test.h"
 
@@ -29,7 +29,7 @@ namespace ps {
 namespace {
 
 using membership::Claim;
-using membership::PackFarewell;
+using membership::MemberWord;
 using membership::Refusal;
 
 Node NodeOf(Node::Role role, int rank) {
@@ -42,57 +42,60 @@ Node NodeOf(Node::Role role, int rank) {
   return node;
 }
 
-TEST(MembershipProtocol, ABeginningIsReadAsItWasMade) {
-  for (const int mbps : {0, 1, 25'000, 999'999'999}) {
-    for (const bool late : {false, true}) {
-      for (const membership::Turns& turns : {membership::Turns(), {{0, 2}, {17, 3}}}) {
-        const auto read =
-            membership::ParseBeginning(membership::PackBeginning({mbps, late, turns}));
-        EXPECT_EQ(read.link_mbps, mbps);
-        EXPECT_EQ(read.late, late);
-        EXPECT_EQ(read.turns, turns);
-      }
-    }
-  }
-  for (const char* other :
-       {"", "link=", "link=-5 late=1 turns=", "link=5 late=1", "finish", "link=5 late=1 turns=3",
-        "link=5 late=1 turns=3:0,", "link=5 late=1 turns=3:1,3:2,", "link=5 late=1 turns=-3:1,"}) {
-    const auto read = membership::ParseBeginning(other);
-    EXPECT_EQ(read.link_mbps, 0) << other;
-    EXPECT_FALSE(read.late) << other;
-    EXPECT_TRUE(read.turns.empty()) << other;
-  }
+// The same after a message.
+template <typename T>
+std::optional<T> Sent(const T& word) {
+  return membership::Parse<T>(membership::Pack(word));
 }
 
-TEST(MembershipProtocol, AClaimIsReadAsItWasMade) {
-  Claim claim;
-  claim.protocol = membership::kProtocol;
-  claim.workers = 7;
-  claim.link_mbps = 25'000;
-  claim.probe = 2;
-  Claim read;
-  EXPECT_TRUE(ParseClaim(PackClaim(claim), &read));
-  EXPECT_EQ(PackClaim(read), PackClaim(claim));
-  for (const char* other :
-       {"", "protocol=5 workers=2",
-        "protocol=5 workers=9999999 servers=1 link=0 probe=0 replicas=1 backups=0",
-        "protocol=5 workers=1 servers=1 link=0 probe=0 replicas=1",
-        "protocol=5 workers=1 servers=1 link=-1 probe=0 replicas=1 backups=0"}) {
-    EXPECT_FALSE(ParseClaim(other, &read)) << other;
+TEST(MembershipProtocol, EachWordIsReadAsItWasMade) {
+  const membership::Turns turns{{0, 2}, {17, 3}};
+  const auto beginning = Sent(membership::Beginning{25'000, true, turns});
+  EXPECT_EQ(beginning->link_mbps, 25'000);
+  EXPECT_TRUE(beginning->late);
+  EXPECT_EQ(beginning->turns, turns);
+  const MemberWord words[] = {membership::Acknowledged{17},
+                              membership::Ready(),
+                              membership::Admit{2, 17},
+                              membership::Awaited{2, 17, "outer/0/fragment1"},
+                              membership::Late{2, 17, std::string("it had not pushed 'a\0b'", 24)},
+                              membership::ServerLost{2, 3, "it was lost"},
+                              membership::ServerReplaced{2, 4, 3},
+                              membership::LeftKnown{2}};
+  for (const MemberWord& word : words) {
+    const std::string bytes = membership::Pack(word);
+    const auto read = membership::Parse<MemberWord>(bytes);
+    ASSERT_TRUE(read) << word.index();
+    EXPECT_EQ(read->index(), word.index());
+    EXPECT_EQ(membership::Pack(*read), bytes);
+    EXPECT_FALSE(membership::Parse<MemberWord>(bytes.substr(0, bytes.size() - 1)));
+    EXPECT_FALSE(membership::Parse<MemberWord>(bytes + '\0'));
+  }
+  EXPECT_EQ(std::get<membership::Late>(*Sent(words[4])).why.size(), 24u);
+  EXPECT_FALSE(membership::Parse<MemberWord>("\xff")) << "there is no such word";
+}
+
+TEST(MembershipProtocol, WhatCannotBeIsNotRead) {
+  EXPECT_FALSE(Sent(membership::Beginning{-5, true, {}}));
+  EXPECT_FALSE(Sent(membership::Beginning{5, true, {{-3, 1}}}));
+  for (const MemberWord& word : std::initializer_list<MemberWord>{
+           membership::Late{-1, 0, ""}, membership::LeftKnown{1 << 30},
+           membership::ServerLost{0, 2, "it has its place"}, membership::ServerReplaced{0, 3, 1},
+           membership::Awaited{0, -1, ""}}) {
+    EXPECT_FALSE(Sent(word)) << word.index();
   }
 }
 
 TEST(MembershipProtocol, AFarewellIsAFailureOrNot) {
-  const auto failure = [](const Farewell& farewell, bool errors_count) {
-    return membership::ParseFarewell(PackFarewell(farewell), errors_count).failure;
+  const auto failure = [](const membership::Leave& leave, bool errors_count) {
+    return membership::DepartureOf(*Sent(leave), errors_count).failure;
   };
-  EXPECT_EQ(failure({false, "exit status 3", ""}, false), "failed: exit status 3");
-  EXPECT_EQ(failure({true, "", "it timed out"}, false), "");
-  EXPECT_EQ(failure({true, "", "it timed out"}, true), "failed: it timed out");
-  EXPECT_EQ(membership::ParseFarewell("stopped by SIGTERM", false).failure,
-            "was stopped by SIGTERM");
-  EXPECT_TRUE(membership::ParseFarewell(PackFarewell({true, "", "an error"}), false).suspend);
-  EXPECT_FALSE(membership::ParseFarewell(PackFarewell({}), true).suspend);
+  EXPECT_EQ(failure(Farewell{false, "exit status 3", ""}, false), "failed: exit status 3");
+  EXPECT_EQ(failure(Farewell{true, "", "it timed out"}, false), "");
+  EXPECT_EQ(failure(Farewell{true, "", "it timed out"}, true), "failed: it timed out");
+  EXPECT_EQ(failure(membership::Stopped{"stopped by SIGTERM"}, false), "was stopped by SIGTERM");
+  EXPECT_TRUE(membership::DepartureOf(Farewell{true, "", "an error"}, false).suspend);
+  EXPECT_FALSE(membership::DepartureOf(Farewell(), true).suspend);
 }
 
 TEST(MembershipRoster, ItNamesThoseThatAreMissing) {
@@ -127,54 +130,20 @@ TEST(MembershipRoster, AJobEndsWithItsLastWorker) {
 }
 
 TEST(MembershipProtocol, ReplicasAreToldAsTheyAre) {
-  ReplicaView view;
-  view.workers = 6;
-  view.epoch = 12;
-  view.present = "101";
-  view.waiting = "010";
-  view.lives = {0, 11, 7};
-  view.donors = {-1, -1, 0};
-  for (const std::string news : {"", "replica 1 was removed: worker 3 was lost"}) {
-    view.news = news;
-    ReplicaView told;
-    ASSERT_TRUE(membership::ParseReplicas(membership::PackReplicas(view), &told));
-    EXPECT_EQ(membership::PackReplicas(told), membership::PackReplicas(view));
-    EXPECT_EQ(told.AbsentRanks(), (std::set<int>{2, 3}));
-    EXPECT_EQ(told.donors, view.donors);
-  }
-  for (const char* other :
-       {"", "workers=6", "workers=6 epoch=1 present=1 waiting=0 lives=0 donors=- ",
-        "workers=5 epoch=1 present=11 waiting=00 lives=0,0 donors=-,- ",
-        "workers=6 epoch=1 present=12 waiting=00 lives=0,0 donors=-,- ",
-        "workers=6 epoch=1 present=11 waiting=000 lives=0,0 donors=-,- ",
-        "workers=6 epoch=1 present=11 waiting=00 lives=0 donors=- ",
-        "workers=6 epoch=1 present=11 waiting=00 lives=0,x donors=-,- ",
-        "workers=6 epoch=1 present=11 waiting=00 lives=0,0 donors=-,2 ",
-        "workers=6 epoch=1 present=11 waiting=00 lives=0,0 ",
-        "workers=6 epoch=-1 present=11 waiting=00 lives=0,0 donors=-,- "}) {
-    ReplicaView told;
-    EXPECT_FALSE(membership::ParseReplicas(other, &told)) << other;
-  }
-}
-
-TEST(MembershipProtocol, WordsOfReplicasAreToldAsTheyAre) {
-  using membership::MemberWord;
-  for (const auto kind : {MemberWord::kAcknowledged, MemberWord::kReady, MemberWord::kAdmit,
-                          MemberWord::kAwaited, MemberWord::kLate}) {
-    for (const char* text : {"", "outer/0/fragment1", "it had not pushed 'a b' for 2.0 s"}) {
-      MemberWord word;
-      ASSERT_TRUE(membership::ParseWord(membership::PackWord({kind, 2, 17, text}), &word));
-      EXPECT_EQ(word.kind, kind);
-      EXPECT_EQ(word.number, 2);
-      EXPECT_EQ(word.epoch, 17);
-      EXPECT_EQ(word.text, text);
-    }
-  }
-  for (const char* other : {"", "ready", "ready number=1", "go number=1 epoch=1 ",
-                            "ready number=-1 epoch=1 ", "ready number=1 epoch=1"}) {
-    MemberWord word;
-    EXPECT_FALSE(membership::ParseWord(other, &word)) << other;
-  }
+  const ReplicaView view{6, 12, "101", "010", {0, 11, 7}, {-1, -1, 0}, "replica 1 was removed"};
+  const auto told = Sent(view);
+  ASSERT_TRUE(told);
+  EXPECT_EQ(told->AbsentRanks(), (std::set<int>{2, 3}));
+  EXPECT_EQ(told->donors, view.donors);
+  EXPECT_EQ(told->news, view.news);
+  EXPECT_TRUE(Sent(ReplicaView())) << "there are none";
+  const ReplicaView wrong[] = {
+      {6, 1, "1", "0", {0}, {-1}, ""},          {5, 1, "11", "00", {0, 0}, {-1, -1}, ""},
+      {6, 1, "12", "00", {0, 0}, {-1, -1}, ""}, {6, 1, "11", "000", {0, 0}, {-1, -1}, ""},
+      {6, 1, "11", "00", {0}, {-1}, ""},        {6, 1, "11", "00", {0, -1}, {-1, -1}, ""},
+      {6, 1, "11", "00", {0, 0}, {-1, 2}, ""},  {6, 1, "11", "00", {0, 0}, {-1}, ""},
+      {6, -1, "11", "00", {0, 0}, {-1, -1}, ""}};
+  for (const ReplicaView& other : wrong) EXPECT_FALSE(Sent(other)) << &other - wrong;
 }
 
 TEST(MembershipAdmission, WhatMayBeTrueOfTheLastIncarnationMayComeAgain) {
@@ -295,35 +264,41 @@ TEST_F(Beats, StopNeedsNoStart) { thread_.Stop(); }
 // ----- what nodes tell a scheduler that returns, and nodes whose scheduler has died
 
 using membership::Account;
-using membership::MemberWord;
 
-// ------------------------------------------------------------------ accounts
-
-TEST(Account, SaysWhatItWasTold) {
-  Account account;
+TEST(MembershipProtocol, ARegistrationIsReadAsItWasMade) {
+  membership::Registration registration;
+  registration.claim = {membership::kProtocol, 7, -1, 25'000, 2, 1, true};
+  Account& account = registration.account;
   account.job = 0xffff'ffff'ffff'0001;
   account.life = 3;
   account.is_late = true;
   account.left = {0, 12};
   account.turns = {{0, 2}, {3, 1}};
   account.replicas = {4, 7, "10", "01", {0, 5}, {-1, -1}, ""};
-  Account read;
-  ASSERT_TRUE(ParseAccount("protocol=12" + PackAccount(account), &read));
-  EXPECT_EQ(read.job, account.job);
-  EXPECT_EQ(read.life, 3);
-  EXPECT_TRUE(read.is_late);
-  EXPECT_EQ(read.left, account.left);
-  EXPECT_EQ(read.turns, account.turns);
-  EXPECT_EQ(read.replicas.present, "10");
-  EXPECT_TRUE(ParseAccount("protocol=12", &read));
-  EXPECT_EQ(read.life, 0);
-  for (const char* const bad :
-       {"\n", "\njob=1 life=0 late=0 turns= left=\n", "\njob=0 life=1 late=0 turns= left=\n",
-        "\njob=1 life=1 late=0 turns= left=x,\n", "\njob=1 life=1 late=0 left=\n",
-        "\njob=1 life=1 late=0 turns=0 left=\n",
-        "\njob=1 life=1 late=0 turns= left=", "\njob=1 life=1 late=0 turns= left=\nepoch=1"}) {
-    EXPECT_FALSE(ParseAccount(bad, &read)) << bad;
-  }
+  const std::string text = membership::PackRegistration(registration);
+  const membership::Registration read = membership::ParseRegistration(text);
+  EXPECT_EQ(membership::PackRegistration(read), text);
+  EXPECT_EQ(read.claim.workers, 7);
+  EXPECT_TRUE(read.claim.backups);
+  EXPECT_EQ(read.account.job, account.job);
+  EXPECT_TRUE(read.account.is_late);
+  EXPECT_EQ(read.account.left, account.left);
+  EXPECT_EQ(read.account.turns, account.turns);
+  EXPECT_EQ(read.account.replicas.present, "10");
+}
+
+TEST(MembershipProtocol, AnotherVersionIsToldByItsNumberAlone) {
+  EXPECT_EQ(membership::ParseRegistration("protocol=17 workers=2 servers=1").claim.protocol, 17);
+  EXPECT_EQ(membership::ParseRegistration("").claim.protocol, -1);
+  membership::Registration wrong;
+  wrong.claim.protocol = membership::kProtocol;
+  wrong.claim.link_mbps = -1;
+  EXPECT_EQ(membership::ParseRegistration(PackRegistration(wrong)).claim.protocol, -1);
+  wrong.claim.link_mbps = 0;
+  EXPECT_EQ(membership::ParseRegistration(PackRegistration(wrong)).claim.protocol,
+            membership::kProtocol);
+  wrong.account.life = 1;  // of no job
+  EXPECT_EQ(membership::ParseRegistration(PackRegistration(wrong)).claim.protocol, -1);
 }
 
 // ------------------------------------------------------------------ nodes
@@ -339,7 +314,7 @@ class NodeReturnTest : public testing::Test {
       if (message.meta.control.cmd != Control::ADD_NODE || joined_) return;
       joined_ = true;
       Welcome(1);
-      Say(Control::ADD_NODE, "link=25000 late=0 turns=");
+      Say(Control::ADD_NODE, membership::Pack(membership::Beginning{25'000, false, {}}));
     };
     MembershipSettings settings;
     settings.workers = settings.servers = 1;
@@ -368,15 +343,13 @@ class NodeReturnTest : public testing::Test {
     Node self = links_->self();
     self.id = role_ == Node::WORKER ? Postoffice::WorkerRankToID(0) : Postoffice::ServerRankToID(0);
     if (role_ == Node::WORKER) self.aux_id = 0;
-    Say(Control::WELCOME, membership::PackWelcome(1, life), {self});
+    Say(Control::WELCOME, membership::Pack(membership::Welcome{1, life}), {self});
   }
   // The scheduler dies, and this node says that it returns.
   Account LoseScheduler(size_t attempts = 2) {
     membership_->OnDisconnect(kScheduler);
     const auto said = links_->Await(kScheduler, Control::ADD_NODE, attempts);
-    Account account;
-    EXPECT_TRUE(ParseAccount(said.back().meta.body, &account));
-    return account;
+    return membership::ParseRegistration(said.back().meta.body).account;
   }
   std::string AwaitFailure() {
     MutexLock lock(&mu_);
@@ -401,7 +374,7 @@ TEST_F(NodeReturnTest, AServerTellsWhatItKnows) {
   worker.aux_id = 3;
   worker.port = 0;
   Say(Control::NODE_LEFT, "", {worker});
-  Say(Control::MEMBERS, "workers=4 epoch=5 present=10 waiting=00 lives=0,0 donors=-,- ");
+  Say(Control::MEMBERS, Word(ReplicaView{4, 5, "10", "00", {0, 0}, {-1, -1}, ""}));
   const Account account = LoseScheduler();
   EXPECT_EQ(account.job, links_->job());
   EXPECT_EQ(account.life, 1);
@@ -411,15 +384,15 @@ TEST_F(NodeReturnTest, AServerTellsWhatItKnows) {
 
 TEST_F(NodeReturnTest, WhatWasAskedIsAskedAgain) {
   JoinAs(Node::WORKER);
-  Say(Control::MEMBERS, "workers=2 epoch=5 present=10 waiting=01 lives=0,5 donors=-,- ");
-  membership_->SayOfReplica({MemberWord::kAdmit, 1, 5});
+  Say(Control::MEMBERS, Word(ReplicaView{2, 5, "10", "01", {0, 5}, {-1, -1}, ""}));
+  membership_->SayOfReplica(membership::Admit{1, 5});
   LoseScheduler();
   const int before = links_->CountTo(kScheduler, Control::MEMBERS);
-  membership_->SayOfReplica({MemberWord::kAdmit, 1, 5});  // to nobody
+  membership_->SayOfReplica(membership::Admit{1, 5});  // to nobody
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before);
   Welcome(2);
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);
-  Say(Control::MEMBERS, "workers=2 epoch=7 present=11 waiting=00 lives=0,5 donors=-,- ");
+  Say(Control::MEMBERS, Word(ReplicaView{2, 7, "11", "00", {0, 5}, {-1, -1}, ""}));
   LoseScheduler(3);
   Welcome(3);  // it has been answered
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);

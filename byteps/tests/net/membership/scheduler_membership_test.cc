@@ -109,22 +109,22 @@ TEST_F(SchedulerMembershipTest, MembersCannotSayWhatTheSchedulerSays) {
 
 TEST_F(SchedulerMembershipTest, EachRoleLeavesInItsOwnWay) {
   Gather();
-  Say(server_, Control::LEAVE, "finish");
-  Say(worker_, Control::LEAVE, "stopped by SIGTERM");
+  Say(server_, Control::LEAVE, Finish());
+  Say(worker_, Control::LEAVE, Stopped("stopped by SIGTERM"));
   for (const auto& peer : membership_->View().peers) EXPECT_FALSE(peer.left);
   EXPECT_EQ(failure(), "");
-  Say(worker_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, Finish());
   EXPECT_FALSE(ended());
-  Say(other_, Control::LEAVE, "finish");
+  Say(other_, Control::LEAVE, Finish());
   EXPECT_TRUE(ended());
   EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 1);
 }
 
 TEST_F(SchedulerMembershipTest, AWorkerThatFailsFailsTheJob) {
   Gather();
-  Say(worker_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, Finish());
   EXPECT_EQ(failure(), "");
-  Say(other_, Control::LEAVE, "failed: exit status 3");
+  Say(other_, Control::LEAVE, Failed("exit status 3"));
   EXPECT_EQ(failure(), "worker 1 (10.0.0.2) failed: exit status 3");
   EXPECT_FALSE(ended());
   EXPECT_EQ(links_.CountTo(server_, Control::JOB_FAILED), 1);
@@ -133,8 +133,8 @@ TEST_F(SchedulerMembershipTest, AWorkerThatFailsFailsTheJob) {
 
 TEST_F(SchedulerMembershipTest, AnOperationThatFailedIsTheWorkersAffair) {
   Gather();
-  Say(worker_, Control::LEAVE, "suspend after: push_pull of 'a' timed out");
-  Say(other_, Control::LEAVE, "suspend after: push_pull of 'a' timed out");
+  Say(worker_, Control::LEAVE, Suspend("push_pull of 'a' timed out"));
+  Say(other_, Control::LEAVE, Suspend("push_pull of 'a' timed out"));
   EXPECT_EQ(failure(), "");
   EXPECT_TRUE(ended());
   EXPECT_EQ(membership_->View().incarnation, 2) << "it was suspended";
@@ -143,7 +143,7 @@ TEST_F(SchedulerMembershipTest, AnOperationThatFailedIsTheWorkersAffair) {
 TEST_F(SchedulerMembershipTest, ToAKeptClusterItIsAFailure) {
   StartKept(1);
   GatherNodes();
-  Say(worker_, Control::LEAVE, "finish after: push_pull of 'a' timed out");
+  Say(worker_, Control::LEAVE, Finish("push_pull of 'a' timed out"));
   EXPECT_EQ(failure(), "worker 0 (10.0.0.2) failed: push_pull of 'a' timed out");
 }
 
@@ -181,9 +181,9 @@ TEST_F(SchedulerMembershipTest, HasWorkersOnceAJobHasBegunUntilTheyHaveLeft) {
   Register(Node::SERVER, -1, -1, 1);
   Register(Node::WORKER, 1, 2, 1);
   EXPECT_TRUE(membership_->HasWorkers());
-  Say(worker_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, Finish());
   EXPECT_TRUE(membership_->HasWorkers());
-  Say(other_, Control::LEAVE, "finish");
+  Say(other_, Control::LEAVE, Finish());
   EXPECT_FALSE(membership_->HasWorkers());
 }
 
@@ -199,7 +199,7 @@ TEST_F(SchedulerMembershipTest, ALossEndsTheJobWhateverTheSettingsAllow) {
 
 TEST_F(SchedulerMembershipTest, OnlyMembersAreHeard) {
   Gather();
-  Say(Postoffice::WorkerRankToID(5), Control::LEAVE, "stopped");
+  Say(Postoffice::WorkerRankToID(5), Control::LEAVE, Stopped("stopped"));
   Say(Postoffice::WorkerRankToID(5), Control::JOB_FAILED, "nonsense");
   EXPECT_EQ(failure(), "");
   Say(worker_, Control::JOB_FAILED, "server 0 was lost to worker 0");
@@ -236,7 +236,7 @@ TEST_F(NeighborsTest, OfTwoServersEachIsTheOthers) {
 
 TEST_F(NeighborsTest, ServersLeaveOneByOneWhenTheJobHasEnded) {
   GatherServers(2);
-  Say(worker_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, Finish());
   ASSERT_TRUE(ended());
   Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
   membership_->OnDisconnect(Id(1));

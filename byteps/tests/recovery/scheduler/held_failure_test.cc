@@ -11,7 +11,7 @@ using HeldFailureTest = RecoveryTest;
 TEST_F(HeldFailureTest, WhoEndedBeforeAWorkerFailedIsNamed) {
   Gather();
   links_.SetBroken({worker_});
-  Say(other_, Control::LEAVE, "failed: RuntimeError: Connection reset by peer");
+  Say(other_, Control::LEAVE, Failed("RuntimeError: Connection reset by peer"));
   EXPECT_EQ(failure(), "");
   EXPECT_EQ(links_.SentTo(other_, Control::JOB_FAILED)[0].meta.body,
             "worker 1 (10.0.0.2) failed: RuntimeError: Connection reset by peer");
@@ -26,8 +26,8 @@ TEST_F(HeldFailureTest, WhoEndedBeforeAWorkerFailedIsNamed) {
 TEST_F(HeldFailureTest, AWorkerWhoseLinkWasBrokenSaysItself) {
   Gather();
   links_.SetBroken({worker_});
-  Say(other_, Control::LEAVE, "failed: RuntimeError: Connection reset by peer");
-  Say(worker_, Control::LEAVE, "failed: told to end by SIGTERM");
+  Say(other_, Control::LEAVE, Failed("RuntimeError: Connection reset by peer"));
+  Say(worker_, Control::LEAVE, Failed("told to end by SIGTERM"));
   EXPECT_EQ(failure(),
             "worker 0 (10.0.0.2) failed: told to end by SIGTERM; then worker 1 (10.0.0.2) failed: "
             "RuntimeError: Connection reset by peer");
@@ -36,7 +36,7 @@ TEST_F(HeldFailureTest, AWorkerWhoseLinkWasBrokenSaysItself) {
 TEST_F(HeldFailureTest, AFailureIsNamedWhenALinkThatBrokeIsThereAgain) {
   Gather();
   links_.SetBroken({worker_});
-  Say(other_, Control::LEAVE, "failed: exit status 3");
+  Say(other_, Control::LEAVE, Failed("exit status 3"));
   EXPECT_EQ(failure(), "");
   links_.SetBroken({});
   links_.Await(server_, Control::JOB_FAILED, 1);

@@ -6,14 +6,13 @@
 #include <vector>
 
 #include "byteps/net/link/admission.h"
-#include "byteps/net/membership/account.h"
+#include "byteps/net/membership/words.h"
 #include "tests/recovery/scheduler/recovery_test.h"
 
 namespace ps {
 namespace {
 
 using membership::Account;
-using membership::PackWord;
 
 constexpr uint64_t kJob = 77 << 16 | 1;
 
@@ -36,7 +35,7 @@ class SchedulerReturnTest : public RecoveryTest {
     bool is_late = false;
     std::set<int> left = {};
     membership::Turns turns = {};
-    std::string view = {};  // "epoch=5 present=10 waiting=00 lives=0,0 donors=-,-"
+    ReplicaView view = {};
   };
   void Return(int id, const Comes& comes) {
     Account account;
@@ -45,9 +44,7 @@ class SchedulerReturnTest : public RecoveryTest {
     account.is_late = comes.is_late;
     account.left = comes.left;
     account.turns = comes.turns;
-    if (!comes.view.empty()) {
-      EXPECT_TRUE(membership::ParseReplicas("workers=4 " + comes.view + " ", &account.replicas));
-    }
+    account.replicas = comes.view;
     const bool worker = id % 2 != 0;
     membership::Claim claim;
     claim.protocol = membership::kProtocol;
@@ -55,7 +52,7 @@ class SchedulerReturnTest : public RecoveryTest {
     claim.replicas = worker ? replicas_ : 0;
     Message message;
     message.meta.control.cmd = Control::ADD_NODE;
-    message.meta.body = PackClaim(claim) + PackAccount(account);
+    message.meta.body = membership::PackRegistration({claim, account});
     Node node;
     node.role = worker ? Node::WORKER : Node::SERVER;
     node.id = id;
@@ -71,9 +68,7 @@ class SchedulerReturnTest : public RecoveryTest {
   void AwaitEnd() {
     while (!ended() && failure().empty()) usleep(10'000);
   }
-  void SayLeft(int rank) {
-    Say(server_, Control::MEMBERS, PackWord({MemberWord::kLeftKnown, rank}));
-  }
+  void SayLeft(int rank) { Say(server_, Control::MEMBERS, Word(membership::LeftKnown{rank})); }
 };
 
 TEST_F(SchedulerReturnTest, TheJobGoesOnWhenAllHaveComeBack) {
@@ -81,12 +76,13 @@ TEST_F(SchedulerReturnTest, TheJobGoesOnWhenAllHaveComeBack) {
   Return(server_);
   Return(worker_);
   EXPECT_EQ(links_.job(), kJob);
-  EXPECT_EQ(links_.SentTo(worker_, Control::WELCOME)[0].meta.body, "1 life=2");
-  Say(worker_, Control::LEAVE, "finish");  // waits for the others
+  EXPECT_EQ(links_.SentTo(worker_, Control::WELCOME)[0].meta.body,
+            membership::Pack(membership::Welcome{1, 2}));
+  Say(worker_, Control::LEAVE, Finish());  // waits for the others
   EXPECT_EQ(links_.CountTo(server_, Control::NODE_LEFT), 0);
   Return(other_);
   EXPECT_EQ(membership_->View().phase, JobView::kRunning);
-  Say(other_, Control::LEAVE, "finish");
+  Say(other_, Control::LEAVE, Finish());
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 0);  // the server does not know yet
   SayLeft(0);
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
@@ -114,7 +110,8 @@ TEST_F(SchedulerReturnTest, WhoIsLostBeforeAllHaveComeMayComeAgain) {
   EXPECT_EQ(membership_->View().phase, JobView::kGathering);
   Return(worker_, {.life = 2});
   EXPECT_EQ(membership_->View().phase, JobView::kRunning);
-  EXPECT_EQ(links_.SentTo(worker_, Control::WELCOME).back().meta.body, "1 life=3");
+  EXPECT_EQ(links_.SentTo(worker_, Control::WELCOME).back().meta.body,
+            membership::Pack(membership::Welcome{1, 3}));
   EXPECT_EQ(failure(), "");
 }
 
@@ -124,7 +121,7 @@ TEST_F(SchedulerReturnTest, OfThoseThatLeftServersTell) {
   EXPECT_EQ(membership_->View().phase, JobView::kGathering);
   Return(other_);
   EXPECT_EQ(membership_->View().phase, JobView::kRunning);
-  Say(other_, Control::LEAVE, "finish");
+  Say(other_, Control::LEAVE, Finish());
   SayLeft(1);
   EXPECT_TRUE(ended());
 }
@@ -185,7 +182,7 @@ TEST_F(SchedulerReturnTest, WithoutTheSettingNobodyIsTaken) {
 TEST_F(SchedulerReturnTest, AJobOfWhichServersHeardThatItIsOverEnds) {
   StartAgain(2, 0.3);
   Return(worker_);  // worker 1 has left, and only servers would tell of it
-  Say(worker_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, Finish());
   AwaitEnd();
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
   EXPECT_EQ(failure(), "");
@@ -197,8 +194,8 @@ TEST_F(SchedulerReturnTest, AChangeThatOnlySomeHeardIsToldToAll) {
   // Workers know that replica 1 was removed, the server does not.
   replicas_ = 2;
   StartAgain(4);
-  Return(server_, {.view = "epoch=0 present=11 waiting=00 lives=0,0 donors=-,-"});
-  Return(Id(0), {.view = "epoch=1 present=10 waiting=00 lives=0,0 donors=-,-"});
+  Return(server_, {.view = ReplicaView{4, 0, "11", "00", {0, 0}, {-1, -1}, ""}});
+  Return(Id(0), {.view = ReplicaView{4, 1, "10", "00", {0, 0}, {-1, -1}, ""}});
   Return(Id(1));
   EXPECT_EQ(LastTold(server_).epoch, 2);
   EXPECT_EQ(LastTold(server_).present, "10");
@@ -208,11 +205,11 @@ TEST_F(SchedulerReturnTest, AChangeThatOnlySomeHeardIsToldToAll) {
   Acknowledge();
   Register(Node::WORKER, 2, 4, 1);
   Register(Node::WORKER, 3, 4, 1);
-  Say(Id(2), Control::MEMBERS, PackWord({MemberWord::kReady}));
-  Say(Id(3), Control::MEMBERS, PackWord({MemberWord::kReady}));
+  Say(Id(2), Control::MEMBERS, Word(membership::Ready()));
+  Say(Id(3), Control::MEMBERS, Word(membership::Ready()));
   const ReplicaView waits = LastTold(worker_);
   EXPECT_EQ(waits.waiting, "01");
-  Say(worker_, Control::MEMBERS, PackWord({MemberWord::kAdmit, 1, waits.lives[1]}));
+  Say(worker_, Control::MEMBERS, Word(membership::Admit{1, waits.lives[1]}));
   Acknowledge();
   EXPECT_EQ(LastTold(worker_).present, "11");
   EXPECT_EQ(LastTold(worker_).donors, (std::vector<int>{-1, 0}));
@@ -221,10 +218,9 @@ TEST_F(SchedulerReturnTest, AChangeThatOnlySomeHeardIsToldToAll) {
 TEST_F(SchedulerReturnTest, TheDonorOfOneThatJoinedStaysTheSame) {
   replicas_ = 2;
   StartAgain(4);
-  Return(server_, {.view = "epoch=6 present=11 waiting=00 lives=4,0 donors=-,-"});
+  Return(server_, {.view = ReplicaView{4, 6, "11", "00", {4, 0}, {-1, -1}, ""}});
   for (const int rank : {0, 1}) {
-    Return(Id(rank),
-           {.is_late = true, .view = "epoch=7 present=11 waiting=00 lives=4,0 donors=1,-"});
+    Return(Id(rank), {.is_late = true, .view = ReplicaView{4, 7, "11", "00", {4, 0}, {1, -1}, ""}});
   }
   for (const int rank : {2, 3}) Return(Id(rank));
   EXPECT_EQ(LastTold(worker_).donors, (std::vector<int>{1, -1}));
@@ -234,7 +230,7 @@ TEST_F(SchedulerReturnTest, OneThatDoesNotKnowThatItWasRemovedIsTold) {
   replicas_ = 2;
   StartAgain(4);
   Return(Id(2));
-  Return(server_, {.view = "epoch=3 present=10 waiting=00 lives=0,0 donors=-,-"});
+  Return(server_, {.view = ReplicaView{4, 3, "10", "00", {0, 0}, {-1, -1}, ""}});
   for (const int rank : {0, 1}) Return(Id(rank));
   EXPECT_EQ(links_.CountTo(Id(2), Control::JOB_FAILED), 1);
   EXPECT_EQ(links_.CountTo(Id(0), Control::JOB_FAILED), 0);
@@ -246,8 +242,8 @@ TEST_F(SchedulerReturnTest, AnAdmissionInFlightIsCompleted) {
   // The server knows it, and workers see the replica wait.
   replicas_ = 2;
   StartAgain(4);
-  const std::string waits = "epoch=5 present=10 waiting=01 lives=0,5 donors=-,-";
-  Return(server_, {.view = "epoch=6 present=11 waiting=00 lives=0,5 donors=-,-"});
+  const ReplicaView waits{4, 5, "10", "01", {0, 5}, {-1, -1}, ""};
+  Return(server_, {.view = ReplicaView{4, 6, "11", "00", {0, 5}, {-1, -1}, ""}});
   for (const int rank : {0, 1}) Return(Id(rank), {.view = waits});
   for (const int rank : {2, 3}) Return(Id(rank), {.is_late = true, .view = waits});
   EXPECT_EQ(LastTold(server_).present, "11");
@@ -260,13 +256,13 @@ TEST_F(SchedulerReturnTest, AnAdmissionInFlightIsCompleted) {
 TEST_F(SchedulerReturnTest, OneThatGathersGoesOnGathering) {
   replicas_ = 2;
   StartAgain(4);
-  const std::string removed = "epoch=4 present=10 waiting=00 lives=0,2 donors=-,-";
+  const ReplicaView removed{4, 4, "10", "00", {0, 2}, {-1, -1}, ""};
   Return(server_, {.view = removed});
   Return(Id(2), {.is_late = true});  // has heard nothing yet
   for (const int rank : {0, 1}) Return(Id(rank), {.view = removed});
   Register(Node::WORKER, 3, 4, 1);
-  Say(Id(2), Control::MEMBERS, PackWord({MemberWord::kReady}));
-  Say(Id(3), Control::MEMBERS, PackWord({MemberWord::kReady}));
+  Say(Id(2), Control::MEMBERS, Word(membership::Ready()));
+  Say(Id(3), Control::MEMBERS, Word(membership::Ready()));
   EXPECT_EQ(LastTold(worker_).waiting, "01");
   // Its connections with servers are of this life.
   EXPECT_TRUE(links_.SentTo(server_, Control::MEMBERS)[0].meta.control.node.empty());
@@ -293,8 +289,7 @@ TEST_F(SchedulerReturnTest, OneThatNeverComesBackIsRemovedThoughAllOthersHaveLef
   membership_ = std::make_unique<SchedulerMembership>(
       &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
   membership_->Join();
-  Return(server_,
-         {.left = {0, 1, 2}, .view = "epoch=0 present=11 waiting=00 lives=0,0 donors=-,-"});
+  Return(server_, {.left = {0, 1, 2}, .view = ReplicaView{4, 0, "11", "00", {0, 0}, {-1, -1}, ""}});
   EXPECT_FALSE(ended());
   AwaitEnd();
   EXPECT_EQ(failure(), "");
@@ -312,7 +307,7 @@ TEST_F(SchedulerReturnTest, WhatHasHeardThatTheJobIsOverNeedsNotComeBack) {
   membership_->Join();
   Return(server_, {.left = {0}});
   Return(other_);
-  Say(other_, Control::LEAVE, "finish");
+  Say(other_, Control::LEAVE, Finish());
   AwaitEnd();
   EXPECT_EQ(failure(), "");
   EXPECT_EQ(links_.CountTo(other_, Control::NODE_LEFT), 1);
@@ -326,15 +321,16 @@ TEST_F(SchedulerReturnTest, APlaceThatWasVacantIsFilled) {
   StartAgain(2, 600, 600);
   Return(worker_, {.turns = {{0, 1}}});
   Return(other_);
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost) << "it may not have heard";
-  EXPECT_EQ(LastWord(other_).turn, 1);
+  LastWord<membership::ServerLost>(other_);  // it may not have heard
+  EXPECT_EQ(LastWord<membership::ServerLost>(other_).turn, 1);
   Register(Node::SERVER, -1, -1, 1);
   for (const int id : {worker_, other_}) {
-    EXPECT_EQ(LastWord(id).kind, MemberWord::kServerReplaced);
-    EXPECT_EQ(LastWord(id).turn, 2);
+    LastWord<membership::ServerReplaced>(id);
+    EXPECT_EQ(LastWord<membership::ServerReplaced>(id).turn, 2);
   }
   const auto told = links_.SentTo(server_, Control::ADD_NODE).back();
-  EXPECT_EQ(membership::ParseBeginning(told.meta.body).turns, (membership::Turns{{0, 2}}));
+  EXPECT_EQ(membership::Parse<membership::Beginning>(told.meta.body)->turns,
+            (membership::Turns{{0, 2}}));
   EXPECT_EQ(membership_->View().phase, JobView::kRunning);
   EXPECT_EQ(failure(), "");
 }
@@ -362,8 +358,8 @@ TEST_F(SchedulerReturnTest, OfAServerThatWasReplacedAllHear) {
   Return(worker_);
   Return(other_, {.turns = {{0, 1}}});
   for (const int id : {worker_, other_}) {
-    EXPECT_EQ(LastWord(id).kind, MemberWord::kServerReplaced);
-    EXPECT_EQ(LastWord(id).turn, 2);
+    LastWord<membership::ServerReplaced>(id);
+    EXPECT_EQ(LastWord<membership::ServerReplaced>(id).turn, 2);
     const auto nodes = links_.SentTo(id, Control::MEMBERS).back().meta.control.node;
     EXPECT_EQ(TokenOf(nodes.at(0)), 6u);
   }
@@ -374,8 +370,9 @@ TEST_F(SchedulerReturnTest, AServerThatStaysAwayIsReplaced) {
   Return(worker_);
   Return(other_);
   const auto words = links_.Await(other_, Control::MEMBERS, 1);
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
-  EXPECT_EQ(LastWord(other_).text.find("server 0 (unknown) did not come back to the scheduler"),
+  LastWord<membership::ServerLost>(other_);
+  EXPECT_EQ(LastWord<membership::ServerLost>(other_).reason.find(
+                "server 0 (unknown) did not come back to the scheduler"),
             0u);
   EXPECT_EQ(failure(), "");
 }
@@ -383,8 +380,8 @@ TEST_F(SchedulerReturnTest, AServerThatStaysAwayIsReplaced) {
 TEST_F(SchedulerReturnTest, WhoStaysForOthersGoesWhenServersKnow) {
   StartAgain(2, 600, 600);
   for (const int id : {server_, worker_, other_}) Return(id);
-  Say(worker_, Control::LEAVE, "finish");
-  Say(other_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, Finish());
+  Say(other_, Control::LEAVE, Finish());
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 0) << "the server does not know yet";
   SayLeft(0);
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
@@ -397,10 +394,10 @@ TEST_F(SchedulerReturnTest, WhoStaysForOthersGoesWhenServersKnow) {
 TEST_F(SchedulerReturnTest, WhenAllHaveLeftNoServerIsWaitedFor) {
   StartAgain(2, 600, 600);
   for (const int id : {server_, worker_, other_}) Return(id);
-  Say(worker_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, Finish());
   membership_->OnDisconnect(server_);
   EXPECT_FALSE(ended());
-  Say(other_, Control::LEAVE, "finish");
+  Say(other_, Control::LEAVE, Finish());
   EXPECT_TRUE(ended());
   EXPECT_EQ(failure(), "");
 }

@@ -19,16 +19,15 @@ TEST_F(ServerPlacesTest, AnotherServerTakesThePlaceOfALostOne) {
   membership_->OnDisconnect(server_);
   EXPECT_EQ(failure(), "");
   for (const int id : {worker_, other_}) {
-    const MemberWord word = LastWord(id);
-    EXPECT_EQ(word.kind, MemberWord::kServerLost);
-    EXPECT_EQ(word.number, 0);
-    EXPECT_EQ(word.text, "server 0 (10.0.0.2:9001) was lost: its connection closed");
+    const auto word = LastWord<membership::ServerLost>(id);
+    EXPECT_EQ(word.rank, 0);
+    EXPECT_EQ(word.reason, "server 0 (10.0.0.2:9001) was lost: its connection closed");
   }
   EXPECT_EQ(links_.CountTo(server_, Control::JOB_FAILED), 1) << "should it be there after all";
   Register(Node::SERVER, -1, -1, 1);
   EXPECT_EQ(links_.CountTo(server_, Control::ADD_NODE), 2) << "it joins at once";
   for (const int id : {worker_, other_}) {
-    EXPECT_EQ(LastWord(id).kind, MemberWord::kServerReplaced);
+    LastWord<membership::ServerReplaced>(id);
     EXPECT_EQ(links_.SentTo(id, Control::MEMBERS).back().meta.control.node.at(0).port, 9001);
   }
   EXPECT_EQ(membership_->View().phase, JobView::kRunning);
@@ -43,14 +42,14 @@ TEST_F(ServerPlacesTest, WithoutTheSettingItsLossEndsTheJob) {
 
 TEST_F(ServerPlacesTest, WhoHasLeftStaysForOthersWhileAServerMayBeLost) {
   GatherReplacing();
-  Say(worker_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, Finish());
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 0) << "its sums may be wanted";
   membership_->OnDisconnect(server_);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerLost);
+  LastWord<membership::ServerLost>(worker_);
   Register(Node::SERVER, -1, -1, 1);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
+  LastWord<membership::ServerReplaced>(worker_);
   EXPECT_EQ(links_.CountTo(server_, Control::NODE_LEFT), 0) << "it may give what others lack";
-  Say(other_, Control::LEAVE, "finish");
+  Say(other_, Control::LEAVE, Finish());
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
   EXPECT_EQ(links_.CountTo(other_, Control::NODE_LEFT), 1);
   EXPECT_TRUE(ended());
@@ -68,22 +67,22 @@ TEST_F(ServerPlacesTest, ANewServerTakesThePlaceThatIsVacantForLongest) {
   for (const int rank : {1, 0}) membership_->OnDisconnect(Postoffice::ServerRankToID(rank));
   for (const int rank : {1, 0}) {
     Register(Node::SERVER, -1, -1, 2);
-    EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
-    EXPECT_EQ(LastWord(worker_).number, rank);
+    EXPECT_EQ(LastWord<membership::ServerReplaced>(worker_).rank, rank);
   }
 }
 
 TEST_F(LostNeighborTest, TheOthersHearThatAServerIsLostAndReplaced) {
   GatherServers(4);
   membership_->OnDisconnect(Id(1));
-  for (const int rank : {0, 2, 3}) ExpectWord(rank, MemberWord::kServerLost, 1);
+  for (const int rank : {0, 2, 3}) ExpectWord<membership::ServerLost>(rank, 1);
   EXPECT_EQ(CountWords(1), 0);
   Come();
   EXPECT_EQ(Told(1), (Ranks{0, 2}));
   EXPECT_EQ(CountWords(1), 0) << "of itself there is no news";
   for (const int rank : {0, 2, 3}) {
-    ExpectWord(rank, MemberWord::kServerReplaced, 1);
-    EXPECT_EQ(LastWord(Id(rank)).epoch, 4) << "so it knows its neighbors";
+    ExpectWord<membership::ServerReplaced>(rank, 1);
+    EXPECT_EQ(LastWord<membership::ServerReplaced>(Id(rank)).servers, 4)
+        << "so it knows its neighbors";
     const auto told = links_.SentTo(Id(rank), Control::MEMBERS);
     EXPECT_EQ(told.back().meta.control.node.at(0).id, Id(1));
   }
@@ -96,11 +95,11 @@ TEST_F(LostNeighborTest, AServerThatComesHearsWhoIsLost) {
   membership_->OnDisconnect(Id(2));
   Come();
   EXPECT_EQ(Told(1), Ranks{0});
-  ExpectWord(1, MemberWord::kServerLost, 2);
+  ExpectWord<membership::ServerLost>(1, 2);
   Come();
   EXPECT_EQ(Told(2), (Ranks{0, 1}));
-  ExpectWord(1, MemberWord::kServerReplaced, 2);
-  ExpectWord(0, MemberWord::kServerReplaced, 2);
+  ExpectWord<membership::ServerReplaced>(1, 2);
+  ExpectWord<membership::ServerReplaced>(0, 2);
 }
 
 TEST_F(LostNeighborTest, WithoutCopiesServersMeetNobody) {
@@ -109,8 +108,8 @@ TEST_F(LostNeighborTest, WithoutCopiesServersMeetNobody) {
   membership_->OnDisconnect(Id(1));
   Come();
   EXPECT_EQ(Told(1), Ranks());
-  ExpectWord(0, MemberWord::kServerReplaced, 1);  // as the workers do, so that none is late
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
+  ExpectWord<membership::ServerReplaced>(0, 1);  // as the workers do, so that none is late
+  LastWord<membership::ServerReplaced>(worker_);
 }
 
 }  // namespace

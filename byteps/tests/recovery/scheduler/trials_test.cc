@@ -14,10 +14,10 @@ TEST_F(TrialsTest, AServerIsReplacedWhoseLinkWithAWorkerBroke) {
   membership_->OnDisconnect(server_);
   Register(Node::SERVER, -1, -1, 1);
   Accuse(worker_, 9002);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerReplaced);
+  LastWord<membership::ServerReplaced>(worker_);
   Accuse(worker_, 9001);
   EXPECT_EQ(failure(), "") << "without the worker there is no job";
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+  LastWord<membership::ServerLost>(other_);
 }
 
 TEST_F(TrialsTest, AServerThatIsHeardIsNotTheOneThatIsGone) {
@@ -33,9 +33,7 @@ TEST_F(TrialsTest, AServerThatIsNotHeardIs) {
   GatherReplacingReplicas();
   Accuse(worker_, 9001);
   const auto words = links_.Await(other_, Control::MEMBERS, 1);  // for some seconds
-  MemberWord word;
-  ASSERT_TRUE(membership::ParseWord(words[0].meta.body, &word));
-  EXPECT_EQ(word.kind, MemberWord::kServerLost);
+  WordIn<membership::ServerLost>(words[0]);
   EXPECT_EQ(membership_->View().replicas.present, "11");
 }
 
@@ -43,8 +41,8 @@ TEST_F(TrialsTest, AServerIsGoneThatMostReplicasHaveLost) {
   GatherReplacingReplicas();
   Accuse(worker_, 9001);
   Accuse(other_, 9001);
-  EXPECT_EQ(LastWord(worker_).kind, MemberWord::kServerLost);
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+  LastWord<membership::ServerLost>(worker_);
+  LastWord<membership::ServerLost>(other_);
   Register(Node::SERVER, -1, -1, 1);
   Say(server_, Control::HEARTBEAT, "");
   EXPECT_EQ(membership_->View().replicas.present, "11") << "nobody is to blame any more";
@@ -57,16 +55,16 @@ TEST_F(TrialsTest, AServerThatHasLostTheLastReplicaIsGone) {
   EXPECT_EQ(LastTold(server_).present, "01");
   AccuseWorker(other_);
   EXPECT_EQ(failure(), "") << "without the last replica there is no job";
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+  LastWord<membership::ServerLost>(other_);
 }
 
 TEST_F(TrialsTest, WhatALostServerHasSaidCountsNoMore) {
   GatherReplacingReplicas();
-  Say(worker_, Control::LEAVE, "failed: exit status 3");
+  Say(worker_, Control::LEAVE, Failed("exit status 3"));
   Accuse(other_, 9001);
   AccuseWorker(other_);
   EXPECT_EQ(failure(), "");
-  EXPECT_EQ(LastWord(other_).kind, MemberWord::kServerLost);
+  LastWord<membership::ServerLost>(other_);
 }
 
 TEST_F(LostNeighborTest, WhoAccusesAServerThatIsHeardIsLost) {
@@ -74,10 +72,10 @@ TEST_F(LostNeighborTest, WhoAccusesAServerThatIsHeardIsLost) {
   Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
   EXPECT_EQ(CountWords(1), 0) << "nobody is lost yet";
   Say(Id(1), Control::HEARTBEAT, "");
-  ExpectWord(1, MemberWord::kServerLost, 0);
-  EXPECT_EQ(LastWord(Id(1)).text,
+  ExpectWord<membership::ServerLost>(1, 0);
+  EXPECT_EQ(LastWord<membership::ServerLost>(Id(1)).reason,
             "server 0 (10.0.0.2:9001) cannot go on: server 1 was lost to server 0");
-  EXPECT_EQ(LastWord(worker_).number, 0);
+  EXPECT_EQ(LastWord<membership::ServerLost>(worker_).rank, 0);
   EXPECT_EQ(failure(), "");
 }
 
@@ -85,7 +83,7 @@ TEST_F(LostNeighborTest, AServerThatIsAccusedAndNotHeardIsLost) {
   GatherServers(2);
   Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
   links_.Await(Id(0), Control::MEMBERS, 1);  // for some seconds
-  ExpectWord(0, MemberWord::kServerLost, 1);
+  ExpectWord<membership::ServerLost>(0, 1);
   EXPECT_EQ(failure(), "");
 }
 
@@ -93,9 +91,9 @@ TEST_F(LostNeighborTest, OfTwoThatAccuseEachOtherOneIsLost) {
   GatherServers(2);
   Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
   Accuse(Id(1), Id(0), 9001, "server 0 was lost to server 1");
-  ExpectWord(1, MemberWord::kServerLost, 0);
+  ExpectWord<membership::ServerLost>(1, 0);
   Come();
-  ExpectWord(1, MemberWord::kServerReplaced, 0);
+  ExpectWord<membership::ServerReplaced>(1, 0);
   Say(Id(1), Control::HEARTBEAT, "");
   Say(Id(0), Control::HEARTBEAT, "");
   EXPECT_EQ(CountWords(0), 0) << "its place is another's by now";
@@ -108,7 +106,7 @@ TEST_F(LostNeighborTest, WhoIsLostAccusesNobodyAnyMore) {
   membership_->OnDisconnect(Id(0));
   Come();
   Say(Id(1), Control::HEARTBEAT, "");
-  ExpectWord(1, MemberWord::kServerReplaced, 0);
+  ExpectWord<membership::ServerReplaced>(1, 0);
   EXPECT_EQ(links_.CountTo(worker_, Control::MEMBERS), 2) << "one was lost, and one has its place";
 }
 
@@ -119,7 +117,7 @@ TEST_F(LostNeighborTest, AReportOfALinkWithAnEarlierServerIsNoNews) {
   Come();
   Accuse(Id(0), Id(1), 9002, "server 1 was lost to server 0");
   Say(Id(1), Control::HEARTBEAT, "");
-  ExpectWord(0, MemberWord::kServerReplaced, 1);
+  ExpectWord<membership::ServerReplaced>(0, 1);
   EXPECT_EQ(CountWords(1), 0);
   EXPECT_EQ(failure(), "");
 }
