@@ -188,6 +188,7 @@ std::vector<Node> SchedulerReturn::MakeRoom(const Node& node, const Account& acc
 }
 
 bool SchedulerReturn::HoldsBack(const Message& msg) {
+  job_->AssertHeld();
   if (!gathers_ || msg.meta.control.cmd == Control::HEARTBEAT) return false;
   held_.push_back(msg);
   return true;
