@@ -169,8 +169,11 @@ def _digest(value: torch.Tensor) -> bytes:
 
 
 def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
-    """Which steps were clipped after servers had tried them: they do not after two such steps."""
+    """Which steps were clipped after servers had tried them. They try none after two such steps,
+    nor where parameters come down during the forward pass."""
     extra = list(layout.extra)
+    if "--overlap-param-gather" in extra and "muon" not in extra:
+        return [False] * len(seen.steps)
     limit = float(extra[extra.index("--clip-grad") + 1]) if "--clip-grad" in extra else 1.0
     clipped = [0 < limit < (step.grad_norm or 0.0) for step in seen.steps]
     tries = [clipped[max(0, i - 2) : i] != [True, True] for i in range(len(clipped))]
