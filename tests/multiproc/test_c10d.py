@@ -83,6 +83,18 @@ def test_fewer_bits_on_the_wire(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=1, env=env).run("c10d:collectives")
 
 
+def test_hosts_with_different_settings_say_which(make_cluster: Callable[..., Cluster]) -> None:
+    """All ranks end before the first sum, which would wait for ever."""
+    cluster = make_cluster(workers=2, servers=1, env=SHORT)
+    cluster.start_nodes()
+    workers = [
+        cluster.start_worker(rank, "c10d:loop", env={"BYTEPS_C10D_WIRE_DTYPE": wire})
+        for rank, wire in enumerate(("int8", "same"))
+    ]
+    for worker in workers:
+        demand_error(worker, "values of BYTEPS_C10D_WIRE_DTYPE: int8 on rank 0, same on rank 1")
+
+
 @pytest.mark.parametrize(
     ("rounds", "sizes", "most"),
     [

@@ -321,7 +321,7 @@ def test_rank_that_does_not_join(job: Started) -> None:
     env = {"BYTEPS_START_TIMEOUT_S": "3"}
     launcher = job.start("absent", *TORCHRUN, "--nproc-per-node", "2", env=env)
     assert launcher.wait(RUN_S) != 0
-    wanted = r"ranks \[1\] of 2 did not call bps.init\(\) within 3 s \(BYTEPS_START_TIMEOUT_S\)"
+    wanted = r"ranks \[1\] of 2 did not start BytePS within 3 s \(BYTEPS_START_TIMEOUT_S\)"
     assert re.search(wanted, launcher.text)
     job.demand_nothing_left()
 

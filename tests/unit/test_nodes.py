@@ -480,6 +480,14 @@ def test_addresses_tell_how_many_servers_a_machine_has(
     assert (found.extra, found.per_machine, found.local) == (machines, each, local)
 
 
+def test_ranks_with_different_settings_are_told_which() -> None:
+    world._demand_alike("BYTEPS_PARTITION_BYTES", [4096, 4096])
+    with pytest.raises(
+        bps.BytePSError, match=r"BYTEPS_PARTITION_BYTES: 4096 on rank 0, 8192 on rank 2"
+    ):
+        world._demand_alike("BYTEPS_PARTITION_BYTES", [4096, 4096, 8192])
+
+
 def test_a_number_of_servers_a_machine_that_is_told_is_believed() -> None:
     found = _of_servers(["127.0.0.1"] * 4, hosts=2, each=2)
     assert (found.extra, found.per_machine) == (2, 2)

@@ -61,9 +61,9 @@ class Board:
             if isinstance(error, AbsentError):
                 prefix = error.prefix
                 found = byteps_error(
-                    f"BytePS: ranks {error.members} of {self.size} did not call bps.init() within "
-                    f"{self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S), or did not look for the "
-                    "others: set DMLC_PS_ROOT_URI on all ranks or on none"
+                    f"BytePS: ranks {error.members} of {self.size} did not start BytePS within "
+                    f"{self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S). Set BYTEPS_C10D, or what else "
+                    "starts it, on all hosts, and DMLC_PS_ROOT_URI on all of them or on none"
                 )
             if prefix:
                 self._write(prefix, [{"error": str(found)}] * self.size)

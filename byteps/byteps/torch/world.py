@@ -13,7 +13,7 @@ import torch
 from byteps.cost_model import Servers
 from byteps.launcher import embedded, places
 from byteps.launcher.places import LocalPlace
-from byteps.torch import engine, operations, session
+from byteps.torch import c_lib, engine, operations, session
 from byteps.torch.figures import setting
 from byteps.torch.routes import Network
 from byteps.torch.session import BytePSError
@@ -102,6 +102,24 @@ class HostLayout:
 _GBPS = 1e9 / 8
 
 
+Setting = bool | float | int | str
+ALIKE = (
+    "BYTEPS_LOCAL_SERVERS",
+    "BYTEPS_SERVERS_PER_MACHINE",
+    "BYTEPS_PARTITION_BYTES",
+    "BYTEPS_MIN_PARTITION_BYTES",
+    "BYTEPS_NODE_PIECE_BYTES",
+    "BYTEPS_KEY_HASH_FN",
+    "BYTEPS_STOCHASTIC_ROUNDING",
+    "BYTEPS_KEEP_BF16_BYTES",
+    "BYTEPS_C10D_BACKEND",
+    "BYTEPS_C10D_MIN_BYTES",
+    "BYTEPS_C10D_WIRE_DTYPE",
+)
+"""Settings that decide what a rank sends, and where to. Ranks with different values would wait for
+each other."""
+
+
 class Told(NamedTuple):
     """What one worker tells the others. Of plain types, so that it travels as JSON too."""
 
@@ -113,6 +131,8 @@ class Told(NamedTuple):
     """0: as the servers' addresses say."""
     measures: bool
     """Whether it would have rates measured."""
+    alike: Sequence[Setting] = ()
+    """Its values of ALIKE, in that order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +153,7 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
         exchange: returns what each rank gives it, in the order of ranks.
 
     Raises:
-        BytePSError: ranks have different settings of servers, or such as cannot be.
+        BytePSError: ranks have different values of a setting in ALIKE, or such as cannot be.
     """
     mine = Told(
         host=host_name(),
@@ -141,14 +161,11 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
         local_servers=-1 if embedded.is_running() else setting("BYTEPS_LOCAL_SERVERS", int),
         servers_per_machine=setting("BYTEPS_SERVERS_PER_MACHINE", int),
         measures=setting("BYTEPS_MEASURE_LINKS", bool) and not setting("BYTEPS_LINK_GBPS", float),
+        alike=[c_lib.setting(name) for name in ALIKE],
     )
     told = exchange(mine)
-    for variable, values in (
-        ("BYTEPS_LOCAL_SERVERS", {one.local_servers for one in told}),
-        ("BYTEPS_SERVERS_PER_MACHINE", {one.servers_per_machine for one in told}),
-    ):
-        if len(values) > 1:
-            raise BytePSError(f"ranks disagree on {variable}: {sorted(values)}")
+    for number, name in enumerate(ALIKE):
+        _demand_alike(name, [one.alike[number] for one in told])
     numbers = {name: index for index, name in enumerate(dict.fromkeys(one.host for one in told))}
     # One plan for all ranks: the slowest NIC decides, and a rate that a rank does not know is not
     # known.
@@ -163,6 +180,16 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
         ),
         measures=all(one.measures for one in told),
     )
+
+
+def _demand_alike(name: str, values: Sequence[Setting]) -> None:
+    """Raises BytePSError unless all ranks have the first one's value of a setting."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise BytePSError(
+                f"ranks have different values of {name}: {values[0]} on rank 0, {value} on rank "
+                f"{rank}. Set it alike on all hosts, or on none"
+            )
 
 
 def _servers(hosts: int, told: Told, addresses: Sequence[str]) -> Servers:
