@@ -34,7 +34,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("packages.tsv")
 PACKS = 7
-"""Of the training part, each of at most 50 MiB: a machine without a network is sent one at a
+"""Packs of the training part, each of at most 50 MiB: a machine without a network is sent one at a
 time."""
 HELD_OUT = 100
 """One document in so many is held out."""
@@ -191,7 +191,7 @@ def text_of(name: str, content: bytes) -> str | None:
 
 @dataclass(frozen=True)
 class Document:
-    """Where a document lies in the file of its package."""
+    """The document's path in the file of its package."""
 
     digest: str
     package: str
@@ -200,7 +200,7 @@ class Document:
 
     @property
     def pack(self) -> int:
-        """Of the training part; -1: it is held out."""
+        """Pack of the training part; -1: it is held out."""
         number = int(self.digest[:8], 16)
         return -1 if number % HELD_OUT == 0 else number // HELD_OUT % PACKS
 

@@ -16,7 +16,7 @@ ALIGNMENT = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of the model and of a step."""
+    """Sizes of the model and of a step."""
 
     vocabulary: int = 32768
     width: int = 256
@@ -28,7 +28,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.hosts * self.batch * self.sequence
 
 

@@ -33,7 +33,7 @@ from bench.learning.wires import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("bf16", "int8-servers", "int4-int8-servers", "int8", "int4")
-"""Whose seeds are done before any of the other wires."""
+"""Wires that train all their seeds before any of the others."""
 PROBED = 40
 """Steps."""
 
@@ -137,7 +137,7 @@ def work(options: argparse.Namespace, how: How, runs: Any, until: float) -> None
 
 
 def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> None:
-    """How long a step of the first and of a costly wire takes, once all processes are ready."""
+    """Measures a step of the first and of a costly wire, once all processes are ready."""
     began = time.monotonic()
     trainer = trainer_of(options, how)
     times = {}

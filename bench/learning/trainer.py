@@ -18,7 +18,7 @@ from bench.learning.wires import RECIPES, AdamW, Hosts
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Of the learning rate: linear up, cosine down."""
+    """The learning rate by step: linear up, cosine down."""
 
     steps: int = 3000
     warm_up: int = 200
@@ -36,7 +36,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """How fast a step is; the results are the same up to the order of additions on a GPU."""
+    """Settings of a step's speed. Results are the same up to the order of additions on a GPU."""
 
     compiled: bool = False
     graph: bool = False
@@ -172,7 +172,7 @@ class Trainer:
             run.step, run.losses, run.seconds = saved["step"], saved["losses"], saved["seconds"]
 
     def save(self, run: Run, checkpoint: Path) -> None:
-        """What `start` goes on from."""
+        """The state that `start` goes on from."""
         saved: dict[str, Any] = {"state": self.hosts.state(), "step": run.step}
         saved |= {"losses": run.losses, "seconds": run.seconds}
         torch.save(saved, checkpoint.with_suffix(".tmp"))

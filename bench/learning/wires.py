@@ -1,4 +1,4 @@
-"""What hosts learn of each other's gradients, and what parameters they then have, wire by wire.
+"""Emulates, wire by wire, how hosts reduce gradients and which parameters they then have.
 
 All hosts are simulated in one process: their gradients lie in one tensor, a row each. The rounding
 is the product's own: `byteps.torch.wire` on the CPU and its kernels on a GPU. What servers do
@@ -19,12 +19,12 @@ FORMS = {"int8": wire.int8(), "int4": wire.int4()}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How gradients go up, what comes down, and who has the optimizer."""
+    """Types of values on the way up and down, and the place of the optimizer."""
 
     up: str
     """bf16, int8, or int4 with error feedback."""
     down: str
-    """As `up`: of sums, or, with the optimizer on the servers, of differences of parameters."""
+    """Type of sums, or, with the optimizer on the servers, of differences of parameters."""
     servers: bool
     """AdamW runs on the servers."""
     rotated: bool = False
@@ -51,7 +51,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Of torch.optim.AdamW and of the servers."""
+    """Numbers of torch.optim.AdamW, and of the servers' one."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -61,7 +61,7 @@ class AdamW:
     """The largest norm of an averaged gradient; 0: any."""
 
     def numbers(self, step: int, rate: float) -> list[float]:
-        """What a step multiplies and divides by; 1 is the first step."""
+        """Returns a step's factors and divisor; 1 is the first step."""
         keep = 1 - rate * self.weight_decay
         root = (1 - self.beta2**step) ** 0.5
         return [keep, root, -(rate / (1 - self.beta1**step))]
@@ -105,7 +105,7 @@ class Hosts:
         self._rotation = hadamard(BLOCK, device) if recipe.rotated else None
 
     def state(self) -> dict[str, torch.Tensor | None]:
-        """What a checkpoint needs: views."""
+        """Views of all that a checkpoint needs."""
         names = ("held", "master", "mean", "square", "_lost", "_lost_down")
         return {name: getattr(self, name) for name in names}
 
@@ -151,7 +151,7 @@ class Hosts:
             wire.decode(self._down, down, total)
 
     def _update(self, numbers: torch.Tensor) -> None:
-        """As AdamWLoop of server/optimizer/update.cc."""
+        """Computes what AdamWLoop of server/optimizer/update.cc does."""
         adamw, gradient = self.adamw, self.total
         if adamw.clip > 0:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)

@@ -143,7 +143,7 @@ def _check_record(checkout: Path, record: dict, known: set[str], parts: list[str
         )
     files = record["files"]
     now = {path: hash_of(checkout / path) for path in files}
-    # As after git checkout, stash or clean. Other changes are the user's.
+    # A checkout after git checkout, stash or clean has these. Other changes are the user's.
     lost = [path for path, one in files.items() if now[path] == one["before"] != one["after"]]
     if lost:
         raise PatchError(

@@ -218,7 +218,7 @@ class State:
     upstream_sha256: str = ""
     """Of upstream's source distribution, or its commit."""
     fingerprint: str = ""
-    """Of the inputs that HEAD was made from."""
+    """Fingerprint of the inputs that HEAD was made from."""
     head: str = ""
     """The commit up to which everything also stands in the patch folder."""
     synced: dict[str, str | None] = field(default_factory=dict)

@@ -100,13 +100,13 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """How the ranks of two hosts are started, and find each other."""
+    """A way to start the ranks of two hosts, so that they find each other."""
 
     name: str
     torchrun: tuple[str, ...] = ()
     """Its arguments; none: ranks are started one by one."""
     init_method: str = ""
-    """What `init_process_group` is given; empty: nothing."""
+    """The `init_method` of `init_process_group`; empty: none."""
     told: tuple[str, ...] = ()
     """Variables that are set for each rank."""
     env: Mapping[str, str] = field(default_factory=dict)

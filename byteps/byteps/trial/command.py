@@ -10,7 +10,7 @@ from byteps.forecast.training import OPTIMIZER, USE, WIRE
 PRESET = "--dpu-preset"
 SAME = "same"
 WIRES = (SAME, "bf16", "int8", "int4")
-"""What values may travel as; SAME: as they are reduced."""
+"""Types in which values may travel; SAME: the one in which they are reduced."""
 
 _SWITCHES = {USE, OPTIMIZER}
 _VALUES = {PRESET, WIRE, "--dpu-reduce-backend", "--dpu-outer", "--dpu-quorum"}
@@ -36,7 +36,7 @@ class Launch:
 
     @property
     def added(self) -> str:
-        """What a user types before or after a plain command."""
+        """Words that a user adds before or after a plain command."""
         return " ".join(f"{name}={value}" for name, value in self.env.items())
 
 

@@ -27,13 +27,13 @@ class Hosts:
         self._report: Message | None = None
         self._short = 0
         self._others: dict[tuple[int, str], str] = {}
-        """How a launch has ended elsewhere: by its number and the process, why it failed."""
+        """Failures of launches elsewhere: the reason by launch number and process."""
         self._own: dict[int, str] = {}
-        """How a launch has ended on all hosts that the leader knows of."""
+        """The launch's end on all hosts that the leader knows of."""
         self.desk = Desk(self._answer, steps, skipped)
 
     def report(self) -> Message:
-        """What the ranks have reported of the launch that has just ended.
+        """Returns what ranks have reported of the launch that has just ended.
 
         Raises:
             TrialError: nothing.

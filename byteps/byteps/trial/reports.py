@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What ranks are told, in the variable."""
+    """Orders to the ranks, in the variable."""
 
     steps: int
     """Steps that are timed."""
@@ -33,7 +33,7 @@ class Settings:
     number: int
     """Number of the launch."""
     port: int
-    """Where the process listens that launched the ranks."""
+    """Address at which the process listens that launched the ranks."""
     hosts: tuple[str, ...]
     """Names of its host."""
     token: str

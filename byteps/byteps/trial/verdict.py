@@ -1,4 +1,4 @@
-"""What a trial has found, in words."""
+"""The findings of a trial, in words."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def table(plain: Side, ours: Side, steps: int) -> str:
 
 
 def answer(plain: Side, ours: Side, added: str) -> str:
-    """What to keep, and why.
+    """Says what to keep, and why.
 
     Args:
         added: what makes the plain command the other one.

@@ -84,7 +84,7 @@ def train(init: dict[str, Any]) -> None:
 
 
 def _count_life(folder: Path, rank: int) -> int:
-    """Which life of this rank it is, from 0."""
+    """Number of this rank's restarts."""
     with (folder / f"lives.{rank}").open("a+") as lives:
         lives.write("life\n")
         lives.seek(0)

@@ -111,7 +111,7 @@ bool SchedulerMembership::FailIfUnreachable() {
     }
     if (server == nullptr) return false;
     for (const auto& [host, worker] : workers) {
-      // Where the scheduler runs there are the server, and workers that reach it.
+      // The server is on the scheduler's host, with workers that reach it.
       if (IsLoopback(host) || !IsNumeric(host) || !InterfaceOf(host).empty()) continue;
       reason = Describe(server->node) + " listens at a loopback address, which " +
                Describe(worker->node) +

@@ -51,14 +51,14 @@ class _Owed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """What a checkpoint has of a parameter's losses."""
+    """A parameter's rounding losses as a checkpoint has them."""
 
     owed: _Owed
     tensors: int
     """One for each rank that pushed it, or one, of their mean."""
 
     def wanted(self, place: int, pushers: int) -> list[tuple[int, float]]:
-        """Which tensors the rank of this place among so many takes, and by what to multiply."""
+        """Returns the tensors that the rank of this place among so many takes, and their factor."""
         if self.tensors == self.owed.pushers:
             return [(number, 1.0) for number in range(place, self.tensors, pushers)]
         return [(0, self.owed.pushers / pushers)]
@@ -75,7 +75,7 @@ class _Push:
     group: tuple[int, ...]
     """Ranks that push the same elements."""
     place: int
-    """Of this rank, among them."""
+    """This rank's place among them."""
     owed: _Owed
 
 

@@ -71,7 +71,7 @@ def _lands_in_parameters(bucket: _ParamAndGradBucket) -> bool:
 
 
 def clip(*, overlaps: bool) -> str:
-    """How steps that may be clipped are made: see ``Speculation``.
+    """Return how steps that may be clipped are made: see ``Speculation``.
 
     A step that servers try has its parameters before the norm is known, which spares time where
     servers have links of their own: parameters come down while gradients go up. On the workers'

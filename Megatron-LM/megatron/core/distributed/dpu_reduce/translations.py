@@ -102,7 +102,7 @@ _READERS = (
     ),
     ("perform_rl_step", "--perform-rl-step"),
 )
-"""What reads parameters between steps, by its name on the arguments and by its flag."""
+"""Features that read parameters between steps: name on the arguments, and flag."""
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Of the precision-aware optimizer, which alone may have them other than fp32."""
 
