@@ -454,7 +454,7 @@ def test_a_later_job_of_the_process_finds_another(monkeypatch: pytest.MonkeyPatc
 
 
 def _of_servers(addresses: Sequence[str], *, hosts: int, local: int = 0, each: int = 0) -> Servers:
-    told = world.Told("host", 0.0, local, each, False)
+    told = world.Told("host", 0.0, local, each, False, [])
     return world._servers(hosts, told, addresses)
 
 

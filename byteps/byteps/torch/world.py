@@ -131,7 +131,7 @@ class Told(NamedTuple):
     """0: as the servers' addresses say."""
     measures: bool
     """Whether it would have rates measured."""
-    alike: Sequence[Setting] = ()
+    alike: Sequence[Setting]
     """Its values of ALIKE, in that order."""
 
 

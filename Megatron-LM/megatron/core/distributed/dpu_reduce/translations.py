@@ -126,9 +126,9 @@ def translate_args(args: Namespace) -> None:
         settings = (_LAYER_WISE, *_WITHOUT_SHARDS)
     if getattr(args, "use_precision_aware_optimizer", False):
         _keep_dtypes(args)
-    said = [_overlap(args), _drop(args, settings)]
-    if args.rank == 0:
-        print(*filter(None, said), sep="\n", end="\n" if any(said) else "", flush=True)
+    for said in (_overlap(args), _drop(args, settings)):
+        if said and args.rank == 0:
+            print(said, flush=True)
 
 
 def _overlap(args: Namespace) -> str:
