@@ -29,7 +29,7 @@ struct SessionOptions {
   int num_servers = 1;
   bool rejoin = false;  // of a server that outlived its last job
   std::string gpu;      // of a worker: the PCI bus id, "0000:1b:00.0"; empty: not known
-  // Of a scheduler: what it does about losses; null: they end the job.
+  // Makes a scheduler's policy of losses; null: a loss ends the job.
   std::unique_ptr<ps::RosterPolicy> (*make_roster_policy)(ps::SchedulerMembership*,
                                                           ps::ScheduledJob*) = nullptr;
 };

@@ -11,8 +11,8 @@
 namespace byteps {
 namespace core {
 
-// What rounding lost of the last sum of a partition, of blocks with feedback: a part of a job's
-// state, read and loaded as that of an optimizer is (LOAD_STATE, READ_STATE), in fp32.
+// Rounding losses of the last sum of a partition, in blocks with feedback. They are a part of the
+// job's state, read and loaded as an optimizer's state is (LOAD_STATE, READ_STATE), in fp32.
 
 // Whether a request is LOAD_STATE or READ_STATE of such a tensor, which no server updates.
 bool MovesFeedback(int op, const Declaration& declaration);

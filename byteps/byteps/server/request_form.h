@@ -10,7 +10,7 @@
 namespace byteps {
 namespace core {
 
-// What a request about a partition must look like, by the declaration of its tensor.
+// Checks the form of a request about a partition against the declaration of its tensor.
 
 // Bytes of values that a request of this operation has; none of an operation that is not the
 // tensor's.

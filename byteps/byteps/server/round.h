@@ -37,7 +37,7 @@ struct Caller {
 PushHeader HeaderOf(const Message& message);
 Caller CallerOf(const Message& message, int64_t received);
 
-// What a loss policy remembers of a round or of a partition.
+// A loss policy's notes on a round or on a partition.
 struct LossNotes {
   virtual ~LossNotes() = default;
 };

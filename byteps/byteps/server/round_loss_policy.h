@@ -16,7 +16,7 @@ namespace core {
 class Rounds;
 class SumThread;
 
-// What answers with a round's sum say beside its values.
+// Fields of an answer with a round's sum, in addition to its values.
 struct AnswerNotes {
   std::string lacks;    // PackMembers of those that the sum lacks
   std::string to_keep;  // instead, for callers that keep the sum
@@ -79,7 +79,7 @@ class RoundLossPolicy {
   virtual void Serve(Partition* /*partition*/, Message* message) {
     context_->RefuseUnknown(*message);
   }
-  // What a partition has goes with its tensor.
+  // A partition is freed with its tensor: the policy drops what it keeps of it.
   virtual void OnFreed(Partition* /*partition*/) {}
 
   // ----- news

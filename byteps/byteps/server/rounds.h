@@ -78,8 +78,8 @@ class Rounds {
   void FailRoundOf(Partition* partition, const Message& message, const std::string& reason);
 
   void Fail(Partition* partition, Round* round, const std::string& reason);
-  // Of one that may have its sum, and have answered some with it: those who have no answer get
-  // this.
+  // Answers with `reason` every member that has no answer yet. The round may have its sum, and have
+  // answered others with it.
   void FailUnanswered(Partition* partition, Round* round, const std::string& reason);
 
   // The first deadline of a round that is not done; time_point::max() where there is none.
@@ -88,7 +88,7 @@ class Rounds {
 
   // ----- for the policy of losses
 
-  // Those that were pushed, and those that wait for something, by key.
+  // Partitions that were pushed, or wait for something, by key.
   const std::vector<Partition*>& partitions() const { return partitions_; }
   std::vector<Partition*> WithOpenRounds() const;
   // A partition belongs to those of this thread.

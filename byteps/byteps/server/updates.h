@@ -13,8 +13,7 @@
 namespace byteps {
 namespace core {
 
-// What the server does for tensors with an UpdateRule, of which it keeps the parameters and their
-// moments (optimizer/).
+// Updates tensors with an UpdateRule. The server keeps their parameters and moments (optimizer/).
 //
 // When a round is complete the parameters are updated, and the answer has them.  Members that ask
 // for different steps in one round get an error; the state is as it was.

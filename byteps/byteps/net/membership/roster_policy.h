@@ -49,7 +49,7 @@ class RosterPolicy {
   virtual bool IsExcused(int node_id);
   // Follows the reason why the node `lost` is gone.
   virtual std::string AlsoFailed(int lost);
-  // What is wrong about a worker that leaves in good order now; empty: nothing.
+  // Says why a worker may not leave in good order now; empty: it may.
   virtual std::string WhyMayNotLeave(int node_id);
   // `worker` has left in good order. Returns those that are told at once that they may go.
   virtual std::vector<Node> OnLeft(Member* worker);

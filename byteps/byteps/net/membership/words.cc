@@ -6,11 +6,11 @@
 namespace ps {
 namespace {
 
-// Of each role.  A job that claims to have more is not believed: the scheduler would count them.
+// Nodes of a role, at most. The scheduler would count them, so it believes no larger claim.
 constexpr int kMaxNodes = 1 << 20;
-// Of what is counted up.
+// Largest value of a counter.
 constexpr int kMaxCount = 1'000'000'000;
-// How the failure of a worker begins, as others are told of it.
+// Prefix of a worker's failure in what others are told.
 constexpr char kFailed[] = "failed: ";
 
 bool IsRank(int rank) { return rank >= 0 && rank < kMaxNodes; }

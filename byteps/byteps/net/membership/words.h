@@ -1,6 +1,5 @@
-// What a scheduler and its nodes say to each other, apart from the commands. Two of them are text,
-// which nodes of another version read as well: REFUSED, and at the head of a registration the
-// version.
+// Bodies of the messages between a scheduler and its nodes. REFUSED, and the version at the head of
+// a registration, are text: nodes of another version read them, too.
 #ifndef BYTEPS_NET_MEMBERSHIP_WORDS_H_
 #define BYTEPS_NET_MEMBERSHIP_WORDS_H_
 
@@ -31,12 +30,12 @@ bool IsValid(const ReplicaView& view);
 namespace membership {
 
 constexpr int kProtocol = 18;
-// How a REFUSED begins whose receiver may come again.
+// Prefix of a REFUSED whose receiver may come again.
 constexpr char kAgain[] = "again: ";
-// And one whose receiver asked, and would be admitted.
+// Prefix of a REFUSED whose receiver only asked, and would be admitted.
 constexpr char kWould[] = "would: ";
 
-// What a node says of the job when it registers, in ADD_NODE.
+// A node's view of the job when it registers, in ADD_NODE.
 struct Claim {
   int protocol = 0;
   int workers = -1;  // -1: whatever the job has
@@ -52,13 +51,13 @@ inline auto Fields(Claim& claim) {
 }
 bool IsValid(const Claim& claim);
 
-// How often the place of a server was lost or given to another, by its rank; 0 is not said.  Who
-// has heard of an odd number knows that it is lost.
+// Counts, by rank, how often the place of a server was lost or given to another; 0 is left out.
+// An odd count means that the place is lost.
 using Turns = std::map<int, int>;
 int TurnOf(const Turns& turns, int rank);
 bool IsVacant(const Turns& turns, int rank);
 
-// What a node tells a scheduler that goes on with its job after another one has died
+// A node's report to a scheduler that goes on with its job after another one has died
 // (docs/design/losses.md).
 struct Account {
   uint64_t job = 0;      // its number
@@ -83,7 +82,7 @@ inline auto Fields(Registration& registration) {
   return std::tie(registration.claim, registration.account);
 }
 std::string PackRegistration(const Registration& registration);
-// Of another protocol only that is known; -1: it is no registration.
+// Reads a registration, or of another protocol its version alone. Version -1: it is none.
 Registration ParseRegistration(const std::string& text);
 
 // ADD_NODE, to nodes.
@@ -121,7 +120,7 @@ inline auto Fields(Stopped& stopped) { return std::tie(stopped.how); }
 using Leave = std::variant<Farewell, Stopped>;
 
 struct Departure {
-  // What happened to the node: "was stopped by SIGTERM", "failed: exit status 3".  Empty:
+  // The node's end: "was stopped by SIGTERM", "failed: exit status 3".  Empty:
   // it has done its work.
   std::string failure;
   bool suspend = false;
@@ -173,7 +172,7 @@ struct ServerReplaced {
   int servers = 0;  // how many there are
 };
 inline auto Fields(ServerReplaced& word) { return std::tie(word.rank, word.turn, word.servers); }
-// Where a scheduler may return, this server knows that a worker has left.
+// A server knows that a worker has left. Sent where a scheduler may return.
 struct LeftKnown {
   int rank = 0;
 };

@@ -41,7 +41,7 @@ class SchedulerReturn {
 
   // Whether nodes are still to come.
   bool gathers() const;
-  // What a node says waits until the others have come.
+  // Keeps a node's message until the others have come; false: it need not wait.
   bool HoldsBack(const Message& msg);
   // A node that has come is lost, and may come again.  False: nodes do not gather.
   bool Forget(int node_id);
@@ -59,7 +59,7 @@ class SchedulerReturn {
 
   Refusal WhyRefused(const Node& node, const membership::Claim& claim,
                      const membership::Account& account) const PS_REQUIRES(job_->mu);
-  // Those that have to go, since this node returns.
+  // Removes and returns the nodes that have to go, since this node returns.
   std::vector<Node> MakeRoom(const Node& node, const membership::Account& account)
       PS_REQUIRES(job_->mu);
   // All have come, or it is too late for those that have not.

@@ -41,11 +41,11 @@ class ServerPlaces {
   bool Fill(int node_id);
   // When a place was filled last.
   Clock::time_point last_filled() const;
-  // Of all places, without those of which a node hears by LostWords.
+  // Turns of all places but those that LostWords tells a node.
   membership::Turns TurnsToTell() const;
-  // What became of the servers whose places are vacant.
+  // Says what became of the servers whose places are vacant.
   std::vector<membership::MemberWord> LostWords() const;
-  // What became of all places that were ever lost, with the node that has each now.
+  // The fate of a place that was ever lost, with the node that has it now.
   struct Word {
     int server;
     membership::MemberWord word;
@@ -73,7 +73,7 @@ class ServerPlaces {
     std::string reason;  // what became of the server
   };
 
-  // Those that hear of servers that are lost, or replaced by this one.
+  // Nodes that hear of the loss or the replacement of this server.
   std::vector<int> ToTellOf(int server) const PS_REQUIRES(job_->mu);
   void Emit(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
 

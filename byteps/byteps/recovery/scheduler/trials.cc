@@ -12,8 +12,8 @@
 namespace ps {
 namespace {
 
-// How long a server has to be heard of after another node has said that their link broke.  Less
-// than that node waits for the verdict.
+// Seconds in which a server must be heard of after another node has said that their link broke.
+// The other node waits longer than that for the verdict.
 constexpr double kTrialSeconds = 4;
 
 }  // namespace

@@ -32,13 +32,13 @@ class LateReplicas {
   // The worker of `rank` has pushed a round; its replica is removed, and may come again.
   void OnPush(Partition* partition, int rank);
   void OnLost(Partition* partition, int rank);
-  // Those that were accused may be so again.
+  // Lets replicas that were accused be accused again.
   void Forget() { accused_.clear(); }
   // A push came that completes a quorum, perhaps: the others have so long now.
   void BeginGrace(Partition* partition, Round* round);
   // Whether those that are late may wait for a server that is lost: the round is looked at later.
   bool AreExcused(Partition* partition, Round* round, Round::Clock::time_point as_of);
-  // What a round does at its deadline.  False: it fails.
+  // Decides on a round at its deadline.  False: it fails.
   bool WaitOn(Partition* partition, Round* round, Round::Clock::time_point as_of);
 
  private:

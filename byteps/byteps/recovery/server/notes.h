@@ -18,7 +18,7 @@
 namespace byteps {
 namespace core {
 
-// What is remembered of a round.
+// A recovery's notes on a round.
 struct RoundNotes : LossNotes {
   // By member index: it will not push this round, since its replica was removed before it did.
   // Empty: nobody is excused.
@@ -30,13 +30,13 @@ struct RoundNotes : LossNotes {
   // Of a sum that members keep.  Rounds before `ended` have ended at all members that have pushed.
   Confirmations::Hold receipt;
   uint32_t ended = UINT32_MAX;
-  // How far those who have not pushed were waited for (LateReplicas).
+  // Progress of the wait for members that have not pushed (LateReplicas).
   enum class Waits { kFirst, kQuorum, kAwaited, kSeveral, kLate } waits = Waits::kFirst;
   Round::Clock::time_point quorum_since;
   Round::Clock::time_point excused_until;  // they could wait for a server until then
 };
 
-// What goes on once the backup has what it was told (backup_link.h).
+// Work that goes on once the backup has what it was told (backup_link.h).
 struct Copying {
   enum Kind { kRound, kStep, kVerdict, kLoad, kAll } kind = kRound;
   uint64_t number = 0;   // of the request to the backup
@@ -45,7 +45,7 @@ struct Copying {
   int64_t received = 0;  // when that came
 };
 
-// What is remembered of a partition.
+// A recovery's notes on a partition.
 struct PartitionNotes : LossNotes {
   // By member index: it has pushed a round of this since its replica came.  Empty: nobody has.
   std::vector<bool> came;

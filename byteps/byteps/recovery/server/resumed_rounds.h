@@ -17,7 +17,7 @@
 namespace byteps {
 namespace core {
 
-// Where the rounds of a server that is lost go on, at the one that has its place.
+// Continues the rounds of a lost server at the server that has its place.
 //
 // Both ways come here in which it learns of a sum: members give it (GivenSums), or a backup has a
 // copy of the state that was made of it (CopiedRounds).  From then on they are alike.  A member

@@ -52,7 +52,7 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   // Why this server, which comes, cannot go on with a tensor that members have made steps of; or
   // "".
   std::string WhyNoState(const Declaration& declaration);
-  // Of the backup link.
+  // Interface of the backup link's user.
   void InThreadOf(uint64_t key, std::function<void()> task) override;
   void OnCopied(uint64_t key, uint64_t number) override;
   void OnBackup(uint64_t pass) override;
