@@ -51,7 +51,7 @@ std::vector<EndpointReading> ReadEndpointCounters() {
 namespace {
 
 constexpr char kLoopback[] = "lo";
-// An address that no interface has any more, or one that the kernel accepts without an interface.
+// For addresses that no interface has any more, or that the kernel accepts without an interface.
 constexpr char kUnknown[] = "unknown";
 
 Mutex nics_mu;

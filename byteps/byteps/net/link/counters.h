@@ -1,4 +1,4 @@
-// What this process has carried, by endpoint and by NIC, for metrics, the status and tests.
+// Traffic counters of this process by endpoint and by NIC, for metrics, the status and tests.
 #ifndef BYTEPS_NET_LINK_COUNTERS_H_
 #define BYTEPS_NET_LINK_COUNTERS_H_
 
@@ -11,34 +11,35 @@
 
 namespace ps {
 
-// What each endpoint of a transport has carried, for metrics and tests.
-
-// Counts whole messages, and the bytes of their meta and values; what a transport says
-// to itself (credits, rendezvous) is not among them.  Of the values received it tells where
-// the device wrote them: where they belong, in memory of the transport's, from which somebody
-// copies them, or in a message's frame, as small ones are.
+// Traffic of one endpoint of a transport.
+//
+// Counts whole messages and the bytes of their meta and values, without the transport's own
+// messages (credits, rendezvous). Received values are counted by where the device wrote them: at
+// their destination ("in place"), in the transport's pool, from which they are copied, or, if
+// small, in the message's frame.
 struct EndpointCounters {
   EndpointCounters(std::string plane, int index) : plane(std::move(plane)), index(index) {}
 
   const std::string plane;    // "control" or "data"
-  const int index;            // among the endpoints of its plane
-  std::atomic<int> peer{-1};  // node id; less than 0 while it is not known
+  const int index;            // index within the plane
+  std::atomic<int> peer{-1};  // node id; negative while unknown
   std::atomic<uint64_t> messages_sent{0};
   std::atomic<uint64_t> bytes_sent{0};
   std::atomic<uint64_t> messages_received{0};
   std::atomic<uint64_t> bytes_received{0};
   std::atomic<uint64_t> values_in_place{0};
   std::atomic<uint64_t> bytes_in_place{0};
-  std::atomic<uint64_t> values_offered{0};  // of those in place: the sender did not have to ask
+  std::atomic<uint64_t> values_offered{0};  // values in place whose destination the sender knew
+                                            // without asking
   std::atomic<uint64_t> values_in_pool{0};
   std::atomic<uint64_t> bytes_in_pool{0};
   std::atomic<uint64_t> values_in_frames{0};
   std::atomic<uint64_t> bytes_in_frames{0};
-  std::atomic<uint64_t> send_completions{0};  // of a device
+  std::atomic<uint64_t> send_completions{0};  // completions that the device reported
 };
 
 struct EndpointReading {
-  std::string peer;  // "scheduler", "server 0", "worker 1"; "" while it is not known
+  std::string peer;  // "scheduler", "server 0", "worker 1"; "" while unknown
   std::string plane;
   int index = 0;
   uint64_t messages_sent = 0;
@@ -55,20 +56,19 @@ struct EndpointReading {
   uint64_t send_completions = 0;
 };
 
-// The counters of this process's endpoints live on after these are closed, until the next
-// job begins.  All three may be called by any thread.
+// Counters outlive their endpoints, until the next job begins. All three functions are thread-safe.
 std::shared_ptr<EndpointCounters> NewEndpointCounters(const std::string& plane, int index);
 void ForgetEndpointCounters();
 std::vector<EndpointReading> ReadEndpointCounters();
 
-// What this process has sent and received over each NIC, for metrics and the status.
-
-// Bytes of authenticated connections as they are written and read, before encryption: messages,
-// their values, and what the transport says to itself.
+// Bytes sent and received over one NIC, for metrics and the status.
+//
+// Counts the bytes of authenticated connections before encryption: messages, values, and the
+// transport's own messages.
 struct NicCounters {
   explicit NicCounters(std::string nic) : nic(std::move(nic)) {}
 
-  const std::string nic;  // the interface's name
+  const std::string nic;  // name of the interface
   std::atomic<uint64_t> bytes_sent{0};
   std::atomic<uint64_t> bytes_received{0};
 };
@@ -79,14 +79,14 @@ struct NicReading {
   uint64_t bytes_received = 0;
 };
 
-// The counters of the NIC over which packets from `here`, an address of this host, go to `there`.
-// Between two processes of a host that is "lo", whatever address they use.  They live as long as
-// the process.  Any thread.
+// Returns the counters of the NIC that routes packets from `here`, an address of this host, to
+// `there`. Traffic inside the host counts for "lo", whatever the addresses. Counters live as long
+// as the process. Thread-safe.
 NicCounters* CountersOfNic(const std::string& here, const std::string& there);
-// Those of the NIC that has this address of this host: over RDMA it carries also what stays in the
-// host.  Any thread.
+// Returns the counters of the NIC with this address. RDMA uses it: traffic inside the host passes
+// the NIC too. Thread-safe.
 NicCounters* CountersOfNic(const std::string& here);
-// By name.  Any thread.
+// Returns the counters of all NICs, by name. Thread-safe.
 std::vector<NicReading> ReadNicCounters();
 
 }  // namespace ps

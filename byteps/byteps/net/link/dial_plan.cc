@@ -16,7 +16,7 @@
 namespace ps {
 namespace {
 
-// Pairs that a connection tries when its own one fails: each may take seconds.
+// Limit of pairs that a connection tries when its own fails: each may take seconds.
 constexpr size_t kMostTries = 8;
 
 struct Bits {
@@ -59,13 +59,13 @@ std::vector<Indices> Pairs(const std::vector<Nic>& from, const std::vector<Nic>&
   return near.empty() ? all : near;
 }
 
-// What each connection adds to the load of its two NICs.
+// Load of each NIC, as connections are assigned to pairs.
 class Loads {
  public:
   Loads(const std::vector<Nic>& from, const std::vector<Nic>& to)
       : from_(Costs(from)), to_(Costs(to)), from_load_(from.size()), to_load_(to.size()) {}
 
-  // The load of the busier NIC of the pair once it has another connection, and that of the other.
+  // Returns the loads of a pair's NICs with one more connection: the higher first.
   std::pair<double, double> With(const Indices& pair) const {
     const double a = from_load_[pair.first] + from_[pair.first];
     const double b = to_load_[pair.second] + to_[pair.second];
@@ -77,8 +77,8 @@ class Loads {
   }
 
  private:
-  // Of a connection, the part of its node's rate that the NIC has counted.  Where a rate is not
-  // known, all are alike.
+  // Returns each NIC's share of its node's rate, inverted: the load that a connection adds to it.
+  // All are equal if a rate is unknown.
   static std::vector<double> Costs(const std::vector<Nic>& nics) {
     double sum = 0;
     bool known = true;
@@ -97,9 +97,9 @@ class Loads {
   std::vector<double> from_load_, to_load_;
 };
 
-// Behind its own pair those that share neither NIC with it, then the others: whichever NIC has
-// failed, the second try avoids it.  They begin `skip` pairs behind the own one, so that
-// connections that leave the same NIC go to different ones.
+// Orders the fallback pairs: first those that share no NIC with the connection's own pair, so the
+// second attempt avoids a failed NIC. They start `skip` pairs after the own one, so connections of
+// one NIC fall back to different ones.
 std::vector<Indices> Tries(std::vector<Indices> pairs, size_t own, size_t skip) {
   const Indices first = pairs[own];
   pairs.erase(pairs.begin() + static_cast<ptrdiff_t>(own));
@@ -153,7 +153,8 @@ std::vector<std::vector<NicPair>> PairNics(const std::vector<Nic>& from, const N
 
 namespace {
 
-// A NIC that takes connections and loses what follows costs seconds each time.
+// Pauses between probes. Each probe of a NIC that accepts connections but loses later packets costs
+// seconds.
 constexpr auto kFirstLook = std::chrono::seconds(1);
 constexpr auto kLongestLook = std::chrono::seconds(64);
 constexpr auto kLasts = std::chrono::seconds(60);
@@ -204,7 +205,7 @@ void DialPlan::MakeRoutes() {
       routes.push_back({pair.ends.from, to, pair.is_home});
     }
   }
-  // Where an earlier route is now; the first, if it is none any more.
+  // Returns the new index of an old route; 0 if it is gone.
   const auto place_of = [&](size_t index) -> size_t {
     if (index >= routes_.size()) return 0;
     const std::string text = routes_[index].Text();

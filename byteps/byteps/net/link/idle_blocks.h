@@ -10,17 +10,17 @@
 
 namespace ps {
 
-// Blocks of memory that nobody uses, kept to be used again: fresh pages cost as much as what is
-// done with them, and registering them costs more.
+// Free list of memory blocks. Touching fresh pages costs as much as the work done in them, and
+// registering them more.
 //
-// T: a pointer to a block, which is its owner's.  Locked by its owner.
+// T is a pointer to a block; the caller owns the blocks and locks this object.
 template <typename T>
 class IdleBlocks {
  public:
   // Keeps at most `limit` bytes.
   explicit IdleBlocks(size_t limit) : limit_(limit) {}
 
-  // One of exactly this size.  False: there is none.
+  // Takes a block of exactly this size. Returns false if there is none.
   bool Take(size_t size, T* block) {
     const auto it = blocks_.find(size);
     if (it == blocks_.end() || it->second.empty()) return false;
@@ -32,7 +32,7 @@ class IdleBlocks {
     return true;
   }
 
-  // False: these would be more bytes than it keeps.
+  // Returns false if the limit does not allow this block.
   bool Keep(size_t size, T block) {
     if (bytes_ + size > limit_) return false;
     blocks_[size].push_back(block);

@@ -10,23 +10,23 @@
 namespace ps {
 namespace {
 
-// What the scheduler gives a node whose connection was closed: the process has ended, unless
-// something in between closed it.
+// The scheduler's limit for a node whose connection was closed. The process has almost certainly
+// ended; only something in between could have closed it.
 constexpr auto kClosedPatience = std::chrono::milliseconds(500);
-// And one whose connection broke: either is likely.  A node that lives sends a packet each
-// 1.5 s to connect.
+// The scheduler's limit for a node whose connection broke: the process or the network may have
+// failed. A live node sends a packet each 1.5 s to connect.
 constexpr auto kBrokenPatience = std::chrono::seconds(5);
-// What every host takes in one packet (RFC 791, 3.1).
+// Bytes that every host accepts in one packet (RFC 791, 3.1).
 constexpr uint64_t kSmallPacketBytes = 576;
 
 }  // namespace
 
 std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
                                                  LinkFault fault) {
-  // Nobody waits for one that is not of the job yet, or not any more.
+  // Nobody waits for a node that is not in the job yet, or no longer.
   if (peer == Node::kEmpty || peer >= kRefusedBase) return {};
   const auto limit = ToDuration(reconnect_s);
-  // Of the processes that end the scheduler alone must hear soon; it tells the others.
+  // Only the scheduler must learn of dead processes soon; it informs the others.
   if (!is_scheduler || fault == LinkFault::kSilent) return limit;
   if (fault == LinkFault::kClosed)
     return std::min<LinkOutage::Clock::duration>(limit, kClosedPatience);

@@ -10,22 +10,22 @@
 
 namespace ps {
 
-// A link between two processes, over TCP or RDMA, that broke while both may live: how long
-// it may stay broken, and what is said of it.
+// Kinds of failure of a link while both processes may be alive. They decide how long the link may
+// stay broken.
 enum class LinkFault {
-  kClosed,  // the other end closed it, or the kernel did so for a process that ended
-  kBroken,  // something broke: either end may be gone
-  kSilent,  // nothing was acknowledged for a while
+  kClosed,  // the peer closed it, or its kernel did when the process ended
+  kBroken,  // the connection failed; the peer may be gone
+  kSilent,  // nothing was acknowledged for too long
 };
 
-// What a link that the other end closed says of itself.
+// Reason of a link that the peer closed.
 constexpr char kLinkClosed[] = "its connection closed";
 
-// A process whose port is closed for so long has ended.
+// A process has ended if its port has been closed for this long.
 constexpr auto kListenerGoneTime = std::chrono::milliseconds(250);
 
-// For how long the link with the node `peer` may be broken.  Zero: it is lost at once.
-// `reconnect_s`: BYTEPS_RECONNECT_TIMEOUT_S.
+// Returns how long a link to node `peer` may stay broken. Zero: it is lost at once. `reconnect_s`:
+// BYTEPS_RECONNECT_TIMEOUT_S.
 std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
                                                  LinkFault fault);
 
@@ -36,31 +36,31 @@ struct LinkOutage {
   LinkFault fault = LinkFault::kBroken;
   Clock::time_point begin;
   Clock::time_point deadline;
-  bool briefly = false;        // it has less time than BYTEPS_RECONNECT_TIMEOUT_S
-  bool listener_gone = false;  // nobody listens any more where it was connected to
-  // Bytes that were sent since it was made again, of which the other end acknowledged none.
+  bool briefly = false;        // its limit is shorter than BYTEPS_RECONNECT_TIMEOUT_S
+  bool listener_gone = false;  // the peer's port no longer accepts connections
+  // Bytes sent over the resumed link of which the peer has acknowledged none.
   uint64_t unacknowledged = 0;
 
   static LinkOutage Of(const std::string& reason, LinkFault fault, Clock::duration patience,
                        double reconnect_s);
-  // Why the link is lost.  `last_error`: of the last attempt to connect; may be empty.
+  // Returns why the link is lost. `last_error`: of the last attempt to connect; may be "".
   std::string GivenUp(double reconnect_s, const std::string& last_error) const;
-  // The same where the other end had given it up before, and said `refusal`.
+  // Returns why the link is lost if the peer had given it up earlier and answered `refusal`.
   std::string Refused(const std::string& refusal) const;
 
  private:
   std::string Unacknowledged() const;
-  std::string LargePacketsVanish() const;  // empty where nothing speaks for it
+  std::string LargePacketsVanish() const;  // empty without evidence for it
 };
 
-// The line of the log when it is there again.  `which`: "the connection", "data connection 0".
+// Logs that a link is resumed. `which`: "the connection", "data connection 0".
 void LogResumed(const std::string& which, int peer, const std::string& address,
                 LinkOutage::Clock::duration after, size_t again);
 
-// The line of the log when a link with several pairs of NICs is made again, and not over its first
-// one, `home`, which failed for the reason `why` (may be empty): over `path`.
+// Logs that a link is resumed over `path` instead of its first pair of NICs, `home`, which failed
+// because of `why` (may be "").
 void LogAway(int peer, const std::string& home, const std::string& why, const std::string& path);
-// And when it goes back.
+// Logs that a link has returned to its first pair of NICs.
 void LogHome(int peer, const std::string& home);
 
 }  // namespace ps

@@ -6,11 +6,11 @@
 
 namespace ps {
 
-// Rate at which the other end of a link takes bytes, measured while so many are in flight that it
-// says at once what has come.  Times in ns of any clock.  One thread at a time.
+// Rate at which the peer takes bytes. Measured only while so many are in flight that the peer
+// acknowledges at once. Times are ns of any clock. Not thread-safe.
 class LinkRate {
  public:
-  // So many bytes are in flight now, after `arrived` have come.
+  // `in_flight` bytes are unacknowledged now, after `arrived` more were acknowledged.
   void Update(size_t in_flight, size_t arrived, int64_t now) {
     if (is_busy_) {
       bytes_ += arrived;
@@ -26,11 +26,11 @@ class LinkRate {
     is_busy_ = in_flight >= kBusyBytes;
   }
 
-  // 0 while it is not known.
+  // 0 while unknown.
   double bytes_per_ns() const { return bytes_per_ns_; }
 
  private:
-  static constexpr size_t kBusyBytes = 64 << 10;  // as Receipts::kManyBytes
+  static constexpr size_t kBusyBytes = 64 << 10;  // equals Receipts::kManyBytes
   static constexpr size_t kSpanBytes = 512 << 10;
   static constexpr double kWeight = 0.25;
 

@@ -1,5 +1,5 @@
-// What the vans of all transports share: who this node is, whom it has links with, and the messages
-// and losses that Van's receiving thread hears of.
+// LinkVan: the part of a van that all transports share: identity, links, and the queue of messages
+// and losses for Van's receiving thread.
 #ifndef BYTEPS_NET_LINK_LINK_VAN_H_
 #define BYTEPS_NET_LINK_LINK_VAN_H_
 
@@ -21,10 +21,10 @@
 
 namespace ps {
 
-// What a van's receiving thread has to do, from threads that hear of it.
-
-// Of messages and news of lost peers.  It also knows whether the van may be used: not before Open,
-// and not after End or Close.
+// Queue of a van's receiving thread.
+//
+// Holds messages and news of lost peers. It also guards use of the van: allowed from Open until End
+// or Close.
 template <typename Event>
 class VanInbox {
  public:
@@ -38,7 +38,7 @@ class VanInbox {
     return !closed_;
   }
 
-  // False once closed.  Otherwise Close waits for EndUse.
+  // Returns false once closed. Close waits until EndUse has been called for every true.
   bool BeginUse() {
     MutexLock lock(&mu_);
     if (closed_) return false;
@@ -47,7 +47,7 @@ class VanInbox {
   }
   void EndUse() {
     MutexLock lock(&mu_);
-    // Else it would wake the thread that waits for events, with each message that is sent.
+    // Only the last user wakes Close: a wake-up per message would also wake the thread in Take.
     if (--users_ == 0 && closed_) cond_.NotifyAll();
   }
 
@@ -59,7 +59,7 @@ class VanInbox {
     cond_.NotifyAll();
   }
 
-  // Waits for an event.  False once ended: those that are left are not taken.
+  // Waits for an event. Returns false after End, also if events are left.
   bool Take(Event* event) {
     MutexLock lock(&mu_);
     // Ended by End; deadline: none, the receiving thread's.
@@ -70,17 +70,17 @@ class VanInbox {
     return true;
   }
 
-  // Has Take return; closes.
+  // Makes Take return false, and closes.
   void End() {
     MutexLock lock(&mu_);
     closed_ = ended_ = true;
     cond_.NotifyAll();
   }
 
-  // Returns when nobody uses the van any more.
+  // Returns when no thread uses the van any more.
   void Close() {
     MutexLock lock(&mu_);
-    closed_ = true;  // also when it never was open
+    closed_ = true;  // also if Open was never called
     // Ended by those who send, none of whom blocks; deadline: none.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return users_ == 0; });
   }
@@ -99,14 +99,14 @@ class VanInbox {
   int users_ PS_GUARDED_BY(mu_) = 0;
 };
 
-// Link: see PeerTable; it also has SayGoodbye, flushed and all_arrived.
-// Derived, which is called without a virtual call for each message, has
-//   void Transmit(const Message& msg)                   sends it by a link to another node
-//   void OnLinkLost(int id, const LinkEnding& ending)   tells the membership
-//   void Dial(const Node& node)                         makes links to another node
-//   LinkPtr LinkTo(const Node& node)                    for the first by which it will come
-//   void NamePeer(const Node& node)                     who has come is that node
-//   void LearnPairs(const Node& scheduler)              it has told of its NICs
+// Link: as for PeerTable, and SayGoodbye, flushed and all_arrived.
+// Derived is called without virtual dispatch, since Transmit runs for each message. It has
+// void Transmit(const Message& msg): sends over a link to another node
+// void OnLinkLost(int id, const LinkEnding& ending): informs the membership
+// void Dial(const Node& node): makes the links to a node
+// LinkPtr LinkTo(const Node& node): makes the first link of a node that will connect
+// void NamePeer(const Node& node): gives a connected process its node id
+// void LearnPairs(const Node& scheduler): takes note of the scheduler's NICs
 template <typename Derived, typename Link>
 class LinkVan : public Van, public OfAJob {
  public:
@@ -114,7 +114,7 @@ class LinkVan : public Van, public OfAJob {
 
   void SetNode(const Node& node) override {
     Node self = node;
-    // The scheduler gives an id back with the rest of what this node told of itself.
+    // The scheduler returns this node's record without its token.
     if (token_ != 0) SetToken(token_, &self);
     Van::SetNode(self);
     my_id_ = node.id;
@@ -132,7 +132,7 @@ class LinkVan : public Van, public OfAJob {
  protected:
   using Peers = PeerTable<Link>;
 
-  // Before Van::Start.  `may_follow`: a scheduler may go on with the job of one that died.
+  // Call before Van::Start. `may_follow`: a scheduler may take over the job of one that died.
   void Begin(bool is_scheduler, bool may_follow) {
     token_ = NewToken();
     may_follow_ = is_scheduler && may_follow;
@@ -141,7 +141,7 @@ class LinkVan : public Van, public OfAJob {
     peers_.Open();
   }
 
-  // The membership tells of a node, perhaps again.
+  // The membership announces a node, possibly again.
   void Connect(const Node& node) final {
     if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
     Derived* const van = static_cast<Derived*>(this);
@@ -151,7 +151,7 @@ class LinkVan : public Van, public OfAJob {
       return peers_.Expect({TokenOf(node), Node::SERVER, rank}, node.id, van->LinkTo(node));
     }
     if (!ConnectsTo(my_role_, node.role)) {
-      // Only the scheduler gives names to who comes; to a server a worker says its own.
+      // The scheduler alone names processes that connect; a worker tells a server its own id.
       if (is_scheduler_ && node.role != Node::SCHEDULER) van->NamePeer(node);
       return;
     }
@@ -161,13 +161,13 @@ class LinkVan : public Van, public OfAJob {
 
   bool AreServers(uint8_t role) const { return my_role_ == Node::SERVER && role == Node::SERVER; }
 
-  // Whether who asks, and knows such a job, was in it before, and means its scheduler, whichever
-  // process that is now.  Then membership says whether this is one.
+  // Returns whether an applicant that knows a job number looks for the scheduler of that job,
+  // possibly a restarted one. The membership then decides.
   bool LooksForScheduler(uint64_t job, bool resumes) const {
     return may_follow_ && job != 0 && !resumes;
   }
 
-  // Never blocks.  Returns the bytes of the message's values, or -1 after Stop.
+  // Never blocks. Returns the bytes of the message's values, or -1 after Stop.
   int SendMsg(Message& msg) final {
     if (msg.meta.control.cmd == Control::TERMINATE) {
       inbox_.End();
@@ -201,15 +201,15 @@ class LinkVan : public Van, public OfAJob {
         continue;
       }
       *msg = std::move(event.msg);
-      // Only now: a message before may have given this node, or the peer, its id.
+      // Read only now: an earlier message may have given this node, or the peer, its id.
       if (event.from) msg->meta.sender = event.from->peer();
       msg->meta.recver = my_id_;
       return AsInt(event.bytes);
     }
   }
 
-  // A message has come: data is handed to its handler, in this thread.  Throws Error where
-  // the peer may not send this.
+  // Handles a received message. Data goes to its handler in this thread, control messages to the
+  // receiving thread. Throws Error if the peer may not send it.
   void Deliver(Link* from, Message* msg, size_t bytes) {
     msg->meta.sender = from->peer();
     msg->meta.recver = my_id_;
@@ -227,7 +227,8 @@ class LinkVan : public Van, public OfAJob {
     inbox_.Put(std::move(event));
   }
 
-  // Has the receiving thread hear that a link with node `id` is lost, behind what came before.
+  // Tells the receiving thread that a link to node `id` is lost, after the messages received
+  // before.
   void PutLoss(int id, typename Peers::PeerPtr peer, LinkEnding ending) {
     Event event;
     event.is_loss = true;
@@ -237,7 +238,7 @@ class LinkVan : public Van, public OfAJob {
     inbox_.Put(std::move(event));
   }
 
-  // Waits until what is queued (a goodbye, a failure) has left, for a second at most.
+  // Waits until queued messages (a goodbye, a failure) are written, at most 1 s.
   void Flush() {
     const auto links = peers_.All();
     for (const auto& link : links) link->SayGoodbye();
@@ -250,29 +251,29 @@ class LinkVan : public Van, public OfAJob {
     }
   }
 
-  // What the receiving thread has to do: hand on a message, or hear of a loss.
+  // Work for the receiving thread: a message, or the loss of a peer.
   struct Event {
     Message msg;
     size_t bytes = 0;
     std::shared_ptr<Link> from;  // null: a message to itself, or a loss
     bool is_loss = false;
     int lost_id = Node::kEmpty;
-    typename Peers::PeerPtr lost;  // null: one that had gone before it was named
+    typename Peers::PeerPtr lost;  // null: the process was gone before it was named
     LinkEnding ending;
   };
 
   uint64_t token_ = 0;
-  bool may_follow_ = false;  // this scheduler may go on with the job of one that died
+  bool may_follow_ = false;  // this scheduler may take over the job of one that died
   JobNumber job_;
   std::atomic<int> my_id_{Node::kEmpty};
   Peers peers_;
-  VanInbox<Event> inbox_;  // whose users are in SendMsg or Abandon; links stay as long
+  VanInbox<Event> inbox_;  // its users are in SendMsg or Abandon; links live as long
 
  private:
   static int AsInt(size_t bytes) { return static_cast<int>(std::min<size_t>(bytes, 1 << 30)); }
 
   void HandleLoss(const Event& event) {
-    // Another process may have its place by now.
+    // Another process may already have taken its place.
     if (peers_.IsReplaced(event.lost_id, event.lost)) return;
     if (event.ending.orderly) return OnDisconnect(event.lost_id);
     static_cast<Derived*>(this)->OnLinkLost(event.lost_id, event.ending);

@@ -13,14 +13,14 @@ constexpr uint8_t kMetaVersion = 3;
 constexpr uint8_t kRequest = 1;
 constexpr uint8_t kPush = 2;
 constexpr uint8_t kSimpleApp = 4;
-// The longest name that DNS allows has 253 letters.
+// DNS limits names to 253 letters.
 constexpr size_t kMaxHostBytes = 255;
 constexpr int kMaxPrefix = 128;
-// The shortest node: a role, an id, a rank, a port, the lengths of two names and a number of NICs.
+// The shortest node: role, id, rank, port, the lengths of two names, the number of NICs.
 constexpr size_t kLeastNodeBytes = 16;
-// Room that is taken before the nodes are read; for more of them, as they come.
+// Limit of nodes reserved before they are read; the vector grows with more.
 constexpr size_t kNodesAtOnce = 64;
-// Far more than any job has; ids, which are made from ranks, stay in their range.
+// Far above any job's, and low enough that ids computed from ranks stay in range.
 constexpr int kMaxRank = 1 << 24;
 
 void EncodeNode(const Node& node, ByteWriter* out) {
@@ -119,7 +119,8 @@ bool DecodeMeta(const char* data, size_t size, Meta* meta) {
     return false;
   }
   if (flags > (kRequest | kPush | kSimpleApp) || command > Control::MEMBERS) return false;
-  // A count that could not be there takes no memory; nor does one that could, before they are read.
+  // A hostile count costs no memory: it must fit in the bytes, and nodes are allocated as they are
+  // read.
   if (nodes > in.left() / kLeastNodeBytes) return false;
   meta->request = (flags & kRequest) != 0;
   meta->push = (flags & kPush) != 0;

@@ -29,7 +29,7 @@ NameLookup::NameLookup(const std::set<std::string>& hosts, int port) {
       byteps::core::NameThisThread("names");
       ask();
     }).detach();
-  } catch (const std::system_error&) {  // no thread to be had
+  } catch (const std::system_error&) {  // no thread available
     ask();
   }
 }

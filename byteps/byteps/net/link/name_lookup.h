@@ -12,20 +12,20 @@
 
 namespace ps {
 
-// A lookup by a thread of its own.  It may take seconds, and who dials serves other connections
-// meanwhile.
+// A name lookup in a thread of its own: it may take seconds, and the dialing thread serves other
+// connections.
 class NameLookup {
  public:
   using Found = std::map<std::string, std::vector<Address>>;
 
   NameLookup(const std::set<std::string>& hosts, int port);
 
-  // True once it is over: adds to `found` the names that are known, and sets `error` to what is
-  // said of another one.
+  // Returns true once finished. Adds the resolved names to `found`; sets `error` to the reason if a
+  // name failed.
   bool Take(Found* found, std::string* error);
 
  private:
-  // Shared with the thread, which may outlive this.
+  // Shared with the lookup thread, which may outlive this object.
   struct Answer {
     Mutex mu;
     bool is_over PS_GUARDED_BY(mu) = false;

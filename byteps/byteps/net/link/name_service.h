@@ -1,4 +1,4 @@
-// NameService: addresses of host names, which change, or become known only later.
+// NameService: resolves host names. Their addresses may change, or become known only later.
 #ifndef BYTEPS_NET_LINK_NAME_SERVICE_H_
 #define BYTEPS_NET_LINK_NAME_SERVICE_H_
 
@@ -13,30 +13,30 @@
 
 namespace ps {
 
-// No address of a host is known at the moment.
+// Thrown while a host name does not resolve.
 struct UnknownHost : public Error {
   using Error::Error;
 };
 
-// Source of addresses for all lookups of this process.
+// Resolver for all lookups of this process.
 class NameService {
  public:
   virtual ~NameService() = default;
 
-  // All addresses of `host`, which is a name.  Blocks.  Throws UnknownHost.
+  // Returns all addresses of the host name. Blocks. Throws UnknownHost.
   virtual std::vector<Address> Find(const std::string& host, int port) = 0;
 
-  // The system's, unless a test has set another one.  Any thread.
+  // Returns the system's resolver, or a test's. Thread-safe.
   static std::shared_ptr<NameService> Get();
-  // Null: the system's.
+  // Replaces the resolver. Null: back to the system's.
   static void Set(std::shared_ptr<NameService> service);
 };
 
-// Says in the log what is waited for.
+// Logs what this process waits for.
 void SayWaiting(const std::string& why);
 
-// Returns what `find` does, which is called again while it throws UnknownHost, for `limit_s`
-// (BYTEPS_START_TIMEOUT_S).  Then throws Error.
+// Returns what `find` returns. Retries while it throws UnknownHost, for `limit_s`
+// (BYTEPS_START_TIMEOUT_S); then throws Error.
 template <typename Find>
 auto AwaitHost(double limit_s, const Find& find) -> decltype(find()) {
   constexpr auto kPause = std::chrono::milliseconds(200);

@@ -33,13 +33,14 @@ std::string Numeric(const sockaddr* address) {
   return text;
 }
 
-// Link-local IPv6 addresses need an interface's name with them.
+// Link-local IPv6 addresses are usable only with an interface's name.
 bool IsLinkLocal(const sockaddr* address) {
   return address->sa_family == AF_INET6 &&
          IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
 }
 
-// What needs no name service: of a number, or of "", this host's.  Of a name none.
+// Returns the addresses of a number, or of "" this host's, without a name service. Empty for a
+// name.
 std::vector<Address> AddressesWithout(const std::string& host, int port) {
   addrinfo hints;
   memset(&hints, 0, sizeof(hints));
@@ -160,7 +161,7 @@ Address Address::Of(const sockaddr* address) {
 std::string Address::Host() const { return Numeric(get()); }
 
 std::string Address::Text() const {
-  // The port lies at the same place for both families.
+  // The port has the same offset in both families.
   const int port = ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
   const std::string host = Host();
   return host.empty() ? "?" : JoinHostPort(host, port);

@@ -1,4 +1,5 @@
-// Network addresses and nodes: how they are chosen, and what they are called in errors and the log.
+// Network addresses: resolution, choice of the own one, and texts of addresses and nodes for errors
+// and logs.
 #ifndef BYTEPS_NET_LINK_NET_ADDRESS_H_
 #define BYTEPS_NET_LINK_NET_ADDRESS_H_
 
@@ -17,49 +18,47 @@ struct Address {
 
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
   sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
-  // Of any family but these two an address without a text.
+  // Copies an IPv4 or IPv6 address. Other families give an address whose text is empty.
   static Address Of(const sockaddr* address);
   // "10.0.0.1:9000", "[::1]:9000"
   std::string Text() const;
-  // "10.0.0.1"; empty: it has none.
+  // "10.0.0.1"; "" for other families.
   std::string Host() const;
 };
 
-// All addresses of `host`; "" stands for every address of this host.  Blocks, if it is a name.
+// Returns all addresses of `host`; "" means any address of this host. Blocks if `host` is a name.
 // Throws UnknownHost (name_service.h).
 std::vector<Address> Resolve(const std::string& host, int port);
 
-// Whether `host` is an address, of which no name service is asked; or "".
+// Returns whether `host` is "" or a numeric address, so no name service is needed.
 bool IsNumeric(const std::string& host);
 
-// The numeric local address that the kernel would use to reach `host`:`port`,
-// found by connecting a UDP socket, which sends nothing.  A node that several
-// networks reach thus announces itself on the one that leads to the scheduler,
-// with no interface named anywhere.  Throws UnknownHost when `host` does not
-// resolve, Error when no route leads to it.
+// Returns the numeric local address that the kernel would use to reach `host`:`port`. Connects a
+// UDP socket, which sends nothing. So a node on several networks announces its address on the
+// network of the scheduler, without configuration. Throws UnknownHost if `host` does not resolve,
+// Error if there is no route.
 std::string LocalAddressTowards(const std::string& host, int port);
 
-// The first numeric address, IPv4 before IPv6, of the interface called `name`
-// exactly.  Throws Error listing the interfaces there are.
+// Returns the first numeric address, IPv4 before IPv6, of the interface with exactly this name.
+// Otherwise throws Error with a list of the interfaces.
 std::string AddressOfInterface(const std::string& name);
 
-// `host` as a number: itself if it is one, else what it resolves to, IPv4 first.
-// Throws UnknownHost when it does not resolve.
+// Returns `host` if it is numeric, else the address that it resolves to, IPv4 first. Throws
+// UnknownHost.
 std::string NumericAddress(const std::string& host);
 
-// The address of this host's loopback: "127.0.0.1", or "::1" where there is no IPv4.
+// Returns the loopback address: "127.0.0.1", or "::1" without IPv4.
 std::string LoopbackAddress();
 
-// Whether what is sent to `host`, an address or "localhost", stays on this host.
+// Returns whether `host`, an address or "localhost", is on the loopback interface.
 bool IsLoopback(const std::string& host);
 
-// "host:port", with brackets around an IPv6 address.
+// Returns "host:port", with brackets around an IPv6 address.
 std::string JoinHostPort(const std::string& host, int port);
 
-// How nodes, limits and numbers of things are called in errors and in the log.
 struct Node;
 
-// Ids of nodes that are refused: far from those that are admitted.
+// First id of refused nodes, far above the ids of admitted ones.
 constexpr int kRefusedBase = 1 << 24;
 
 std::chrono::steady_clock::duration ToDuration(double seconds);
@@ -70,10 +69,10 @@ std::string Limit(double seconds, const char* variable);
 // "1 worker", "2 workers"
 std::string Plural(int n, const char* noun);
 
-// "worker 1", from a node id
+// Returns "worker 1" for a node id.
 std::string RoleAndRank(int node_id);
 
-// "10.0.0.2:40123"; without a port of a worker, which listens nowhere.
+// Returns "10.0.0.2:40123"; without a port for a worker, which does not listen.
 std::string AddressOf(const Node& node);
 
 // "worker 1 (10.0.0.3)", "server 0 (10.0.0.2:40123)"

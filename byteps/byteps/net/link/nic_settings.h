@@ -7,15 +7,15 @@
 
 namespace ps {
 
-// Settings of this process's NICs, by the table and by a caller who knows better.
+// Settings that decide which NICs this process uses: BYTEPS_NICS, and what older variables fix.
 struct NicSettings {
   std::string names = "auto";  // BYTEPS_NICS
   bool uses_rdma = false;
-  // One address or device that was named before there were several NICs stays one.
+  // Naming a single address or device (the variables below) restricts the node to that NIC.
   bool names_address = false;        // DMLC_NODE_HOST or DMLC_INTERFACE
   bool chooses_rdma_device = false;  // BYTEPS_RDMA_DEVICE
-  std::string gpu;                   // of a worker: the PCI bus id, "0000:1b:00.0"; empty: none
-  int local_rank = 0;                // among the workers of this host
+  std::string gpu;                   // a worker's: PCI bus id, "0000:1b:00.0"; "": no GPU
+  int local_rank = 0;                // rank among the workers of this host
   int local_size = 1;
 
   static NicSettings From(const byteps::core::Config& config);

@@ -27,9 +27,9 @@
 namespace ps {
 namespace {
 
-// NICs that are slower than this part of the fastest one are left out: those for management.
+// NICs below 1/kSlowest of the fastest NIC's rate are left out: they are for management.
 constexpr int kSlowest = 2;
-// Steps between PCIe devices of different root complexes, and of different NUMA nodes.
+// Distances between PCIe devices of different root complexes, and of different NUMA nodes.
 constexpr int kOtherRoot = 100;
 constexpr int kOtherNuma = 200;
 
@@ -39,14 +39,14 @@ int ReadInt(const std::string& path, int fallback) {
   return value;
 }
 
-// The PCIe devices of a path below /sys/devices.
+// Returns the PCIe devices in a path below /sys/devices.
 std::string PlaceOf(const std::string& path) {
   char resolved[PATH_MAX];
   if (realpath(path.c_str(), resolved) == nullptr) return "";
   const std::string text = resolved;
   const size_t root = text.find("/pci");
   if (root == std::string::npos) return "";
-  // A virtio NIC is below its PCIe device.
+  // Stops at the PCIe device: a virtio NIC lies below it.
   std::string place;
   std::istringstream parts(text.substr(root + 1));
   for (std::string part; std::getline(parts, part, '/');) {
@@ -64,7 +64,7 @@ std::vector<std::string> Split(const std::string& text, char between) {
   return parts;
 }
 
-// Steps from one device to the other over the bridges between them.
+// Returns the number of bridges between two devices.
 int Distance(const HostNic& nic, const DevicePlace& gpu) {
   if (gpu.place.empty()) return 0;
   const auto a = Split(nic.place, '/'), b = Split(gpu.place, '/');
@@ -113,8 +113,8 @@ Interfaces ListInterfaces() {
 
 bool IsV6(const std::string& address) { return address.find(':') != std::string::npos; }
 
-// A NIC's RDMA device is another function of its PCIe device; one in software names the interface
-// that it is above.
+// Returns the RDMA device of an interface. A hardware one shares the PCIe device; a software one
+// names the interface it runs on.
 std::string RdmaDeviceOf(const std::string& name, const std::string& sysfs) {
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(
@@ -130,7 +130,7 @@ std::string RdmaDeviceOf(const std::string& name, const std::string& sysfs) {
   return "";
 }
 
-// Of each interface one address of the family that the node's own has.
+// Keeps one address per interface, of the family of the node's own address.
 std::vector<HostNic> OnePerInterface(const std::vector<HostNic>& there, const NicUser& user) {
   std::vector<HostNic> nics;
   for (const HostNic& one : there) {
@@ -166,10 +166,10 @@ std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& 
   return named;
 }
 
-// Those that are alike in what they carry.  What the kernel does not say the rate of counts only
-// where it says that of none.
+// Returns the NICs to use: those of similar rate. A NIC of unknown rate is used only if no rate is
+// known.
 std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own, bool uses_rdma) {
-  if (!own.is_device) return {own};  // a bond, a bridge, a veth: somebody has chosen
+  if (!own.is_device) return {own};  // a bond, a bridge or a veth: the administrator has chosen
   const auto serves = [uses_rdma](const HostNic& nic) {
     return nic.is_device && nic.is_up && !IsLoopback(nic.nic.address) &&
            (!uses_rdma || !nic.rdma.empty());
@@ -185,8 +185,8 @@ std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own,
   return of_use.empty() ? std::vector<HostNic>{own} : of_use;
 }
 
-// The share of this worker: those nearest to its GPU.  Of equally near ones each worker of the host
-// takes others.
+// Returns this worker's share of the NICs: those nearest to its GPU. Workers of a host take
+// different ones of equally near NICs.
 std::vector<HostNic> NearestOf(const std::vector<HostNic>& nics, const NicUser& user) {
   const size_t ranks = std::max(user.local_size, 1);
   const size_t share = std::max<size_t>(1, (nics.size() + ranks - 1) / ranks);
@@ -207,7 +207,7 @@ HostNic ReadNic(const std::string& name, const std::string& sysfs) {
   HostNic nic;
   nic.name = name;
   nic.is_device = access((folder + "/device").c_str(), F_OK) == 0;
-  // What a virtual interface says of its rate is made up.  -1, or no number: the link is down.
+  // A virtual interface reports an invented rate. -1 or no number means that the link is down.
   if (nic.is_device) nic.nic.mbps = std::max(ReadInt(folder + "/speed", 0), 0);
   nic.rdma = RdmaDeviceOf(name, sysfs);
   nic.is_up = ReadInt(folder + "/carrier", 0) == 1;
@@ -290,7 +290,7 @@ int HostMbps(const Node& self, const NicSettings& settings) {
 
 namespace {
 
-// "0-15,32-47"; empty of memory without cores, such as a GPU's.
+// Parses "0-15,32-47". Empty for memory without cores, such as a GPU's.
 std::set<int> ParseCores(const std::string& text) {
   std::set<int> cores;
   std::istringstream ranges(text);
@@ -304,14 +304,14 @@ std::set<int> ParseCores(const std::string& text) {
   return cores;
 }
 
-// A node that NICs are attached to.
+// A NUMA node with NICs, and its share of the threads.
 struct Share {
   ThreadPlace place;
-  double rate = 0;  // of its NICs
+  double rate = 0;  // sum over its NICs
   size_t threads = 0;
 };
 
-// Empty: threads cannot be placed.
+// Returns empty if threads cannot be placed.
 std::vector<Share> SharesOf(const std::vector<HostNic>& nics, const NumaNodes& nodes,
                             const std::set<int>& allowed) {
   const bool rates =

@@ -1,7 +1,7 @@
-// The NICs of this host, and which of them a node uses.
+// The NICs of this host, and the choice of those that a node uses.
 //
-// The scheduler and servers use all of the host's NICs that are of use, and each worker those
-// nearest to its GPU: PCIe devices below the same switch first, then those of the same NUMA node.
+// The scheduler and servers use all suitable NICs of the host. A worker uses those nearest to its
+// GPU: PCIe devices below the same switch first, then those of the same NUMA node.
 #ifndef BYTEPS_NET_LINK_NICS_H_
 #define BYTEPS_NET_LINK_NICS_H_
 
@@ -16,84 +16,82 @@
 
 namespace ps {
 
-// At most this many NICs of a node are used.
+// Limit of NICs per node.
 constexpr size_t kMostNics = 32;
 
-// A network interface with an address.
+// A network interface and one of its addresses.
 struct HostNic {
   std::string name;
-  std::string rdma;  // the RDMA device that it is the network interface of; empty: none
+  std::string rdma;  // RDMA device of this interface; "": none
   Nic nic;
   bool is_up = false;
-  bool is_device = false;  // hardware, or what a hypervisor gives instead
-  // Its PCIe devices from the root, "pci0000:15/0000:15:01.0/0000:16:00.0"; empty: not on PCIe.
+  bool is_device = false;  // a physical NIC, or a hypervisor's
+  // Its PCIe path from the root, "pci0000:15/0000:15:01.0/0000:16:00.0"; "": not on PCIe.
   std::string place;
-  int numa = -1;  // -1: not known
+  int numa = -1;  // -1: unknown
 };
 
-// A PCIe device's place, such as a GPU's.
+// Location of a PCIe device, such as a GPU.
 struct DevicePlace {
   std::string place;
   int numa = -1;
 };
 
-// What the kernel says below `sysfs` ("/sys") of the interface `name`, without its address.
+// Reads the interface `name` from `sysfs` ("/sys"). Does not set its address.
 HostNic ReadNic(const std::string& name, const std::string& sysfs);
-// Of the PCIe device "0000:1b:00.0"; empty where there is none.
+// Locates the PCIe device "0000:1b:00.0"; empty if there is none.
 DevicePlace ReadDevice(const std::string& bus_id, const std::string& sysfs);
-// All interfaces of this host that have an address others can reach, one entry per address.
+// Lists the interfaces of this host with an address that others can reach, one entry per address.
 std::vector<HostNic> ListNics(const std::string& sysfs = "/sys");
-// The name of the interface that has this address; empty: none.
+// Returns the name of the interface with this address; "" if none has it.
 std::string InterfaceOf(const std::string& address);
 
-// What NICs are chosen for.
+// Node for which NICs are chosen, and its settings.
 struct NicUser {
-  // BYTEPS_NICS: "auto", or names of interfaces or RDMA devices with commas between.
+  // BYTEPS_NICS: "auto", or names of interfaces or RDMA devices, separated by commas.
   std::string setting;
-  std::string address;  // of this node, by which others know it
+  std::string address;  // this node's address, as others know it
   bool is_worker = false;
-  bool only_own = false;  // the NIC of its address alone, whatever others there are
+  bool only_own = false;  // use the NIC of `address` alone
   bool uses_rdma = false;
-  DevicePlace gpu;     // of a worker; empty: it has none
-  int local_rank = 0;  // among the workers of this host
+  DevicePlace gpu;     // a worker's; empty: it has none
+  int local_rank = 0;  // rank among the workers of this host
   int local_size = 1;
 };
 
 struct ChosenNics {
-  std::vector<Nic> nics;  // that this node uses; empty: its address is of no NIC of this host
-  int host_mbps = 0;      // of all that the nodes of this host use; 0: not known
+  std::vector<Nic> nics;  // of this node; empty: no NIC of this host has its address
+  int host_mbps = 0;      // rate of all NICs that the nodes of this host use; 0: unknown
 };
 
-// Throws Error where the setting names no interface of this host.
+// Throws Error if the setting names an interface that this host lacks.
 ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user);
 
-// This process, as the node `self`.
+// Describes this process, which is the node `self`.
 NicUser NicUserFor(const Node& self, const NicSettings& settings);
-// ChosenNics::host_mbps of this process; of a node that uses no list of NICs (Node::nics), the rate
-// of the one that has its address.
+// Returns ChosenNics::host_mbps for this process. If the node announces no list of NICs
+// (Node::nics): the rate of the NIC with its address.
 int HostMbps(const Node& self, const NicSettings& settings);
 
-// On which NUMA node the threads of a NIC run.
-
-// The cores of each NUMA node that has any, by the node's number.
+// Cores by NUMA node. Nodes without cores are missing.
 using NumaNodes = std::map<int, std::set<int>>;
 
-// What the kernel says below `sysfs`; empty where it says nothing.
+// Reads the NUMA nodes from `sysfs`; empty if it lists none.
 NumaNodes ReadNumaNodes(const std::string& sysfs = "/sys");
-// The cores that this thread may use.
+// Returns the cores that the calling thread may use.
 std::set<int> AllowedCores();
-// From now on the thread runs on these.  False: it may not.
+// Restricts the thread to these cores. Returns false if the kernel refuses.
 bool RunOn(std::thread* thread, const std::set<int>& cores);
 
 struct ThreadPlace {
-  int numa = -1;        // -1: anywhere
-  std::set<int> cores;  // of that node, those that this process may use
+  int numa = -1;        // -1: no NUMA node
+  std::set<int> cores;  // of that node, as far as this process may use them
 };
 
-// Where each of `threads` threads runs that together serve `nics`.  A NUMA node gets threads in
-// proportion to the rate of its NICs, and one at least.  All run anywhere where that cannot be: the
-// host has one node, it is not known to which one a NIC is attached, there are fewer threads than
-// such nodes, or the process may not use as many of a node's cores as it would have threads there.
+// Chooses a NUMA node for each of `threads` threads that together serve `nics`. A node gets threads
+// in proportion to the rate of its NICs, at least one. No thread is bound if the host has one node,
+// a NIC's node is unknown, there are fewer threads than nodes with NICs, or the process may use
+// fewer cores of a node than threads would run there.
 std::vector<ThreadPlace> PlaceThreads(const std::vector<HostNic>& nics, const NumaNodes& nodes,
                                       const std::set<int>& allowed, int threads);
 

@@ -10,8 +10,8 @@
 namespace ps {
 namespace {
 
-// What a new connection has at least for the first acknowledgement, or a quarter of
-// BYTEPS_RECONNECT_TIMEOUT_S.
+// Minimum time for a new connection's first acknowledgement. (The limit is this or a quarter of
+// BYTEPS_RECONNECT_TIMEOUT_S.)
 constexpr auto kChance = std::chrono::seconds(5);
 
 }  // namespace

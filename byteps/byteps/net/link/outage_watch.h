@@ -10,14 +10,14 @@
 
 namespace ps {
 
-// The outage of a link, over as many connections as it takes: by when it must be over, and what is
-// said of it.
+// An outage of a link: its deadline, and the reason if it is not over by then. It may span several
+// connections.
 //
-// A connection that was made again does not end the outage where its transport can only tell later
-// whether it works: it ends when something that was sent over it has been acknowledged.  A path may
-// carry a greeting and nothing larger.
+// A new connection alone does not end the outage: a path may carry a greeting and nothing larger.
+// It ends when the peer has acknowledged something sent over the new connection, unless the
+// transport knows earlier that the connection works.
 //
-// Locked by its owner, or of one thread.
+// Not thread-safe: its owner locks, or uses it from one thread.
 class OutageWatch {
  public:
   using Clock = LinkOutage::Clock;
@@ -25,52 +25,52 @@ class OutageWatch {
   // `reconnect_s`: BYTEPS_RECONNECT_TIMEOUT_S.
   explicit OutageWatch(double reconnect_s) : reconnect_s_(reconnect_s) {}
 
-  // The connection broke, and the link may be without one for `patience`, of which `counted` has
-  // passed already in silence.  `by_peer`: the peer closed it.  Where the last outage is not over,
-  // this goes on, until the earlier of both deadlines.  Returns whether the deadline is another
-  // one.
+  // The connection broke. The link may be without one for `patience`, of which `counted` has
+  // already passed in silence. `by_peer`: the peer closed it. If the previous outage is not over it
+  // continues, with the earlier of both deadlines. Returns whether the deadline has changed.
   bool Begin(const std::string& reason, LinkFault fault, bool by_peer, Clock::duration patience,
              Clock::duration counted);
 
-  // There is a connection again, over which so many messages are sent again.  That the peer lives
-  // was in doubt, and it does: the outage may take as long as any.
+  // There is a new connection, over which `again` messages are sent again. The peer is alive, so
+  // the outage gets the full time.
   void AwaitProof(size_t again);
-  // The peer has got something over the last connection, of which this end did not hear.
+  // The peer acknowledged something sent over the previous connection; this end had not received
+  // that before.
   void HearProofOfTheLast();
-  // The time is over.  Until when a connection has its chance that is there since a moment; at or
-  // before now: it has had it.
+  // Call when the deadline has passed. Returns until when the newest connection may still prove
+  // itself. A time not after now: its chance is over.
   Clock::time_point ChanceUntil() const;
   void PostponeTo(Clock::time_point deadline) { outage_.deadline = deadline; }
-  // So many bytes were sent over it, and not acknowledged.
+  // Notes how many bytes were sent over the new connection without any acknowledgement.
   void NoteUnacknowledged(uint64_t bytes);
 
-  // It is over; the link was without a connection for so long.
+  // Ends the outage. Returns how long the link had no connection.
   Clock::duration End();
 
-  // Why the link is lost.  `last_error`: of the last attempt to connect; may be empty.
+  // Returns why the link is lost. `last_error`: of the last attempt to connect; may be "".
   std::string GivenUp(bool listener_gone, const std::string& last_error) const;
   std::string Refused(const std::string& refusal) const { return outage_.Refused(refusal); }
 
-  // Whether it is not over.
+  // Returns whether the outage continues.
   bool lasts() const { return lasts_; }
-  // Whether there is a connection again that has proved nothing yet.
+  // Returns whether there is a new connection that has not proved itself yet.
   bool awaits_proof() const { return awaits_proof_; }
   bool by_peer() const { return by_peer_; }
   Clock::time_point deadline() const { return outage_.deadline; }
-  // Counts outages.
+  // Number of the outage, counted from 1.
   uint64_t number() const { return number_; }
-  // Messages that are sent again over the connection that is there now.
+  // Messages sent again over the current connection.
   size_t again() const { return again_; }
 
  private:
   const double reconnect_s_;
-  LinkOutage outage_;  // the last
+  LinkOutage outage_;  // the latest one
   uint64_t number_ = 0;
   bool lasts_ = false;
   bool by_peer_ = false;
-  Clock::time_point longest_;  // deadline, if the peer is known to live
+  Clock::time_point longest_;  // the deadline if the peer is known to be alive
   bool awaits_proof_ = false;
-  bool continues_ = false;  // the last connection broke before it had proved anything
+  bool continues_ = false;  // the last connection broke before it proved itself
   Clock::time_point resumed_at_;
   size_t again_ = 0;
 };

@@ -1,10 +1,10 @@
-// The processes at the other ends of this node's links.
+// PeerTable: the processes at the other ends of this node's links.
 //
-// A process that connected to this one is known by its token (admission.h), which it has proved.
-// It gets its node id later: from the scheduler, which names those that join, or, at a server, by
-// its own word, which is proved too.  Of a server that connects to a server the scheduler has told
-// both before, so that there is a link that it will take, and what is sent by it waits.  A node
-// that this one connected to is known by its id alone.
+// A process that connects to this node is identified by its authenticated token (admission.h). It
+// gets its node id later: at the scheduler by being named, at a server by its own authenticated
+// claim. If a server connects to a server, the scheduler has announced it before: the table then
+// already has a link for it, and messages wait there. A process that this node connects to is
+// identified by its node id alone.
 #ifndef BYTEPS_NET_LINK_PEER_TABLE_H_
 #define BYTEPS_NET_LINK_PEER_TABLE_H_
 
@@ -24,30 +24,28 @@
 
 namespace ps {
 
-// How a link ended, or a connection that carried it.
+// End of a link, or of a connection that carried it.
 struct LinkEnding {
   std::string reason;
-  bool by_peer = false;  // and this side has nothing to say of the reason
-  bool orderly = false;  // the peer said goodbye, or this side closed it in order
+  bool by_peer = false;  // the peer ended it; this side knows no other reason
+  bool orderly = false;  // the peer said goodbye, or this side closed it on purpose
 };
 
-// Which link of a pair of nodes the next message takes.
-
-// How a link stands.
+// State of a link, from which BestOf chooses the link of the next message.
 struct LinkLoad {
-  bool is_open = false;    // messages go over it now
-  bool is_closed = false;  // and none ever will
+  bool is_open = false;    // it can carry messages now
+  bool is_closed = false;  // it will never carry messages again
   size_t queued_bytes = 0;
-  size_t in_flight_bytes = 0;  // written, and the other end has not told that they have come
-  uint64_t nics = 0;           // tells pairs of NICs apart
-  double bytes_per_ns = 0;     // that the other end takes; 0: not known
+  size_t in_flight_bytes = 0;  // written, but not acknowledged
+  uint64_t nics = 0;           // identifies the pair of NICs
+  double bytes_per_ns = 0;     // rate at which the peer takes bytes; 0: unknown
 
   size_t bytes() const { return queued_bytes + in_flight_bytes; }
 };
 
-// Whether one of two links takes so many more bytes that not as many should wait on the other.
+// Returns whether the rates of two links differ so much that their queues should too.
 inline bool DifferInRate(const LinkLoad& a, const LinkLoad& b) {
-  constexpr double kUneven = 2;  // rates are measured: what differs less is taken to be equal
+  constexpr double kUneven = 2;  // rates are measured: smaller differences count as equal
   const auto [low, high] = std::minmax(a.bytes_per_ns, b.bytes_per_ns);
   return low > 0 && high > kUneven * low;
 }
@@ -62,13 +60,13 @@ inline bool IsBetter(const LinkLoad& load, const LinkLoad& than) {
   return load.nics != than.nics && load.in_flight_bytes < than.in_flight_bytes;
 }
 
-// That on which the fewest bytes wait, and one that is broken only where all are.  Where nothing
-// waits the kernel may hold much: of links over different NICs that with fewer bytes in flight; and
-// where their rates differ, that which is done first.  So each NIC carries what its rate allows.
-// Null: none is there.  Of `links` some may be null.
+// Returns the link with the fewest queued bytes; a broken link only if all are broken. If nothing
+// is queued the kernel may still hold much, so links over different NICs are compared by bytes in
+// flight, and links of different rates by when they would be done. So each NIC carries what its
+// rate allows. Returns null if all are closed. `links` may contain nulls.
 template <typename Link>
 std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
-  // There is nothing to compare, and so nothing to ask under the link's lock.
+  // Shortcut: a single link needs no comparison, and no lock to read its load.
   if (links.size() == 1) return links.front();
   const std::shared_ptr<Link>* best = nullptr;
   LinkLoad least;
@@ -83,8 +81,8 @@ std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
   return best == nullptr ? nullptr : *best;
 }
 
-// Link: has `PeerIdentity identity`, load(), closed(), peer() and set_peer(), which take no lock
-// under which the table is called.  Any thread may call anything.
+// Link has `PeerIdentity identity`, load(), closed(), peer() and set_peer(). These must not take a
+// lock under which the table is called. Thread-safe.
 template <typename Link>
 class PeerTable {
  public:
@@ -92,38 +90,38 @@ class PeerTable {
   using Links = std::vector<LinkPtr>;
   static constexpr int kPlanes = 2;
 
-  // A process at the other end of links.  Guarded by the table's lock once it is in the table.
+  // A process at the other end of links. In the table it is guarded by the table's lock.
   struct Peer {
     int id = Node::kEmpty;
-    std::array<Links, kPlanes> links;  // of each plane, by index; null: not there
+    std::array<Links, kPlanes> links;  // by plane and index; null: no such link
   };
   using PeerPtr = std::shared_ptr<Peer>;
 
-  // Peers are admitted from now on.
+  // Admits peers from now on.
   void Open() {
     MutexLock lock(&mu_);
     stopping_ = false;
   }
-  // None is admitted any more, and links that end are nobody's loss.
+  // Refuses peers from now on. Links that end are no longer reported as losses.
   void Stop() {
     MutexLock lock(&mu_);
     stopping_ = true;
   }
   void Clear() {
-    std::unordered_map<uint64_t, PeerPtr> by_token;  // let go of without the lock
+    std::unordered_map<uint64_t, PeerPtr> by_token;  // destroyed without the lock
     std::unordered_map<int, PeerPtr> by_id;
     MutexLock lock(&mu_);
     by_token.swap(by_token_);
     by_id.swap(by_id_);
   }
 
-  // This node connects to `peer`, which has its id.
+  // Adds a peer that this node connects to; its id is set.
   void Add(PeerPtr peer) {
     MutexLock lock(&mu_);
     by_id_[peer->id] = std::move(peer);
   }
 
-  // The process `who` will connect, as node `id`.  `link`: its first.
+  // The process `who` will connect as node `id`. `link`: the first link, ready to queue messages.
   void Expect(const PeerIdentity& who, int id, LinkPtr link) {
     auto peer = std::make_shared<Peer>();
     peer->id = id;
@@ -133,7 +131,7 @@ class PeerTable {
     by_token_[who.token] = peer;
     by_id_[id] = std::move(peer);
   }
-  // Whether it is known that this process is this node.
+  // Returns whether this process was announced as this node.
   bool Expects(uint64_t token, int id) {
     MutexLock lock(&mu_);
     const auto it = by_token_.find(token);
@@ -143,15 +141,15 @@ class PeerTable {
   struct Admitted {
     std::string refusal;
     LinkPtr link;      // null: refused
-    LinkPtr replaced;  // that was there in its place
+    LinkPtr replaced;  // the previous link in its place
   };
-  // What becomes of a link that is there where its peer asks for it and does not resume it.
+  // Policy for a peer that asks anew for a link that exists, without resuming it.
   enum class Again {
-    kTakesTheLink,  // the peer had not heard that it was taken before
-    kMakesAnother,  // and would not ask again, had it not given that one up
+    kTakesTheLink,  // it gets the same link: it has not heard that it was accepted before
+    kMakesAnother,  // it gets a new link: it asks again only after it gave up the old one
   };
-  // The link for `applicant`, which nothing else stands against (ReasonToRefuse).  Where there is
-  // none, `make(id)` makes it, with the lock held.
+  // Returns the link for an applicant that ReasonToRefuse accepts. If there is none, calls
+  // `make(id)` for a new one, with the lock held.
   template <typename Make>
   Admitted Admit(const Applicant& applicant, bool is_scheduler, Again again, const Make& make) {
     Admitted admitted;
@@ -178,7 +176,7 @@ class PeerTable {
       peer->id = applicant.node_id;
       by_id_[peer->id] = peer;
     }
-    // Who comes once more to the scheduler, over another link, has its name already.
+    // An applicant with another link to the scheduler has its id already.
     admitted.link = make(peer->id);
     admitted.link->identity = applicant.who;
     Links& links = peer->links[applicant.plane];
@@ -190,10 +188,10 @@ class PeerTable {
   }
 
   struct Named {
-    bool is_there = false;  // else it came, and has gone already
-    Links displaced;        // of another process, which had this name
+    bool is_there = false;  // false: the process has connected, and left again
+    Links displaced;        // links of the process that had this id before
   };
-  // The scheduler gives a node id to a process that came.
+  // Gives a node id to a connected process. The scheduler calls this.
   Named Name(uint64_t token, int id) {
     Named named;
     MutexLock lock(&mu_);
@@ -201,7 +199,7 @@ class PeerTable {
     if (it == by_token_.end()) return named;
     named.is_there = true;
     const PeerPtr peer = it->second;
-    // It may have had another name.
+    // It may have had another id.
     const auto last = by_id_.find(peer->id);
     if (last != by_id_.end() && last->first != id && last->second == peer) by_id_.erase(last);
     peer->id = id;
@@ -212,11 +210,11 @@ class PeerTable {
   }
 
   struct Loss {
-    PeerPtr peer;  // whose loss it is; null: nobody's
+    PeerPtr peer;  // the peer that has lost a link; null: nobody
     int id = Node::kEmpty;
-    LinkPtr link;  // null: it was not in the table
+    LinkPtr link;  // null: the link was not in the table
   };
-  // A link has closed.  Who has lost all its links is not there any more.
+  // Removes a closed link. A peer without any link is removed too.
   Loss LetGo(const Link* link) {
     Loss loss;
     MutexLock lock(&mu_);
@@ -233,20 +231,20 @@ class PeerTable {
       if (Remove(link, named->second.get(), &loss)) loss.peer = named->second;
       if (named->second == loss.peer && IsEmpty(*loss.peer)) by_id_.erase(named);
     }
-    // One that never was more than a link is nobody's loss.
+    // A peer without an id is not a loss.
     if (loss.peer && loss.peer->id == Node::kEmpty) loss.peer.reset();
     return loss;
   }
 
-  // Whether another process has the name of one that was lost: then nobody has lost a node.
+  // Returns whether another process has taken over the id of a lost one. Then the node is not lost.
   bool IsReplaced(int id, const PeerPtr& lost) {
     MutexLock lock(&mu_);
     const auto it = by_id_.find(id);
     return it != by_id_.end() && it->second != lost;
   }
 
-  // The process that has this id has it no more, and the loss of its links is nobody's.  They are
-  // to be closed.
+  // Takes the id away from its process; losing its links is no longer a loss. The caller closes the
+  // returned links.
   Links Forget(int id) {
     MutexLock lock(&mu_);
     const auto it = by_id_.find(id);
@@ -257,12 +255,12 @@ class PeerTable {
     return LinksOf(*peer);
   }
 
-  // For the next message; null when there is none.  A peer without links of this plane has all by
-  // plane 0.
+  // Returns the link for the next message, or null. Uses plane 0 if the peer has no links of this
+  // plane.
   LinkPtr Choose(int id, int plane) {
     return Choose(id, plane, [](Link&) { return false; });
   }
-  // Where there are several, the first that `is_meant(link)` says yes to.
+  // Prefers the first link for which `is_meant(link)` is true, if there are several.
   template <typename IsMeant>
   LinkPtr Choose(int id, int plane, const IsMeant& is_meant) {
     MutexLock lock(&mu_);
@@ -333,7 +331,7 @@ class PeerTable {
     return false;
   }
 
-  // Whether a worker cannot have this id, since another process or this one has another.
+  // Returns whether this id is taken by another process, or this process has another id.
   bool IsAnothers(int id, const PeerPtr& peer) const PS_REQUIRES(mu_) {
     const auto known = by_id_.find(id);
     if (known != by_id_.end() && known->second != peer) return true;

@@ -12,11 +12,11 @@ using byteps::core::UsageError;
 
 namespace {
 
-// Ports and GIDs have one byte in the verbs interface.
+// Ports and GID indices are single bytes in the verbs interface.
 constexpr int kMost = 255;
 constexpr size_t kDigits = 3;
 
-// The number that `text` is, or `fallback` if it is empty.  False: it is none from `low` to kMost.
+// Parses a number, or returns `fallback` for "". False if it is not a number from `low` to kMost.
 bool Take(const std::string& text, int low, int fallback, int* number) {
   *number = fallback;
   if (text.empty()) return true;

@@ -5,16 +5,16 @@
 
 namespace ps {
 
-// The RDMA device, its port and its GID, as BYTEPS_RDMA_DEVICE names them.
+// RDMA device, port and GID index, as BYTEPS_RDMA_DEVICE names them.
 struct RdmaChoice {
-  std::string device;  // "": that of the node's address
-  int port = 0;        // 0: that of the address
-  int gid_index = -1;  // -1: that of the address
+  std::string device;  // "": the device of the node's address
+  int port = 0;        // 0: the port of the address
+  int gid_index = -1;  // -1: the GID of the address
 
-  // From NAME[:PORT[:GID]], each of which may be empty.  Throws UsageError.
+  // Parses NAME[:PORT[:GID]]; each part may be empty. Throws UsageError.
   static RdmaChoice Parse(const std::string& text);
 
-  // Whether it leaves all to the address.
+  // Returns whether every part is left to the node's address.
   bool is_any() const { return device.empty() && port == 0 && gid_index < 0; }
 };
 

@@ -11,35 +11,36 @@
 
 namespace ps {
 
-// What has come over a link, and when the other end is told: it keeps each message until then
-// (replay_log.h), and may wait for that to send more.
+// Received messages of a link, and when to acknowledge them. The sender keeps each message until
+// then (replay_log.h) and may delay others.
 //
-// The other end is told by every frame that is sent anyway.  A frame for this alone is sent at once
-// when much has come since, and soon otherwise.
+// Every frame that is sent carries an acknowledgement. A frame for the acknowledgement alone is
+// sent at once after many bytes or messages, otherwise within kSoon.
 //
-// Of the thread that receives, but for what says otherwise.
+// Called by the receiving thread, unless stated otherwise.
 class Receipts {
  public:
   static constexpr size_t kManyBytes = 64 << 10;
   static constexpr uint64_t kManyMessages = 64;
   static constexpr auto kSoon = std::chrono::milliseconds(20);
 
-  // One more message has come whole.
+  // Counts a completely received message.
   void Came(size_t bytes) {
     ++received_;
     untold_bytes_ += bytes;
   }
 
-  // Messages that have come since the beginning.  Any thread.
+  // Number of messages received since the beginning. Thread-safe.
   uint64_t received() const { return received_; }
 
-  // A frame that says so is about to be sent.  Called by one sending thread at a time.
+  // A frame that acknowledges `received` messages is about to be sent. Called by one sending thread
+  // at a time.
   void Told(uint64_t received) { told_ = received; }
 
   enum class Tell { kNothing, kNow, kSoon };
 
-  // What to do when nothing more is to be read for now.  After kSoon, IsDue is called in kSoon
-  // time.
+  // Returns what to do when there is nothing more to read for now. After kSoon, call IsDue kSoon
+  // later.
   Tell Next() {
     BPS_INVARIANT("nothing is acknowledged that has not come", told_ <= received_,
                   std::to_string(told_) + " of " + std::to_string(received_));
@@ -53,7 +54,7 @@ class Receipts {
     return Tell::kSoon;
   }
 
-  // Whether the other end still has not been told.
+  // Returns whether an acknowledgement is still missing.
   bool IsDue() {
     waits_ = false;
     untold_bytes_ = 0;

@@ -10,47 +10,45 @@
 
 namespace ps {
 
-// Attempts to connect to one peer, until one comes to something: how long to wait before the next,
-// and whether who listened there has gone.
+// Attempts to connect to one peer: the pauses between them, and whether the peer's listener is
+// gone.
 //
-// Of one thread.
+// Not thread-safe.
 class Redial {
  public:
   using Clock = AwakeClock;
 
-  // Each pause is twice the one before.
+  // Each pause is twice as long as the previous one.
   Redial(Clock::duration first, Clock::duration longest)
       : first_(first), longest_(longest), pause_(first) {}
 
-  // A link broke that was there: nothing is known of who listens now.
+  // An established link broke; whether the peer still listens is unknown.
   void Begin() {
     pause_ = first_;
     last_error_.clear();
     nobody_listens_ = false;
   }
 
-  // An attempt has failed.
   void Failed(const std::string& error, bool nobody_listens, Clock::time_point now) {
     if (nobody_listens && !nobody_listens_) gone_since_ = now;
     nobody_listens_ = nobody_listens;
     last_error_ = error;
   }
-  // What stands in the way will pass soon.
+  // The obstacle will pass soon: the next pause is the shortest.
   void Hurry() { pause_ = first_; }
-  // An attempt has come to something.
   void Succeeded() { nobody_listens_ = false; }
 
-  // Before the next attempt.
+  // Returns the pause before the next attempt.
   Clock::duration NextPause() {
     const Clock::duration pause = pause_;
     pause_ = std::min(pause_ * 2, longest_);
     return pause;
   }
 
-  // Of the last attempt.
+  // Result of the last attempt.
   bool nobody_listens() const { return nobody_listens_; }
   const std::string& last_error() const { return last_error_; }
-  // Whether the process that listened there has ended.
+  // Returns whether the process that listened there has ended.
   bool IsListenerGone(Clock::time_point now) const {
     return nobody_listens_ && now - gone_since_ >= kListenerGoneTime;
   }

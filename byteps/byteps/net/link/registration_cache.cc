@@ -14,7 +14,7 @@ struct Allocation {
   uint64_t number = 0;
   uintptr_t begin = 0;
   size_t bytes = 0;
-  Mutex mu;  // registering takes long, and others need not wait for it
+  Mutex mu;  // own lock: registering takes long, and must not block other allocations
   RegistrationCache::Registration registration PS_GUARDED_BY(mu);
   bool tried PS_GUARDED_BY(mu) = false;
 };
@@ -22,13 +22,13 @@ using AllocationPtr = std::shared_ptr<Allocation>;
 
 // Never destroyed: memory may be freed while the process ends.
 Mutex* const mu = new Mutex();
-// By address; none overlaps another.
+// By address; without overlaps.
 auto* const allocations PS_PT_GUARDED_BY(mu) = new std::map<uintptr_t, AllocationPtr>();
 uint64_t last_number PS_GUARDED_BY(mu) = 0;
 
 std::atomic<uint64_t> registrations{0};
 
-// The first allocation that ends after `address`.
+// Returns the first allocation that ends after `address`.
 std::map<uintptr_t, AllocationPtr>::iterator FirstBeyond(uintptr_t address) PS_REQUIRES(mu) {
   auto it = allocations->upper_bound(address);
   if (it == allocations->begin()) return it;
@@ -79,7 +79,7 @@ RegistrationCache::Registration RegistrationCache::Find(const void* address, siz
   const size_t offset = begin - found->begin;
   if (bytes > found->bytes - offset) return nullptr;
   if (!make) {
-    if (!found->mu.TryLock()) return nullptr;  // who holds it may be registering
+    if (!found->mu.TryLock()) return nullptr;  // the holder may be registering, which takes long
     const Registration registration = found->registration;
     found->mu.Unlock();
     return registration;

@@ -1,4 +1,3 @@
-// RegistrationCache: memory that transports register once and use for many messages.
 #ifndef BYTEPS_NET_LINK_REGISTRATION_CACHE_H_
 #define BYTEPS_NET_LINK_REGISTRATION_CACHE_H_
 
@@ -9,50 +8,46 @@
 
 namespace ps {
 
-// The registration cache: memory that is sent from, or received into, again and again.
+// Cache of memory that is sent from or received into repeatedly.
 //
-// Some transports have to register memory with a device before it may be used, which takes as
-// long as sending it.  Who owns memory that will be used more than once adds it here; a
-// transport registers all of it at its first use, and not for each message.
+// Some transports must register memory with a device before use, which takes as long as sending it.
+// The owner of reused memory adds it here; a transport then registers it once, at its first use.
 //
-// A registration is of pages, not of addresses: were one used for other memory that came to
-// lie at the same address, old pages would be sent.  So all memory from which values are sent,
-// and in which they are received, has to be added, by its owner and again for each allocation;
-// what it overlaps has been freed, and is forgotten.
-
-// Any thread may call anything.
+// A registration holds pages, not addresses: using it for other memory that later lies at the same
+// address would send old pages. So owners must add all memory that values are sent from or received
+// into, each allocation anew. Older entries that it overlaps must have been freed, and are dropped.
+//
+// Thread-safe.
 class RegistrationCache {
  public:
-  // These bytes are one allocation, until Remove is called with the number that is
-  // returned, which is to be before they are freed.
+  // Adds one allocation. Pass the returned number to Remove before freeing the memory.
   static uint64_t Add(const void* address, size_t bytes);
-  // Does nothing when the memory was forgotten already.  A message in flight keeps the
-  // registration that it uses.
+  // Does nothing if the entry was dropped already. A message in flight keeps its registration.
   static void Remove(uint64_t number);
 
   // ----- for transports
 
   using Registration = std::shared_ptr<void>;
-  // Registers memory; null, or an exception, when that cannot be had.
+  // Registers memory. Returns null or throws on failure.
   using Register = std::function<Registration(const void* address, size_t bytes)>;
 
-  // The registration of the memory in which all these bytes lie.  Null when they lie in
-  // none, or it could not be registered, which is tried once.  With no `make` the answer
-  // comes at once, and is null too when the memory is not registered yet.
+  // Returns the registration of the allocation that contains all these bytes. Null if no allocation
+  // does, or registering failed (it is tried once). Without `make` it returns at once, null also if
+  // the memory is not registered yet.
   static Registration Find(const void* address, size_t bytes, const Register& make);
-  // Lets go of every registration.  The memory stays known.
+  // Drops all registrations. The allocations stay known.
   static void ForgetRegistrations();
 
-  // Registrations that this process has ever made, of memory in the cache or other.
+  // Number of registrations this process has ever made, also of memory outside this cache.
   static uint64_t Registrations();
   static void CountRegistration();
 };
 
-// Where values go that nobody wants.
-
-// What a place_for handler answers when it refuses values: a TCP transport takes no memory for
-// them, and reads and drops them.  Their message comes with one empty value, and with the bytes
-// that it had as meta.data_size.  A message whose values found no memory comes likewise.
+// Destination of unwanted values.
+//
+// A place_for handler returns it to refuse values: a TCP transport then reads and drops them
+// without memory. The message arrives with one empty value and its size in meta.data_size. The same
+// happens if no memory was available for the values.
 inline char* Nowhere() {
   static char nowhere;
   return &nowhere;

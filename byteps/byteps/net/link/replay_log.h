@@ -1,4 +1,3 @@
-// ReplayLog: messages of a link that the other end may lack.
 #ifndef BYTEPS_NET_LINK_REPLAY_LOG_H_
 #define BYTEPS_NET_LINK_REPLAY_LOG_H_
 
@@ -11,37 +10,37 @@
 
 namespace ps {
 
-// The messages that were sent over a link and may have to be sent again.
+// Log of the messages sent over a link that may have to be sent again.
 //
-// Messages are numbered in the order in which the link takes them: a socket the bytes of a whole
-// message, a device the request that completes it.  A link delivers in this order, so one number,
-// of how many messages have come, says which.  When the link breaks, the other end says this number
-// over the next one, and what is missing is sent again before anything else.  So each message comes
-// exactly once, however often the link breaks.
+// Messages are numbered in the order in which the link accepts them: a socket accepts all bytes of
+// a message, a device the request that completes it. A link delivers in this order, so a count of
+// received messages identifies them. After a link breaks, the peer tells its count over the next
+// connection, and the missing messages are sent again before any other. So each message arrives
+// exactly once.
 //
-// What is sent again is numbered again, in the order in which it is taken this time: a device may
-// complete a small message before a large one that was begun earlier.
+// Messages sent again get new numbers, in the order in which they are accepted this time: a device
+// may complete a small message before a large one that began earlier.
 //
-// Locked by its owner.
-
-// T: a pointer that owns a message.  What has arrived is moved to a list of the caller's, which
-// lets go of it where no lock is held: its owner may send.
+// Not thread-safe: its owner locks it.
+//
+// T is a pointer that owns a message. Arrived messages are moved to the caller's list, to be
+// destroyed without the lock: their owners may send.
 template <typename T>
 class ReplayLog {
  public:
-  // The link has taken this message.
+  // The link has accepted this message.
   void Add(T message) {
     in_flight_.push_back(std::move(message));
     ++sent_;
   }
 
-  // Messages since the beginning.  One that is sent again counts once.
+  // Messages accepted since the beginning. A repeated message counts once.
   uint64_t sent() const { return sent_; }
   uint64_t arrived() const { return arrived_; }
-  // Whether all that was sent has arrived.
+  // Returns whether everything sent has arrived.
   bool empty() const { return in_flight_.empty(); }
 
-  // The other end has received so many.  Throws Error where this cannot be.
+  // The peer has received this many messages. Throws Error if that is impossible.
   template <typename List>
   void Arrived(uint64_t received, List* arrived) {
     if (received < arrived_ || received > sent_) {
@@ -60,9 +59,9 @@ class ReplayLog {
             " were sent and " + std::to_string(received) + " have arrived");
   }
 
-  // There is another link, over which nothing was sent yet, and the other end has received so many.
-  // Returns what it lacks, in order: to be sent before anything else.  Throws as Arrived does, and
-  // has changed nothing then.
+  // Starts over with a new connection; the peer has received this many messages. Returns the
+  // missing ones, in order: send them before any other. Throws as Arrived does, and then changes
+  // nothing.
   template <typename List>
   std::deque<T> Resume(uint64_t received, List* arrived) {
     Arrived(received, arrived);
@@ -70,11 +69,11 @@ class ReplayLog {
     return std::exchange(in_flight_, {});
   }
 
-  // All that is in flight, of a link that ends for good.
+  // Returns everything in flight of a link that ends for good.
   std::deque<T> TakeAll() { return std::exchange(in_flight_, {}); }
 
  private:
-  std::deque<T> in_flight_;  // the last of those that were sent
+  std::deque<T> in_flight_;  // the most recently sent messages
   uint64_t sent_ = 0;
   uint64_t arrived_ = 0;
 };

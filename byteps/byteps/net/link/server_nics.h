@@ -1,4 +1,3 @@
-// Rates of this host's NICs, for the code that chooses the servers to start here.
 #ifndef BYTEPS_NET_LINK_SERVER_NICS_H_
 #define BYTEPS_NET_LINK_SERVER_NICS_H_
 
@@ -9,14 +8,14 @@
 
 namespace ps {
 
-// NICs that a server uses, all together.
+// Combined NICs of a server.
 struct ServerNics {
-  int mbps = 0;         // 0: not known
-  int numa_nodes = 0;   // that they are attached to
-  std::set<int> cores;  // of these nodes; empty: not known
+  int mbps = 0;         // 0: unknown
+  int numa_nodes = 0;   // number of NUMA nodes with these NICs
+  std::set<int> cores;  // cores of these NUMA nodes; empty: unknown
 
-  // NICs of a server at this address of the host.  Throws Error where BYTEPS_NICS names others
-  // than there are.
+  // Describes the NICs of a server at this address of the host. Throws Error if BYTEPS_NICS names
+  // others than there are.
   static ServerNics At(const std::string& address, const NicSettings& settings);
 };
 

@@ -1,4 +1,4 @@
-// Between which NICs connections go, where and when they dial, and how long a link may be broken.
+// Tests of the pairs of NICs for connections, of when and where to dial, and of limits of outages.
 #include "byteps/net/link/dial_plan.h"
 
 #include <gtest/gtest.h>
@@ -74,7 +74,7 @@ TEST(NicPairs, EachSubnetIsOneRail) {
     std::set<std::string> pairs;
     for (const auto& tries : plan) {
       pairs.insert(tries[0].from + " " + tries[0].to);
-      // The other rail next, and what the kernel chooses last.
+      // The other rail is second, and the kernel's choice last.
       ASSERT_EQ(tries.size(), 3U);
       EXPECT_NE(tries[1].from, tries[0].from);
       EXPECT_NE(tries[1].to, tries[0].to);
@@ -109,7 +109,7 @@ TEST(NicPairs, RatesShareTheConnections) {
   const std::vector<Nic> worker = {Of("10.0.0.1", 300'000), Of("10.0.0.2", 100'000)};
   const auto plan = PairNics(worker, Server({Of("10.0.0.9", 400'000)}), 8, 3);
   EXPECT_EQ(CountFrom(plan), (std::map<std::string, int>{{"10.0.0.1", 6}, {"10.0.0.2", 2}}));
-  // Where one is not known all are alike.
+  // NICs count as equal if a rate is unknown.
   const std::vector<Nic> unknown = {Of("10.0.0.1", 300'000), Of("10.0.0.2", 0)};
   const auto even = PairNics(unknown, Server({Of("10.0.0.9", 400'000)}), 8, 3);
   EXPECT_EQ(CountFrom(even), (std::map<std::string, int>{{"10.0.0.1", 4}, {"10.0.0.2", 4}}));
@@ -122,7 +122,7 @@ TEST(NicPairs, OneNicServesAllOfThePeers) {
   EXPECT_EQ(CountTo(plan).size(), 4U);
 }
 
-// With one NIC a worker, workers begin with different ones of a server's.
+// Workers with one NIC each start with different NICs of a server.
 TEST(NicPairs, TurnsBeginElsewhere) {
   std::set<std::string> firsts;
   for (int turn = 0; turn < 2; ++turn) {
@@ -188,7 +188,7 @@ TEST(DialPlan, OfALinkThatBrokeNothingIsKnown) {
   EXPECT_FALSE(plan.redial().nobody_listens());
 }
 
-// What a timer was set for, or a socket tells of, belongs to one attempt.
+// Timers and sockets of an earlier attempt must be told apart.
 TEST(DialPlan, EachAttemptHasANumber) {
   DialPlan plan(kFirstPause, kLongestPause);
   plan.Begin({{"", "127.0.0.1"}}, 1234, kStart);
@@ -200,7 +200,7 @@ TEST(DialPlan, EachAttemptHasANumber) {
   EXPECT_NE(second, plan.attempt());
 }
 
-// Two NICs, and what the kernel chooses.
+// Returns a plan of two NICs and the kernel's choice.
 DialPlan PlanOfPairs() {
   DialPlan plan(kFirstPause, kLongestPause);
   plan.Begin({{"127.0.0.1", "127.0.0.1"}, {"127.0.0.2", "127.0.0.2"}, {"", "127.0.0.1"}}, 1234,
@@ -222,7 +222,7 @@ TEST(DialPlan, PairsAreTriedOneAfterAnotherBeforeAPause) {
   EXPECT_FALSE(plan.is_away());
 }
 
-// The peer is there, and not ready: another pair would find it no readier.
+// The peer is alive but not ready: another pair of NICs would not help.
 TEST(DialPlan, APeerThatAsksForPatienceIsTriedOverTheSamePair) {
   DialPlan plan = PlanOfPairs();
   plan.Failed("no answer", false, kStart);
@@ -239,7 +239,7 @@ TEST(DialPlan, OfASilentPairAnotherIsTriedFirst) {
   EXPECT_FALSE(plan.is_away());
   plan.Restart(true);
   EXPECT_EQ(plan.Current().from, "127.0.0.2");
-  // A round of attempts has ended when all have had their turn.
+  // A round ends when each pair was tried.
   EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart);
   EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart);
   EXPECT_EQ(plan.Current().from, "127.0.0.1");
@@ -310,7 +310,7 @@ TEST(Redial, WhateverElseIsHeardShowsThatItIsThere) {
   EXPECT_FALSE(redial.nobody_listens());
 }
 
-// Else a link that broke for the second time would be blamed on what its first outage suffered.
+// A second outage must not report the error of the first.
 TEST(Redial, ALinkThatBreaksAgainForgetsWhatWasBefore) {
   Redial redial(milliseconds(20), milliseconds(70));
   redial.Failed("refused", true, kStart);
@@ -333,7 +333,7 @@ class OutageWatchTest : public testing::Test {
   bool Break(Clock::duration patience, Clock::duration counted = kNone) {
     return watch_.Begin("it broke", LinkFault::kBroken, true, patience, counted);
   }
-  // How long there is from now, to the second.
+  // Returns the seconds until the deadline.
   int64_t Left() const {
     return std::chrono::round<seconds>(watch_.deadline() - Clock::now()).count();
   }
@@ -348,8 +348,8 @@ TEST_F(OutageWatchTest, ThePatienceIsLessWhatHasPassedInSilence) {
   EXPECT_EQ(watch_.number(), 1u);
 }
 
-// The scheduler gives a node five seconds: when it is there again, it lives, and may take as long
-// as any to send what is missing.
+// The scheduler gives a lost node 5 s. Once it has reconnected it is alive, and may take the full
+// time to send what is missing.
 TEST_F(OutageWatchTest, APeerThatIsThereAgainHasAllTheTime) {
   Break(seconds(5));
   EXPECT_EQ(Left(), 5);
@@ -361,8 +361,8 @@ TEST_F(OutageWatchTest, APeerThatIsThereAgainHasAllTheTime) {
   EXPECT_FALSE(watch_.awaits_proof());
 }
 
-// Where a path carries greetings and nothing larger, each connection comes and breaks: the outage
-// must end all the same.
+// If a path carries greetings but nothing larger, each connection is made and breaks. The outage
+// must end anyway.
 TEST_F(OutageWatchTest, AConnectionThatProvesNothingDoesNotEndIt) {
   EXPECT_TRUE(Break(seconds(10)));
   watch_.AwaitProof(1);
@@ -374,7 +374,7 @@ TEST_F(OutageWatchTest, AConnectionThatProvesNothingDoesNotEndIt) {
     EXPECT_EQ(watch_.deadline(), deadline);
   }
   EXPECT_EQ(watch_.number(), 1u);
-  // But one that has proved something begins another one.
+  // A connection that proved itself starts a new outage when it breaks.
   watch_.End();
   EXPECT_TRUE(Break(seconds(60)));
   EXPECT_GT(watch_.deadline(), deadline);
@@ -388,7 +388,7 @@ TEST_F(OutageWatchTest, AnEarlierDeadlineCounts) {
   EXPECT_EQ(watch_.number(), 2u);
 }
 
-// A link of 5 kB/s takes long for a message: what comes over each connection keeps it alive.
+// A slow link (5 kB/s) needs several connections for one message: progress on each keeps it alive.
 TEST_F(OutageWatchTest, WhatCameOverTheLastConnectionCounts) {
   Break(seconds(5), seconds(3));
   watch_.AwaitProof(1);
@@ -432,7 +432,7 @@ TEST_F(OutageWatchTest, SaysWhatWasNotAcknowledged) {
   EXPECT_EQ(watch_.GivenUp(false, "").find("acknowledged"), std::string::npos);
 }
 
-// The end that waits for answers gives up first, with nothing of its own on the way.
+// The end that waits for answers gives up first, although it has sent nothing.
 TEST_F(OutageWatchTest, OneThatIsRefusedSaysWhatWasNotAcknowledged) {
   Break(seconds(30));
   watch_.AwaitProof(1);

@@ -1,5 +1,5 @@
-// What a link is: how many connections it wants, what becomes of one that broke, a message's meta
-// on the wire, what is sent again, and what the other end is told of.
+// Tests of the parts of a link: limits of outages, a message's meta on the wire, the replay log,
+// receipts, and idle blocks.
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -76,7 +76,7 @@ TEST(LinkOutage, SaysHowLongWhereTheTimeWasTheReason) {
   EXPECT_EQ(outage.GivenUp(2, "no answer"),
             "its connection was reset, and could not be made again within 2.0 s "
             "(BYTEPS_RECONNECT_TIMEOUT_S=2): no answer");
-  outage.listener_gone = true;  // the process has ended, and that is all
+  outage.listener_gone = true;  // the process has ended; nothing else to report
   EXPECT_EQ(outage.GivenUp(2, "nobody listens there"), "its connection was reset");
   outage = LinkOutage::Of(kLinkClosed, LinkFault::kClosed, milliseconds(500), 30);
   EXPECT_EQ(outage.GivenUp(30, ""), kLinkClosed);
@@ -92,11 +92,11 @@ TEST(LinkOutage, SaysThatLargePacketsVanish) {
                       "(BYTEPS_RECONNECT_TIMEOUT_S=2): small packets pass"),
             std::string::npos)
       << text;
-  outage.unacknowledged = 16;  // it says nothing of large ones
+  outage.unacknowledged = 16;  // too few bytes to suspect large packets
   EXPECT_EQ(outage.GivenUp(2, ""),
             "its connection timed out, and was made again, but of 16 bytes that were sent since "
             "none was acknowledged within 2.0 s (BYTEPS_RECONNECT_TIMEOUT_S=2)");
-  // The last attempt failed otherwise.
+  // The last attempt failed with an error of its own.
   EXPECT_EQ(outage.GivenUp(2, "no answer"),
             "its connection timed out, and could not be made again within 2.0 s "
             "(BYTEPS_RECONNECT_TIMEOUT_S=2): no answer");
@@ -111,14 +111,14 @@ namespace {
 
 // ----- a message's meta on the wire
 
-// Fills memory, and keeps the compiler from leaving that out before an object is made there.
+// Fills memory. The asm keeps the compiler from dropping the fill before an object is constructed.
 void Leave(char value, char* memory, size_t bytes) {
   memset(memory, value, bytes);
   asm volatile("" : : "r"(memory) : "memory");
 }
 
-// Of a message made in memory that holds what somebody left there.  `fill` gives the members that
-// its sender knows.
+// Encodes a meta constructed in memory that holds old bytes. `fill` sets the members that its
+// sender knows.
 template <typename Fill>
 std::string EncodedFrom(char left_there, Fill fill) {
   alignas(ps::Meta) char memory[sizeof(ps::Meta)];
@@ -139,12 +139,12 @@ ps::Node NodeFrom(char left_there) {
   copy.id = 9;
   copy.port = 1234;
   copy.hostname = "host";
-  copy.endpoint_name_len = 8;  // of which the sender wrote nothing
+  copy.endpoint_name_len = 8;  // the sender wrote none of these bytes
   return copy;
 }
 
-// The wire shows nothing of the sender's memory: equal messages are equal bytes, whatever their
-// senders leave unsaid.
+// The wire must not leak the sender's memory: equal messages give equal bytes, whatever members are
+// left unset.
 TEST(Meta, SendsNothingThatNobodyWrote) {
   const auto heartbeat = [](ps::Meta* meta, char) {
     meta->control.cmd = ps::Control::HEARTBEAT;
@@ -193,7 +193,7 @@ TEST(Meta, RefusesNicsThatCannotBe) {
     ps::Meta meta;
     EXPECT_FALSE(ps::DecodeMeta(bytes.data(), bytes.size(), &meta)) << nic.address;
   }
-  // More than there may be are not sent.
+  // The sender leaves out NICs beyond the limit.
   const std::string bytes = ps::EncodeMeta(WithNics(std::vector<ps::Nic>(99, {"10.0.0.2", 24, 0})));
   ps::Meta meta;
   ASSERT_TRUE(ps::DecodeMeta(bytes.data(), bytes.size(), &meta));
@@ -231,20 +231,20 @@ TEST(ReplayLog, OnlyWhatThePeerLacksIsSentAgain) {
   Add(&log, {0, 1, 2, 3, 4});
   log.Arrived(1, &arrived);
   EXPECT_EQ(NumbersOf(arrived), Numbers({0}));
-  const auto again = log.Resume(3, &arrived);  // two more had come, of which this end did not hear
+  const auto again = log.Resume(3, &arrived);  // two more had arrived without an acknowledgement
   EXPECT_EQ(NumbersOf(arrived), Numbers({0, 1, 2}));
   EXPECT_EQ(NumbersOf(again), Numbers({3, 4}));
   EXPECT_TRUE(log.empty());
   EXPECT_EQ(log.sent(), 3u);
 }
 
-// A peer that counts wrongly would lose a message without a word, or get one twice.
+// A peer that miscounts would lose a message silently, or get a message twice.
 TEST(ReplayLog, WhatCannotBeIsSaidAndChangesNothing) {
   Log log;
   std::vector<Message> arrived;
   Add(&log, {0, 1, 2, 3, 4});
   log.Arrived(4, &arrived);
-  for (const uint64_t impossible : {6, 3}) {  // more than were sent; less than it said before
+  for (const uint64_t impossible : {6, 3}) {  // more than were sent; fewer than acknowledged before
     EXPECT_THROW(log.Arrived(impossible, &arrived), Error);
     EXPECT_THROW(log.Resume(impossible, &arrived), Error);
   }
@@ -252,7 +252,7 @@ TEST(ReplayLog, WhatCannotBeIsSaidAndChangesNothing) {
   EXPECT_EQ(NumbersOf(log.Resume(4, &arrived)), Numbers({4}));
 }
 
-// The second link breaks when some of what is sent again was sent again: the rest stays behind it.
+// The second connection breaks while messages are sent again: the rest stays behind them.
 TEST(ReplayLog, ABreakAmidWhatIsSentAgain) {
   Log log;
   std::vector<Message> arrived;
@@ -267,8 +267,7 @@ TEST(ReplayLog, ABreakAmidWhatIsSentAgain) {
   EXPECT_EQ(log.sent(), 1u);
 }
 
-// A device completes a small message before the values of one that was begun earlier, and the next
-// one does not.
+// A device completes a small message before the values of an earlier one; the next device does not.
 TEST(ReplayLog, AnotherOrderOverTheNextLink) {
   Log log;
   std::vector<Message> arrived;
@@ -302,8 +301,8 @@ TEST(ReplayLog, WhatIsInFlightIsTakenWhereALinkEnds) {
   EXPECT_TRUE(log.empty());
 }
 
-// A sender and a receiver over a link that delivers in order, and breaks at random.  The sender
-// hears of any part of what has come, and of no more.
+// Sender and receiver over a link that delivers in order and breaks at random. The sender hears of
+// a random part of what has arrived.
 TEST(ReplayLog, EachComesOnceAndInOrderHoweverOftenItBreaks) {
   std::mt19937 random(7);
   for (int run = 0; run < 300; ++run) {
@@ -312,7 +311,7 @@ TEST(ReplayLog, EachComesOnceAndInOrderHoweverOftenItBreaks) {
     for (int n = 0; n < count; ++n) outbox.push_back(std::make_unique<int>(n));
     Log log;
     std::vector<Message> arrived;
-    std::deque<int> link;  // what it carries now
+    std::deque<int> link;  // messages in flight
     std::vector<int> received;
     while (received.size() < static_cast<size_t>(count)) {
       const auto what = random() % 4;
@@ -340,7 +339,7 @@ TEST(ReplayLog, EachComesOnceAndInOrderHoweverOftenItBreaks) {
   }
 }
 
-// ----- when the other end is told what has come
+// ----- when received messages are acknowledged
 
 using Tell = Receipts::Tell;
 
@@ -391,7 +390,7 @@ TEST(Receipts, WhatWasToldAtOnceCountsNoMore) {
   EXPECT_EQ(receipts.Next(), Tell::kSoon);
 }
 
-// Else a sender without room would wait for the time of a frame that is planned.
+// Otherwise a sender without room would wait for the planned frame.
 TEST(Receipts, ManyAreToldAtOnceThoughAFrameIsPlanned) {
   Receipts receipts;
   receipts.Came(1);
@@ -400,7 +399,7 @@ TEST(Receipts, ManyAreToldAtOnceThoughAFrameIsPlanned) {
   EXPECT_EQ(receipts.Next(), Tell::kNow);
 }
 
-// ----- which blocks of memory are kept to be used again
+// ----- which blocks of memory are kept for reuse
 
 TEST(IdleBlocks, OneOfTheSameSizeIsUsedAgain) {
   IdleBlocks<int*> idle(100);

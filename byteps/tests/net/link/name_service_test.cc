@@ -1,4 +1,4 @@
-// Names whose addresses change, or are known only later.
+// Tests of host names whose addresses change, or become known only later.
 #include "byteps/net/link/name_service.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 
 const DialPlan::Clock::time_point kStart{};
 
-// Sets a service whose answers a test changes, as when a pod is made again.
+// Installs a resolver whose answers the test changes, like those for a pod that is recreated.
 class ChangingNames {
  public:
   ChangingNames() { NameService::Set(names_); }
@@ -43,11 +43,11 @@ class ChangingNames {
     std::string address PS_GUARDED_BY(mu);
   };
 
-  // Shared with the threads of lookups, which may outlive the test.
+  // Shared with lookup threads, which may outlive the test.
   const std::shared_ptr<Names> names_ = std::make_shared<Names>();
 };
 
-// Fails attempts until the route is this one, or, of "", until there is none for the reason given.
+// Fails attempts until the route is `wanted`. With "": until there is none, for that reason.
 void AwaitRoute(DialPlan* plan, const std::string& wanted) {
   std::string found;
   for (int i = 0; i < 30'000 && found != wanted; ++i) {
@@ -72,7 +72,7 @@ TEST(DialPlan, ANameIsLookedUpAgainAfterEachRound) {
   AwaitRoute(&plan, "10.0.0.1:9000");
   names.Answer("10.0.0.2");
   AwaitRoute(&plan, "10.0.0.2:9000");
-  names.Answer("");  // the last address stays
+  names.Answer("");  // the last address stays in use
   for (int i = 0; i < 20; ++i) plan.Failed("no answer", false, kStart);
   EXPECT_EQ(plan.Current().Text(), "10.0.0.2:9000");
 }

@@ -1,5 +1,5 @@
-// Which NICs a node uses, where its threads run, and what counts at which NIC, by sysfs trees of
-// real machines.
+// Tests of the choice of NICs, the placement of threads, and NIC counters, on sysfs trees of real
+// machines.
 #include "byteps/net/link/nics.h"
 
 #include <gtest/gtest.h>
@@ -19,30 +19,30 @@
 namespace ps {
 namespace {
 
-// A device of a machine: where it is below /sys/devices.
+// A device of a machine, and its path below /sys/devices.
 struct Device {
-  const char* name;   // of an interface, or the bus id of a GPU
-  const char* place;  // empty: virtual
+  const char* name;   // of an interface, or a GPU's bus id
+  const char* place;  // "": virtual
   int numa;
-  int mbps;             // of an interface; -1: the kernel does not say
-  const char* address;  // empty: a GPU
+  int mbps;             // of an interface; -1: the kernel does not tell
+  const char* address;  // "": a GPU
   bool has_carrier = true;
   const char* rdma = "";  // its RDMA device
 };
 using Machine = std::vector<Device>;
-// The cores of each NUMA node, from 0.
+// Cores of each NUMA node, from node 0.
 using Cores = std::vector<std::string>;
 const Cores kTwoSocketsCores = {"0-15,32-47", "16-31,48-63"};
 const Cores kDgxH100Cores = {"0-55,112-167", "56-111,168-223"};
 
-// A cloud's virtual machine: virtio says no rate.
+// A virtual machine in a cloud: virtio reports no rate.
 const Machine kVirtualMachine = {
     {"lo", "", -1, -1, "127.0.0.1"},
     {"docker0", "", -1, 10'000, "172.17.0.1"},
     {"ens4", "pci0000:00/0000:00:04.0/virtio1", -1, -1, "10.128.0.2"},
 };
 
-// Two sockets, a NIC on each, and a port for management; no GPU.
+// Two sockets with a NIC each, and a port for management; no GPU.
 const Machine kTwoSockets = {
     {"eno1", "pci0000:00/0000:00:1c.0/0000:02:00.0", 0, 1'000, "192.168.1.5"},
     {"ens1", "pci0000:16/0000:16:02.0/0000:17:00.0", 0, 100'000, "10.0.0.5"},
@@ -50,7 +50,7 @@ const Machine kTwoSockets = {
     {"ens3", "pci0000:c9/0000:c9:04.0/0000:cb:00.0", 1, 100'000, "10.0.2.5", false},
 };
 
-// Two NICs with RDMA, and one as fast without it.
+// Two NICs with RDMA, and an equally fast one without.
 const Machine kTwoWithRdma = {
     {"eth0", "pci0000:16/0000:16:02.0/0000:17:00.0", 0, 100'000, "10.0.0.5", true, "mlx5_0"},
     {"eth1", "pci0000:16/0000:16:04.0/0000:18:00.0", 0, 100'000, "10.0.1.5"},
@@ -88,7 +88,7 @@ const Machine kDgxH100 = {
     {"0000:df:00.0", "pci0000:d7/0000:d7:01.0/0000:d8:00.0/0000:d9:03.0/0000:df:00.0", 1, 0, ""},
 };
 
-// HGX of another vendor: four switches, two GPUs and one NIC below each.
+// HGX of another vendor: four switches with two GPUs and one NIC each.
 const Machine kHgx = {
     {"rail0", "pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:00.0", 0, 200'000, "10.4.0.1"},
     {"rail1", "pci0000:48/0000:48:01.0/0000:49:00.0/0000:4a:00.0", 0, 200'000, "10.4.1.1"},
@@ -100,7 +100,7 @@ const Machine kHgx = {
     {"0000:cc:00.0", "pci0000:c7/0000:c7:01.0/0000:c8:00.0/0000:cc:00.0", 1, 0, ""},
 };
 
-// AWS p5: each GPU shares a root with its four network cards, whose driver says no rate.
+// AWS p5: each GPU shares a root complex with four NICs, whose driver reports no rate.
 Machine P5() {
   static const char* const kNames[] = {"ens0", "ens1", "ens2", "ens3"};
   static const char* const kPlaces[] = {
@@ -118,7 +118,7 @@ Machine P5() {
   return machine;
 }
 
-// The part of sysfs that tells of such a machine.
+// The part of sysfs that describes such a machine.
 class Tree {
  public:
   explicit Tree(const Machine& machine, const Cores& cores = {}) : machine_(machine) {
@@ -133,7 +133,7 @@ class Tree {
   }
   ~Tree() { std::filesystem::remove_all(root_); }
 
-  // As ListNics would, of a host with these interfaces.
+  // Returns what ListNics would return on a host with these interfaces.
   std::vector<HostNic> Nics() {
     std::vector<HostNic> nics;
     for (const Device& device : machine_) {
@@ -145,7 +145,7 @@ class Tree {
     return nics;
   }
 
-  // The interfaces that a worker uses, or with `gpu` "server" a server.
+  // Returns the interfaces that a worker uses; with `gpu` "server" those of a server.
   std::string Choose(const std::string& address, const std::string& gpu, int local_rank = 0,
                      int local_size = 1, const std::string& setting = "auto") {
     NicUser user;
@@ -168,8 +168,8 @@ class Tree {
     return names;
   }
 
-  // The nodes of as many threads, of a process that uses these NICs and may use these cores, -1:
-  // anywhere.
+  // Returns the NUMA nodes of `threads` threads of a process with these NICs and cores; -1: not
+  // bound.
   std::vector<int> Place(const std::string& names, int threads, int first_core = 0,
                          int last_core = 1023) {
     std::vector<HostNic> used;
@@ -189,8 +189,8 @@ class Tree {
   NumaNodes Nodes() { return ReadNumaNodes(root_); }
 
   bool uses_rdma = false;
-  int host_mbps = 0;  // of the last choice
-  NumaNodes cores;    // on which the threads run that were placed last
+  int host_mbps = 0;  // from the last choice
+  NumaNodes cores;    // cores of the threads placed last
 
  private:
   void Add(const Device& device) {
@@ -210,7 +210,7 @@ class Tree {
     if (device.place[0] != 0) fs::create_directory_symlink(folder, interface + "/device");
     if (device.rdma[0] != 0 && device.place[0] != 0) {
       fs::create_directories(folder + "/infiniband/" + device.rdma);
-    } else if (device.rdma[0] != 0) {  // in software
+    } else if (device.rdma[0] != 0) {  // software RDMA
       const std::string above = root_ + "/class/infiniband/" + device.rdma;
       fs::create_directories(above);
       std::ofstream(above + "/parent") << device.name << "\n";
@@ -245,7 +245,7 @@ TEST(Nics, AVirtualInterfaceThatLeadsToTheSchedulerIsUsedAlone) {
 
 TEST(Nics, AServerUsesAllThatAreAlike) {
   Tree tree(kTwoSockets);
-  // Not the port for management, nor the one without a cable.
+  // The management port and the unplugged NIC are left out.
   EXPECT_EQ(tree.Choose("10.0.0.5", "server"), "ens1 ens2");
   EXPECT_EQ(tree.host_mbps, 200'000);
   EXPECT_EQ(tree.Choose("192.168.1.5", "server"), "ens1 ens2") << "wherever the scheduler is";
@@ -317,7 +317,7 @@ TEST(Nics, EachGpuOfADgxH100HasItsOwn) {
   static const char* const kNics[] = {"ibp24s0",  "ibp64s0",  "ibp79s0",  "ibp94s0",
                                       "ibp154s0", "ibp192s0", "ibp206s0", "ibp220s0"};
   for (int i = 0; i < 8; ++i) {
-    // Whatever the launcher's numbers of GPUs are.
+    // The launcher may number GPUs in any order.
     EXPECT_EQ(tree.Choose("10.3.0.1", kGpus[i], 7 - i, 8), kNics[i]);
     EXPECT_EQ(tree.host_mbps, 8 * 400'000);
   }
@@ -328,7 +328,7 @@ TEST(Nics, OneWorkerOfADgxH100UsesAllTheNearestFirst) {
   const std::string nics = tree.Choose("10.3.0.1", "0000:c3:00.0");
   EXPECT_EQ(nics.substr(0, 8), "ibp192s0");
   EXPECT_EQ(std::count(nics.begin(), nics.end(), ' '), 7);
-  // Two workers: each the four of its socket.
+  // Each of two workers gets the four NICs of its socket.
   EXPECT_EQ(tree.Choose("10.3.0.1", "0000:1b:00.0", 0, 2), "ibp24s0 ibp64s0 ibp79s0 ibp94s0");
   EXPECT_EQ(tree.Choose("10.3.0.1", "0000:9d:00.0", 1, 2), "ibp154s0 ibp192s0 ibp206s0 ibp220s0");
 }
@@ -358,7 +358,7 @@ TEST(Numa, CoresOfEachNode) {
   EXPECT_EQ(*nodes.at(1).begin(), 16);
   EXPECT_EQ(*nodes.at(1).rbegin(), 63);
   EXPECT_TRUE(Tree(kTwoSockets).Nodes().empty()) << "a kernel without NUMA";
-  // The memory of some GPUs is a node without cores.
+  // The memory of some GPUs is a NUMA node without cores.
   EXPECT_EQ(Tree(kTwoSockets, {"0-71", "72-143", "", ""}).Nodes().size(), 2U);
 }
 
@@ -367,7 +367,7 @@ TEST(Numa, ThreadsRunOnTheNodeOfTheirNic) {
   EXPECT_EQ(tree.Place("ibp192s0", 3), Numbers({1, 1, 1}));
   EXPECT_EQ(tree.cores[1], tree.Nodes().at(1));
   EXPECT_EQ(tree.Place("ibp24s0", 2), Numbers({0, 0}));
-  // A server's, which uses all eight.
+  // A server uses all eight NICs.
   const std::string all = tree.Choose("10.3.0.1", "server");
   EXPECT_EQ(tree.Place(all, 8), Numbers({0, 1, 0, 1, 0, 1, 0, 1}));
   EXPECT_EQ(tree.Place(all, 3), Numbers({0, 1, 0}));
@@ -398,7 +398,7 @@ TEST(Numa, ThreadsRunAnywhereWhereNothingIsKnown) {
       << "the hypervisor does not tell the NIC's";
   EXPECT_EQ(Tree(kTwoSockets).Place("ens1", 1), Numbers({-1}));
   EXPECT_EQ(Tree(kTwoSockets, kTwoSocketsCores).Place("", 1), Numbers({-1})) << "no NIC";
-  // A virtual interface: what is below it is not looked at.
+  // A virtual interface has no NUMA node: the NICs below it are not considered.
   Machine machine = kTwoSockets;
   machine.push_back({"bond0", "", -1, 200'000, "10.9.0.5"});
   EXPECT_EQ(Tree(machine, kTwoSocketsCores).Place("bond0", 2), Numbers({-1, -1}));
@@ -414,7 +414,7 @@ TEST(Nics, OfThisHostEachHasAnAddress) {
   EXPECT_EQ(loopback->nic.mbps, 0);
 }
 
-// ----- what counts at which NIC
+// ----- which NIC traffic is counted for
 
 NicReading Reading(const std::string& nic) {
   const auto readings = ReadNicCounters();

@@ -1,5 +1,5 @@
-// Who may connect to a node, what a greeting that failed means, whose links there are, and which
-// one a message takes.
+// Tests of admission, of failed greetings, of the table of links, and of the choice of a message's
+// link.
 #include "byteps/net/link/peer_table.h"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 namespace ps {
 namespace {
 
-constexpr uint64_t kJob = (0x1234 << 16) + 2;  // its second generation
+constexpr uint64_t kJob = (0x1234 << 16) + 2;  // of the second generation
 constexpr uint64_t kMyToken = 77;
 constexpr uint64_t kOtherToken = 88;
 
@@ -69,7 +69,7 @@ TEST(Admission, OnlyTheSchedulerTakesThoseThatKnowNoJob) {
   EXPECT_EQ(AtScheduler(node), "");
   node.who.role = Node::SERVER;
   EXPECT_EQ(AtScheduler(node), "");
-  node.resumes = true;  // it has heard the number, or there was no link
+  node.resumes = true;  // it knows the job's number, unless it had no link
   EXPECT_NE(AtScheduler(node), "");
   node.job = kJob;
   EXPECT_EQ(AtScheduler(node), "");
@@ -190,7 +190,7 @@ TEST(JobNumber, TheSchedulersFirstWordIsBelieved) {
   EXPECT_EQ(job.Hear(kJob + 1, false), "");
 }
 
-// ----- what a greeting that failed means
+// ----- the meaning of a failed greeting
 
 using Failure = GreetingFailure;
 
@@ -211,7 +211,7 @@ TEST(GreetingRule, WhatWillPassIsWaitedFor) {
 
 }  // namespace
 
-// ----- whose links there are
+// ----- the table of links
 
 struct FakeLink : std::enable_shared_from_this<FakeLink> {
   explicit FakeLink(int peer = Node::kEmpty) : peer_id(peer) {}
@@ -251,7 +251,7 @@ TEST(BestOf, TheOneOnWhichTheFewestBytesWait) {
   EXPECT_EQ(BestOf<FakeLink>({}), nullptr);
 }
 
-// Over TCP it was so, and over RDMA messages waited on a link that was being made again.
+// TCP did this; over RDMA messages used to wait on a link that was being resumed.
 TEST(BestOf, OneThatIsBrokenOnlyWhereAllAre) {
   const auto broken = LinkWith(false, 0), other = LinkWith(false, 1), open = LinkWith(true, 1000);
   EXPECT_EQ(BestOf<FakeLink>({broken, open}), open);
@@ -259,7 +259,7 @@ TEST(BestOf, OneThatIsBrokenOnlyWhereAllAre) {
   EXPECT_EQ(BestOf<FakeLink>({other, broken}), broken);
 }
 
-// As many bytes on each would have the slow NIC end long after the other.
+// With equal bytes on each link the slow NIC would finish long after the other.
 TEST(LinkRate, IsMeasuredWhileMuchIsInFlight) {
   constexpr size_t kPart = 128 << 10;
   LinkRate rate;
@@ -276,7 +276,7 @@ TEST(LinkRate, IsMeasuredWhileMuchIsInFlight) {
   now += 1'000'000;  // nothing is in flight
   send(1, 1000);
   EXPECT_DOUBLE_EQ(rate.bytes_per_ns(), kPart / 1000.0);
-  // One that is told of late, since it is small.
+  // A small message is acknowledged late.
   rate.Update(100, 0, now);
   rate.Update(0, 100, now += 20'000'000);
   send(4, 2000);
@@ -296,7 +296,7 @@ TEST(BestOf, OfNicsThatDifferInRateTheOneThatIsDoneFirst) {
   EXPECT_EQ(BestOf<FakeLink>({slow, fast}), fast);
   fast->state.in_flight_bytes = 1500;
   EXPECT_EQ(BestOf<FakeLink>({slow, fast}), slow);
-  slow->state.bytes_per_ns = 2.5;  // alike, as far as a measurement tells
+  slow->state.bytes_per_ns = 2.5;  // equal within the precision of a measurement
   fast->state.in_flight_bytes = 0;
   EXPECT_EQ(BestOf<FakeLink>({fast, slow}), slow);
 }
@@ -319,7 +319,7 @@ Applicant Process(uint64_t token, int node_id = Node::kEmpty, int index = 0, int
 
 class PeerTableTest : public testing::Test {
  protected:
-  // To the scheduler, or to a server.
+  // Admits at the scheduler, or, with a node id, at a server.
   Table::Admitted Admit(const Applicant& applicant, Again again = Again::kTakesTheLink) {
     const bool scheduler = applicant.node_id == Node::kEmpty;
     return table_.Admit(applicant, scheduler, again,
@@ -381,7 +381,7 @@ TEST_F(PeerTableTest, AProcessThatTakesTheNameOfAnotherDisplacesIt) {
   EXPECT_EQ(table_.Name(2, kWorker).displaced, Links({before}));
   EXPECT_EQ(table_.Choose(kWorker, 0), after);
   EXPECT_EQ(table_.All().size(), 2u) << "both are closed where the van stops";
-  // Then nobody has lost the node.
+  // In this case no node is lost.
   const auto loss = table_.LetGo(before.get());
   EXPECT_TRUE(loss.peer);
   EXPECT_TRUE(table_.IsReplaced(loss.id, loss.peer));
@@ -394,7 +394,7 @@ TEST_F(PeerTableTest, AServerKnowsAWorkerByItsOwnWord) {
   EXPECT_EQ(table_.Of(kWorker), Links({first, second}));
   EXPECT_EQ(Refusal(Process(2, kWorker)), "another process is connected under its node id");
   EXPECT_EQ(Refusal(Process(1, kOther)), "another process is connected under its node id");
-  // When all its links are gone, another one may come.
+  // Another process may connect once all links of the first are gone.
   table_.LetGo(first.get());
   EXPECT_NE(Refusal(Process(2, kWorker)), "");
   table_.LetGo(second.get());
@@ -426,7 +426,7 @@ TEST_F(PeerTableTest, WhoAsksOnceMoreGetsTheLinkOrAnother) {
   EXPECT_FALSE(table_.LetGo(link.get()).peer) << "nobody's loss";
 }
 
-// The kernel has taken what was given to a link, and has not sent it yet.
+// A link may have given bytes to the kernel that are not sent yet.
 TEST_F(PeerTableTest, OfIdleLinksThatOverTheIdlerNicIsChosen) {
   const auto first = Admit(Process(1, kWorker)).link;
   const auto second = Admit(Process(1, kWorker, 1)).link;
@@ -446,7 +446,7 @@ TEST_F(PeerTableTest, AMessageTakesALinkOfItsPlane) {
   const auto data = Admit(Process(1, kWorker, 0, 1)).link;
   EXPECT_EQ(table_.Choose(kWorker, 0), control);
   EXPECT_EQ(table_.Choose(kWorker, 1), data);
-  // Where the link of its plane has closed, it takes none: the peer is lost.
+  // A message whose plane has no link takes no other: the peer is lost.
   table_.LetGo(data.get());
   EXPECT_EQ(table_.Choose(kWorker, 1), nullptr);
 }

@@ -1,4 +1,4 @@
-// What every transport promises of a link, tried over each of them, and the pair over RDMA.
+// Contract of a link, tested over each transport. Contains the link pair over RDMA.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
@@ -58,10 +58,11 @@ std::vector<Transport> Transports() {
 
 namespace {
 
-// In a frame over RDMA, and several by one call over TCP; by rendezvous, and alone.
+// Sizes for each path: within a frame over RDMA and several per call over TCP; by rendezvous and
+// alone.
 const std::vector<size_t> kSizes = {1, 100, 5000, 70'000, 1'000'000};
 
-// Tells when nobody holds it any more.
+// Counts how often its bytes are still referenced.
 class Memory {
  public:
   explicit Memory(const std::string& text) : bytes_(text.begin(), text.end()) {}
@@ -84,7 +85,7 @@ ps::SArray<char> ValueOf(const std::string& text) {
   return value;
 }
 
-// Of this size, and unlike all others.
+// Returns a text of this size that differs from all others.
 std::string TextOf(Side from, int n, size_t bytes) {
   std::string text = (from == kConnects ? "push " : "answer ") + std::to_string(n) + " ";
   while (text.size() < bytes) text += static_cast<char>('a' + (text.size() * 7 + n) % 26);
@@ -103,7 +104,7 @@ class Contract : public testing::TestWithParam<Transport> {
   }
 
   Seen* At(Side side) { return pair_->seen(side); }
-  // False where a link closes before that.
+  // Returns false if a link closes first.
   bool BothHave(size_t messages) {
     const auto have = [&] {
       return At(kConnects)->count() == messages && At(kListens)->count() == messages;
@@ -122,7 +123,7 @@ class Contract : public testing::TestWithParam<Transport> {
   std::unique_ptr<LinkPair> pair_;
 };
 
-// Sends so many from a side, of sizes by turns.
+// Sends `count` messages from a side, cycling through kSizes.
 void SendAll(LinkPair* pair, Side from, int count, std::vector<std::string>* texts) {
   for (int n = 0; n < count; ++n) {
     texts->push_back(TextOf(from, n, kSizes[n % kSizes.size()]));
@@ -130,7 +131,7 @@ void SendAll(LinkPair* pair, Side from, int count, std::vector<std::string>* tex
   }
 }
 
-// Those of one size came in the order in which they were sent.
+// Expects that messages of equal size came once, in the order in which they were sent.
 void ExpectOnceAndInOrder(const std::vector<std::string>& came,
                           const std::vector<std::string>& sent) {
   const auto by_size = [](const std::vector<std::string>& texts) {
@@ -164,7 +165,7 @@ TEST_P(Contract, HoweverOftenItBreaks) {
   std::vector<std::string> sent[2];
   std::atomic<bool> sending{true};
   std::thread breaks([&] {
-    // Ever less often, so that a slow machine gets something done between.
+    // Longer pauses each time: a slow machine must make progress in between.
     for (int n = 1; sending; ++n) {
       pair_->Break();
       std::this_thread::sleep_for(std::chrono::milliseconds(10 * n));
@@ -173,7 +174,7 @@ TEST_P(Contract, HoweverOftenItBreaks) {
   std::thread other([&] { SendAll(pair_.get(), kListens, kCount, &sent[kListens]); });
   SendAll(pair_.get(), kConnects, kCount, &sent[kConnects]);
   other.join();
-  // Until something was lost with a connection.
+  // Waits until a broken connection has lost something.
   EXPECT_TRUE(WaitUntil([&] { return IsResumed(); })) << pair_->Text();
   sending = false;
   breaks.join();
@@ -209,7 +210,7 @@ TEST_P(Contract, MemoryIsHeldUntilTheMessageHasArrivedAndNoLonger) {
   for (const auto& one : memory) EXPECT_TRUE(WaitUntil([&] { return !one->held(); }));
 }
 
-// However few there are, and whatever had been sent just before.
+// It holds for any number of messages, whatever was sent just before.
 TEST_P(Contract, MemoryIsNotHeldWhenNothingFollows) {
   std::vector<std::unique_ptr<Memory>> memory;
   for (int n = 0; n < 60; ++n) {
@@ -259,8 +260,8 @@ TEST_P(Contract, NothingIsWrittenWhereItWasAbandoned) {
     pair_->Abandon(kListens, place.data(), place.size());
     const std::string left = place;
     pair_->Send(kConnects, ValueOf("end"));
-    // What was abandoned in its midst does not come.  What came has been looked at once the end
-    // has come, also where it lies in `place`.
+    // An abandoned message does not arrive. When "end" has arrived, earlier messages are complete,
+    // also in `place`.
     ASSERT_TRUE(WaitUntil([&] {
       const auto texts = At(kListens)->get().texts;
       return texts.size() > before && texts.back() == "end";
@@ -269,7 +270,7 @@ TEST_P(Contract, NothingIsWrittenWhereItWasAbandoned) {
   }
 }
 
-// A sender may stop between being told where to write and having written.
+// A sender may stop after it was told where to write, and before it writes.
 TEST_P(Contract, NothingIsWrittenByAPeerThatStoppedOnceItsPlaceIsAbandoned) {
   At(kConnects)->Stop(true);
   pair_->Send(kListens, ValueOf("stops"));
@@ -320,7 +321,7 @@ TEST_P(Contract, ItClosesOnceAndTakesNothingThen) {
   EXPECT_EQ(At(kListens)->count(), 0u);
 }
 
-// Whichever thread is amid what when it closes, nothing that is taken for granted breaks.
+// Invariants hold whichever thread is at work when a link closes.
 TEST_P(Contract, ClosingAmidMessagesAndAcknowledgements) {
   for (int n = 0; n < 10; ++n) {
     if (n > 0) pair_ = GetParam().make();
@@ -342,7 +343,7 @@ INSTANTIATE_TEST_SUITE_P(Each, Contract, testing::ValuesIn(Transports()),
 }  // namespace
 
 #ifdef BYTEPS_WITH_RDMA
-// ----- the pair over RDMA: two connectors of one process, by way of a device
+// ----- the pair over RDMA: two connectors of one process, connected through a device
 
 namespace {
 
@@ -352,7 +353,7 @@ using ps::rdma::Plane;
 using EndpointPtr = std::shared_ptr<Endpoint>;
 
 constexpr uint64_t kJob = 0x5678 << 16;
-// A worker's and a server's.
+// Node id of the peer of each side: a server's and a worker's.
 constexpr int kPeerOf[] = {8, 9};
 
 class RdmaEnd : public ps::rdma::EndpointOwner, public ps::rdma::ConnectorOwner {
@@ -379,7 +380,7 @@ class RdmaEnd : public ps::rdma::EndpointOwner, public ps::rdma::ConnectorOwner 
   }
 
   Connector* connector() { return connector_.get(); }
-  // Null: it has not been connected to.
+  // Null until a peer has connected.
   EndpointPtr endpoint() {
     ps::MutexLock lock(&mu_);
     return endpoint_;

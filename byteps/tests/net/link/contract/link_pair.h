@@ -1,4 +1,5 @@
-// Both ends of a link in one process, over any transport, and a network between them that breaks.
+// Both ends of a link in one process, over any transport, and a network between them that can
+// break.
 #ifndef BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_
 #define BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_
 
@@ -18,17 +19,17 @@
 
 namespace contract {
 
-// The one that connects, as a worker does, or the one that listens, as a server.
+// The end that connects, like a worker, or the end that listens, like a server.
 enum Side { kConnects = 0, kListens = 1 };
 
-// What has become of one end.
+// Record of what one end has received.
 class Seen {
  public:
   struct State {
-    std::vector<std::string> texts;  // of messages, in the order in which they came
-    int resumed = 0;                 // times
-    size_t again = 0;                // messages that were sent again
-    int closed = 0;                  // times
+    std::vector<std::string> texts;  // of messages, in the order of arrival
+    int resumed = 0;                 // number of resumptions
+    size_t again = 0;                // messages sent again
+    int closed = 0;                  // number of closings
     ps::LinkEnding ending;
   };
 
@@ -40,7 +41,7 @@ class Seen {
     ps::MutexLock lock(&mu_);
     return state_.texts.size();
   }
-  // Blocks the thread that tells, while its process plays one that is stopped.
+  // Blocks the delivering thread while the process plays a stopped one.
   void Came(std::string text) {
     while (stopped_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     ps::MutexLock lock(&mu_);
@@ -56,7 +57,7 @@ class Seen {
     ++state_.closed;
     state_.ending = ending;
   }
-  // Where the values of messages are received, from now on; null: wherever there is memory.
+  // Sets the buffer for values of messages from now on; null: allocate.
   void ReceiveAt(char* place) {
     ps::MutexLock lock(&mu_);
     place_ = place;
@@ -84,11 +85,11 @@ class LinkPair {
  public:
   virtual ~LinkPair() = default;
 
-  // A message with this one value.
+  // Sends a message with this one value.
   virtual void Send(Side from, const ps::SArray<char>& value) = 0;
-  // As a fault of the network would, which neither end has caused.
+  // Breaks the connection as a network fault does: neither end has caused it.
   virtual void Break() = 0;
-  // Says goodbye, and closes when all that was sent before has come.
+  // Says goodbye, and closes when everything sent before has arrived.
   virtual void CloseInOrder(Side side) = 0;
   // Closes at once.
   virtual void Close(Side side) = 0;
@@ -97,7 +98,7 @@ class LinkPair {
   virtual ps::LinkLoad Load(Side side) = 0;
 
   Seen* seen(Side side) { return &seen_[side]; }
-  // For errors.
+  // Describes both ends, for failure messages.
   std::string Text();
 
  private:
@@ -106,11 +107,11 @@ class LinkPair {
 
 struct Transport {
   std::string name;
-  // Makes a pair that is connected.
+  // Makes a connected pair.
   std::function<std::unique_ptr<LinkPair>()> make;
 };
 inline void PrintTo(const Transport& transport, std::ostream* out) { *out << transport.name; }
-// Those that this build and this machine have: over RDMA where CONTRACT_RDMA_ADDRESS says an
+// Lists the transports of this build and machine. RDMA is included if CONTRACT_RDMA_ADDRESS is an
 // address of a device.
 std::vector<Transport> Transports();
 
@@ -119,7 +120,7 @@ std::unique_ptr<LinkPair> MakeTcpPair(bool encrypts, int nics);
 std::unique_ptr<LinkPair> MakeRdmaPair(const std::string& address);
 #endif
 
-// Waits until `done` says true; false after a time that only a hang takes.
+// Waits until `done` returns true. Returns false after a time that only a hang takes.
 template <typename Done>
 bool WaitUntil(const Done& done) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(100);
