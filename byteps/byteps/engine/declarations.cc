@@ -39,7 +39,8 @@ std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& spec
   do {
     const std::vector<EntryPtr> mine = ClaimNew(entries);
     if (!mine.empty()) Tell(mine);
-    // Others who tried in vain leave theirs new: the next turn tries again, and says why.
+    // After a failed attempt of another thread the tensors are new again: try, and throw the
+    // reason.
   } while (!AwaitOthers(entries));
   std::vector<TensorPtr> tensors;
   for (const EntryPtr& entry : entries) tensors.push_back(entry->tensor);
@@ -151,8 +152,8 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
     last_message_ += servers;
     for (int server = 0; server < servers; ++server) messages_[first + server] = {exchange, server};
   }
-  // To every server, also to those that will get none of the partitions: members
-  // that disagree on the placement would otherwise wait at different servers.
+  // Every server gets the declaration, also those that will sum no partition: members that disagree
+  // on the placement would otherwise wait at different servers.
   for (int server = 0; server < servers; ++server) {
     channel_->Send(MakeRequest(kDeclare, server, exchange->key, first + server, exchange->body));
   }
@@ -164,12 +165,12 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
   ps::MutexLock lock(&mu_);
   auto deadline = Clock::now() + limit;
-  // Ended by all answers or a failure of the job; deadline: BYTEPS_OP_TIMEOUT_S from when the last
-  // vacancy was filled.
+  // Ended by all answers, or a failure of the job; deadline: BYTEPS_OP_TIMEOUT_S since the last
+  // lost server was replaced.
   while (!cond_.WaitUntil(&mu_, deadline, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || exchange->unanswered == 0;
   })) {
-    // One that takes the place of a server is told again.
+    // A server that replaces a lost one is told again.
     const auto later = vacancies_->Last(Clock::now()) + limit;
     if (later <= deadline) break;
     deadline = later;
@@ -204,8 +205,7 @@ void Declarations::SetState(const std::vector<EntryPtr>& entries, State state) {
 bool Declarations::AwaitOthers(const std::vector<EntryPtr>& entries) {
   ps::MutexLock lock(&mu_);
   const auto is_asked = [](const EntryPtr& entry) { return entry->state == State::kAsked; };
-  // The caller gives up in time.
-  // Ended by the caller that declares them, or a failure; deadline: that caller's.
+  // Ended by the declaring thread, or a failure; deadline: that thread's.
   cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || std::none_of(entries.begin(), entries.end(), is_asked);
   });
@@ -237,7 +237,7 @@ void Declarations::TellAgain(int server, std::function<void(const std::string&)>
   std::vector<Message> messages;
   {
     ps::MutexLock lock(&mu_);
-    // What an older one was to be told after its answer no longer matters.
+    // Drop callbacks for an earlier replacement of this server.
     std::erase_if(messages_, [=](const auto& entry) {
       return entry.second.second == server && entry.second.first->then != nullptr;
     });
@@ -265,7 +265,7 @@ std::map<uint64_t, uint32_t> Declarations::OldestRounds() {
   std::map<uint64_t, uint32_t> oldest;
   ps::MutexLock lock(&mu_);
   for (const auto& [key, told] : told_) {
-    // The state of one that is given back may be gone, and is of no use.
+    // A released tensor's optimizer state may be gone, and is of no use.
     const bool is_over = !told.tensor->is_used() && told.tensor->declaration.rule;
     if (told.tensor->rounds > 0 && !is_over) oldest[key] = told.tensor->oldest;
   }
@@ -331,7 +331,7 @@ void Declarations::SetRounds(const ProgressByTensor& progress) {
   GiveBack(idle);
 }
 
-// ------------------------------------------------------------------ released
+// ------------------------------------------------------------------ release
 
 TensorPtr Declarations::EndLife(const std::string& id) {
   ++lives_[id];
@@ -382,7 +382,7 @@ void Declarations::GiveBack(const std::vector<TensorPtr>& tensors) {
   }
   const uint64_t key = releasing->tensors.front()->key;
   for (int server = 0; server < servers; ++server) {
-    if (losses_->IsVacant(server)) continue;  // ReleaseAgain tells the next one
+    if (losses_->IsVacant(server)) continue;  // ReleaseAgain tells its successor
     channel_->Send(MakeRequest(kRelease, server, key, first + server, releasing->body));
   }
 }
@@ -393,7 +393,8 @@ void Declarations::OnReleased(uint64_t number) {
   {
     ps::MutexLock lock(&mu_);
     const auto it = releasing_.find(number);
-    if (it == releasing_.end()) return PS_PROBE(kAnswerToNobody);  // to a server that was replaced
+    // answer to a request that went to a replaced server
+    if (it == releasing_.end()) return PS_PROBE(kAnswerToNobody);
     std::tie(releasing, server) = it->second;
     releasing_.erase(it);
     if (--releasing->unanswered == 0) {

@@ -1,4 +1,4 @@
-// The tensors that a worker sums, and what servers were told of them, from declaration to release.
+// The tensors that a worker sums, and what the servers know of them, from declaration to release.
 #ifndef BYTEPS_ENGINE_DECLARATIONS_H_
 #define BYTEPS_ENGINE_DECLARATIONS_H_
 
@@ -20,71 +20,71 @@
 namespace byteps {
 namespace core {
 
-// A worker's place in the life of a name: how often it has released it, and how many rounds it has
-// begun since.
+// A worker's progress with a name: how often it released the name, and how many rounds it has begun
+// since then.
 struct Progress {
   uint32_t life = 0;
   uint32_t rounds = 0;
   bool operator==(const Progress&) const = default;
 };
-// By the names' ids: lowest rank of the group, and name.
+// By id of the name: the group's lowest rank, and the name.
 using ProgressByTensor = std::map<std::string, Progress>;
 
 class LossPolicy;
 
-// Any thread may call anything.  No lock is held while anything is sent.
+// Thread-safe. Holds no lock while anything is sent.
 class Declarations {
  public:
-  // What is pointed to outlives this.
+  // The arguments outlive this.
   Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies, LossPolicy* losses,
                double timeout_s);
 
-  // Whether a tensor is one of these, and neither of a job before nor released.
+  // Whether `tensor` is from this object (not from an earlier job) and not released.
   bool Own(const Tensor& tensor) const { return tensor.job == job_ && !tensor.is_released; }
 
-  // The tensors of these specs, in their order.  What the servers do not know yet is told to
-  // them by one message to each; blocks until all have answered.  Throws UsageError when a name
-  // was declared otherwise, Error when the servers refuse or do not answer in time.
+  // Returns the tensors of these specs, in order. Declares new ones to every server, all in one
+  // message per server, and blocks until all servers have answered. Throws UsageError if a name has
+  // another declaration, Error if a server refuses or does not answer in time.
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
 
-  // A server answered message `number`; `error` says why it refused, if it did.
+  // A server answered message `number`. `error`: why it refused, or "".
   void OnAnswer(uint64_t number, const std::string& error);
 
-  // Names of tensors whose groups have this lowest rank.  They stand for other tensors from now on,
-  // of any shape.  Servers give up what they have of these once no member holds them, this worker
-  // until what it has begun of them has ended.  Names that were not declared count as released,
-  // too: the next life of a name is that of the members that have released it as often.
+  // Releases the names of tensors whose groups have this lowest rank. From now on they can be
+  // declared anew, with any shape. Servers free a tensor when all members have released it; this
+  // worker does when its operations have ended. A name that was never declared counts as released,
+  // too, because members that have released a name equally often declare the same life of it.
   //
   // Keeps a number for each name that was ever released.
   void Release(const std::vector<std::string>& names, uint32_t lowest_rank);
-  // The last use of these has ended: tells the servers.
+  // The last use of these tensors has ended: tells the servers.
   void GiveBack(const std::vector<TensorPtr>& tensors);
-  // A server has freed what message `number` has released.
+  // A server has freed the tensors of release message `number`.
   void OnReleased(uint64_t number);
-  // Another server has all that this worker had for it: it is told what was released.
+  // A server was replaced, and its successor has this worker's data: repeats open releases.
   void ReleaseAgain(int server);
 
-  // Another server has the place of this one: it is told of all tensors; `then` gets why it refused
-  // them, or nothing, on the thread that has its answer.
+  // A server was replaced: declares all tensors to its successor. `then` gets the reason if it
+  // refused, or "", on the thread that receives the answer.
   void TellAgain(int server, std::function<void(const std::string&)> then);
-  // Of each tensor of which a round was begun, by its key: the first one that has not ended.
+  // By key, the oldest round that has not ended, of every tensor that has begun a round.
   std::map<uint64_t, uint32_t> OldestRounds();
-  // The name of a tensor whose optimizer state servers have; empty: there is none.
+  // Name of a tensor that servers update, or "".
   std::string AnyUpdated();
 
-  // Nothing more can be declared.
+  // Rejects all further declarations.
   void Fail(const std::string& reason);
 
-  // This worker's place in the life of each name.
+  // This worker's progress with each name.
   ProgressByTensor Rounds();
-  // Those of these tensors, by name, of which the given round, or an earlier one, is the next.
+  // Names whose next round is at most the given one.
   std::vector<std::string> NotBegun(const std::map<std::string, uint32_t>& rounds);
-  // Says that it is so far, with tensors of which it has begun no rounds, or that it will declare:
-  // it goes on where another worker is.  What it has declared in another life is given back.
+  // Adopts the progress of another worker, for names that are declared (without a round begun) or
+  // that will be. Gives back tensors of other lives.
   void SetRounds(const ProgressByTensor& progress);
 
   size_t size();
-  // Answers that are awaited.
+  // Number of open messages.
   size_t unanswered();
 
  private:
@@ -94,19 +94,19 @@ class Declarations {
     State state = State::kNew;
   };
   using EntryPtr = std::shared_ptr<Entry>;
-  // A tensor that servers may have.
+  // A tensor that servers may hold.
   struct Told {
     TensorPtr tensor;
     bool is_refused = false;
   };
-  // One list, in flight to all servers.
+  // A list of declarations in flight to all servers.
   struct Exchange {
     std::string first_name;
     size_t count = 0;
     size_t unanswered = 0;
     std::string error;
     std::string body;
-    uint64_t key = 0;                              // of the first
+    uint64_t key = 0;                              // key of the first tensor
     std::function<void(const std::string&)> then;  // null: a caller waits
   };
 
@@ -118,18 +118,18 @@ class Declarations {
   };
 
   EntryPtr Find(const TensorSpec& spec);
-  // Of these, the ones that nobody has told the servers of; they count as asked from now on.
+  // Returns the entries that are new, and marks them as asked.
   std::vector<EntryPtr> ClaimNew(const std::vector<EntryPtr>& entries);
   void Tell(const std::vector<EntryPtr>& entries);
-  // All or none of them are used by it.  Throws UsageError where one was released meanwhile.
+  // All or none. Throws UsageError if a tensor was released meanwhile.
   void BeginUse(const std::vector<EntryPtr>& entries);
   void EndUse(const std::vector<EntryPtr>& entries);
   void Send(const std::shared_ptr<Exchange>& exchange, const std::vector<EntryPtr>& entries);
   void AwaitAnswers(const std::shared_ptr<Exchange>& exchange);
   void SetState(const std::vector<EntryPtr>& entries, State state);
-  // Whether all are declared, once nobody is telling the servers of any of them.
+  // Waits until no other thread declares any of them. Returns whether all are declared.
   bool AwaitOthers(const std::vector<EntryPtr>& entries);
-  // The name stands for another tensor.  The one that it stood for, if that was its last use.
+  // Starts the name's next life. Returns the tensor of the ended life if that was its last use.
   TensorPtr EndLife(const std::string& id) PS_REQUIRES(mu_);
 
   const uint64_t job_;
@@ -140,15 +140,15 @@ class Declarations {
   const double timeout_s_;
 
   ps::Mutex mu_;
-  ps::CondVar cond_;  // an answer came, a state changed, or all failed
+  ps::CondVar cond_;  // an answer came, a state changed, or the job failed
   std::string failure_ PS_GUARDED_BY(mu_);
-  std::map<std::string, EntryPtr> entries_ PS_GUARDED_BY(mu_);  // by lowest rank and name
-  std::map<uint64_t, Told> told_ PS_GUARDED_BY(mu_);            // by key, until it is given back
-  std::map<std::string, uint32_t> lives_ PS_GUARDED_BY(mu_);    // by id; those that are not 0
-  std::map<std::string, uint32_t> rounds_ PS_GUARDED_BY(mu_);   // of tensors to come, by id
+  std::map<std::string, EntryPtr> entries_ PS_GUARDED_BY(mu_);  // by id
+  std::map<uint64_t, Told> told_ PS_GUARDED_BY(mu_);            // by key, until freed
+  std::map<std::string, uint32_t> lives_ PS_GUARDED_BY(mu_);    // by id; zeros are left out
+  std::map<std::string, uint32_t> rounds_ PS_GUARDED_BY(mu_);  // by id, of tensors not declared yet
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<Exchange>, int>> messages_
-      PS_GUARDED_BY(mu_);  // and server
-  // By the number of a message that was not answered, and its server.
+      PS_GUARDED_BY(mu_);  // by number, with the server
+  // By message number, with the server; until answered.
   std::map<uint64_t, std::pair<std::shared_ptr<Releasing>, int>> releasing_ PS_GUARDED_BY(mu_);
   uint64_t last_message_ PS_GUARDED_BY(mu_) = 0;
 };

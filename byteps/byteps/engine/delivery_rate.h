@@ -8,21 +8,21 @@
 namespace byteps {
 namespace core {
 
-// At what rate servers take what a worker pushes.
+// Measures the rate at which servers receive what a worker pushes.
 //
-// The highest rate of late: what the link and the servers can take.  It falls only while partitions
-// wait to be pushed, by a half within some seconds: a worker that has little to push knows as much
-// as before.  Times in ns of any clock.  One thread at a time.
+// The result is the highest recent rate: what the link and the servers can take. It decays only
+// while partitions wait to be pushed, by half within some seconds; a worker with little to push
+// learns nothing about the link. Times are in ns of any clock. Not thread-safe.
 class DeliveryRate {
  public:
-  // Something is in flight, after nothing was.
+  // Starts a measurement: something is in flight, after nothing was.
   void Begin(int64_t now) {
     begin_ = now;
     bytes_ = 0;
     always_waited_ = true;
   }
 
-  // So many bytes have arrived.  `more_wait`: others could have been in flight.
+  // `bytes` have arrived. `more_wait`: other partitions were waiting for room in a window.
   void Add(uint64_t bytes, bool more_wait, int64_t now) {
     bytes_ += bytes;
     always_waited_ &= more_wait;
@@ -33,14 +33,14 @@ class DeliveryRate {
     Begin(now);
   }
 
-  // What arrives in so many ns; nothing while the rate is unknown.
+  // Bytes that arrive in `ns`. Empty while the rate is unknown.
   std::optional<uint64_t> BytesIn(int64_t ns) const {
     if (!rate_) return std::nullopt;
     return static_cast<uint64_t>(*rate_ * static_cast<double>(ns));
   }
 
  private:
-  // Long compared with the time in which a server tells that something has arrived.
+  // Much longer than a server takes to acknowledge an arrival.
   static constexpr int64_t kSpanNs = 20'000'000;
   static constexpr double kKept = 0.99;
 

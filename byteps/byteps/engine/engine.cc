@@ -16,8 +16,8 @@ namespace core {
 
 namespace {
 
-// A tensor is summed, or updated, but not one and then the other.  What rounding loses of a sum is
-// state that can be moved, too.
+// A tensor is either summed or updated, never both. A sum's rounding errors are state that can be
+// moved, too.
 void CheckUse(const Operation& operation) {
   const Declaration& declaration = operation.tensor->declaration;
   if ((operation.request.op != kPushPull) == (declaration.rule != nullptr)) return;
@@ -48,8 +48,8 @@ Engine::~Engine() { Stop(false, ""); }
 void Engine::Start() {
   context_.channel->Start(this);
   context_.scheduler->SetNics(context_.channel->num_nics());
-  // Over RDMA windows do not follow the link's rate (requests.h), nor do partitions: they
-  // cost the cores little, so that their number does not matter.
+  // Over RDMA neither windows (push_scheduler.h) nor partition sizes follow the link's rate: a
+  // partition costs little CPU time, so their number does not matter.
   if (context_.channel->RegistersMemory()) {
     context_.scheduler->IgnoreRate();
   } else {
@@ -89,11 +89,11 @@ void Engine::Stop(bool suspend, const std::string& failure) {
   Fail("byteps was shut down");
   context_.scheduler->Close();
   puller_.Close();
-  // Ended by the end of its thread, which was told; deadline: none.
+  // Ended by the close of the scheduler and the puller, and the failure; deadline: none.
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   context_.channel->Stop();
-  // Only now does nobody receive into memory that requests hold.
+  // From here on nothing is received into memory that requests hold.
   context_.requests.Clear();
 }
 
@@ -132,7 +132,7 @@ int64_t Engine::PushPull(const PushPullRequest& request, TensorPtr* known) {
   if (request.pull_begin > std::min(request.pull_end, request.OfferedBytes())) {
     throw UsageError("the wanted part of '" + spec.name + "' ends before it begins");
   }
-  if (spec.bytes == 0) {  // nothing to sum, nobody to ask
+  if (spec.bytes == 0) {  // nothing to sum
     auto nothing = std::make_shared<Operation>(request, nullptr);
     const int64_t handle = context_.operations.Begin(nothing);
     context_.operations.Finish(nothing, nullptr);
@@ -156,7 +156,7 @@ int64_t Engine::PushPull(const PushPullRequest& request, TensorPtr* known) {
   context_.trace->Begin(operation.get());
   try {
     pusher_.Add(operation);
-  } catch (const std::exception& e) {  // Wait says so
+  } catch (const std::exception& e) {  // Wait throws it
     context_.operations.Fail(operation, e.what());
   }
   return handle;
@@ -185,7 +185,7 @@ Landing Engine::Land(int64_t handle, DeviceStream stream) {
   Landing landing;
   if (!has_failed()) landing = operation->staged->CopyToDevice(operation, stream);
   context_.operations.Forget(handle);
-  // The thread that watches may have looked too early to see that it is awaited.
+  // The watcher may have looked before this sum was awaited.
   if (has_failed()) throw Error(operation->error());
   return landing;
 }
@@ -208,7 +208,7 @@ bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
     context_.small.Add(operation, operation->staged->CopyBack(stream));
     return true;
   }
-  if (const DeviceMoment landed = operation->landed()) {  // it is still being copied
+  if (const DeviceMoment landed = operation->landed()) {  // still being copied
     DeviceCopies::Of(operation->request.tensor.device)->MakeWait(stream, landed);
   }
   return true;
@@ -225,7 +225,7 @@ void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
     DeviceCopies* const copies = DeviceCopies::Of(operation->request.tensor.device);
     copies->MakeWait(stream, copies->CopiedToDevice());
   } catch (const Error&) {
-    // The device failed, and writes nowhere.
+    // The device failed and writes nowhere.
   }
   throw Error(error);
 }

@@ -1,4 +1,4 @@
-// Engine: a worker while it is in one job.
+// Engine: a worker in one job.
 #ifndef BYTEPS_ENGINE_ENGINE_H_
 #define BYTEPS_ENGINE_ENGINE_H_
 
@@ -32,17 +32,17 @@
 namespace byteps {
 namespace core {
 
-// A worker while it is in one job: its declarations, its sums, and the threads that move them.
+// A worker in one job: its declarations, its sums, and the threads that move them.
 //
 //   PushPull ─▶ Declarations ─▶ Pusher ─▶ channel ─▶ server
 //                                                      │
 //   Wait ◀── Operations ◀── Puller ◀── channel ◀───────┘
 //
-// Each part has a lock of its own, which is held for bookkeeping only: never while values are
-// copied, memory is pinned, or anything is sent.
-
-// All public functions may be called by any thread, also after Stop; Start and Stop once, by one
-// at a time.  Errors are thrown as Error (the job failed) or UsageError (bad call).
+// Each part has its own lock, held for bookkeeping only: never while values are copied, memory is
+// pinned, or anything is sent.
+//
+// Thread-safe, also after Stop; but only one thread calls Start and Stop, each once. Throws Error
+// (the job failed) or UsageError (bad call).
 class Engine : public ChannelUser {
  public:
   // `counters` and `speed` outlive this.
@@ -53,7 +53,7 @@ class Engine : public ChannelUser {
 
   void Start();
   void Stop(bool suspend, const std::string& failure);
-  // The first thing that Stop does: waits for what is in flight.
+  // First step of Stop: waits for operations in flight.
   void AwaitIdle();
 
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
@@ -69,27 +69,27 @@ class Engine : public ChannelUser {
   void CallAtEnd(int64_t handle, std::function<void()> then);
 
   bool failed() { return context_.operations.failed(); }
-  // Throws Error when the job failed.
+  // Throws Error if the job failed.
   void Check();
   bool RegistersMemory() const { return context_.channel->RegistersMemory(); }
   const Plan& plan() const { return context_.plan; }
   double link_gbps() const { return context_.channel->link_gbps(); }
-  // The address of each server; empty where it is not known.
+  // Address of each server, or "" if unknown.
   std::vector<std::string> ServerHosts() const;
   WorkerGauges Gauges();
 
   // Replicas (docs/design/replicas.md).
   //
-  // As the scheduler has told last; without any where it has told nothing.
+  // The scheduler's last report; empty before the first.
   ps::ReplicaView Replicas();
   bool is_late() const { return context_.channel->is_late(); }
   void SayReady() { context_.channel->SayReady(); }
   void AskToAdmit(int replica, int life) { context_.channel->AskToAdmit(replica, life); }
-  // Tensors of which others wait for the next push of this worker.
+  // Tensors for which other workers wait for this worker's next push.
   std::vector<std::string> Awaited();
-  // Ranks whose values sums have lacked, since this was called last.
+  // Ranks whose values were missing in sums since the last call.
   std::vector<int> TakeMissing() { return context_.missing.Take(); }
-  // Rounds that this worker has begun of each tensor, and those that another worker says it has.
+  // Rounds begun per tensor; SetRounds adopts those of another worker.
   ProgressByTensor Rounds() { return declarations_.Rounds(); }
   void SetRounds(const ProgressByTensor& progress) { declarations_.SetRounds(progress); }
 
@@ -99,42 +99,42 @@ class Engine : public ChannelUser {
   std::string Report() override;
 
  private:
-  // Makes tensors known to the servers; makes room for one on a GPU.
+  // Declares tensors to the servers.
   std::vector<TensorPtr> Introduce(const std::vector<TensorSpec>& specs);
   TensorPtr Find(const TensorSpec& spec, TensorPtr* known);
   void MakeRoom(const TensorSpec& spec, Tensor* tensor);
-  // Whether it is small, its values are there, and nothing else is in flight: then its caller
-  // copies it as a whole (staged_sum.h).
+  // Whether the tensor is small, its values are ready, and nothing else is in flight. Its caller
+  // then copies it as a whole (staged_sum.h).
   bool IsSmallAndAlone(const Operation& operation);
   void Fail(const std::string& reason);
 
-  // Lets streams go on that wait for sums that failed.  Fails the job where nobody would hear of
-  // that.
+  // Releases streams that wait for failed sums. Fails the job if no call on the host would report
+  // the failure.
   void EndFailedStreams();
-  // Nothing is received into its memory any more; of one that failed, after AwaitWriters.
+  // Stops receiving into the operation's memory. After a failure, call AwaitWriters first.
   void AbandonPlaces(const Operation& operation);
-  // Throws what a failed operation ended with, once nothing writes into its output any more.
+  // Throws the operation's error once nothing writes into its output any more.
   [[noreturn]] void ThrowFailure(const OperationPtr& operation, DeviceStream stream);
 
-  // staged_sum.cc: fails operations that nobody else will.
+  // Fails operations that nobody else will fail. These three are in staged_sum.cc.
   void Watch();
-  // Why it has to fail now; empty if it has not.
+  // Returns why the operation must fail now, or "".
   std::string Verdict(const OperationPtr& operation);
   std::string Silence(const OperationPtr& operation);
 
   const double peer_timeout_s_;
   const long loops_;
   bool has_awaited_idle_ = false;
-  std::atomic<bool> is_over_{false};  // for all nodes: there is nobody to say goodbye to
+  std::atomic<bool> is_over_{false};  // the job ended for all nodes: nobody to say goodbye to
   EngineContext context_;
   Declarations declarations_;
   Pusher pusher_;
   Puller puller_;
   ps::Mutex replicas_mu_;
   ps::ReplicaView replicas_ PS_GUARDED_BY(replicas_mu_);
-  // By tensor, the last round of which this worker heard that others waited for its push.
+  // By tensor: the last round for which others were reported to wait for this worker's push.
   std::map<std::string, uint32_t> awaited_ PS_GUARDED_BY(replicas_mu_);
-  ps::Mutex failing_mu_;  // held until all that failed is in the timeline
+  ps::Mutex failing_mu_;  // held until all failed operations are in the timeline
   std::vector<std::thread> threads_;
 };
 

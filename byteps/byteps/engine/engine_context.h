@@ -22,19 +22,19 @@
 namespace byteps {
 namespace core {
 
-// What the parts of one engine share.
+// State that the parts of one engine share.
 struct EngineContext {
   EngineContext(const Config& config, const Launch& launch, int num_servers,
                 std::unique_ptr<Channel> how, std::unique_ptr<LossPolicy> policy,
                 WorkerCounters* counted, SpeedMeter* speed);
 
-  // A request about the partition of `request`, which is remembered until the answer.
+  // Makes the message for a partition's request, and records the request until its answer.
   Message MakeRequestMessage(Request request);
 
   Plan plan;
   const double op_timeout_s;
-  // For tensors on GPUs: for partitions on their way, for sums that streams wait for, and for small
-  // ones.  All jobs of this process share them; each begins anew to count what its tensors want.
+  // Pinned memory for GPU tensors: for partitions in flight, for streamed sums, for small sums. All
+  // jobs of this process share the pools; each job counts its demand anew.
   PinnedPool* const pool;
   PinnedPool* const pool_for_streamed;
   PinnedPool* const pool_for_small;
@@ -48,7 +48,7 @@ struct EngineContext {
   CopyQueues copies;
   StreamedSums streamed;
   SmallSums small;
-  // Shared with callbacks of the device's and of the transport's, which may outlive the engine.
+  // Shared with callbacks of the device and the transport, which may outlive the engine.
   const std::shared_ptr<PushScheduler> scheduler;
   const std::shared_ptr<OperationTrace> trace;
 };

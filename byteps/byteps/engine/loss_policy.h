@@ -16,51 +16,51 @@ struct PushHeader;
 struct Request;
 struct Tensor;
 
-// Decides what a worker does about a server that is lost. This one ends the job; recovery/worker
-// has one that goes on with another server.
+// Decides what a worker does when a server is lost. This policy ends the job; recovery/worker has a
+// policy that replaces the server.
 //
-// Any thread may call anything after Attach.
+// Thread-safe after Attach.
 class LossPolicy {
  public:
   using Fail = std::function<void(const std::string& reason)>;
 
   virtual ~LossPolicy() = default;
 
-  // Gives the policy its engine: called once, before anything else. All of it outlives this.
+  // Gives the policy its engine. Called once, before anything else. The arguments outlive this.
   // `fail` ends the job.
   void Attach(EngineContext* context, Declarations* declarations, Fail fail);
 
   // ----- on a partition's path
 
-  // Whether sums stay with this worker after they were answered. Answers are then not received into
-  // the caller's memory.
+  // Whether this worker keeps sums after they were answered. Answers are then not received into the
+  // caller's memory.
   virtual bool keeps_sums() const { return false; }
-  // Completes the header of a push-pull's partition for `server`.
+  // Completes the header of a partition's PUSH_PULL to `server`.
   virtual void Complete(PushHeader* header, int server);
-  // Calls `send`, which remembers a request to `server` and, if given true, sends it. Returns its
-  // error; empty: there is none.
+  // Calls `send`, which records a request to `server` and, if given true, sends it. Returns the
+  // error of `send`, or "".
   virtual std::string Send(int server, const std::function<std::string(bool is_there)>& send);
-  // Takes out the request that `answer` belongs to. False: nobody waits for it any more.
+  // Removes the request that `answer` belongs to. Returns false if nobody waits for it any more.
   virtual bool TakeRequest(Message* answer, Request* request);
 
   // ----- on the path of declarations
 
-  // Whether a server's place is vacant. What is released meanwhile is sent to its successor by
+  // Whether a server is lost and not replaced yet. Releases are then sent to its successor, by
   // Declarations::ReleaseAgain.
   virtual bool IsVacant(int server);
-  // `server` has freed what it had of a released tensor.
+  // `server` has freed what it held of a released tensor.
   virtual void OnReleased(int server, const Tensor& tensor);
 
-  // ----- news
+  // ----- events
 
   virtual void OnServerLost(int server, const std::string& reason);
   virtual void OnServerReplaced(int server);
-  // Whether the message is an answer to a request of the policy's own, and was handled.
+  // Handles an answer to a request of the policy's own. Returns false if it is none.
   virtual bool OnAnswer(const Message& message);
-  // Called each second while operations are in flight.
+  // Called every second while operations are in flight.
   virtual void OnTick();
 
-  // Bytes of the sums that stay with this worker.
+  // Bytes of the sums that this worker keeps.
   virtual uint64_t kept_bytes();
 
  protected:

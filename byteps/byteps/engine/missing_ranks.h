@@ -9,9 +9,8 @@
 namespace byteps {
 namespace core {
 
-// Ranks whose values sums of this worker have lacked, since their replicas were removed.
-//
-// Any thread may call anything.
+// Ranks whose values were missing in sums of this worker, because their replicas were removed.
+// Thread-safe.
 class MissingRanks {
  public:
   void Add(int rank) {
@@ -19,7 +18,7 @@ class MissingRanks {
     ranks_.insert(rank);
   }
 
-  // Those that were added since this was called last, ascending.
+  // Returns the ranks that were added since the last call, ascending.
   std::vector<int> Take() {
     ps::MutexLock lock(&mu_);
     std::vector<int> ranks(ranks_.begin(), ranks_.end());

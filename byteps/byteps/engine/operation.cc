@@ -21,26 +21,26 @@ namespace {
 // Longer than the last copy to the GPU takes.
 constexpr std::chrono::microseconds kAwake(100);
 
-// The answers of a sum of at most so many bytes take some 200 us where the other members are ready.
-// To wake the thread that receives, and then the one that waits, would add a fifth to that.  So who
-// waits for it receives, and sleeps only after that time.  The same goes for a GPU's sum that is
-// staged, of at most 1 MiB, which takes longer.
+// A sum of at most this many bytes takes about 200 us if all members are ready. Waking two threads,
+// the receiver and the waiter, would add a fifth. So the waiting thread receives by itself, and
+// sleeps only after kAwakeForSmall. The same holds for staged GPU sums (1 MiB at most; they take
+// longer).
 constexpr uint64_t kSmallSum = 64 << 10;
 constexpr std::chrono::microseconds kAwakeForSmall(400);
 
-// On a link of 8 Gbit/s.
+// Transfer time on a link of 8 Gbit/s.
 std::chrono::microseconds TimeFor(uint64_t bytes) {
   return std::chrono::microseconds(bytes / 1000);
 }
 
-// Of as many values, in fp32.
+// A range of the values that are coded.
 
 struct CodedRange {
   uint64_t begin;
   uint64_t count;
 };
 
-// The values of a part of the blocks; the last block may have fewer than it could.
+// Values in a part of the blocks. The tensor's last block may be partly filled.
 CodedRange RangeOf(const Operation::Part& part, DType blocks, uint64_t values) {
   const uint64_t begin = part.offset / SizeOf(blocks) * kBlockValues;
   const uint64_t end = begin + part.bytes / SizeOf(blocks) * kBlockValues;
@@ -126,7 +126,7 @@ void Operation::Decode(uint64_t index, const char* blocks) const {
   uint64_t begin = range.begin;
   const uint64_t end = std::min(range.begin + range.count, coded.end);
   char* const output = static_cast<char*>(coded.output);
-  if (begin < coded.begin) {  // the first block has values that are not wanted
+  if (begin < coded.begin) {  // the first block has unwanted values
     alignas(float) char values[kBlockValues * sizeof(float)];
     const uint64_t next = std::min(begin + kBlockValues, end);
     DecodeBlocks(type, blocks, coded.dtype, values, next - begin);
@@ -180,7 +180,7 @@ void Operation::CallAtEnd(std::function<void()> then) {
 
 void Operation::Move(uint64_t index, Stage to) {
   const Stage from = StageOf(index)->exchange(to, std::memory_order_acq_rel);
-  // A GPU's values are copied first, and a pull of its own comes behind a push.
+  // Stages may be skipped: CPU tensors are not copied, and a pull without a push has no values.
   BPS_INVARIANT("a partition is in one stage", from < to,
                 "partition " + std::to_string(index) + " of '" + name() + "' went from stage " +
                     std::to_string(static_cast<int>(from)) + " to " +
@@ -201,7 +201,7 @@ void Operation::CountArrival() {
                 "'" + name() + "' had no partition to arrive");
   if (left != 1) return;
   {
-    // Who has looked in vain has the lock until it sleeps.
+    // The lock makes sure that a waiter that has checked the count is asleep by now.
     ps::MutexLock lock(&mu_);
   }
   cond_.NotifyAll();
@@ -214,12 +214,12 @@ bool Operation::AwaitEnd(std::chrono::nanoseconds limit, const std::function<voi
     StayAwake(std::min(deadline, now + kAwakeForSmall + TimeFor(request.tensor.bytes)), receive);
   }
   ps::MutexLock lock(&mu_);
-  // Ended by the sum's end, which the watching thread brings about; deadline: the caller's.
+  // Ended by the end of the sum, at the latest by the watcher; deadline: the caller's.
   if (!cond_.WaitUntil(&mu_, deadline, [this] { return done_ || arrivals_left_ == 0; })) {
     return false;
   }
   lock.Unlock();
-  // Its answers are here: to receive those of others would only delay it.
+  // All answers are here; receiving for others would only delay this sum.
   StayAwake(std::min(deadline, Clock::now() + kAwake), [] {});
   lock.Lock();
   // Ended by the copies to the GPU, or a failure; deadline: the caller's.
@@ -245,7 +245,8 @@ void Operation::EndWriting() {
     ps::MutexLock lock(&mu_);
     BPS_INVARIANT_NOTED("a writer that stops had begun", writers_ > 0,
                         "nobody wrote into the output of '" + name() + "'");
-    // Before it ends nobody waits for that, and who waits for the end is not to be woken.
+    // Until the operation has ended nobody waits for writers; do not wake those who wait for its
+    // end.
     if (--writers_ > 0 || !done_) return;
   }
   written_.NotifyAll();
@@ -254,7 +255,7 @@ void Operation::EndWriting() {
 void Operation::AwaitWriters() {
   ps::MutexLock lock(&mu_);
   if (writers_ > 0) PS_PROBE(kAwaitsWriters);
-  // Ended by threads that copy and never wait; deadline: none.
+  // Ended by threads that copy and never block; deadline: none.
   written_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return writers_ == 0; });
 }
 

@@ -1,4 +1,4 @@
-// Operation: a sum that a worker has begun, with its partitions, its end and its failure.
+// Operation: a sum that a worker has begun: its partitions, its end, its failure.
 #ifndef BYTEPS_ENGINE_OPERATION_H_
 #define BYTEPS_ENGINE_OPERATION_H_
 
@@ -21,17 +21,15 @@
 namespace byteps {
 namespace core {
 
-// One sum in flight, and its partitions.
 class StagedSum;
 
-// When a partition that is traced came to the end of a stage, in SteadyNs; 0: it has
-// not.  Who holds the partition writes it, but for the transport, which tells of `sent`
-// when it likes.
+// Time (SteadyNs) at which a traced partition completed each stage; 0: not yet. Written by the
+// owner of the partition, except `sent`, which the transport sets at any time.
 struct PartitionTimes {
   int64_t queued = 0;
-  int64_t ready = 0;  // on the GPU
+  int64_t ready = 0;  // computed by the GPU
   int64_t taken = 0;
-  int64_t copied = 0;  // from the GPU
+  int64_t copied = 0;  // copied from the GPU
   std::atomic<int64_t> sent{0};
   int64_t answered = 0;
   int64_t pulling = 0;
@@ -41,7 +39,7 @@ class Operation {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Bytes of the tensor, from its start.
+  // A range of the tensor, in bytes.
   struct Part {
     uint64_t offset;
     uint64_t bytes;
@@ -52,108 +50,108 @@ class Operation {
   const PushPullRequest request;
   const TensorPtr tensor;  // null: nothing is summed
   const Clock::time_point started = Clock::now();
-  // Of the time that this process waits for it; anew, once another server has it.
+  // Start of the current wait, in awake time of this process. Restarts when a server is replaced.
   std::atomic<ps::AwakeClock::time_point> awaited_since{ps::AwakeClock::now()};
-  int64_t handle = 0;                 // set once, before anybody else knows of this
-  uint32_t round = 0;                 // likewise
-  DeviceMoment ready;                 // likewise; when its values are there, on a GPU
-  std::shared_ptr<StagedSum> staged;  // likewise; null: it is not
-  std::vector<PartitionTimes> times;  // by partition; empty when it is not traced
+  int64_t handle = 0;  // set before other threads see this, as are the next three
+  uint32_t round = 0;
+  DeviceMoment ready;                 // GPU tensors: the moment at which the values are ready
+  std::shared_ptr<StagedSum> staged;  // null: not staged
+  std::vector<PartitionTimes> times;  // by partition; empty if not traced
 
   const std::string& name() const { return request.tensor.name; }
-  // Whether partitions are copied from a GPU one by one; those of a staged sum lie in host memory.
+  // Whether partitions are copied from a GPU individually. (Staged sums lie in host memory.)
   bool on_gpu() const { return request.tensor.device != kCpu && !staged && !moves_state(); }
-  // Whether streams wait for its sums, and no thread.
+  // Whether streams, and no thread, wait for the sum.
   bool streams_wait() const { return staged && request.streamed; }
-  // Whether its caller copies all of it: it is small, and was alone.
+  // Whether the caller copies the whole tensor: it is small, and no other sum was in flight.
   bool is_copied_by_caller() const { return staged && !request.streamed; }
-  // Whether the output is on the GPU as well.
+  // Whether the output is on the GPU, too.
   bool output_on_gpu() const { return on_gpu() && request.op != kPushNorm; }
   bool moves_state() const { return request.op == kLoadState || request.op == kReadState; }
-  // Whether it takes a turn of its own; kStep goes on with the one before.
+  // Whether it starts a new round; kStep continues the round before.
   bool begins_round() const { return request.op != kStep && !moves_state(); }
 
-  // Of partition `index`: all of it; what a server may be asked for a part of; what of the input
-  // is sent; what of the output is wanted.
+  // Ranges of partition `index`: the whole; what a server can be asked for a part of; what is sent
+  // of the input; what is wanted in the output.
   Part Whole(uint64_t index) const;
   Part Offered(uint64_t index) const;
   Part Sent(uint64_t index) const;
   Part Wanted(uint64_t index) const;
-  // Where partition `index` of the input lies, and where its wanted sum belongs.
+  // Addresses of partition `index` in the input, and of its wanted sum in the output.
   const char* Source(uint64_t index) const;
   char* Target(uint64_t index) const;
-  // All that is wanted, in `output`.
+  // The wanted range of `output`.
   Part WantedOutput() const;
-  // The fp32 state of a partition.
+  // The range of a partition in its fp32 state.
   Part State(uint64_t index) const;
-  // Of a tensor with coded values: whether it is one; the input of a partition from its values; the
-  // wanted values of a partition from `blocks`, which are what Target is for.
+  // Coded tensors: Encode fills a partition's input from its values; Decode writes its wanted
+  // values from `blocks`, the blocks of the range that Target names.
   bool is_coded() const { return request.coded.count > 0; }
   void Encode(uint64_t index) const;
   void Decode(uint64_t index, const char* blocks) const;
 
-  // ----- any thread
+  // ----- thread-safe
 
   bool is_done();
-  // Whether it failed, and why; of one that is done.
+  // The error, or "". Valid once it is done.
   std::string error();
-  // The sum of a partition has come, and is being copied to the GPU.  The last one wakes the
-  // thread that waits for the end, which stays awake during the copy: waking takes as long.
+  // A partition's sum has arrived and is being copied to the GPU. The last arrival wakes the
+  // waiting thread, which then spins during the copy: waking it afterwards would take as long.
   void CountArrival();
-  // A partition goes on to another stage: each of them once, in this order.  Throws Error.
+  // Moves a partition to a later stage; each stage at most once, in this order. Throws Error.
   enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kAnswered, kThrough };
   void Move(uint64_t index, Stage to);
   bool IsThrough(uint64_t index) { return *StageOf(index) == Stage::kThrough; }
-  // One that was pushed to a server that is lost begins anew.
+  // Restarts a partition that was pushed to a lost server.
   void Restart(uint64_t index) {
     *StageOf(index) = Stage::kWaiting;
     awaited_since = ps::AwakeClock::now();
   }
-  // One of its partitions is through.  True for the last one: the operation has to be ended.
+  // Counts a completed partition. Returns true for the last one: the caller must end the operation.
   // Throws Error.
   bool CountPartition(uint64_t index);
-  // Each copy to the GPU is counted when it is enqueued and when it is done, in either order.
+  // Counts copies to the GPU. Begun and Done may come in either order.
   void CountCopyBegun() { ++copies_; }
   void CountCopyDone() { --copies_; }
-  // Whether a copy is still in flight, or may be.  To be asked once all were enqueued.
+  // Whether copies may be in flight. Valid once all have been enqueued.
   bool is_copying() const { return copies_ != 0; }
-  // True for the first who asks, who then has to end it.
+  // Returns true to the first caller, who then must end the operation.
   bool ClaimEnd() { return !claimed_.exchange(true); }
-  // Ends it, well when `error` is empty.  `moment`: when its sums are on the GPU.
+  // Ends the operation. `error` is "" if it succeeded. `moment`: when the sums are on the GPU.
   void End(const std::string& error, DeviceMoment moment);
-  // Calls `then` when it has ended, at once if it has: on the thread that ended it, without a lock,
-  // and not to block.  At most one function is kept.
+  // Calls `then` when the operation has ended, or at once if it has. Runs without a lock on the
+  // thread that ended it, and must not block. Only one function can be registered.
   void CallAtEnd(std::function<void()> then);
-  // Whether it ended within this time.  `receive`: receives what is there, and does not block.
+  // Returns whether it ended in time. `receive` receives pending messages, and does not block.
   bool AwaitEnd(std::chrono::nanoseconds limit, const std::function<void()>& receive);
 
-  // Around whatever writes into `output`.  Not to be begun when it returns false: the operation
-  // failed, and the memory may be another's.
+  // Bracket every write into `output`. If BeginWriting returns false, do not write: the operation
+  // failed, and the caller may have freed the memory.
   bool BeginWriting();
   void EndWriting();
-  // Blocks until all who began have ended; after End.
+  // Blocks until all writers have ended. Call after End.
   void AwaitWriters();
 
-  // When its sums are on the GPU: of one that ended well.
+  // The moment at which the sums are on the GPU. Valid if it ended well.
   DeviceMoment landed();
 
  private:
   std::atomic<Stage>* StageOf(uint64_t index) {
     return more_stages_ ? &more_stages_[index] : &stage_;
   }
-  // Calls `each` and yields until it has ended, or until then.
+  // Calls `each` and yields until the operation has ended, or until `until`.
   void StayAwake(Clock::time_point until, const std::function<void()>& each) const;
 
-  std::atomic<Stage> stage_{Stage::kWaiting};          // of the only partition
-  std::unique_ptr<std::atomic<Stage>[]> more_stages_;  // of many, by index
+  std::atomic<Stage> stage_{Stage::kWaiting};          // used if there is one partition
+  std::unique_ptr<std::atomic<Stage>[]> more_stages_;  // used if there are several, by index
   std::atomic<uint64_t> partitions_left_;
   std::atomic<uint64_t> arrivals_left_;
   std::atomic<int64_t> copies_{0};
   std::atomic<bool> claimed_{false};
 
   ps::Mutex mu_;
-  ps::CondVar cond_;               // it ended, or all sums have come
-  ps::CondVar written_;            // after that, nobody writes any more
+  ps::CondVar cond_;               // it ended, or all sums have arrived
+  ps::CondVar written_;            // no writer is left after the end
   std::atomic<bool> done_{false};  // set with mu_ held
   std::string error_ PS_GUARDED_BY(mu_);
   std::function<void()> then_ PS_GUARDED_BY(mu_);
@@ -162,22 +160,22 @@ class Operation {
 };
 using OperationPtr = std::shared_ptr<Operation>;
 
-// One partition of an operation, in flight to its server.
+// A partition in flight to its server.
 struct Task {
   enum Stage {
-    kTake,  // it has its place in the server's window, and nothing else yet
-    kCopy,  // it has pinned memory, to be copied to
-    kSend,  // its values can be sent
+    kTake,  // has room in the server's window, nothing else yet
+    kCopy,  // has pinned memory to copy to
+    kSend,  // values can be sent
   };
   OperationPtr operation;
   uint64_t index = 0;
   int server = 0;
   uint64_t bytes = 0;
-  bool again = false;  // it was pushed before, to a server that is lost
+  bool again = false;  // was pushed before, to a server that is lost
   Stage stage = kTake;
-  PinnedBlock block;  // of a tensor on a GPU
+  PinnedBlock block;  // pinned memory; GPU tensors
 
-  // Null when it is not traced.
+  // Null if not traced.
   PartitionTimes* times() const {
     return operation->times.empty() ? nullptr : &operation->times[index];
   }

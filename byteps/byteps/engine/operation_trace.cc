@@ -12,7 +12,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A GPU that has not done its copies by then will not do them.
+// A GPU that has not completed its copies by then never will.
 constexpr auto kPatience = std::chrono::seconds(1);
 
 }  // namespace
@@ -69,7 +69,7 @@ void OperationTrace::CopySlice(const Operation& operation, uint64_t index, bool 
   if (operation.times.empty()) return;
   Copies& copies = to_host ? to_host_ : to_device_;
   const int64_t before = copies.last_done.exchange(SteadyNs());
-  // A worker of CPU tensors has no such track.
+  // Made on first use: a worker of CPU tensors needs no such track.
   std::call_once(copies.made, [&] { copies.track = AddTrack(copies.name); });
   tracer_->AddSlice(Traced(operation, index), copies.track, "copy", std::max(enqueued, before),
                     TraceArrow::kNone);
@@ -84,7 +84,7 @@ void OperationTrace::Row(const Operation& operation, uint64_t index, int64_t don
   if (operation.is_copied_by_caller()) stages.push_back({"copy from GPU", times.ready});
   stages.push_back({"queue", times.taken});
   if (operation.on_gpu()) stages.push_back({"copy from GPU", times.copied});
-  // The transport may drop a sent message later than its answer comes.
+  // The transport may report a message as sent after its answer has come.
   const int64_t sent = times.sent;
   const bool told_late = times.answered != 0 && (sent == 0 || sent > times.answered);
   stages.push_back({"push", told_late ? times.answered : sent});

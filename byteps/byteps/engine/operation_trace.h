@@ -14,37 +14,37 @@
 namespace byteps {
 namespace core {
 
-// What a worker tells the timeline.
+// Writes a worker's operations into the timeline. Does nothing for operations that are not traced.
 //
-// Any thread may call anything.  Nothing happens for operations that are not traced.
+// Thread-safe.
 class OperationTrace {
  public:
-  // Without a tracer nothing is traced.
+  // `tracer` null: nothing is traced.
   OperationTrace(std::unique_ptr<Tracer> tracer, int rank);
 
-  // A track for the slices of one thread.
+  // Adds a track for the slices of one thread.
   int AddTrack(const std::string& name);
 
-  // Of an operation that has its round, and that nobody else has yet: whether to trace it.
+  // Decides whether to trace an operation. Call once it has its round, before other threads see it.
   void Begin(Operation* operation);
 
-  // Work on a partition, from `begin` until now.
+  // Records work on a partition, from `begin` until now.
   void Slice(const Operation& operation, uint64_t index, int track, const char* name, int64_t begin,
              TraceArrow arrow);
-  // A copy begins, of which CopySlice will tell.
+  // Announces a copy that CopySlice will record.
   void BeginCopy(const Operation& operation) { Expect(operation); }
-  // It is not made after all.
+  // The announced copy is not made after all.
   void DropCopy(const Operation& operation) { Told(operation); }
-  // A copy of one of the GPU's two directions, done now.  It began when it was enqueued, or when
-  // the one before it was done.
+  // Records a copy that is done now. It began when it was enqueued, or when the previous copy of
+  // the same direction was done.
   void CopySlice(const Operation& operation, uint64_t index, bool to_host, int64_t enqueued);
-  // The whole way of a partition.  `done` is when its sum was there; 0: it failed.
+  // Records all stages of a partition. `done`: when its sum was there; 0: it failed.
   void Row(const Operation& operation, uint64_t index, int64_t done);
 
-  // Waits a little for what has begun, and writes the file.
+  // Waits up to a second for announced slices, then writes the file.
   void Write();
 
-  // While it lives, a slice is still to come: what it is of may be over before it is told.
+  // Announces a slice that may be recorded after its operation has ended.
   class Pending {
    public:
     Pending(OperationTrace* trace, const Operation& operation)
@@ -78,8 +78,8 @@ class OperationTrace {
   Copies to_device_;
 
   ps::Mutex mu_;
-  ps::CondVar cond_;                     // something was told
-  int expected_ PS_GUARDED_BY(mu_) = 0;  // and not told yet
+  ps::CondVar cond_;                     // a slice was recorded or dropped
+  int expected_ PS_GUARDED_BY(mu_) = 0;  // slices announced and not recorded yet
 };
 
 }  // namespace core

@@ -12,7 +12,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Of this process: a handle of a job that ended never stands for one of the next job.
+// Handles are unique in the process, so one of an earlier job is never valid in the next.
 int64_t NextHandle() {
   static std::atomic<int64_t> last{0};
   return ++last;
@@ -65,7 +65,7 @@ OperationPtr Operations::Find(int64_t handle) {
 }
 
 void Operations::Forget(int64_t handle) {
-  OperationPtr last;  // goes without the lock
+  OperationPtr last;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
   const auto it = by_handle_.find(handle);
   if (it == by_handle_.end()) ThrowNoSuchHandle(handle);
@@ -75,7 +75,7 @@ void Operations::Forget(int64_t handle) {
 
 void Operations::Finish(const OperationPtr& operation, DeviceMoment landed) {
   if (!operation->ClaimEnd()) return;
-  // Before anybody learns of the end, who may then ask for the figures.
+  // Count before End: whoever learns of the end may read the figures.
   const std::chrono::nanoseconds took = Operation::Clock::now() - operation->started;
   speed_->Record(operation->request.tensor.bytes, operation->started);
   counters_->operations.Add();
@@ -164,14 +164,14 @@ size_t Operations::num_running() {
 
 void Operations::AwaitIdle(double limit_s) {
   ps::MutexLock lock(&mu_);
-  // Ended by the last operation or a failure of the job; deadline: BYTEPS_PEER_TIMEOUT_S.
+  // Ended by the last operation, or a failure of the job; deadline: BYTEPS_PEER_TIMEOUT_S.
   ended_.WaitFor(&mu_, std::chrono::duration<double>(limit_s),
                  [this]() PS_REQUIRES(mu_) { return failed_ || running_.empty(); });
 }
 
 bool Operations::AwaitWork() {
   ps::MutexLock lock(&mu_);
-  // Ended by an operation or a failure of the job; deadline: none, an idle thread's.
+  // Ended by an operation, or a failure of the job; deadline: none, the thread is idle.
   began_.Wait(&mu_,
               [this]() PS_REQUIRES(mu_) { return failed_ || failed_stream_ || !running_.empty(); });
   return !failed_;
@@ -179,7 +179,7 @@ bool Operations::AwaitWork() {
 
 bool Operations::Sleep(double seconds) {
   ps::MutexLock lock(&mu_);
-  // Ended by a failure; deadline: the next look.
+  // Ended by a failure; deadline: the given time.
   failed_job_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
                       [this]() PS_REQUIRES(mu_) { return failed_ || failed_stream_; });
   failed_stream_ = false;

@@ -19,54 +19,54 @@
 namespace byteps {
 namespace core {
 
-// Any thread may call anything.
+// The operations of one job, by handle. Thread-safe.
 class Operations {
  public:
-  // Both outlive this.
+  // The arguments outlive this.
   Operations(WorkerCounters* counters, SpeedMeter* speed);
 
-  // `give_back` is called with each tensor that was released, when its last operation has ended.
-  // To be called before the first one begins.
+  // `give_back` is called with each released tensor whose last operation has ended. Call before the
+  // first Begin.
   void SetGiveBack(std::function<void(const TensorPtr&)> give_back) {
     give_back_ = std::move(give_back);
   }
 
-  // Gives it a handle, a positive number that this process has not used before, and a round.
-  // Throws Error when the job failed, UsageError when its tensor was released.
+  // Assigns a round and a handle, a positive number that is unique in this process. Throws Error if
+  // the job failed, UsageError if the tensor was released.
   int64_t Begin(const OperationPtr& operation);
 
-  // Throws UsageError when there is no such handle.
+  // Throws UsageError if there is no such handle.
   OperationPtr Find(int64_t handle);
-  // Likewise.  The handle stands for nothing from now on.
+  // Makes the handle invalid. Throws UsageError if there is no such handle.
   void Forget(int64_t handle);
 
-  // Ends an operation; nothing happens when it has ended already.
+  // End an operation. No effect if it has ended already.
   void Finish(const OperationPtr& operation, DeviceMoment landed);
   void Fail(const OperationPtr& operation, const std::string& error);
 
-  // The job failed: every operation does, now and later.  False when it had failed before.
+  // Fails the job: all operations, now and later. Returns false if it had failed before.
   bool FailAll(const std::string& reason);
   bool failed();
   std::string failure();
-  // Of the first operation that failed, at any peer; empty: none did.
+  // Error of the first operation that failed on any peer, or "".
   std::string first_error();
-  // Something failed before there was an operation, such as a declaration.
+  // Records a failure that no operation had, such as one of a declaration.
   void NoteError(const std::string& error);
 
-  // Those that have not ended.
+  // Operations that have not ended.
   std::vector<OperationPtr> Running();
   size_t num_running();
-  // Blocks until none is running, or the job failed, or the time is up.
+  // Blocks until no operation is running, the job failed, or the time is up.
   void AwaitIdle(double limit_s);
-  // Blocks until some are running, or one that streams wait for has failed (true), or the job has
-  // (false).
+  // Blocks until operations are running or a streamed one failed (returns true), or the job failed
+  // (returns false).
   bool AwaitWork();
-  // Blocks for that long, or until one that streams wait for fails; false at once when the job
+  // Blocks for `seconds`, or until a streamed operation fails. Returns false at once if the job
   // fails.
   bool Sleep(double seconds);
 
  private:
-  // In the order in which they began, whatever their addresses: so they fail in that order, too.
+  // In order of their start, so that they also fail in that order.
   struct BeganBefore {
     bool operator()(const OperationPtr& a, const OperationPtr& b) const {
       return a->handle < b->handle;
@@ -75,7 +75,7 @@ class Operations {
   using RunningSet = std::set<OperationPtr, BeganBefore>;
 
   void Remove(const OperationPtr& operation);
-  // Tells its tensor which of its rounds have not ended.
+  // Updates the tensor's open rounds.
   static void EndRound(const Operation& operation);
 
   WorkerCounters* const counters_;
@@ -83,12 +83,12 @@ class Operations {
   std::function<void(const TensorPtr&)> give_back_ = [](const TensorPtr&) {};
 
   ps::Mutex mu_;
-  // One for each that waits: who sleeps is not woken with every sum.
-  ps::CondVar began_;       // the first of those that run, or the job failed
-  ps::CondVar ended_;       // the last one, or the job failed
-  ps::CondVar failed_job_;  // the job failed, or an operation that streams wait for
+  // Separate variables, so that a sleeping thread is not woken with every sum.
+  ps::CondVar began_;       // the first operation began, or the job failed
+  ps::CondVar ended_;       // the last operation ended, or the job failed
+  ps::CondVar failed_job_;  // the job failed, or a streamed operation
   bool failed_ PS_GUARDED_BY(mu_) = false;
-  bool failed_stream_ PS_GUARDED_BY(mu_) = false;  // since Sleep has returned
+  bool failed_stream_ PS_GUARDED_BY(mu_) = false;  // since the last Sleep
   std::string failure_ PS_GUARDED_BY(mu_);
   std::string first_error_ PS_GUARDED_BY(mu_);
   std::unordered_map<int64_t, OperationPtr> by_handle_ PS_GUARDED_BY(mu_);  // until waited for

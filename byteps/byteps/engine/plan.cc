@@ -17,7 +17,7 @@ uint32_t WholePages(uint64_t bytes) {
   return static_cast<uint32_t>((bytes + page - 1) / page * page);
 }
 
-// A slot of a partition's state travels in one message.
+// One slot of a partition's state travels in one message.
 constexpr uint64_t kMostStateBytes = 1 << 30;
 
 void CheckRule(const Declaration& d) {
@@ -75,7 +75,7 @@ Plan::Plan(const Config& config, const Launch& launch, int num_servers)
       hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))) {}
 
 uint32_t Plan::PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of, bool updated) const {
-  // An answer may be longer than what was pushed.
+  // The answer may be longer than the pushed values.
   const uint64_t most =
       updated ? largest_partition_ * SizeOf(dtype) / SizeOf(AnswerOf(dtype)) : largest_partition_;
   return core::PartitionBytes(dtype, std::max(bytes, piece_of), num_servers_, link_bytes_per_s_,
@@ -105,7 +105,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
     throw UsageError("the group of '" + d.name + "' has rank " + std::to_string(d.group.back()) +
                      ", there are " + std::to_string(launch_.size) + " workers");
   }
-  if (d.NumPartitions() > kMaxPartitions) {  // the greatest size is too small: see PartitionBytes
+  if (d.NumPartitions() > kMaxPartitions) {  // BYTEPS_PARTITION_BYTES is too small
     throw UsageError("'" + d.name + "' of " + std::to_string(d.bytes) + " bytes has " +
                      std::to_string(d.NumPartitions()) + " partitions, at most " +
                      std::to_string(kMaxPartitions) +
@@ -120,7 +120,8 @@ Plan::Layout Plan::LayOut(const Declaration& d) const {
   layout.rank = launch_.rank;
   const uint64_t key = d.Key();
   const int k = num_servers_;
-  std::vector<int> distance(d.NumPartitions());  // of its server, from the one to begin with
+  // from the worker's first server to the partition's server
+  std::vector<int> distance(d.NumPartitions());
   for (uint64_t i = 0; i < distance.size(); ++i) {
     layout.servers.push_back(ServerOf(hash_, key, d.placement, i, k));
     layout.order.push_back(static_cast<uint32_t>(i));

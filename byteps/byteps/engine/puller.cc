@@ -17,9 +17,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Values of at most so many bytes are copied, or given to the GPU, by the thread that received
-// them: waking another one would take longer.  It does no more of that, so that it goes on
-// receiving where a driver is slow.
+// The receiving thread itself copies values of at most this size, or hands them to the GPU: waking
+// another thread would take longer. It copies nothing larger, so that it can go on receiving.
 constexpr uint64_t kFew = 64 << 10;
 
 }  // namespace
@@ -31,13 +30,11 @@ Puller::Puller(EngineContext* context)
 
 char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
   Request request;
-  // A sum that is kept must not lie in the caller's memory, where half a sum of a lost server must
-  // not be left either.
+  // A sum that is kept must not lie in the caller's memory, nor may half a sum of a lost server.
   if (head.failed || bytes == 0 || context_->losses->keeps_sums()) return nullptr;
   if (!context_->requests.Peek(head.number, &request)) return nullptr;
   Operation& operation = *request.operation;
-  // Nothing is placed into the memory of an operation that ended: Wait makes the channel abandon
-  // what was placed before.
+  // Never place values for an operation that has ended: Wait abandons only earlier placements.
   if (operation.is_done() || operation.Wanted(request.index).bytes != bytes) return nullptr;
   if (!operation.output_on_gpu()) return operation.Target(request.index);
   if (!request.block) {
@@ -78,7 +75,7 @@ std::string Puller::Refusal(const Message& message, const Request& request) {
            request.operation->name() + "' has no sum of squares";
   }
   if (message.sent_bytes == wanted && got == wanted) return "";
-  if (got == 0 && message.sent_bytes == wanted) {  // they were dropped
+  if (got == 0 && message.sent_bytes == wanted) {  // the values were dropped
     return "this worker is out of memory: it wanted " + std::to_string(wanted) +
            " bytes for the answer of " + context_->channel->NameOfServer(request.server) +
            " to a push_pull of '" + request.operation->name() + "'";

@@ -14,23 +14,23 @@
 namespace byteps {
 namespace core {
 
-// The way of a sum from its server.
+// Pulls sums from the servers.
 //
-// Values of a tensor on the CPU are received straight into it, and the thread that received them
-// only counts; those of a tensor on a GPU are received into pinned memory, from which a pull loop
-// has them copied: the one that does so already, or else another.  What was received elsewhere,
-// since the transport cannot do better or no pinned memory was free, is copied by a pull loop.
+// A CPU tensor receives its values directly; the receiving thread then only counts the partition.
+// For a GPU tensor values are received into pinned memory, and a pull loop copies them to the GPU
+// (the loop that is at it already, if there is one). Values that were received elsewhere, because
+// the transport cannot place them or no pinned memory was free, are copied by a pull loop.
 
 class Puller {
  public:
   // `context` outlives this.
   explicit Puller(EngineContext* context);
 
-  // As ChannelUser has them, of what is no declaration.
+  // ChannelUser::PlaceFor and OnMessage, for all answers but those to declarations.
   char* PlaceFor(const MessageHead& head, size_t bytes);
   void OnAnswer(Message* message);
 
-  // One of BYTEPS_PUSH_THREAD loops; returns when this is closed and nothing is left to do.
+  // Body of a pull loop (BYTEPS_PUSH_THREAD of them). Returns when closed and out of work.
   void Loop(int track);
   void Close() { queue_->Close(); }
 
@@ -39,39 +39,39 @@ class Puller {
  private:
   struct Arrived {
     Request request;
-    SharedBytes values;  // empty when they are in request.block
+    SharedBytes values;  // empty if the values are in request.block
   };
   using Queue = BlockingQueue<Arrived>;
 
-  // Of a PUSH_TRY, the sums that come with the parameters.
+  // Stores the GradientSums of an answer to PUSH_TRY.
   static void KeepSums(const Message& message, const Request& request);
-  // Members whose values the sum lacks, as the answer says.
+  // Records the members whose values the sum lacks.
   void NoteMissing(const Message& message, const Request& request);
-  // Why an answer cannot be used; empty if it can.
+  // Returns why an answer cannot be used, or "".
   std::string Refusal(const Message& message, const Request& request);
-  // Of a request that was open until now.  Throws Error.
+  // Handles the answer to a request that was open until now. Throws Error.
   void HandleAnswer(Message* message, Request request);
   void OnSum(Message* message, Request request);
   void Fail(const Request& request, const std::string& error);
   void Handle(Arrived* arrived, int track);
-  // Of a tensor on the CPU: copies or decodes what came.  False when the operation failed, and
-  // nothing may be written.
+  // CPU tensors: copies or decodes the values. Returns false if the operation failed; then nothing
+  // may be written.
   bool CopyToOutput(const Arrived& arrived);
-  // Of a tensor on a GPU: once there is pinned memory, enqueues the copy from there.
+  // GPU tensors: enqueues the copy once there is pinned memory.
   void MoveToDevice(Arrived* arrived, int track);
-  // Leaves the copy of what landed in pinned memory to the thread that gives copies to the GPU
-  // now.  False: a pull loop has to.
+  // Leaves the copy from pinned memory to the thread that hands copies to the GPU at this moment.
+  // Returns false if there is none: a pull loop has to copy.
   bool LeaveCopy(const Request& request);
   CopyQueue::Entry CopyOf(const Request& request, int track);
   CopyQueue* QueueOf(const Request& request);
-  // That a copy to the GPU has been enqueued.
+  // A copy to the GPU was enqueued.
   void Begun(const Request& request, int track, int64_t begin);
-  // That a partition is through; ends the operation behind its last one.  Throws Error.
+  // Counts a completed partition, and ends the operation after the last. Throws Error.
   void Count(const Request& request);
 
   EngineContext* const context_;
-  const int receive_track_;             // of the timeline: what needs no pull loop
-  const std::shared_ptr<Queue> queue_;  // shared with those who wait for pinned memory
+  const int receive_track_;             // timeline track of sums that need no pull loop
+  const std::shared_ptr<Queue> queue_;  // shared with callbacks that wait for pinned memory
 };
 
 }  // namespace core

@@ -12,50 +12,48 @@
 namespace byteps {
 namespace core {
 
-// The caller's values of a tensor on the CPU that travels in blocks of few bits
-// (base/block_codec.h).  They are encoded partition by partition as they are pushed, and decoded as
-// their sums come.
+// The caller's values of a CPU tensor that travels in blocks of few bits (base/block_codec.h). A
+// partition is encoded when it is pushed, and decoded when its sum arrives.
 struct CodedValues {
   DType dtype = DType::kFloat32;
-  uint64_t count = 0;  // 0: there are none, and the tensor travels as it is
-  uint64_t begin = 0;  // of the values that are wanted; the others stay as they are
+  uint64_t count = 0;  // 0: not coded, the tensor travels as it is
+  uint64_t begin = 0;  // first wanted value; values outside [begin, end) stay unchanged
   uint64_t end = 0;
   const void* input = nullptr;
   void* output = nullptr;    // may be `input`
-  uint16_t* lost = nullptr;  // by rounding, for each value, with feedback
+  uint16_t* lost = nullptr;  // rounding errors, one per value; with feedback
 };
 
-// One sum to be made.  The memory belongs to the caller, who keeps it alive and leaves it alone
-// until Wait has returned.  After a failed Wait nothing is written into `output` any more, but
-// the transport may still read `input` until Stop.
+// A sum to be made. The caller owns the memory, and must not touch it until Wait has returned.
+// After a failed Wait nothing writes into `output`, but the transport may read `input` until Stop.
 struct PushPullRequest {
   TensorSpec tensor;  // input and output are on tensor.device
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`
-  CodedValues coded;       // whose blocks are in `input`, which is `output` then
-  // The part of the sum, or of the state, that is wanted, in bytes; the rest of `output`
-  // stays as it is.  Equal ends: nothing is.
+  CodedValues coded;       // if coded, `input` holds the blocks and is `output`
+  // The wanted range of the sum, or of the state, in bytes. The rest of `output` stays unchanged.
+  // Equal ends: nothing is wanted.
   uint64_t pull_begin = 0;
   uint64_t pull_end = UINT64_MAX;  // to the end of the tensor
   int priority = 0;                // higher goes first
-  bool forgets_lost = false;       // servers, of what rounding lost of the sums before
-  DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
-  // Of a sum on a GPU: WaitFor returns at once, and its stream waits (engine/staged_sum.h).  Not
-  // if there is too little pinned memory: then WaitFor waits for the sum, as always.
+  bool forgets_lost = false;       // tells servers to drop the rounding errors of earlier sums
+  DeviceStream stream = nullptr;   // GPU stream; `input` is ready after its work so far
+  // GPU sums only: WaitFor returns at once, and its stream waits instead (engine/staged_sum.h).
+  // Ignored if there is too little pinned memory.
   bool streamed = false;
-  // What is asked of the servers: kPushPull for a sum; of a tensor with a rule kPushStep,
-  // kPushNorm (output: GradientSums of each partition), kPushTry, kStep (of the round of the last
-  // kPushNorm or kPushTry; no input), kLoadState (no output) or kReadState (no input).  State is
-  // fp32 and on the CPU.
+  // The Op for the servers. kPushPull for a sum. For a tensor with a rule: kPushStep, kPushNorm
+  // (`output`: GradientSums of each partition), kPushTry, kStep (for the round of the last
+  // kPushNorm or kPushTry; no input), kLoadState (no output) or kReadState (no input). State is
+  // fp32, on the CPU.
   int op = kPushPull;
-  GradientSums* sums = nullptr;  // of kPushTry: for each partition, on the CPU
-  std::string detail;            // what follows the header: an UpdateStep, or a slot
+  GradientSums* sums = nullptr;  // kPushTry: one per partition, on the CPU
+  std::string detail;            // body after the header: an UpdateStep, or a slot
 
-  // All of what pull_begin and pull_end name a part of.
+  // Size of what pull_begin and pull_end cut a range from.
   uint64_t OfferedBytes() const;
 };
 
-// The fp32 values of a state, in bytes, for so many bytes of parameters of a type.
+// Bytes of one fp32 state slot, for parameters of `bytes` bytes of type `dtype`.
 inline uint64_t StateBytes(uint64_t bytes, DType dtype) {
   return ValuesIn(dtype, bytes) * sizeof(float);
 }

@@ -12,13 +12,14 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Of all servers together.
+// Default limit of all windows together.
 constexpr uint64_t kMost = 16 << 20;
 constexpr int64_t kCoveredNs = 5'000'000;
-// A worker is ahead of the others where so much of its window waits for them, and keeps so much.
+// A worker is ahead if others' values are missing for 1/kAhead of its window; its window is then
+// divided by kStepBack.
 constexpr int64_t kAhead = 2;
 constexpr uint64_t kStepBack = 4;
-// A thread that is woken pushes so many partitions, unless few are in flight.
+// Partitions that a woken thread can push, unless few are in flight.
 constexpr uint64_t kAtOnce = 4;
 
 }  // namespace
@@ -73,7 +74,7 @@ void PushScheduler::Update(int number) {
 
 void PushScheduler::Count(const Task& task) {
   Server& server = servers_[task.server];
-  // The rate may have changed since the task was chosen; what a window may ever be has not.
+  // The rate may have changed since the task was chosen; the upper limit has not.
   const uint64_t most = WindowFor(task.bytes, kMost);
   BPS_INVARIANT_NOTED("a window is within its limit",
                       server.under_way == 0 || server.under_way + task.bytes <= most,
@@ -146,18 +147,18 @@ Task PushScheduler::TakeFirst() {
 
 bool PushScheduler::Take(Task* task) {
   ps::MutexLock lock(&mu_);
-  // Ended by a task or Close; deadline: none, an idle thread's.
+  // Ended by a task or Close; deadline: none, the thread is idle.
   cond_.Wait(&mu_,
              [this]() PS_REQUIRES(mu_) { return closed_ || !going_.empty() || !resumed_.empty(); });
   if (closed_) return false;
-  // New ones first: to begin a copy takes no time, and it goes on while another one is sent.
+  // New tasks first: starting a copy takes no time, and the copy overlaps with a send.
   if (!going_.empty()) {
     *task = TakeFirst();
   } else {
     *task = std::move(resumed_.begin()->second);
     resumed_.erase(resumed_.begin());
   }
-  // To push to one server takes one thread.
+  // One server needs one thread.
   if (going_.size() > 1 || !resumed_.empty()) cond_.NotifyOne();
   return true;
 }

@@ -15,79 +15,73 @@
 namespace byteps {
 namespace core {
 
-// Which partition goes next, and when.
+// Decides which partition is pushed next, and when.
 //
-// Partitions wait in one queue for each server, by priority and then in the order in which they
-// came.  A server may have so many bytes in flight to it, its window; the first of those
-// partitions whose servers have room goes next, so that a slow server holds up nobody else's
-// partitions.  A partition counts until the transport knows that it is there, over RDMA until it is
-// written, not until its answer comes:
-// answers wait for other workers, and workers that hold their windows for sums that wait for each
-// other would never go on.
+// Each server has a queue of partitions, ordered by priority, then by arrival. It also has a
+// window: the number of bytes that may be in flight to it. The first partition whose server has
+// room goes next, so a slow server does not block partitions of the others. A partition leaves the
+// window when the transport knows that it arrived (over RDMA: was written), not when it is
+// answered. Answers wait for other workers; workers with full windows would wait for each other for
+// ever.
 //
-// The window of a server is BYTEPS_SERVER_WINDOW_BYTES.  If that is 0, it is twice the partition
-// that wants to go, for each NIC that this worker uses, or a server's share of what all servers
-// take in 5 ms, whichever is more.  The
-// share is 16 MiB over all servers at most, and until the rate is known.  Over RDMA it is always
-// that: a NIC gives each queue pair an equal part of the link, and a partition asks before it is
-// written, so that two of them let a slow link run dry.
+// The window is BYTEPS_SERVER_WINDOW_BYTES. If that is 0, it is the larger of
+// - two partitions per NIC of this worker. Two keep a link busy while a completion is in flight,
+//   and a partition uses one link;
+// - the server's share of what all servers take in 5 ms, 16 MiB at most. This matters for small
+//   partitions: a busy server takes about 600 us to acknowledge, or longer if it waits for a core.
+//   (16 MiB cover 600 us at 200 Gbit/s.) The share is computed from 16 MiB until the rate is known,
+//   and always over RDMA: a NIC divides the link equally among queue pairs, and each partition
+//   takes a round trip before it is written, so two partitions cannot keep a slow link busy.
 //
-// Two partitions keep a link busy while a completion is in flight, and each goes over one link.
-// The 5 ms are for small
-// partitions: a busy server takes some 600 us to say what it has, longer if it waits for a
-// core.  16 MiB cover 600 us of 200 Gbit/s.
+// Larger windows delay urgent partitions. They also let ranks that share a link drift apart: a rank
+// with more bytes in the link's queue gets more of the link. If that is the first rank on one host
+// and the second on another, the sums of both wait.
 //
-// A larger window makes what is urgent wait.  It also lets ranks that share a link run apart: the
-// rank that has more in the link's queue gets more of the link.  If that is the first rank on one
-// host and the second on another, the sums of both wait.
+// Equal windows do not prevent the drift for long. So a worker that is ahead steps back: if more
+// than half a window of its values wait on a server for those of other workers, its window becomes
+// a quarter, and the other ranks of its host get more of the link.
 //
-// Equal windows do not make them equal for long.  So a worker that is ahead of the others steps
-// back: while more than half a window of its values wait on a server for those of other workers,
-// the window is a quarter, and the others of its host get more of the link.
-//
-// An idle server takes a partition of any size.
-//
-// Any thread may call anything.
+// An idle server takes a partition of any size. Thread-safe.
 class PushScheduler {
  public:
-  // `window`: bytes for each server; 0: the rule above.
+  // `window`: bytes per server; 0: computed as above.
   PushScheduler(int num_servers, uint64_t window);
 
-  // From now on no window follows the rate at which servers take what is pushed.
+  // Makes windows independent of the measured rate.
   void IgnoreRate();
-  // Partitions are spread over so many NICs.  To be called before the first is added.
+  // Sets the number of NICs over which partitions are spread. Call before the first Add.
   void SetNics(int nics);
 
   // Queues tasks of one priority, in this order.
   void Add(int priority, std::vector<Task> tasks);
-  // Queues one task, unless it could go at once: then it has its place in the server's window,
-  // and the caller has to send it (true).
+  // Queues a task, unless it can go at once. Returns true if so: it has its place in the window,
+  // and the caller must send it.
   bool AddOrTake(int priority, Task task);
-  // Puts back a task that was taken and is now ready for its next stage.
+  // Puts back a task that was taken and is ready for its next stage.
   void Resume(Task task);
 
-  // Blocks until there is a task to go on with (true), or Close was called (false).
+  // Blocks until there is a task (returns true) or Close was called (returns false).
   bool Take(Task* task);
 
-  // So many bytes that were taken for this server are there, and wait for other workers' values.
+  // `bytes` taken for `server` have arrived there, and wait for values of other workers.
   void Deliver(int server, uint64_t bytes);
-  // The server has answered about so many bytes, which may be known before their delivery is.
+  // `server` has answered about `bytes`. May be called before their Deliver.
   void Answer(int server, uint64_t bytes);
-  // What was taken for this server will never leave, or is nothing to wait for.
+  // `bytes` taken for `server` will never arrive, or need not be waited for.
   void Return(int server, uint64_t bytes);
 
-  // Empties the queues; what was taken stays taken.
+  // Empties the queues. Tasks that were taken stay taken.
   std::vector<Task> Clear();
   void Close();
 
-  // For which servers partitions of this operation are queued.
+  // Servers for which partitions of this operation are queued.
   std::set<int> ServersOf(const Operation* operation);
   size_t queued();
-  // Partitions that were taken and have not left.
+  // Partitions taken that have not left their window.
   size_t under_way();
 
  private:
-  // By priority, then first come.
+  // By priority, then by arrival.
   struct Order {
     int priority;
     uint64_t sequence;
@@ -95,40 +89,39 @@ class PushScheduler {
       return priority != o.priority ? priority > o.priority : sequence < o.sequence;
     }
   };
-  // Those of one priority come in any order.
+  // Tasks of equal priority are not ordered.
   struct HigherFirst {
     bool operator()(int a, int b) const { return a > b; }
   };
 
   struct Server {
     std::map<Order, Task> queue;
-    uint64_t under_way = 0;       // bytes
-    int64_t waiting = 0;          // bytes that were delivered and not answered
-    std::optional<Order> listed;  // its first task is in going_
+    uint64_t under_way = 0;       // bytes in flight
+    int64_t waiting = 0;          // bytes delivered and not answered
+    std::optional<Order> listed;  // order of its first task, if that is in going_
   };
 
-  // Of each server, where partitions have so many bytes and all windows together `all`.
+  // A server's window if partitions have `bytes` bytes and all windows together `all`.
   uint64_t WindowFor(uint64_t bytes, uint64_t all) const PS_REQUIRES(mu_);
-  // What all windows together hold, unless that is too little for a few partitions each.
+  // Sum of all windows, unless two partitions per NIC need more.
   uint64_t WindowOfAll() const PS_REQUIRES(mu_);
   bool HasRoom(const Server& server, uint64_t bytes) const PS_REQUIRES(mu_);
-  // Lists the server in going_ when its first task may go, and not otherwise.
+  // Lists the server in going_ if and only if its first task may go.
   void Update(int number) PS_REQUIRES(mu_);
   Task TakeFirst() PS_REQUIRES(mu_);
   void Count(const Task& task) PS_REQUIRES(mu_);
-  // Whether to wake a thread for a server whose first task may go: not for each partition of a
-  // large window.  It is asked again when another one leaves.
+  // Whether to wake a thread for this server's first task. Avoids a wake-up for each partition of a
+  // large window; the question comes again with every partition that leaves.
   bool IsWorthWaking(const Server& server) const PS_REQUIRES(mu_);
-  // What was taken is no longer in flight.  Whether a thread has to be woken for the server's next.
+  // Removes bytes from the window. Returns whether to wake a thread for the server's next task.
   bool Leave(int server, uint64_t bytes) PS_REQUIRES(mu_);
 
   const uint64_t window_;
 
   ps::Mutex mu_;
-  ps::CondVar cond_;  // there may be something to take
+  ps::CondVar cond_;  // a task may be available
   std::vector<Server> servers_ PS_GUARDED_BY(mu_);
-  std::set<std::pair<Order, int>> going_
-      PS_GUARDED_BY(mu_);  // the first tasks of servers that have room for them
+  std::set<std::pair<Order, int>> going_ PS_GUARDED_BY(mu_);  // first tasks of servers with room
   std::multimap<int, Task, HigherFirst> resumed_ PS_GUARDED_BY(mu_);
   bool closed_ PS_GUARDED_BY(mu_) = false;
   uint64_t nics_ PS_GUARDED_BY(mu_) = 1;

@@ -17,9 +17,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A partition of at most so many bytes is sent by the thread that calls push_pull, where nothing of
-// higher priority waits: waking another thread would take longer.  If it is on a GPU, that thread
-// awaits its copy.
+// A partition of at most this size is sent by the thread that calls push_pull, unless one of higher
+// priority waits: waking another thread would take longer. On a GPU, that thread awaits the copy.
 constexpr uint64_t kFew = 64 << 10;
 
 std::vector<Task> TasksOf(const OperationPtr& operation) {
@@ -37,10 +36,10 @@ std::vector<Task> TasksOf(const OperationPtr& operation) {
   return tasks;
 }
 
-// While it lives, nobody abandons the output's memory (Operation::AwaitWriters).
+// While it lives, Operation::AwaitWriters does not return.
 class Writing {
  public:
-  // Null: nothing is told.
+  // `operation` null: does nothing.
   explicit Writing(Operation* operation)
       : operation_(operation != nullptr && operation->BeginWriting() ? operation : nullptr) {}
   ~Writing() {
@@ -55,7 +54,7 @@ class Writing {
   Operation* const operation_;
 };
 
-// Queues partitions whose values are there, once their round may be pushed.
+// Queues partitions whose values are ready, once the round window admits them.
 void Queue(const std::shared_ptr<PushScheduler>& scheduler, const OperationPtr& operation,
            std::vector<Task> tasks) {
   operation->tensor->window.PushOrHold(
@@ -139,7 +138,7 @@ void Pusher::Advance(Task task, int track) {
     } else {
       StartCopy(task, track);
     }
-  } catch (const std::exception& e) {  // of any kind: the loop serves other operations, too
+  } catch (const std::exception& e) {  // any exception: the loop serves other operations, too
     Fail(task, e.what());
   }
 }
@@ -209,8 +208,8 @@ void Pusher::Send(const Task& task, int track) {
 }
 
 bool Pusher::OffersPlaces(const Operation& operation) const {
-  // A sum that is kept must not lie in the caller's memory (Puller::PlaceFor).  A GPU's pinned
-  // memory is taken when the sum comes: there may be less than is awaited.
+  // A sum that is kept must not be received into the caller's memory (Puller::PlaceFor). Pinned
+  // memory for a GPU is taken when the sum arrives: there may be less than all answers need.
   return context_->channel->RegistersMemory() && !context_->losses->keeps_sums() &&
          !operation.output_on_gpu();
 }
@@ -228,20 +227,20 @@ std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
       return "";
     }
   }
-  // What rounding lost is added once.
+  // Encode once only: it adds the rounding errors of the last round.
   if (operation.is_coded() && task.bytes > 0 && !task.again) operation.Encode(task.index);
   task.operation->Move(task.index, Operation::Stage::kPushed);
   const int64_t now = SteadyNs();
   if (times != nullptr && times->copied == 0) times->copied = now;
-  Message message = context_->MakeRequestMessage(  // may throw, and nothing after it
+  Message message = context_->MakeRequestMessage(  // the last call that may throw
       Request{task.operation, task.index, task.server, now, nullptr});
   const Writing writing(OffersPlaces(operation) ? task.operation.get() : nullptr);
   if (writing) {
     message.place = operation.Target(task.index);
     message.place_bytes = operation.Wanted(task.index).bytes;
   }
-  // Until the transport has sent the values, they hold their place in the window, and `task`
-  // holds the operation and the pinned memory.
+  // Until the transport has sent the values they stay in the window, and `task` holds the operation
+  // and its pinned memory.
   if (task.bytes > 0) {
     message.SetValues(
         SharedBytes::Borrow(const_cast<char*>(source), task.bytes,
@@ -249,7 +248,7 @@ std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
                               if (times != nullptr) times->sent = SteadyNs();
                               scheduler->Deliver(task.server, task.bytes);
                             }));
-  } else {  // it asks for something
+  } else {  // a request without values
     if (times != nullptr) times->sent = now;
     Drop(task);
   }
@@ -266,7 +265,7 @@ std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
   try {
     context_->channel->Send(message);
   } catch (const std::exception& e) {
-    // The values are with the message, and leave the window with it.
+    // The message owns the values; they leave the window when it is destroyed.
     context_->trace->Row(operation, task.index, 0);
     return e.what();
   }

@@ -10,46 +10,47 @@
 namespace byteps {
 namespace core {
 
-// The way of a partition to its server.
+// Pushes partitions to their servers.
 //
 //   Add ─▶ [the GPU has computed it] ─▶ scheduler ─▶ push loop ─▶ server
-//                                         ▲   │ take: pinned memory, or wait for some
-//                                         │   │ copy: enqueue it, and go on with another
+//                                         ▲   │ take: get pinned memory, or wait for it
+//                                         │   │ copy: enqueue it, go on with another partition
 //                                         └───┘ send: when it is copied
 //
-// A tensor on a GPU enters the scheduler when its values are there, so that one that is still
-// computed holds neither a window nor the stream of copies.  A tensor on the CPU is sent from
-// where it lies, and one whose sum streams wait for from its copy, which its caller has enqueued.
+// A GPU tensor enters the scheduler when its values are ready: a tensor that is still being
+// computed must not hold a window or the copy stream. A CPU tensor is sent from its own memory. A
+// streamed sum is sent from pinned memory, to which its caller has enqueued the copies.
 
 class Pusher {
  public:
   // `context` outlives this.
   explicit Pusher(EngineContext* context);
 
-  // Queues all partitions of an operation that has begun.  One that is small may be sent before
-  // this returns.  Throws Error when the device fails.
+  // Queues all partitions of an operation. May send a small one before it returns. Throws Error if
+  // the device fails.
   void Add(const OperationPtr& operation);
 
-  // One of BYTEPS_PUSH_THREAD loops; returns when the scheduler is closed.
+  // Body of a push loop (BYTEPS_PUSH_THREAD of them). Returns when the scheduler is closed.
   void Loop(int track);
 
  private:
-  // Of an operation whose values, or those of these partitions, are there.
+  // Queues or sends partitions whose values are ready.
   void AddReady(const OperationPtr& operation, std::vector<Task> tasks);
-  // Takes a task one or more stages further.  Never throws: the operation fails instead.
+  // Takes a task as many stages further as it can. Never throws: fails the operation instead.
   void Advance(Task task, int track);
   void PrepareFromDevice(Task task, int track);
   void StartCopy(Task task, int track);
   void Send(const Task& task, int track);
-  // Whether its server may be told where its sums belong before they come.
+  // Whether servers may learn where the sums belong before they send them.
   bool OffersPlaces(const Operation& operation) const;
-  // Without its server the request is remembered and not sent.  Returns why it could not be sent.
+  // Records a request and sends it unless `is_there` is false (the server is lost). Returns an
+  // error or "".
   std::string SendNow(const Task& task, int track, bool is_there);
   void Fail(const Task& task, const std::string& error);
   void Drop(const Task& task);
 
   EngineContext* const context_;
-  const int callers_track_;  // of the timeline: what callers send themselves
+  const int callers_track_;  // timeline track of sends by callers
 };
 
 }  // namespace core

@@ -22,7 +22,7 @@ bool Requests::Take(uint64_t number, Request* request) {
   const auto it = by_number_.find(number);
   if (it == by_number_.end()) {
     if (taken_back_.erase(number) > 0) return false;
-    // None is given up before its answer, but all of them when the job ends.
+    // Clear, when the job ends, is the only thing that drops requests without an answer.
     BPS_INVARIANT("a request is answered once", cleared_,
                   "request " + std::to_string(number) + " of " + std::to_string(last_) +
                       " was answered without being open");
@@ -94,7 +94,7 @@ size_t Requests::size() {
 }
 
 void Requests::Clear() {
-  std::unordered_map<uint64_t, Request> gone;  // goes without the lock
+  std::unordered_map<uint64_t, Request> gone;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
   cleared_ = true;
   gone.swap(by_number_);

@@ -1,4 +1,4 @@
-// Requests: what was sent to servers about partitions and is not answered yet.
+// Requests about partitions that were sent and are not answered yet.
 #ifndef BYTEPS_ENGINE_REQUESTS_H_
 #define BYTEPS_ENGINE_REQUESTS_H_
 
@@ -15,39 +15,39 @@
 namespace byteps {
 namespace core {
 
-// The requests about partitions that no server has answered yet.
+// A request about a partition that its server has not answered.
 struct Request {
   OperationPtr operation;
   uint64_t index = 0;
   int server = 0;
   int64_t sent = 0;   // SteadyNs
-  PinnedBlock block;  // into which the answer is being received
+  PinnedBlock block;  // receives the answer
 
   PartitionTimes* times() const {
     return operation->times.empty() ? nullptr : &operation->times[index];
   }
 };
 
-// Any thread may call anything.
+// Thread-safe.
 class Requests {
  public:
-  // Returns its number, by which the answer will name it.
+  // Adds a request and returns its number, which the answer carries.
   uint64_t Remember(Request request);
-  // Takes it out.  False when there is none of this number after Clear; throws Error before that.
+  // Removes a request. If there is none: returns false after Clear, throws Error before.
   bool Take(uint64_t number, Request* request);
-  // As Take, and leaves it in.
+  // Copies a request, which stays in. Returns false if there is none.
   bool Peek(uint64_t number, Request* request);
-  // Keeps the memory that the answer is received into.  False when there is no such request.
+  // Keeps the memory that receives the answer. Returns false if there is no such request.
   bool KeepBlock(uint64_t number, PinnedBlock block);
 
-  // From now on it is known of each server what it has answered.
+  // Call before the first request to use FirstOpen and HasOpen.
   void Track() { tracks_ = true; }
-  // The first request to this server that it has not answered, or the next one to any.
+  // Number of the oldest request that `server` has not answered, or the next number.
   uint64_t FirstOpen(int server);
   bool HasOpen(int server);
 
-  // Takes those out that this server has not answered, by number; what it answers to them later is
-  // for nobody.
+  // Removes the requests that `server` has not answered, and returns them by number. Its later
+  // answers to them are ignored.
   std::vector<Request> TakeBack(int server);
 
   std::vector<Request> All();
@@ -61,7 +61,7 @@ class Requests {
   std::unordered_map<uint64_t, Request> by_number_ PS_GUARDED_BY(mu_);
   std::unordered_set<uint64_t> taken_back_ PS_GUARDED_BY(mu_);
   bool tracks_ = false;
-  std::map<int, std::set<uint64_t>> open_ PS_GUARDED_BY(mu_);  // by server, where it is known
+  std::map<int, std::set<uint64_t>> open_ PS_GUARDED_BY(mu_);  // by server; used if tracks_
 };
 
 }  // namespace core

@@ -1,4 +1,4 @@
-// Flow control of one tensor: pushes of a worker that is too far ahead wait here.
+// Flow control of one tensor: holds back pushes of a worker that is too many rounds ahead.
 #ifndef BYTEPS_ENGINE_ROUND_WINDOW_H_
 #define BYTEPS_ENGINE_ROUND_WINDOW_H_
 
@@ -16,35 +16,35 @@
 namespace byteps {
 namespace core {
 
-// Lets so many rounds of a tensor be pushed as servers keep of it; later ones wait until an earlier
-// one has ended, well or not.  They hold no thread, no window of a server and no pinned memory
-// meanwhile.  The oldest round that has not ended at any member is within the window of each
-// member, so some round can always go on.
+// Admits as many rounds of a tensor as servers keep open. Later rounds wait until an earlier round
+// has ended, well or not. Meanwhile they hold no thread, no server window and no pinned memory.
+// There is no deadlock: the oldest round that is open at any member is within every member's
+// window.
 //
-// Any thread may call anything.
+// Thread-safe.
 class RoundWindow {
  public:
   using Push = std::function<void()>;
 
-  // `oldest`: of the rounds that have not ended; outlives this.
+  // `oldest`: the oldest round that has not ended. Outlives this.
   explicit RoundWindow(const std::atomic<uint32_t>* oldest) : oldest_(oldest) {}
 
-  // To be called before the first push.
+  // Call before the first push.
   void SetSize(uint32_t rounds) { size_ = rounds; }
 
   // Whether a round may be pushed now.
   bool Admits(uint32_t round) const {
-    // One that has failed may be older than all that have not ended.
+    // Signed: a failed round may be older than all that have not ended.
     return static_cast<int32_t>(round - *oldest_) < static_cast<int32_t>(size_);
   }
 
-  // Calls `push`: now, or in Advance once the round may be pushed.
+  // Calls `push` now, or from Advance once the round is admitted.
   void PushOrHold(uint32_t round, Push push) {
     if (!Admits(round) && Hold(round, &push)) return PS_PROBE(kRoundHeld);
     push();
   }
 
-  // *oldest has grown.
+  // Call after *oldest has grown.
   void Advance() {
     std::vector<Push> admitted;
     {
@@ -68,7 +68,7 @@ class RoundWindow {
   const std::atomic<uint32_t>* const oldest_;
   uint32_t size_ = INT32_MAX;
   ps::Mutex mu_;
-  std::multimap<uint32_t, Push> held_ PS_GUARDED_BY(mu_);  // by round, then first come
+  std::multimap<uint32_t, Push> held_ PS_GUARDED_BY(mu_);  // by round, then in order of arrival
 };
 
 }  // namespace core

@@ -10,7 +10,7 @@ namespace byteps {
 namespace core {
 
 void SmallSums::Add(const OperationPtr& operation, DeviceMoment made) {
-  std::vector<Sum> over;  // goes without the lock
+  std::vector<Sum> over;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
   sums_.push_back({operation, std::move(made)});
   while (!sums_.empty() && DeviceCopies::IsDone(sums_.front().made)) {
@@ -26,7 +26,7 @@ SmallSums::~SmallSums() {
     try {
       DeviceCopies::Of(request.tensor.device)->CallAfter(made, request.stream, [kept = operation] {
       });
-    } catch (const Error&) {  // the device failed, and may still read
+    } catch (const Error&) {  // the device failed and may still read
       operation->staged->KeepMemory();
     }
   }

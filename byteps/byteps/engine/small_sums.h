@@ -10,16 +10,16 @@
 namespace byteps {
 namespace core {
 
-// Small sums that have come, until the copies back are made: their memory stays as long.
+// Keeps small sums that have arrived, and so their memory, until the copies to the GPU are done.
 class SmallSums {
  public:
   SmallSums() = default;
-  // Leaves those whose copies are not made to the driver.
+  // Hands sums whose copies are not done to the driver, which frees them when they are.
   ~SmallSums();
   SmallSums(const SmallSums&) = delete;
   SmallSums& operator=(const SmallSums&) = delete;
 
-  // Lets go of those before it whose copies are made.
+  // Adds a sum, and drops the oldest ones whose copies are done.
   void Add(const OperationPtr& operation, DeviceMoment made);
 
  private:

@@ -11,12 +11,10 @@
 namespace byteps {
 namespace core {
 
-// How fast tensors were summed lately.
-//
-// Thread-safe.
+// Measures the recent throughput of sums. Thread-safe.
 class SpeedMeter {
  public:
-  // `bytes` of tensors were summed just now, which took since `started`.
+  // Records a sum of `bytes` bytes that ended now.
   void Record(uint64_t bytes, std::chrono::steady_clock::time_point started) {
     const auto now = std::chrono::steady_clock::now();
     ps::MutexLock lock(&mu_);
@@ -24,8 +22,8 @@ class SpeedMeter {
     Forget(now);
   }
 
-  // (ms since the epoch, MB/s: tensor bytes per second from the start of the oldest
-  // operation of the last 10 s until now); 0 MB/s when there was none.
+  // Returns the time in ms since the epoch, and MB/s: bytes summed in the last 10 s, divided by the
+  // time since the oldest of these sums started; 0 if there was none.
   std::pair<uint64_t, double> Get() {
     const auto now = std::chrono::steady_clock::now();
     ps::MutexLock lock(&mu_);

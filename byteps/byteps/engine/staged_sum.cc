@@ -17,18 +17,20 @@ namespace byteps {
 namespace core {
 namespace {
 
-// The first chunk and the last one, which are copied in 0.3 ms while no link is busy.
+// Length of the first and the last chunk. Their copies take 0.3 ms, while no link is busy.
 constexpr uint64_t kEnd = 16 << 20;
 static_assert(StagedSum::kSmall <= kEnd, "a small sum is one chunk");
-// From either end each chunk is so many times as long as the one before: while links carry one, the
-// next is copied, four times as fast at 100 Gbit/s.  So there are few, of several calls each.
+// Growth of chunks, from either end to the middle. The next chunk is copied while links carry the
+// current one, which takes four times as long at 100 Gbit/s. Few chunks mean few driver calls.
 constexpr uint64_t kGrowth = 4;
-constexpr uint64_t kBlock = 64 << 20;  // neighbours share one of this length, and a copy
-constexpr auto kMostToSend = std::chrono::seconds(1);  // after a failure; then NaN is sent
-constexpr int kNotANumber = 0xff;  // bytes of a NaN in every type of floating numbers
+// length of a block that neighbours share, so that one call copies them
+constexpr uint64_t kBlock = 64 << 20;
+// limit for sends in flight after a failure; then NaN is sent
+constexpr auto kMostToSend = std::chrono::seconds(1);
+constexpr int kNotANumber = 0xff;  // a byte that makes NaN in every floating-point type
 
-// Appends a copy, to the last one where it goes on there at both ends: each is a call of the
-// driver.  Not where another block of pinned memory begins: the driver takes no copy of two.
+// Appends a copy, or extends the last copy if both ends continue it: each copy is a driver call. A
+// copy must not cross two blocks of pinned memory.
 void Append(const Copy& copy, bool same_block, std::vector<Copy>* copies) {
   if (same_block && !copies->empty()) {
     Copy& last = copies->back();
@@ -41,7 +43,7 @@ void Append(const Copy& copy, bool same_block, std::vector<Copy>* copies) {
   copies->push_back(copy);
 }
 
-// Of the chunks of a tensor.
+// Lengths of the chunks of a tensor.
 std::vector<uint64_t> ChunkLengths(uint64_t bytes) {
   if (bytes <= kEnd) return {bytes};
   std::vector<uint64_t> ends;
@@ -59,7 +61,7 @@ std::vector<uint64_t> ChunkLengths(uint64_t bytes) {
   return lengths;
 }
 
-// Whether both lie in one block, as the pool gave it.
+// Whether both lie in one block of the pool.
 bool AreOfOneBlock(const PinnedBlock& a, const PinnedBlock& b) {
   return !a.owner_before(b) && !b.owner_before(a);
 }
@@ -87,12 +89,13 @@ void StagedSum::Cut(uint64_t bytes) {
   const std::vector<uint64_t> lengths = ChunkLengths(bytes);
   auto next = lengths.begin();
   uint64_t have = 0;
-  uint64_t end = 0;  // of the chunk
+  uint64_t end = 0;  // end of the chunk
   for (size_t i = 0; i < order_.size(); ++i) {
     Partition& partition = partitions_[order_[i]];
     have += partition.whole.bytes;
     if (chunks_.empty() || have > end) {
-      while (end < have && next != lengths.end()) end += *next++;  // a partition may be longer
+      // a partition may be longer than a chunk
+      while (end < have && next != lengths.end()) end += *next++;
       chunks_.emplace_back().begin = i;
     }
     partition.chunk = chunks_.size() - 1;
@@ -103,7 +106,7 @@ void StagedSum::Cut(uint64_t bytes) {
 
 std::shared_ptr<StagedSum> StagedSum::TryMake(const Operation& operation, PinnedPool* pool) {
   std::shared_ptr<StagedSum> sum(
-      new StagedSum(operation, operation.tensor->layout.order));  // its constructor is private
+      new StagedSum(operation, operation.tensor->layout.order));  // the constructor is private
   const CurrentDevice current(operation.request.tensor.device);
   const auto take = [&](uint64_t bytes) {
     return pool->TakeOrPin(bytes, operation.request.tensor.bytes);
@@ -127,7 +130,7 @@ bool StagedSum::TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool)
     auto end = begin;
     uint64_t length = 0;
     uint64_t joined = 0;
-    // Of neighbours so many that at most a quarter of their block is left: it is a power of two.
+    // Join neighbours while at most a quarter of their block, a power of two, stays unused.
     for (auto at = begin; at != indices.end() && *at == *begin + (at - begin); ++at) {
       joined += partitions_[*at].whole.bytes;
       if (joined > pool->largest() && at != begin) break;
@@ -202,7 +205,7 @@ bool StagedSum::CopyToHostNow(const std::function<void()>& copied) {
   try {
     const DeviceMoment made = device->Enqueue(kLane, CopiesToHost(chunks_.front()));
     if (!device->AwaitOrCallAfter(kLane, made, done)) return false;
-  } catch (const Error&) {  // a copy may be made all the same
+  } catch (const Error&) {  // the copy may happen all the same
     KeepMemory();
     throw;
   }
@@ -233,11 +236,11 @@ char* StagedSum::Wanted(const Partition& partition) const {
 Landing StagedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
   if (is_awaited_.exchange(true)) return {device_, nullptr};
   DeviceCopies* const device = DeviceCopies::Of(device_);
-  // A part of which nothing is wanted is awaited, too: after that the input may be changed.
+  // Await unwanted parts, too: afterwards the caller may change the input.
   for (const Chunk& chunk : chunks_) {
     device->CopyOnceSet(stream, chunk.summed, CopiesToDevice(chunk));
   }
-  // The memory stays until the copies are made, and for ever if the device fails.
+  // The callback keeps the memory until the copies are done; for ever, if the device fails.
   const DeviceMoment made = device->Now(stream);
   device->CallAfter(made, stream, [operation] {});
   return {device_, made};
@@ -246,7 +249,7 @@ Landing StagedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stre
 DeviceMoment StagedSum::CopyBack(DeviceStream stream) {
   try {
     return DeviceCopies::Of(device_)->CopyIn(stream, CopiesToDevice(chunks_.front()));
-  } catch (const Error&) {  // a copy may be made all the same
+  } catch (const Error&) {  // the copy may happen all the same
     KeepMemory();
     throw;
   }
@@ -280,10 +283,10 @@ void StagedSum::BeginFail() {
 
 void StagedSum::Fail(std::chrono::steady_clock::time_point deadline) {
   ps::MutexLock lock(&mu_);
-  // Ended by the transport; deadline: kMostToSend for all that failed together.
+  // Ended by the transport; deadline: kMostToSend for all failed operations together.
   sent_.WaitUntil(&mu_, deadline, [this]() PS_REQUIRES(mu_) { return sending_ == 0; });
   for (const Chunk& chunk : chunks_) {
-    if (chunk.is_copied) Spoil(chunk);  // or else the copy would come after it
+    if (chunk.is_copied) Spoil(chunk);  // otherwise its copy would overwrite this
   }
 }
 
@@ -295,13 +298,13 @@ void StagedSum::Spoil(const Chunk& chunk) const {
   chunk.summed->store(1, std::memory_order_release);
 }
 
-// What becomes of operations that nobody answers.
+// -------------------------------------- fails operations that get no answer
 
 namespace {
 
 constexpr double kLookEverySeconds = 1.0;
 
-// In which this process ran: answers that came while it stood still are not read yet.
+// Counts only time in which this process ran: after a pause, answers may be unread.
 double SecondsSince(ps::AwakeClock::time_point then) {
   return std::chrono::duration<double>(ps::AwakeClock::now() - then).count();
 }
@@ -326,7 +329,8 @@ void Engine::Watch() {
     EndFailedStreams();
     context_.losses->OnTick();
   }
-  // At once after a failure too, the process may be killed soon: but with all that failed.
+  // Write the timeline at once after a failure, since the process may be killed soon. The lock
+  // makes sure that all failed operations are in it.
   {
     ps::MutexLock lock(&failing_mu_);
     context_.trace->Write();
@@ -338,11 +342,11 @@ void Engine::EndFailedStreams() {
   const std::vector<OperationPtr> ended = context_.streamed.TakeFailed();
   for (const auto& operation : ended) {
     operation->staged->BeginFail();
-    // Its wait has returned already.  So the job fails, before the stream goes on: the next call of
-    // the host raises.
+    // Nobody waits for it on the host any more. So fail the job before the stream continues: then
+    // the next call of the host throws.
     if (operation->staged->is_awaited() && !failed()) Fail(operation->error());
   }
-  // For all together.
+  // One deadline for all.
   const auto deadline = std::chrono::steady_clock::now() + kMostToSend;
   for (const auto& operation : ended) {
     operation->AwaitWriters();
@@ -353,8 +357,8 @@ void Engine::EndFailedStreams() {
 
 std::string Engine::Verdict(const OperationPtr& operation) {
   try {
-    // Callbacks of a device that failed never come.  While a stream waits for a sum, a driver may
-    // hold up who asks it anything.
+    // Callbacks of a failed device never come. Do not ask while a stream waits for a sum: the
+    // driver may block the caller.
     const int device = operation->request.tensor.device;
     if (device != kCpu && context_.streamed.empty()) DeviceCopies::Of(device)->Check();
   } catch (const Error& e) {
@@ -385,7 +389,7 @@ std::string Engine::Silence(const OperationPtr& operation) {
   if (!was_asked) silent = context_.scheduler->ServersOf(operation.get());
   const std::string names = NamesOf(silent, context_.channel.get());
   if (was_asked) return names;
-  // Its window is full of what was to be sent before.
+  // The window is full of earlier partitions.
   if (!names.empty()) return names + ", which does not take what was sent to it before,";
   try {
     const bool is_ready = operation->staged ? operation->staged->has_copied()
@@ -395,7 +399,7 @@ std::string Engine::Silence(const OperationPtr& operation) {
     }
   } catch (const Error&) {
   }
-  // Its answers have come just now, and are being taken in.
+  // All requests are answered, and the answers are being processed.
   for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {
     if (!operation->IsThrough(i)) silent.insert(operation->tensor->layout.servers[i]);
   }

@@ -1,21 +1,21 @@
-// The sum of a tensor on a GPU that lies in pinned memory as a whole, from the copy out of its
-// tensor to the copy back.  Between the two it is as one of a tensor on the CPU: the engine pushes
-// from that memory, and receives into it.
+// Sum of a GPU tensor that lies in pinned memory as a whole, from the copy to the host to the copy
+// back. In between the engine treats it as a CPU tensor: it pushes from that memory and receives
+// into it. There are two kinds.
 //
-// One kind is of any size, and streams wait for it, and no thread:
+// A streamed sum has any size. Streams wait for it, and no thread:
 //
-//   PushPull: enqueues copies of all values to pinned memory, and is told by the driver of each
-//   Land:     enqueues, in the caller's stream, waiting for a word, and copies back
+//   PushPull: enqueues copies of all values to pinned memory; the driver reports each
+//   Land:     enqueues, in the caller's stream, a wait for a word, and the copies back
 //   engine:   sets the words
 //
-// Between the two no thread of the engine calls the driver.  A caller may be in it for as long as a
-// stream waits: to load a kernel at its first use, or to free memory, the driver waits until all
-// streams are idle, and meanwhile other threads that enqueue copies are held up.  So a sum that
-// needed one of them could never come.  What was enqueued goes on, and so do calls by the driver.
+// Between PushPull and the end no engine thread calls the driver. While a stream waits, another
+// thread may be inside the driver to load a kernel or to free memory; the driver then waits until
+// all streams are idle, and blocks every thread that enqueues a copy. A sum that needed such a copy
+// would deadlock. Copies that were enqueued before proceed, and so do callbacks of the driver.
 //
-// The other kind is small, and alone in flight.  Its caller copies all of it by a call or two of
-// the driver, before PushPull returns and when its sum has come.  So no other thread of the engine
-// has to be woken for a copy, which would take as long as several partitions do on a fast link.
+// A small sum is alone in flight. Its caller copies it as a whole with a call or two of the driver,
+// before PushPull returns and when the sum has arrived. So no engine thread has to be woken for a
+// copy, which would take as long as several partitions on a fast link.
 #ifndef BYTEPS_ENGINE_STAGED_SUM_H_
 #define BYTEPS_ENGINE_STAGED_SUM_H_
 
@@ -36,50 +36,50 @@
 namespace byteps {
 namespace core {
 
-// Any thread may call anything.
+// Thread-safe.
 class StagedSum : public std::enable_shared_from_this<StagedSum> {
  public:
-  // A sum that is alone is small up to so many bytes.
+  // Size limit of a small sum, in bytes.
   static constexpr uint64_t kSmall = 1 << 20;
 
-  // Bytes of the largest block that sums take from their pool of at most `limit` bytes: neighbours
-  // lie in one, so that they are copied by one call of the driver.
+  // Bytes of the largest block that sums take from a pool of `limit` bytes. Neighbours share a
+  // block, so that one driver call copies them.
   static uint64_t LargestBlock(uint64_t limit, uint64_t largest_partition);
-  // Takes pinned memory for all partitions.  Null: the pool has not enough.  The operation, which
-  // is to be of this sum, may be with nobody else yet.
+  // Takes pinned memory for all partitions. Returns null if the pool has too little. Call before
+  // any other thread sees the operation.
   static std::shared_ptr<StagedSum> TryMake(const Operation& operation, PinnedPool* pool);
   StagedSum(const StagedSum&) = delete;
   StagedSum& operator=(const StagedSum&) = delete;
 
-  // The memory of a partition.
+  // Pinned memory of a partition.
   char* MemoryOf(uint64_t index) const { return partitions_[index].memory.get(); }
 
-  // Enqueues the copies to the host.  `copied` is called for partitions from one place in the order
-  // up to another, on the driver's thread, and must not block; it keeps the operation.
+  // Enqueues the copies to the host. `copied` is called with a range of the order for each copied
+  // part, on the driver's thread. It must not block, and keeps the operation alive.
   void CopyToHost(const DeviceMoment& ready, const std::function<void(size_t, size_t)>& copied);
-  // Of a small sum whose values are there.  True: they are in its memory.  False: that takes longer
-  // than waiting is worth, and `copied` is called as above.
+  // Copies a small sum whose values are ready. Returns true if the copy is done. Returns false if
+  // it is not worth waiting for: `copied` will be called as above.
   bool CopyToHostNow(const std::function<void()>& copied);
-  // Whether a partition is there, to be pushed.
+  // Whether values of a partition are there, to be pushed.
   bool has_copied() const { return has_copied_; }
-  // What to hold while that memory is being sent.  Null: it failed, and is not to be sent.
+  // Returns a guard to hold while the memory is being sent. Null: the sum failed, do not send.
   std::shared_ptr<void> BeginSend();
   // The sum of a partition is in its memory.
   void Arrive(uint64_t index);
-  // Enqueues the copies back, once: `stream` waits for the sums, or for Fail.  `operation` is that
-  // of this sum.
+  // Enqueues the copies back, once. `stream` waits for the sums, or for Fail. `operation` owns
+  // this.
   Landing CopyToDevice(const OperationPtr& operation, DeviceStream stream);
-  // Of a small sum that has come: enqueues the copies back.  The result: they are made.
+  // Enqueues the copies back of a small sum that has arrived. The result: when they are done.
   DeviceMoment CopyBack(DeviceStream stream);
   // Whether CopyToDevice was called.
   bool is_awaited() const { return is_awaited_; }
-  // Nobody gets its memory again.
+  // Never returns the memory to the pool.
   void KeepMemory() const;
-  // The operation failed: nothing more of it is sent.
+  // The operation failed: send no more of it.
   void BeginFail();
-  // After that, and once nobody writes into the memory any more: streams get NaN (-1 where values
-  // are whole numbers), and go on.  Waits until `deadline` for what is being sent: who gets NaN by
-  // then has a job that failed, too.
+  // Releases waiting streams with NaN (-1 for integers) in their sums. Call after BeginFail, once
+  // nobody writes into the memory. Waits until `deadline` for sends in flight. A peer that is sent
+  // NaN because they took longer is in a failed job, too.
   void Fail(std::chrono::steady_clock::time_point deadline);
 
  private:
@@ -89,9 +89,9 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
     Operation::Part wanted;
     size_t chunk = 0;
   };
-  // Partitions that are copied together: there are few, since each takes several calls.
+  // Partitions that are copied together. Chunks are few, since each takes several driver calls.
   struct Chunk {
-    size_t begin = 0;  // in the order
+    size_t begin = 0;  // index in the order
     size_t end = 0;
     std::atomic<size_t> left{0};  // partitions whose sums have not arrived
     DeviceWord* summed = nullptr;
@@ -101,21 +101,21 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   StagedSum(const Operation& operation, std::vector<uint32_t> order);
 
   void Cut(uint64_t bytes);
-  // One for neighbours that lie together at both ends.
+  // One copy for neighbours that are adjacent at both ends.
   template <typename CopyOf>
   std::vector<Copy> CopiesOf(const Chunk& chunk, CopyOf copy_of) const;
-  // Of a chunk's values to its memory.
+  // From the tensor to the chunk's memory.
   std::vector<Copy> CopiesToHost(const Chunk& chunk) const;
-  // Of its wanted sums to the tensor.
+  // Wanted sums from the chunk's memory to the tensor.
   std::vector<Copy> CopiesToDevice(const Chunk& chunk) const;
-  // Takes memory for the partitions of a chunk, neighbours in one block.  False: there is none.
+  // Takes memory for a chunk's partitions, neighbours in one block. Returns false if there is none.
   bool TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool);
-  // Indices of a chunk's partitions, as they lie in the tensor.
+  // Indices of a chunk's partitions, in the order of the tensor.
   std::vector<uint32_t> InPlace(const Chunk& chunk) const;
   void OnCopied(size_t chunk);
   void EndSend();
   char* Wanted(const Partition& partition) const;
-  // Makes all of a chunk NaN, and lets streams go on.
+  // Fills a chunk with NaN, and releases the streams that wait for it.
   void Spoil(const Chunk& chunk) const;
 
   const int device_;
@@ -123,7 +123,7 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   char* const output_;
   const std::vector<uint32_t> order_;
   std::vector<Partition> partitions_;  // by index
-  std::deque<Chunk> chunks_;           // does not change, but for the chunks
+  std::deque<Chunk> chunks_;           // only the elements change, never their number
   PinnedBlock words_;
   std::atomic<bool> has_copied_{false};
   std::atomic<bool> is_awaited_{false};

@@ -21,16 +21,16 @@ struct Landing {
   void MakeWait(DeviceStream stream) const;
 };
 
-// Those that have not ended, for the thread that watches over them.
+// Streamed sums that have not ended, for the watcher.
 class StreamedSums {
  public:
   void Add(const OperationPtr& operation);
-  // Those that have ended by an error are not named again.
+  // Returns operations that failed since the last call.
   std::vector<OperationPtr> TakeFailed();
   bool empty();
 
  private:
-  // Forgets those that have ended well.
+  // Drops those that ended well.
   void Sweep() PS_REQUIRES(mu_);
 
   ps::Mutex mu_;

@@ -13,27 +13,25 @@
 namespace byteps {
 namespace core {
 
-// The tensors that this worker sums, and what it told the servers of them.
-//
-// A name that is summed.  Of what follows only the atomics change, and `running`.
+// A tensor that this worker sums, as the servers know it. Only the atomics and `running` change.
 struct Tensor {
-  uint64_t job = 0;  // of the Declarations that made it
+  uint64_t job = 0;  // the Declarations that made it
   Declaration declaration;
   uint64_t key = 0;
   Plan::Layout layout;
-  std::atomic<uint32_t> rounds{0};    // that this worker has begun
-  std::atomic<uint32_t> oldest{0};    // of the rounds that have not ended, or the next one
-  std::atomic<bool> has_room{false};  // in pinned memory, for a tensor on a GPU
-  std::set<uint32_t> running;         // the rounds that have not ended; of Operations, by its lock
+  std::atomic<uint32_t> rounds{0};    // rounds that this worker has begun
+  std::atomic<uint32_t> oldest{0};    // oldest round that has not ended, or the next one
+  std::atomic<bool> has_room{false};  // whether pinned memory is reserved; tensors on GPUs
+  std::set<uint32_t> running;  // rounds that have not ended; guarded by the lock of Operations
   RoundWindow window{&oldest};
   std::atomic<bool> is_released{false};
 
-  // Sources of further requests about it: its name, until that is released, a declaration in
-  // flight, and each operation.  The last one to end gives it back (Declarations::GiveBack).
+  // Counts the users: the name until it is released, a declaration in flight, and each operation.
+  // The last user to end gives the tensor back (Declarations::GiveBack).
   //
-  // False: nothing uses it any more, nor will.
+  // BeginUse returns false if there are no users left; then there never will be.
   bool BeginUse();
-  // True: that was the last use.
+  // Returns true if that was the last use.
   bool EndUse() { return users_.fetch_sub(1) == 1; }
   bool is_used() const { return users_ > 0; }
 

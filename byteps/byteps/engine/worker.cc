@@ -53,7 +53,7 @@ void Worker::StopAtExit() {
     static_cast<Worker*>(worker)->Stop(false,
                                        status == 0 ? "" : "exit status " + std::to_string(status));
   };
-  // Others that the C library calls at the end, a GPU's driver among them, come after it.
+  // Exit handlers run in reverse order, so those of the GPU driver run after this.
   if (on_exit(stop, this) == 0) return;
 #endif
   Stop(false);
