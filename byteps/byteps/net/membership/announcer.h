@@ -9,21 +9,21 @@
 
 namespace ps {
 
-// Hands a job's events to its process.  Any thread.  Checks that a job ends once.
+// Delivers the events of a job to its process. Checks that a job ends only once. Thread-safe.
 class Announcer {
  public:
   using Listener = std::function<void(const MembershipEvent&)>;
 
-  // Without a listener nobody is told.
+  // `listener` may be empty.
   explicit Announcer(Listener listener);
 
   void Tell(const MembershipEvent& event);
-  // A kFailed.  `next_incarnation`: see MembershipEvent.
+  // Tells a kFailed event. `next_incarnation`: see MembershipEvent.
   void TellFailure(const std::string& reason, int next_incarnation, const char* file, int line);
 
  private:
   const Listener listener_;
-  std::atomic<bool> over_{false};  // the listener has heard of the end
+  std::atomic<bool> over_{false};  // the listener was told of the end
 };
 
 }  // namespace ps

@@ -1,4 +1,4 @@
-// Events that membership tells its process, and the nodes that they name.
+// Events that membership delivers to its process, and the nodes in them.
 #ifndef BYTEPS_NET_MEMBERSHIP_EVENT_H_
 #define BYTEPS_NET_MEMBERSHIP_EVENT_H_
 
@@ -11,53 +11,52 @@
 
 namespace ps {
 
-// What membership tells its process of the job, and the process of itself.
 struct Node;
 
-// A node, as far as others need to know of it.
+// The public part of a node's record.
 struct NodeInfo {
   byteps::core::Role role = byteps::core::Role::kServer;
   int id = -1;
-  std::string address;  // "10.0.0.2:40123"; without a port of a worker, which listens nowhere
-  int nics = 1;         // that carry its data
+  std::string address;  // "10.0.0.2:40123"; a worker's has no port, since it does not listen
+  int nics = 1;         // number of NICs for its data
 };
 NodeInfo InfoOf(const Node& node);
-// "10.0.0.2:40123", "10.0.0.2:40123 on 2 NICs"
+// Returns "10.0.0.2:40123", or "10.0.0.2:40123 on 2 NICs".
 std::string PlaceOf(const NodeInfo& node);
 
-// Bytes that a node reports of itself with a heartbeat.
+// Limit of the report that a node sends with a heartbeat, in bytes.
 constexpr size_t kMaxReport = 1024;
 
 struct MembershipEvent {
   enum Kind {
-    kFailed,    // the job cannot go on; `reason` says why
-    kNodeLeft,  // the worker of `rank` left and will send nothing more; to servers and scheduler
-    kEnded,     // every worker left; `suspended` tells whether they come back
-    kReported,  // scheduler: `node`, of which only the id is set, sent `report`
-    kListens,   // this process is `node`, and others can connect to it
-    kWelcomed,  // the scheduler admitted this process as `node`; others may be missing
-    kAdmitted,  // scheduler: `node` is in the job, which has the numbers below now
-    kComplete,  // scheduler: nobody is missing
+    kFailed,    // the job cannot continue; `reason` says why
+    kNodeLeft,  // to servers and the scheduler: the worker of `rank` left, and sends nothing more
+    kEnded,     // all workers left; `suspended`: they will come back
+    kReported,  // scheduler: `node` (only its id is set) sent `report`
+    kListens,   // this process is `node`, and accepts connections
+    kWelcomed,  // the scheduler admitted this process as `node`; other nodes may be missing
+    kAdmitted,  // scheduler: `node` joined; the numbers below describe the job now
+    kComplete,  // scheduler: all nodes are present
     kReplicas,  // `replicas` has changed
-    kAwaited,   // a worker: others wait for its push of `round` of the tensor `report`
-    // A worker, or with backups (MembershipSettings) a server: the server of `rank` is lost,
-    // `reason` says how, and the job waits for another one; it is there, and a neighbor may send to
-    // it from now on.  On the scheduler, too.  A server that comes hears of those that are lost
-    // then.
+    kAwaited,   // to a worker: others wait for its push of `round` of the tensor `report`
+    // Sent to workers, the scheduler, and with backups (MembershipSettings) to servers.
+    // kServerLost: the server of `rank` is lost, for `reason`, and the job waits for a replacement.
+    // kServerReplaced: the replacement is there, and neighbors may send to it. A new server gets
+    // kServerLost for each server that is lost when it joins.
     kServerLost,
     kServerReplaced,
   };
   Kind kind;
   int rank = -1;
   bool suspended = false;
-  // Of kFailed, on a scheduler that goes on: the generation that it waits for now.  0: none.
+  // kFailed on a scheduler that continues: the generation that it waits for. 0: none.
   int next_incarnation = 0;
   std::string reason;
-  // The place in the source that found a failure.
+  // Source location that found the failure.
   const char* file = "";
   int line = 0;
   NodeInfo node;
-  // Of kAdmitted, kComplete, and kNodeLeft on the scheduler.
+  // The job's numbers, for kAdmitted, kComplete, and kNodeLeft on the scheduler.
   int incarnation = 0;
   int workers = 0;
   int servers = 0;
@@ -68,29 +67,29 @@ struct MembershipEvent {
   ReplicaView replicas;
 };
 
-// How a worker leaves.
+// A worker's reasons for leaving.
 struct Farewell {
   bool suspend = false;  // it will come back
-  std::string failure;   // why its process ends, if not because its work is done
-  std::string error;     // the first operation that failed in it, though it went on
+  std::string failure;   // why its process ends, unless its work is done
+  std::string error;     // the first failed operation of a process that continued
 };
 
-// The job as the scheduler sees it.
+// The scheduler's view of the job.
 struct JobView {
   enum Phase { kGathering, kRunning, kFailed, kEnded };
   struct Peer {
     NodeInfo node;
-    double silent_s = 0;  // since it was last heard of
+    double silent_s = 0;  // seconds since its last message
     bool left = false;
   };
   Phase phase = kGathering;
   int incarnation = 1;
-  std::string failure;  // of this generation; while it gathers, of the one before
-  int workers = -1;     // that the job should have; -1: not known yet
+  std::string failure;  // of this generation; while gathering, of the previous one
+  int workers = -1;     // number the job should have; -1: not known yet
   int servers = -1;
   std::vector<Peer> peers;
-  std::string missing;   // while it gathers: "worker 3, worker 7, 2 servers"
-  ReplicaView replicas;  // without any: the job is the only one that trains its model
+  std::string missing;   // while gathering: "worker 3, worker 7, 2 servers"
+  ReplicaView replicas;  // empty: the job alone trains its model
 };
 
 }  // namespace ps

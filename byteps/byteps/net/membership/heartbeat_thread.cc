@@ -38,14 +38,14 @@ void HeartbeatThread::Stop() {
     stopped_ = true;
   }
   cond_.NotifyAll();
-  // Ended by the end of its thread, which was told; deadline: none.
+  // Ended by the thread's end, since it was told to stop; deadline: none.
   if (thread_.joinable()) thread_.join();
 }
 
 void HeartbeatThread::Run() {
   StallWatch::Feeder feeder(heartbeat_s_);
   const auto awake = [this]() PS_REQUIRES(mu_) { return woken_ || stopped_; };
-  // By the steady clock: others wait for it, even if this process stood still.
+  // On the steady clock: peers wait for heartbeats even if this process stood still.
   auto next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s_);
   while (true) {
     {
@@ -81,7 +81,7 @@ void HeartbeatThread::Run() {
 std::string StoodStill(const std::string& self, double peer_timeout_s) {
   const auto limit = ToDuration(peer_timeout_s);
   const auto pause = StallWatch::Get()->StoodStill(limit, std::chrono::steady_clock::now());
-  // A shorter one is no reason to be taken for lost.
+  // Peers do not call this process lost for a shorter pause.
   if (pause < limit / 3) return "";
   char text[64];
   snprintf(text, sizeof(text), " stood still for %.1f s; ",

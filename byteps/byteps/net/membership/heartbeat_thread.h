@@ -11,35 +11,33 @@
 
 namespace ps {
 
-// The rhythm in which scheduler and nodes hear of each other.
-
-// Between two heartbeats.
+// Returns the time between two heartbeats.
 double HeartbeatSeconds(double peer_timeout_s);
 
-// The thread of a membership.  It sends heartbeats, looks for peers that are silent, does what is
-// due at a certain time, and feeds the process's StallWatch.
+// Thread of a membership: sends heartbeats, looks for silent peers, runs due tasks, and feeds the
+// process's StallWatch.
 class HeartbeatThread {
  public:
   using Clock = AwakeClock;
 
-  // What the thread calls, with no lock held.
+  // Callbacks; the thread calls them without a lock.
   struct Tasks {
-    // When `on_due` is to be called; time_point::max(): not yet.  Nothing: the job is not watched
-    // now, and the thread sleeps until Wake.
+    // Returns when to call `on_due`; time_point::max(): not yet. Empty: nothing to watch now, and
+    // the thread sleeps until Wake.
     std::function<std::optional<Clock::time_point>()> next_due;
     std::function<void(Clock::time_point now)> on_due;
-    // At each heartbeat.
+    // Called at each heartbeat.
     std::function<void(Clock::time_point now)> on_beat;
   };
 
   HeartbeatThread(double heartbeat_s, Tasks tasks);
-  // Stop was called, if Start was.
+  // Call Stop first, if Start was called.
   ~HeartbeatThread() = default;
 
   void Start();
-  // What next_due returns has changed.  Any thread, before Start and after Stop as well.
+  // Call when the result of next_due has changed. Thread-safe; allowed before Start and after Stop.
   void Wake();
-  // Returns when the thread has ended; it must not be this one.
+  // Returns when the thread has ended. Not to be called by the thread itself.
   void Stop();
 
  private:
@@ -54,9 +52,8 @@ class HeartbeatThread {
   std::thread thread_;
 };
 
-// What comes before the reason why another process is lost: "worker 1 (10.0.0.3) stood still for
-// 40.0 s; " if this process, which is called `self`, did so a short while ago, and for long; empty
-// otherwise.
+// Returns a prefix for the reason why another process is lost: "worker 1 (10.0.0.3) stood still for
+// 40.0 s; " if this process, named `self`, recently stood still for long; otherwise "".
 std::string StoodStill(const std::string& self, double peer_timeout_s);
 
 }  // namespace ps

@@ -11,12 +11,12 @@
 namespace ps {
 namespace membership {
 
-// Those that sent what they must not send.  Any thread.
+// Senders of messages that they must not send. Thread-safe.
 class IgnoredSenders {
  public:
-  // Warns of the first such message of each sender.  `name_of`: what the node of an id is called.
+  // Logs a warning for a sender's first such message. `name_of` names the node of an id.
   void Add(const Message& msg, const std::function<std::string(int)>& name_of);
-  // The ids will be those of others.
+  // Forgets all senders: the ids will belong to other nodes.
   void Clear();
 
  private:

@@ -1,56 +1,54 @@
-// Who is in the job: admission, liveness, departure.
+// Membership of the job: admission, liveness, departure.
 //
-// The scheduler is the one authority.  It admits a node or refuses it with a
-// reason, tells every node once all have come, watches each of them (its
-// connection, its heartbeats), and tells the others when one is lost or has left.
-// The other nodes watch the scheduler alone.  So one process decides who is lost,
-// and all survivors give the same reason.
+// The scheduler alone decides. It admits or refuses each node, tells all nodes when the job is
+// complete, watches each node's connection and heartbeats, and tells the others when a node is lost
+// or has left. The other nodes watch only the scheduler. So all survivors report the same reason
+// for a loss.
 //
 //   node                              scheduler
-//    | -- ADD_NODE (role, rank, counts) --> |  checks, gives an id
-//    | <-- WELCOME (id) or REFUSED (why) -- |  to a probe always REFUSED: with what it would say
+//    | -- ADD_NODE (role, rank, counts) --> |  checks, assigns an id
+//    | <-- WELCOME (id) or REFUSED (why) -- |  a probe always gets REFUSED, with the answer
 //    | <-- ADD_NODE (servers, to workers) - |  once all have registered; with the slowest worker's
-//    |                                      |  link; to a server its neighbors, with backups
-//    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives; a node's may carry a
-//    |                                      |  report on itself (SetReporter)
-//    | -- ADD_NODE (account) -------------> |  to the next scheduler, when one has died: what the
+//    |                                      |  link rate; with backups to servers: their neighbors
+//    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  until the job ends; a node's may carry a
+//    |                                      |  report on the node (SetReporter)
+//    | -- ADD_NODE (account) -------------> |  after a scheduler died, to the next: what the
 //    |                                      |  node knows of the job (words.h)
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
 //    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
-//    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
-//    | -- LEAVE (failed: why) ------------> |  a worker ends for another reason: the job fails
-//    | -- LEAVE (stopped ...) ------------> |  a server was told to end: the job fails
-//    | <-- NODE_LEFT (who) ---------------- |  to the worker itself at once; to servers, those
-//    |                                      |  of some moments together
-//    | <-- JOB_END (finish | suspend) ----- |  to servers, once no worker is left
-//    | <-- MEMBERS (replicas) ------------- |  a replica was removed, or comes back; to all
-//    | -- MEMBERS (epoch) ----------------> |  a server has made all changes up to that
-//    | -- MEMBERS (ready | admit) --------> |  a replica can join; the others are between two steps
-//    | -- MEMBERS (left-known) -----------> |  a server has heard NODE_LEFT, where a scheduler may
-//    |                                      |  return: its worker is let go then
-//    | <-- MEMBERS (server-lost) ---------- |  to workers: its requests wait; with backups to
-//    | <-- MEMBERS (server-replaced) ------ |  servers, too: this node has its place
+//    | -- LEAVE (finish | suspend) -------> |  a worker's work is done
+//    | -- LEAVE (failed: why) ------------> |  a worker failed: the job fails
+//    | -- LEAVE (stopped ...) ------------> |  a server was told to stop: the job fails
+//    | <-- NODE_LEFT (who) ---------------- |  to the worker itself at once; to servers
+//    |                                      |  batched over some milliseconds
+//    | <-- JOB_END (finish | suspend) ----- |  to servers, when no worker is left
+//    | <-- MEMBERS (replicas) ------------- |  to all: a replica was removed, or comes back
+//    | -- MEMBERS (epoch) ----------------> |  a server has applied all changes up to it
+//    | -- MEMBERS (ready | admit) --------> |  a replica can join; the others are between steps
+//    | -- MEMBERS (left-known) -----------> |  a server knows a NODE_LEFT, if a scheduler may
+//    |                                      |  return; the worker is dismissed then
+//    | <-- MEMBERS (server-lost) ---------- |  to workers, and with backups to servers:
+//    | <-- MEMBERS (server-replaced) ------ |  requests wait; this node replaces it
 //
-// Each command is taken from those alone who may send it (net/membership/membership.cc).
+// Each command is accepted only from nodes that may send it (net/membership/membership.cc).
 //
-// Two classes take part, and neither knows the other: SchedulerMembership (scheduler_membership.h)
-// and NodeMembership (node_membership.h).  Membership is what a van knows of both.  What both are
-// made of: the nodes (roster.h), what messages say (words.h), the thread that sends heartbeats
-// and the events for the process (event.h).
+// SchedulerMembership (scheduler_membership.h) and NodeMembership (node_membership.h) implement the
+// two sides, independently of each other. A van uses the common interface, Membership. Both sides
+// use the roster of nodes (roster.h), the messages (words.h), the heartbeat thread, and the
+// process's events (event.h).
 //
-// All times are of the AwakeClock: who stood still itself gives the others time to be heard before
-// it calls them lost, and says of itself that it stood still (base/process.h).
+// All times are of AwakeClock. A process that was suspended gives its peers time to be heard before
+// it calls them lost, and reports its own pause (base/process.h).
 //
-// After a suspended job the scheduler forgets the nodes and admits those of the
-// next one; its worker count is then taken from the first worker that comes.
+// After a suspended job the scheduler forgets the nodes and admits those of the next job. The first
+// worker that comes then sets the number of workers.
 //
-// Generations.  A scheduler that keeps the cluster (MembershipSettings::keep) does the same after
-// a failure: it tells all nodes, closes their connections, forgets them, and admits those of the
-// next generation of the job.  It numbers the generations; the number is part of the job's, which
-// who connects and who listens prove to each other, so that a connection belongs to one
-// generation.  Connections of an older one that still live are nobody's: what comes by them is
-// not looked at.  Who comes while there is no room for it yet, since the old generation has not
-// ended for the scheduler, is told to come again.
+// Generations: a scheduler that keeps the cluster (MembershipSettings::keep) does the same after a
+// failure. It tells all nodes, closes their connections, forgets them, and admits the nodes of the
+// job's next generation. The generation is part of the job's number, which both ends of a new
+// connection prove, so a connection belongs to one generation. Messages over older connections are
+// dropped. A node that comes before the scheduler has ended the old generation is told to come
+// again.
 #ifndef BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 
@@ -71,72 +69,72 @@ namespace ps {
 class NodeMembership;
 class SchedulerMembership;
 
-// The scheduler has no room for this node yet; NodeMembership::Join may be called anew, by another
+// Thrown if the scheduler has no room for this node yet. The caller may Join again, with a new
 // NodeMembership.
 struct ComeAgain : public Error {
   using Error::Error;
 };
 
-// The job failed while its nodes gathered, after the scheduler had admitted this one.
+// Thrown if the job failed while its nodes gathered, after the scheduler had admitted this node.
 struct JobFailed : public Error {
   using Error::Error;
 };
 
-// The scheduler did not say anything in time.
+// Thrown if the scheduler did not answer in time.
 struct NoAnswer : public Error {
   using Error::Error;
 };
 
-// What a probe ends with where the scheduler would admit this node (MembershipSettings::probe).
+// Thrown by a probe that the scheduler would admit (MembershipSettings::probe).
 struct WouldBeAdmitted : public Error {
   using Error::Error;
 };
 
 class Membership {
  public:
-  // Called in the receiving thread or the heartbeats' thread, with no lock held; must
-  // not block and must not stop the van.
+  // Called by the receiving thread or the heartbeat thread, without a lock. Must not block or stop
+  // the van.
   using Listener = Announcer::Listener;
 
-  // The scheduler's side or a node's, as the settings say.  `links` outlives it.
+  // Makes the scheduler's or a node's side, by the settings. `links` must outlive it.
   static std::unique_ptr<Membership> Make(MembershipLinks* links,
                                           const MembershipSettings& settings, Listener listener);
   virtual ~Membership() = default;
 
-  // This side, to be asked what the other one does not have; null: it is the other one.
+  // The concrete side; null if this is the other side.
   virtual SchedulerMembership* AsScheduler() { return nullptr; }
   virtual NodeMembership* AsNode() { return nullptr; }
 
-  // Once, after the links listen.  On the scheduler it returns at once, on a node when the job is
+  // Call once, when the links listen. Returns at once on the scheduler, on a node when the job is
   // complete; see there.
   virtual void Join() = 0;
 
-  // On a server or the scheduler that was told to end: fails the job for the reason that it "was
-  // `how`", such as "stopped by SIGTERM", and returns when all were told, after a few
-  // seconds at most.  Before a worker came the scheduler just forgets the server.
+  // Fails the job because this server or scheduler "was `how`", e.g. "stopped by SIGTERM". Returns
+  // when all nodes are told, within a few seconds. Before the first worker has come, the scheduler
+  // just forgets the server.
   virtual void StopByOrder(const std::string& how) = 0;
 
-  // Whether this is a job that has begun, and workers are in it.  Such workers may save what they
-  // have when they are told to end, and need the scheduler and all servers for it.
+  // Returns whether the job has begun and has workers. Workers that are told to stop may save their
+  // state first, and need the scheduler and all servers for it.
   virtual bool HasWorkers() = 0;
 
-  // Ends the heartbeats' thread.  Nothing is sent or reported afterwards.
+  // Ends the heartbeat thread. Nothing is sent or reported afterwards.
   virtual void Stop() = 0;
 
-  // A control message came.  One that its sender must not send is ignored, with a warning for the
-  // first one of each sender.  Receiving thread.
+  // Handles a control message. A message that its sender must not send is ignored, with a warning
+  // for each sender's first. Called by the receiving thread.
   virtual void Handle(const Message& msg) = 0;
 
-  // The connection to `node_id` closed.  Receiving thread.
+  // The connection to `node_id` closed. Called by the receiving thread.
   virtual void OnDisconnect(int node_id) = 0;
 
-  // A connection to `node_id` broke, and `how`, while the process at its other end may
-  // well live.  What the scheduler has to say of that process goes first; if it is silent,
-  // it is told, and the job fails.  `closed`: the other end closed it, which may have more
-  // to say of the reason and goes first as well.  Receiving thread.
+  // A connection to `node_id` broke for the reason `how`, but its process may be alive. The
+  // scheduler's own news of that process has priority; without any, this node reports the loss and
+  // the job fails. `closed`: the peer closed the connection, so its own reason has priority too.
+  // Called by the receiving thread.
   virtual void OnLinkLost(int node_id, const std::string& how, bool closed) = 0;
 
-  // "worker 1 (10.0.0.3:41234)"; without the address while it is not known.
+  // Returns "worker 1 (10.0.0.3:41234)", without the address while unknown.
   virtual std::string NameOf(int node_id) = 0;
 };
 
@@ -145,15 +143,14 @@ namespace membership {
 void Send(MembershipLinks* links, Control::Command command, int recver,
           const std::string& body = "", const std::vector<Node>& nodes = {});
 
-// "scheduler (10.0.0.1:9000)"
+// Returns "scheduler (10.0.0.1:9000)".
 std::string NameOfScheduler(const MembershipLinks& links);
 
-// Which control commands of membership a node may send, and to whom.
-
-// Whether a node of role `from` may send this command to one of role `to`.  `body`: the message's.
+// Returns whether a node of role `from` may send this command to one of role `to`. `body`: the
+// message's.
 bool MaySend(Control::Command command, Node::Role from, Node::Role to, const std::string& body);
 
-// "JOB_END"
+// Returns "JOB_END".
 std::string NameOf(Control::Command command);
 
 }  // namespace membership

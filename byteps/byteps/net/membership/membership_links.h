@@ -9,34 +9,32 @@
 
 namespace ps {
 
-// How membership reaches other processes.
-//
-// A van is behind it, or a test.
+// Connections of membership to other processes. Implemented by a van, or by a test.
 class MembershipLinks {
  public:
   virtual ~MembershipLinks() = default;
   virtual Node self() const = 0;
   virtual const Node& scheduler() const = 0;
-  // The scheduler has given this node its id.
+  // Sets this node's record, with the id that the scheduler gave it.
   virtual void SetSelf(const Node& node) = 0;
-  // Makes a connection to `node`, or names the one that came from it.  Of the scheduler, with which
-  // there is one, it learns the NICs.
+  // Connects to `node`, or gives an id to the process that connected as `node`. For the scheduler,
+  // if connected: takes note of its NICs.
   virtual void Connect(const Node& node) = 0;
-  // Closes it when what was sent before has left.  A server closes it at once, and another process
-  // may come under this id from then on.
+  // Closes the connection once everything queued is sent. A server closes it at once, and another
+  // process may then take this id.
   virtual void Disconnect(int node_id) = 0;
-  // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
+  // Never blocks. A message that cannot be sent is dropped; OnLinkLost gives the reason.
   virtual void Send(Message* msg) = 0;
-  // Why the last attempt to connect to the scheduler failed; empty where that is not known.
+  // Returns why the last attempt to connect to the scheduler failed; "" if unknown.
   virtual std::string DialError() { return ""; }
-  // Whether links with this node are broken now, of which the membership may not have heard yet.
+  // Returns whether links to this node are broken right now. The membership may not know it yet.
   virtual bool IsBroken(int /*node_id*/) { return false; }
-  // The rate of the NICs that the nodes of this host use, Mbit/s; 0: not known.
+  // Rate of the NICs that the nodes of this host use, in Mbit/s; 0: unknown.
   virtual int host_mbps() const { return 0; }
-  // Connections that are made from now on belong to this generation of the job.
+  // Sets the job's generation for connections made from now on.
   virtual void SetIncarnation(int incarnation) = 0;
-  // The number of the job (link/admission.h).  A scheduler that goes on with a job of another one
-  // takes its number.
+  // The job's number (link/admission.h). A scheduler that takes over another one's job adopts its
+  // number.
   virtual uint64_t job() const = 0;
   virtual void SetJob(uint64_t job) = 0;
 };

@@ -21,12 +21,12 @@ using membership::Send;
 namespace {
 
 constexpr double kGoodbyeSeconds = 5.0;
-// How long after its connection closed the scheduler's last word may still come, or its
-// word on a peer whose connection broke.
+// Time for the scheduler's last message after its connection closed, and for its news of a peer
+// whose connection broke.
 constexpr double kLastWordSeconds = 0.5;
-// The same for the word of a peer that closed a connection.
+// Time for the last message of a peer that closed its connection.
 constexpr double kPeersWordSeconds = 1.5;
-// How long it may take the scheduler to fail the job once it is told of that.
+// Time for the scheduler to fail the job after a report.
 constexpr double kVerdictSeconds = 5.0;
 
 }  // namespace
@@ -82,11 +82,11 @@ void NodeMembership::Join() {
                    Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
                    (why.empty() ? "" : ": " + why));
   }
-  // The scheduler answers; it also gives up when nodes stay away, and says who.
-  // Should it vanish meanwhile, the heartbeats' thread notices.
+  // The scheduler has answered. It gives up by itself if nodes do not come, and names them; the
+  // heartbeat thread notices if the scheduler dies.
   // Ended by the scheduler's word or its loss; deadline: the scheduler's, BYTEPS_START_TIMEOUT_S.
   cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return state_ != State::kJoining; });
-  // A short job may even have ended before this thread woke.
+  // A short job may already have ended when this thread wakes.
   if (state_ != State::kFailed) return;
   if (failure_.kind == Failure::kWouldBeAdmitted) throw WouldBeAdmitted(failure_.reason);
   if (failure_.kind == Failure::kComeAgain) throw ComeAgain(failure_.reason);
@@ -111,8 +111,8 @@ void NodeMembership::Leave(const Farewell& farewell) {
   const auto is_over = [this]() PS_REQUIRES(mu_) {
     return left_acknowledged_ || state_ != State::kActive;
   };
-  // Others may need sums that this worker has, should a server be lost: the scheduler says how
-  // long.  And the next scheduler must know that it has left.
+  // The scheduler decides how long to stay: others may need this worker's results if a server is
+  // lost, and a scheduler that returns must learn that this worker left.
   if (settings_.replace_servers_s > 0 || returns) {
     // Ended by the scheduler's answer, its loss, or Stop; deadline: the scheduler's,
     // BYTEPS_SCHEDULER_RETURN_S where there is none.
@@ -216,7 +216,7 @@ void NodeMembership::Handle(const Message& msg) {
       return settings_.probe > 0 ? OnProbeAnswer(body) : OnRefused(body);
     case Control::JOB_FAILED: {
       {
-        // Only members are told, and its welcome may come later.
+        // Only members are told of failures; the welcome may arrive later.
         MutexLock lock(&mu_);
         welcomed_ = true;
       }
@@ -230,7 +230,7 @@ void NodeMembership::Handle(const Message& msg) {
     case Control::JOB_END:
       return OnEnd(membership::Parse<membership::End>(body).value_or(membership::End()).suspended);
     default:
-      return OnHeartbeat();  // MaySend knows no other
+      return OnHeartbeat();  // MaySend allows no other command
   }
 }
 
@@ -244,7 +244,7 @@ void NodeMembership::OnWelcome(const Message& msg) {
   if (!welcome) return;
   if (msg.meta.control.node.size() == 1) links_->SetSelf(msg.meta.control.node[0]);
   if (OnReturn(welcome->life)) return;
-  // The scheduler's number when this node connected may have been that of the last generation.
+  // When this node connected, the scheduler may still have been in the previous generation.
   links_->SetIncarnation(welcome->generation);
   {
     MutexLock lock(&mu_);
@@ -260,7 +260,7 @@ void NodeMembership::OnWelcome(const Message& msg) {
 void NodeMembership::OnRefused(const std::string& body) {
   const bool again = body.starts_with(membership::kAgain);
   MutexLock lock(&mu_);
-  // A scheduler that has returned needs it no more, and its work is done.
+  // A returned scheduler does not need this node; its work is done.
   if (!again && asked_.leaves && state_ == State::kActive) return Enter(State::kEnded);
   if (!again) {
     lock.Unlock();
@@ -287,7 +287,7 @@ void NodeMembership::OnAdmission(const Message& msg) {
   const auto beginning = membership::Parse<membership::Beginning>(msg.meta.body);
   if (!beginning) return;
   {
-    // It says how many connections a link wants.
+    // Sets link_mbps_ before connecting: it decides how many connections a link uses.
     MutexLock lock(&mu_);
     link_mbps_ = beginning->link_mbps;
     is_late_ = beginning->late;
@@ -295,12 +295,12 @@ void NodeMembership::OnAdmission(const Message& msg) {
   }
   for (const auto& node : msg.meta.control.node) {
     {
-      // One of two schedulers has said so before.
+      // A scheduler that has returned repeats nodes.
       MutexLock lock(&mu_);
       if (state_ == State::kActive && roster_.Find(node.id) != nullptr) continue;
     }
     links_->Connect(node);
-    if (node.role == Node::SCHEDULER) continue;  // which has told of its NICs
+    if (node.role == Node::SCHEDULER) continue;  // only its NICs are news
     MutexLock lock(&mu_);
     roster_.Put(node);
   }
@@ -364,16 +364,16 @@ void NodeMembership::OnSchedulerLost(const std::string& how, const std::string& 
   MutexLock lock(&mu_);
   if (left_acknowledged_ || !InJob() || NotFound(how)) return;
   if (!welcomed_) {
-    // It never was reached, or would not have this node: that is all there is to say.
+    // It was never reached, or refused this node.
     const std::string reason =
         "the " + NameOfScheduler(*links_) + " cannot be joined: " + unwelcome;
-    // This process may try again, and nothing has failed yet.
+    // This process may try again; nothing has failed yet.
     if (settings_.scheduler_return_s > 0) return EndJoin({Failure::kNoAnswer, reason});
     lock.Unlock();
     return Fail(reason);
   }
-  // It may have ended in good order, or told of a failure: its last word comes
-  // on another connection and may be behind this news.
+  // The scheduler's last message may still arrive on another connection, e.g. the end of the job or
+  // a failure; wait before calling it lost.
   PS_PROBE(kLastWord);
   scheduler_loss_ = {how, Clock::now() + ToDuration(kLastWordSeconds)};
   heartbeats_.Wake();
@@ -438,16 +438,16 @@ void NodeMembership::ReportBrokenLink(int id) {
     if (peer != nullptr) lost = peer->node;
     lost.id = id;
     lost.role = IsWorkerId(id) ? Node::WORKER : Node::SERVER;
-    if (lost.port == Node::kEmpty) lost.port = 0;  // as of any node that listens nowhere
+    if (lost.port == Node::kEmpty) lost.port = 0;  // as for a node that does not listen
     if (peer != nullptr && peer->left) {
       PS_PROBE(kLinkOfLeaver);
-      broken_links_.erase(it);  // it went in good order
+      broken_links_.erase(it);  // it left in order
       return;
     }
     reason = before + (peer != nullptr ? Describe(peer->node) : RoleAndRank(id)) + " was lost to " +
              self + ": " + link.how;
     reported = std::exchange(link.reported, true);
-    // A scheduler that has returned may wait for others before it says anything.
+    // A returned scheduler may wait for other nodes before it decides.
     link.due = std::max(Clock::now(), settled_) + ToDuration(kVerdictSeconds);
   }
   if (reported) return Fail(reason);

@@ -1,5 +1,5 @@
-// The side of a worker or a server: joins the job, tells the scheduler that it lives and what
-// breaks, watches the scheduler, and hears from it of everything else.
+// NodeMembership: the side of a worker or server. Joins the job, sends heartbeats and reports of
+// broken links, watches the scheduler, and follows its messages.
 #ifndef BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_
 
@@ -32,103 +32,103 @@ class NodeMembership : public Membership {
 
   NodeMembership* AsNode() override { return this; }
 
-  // Registers and blocks until every node has.  Throws Error when the scheduler refuses or
-  // gives up, NoAnswer when it does not answer, ComeAgain when it would take this node later,
-  // and JobFailed when the job failed after it had taken this node.  A probe ends with one of these
-  // or with WouldBeAdmitted.
+  // Registers, and blocks until every node has. Throws Error if the scheduler refuses or gives up,
+  // NoAnswer if it does not answer, ComeAgain if it may admit this node later, and JobFailed if the
+  // job failed after this node was admitted. A probe always ends with one of these or with
+  // WouldBeAdmitted.
   void Join() override;
   void StopByOrder(const std::string& how) override;
-  bool HasWorkers() override;  // the scheduler says so when none is left
+  bool HasWorkers() override;  // false once the scheduler has announced that none is left
   void Stop() override;
   void Handle(const Message& msg) override;
   void OnDisconnect(int node_id) override;
   void OnLinkLost(int node_id, const std::string& how, bool closed) override;
   std::string NameOf(int node_id) override;
-  // The address by which others know a node; empty: it is not in the job.
+  // Returns the address by which others know a node; "" if it is not in the job.
   std::string HostOf(int node_id);
 
-  // On a worker: says goodbye and waits, a few seconds at most, for the answer.  With a failure the
-  // job has failed, for all.  An error counts as one where the scheduler keeps the cluster: who has
-  // not done all of its work is started again.
+  // Leaves the job, as a worker. Waits a few seconds for the answer. A failure fails the job for
+  // all nodes. If the scheduler keeps the cluster, an error does too: a worker whose work is
+  // incomplete is started again.
   void Leave(const Farewell& farewell);
 
-  // Tells the scheduler something of a replica (docs/design/replicas.md).  Of one that is late:
-  // which changes of the replicas this node has heard of.
+  // Sends the scheduler a message about a replica (docs/design/replicas.md). A Late message gets
+  // the epoch of the replica changes that this node knows.
   void SayOfReplica(membership::MemberWord word);
 
-  // From now on heartbeats carry what `report` returns, at most kMaxReport bytes.  It is called
-  // by the heartbeats' thread with no lock held, and is not called any more after Stop.
+  // Attaches the result of `report` to each heartbeat, at most kMaxReport bytes. The heartbeat
+  // thread calls it without a lock; it is not called after Stop.
   void SetReporter(std::function<std::string()> report);
 
-  // On a worker that has joined: Mbit/s each way of the slowest worker's network card; 0 where one
-  // of them is not known.  The same on all workers.
+  // After Join, on a worker: rate of the slowest worker's NIC, in Mbit/s each way; 0 if any is
+  // unknown. Equal on all workers.
   int link_mbps();
-  // On a worker that has joined: whether its replica has come to a job that runs, and takes part in
-  // nothing until it is admitted.
+  // After Join, on a worker: whether its replica has come to a running job, and takes no part until
+  // it is admitted.
   bool is_late();
-  // Whether there is no scheduler, or one that may still await nodes that return.
+  // Returns whether the scheduler is away, or has returned and may still wait for nodes.
   bool lacks_scheduler();
 
  private:
   using Clock = AwakeClock;
   enum class State { kJoining, kActive, kFailed, kEnded, kStopped };
 
-  // Why the job goes on without this node, or does not go on.
+  // Why this node leaves the job, or the job ends.
   struct Failure {
-    // What Join throws: Error or JobFailed, ComeAgain, NoAnswer, WouldBeAdmitted.
+    // The type that Join throws: Error or JobFailed, ComeAgain, NoAnswer, WouldBeAdmitted.
     enum Kind { kFinal, kComeAgain, kNoAnswer, kWouldBeAdmitted } kind = kFinal;
     std::string reason;
-    const char* file = "";  // what found it
+    const char* file = "";  // source location that found it
     int line = 0;
   };
 
-  // The connection to the scheduler closed; until `due` its last word may still come.
+  // The connection to the scheduler closed. Its last message may still arrive, until `due`.
   struct SchedulerLoss {
     std::string how;
     Clock::time_point due;
   };
 
-  // A connection to another node that broke.
+  // A broken connection to another node.
   struct BrokenLink {
     std::string how;
-    Clock::time_point due;  // until then others may speak
+    Clock::time_point due;  // news from others have priority until then
     bool reported = false;
   };
 
-  // The scheduler has died, and may return.
+  // A dead scheduler that may return.
   struct Absence {
     std::string how;
     Clock::time_point since;
     Clock::time_point deadline;
-    Clock::time_point next;  // attempt to reach it
-    bool dials = false;      // one is being made
+    Clock::time_point next;  // time of the next attempt to connect
+    bool dials = false;      // an attempt is being made
     std::string last_error;
   };
 
-  // What the next scheduler has to be asked again.
+  // Requests to repeat to the next scheduler.
   struct Asked {
     bool leaves = false;
     std::string farewell;
     bool ready = false;
     std::optional<membership::Admit> admit;
-    // Others, until the scheduler has answered a heartbeat that was sent after them: what it has
-    // told of them before came then, too.
+    // Other requests. Dropped when the scheduler answers a heartbeat sent after them: it has then
+    // handled them.
     std::vector<std::string> words;
-    std::optional<size_t> marked;  // so many were sent before the last heartbeat
+    std::optional<size_t> marked;  // number sent before the last heartbeat
   };
 
   bool InJob() const PS_REQUIRES(mu_) {
     return state_ == State::kJoining || state_ == State::kActive;
   }
-  // Leaves kJoining or kActive for another state, and wakes all who wait.
+  // Changes kJoining or kActive to another state, and wakes all waiting threads.
   void Enter(State state) PS_REQUIRES(mu_);
-  // The place is that of the call: what found the failure.
+  // `file` and `line`: the caller, which found the failure.
   void Fail(const std::string& reason, const char* file = __builtin_FILE(),
             int line = __builtin_LINE());
-  // Ends Join without telling anybody else: nothing has failed yet.
+  // Ends Join without telling other nodes: nothing has failed yet.
   void EndJoin(Failure failure) PS_REQUIRES(mu_);
 
-  // What the scheduler says.
+  // The scheduler's messages.
   bool MaySend(const Message& msg);
   void OnWelcome(const Message& msg);
   void OnRefused(const std::string& body);
@@ -138,44 +138,44 @@ class NodeMembership : public Membership {
   void OnMemberWord(const Message& msg);
   void OnReplicas(const ReplicaView& view, const std::vector<Node>& removed);
   void OnReplaced(const membership::ServerReplaced& word, const Node& successor);
-  // The server of this rank is lost, which is the news of this turn or an earlier one.  False: it
-  // is none.
+  // Notes that the server of this rank is lost, by news of this turn. Returns false if the news is
+  // old.
   bool LoseServer(int rank, int turn, const std::string& reason);
   void OnEnd(bool suspended);
 
   membership::Claim MakeClaim(const Node& self);
 
-  // Where a scheduler may return (node_return.cc).
+  // Nodes whose scheduler may return (node_return.cc).
   //
-  // To the scheduler, unless it is away.
+  // Sends to the scheduler, unless it is away.
   void Tell(Control::Command command, const std::string& body, const std::vector<Node>& nodes = {});
-  // It is lost.  False: this node does not wait for it.
+  // Starts waiting for the lost scheduler. Returns false if this node does not wait.
   bool AwaitScheduler(const std::string& how);
   void LookForScheduler(Clock::time_point now);
   membership::Account MakeAccount();
-  // An attempt to reach it has failed.  False: there was none.
+  // Notes a failed attempt to reach the scheduler. Returns false if there was none.
   bool NotFound(const std::string& how) PS_REQUIRES(mu_);
-  // A scheduler of this life has taken this node.  True: back.
+  // A scheduler has admitted this node. Returns true if it is one that has returned.
   bool OnReturn(int life);
   void AskAgain();
   void Remember(const membership::MemberWord& word) PS_REQUIRES(mu_);
   void OnHeartbeat();
 
-  // `unwelcome`: what it means where the scheduler has not taken this node.
+  // `unwelcome`: the reason to give if the scheduler has not admitted this node.
   void OnSchedulerLost(const std::string& how, const std::string& unwelcome);
 
-  // The heartbeats' thread.
+  // Tasks of the heartbeat thread.
   std::optional<Clock::time_point> NextDue();
   void OnDue(Clock::time_point now);
   void OnBeat(Clock::time_point now);
   void ReportBrokenLinks(Clock::time_point now);
   void ReportBrokenLink(int id);
-  // An invariant was broken in this process, whatever it does: the job fails.
+  // Fails the job if an invariant of this process was broken, wherever in its code.
   void CheckInvariants();
 
   MembershipLinks* const links_;
   const MembershipSettings settings_;
-  const uint64_t broken_invariants_;  // of earlier jobs
+  const uint64_t broken_invariants_;  // count before this job
   Announcer announcer_;
   membership::IgnoredSenders ignored_;
 
@@ -185,18 +185,19 @@ class NodeMembership : public Membership {
   Failure failure_ PS_GUARDED_BY(mu_);
   bool welcomed_ PS_GUARDED_BY(mu_) = false;
   bool left_acknowledged_ PS_GUARDED_BY(mu_) = false;
-  Roster roster_ PS_GUARDED_BY(mu_);  // those that this node has heard of
+  Roster roster_ PS_GUARDED_BY(mu_);  // nodes that this node knows
   int link_mbps_ PS_GUARDED_BY(mu_) = 0;
   bool is_late_ PS_GUARDED_BY(mu_) = false;
-  ReplicaView view_ PS_GUARDED_BY(mu_);         // the last one
-  membership::Turns turns_ PS_GUARDED_BY(mu_);  // of servers' places
+  ReplicaView view_ PS_GUARDED_BY(mu_);         // the latest
+  membership::Turns turns_ PS_GUARDED_BY(mu_);  // of the servers' places
   std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);
   std::map<int, BrokenLink> broken_links_ PS_GUARDED_BY(mu_);  // by the peer's node id
-  int life_ PS_GUARDED_BY(mu_) = 0;                            // of the scheduler; 0: not known
+  int life_ PS_GUARDED_BY(mu_) = 0;                            // the scheduler's number; 0: unknown
   std::optional<Absence> absence_ PS_GUARDED_BY(mu_);
-  Clock::time_point settled_ PS_GUARDED_BY(mu_);  // the scheduler that returned has heard all
+  Clock::time_point settled_ PS_GUARDED_BY(mu_);  // by then the returned scheduler has heard all
+                                                  // nodes
   Asked asked_ PS_GUARDED_BY(mu_);
 
   HeartbeatThread heartbeats_;

@@ -1,4 +1,4 @@
-// A node whose scheduler has died, and may return (docs/design/losses.md).
+// Nodes whose scheduler has died, and may return (docs/design/losses.md).
 #include <algorithm>
 #include <chrono>
 #include <set>
@@ -22,11 +22,11 @@ using membership::Send;
 
 namespace {
 
-// Between two attempts to reach it.
+// Pause between attempts to reach the scheduler.
 constexpr double kPauseSeconds = 0.2;
-// Before what broke meanwhile is told: others may speak.
+// Delay before broken links are reported to a returned scheduler: other news have priority.
 constexpr double kWordSeconds = 0.5;
-// In this time a scheduler that has heard all, and all servers, remove a replica.
+// Time in which a scheduler that knows all nodes, and all servers, remove a replica.
 constexpr double kRemovalSeconds = 3;
 
 }  // namespace
@@ -34,7 +34,7 @@ constexpr double kRemovalSeconds = 3;
 void NodeMembership::Tell(Control::Command command, const std::string& body,
                           const std::vector<Node>& nodes) {
   {
-    // Who has not been taken back may say no more than that it returns.
+    // A node that is not readmitted yet may only register.
     MutexLock lock(&mu_);
     if (absence_) return;
   }
@@ -74,7 +74,7 @@ void NodeMembership::LookForScheduler(Clock::time_point now) {
                 "; it did not return within " +
                 Limit(settings_.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S") +
                 (absence_->last_error.empty() ? "" : ": " + absence_->last_error);
-      // Its work is done, and only the answer is missing.
+      // Its work is done; only the scheduler's answer is missing.
       if (asked_.leaves) return Enter(State::kEnded);
     } else if (absence_->dials || now < absence_->next) {
       return;
@@ -192,7 +192,7 @@ void NodeMembership::OnHeartbeat() {
   asked_.marked.reset();
 }
 
-// A node's messages about replicas and about lost servers (docs/design/losses.md).
+// ----- messages about replicas and lost servers (docs/design/losses.md)
 
 void NodeMembership::OnMemberWord(const Message& msg) {
   const auto word = membership::Parse<MemberWord>(msg.meta.body);
@@ -225,11 +225,11 @@ void NodeMembership::OnReplicas(const ReplicaView& view, const std::vector<Node>
     if (view.count() == 0 || state_ != State::kActive || view.epoch <= last) return;
     view_ = view;
     view_.news.clear();
-    // What breaks of these is no news; and nobody else may come under their names before.
+    // Broken links to removed nodes are expected, and no other process can take their ids before.
     for (const Node& node : removed) {
       Member* const member = roster_.Put(node);
       member->left = member->removed = true;
-      // Nor is a later life of it to be reported for that.
+      // Must not be reported against a later process with this id.
       broken_links_.erase(node.id);
     }
     const std::set<int> absent = view.AbsentRanks();
@@ -254,13 +254,13 @@ bool NodeMembership::LoseServer(int rank, int turn, const std::string& reason) {
   {
     MutexLock lock(&mu_);
     int& last = turns_[rank];
-    // A scheduler that has returned says again what this node may have heard.
+    // A scheduler that has returned repeats what this node may know.
     if (state_ != State::kActive || turn <= last) return false;
     is_lost_now = last % 2 == 0;
     last = turn;
     broken_links_.erase(id);
     Member* const member = roster_.Find(id);
-    if (member != nullptr) member->left = member->removed = true;  // what breaks of it is no news
+    if (member != nullptr) member->left = member->removed = true;  // its broken links are expected
   }
   if (!is_lost_now) return true;
   links_->Disconnect(id);
@@ -280,7 +280,7 @@ void NodeMembership::OnReplaced(const membership::ServerReplaced& word, const No
   event.kind = MembershipEvent::kServerReplaced;
   event.rank = word.rank;
   event.node = InfoOf(successor);
-  // Servers need one another for copies alone; all hear of it, since workers wait meanwhile.
+  // Servers have links to servers for copies alone. All are told, since workers wait.
   const Node self = links_->self();
   const bool worker = self.role == Node::WORKER;
   if (worker || settings_.backups) {

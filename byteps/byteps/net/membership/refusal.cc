@@ -25,8 +25,8 @@ Refusal Check(const Roster& roster, RosterPolicy* policy, const MembershipSettin
         (settings.backups ? "set on the scheduler, and not there" : "not set on the scheduler") +
         ": set it alike on all nodes"};
   }
-  // What is said of numbers and places may be true of the last generation only, which has not
-  // ended for the scheduler yet: its nodes are given some time to connect again.
+  // Conflicts in numbers and places may come from a generation that has not ended for the scheduler
+  // yet: its nodes have some time to connect again.
   const bool later = settings.keep;
   const bool worker = node.role == Node::WORKER;
   const JobSize& expected = roster.expected();
@@ -92,7 +92,7 @@ Refusal AssignAll(const Roster& roster, RosterPolicy* policy, const MembershipSe
     return {"the job has room for " + Plural(room, server ? "more server" : "more worker") +
             ", and this machine has " + std::to_string(claim.probe)};
   }
-  // Those that follow the first; none is looked at beyond one that would be refused.
+  // Checks the nodes after the first, up to the first refusal.
   for (int i = 1; i < claim.probe && !refusal; ++i) {
     node.aux_id = first + i;
     refusal = Assign(roster, policy, settings, claim, &node);

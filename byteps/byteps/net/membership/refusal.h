@@ -14,22 +14,22 @@ class RosterPolicy;
 
 namespace membership {
 
-// Why a scheduler does not admit a node to its job.
+// A scheduler's reason not to admit a node.
 struct Refusal {
-  std::string reason;  // empty: it is admitted
-  bool later = false;  // it may be admitted at another time
+  std::string reason;  // "": admitted
+  bool later = false;  // it may be admitted later
 
   explicit operator bool() const { return !reason.empty(); }
 };
 
 Refusal CheckProtocol(const Claim& claim);
 
-// Gives `node` its rank and its id, or refuses it.  The roster stays as it is.  `settings`: of the
-// scheduler.
+// Gives `node` its rank and id, or refuses it. Does not change the roster. `settings`: the
+// scheduler's.
 Refusal Assign(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
                const Claim& claim, Node* node);
 
-// Whether `claim.probe` nodes like `node` would be admitted, one after the other.
+// Returns whether `claim.probe` nodes like `node` would be admitted, one after another.
 Refusal AssignAll(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
                   const Claim& claim, Node node);
 

@@ -7,26 +7,27 @@
 
 namespace ps {
 
-// Which replicas of a model are in the job (docs/design/replicas.md), as the scheduler tells it.
+// The replicas of a model in the job (docs/design/replicas.md), as the scheduler announces them.
 struct ReplicaView {
-  int workers = 0;      // of all replicas together; equally many are of each
-  int epoch = 0;        // grows with each change
-  std::string present;  // a '1' for each replica that takes part in sums, a '0' for each other one
-  std::string waiting;  // a '1' for each that is ready to join, when the others say so
-  // The life of each: the epoch in which it became ready to join; 0: it was there from the
+  int workers = 0;      // of all replicas; each has equally many
+  int epoch = 0;        // increases with each change
+  std::string present;  // '1' for each replica that takes part in all-reduces, '0' for the others
+  std::string waiting;  // '1' for each replica that is ready to join; it joins when the others
+                        // agree
+  // Life of each replica: the epoch in which it became ready to join. 0: present from the
   // beginning.
   std::vector<int> lives;
-  // Which other one gives each what it lacks; -1: it was there from the beginning, or has not
-  // joined yet.  The scheduler chooses it, since nodes may hear at different times of one that is
-  // removed.
+  // Donor of each replica: the replica that sends it the current state. -1: it was present from the
+  // beginning, or has not joined yet. The scheduler chooses, since nodes may learn of a removed
+  // replica at different times.
   std::vector<int> donors;
-  std::string news;  // what has changed, for the log; may be empty
+  std::string news;  // the change, for the log; may be ""
 
   int count() const { return static_cast<int>(present.size()); }
   bool IsPresent(int replica) const { return present[replica] == '1'; }
-  // The ranks of a replica are those from this one on.
+  // Returns the first of the replica's consecutive ranks.
   int FirstRank(int replica) const { return replica * (workers / count()); }
-  // Of replicas that are not present.
+  // Ranks of the replicas that are not present.
   std::set<int> AbsentRanks() const;
 };
 

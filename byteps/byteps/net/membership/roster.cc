@@ -9,7 +9,7 @@
 namespace ps {
 namespace {
 
-// Those that stay away are named up to this many: a thousand names help nobody.
+// Limit of names in a list of missing workers.
 constexpr int kNamedWorkers = 16;
 
 }  // namespace

@@ -1,4 +1,3 @@
-// Roster: the nodes of a job, their ids and ranks.
 #ifndef BYTEPS_NET_MEMBERSHIP_ROSTER_H_
 #define BYTEPS_NET_MEMBERSHIP_ROSTER_H_
 
@@ -12,17 +11,16 @@
 
 namespace ps {
 
-// The nodes of a job.
+// A node of a job.
 struct Member {
   Node node;
-  bool left = false;     // it has done its work, or was removed
-  bool removed = false;  // with its replica
-  // It has left, and stays until all have: others may lack a sum that it has, should a server be
-  // lost.
+  bool left = false;     // its work is done, or it was removed
+  bool removed = false;  // together with its replica
+  // It has left, but stays until all have: others may need its results if a server is lost.
   bool lingers = false;
-  // Known to the scheduler alone.
+  // The scheduler alone sets the following.
   bool left_to_suspend = false;
-  AwakeClock::time_point left_at;  // of one that lingers
+  AwakeClock::time_point left_at;  // for a lingering node
   AwakeClock::time_point heard;
   int link_mbps = 0;
 };
@@ -31,43 +29,43 @@ struct Member {
 struct JobSize {
   int workers = -1;
   int servers = -1;
-  int replicas = -1;  // that the workers are of
+  int replicas = -1;  // number of replicas that the workers belong to
 };
 
-// By node id, without the scheduler.  Not thread-safe.
+// The nodes of a job by node id, without the scheduler. Not thread-safe.
 class Roster {
  public:
   Roster() = default;
   explicit Roster(const JobSize& expected) : expected_(expected) {}
 
-  // How many nodes the job should have.
+  // Numbers of nodes that the job should have.
   const JobSize& expected() const { return expected_; }
   void Expect(const JobSize& size) { expected_ = size; }
   const std::map<int, Member>& members() const { return members_; }
 
-  // Null: the job has no such node.
+  // Returns null if the job has no such node.
   Member* Find(int id);
   const Member* Find(int id) const;
-  // Adds it, or changes what is known of the node of its id.
+  // Adds the node, or updates its record.
   Member* Put(const Node& node);
   void Erase(int id) { members_.erase(id); }
   void Clear() { members_.clear(); }
 
   int Count(Node::Role role) const;
-  // Workers and servers that have not left.
+  // Returns the numbers of workers and servers that have not left.
   JobSize Present() const;
   std::vector<int> Ids(Node::Role role) const;
-  // Of those that have not left.
+  // Ids of the nodes that have not left.
   std::vector<int> PresentIds() const;
-  // For servers, and for a worker whose launcher gave it none.
+  // Returns the lowest free rank, for servers and for workers without a rank from their launcher.
   int FirstFreeRank(Node::Role role) const;
 
   bool IsComplete() const;
-  // "worker 3, worker 7, 2 servers"; empty where nobody is.
+  // Returns "worker 3, worker 7, 2 servers"; "" if the job is complete.
   std::string Missing() const;
-  // Every worker came and has left.
+  // Returns whether every worker has come and left.
   bool AllWorkersLeft() const;
-  // Some worker has left and will come back.
+  // Returns whether a worker has left and will come back.
   bool IsBeingSuspended() const;
 
  private:
@@ -75,7 +73,7 @@ class Roster {
   std::map<int, Member> members_;
 };
 
-// Its id in a job.
+// Returns the node id of this role and rank.
 int IdOf(Node::Role role, int rank);
 
 }  // namespace ps

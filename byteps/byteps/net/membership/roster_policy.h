@@ -17,75 +17,76 @@ namespace ps {
 struct ScheduledJob;
 class SchedulerMembership;
 
-// Decides what a scheduler does about nodes that are lost, and about those that come to a job which
-// has begun. This one ends the job; recovery/scheduler has one that goes on.
+// A scheduler's policy for lost nodes and for nodes that come to a running job. This base class
+// ends the job; recovery/scheduler has one that continues it.
 //
-// Any thread.
+// Thread-safe.
 class RosterPolicy {
  public:
   using Clock = AwakeClock;
 
-  // Both outlive this, and may not be complete yet.
+  // Both must outlive this object. They may still be under construction.
   RosterPolicy(SchedulerMembership* scheduler, ScheduledJob* job)
       : scheduler_(scheduler), job_(job) {}
   virtual ~RosterPolicy() = default;
 
   // ----- called with ScheduledJob::mu held
 
-  // `refusal` is that of a node for which there is no place: `member` has it, or, if that is null,
-  // servers have all of theirs. Returns the refusal that it gets; it may be none.
+  // Reconsiders the refusal of a node for which there is no place: `member` holds the place, or, if
+  // null, all servers' places are taken. Returns the final refusal, possibly none.
   virtual membership::Refusal Reconsider(membership::Refusal refusal, const Member* member);
-  // A server is admitted, and may get another place than the first that is free.
+  // May move a server that is being admitted to another place than the first free one.
   virtual void ChoosePlace(Node* server);
-  // All nodes of the job have come.
+  // All nodes of the job are present.
   virtual void OnComplete() {}
-  // A node is put into the roster of a job that has begun.
+  // A node joins the roster of a running job.
   virtual void OnArrival(const Member& member);
-  // Whether nodes of a job that another scheduler began are still to come.
+  // Returns whether nodes of a job that another scheduler began are still missing.
   virtual bool Gathers();
-  // Whether the policy keeps the message of a member, to hand it on later.
+  // Returns whether the policy keeps this member's message, to handle it later.
   virtual bool HoldsBack(const Message& msg);
-  // Whether the end of this member is no news; its connection is closed.
+  // Returns whether the loss of this member was expected. Its connection is then closed.
   virtual bool IsExcused(int node_id);
-  // Follows the reason why the node `lost` is gone.
+  // Returns a text to append to the reason why the node `lost` is gone.
   virtual std::string AlsoFailed(int lost);
-  // Says why a worker may not leave in good order now; empty: it may.
+  // Returns why a worker may not leave in order now; "": it may.
   virtual std::string WhyMayNotLeave(int node_id);
-  // `worker` has left in good order. Returns those that are told at once that they may go.
+  // `worker` has left in order. Returns the workers to dismiss at once.
   virtual std::vector<Node> OnLeft(Member* worker);
-  // Whether the job is done.
+  // Returns whether the job is done.
   virtual bool IsOver();
-  // The job is over or has failed, and the roster forgets its nodes.
+  // The job is over or has failed; the roster forgets its nodes.
   virtual void Clear() {}
-  // Replicas that are in the job; none: it is the only one that trains its model.
+  // Returns the replicas in the job; none: the job alone trains its model.
   virtual ReplicaView Replicas();
-  // When OnDue is to be called; time_point::max(): not yet.
+  // Returns when to call OnDue; time_point::max(): not yet.
   virtual Clock::time_point NextDue();
 
   // ----- called without a lock
 
-  // A node comes back to the job of a scheduler that died.
+  // A node returns to the job of a scheduler that died.
   virtual void OnReturn(const Node& node, const membership::Claim& claim,
                         const membership::Account& account);
-  // All nodes were told that the job is complete.
+  // All nodes know that the job is complete.
   virtual void OnBegun() {}
-  // `node` was admitted to a job that has begun.
+  // `node` was admitted to a running job.
   virtual void OnNewcomer(const Node& /*node*/) {}
-  // A member has sent something. False: the member is lost all the same.
+  // A member has sent a message. Returns false if the member is lost anyway.
   virtual bool OnHeard(int node_id);
-  // A member says something of replicas, or of others' losses (MEMBERS).
+  // A member sent a message about replicas or losses (MEMBERS).
   virtual void OnWord(int /*sender*/, const std::string& /*text*/) {}
-  // `worker` has said that it failed. True: the policy calls OnGone later.
+  // `worker` has reported its own failure. Returns true if the policy will call OnGone later.
   virtual bool HoldsFailure(int worker, const std::string& what);
-  // `accuser` says that its link with `accused` broke. False: that is not decided here.
+  // `accuser` reports that its link with `accused` broke. Returns false to leave the decision to
+  // the caller.
   virtual bool Judge(int accuser, const Node& accused, const std::string& reason);
-  // A member cannot go on. False: nor can the job.
+  // A member cannot continue. Returns false if the job cannot either.
   virtual bool Lose(int node_id, const std::string& reason);
-  // The same of a member that has left, and is gone.
+  // A member that has left in order is gone. Returns false if the job cannot continue.
   virtual bool LoseLeaver(int node_id);
-  // Some worker has left: others may go.
+  // A worker has left; others may now be dismissed.
   virtual void LetGo(Clock::time_point /*now*/) {}
-  // The job has failed, and all that are in it were told.
+  // The job has failed, and all its nodes know.
   virtual void OnJobFailed() {}
   virtual void OnDue(Clock::time_point /*now*/) {}
   // Called at each heartbeat.

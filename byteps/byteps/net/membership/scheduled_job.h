@@ -12,32 +12,32 @@
 
 namespace ps {
 
-// A job as its scheduler knows it, which SchedulerMembership and its RosterPolicy share.
+// The scheduler's state of a job, shared by SchedulerMembership and its RosterPolicy.
 struct ScheduledJob {
   using Clock = AwakeClock;
-  // kTurning: the nodes are told of a failure, and then others are waited for.
+  // kTurning: nodes are being told of a failure; the scheduler then waits for the next generation.
   enum class State { kActive, kTurning, kFailed, kEnded, kStopped };
 
   ScheduledJob(MembershipLinks* l, const MembershipSettings& s, Announcer::Listener listener)
       : links(l), settings(s), announcer(std::move(listener)) {}
 
-  // Tells clang that the caller holds mu, which it may know by another name.
+  // Tells clang that the caller holds mu, perhaps under another name.
   void AssertHeld() const PS_THREAD_SAFETY(assert_capability(mu)) {}
 
   MembershipLinks* const links;
   const MembershipSettings settings;
   Announcer announcer;
 
-  // Held while nodes that are at work are told what has changed, so that they hear it in order;
-  // before mu.
+  // Held while running nodes are told of changes, so that they hear them in order. Acquired before
+  // mu.
   Mutex telling_mu;
   Mutex mu;
   State state PS_GUARDED_BY(mu) = State::kActive;
   Roster roster PS_GUARDED_BY(mu);
   int incarnation PS_GUARDED_BY(mu) = 1;
-  // Number of this scheduler: more than that of each one before it that had the job.
+  // Number of this scheduler, higher than those of all earlier schedulers of the job.
   int life PS_GUARDED_BY(mu) = 1;
-  bool any_worker PS_GUARDED_BY(mu) = false;  // one has come
+  bool any_worker PS_GUARDED_BY(mu) = false;  // a worker has come
   bool has_begun PS_GUARDED_BY(mu) = false;   // all nodes have come
   Clock::time_point last_arrival PS_GUARDED_BY(mu);
 };

@@ -1,4 +1,4 @@
-// Nodes that come to the scheduler: which are admitted, and what they are told.
+// Nodes that come to the scheduler: admission, and what they are told.
 #include <algorithm>
 #include <climits>
 #include <map>
@@ -36,7 +36,7 @@ void SchedulerMembership::Register(const Message& msg) {
     if (!refusal && node.role == Node::SERVER) policy_->ChoosePlace(&node);
   }
   if (refusal) return Refuse(node, refusal);
-  // It has a link before it is a peer: whoever is told of a failure can be told.
+  // Connects before the node is a member, so every member can be told of a failure.
   job_.links->Connect(node);
   bool had_begun = false, begins = false;
   int life = 0;
@@ -93,7 +93,7 @@ void SchedulerMembership::Admit(const Claim& claim, const Node& node) {
   member->link_mbps = claim.link_mbps;
   if (job_.has_begun) return policy_->OnArrival(*member);
   if (!job_.roster.IsComplete()) return;
-  failure_.clear();  // of the last generation
+  failure_.clear();  // the previous generation's
   job_.has_begun = true;
   policy_->OnComplete();
 }
@@ -111,7 +111,7 @@ bool SchedulerMembership::FailIfUnreachable() {
     }
     if (server == nullptr) return false;
     for (const auto& [host, worker] : workers) {
-      // The server is on the scheduler's host, with workers that reach it.
+      // This worker shares the server's host, and can reach it.
       if (IsLoopback(host) || !IsNumeric(host) || !InterfaceOf(host).empty()) continue;
       reason = Describe(server->node) + " listens at a loopback address, which " +
                Describe(worker->node) +
@@ -137,8 +137,8 @@ void SchedulerMembership::TellAll() {
 
 void SchedulerMembership::TellBeginning(const std::vector<Node>& newcomers,
                                         membership::Beginning beginning) {
-  // Workers connect to servers, and with backups neighbors among servers to each other: nobody else
-  // needs addresses.  All may have to connect to the scheduler again, over another NIC.
+  // Workers connect to servers, and with backups neighboring servers to each other; no other
+  // addresses are needed. All nodes may have to reconnect to the scheduler over another NIC.
   std::vector<Node> scheduler;
   if (job_.links->self().nics.size() > 1) scheduler.push_back(job_.links->self());
   std::vector<Node> servers = scheduler;
@@ -186,7 +186,7 @@ void SchedulerMembership::TakeOver(uint64_t job) {
 
 void SchedulerMembership::Refuse(const Node& node, const Refusal& refusal) {
   const std::string reason = Describe(node) + " was refused by " + Name() + ": " + refusal.reason;
-  // Who comes again and again must not fill the log.
+  // A node that keeps coming must not fill the log.
   if (refusal.later) {
     PS_VLOG(1) << reason << "; it may come again";
   } else {

@@ -16,7 +16,7 @@ using membership::Send;
 
 namespace {
 
-// Workers that leave within so long are told of by one message to each server.
+// Workers that leave within this time are announced in one message per server.
 constexpr double kDepartureSeconds = 0.02;
 
 }  // namespace
@@ -105,8 +105,8 @@ void SchedulerMembership::Handle(const Message& msg) {
                  << ", which is not of this generation of the job";
       return;
     }
-    // A member has nothing to register, and one that registers is no member yet: the role that it
-    // claims is looked at then.
+    // Members do not register, and a node that registers is no member yet. Its claimed role is
+    // checked later.
     const Node::Role role = member == nullptr ? Node::WORKER : member->node.role;
     if (member != nullptr && member->removed) return;
     may = (member == nullptr) == (command == Control::ADD_NODE) &&
@@ -131,7 +131,7 @@ void SchedulerMembership::Handle(const Message& msg) {
     case Control::LEAVE:
       return OnFarewell(sender, msg.meta.body);
     default:
-      return;  // MaySend knows no other
+      return;  // MaySend allows no other command
   }
 }
 
@@ -139,7 +139,7 @@ void SchedulerMembership::Handle(const Message& msg) {
 
 void SchedulerMembership::OnFarewell(int node_id, const std::string& text) {
   const auto leave = membership::Parse<membership::Leave>(text);
-  if (!leave) return;  // MaySend has looked at it
+  if (!leave) return;  // MaySend has checked it
   const membership::Departure departure = membership::DepartureOf(*leave, job_.settings.keep);
   if (!departure.failure.empty()) {
     if (IsWorkerId(node_id) && policy_->HoldsFailure(node_id, departure.failure)) return;
@@ -203,7 +203,7 @@ void SchedulerMembership::EndJob() {
   int incarnation = 0;
   {
     MutexLock lock(&job_.mu);
-    // It has failed, or Stop was called, which waits for the heartbeats' thread: it sees the state.
+    // Failed or stopped. Stop waits for the heartbeat thread, which sees the state.
     if (job_.state != State::kActive) return PS_PROBE(kEndedAlready);
     suspended = job_.roster.IsBeingSuspended();
     servers = job_.roster.Ids(Node::SERVER);
@@ -265,7 +265,7 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
   }
   PS_PROBE(kForgotten);
   BPS_LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
-  // Should it be there after all, it must not wait for a job that does without it.
+  // If it is alive, it must not wait for a job that has forgotten it.
   Send(job_.links, Control::JOB_FAILED, node_id, reason);
   job_.links->Disconnect(node_id);
 }
@@ -288,7 +288,7 @@ void SchedulerMembership::FailJob(const std::string& reason, bool for_good, cons
   {
     MutexLock lock(&job_.mu);
     if (job_.state != State::kActive) return;
-    // Before anybody is told: who ends for this reason must not become another one.
+    // Set before nodes are told: their deaths from this failure must not count as another one.
     job_.state = goes_on ? State::kTurning : State::kFailed;
     failure_ = reason;
     if (goes_on) next = job_.incarnation + 1;
@@ -319,7 +319,7 @@ void SchedulerMembership::BeginIncarnation() {
   }
   ignored_.Clear();
   SetIncarnation(incarnation);
-  // They lose their names first: the next node of that name may come while they are told.
+  // Take their ids away first: a new node may get such an id while they are being told.
   for (const Node& node : old) {
     job_.links->Connect(node);
     job_.links->Disconnect(node.id);
@@ -369,7 +369,7 @@ void SchedulerMembership::OnBeat(Clock::time_point now) {
 void SchedulerMembership::CheckInvariants() {
   const InvariantReport broken = BrokenInvariants();
   if (broken.count == broken_invariants_) return;
-  broken_invariants_ = broken.count;  // the next generation may go on
+  broken_invariants_ = broken.count;  // the next generation may continue
   FailJob(Describe(job_.links->self()) + " cannot go on: " + broken.last);
 }
 

@@ -8,14 +8,14 @@
 
 namespace ps {
 
-// Settings of a van of any transport: its node and its job.
+// Settings of a van, whatever its transport.
 struct VanSettings {
   std::string scheduler_host;     // DMLC_PS_ROOT_URI
   int scheduler_port = 0;         // DMLC_PS_ROOT_PORT
-  bool on_every_address = false;  // DMLC_USE_KUBERNETES: the scheduler listens everywhere
-  std::string host;               // DMLC_NODE_HOST; empty: chosen
-  std::string interface;          // DMLC_INTERFACE; empty: chosen
-  int port = 0;                   // BYTEPS_NODE_PORT, of a server; 0: the kernel chooses
+  bool on_every_address = false;  // DMLC_USE_KUBERNETES: the scheduler listens on all addresses
+  std::string host;               // DMLC_NODE_HOST; "": chosen
+  std::string interface;          // DMLC_INTERFACE; "": chosen
+  int port = 0;                   // BYTEPS_NODE_PORT, a server's; 0: the kernel chooses
   double reconnect_s = 30;        // BYTEPS_RECONNECT_TIMEOUT_S
   NicSettings nics;
   MembershipSettings membership;

@@ -1,6 +1,6 @@
-// Messages of membership as bytes: the fields of a struct one after the other, of a variant its
-// index first. A struct that is sent has a function Fields beside it, which ties them, and may have
-// an IsValid.
+// Encodes membership's messages as bytes: the fields of a struct in order, a variant with its index
+// first. A struct that is sent has a function Fields, which ties its fields, and may have an
+// IsValid.
 #ifndef BYTEPS_NET_MEMBERSHIP_WORD_CODEC_H_
 #define BYTEPS_NET_MEMBERSHIP_WORD_CODEC_H_
 
@@ -46,7 +46,7 @@ void Put(const T& value, byteps::core::WireWriter* out) {
   } else if constexpr (IsWordList<T>) {
     out->PutSize(value.size());
     for (const auto& element : value) Put(element, out);
-  } else if constexpr (requires { value.first; }) {  // of a map
+  } else if constexpr (requires { value.first; }) {  // element of a map
     Put(value.first, out);
     Put(value.second, out);
   } else {
@@ -104,7 +104,7 @@ std::string Pack(const T& word) {
   return out.Take();
 }
 
-// Nothing: these bytes are no such word.
+// Returns nullopt if the bytes are not such a message.
 template <typename T>
 std::optional<T> Parse(const std::string& bytes) {
   byteps::core::WireReader in(bytes);

@@ -6,11 +6,11 @@
 namespace ps {
 namespace {
 
-// Nodes of a role, at most. The scheduler would count them, so it believes no larger claim.
+// Limit of nodes of a role: the scheduler counts through them, so larger claims are refused.
 constexpr int kMaxNodes = 1 << 20;
-// Largest value of a counter.
+// Limit of counters.
 constexpr int kMaxCount = 1'000'000'000;
-// Prefix of a worker's failure in what others are told.
+// Prefix of a worker's failure in messages to others.
 constexpr char kFailed[] = "failed: ";
 
 bool IsRank(int rank) { return rank >= 0 && rank < kMaxNodes; }

@@ -1,5 +1,5 @@
-// Bodies of the messages between a scheduler and its nodes. REFUSED, and the version at the head of
-// a registration, are text: nodes of another version read them, too.
+// Bodies of the messages between scheduler and nodes. REFUSED, and the version at the head of a
+// registration, are text, readable for nodes of other versions.
 #ifndef BYTEPS_NET_MEMBERSHIP_WORDS_H_
 #define BYTEPS_NET_MEMBERSHIP_WORDS_H_
 
@@ -24,7 +24,7 @@ inline auto Fields(ReplicaView& view) {
 inline auto Fields(Farewell& farewell) {
   return std::tie(farewell.suspend, farewell.failure, farewell.error);
 }
-// Whether it describes replicas, or says that there are none.
+// Returns whether the view describes replicas, or validly says that there are none.
 bool IsValid(const ReplicaView& view);
 
 namespace membership {
@@ -32,18 +32,18 @@ namespace membership {
 constexpr int kProtocol = 18;
 // Prefix of a REFUSED whose receiver may come again.
 constexpr char kAgain[] = "again: ";
-// Prefix of a REFUSED whose receiver only asked, and would be admitted.
+// Prefix of a REFUSED that answers a probe: the node would be admitted.
 constexpr char kWould[] = "would: ";
 
-// A node's view of the job when it registers, in ADD_NODE.
+// A registering node's view of the job, in ADD_NODE.
 struct Claim {
   int protocol = 0;
-  int workers = -1;  // -1: whatever the job has
+  int workers = -1;  // -1: as the job has
   int servers = -1;
-  int link_mbps = 0;     // of a worker's network card; 0: not known
-  int probe = 0;         // it asks for so many nodes, and does not join
-  int replicas = 0;      // of a worker: jobs that train its model; 0: it does not say
-  bool backups = false;  // servers have links with each other
+  int link_mbps = 0;     // rate of a worker's NIC; 0: unknown
+  int probe = 0;         // asks for this many nodes, and does not join
+  int replicas = 0;      // a worker's: number of jobs that train its model; 0: unset
+  bool backups = false;  // servers have links with their neighbors
 };
 inline auto Fields(Claim& claim) {
   return std::tie(claim.workers, claim.servers, claim.link_mbps, claim.probe, claim.replicas,
@@ -51,21 +51,20 @@ inline auto Fields(Claim& claim) {
 }
 bool IsValid(const Claim& claim);
 
-// Counts, by rank, how often the place of a server was lost or given to another; 0 is left out.
-// An odd count means that the place is lost.
+// Counts, by server rank, how often the place was lost or filled again; ranks with 0 are left out.
+// An odd count means that the place is vacant.
 using Turns = std::map<int, int>;
 int TurnOf(const Turns& turns, int rank);
 bool IsVacant(const Turns& turns, int rank);
 
-// A node's report to a scheduler that goes on with its job after another one has died
-// (docs/design/losses.md).
+// A node's report to a scheduler that takes over the job of a dead one (docs/design/losses.md).
 struct Account {
   uint64_t job = 0;      // its number
-  int life = 0;          // of the last scheduler that the node has heard; 0: it does not return
-  bool is_late = false;  // of a worker: its replica came to a job that ran already
-  std::set<int> left;    // ranks of workers that left in order; servers know
-  Turns turns;           // of servers' places, as far as it has heard; a server knows its own
-  ReplicaView replicas;  // the last that it has heard of; of no replica: none
+  int life = 0;          // number of the last scheduler that the node knows; 0: it does not return
+  bool is_late = false;  // a worker's: its replica came to a running job
+  std::set<int> left;    // ranks of workers that left in order; servers know them
+  Turns turns;           // of servers' places, as far as the node knows; a server knows its own
+  ReplicaView replicas;  // the latest the node knows; empty: none
 };
 inline auto Fields(Account& account) {
   return std::tie(account.job, account.life, account.is_late, account.left, account.turns,
@@ -73,7 +72,7 @@ inline auto Fields(Account& account) {
 }
 bool IsValid(const Account& account);
 
-// ADD_NODE, to the scheduler.
+// Body of ADD_NODE to the scheduler.
 struct Registration {
   Claim claim;
   Account account;
@@ -82,37 +81,37 @@ inline auto Fields(Registration& registration) {
   return std::tie(registration.claim, registration.account);
 }
 std::string PackRegistration(const Registration& registration);
-// Reads a registration, or of another protocol its version alone. Version -1: it is none.
+// Parses a registration; of another protocol only its version. Version -1: not a registration.
 Registration ParseRegistration(const std::string& text);
 
-// ADD_NODE, to nodes.
+// Body of ADD_NODE to nodes.
 struct Beginning {
-  int link_mbps = 0;  // the rate of the slowest worker's link
-  bool late = false;  // this worker's replica comes to a job that has begun
-  Turns turns;        // those that this node needs not hear of
+  int link_mbps = 0;  // rate of the slowest worker's link
+  bool late = false;  // this worker's replica comes to a running job
+  Turns turns;        // losses that need not be told to this node again
 };
 inline auto Fields(Beginning& beginning) {
   return std::tie(beginning.link_mbps, beginning.late, beginning.turns);
 }
 bool IsValid(const Beginning& beginning);
 
-// WELCOME.
+// Body of WELCOME.
 struct Welcome {
   int generation = 1;  // of the job
-  int life = 0;        // of the scheduler
+  int life = 0;        // the scheduler's number
 };
 inline auto Fields(Welcome& welcome) { return std::tie(welcome.generation, welcome.life); }
 inline bool IsValid(const Welcome& welcome) { return welcome.life > 0; }
 
-// JOB_END.
+// Body of JOB_END.
 struct End {
   bool suspended = false;  // the workers come back
 };
 inline auto Fields(End& end) { return std::tie(end.suspended); }
 
-// ----- LEAVE: a worker's Farewell, or
-
-// A server was told to end.
+// ----- LEAVE: a worker's Farewell, or Stopped
+//
+// A server was told to stop.
 struct Stopped {
   std::string how;  // "stopped by SIGTERM"
 };
@@ -120,59 +119,58 @@ inline auto Fields(Stopped& stopped) { return std::tie(stopped.how); }
 using Leave = std::variant<Farewell, Stopped>;
 
 struct Departure {
-  // The node's end: "was stopped by SIGTERM", "failed: exit status 3".  Empty:
-  // it has done its work.
+  // The node's end: "was stopped by SIGTERM", "failed: exit status 3". "": its work is done.
   std::string failure;
   bool suspend = false;
 };
-// `errors_count`: a worker in which an operation failed has not done its work.
+// `errors_count`: a worker with a failed operation has not done its work.
 Departure DepartureOf(const Leave& leave, bool errors_count);
 
-// ----- MEMBERS: to nodes a ReplicaView, or
-
-// A server has made all changes of replicas up to this epoch.
+// ----- MEMBERS: to nodes a ReplicaView, or one of the following
+//
+// A server has applied all changes of replicas up to this epoch.
 struct Acknowledged {
   int epoch = 0;
 };
 inline auto Fields(Acknowledged& word) { return std::tie(word.epoch); }
-// This worker, which came late, can take part.
+// This worker came late, and can take part now.
 struct Ready {};
 inline auto Fields(Ready& /*word*/) { return std::tuple<>(); }
-// This worker and all others that take part are between two steps, and this replica may join.
+// This worker and all others that take part are between two steps, so this replica may join.
 struct Admit {
   int replica = 0;
   int life = 0;  // of the replica
 };
 inline auto Fields(Admit& word) { return std::tie(word.replica, word.life); }
-// Others wait for this worker, to which it is passed on.
+// Others wait for this worker. The scheduler passes the message on to it.
 struct Awaited {
   int rank = 0;
   int round = 0;
   std::string tensor;
 };
 inline auto Fields(Awaited& word) { return std::tie(word.rank, word.round, word.tensor); }
-// The replica of this worker is late, and is to be removed.
+// This worker is late; its replica is to be removed.
 struct Late {
   int rank = 0;
-  int epoch = 0;  // that the server knows
+  int epoch = 0;  // the latest that the server knows
   std::string why;
 };
 inline auto Fields(Late& word) { return std::tie(word.rank, word.epoch, word.why); }
-// A server is lost, and another one is waited for.
+// A server is lost; a replacement is awaited.
 struct ServerLost {
   int rank = 0;
-  int turn = 0;  // of its place
+  int turn = 0;  // of the server's place
   std::string reason;
 };
 inline auto Fields(ServerLost& word) { return std::tie(word.rank, word.turn, word.reason); }
-// The node that comes with the message has the place of a server that was lost.
+// The node in this message replaces the lost server.
 struct ServerReplaced {
   int rank = 0;
-  int turn = 0;     // of its place
-  int servers = 0;  // how many there are
+  int turn = 0;     // of the server's place
+  int servers = 0;  // number of servers
 };
 inline auto Fields(ServerReplaced& word) { return std::tie(word.rank, word.turn, word.servers); }
-// A server knows that a worker has left. Sent where a scheduler may return.
+// A server knows that a worker has left. Sent if a scheduler may return.
 struct LeftKnown {
   int rank = 0;
 };

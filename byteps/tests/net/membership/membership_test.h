@@ -1,5 +1,5 @@
-// Membership without a network: links that only record what is sent, and the scheduler's side, to
-// which a test says what nodes say.
+// Fixtures to test membership without a network: links that record what is sent, and a scheduler's
+// side to which the test plays the nodes.
 #ifndef BYTEPS_TESTS_NET_MEMBERSHIP_MEMBERSHIP_TEST_H_
 #define BYTEPS_TESTS_NET_MEMBERSHIP_MEMBERSHIP_TEST_H_
 
@@ -27,7 +27,7 @@ namespace ps {
 
 class RecordedLinks : public MembershipLinks {
  public:
-  // A node of this role, at 10.0.0.2.
+  // Makes links of a node of this role, at 10.0.0.2.
   explicit RecordedLinks(Node::Role role) {
     scheduler_.role = Node::SCHEDULER;
     scheduler_.id = kScheduler;
@@ -103,7 +103,7 @@ class RecordedLinks : public MembershipLinks {
     if (on_send) on_send(*message);
   }
 
-  // Those sent to `id`, by command.
+  // Returns the messages sent to `id` with this command.
   std::vector<Message> SentTo(int id, Control::Command command) {
     MutexLock lock(&mu_);
     return Find(id, command);
@@ -111,13 +111,13 @@ class RecordedLinks : public MembershipLinks {
   int CountTo(int id, Control::Command command) {
     return static_cast<int>(SentTo(id, command).size());
   }
-  // Blocks until there are so many.
+  // Blocks until there are `count`.
   std::vector<Message> Await(int id, Control::Command command, size_t count) {
     MutexLock lock(&mu_);
     cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) { return Find(id, command).size() >= count; });
     return Find(id, command);
   }
-  // The body of the last REFUSED, to any node.
+  // Returns the body of the last REFUSED to any node.
   std::string LastRefusal() {
     MutexLock lock(&mu_);
     std::string text;
@@ -139,7 +139,7 @@ class RecordedLinks : public MembershipLinks {
     return incarnation_;
   }
 
-  // Called with no lock held, before it is noted and after.
+  // Called without a lock, before Connect is recorded and after Send is.
   std::function<void(const Node&)> on_connect;
   std::function<void(const Message&)> on_send;
 
@@ -183,7 +183,7 @@ inline std::string Stopped(const std::string& how) {
   return membership::Pack(membership::Leave(membership::Stopped{how}));
 }
 inline std::string Word(const MemberWord& word) { return membership::Pack(word); }
-// The word of this kind in a message; a failure, if it says another one.
+// Returns the message's content; fails the test if it is of another type.
 template <typename T>
 T WordIn(const Message& message) {
   const auto word = membership::Parse<MemberWord>(message.meta.body);
@@ -199,7 +199,7 @@ class SchedulerMembershipTest : public testing::Test {
     membership_->Join();
   }
 
-  // As it is before it joins.
+  // Makes the scheduler without Join.
   void Listen(MembershipSettings settings) {
     settings.peer_timeout_s = settings.start_timeout_s = 600;
     settings.make_roster_policy = policy_;
@@ -211,7 +211,7 @@ class SchedulerMembershipTest : public testing::Test {
   int replicas_ = 1;
   bool backups_ = false;
 
-  // A job of two workers and a server, at work, which goes on without the server for so long.
+  // Starts a job of two workers and a server that survives the server's loss for `seconds`.
   void GatherReplacing(double seconds = 600) {
     MembershipSettings settings;
     settings.workers = 2;
@@ -229,7 +229,7 @@ class SchedulerMembershipTest : public testing::Test {
     Start(settings);
     GatherNodes();
   }
-  // A worker says that its link with the server at this port broke.
+  // A worker reports that its link with the server at this port broke.
   void Accuse(int worker, int port) {
     Accuse(worker, server_, port, "server 0 was lost to worker 0");
   }
@@ -246,7 +246,7 @@ class SchedulerMembershipTest : public testing::Test {
     message.meta.control.node = {node};
     membership_->Handle(message);
   }
-  // A server says that its link with a worker broke.
+  // A server reports that its link with a worker broke.
   void AccuseWorker(int worker) {
     Message message;
     message.meta.control.cmd = Control::JOB_FAILED;
@@ -296,7 +296,7 @@ class SchedulerMembershipTest : public testing::Test {
     membership_->Handle(message);
   }
 
-  // A job of two workers and a server, at work.
+  // Starts a job of two workers and a server.
   void Gather() {
     MembershipSettings settings;
     settings.workers = 2;
@@ -311,7 +311,7 @@ class SchedulerMembershipTest : public testing::Test {
     ASSERT_EQ(membership_->View().phase, JobView::kRunning);
   }
 
-  // A job of two replicas of two workers, and a server, at work.
+  // Starts a job of a server and two replicas of two workers each.
   void GatherReplicas() {
     replicas_ = 2;
     MembershipSettings settings;
@@ -352,7 +352,7 @@ class SchedulerMembershipTest : public testing::Test {
   bool ended_ PS_GUARDED_BY(mu_) = false;
 };
 
-// Servers with backups, and one worker.
+// Fixture of servers with backups, and a worker.
 class NeighborsTest : public SchedulerMembershipTest {
  protected:
   void GatherServers(int servers, bool backups = true) {
@@ -369,7 +369,7 @@ class NeighborsTest : public SchedulerMembershipTest {
   }
   void Come() { Register(Node::SERVER, -1, -1, servers_); }
   static int Id(int rank) { return Postoffice::ServerRankToID(rank); }
-  // Ranks of the servers that this one was told of when it joined.
+  // Returns the ranks of the servers that this server was told of when it joined.
   std::vector<int> Told(int rank) {
     std::vector<int> ranks;
     const Message told = links_.SentTo(Id(rank), Control::ADD_NODE).back();

@@ -1,5 +1,5 @@
-// A node's side of membership, without a network or a scheduler: the test says what the scheduler
-// says, and looks at what is sent to it.
+// Tests of a node's side of membership without a network: the test plays the scheduler, and checks
+// what it is sent.
 #include "byteps/net/membership/node_membership.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ namespace {
 
 class NodeMembershipTest : public testing::Test {
  protected:
-  // Not in the job yet; nothing has happened.
+  // Makes a node that has not joined.
   void Make(Node::Role role) {
     membership_.reset();
     {
@@ -89,7 +89,7 @@ class NodeMembershipTest : public testing::Test {
     return node;
   }
 
-  // What Join throws; "" if it returns.
+  // Returns the message of the Error that Join throws; "" if it returns.
   template <typename Error>
   std::string JoinThrows() {
     try {
@@ -100,7 +100,7 @@ class NodeMembershipTest : public testing::Test {
     return "";
   }
 
-  // The first event of this kind.
+  // Waits for the first event of this kind.
   MembershipEvent Await(MembershipEvent::Kind kind) {
     MutexLock lock(&mu_);
     cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) { return Find(kind) != nullptr; });
@@ -130,7 +130,7 @@ class NodeMembershipTest : public testing::Test {
   const int server_ = Postoffice::ServerRankToID(0);
   const int worker_ = Postoffice::WorkerRankToID(0);
   MembershipSettings settings_ = Patient();
-  // What the scheduler does at once when it gets a command.
+  // The scheduler's immediate answers, by command.
   std::map<Control::Command, std::function<void()>> answers_;
   Mutex mu_;
   CondVar cond_;
@@ -257,7 +257,7 @@ TEST_F(NodeMembershipTest, AFailureWhileOthersAreMissingIsTheJobs) {
     Say(Control::JOB_FAILED, "worker 1 was lost");
   };
   EXPECT_EQ(JoinThrows<JobFailed>(), "worker 1 was lost");
-  // A failure may overtake the welcome: only members hear of it.
+  // A failure may arrive before the welcome: only members are told of it.
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { Say(Control::JOB_FAILED, "worker 1 was lost"); };
   EXPECT_EQ(JoinThrows<JobFailed>(), "worker 1 was lost");
@@ -266,7 +266,8 @@ TEST_F(NodeMembershipTest, AFailureWhileOthersAreMissingIsTheJobs) {
 TEST_F(NodeMembershipTest, OnlyTheSchedulerIsHeard) {
   JoinAs(Node::WORKER);
   Say(Control::JOB_FAILED, "nonsense", {}, server_);
-  Say(Control::JOB_END, membership::Pack(membership::End{}));  // servers are told so, not workers
+  Say(Control::JOB_END, membership::Pack(membership::End{}));  // a message for servers, not for
+                                                               // workers
   Say(Control::LEAVE, Finish());
   EXPECT_FALSE(Heard(MembershipEvent::kFailed));
   EXPECT_FALSE(Heard(MembershipEvent::kEnded));
@@ -283,7 +284,7 @@ TEST_F(NodeMembershipTest, AWorkerLeavesWhenTheSchedulerHasHeard) {
     membership_->Leave(farewell);
     EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body,
               membership::Pack(membership::Leave(farewell)));
-    // What the scheduler does then is not this node's affair.
+    // This node ignores what the scheduler does afterwards.
     membership_->OnDisconnect(kScheduler);
     Say(Control::JOB_FAILED, "worker 1 was lost");
     EXPECT_FALSE(Heard(MembershipEvent::kFailed));
@@ -312,14 +313,14 @@ TEST_F(NodeMembershipTest, TheLinkOfAWorkerThatLeftIsNot) {
   JoinAs(Node::SERVER);
   Say(Control::NODE_LEFT, "", {OtherWorker()});
   membership_->OnLinkLost(OtherWorker().id, "its connection closed", false);
-  // As the scheduler closes after that, which is due later, it is not the cause.
+  // The scheduler's closing, which comes later, must not be taken for the cause.
   membership_->OnDisconnect(kScheduler);
   EXPECT_EQ(Await(MembershipEvent::kFailed).reason,
             "scheduler (10.0.0.1:9000) was lost: its connection closed");
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
 }
 
-// Else the server would fail itself once the replica is back and nobody has left.
+// Otherwise the server would fail itself once the replica is back and no node has left.
 TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   JoinAs(Node::SERVER);
   membership_->OnLinkLost(OtherWorker().id, "its connection was reset", false);
@@ -336,7 +337,7 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   view.present = "11";
   view.lives = {0, 2};
   Say(Control::MEMBERS, Word(view));
-  // That of the removed one is forgotten.
+  // The removed worker's broken link must be forgotten.
   membership_->OnLinkLost(IdOf(Node::WORKER, 0), "its connection was reset", false);
   const auto reports = links_->Await(kScheduler, Control::JOB_FAILED, 2);
   EXPECT_EQ(reports.at(1).meta.body.find("worker 0"), 0u) << reports.at(1).meta.body;
@@ -353,12 +354,12 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
   Node next = Server();
   next.port = 9002;
   const std::string word = Word(membership::ServerReplaced{0, 2, 1});
-  Say(Control::MEMBERS, word);  // without saying by whom
+  Say(Control::MEMBERS, word);  // without the successor
   EXPECT_FALSE(Heard(MembershipEvent::kServerReplaced));
   Say(Control::MEMBERS, word, {next});
   EXPECT_EQ(Await(MembershipEvent::kServerReplaced).node.address, "10.0.0.3:9002");
   EXPECT_EQ(membership_->NameOf(server_), "server 0 (10.0.0.3:9002)");
-  // Its own links are watched again.
+  // The successor's links are watched again.
   membership_->OnLinkLost(server_, "its connection was reset", false);
   EXPECT_EQ(links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0).meta.body,
             "server 0 (10.0.0.3:9002) was lost to worker 0 (10.0.0.2): its connection was reset");
@@ -366,7 +367,7 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfAServerThatIsReplacedIsForgotten) {
 
 class NeighborTest : public NodeMembershipTest {
  protected:
-  // Server 1 of a ring, which is told of these.
+  // Joins as server 1 of a ring with these neighbors.
   void JoinAmong(const std::vector<Node>& neighbors) {
     settings_.backups = true;
     Make(Node::SERVER);
@@ -488,7 +489,7 @@ TEST_F(NodeMembershipTest, HeartbeatsCarryTheReport) {
   JoinAs(Node::SERVER);
   membership_->SetReporter([] { return std::string("a report"); });
   const size_t before = links_->SentTo(kScheduler, Control::HEARTBEAT).size();
-  // One may have been made before.
+  // A heartbeat without the report may already be in flight.
   const auto beats = links_->Await(kScheduler, Control::HEARTBEAT, before + 2);
   EXPECT_EQ(beats.back().meta.body, "a report");
 }

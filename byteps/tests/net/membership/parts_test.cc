@@ -1,5 +1,5 @@
-// What both sides of membership are made of: texts in messages, the nodes of a job, the thread that
-// sends heartbeats; and what nodes tell a scheduler that returns.
+// Tests of the parts of membership: messages, the roster, the heartbeat thread, and a node whose
+// scheduler returns.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -42,7 +42,7 @@ Node NodeOf(Node::Role role, int rank) {
   return node;
 }
 
-// The same after a message.
+// Returns the word after encoding and decoding.
 template <typename T>
 std::optional<T> Sent(const T& word) {
   return membership::Parse<T>(membership::Pack(word));
@@ -261,7 +261,7 @@ TEST_F(Beats, WhatIsDueIsDoneOnce) {
 
 TEST_F(Beats, StopNeedsNoStart) { thread_.Stop(); }
 
-// ----- what nodes tell a scheduler that returns, and nodes whose scheduler has died
+// ----- registrations, and nodes whose scheduler has died
 
 using membership::Account;
 
@@ -297,7 +297,7 @@ TEST(MembershipProtocol, AnotherVersionIsToldByItsNumberAlone) {
   wrong.claim.link_mbps = 0;
   EXPECT_EQ(membership::ParseRegistration(PackRegistration(wrong)).claim.protocol,
             membership::kProtocol);
-  wrong.account.life = 1;  // of no job
+  wrong.account.life = 1;  // without a job
   EXPECT_EQ(membership::ParseRegistration(PackRegistration(wrong)).claim.protocol, -1);
 }
 
@@ -306,7 +306,7 @@ TEST(MembershipProtocol, AnotherVersionIsToldByItsNumberAlone) {
 class NodeReturnTest : public testing::Test {
  protected:
   void JoinAs(Node::Role role, double return_s = 600) {
-    membership_.reset();  // whose thread uses the links
+    membership_.reset();  // its thread uses the links
     role_ = role;
     joined_ = false;
     links_ = std::make_unique<RecordedLinks>(role);
@@ -345,7 +345,7 @@ class NodeReturnTest : public testing::Test {
     if (role_ == Node::WORKER) self.aux_id = 0;
     Say(Control::WELCOME, membership::Pack(membership::Welcome{1, life}), {self});
   }
-  // The scheduler dies, and this node says that it returns.
+  // The scheduler dies; returns this node's account from its next registration.
   Account LoseScheduler(size_t attempts = 2) {
     membership_->OnDisconnect(kScheduler);
     const auto said = links_->Await(kScheduler, Control::ADD_NODE, attempts);
@@ -388,13 +388,13 @@ TEST_F(NodeReturnTest, WhatWasAskedIsAskedAgain) {
   membership_->SayOfReplica(membership::Admit{1, 5});
   LoseScheduler();
   const int before = links_->CountTo(kScheduler, Control::MEMBERS);
-  membership_->SayOfReplica(membership::Admit{1, 5});  // to nobody
+  membership_->SayOfReplica(membership::Admit{1, 5});  // nobody is there to hear it
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before);
   Welcome(2);
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);
   Say(Control::MEMBERS, Word(ReplicaView{2, 7, "11", "00", {0, 5}, {-1, -1}, ""}));
   LoseScheduler(3);
-  Welcome(3);  // it has been answered
+  Welcome(3);  // the request was answered
   EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);
 }
 

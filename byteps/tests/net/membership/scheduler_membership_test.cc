@@ -1,5 +1,5 @@
-// Whom the scheduler admits, hears, misses, and what it tells the others, servers with links
-// between them included.
+// Tests of the scheduler's side: admission, liveness, messages, and servers with links to each
+// other.
 #include <memory>
 #include <set>
 #include <string>
@@ -83,7 +83,7 @@ TEST_F(SchedulerMembershipTest, AFailureWhileANodeIsAdmittedReachesIt) {
   links_.on_connect = [this](const Node& node) {
     if (node.id != other_) return;
     links_.on_connect = nullptr;
-    membership_->OnDisconnect(worker_);  // as the timer's thread may find
+    membership_->OnDisconnect(worker_);  // as the heartbeat thread may do
   };
   Register(Node::WORKER, 1, 2, 1);
   EXPECT_NE(failure().find("worker 0"), std::string::npos);
@@ -206,7 +206,7 @@ TEST_F(SchedulerMembershipTest, OnlyMembersAreHeard) {
   EXPECT_EQ(failure(), "server 0 was lost to worker 0");
 }
 
-// ----- servers that have links with each other: whose loss it is where such a link breaks
+// ----- servers with links to each other: attribution of broken links
 
 using Ranks = std::vector<int>;
 
