@@ -14,68 +14,68 @@
 namespace byteps {
 namespace core {
 
-// The sum of one round, as its pushes come.
+// Adds up the pushes of one round as they arrive.
 //
-// How pushes are added.
+// AdditionRule says how to add.
 struct AdditionRule {
-  bool in_order = false;      // of ranks, however they come
-  bool wide_float32 = true;   // more than two of fp32 meet in fp64
-  bool keeps_memory = false;  // of one push, for TakeSpare
-  // Of blocks with feedback: what rounding lost of the sum before, for each value.
+  bool in_order = false;      // adds in the order of ranks, not of arrival
+  bool wide_float32 = true;   // adds more than two fp32 values in fp64
+  bool keeps_memory = false;  // keeps the memory of one push, for TakeSpare
+  // Blocks with feedback: rounding errors of the last sum, one per value.
   uint16_t* lost = nullptr;
-  const Chance* chance = nullptr;  // of blocks that are rounded by it
+  const Chance* chance = nullptr;  // randomness for stochastic rounding of blocks
 };
 
-// Pushes are added from where they were received.  Where there are more than two of a half type or
-// of fp32, they meet in a wider accumulator and are rounded once (reducer.h).  Blocks of few bits
-// wait for each other, and are added several at a time (base/block_codec.h): a sum of up to
-// kAtOnce pushes needs no accumulator.  Where servers update by them, their sum stays fp32.
+// Adds pushes from the memory into which they were received. More than two values of a half type or
+// of fp32 are added in a wider accumulator, and rounded once (reducer.h). Blocks of few bits are
+// collected, and added several at a time (base/block_codec.h): a sum of up to kAtOnce pushes needs
+// no accumulator. The sum of blocks by which a server updates parameters stays fp32.
 class Accumulator {
  public:
-  // Takes the push of a member over: adds it now or, in order, once those before it were added.
+  // Takes over the push of a member. Adds it now or, in order, after those of lower ranks.
   void Take(const Declaration& declaration, const AdditionRule& rule, size_t member,
             SharedBytes values, Scratch* scratch);
 
-  // No more pushes will come, and at least one did: makes the sum of those that have.  An average
-  // is of so many, and a sum is scaled as if all members had pushed (reducer.h).
+  // Ends the sum without the pushes that are missing; at least one has come. An average is over the
+  // pushes that came, a sum is scaled as if all members had pushed (reducer.h).
   void Close(const Declaration& declaration, const AdditionRule& rule, Scratch* scratch);
 
-  // Instead of adding: what another server has added up.
+  // Replaces the sum by one that another server has computed.
   void Put(SharedBytes sum, Scratch* scratch);
 
-  // Pushes that were added.
+  // Number of pushes added.
   size_t added() const { return added_; }
-  // The sum, once all were added: in the memory of one of them.  What replaces it is sent instead.
+  // The sum, in the memory of one of the pushes. A caller may replace it before it is sent.
   SharedBytes& sum() { return sum_; }
-  // The memory of another push, or nothing.
+  // Memory of another push, or nothing.
   SharedBytes TakeSpare() { return std::move(spare_); }
-  // Lets go of all memory; what was added still counts.
+  // Frees all memory. The number of added pushes stays.
   void Clear(Scratch* scratch);
 
  private:
   void Add(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
            Scratch* scratch);
-  // `divisor`: of the sum, which this push completes; 0: it does not.
+  // `divisor`: divisor of the sum if this push completes it, else 0.
   void AddBlocks(DType t, float divisor, const AdditionRule& rule, SharedBytes values,
                  Scratch* scratch);
-  // The same, where the sum is fp32.
+  // The same, for sums that stay fp32.
   void AddGradients(DType t, int divisor, SharedBytes values);
-  // Those of them that wait, to sum_.
+  // Adds the collected gradient blocks to sum_.
   void FlushGradients(DType t, int divisor);
-  // Those that wait, to sum_.
+  // Ends the sum: adds the collected blocks, and encodes the result into sum_.
   void EndBlocks(DType t, float divisor, const AdditionRule& rule, Scratch* scratch);
-  // The blocks that wait, to be added to `wide`, which `begun` says to hold a sum.
+  // The collected blocks, as input for AddBlocks. `begun`: `wide` holds a sum already.
   BlockSum Waiting(DType t, const void** in, float* wide, bool begun) const;
 
   static constexpr size_t kAtOnce = 8;
 
-  std::vector<SharedBytes> waiting_;  // by member index: not yet their turn
-  std::vector<SharedBytes> blocks_;   // that were counted, and are still to be added
+  std::vector<SharedBytes> waiting_;  // pushes that wait for lower ranks, by member index
+  std::vector<SharedBytes> blocks_;   // blocks that are counted and not added yet
   size_t added_ = 0;
-  size_t bytes_ = 0;  // of each push
+  size_t bytes_ = 0;  // per push
   SharedBytes sum_;   // the first push, then the sum
   SharedBytes spare_;
-  Scratch::Block wide_;  // or the sum, while it is accumulated in a wider type
+  Scratch::Block wide_;  // the sum, while accumulated in a wider type
 };
 
 }  // namespace core

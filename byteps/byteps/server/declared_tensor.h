@@ -13,28 +13,26 @@
 namespace byteps {
 namespace core {
 
-// One sum of one partition: who pushed it, who waits for it, and what there is of it.
-//
-// A debt to a worker that has released tensors: an answer, once all of them are freed.
+// A release that has not been answered: the answer is due when all its tensors are freed.
 struct Releasing {
   int rank = 0;
   uint64_t request = 0;
   uint64_t key = 0;
-  size_t left = 0;  // tensors that are not freed
+  size_t left = 0;  // tensors not freed yet
 };
 
-// A tensor as its first worker declared it.
+// A tensor, as the first worker declared it.
 struct DeclaredTensor {
   Declaration declaration;
   int declared_by = 0;
-  uint32_t first_round = 0;  // rounds before it were ended at a server that is lost
-  std::string refusal;       // why its operations fail; empty as long as they do not
-  std::vector<bool> holds;   // by member index: it has declared it, and neither released nor left
-  size_t holders = 0;        // so many of them
-  std::vector<std::shared_ptr<Releasing>> releasing;  // who has released it
-  std::atomic<int> released_by{-1};                   // the last of them; any thread may read it
+  uint32_t first_round = 0;  // earlier rounds ended at a server that was lost
+  std::string refusal;       // error of its operations; "" if it is valid
+  std::vector<bool> holds;   // members that declared it, and neither released it nor left; by index
+  size_t holders = 0;        // number of true values in `holds`
+  std::vector<std::shared_ptr<Releasing>> releasing;  // releases that wait for it to be freed
+  std::atomic<int> released_by{-1};  // rank of the last release, or -1; read without a lock
 
-  // Sets whether a rank holds the tensor; nothing happens if it is no member.
+  // Sets whether a rank holds the tensor. No effect if it is no member.
   void SetHold(int rank, bool has) {
     const int member = declaration.MemberIndex(rank);
     if (member < 0) return;

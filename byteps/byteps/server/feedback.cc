@@ -10,7 +10,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Of a bfloat16 in a float, on CPUs that are little-endian.
+// Position of a bfloat16 in a float (little-endian CPUs).
 constexpr int kUpperHalf = 16;
 
 std::vector<uint16_t> Halves(const char* values, uint64_t count) {
@@ -34,19 +34,19 @@ void MoveFeedback(ServerContext* context, Partition* partition, const Message& m
   Caller caller = CallerOf(message, received);
   const uint64_t count = partition->declaration().PartitionValues(partition->index);
   if (message.op == kLoadState) {
-    if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
+    if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // the values were dropped
     partition->lost = Halves(message.values.data(), count);
     return context->Answer(caller, message.key, "");
   }
   SharedBytes values = SharedBytes::New(caller.bytes);
   const uint64_t first = caller.offset / sizeof(uint32_t);
   for (uint64_t i = 0; i < caller.bytes / sizeof(uint32_t); ++i) {
-    const uint64_t at = first + i;  // before the first sum, nothing was lost
+    const uint64_t at = first + i;  // nothing was lost before the first sum
     const uint32_t half = at < partition->lost.size() ? partition->lost[at] : 0;
     const uint32_t word = half << kUpperHalf;
     memcpy(values.data() + i * sizeof(word), &word, sizeof(word));
   }
-  caller.offset = 0;  // of what is sent
+  caller.offset = 0;  // offset in the bytes that are sent
   context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);
 }
 

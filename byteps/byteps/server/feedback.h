@@ -11,14 +11,14 @@
 namespace byteps {
 namespace core {
 
-// Rounding losses of the last sum of a partition, in blocks with feedback. They are a part of the
-// job's state, read and loaded as an optimizer's state is (LOAD_STATE, READ_STATE), in fp32.
+// Rounding errors of a partition's last sum, for blocks with feedback. They are part of the job's
+// state: LOAD_STATE and READ_STATE move them in fp32, as they do optimizer state.
 
-// Whether a request is LOAD_STATE or READ_STATE of such a tensor, which no server updates.
+// Whether a request moves rounding errors: LOAD_STATE or READ_STATE of a tensor without a rule.
 bool MovesFeedback(int op, const Declaration& declaration);
 
-// Serves one that has its form.  A member reads after it was answered, and loads before it pushes:
-// no sum is complete then that the values are not of.
+// Serves a request that passed HasForm. No sum can complete in between: a member reads after its
+// answer, and loads before its push.
 void MoveFeedback(ServerContext* context, Partition* partition, const Message& message,
                   int64_t received);
 

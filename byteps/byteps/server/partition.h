@@ -19,31 +19,31 @@
 namespace byteps {
 namespace core {
 
-// The part of a tensor that is summed by itself.
+// A part of a tensor that is summed by itself.
 struct Partition : std::enable_shared_from_this<Partition> {
   std::shared_ptr<const DeclaredTensor> tensor;
   uint64_t key = 0;
   uint64_t index = 0;
-  size_t thread = 0;  // number of the SumThread that it belongs to, whose lock guards what follows
-  std::unique_ptr<PartitionState> state;  // null of a tensor that is summed, and no more
-  std::vector<uint16_t> lost;             // by rounding the last sum, of blocks with feedback
-  // It serves no request until Rounds::LetGo; what came meanwhile, with the time: requests, and
-  // ranks that have released its tensor.
+  size_t thread = 0;  // number of its SumThread, whose lock guards all members below
+  std::unique_ptr<PartitionState> state;  // null if the tensor has no rule
+  std::vector<uint16_t> lost;             // rounding errors of the last sum; blocks with feedback
+  // While held, the partition serves no request. Rounds::LetGo ends that, and handles what has come
+  // meanwhile: requests, with their time of arrival, and ranks that released the tensor.
   bool is_held = false;
   std::deque<std::pair<Message, int64_t>> held;
   std::vector<int> released_by;
-  bool is_freed = false;   // nobody holds its tensor: it goes, once it is not held
-  bool is_listed = false;  // among those of its thread
+  bool is_freed = false;   // the tensor is free; drop this once it is not held
+  bool is_listed = false;  // in Rounds::partitions
   uint32_t first_round = 0;
   std::deque<Round> rounds;
-  // Why the last rounds before the first one failed, by number, for members that come later.
+  // Errors of the last failed rounds, by number, for members that push them later.
   std::map<uint32_t, std::string> failures;
   std::unique_ptr<LossNotes> notes;
 
   const Declaration& declaration() const { return tensor->declaration; }
-  // Null: it is over, or has not begun.
+  // Null if the round is over or has not begun.
   Round* Find(uint32_t number) {
-    const uint32_t ahead = number - first_round;  // unsigned: one that is over is far ahead as well
+    const uint32_t ahead = number - first_round;  // unsigned: finished rounds are far ahead, too
     return ahead < rounds.size() ? &rounds[ahead] : nullptr;
   }
 };

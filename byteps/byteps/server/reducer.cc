@@ -9,7 +9,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// An element at any address.
+// Reads an element at an unaligned address.
 template <typename T>
 inline T Load(const void* p, size_t i) {
   T v;
@@ -22,7 +22,7 @@ inline void Store(void* p, size_t i, T v) {
   memcpy(static_cast<char*>(p) + i * sizeof(T), &v, sizeof(T));
 }
 
-// How the values of an element type are stored, for sums in a wider one.
+// Formats of the element types, with the type of their accumulator.
 
 struct Float32 {
   using Accumulator = double;
@@ -40,7 +40,7 @@ struct Half {
 struct BFloat16 : Half<BFloat16>, BFloat16Words {};
 struct Float16 : Half<Float16>, Float16Words {};
 
-// Whether a * b + c of one rounding is an instruction, not a call.
+// Whether a fused multiply-add is an instruction, not a function call.
 inline bool HasFma() {
 #if defined(__x86_64__) && defined(__GNUC__)
   return __builtin_cpu_supports("fma");
@@ -49,9 +49,9 @@ inline bool HasFma() {
 #endif
 }
 
-// Runs `loop` with the cheapest function that divides by `divisor` as a division
-// would, to the last bit of every normal quotient: nothing, the product with the
-// inverse of a power of two, or the product with an inverse and one correction.
+// Runs `loop` with the cheapest division by `divisor` that is exact for every normal quotient:
+// nothing, multiplication by the inverse (of a power of two), or multiplication with one
+// correction.
 template <typename A, typename Loop>
 BYTEPS_INLINE inline void WithDivision(int divisor, Loop loop) {
   const A d = static_cast<A>(divisor);
@@ -60,15 +60,15 @@ BYTEPS_INLINE inline void WithDivision(int divisor, Loop loop) {
   if ((divisor & (divisor - 1)) == 0) {
     return loop([inverse](A v) BYTEPS_INLINE { return v * inverse; });
   }
-  // With a divisor of 21 bits no quotient is so near to the middle between two
-  // numbers that the error left by the correction could move it across.
+  // For divisors of up to 21 bits, no quotient is so close to the midpoint of two numbers that the
+  // correction's remaining error could change the rounding.
   if (HasFma() && divisor < (1 << 21)) {
     return loop([d, inverse](A v) BYTEPS_INLINE {
       const A q = v * inverse;
       const A rest = std::fma(-q, d, v);
-      // There is no rest of an infinity.
+      // Infinity has no remainder.
       const A corrected = rest == rest ? std::fma(rest, inverse, q) : q;
-      return std::copysign(corrected, v);  // which a zero has lost
+      return std::copysign(corrected, v);  // restores the sign of a zero
     });
   }
   loop([d](A v) BYTEPS_INLINE { return v / d; });
@@ -82,19 +82,19 @@ BYTEPS_INLINE inline void AddLoop(void* __restrict sum, const void* __restrict i
   });
 }
 
-// The arithmetic of half types fills the window in which a core looks ahead, so
-// that it would meet the next memory late: it is fetched, block by block.
+// The arithmetic of half types fills a core's reorder window, so that loads would start late. So
+// prefetch, block by block.
 constexpr size_t kBlock = 256;
 constexpr size_t kAhead = 2 * kBlock;
 constexpr size_t kLine = 64;
 
-// `p` holds elements of `size` bytes; block `begin` is about to be read.
+// Prefetches elements of `size` bytes. Block `begin` is about to be read.
 BYTEPS_INLINE inline void FetchAhead(const void* p, size_t begin, size_t size) {
   const char* next = static_cast<const char*>(p) + (begin + kAhead) * size;
   for (size_t i = 0; i < kBlock * size; i += kLine) __builtin_prefetch(next + i);
 }
 
-// Two elements of a half type as they lie in a word: no value has to change its place.
+// Two elements of a half type, converted in place within their word: no shuffles are needed.
 template <typename E>
 struct Pair {
   float low, high;
@@ -124,7 +124,7 @@ BYTEPS_INLINE inline void AddHalvesLoop(void* __restrict sum, const void* __rest
   });
 }
 
-// T is unsigned, since signed overflow is undefined; the bits are the same.
+// T is unsigned, since signed overflow is undefined. The bits are the same.
 template <typename T>
 BYTEPS_INLINE inline void AddIntegerLoop(void* __restrict sum, const void* __restrict in,
                                          size_t n) {
@@ -133,7 +133,7 @@ BYTEPS_INLINE inline void AddIntegerLoop(void* __restrict sum, const void* __res
   }
 }
 
-// Types that hold the sum of a value of T for each of the workers.
+// A type that holds the sum of one T per worker.
 template <typename T>
 struct Wider {
   using Type = int32_t;
@@ -149,10 +149,10 @@ struct Wider<int64_t> {
 template <typename T>
 using WiderOf = typename Wider<T>::Type;
 
-// Rounded towards minus infinity.
+// Rounds towards minus infinity.
 template <typename T, typename Wide = WiderOf<T>>
 inline T Quotient(Wide sum, int divisor) {
-  if constexpr (sizeof(Wide) > sizeof(int64_t)) {  // whose division is a call
+  if constexpr (sizeof(Wide) > sizeof(int64_t)) {  // 128-bit division is a function call
     const auto short_sum = static_cast<int64_t>(sum);
     if (short_sum == sum) return Quotient<T>(short_sum, divisor);
   }
@@ -165,7 +165,7 @@ inline WiderOf<T> Sum(const void* a, const void* b, size_t i) {
   return WiderOf<T>{Load<T>(a, i)} + Load<T>(b, i);
 }
 
-// Calls `run` with a value of the type that `t` names.
+// Calls `run` with a value of the integer type `t`.
 template <typename Run>
 void WithInteger(DType t, Run run) {
   if (t == DType::kUInt8) return run(uint8_t{});
@@ -206,7 +206,7 @@ BYTEPS_INLINE inline void EndLoop(E, void* __restrict last, const float* __restr
   });
 }
 
-// In the accumulator type A.
+// A is the accumulator type.
 template <typename E, typename A>
 BYTEPS_INLINE inline void ScaleLoop(void* values, const void* of, int times, int by, size_t n) {
   const auto multiplier = static_cast<A>(times);
@@ -222,7 +222,7 @@ struct Float64 {
   static void Put(void* p, size_t i, double v) { Store<double>(p, i, v); }
 };
 
-// A template cannot have clones; these are their instances.
+// Templates cannot be cloned for several CPUs; these instances can.
 #define BYTEPS_SCALE(Name, A)                                                           \
   BYTEPS_MULTIVERSION void Scale##Name(void* values, const void* of, int times, int by, \
                                        size_t n) {                                      \
@@ -271,7 +271,7 @@ BYTEPS_SCALE(Float16, float)
 
 const char* InstructionSet() {
 #ifdef BYTEPS_CHOOSES_CLONES
-  // In the order in which the clones are tried.
+  // Same order as the dispatch of the clones.
   if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
   if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3";
 #endif
@@ -317,7 +317,7 @@ void Add(DType t, void* sum, const void* in, int divisor, size_t n) {
       return AddInt64(sum, in, n);
     case DType::kInt8x128:
     case DType::kInt4x128:
-      return;  // never: they are decoded before
+      return;  // blocks are decoded before
   }
 }
 
@@ -378,7 +378,7 @@ void Scale(DType t, void* values, const void* of, int times, int by, size_t n) {
       return ScaleBFloat16(values, of, times, by, n);
     case DType::kFloat16:
       return ScaleFloat16(values, of, times, by, n);
-    default:  // blocks, whose codec scales them, and integers
+    default:  // the codec scales blocks; integers are handled above
       return;
   }
 }

@@ -1,21 +1,20 @@
-// The additions that a server makes.
+// Additions on a server.
 //
-// Values are added in their accumulator type and rounded to their own type once,
-// at the end: half types in fp32; fp32 in fp64 when there are more than two values
-// (the sum of two is rounded once either way) and the server was not told
-// otherwise; averages of integers in a type that holds their sum; fp64, and sums of
-// integers, which wrap, in their own type.
+// Values are added in their accumulator type, and rounded to their own type once, at the end:
+// - half types in fp32;
+// - fp32 in fp64, for more than two values (the sum of two is rounded once anyway), unless
+//   BYTEPS_SERVER_WIDE_FLOAT32 is off;
+// - averages of integers in a type that holds their sum;
+// - fp64, and sums of integers (which wrap), in their own type.
 //
 //   two values:   Add(first, second)                      first is the sum
 //   more:         WideBegin(wide, first, second), WideAdd(wide, third) ..., and
 //                 WideEnd(last, wide)                     last is the sum
 //
-// No pass only converts: each reads a value that has just come.  Counts are in
-// elements.  Values need no alignment; the memory that is passed must not overlap.
-// A divisor of 1 gives the sum, the size of the group the average, rounded as a
-// division rounds it (but for subnormal quotients of fp32, which may differ by
-// 2^-149); integers are rounded towards minus infinity, as torch.floor_divide
-// does.
+// Every pass adds a value that has just arrived; none only converts. Counts are in elements. Values
+// need no alignment, and must not overlap. A divisor of 1 gives the sum, the group's size the
+// average. Averages are rounded as by division (subnormal fp32 quotients may differ by 2^-149);
+// integers are rounded towards minus infinity, as by torch.floor_divide.
 #ifndef BYTEPS_SERVER_REDUCER_H_
 #define BYTEPS_SERVER_REDUCER_H_
 
@@ -27,8 +26,7 @@
 namespace byteps {
 namespace core {
 
-// Bytes of a value of type `t` as the Wide functions accumulate it; 0 for fp64 and
-// blocks, for which there are none.
+// Bytes of a value of type `t` in the Wide functions; 0 for fp64 and blocks, which have none.
 size_t AccumulatorSize(DType t);
 
 // sum[i] = (sum[i] + in[i]) / divisor, rounded once.
@@ -41,14 +39,13 @@ void WideAdd(DType t, void* wide, const void* in, size_t n);
 // last[i] = (wide[i] + last[i]) / divisor, rounded to nearest even.
 void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n);
 
-// values[i] = of[i] * times / by, in the accumulator type, rounded once: what becomes of a sum that
-// some members are missing in.  `of`: what the Wide functions accumulated; null: the values
-// themselves.
-// Integers are divided if `times` is 1, and else left alone.
+// values[i] = of[i] * times / by, in the accumulator type, rounded once. Scales a sum from which
+// members are missing. `of`: output of the Wide functions; null: the values themselves. Integers
+// are divided if `times` is 1, and left alone otherwise.
 void Scale(DType t, void* values, const void* of, int times, int by, size_t n);
 
-// The instructions that the additions use on this machine: "x86-64-v4" (AVX-512), "x86-64-v3"
-// (AVX2), "x86-64" (SSE2), "armv8-a" (NEON), or "plain".
+// The instruction set of the additions on this machine: "x86-64-v4" (AVX-512), "x86-64-v3" (AVX2),
+// "x86-64" (SSE2), "armv8-a" (NEON), or "plain".
 const char* InstructionSet();
 
 }  // namespace core

@@ -10,13 +10,12 @@
 namespace byteps {
 namespace core {
 
-// Checks the form of a request about a partition against the declaration of its tensor.
+// Checks requests about a partition against the declaration of the tensor.
 
-// Bytes of values that a request of this operation has; none of an operation that is not the
-// tensor's.
+// Bytes of values in a request of this op. Empty if the tensor does not have the op.
 std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index);
 
-// Whether the values and the header are those that `declaration` lets it have.
+// Whether the values and the header of a request fit the declaration.
 bool HasForm(const Message& message, const Declaration& declaration, uint64_t index);
 
 }  // namespace core

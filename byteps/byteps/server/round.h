@@ -1,4 +1,4 @@
-// Round: one sum of one partition, who pushed it, and who waits for it.
+// Round: one sum of one partition, with its pushes and the workers that wait for it.
 #ifndef BYTEPS_SERVER_ROUND_H_
 #define BYTEPS_SERVER_ROUND_H_
 
@@ -19,25 +19,25 @@
 namespace byteps {
 namespace core {
 
-// A worker to which an answer is owed, and the part of the sum that it wants, in bytes.
+// A worker that waits for an answer, and the range of the sum that it wants, in bytes.
 struct Caller {
   int rank;
   uint64_t request;
   int op;  // of the request
   uint32_t offset = 0;
   uint32_t bytes = 0;
-  bool keeps = false;  // it keeps the sum until all have it
-  // When its push came, when a thread took it, and when it was added, in SteadyNs.
+  bool keeps = false;  // the worker keeps the sum until all members have it
+  // Times (SteadyNs) at which its push arrived, was taken by a thread, and was added.
   int64_t received = 0;
   int64_t taken = 0;
   int64_t added = 0;
 };
 
-// The header of a request that has one, and who is to be answered.
+// The header of a request that has one, and the caller to answer.
 PushHeader HeaderOf(const Message& message);
 Caller CallerOf(const Message& message, int64_t received);
 
-// A loss policy's notes on a round or on a partition.
+// Notes of a loss policy about a round or a partition.
 struct LossNotes {
   virtual ~LossNotes() = default;
 };
@@ -46,23 +46,23 @@ struct Round {
   using Clock = std::chrono::steady_clock;
 
   uint32_t number = 0;
-  std::vector<Caller> callers;  // who wait for the sum
+  std::vector<Caller> callers;  // members that wait for the sum
   std::vector<bool> pushed;     // by member index
-  std::vector<bool> told;       // by member index: of the sum, or why there is none
+  std::vector<bool> told;       // by member index: got the sum or the error
   Accumulator accumulator;
   Clock::time_point started;
-  Clock::time_point deadline;  // when it is looked at next
+  Clock::time_point deadline;  // next check whether it is late
   double timeout_s = 0;
   int64_t first_taken = 0;  // SteadyNs
   int64_t last_added = 0;
-  std::unique_ptr<RoundUpdate> update;  // null of a tensor that is summed, and no more
-  bool forgets_lost = false;            // of blocks with feedback: by the sums before
-  bool done = false;                    // there is a sum, or there will be none
-  std::string failure;                  // why there will be none
+  std::unique_ptr<RoundUpdate> update;  // null if the tensor has no rule
+  bool forgets_lost = false;  // blocks with feedback: drops the rounding errors of earlier sums
+  bool done = false;          // the sum is complete, or the round failed
+  std::string failure;        // the error, if it failed
   std::unique_ptr<LossNotes> notes;
 
-  // Answers each caller by `answer`.  If that throws, those that it has answered are gone, and the
-  // others still wait.
+  // Calls `answer` for each caller. If that throws, answered callers are removed, and the others
+  // still wait.
   template <typename Answer>
   void AnswerCallers(const Answer& answer) {
     struct Answered {

@@ -1,4 +1,4 @@
-// Errors about rounds, as members are answered.
+// Errors about rounds, as sent to members.
 #ifndef BYTEPS_SERVER_ROUND_ERRORS_H_
 #define BYTEPS_SERVER_ROUND_ERRORS_H_
 
@@ -11,15 +11,15 @@
 namespace byteps {
 namespace core {
 
-// Rounds that are kept of a tensor.  A worker holds back what would be more than MostRoundsOpen
-// ahead of the oldest round that has not ended there.  The oldest one here may be older by as many:
-// where a server was lost, one member may have had the answers that another one lacks.
+// Number of rounds that a partition keeps. A worker pushes less than MostRoundsOpen rounds ahead of
+// its own oldest open round. The oldest round here may be another MostRoundsOpen older: after the
+// loss of a server, one member may have answers that another is missing.
 uint32_t MostRoundsKept(const Declaration& declaration);
 
-// Why a push of this number comes to no round.
+// Error for a push whose round number is not open here.
 std::string OutOfReach(const Partition& partition, int rank, uint32_t number);
 
-// Why a round fails whose time is over.
+// Error of a round that is past its deadline.
 std::string TimedOut(const Partition& partition, const Round& round, Round::Clock::time_point as_of,
                      Round::Clock::time_point grace_until, Round::Clock::duration stood_still);
 

@@ -16,46 +16,47 @@ namespace core {
 class Rounds;
 class SumThread;
 
-// Fields of an answer with a round's sum, in addition to its values.
+// Additions to an answer, besides the values of the sum.
 struct AnswerNotes {
-  std::string lacks;    // PackMembers of those that the sum lacks
-  std::string to_keep;  // instead, for callers that keep the sum
+  std::string lacks;    // PackMembers of the members missing in the sum
+  std::string to_keep;  // used instead, for callers that keep the sum
 
   const std::string& Of(const Caller& caller) const { return caller.keeps ? to_keep : lacks; }
 };
 
-// Decides what becomes of the rounds of one SumThread when something is lost.  With this one a
-// round fails that lacks the push of a worker that is gone; recovery/server has one that goes on.
+// Decides about the rounds of one SumThread when a node is lost. With this policy, rounds fail that
+// miss the push of a lost worker; recovery/server has a policy that goes on.
 //
-// Called as Rounds is.  Functions on the path of a request may fail rounds, but drop none.
+// Same threads and lock as Rounds. Hooks on the path of a request may fail rounds, but must not
+// drop them.
 class RoundLossPolicy {
  public:
-  // `rounds` are those of `thread`.  All of it outlives this.
+  // `rounds` are those of `thread`. The pointers outlive this.
   RoundLossPolicy(ServerContext* context, Rounds* rounds, SumThread* thread)
       : context_(context), rounds_(rounds), thread_(thread) {}
   virtual ~RoundLossPolicy() = default;
 
-  // ----- on a push's path
+  // ----- on the path of a push
 
-  // Refuses what a worker asks that takes part in no round.  False: it does.
+  // Refuses requests of a worker that takes part in no round. Returns false if it does take part.
   virtual bool Refuses(const Partition& /*partition*/, const Message& /*message*/) { return false; }
-  // Answers a push whose round has its sum already.  False: it has none.
+  // Answers a push whose round has a sum already. Returns false if it has none.
   virtual bool Answers(Partition* /*partition*/, const Message& /*push*/, int64_t /*received*/) {
     return false;
   }
   virtual void OnBegin(const Partition& /*partition*/, Round* /*round*/) {}
-  // A push came, and is added if the round has not failed then.
+  // Called with every push, before it is added. If this fails the round, the push is not added.
   virtual void OnPush(Partition* partition, Round* round);
-  // It was added, perhaps as the last one.
+  // Called after a push was added, possibly the last one.
   virtual void OnAdded(Partition* /*partition*/, Round* /*round*/, const Message& /*push*/) {}
-  // Whether the update by a round's gradients, which are summed, has to wait.  The policy calls
-  // Rounds::Update then.
+  // Whether the update by the summed gradients has to wait. If so, the policy calls Rounds::Update
+  // later.
   virtual bool Holds(Partition* /*partition*/, Round* /*round*/) { return false; }
   // Called before callers of a round are answered.
   virtual AnswerNotes Describe(Round* /*round*/) { return {}; }
-  // A round goes, since every member was told what became of it.
+  // Called when a round is dropped, after all members were answered.
   virtual void OnOver(Partition* /*partition*/, Round* /*round*/) {}
-  // Whether a round that is late has more time.
+  // Whether a late round gets more time.
   virtual bool Waits(Partition* /*partition*/, Round* /*round*/,
                      Round::Clock::time_point /*as_of*/) {
     return false;
@@ -63,8 +64,8 @@ class RoundLossPolicy {
 
   // ----- on the path of other requests
 
-  // Whether the step that a member asks for, or the state that it has loaded, has to wait.  The
-  // policy calls ServeStep or MoveState once more then, or answers it.
+  // Whether a member's step, or the answer to its loaded state, has to wait. If so, the policy
+  // later calls ServeStep or MoveState again, or answers.
   virtual bool HoldsStep(Partition* /*partition*/, const Message& /*message*/,
                          const std::string& /*step*/, int64_t /*received*/) {
     return false;
@@ -73,18 +74,18 @@ class RoundLossPolicy {
                          int64_t /*received*/) {
     return false;
   }
-  // Whether another server has a copy of the state.
+  // Whether another server holds a copy of the state.
   virtual bool copies_state() const { return false; }
-  // A request that is the policy's own.
+  // Serves a request that only the policy knows.
   virtual void Serve(Partition* /*partition*/, Message* message) {
     context_->RefuseUnknown(*message);
   }
-  // A partition is freed with its tensor: the policy drops what it keeps of it.
+  // Called when a partition is freed: drops the policy's data of it.
   virtual void OnFreed(Partition* /*partition*/) {}
 
-  // ----- news
+  // ----- events
 
-  // This worker will push nothing more.
+  // A worker will push nothing more.
   virtual void OnWorkerGone(int rank, const std::string& reason);
 
  protected:
@@ -93,7 +94,7 @@ class RoundLossPolicy {
   SumThread* const thread_;
 
  private:
-  std::map<int, std::string> gone_;  // rank -> why
+  std::map<int, std::string> gone_;  // rank -> reason
 };
 
 }  // namespace core

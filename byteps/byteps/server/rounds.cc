@@ -15,8 +15,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-constexpr size_t kFailuresKept = 16;  // of each partition
-// Failure of a round that has its sum and is still open.
+constexpr size_t kFailuresKept = 16;  // per partition
+// Error of a round that has its sum, and could not answer with it.
 constexpr char kNoMemoryToAnswer[] =
     "the server is out of memory: it has the sum, and could not send it";
 
@@ -36,7 +36,7 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   if (losses_->Answers(partition, *message, received)) return;
   Round* const round = Admit(partition, *message);
   if (round == nullptr) return;
-  if (message->values.empty()) throw OutOfMemory(message->sent_bytes);  // they were dropped
+  if (message->values.empty()) throw OutOfMemory(message->sent_bytes);  // the values were dropped
   const int member = declaration.MemberIndex(caller.rank);
   Add(partition, round, member, std::move(message->values));
   caller.added = round->last_added = SteadyNs();
@@ -78,8 +78,8 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   if (partition->state && header.round > 0) {
     error = SettleStep(this, partition, message, header.round - 1);
   }
-  // Those that are there, so that none of them puts this one out of reach; then those before it
-  // that were not there.
+  // Twice: first for rounds that are open, so that none of them puts this push out of reach; later
+  // for earlier rounds that FindOrBegin has begun.
   GiveUpBefore(partition, rank, header.oldest);
   DropDone(partition);
   Round* round = FindOrBegin(partition, header);
@@ -93,7 +93,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   losses_->OnPush(partition, round);
   if (round->done) {
     PS_PROBE(kPushAfterFailure);
-    error = round->failure;  // it failed before this push came
+    error = round->failure;  // it failed before this push
   } else {
     if (round->update && error.empty()) {
       error = round->update->Agree(rank, message.op, StepOf(message));
@@ -105,7 +105,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
     context_->Refuse(message, error);
     round = nullptr;
   }
-  DropDone(partition);  // not one that is returned: it is open
+  DropDone(partition);  // the returned round is open, so it stays
   return round;
 }
 
@@ -115,7 +115,7 @@ void Rounds::List(Partition* partition) {
 }
 
 Round* Rounds::FindOrBegin(Partition* partition, const PushHeader& header) {
-  // Unsigned, so that a round before the first open one is far ahead as well.
+  // Unsigned: finished rounds are far ahead, too.
   const uint32_t ahead = header.round - partition->first_round;
   if (ahead >= MostRoundsKept(partition->declaration())) return nullptr;
   List(partition);
@@ -214,7 +214,7 @@ void Rounds::Deliver(Partition* partition, Round* round) {
     }
   });
   if (round->update) round->update->ForgetParameters();
-  // What became of an update may be asked for again, at another server.
+  // Keep the answer of an update: it may be asked for again, at another server.
   if (round->all_told() && !round->update) round->accumulator.Clear(&scratch_);
 }
 
@@ -253,7 +253,7 @@ Rounds::Clock::time_point Rounds::FirstDeadline() const {
 }
 
 void Rounds::Postpone(Partition* partition, Round* round, Clock::time_point deadline) {
-  auto entry = open_.extract(DeadlineOf(*partition, *round));  // takes no memory
+  auto entry = open_.extract(DeadlineOf(*partition, *round));  // allocates nothing
   round->deadline = deadline;
   entry.key() = DeadlineOf(*partition, *round);
   open_.insert(std::move(entry));
@@ -262,7 +262,7 @@ void Rounds::Postpone(Partition* partition, Round* round, Clock::time_point dead
 // ------------------------------------------------------------------ failures
 
 void Rounds::Fail(Partition* partition, Round* round, const std::string& reason) {
-  // The caller calls again if there is no memory for all of this.
+  // May throw for lack of memory; the caller then calls again.
   round->failure = reason;
   context_->TraceRound(*partition, *round, false);
   round->AnswerCallers([&](const Caller& caller) {
@@ -307,7 +307,7 @@ void Rounds::GiveUpBefore(Partition* partition, int rank, uint32_t number) {
 }
 
 std::vector<Partition*> Rounds::WithOpenRounds() const {
-  // Thousands of workers may leave at once, and few partitions have open rounds then.
+  // Thousands of workers may leave at once, when few partitions have open rounds.
   std::map<uint64_t, Partition*> waiting;
   for (const auto& [deadline, partition] : open_) waiting[partition->key] = partition;
   std::vector<Partition*> partitions;
@@ -315,7 +315,7 @@ std::vector<Partition*> Rounds::WithOpenRounds() const {
   return partitions;
 }
 
-// Tensors that members release.
+// ------------------------------------------------------------------ releases
 
 bool Rounds::RefuseReleased(const Partition& partition, const Message& message) {
   const int rank = partition.tensor->released_by;
@@ -332,7 +332,7 @@ void Rounds::Release(const DeclaredTensor* tensor, int rank) {
   for (Partition* partition : partitions_) {
     if (partition->tensor.get() != tensor) continue;
     if (partition->is_held) {
-      partition->released_by.push_back(rank);  // LetGo looks again
+      partition->released_by.push_back(rank);  // LetGo handles it
     } else {
       Release(partition, rank);
     }
@@ -366,7 +366,7 @@ void Rounds::Free(const std::vector<std::shared_ptr<Partition>>& partitions) {
     partition->is_freed = true;
     if (partition->is_held) {
       PS_PROBE(kFreedLater);
-      continue;  // who holds it looks again
+      continue;  // the holder frees it
     }
     EndFreed(partition.get());
   }
@@ -422,7 +422,7 @@ void Rounds::FailPartition(Partition* partition, const Message& message, const s
   BPS_LOG(ERROR) << "serving partition " << partition->index << " of '" << declaration.name
                  << "' failed: " << error;
   for (Round& round : partition->rounds) FailUnanswered(partition, &round, error);
-  // Members that waited in its round were answered by that, unless the request never got so far.
+  // Usually that has answered the caller, unless its request did not get that far.
   Round* const round = partition->Find(HeaderOf(message).round);
   const int member = declaration.MemberIndex(message.peer);
   if (round == nullptr) {
@@ -439,7 +439,7 @@ void Rounds::FailRoundOf(Partition* partition, const Message& message, const std
   const bool is_push = op != kLoadState && op != kReadState && op != kStep;
   Round* const round = partition->Find(HeaderOf(message).round);
   if (!is_push || round == nullptr) return context_->Refuse(message, reason);
-  // One that was done was being answered: to those who had their answers no other one may come.
+  // A round that is done may have answered some members: they must not get a second answer.
   const int member = partition->declaration().MemberIndex(message.peer);
   const bool waits = std::any_of(
       round->callers.begin(), round->callers.end(),
@@ -453,7 +453,7 @@ void Rounds::FailRoundOf(Partition* partition, const Message& message, const std
 }
 
 void Rounds::DropDone(Partition* partition) {
-  // A round stays until every member has its sum.  Of one that failed the reason is enough.
+  // A round stays until every member has its sum. Of a failed round the error is enough.
   while (!partition->rounds.empty()) {
     Round& round = partition->rounds.front();
     if (!round.done || (round.failure.empty() && !round.all_told())) return;

@@ -1,4 +1,4 @@
-// Rounds: the rounds of the partitions that one thread serves, and what becomes of their sums.
+// Rounds: open rounds of the partitions of one thread, and their outcome.
 #ifndef BYTEPS_SERVER_ROUNDS_H_
 #define BYTEPS_SERVER_ROUNDS_H_
 
@@ -26,26 +26,25 @@ class SumThread;
 
 // The rounds of the partitions that one thread serves.
 //
-// A worker numbers its pushes of a tensor.  A round is complete when every member of the tensor's
-// group has pushed it; rounds never mix, however far one worker is ahead of another.
+// A worker numbers its pushes of a tensor. A round is complete when every member of the tensor's
+// group has pushed it. Rounds never mix, however far a worker is ahead of the others.
 //
-// An operation may fail at one worker alone, before all of its partitions were pushed.  Each push
-// therefore says which rounds have ended at its worker (PushHeader::oldest).  What that worker has
-// left open of these is given up, in GiveUpBefore and nowhere else: the others are told, and
-// nothing is kept of it but the reason, for those who come later.
+// An operation may fail on a single worker before all its partitions were pushed. So every push
+// says which rounds have ended at its worker (PushHeader::oldest). GiveUpBefore, and nothing else,
+// gives up earlier rounds that the worker has not pushed: other members get an error, and only the
+// error is kept, for members that push later.
 //
-// What becomes of rounds when something is lost is for a RoundLossPolicy to decide.
+// A RoundLossPolicy decides about rounds when a node is lost.
 //
-// Not thread-safe: a SumThread calls it with its lock held.  Requests have the form that their
-// tensor's declaration lets them have (request_form.h).
+// Not thread-safe: a SumThread calls it with its lock held. Requests have passed HasForm
+// (request_form.h).
 class Rounds {
  public:
   using Clock = Round::Clock;
 
   using Freed = std::function<void(const Partition&)>;
 
-  // `track`: of the timeline.  `thread` is the one that calls this.  `losses` decides about its
-  // rounds.
+  // `track`: timeline track. `thread`: the caller of this object. `losses` makes the loss policy.
   Rounds(ServerContext* context, int track, Freed freed, SumThread* thread,
          ServerLossPolicy* losses);
 
@@ -54,91 +53,90 @@ class Rounds {
   // ----- requests
 
   void Push(Partition* partition, Message* message, int64_t received);
-  // Answers those who wait for a round's sum; gives it up once every member has it.
+  // Answers the callers of a round. Frees the sum once every member has it.
   void Deliver(Partition* partition, Round* round);
-  // The member of `rank` will ask for nothing more of this tensor: rounds fail that lack its push.
+  // The member of `rank` releases a tensor: open rounds without its push fail.
   void Release(const DeclaredTensor* tensor, int rank);
-  // Frees the partitions of a tensor that every member has released.  `freed` is called with
-  // each that is gone, now or once it is no longer held.
+  // Frees the partitions of a tensor that all members have released. Calls `freed` with each one,
+  // now or, if it is held, later.
   void Free(const std::vector<std::shared_ptr<Partition>>& partitions);
-  // Those at the front that nobody needs any more.
+  // Drops finished rounds at the front.
   void DropDone(Partition* partition);
 
   // ----- failures
 
-  // All of this tensor that are open.
+  // Fails all open rounds of a tensor.
   void FailAll(const DeclaredTensor* tensor, const std::string& reason);
-  // Those whose deadline was before `as_of`.  Of those that began before `grace_until` the error
-  // says for how long this process stood still.
+  // Fails rounds whose deadline was before `as_of`. The error of a round that began before
+  // `grace_until` says how long this process stood still.
   void FailLate(Clock::time_point as_of, Clock::time_point grace_until,
                 Clock::duration stood_still);
-  // Serving a request came to an error in its midst: fails all that is open of its partition.
+  // A request failed half-way: fails all open rounds of its partition.
   void FailPartition(Partition* partition, const Message& message, const std::string& error);
   // There was no memory for a request: fails its round, if it is a push.
   void FailRoundOf(Partition* partition, const Message& message, const std::string& reason);
 
   void Fail(Partition* partition, Round* round, const std::string& reason);
-  // Answers with `reason` every member that has no answer yet. The round may have its sum, and have
-  // answered others with it.
+  // Answers with `reason` every member that has no answer yet. Others may have got the sum before.
   void FailUnanswered(Partition* partition, Round* round, const std::string& reason);
 
-  // The first deadline of a round that is not done; time_point::max() where there is none.
+  // The earliest deadline of an open round, or time_point::max().
   Clock::time_point FirstDeadline() const;
   void Postpone(Partition* partition, Round* round, Clock::time_point deadline);
 
-  // ----- for the policy of losses
+  // ----- for the loss policy
 
-  // Partitions that were pushed, or wait for something, by key.
+  // Partitions that were pushed, or that wait for something.
   const std::vector<Partition*>& partitions() const { return partitions_; }
   std::vector<Partition*> WithOpenRounds() const;
-  // A partition belongs to those of this thread.
+  // Adds a partition to this thread's.
   void List(Partition* partition);
-  // The round, made if it is new; null if it is out of reach.
+  // Finds a round, or begins it. Null if it is out of reach.
   Round* FindOrBegin(Partition* partition, const PushHeader& header);
-  // No more pushes will come: there is the sum of those that have.  Drops no round.
+  // Completes a round without the missing pushes. Drops no round.
   void EndShort(Partition* partition, Round* round);
-  // Does what a round's gradients were pushed for.  Drops no round.
+  // Uses the gradients as their pushes asked. Drops no round.
   void Update(Partition* partition, Round* round);
-  // The sum of a round is this one, and is answered to those who wait for it.
+  // Completes a round with a given sum, and answers the callers.
   void EndWith(Partition* partition, Round* round, SharedBytes sum);
-  // Lets go of the memory of pushes.
+  // Frees the memory of pushes.
   void Clear(Round* round) { round->accumulator.Clear(&scratch_); }
-  // A partition that was held is not, unless it is again: its releases are made up for.
+  // Ends the hold of a partition, unless it is held again. Handles releases that came meanwhile.
   void LetGo(Partition* partition);
 
  private:
-  // By deadline; then by partition, and by round, so that the order is the same in each process.
+  // Ordered by deadline, then partition and round, so that the order does not depend on addresses.
   using Deadline = std::tuple<Clock::time_point, uint64_t, uint32_t>;
   static Deadline DeadlineOf(const Partition& partition, const Round& round) {
     return {round.deadline, partition.key, round.number};
   }
 
-  // The round of a push, if it may be added; null: it was refused.
+  // Returns the round of a push if it may be added, or null: it was refused.
   Round* Admit(Partition* partition, const Message& message);
   Round Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const;
   void Add(Partition* partition, Round* round, size_t member, SharedBytes values);
-  // There is the sum of all pushes that a round will get.
+  // All pushes that a round will get are summed.
   void EndSummed(Partition* partition, Round* round);
   void Finish(Partition* partition, Round* round);
   AdditionRule RuleOf(Partition* partition, Round* round, Chance* chance) const;
-  // What the member of `rank` has left open of the rounds before this number failed there, and it
-  // will neither push nor ask again.  Drops no round.
+  // Gives up rounds before `number` that the member of `rank` has left open: it failed them, and
+  // will neither push nor ask again. Drops no round.
   void GiveUpBefore(Partition* partition, int rank, uint32_t number);
-  // Whether another member has released the tensor: then the push is refused.
+  // Refuses a push of a tensor that another member has released. Returns false if none has.
   bool RefuseReleased(const Partition& partition, const Message& message);
   void Release(Partition* partition, int rank);
-  // Lets go of all that it has.
+  // Frees everything that a partition holds.
   void EndFreed(Partition* partition);
-  // That this member has not been answered yet.
+  // Checks that a member has not been answered yet.
   static void CheckUntold(const Partition& partition, const Round& round, int member);
-  // A round that is done, once its callers were answered: nothing waits for it any more.
+  // Removes a round from open_. Its callers were answered.
   void Close(const Partition& partition, const Round& round);
 
   ServerContext* const context_;
   const int track_;
   const Freed freed_;
-  std::vector<Partition*> partitions_;   // those that were pushed
-  std::map<Deadline, Partition*> open_;  // the rounds that are not done
+  std::vector<Partition*> partitions_;   // partitions that were pushed
+  std::map<Deadline, Partition*> open_;  // rounds without an outcome, by deadline
   const std::unique_ptr<RoundLossPolicy> losses_;
   Scratch scratch_;
 };

@@ -12,12 +12,12 @@
 namespace byteps {
 namespace core {
 
-// Memory for accumulators, used again instead of being asked of the system anew.
+// Memory for accumulators, which is reused instead of allocated for each sum.
 //
-// A stack of blocks that are not in use.  One thread's own.
+// A stack of unused blocks. Each thread has its own.
 class Scratch {
  public:
-  // Uninitialised bytes, or nothing.  A block that was moved from is empty.
+  // Uninitialised bytes, or nothing. A block is empty after it was moved from.
   class Block {
    public:
     Block() = default;
@@ -37,7 +37,7 @@ class Scratch {
     size_t size_ = 0;
   };
 
-  // At least `size` bytes.  Throws OutOfMemory.
+  // Returns at least `size` bytes. Throws OutOfMemory.
   Block Take(size_t size) {
     while (!spare_.empty()) {
       Block block = std::move(spare_.back());
@@ -45,12 +45,12 @@ class Scratch {
       kept_ -= block.size();
       BPS_INVARIANT("a scratch block has its memory", block.data() != nullptr,
                     "a block of " + std::to_string(block.size()) + " bytes has none");
-      if (block.size() >= size) return block;  // else it is too small now: let it go
+      if (block.size() >= size) return block;  // too small blocks are freed
     }
     return Block(size);
   }
 
-  // Gives a block back, or lets it go when enough are spare.
+  // Returns a block, or frees it if enough blocks are unused.
   void Return(Block block) {
     if (block.size() == 0 || kept_ + block.size() > kMaxKept) return;
     const size_t size = block.size();
@@ -58,12 +58,12 @@ class Scratch {
       spare_.push_back(std::move(block));
       kept_ += size;
     } catch (const std::bad_alloc&) {
-      // It goes, which is what is wanted where there is no memory.
+      // Freeing the block is right if memory is short.
     }
   }
 
  private:
-  // What a few partitions in flight need; all keys' worth would double a server.
+  // Enough for a few partitions in flight. Blocks for all keys would double a server's memory.
   static constexpr size_t kMaxKept = 64 << 20;
 
   std::vector<Block> spare_;

@@ -19,22 +19,22 @@
 namespace byteps {
 namespace core {
 
-// Any thread may call anything.
+// State that the parts of a server share. Thread-safe.
 struct ServerContext {
-  // Answers by `channel`, which outlives this.
+  // `channel` outlives this.
   ServerContext(const Config& config, Channel* channel);
 
-  // An answer with an `error` says that the request failed.  `values`: all of what the caller wants
-  // a part of.  `note`: what it says beside them.
+  // Answers a caller. `error` not "": the request failed. `values`: the whole, of which the caller
+  // gets its range. `note`: body of the answer.
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
               const SharedBytes* values = nullptr, const std::string& note = "");
   void Refuse(const Message& request, const std::string& error);
-  // Refuses a request of an operation that no server of this version knows.
+  // Refuses an op that this version does not know.
   void RefuseUnknown(const Message& request);
 
-  // Tells the timeline of a round's pushes, which were answered now or never.
+  // Records a round's pushes in the timeline. `answered`: now; false: never.
   void TraceRound(const Partition& partition, const Round& round, bool answered);
-  // Of one push: that it was added.
+  // Records the addition of a push in the timeline.
   void TraceAddition(const Partition& partition, const Round& round, const Caller& caller,
                      int track);
 
@@ -43,7 +43,7 @@ struct ServerContext {
   const bool wide_float32;
   ServerCounters counters;
   Lateness lateness;
-  std::atomic<size_t> open_rounds{0};    // that some members have pushed and others have not
+  std::atomic<size_t> open_rounds{0};    // rounds that only some members have pushed
   const std::unique_ptr<Tracer> tracer;  // null: nothing is traced
 };
 

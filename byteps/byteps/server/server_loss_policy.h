@@ -14,52 +14,53 @@ namespace core {
 
 class SumServer;
 
-// Decides what a server does when another node is lost.  This one does nothing but fail rounds: the
-// job ends.  recovery/server has one that goes on.
+// Decides what a server does when another node is lost. This policy only fails rounds, and the job
+// ends; recovery/server has a policy that goes on.
 //
-// Any thread may call anything after Attach.
+// Thread-safe after Attach.
 class ServerLossPolicy {
  public:
   virtual ~ServerLossPolicy() = default;
 
-  // Gives the policy its server, which outlives this: called once, before anything else.
+  // Gives the policy its server, which outlives this. Called once, before anything else.
   void Attach(SumServer* server, ServerContext* context) {
     server_ = server;
     context_ = context;
   }
-  // Makes the policy of one thread's rounds, which this outlives: for one thread after the other,
-  // before the server is told anything.
+  // Makes the policy for one thread's rounds; this outlives it. Called for each thread, before the
+  // server gets messages.
   virtual std::unique_ptr<RoundLossPolicy> MakeOfRounds(ServerContext* context, Rounds* rounds,
                                                         SumThread* thread) {
     return std::make_unique<RoundLossPolicy>(context, rounds, thread);
   }
-  // The server has joined the job.
+  // Called when the server has joined the job.
   virtual void OnJoined() {}
 
   // ----- on the path of requests
 
-  // Whether a message of another server may have values; such a message.
+  // Whether values of a message from another server are welcome; OnServerMessage then gets it.
   virtual bool ExpectsOfServer(const MessageHead& /*head*/) { return false; }
   virtual void OnServerMessage(Message* /*message*/) {}
-  // Serves a request that is the policy's own, about no partition.  False: it is none.
+  // Serves a request of the policy's own that is about no partition. Returns false if it is none.
   virtual bool Serve(Message* /*message*/) { return false; }
-  // Takes over a request about a tensor that has to wait.  False: it need not.
+  // Takes over a request that has to wait for its tensor. Returns false if it need not.
   virtual bool Holds(const DeclaredTensor& /*tensor*/, Message* /*message*/) { return false; }
-  // A partition is made.  The server's lock is held.
+  // Called when a partition is made, with the server's lock held.
   virtual void OnMade(const std::shared_ptr<Partition>& /*partition*/) {}
-  // Whether a tensor that nobody holds may be freed.  The server's lock is held.
+  // Whether a tensor without holders may be freed. Called with the server's lock held.
   virtual bool MayFree(const DeclaredTensor& /*tensor*/) { return true; }
-  // Whether servers have copies of each other's state; whether there is a whole one of this one's.
+  // copies_state: whether servers hold copies of each other's state. has_copy: whether a complete
+  // copy of this server's state exists.
   virtual bool copies_state() const { return false; }
   virtual bool has_copy() { return false; }
 
-  // ----- news
+  // ----- events
 
   virtual void OnWorkerGone(int /*rank*/) {}
-  // Another server is lost, or another one has its place.
+  // Another server was lost, or replaced.
   virtual void OnServerLost(int /*rank*/) {}
   virtual void OnServerReplaced(int /*rank*/) {}
-  // Workers of these ranks, and no others, belong to replicas that were removed.
+  // The workers of these ranks, and no others, belong to removed replicas.
   virtual void SetAbsent(const std::set<int>& /*ranks*/) {}
 
  protected:

@@ -118,7 +118,7 @@ bool SumServer::Expects(const MessageHead& head, size_t bytes) {
 void SumServer::OnMessage(Message* message) {
   if (message->between_servers) return losses_->OnServerMessage(message);
   if (!message->is_request) return;
-  std::exception_ptr other;  // the transport closes the connection for it
+  std::exception_ptr other;  // for the transport, which closes the connection
   const auto work = [&] {
     try {
       Dispatch(message);
@@ -196,7 +196,7 @@ std::string SumServer::Declare(int rank, const Declaration& declaration) {
                       "), worker " + std::to_string(rank) + " declared '" + declaration.name +
                       "' (" + declaration.Describe() + "), both with key " + Hex(key);
     BPS_LOG(WARNING) << tensor->refusal;
-    // Those who pushed already are waiting for a sum that cannot come.
+    // Members that pushed before wait for a sum that cannot complete.
     for (auto& thread : threads_) thread->FailAll(tensor, tensor->refusal);
   }
   tensor->SetHold(rank, true);
@@ -221,7 +221,7 @@ void SumServer::OnRequest(Message* message) {
   if (losses_->Holds(*tensor, message)) return;
   if (partition == nullptr) {
     ps::WriterLock lock(&mu_);
-    // It may have been freed meanwhile.
+    // The tensor may have been freed meanwhile.
     if (tensors_.count(key - index) > 0) partition = FindOrMake(tensor, key);
   }
   if (partition == nullptr) return context_.Refuse(*message, Refusal(*message, nullptr, index));
@@ -286,7 +286,7 @@ std::string SumServer::NoMemoryFor(const Message& message, const std::bad_alloc&
          "; take more servers, or servers with more memory (python -m byteps.sizing says how much)";
 }
 
-// ------------------------------------------------------------------ tensors that members release
+// ------------------------------------------------------------------ releases
 
 void SumServer::OnRelease(const Message& message) {
   const int rank = message.peer;
@@ -367,7 +367,7 @@ void SumServer::DropHolds(const std::set<int>& ranks, bool may_return) {
     std::vector<TensorPtr> unused;
     for (const auto& [key, tensor] : tensors_) {
       for (const int rank : ranks) tensor->SetHold(rank, false);
-      // A tensor that nobody has released is for those who return.
+      // A tensor that no member has released is kept for those that return.
       const bool is_over = !may_return || tensor->released_by >= 0;
       if (tensor->holders == 0 && is_over) unused.push_back(tensor);
     }
@@ -376,7 +376,7 @@ void SumServer::DropHolds(const std::set<int>& ranks, bool may_return) {
   AnswerReleases(owed);
 }
 
-// ------------------------------------------------------------------ for the policy of losses
+// ------------------------------------------------------------------ for the loss policy
 
 std::shared_ptr<const DeclaredTensor> SumServer::FindTensor(uint64_t key) {
   ps::ReaderLock lock(&mu_);

@@ -1,9 +1,9 @@
-// The server: adds what the workers push and answers with the sums.
+// The server: adds what workers push, and answers with the sums.
 //
-// The channel's threads check each request, by the declaration of its tensor.
-// Each partition belongs to a thread that adds (SumThread), which keeps its rounds (Rounds).  Of a
-// tensor with an UpdateRule the server keeps the parameters as well (updates.h).  A sum is sent to
-// all members from where one of their pushes was received.
+// Threads of the channel check each request against its tensor's declaration. Each partition
+// belongs to an engine thread (SumThread), which keeps its rounds (Rounds). For a tensor with an
+// UpdateRule the server keeps the parameters, too (updates.h). A sum is sent to all members from
+// the memory into which one of their pushes was received.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
 
@@ -34,80 +34,79 @@ namespace core {
 
 class SumServer {
  public:
-  // Answers by `channel`, which outlives this.  `losses` decides what it does when another node is
-  // lost; recovery/server has one that goes on.
+  // `channel` outlives this. `losses` decides what happens when another node is lost.
   SumServer(const Config& config, Channel* channel,
             std::unique_ptr<ServerLossPolicy> losses = std::make_unique<ServerLossPolicy>());
-  // Joins the threads; what they had not answered stays unanswered.  Writes the timeline.
+  // Joins the threads; unanswered requests stay unanswered. Writes the timeline.
   ~SumServer();
 
-  // It has joined, as this rank among the servers; -1 until then.  Any thread.
+  // Sets the rank among the servers once it has joined; -1 until then. Thread-safe.
   void SetRank(int rank);
   int rank() const { return rank_; }
 
-  // What was counted so far, and what is in flight now.  Any thread.
+  // Counters so far, and current gauges. Thread-safe.
   std::vector<Metric> Metrics();
 
-  // For the scheduler: a packed StatusRecord.  Tells of late workers since the last call.
+  // A packed StatusRecord for the scheduler, with the late workers since the last call.
   std::string Report();
 
-  // How many sums some members have pushed and others have not.  Any thread.
+  // Number of sums that only some members have pushed. Thread-safe.
   uint64_t OpenRounds() const { return context_.open_rounds; }
 
-  // Whether a request, of which `head` has come, may have values of so many bytes.  Those of
-  // others need no memory (net/link/registration_cache.h): they will be refused.  Any thread.
+  // Whether a request with this header may have `bytes` of values. If not it will be refused, and
+  // its values need no memory (net/link/registration_cache.h). Thread-safe.
   bool Expects(const MessageHead& head, size_t bytes);
 
-  // Takes a request over.  Any thread, several at a time; does not block.  Where there is no memory
-  // for it, it is refused, and so is its round.
+  // Takes over a request. Thread-safe; does not block. If there is no memory for it, refuses it,
+  // and fails its round.
   void OnMessage(Message* message);
 
-  // The worker of `rank` will push nothing more: rounds that lack its push fail,
-  // now and later, for `reason`.  Any thread.
+  // The worker of `rank` will push nothing more. Rounds without its push fail with `reason`, now
+  // and later. Thread-safe.
   void OnWorkerGone(int rank, const std::string& reason);
 
-  // News for the policy of losses.  Any thread.
+  // Events for the loss policy. Thread-safe.
   void OnServerLost(int rank) { losses_->OnServerLost(rank); }
   void OnServerReplaced(int rank) { losses_->OnServerReplaced(rank); }
-  // What it changes, it changes before all requests that come afterwards.
+  // Takes effect before all later requests.
   void SetAbsent(const std::set<int>& ranks) { losses_->SetAbsent(ranks); }
 
-  // ----- for the policy of losses
+  // ----- for the loss policy
 
-  // A tensor that was declared, or a partition that was pushed; null: there is none.
+  // A declared tensor, or a partition that was pushed; null if there is none.
   std::shared_ptr<const DeclaredTensor> FindTensor(uint64_t key);
   std::shared_ptr<Partition> FindPartition(uint64_t key);
   // Makes the partition of this key, if its tensor is declared.
   void MakePartition(uint64_t key);
-  // Whether there are tensors that it updates.
+  // Whether any tensor has a rule.
   bool KeepsState();
-  // Partitions of a tensor that are made from now on begin with a later round.  False: they do so
-  // already, or there is no such tensor.
+  // Makes new partitions of a tensor begin with a later round. Returns false if they do already, or
+  // the tensor does not exist.
   bool SetFirstRound(uint64_t key, uint32_t round);
-  // Ranks hold nothing any more: they have left, or are absent and may return.  Frees tensors that
-  // nobody holds then, as far as the policy lets it.
+  // Ranks have left, or are absent (`may_return`), and hold no tensors any more. Frees tensors
+  // without holders, if the policy allows it.
   void DropHolds(const std::set<int>& ranks, bool may_return);
 
  private:
   void Dispatch(Message* message);
   void OnDeclare(const Message& message);
-  // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
+  // Records a declaration of a worker. Returns why the tensor cannot be summed, or "".
   std::string Declare(int rank, const Declaration& declaration);
-  // A worker holds tensors no more.
+  // A worker releases tensors.
   void OnRelease(const Message& message);
   using TensorPtr = std::shared_ptr<DeclaredTensor>;
   using Owed = std::vector<std::shared_ptr<Releasing>>;
-  // Frees a tensor if nobody holds it, nor may come to hold it.  Answers are owed for it then.
+  // Frees a tensor if it has no holders and will get none. Adds the answers that are due to `owed`.
   void FreeIfUnused(const TensorPtr& tensor, Owed* owed) PS_REQUIRES(mu_);
   void AnswerReleases(const Owed& owed);
-  // A request about a partition.
+  // Handles a request about a partition.
   void OnRequest(Message* message);
-  // Why it cannot be served; empty if it can.
+  // Returns why a request cannot be served, or "".
   static std::string Refusal(const Message& message, const DeclaredTensor* tensor, uint64_t index);
   std::shared_ptr<Partition> FindOrMake(const TensorPtr& tensor, uint64_t key) PS_REQUIRES(mu_);
-  // A thread has let go of it.
+  // A thread has freed a partition.
   void OnFreed(const Partition& partition);
-  // "server 0 is out of memory: ...", about what a request wanted to do.
+  // "server 0 is out of memory: ...", with what the request wanted.
   std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);
 
   ServerContext context_;
@@ -117,12 +116,12 @@ class SumServer {
   std::atomic<int> rank_{-1};
   ps::SharedMutex mu_;
   StateMemory state_memory_ PS_GUARDED_BY(mu_);
-  // A tensor changes with mu_ held alone, a partition with the lock of its thread.  A partition may
-  // stay a little longer than its tensor (Rounds::Free).
+  // A tensor changes only with mu_ held for writing, a partition only with its thread's lock. A
+  // partition may outlive its tensor for a while (Rounds::Free).
   std::unordered_map<uint64_t, TensorPtr> tensors_ PS_GUARDED_BY(mu_);  // by key
   std::unordered_map<uint64_t, std::shared_ptr<Partition>> partitions_ PS_GUARDED_BY(mu_);
   size_t next_thread_ PS_GUARDED_BY(mu_) = 0;
-  std::vector<std::unique_ptr<SumThread>> threads_;  // always the same
+  std::vector<std::unique_ptr<SumThread>> threads_;  // never changes
 };
 
 }  // namespace core

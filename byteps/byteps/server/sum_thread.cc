@@ -22,20 +22,20 @@ namespace byteps {
 namespace core {
 namespace {
 
-// The thread that received so many bytes, and has them in its cache, adds them in the time in which
-// another one wakes.  It does no more of that: it is needed to receive.  To decode blocks, or to
-// make a step of an optimizer, takes longer.
+// Largest partition that the receiving thread adds itself: its values are in that core's cache, and
+// waking another thread would take as long. Not more, since the thread has to receive. Less for
+// blocks and optimizer steps, which take longer.
 constexpr size_t kServedHere = 128 << 10;
 constexpr size_t kFewServedHere = 64 << 10;
 constexpr auto kNever = Rounds::Clock::time_point::max();
-// Pause before another attempt, if there was no memory to fail what is late.
+// Pause before the next attempt if memory was too short to fail late rounds.
 constexpr auto kLookAgain = std::chrono::milliseconds(100);
-// After this process stood still.  Shorter than the grace of workers (engine/staged_sum.cc),
-// which would not know what is late.
+// Longest grace after this process stood still. Shorter than the workers' (engine/staged_sum.cc),
+// which do not know who is late.
 constexpr ps::StallWatch::Duration kMostGrace = std::chrono::seconds(3);
 
-// Where this process stood still (base/process.h), what it waits for may lie in its sockets:
-// until then nothing is late.
+// After a pause of this process (base/process.h), pushes may still lie in its sockets. Until then
+// no round is late.
 Rounds::Clock::time_point EndOfGrace(const ps::StallWatch::Stall& stall) {
   return stall.ended + std::min(stall.length, kMostGrace);
 }
@@ -58,7 +58,7 @@ SumThread::SumThread(ServerContext* context, size_t number, OutOfMemoryText out_
 
 SumThread::~SumThread() {
   queue_.Close();
-  // Ended by the end of its thread, which was told; deadline: none.
+  // Ended by the close of the queue; deadline: none.
   thread_.join();
 }
 
@@ -114,7 +114,7 @@ void SumThread::Run() {
     Clock::time_point look;
     {
       ps::MutexLock lock(&mu_);
-      // What is queued may be what a round waits for.
+      // Queued requests may complete late rounds: serve them first.
       const bool is_told = queue_.Size() > 0 || FailLate(Clock::now());
       look = is_told ? NextLook() : Clock::now() + kLookAgain;
       looks_at_ = look;
@@ -128,7 +128,7 @@ void SumThread::Run() {
     }
     {
       ps::MutexLock lock(&mu_);
-      // There may be no moment without work.
+      // A busy thread has no idle moment, so check with every task.
       FailLate(Clock::time_point(std::chrono::nanoseconds(task.received)));
       Do(&task);
     }
@@ -226,7 +226,7 @@ void SumThread::OnFailure(Task* task, const std::exception& error) {
     return rounds_.FailPartition(task->partition.get(), task->message, error.what());
   }
   if (no_memory != nullptr && task->may_be_repeated) return task->work();
-  // Rounds that it was about end at their deadline.
+  // Rounds of that task end at their deadline.
   BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << error.what() << "; "
                  << DescribeFreeMemory();
 }

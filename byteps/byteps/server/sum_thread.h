@@ -22,45 +22,47 @@
 namespace byteps {
 namespace core {
 
-// A thread of a server that adds, and the partitions that belong to it.
+// An engine thread of a server, and the partitions that belong to it.
 //
-// Serves one request at a time: in its thread or, if the partition is small and nothing waits for
-// it, in the channel's thread that has the request, since to wake another takes longer.
+// Serves one request at a time: in its own thread or, if the partition is small and the queue
+// empty, in the channel's thread that received the request, since waking another thread takes
+// longer.
 class SumThread {
  public:
-  // "server 0 is out of memory: ...", about what a request wanted to do.
+  // Makes "server 0 is out of memory: ...", with what the request wanted.
   using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
 
-  // `freed`: see Rounds::Free.  `losses` has the policy of its rounds.
+  // `freed`: see Rounds::Free. `losses` makes the policy of the rounds.
   SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text,
             Rounds::Freed freed, ServerLossPolicy* losses);
-  // Joins the thread; what it had not served stays unanswered.
+  // Joins the thread; requests it has not served stay unanswered.
   ~SumThread();
 
-  // Any thread may call all of these.
+  // Thread-safe, like all functions down to Call.
   //
-  // Serves a request that has its form (request_form.h), now or later.
+  // Serves a request that passed HasForm (request_form.h), now or later.
   void Serve(std::shared_ptr<Partition> partition, Message message);
   // See RoundLossPolicy.
   void OnWorkerGone(int rank, const std::string& reason);
   // See Rounds::Release and Rounds::Free.
   void Release(std::shared_ptr<const DeclaredTensor> tensor, int rank);
   void Free(std::vector<std::shared_ptr<Partition>> partitions);
-  // Rounds of this tensor that are open fail.
+  // Fails the open rounds of a tensor.
   void FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason);
-  // Does `work` behind all else, once more if there was no memory for it and it `may_be_repeated`.
+  // Runs `work` after all queued tasks. If memory was short and it `may_be_repeated`, runs it
+  // again.
   void Call(std::function<void()> work, bool may_be_repeated = false);
 
-  // ----- in a task of this thread
+  // ----- only within a task of this thread
 
   // (Clang cannot see that a task holds the lock.)
   //
-  // Does `work`; if that throws, `failed`, for which there is memory.
+  // Runs `work`. If that throws, runs `failed`, for which memory is reserved.
   template <typename Work, typename Failed>
   void Survive(const Work& work, const Failed& failed) noexcept {
     reserve_.Survive(work, failed);
   }
-  // Serves what came while a partition was held, until it is held again.
+  // Serves requests that came while a partition was held, until it is held again.
   void ServeHeld(Partition* partition) PS_NO_THREAD_SAFETY_ANALYSIS;
 
   size_t queued() { return queue_.Size(); }
@@ -69,38 +71,38 @@ class SumThread {
   using Clock = Rounds::Clock;
 
   struct Task {
-    std::shared_ptr<Partition> partition;  // that a request is about; null: this is none
+    std::shared_ptr<Partition> partition;  // null: no request
     Message message;
-    int64_t received = 0;        // when, in SteadyNs
-    std::function<void()> work;  // null: the thread only looks what is late
+    int64_t received = 0;        // time of arrival, SteadyNs
+    std::function<void()> work;  // null, and no request: only checks for late rounds
     bool may_be_repeated = false;
   };
 
   void Queue(Task task);
-  // Serves a request at once, if it is small and nothing waits for this thread.
+  // Serves a small request at once if the queue is empty. Returns false if it did not.
   bool ServeHere(Task* task);
   void Run();
   void Do(Task* task) noexcept PS_REQUIRES(mu_);
   void HandleRequest(Task* task) PS_REQUIRES(mu_);
-  // Tells those who wait for what a task was about that it failed.
+  // Answers those who wait for a failed task.
   void OnFailure(Task* task, const std::exception& error) PS_REQUIRES(mu_);
-  // Those that were due before `as_of`, if all that came until then was served.  False: there was
-  // no memory to tell so, and they are looked at again.
+  // Fails rounds that were due before `as_of`; all requests up to then were served. Returns false
+  // if memory was too short to do so.
   bool FailLate(Clock::time_point as_of) noexcept PS_REQUIRES(mu_);
   void LookAtLate(Clock::time_point as_of) PS_REQUIRES(mu_);
-  // Looks whether there was another stall.
+  // Checks for a new stall of this process.
   void NoteStall() PS_REQUIRES(mu_);
   Clock::time_point NextLook() const PS_REQUIRES(mu_);
 
   ServerContext* const context_;
   const OutOfMemoryText out_of_memory_text_;
   BlockingQueue<Task> queue_;
-  std::atomic<size_t> waiting_{0};  // tasks that were queued and not done yet
-  ps::Mutex mu_;                    // held while something is served
+  std::atomic<size_t> waiting_{0};  // tasks queued and not done
+  ps::Mutex mu_;                    // held while a task is served
   Rounds rounds_ PS_GUARDED_BY(mu_);
-  // When the thread looks what is late, if nothing is queued before.
+  // Time of the next check for late rounds if the queue stays empty.
   Clock::time_point looks_at_ PS_GUARDED_BY(mu_) = Clock::time_point::max();
-  // The last one that was known when a round was late.
+  // The last stall seen when a round was late.
   ps::StallWatch::Stall stall_ PS_GUARDED_BY(mu_);
   MemoryReserve reserve_;
   std::thread thread_;

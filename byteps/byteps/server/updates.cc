@@ -81,9 +81,9 @@ std::string StepOf(const Message& message) {
 
 namespace {
 
-// The step that this member has tried in the round, and has not said everything of; null: none.
+// The speculative step of a member that it has not fully decided; null if there is none.
 RoundUpdate* FindTried(Round* round, size_t member) {
-  if (round == nullptr) return nullptr;  // all members are through with it
+  if (round == nullptr) return nullptr;  // all members are done with it
   RoundUpdate* const update = round->update.get();
   const bool is_open = !update->tried().empty() && round->pushed[member] && !round->told[member];
   return is_open ? update : nullptr;
@@ -107,7 +107,7 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
   RoundUpdate* const update = FindTried(round, member);
   if (update == nullptr) return "";
   const Verdict verdict = VerdictOf(message);
-  // A server that is lost may have answered its STEP.
+  // The lost server may have answered the member's STEP.
   const bool may_know = update->is_restored() && update->is_updated();
   if (verdict == Verdict::kNone && !update->overtaken() && !may_know) {
     return "worker " + std::to_string(rank) + " goes on with '" + declaration.name +
@@ -127,7 +127,7 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
 
 namespace {
 
-// The round that a member has pushed, if it may be told more of it now; null: it was refused.
+// The round that a member has pushed, if it may ask more about it; null: the request was refused.
 Round* FindPushed(ServerContext* context, Rounds* rounds, Partition* partition,
                   const Message& message) {
   const int rank = message.peer;
@@ -192,7 +192,7 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
 
 namespace {
 
-// Whether the verdict that a READ_STATE has is held.
+// Whether the verdict in a READ_STATE has to wait.
 bool HoldsVerdict(Rounds* rounds, Partition* partition, const Message& message, int64_t received) {
   const Verdict verdict = VerdictOf(message);
   const int member = partition->declaration().MemberIndex(message.peer);
@@ -211,9 +211,9 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
   std::string error;
   SharedBytes values;
   if (message.op == kLoadState) {
-    // The others go on with the state that there is.
+    // State of removed workers is refused: the others go on with the present state.
     if (rounds->losses()->Refuses(*partition, message)) return;
-    if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
+    if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // the values were dropped
     for (Round& round : partition->rounds) {
       const bool keeps = rounds->losses()->copies_state();
       round.update->Overtake(keeps ? &round.accumulator.sum() : nullptr);
@@ -227,7 +227,7 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
     if (!error.empty()) return context->Refuse(message, error);
     values = SharedBytes::New(caller.bytes);
     error = state->Read(SlotOf(message), caller.offset, caller.bytes, values.data());
-    caller.offset = 0;  // of what is sent
+    caller.offset = 0;  // offset in the bytes that are sent
   }
   if (!error.empty()) return context->Refuse(message, error);
   context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);

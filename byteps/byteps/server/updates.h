@@ -13,32 +13,33 @@
 namespace byteps {
 namespace core {
 
-// Updates tensors with an UpdateRule. The server keeps their parameters and moments (optimizer/).
+// Updates of tensors with an UpdateRule. The server keeps their parameters and moments
+// (optimizer/).
 //
-// When a round is complete the parameters are updated, and the answer has them.  Members that ask
-// for different steps in one round get an error; the state is as it was.
+// When a round is complete the parameters are updated, and members are answered with them. Members
+// that ask for different steps in a round get an error, and the state stays unchanged.
 //
-// A step that is tried (PUSH_TRY) changes nothing: parameters are computed from the state and sent,
-// and the gradients are kept.  The round stays until each member has said what becomes of the step.
-// The first one who does so has it made, or dropped; a member that says something else gets an
+// A speculative step (PUSH_TRY) changes nothing: the new parameters are computed and sent, and the
+// gradients are kept. The round stays until each member has decided about the step. The first
+// decision is carried out: the step is made or dropped. A member that decides otherwise gets an
 // error.
 
-// Whether what follows a request's header is as the tensor's rule wants it.
+// Whether the part after a request's header fits the rule of its tensor.
 bool HasFormOfUpdate(const Message& message, const Declaration& declaration, uint64_t index);
 
-// All others are of requests that have this form.  Of a push: the packed UpdateStep that it asks
-// for; "" where it wants the norm first.
+// The packed UpdateStep of a push or a STEP; "" if it wants the norm first. Only for requests that
+// passed HasFormOfUpdate, as all functions below.
 std::string StepOf(const Message& message);
 
-// Takes what a member says of the step that it tried in the round of this number, if it tried one.
-// A push is its last word on it.  Why it cannot be, or "".
+// Applies a member's decision about its speculative step in round `number`, if it tried one. A push
+// ends the member's part in that round. Returns an error or "".
 std::string SettleStep(Rounds* rounds, Partition* partition, const Message& message,
                        uint32_t number);
 
-// STEP.  `is_held`: RoundLossPolicy::HoldsStep has held it, and lets it go on.
+// Serves STEP. `is_held`: called again by the policy, after RoundLossPolicy::HoldsStep held it.
 void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received, bool is_held = false);
-// LOAD_STATE and READ_STATE.  `is_held`: the same of what a READ_STATE says.
+// Serves LOAD_STATE and READ_STATE. `is_held`: the same, for the verdict in a READ_STATE.
 void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received, bool is_held = false);
 

@@ -17,10 +17,10 @@ namespace core {
 
 namespace {
 
-// Values that are updated and encoded at a time, so that they stay in a core's cache: whole blocks.
+// Values that are updated and encoded at a time: whole blocks that fit into a core's cache.
 constexpr size_t kChunk = 64 * kBlockValues;
 
-// Where the block of a value, the first one of it, begins.
+// Address of the block that begins with `value`.
 char* DifferencesAt(char* blocks, size_t value) {
   return blocks + value / kBlockValues * SizeOf(DType::kInt8x128);
 }
@@ -80,7 +80,7 @@ std::string PartitionState::Load(uint32_t slot, const char* values) {
 }
 
 void PartitionState::LoadHeld(const char* values) {
-  float chunk[kChunk];  // aligned, as `values` may not be
+  float chunk[kChunk];  // aligned; `values` may not be
   for (size_t begin = 0; begin < size_; begin += kChunk) {
     const size_t count = std::min(kChunk, size_ - begin);
     memcpy(chunk, values + begin * sizeof(float), count * sizeof(float));
@@ -100,7 +100,7 @@ void PartitionState::ReadHeld(size_t offset, size_t bytes, char* values) const {
 
 std::string PartitionState::Read(uint32_t slot, size_t offset, size_t bytes, char* values) const {
   if (!state_) return NotLoaded();
-  if (bytes == 0) return "";  // there may be no place for nothing
+  if (bytes == 0) return "";  // `values` may be null then
   if (slot == rule_.NumSlots()) {
     ReadHeld(offset, bytes, values);
   } else {
@@ -114,7 +114,7 @@ GradientSums PartitionState::SumsOf(const char* gradients) const {
   for (const Run& run : runs_) {
     const char* const at = gradients + run.begin * SizeOf(type_);
     const size_t n = run.end - run.begin;
-    // 0 times what is no finite number is none either.
+    // Multiply, so that infinity and NaN in uncounted values are not hidden: 0 times them is NaN.
     sums.squares += (run.counted ? 1.0 : 0.0) * SumOfSquares(type_, at, n);
     if (rule_.counts_zeros && run.counted)
       sums.zeros += static_cast<double>(CountZeros(type_, at, n));

@@ -37,7 +37,8 @@ std::string RoundUpdate::Agree(int rank, int op, const std::string& step) {
 std::string RoundUpdate::Complete(SharedBytes* sum, SharedBytes spare) {
   pushed_by_ = op_;
   pushed_step_ = step_;
-  is_told_ = op_ == kPushStep;  // with the gradients, where there is a backup
+  // PUSH_STEP sends the step to the backup together with the gradients.
+  is_told_ = op_ == kPushStep;
   if (op_ == kPushStep) return MakeStep(sum);
   SumSquares(*sum);
   if (op_ == kPushTry) {
@@ -47,7 +48,7 @@ std::string RoundUpdate::Complete(SharedBytes* sum, SharedBytes spare) {
     tried_ = step_;
     counters_->tried_partitions.Add();
   }
-  step_of_ = -1;  // who is told of these says what to do then
+  step_of_ = -1;  // members decide next
   return "";
 }
 
@@ -85,7 +86,7 @@ std::string RoundUpdate::MakeStep(SharedBytes* sum) {
   updated_ = true;
   const bool was_tried = !tried_.empty();
   if (was_tried) step.skip ? PS_PROBE(kStepDropped) : PS_PROBE(kStepMade);
-  // Differences are shorter than the gradients that they answer.
+  // Differences are shorter than the gradients.
   const bool in_place = sum->size() == state_->answer_bytes();
   const SharedBytes gradients = *sum;
   if (!in_place) *sum = SharedBytes::New(state_->answer_bytes());
@@ -135,7 +136,7 @@ std::string RoundUpdate::Pack() const {
 
 bool RoundUpdate::Unpack(const std::string& text) {
   WireReader in(text);
-  in.Get<uint32_t>();  // see RoundOf
+  in.Get<uint32_t>();  // the round, see RoundOf
   pushed_by_ = op_ = in.Get<uint8_t>();
   pushed_step_ = step_ = in.GetText();
   updated_ = in.Get<uint8_t>() != 0;
@@ -173,8 +174,8 @@ std::string RoundUpdate::Restore(const SharedBytes& sum) {
   restored_ = true;
   if (pushed_by_ != kPushTry) return "";
   if (!has_answer()) return Preview(sum);
-  // Who has not got the preview says the same of the step as the others.  If it was kept, these are
-  // what it would have got; else it takes no parameters before it has asked for more.
+  // A member without the preview decides as the others do. If the step was kept, the sum is the
+  // preview; otherwise the member asks again before it uses parameters.
   parameters_ = sum;
   return "";
 }

@@ -12,71 +12,70 @@
 namespace byteps {
 namespace core {
 
-// What the members of a round want of the optimizer, and what became of it.
+// The optimizer step of one round of a partition with a rule: what members ask for, and its
+// outcome.
 //
-// Of one round of a partition with an UpdateRule.  A PUSH_STEP is made once the gradients are
-// summed.  After a PUSH_NORM or a PUSH_TRY the members say what becomes of the step, by Decide.
-// Functions that may fail return why they did, or "".
+// A PUSH_STEP makes the step once the gradients are summed. After PUSH_NORM or PUSH_TRY members
+// decide about it (Decide). Functions that may fail return the error, or "".
 class RoundUpdate {
  public:
-  // All pointers outlive this.
+  // The pointers outlive this.
   RoundUpdate(const Declaration* declaration, uint32_t round, PartitionState* state,
               ServerCounters* counters)
       : declaration_(declaration), round_(round), state_(state), counters_(counters) {}
 
-  // A member asks for `step` by `op`, and the first one who does so decides for all.
+  // A member asks for `step` by `op`. All must ask for the same as the first.
   std::string Agree(int rank, int op, const std::string& step);
-  // Whether Complete has a use for the memory of a push.
+  // Whether Complete can use the spare memory of a push.
   bool keeps_memory() const { return op_ == kPushTry; }
 
-  // The gradients are summed: does what they were pushed for.  After a PUSH_STEP `sum` has the
-  // parameters, or, of blocks, what is added to them.  `spare`: memory of as many bytes, or none.
+  // The gradients are summed: does what they were pushed for. After a PUSH_STEP `sum` has the
+  // updated parameters or, for blocks, the differences. `spare`: memory of the same size, or none.
   std::string Complete(SharedBytes* sum, SharedBytes spare);
-  // The same at the backup, which answers nobody: nothing is previewed.
+  // The same on the backup, which computes no preview, since it answers nobody.
   std::string CompleteCopy(SharedBytes* sum);
-  // The GradientSums that members wait for, from Complete on; empty after a PUSH_STEP.
+  // GradientSums for the members, set by Complete; empty after a PUSH_STEP.
   const SharedBytes& sums() const { return sums_; }
-  // After a PUSH_TRY, until they were sent: the parameters as its step would make them.  Restored
-  // ones stay.
+  // After a PUSH_TRY: the parameters that its step would make. Freed once sent, unless restored
+  // from a copy.
   const SharedBytes& parameters() const { return parameters_; }
   void ForgetParameters() {
     if (!restored_) parameters_ = SharedBytes();
   }
 
-  // What a member wants, now that it knows the GradientSums.  The first one has the step made, and
-  // `sum` has the parameters; why it failed is left in `failure`, for the others.
+  // A member decides about the step, knowing the GradientSums. The first decision is carried out,
+  // and `sum` gets the parameters; if that fails, `failure` gets the error for the other members.
   std::string Decide(int rank, const std::string& step, SharedBytes* sum, std::string* failure);
 
-  // The step, once it was tried; else "".
+  // The speculative step, or "".
   const std::string& tried() const { return tried_; }
-  // Whether the state is what became of the round.
+  // Whether the step was made or skipped.
   bool is_updated() const { return updated_; }
-  // Whether its sum is what members are answered, and not the gradients.
+  // Whether members are answered with the round's sum; until then it holds gradients.
   bool has_answer() const { return updated_ || overtaken_; }
-  // Whether a member asks for what the others have asked for.
+  // Whether a push asks for the same as the others did.
   bool IsLike(int op, const std::string& step) const;
 
-  // ----- copies of it (recovery/server/backup_link.h)
+  // ----- copies (recovery/server/backup_link.h)
 
-  // The operation by which members pushed; 0: their gradients are not complete.
+  // Op by which members pushed; 0: gradients are incomplete.
   int pushed_by() const { return pushed_by_; }
-  // What the first member has asked for.
+  // The first member's request.
   int op() const { return op_; }
   const std::string& step() const { return step_; }
   int asked_by() const { return step_of_; }
-  // The step that was made or dropped, if the backup was not told of it yet; else "".
+  // The step that was made or skipped, if the backup does not know it yet; else "".
   std::string Settled() const { return updated_ && !is_told_ ? step_ : ""; }
-  // It was told of it.
+  // The backup knows the outcome.
   void NoteTold() { is_told_ = is_told_ || updated_; }
   std::string Pack() const;
-  // What Pack has packed.  False: it is something else.
+  // Reads the output of Pack. Returns false if `text` is something else.
   bool Unpack(const std::string& text);
-  // There will be members that are answered, at a server that takes over: `sum` is as Complete or
-  // Decide left it.
+  // Prepares a server that takes over to answer members. `sum` is as Complete or Decide left it.
   std::string Restore(const SharedBytes& sum);
   bool is_restored() const { return restored_; }
-  // LOAD_STATE comes: it no longer matters what becomes of a step that was tried.  `sum`, if it is
-  // not null, gets what members were or will be answered, in the place of the gradients.
+  // A LOAD_STATE replaces the state, so the outcome of a speculative step no longer matters. `sum`,
+  // if not null, gets the members' answer in place of the gradients.
   void Overtake(SharedBytes* sum);
   bool overtaken() const { return overtaken_; }
 
@@ -89,20 +88,20 @@ class RoundUpdate {
   const uint32_t round_;
   PartitionState* const state_;
   ServerCounters* const counters_;
-  // What the members ask for, as the first one said it; its rank, and the operation.
+  // The request of the members: step, rank and op of the first.
   std::string step_;
   int step_of_ = -1;
   int op_ = 0;
-  // The operation by which they have pushed, and its step: op_ and step_ are of the last word.
+  // The op and the step of the pushes; op_ and step_ are those of the last decision.
   int pushed_by_ = 0;
   std::string pushed_step_;
   SharedBytes sums_;
   SharedBytes parameters_;
   std::string tried_;
   bool overtaken_ = false;
-  bool updated_ = false;  // the state is what became of the round
+  bool updated_ = false;  // the step was made or skipped
   bool restored_ = false;
-  bool is_told_ = false;  // the backup knows that it is
+  bool is_told_ = false;  // the backup knows it
 };
 
 }  // namespace core

@@ -10,24 +10,24 @@
 namespace byteps {
 namespace core {
 
-// Not thread-safe.
+// Bytes of optimizer state that a server has promised to keep, and their limit. Not thread-safe.
 class StateMemory {
  public:
   explicit StateMemory(const Config& config);
 
-  // Promises memory for the state of a tensor on this server, and, where it has copies, for that of
-  // the server before it.  Why there is too little, or "".
+  // Reserves memory for a tensor's state on this server and, with `copies`, for the copy of the
+  // previous server's state. Returns the error if there is too little, or "".
   std::string Promise(const Declaration& declaration, int rank, bool copies);
-  // The same tensor is freed.
+  // Releases the reservation of a tensor.
   void Return(const Declaration& declaration, int rank, bool copies);
   uint64_t promised() const { return promised_; }
 
  private:
-  // Bytes that a tensor takes here; `copies`: with those of its copies.
+  // Bytes that a tensor takes here, `copies` included.
   uint64_t BytesOf(const Declaration& declaration, int rank, bool copies) const;
 
   const bool is_set_;     // BYTEPS_SERVER_STATE_BYTES
-  const uint64_t limit_;  // that, or what there was when this was made
+  const uint64_t limit_;  // BYTEPS_SERVER_STATE_BYTES, or the free memory at the start
   const int num_servers_;
   uint64_t promised_ = 0;
 };

@@ -1,6 +1,6 @@
-// Compiled so that products and sums are fused where it is written, and nowhere else, and without
-// errno (CMakeLists.txt): the first keeps the results the same everywhere, the second lets the
-// compiler vectorise roots.
+// CMakeLists.txt compiles this file without automatic contraction, so that products and sums are
+// fused only where written: results are equal everywhere. It also turns errno off, so that the
+// compiler can vectorise square roots.
 #include "byteps/server/optimizer/update.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// How gradients and parameters are stored.
+// Formats of gradients and parameters.
 
 struct Float32 {
   static constexpr size_t kSize = 4;
@@ -45,10 +45,10 @@ struct Half {
 using BFloat16 = Half<BFloat16Words>;
 using Float16 = Half<Float16Words>;
 
-// a * b + c, rounded once.  A call where the CPU has no such instruction (x86 before 2013).
+// a * b + c, rounded once. A function call on CPUs without FMA (x86 before 2013).
 BYTEPS_INLINE inline float Fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// The coefficients of a step, as torch rounds them.
+// Coefficients of a step, rounded as torch rounds them.
 struct AdamWNumbers {
   explicit AdamWNumbers(const AdamWStep& step)
       : scale(step.grad_scale),
@@ -71,7 +71,7 @@ struct AdamWNumbers {
   const float beta2, weight2, root, eps, rate;
 };
 
-// State is `float`, and updated, or `const float`.
+// State is `float` (updated) or `const float` (read only).
 template <typename E, bool kSmallWeight, typename State>
 BYTEPS_INLINE inline void AdamWLoop(const AdamWNumbers& c, const void* gradients, void* parameters,
                                     State* __restrict master, State* __restrict mean,
@@ -115,7 +115,7 @@ struct SgdNumbers {
   const float scale, decay, momentum, kept, weight, rate;
 };
 
-// What the momentum is used for.
+// Use of the momentum.
 enum class Momentum { kNone, kPlain, kNesterov };
 
 template <typename E, Momentum kUse, typename State>
@@ -160,7 +160,7 @@ BYTEPS_INLINE inline void WidenLoop(const void* __restrict values, float* __rest
   for (size_t i = 0; i < n; ++i) wide[i] = E::Get(values, i);
 }
 
-// Partial sums that are added side by side: of no width that the CPU decides.
+// Number of parallel partial sums. Fixed, so that every CPU computes the same bits.
 constexpr size_t kLanes = 16;
 
 template <typename E>
@@ -187,14 +187,14 @@ BYTEPS_INLINE inline uint64_t ZerosLoop(const void* values, size_t n) {
   uint64_t zeros = 0;
   for (size_t i = 0; i < n;) {
     const size_t end = std::min(n, i + (size_t{1} << 20));
-    uint32_t some = 0;  // as wide as a value, so that the loop becomes vectors
+    uint32_t some = 0;  // 32 bits, as the values, so that the loop is vectorised
     for (; i < end; ++i) some += E::Get(values, i) == 0.0f ? 1 : 0;
     zeros += some;
   }
   return zeros;
 }
 
-// A template cannot have clones; these are their instances.
+// Templates cannot be cloned for several CPUs; these instances can.
 #define BYTEPS_UPDATES(E)                                                                          \
   BYTEPS_MULTIVERSION void AdamW##E(const AdamWNumbers& c, void* values, float* master,            \
                                     float* mean, float* square, size_t n) {                        \
@@ -239,7 +239,7 @@ Momentum UseOf(const SgdStep& step) {
 
 }  // namespace
 
-// Calls the function of a type: fp32, bf16 or fp16.
+// Calls the function for a type: fp32, bf16 or fp16.
 #define BYTEPS_OF_TYPE(t, Function, ...)      \
   switch (t) {                                \
     case DType::kBFloat16:                    \
