@@ -13,7 +13,7 @@ using byteps::core::Role;
 
 namespace {
 
-// Messages have a rate in nine digits.
+// Messages carry rates in nine digits.
 constexpr double kMostMbps = 999'999'999;
 
 int Int(const Config& config, const char* name) { return static_cast<int>(config.Int(name)); }

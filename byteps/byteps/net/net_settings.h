@@ -10,7 +10,7 @@
 
 namespace ps {
 
-// All that a process's part of the network is told.  Nothing in net/ looks a setting up by itself.
+// All settings of a process's network. Code in net/ reads no setting itself.
 struct NetSettings {
   byteps::core::Role role = byteps::core::Role::kWorker;
   std::string transport = "tcp";  // DMLC_ENABLE_RDMA
@@ -19,12 +19,12 @@ struct NetSettings {
   tcp::Settings tcp;
   rdma::Settings rdma;
 
-  // Reads the job's secret and the files of BYTEPS_TLS_*, too.  Role, counts and rank of
-  // `van.membership`, and the place among the workers, are those of the settings; a caller who
-  // knows better sets them.  Throws Error that says what to set.
+  // Also reads the job's secret and the files of BYTEPS_TLS_*. Role, counts and rank of
+  // `van.membership`, and the place among the host's workers, come from the settings; a caller may
+  // override them. Throws Error that says what to set.
   static NetSettings From(const byteps::core::Config& config);
 
-  // Lowers the time that the start may take to `seconds`.
+  // Limits the time to start to `seconds`.
   void LimitStartTimeout(double seconds);
 };
 

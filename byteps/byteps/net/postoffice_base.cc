@@ -1,4 +1,5 @@
-// What a job needs of the Postoffice: the van of this process's role, started and stopped.
+// The part of ps-lite's Postoffice that a job needs: starts and stops the van of this process's
+// role.
 #include "byteps/net/net_settings.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
@@ -7,7 +8,7 @@ namespace ps {
 
 void Postoffice::Start(const NetSettings& settings, int customer_id) {
   using byteps::core::Role;
-  // Finalize stopped the last job's van.
+  // Finalize has stopped the last job's van.
   van_.reset(Van::Create(settings));
   num_workers_ = settings.van.membership.workers;
   num_servers_ = settings.van.membership.servers;
@@ -18,7 +19,7 @@ void Postoffice::Start(const NetSettings& settings, int customer_id) {
   try {
     van_->Start(customer_id, false);
   } catch (...) {
-    // Leave nothing half started, so that the caller may try again.
+    // Stops what has started, so that the caller may try again.
     Finalize(customer_id, false);
     throw;
   }

@@ -1,4 +1,4 @@
-// What all vans share: joining a job, the receiving thread, the end.
+// The common part of vans: joining a job, the receiving thread, the end.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -30,8 +30,8 @@ const int Meta::kEmpty = std::numeric_limits<int>::max();
 
 namespace {
 
-// Warns once where a name that others know, too, leads nowhere but to this machine: Debian's
-// /etc/hosts gives a machine's own name 127.0.1.1.  `remedy`: what to do.
+// Warns once if a name that others use leads to this machine only: Debian's /etc/hosts maps a
+// machine's own name to 127.0.1.1. `remedy`: what to do.
 void WarnOfLoopback(const std::string& name, const std::string& remedy) {
   static std::atomic<bool> warned{false};
   if (IsNumeric(name) || name.find("localhost") != std::string::npos) return;
@@ -43,7 +43,7 @@ void WarnOfLoopback(const std::string& name, const std::string& remedy) {
                    << " here: nodes on other machines cannot reach this one; " << remedy;
 }
 
-// The address at which this node listens, or which it tells others of.
+// Returns the address at which this node listens, or which it announces.
 std::string OwnAddress(const VanSettings& settings, const Node& scheduler, bool listens) {
   if (!settings.host.empty()) return settings.host;
   if (!settings.interface.empty()) return AddressOfInterface(settings.interface);
@@ -63,12 +63,12 @@ std::vector<Nic> OwnNics(const Node& self, const NicSettings& settings) {
       throw Error("BYTEPS_NICS=" + user.setting +
                   " names NICs, and BYTEPS_RDMA_DEVICE chooses one: unset it");
     }
-    return {};  // whose address the transport finds
+    return {};  // the transport determines the address
   }
   return ChooseNics(ListNics(), user).nics;
 }
 
-// How membership reaches other nodes: by the van.
+// Membership's links, implemented by the van.
 class VanLinks : public MembershipLinks {
  public:
   VanLinks(Van* van, const NicSettings& nics) : van_(van), nics_(nics) {}
@@ -86,7 +86,7 @@ class VanLinks : public MembershipLinks {
   void SetJob(uint64_t job) override { Number()->Set(job); }
 
  private:
-  // Of every van of ours (LinkVan).
+  // All vans of this project are LinkVans.
   OfAJob* OfItsJob() const { return dynamic_cast<OfAJob*>(van_); }
   JobNumber* Number() const { return OfItsJob()->job_number(); }
 
@@ -132,9 +132,9 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   const MembershipSettings& membership = settings().membership;
   membership_ = Membership::Make(links_.get(), membership, post->handlers().on_event);
   if (post->handlers().on_van) post->handlers().on_van(post->shared_van());
-  // Its name may be known only later, or still be that of an earlier address.
+  // A name may resolve only later, or still to an old address.
   const int port = AwaitHost(membership.start_timeout_s, [&] { return Bind(self, 0); });
-  self = node();  // a transport may know its address better
+  self = node();  // a transport may have a more precise address
   self.port = port;
   SetNode(self);
   if (is_scheduler_) {
@@ -163,11 +163,11 @@ void Van::Stop() {
     exit.meta.control.cmd = Control::TERMINATE;
     exit.meta.recver = node().id;
     SendMsg(exit);
-    // Ended by the end of its thread, which was told; deadline: none.
+    // Ended by the thread's end, since it was told to stop; deadline: none.
     receiver_thread_->join();
     receiver_thread_.reset();
   }
-  // Membership and node stay: others may still ask who is who.
+  // Membership and node remain for threads that ask for names.
 }
 
 int Van::Send(Message& msg) {
@@ -192,7 +192,7 @@ void Van::Receiving() {
     Message msg;
     try {
       RecvMsg(&msg);
-      // The van's own is nobody's; what a peer calls so is not for this thread.
+      // The van's own TERMINATE has no sender; a peer's must not end this thread.
       if (msg.meta.control.cmd == Control::TERMINATE && msg.meta.sender == Meta::kEmpty) return;
       if (Postoffice::Get()->verbose() >= 2) {
         PS_VLOG(2) << GetType() << "\treceived: " << msg.DebugString();
@@ -203,7 +203,7 @@ void Van::Receiving() {
         membership_->Handle(msg);
       }
     } catch (const std::exception& e) {
-      // The sender is not understood; the others need not suffer.
+      // Drops only the sender; the other nodes are unaffected.
       BPS_LOG(WARNING) << "a message of node " << msg.meta.sender
                        << " could not be handled: " << e.what();
       Disconnect(msg.meta.sender);

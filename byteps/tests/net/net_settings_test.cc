@@ -24,7 +24,7 @@ NetSettings SettingsWith(GivenSettings given) {
   return NetSettings::From(ConfigWith(given));
 }
 
-// Settings that the caller gives are refused with these words.
+// Expects that these settings are refused with these words.
 void ExpectRefused(const GivenSettings& given, const std::string& words) {
   try {
     NetSettings::From(ConfigWith(given));

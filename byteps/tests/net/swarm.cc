@@ -1,12 +1,11 @@
-// Many nodes in one process that join a real scheduler and leave it: what a job of thousands
-// asks of one scheduler.
+// Load test of a scheduler: one process with many nodes that join it and leave it.
 //
 //   swarm --port PORT [--host ADDRESS] [--workers N] [--servers K] [--timeout S]
 //
-// Each node has a connection and a NodeMembership of its own; it connects to nobody else.  Prints
-// how long joining and leaving took, and how many messages the scheduler sent without heartbeats,
-// of which a slow machine sees more.  Exit status:
-// 0 all joined and left in order; 1 not; 2 bad usage.
+// Each node has its own connection and NodeMembership, and no other links. Prints the time to join
+// and to leave, and the number of messages from the scheduler without heartbeats (their number
+// depends on the machine's speed). Exit status: 0 all nodes joined and left in order; 1 not; 2 bad
+// usage.
 #include <getopt.h>
 
 #include <atomic>
@@ -144,7 +143,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   std::unique_ptr<ps::NodeMembership> membership_;
 };
 
-// Calls `work` for each node, all at a time.
+// Calls `work` for all nodes concurrently.
 template <typename Work>
 void ForAll(const std::vector<std::unique_ptr<SwarmNode>>& nodes, Work work) {
   std::vector<std::thread> threads;

@@ -19,7 +19,7 @@ namespace {
 
 static_assert(kProofBytes == crypto_auth_hmacsha256_BYTES, "the proof is an HMAC-SHA256");
 
-// No key for one purpose is of use for another.
+// Domain separation: a key for another purpose is useless here.
 constexpr char kPurpose[] = "Megatron-BytePS: authentication of connections, 1";
 
 std::string Hmac(const std::string& key, const std::string& first, const std::string& second) {
@@ -84,7 +84,7 @@ Secret Secret::Read(const SecretSettings& settings) {
         "BYTEPS_AUTH=0 goes without");
   }
   std::string bytes = path.empty() ? given : ReadFile(path);
-  // What an editor or a shell put behind it.
+  // Strips white space that an editor or shell has appended.
   bytes.erase(bytes.find_last_not_of(" \t\r\n") + 1);
   if (bytes.size() < kLeastSecretBytes) {
     throw Error((path.empty() ? "BYTEPS_SECRET" : "the secret in BYTEPS_SECRET_FILE=" + path) +

@@ -1,7 +1,7 @@
-// What the nodes of a job have and nobody else, and how they show it without saying it.
+// The job's secret, and proofs of it.
 //
-// Who proves that it has the secret sends an HMAC-SHA256 over what both sides have said, which
-// has a random number of each: nothing that was heard before is of use to anybody.
+// A proof is an HMAC-SHA256 over the greeting of both sides, which contains a random number of
+// each. So a proof that was overheard is useless.
 #ifndef BYTEPS_NET_AUTH_SECRET_H_
 #define BYTEPS_NET_AUTH_SECRET_H_
 
@@ -13,13 +13,13 @@ namespace auth {
 
 constexpr size_t kNonceBytes = 32;
 constexpr size_t kProofBytes = 32;
-// A guess at a shorter one could be tried against a proof that was heard.
+// A shorter secret could be guessed from an overheard proof.
 constexpr size_t kLeastSecretBytes = 16;
 
-// Random bytes from the kernel.
+// Returns random bytes from the kernel.
 std::string NewNonce(size_t bytes = kNonceBytes);
 
-// A secret for a new job, as text.
+// Returns a secret for a new job, as text.
 std::string NewSecret();
 
 // Settings of the secret.
@@ -31,22 +31,23 @@ struct SecretSettings {
 
 class Secret {
  public:
-  // None: the job goes without authentication.  A proof is a checksum then, which anybody can make.
+  // No secret: the job does not authenticate. Proofs are then checksums that anyone can make.
   Secret() = default;
-  // `bytes` has at least kLeastSecretBytes.
+  // `bytes`: at least kLeastSecretBytes.
   explicit Secret(const std::string& bytes);
 
-  // The secret that the settings give, or name a file of.  Throws Error that says what to set.
+  // Reads the secret from the settings, or from the file that they name. Throws Error that says
+  // what to set.
   static Secret Read(const SecretSettings& settings);
 
   bool is_there() const { return !key_.empty(); }
 
-  // kProofBytes for another use than proofs; each `purpose` has its own.  The secret is there.
+  // Returns kProofBytes derived for `purpose`, different from those for proofs. Requires a secret.
   std::string Derive(const std::string& purpose) const;
 
-  // kProofBytes for the end that speaks as `who` after `said` was said.
+  // Returns kProofBytes by which `who` proves the greeting `said`.
   std::string Prove(const std::string& who, const std::string& said) const;
-  // Whether `proof` begins with the first `bytes` of that.  Takes the same time for every proof.
+  // Checks `proof` against the first `bytes` of Prove's result, in constant time.
   bool Proves(const char* proof, const std::string& who, const std::string& said,
               size_t bytes = kProofBytes) const;
 
@@ -54,7 +55,7 @@ class Secret {
   std::string key_;
 };
 
-// What to do where two nodes have not the same secret.
+// Advice if two nodes have different secrets.
 inline constexpr char kAdvice[] =
     "give all nodes the same BYTEPS_SECRET_FILE or BYTEPS_SECRET (or BYTEPS_AUTH=0)";
 

@@ -81,7 +81,7 @@ void Connection::Enqueue(OutgoingPtr outgoing) {
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed || closing_.goodbye_sent) return;
-    // Of use for this socket alone.
+    // Frames without a message are useful for the current socket only.
     if (outgoing->type != kMessage && state_ != State::kOpen) return;
     closing_.goodbye_sent = outgoing->type == kGoodbye;
     queue_.Push(std::move(outgoing));
@@ -93,7 +93,7 @@ void Connection::Enqueue(OutgoingPtr outgoing) {
 
 void Connection::Drain() {
   const ConnectionPtr keep = shared_from_this();
-  OutgoingList sent;  // let go of without a lock: its owners may call Send
+  OutgoingList sent;  // destroyed without a lock: owners may call Send
   ssize_t written = 0;
   int error = 0;
   Socket socket;
@@ -101,7 +101,7 @@ void Connection::Drain() {
     sent.clear();
     {
       MutexLock lock(&mu_);
-      if (batch_.epoch != epoch_) {  // meanwhile there is another socket, or none
+      if (batch_.epoch != epoch_) {  // there is another socket by now, or none
         sent.swap(batch_.list);
         batch_.epoch = epoch_;
         error = 0;
@@ -122,10 +122,10 @@ void Connection::Drain() {
           writing_.blocked = true;
           return;
         }
-        writing_.writable = false;  // since then it has room
+        writing_.writable = false;  // there has been room since
       } else if (error != 0) {
         writing_.is_on = false;
-        writing_.blocked = true;  // as long as there is this socket
+        writing_.blocked = true;  // until the socket changes
         const uint64_t epoch = epoch_;
         lock.Unlock();
         return SendingFailed(epoch, "sending failed: " + socket->Text(error));
@@ -158,7 +158,7 @@ void Connection::Drain() {
   }
 }
 
-// The peer may have said why, or goodbye, before it closed: that is read first.
+// Reads first: the peer may have sent a reason or a goodbye before it closed.
 void Connection::SendingFailed(uint64_t epoch, const std::string& reason) {
   poller_->Post([self = shared_from_this(), epoch, reason] {
     while (self->OnReady(0)) continue;
@@ -198,7 +198,7 @@ void Connection::CloseWhenFlushed() {
   {
     MutexLock lock(&mu_);
     closing_.when_flushed = true;
-    if (state_ == State::kWaiting) {  // nothing will flush it
+    if (state_ == State::kWaiting) {  // no socket will flush it
       lock.Unlock();
       return Close({"this node closed it", false, true});
     }
@@ -211,14 +211,14 @@ void Connection::CloseWhenFlushed() {
 // ------------------------------------------------------------------ closing
 
 void Connection::Close(const LinkEnding& ending) {
-  OutgoingList left, batch;  // let go of without a lock
+  OutgoingList left, batch;  // destroyed without a lock
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kClosed;
     closing_.ending = ending;
     left = queue_.TakeAll();
-    // Who is writing sees that it is closed, and lets go of the batch.
+    // A writing thread sees that it is closed, and drops the batch.
     if (!writing_.is_on) batch.swap(batch_.list);
     if (socket_) shutdown(socket_->fd(), SHUT_RDWR);
   }
@@ -235,7 +235,7 @@ void Connection::Finish() {
     ending = closing_.ending;
   }
   {
-    Message half;  // had begun to come, and will not end; let go of without a lock
+    Message half;  // the incomplete message; destroyed without a lock
     MutexLock lock(&receive_mu_);
     half = reader_.Restart();
     ending.orderly = ending.orderly || reader_.goodbye();
@@ -258,8 +258,8 @@ bool Connection::OnReady(uint32_t events) {
       return false;
     }
     if (events & EPOLLOUT) OnWritable();
-    if (events == EPOLLOUT && is_plain) return false;  // there is nothing to read
-    // An end that came behind what is read now is told of already.
+    if (events == EPOLLOUT && is_plain) return false;  // nothing to read
+    // With these events the peer's end of data is already known: epoll will not report it again.
     const bool to_the_end = events == 0 || (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
     return Receive(to_the_end);
   } catch (const std::bad_alloc&) {
@@ -271,15 +271,15 @@ bool Connection::OnReady(uint32_t events) {
   }
 }
 
-// What a connection reads.
+// Receiving.
 
 namespace {
 
-// Read from one connection before the others of its thread have their turn.
+// Limit of bytes read from a connection before others of its thread get their turn.
 constexpr size_t kTurnBytes = 4 << 20;
-// What a peer that is no member of the job may say at once.
+// Limit of the meta of a peer that is not in the job yet.
 constexpr size_t kStrangersMetaBytes = 65536;
-// A message with values that has no more bytes is a short partition: what follows may come soon.
+// A message with values of at most this size is a short partition: more may come soon.
 constexpr size_t kShortBytes = 192 << 10;
 
 }  // namespace
@@ -289,7 +289,7 @@ bool Connection::Receive(bool to_the_end) {
   bool drained = false;
   for (size_t turn = 0; turn < kTurnBytes && !drained;) {
     const Socket socket = CurrentSocket();
-    if (!socket) break;  // it was closed, or another one is being made
+    if (!socket) break;  // closed, or being replaced
     MutexLock lock(&receive_mu_);
     bool all = false;
     const ssize_t n = reader_.Read(socket.get(), &all);
@@ -302,7 +302,7 @@ bool Connection::Receive(bool to_the_end) {
       return false;
     }
     turn += n;
-    // Whatever comes from now on is told of anew: not to look for it saves a call.
+    // Stops here: epoll reports later data, so another read would be wasted.
     drained = all && !to_the_end;
     Message msg;
     size_t bytes = 0;
@@ -340,7 +340,7 @@ void Connection::ReadingFailed(const Socket& socket, ssize_t result, int error) 
                              : error == ECONNRESET ? kReset
                              : error == ETIMEDOUT ? kTimedOut
                                                   : "its connection failed: " + socket->Text(error);
-  // Nothing was said yet, so that nothing is lost.
+  // Nothing was exchanged yet, so nothing is lost.
   greeting ? TryAgain(reason) : Break(Epoch(), {reason, true, false});
 }
 

@@ -21,12 +21,10 @@
 namespace ps {
 namespace tcp {
 
-// The side of a connection that connects: dialing, and what is said before the first message.
-
 namespace {
 
-// A socket that is not connected by then, or over which no answer came: perhaps its packets were
-// lost, and the kernel would wait ever longer to send them again.
+// Limits for connecting, and for the first answer. Packets may have been lost, and the kernel would
+// retry ever more slowly.
 constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
 constexpr char kSaidNothing[] = "it took the connection and said nothing";
@@ -60,7 +58,7 @@ void Connection::Dial(const std::vector<NicPair>& pairs, int port, const Hello& 
   poller_->Post([self = shared_from_this()] { self->TryNext(); });
 }
 
-// Poller's thread, like all below.
+// Poller's thread, as all below.
 void Connection::DialAgain(bool elsewhere) {
   hello_.resumes = true;
   dial_.Restart(elsewhere);
@@ -235,7 +233,7 @@ bool Connection::ReadChallenge() {
   }
   said_ += challenge.Claims();
   if (!secret.Proves(challenge.proof.data(), kWhoListens, said_)) {
-    // No proof, so that the listener hears of it, too.
+    // An invalid proof tells the listener, too.
     if (const Socket socket = CurrentSocket()) socket->Say(std::string(auth::kProofBytes, '\0'));
     throw Error(std::string("the two nodes have different job secrets: ") + auth::kAdvice);
   }
@@ -244,7 +242,7 @@ bool Connection::ReadChallenge() {
     const bool behind = IsBehind(challenge.job, hello_.job);
     throw GreetingError(behind ? GreetingFailure::kWillPass : GreetingFailure::kDecided, complaint);
   }
-  // Should the connection break, it is this very process that is meant, in this generation.
+  // After a break only this process, in this generation, may resume the connection.
   hello_.receiver = challenge.sender;
   hello_.job = challenge.job;
   greeting_ = Greeting::kReply;
@@ -282,7 +280,7 @@ bool Connection::ReadReply() {
   return true;
 }
 
-// A connection that is away from its first pair of NICs, and goes back.
+// ----- return to the first pair of NICs
 
 double Connection::Silence() const {
   if (!dial_.has_several_pairs()) return settings_->silence_s;
@@ -292,19 +290,19 @@ double Connection::Silence() const {
 void Connection::AddPairs(const std::vector<NicPair>& pairs) {
   poller_->Post([self = shared_from_this(), pairs] {
     self->dial_.Add(pairs);
-    // The socket that is there can be given up sooner now.
+    // The current socket may now be given up earlier.
     const Socket socket = self->CurrentSocket();
     if (socket) SetOptions(socket->fd(), self->Silence());
   });
 }
 
-// Poller's thread, like all below.
+// Poller's thread, as all below.
 void Connection::LookHome() {
   std::weak_ptr<Connection> weak = shared_from_this();
   const uint64_t epoch = Epoch();
   poller_->At(Clock::now() + dial_.NextLook(), [weak, epoch] {
     const ConnectionPtr self = weak.lock();
-    // Over another socket it looks anew.
+    // Another socket schedules its own probe.
     if (self && self->Epoch() == epoch && self->open()) self->TryHome();
   });
 }
@@ -323,7 +321,7 @@ void Connection::TryHome() {
   });
 }
 
-// Another outage, by this end's will: what is in flight over the socket is sent again as after any.
+// Starts an outage on purpose; messages in flight are sent again as after any outage.
 void Connection::GoHome() {
   bool ends = false;
   {

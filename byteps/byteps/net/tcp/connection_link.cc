@@ -1,6 +1,6 @@
-// What becomes of a connection whose socket broke.
+// Broken sockets of a connection, and their replacement.
 #include <linux/sockios.h>
-#include <linux/tcp.h>  // netinet/tcp.h, which cannot be included as well, lacks what is new
+#include <linux/tcp.h>  // instead of netinet/tcp.h, which lacks newer fields and conflicts
 #include <netinet/in.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -23,11 +23,11 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// When the first acknowledgement over a new socket is looked for.
+// First and longest pause between looks for an acknowledgement over a new socket.
 constexpr auto kFirstLook = std::chrono::milliseconds(5);
 constexpr auto kLongestLook = std::chrono::milliseconds(500);
 
-// A connection was made again before this end had noticed that it broke.
+// The peer connected again before this end noticed the break.
 constexpr char kUnnoticed[] = "its connection broke";
 
 LinkFault FaultOf(const std::string& reason) {
@@ -37,7 +37,7 @@ LinkFault FaultOf(const std::string& reason) {
 
 }  // namespace
 
-// Poller's thread, like all below but Adopt.
+// Poller's thread, as all below except Adopt.
 void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
   bool in_order = false;
   {
@@ -60,7 +60,7 @@ void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
 void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience) {
   if (outage_.awaits_proof() && Acknowledged()) EndOutage();
   const LinkFault fault = FaultOf(ending.reason);
-  // That it was silent for so long has counted already.
+  // The silence before has already counted.
   auto counted = Clock::duration::zero();
   if (fault == LinkFault::kSilent) {
     counted = ToDuration(std::min(Silence(), settings_->reconnect_s / 2));
@@ -91,7 +91,7 @@ void Connection::OnDeadline() {
   if (open) {
     if (!outage_.awaits_proof()) return;
     if (Acknowledged()) return EndOutage();
-    // A socket that is there since a moment has its chance, too.
+    // A new socket gets its chance.
     if (Clock::now() < outage_.ChanceUntil()) {
       outage_.PostponeTo(outage_.ChanceUntil());
       return ArmDeadline();
@@ -121,7 +121,7 @@ void Connection::LookForAcknowledgement(uint64_t epoch, Clock::duration pause) {
 bool Connection::Acknowledged() {
   const Socket socket = CurrentSocket();
   const Delivery delivery = socket ? DeliveryOf(socket->fd()) : Delivery();
-  // By the other end's process, or by its host.
+  // Acknowledged by the peer's process, or by its host.
   if (heard_.received > heard_.before || !delivery.known) return true;
   outage_.NoteUnacknowledged(delivery.waiting);
   return delivery.acknowledged > heard_.greeting_bytes;
@@ -139,7 +139,7 @@ std::string Connection::GivenUp() const {
 
 void Connection::Detach(State state) {
   Socket socket;  // closed without a lock
-  Message half;   // likewise
+  Message half;   // destroyed without a lock
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
@@ -149,11 +149,11 @@ void Connection::Detach(State state) {
   }
   if (socket) {
     poller_->Forget(socket->fd());
-    // A thread that still writes to it is told.
+    // Stops a thread that still writes to it.
     shutdown(socket->fd(), SHUT_RDWR);
   }
   MutexLock lock(&receive_mu_);
-  // What came by half comes again.
+  // The incomplete message will come again.
   half = reader_.Restart();
   reader_.buffer()->Clear();
   greeting_ = Greeting::kOver;
@@ -211,7 +211,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);
   heard_.arrived.clear();
-  // What was read and not asked for yet, no socket tells of.
+  // Data that TLS has already read is not reported by epoll.
   while (socket->encrypted() && OnReady(0)) continue;
 }
 
@@ -219,7 +219,7 @@ void Connection::Resume(uint64_t received) {
   size_t again = 0;
   bool writes = false;
   bool sends = false;
-  // Before anything behind the greeting is written.
+  // Measured before anything follows the greeting.
   if (const Socket socket = CurrentSocket()) {
     heard_.greeting_bytes = DeliveryOf(socket->fd()).written();
   }
@@ -228,12 +228,13 @@ void Connection::Resume(uint64_t received) {
     if (state_ == State::kClosed) return;
     const size_t first = heard_.arrived.size();
     again = queue_.Resume(received, &heard_.arrived);
-    rate_ = LinkRate();  // it may have other NICs
+    rate_ = LinkRate();  // it may use other NICs
     TakeBackFrom(first);
     sends = !queue_.empty();
     state_ = State::kOpen;
     writing_.blocked = writing_.writable = false;
-    writes = !writing_.is_on;  // else who wrote to the last socket goes on with this one
+    writes = !writing_.is_on;  // otherwise the thread writing to the old socket continues with this
+                               // one
     writing_.is_on = true;
   }
   if (received > heard_.received) outage_.HearProofOfTheLast();
@@ -255,7 +256,7 @@ void Connection::Resume(uint64_t received) {
 void Connection::OnReceived(uint64_t received) {
   if (received == heard_.received) return;
   MutexLock lock(&mu_);
-  // Closing has taken all that was in flight.
+  // Close has taken everything in flight.
   if (state_ == State::kClosed) return;
   const size_t first = heard_.arrived.size();
   const size_t before = queue_.bytes_in_flight();

@@ -7,7 +7,7 @@ namespace tcp {
 
 void Fd::Close() {
   if (fd_ < 0) return;
-  // In a forked copy it was closed, and the number may be another file's.
+  // A forked copy has already closed it; the number may be another file's.
   if (!IsForkedCopy()) {
     const HoldForks hold;
     KeepInChild(fd_);

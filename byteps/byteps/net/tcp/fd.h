@@ -8,13 +8,13 @@
 namespace ps {
 namespace tcp {
 
-// Owns a file descriptor, which forked children close (base/process.h).
+// Owns a file descriptor. Forked children close it (base/process.h).
 class Fd {
  public:
   Fd() = default;
   explicit Fd(int fd) : fd_(fd) { CloseInChild(fd); }
-  // What `open` returns, a descriptor or -1 with errno, also where another thread forks meanwhile.
-  // It allocates nothing.
+  // Owns the result of `open`: a descriptor, or -1 with errno. Safe against a concurrent fork. Does
+  // not allocate.
   template <typename Open>
   static Fd Make(const Open& open) {
     const HoldForks hold;

@@ -20,7 +20,7 @@ namespace tcp {
 ssize_t FrameReader::Read(Stream* socket, bool* all) {
   iovec vector[2];
   int count = 0;
-  // What goes nowhere is read into the buffer.
+  // Dropped values are read into the buffer.
   const size_t missing =
       phase_ == Phase::kValues && place_ != nullptr ? place_bytes_ - place_done_ : 0;
   if (missing > 0) vector[count++] = {place_ + place_done_, missing};
@@ -88,7 +88,7 @@ bool FrameReader::ReadMeta() {
   return true;
 }
 
-// Sets where the next value is read to.
+// Chooses where the next value is read to.
 void FrameReader::BeginValue() {
   place_ = nullptr;
   place_bytes_ = place_done_ = 0;
@@ -101,7 +101,7 @@ void FrameReader::BeginValue() {
     char* const place = places_->PlaceFor(incoming_.meta, all);
     if (one || place == Nowhere()) place_ = place;
     if (place_ != nullptr && place_ != Nowhere()) {
-      // The peer answers only what it has received, and the answer may lie where that was.
+      // The peer answers only what it has received, and the answer may overwrite the sent memory.
       TakeBack(place_);
       values.reset(place_, place_bytes_, [](char*) {});
     }
@@ -111,7 +111,7 @@ void FrameReader::BeginValue() {
       values = pool_->Take(place_bytes_);
       place_ = values.data();
     } catch (const std::bad_alloc&) {
-      place_ = Nowhere();  // for the owner to say of whose values that is
+      place_ = Nowhere();  // the owner reports which message it is
     }
   }
   if (place_ == Nowhere()) {

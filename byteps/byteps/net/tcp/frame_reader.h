@@ -17,52 +17,52 @@
 namespace ps {
 namespace tcp {
 
-// Who says where values belong.
+// Chooses where received values are stored.
 class FramePlaces {
  public:
   virtual ~FramePlaces() = default;
-  // Where the values of a message, of so many bytes together, belong, if they are one, or null;
-  // Nowhere(): they are dropped.  Called with the reader's lock held: see Abandon.
+  // Returns the buffer for the values of a message, `bytes` in total; null: pooled memory;
+  // Nowhere(): drop them. Called with the reader's lock held: see Abandon.
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
 };
 
-// Locked by its owner.  What it throws means that the other end says what it may not.
+// Reads frames from a socket, with values straight into their destination. Not thread-safe: its
+// owner locks it. An exception means that the peer broke the protocol.
 class FrameReader {
  public:
-  // `places` outlives it.
+  // `places` must outlive it.
   FrameReader(FramePlaces* places, std::shared_ptr<MemoryPool> pool)
       : places_(places), pool_(std::move(pool)) {}
 
-  // Whose frames it reads, for who is asked where values belong.
+  // Sets the sender's node id, which is passed to PlaceFor.
   void SetSender(int id) { sender_ = id; }
 
-  // What comes before the first frame is read from here too.
+  // The greeting is read through the same buffer.
   ReadBuffer* buffer() { return &buffer_; }
 
-  // Reads once, as readv does. `*all`: the kernel holds no more of what has come so far; left alone
-  // where that is not known.
+  // Reads once, like readv. Sets `*all` if the kernel holds no more data now; leaves it unchanged
+  // if unknown.
   ssize_t Read(Stream* socket, bool* all);
 
   enum class Step {
     kMore,     // more bytes are needed
-    kHead,     // a frame's header is there: its owner looks at it, and goes on
-    kMessage,  // a message is complete: its owner takes it
+    kHead,     // a frame's header is there: look at it, and call Next again
+    kMessage,  // a message is complete: take it
   };
-  // What has come, as far as it was read.
+  // Parses what was read.
   Step Next();
 
   const FrameHeader& header() const { return header_; }
-  // Whether the other end has said that it will close.
+  // Returns whether the peer has announced that it will close.
   bool goodbye() const { return goodbye_; }
-  // The message that is complete, and the bytes that it had on the wire.  False: it is dropped.
+  // Takes the complete message, and its bytes on the wire. Returns false if the message is dropped.
   bool Take(Message* msg, size_t* bytes);
 
-  // What came by half comes again, over another socket, or never.  Returns it, to be let go of
-  // without the lock.
+  // Drops the incomplete message: it comes again over another socket, or never. Returns it, to be
+  // destroyed without the lock.
   Message Restart();
 
-  // Values that are being read into these bytes are read elsewhere from now on, and their message
-  // is dropped.
+  // Stops reading into these bytes, and drops the message.
   void Abandon(const void* begin, size_t bytes);
 
  private:
@@ -78,10 +78,10 @@ class FrameReader {
   ReadBuffer buffer_;
   Phase phase_ = Phase::kHead;
   FrameHeader header_;
-  size_t frame_bytes_ = 0;  // of this frame, so far
+  size_t frame_bytes_ = 0;  // bytes of this frame so far
   Message incoming_;
   std::vector<uint64_t> sizes_;
-  size_t value_ = 0;  // index of the value that is being read
+  size_t value_ = 0;  // index of the current value
   char* place_ = nullptr;
   size_t place_bytes_ = 0;
   size_t place_done_ = 0;

@@ -1,4 +1,4 @@
-// Frames that a connection sends: their bytes, and the messages that they carry.
+// Frames that a connection sends: their bytes and their messages.
 #ifndef BYTEPS_NET_TCP_FRAMES_H_
 #define BYTEPS_NET_TCP_FRAMES_H_
 
@@ -18,15 +18,9 @@
 namespace ps {
 namespace tcp {
 
-// What a connection has to send: messages that wait, those that are sent once more, and those that
-// were sent and have not arrived yet.
-//
-// Messages with few bytes overtake those with many that have not begun.  What was sent over a
-// socket that broke goes before all others, and in the order in which it was sent.
-
-// An outgoing message, or a frame without one.
+// An outgoing message, or a frame without a message.
 struct Outgoing {
-  std::string head;  // all that is not a value
+  std::string head;  // everything but the values
   std::vector<SArray<char>> values;
   size_t bytes = 0;
   FrameType type = kMessage;
@@ -34,12 +28,12 @@ struct Outgoing {
 using OutgoingPtr = std::shared_ptr<Outgoing>;
 using OutgoingList = std::deque<OutgoingPtr>;
 
-// Its values are sent from where they lie.
+// Values are not copied: they are sent from their own memory.
 OutgoingPtr MakeMessage(const Message& msg);
 OutgoingPtr MakeFrame(FrameType type);
 
 size_t BytesOf(const OutgoingList& list);
-// The bytes of these, one after another, but for the first `done`.
+// Returns the bytes of all frames in the list, without the first `done`.
 std::vector<iovec> VectorOf(const OutgoingList& list, size_t done);
 
 }  // namespace tcp

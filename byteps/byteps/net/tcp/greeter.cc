@@ -19,10 +19,10 @@ namespace {}  // namespace
 
 namespace {
 
-// Complaints of one kind: who tries again and again must not fill the log.
+// Rate-limited warnings of a kind, so that repeated attempts do not fill the log.
 class RefusalLog {
  public:
-  // At most one line a minute; those in between are counted.
+  // Logs at most once a minute; the others are counted.
   void Warn(const std::string& reason, const std::string& from) {
     const auto now = Poller::Clock::now();
     uint64_t untold = 0;
@@ -81,7 +81,7 @@ void Greeter::End(const std::string& reason) {
   host_->done(this);
 }
 
-// It is closed when the peer has, or when time or bytes have run out.
+// The socket closes when the peer has closed, or when its limit of time or bytes is reached.
 void Greeter::Refuse(const std::string& bytes, const std::string& reason) {
   if (!bytes.empty()) socket_->Say(bytes);
   shutdown(number_, SHUT_WR);
@@ -90,7 +90,7 @@ void Greeter::Refuse(const std::string& bytes, const std::string& reason) {
 }
 
 bool Greeter::OnReady(uint32_t events) {
-  // It can be written to, and has said nothing.
+  // Only writable; the peer has sent nothing.
   if (events == EPOLLOUT) return false;
   try {
     if (phase_ == Phase::kSilent) {
@@ -116,7 +116,7 @@ bool Greeter::ShakeHands() {
     step = socket_->Handshake();
   } catch (const Error& e) {
     Refusals()->encryption.Warn(e.what(), from_);
-    Refuse("", e.what());  // it was told by an alert
+    Refuse("", e.what());  // an alert has told the peer
     return false;
   }
   switch (step) {

@@ -1,4 +1,3 @@
-// Greeter: a peer that connected and has not proved yet that it is of this job.
 #ifndef BYTEPS_NET_TCP_GREETER_H_
 #define BYTEPS_NET_TCP_GREETER_H_
 
@@ -19,27 +18,26 @@
 namespace ps {
 namespace tcp {
 
-// A peer that connected and has not yet proved that it is of this job.
+// A peer that has connected but not authenticated yet.
 //
-// It holds a socket and a few bytes for a short time, and nothing else: what the proof is for
-// (memory, a place among the peers, a word with the scheduler) begins when it is there.  One that
-// says nothing costs no more than its socket: not even encryption has begun.
+// It costs a socket and a few bytes for a short time. Receive memory, a place in the peer table and
+// contact with the scheduler follow only after authentication. A silent peer costs only its socket;
+// even encryption starts later.
 
 class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter> {
  public:
   struct Host {
-    // What is told to a peer that connects, and has said this: the job and this process.
+    // Returns the challenge for a peer that sent this Hello: the job and this process.
     std::function<Challenge(const Hello&)> challenge;
-    // The peer has proved what it said.  Takes the socket, or leaves it and returns why not.
+    // The peer has authenticated. Takes the socket, or returns why not.
     std::function<std::string(const StreamPtr&, const Hello&)> admit;
-    // It is gone, one way or the other.
+    // The greeter is finished, accepted or not.
     std::function<void(const Greeter*)> done;
     const auth::Secret* secret = nullptr;
-    std::shared_ptr<const tls::Context> tls;  // null: nothing is encrypted
+    std::shared_ptr<const tls::Context> tls;  // null: no encryption
   };
 
-  // `host` outlives the poller's thread, in which all of it is called.
-  // `from`: the peer's address.
+  // `host` must outlive the poller's thread, which calls its functions. `from`: the peer's address.
   Greeter(const Host* host, std::shared_ptr<Poller> poller, Fd fd, std::string from);
 
   void Start();
@@ -52,7 +50,7 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
  private:
   enum class Phase { kSilent, kHandshake, kHello, kProof, kRefused, kDone };
 
-  // True: there may be more.
+  // Returns true if there may be more to read.
   bool ShakeHands();
   bool Read();
   void OnHello();
@@ -63,9 +61,9 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
   const std::shared_ptr<Poller> poller_;
   const int number_;  // of the socket
   const std::string from_;
-  // All below is of the poller's thread.
-  Fd fd_;             // until it says something
-  StreamPtr socket_;  // since then
+  // Used by the poller's thread only.
+  Fd fd_;             // until the peer sends something
+  StreamPtr socket_;  // from then on
   Phase phase_ = Phase::kSilent;
   std::array<char, kHelloBytes> buffer_;
   size_t there_ = 0;

@@ -8,7 +8,7 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// What is read of a peer that was answered, in all and in a turn.
+// Limits of bytes read from a refused peer, in total and per turn.
 constexpr size_t kLeftoverBytes = 256 << 10;
 constexpr size_t kTurnBytes = 16 << 10;
 

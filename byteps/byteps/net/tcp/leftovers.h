@@ -6,12 +6,13 @@
 namespace ps {
 namespace tcp {
 
-// Reads and drops what a peer goes on sending after it was answered: to close over bytes that were
-// not read would reset the connection, which could take the answer away from the peer.
+// Reads and drops what a refused peer still sends. Closing a socket with unread data resets it, and
+// the peer could lose the refusal.
 class Leftovers {
  public:
   enum Result { kMore, kNothingYet, kEnd };
-  // A little of it, so that others have their turn.  kEnd: the peer has closed, or sent too much.
+  // Reads a little, so that other sockets get their turn. kEnd: the peer has closed, or sent too
+  // much.
   Result Read(int fd);
 
  private:

@@ -13,12 +13,12 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// While no file can be opened, connections wait in the kernel's queue for so long.
+// Pause while no file can be opened; connections wait in the kernel's queue.
 constexpr auto kPause = std::chrono::milliseconds(100);
-// The same while there is no room for one that has not authenticated.
+// Pause while there is no room for unauthenticated connections.
 constexpr auto kShortPause = std::chrono::milliseconds(5);
-// Connections that are accepted before others of the poller's thread have their turn: fewer than it
-// serves in that turn, so that those that are here get on first.
+// Limit of connections accepted per turn: fewer than the thread serves per turn, so accepted ones
+// make progress first.
 constexpr int kTurn = 16;
 
 }  // namespace

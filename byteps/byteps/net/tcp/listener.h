@@ -12,13 +12,14 @@
 namespace ps {
 namespace tcp {
 
-// A socket at which peers connect.
+// A listening socket.
 class Listener : public Pollable, public std::enable_shared_from_this<Listener> {
  public:
-  // Called in the poller's thread with each connection that came, and the address of its peer.
+  // Called by the poller's thread for each accepted connection, with the peer's address.
   using OnAccept = std::function<void(Fd, const Address&)>;
 
-  // Likewise, before each: while it says false, connections wait in the kernel's queue.
+  // Called by the poller's thread before each accept. While it returns false, connections wait in
+  // the kernel's queue.
   using MayAccept = std::function<bool()>;
 
   Listener(Poller* poller, Fd fd, MayAccept may_accept, OnAccept on_accept);

@@ -13,15 +13,15 @@
 namespace ps {
 namespace tcp {
 
-// Memory for received values, used again: fresh pages cost as much as receiving into them.
+// Pool of memory for received values. Touching fresh pages costs as much as receiving into them.
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
  public:
-  // Keeps at most `limit` bytes that nobody uses.
+  // Keeps at most `limit` unused bytes.
   explicit MemoryPool(size_t limit) : idle_(limit) {}
   ~MemoryPool();
 
-  // `bytes` bytes, aligned to pages.  They come back when the last copy is gone, in any thread.
-  // Throws std::bad_alloc.
+  // Returns `bytes` bytes, aligned to pages. They return to the pool when the last copy is
+  // destroyed, in any thread. Throws std::bad_alloc.
   SArray<char> Take(size_t bytes);
 
  private:

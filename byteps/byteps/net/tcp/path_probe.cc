@@ -28,7 +28,7 @@ void PathProbe::Start(const std::shared_ptr<Poller>& poller, const DialPlan::Rou
     try {
       poller->Watch(probe->fd_.get(), probe);
       when += kTime;
-    } catch (const Error&) {  // no more files: as if nobody had answered
+    } catch (const Error&) {  // no file descriptors left: counts as no answer
     }
   }
   poller->At(when, [probe] { probe->End(false); });
@@ -43,7 +43,7 @@ void PathProbe::End(bool works) {
   if (!done_) return;
   const auto keep = shared_from_this();
   if (fd_) poller_->Forget(fd_.get());
-  // Nothing of it is left at the peer, which has heard no word.
+  // A reset leaves no state at the peer, which was sent nothing.
   if (fd_) ResetOnClose(fd_.get());
   fd_.Close();
   std::exchange(done_, nullptr)(works);

@@ -12,13 +12,12 @@
 namespace ps {
 namespace tcp {
 
-// Tries whether a peer can be connected to from one NIC to another, and says nothing to it.
+// Tests whether a peer accepts connections between two NICs. Sends nothing.
 class PathProbe : public Pollable, public std::enable_shared_from_this<PathProbe> {
  public:
   using Done = std::function<void(bool works)>;
 
-  // Calls `done` once, in the poller's thread, within two seconds; but not after the poller has
-  // stopped.
+  // Calls `done` once, in the poller's thread, within 2 s, unless the poller stops before.
   static void Start(const std::shared_ptr<Poller>& poller, const DialPlan::Route& route, Done done);
 
   PathProbe(const std::shared_ptr<Poller>& poller, Fd fd, Done done);
@@ -30,7 +29,7 @@ class PathProbe : public Pollable, public std::enable_shared_from_this<PathProbe
 
   const std::shared_ptr<Poller> poller_;
   Fd fd_;
-  Done done_;  // empty: it was called
+  Done done_;  // empty once called
 };
 
 }  // namespace tcp

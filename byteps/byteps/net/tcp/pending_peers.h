@@ -13,45 +13,44 @@
 namespace ps {
 namespace tcp {
 
-// A flood is one line of the log, and another after so long.
+// Time between two warnings about a flood.
 constexpr auto kWarnAgain = std::chrono::minutes(1);
 
-// The connections of one process that have not authenticated yet: how many there may be at once,
-// and which one is closed to admit the next.
+// The unauthenticated connections of a process: their limit, and which one is closed for the next.
 //
-// Connections are accepted as they come, so that an honest node does not wait in the kernel's queue
-// behind silent ones.  When there is no room, the address with the most pending connections loses
-// its oldest one: a flood from one address costs the others nothing, and one from the honest nodes'
-// own address leaves each connection (room / connections per second) to say what it has to.
+// Connections are accepted as they come, so a legitimate node does not queue in the kernel behind
+// silent ones. When the limit is reached, the address with the most pending connections loses its
+// oldest one. So a flood from one address does not affect others. During a flood from a node's own
+// address each connection still has (limit / connections per second) to authenticate.
 
 class PendingPeer : public Pollable {
  public:
-  // Closes its socket, for this reason, and calls PendingPeers::Remove.  Poller's thread.
+  // Closes the socket for this reason, and calls PendingPeers::Remove. Poller's thread.
   virtual void End(const std::string& reason) = 0;
-  // Before End: the socket is closed by a reset, of which no trace is kept in the kernel.
+  // Call before End to close the socket by a reset, which leaves no state in the kernel.
   virtual void ResetOnEnd() = 0;
-  // It was answered, and stays only until it has read the answer.
+  // Returns whether it was refused, and only waits until it has read the refusal.
   virtual bool answered() const = 0;
 };
 
-// All in the poller's thread.
+// Used by the poller's thread only.
 class PendingPeers {
  public:
   using Ptr = std::shared_ptr<PendingPeer>;
   struct Limits {
-    size_t room = 0;                  // connections at once
-    Poller::Clock::duration least{};  // each stays so long, also where there is no room
-    Poller::Clock::duration time{};   // for each, at most
-    const char* late = "";            // why one is ended after that time
-    const char* has_not_done = "";    // what all of them have in common, for the log
+    size_t room = 0;                  // limit of connections
+    Poller::Clock::duration least{};  // minimum time for each, even at the limit
+    Poller::Clock::duration time{};   // maximum time for each
+    const char* late = "";            // reason for closing after that time
+    const char* has_not_done = "";    // why they are pending, for the log
   };
 
-  // `poller` outlives it, and so does it the poller's thread.
+  // `poller` must outlive this object, and this object the poller's thread.
   PendingPeers(Poller* poller, const Limits& limits) : poller_(poller), limits_(limits) {}
 
-  // Whether there is room, or one that can go.
+  // Returns whether there is room, or a connection that may be closed.
   bool MayAdd() const;
-  // Ends another one if there is no room.
+  // Closes another connection if there is no room.
   void Add(Ptr peer, const Address& address);
   void Remove(const PendingPeer* peer);
   void Clear();
@@ -81,8 +80,8 @@ class PendingPeers {
   Poller::Clock::time_point last_warning_;
 };
 
-// Whose connection it is, for fairness and the log: an IPv4 address, or the network of an IPv6 one
-// (64 bits), all of which one host may have.
+// Returns the origin of a connection, for fairness and the log: an IPv4 address, or the /64 network
+// of an IPv6 address, since one host may have all of it.
 std::string OriginOf(const Address& address);
 
 }  // namespace tcp

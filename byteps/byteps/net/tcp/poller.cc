@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kEvents = 64;
 
-// Unlocks what was locked by TryLock.
+// Unlocks a mutex that TryLock locked.
 struct Unlocking {
   Mutex* mu;
   ~Unlocking() PS_NO_THREAD_SAFETY_ANALYSIS { mu->Unlock(); }
@@ -49,9 +49,9 @@ Poller::~Poller() { Stop(); }
 void Poller::Stop() {
   stop_ = true;
   Wake();
-  // Ended by the end of its thread, which was told; deadline: none.
+  // Ended by the thread's end, since it was told to stop; deadline: none.
   if (thread_.joinable()) thread_.join();
-  // They hold this poller.  They go without the lock.
+  // Pollables and tasks hold this poller. They are destroyed without the lock.
   std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched;
   std::multimap<Clock::time_point, Task> tasks;
   MutexLock lock(&mu_);
@@ -65,7 +65,7 @@ bool Poller::RunOn(const std::set<int>& cores) { return ps::RunOn(&thread_, core
 
 void Poller::Wake() {
   const uint64_t one = 1;
-  // A full counter (EAGAIN) has woken the thread already.
+  // EAGAIN: the counter is full, so the thread is awake already.
   if (write(wake_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN) ThrowErrno("eventfd");
 }
 
@@ -84,7 +84,7 @@ void Poller::Watch(int fd, std::shared_ptr<Pollable> pollable) {
 }
 
 void Poller::Forget(int fd) {
-  std::shared_ptr<Pollable> last;  // goes without the lock
+  std::shared_ptr<Pollable> last;  // destroyed without the lock
   MutexLock lock(&mu_);
   auto it = numbers_.find(fd);
   if (it == numbers_.end()) return;
@@ -165,7 +165,7 @@ void Poller::Serve(const epoll_event* events, int count) {
       continue;
     }
     uint64_t value;
-    (void)!read(wake_.get(), &value, sizeof(value));  // nothing there: another event of it
+    (void)!read(wake_.get(), &value, sizeof(value));  // may be empty: another event on it
   }
 }
 
@@ -177,7 +177,7 @@ void Poller::ServeReady() {
   const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
   if (count <= 0) return;
   Serve(events, count);
-  // What is left is its thread's: who waits need not do more than was there.
+  // The rest is the poller thread's work: the caller handles only what was ready.
   const bool woken = std::any_of(events, events + count,
                                  [](const epoll_event& event) { return event.data.u64 == 0; });
   if (!woken && unfinished_.empty()) return;
@@ -197,7 +197,7 @@ void Poller::Loop() {
     before.swap(unfinished_);
     Serve(events, count);
     for (const uint64_t number : before) {
-      // Served just now: it says itself whether it has more.
+      // Just served: it has reported itself whether it has more.
       const bool served = std::any_of(events, events + std::max(count, 0),
                                       [&](const auto& event) { return event.data.u64 == number; });
       if (!served) Serve(number, 0);

@@ -22,14 +22,13 @@
 namespace ps {
 namespace tcp {
 
-// A thread that waits for sockets, and for times.
-//
-// What is watched.  Readiness is told once (edge-triggered).
+// An object that a Poller watches: a thread that waits for sockets and timers. Readiness is
+// reported once (edge-triggered).
 class Pollable {
  public:
   virtual ~Pollable() = default;
-  // `events` are epoll's.  True: there is more to do, call again with 0.  No exception leaves it.
-  // Calls come one after the other, of all that a poller watches, and so do its tasks.
+  // `events` are epoll's. Returns true if there is more to do: it is then called again with 0. Must
+  // not throw. A poller runs all its calls and tasks one after another.
   virtual bool OnReady(uint32_t events) = 0;
 };
 
@@ -38,42 +37,42 @@ class Poller {
   using Clock = AwakeClock;
   using Task = std::function<void()>;
 
-  // Its thread is called bps-NAME.
+  // Names the thread bps-NAME.
   explicit Poller(const std::string& name);
   explicit Poller(int number) : Poller("tcp-" + std::to_string(number)) {}
   ~Poller();  // stops
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;
 
-  // From now on its thread uses these cores alone.  False: the kernel refuses.  Before Stop.
+  // Restricts the thread to these cores. Returns false if the kernel refuses. Call before Stop.
   bool RunOn(const std::set<int>& cores);
 
-  // Watches `fd` until Forget; `pollable` is kept until then.  Any thread.  Throws Error.
+  // Watches `fd` until Forget; keeps `pollable` until then. Throws Error. Thread-safe.
   void Watch(int fd, std::shared_ptr<Pollable> pollable);
-  // Before `fd` is closed.  A call that is in flight goes on.  Any thread.
+  // Call before `fd` is closed. A running call continues. Thread-safe.
   void Forget(int fd);
 
-  // Has the thread do it.  Any thread.
+  // Runs the task in the poller's thread. Thread-safe.
   void Post(Task task) { At(Clock::now(), std::move(task)); }
   void At(Clock::time_point when, Task task);
 
-  // Serves what is ready, as its thread does: for who waits for an answer, and would else wait for
-  // that thread to be woken.  Does nothing while something is being served.  Any thread.
-  void ServeReady() PS_NO_THREAD_SAFETY_ANALYSIS;  // which cannot follow a lock that is tried
+  // Serves what is ready, in the calling thread, which waits for an answer: this saves a wake-up of
+  // the poller's thread. Does nothing while another thread serves. Thread-safe.
+  void ServeReady() PS_NO_THREAD_SAFETY_ANALYSIS;  // clang cannot follow TryLock
 
-  // More may come within microseconds: where it did the last time, the thread looks for it a while
-  // before it sleeps, since to be woken takes as long.  Only in OnReady and in tasks.
+  // More data may come within microseconds. If it did last time, the thread polls for a while
+  // before it sleeps, since a wake-up takes as long. Call in OnReady and tasks only.
   void StayAwake() { stays_awake_ = true; }
 
-  // Ends the thread; tasks that wait are dropped.  Does nothing the second time.
+  // Ends the thread and drops waiting tasks. Idempotent.
   void Stop();
 
  private:
-  // From one small sum to the next, of workers that do nothing else, with the time to wake.
+  // Time between the small all-reduces of workers that do nothing else, including a wake-up.
   static constexpr std::chrono::microseconds kAwake{250};
 
   void Loop();
-  // As epoll_wait does, which blocks for so many milliseconds.
+  // Waits like epoll_wait, for at most `milliseconds`.
   int Await(epoll_event* events, int milliseconds);
   void Serve(const epoll_event* events, int count) PS_REQUIRES(serving_mu_);
   void Serve(uint64_t number, uint32_t what) PS_REQUIRES(serving_mu_);
@@ -85,18 +84,17 @@ class Poller {
   Fd epoll_;
   Fd wake_;
   std::atomic<bool> stop_{false};
-  std::atomic<bool> stays_awake_{false};                // in the next wait of its thread
-  Clock::duration last_wait_ = Clock::duration::max();  // of its thread, after such a message
+  std::atomic<bool> stays_awake_{false};                // applies to the thread's next wait
+  Clock::duration last_wait_ = Clock::duration::max();  // the thread's last wait after StayAwake
 
   Mutex serving_mu_;
-  // Its thread is to serve next: those who wait would else take the lock again and again.
+  // The poller's thread serves next: otherwise waiting threads would take the lock again and again.
   std::atomic<bool> thread_serves_{false};
-  // They have more to do.
+  // Pollables that have more to do.
   std::vector<uint64_t> unfinished_ PS_GUARDED_BY(serving_mu_);
 
   Mutex mu_;
-  // A descriptor may be used again, a number is not: an event that was
-  // fetched before Forget finds nothing.
+  // Descriptors are reused, numbers are not: an event fetched before Forget finds nothing.
   std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched_ PS_GUARDED_BY(mu_);
   std::unordered_map<int, uint64_t> numbers_ PS_GUARDED_BY(mu_);
   uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;

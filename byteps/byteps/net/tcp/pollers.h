@@ -15,27 +15,27 @@
 namespace ps {
 namespace tcp {
 
-// The pollers of a process, and the memory that each of them receives into.
+// The pollers of a process, and the memory they receive into.
 //
-// On a host of several NUMA nodes the connections over a NIC have pollers on the NIC's node.  Their
-// memory is there as well: the kernel takes a page from the node of the thread that writes to it
-// first, and blocks are used again by threads of the same node only.
+// On a host with several NUMA nodes the connections of a NIC use pollers on its node. Their memory
+// is on that node too: the kernel places a page on the node of the thread that first writes to it,
+// and only threads of the same node reuse blocks.
 
 class Pollers {
  public:
-  // Keeps at most `pool_bytes` of memory that nobody uses.
+  // Keeps at most `pool_bytes` of unused memory.
   Pollers(int threads, size_t pool_bytes);
 
-  // Of one connection.
+  // Poller and memory of a connection.
   struct Place {
     std::shared_ptr<Poller> poller;
     std::shared_ptr<MemoryPool> pool;
   };
 
-  // These NICs are used.  Before the first connection.
+  // Places the pollers for these NICs. Call before the first connection.
   void ServeNics(const std::vector<HostNic>& nics, const NumaNodes& nodes);
-  // For the next connection over the NIC with this address, round robin; any poller where it is the
-  // address of none of them.  Any thread.
+  // Returns the place of the next connection over the NIC with this address, round robin; any
+  // poller for an unknown address. Thread-safe.
   Place Next(const std::string& address);
 
   const std::shared_ptr<Poller>& first() const { return pollers_.front(); }
@@ -53,8 +53,8 @@ class Pollers {
   const size_t pool_bytes_;
   std::vector<std::shared_ptr<Poller>> pollers_;
   Group all_;
-  std::map<int, Group> of_node_;      // by the number of the NUMA node
-  std::map<std::string, int> nodes_;  // of each NIC, by its address
+  std::map<int, Group> of_node_;      // by NUMA node
+  std::map<std::string, int> nodes_;  // each NIC's NUMA node, by its address
 };
 
 }  // namespace tcp

@@ -14,7 +14,7 @@ const char* ReadBuffer::Peek(size_t bytes) {
   return nullptr;
 }
 
-// Makes room, so that the next reads can complete what begins at begin_.
+// Makes room for `bytes` bytes from begin_ on.
 void ReadBuffer::Need(size_t bytes) {
   if (begin_ > 0) {
     memmove(bytes_.data(), bytes_.data() + begin_, end_ - begin_);

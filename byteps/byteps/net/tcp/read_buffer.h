@@ -10,14 +10,12 @@
 namespace ps {
 namespace tcp {
 
-// Reads frames from a socket: what follows a message's meta straight to where it belongs; a few KiB
-// that came along with the meta are copied there.
-//
-// Bytes that have come and were not looked at yet.
+// Buffer of bytes that were read and not parsed yet. Values are mostly read past it, straight into
+// their destination.
 class ReadBuffer {
  public:
-  // Read at once in addition to a value: several small messages, or the next one's meta and little
-  // of its values, which has to be copied.
+  // Bytes to read besides a value: several small messages, or the next meta and a little of its
+  // values, which must be copied.
   static constexpr size_t kBytes = 16384;
 
   ReadBuffer() : bytes_(kBytes) {}
@@ -25,14 +23,14 @@ class ReadBuffer {
   size_t size() const { return end_ - begin_; }
   const char* data() const { return bytes_.data() + begin_; }
 
-  // These many, or null: they are not there yet, and the next reads have room for them.
+  // Returns this many bytes, or null if they have not come; the next reads have room for them.
   const char* Peek(size_t bytes);
   void Skip(size_t bytes) { begin_ += bytes; }
   void Clear() { begin_ = end_ = 0; }
-  // Gives back what a long meta took, if it can.
+  // Frees the memory of a long meta, if possible.
   void Shrink();
 
-  // Where the next bytes are read to, and that so many were.
+  // Space for the next read; Add tells how many were read.
   iovec Room();
   void Add(size_t bytes);
 

@@ -12,41 +12,44 @@
 namespace ps {
 namespace tcp {
 
-// Locked by its owner.  Lists that it returns are to be let go of without the lock: the owners of
-// what is in them may send.
+// Messages to send: waiting, to be sent again, and sent but not acknowledged. Small ones overtake
+// large ones that have not begun. Messages of a broken socket go first, in their original order.
+//
+// Not thread-safe: its owner locks it. Destroy returned lists without the lock: the owners of their
+// messages may call Send.
 class SendQueue {
  public:
   void Push(OutgoingPtr outgoing);
 
-  // Moves what may be written by one call to `batch`, which is empty; false if there is none.  All
-  // of it tells the other end that `received` messages have come.
+  // Moves the messages for the next write into `batch`, which must be empty. Each acknowledges
+  // `received` messages. Returns false if there are none.
   bool TakeBatch(uint64_t received, OutgoingList* batch);
-  // So many bytes of the last batch have been written.
+  // This many bytes of the last batch are written.
   void Written(size_t bytes);
 
-  // The other end has received so many messages; see ReplayLog, and what it throws.
+  // The peer has received this many messages. Throws like ReplayLog.
   void Arrived(uint64_t received, OutgoingList* arrived);
-  // Likewise, over another socket, to which nothing was written yet.  Returns the number of
-  // messages that are sent again.
+  // The peer has received this many messages, and a new socket is ready. Returns how many messages
+  // are sent again.
   size_t Resume(uint64_t received, OutgoingList* arrived);
 
-  // All that it has, where the connection ends.
+  // Returns everything, when the connection ends.
   OutgoingList TakeAll();
 
-  // Whether nothing waits to be written; what is in a batch was taken.
+  // Returns whether no message waits. Messages in a batch do not count.
   bool empty() const { return again_.empty() && urgent_.empty() && bulk_.empty(); }
-  // Whether the other end has received all messages.
+  // Returns whether the peer has received all messages.
   bool all_arrived() const { return empty() && log_.empty(); }
-  // That wait, or are in a batch and not written.
+  // Bytes waiting, or in a batch and not written.
   size_t bytes() const { return bytes_; }
-  // Of messages that were taken to be written and have not arrived.
+  // Bytes of messages taken for writing that have not arrived.
   size_t bytes_in_flight() const { return bytes_in_flight_; }
 
  private:
-  OutgoingList again_;   // were sent over a socket that broke
-  OutgoingList urgent_;  // few bytes
+  OutgoingList again_;   // from a broken socket
+  OutgoingList urgent_;  // small
   OutgoingList bulk_;
-  ReplayLog<OutgoingPtr> log_;  // of messages that were taken to be written
+  ReplayLog<OutgoingPtr> log_;  // taken for writing
   size_t bytes_ = 0;
   size_t bytes_in_flight_ = 0;
 };

@@ -10,13 +10,13 @@
 namespace ps {
 namespace tcp {
 
-// The TCP van's settings.
+// Settings of the TCP van.
 struct Settings {
-  int io_threads = 0;             // BYTEPS_IO_THREADS; 0: a part of the cores
-  int connections = 0;            // BYTEPS_CONNECTIONS with each server; 0: as the link wants
+  int io_threads = 0;             // BYTEPS_IO_THREADS; 0: a fraction of the cores
+  int connections = 0;            // BYTEPS_CONNECTIONS to each server; 0: as many as the link needs
   size_t receive_pool_bytes = 0;  // BYTEPS_RECEIVE_POOL_BYTES
   auth::Secret secret;
-  std::shared_ptr<const tls::Context> tls;  // null: nothing is encrypted
+  std::shared_ptr<const tls::Context> tls;  // null: no encryption
 };
 
 }  // namespace tcp

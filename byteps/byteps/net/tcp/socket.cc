@@ -20,23 +20,23 @@ namespace tcp {
 namespace {
 
 constexpr int kBacklog = 4096;
-// Keep-alive probes in the time after which a silent peer is lost.
+// Keep-alive probes before a silent peer counts as lost.
 constexpr int kProbes = 3;
-// What the kernel may hold that it has not sent: enough to keep a link busy while a thread wakes,
-// and no more, since urgent messages wait behind it.
+// Limit of unsent bytes in the kernel: enough to keep a link busy while a thread wakes, and no
+// more, since urgent messages queue behind them.
 constexpr int kUnsentBytes = 256 << 10;
-// Files that a process opens in addition to its connections.
+// Files that a process opens besides its connections.
 constexpr size_t kUsualFiles = 1024;
 
 void Set(int fd, int level, int option, int value) {
-  // Options make a connection better, none makes it right: an old kernel may lack some.
+  // Errors are ignored: options only improve a connection, and old kernels lack some.
   (void)setsockopt(fd, level, option, &value, sizeof(value));
 }
 
-// False with errno: this host has no such address, or not any more.
+// Returns false with errno if this host does not have the address.
 bool BindTo(int fd, const std::string& from) {
   if (from.empty()) return true;
-  // Many connections to one address share a port.
+  // Connections to one address may share a port.
   Set(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
   const Address address = Resolve(from, 0).front();
   return bind(fd, address.get(), address.length) == 0;
@@ -60,7 +60,7 @@ Fd Listen(const Address& address, int* port) {
   });
   if (!fd) throw Error(strerror(errno));
   Set(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-  // IPv4 has a listener of its own.
+  // IPv4 has its own listener.
   if (address.storage.ss_family == AF_INET6) Set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
   if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0) {
     if (errno == EADDRNOTAVAIL) {
@@ -73,7 +73,7 @@ Fd Listen(const Address& address, int* port) {
   if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.length) != 0) {
     throw Error(strerror(errno));
   }
-  // The port lies at the same place for both families.
+  // The port has the same offset in both families.
   *port = ntohs(reinterpret_cast<const sockaddr_in*>(&bound.storage)->sin_port);
   return fd;
 }

@@ -1,4 +1,4 @@
-// Sockets: how they listen, connect and send, and their options.
+// Functions for sockets: listening, connecting, options.
 #ifndef BYTEPS_NET_TCP_SOCKET_H_
 #define BYTEPS_NET_TCP_SOCKET_H_
 
@@ -16,46 +16,44 @@
 namespace ps {
 namespace tcp {
 
-// Listens at `address`; with port 0 the kernel chooses, and `port` tells.  Throws
-// Error with the reason.
+// Listens at `address`; with port 0 the kernel chooses. Sets `port`. Throws Error.
 Fd Listen(const Address& address, int* port);
 
-// Begins to connect, from the address `from` of this host (empty: any); the socket is writable when
-// that has ended.  Empty when it failed at once, with errno set.
+// Starts to connect from address `from` of this host ("": any). The socket becomes writable when
+// the attempt has ended. Empty if it failed at once, with errno.
 Fd BeginConnect(const Address& address, const std::string& from = "");
 
-// What became of it: 0, or an errno.
+// Returns the attempt's result: 0 or an errno.
 int ConnectError(int fd);
 
-// The addresses, without ports, that a connected socket is between.  Empty: it is not connected any
-// more.
+// The two addresses of a connected socket, without ports. Empty: no longer connected.
 struct HostPair {
   std::string here;
   std::string there;
 };
 HostPair HostsOf(int fd);
 
-// For a connection: no delay of small messages; it breaks when the peer's host is silent for
-// about `silence_s`.
+// Sets a connection's options: no delay of small messages; it breaks when the peer's host is silent
+// for about `silence_s`.
 void SetOptions(int fd, double silence_s);
 
-// When it is closed, the connection is reset: the kernel keeps nothing of it.
+// Makes close() reset the connection, so the kernel keeps no state of it.
 void ResetOnClose(int fd);
 
-// Raises the soft limit of open files so that `connections` more fit, as far as the hard
-// limit allows.  Returns how many files may be open.
+// Raises the soft limit of open files by `connections`, up to the hard limit. Returns the number of
+// files that may be open.
 size_t MakeRoomForFiles(size_t connections);
 
 }  // namespace tcp
 }  // namespace ps
 
-// What ThreadSanitizer cannot see: memory that is sent belongs to the transport until the peer has
-// it, and that news comes by way of another process.  Elsewhere all of this is nothing.
+// Annotations for ThreadSanitizer, empty in other builds. It cannot see that the transport owns
+// sent memory until the peer has it, since that news passes through another process.
 //
-// A thread that sends notes that it reads the memory, before it does; so a write by a thread that
-// has not waited for the end of the message is a race.  Where the end is known (the peer has told
-// that it has the message, or its answer is about to be written to the same place) the memory is
-// taken back, which orders all that follows behind the reads.
+// A sending thread notes its reads first. A write by a thread that has not waited for the message's
+// end is then reported as a race. When the end is known (the peer has acknowledged, or its answer
+// is about to be written to the same memory), TakeBack orders everything that follows after the
+// reads.
 
 #if defined(__SANITIZE_THREAD__)
 #define PS_WATCHES_THREADS 1
@@ -81,11 +79,11 @@ namespace tcp {
 #ifdef PS_WATCHES_THREADS
 
 inline void NoteRead(const iovec& piece) { __tsan_read_range(piece.iov_base, piece.iov_len); }
-// Of a value, behind the reads: `begin` is where it begins.
+// Call after the reads of a value that starts at `begin`.
 inline void HandOver(const void* begin) { __tsan_release(const_cast<void*>(begin)); }
 inline void TakeBack(const void* begin) { __tsan_acquire(const_cast<void*>(begin)); }
 
-// While it lives, nothing that this thread reads is noted: it was already.
+// Suppresses notes of this thread's reads, which are noted already.
 class NotedAlready {
  public:
   NotedAlready() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__); }
@@ -94,7 +92,7 @@ class NotedAlready {
   NotedAlready& operator=(const NotedAlready&) = delete;
 };
 
-// The sanitizer's sendmsg would take every later recv of any socket for the end of these reads.
+// Bypasses the sanitizer's sendmsg, which would take any later recv for the end of these reads.
 inline ssize_t SendMessage(int fd, const msghdr* message, int flags) {
   return syscall(SYS_sendmsg, fd, message, flags);
 }
@@ -105,7 +103,7 @@ inline void NoteRead(const iovec& /*piece*/) {}
 inline void HandOver(const void* /*begin*/) {}
 inline void TakeBack(const void* /*begin*/) {}
 struct NotedAlready {
-  NotedAlready() {}  // not a variable that nobody uses
+  NotedAlready() {}  // user-provided, so the variable is not "unused"
 };
 inline ssize_t SendMessage(int fd, const msghdr* message, int flags) {
   return sendmsg(fd, message, flags);

@@ -14,35 +14,35 @@
 namespace ps {
 namespace tcp {
 
-// A socket that is connected or being connected, and what encrypts it, if anything does.
+// A socket, connected or connecting, with optional encryption.
 class Stream {
  public:
   enum Side { kConnects, kListens };
 
-  // Encrypted by `tls`, which outlives it, unless that is null.
+  // `tls` encrypts and must outlive it; null: no encryption.
   Stream(Fd fd, const tls::Context* tls, Side side);
 
   int fd() const { return fd_.get(); }
-  // From now on what is read and written counts there.  Before other threads use it.
+  // Counts bytes read and written in `counters`. Call before other threads use the stream.
   void CountAt(NicCounters* counters) { counters_ = counters; }
 
-  // One thread reads, one writes; both as readv and sendmsg with MSG_DONTWAIT do.  After EAGAIN
-  // the next Write is given the same bytes once more.
+  // Read and write like readv and sendmsg with MSG_DONTWAIT. One thread may read while another
+  // writes. After EAGAIN the next Write must get the same bytes again.
   ssize_t Read(const iovec* vector, int count);
   ssize_t Write(const iovec* vector, int count);
-  // The first bytes on a socket: the kernel has room for them.  That it is closed is read soon.
+  // Writes the greeting: the kernel has room for it. A closed socket is noticed by the next read.
   void Say(const std::string& bytes);
-  // What `error`, an errno of Read or Write, means.
+  // Describes `error`, an errno of Read or Write.
   std::string Text(int error);
-  // Whether what failed is what the other end said, so that to try again is of no use.
+  // Returns whether the peer caused the error deliberately, so a retry is useless.
   bool Refused(int error) const { return tls_ && error == EPROTO; }
 
   bool encrypted() const { return tls_ != nullptr; }
-  // Of an encrypted one, before all else; see tls::Session.
+  // Call first on an encrypted stream; see tls::Session.
   tls::Session::Step Handshake() { return tls_->Handshake(); }
-  // The other end does not encrypt, and is told so.
+  // Stops encrypting, to tell a peer that does not encrypt why it is refused.
   void GoPlain() { tls_.reset(); }
-  // Bytes that both ends of this connection know, and nobody else; "" unless encrypted.
+  // Returns bytes that only the two ends of this connection know; "" without encryption.
   std::string binding() const { return tls_ ? tls_->binding() : ""; }
 
  private:

@@ -27,28 +27,27 @@ using tcp::ConnectionPtr;
 
 namespace {
 
-// All connections of a pair are alike.
+// All connections of a pair are equal.
 constexpr int kPlane = 0;
 constexpr double kPatience = 5.0;  // seconds
-// Connections that have not authenticated: so many at once, each for so long.  An honest node needs
-// two round trips, and connects again if that was too little.  15,000 of them per second are let
-// go.
+// Limits of unauthenticated connections: their number, and their time. A legitimate node needs two
+// round trips, and retries if that was too short. So up to 15,000 per second can be dismissed.
 constexpr size_t kPendingPeers = 768;
-constexpr size_t kPendingEncrypted = 384;  // each may take some 100 KiB
+constexpr size_t kPendingEncrypted = 384;  // each may take 100 KiB
 constexpr size_t kPendingLeast = 64;
 constexpr auto kGreetingTime = std::chrono::milliseconds(1500);
 constexpr auto kLeastGreetingTime = std::chrono::milliseconds(50);
-// One thread moves some gigabytes a second; more than this many find nothing left to do.
+// A thread moves several GB/s; more threads than this would idle.
 constexpr int kMaxThreads = 8;
-// A connection carries some 16 Gbit/s each way at once.  More connections than the link needs share
-// it less evenly, and what is late holds up a sum.
+// Rate to plan per connection; it can carry about 16 Gbit/s each way. More connections than needed
+// share the link less evenly, and the slowest delays the all-reduce.
 constexpr double kConnectionGbps = 10;
-// Room for files is made for so many connections of a pair at least, one for each NIC.
+// Files are reserved for at least this many connections per pair, one for each NIC.
 constexpr int kUsualNics = 8;
-// A link that nobody has told of, and one inside a host.
+// Assumed rate of a link of unknown rate, and of one inside a host.
 constexpr double kUnknownGbps = 40;
 constexpr double kLoopbackGbps = 100;
-// Room for so many where the next generation of the job may bring any number of workers.
+// Files to reserve if the next generation may have any number of workers.
 constexpr size_t kAnyNumberOfPeers = 1 << 16;
 
 int Processors() {
@@ -57,7 +56,7 @@ int Processors() {
   return CPU_COUNT(&set);
 }
 
-// Then NICs carry nothing of what it exchanges with this node.
+// Returns whether traffic to this node stays on this host, off the NICs.
 bool IsOnThisHost(const Node& node) {
   if (IsLoopback(node.hostname)) return true;
   for (const HostNic& mine : ListNics()) {
@@ -66,8 +65,8 @@ bool IsOnThisHost(const Node& node) {
   return false;
 }
 
-// A quarter of the cores that each of this host's workers has: the others belong to
-// the framework, or to the server's additions.
+// A quarter of this worker's share of the host's cores: the rest belongs to the framework, or to
+// the server's reductions.
 int DefaultThreads(int workers) { return std::clamp(Processors() / workers / 4, 1, kMaxThreads); }
 
 tcp::ConnectionSettings ConnectionSettingsOf(const VanSettings& van, const tcp::Settings& tcp) {
@@ -75,8 +74,8 @@ tcp::ConnectionSettings ConnectionSettingsOf(const VanSettings& van, const tcp::
   settings.secret = tcp.secret;
   settings.tls = tcp.tls;
   settings.reconnect_s = van.reconnect_s;
-  // So that half of the time to reconnect is left.  Where nobody reconnects: later than the
-  // heartbeats, which know more of who is silent.
+  // Leaves half of the time to reconnect. Without reconnecting, heartbeats should notice a silent
+  // peer first: they know more.
   const double peer_timeout_s = van.membership.peer_timeout_s;
   settings.silence_s = van.reconnect_s > 0 ? van.reconnect_s / 2 : 2 * peer_timeout_s + 2;
   // Another pair of NICs is tried before the peer counts as silent.
@@ -113,7 +112,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   if (threads == 0) {
     threads = post->is_scheduler() ? 1 : DefaultThreads(settings().nics.local_size);
   }
-  // Only a worker knows how many connections it makes, and only when it has joined.
+  // Only a worker knows its number of connections, and only after joining.
   const int most = std::max(tcp_.connections > 0 ? tcp_.connections : kMaxThreads, kUsualNics);
   const int neighbors = membership.backups ? 2 : 0;
   const size_t peers = membership.keep && !post->is_worker() ? kAnyNumberOfPeers
@@ -122,7 +121,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
                                               : most * post->num_servers();
   const size_t files = tcp::MakeRoomForFiles(peers + kPendingPeers);
   pollers_ = std::make_unique<tcp::Pollers>(threads, tcp_.receive_pool_bytes);
-  // Where few files may be open, most of them are for the job's own connections.
+  // If few files may be open, most are kept for the job's own connections.
   const size_t room =
       std::clamp(files / 4, kPendingLeast, settings_.tls ? kPendingEncrypted : kPendingPeers);
   pending_ = std::make_unique<tcp::PendingPeers>(
@@ -136,13 +135,13 @@ void TcpVan::Start(int customer_id, bool standalone) {
 int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   // The scheduler carries no gradients.
   if (node.role != Node::SCHEDULER) PlacePollers(node);
-  // A worker is answered along the connections that it made.
+  // A worker gets answers over the connections it made.
   if (!Listens(node.role)) return 0;
   const bool scheduler = node.role == Node::SCHEDULER;
   const bool every_address = scheduler && settings().on_every_address;
   int port = node.port;
   try {
-    // A name may stand for an IPv4 and an IPv6 address: who connects may choose either.
+    // A name may have an IPv4 and an IPv6 address, and peers may use either.
     auto addresses = Resolve(every_address ? "" : node.hostname, port);
     if (!every_address) {
       for (const Nic& nic : node.nics) {
@@ -157,12 +156,12 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
                             e.what() +
                             (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
                                        : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT)");
-    // A name may be that of an earlier address still; an address was given by somebody.
+    // A name may still resolve to an old address; a numeric address is final.
     const bool may_change = dynamic_cast<const UnknownHost*>(&e) != nullptr;
     if (may_change && !IsNumeric(node.hostname)) throw UnknownHost(why);
     throw Error(why);
   }
-  // Where it is only looked whether a scheduler can listen, nobody may be told that it does.
+  // A probe only tests whether it can listen, and must not accept.
   if (scheduler && settings().membership.probe > 0) return port;
   for (auto& listener : listeners_) listener->Start();
   return port;
@@ -170,15 +169,15 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
 
 void TcpVan::ListenAt(const std::vector<Address>& addresses, int* port) {
   for (Address address : addresses) {
-    // Both in_port fields lie at the same place.
+    // Both in_port fields have the same offset.
     reinterpret_cast<sockaddr_in*>(&address.storage)->sin_port = htons(*port);
     tcp::Fd fd;
     try {
       fd = tcp::Listen(address, port);
     } catch (const Error& e) {
       if (listeners_.empty()) throw;
-      // Such as "::1" in a container without IPv6, or another process's port: a connection to it
-      // takes the next pair of NICs.
+      // E.g. "::1" in a container without IPv6, or a port in use: connections to it use another
+      // pair of NICs.
       PS_VLOG(1) << "cannot listen on " << address.Text() << ": " << e.what();
       continue;
     }
@@ -224,7 +223,7 @@ int tcp::ConnectionsFor(double gbps, int servers, int threads) {
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
   if (tcp_.connections > 0) return tcp_.connections;
-  // Of two servers the NIC of this one decides, which has one neighbor to send its state to.
+  // Between two servers, this one's NICs decide: it sends its state to one neighbor.
   const bool worker = my_role_ == Node::WORKER;
   double gbps =
       (worker ? membership()->AsNode()->link_mbps() : HostMbps(this->node(), settings().nics)) /
@@ -262,10 +261,10 @@ void TcpVan::Dial(const Node& node) {
     connections.push_back(NewConnection(tries.front().from));
     connections.back()->set_peer(node.id);
   }
-  // A copy: once the peer is in the table, its lock guards the list.
+  // A copy: the peer's own list is guarded by the table's lock from now on.
   const Peers::Links dialed = connections;
   peers_.Add(std::move(peer));
-  // Longer than who waits for the scheduler does, whose error says more.
+  // Longer than the wait for the scheduler, whose error is more specific.
   const auto limit =
       std::chrono::duration<double>(settings().membership.start_timeout_s + kPatience);
   const auto deadline =
@@ -307,11 +306,11 @@ bool TcpVan::MeansScheduler(const tcp::Hello& hello) const {
 
 bool TcpVan::MustWait(const tcp::Hello& hello) {
   if (!settings().membership.backups || !AreServers(hello.role)) return false;
-  // One that has been here, and was forgotten, is not meant any more.
+  // A peer that was here before and was forgotten is not meant.
   return !hello.resumes && !peers_.Expects(hello.sender, hello.node_id);
 }
 
-// The first poller's thread.
+// First poller's thread.
 std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello) {
   Applicant applicant;
   applicant.who = {hello.sender, hello.role, hello.rank};
@@ -328,7 +327,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
   const auto admitted =
       peers_.Admit(applicant, is_scheduler_, Peers::Again::kTakesTheLink, [&](int id) {
         const tcp::HostPair hosts = tcp::HostsOf(socket->fd());
-        // What stays in the host goes over no NIC.
+        // Traffic inside the host uses no NIC.
         ConnectionPtr connection = NewConnection(hosts.here == hosts.there ? "" : hosts.here);
         connection->set_peer(id);
         return connection;
@@ -400,7 +399,7 @@ void TcpVan::OnLinkLost(int id, const LinkEnding& ending) {
 void TcpVan::Transmit(const Message& msg) {
   const ConnectionPtr connection = peers_.Choose(msg.meta.recver, kPlane);
   if (connection && connection->Send(msg)) return;
-  // The membership, which watches the peers, tells the threads that wait for it.
+  // The membership watches peers, and informs waiting threads.
   PS_VLOG(1) << "no connection to node " << msg.meta.recver << "; dropped " << msg.DebugString();
 }
 
@@ -429,7 +428,7 @@ void TcpVan::ReceiveReady() {
 
 void TcpVan::Stop() {
   Van::Stop();     // ends and joins the receiving thread
-  inbox_.Close();  // waits for those who send
+  inbox_.Close();  // waits for sending threads
   for (auto& listener : listeners_) listener->Stop();
   Flush();
   peers_.Stop();

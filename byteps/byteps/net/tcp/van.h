@@ -1,4 +1,3 @@
-// A van over TCP, and its threads.
 #ifndef BYTEPS_NET_TCP_VAN_H_
 #define BYTEPS_NET_TCP_VAN_H_
 
@@ -22,31 +21,30 @@
 namespace ps {
 namespace tcp {}  // namespace tcp
 
-// A van over TCP.
+// The van over TCP.
 //
-// Connections.  The scheduler and each server listen, at one port each, on all NICs that they use.
-// Everybody connects to the scheduler, and a worker to each server, by BYTEPS_CONNECTIONS
-// connections, or as many as the link wants and the NICs of both; who was connected to answers
-// along the same connections.  So do servers that keep each other's state (net/link/admission.h); a
-// message to one that has yet to connect waits.  Nobody else is connected, and a worker listens
-// nowhere.  A message takes the connection on which the fewest bytes wait, of those that are not
-// broken.
+// Connections: the scheduler and each server listen at one port on all their NICs. All nodes
+// connect to the scheduler. Workers connect to each server with BYTEPS_CONNECTIONS connections, by
+// default as many as the link and the NICs of both need. Answers use the same connections.
+// Neighboring servers connect too if they keep each other's state (net/link/admission.h); a message
+// to a neighbor that has not connected yet waits. Workers do not listen. A message takes the
+// working connection with the fewest queued bytes.
 //
-// Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not, each next to the NICs
-// that it serves (Pollers); a thread that waits for a small sum reads as well.  Data messages are
-// handed to the data handler by the poller that read them; control messages, and the news of lost
-// peers, by Van's receiving thread.
+// Threads: BYTEPS_IO_THREADS pollers read, and write what senders could not. Each runs near the
+// NICs it serves (Pollers). A thread that waits for a small all-reduce reads too. The poller that
+// reads a data message calls its handler; Van's receiving thread handles control messages and lost
+// peers.
 //
-// Who is who.  Who connects proves that it has the job's secret (greeter.h), and so does who is
-// connected to.  The scheduler makes a number that names the job and its generation, and tells it
-// to who connects; servers take connections of that generation alone.  A node's token, a random
-// number in Node::endpoint_name, tells which process a connection belongs to.  What a message says
-// of its sender is not looked at: the connection knows.
+// Identity: both ends of a connection prove that they have the job's secret (greeter.h). The
+// scheduler creates a number for the job and its generation and tells it to nodes that connect.
+// Servers accept connections of that generation only. A node's token, a random number in
+// Node::endpoint_name, tells which process a connection belongs to. The sender in a message is
+// ignored: the connection determines it.
 
 namespace tcp {
 
-// Connections of a worker that exchanges `gbps`, Gbit/s each way, with all servers together, with
-// each of them.  No more than it has threads, each of which serves one of them.
+// Returns the number of connections to each server, for a worker that exchanges `gbps` (Gbit/s each
+// way) with all servers together. At most `threads`, since a thread serves each.
 int ConnectionsFor(double gbps, int servers, int threads);
 
 }  // namespace tcp
@@ -67,14 +65,14 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void Start(int customer_id, bool standalone) override;
   void Stop() override;
 
-  // Listens, but on a worker.  Returns the port, 0 on a worker.  Throws Error naming the
-  // address and the reason.
+  // Listens, except on a worker. Returns the port; 0 on a worker. Throws Error with address and
+  // reason.
   int Bind(const Node& node, int max_retry) override;
 
  private:
   friend class LinkVan<TcpVan, tcp::Connection>;
 
-  // By LinkVan.
+  // Called by LinkVan.
   void Transmit(const Message& msg);
   void OnLinkLost(int id, const LinkEnding& ending);
   void Dial(const Node& node);
@@ -82,7 +80,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void NamePeer(const Node& node);
   void LearnPairs(const Node& scheduler);
 
-  // In poller threads.
+  // Called by poller threads.
   std::string OnChallenge(const tcp::ConnectionPtr& connection,
                           const tcp::Challenge& challenge) override;
   char* PlaceFor(const Meta& meta, size_t bytes) override;
@@ -93,19 +91,19 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void OnClosed(const tcp::ConnectionPtr& connection, const LinkEnding& ending) override;
   void OnAccepted(tcp::Fd fd, const Address& address);
   std::string Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello);
-  // How many are made with it.
+  // Returns the number of connections to make to this node.
   int ConnectionsWith(const Node& node);
-  // Between which NICs each of them goes.
+  // Returns the candidate pairs of NICs of each connection.
   std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
-  // At each of these addresses that nobody listens at yet, and at the first one at least.
+  // Listens at each address where it does not yet; at least the first must succeed.
   void ListenAt(const std::vector<Address>& addresses, int* port);
-  // Over the NIC with this address; empty: it is not known.
+  // Makes a connection over the NIC with this address; "": unknown.
   tcp::ConnectionPtr NewConnection(const std::string& address);
-  // Pollers run next to the NICs of this node.
+  // Places pollers near this node's NICs.
   void PlacePollers(const Node& self);
   bool MeansScheduler(const tcp::Hello& hello) const;
-  // Whether a peer that connects, and says this, has to come again: the scheduler's word on it is
-  // in flight.
+  // Returns whether a connecting peer must retry, because the scheduler's announcement of it is
+  // still in flight.
   bool MustWait(const tcp::Hello& hello);
 
   const tcp::Settings tcp_;
@@ -113,7 +111,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   tcp::Greeter::Host host_;
   std::unique_ptr<tcp::Pollers> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;
-  // Those that have not proved anything yet.  Of the first poller's thread.
+  // Unauthenticated peers. Used by the first poller's thread.
   std::unique_ptr<tcp::PendingPeers> pending_;
 };
 

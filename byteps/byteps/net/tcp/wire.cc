@@ -23,7 +23,7 @@ std::string Preamble(uint16_t next) {
   return bytes;
 }
 
-// Exactly so many bytes, whatever `bytes` has.
+// Writes exactly `size` bytes: cuts, or pads with zeros.
 void Fixed(const std::string& bytes, size_t size, ByteWriter* out) {
   std::string fixed = bytes;
   fixed.resize(size, '\0');
@@ -145,7 +145,7 @@ Reply DecodeReply(const char* data, size_t* refusal_bytes) {
 }
 
 bool LooksEncrypted(const char* data) {
-  // A handshake record (RFC 8446, 5.1).
+  // A TLS handshake record (RFC 8446, 5.1).
   return data[0] == 22 && data[1] == 3;
 }
 

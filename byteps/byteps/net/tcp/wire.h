@@ -1,4 +1,4 @@
-// What two TCP connections say to each other, byte for byte.
+// Bytes that two TCP connections exchange.
 //
 //   who connects                                  who listens
 //     | -- Hello: who it is, a nonce ------------------> |
@@ -6,20 +6,20 @@
 //     | -- a proof ------------------------------------> |
 //     | <-- Reply: takes the connection or refuses it -- |
 //
-// A proof (net/auth/secret.h) is over the Hello and the Challenge up to its proof, so that it is of
-// use for this connection alone, between these two processes, in this job and these roles.  That
-// of the Reply is over what it says, too.  In a job without a secret the proofs are checksums.
-// Either answer may refuse; then a reason follows it and the connection closes.
+// A proof (net/auth/secret.h) covers the Hello and the Challenge up to its proof. So it is valid
+// only for this connection, these two processes, this job and these roles. The proof in the Reply
+// covers the Reply too. In a job without a secret the proofs are checksums. Challenge and Reply may
+// refuse; the reason then follows, and the connection closes.
 //
-// What a failed greeting means: see link/admission.h.
+// link/admission.h defines the meaning of a failed greeting.
 //
 // Then each side sends frames:
 //
 //   type u8 | values u8 | 0 u16 | meta bytes u32 | received u64 |
 //       bytes of each value u64 ... | meta | values
 //
-// All fields are little endian.  The first six bytes of Hello, Challenge and Reply are the same
-// in every version.
+// All fields are little-endian. The first six bytes of Hello, Challenge and Reply are the same in
+// every version.
 #ifndef BYTEPS_NET_TCP_WIRE_H_
 #define BYTEPS_NET_TCP_WIRE_H_
 
@@ -34,18 +34,18 @@ constexpr uint32_t kMagic = 0x5350424d;  // "MBPS"
 constexpr uint16_t kVersion = 5;
 
 struct Hello {
-  uint64_t job = 0;       // and its generation; 0: not known yet, to the scheduler alone
-  uint64_t sender = 0;    // names the process that asks
-  uint64_t receiver = 0;  // names the process that is meant; 0: not known yet
-  int32_t node_id = 0;    // of the sender; Node::kEmpty before it has joined
-  int32_t rank = -1;      // that the sender will join as; -1: whatever the scheduler says
-  uint8_t role = 0;       // a Node::Role, of the sender
+  uint64_t job = 0;       // with its generation; 0: unknown, allowed to the scheduler alone
+  uint64_t sender = 0;    // token of the asking process
+  uint64_t receiver = 0;  // token of the process it wants to reach; 0: unknown
+  int32_t node_id = 0;    // the sender's; Node::kEmpty before it has joined
+  int32_t rank = -1;      // the rank the sender will have; -1: the scheduler decides
+  uint8_t role = 0;       // the sender's Node::Role
   uint16_t index = 0;     // among the connections of the pair
   bool authenticates = false;
-  bool resumes = false;   // this connection was there before, and broke
-  uint64_t received = 0;  // messages that came whole over it
+  bool resumes = false;   // this connection existed before, and broke
+  uint64_t received = 0;  // messages completely received over it
   std::string nonce;      // auth::kNonceBytes
-  // Not sent: what both ends have said when it is proved.  The proof of the Reply begins with it.
+  // Not sent: the greeting that both ends have proved. The Reply's proof covers it first.
   std::string said;
 
   std::string Encode() const;
@@ -58,69 +58,70 @@ struct Challenge {
   bool authenticates = false;
   std::string nonce;    // auth::kNonceBytes
   std::string proof;    // auth::kProofBytes
-  std::string refusal;  // empty: none
+  std::string refusal;  // "": none
 
-  // What the proofs are over, behind the Hello.
+  // Bytes that the proofs cover after the Hello.
   std::string Claims() const;
   std::string Encode() const;
 };
-// Without the refusal.
+// Size without the refusal.
 constexpr size_t kChallengeBytes = 96;
 
 struct Reply {
-  uint64_t received = 0;  // messages that came whole over the connection that broke
+  uint64_t received = 0;  // messages completely received over the broken connection
   std::string proof;      // auth::kProofBytes
-  std::string refusal;    // empty: taken
+  std::string refusal;    // "": accepted
 
-  // What its proof is over, behind what was said before.
+  // Bytes that its proof covers after the earlier greeting.
   std::string Claims() const;
   std::string Encode() const;
 };
-// Without the refusal.
+// Size without the refusal.
 constexpr size_t kReplyBytes = 48;
 constexpr size_t kMaxRefusalBytes = 1024;
 
-// What a peer that begins so must be told; "" if it speaks as we do.  `data` has at least
-// kPreambleBytes.
+// Returns how to reject a peer whose greeting starts with `data` (at least kPreambleBytes); "" if
+// its protocol and version match.
 constexpr size_t kPreambleBytes = 6;
 std::string Mismatch(const char* data);
-// Whether that is how TLS begins.
+// Returns whether `data` is the start of TLS.
 bool LooksEncrypted(const char* data);
 
-// `data` has kHelloBytes, of our version.
+// `data`: kHelloBytes of this version.
 Hello DecodeHello(const char* data);
-// `data` has kChallengeBytes, of our version; `refusal_bytes` more follow.
+// `data`: kChallengeBytes of this version; `refusal_bytes` more follow.
 Challenge DecodeChallenge(const char* data, size_t* refusal_bytes);
-// `data` has kReplyBytes, of our version; `refusal_bytes` more follow.
+// `data`: kReplyBytes of this version; `refusal_bytes` more follow.
 Reply DecodeReply(const char* data, size_t* refusal_bytes);
 
-// Who proves what, in a proof.
+// Labels of the prover, part of each proof.
 extern const char kWhoConnects[];
 extern const char kWhoListens[];
 extern const char kWhoReplies[];
 
 enum FrameType : uint8_t {
   kMessage = 1,
-  kGoodbye = 2,   // nothing follows; the connection will be closed in good order
-  kReceived = 3,  // nothing follows; tells what came
+  kGoodbye = 2,   // no content; the connection will be closed in order
+  kReceived = 3,  // no content; an acknowledgement
 };
 
 struct FrameHeader {
   FrameType type = kMessage;
   uint8_t values = 0;
   uint32_t meta_bytes = 0;
-  uint64_t received = 0;  // messages that came whole the other way, since the beginning
+  uint64_t received = 0;  // messages completely received in the other direction, since the
+                          // beginning
 
   std::string Encode() const;
 };
 constexpr size_t kFrameHeaderBytes = 16;
-// Where `received` lies in it.
+// Offset of `received` in the header.
 constexpr size_t kReceivedOffset = 8;
-// More than any message of ours has; a frame that claims more is not believed.
+// Above every message of this project; a frame that claims more is invalid.
 constexpr size_t kMaxValues = 16;
 constexpr uint64_t kMaxValueBytes = 1ull << 32;
 
-// False if the bytes are no header.  `data` has kFrameHeaderBytes.
+// Returns false if the bytes are not a header. `data`: kFrameHeaderBytes.
 bool DecodeFrameHeader(const char* data, FrameHeader* header);
 
 }  // namespace tcp

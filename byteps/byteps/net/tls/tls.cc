@@ -19,7 +19,7 @@ namespace {
 
 constexpr char kSsl[] = "libssl.so.3";
 constexpr char kCrypto[] = "libcrypto.so.3";
-// Of OPENSSL_init_ssl: threads of ours may still run when the process exits.
+// Flag of OPENSSL_init_ssl: threads may still run when the process exits.
 constexpr uint64_t kNoAtExit = 0x00080000;
 
 struct Loaded {
@@ -28,7 +28,7 @@ struct Loaded {
 };
 
 void* Open(const char* library, std::string* error) {
-  // Never closed: it has state for each thread.
+  // Never closed: it has per-thread state.
   void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr && error->empty()) {
     const char* reason = dlerror();
@@ -80,7 +80,7 @@ constexpr int kBadCertificate = 42;
 constexpr int kUnknownAuthority = 48;
 constexpr int kCertificateRequired = 116;
 
-// All of them fast with instructions for AES, the last without.
+// All but the last are fast with AES instructions, the last without.
 constexpr char kSuites[] = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 constexpr unsigned char kAes128GcmSha256[] = {0x13, 0x01};
 constexpr char kIdentity[] = "Megatron-BytePS job secret, 1";
@@ -90,18 +90,18 @@ constexpr char kBindingLabel[] = "EXPORTER-Megatron-BytePS-proof";
 constexpr size_t kBindingBytes = 32;
 
 constexpr size_t kRecordBytes = 16384;
-// Encrypted before it is sent by one call, and returned by one.
+// Limit of bytes encrypted per write call, and returned per read call.
 constexpr size_t kBatchBytes = 8 * kRecordBytes;
-// Read from the socket by one call.
+// Bytes read from the socket per call.
 constexpr size_t kReadAheadBytes = 4 * kRecordBytes;
-// The first byte of who speaks TLS.
+// First byte of a peer that uses TLS.
 constexpr unsigned char kHandshakeRecord = 22;
 constexpr unsigned char kAlertRecord = 21;
 
 int Reason(unsigned long error) { return static_cast<int>(error & 0x7fffff); }
 bool IsSsl(unsigned long error) { return ((error >> 23) & 0xff) == kLibrarySsl; }
 
-// Nobody is there to type it.
+// Refuses encrypted keys: no user is there to type a password.
 int NoPassword(char*, int, int, void*) { return -1; }
 
 }  // namespace
@@ -144,7 +144,7 @@ Context::Context(const auth::Secret& secret, const Files& files) : api_(LoadOpen
   if (context_ == nullptr) throw Error("SSL_CTX_new failed");
   api_.SSL_CTX_ctrl(context_, kControlLeastVersion, kTls13, nullptr);
   api_.SSL_CTX_ctrl(context_, kControlMode, kModeAcceptMovingBuffer | kModeReleaseBuffers, nullptr);
-  // Each connection begins anew, so that there is nothing to be resumed and stolen.
+  // Disables resumption: each connection authenticates anew.
   api_.SSL_CTX_ctrl(context_, kControlSessionCache, 0, nullptr);
   api_.SSL_CTX_set_num_tickets(context_, 0);
   api_.SSL_CTX_ctrl(context_, kControlReadAhead, 1, nullptr);
@@ -153,7 +153,7 @@ Context::Context(const auth::Secret& secret, const Files& files) : api_(LoadOpen
     api_.SSL_CTX_free(context_);
     throw Error("BYTEPS_TLS=1: this machine's OpenSSL knows none of " + std::string(kSuites));
   }
-  // With a key of the job's there are no certificates, and nobody's is accepted.
+  // With a pre-shared key there are no certificates, and none is accepted.
   api_.SSL_CTX_set_verify(context_, kVerifyPeer | kFailIfNoPeerCertificate, nullptr);
   has_certificates_ = !files.certificate.empty();
   if (has_certificates_) {
@@ -190,7 +190,7 @@ void Context::LoadFiles(const Files& files) {
 }
 
 void Context::ThrowOf(const char* variable, const std::string& path) const {
-  // The first one says what happened, such as that a file is not there.
+  // The first error is the cause, e.g. a missing file.
   const unsigned long error = api_.ERR_get_error();
   const bool system = (error & 0x80000000ul) != 0;
   const char* text =
@@ -204,7 +204,7 @@ ssl_session_st* Context::NewKey(ssl_st* ssl) const {
   ssl_session_st* session = api_.SSL_SESSION_new();
   if (session == nullptr) return nullptr;
   const auto* key = reinterpret_cast<const unsigned char*>(key_.data());
-  // A cipher tells which hash the key is for.
+  // The cipher determines the key's hash.
   if (api_.SSL_SESSION_set1_master_key(session, key, key_.size()) == 1 &&
       api_.SSL_SESSION_set_cipher(session, api_.SSL_CIPHER_find(ssl, kAes128GcmSha256)) == 1 &&
       api_.SSL_SESSION_set_protocol_version(session, kTls13) == 1) {
@@ -259,7 +259,7 @@ Session::Session(const Context* context, int fd, bool connects)
   api_.BIO_set_init(bio, 1);
   api_.SSL_set_bio(ssl_, bio, bio);
   api_.SSL_set_ex_data(ssl_, 0, const_cast<Context*>(context));
-  // Demanded of who takes a key and would verify certificates.
+  // OpenSSL demands it of a listener that takes keys and could verify certificates.
   if (!connects) api_.SSL_set_session_id_context(ssl_, kSessions, sizeof(kSessions));
   connects ? api_.SSL_set_connect_state(ssl_) : api_.SSL_set_accept_state(ssl_);
 }
@@ -272,7 +272,7 @@ int Session::OnRead(bio_st* bio, char* data, int bytes) {
   api.BIO_clear_flags(bio, kFlagsRetry);
   if (self->plain_ || self->error_ != 0) return -1;
   if (self->ended_) return 0;
-  // The first byte is looked at before it is taken.
+  // Peeks at the first byte before it is taken.
   ssize_t n = self->known_ ? 1 : self->Receive(data, 1, MSG_PEEK);
   if (n == 1 && !self->known_) {
     const auto first = static_cast<unsigned char>(*data);
@@ -325,7 +325,7 @@ Session::Step Session::Handshake() {
   const int error = result == 1 ? 0 : api_.SSL_get_error(ssl_, result);
   if (plain_) return Step::kPlain;
   std::string failure = error == 0 || error == kErrorWantRead ? "" : Explain();
-  // An alert, too; the kernel has room for what a handshake has to say.
+  // Sends alerts too. The kernel has room for a whole handshake.
   (void)Flush();
   if (error == kErrorWantRead) return Step::kMore;
   if (ended_ || error_ != 0) return Step::kClosed;
@@ -335,7 +335,7 @@ Session::Step Session::Handshake() {
 }
 
 void Session::Bind() {
-  // Nothing else can be: there are no certificates that either end would accept.
+  // Should be impossible: neither end would accept a certificate.
   if (!shared_->has_certificates() && api_.SSL_session_reused(ssl_) != 1) {
     throw Error("the TLS handshake did not use the job's secret");
   }
@@ -356,7 +356,7 @@ ssize_t Session::Read(const iovec* vector, int count) {
       MutexLock lock(&mu_);
       api_.ERR_clear_error();
       const int n = api_.SSL_read(ssl_, data + done, static_cast<int>(wanted));
-      // What is wrong is found again by the next call.
+      // The next call will find the error again.
       if (n <= 0) return got > 0 ? static_cast<ssize_t>(got) : Fail(n);
       done += n;
       got += n;
@@ -377,7 +377,7 @@ ssize_t Session::Fail(int result) {
     return -1;
   }
   if (failure_.empty()) failure_ = Explain();
-  (void)Flush();  // the alert that says so
+  (void)Flush();  // sends the alert
   errno = EPROTO;
   return -1;
 }

@@ -1,8 +1,8 @@
-// Encrypted connections: TLS 1.3, by OpenSSL.
+// Encrypted connections: TLS 1.3 by OpenSSL.
 //
-// Who may speak is decided by the job's secret, from which both ends make the same pre-shared
-// key; or by certificates, and then by the secret as well, if there is one.  What a proof of the
-// secret is over includes Session::binding(), so that it is worth nothing on another channel.
+// The job's secret authenticates, as the source of a pre-shared key. Or certificates do, and then
+// also the secret, if there is one. A proof of the secret covers Session::binding(), so it is
+// useless on another channel.
 #ifndef BYTEPS_NET_TLS_TLS_H_
 #define BYTEPS_NET_TLS_TLS_H_
 
@@ -18,12 +18,11 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/auth/secret.h"
 
-// The part of OpenSSL 3 that encrypts connections, found at run time.
+// The functions of OpenSSL 3 that encrypt connections, loaded at run time.
 //
-// So nothing that is built needs OpenSSL, whatever it is built for; who asks for BYTEPS_TLS uses
-// the library that the machine's distribution keeps up to date.
+// So builds do not depend on OpenSSL. BYTEPS_TLS uses the library that the distribution maintains.
 
-// OpenSSL's own names for what only it looks into.
+// Opaque types of OpenSSL.
 struct bio_method_st;
 struct bio_st;
 struct evp_md_st;
@@ -38,8 +37,8 @@ struct x509_store_ctx_st;
 namespace ps {
 namespace tls {
 
-// Values that are part of OpenSSL's binary interface.
-constexpr int kControlMode = 33;  // of SSL_CTX_ctrl, like the next three
+// Constants of OpenSSL's binary interface.
+constexpr int kControlMode = 33;  // for SSL_CTX_ctrl, as the next three
 constexpr int kControlReadAhead = 41;
 constexpr int kControlSessionCache = 44;
 constexpr int kControlLeastVersion = 123;
@@ -50,25 +49,24 @@ constexpr int kPem = 1;
 constexpr int kVerifyPeer = 1;
 constexpr int kFailIfNoPeerCertificate = 2;
 constexpr long kVerifyUnknown = 1;  // nothing was verified
-constexpr int kErrorWantRead = 2;   // of SSL_get_error, like the next
+constexpr int kErrorWantRead = 2;   // from SSL_get_error, as the next
 constexpr int kErrorZeroReturn = 6;
 constexpr int kKeyUpdateNotRequested = 0;
-constexpr int kSourceSink = 0x0400;  // of BIO_meth_new
+constexpr int kSourceSink = 0x0400;  // for BIO_meth_new
 constexpr int kControlFlush = 11;
 constexpr int kFlagRead = 1;
 constexpr int kFlagShouldRetry = 8;
 constexpr int kFlagsRetry = 15;
-constexpr int kLibrarySsl = 20;  // in an error's number
+constexpr int kLibrarySsl = 20;  // in an error code
 constexpr int kReasonBinder = 253;
-constexpr int kReasonAlert = 1000;  // plus the alert that came
+constexpr int kReasonAlert = 1000;  // plus the number of the received alert
 constexpr int kAlerts = 256;
 
 using UseSession = int (*)(ssl_st*, const evp_md_st*, const unsigned char**, size_t*,
                            ssl_session_st**);
 using FindSession = int (*)(ssl_st*, const unsigned char*, size_t, ssl_session_st**);
 
-// X(what it returns, its name, what it takes).  tests/engine/tls_test.cc compares each with the
-// library's header.
+// X(result, name, parameters). tests/engine/tls_test.cc compares each with OpenSSL's header.
 #define PS_OPENSSL_SSL_FUNCTIONS(X)                                                            \
   X(int, OPENSSL_init_ssl, (uint64_t, const ossl_init_settings_st*))                           \
   X(const ssl_method_st*, TLS_method, ())                                                      \
@@ -127,7 +125,7 @@ using FindSession = int (*)(ssl_st*, const unsigned char*, size_t, ssl_session_s
   X(const char*, ERR_reason_error_string, (unsigned long))                         \
   X(const char*, X509_verify_cert_error_string, (long))
 
-// Every member is set.
+// All members are set.
 struct OpenSsl {
 #define X(result, name, arguments) result(*name) arguments = nullptr;
   PS_OPENSSL_SSL_FUNCTIONS(X)
@@ -135,17 +133,17 @@ struct OpenSsl {
 #undef X
 };
 
-// Loads libssl.so.3 and libcrypto.so.3, once for the process.  Thread-safe.  Throws Error
-// that says what is missing; a failure is final.
+// Loads libssl.so.3 and libcrypto.so.3, once per process. Throws Error that says what is missing; a
+// failure is final. Thread-safe.
 const OpenSsl& LoadOpenSsl();
 
-// What to do where one node encrypts and another does not.
+// Advice if one node encrypts and another does not.
 extern const char kAdvice[];
 
 struct Files {
-  std::string certificate;  // this node's, and what it was signed with up to the authority; PEM
+  std::string certificate;  // this node's certificate and its chain up to the authority; PEM
   std::string key;
-  std::string authority;  // who signs the certificates of nodes
+  std::string authority;  // signs the nodes' certificates
 };
 
 // Settings of encryption.
@@ -154,14 +152,15 @@ struct TlsSettings {
   Files files;            // BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and BYTEPS_TLS_CA; empty: none
 };
 
-// What the connections of a process share.
+// Encryption settings shared by a process's connections.
 class Context {
  public:
-  // Null: nothing is encrypted.  Throws Error that says what to set, or what is wrong with a file.
+  // Returns null if encryption is off. Throws Error that says what to set, or what is wrong with a
+  // file.
   static std::shared_ptr<const Context> Make(const TlsSettings& settings,
                                              const auth::Secret& secret);
 
-  // With certificates where `files` names them, by the secret otherwise.  Throws Error.
+  // Uses certificates if `files` names them, otherwise the secret. Throws Error.
   Context(const auth::Secret& secret, const Files& files);
   ~Context();
   Context(const Context&) = delete;
@@ -169,7 +168,7 @@ class Context {
 
   bool has_certificates() const { return has_certificates_; }
 
-  // A key is used for so many records.  AES-GCM's is good for 2^24.5 (RFC 8446, 5.5).
+  // Records per key. AES-GCM is safe for 2^24.5 (RFC 8446, 5.5).
   uint64_t records_per_key = 1 << 23;
 
  private:
@@ -179,66 +178,65 @@ class Context {
                     size_t* bytes, ssl_session_st** session);
   static int FindKey(ssl_st* ssl, const unsigned char* identity, size_t bytes,
                      ssl_session_st** session);
-  // The key, as what OpenSSL takes for it; null: it has no memory.
+  // Returns the pre-shared key as OpenSSL's type; null: out of memory.
   ssl_session_st* NewKey(ssl_st* ssl) const;
-  // Throws what OpenSSL said last of this file.
+  // Throws OpenSSL's last error about this file.
   [[noreturn]] void ThrowOf(const char* variable, const std::string& path) const;
   void LoadFiles(const Files& files);
 
   const OpenSsl& api_;
   ssl_ctx_st* context_ = nullptr;
   bool has_certificates_ = false;
-  std::string key_;  // empty: has certificates
+  std::string key_;  // empty with certificates
 };
 
-// One encrypted connection over a socket that does not block.  Any thread may write while another
-// one reads.
+// An encrypted connection over a non-blocking socket. One thread may read while another writes.
 class Session {
  public:
   enum class Step {
     kDone,
     kMore,    // call again when the socket is readable
-    kClosed,  // the other end closed the connection, or reset it
-    kPlain,   // the other end does not encrypt; nothing was read
+    kClosed,  // the peer closed or reset the connection
+    kPlain,   // the peer does not encrypt; nothing was read
   };
 
-  // `context` outlives it; `fd` stays the caller's, and open.
+  // `context` must outlive it. The caller keeps `fd` open, and owns it.
   Session(const Context* context, int fd, bool connects);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // To be done before anything is read or written.  Throws Error that says what is wrong
-  // with the other end; that one has been told.
+  // Call before reading or writing. Throws Error if the peer's handshake is wrong; the peer has
+  // been told.
   Step Handshake();
 
-  // As readv and sendmsg with MSG_DONTWAIT do.  EPROTO: failure() says why.  After EAGAIN the next
-  // Write is given the same bytes once more.
+  // Read and write like readv and sendmsg with MSG_DONTWAIT. EPROTO: see failure(). After EAGAIN
+  // the next Write must get the same bytes again.
   ssize_t Read(const iovec* vector, int count);
   ssize_t Write(const iovec* vector, int count);
   std::string failure();
 
-  // Bytes that both ends of this connection know, and nobody else.
+  // Bytes that only the two ends of this connection know.
   const std::string& binding() const { return binding_; }
 
  private:
-  // A socket, as OpenSSL sees it.  It calls these while one of its functions runs, so with mu_
-  // held, which clang cannot see.
+  // The socket as OpenSSL's BIO. OpenSSL calls these inside its functions, so with mu_ held; clang
+  // cannot see that.
   static const bio_method_st* Method();
   static int OnRead(bio_st* bio, char* data, int bytes) PS_NO_THREAD_SAFETY_ANALYSIS;
   static int OnWrite(bio_st* bio, const char* data, int bytes) PS_NO_THREAD_SAFETY_ANALYSIS;
   static long OnControl(bio_st* bio, int command, long number, void* pointer);
 
-  // From the socket: -1 for nothing there, or with error_.
+  // Receives from the socket. -1: nothing there, or error_ is set.
   ssize_t Receive(char* data, size_t bytes, int flags) PS_REQUIRES(mu_);
   void Bind() PS_REQUIRES(mu_);
-  // Sends what is encrypted.  False: not all of it; errno says why.
+  // Sends the encrypted bytes. Returns false if some are left; errno says why.
   bool Flush() PS_REQUIRES(mu_);
-  // Encrypts the beginning of these.  Returns how much of it, 0 when it failed.
+  // Encrypts the first part of these bytes. Returns how many, 0 on failure.
   size_t Encrypt(const iovec* vector, int count) PS_REQUIRES(mu_);
-  // What OpenSSL's last error means.
+  // Explains OpenSSL's last error.
   std::string Explain() PS_REQUIRES(mu_);
-  // Sets errno after OpenSSL returned `result`; what Read returns then.
+  // Sets errno for OpenSSL's `result`; returns Read's result.
   ssize_t Fail(int result) PS_REQUIRES(mu_);
 
   const Context* const shared_;
@@ -246,16 +244,16 @@ class Session {
   const int fd_;
   const bool connects_;
 
-  // OpenSSL takes one thread at a time.
+  // OpenSSL allows one thread at a time.
   Mutex mu_;
   ssl_st* ssl_ PS_PT_GUARDED_BY(mu_) = nullptr;
-  bool known_ PS_GUARDED_BY(mu_) = false;  // what the other end speaks, by its first byte:
-  bool plain_ PS_GUARDED_BY(mu_) = false;  // not TLS
-  bool ended_ PS_GUARDED_BY(mu_) = false;  // the other end closed it
-  int error_ PS_GUARDED_BY(mu_) = 0;       // an errno of the socket
+  bool known_ PS_GUARDED_BY(mu_) = false;  // the peer's first byte was seen
+  bool plain_ PS_GUARDED_BY(mu_) = false;  // the peer does not use TLS
+  bool ended_ PS_GUARDED_BY(mu_) = false;  // the peer closed it
+  int error_ PS_GUARDED_BY(mu_) = 0;       // errno of the socket
   std::string failure_ PS_GUARDED_BY(mu_);
   std::string binding_;
-  // What is encrypted and not sent yet, and how much of what the caller has it is.
+  // Encrypted bytes not sent yet, and how many of the caller's bytes they contain.
   std::vector<char> out_ PS_GUARDED_BY(mu_);
   size_t sent_ PS_GUARDED_BY(mu_) = 0;
   size_t accepted_ PS_GUARDED_BY(mu_) = 0;

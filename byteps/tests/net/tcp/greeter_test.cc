@@ -1,5 +1,5 @@
-// What a listener takes from peers that have not authenticated, which of too many it closes, and
-// where pollers run.
+// Tests of unauthenticated peers: what a listener reads, which connections it closes, and the
+// placement of pollers.
 #include "byteps/net/tcp/greeter.h"
 
 #include <arpa/inet.h>
@@ -42,7 +42,7 @@ class GreeterTest : public testing::Test {
         std::make_shared<Greeter>(&host_, std::make_shared<Poller>(0), Fd(both[1]), "10.0.0.9");
   }
 
-  // As much as the kernel holds.
+  // Sends as much as the kernel takes.
   size_t SayJunk() {
     const std::string junk(1 << 16, '\xff');
     size_t bytes = 0;
@@ -61,7 +61,7 @@ class GreeterTest : public testing::Test {
   auth::Secret secret_;
   Greeter::Host host_;
   Fd peer_;
-  Fd other_;  // the greeter's end, for what waits there
+  Fd other_;  // the greeter's end, to see what waits there
   std::shared_ptr<Greeter> greeter_;
   bool done_ = false;
 };
@@ -106,7 +106,7 @@ TEST(ForeignText, IsQuotedPrintableAndShort) {
 }
 
 TEST(CutText, EndsWithAWholeCharacter) {
-  const std::string text = "a\xc3\xa9\xf0\x9f\x9a\x80";  // of 1, 2 and 4 bytes
+  const std::string text = "a\xc3\xa9\xf0\x9f\x9a\x80";  // characters of 1, 2 and 4 bytes
   EXPECT_EQ(CutText(text, 7), text);
   for (const size_t most : {3, 4, 5, 6}) EXPECT_EQ(CutText(text, most), "a\xc3\xa9") << most;
   EXPECT_EQ(CutText(text, 2), "a");
@@ -125,7 +125,7 @@ TEST(WriteLogLine, WritesUtf8WhateverIsSaid) {
   EXPECT_EQ(said.find("\xf0\x9f\x9a\xef"), std::string::npos) << said;
 }
 
-// ----- which of too many unauthenticated connections is closed
+// ----- the choice of unauthenticated connections to close
 
 Address At(const std::string& text) {
   Address address;
@@ -256,7 +256,7 @@ TEST_F(PendingPeersTest, EachHasItsTime) {
   std::promise<std::vector<std::shared_ptr<FakePeer>>> made;
   poller_->Post([&] { made.set_value({Add("10.0.0.1"), Add("10.0.0.2")}); });
   const auto peers = made.get_future().get();
-  // The timers run in this order.
+  // Timers run in order.
   std::promise<void> later;
   poller_->At(Poller::Clock::now() + std::chrono::milliseconds(60), [&] { later.set_value(); });
   later.get_future().wait();
@@ -266,7 +266,7 @@ TEST_F(PendingPeersTest, EachHasItsTime) {
   }
 }
 
-// ----- where pollers run, and which of them connections get
+// ----- the placement of pollers, and their connections
 
 HostNic NicAt(const std::string& address, int numa) {
   HostNic nic;
@@ -276,7 +276,7 @@ HostNic NicAt(const std::string& address, int numa) {
   return nic;
 }
 
-// Of this machine's cores the first and the last.
+// Two NUMA nodes: this machine's first and last usable core.
 NumaNodes TwoNodes() {
   const std::set<int> allowed = AllowedCores();
   return {{0, {*allowed.begin()}}, {1, {*allowed.rbegin()}}};
@@ -300,7 +300,7 @@ TEST(Pollers, RunOnTheNodeOfTheNicThatTheyServe) {
     EXPECT_EQ(pollers.Next("10.0.0.1").poller, first.poller);
     EXPECT_EQ(pollers.Next("10.0.1.1").pool, second.pool);
   }
-  // Over no NIC: each has its turn.
+  // Connections without a NIC use all pollers round robin.
   EXPECT_EQ(pollers.Next("").poller, first.poller);
   EXPECT_EQ(pollers.Next("").poller, second.poller);
   pollers.Stop();

@@ -1,4 +1,4 @@
-// Which threads serve what a poller watches.
+// Tests of the threads that serve a poller.
 #include "byteps/net/tcp/poller.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// Counts the bytes that come, and the calls that came from the thread that made it.
+// Counts the bytes that come, and the calls from the thread that created it.
 class Counts : public Pollable {
  public:
   explicit Counts(Fd fd) : fd_(std::move(fd)) {}
@@ -27,7 +27,7 @@ class Counts : public Pollable {
     EXPECT_FALSE(serving_.exchange(true)) << "calls come one after the other";
     if (std::this_thread::get_id() == maker_) ++by_maker;
     char byte;
-    // One of them each time, so that there is more to do.
+    // Reads a single byte, so that there is more to do.
     const bool more = read(fd_.get(), &byte, 1) == 1;
     if (more) ++bytes;
     serving_ = false;
@@ -67,7 +67,7 @@ class PollerTest : public testing::Test {
 
 TEST_F(PollerTest, WhoWaitsServesToo) {
   int said = 0;
-  // The poller's thread has to be woken, and this one is awake: sooner or later it is the first.
+  // The poller's thread must wake up, this one is awake: sooner or later this one is first.
   while (counts_->by_maker == 0) {
     Say(1);
     for (++said; counts_->bytes < said;) poller_.ServeReady();
@@ -107,7 +107,7 @@ TEST_F(PollerTest, TasksAreThePollers) {
     here = std::this_thread::get_id() == me;
     done = true;
   });
-  // The wake-up may be taken here: it is passed on.
+  // This thread may take the wake-up; it must pass it on.
   while (!done) poller_.ServeReady();
   EXPECT_FALSE(here);
 }

@@ -1,4 +1,4 @@
-// What is read from a socket, and to where; and in which order messages are written.
+// Tests of reading frames into their destination, and of the order of writing.
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -23,7 +23,7 @@ namespace {
 
 using Step = FrameReader::Step;
 
-// Bytes of the wire.
+// Returns a message's bytes on the wire.
 std::string BytesOfMessage(const std::vector<std::string>& values) {
   Message msg;
   msg.meta.key = 5;
@@ -57,7 +57,7 @@ class FrameReaderTest : public testing::Test, public FramePlaces {
     ASSERT_EQ(write(peer_.get(), bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
   }
 
-  // Reads what is there; true when a message is complete.
+  // Reads what is there; returns true if a message is complete.
   bool Read() {
     while (true) {
       for (Step step; (step = reader_.Next()) != Step::kMore;) {
@@ -73,7 +73,7 @@ class FrameReaderTest : public testing::Test, public FramePlaces {
     }
   }
 
-  // The message that is complete.
+  // Takes the complete message.
   Message Take(bool* whole = nullptr) {
     Message msg;
     const bool taken = reader_.Take(&msg, &bytes_);
@@ -149,7 +149,7 @@ TEST_F(FrameReaderTest, WhatIsAbandonedIsNotWrittenTo) {
   const size_t half = bytes.size() - place.size() / 2;
   Say(bytes.substr(0, half));
   EXPECT_FALSE(Read());
-  reader_.Abandon(place.data() + place.size(), 1);  // something else
+  reader_.Abandon(place.data() + place.size(), 1);  // other memory
   reader_.Abandon(place.data() + 10, 1);
   const std::string before = place;
   Say(bytes.substr(half));
@@ -158,14 +158,14 @@ TEST_F(FrameReaderTest, WhatIsAbandonedIsNotWrittenTo) {
   Take(&whole);
   EXPECT_FALSE(whole);
   EXPECT_EQ(place, before);
-  // The next one is as any other.
+  // The next message is unaffected.
   Say(bytes);
   ASSERT_TRUE(Read());
   Take(&whole);
   EXPECT_TRUE(whole);
 }
 
-// Over the next socket it comes again, from the beginning.
+// The message comes again from the beginning, over the next socket.
 TEST_F(FrameReaderTest, WhatCameByHalfIsForgotten) {
   std::string place(1000, '-');
   place_ = &place[0];
@@ -202,9 +202,9 @@ TEST(ReadBuffer, TakesALongMetaAndShrinksAgain) {
   EXPECT_EQ(buffer.Room().iov_len, ReadBuffer::kBytes - 10);
 }
 
-// ----- in which order a connection's messages are written
+// ----- the order in which messages are written
 
-// A message of so many bytes, named by its key.
+// Makes a message of this size, named by its key.
 OutgoingPtr MessageOf(uint64_t key, size_t bytes) {
   Message msg;
   msg.meta.key = key;
@@ -222,7 +222,7 @@ class SendQueueTest : public testing::Test {
     return all_.back();
   }
 
-  // Takes a batch as if it were written, and returns its messages by number.
+  // Takes a batch as if it were written; returns the numbers of its messages.
   std::vector<int> Take(uint64_t received = 0) {
     OutgoingList batch;
     queue_.TakeBatch(received, &batch);
@@ -296,7 +296,7 @@ TEST_F(SendQueueTest, WhatIsSentAgainGoesFirstAndInOrder) {
   Push(kLarge);
   Push(10);
   Take();
-  Take();  // 1, then 0
+  Take();  // first 1, then 0
   Push(20);
   EXPECT_EQ(queue_.Resume(0, &arrived_), 2u);
   EXPECT_EQ(queue_.bytes(), all_[0]->bytes + all_[1]->bytes + all_[2]->bytes);
@@ -306,7 +306,7 @@ TEST_F(SendQueueTest, WhatIsSentAgainGoesFirstAndInOrder) {
   EXPECT_EQ(Take(), Numbers({2, 3}));
 }
 
-// The second socket breaks when only some of what is sent again was sent again.
+// The second socket breaks while messages are being sent again.
 TEST_F(SendQueueTest, ABreakAmidWhatIsSentAgain) {
   for (int n = 0; n < 3; ++n) Push(kLarge);
   for (int n = 0; n < 3; ++n) Take();
@@ -321,7 +321,7 @@ TEST_F(SendQueueTest, ABreakAmidWhatIsSentAgain) {
   EXPECT_EQ(arrived_, OutgoingList({all_[0], all_[1], all_[2]}));
 }
 
-// A frame without a message is of use for its socket alone, and no number counts it.
+// A frame without a message is for its socket only, and is not numbered.
 TEST_F(SendQueueTest, OnlyMessagesAreSentAgain) {
   all_.push_back(MakeFrame(kReceived));
   queue_.Push(all_.back());

@@ -1,5 +1,5 @@
-// Connections between two nodes: the pair that every transport's contract is tried with, which of
-// them a message takes, two NICs each, memory that is sent, and damaged greetings.
+// Tests of TCP connections: the pair for the transports' contract, two NICs each, ownership of sent
+// memory, and damaged greetings.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/socket.h>
@@ -37,7 +37,7 @@ class TcpPair : public LinkPair {
   void Send(Side from, const ps::SArray<char>& value) override {
     link_.Send(from == kConnects, value);
   }
-  // With two NICs that which is in use fails, and the other one works again.
+  // With two NICs the one in use fails, and the other works again.
   void Break() override {
     if (nics_ == 1) return hub_.relay.Reset(link_.route, {});
     hub_.relay.SetDown(first_is_down_ ? link_.route : link_.other_route, false);
@@ -75,7 +75,7 @@ std::unique_ptr<LinkPair> MakeTcpPair(bool encrypts, int nics) {
 namespace connection_test {
 namespace {
 
-// ----- whether closing waits for those who send
+// ----- closing a VanInbox waits for its users
 
 TEST(VanInbox, ClosingWaitsForThoseWhoUseIt) {
   ps::VanInbox<int> inbox;
@@ -94,7 +94,7 @@ TEST(VanInbox, ClosingWaitsForThoseWhoUseIt) {
   closes.join();
 }
 
-// ----- two nodes of two NICs each
+// ----- two nodes with two NICs each
 
 bool GoesBy(Link* link, const std::string& host) {
   const std::string address = link->connection()->address();
@@ -122,7 +122,7 @@ TEST(ConnectionOverNics, LeavesOneThatFailsAndGoesBack) {
     hub.relay.SetDown(link.route, false);
     ASSERT_TRUE(WaitUntil([&] { return GoesBy(&link, "127.0.0.1"); })) << link.Text();
     exchange();
-    // That which it does not use may fail.
+    // An unused path may fail.
     const int resumed = link.connecting.times_resumed();
     EXPECT_GE(resumed, 2);
     hub.relay.SetDown(link.other_route, true);
@@ -149,7 +149,7 @@ TEST(ConnectionOverNics, CountsAtTheNicWhatItReadsAndWrites) {
   }
 }
 
-// Pairs that are told of later are as good as the first: the connection does not go back.
+// Pairs that are added later are as good as the first: the connection does not go back.
 TEST(ConnectionOverNics, LearnsOfOthers) {
   Hub hub(false);
   Link link(&hub);
@@ -166,7 +166,7 @@ TEST(ConnectionOverNics, LearnsOfOthers) {
   EXPECT_TRUE(GoesBy(&link, "127.0.0.2")) << link.connection()->address();
 }
 
-// Another process of the machine cannot get the port, so that the route can come up again.
+// No other process can take the port, so the route can come up again.
 TEST(Relay, ARouteThatIsDownKeepsItsPort) {
   Relay relay;
   const int route = relay.AddRoute(1);
@@ -178,11 +178,11 @@ TEST(Relay, ARouteThatIsDownKeepsItsPort) {
   relay.SetDown(route, false);
 }
 
-// ----- memory that is sent: whose it is, and when
+// ----- ownership of sent memory
 
 constexpr size_t kBytes = 300'000;
 
-// What a push sends, its answer overwrites.
+// An answer overwrites the memory that its push sent.
 TEST(Sending, AnAnswerComesToTheMemoryThatWasSent) {
   for (const bool encrypts : {false, true}) {
     Hub hub(encrypts);
@@ -203,7 +203,7 @@ TEST(Sending, AnAnswerComesToTheMemoryThatWasSent) {
   }
 }
 
-// A mistake, which ThreadSanitizer must see (tests/unit/test_sanitizers.py).
+// A deliberate race that ThreadSanitizer must report (tests/unit/test_sanitizers.py).
 TEST(Sending, DISABLED_MemoryThatChanges) {
   Hub hub(false);
   Link link(&hub);
@@ -216,22 +216,22 @@ TEST(Sending, DISABLED_MemoryThatChanges) {
     link.Send(true, value);
     sent.store(true, std::memory_order_relaxed);
   });
-  // In time it is behind the call; nobody has waited for the message's end.
+  // Later than the call, but without waiting for the message's end.
   while (!sent.load(std::memory_order_relaxed)) continue;
   memset(value.data(), 2, kBytes);
   sends.join();
 }
 
-// ----- damage to the greeting of a connection that is made again, at every place: it costs time,
-// and neither the connection nor a message
+// ----- damage at every position of a greeting that resumes a connection: it costs time, but
+// neither the connection nor a message
 
 using std::chrono::milliseconds;
 using Kind = Damage::Kind;
 
-// At once, each with four sockets.
+// Links tested concurrently, with four sockets each.
 constexpr size_t kLinks = 200;
 
-// One in so many places is tried, unless all are asked for.
+// Returns whether to test all positions; otherwise every fifth.
 bool Thorough() { return getenv("CONNECTION_TEST_THOROUGH") != nullptr; }
 
 struct GreetingBytes {
@@ -239,13 +239,13 @@ struct GreetingBytes {
   size_t back = 0;
 };
 
-// Of a connection that is made again when nothing is to be sent.
+// Returns the greeting's bytes, when a connection without queued messages is resumed.
 GreetingBytes Measure(Hub* hub) {
   Link link(hub);
   EXPECT_TRUE(WaitUntil([&] { return hub->relay.CarriedBy(link.route, false) > 0; }));
   link.Send(true, "one");
   EXPECT_TRUE(WaitUntil([&] { return link.Has({"one"}, {}); })) << link.Text();
-  std::this_thread::sleep_for(milliseconds(100));  // until it has told that it has it
+  std::this_thread::sleep_for(milliseconds(100));  // until the message is acknowledged
   hub->relay.Reset(link.route, {});
   EXPECT_TRUE(WaitUntil([&] {
     return link.connecting.times_resumed() == 1 && link.listening.times_resumed() == 1;
@@ -260,7 +260,7 @@ std::string Describe(const Damage& damage) {
          (damage.to_listener ? " to who listens" : " to who connects");
 }
 
-// Several links at once, each of which suffers one of these.
+// Makes a link for each damage, concurrently, and expects it to survive.
 void Suffer(Hub* hub, const std::vector<Damage>& damages) {
   std::vector<std::unique_ptr<Link>> links;
   for (size_t i = 0; i < damages.size(); ++i) links.push_back(std::make_unique<Link>(hub));
@@ -296,7 +296,7 @@ class Greeting : public testing::TestWithParam<bool> {
  protected:
   Greeting() : hub_(GetParam()) {}
 
-  // At each place of both directions what `make` says.
+  // Tests what `make` returns at each position in both directions.
   template <typename Make>
   void Everywhere(const Make& make, size_t step = 1) {
     const GreetingBytes bytes = Measure(&hub_);
@@ -337,7 +337,7 @@ TEST_P(Greeting, AFlippedBitIsOneMoreAttempt) {
       [](size_t place) {
         std::vector<Damage> damages;
         for (size_t bit = 0; bit < 8; ++bit) {
-          // Another bit of each byte, unless all are asked for.
+          // One bit per byte, unless Thorough.
           if (Thorough() || bit == place % 8) damages.push_back(Of(Kind::kFlip, 1 << bit));
         }
         return damages;
@@ -358,12 +358,12 @@ TEST_P(Greeting, ADelayCostsTime) {
              29);
 }
 
-// Links whose listener changes its mind while the connection is broken.
+// Links whose listener refuses while the connection is broken.
 class Refusal : public testing::TestWithParam<bool> {
  protected:
   Refusal() : hub_(GetParam()) {}
 
-  // The reason why the end that connects has closed.
+  // Returns the reason with which the connecting end has closed.
   template <typename Change>
   std::string After(const Change& change) {
     Link link(&hub_);
@@ -388,7 +388,7 @@ TEST_P(Refusal, ThatIsProvedIsFinal) {
   EXPECT_EQ(After([](Link* link) { link->BelongTo(5); }), "it belongs to another job");
 }
 
-// The scheduler's word on the new generation may reach a worker before it reaches a server.
+// A worker may learn of a new generation before a server does.
 TEST_P(Refusal, OfAnEarlierIncarnationPasses) {
   Link link(&hub_, kJob - 1);
   link.Send(true, "one");

@@ -18,7 +18,7 @@ namespace connection_test {
 namespace {
 
 constexpr size_t kReadBytes = 65536;
-// Of a direction that its reader does not take.
+// Limit of bytes that a direction's reader has not taken.
 constexpr size_t kPendingBytes = 1 << 20;
 constexpr int kLookMs = 5;
 constexpr int kAnyHost = 0;
@@ -65,8 +65,8 @@ void Relay::Wake() {
   CHECK_EQ(write(wake_, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
 }
 
-// A socket that is bound and does not listen keeps its port: the kernel gives it to no other
-// process, neither to listen nor to connect from, and refuses connections to it.
+// Returns a bound socket that does not listen. It keeps the port: the kernel gives it to no other
+// process and refuses connections to it.
 int Relay::Bind(int host, int port) {
   const int fd = NewSocket();
   const int one = 1;
@@ -179,7 +179,7 @@ void Relay::Accept(int route) {
   routes_[route].last = &pair;
 }
 
-// Damages what has come by the way, and puts it behind what is to be written.
+// Applies the damage to the received bytes, and queues them for writing.
 void Relay::Take(Pair* pair, Flow* flow, bool to_listener, std::string bytes) {
   Route& route = routes_[pair->route];
   const Damage& damage = route.damage;
@@ -250,7 +250,7 @@ void Relay::Loop() {
       for (const Pair& pair : pairs_) {
         for (const Flow& flow : pair.flows) {
           items.push_back({flow.from, static_cast<int16_t>(flow.ended ? 0 : POLLIN), 0});
-          // Until it is connected, or takes more, or the delay is over.
+          // Until connected, writable, or the delay is over.
           if (!flow.pending.empty() || !flow.held.empty()) wait = kLookMs;
         }
       }
@@ -291,7 +291,7 @@ constexpr char kSecret[] = "what both ends know";
 constexpr char kOtherSecret[] = "what nobody else knows";
 constexpr uint64_t kConnects = 0x1111;
 constexpr uint64_t kListens = 0x2222;
-// A worker's and a server's.
+// Node ids of a worker and of a server.
 constexpr int kWorkerId = 9;
 constexpr int kServerId = 8;
 constexpr size_t kManyFiles = 4096;
@@ -432,7 +432,7 @@ Link::~Link() {
   close(connects_, &connecting);
   close(EndOf(false), &listening);
   listener_->Stop();
-  // What the poller's thread still does for greeters of ours ends before they do.
+  // The poller's thread must finish its work for the greeters before they are destroyed.
   std::atomic<bool> done{false};
   hub_->listens->Post([&] {
     while (!greeters_.empty()) greeters_.front()->End("the test is over");

@@ -1,5 +1,4 @@
-// Both ends of TCP connections in one process, with a relay between them that damages what they
-// say.
+// Both ends of TCP connections in one process, with a relay between them that damages data.
 #ifndef BYTEPS_TESTS_NET_TCP_CONNECTION_LINK_H_
 #define BYTEPS_TESTS_NET_TCP_CONNECTION_LINK_H_
 
@@ -24,13 +23,13 @@ struct Damage {
   enum class Kind { kNone, kFlip, kInsert, kCut, kDelay };
 
   Kind kind = Kind::kNone;
-  bool to_listener = true;  // in what the end that connects says
-  size_t place = 0;         // as many bytes pass before
-  unsigned char bits = 1;   // kFlip: those that change.  kInsert: the byte that comes in between
+  bool to_listener = true;  // damage the data from the connecting end
+  size_t place = 0;         // bytes that pass before the damage
+  unsigned char bits = 1;   // kFlip: the bits to flip. kInsert: the byte to insert
   std::chrono::milliseconds delay{0};
 };
 
-// One thread carries the bytes of all routes.  Any thread may call.
+// Relays the bytes of all routes in one thread. Thread-safe.
 class Relay {
  public:
   Relay();
@@ -38,20 +37,20 @@ class Relay {
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
 
-  // Opens a port that leads to `port` of this host.  Returns the route's number.
+  // Opens a port that leads to `port` of this host. Returns the route's number.
   int AddRoute(int port) { return AddRoute(port, 1, 0); }
-  // The same at 127.0.0.`host`, as another NIC, and at the port `own` of another route; 0: any.
+  // Opens it at 127.0.0.`host`, like another NIC, with the port `own` of another route; 0: any.
   int AddRoute(int port, int host, int own);
-  // Resets the connections of the route and refuses others, or takes them again.
+  // Resets the route's connections and refuses new ones, or accepts them again.
   void SetDown(int route, bool down);
-  // Where to connect.
+  // Returns the route's port.
   int PortOf(int route);
 
-  // Resets the connections of the route, and damages the next one once.
+  // Resets the route's connections, and damages the next one once.
   void Reset(int route, const Damage& damage);
-  // Whether that has happened.
+  // Returns whether the damage has happened.
   bool damaged(int route);
-  // What has come over the route's last connection.
+  // Bytes relayed over the route's last connection.
   size_t CarriedBy(int route, bool to_listener);
 
  private:
@@ -62,8 +61,8 @@ class Relay {
     int from = -1;
     int to = -1;
     size_t carried = 0;
-    std::string pending;  // read, and not written yet
-    std::string held;     // behind a delay
+    std::string pending;  // read, but not written yet
+    std::string held;     // delayed
     Clock::time_point until;
     bool ended = false;
   };
@@ -73,13 +72,13 @@ class Relay {
     bool over = false;
   };
   struct Route {
-    int reserved = -1;  // keeps the port at every address while there is no listener
+    int reserved = -1;  // keeps the port at each address while there is no listener
     int listener = -1;
     int host = 1;       // 127.0.0.1
     int port = 0;       // its own
-    int leads_to = 0;   // the other one
-    Damage damage;      // of the next connection, or of the last until it has happened
-    bool done = false;  // it has
+    int leads_to = 0;   // port of the destination
+    Damage damage;      // for the next connection, or the last until it has happened
+    bool done = false;  // it has happened
     bool reset = false;
     Pair* last = nullptr;
   };
@@ -101,13 +100,13 @@ class Relay {
   std::thread thread_;
 };
 
-// What the links of a test share.
+// Shared by a test's links.
 struct Hub {
   explicit Hub(bool encrypts);
   ~Hub();
 
   ps::tcp::ConnectionSettings settings;
-  // Before the poller whose thread uses it, so that it outlives that thread.
+  // Declared before the poller, whose thread uses it, so that it outlives that thread.
   std::unique_ptr<ps::tcp::PendingPeers> pending;
   std::shared_ptr<ps::tcp::MemoryPool> pool;
   std::shared_ptr<ps::tcp::Poller> connects;
@@ -115,19 +114,19 @@ struct Hub {
   Relay relay;
 };
 
-// The owner of one end: what has become of it.
+// Owner of a connection's end; records what happens to it.
 class End : public ps::tcp::ConnectionOwner {
  public:
-  // `seen`, which outlives it, hears of all; null: nobody else does.
+  // `seen` records everything and must outlive it; null: a recorder of its own.
   explicit End(const Hub* hub, contract::Seen* seen = nullptr)
       : hub_(hub), seen_(seen == nullptr ? &own_ : seen) {}
 
   std::vector<std::string> texts();
-  // Why it has closed; "" while it has not.
+  // Returns why it has closed; "" while open.
   std::string ending();
   int times_resumed();
   size_t sent_again();
-  // Where the values of messages are received, from now on.
+  // Sets the buffer for values of messages from now on.
   void ReceiveAt(char* place);
 
   std::string OnChallenge(const ps::tcp::ConnectionPtr& connection,
@@ -146,38 +145,38 @@ class End : public ps::tcp::ConnectionOwner {
   contract::Seen* const seen_;
 };
 
-// Its low bits are the generation.
+// The low bits are the generation.
 constexpr uint64_t kJob = (0x5678 << 16) + 2;
 
 class Link {
  public:
-  // Connects at once.  Both ends have so many NICs, 1 or 2.
+  // Connects at once. Each end has `nics` NICs, 1 or 2.
   explicit Link(Hub* hub, uint64_t listeners_job = kJob, contract::Seen* connecting = nullptr,
                 contract::Seen* listening = nullptr, int nics = 1);
   ~Link();
 
   End connecting;
   End listening;
-  int route = 0;        // by the first NIC
-  int other_route = 0;  // by the second
+  int route = 0;        // over the first NIC
+  int other_route = 0;  // over the second
 
-  // From the end that connects, or from the other one, which must be there.
+  // Sends from the connecting end, or from the other, which must be connected.
   void Send(bool to_listener, const std::string& text);
   void Send(bool to_listener, const ps::SArray<char>& value);
-  // Whether each end has got exactly these.
+  // Returns whether the ends have received exactly these texts.
   bool Has(const std::vector<std::string>& at_listener, const std::vector<std::string>& back);
-  // The end that connects, or the other one, which is null until it has been connected to.
+  // Returns the connecting end, or the other one; null until it is connected.
   ps::tcp::ConnectionPtr EndOf(bool to_listener);
   ps::tcp::ConnectionPtr connection() { return EndOf(true); }
-  // At which the other end listens.
+  // The listening end's port.
   int port() const { return port_; }
-  // In what state both are.
+  // Describes the state of both ends.
   std::string Text();
-  // From now on the listener says that it has given the connection up.
+  // Makes the listener say from now on that it has given the connection up.
   void GiveUp();
-  // From now on it says that it is of this job.
+  // Makes the listener belong to this job from now on.
   void BelongTo(uint64_t job);
-  // From now on it proves with another secret.
+  // Makes the listener use another secret from now on.
   void ForgetTheSecret();
 
  private:
@@ -187,7 +186,7 @@ class Link {
   ps::tcp::Greeter::Host host_;
   const ps::auth::Secret other_secret_;
   const std::shared_ptr<const ps::tls::Context> other_tls_;
-  // Of the listening poller's thread.
+  // Used by the listening poller's thread.
   std::list<std::shared_ptr<ps::tcp::Greeter>> greeters_;
   std::shared_ptr<ps::tcp::Listener> listener_;
   int port_ = 0;
