@@ -61,7 +61,7 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   std::vector<ReplicaTable::Past> replicas(count());
   const ReplicaView* const of_servers = Newest(Node::SERVER);
   const ReplicaView* const of_workers = Newest(Node::WORKER);
-  // To servers one that joins is present, so of the same epoch workers' say more.
+  // Servers see a joining replica as present, so at the same epoch workers' views say more.
   const bool workers_say =
       of_workers != nullptr && (of_servers == nullptr || of_workers->epoch >= of_servers->epoch);
   const ReplicaView* const newest = workers_say ? of_workers : of_servers;
@@ -82,7 +82,8 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
       });
       one.state = admitted ? State::kJoining : State::kWaiting;
     } else {
-      // Its workers are admitted again only when all servers have dropped the last ones.
+      // Workers of a removed replica are admitted again only after all servers have dropped the old
+      // ones.
       const bool gathers = std::any_of(accounts_.begin(), accounts_.end(), [&](const auto& entry) {
         return RoleOf(entry.first) == Node::WORKER && Of(Postoffice::IDtoRank(entry.first)) == i &&
                LifeOf(entry.second, i) < 0;
@@ -106,7 +107,7 @@ bool Accounts::IsOf(int rank, const ReplicaTable::Past& replica) const {
   if (account == nullptr || replica.state == State::kLeaving) return false;
   const int life = LifeOf(*account, Of(rank));
   if (replica.state == State::kGathering) return life < 0;
-  // It may not have heard yet that all of its replica are ready.
+  // This worker may not know yet that all workers of its replica are ready.
   return life == replica.life || (life < 0 && replica.life > 0);
 }
 

@@ -15,40 +15,40 @@
 namespace ps {
 namespace membership {
 
-// What a scheduler concludes from the accounts of all nodes (docs/design/losses.md).  Not
-// thread-safe.
+// State of a job, as a restarted scheduler derives it from the accounts of all nodes
+// (docs/design/losses.md). Not thread-safe.
 class Accounts {
  public:
   using State = ReplicaTable::State;
 
-  // Of a job of this size; replicas below 2: without any.
+  // Sets the size of the job. `replicas` below 2: no replicas.
   void Expect(const JobSize& size) { size_ = size; }
   void Put(int id, const Account& account) { accounts_[id] = account; }
   void Forget(int id) { accounts_.erase(id); }
-  // Null: the node has not come.
+  // Null if the node has not returned.
   const Account* Find(int id) const;
 
-  // Ranks of workers that left in order.
+  // Ranks of workers that left after their work was done.
   std::set<int> Left() const;
-  // Of servers' places, the newest.
+  // The newest turn of each server rank.
   Turns NewestTurns() const;
-  // Whether the server that came is the one that has its place.
+  // Whether the returned server is the current server of its rank.
   bool HasPlace(int server_rank) const;
-  // Of all that has been told of replicas.  A change that the dead scheduler has told to some nodes
-  // alone is told to all again.
+  // The newest epoch in any account. The caller then announces a later epoch to all nodes, since
+  // the dead scheduler may have announced a change to some nodes only.
   int NewestEpoch() const;
   std::vector<ReplicaTable::Past> Replicas() const;
-  // Whether a worker that came is of the life that its replica has.
+  // Whether a returned worker belongs to the current life of its replica.
   bool IsOf(int rank, const ReplicaTable::Past& replica) const;
-  // Ids of nodes that are of the job, and have not come.
+  // Ids of nodes that belong to the job and have not returned.
   std::vector<int> Missing() const;
 
  private:
   int count() const { return size_.replicas > 1 ? size_.replicas : 1; }
   int Of(int rank) const { return rank / (size_.workers / count()); }
-  // The newest view of servers or workers; null: none has any.
+  // The newest view among servers or workers; null if none has any.
   const ReplicaView* Newest(Node::Role role) const;
-  // Of the life that a worker is of; 0: from the beginning; -1: of one that waits for others of it.
+  // Life of a worker's replica; 0: in the job from its beginning; -1: waits for the other workers.
   static int LifeOf(const Account& account, int replica);
 
   JobSize size_;

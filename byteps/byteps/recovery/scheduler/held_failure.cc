@@ -12,7 +12,7 @@ using membership::Send;
 
 namespace {
 
-// A node whose link broke is lost within so long, or is there again (LinkPatience).
+// Within this time, a node whose link broke is lost or has reconnected (LinkPatience).
 constexpr double kHoldSeconds = 6;
 constexpr double kLookSeconds = 0.05;
 
@@ -72,7 +72,7 @@ bool HeldFailure::Hold(int worker, const std::string& what) {
     }
     reason = Describe(member->node) + " " + what;
   }
-  // It need not wait for the verdict.
+  // The worker itself need not wait for the verdict.
   Send(job_->links, Control::JOB_FAILED, worker, reason);
   scheduler_->Wake();
   return true;

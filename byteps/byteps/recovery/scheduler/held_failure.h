@@ -12,10 +12,11 @@ namespace ps {
 
 class SchedulerMembership;
 
-// The failure of a worker, while links with others are broken: one of these may have ended before,
-// and this worker noticed. The verdict waits until they are lost or there again.
+// A worker's failure that is reported while links to other nodes are broken. Perhaps one of these
+// nodes ended first, and the worker only noticed. The verdict waits until each of them is lost or
+// connected again.
 //
-// Any thread.
+// Thread-safe.
 class HeldFailure {
  public:
   using Clock = ScheduledJob::Clock;
@@ -25,30 +26,30 @@ class HeldFailure {
 
   // ----- called with ScheduledJob::mu held
 
-  // Whether the worker has said itself that it failed.
+  // Whether the worker has reported its own failure.
   bool Includes(int worker) const;
-  // Follows the reason why the node `lost` is gone; empty: no failure is held.
+  // Text to append to the reason why node `lost` is gone; "" if no failure is held.
   std::string Then(int lost) const;
   Clock::time_point due() const;
   void Clear();
 
   // ----- called without a lock
 
-  // A worker says `what` became of it.  False: the verdict does not wait.
+  // A worker reports its failure. Returns false if the verdict need not wait.
   bool Hold(int worker, const std::string& what);
   void Decide(Clock::time_point now);
 
  private:
   struct Failure {
-    int worker = 0;  // the first that failed
+    int worker = 0;  // the first worker that failed
     std::string what;
-    std::set<int> failed;    // it, and others since
-    std::set<int> suspects;  // whose links were broken when it failed
-    Clock::time_point due;   // when to look again
+    std::set<int> failed;    // `worker`, and those that failed since
+    std::set<int> suspects;  // nodes whose links were broken at that time
+    Clock::time_point due;   // time of the next check
     Clock::time_point latest;
   };
 
-  // Nodes whose links are broken, `but` for some.
+  // Nodes with broken links, except `but`.
   std::vector<int> BrokenLinks(const std::set<int>& but) const;
 
   SchedulerMembership* const scheduler_;

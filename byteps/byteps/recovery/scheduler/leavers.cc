@@ -15,7 +15,7 @@ using membership::Send;
 
 namespace {
 
-// How long a worker stays for others after its work is done: the loss of a server is seen by then.
+// Time that a worker stays for others after its work: long enough to notice the loss of a server.
 constexpr double kLingerSeconds = 5;
 
 }  // namespace
@@ -23,7 +23,7 @@ constexpr double kLingerSeconds = 5;
 std::vector<Node> Leavers::OnLeft(Member* worker) {
   job_->AssertHeld();
   worker->lingers = job_->settings.replace_servers_s > 0;
-  const bool all_left = HaveAllLeft();  // nobody needs those any more that stayed for others
+  const bool all_left = HaveAllLeft();  // then lingering workers are needed no more
   std::vector<Node> may_go;
   for (const auto& [id, other] : job_->roster.members()) {
     const bool goes =
@@ -34,7 +34,7 @@ std::vector<Node> Leavers::OnLeft(Member* worker) {
     job_->roster.Find(node.id)->lingers = false;
     Tell(node);
   }
-  if (asks()) return {};  // they go when servers know
+  if (asks()) return {};  // they go once all servers know
   return may_go;
 }
 
@@ -93,7 +93,7 @@ void Leavers::LetGo(Clock::time_point now) {
   {
     MutexLock lock(&job_->mu);
     if (job_->state != ScheduledJob::State::kActive) return;
-    if (!places_->any_vacant()) {  // else the sums that they have may be wanted
+    if (!places_->any_vacant()) {  // otherwise their sums may be needed
       for (const auto& [id, member] : job_->roster.members()) {
         const auto since = std::max(member.left_at, places_->last_filled());
         if (!member.lingers || member.removed || now - since < ToDuration(kLingerSeconds)) continue;
@@ -105,7 +105,7 @@ void Leavers::LetGo(Clock::time_point now) {
       }
       if (asks()) gone.clear();
     }
-    // A server that takes a vacant place will be asked, unless there is nothing to do for it.
+    // A replacement server will be asked, too, unless all workers have left.
     if (!places_->any_vacant() || HaveAllLeft()) {
       const std::vector<int> servers = job_->roster.Ids(Node::SERVER);
       const size_t asked = asked_.size();

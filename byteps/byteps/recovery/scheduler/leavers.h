@@ -15,10 +15,10 @@ namespace ps {
 
 class SchedulerMembership;
 
-// Workers that have done their work and stay: others may lack a sum that they have, should a server
-// be lost; and where a scheduler may return, all servers must know first that they have left.
+// Workers that have done their work and linger. If a server is lost, others may need sums that only
+// they have. And if the scheduler may restart, all servers must know first that these workers left.
 //
-// Any thread.
+// Thread-safe.
 class Leavers {
  public:
   using Clock = ScheduledJob::Clock;
@@ -31,34 +31,34 @@ class Leavers {
 
   // See RosterPolicy.
   std::vector<Node> OnLeft(Member* worker);
-  // Whether every worker that takes part has left; and, for IsOver, may go.
+  // Whether every worker that takes part has left. IsOver: and all servers know.
   bool HaveAllLeft() const;
   bool IsOver() const;
-  // This worker stays no longer.  False: it did not.
+  // Lets a worker go. Returns false if it did not linger.
   bool Release(Member* worker);
-  // The server of this node id is lost: the next one of its place does not know who has left.
+  // The server with this node id is lost. Its successor does not know who has left.
   void Forget(int server);
   void Clear();
 
   // ----- called without a lock
 
-  // A worker that stays is gone.  False: it does not stay.
+  // A lingering worker is gone. Returns false if it did not linger.
   bool Lose(int node_id);
-  // Lets those go that need not stay any longer.
+  // Lets workers go that need not linger any longer.
   void LetGo(Clock::time_point now);
   // A server knows that a worker has left.
   void OnKnown(int server, int worker_rank);
-  // The job has failed, and all may go.
+  // The job has failed: lets all go.
   void LetAllGo();
 
  private:
   struct Leaver {
     Node node;
-    std::set<int> known;  // to these servers
+    std::set<int> known;  // servers that know
   };
 
   bool asks() const { return job_->settings.scheduler_return_s > 0; }
-  // Servers are told that it has left.
+  // Tells servers that a worker has left.
   void Tell(const Node& worker) PS_REQUIRES(job_->mu);
 
   SchedulerMembership* const scheduler_;

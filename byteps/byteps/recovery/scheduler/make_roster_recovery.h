@@ -9,7 +9,7 @@ class RosterPolicy;
 struct ScheduledJob;
 class SchedulerMembership;
 
-// A RosterRecovery, for those who know nothing of its messages.
+// Makes a RosterRecovery, for callers that do not include its messages.
 std::unique_ptr<RosterPolicy> MakeRosterRecovery(SchedulerMembership* scheduler, ScheduledJob* job);
 
 }  // namespace ps

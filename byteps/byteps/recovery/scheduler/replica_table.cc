@@ -21,7 +21,7 @@ void ReplicaTable::Restore(const std::vector<Past>& replicas, int workers, int e
     one->life = replicas[i].life;
     one->donor = replicas[i].donor;
     const bool changes = one->state == State::kLeaving || one->state == State::kJoining;
-    // Who spoke of an earlier life did not know of this one.
+    // A node that reports an earlier life did not know of this one.
     one->epoch = changes ? epoch : one->life;
     one->since = now;
     one->ready.assign(ranks(), false);

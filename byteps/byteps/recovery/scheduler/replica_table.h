@@ -9,73 +9,74 @@
 
 namespace ps {
 
-// The replicas of a model, for the scheduler, which alone removes and admits them.
+// Membership of replicas, kept by the scheduler, which alone removes and admits them.
 //
 //   present ── lost ──▶ leaving ── acknowledged ──▶ away
 //      ▲                   ▲                         │ its workers register
 //      │ acknowledged      │ lost                    ▼
 //   joining ◀── admitted ── waiting ◀── ready ── gathering
 //
-// Each change that is told begins an epoch, and servers acknowledge epochs: no worker of a removed
-// replica comes again before all servers have dropped the old one, and nobody is told that a
-// replica is present before all servers wait for its pushes.
+// Each announced change begins an epoch, which all servers acknowledge. A removed replica can come
+// back only after all servers have dropped the old one; a replica is announced as present only
+// after all servers wait for its pushes.
 //
 // Not thread-safe.
 class ReplicaTable {
  public:
   enum class State { kPresent, kLeaving, kAway, kGathering, kWaiting, kJoining };
 
-  // A job of `workers` workers begins, all of whose replicas are there.  Of one replica it is a job
-  // like any other.
+  // Starts a job of `workers` workers in which all replicas are present. With one replica, the
+  // table is inactive.
   void Begin(int replicas, int workers);
-  // What another scheduler has made of a replica.
+  // State of a replica, restored from accounts.
   struct Past {
     State state = State::kPresent;
     int life = 0;
     int donor = -1;
   };
-  // Such a job goes on.  The change to this epoch is to be told to all, and says again what only
-  // some have heard.
+  // Restores a job. The caller announces `epoch` to all nodes: some may have missed earlier
+  // changes.
   void Restore(const std::vector<Past>& replicas, int workers, int epoch,
                AwakeClock::time_point now);
   bool active() const { return replicas_.size() > 1; }
   int count() const { return static_cast<int>(replicas_.size()); }
   int Of(int rank) const { return rank / ranks(); }
-  // Workers of each.
+  // Workers per replica.
   int ranks() const { return workers_ / count(); }
   State state(int replica) const { return replicas_[replica].state; }
-  // Whether it takes part in no sum yet, and its workers have come or are coming.
+  // Whether its workers are registering or waiting, and it takes part in no sum yet.
   bool IsComing(int replica) const;
 
-  // It is removed.
+  // Removes a replica.
   void Lose(int replica);
-  // A worker of a replica that is away has registered.
+  // A worker of an away replica has registered.
   void Arrive(int replica, AwakeClock::time_point now);
-  // Since when workers of a replica gather; of one that does.
+  // Time at which a gathering replica began to gather.
   AwakeClock::time_point GathersSince(int replica) const { return replicas_[replica].since; }
-  // A worker of it can take part.  True for the last one: the replica waits from now on.
+  // A worker is ready. Returns true for the last one of its replica, which then waits.
   bool Ready(int rank);
-  // Workers that take part are between two steps: it joins, once servers know.  False: this life
-  // of it does not wait.
+  // Workers that take part are between two steps and admit a waiting replica; it joins when all
+  // servers know. Returns false if this life of it does not wait.
   bool Admit(int replica, int life);
-  // Whether who knows the changes up to this epoch speaks of the life that a worker's replica has.
+  // Whether a node that knows all changes up to `epoch` means the current life of a worker's
+  // replica.
   bool Knows(int rank, int epoch) const { return replicas_[Of(rank)].epoch <= epoch; }
-  // Another server has the place of this one, and has made no change yet.
+  // A server was replaced; the new one has acknowledged nothing.
   void Forget(int server) { acknowledged_.erase(server); }
-  // A server has made all changes up to this epoch.  The replicas that are present now.
+  // A server has applied all changes up to `epoch`. Returns replicas that are present from now on.
   std::vector<int> Acknowledge(int server, int epoch, const std::vector<int>& servers);
 
-  // What servers are told, to whom those that join are present, or what workers are.
+  // The view for servers, which includes joining replicas, or for workers.
   ReplicaView View(bool to_servers) const;
 
  private:
   struct Replica {
     State state = State::kPresent;
-    int epoch = 0;  // of the change that servers have to acknowledge
+    int epoch = 0;  // change that servers have to acknowledge
     int life = 0;   // see ReplicaView
     int donor = -1;
     AwakeClock::time_point since;
-    std::vector<bool> ready;  // by rank within it
+    std::vector<bool> ready;  // by rank within the replica
   };
 
   int workers_ = 0;

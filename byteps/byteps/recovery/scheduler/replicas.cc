@@ -50,7 +50,7 @@ void Replicas::Clear() {
 bool Replicas::Lose(int node_id, const std::string& reason) {
   std::string news;
   std::vector<int> told;
-  std::vector<Node> done;  // that have done their work, and should have stayed for others
+  std::vector<Node> done;  // done with their work, lingering
   bool over = false;
   {
     MutexLock lock(&job_->mu);
@@ -87,7 +87,7 @@ bool Replicas::Lose(int node_id, const std::string& reason) {
     Send(job_->links, Control::NODE_LEFT, node.id, "", {node});
     job_->links->Disconnect(node.id);
   }
-  if (over) scheduler_->EndJob();  // another one has done all there was to do
+  if (over) scheduler_->EndJob();  // another replica has done all the work
   return true;
 }
 
@@ -147,8 +147,8 @@ void Replicas::OnNewcomer(const Node& worker) {
 }
 
 void Replicas::OnBegun() {
-  // So that servers alone can tell the next scheduler that there are replicas: workers may all have
-  // left, or be lost.
+  // After the workers have left or are lost, servers alone can tell a restarted scheduler that
+  // there are replicas.
   if (job_->settings.scheduler_return_s <= 0) return;
   std::vector<int> servers;
   std::string view;
@@ -212,7 +212,7 @@ void Replicas::OnWord(int sender, const MemberWord& word) {
       } else if (const auto* awaited = std::get_if<membership::Awaited>(&word)) {
         if (IsOfPresent(awaited->rank)) passed_on = IdOf(Node::WORKER, awaited->rank);
       } else if (const auto* late = std::get_if<membership::Late>(&word)) {
-        // Of a life that was removed meanwhile others may be there.
+        // The report may be about a life that was removed meanwhile, while the next is present.
         if (!IsOfPresent(late->rank) || !table_->Knows(late->rank, late->epoch)) return;
         removed = IdOf(Node::WORKER, late->rank);
         why = late->why;
@@ -221,7 +221,7 @@ void Replicas::OnWord(int sender, const MemberWord& word) {
       changed = table_->Ready(Postoffice::IDtoRank(sender));
       if (changed) PS_PROBE(kReplicaWaits);
     } else if (const auto* admit = std::get_if<membership::Admit>(&word)) {
-      // One that is coming itself has no say.
+      // Workers of a joining replica cannot admit others.
       if (table_->IsComing(ReplicaOf(sender))) return;
       changed = table_->Admit(admit->replica, admit->life);
       if (changed) PS_PROBE(kReplicaAdmitted);

@@ -17,10 +17,10 @@ namespace ps {
 
 class SchedulerMembership;
 
-// Removes replicas whose workers are lost, admits those that come back, and tells nodes of both
+// Removes replicas whose workers are lost, admits those that come back, and announces both
 // (docs/design/replicas.md).
 //
-// Any thread.
+// Thread-safe.
 class Replicas {
  public:
   using Clock = ScheduledJob::Clock;
@@ -31,37 +31,37 @@ class Replicas {
 
   // ----- called with ScheduledJob::mu held
 
-  // Why a worker does not get the place of `member`.
+  // Refusal for a worker that wants the place of `member`.
   membership::Refusal WhyTaken(membership::Refusal refusal, const Member& member) const;
-  // A worker has come to the place of one that was removed.
+  // A worker has taken the place of a removed one.
   void OnArrival(const Member& worker);
   bool IsComing(int worker) const;
-  // Servers have not been told yet that this worker was removed.
+  // Records a removed worker, for the next announcement to servers.
   void AddRemoved(const Node& worker);
   void Clear();
 
   // ----- called without a lock
 
-  // Removes the replica of a worker that is gone.  False: the job cannot go on without it.
+  // Removes the replica of a lost worker. Returns false if the job cannot go on without it.
   bool Lose(int node_id, const std::string& reason);
-  // Tells a worker that came late, and those of its replica, to begin, once all of them are there.
+  // A late worker registered. Starts all workers of its replica once they are complete.
   void OnNewcomer(const Node& worker);
-  // Tells servers of the replicas that a job begins with.
+  // Announces the initial replicas to the servers.
   void OnBegun();
-  // Tells all nodes how it is now, and servers whose connections they have to close.
+  // Announces the present state to all nodes; servers also learn which connections to close.
   void Tell(const std::string& news);
-  // A member says something of replicas.
+  // Handles a member's message about replicas.
   void OnWord(int sender, const membership::MemberWord& word);
-  // Removes replicas of which some workers came, and others have not in time.
+  // Removes replicas of which some workers registered, and the others did not in time.
   void CheckComing(Clock::time_point now);
 
  private:
   int ReplicaOf(int worker) const PS_REQUIRES(job_->mu);
-  // Whether workers of another replica go on, or have done all there was to do.
+  // Whether another replica goes on, or has done all the work.
   bool OthersGoOn(int replica) const PS_REQUIRES(job_->mu);
   // Whether this worker is in the job, and its replica takes part in sums.
   bool IsOfPresent(int rank) const PS_REQUIRES(job_->mu);
-  // Its workers that are there.  None: others have not come yet.
+  // Workers of a replica; empty if some have not registered yet.
   std::vector<Node> CompleteReplica(int replica) const PS_REQUIRES(job_->mu);
 
   SchedulerMembership* const scheduler_;
@@ -69,7 +69,7 @@ class Replicas {
   ReplicaTable* const table_ PS_PT_GUARDED_BY(job_->mu);
   const ServerPlaces* const places_;
   Leavers* const leavers_;
-  std::vector<Node> removed_ PS_GUARDED_BY(job_->mu);  // of which servers were not told yet
+  std::vector<Node> removed_ PS_GUARDED_BY(job_->mu);  // not announced to servers yet
 };
 
 }  // namespace ps

@@ -20,7 +20,7 @@ using membership::Send;
 
 namespace {
 
-// Of which this scheduler knows the place alone.
+// A node of which this scheduler knows only the rank.
 Node Unknown(int id) {
   Node node;
   node.id = id;
@@ -31,7 +31,7 @@ Node Unknown(int id) {
   return node;
 }
 
-// Why this scheduler does not go on with the job of a node that returns, which has its id.
+// Reason to refuse a node that returns with a claim to its id.
 Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
                     const Node& node) {
   if (const Refusal refusal = CheckProtocol(claim)) return refusal;
@@ -81,7 +81,7 @@ void SchedulerReturn::OnBeat(Clock::time_point now) {
 
 void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Account& account) {
   PS_PROBE(kNodeReturns);
-  std::vector<Node> aside;  // that have to give way
+  std::vector<Node> aside;  // nodes that have to give way
   std::string replicas;
   std::vector<ServerPlaces::Word> words;
   Refusal refusal = CheckReturn(job_->settings, claim, account, node);
@@ -103,13 +103,13 @@ void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Accou
     MutexLock lock(&job_->mu);
     if (job_->state != ScheduledJob::State::kActive) return;
     Member* const member = job_->roster.Put(node);
-    member->left = false;  // it will say so again
+    member->left = false;  // it will send its LEAVE again
     member->heard = Clock::now();
     member->link_mbps = claim.link_mbps;
     incarnation = job_->incarnation;
     if (gathers_) {
       job_->life = std::max(job_->life, account.life + 1);
-      const int told = account.replicas.count();  // of a server, which claims none
+      const int told = account.replicas.count();  // servers claim no replicas
       size_.replicas = std::max({size_.replicas, claim.replicas, told});
       accounts_.Expect(size_);
       accounts_.Put(node.id, account);
@@ -169,7 +169,7 @@ std::vector<Node> SchedulerReturn::MakeRoom(const Node& node, const Account& acc
   std::vector<Node> aside;
   if (job_->has_begun) return aside;
   if (gathers_) {
-    // An earlier life of it, which the scheduler before had sent away.
+    // An earlier life of the node, which the previous scheduler had sent away.
     const Member* const member = job_->roster.Find(node.id);
     if (member != nullptr && TokenOf(member->node) != TokenOf(node)) aside.push_back(member->node);
     return aside;
@@ -225,14 +225,14 @@ void SchedulerReturn::GoOn(bool late) {
   places_->TellAll();
   replicas_->Tell("");
   for (const Node& node : leavers) Send(job_->links, Control::NODE_LEFT, node.id, "", {node});
-  if (over) return scheduler_->EndJob();  // those that have not come may have heard so
+  if (over) return scheduler_->EndJob();  // missing nodes may know already that the job is over
   scheduler_->EmitProgress(MembershipEvent::kComplete, job_->links->self());
   for (const int id : missing) {
     scheduler_->OnGone(id,
                        "did not come back to " + scheduler_->Name() + " within " +
                            Limit(job_->settings.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S"));
   }
-  // Workers' first: a server that most of them have lost may say that it has lost them.
+  // Workers first: a server that most of them have lost may report that it has lost them.
   std::stable_partition(held.begin(), held.end(),
                         [](const Message& msg) { return IsWorkerId(msg.meta.sender); });
   for (const Message& msg : held) scheduler_->Handle(msg);
@@ -243,7 +243,7 @@ std::vector<Node> SchedulerReturn::TakeLeavers(const std::vector<Message>& held,
                                                const std::vector<int>& missing) {
   const std::set<int> away(missing.begin(), missing.end());
   const std::vector<int> servers = job_->roster.Ids(Node::SERVER);
-  // Those that were told that the job is over do not come, nor tell which workers have left.
+  // Servers that know the job is over do not return, and cannot say which workers have left.
   const bool no_server =
       std::all_of(servers.begin(), servers.end(), [&](int id) { return away.count(id) > 0; });
   std::set<int> saying;
@@ -286,7 +286,7 @@ std::vector<Node> SchedulerReturn::Rebuild(const std::vector<int>& missing) {
   const auto put = [&](int id) PS_REQUIRES(job_->mu) {
     Member* const member = job_->roster.Put(Unknown(id));
     member->heard = now;
-    member->link_mbps = INT_MAX;  // it says nothing of the slowest
+    member->link_mbps = INT_MAX;  // does not count for the slowest link
     return member;
   };
   const std::set<int> left = accounts.Left();
@@ -301,7 +301,7 @@ std::vector<Node> SchedulerReturn::Rebuild(const std::vector<int>& missing) {
     if (other != nullptr) member->node = strays.back();
     if (replica.state == ReplicaState::kLeaving || replica.state == ReplicaState::kGathering) {
       member->left = member->removed = true;
-      // Where others of it gather, all servers have dropped the last ones.
+      // If its workers gather again, all servers have dropped the old ones already.
       if (replica.state == ReplicaState::kLeaving) replicas_->AddRemoved(member->node);
     } else if (left.count(rank) > 0) {
       member->left = true;

@@ -20,10 +20,10 @@ namespace ps {
 
 class SchedulerMembership;
 
-// Goes on with the job of a scheduler that died, from what nodes tell of it
+// Continues the job of a scheduler that died, from the accounts of the nodes
 // (docs/design/losses.md).
 //
-// Any thread.
+// Thread-safe.
 class SchedulerReturn {
  public:
   using Clock = ScheduledJob::Clock;
@@ -39,19 +39,19 @@ class SchedulerReturn {
 
   // ----- called with ScheduledJob::mu held
 
-  // Whether nodes are still to come.
+  // Whether nodes are still returning.
   bool gathers() const;
-  // Keeps a node's message until the others have come; false: it need not wait.
+  // Keeps a node's message until all nodes have returned. Returns false if it need not wait.
   bool HoldsBack(const Message& msg);
-  // A node that has come is lost, and may come again.  False: nodes do not gather.
+  // A returned node is lost, and may return again. Returns false if nodes are not returning now.
   bool Forget(int node_id);
 
   // ----- called without a lock
 
-  // A node comes back.
+  // A node returns.
   void OnReturn(const Node& node, const membership::Claim& claim,
                 const membership::Account& account);
-  // Waits no longer for those that have not come in time.
+  // Goes on without nodes that did not return in time.
   void OnBeat(Clock::time_point now);
 
  private:
@@ -59,16 +59,16 @@ class SchedulerReturn {
 
   Refusal WhyRefused(const Node& node, const membership::Claim& claim,
                      const membership::Account& account) const PS_REQUIRES(job_->mu);
-  // Removes and returns the nodes that have to go, since this node returns.
+  // Removes and returns the nodes that have to give way to a returning node.
   std::vector<Node> MakeRoom(const Node& node, const membership::Account& account)
       PS_REQUIRES(job_->mu);
-  // All have come, or it is too late for those that have not.
+  // Goes on when all have returned, or when it is too late for the rest.
   void GoOn(bool late);
-  // The workers whose LEAVE was held back, if no other worker stays: then the job is over, and a
-  // node that has not come may have heard so.  Else none.
+  // Returns the workers whose LEAVE was held, if no other worker stays: then the job is over, and
+  // missing nodes may know that. Otherwise returns none.
   std::vector<Node> TakeLeavers(const std::vector<Message>& held, const std::vector<int>& missing)
       PS_REQUIRES(job_->mu);
-  // Makes the roster and the replicas of what was told.  The nodes that are of them no more.
+  // Rebuilds roster and replicas from the accounts. Returns nodes that no longer belong to them.
   std::vector<Node> Rebuild(const std::vector<int>& missing) PS_REQUIRES(job_->mu);
 
   SchedulerMembership* const scheduler_;
@@ -81,7 +81,7 @@ class SchedulerReturn {
   Clock::time_point since_ PS_GUARDED_BY(job_->mu);
   JobSize size_ PS_GUARDED_BY(job_->mu);
   membership::Accounts accounts_ PS_GUARDED_BY(job_->mu);
-  std::vector<Message> held_ PS_GUARDED_BY(job_->mu);  // that nodes sent meanwhile
+  std::vector<Message> held_ PS_GUARDED_BY(job_->mu);  // messages that nodes sent meanwhile
 };
 
 }  // namespace ps

@@ -79,7 +79,7 @@ std::vector<ServerPlaces::Word> ServerPlaces::Words() const {
       continue;
     }
     const Member* const member = job_->roster.Find(id);
-    if (member == nullptr || member->node.port == 0) continue;  // it has not come back yet
+    if (member == nullptr || member->node.port == 0) continue;  // it has not returned yet
     const membership::ServerReplaced word{rank, turn, job_->roster.expected().servers};
     words.push_back({id, word, {member->node}});
   }
@@ -91,7 +91,7 @@ void ServerPlaces::Restore(const membership::Turns& turns) {
   turns_ = turns;
   const int servers = job_->roster.expected().servers;
   std::erase_if(turns_, [&](const auto& entry) { return entry.first >= servers; });
-  last_filled_ = Clock::now();  // what is given again needs the workers that have left
+  last_filled_ = Clock::now();  // lingering workers are needed when sums are given again
   for (int rank = 0; rank < servers; ++rank) {
     if (!membership::IsVacant(turns_, rank)) continue;
     PS_PROBE(kTakesOverVacancy);
@@ -122,9 +122,9 @@ bool ServerPlaces::Lose(int node_id, const std::string& reason) {
     if (member->removed) return true;
     PS_PROBE(kServerLost);
     lost = member->node;
-    member->left = member->removed = true;  // nobody has its place yet
+    member->left = member->removed = true;  // the rank is not free yet
   }
-  // Should it be there after all, it must hear of that before another one has its name.
+  // If the server is alive after all, it must learn of its loss before a successor has its id.
   Send(job_->links, Control::JOB_FAILED, node_id, reason);
   job_->links->Disconnect(node_id);
   {
@@ -155,7 +155,7 @@ void ServerPlaces::OnFilled(const Node& server) {
   MutexLock telling(&job_->telling_mu);
   {
     MutexLock lock(&job_->mu);
-    if (job_->roster.Find(server.id) == nullptr) return;  // it is lost already
+    if (job_->roster.Find(server.id) == nullptr) return;  // lost already
     for (const auto& [id, member] : job_->roster.members()) {
       const bool worker = member.node.role == Node::WORKER;
       if (worker && member.left && !member.removed && !member.lingers) left.push_back(member.node);
@@ -181,7 +181,7 @@ void ServerPlaces::OnFilled(const Node& server) {
 void ServerPlaces::TellAll() {
   MutexLock telling(&job_->telling_mu);
   std::vector<Word> words;
-  std::map<int, std::vector<int>> told;  // by the server
+  std::map<int, std::vector<int>> told;  // node ids, by server
   {
     MutexLock lock(&job_->mu);
     if (job_->state != ScheduledJob::State::kActive) return;

@@ -17,15 +17,15 @@ namespace ps {
 
 class SchedulerMembership;
 
-// The places of servers: a server that is lost leaves its own vacant, and another one takes it
-// while the job goes on (docs/design/losses.md).
+// The server ranks: a lost server leaves its rank vacant, and another server takes it while the job
+// goes on (docs/design/losses.md).
 //
-// Any thread.
+// Thread-safe.
 class ServerPlaces {
  public:
   using Clock = ScheduledJob::Clock;
 
-  // `forget` is called with ScheduledJob::mu held when the server of a node id is lost.
+  // `forget` is called with ScheduledJob::mu held when the server with a node id is lost.
   ServerPlaces(SchedulerMembership* scheduler, ScheduledJob* job, ReplicaTable* replicas,
                std::function<void(int)> forget)
       : scheduler_(scheduler), job_(job), replicas_(replicas), forget_(std::move(forget)) {}
@@ -34,46 +34,45 @@ class ServerPlaces {
 
   bool any_vacant() const;
   bool IsVacant(int node_id) const;
-  // Gives `server` the place that has been vacant for longest, if one is: the job ends soonest
-  // without it.
+  // Gives `server` the rank that has been vacant for longest, if any: its time limit ends first.
   void Choose(Node* server) const;
-  // A server has come to the place of this node id.  False: it was not vacant.
+  // A server takes the rank of this node id. Returns false if it was not vacant.
   bool Fill(int node_id);
-  // When a place was filled last.
+  // Time at which a vacant rank was last taken.
   Clock::time_point last_filled() const;
-  // Turns of all places but those that LostWords tells a node.
+  // Turns of all ranks, without the losses that LostWords reports.
   membership::Turns TurnsToTell() const;
-  // Says what became of the servers whose places are vacant.
+  // Messages about the vacant ranks.
   std::vector<membership::MemberWord> LostWords() const;
-  // The fate of a place that was ever lost, with the node that has it now.
+  // State of a rank that was ever lost, with its present server.
   struct Word {
     int server;
     membership::MemberWord word;
     std::vector<Node> nodes;
   };
   std::vector<Word> Words() const;
-  // The places are those of another scheduler's job.
+  // Restores the ranks of another scheduler's job.
   void Restore(const membership::Turns& turns);
   void Clear();
 
   // ----- called without a lock
 
-  // Another one may take its place.  False: the job cannot go on without it.
+  // Makes the rank of a lost server vacant. Returns false if the job cannot go on without it.
   bool Lose(int node_id, const std::string& reason);
-  // Tells the others, and it, that `server` has the place of one that was lost.
+  // Announces to `server` and to the other nodes that it replaces a lost server.
   void OnFilled(const Node& server);
-  // Tells nodes again what has become of servers: some may not have heard it.
+  // Announces the state of all ranks again, since some nodes may have missed it.
   void TellAll();
-  // Why no other server is waited for any more; empty: not so.
+  // Reason to wait no longer for another server, or "".
   std::string ReasonToGiveUp(Clock::time_point now);
 
  private:
   struct Vacancy {
     Clock::time_point since;
-    std::string reason;  // what became of the server
+    std::string reason;  // reason of the loss
   };
 
-  // Nodes that hear of the loss or the replacement of this server.
+  // Nodes that get messages about the loss or replacement of this server.
   std::vector<int> ToTellOf(int server) const PS_REQUIRES(job_->mu);
   void Emit(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
 

@@ -12,8 +12,8 @@
 namespace ps {
 namespace {
 
-// Seconds in which a server must be heard of after another node has said that their link broke.
-// The other node waits longer than that for the verdict.
+// Seconds in which a server must be heard after another node has reported their link as broken.
+// That node waits longer for the verdict.
 constexpr double kTrialSeconds = 4;
 
 }  // namespace
@@ -24,7 +24,7 @@ bool Trials::AccuseServer(int accuser, const Node& server, const std::string& re
     MutexLock lock(&job_->mu);
     const Member* const member = job_->roster.Find(server.id);
     if (member == nullptr || member->removed) return places_->IsVacant(server.id);
-    // Another one has its place already.
+    // The accused was replaced already.
     const bool same = member->node.hostname == server.hostname &&
                       member->node.port == server.port && TokenOf(member->node) == TokenOf(server);
     if (!same) return true;
@@ -40,7 +40,7 @@ bool Trials::AccuseServer(int accuser, const Node& server, const std::string& re
       return true;
     }
   }
-  // Without that worker there is no job, without the server there may be.
+  // The job cannot go on without that worker; it may without the server.
   return places_->Lose(server.id, reason);
 }
 
@@ -49,7 +49,7 @@ bool Trials::AccuseWorker(int server, int worker, const std::string& reason) {
     MutexLock lock(&job_->mu);
     if (!IsServerId(server) || !table_->active()) return false;
   }
-  // Without the last replica there is no job, without the server there may be.
+  // The job cannot go on without the last replica; it may without the server.
   return replicas_->Lose(worker, reason) || places_->Lose(server, reason);
 }
 

@@ -14,9 +14,9 @@ namespace ps {
 
 class SchedulerMembership;
 
-// Decides which of two nodes is lost when the link between them broke.
+// Decides which of two nodes is lost if the link between them breaks.
 //
-// Any thread.
+// Thread-safe.
 class Trials {
  public:
   using Clock = ScheduledJob::Clock;
@@ -28,32 +28,32 @@ class Trials {
   // ----- called with ScheduledJob::mu held
 
   Clock::time_point NextDue() const;
-  // The server of this node id is lost: neither accused nor believed any more.
+  // The server with this node id is lost: drops accusations of it and by it.
   void Forget(int server);
   void Clear();
 
   // ----- called without a lock
 
-  // A node says that its link with a server broke: one of them is gone, or cannot be reached.  Of
-  // replicas and of two servers it is that node, if the server is heard from now on; else it is the
-  // server.  It is also the server if most replicas say so.  False: that is not decided here.
+  // A node reports that its link with a server broke: one of the two is gone or unreachable. With
+  // replicas, or between two servers, the accuser is lost if the server is heard in time; otherwise
+  // the server is lost. The server is also lost if most replicas report it. Returns false if this
+  // is not decided here.
   bool AccuseServer(int accuser, const Node& server, const std::string& reason);
-  // A server says that of a worker.  False: that is not decided here.
+  // A server reports the same of a worker. Returns false if this is not decided here.
   bool AccuseWorker(int server, int worker, const std::string& reason);
-  // The server is heard.  False: it is lost all the same.
+  // The server was heard. Returns false if it is lost all the same.
   bool Acquit(int server);
-  // Loses servers that have not been heard in time.
+  // Loses servers that were not heard in time.
   void Condemn(Clock::time_point now);
 
  private:
   struct Accusation {
     int accuser;
     std::string reason;
-    Clock::time_point due;  // the server is gone, if nothing is heard of it
+    Clock::time_point due;  // the server is lost if it is not heard by then
   };
 
-  // Whether most replicas have lost their links with this server lately, as now that of this
-  // worker.
+  // Whether most replicas, this worker's included, have recently lost their links with this server.
   bool BreaksWithMost(int server, int worker) PS_REQUIRES(job_->mu);
 
   SchedulerMembership* const scheduler_;
@@ -61,10 +61,10 @@ class Trials {
   const ReplicaTable* const table_ PS_PT_GUARDED_BY(job_->mu);
   ServerPlaces* const places_;
   Replicas* const replicas_;
-  // By the server's node id.
+  // By node id of the server.
   std::multimap<int, Accusation> accusations_ PS_GUARDED_BY(job_->mu);
   std::map<int, std::map<int, Clock::time_point>> broken_links_
-      PS_GUARDED_BY(job_->mu);  // when, by replica
+      PS_GUARDED_BY(job_->mu);  // times, by server and replica
 };
 
 }  // namespace ps

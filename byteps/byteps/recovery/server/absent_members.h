@@ -13,25 +13,25 @@
 namespace byteps {
 namespace core {
 
-// Members whose replica was removed (docs/design/replicas.md), in the rounds of one thread.
+// Members whose replicas were removed (docs/design/replicas.md), in the rounds of one thread.
 //
-// What one of them has pushed counts; what it has not, no round waits for: a round closes without
-// it, and nobody waits to hear what it wants of a step.
+// Pushes that they made still count. No round waits for their other pushes, nor for their decision
+// about a step: rounds close without them.
 class AbsentMembers {
  public:
   AbsentMembers(ServerContext* context, Rounds* rounds) : context_(context), rounds_(rounds) {}
 
-  // Workers of these ranks take part in no round from now on, all others in each that begins.
-  // Returns those who did before.
+  // Makes workers of these ranks absent, and all others present. Absent workers take part in no new
+  // round. Returns ranks that are newly absent.
   std::vector<int> Set(const std::set<int>& ranks);
   bool Has(int rank) const { return ranks_.count(rank) > 0; }
-  // Refuses what one of them asks.  False: the worker is none of them.
+  // Refuses a request of an absent worker. Returns false if the worker is present.
   bool Refuse(const Partition& partition, const Message& message) const;
   void OnBegin(const Partition& partition, Round* round) const;
-  // Takes them, or this one, out of a round that has begun.
+  // Excuse all absent members, or this one, from an open round.
   void ExcuseAll(Partition* partition, Round* round) const;
   void Excuse(Partition* partition, Round* round, int rank) const;
-  // The round will get no more pushes, and lacks those of some members.
+  // Closes a round that will get no more pushes, without those of the absent members.
   void CloseShort(Partition* partition, Round* round) const;
   // Whether no more pushes will come.
   static bool HasAll(const Round& round);

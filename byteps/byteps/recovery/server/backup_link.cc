@@ -17,12 +17,12 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Of MEET.  The other one is to say it too; is to give another pass than before; and has no copy of
-// this one's state, which there is already.
+// Flags of MEET: the receiver must answer; it must give a new pass; the sender has state, so the
+// receiver's copy of it is of no use.
 constexpr uint8_t kAnswer = 1;
 constexpr uint8_t kAnew = 2;
 constexpr uint8_t kHasState = 4;
-// Partitions of a state in flight to a server that comes.
+// Partitions of a state that may be in flight to a restoring server.
 constexpr size_t kSentAtOnce = 8;
 
 uint64_t NewLife() {
@@ -40,14 +40,14 @@ BackupLink::BackupLink(bool is_on, int num_servers, size_t num_threads, Channel*
       channel_(channel),
       user_(user),
       life_(NewLife()),
-      last_pass_(life_ >> 34) {}  // that of no predecessor
+      last_pass_(life_ >> 34) {}  // a value that no predecessor had
 
-// ------------------------------------------------------------------ to meet
+// ------------------------------------------------------------------ meeting
 
 void BackupLink::Start() {
   if (!is_on_) return;
   const int self = channel_->rank();
-  // Who has the lower rank connects (net/link/admission.h).
+  // The server with the lower rank connects (net/link/admission.h).
   if (backup() > self) Meet(backup(), kAnswer);
   if (primary() > self && primary() != backup()) Meet(primary(), kAnswer);
 }
@@ -77,7 +77,7 @@ void BackupLink::OnServerReplaced(int rank) {
     ps::MutexLock lock(&mu_);
     is_alone = rank == backup() && pass_ == 0;
   }
-  // Where the other one connects it may have said so already, before its predecessor's loss was
+  // If the peer connects, it may have sent its MEET already, before its predecessor's loss was
   // known here.
   if (rank < channel_->rank() && !is_alone) return;
   Meet(rank, is_alone ? kAnswer | kAnew : kAnswer);
@@ -99,7 +99,7 @@ void BackupLink::OnMeet(const Message& message) {
   WireReader in(message.body);
   const auto life = in.Get<uint64_t>();
   auto pass = in.Get<uint64_t>();
-  if (in.Get<uint64_t>() != life_) pass = 0;  // it is that of a predecessor
+  if (in.Get<uint64_t>() != life_) pass = 0;  // it was given to a predecessor
   const auto flags = in.Get<uint8_t>();
   if (!in.ok() || !in.at_end()) return;
   if (message.peer == primary()) {
@@ -114,7 +114,7 @@ void BackupLink::OnMeet(const Message& message) {
       }
     }
   }
-  // Without a pass it has not heard of this server's life yet: it is told now, and answers.
+  // Without a pass, the peer does not know this life yet: send MEET, and it answers.
   const bool needs_pass = message.peer == backup() && pass == 0;
   if ((flags & kAnswer) != 0) Meet(message.peer, needs_pass ? kAnswer : 0);
   if (message.peer == backup() && pass != 0) OnPass(life, pass);
@@ -123,11 +123,11 @@ void BackupLink::OnMeet(const Message& message) {
 void BackupLink::OnPass(uint64_t life, uint64_t pass) {
   {
     ps::MutexLock lock(&mu_);
-    // Messages may overtake each other, and those of a predecessor.
+    // Messages may overtake each other, also those of a predecessor.
     if (over_.count(life) > 0 || (life == backup_life_ && pass <= newest_pass_)) return;
     if (life != backup_life_) over_.insert(std::exchange(backup_life_, life));
     newest_pass_ = pass;
-    if (pass_ != 0) user_->OnBackup(0);  // what was told with that nobody answers
+    if (pass_ != 0) user_->OnBackup(0);  // drops messages that nobody will answer
     pass_ = pass;
     threads_told_ = 0;
     fetches_ = !has_state_;
@@ -144,10 +144,11 @@ void BackupLink::BeginTelling(uint64_t pass) {
   begun_ = NewNumber(pass);
   const uint64_t number = begun_;
   lock.Unlock();
-  Send(kCopy, backup(), 0, number, record.Pack(), {});  // messages may overtake each other
+  // further messages wait for the answer, since messages may overtake each other
+  Send(kCopy, backup(), 0, number, record.Pack(), {});
 }
 
-// ------------------------------------------------------------------ as a primary
+// ------------------------------------------------------------------ as primary
 
 uint64_t BackupLink::Tell(uint64_t key, const CopyRecord& record, SharedBytes values) {
   uint64_t number = 0;
@@ -206,13 +207,13 @@ void BackupLink::OnFetchAnswer(const Message& message) {
   user_->OnFetched();
 }
 
-// ------------------------------------------------------------------ as a backup
+// ------------------------------------------------------------------ as backup
 
 void BackupLink::OnFetch(const Message& message) {
   std::string error;
   {
     ps::MutexLock lock(&mu_);
-    if (message.number != last_pass_) return;  // it has got a newer one since
+    if (message.number != last_pass_) return;  // a newer pass was given meanwhile
     if (!is_whole_) {
       error = "server " + std::to_string(message.peer) +
               " was lost before its whole state had been copied to " +
@@ -253,9 +254,9 @@ void BackupLink::SendFetched() {
 void BackupLink::SendFetched(uint64_t key, uint64_t pass) {
   {
     ps::MutexLock lock(&mu_);
-    if (pass != last_pass_) return;  // it is lost again
+    if (pass != last_pass_) return;  // the primary is lost again
     const bool is_sending = sending_ && sending_->pass == pass;
-    // Its tensor was freed meanwhile, if not all were cleared.
+    // The tensor was freed meanwhile; or else all copies were cleared, and RecordOf throws.
     if (is_sending && is_whole_ && !copies_.Has(key)) {
       --sending_->open;
       lock.Unlock();
@@ -336,7 +337,8 @@ void BackupLink::Apply(const Message& message, const CopyRecord& record, Copies*
                        uint64_t generation) {
   std::string error;
   try {
-    if (message.values.empty() && message.sent_bytes > 0) throw std::bad_alloc();  // were dropped
+    // the values were dropped
+    if (message.values.empty() && message.sent_bytes > 0) throw std::bad_alloc();
     error = copies->Apply(message.key, record, message.values, generation);
   } catch (const std::bad_alloc&) {
     error = channel_->NameOfServer(channel_->rank()) + " has no memory for it";

@@ -1,5 +1,4 @@
-// BackupLink: how servers copy the state that they keep for an optimizer
-// (docs/design/losses.md).
+// BackupLink: copies of the servers' optimizer state on other servers (docs/design/losses.md).
 #ifndef BYTEPS_RECOVERY_SERVER_BACKUP_LINK_H_
 #define BYTEPS_RECOVERY_SERVER_BACKUP_LINK_H_
 
@@ -22,83 +21,82 @@
 namespace byteps {
 namespace core {
 
-// What this server and its neighbors say to each other, so that another server has a copy of the
-// state that each keeps for an optimizer (docs/design/losses.md).
+// The exchange between neighboring servers, by which each server's optimizer state has a copy on
+// another one (docs/design/losses.md).
 //
 //   primary                                backup
-//     MEET  <---------------------------->  MEET (pass)   who connected is the first
-//     FETCH  ---------------------------->                a server that has no state
-//           <----------------------------  FETCHED ...    that of its predecessor
-//     COPY (kBegin), of all, (kComplete) ->               a server that has state; each, when
-//                                                         the one before was answered
-//     COPY (a round, a step, a load) ----->               then, before a member is answered
+//     MEET  <---------------------------->  MEET (pass)   the server that connected sends first
+//     FETCH  ---------------------------->                a server without state
+//           <----------------------------  FETCHED ...    the state of its predecessor
+//     COPY (kBegin), everything, (kComplete) ->           a server with state; each message after
+//                                                         the answer to the last
+//     COPY (a round, a step, a load) ----->               later, before a member is answered
 //
-// MEET has a u64, the life of the sender; two u64, the pass of the receiver and the life that it
-// was given to, if the sender is its backup; and a u8 of flags.  FETCHED and COPY have a
-// CopyRecord.  All are answered but MEET, as requests of workers are.
+// MEET has a u64, the life of the sender; two u64, the pass of the receiver and the life to which
+// it was given, if the sender is its backup; and a u8 of flags. FETCHED and COPY have a CopyRecord.
+// All but MEET are answered like requests of workers.
 //
-// A server is the primary of one neighbor and the backup of another, which are the same where there
-// are two servers.
+// A server is the primary of one neighbor and the backup of the other; with two servers, of the
+// same.
 //
-// Late messages.  A server that is lost may still send, and be answered.  A backup gives each that
-// comes a pass, and takes records of the newest one alone; and requests have numbers that no
-// earlier server's had.
+// Late messages: a lost server may still send, and may get answers. So a backup gives each life of
+// its primary a pass, and accepts only records with the newest pass; and no two servers use the
+// same request numbers.
 
-// The server, as its link calls it: from any thread, and but for OnBackup with no lock held.
+// Callbacks of the link. Called by any thread, with no lock held except for OnBackup.
 class BackupUser {
  public:
   virtual ~BackupUser() = default;
-  // Does this in the thread of a key, behind what it was given before.
+  // Runs `task` in the thread of a key, after earlier tasks.
   virtual void InThreadOf(uint64_t key, std::function<void()> task) = 0;
-  // The backup has what it was told of this key by the request of this number, or has no copy any
-  // more.
+  // The backup has applied the request `number` about this key, or no longer has a copy.
   virtual void OnCopied(uint64_t key, uint64_t number) = 0;
-  // The backup is told with this pass from now on, and has nothing yet; 0: there is none.  The
-  // link's lock is held, so that calls come in the order of what it learns: this must not call it.
+  // From now on records go to a backup with this pass, which has nothing yet; 0: there is none.
+  // Called with the link's lock held, so that calls come in order: must not call the link.
   virtual void OnBackup(uint64_t pass) = 0;
-  // All state has come that will come.
+  // All the state that will come has come.
   virtual void OnFetched() = 0;
 };
 
-// Any thread may call anything.
+// Thread-safe.
 class BackupLink {
  public:
   // `user` and `channel` outlive this.
   BackupLink(bool is_on, int num_servers, size_t num_threads, Channel* channel, BackupUser* user);
 
-  // Whether servers have copies.
+  // Whether servers hold copies of each other's state.
   bool is_on() const { return is_on_; }
   int num_servers() const { return num_servers_; }
   // This server has joined.
   void Start();
-  // Another server is lost, or another one has its place.
+  // Another server was lost, or replaced.
   void OnServerLost(int rank);
   void OnServerReplaced(int rank);
-  // A message of another server's.
+  // A message from another server.
   void OnMessage(Message* message);
-  // Whether such a message may have values.
+  // Whether a message with this head may have values.
   bool Expects(const MessageHead& head) const;
 
-  // ----- as a primary
+  // ----- as primary
 
-  // A member was answered that its state was loaded: this server will not ask for any.
+  // A member was told that its state is loaded: this server will fetch none.
   void HasState() { has_state_ = true; }
-  // Returns the number of the request.
+  // Sends a record to the backup. Returns the number of the request.
   uint64_t Tell(uint64_t key, const CopyRecord& record, SharedBytes values);
-  // All of a thread's state was told with this pass.
+  // A thread has sent all its state with this pass.
   void OnToldAll(uint64_t pass);
-  // Whether the backup has been told all.
+  // Whether the backup has the whole state.
   bool IsCopied();
-  // Whether it is not known yet whether there is state of a predecessor's, or it is still coming.
+  // Whether a predecessor's state may still arrive.
   bool Fetches() const { return is_on_ && awaits_; }
-  // Why it will not come; or "".
+  // Reason why it will not arrive, or "".
   std::string fetch_error();
-  // That state, with this pass.
+  // The predecessor's state, and its pass.
   Copies* fetched() { return &fetched_; }
   uint64_t fetched_pass();
 
  private:
-  // The server that has this one's copy, and the one whose copy it has.
+  // Ranks of the server that holds the copy of this server, and of the server whose copy it holds.
   int backup() const { return (channel_->rank() + 1) % num_servers_; }
   int primary() const { return (channel_->rank() + num_servers_ - 1) % num_servers_; }
 
@@ -126,30 +124,31 @@ class BackupLink {
   BackupUser* const user_;
   const uint64_t life_;
   Copies copies_;   // of the primary's state
-  Copies fetched_;  // of this server's own, as its predecessor had it
+  Copies fetched_;  // state of this server's predecessor
   std::atomic<bool> has_state_{false};
   std::atomic<bool> awaits_{true};  // see Fetches
 
   ps::Mutex mu_;
   uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;
-  // Towards the backup.
-  uint64_t pass_ PS_GUARDED_BY(mu_) = 0;  // 0: it is lost, or was not met
+  // State as primary.
+  uint64_t pass_ PS_GUARDED_BY(mu_) = 0;  // 0: the backup is lost, or was not met yet
   uint64_t backup_life_ PS_GUARDED_BY(mu_) = 0;
-  uint64_t newest_pass_ PS_GUARDED_BY(mu_) = 0;  // of that life
-  std::set<uint64_t> over_ PS_GUARDED_BY(mu_);   // lives before that one
+  uint64_t newest_pass_ PS_GUARDED_BY(mu_) = 0;  // given by backup_life_
+  std::set<uint64_t> over_ PS_GUARDED_BY(mu_);   // earlier lives of the backup
   bool fetches_ PS_GUARDED_BY(mu_) = false;
   uint64_t fetched_pass_ PS_GUARDED_BY(mu_) = 0;
   std::string fetch_error_ PS_GUARDED_BY(mu_);
-  uint64_t begun_ PS_GUARDED_BY(mu_) = 0;  // the request that says kBegin
+  uint64_t begun_ PS_GUARDED_BY(mu_) = 0;  // number of the kBegin request
   size_t threads_told_ PS_GUARDED_BY(mu_) = 0;
-  // Towards the primary.
+  // State as backup.
   uint64_t last_pass_ PS_GUARDED_BY(mu_) = 0;
   uint64_t life_with_pass_ PS_GUARDED_BY(mu_) = 0;
   bool is_whole_ PS_GUARDED_BY(mu_) = true;
-  // A record could not be applied: the copy is not whole until the primary tells all of it anew.
+  // A record could not be applied: the copy stays incomplete until the primary sends everything
+  // again.
   bool lacks_record_ PS_GUARDED_BY(mu_) = false;
   struct Sending {
-    Message request;  // its FETCH
+    Message request;  // the FETCH request
     uint64_t pass = 0;
     std::deque<uint64_t> keys;
     size_t open = 0;

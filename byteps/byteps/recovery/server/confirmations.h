@@ -1,4 +1,4 @@
-// Sums that some member may still lack, where workers keep sums until all members have them
+// Sums that members may still be missing, if workers keep sums until all members have them
 // (BYTEPS_REPLACE_SERVERS_S).
 #ifndef BYTEPS_RECOVERY_SERVER_CONFIRMATIONS_H_
 #define BYTEPS_RECOVERY_SERVER_CONFIRMATIONS_H_
@@ -14,14 +14,14 @@
 namespace byteps {
 namespace core {
 
-// Each sum that a server answers gets a serial.  It is open while its round waits for a member, and
-// while a worker has not confirmed an answer with it.  Sums with serials before the first open one
-// are with all their members, whichever tensors they are of.
+// Every answered sum gets a serial. It is open while its round waits for a member, and while a
+// worker has not confirmed its answer. All members have the sums before the first open serial, of
+// whatever tensor.
 //
-// Any thread may call anything.
+// Thread-safe.
 class Confirmations {
  public:
-  // Keeps a serial open.  Belongs to a round.
+  // Keeps a serial open. Owned by a round.
   class Hold {
    public:
     Hold() = default;
@@ -48,17 +48,17 @@ class Confirmations {
     uint64_t serial_ = 0;
   };
 
-  // A sum is there.
+  // Begins a serial, for a new sum.
   Hold Begin();
-  // The request of this number gets it, which is open.
+  // The sum is the answer to this request, which the worker has to confirm.
   void Answered(int rank, uint64_t request, uint64_t serial);
   // A worker has the answers to all its requests before this one.
   void Confirm(int rank, uint64_t before);
-  // A worker has left: it will ask for nothing again.
+  // A worker has left, and will ask for nothing again.
   void SetGone(int rank);
-  // Workers of these ranks, and no others, are absent: what they were answered is of no use.
+  // Workers of these ranks, and no others, are absent. They need not confirm.
   void SetAbsent(const std::set<int>& ranks);
-  // The first serial that is open, or the next one.
+  // The first open serial, or the next one.
   uint64_t FirstOpen();
 
  private:
@@ -68,8 +68,8 @@ class Confirmations {
 
   ps::Mutex mu_;
   uint64_t last_ PS_GUARDED_BY(mu_) = 0;
-  std::map<uint64_t, size_t> open_ PS_GUARDED_BY(mu_);  // by serial, what keeps it open
-  // By rank and request: the serial of an answer that was not confirmed.
+  std::map<uint64_t, size_t> open_ PS_GUARDED_BY(mu_);  // by serial: number of reasons to stay open
+  // By rank and request: serial of an unconfirmed answer.
   std::map<int, std::map<uint64_t, uint64_t>> answered_ PS_GUARDED_BY(mu_);
   std::set<int> gone_ PS_GUARDED_BY(mu_);
   std::set<int> absent_ PS_GUARDED_BY(mu_);

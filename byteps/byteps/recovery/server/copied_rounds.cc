@@ -17,7 +17,7 @@
 namespace byteps {
 namespace core {
 
-// ------------------------------------------------------------------ what a backup is told
+// ------------------------------------------------------------------ records to the backup
 
 bool CopiedRounds::HasCopy(const Partition& partition) const {
   const auto* const notes = static_cast<const PartitionNotes*>(partition.notes.get());
@@ -49,7 +49,7 @@ void CopiedRounds::Tell(Partition* partition, Copying&& what, CopyRecord record,
                         SharedBytes values) {
   PartitionNotes* const notes = NotesOf(partition);
   record.pass = pass_;
-  // A decision and a whole state say themselves what was settled.
+  // Decisions and whole states include the outcome themselves.
   RoundUpdate* const last = record.settled.empty() ? LastUpdate(partition) : nullptr;
   if (last != nullptr && !record.is_all) record.settled = last->Settled();
   what.number = backup_->Tell(partition->key, record, std::move(values));
@@ -178,7 +178,7 @@ void CopiedRounds::CopyNext() {
   backup_->OnToldAll(pass_);
 }
 
-// ------------------------------------------------------------------ that it has it
+// ------------------------------------------------------------------ acknowledgements
 
 void CopiedRounds::OnCopied(Partition* partition, uint64_t number) {
   if (partition->is_held && NotesOf(partition)->copying->number == number) GoOn(partition);
@@ -238,7 +238,7 @@ void CopiedRounds::Fail(Partition* partition, const Copying& what, const std::st
 
 void CopiedRounds::FreeLater(Partition* partition, const Copying& what) {
   const auto stays = partition->shared_from_this();
-  // Its backup may have made a step that is not made here: both have nothing of it any more.
+  // The backup may have made a step that is not made here; both drop the partition anyway.
   rounds_->Free({stays});
   const bool has_request = what.kind != Copying::kRound && what.kind != Copying::kAll;
   if (has_request)

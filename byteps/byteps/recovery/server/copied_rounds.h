@@ -21,13 +21,13 @@ namespace core {
 
 class RoundRecovery;
 
-// Rounds of one thread, by which states change that another server has a copy of: the backup is
-// told before members are answered.
+// Rounds of one thread that change states of which another server has a copy. The backup gets each
+// change before members are answered.
 //
-// A partition tells one thing at a time, and is held until the backup has it.
+// A partition sends one change at a time, and is held until the backup has acknowledged it.
 class CopiedRounds {
  public:
-  // `backup` is null where servers have no copies.
+  // `backup` is null if servers have no copies.
   CopiedRounds(ServerContext* context, Rounds* rounds, SumThread* thread, RoundRecovery* recovery,
                const AbsentMembers* absent, BackupLink* backup)
       : context_(context),
@@ -39,8 +39,8 @@ class CopiedRounds {
 
   bool is_on() const { return backup_ != nullptr; }
 
-  // True: it goes on once the backup has the gradients, the step that is made or dropped as a
-  // member's request says, or the loaded state.
+  // Hold a round, a step or a load until the backup has the gradients, the decision or the loaded
+  // state. Return false if they need not wait.
   bool HoldsRound(Partition* partition, Round* round);
   bool HoldsStep(Partition* partition, const Message& message, const std::string& step,
                  int64_t received);
@@ -48,30 +48,30 @@ class CopiedRounds {
   void OnOver(Partition* partition, Round* round);
   void OnFreed(Partition* partition);
 
-  // The backup is told with this pass from now on, and knows nothing; 0: there is none.
+  // Starts copying to a backup that has nothing yet, with this pass; 0: there is none.
   void SetBackup(uint64_t pass);
-  // The backup has what it was told by the request of this number.
+  // The backup has acknowledged request `number`.
   void OnCopied(Partition* partition, uint64_t number);
-  // A partition has a state, perhaps that of a server that is lost.
+  // A partition has got a state, possibly that of a lost server.
   void Adopt(Partition* partition);
-  // Tells the backup the next state that it does not know, or that it knows them all.
+  // Sends the next state that the backup is missing, or reports that it has all.
   void CopyNext();
 
  private:
   bool HasCopy(const Partition& partition) const;
-  // Tells the backup, for which the partition waits then.  If it throws, nothing has changed.
+  // Sends a record to the backup, and holds the partition. If it throws, nothing has changed.
   void Tell(Partition* partition, Copying&& what, CopyRecord record, SharedBytes values);
   void TellAll(Partition* partition, Copying&& what);
   void TellFreed(const Partition& partition);
   static LastRound LastOf(Partition* partition);
-  // The last update of a partition, of which its backup may have to be told; null: there is none.
+  // The last update of a partition, whose outcome the backup may not know; null if there is none.
   static RoundUpdate* LastUpdate(Partition* partition);
-  // A partition waits for its backup no more, or again.
+  // Ends the hold of a partition, and does what waited; it may be held again.
   void GoOn(Partition* partition);
   void GoOn(Partition* partition, const Copying& what);
-  // Fails the round or the request that waited for an answer that came to an error.
+  // Fails the round or request that waited, after an error.
   void Fail(Partition* partition, const Copying& what, const std::string& reason);
-  // Its tensor was freed while it waited.
+  // The tensor was freed while the partition was held.
   void FreeLater(Partition* partition, const Copying& what);
 
   ServerContext* const context_;
@@ -80,8 +80,8 @@ class CopiedRounds {
   RoundRecovery* const recovery_;
   const AbsentMembers* const absent_;
   BackupLink* const backup_;
-  uint64_t pass_ = 0;               // with which the backup is told; 0: there is none
-  std::vector<Partition*> states_;  // those that have a state
+  uint64_t pass_ = 0;               // pass of the backup; 0: there is none
+  std::vector<Partition*> states_;  // partitions with a state
 };
 
 }  // namespace core

@@ -1,4 +1,4 @@
-// Copies of another server's state, and rounds of a state that another server has a copy of.
+// Copies of another server's optimizer state.
 #include "byteps/recovery/server/copies.h"
 
 #include <bit>
@@ -21,12 +21,12 @@ uint64_t IndexOf(uint64_t key) { return key & (kMaxPartitions - 1); }
 
 size_t SlotBytes(const PartitionState& state) { return state.size() * sizeof(float); }
 
-// Of the summed gradients of a round.
+// Bytes of the summed gradients of a round.
 size_t GradientBytes(const Declaration& declaration, const PartitionState& state, uint64_t index) {
   return IsBlock(declaration.dtype) ? SlotBytes(state) : declaration.PartitionSize(index);
 }
 
-// Empty: none.
+// Unpacks members; empty if there are none.
 std::vector<bool> MembersIn(const std::string& packed, const Declaration& declaration) {
   if (packed.empty()) return {};
   std::vector<bool> members(declaration.group.size());
@@ -34,7 +34,7 @@ std::vector<bool> MembersIn(const std::string& packed, const Declaration& declar
   return members;
 }
 
-// Of what a round's sum has become.
+// Bytes of a round's sum: of the answer, or of the gradients.
 size_t SumBytes(const StateCopy& copy, const RoundUpdate& update) {
   return update.has_answer() ? copy.state->answer_bytes()
                              : GradientBytes(*copy.declaration, *copy.state, copy.index);
@@ -48,7 +48,7 @@ CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& sta
   record.what = CopyRecord::kState;
   record.is_all = true;
   record.declaration = PackDeclarations({declaration});
-  // Moments that were never anything else are 0, and whether they were is a part of the state.
+  // Moments that were never set are 0. Whether they were set is part of the state.
   record.slots = state.has_moments() ? (1U << declaration.NumSlots()) - 1 : 1;
   if (IsBlock(declaration.dtype)) record.slots |= 1U << declaration.rule->NumSlots();
   const size_t bytes = std::popcount(record.slots) * SlotBytes(state);
@@ -149,7 +149,7 @@ std::string Copies::Load(StateCopy* copy, const CopyRecord& record, const Shared
   }
   const size_t sum_bytes = last ? SumBytes(*copy, *last->update) : 0;
   if (values.size() != state_bytes + sum_bytes) return kNotOfForm;
-  // Members may still lack the answer of the last round: it stays.
+  // Keep the last round: members may still be missing its answer.
   if (!record.is_all && copy->last) copy->last->update->Overtake(&copy->last->sum);
   size_t at = 0;
   for (uint32_t slot = 0; slot < copy->declaration->NumSlots(); ++slot) {
@@ -159,7 +159,7 @@ std::string Copies::Load(StateCopy* copy, const CopyRecord& record, const Shared
     at += slot_bytes;
   }
   if (!record.is_all) return "";
-  if (last) {  // memory of its own, without that of the state
+  if (last) {  // copied, so that the memory of the state can be freed
     last->sum = SharedBytes::New(sum_bytes);
     memcpy(last->sum.data(), values.data() + at, sum_bytes);
   }
@@ -215,7 +215,7 @@ std::shared_ptr<StateCopy> Copies::Take(uint64_t key) {
 }
 
 void Copies::Clear() {
-  std::map<uint64_t, std::shared_ptr<StateCopy>> gone;  // without the lock
+  std::map<uint64_t, std::shared_ptr<StateCopy>> gone;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
   ++generation_;
   gone.swap(copies_);

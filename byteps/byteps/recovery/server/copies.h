@@ -19,21 +19,20 @@
 namespace byteps {
 namespace core {
 
-// What became of the gradients of a round: the last one that was complete.
+// The last complete round of a partition, with the outcome of its update.
 struct UpdatedRound {
   uint32_t number = 0;
   std::unique_ptr<RoundUpdate> update;
-  SharedBytes sum;            // the gradients, or what was made of them
-  std::vector<bool> excused;  // members that it lacks
+  SharedBytes sum;            // the gradients, or the result of the step
+  std::vector<bool> excused;  // members missing in the sum
 };
 
-// Copies of the state that another server keeps for an optimizer, and of its last rounds.
+// Copies of another server's optimizer state, and of its last rounds.
 //
-// A copy follows its original by the same arithmetic: it is told the gradients that were summed,
-// and the step that was made of them, and makes it too.  So it has the same bits, for the bytes of
-// the gradients alone.
+// A copy repeats the arithmetic of its original: it gets the summed gradients and the step, and
+// makes the step as well. So it has the same bits, at the cost of sending the gradients.
 //
-// The copy of one partition.
+// StateCopy is the copy of one partition.
 struct StateCopy {
   std::shared_ptr<const Declaration> declaration;
   uint64_t index = 0;
@@ -41,32 +40,32 @@ struct StateCopy {
   std::optional<UpdatedRound> last;
 };
 
-// A round that is complete, wherever it is kept.
+// Non-owning form of UpdatedRound.
 struct LastRound {
   uint32_t number = 0;
-  const RoundUpdate* update = nullptr;  // null: there was none
+  const RoundUpdate* update = nullptr;  // null: no round was complete
   SharedBytes sum;
   std::vector<bool> excused;
 };
 
-// The record by which a backup is told all of a partition, and its values.
+// Makes the record, and its values, that copy a whole partition to a backup.
 CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& state,
                        const LastRound& last, SharedBytes* values);
 
-// Any thread may call anything; what is of one key, one thread at a time.
+// Thread-safe, except that only one thread at a time may use a key.
 class Copies {
  public:
   // Grows with each Clear.
   uint64_t generation();
-  // Makes what a record says, of the partition of this key.  Why it cannot be, or "".  Nothing
-  // comes of one that belongs to an earlier generation.  Throws OutOfMemory.
+  // Applies a record to the copy of this key. Returns an error or "". A record of an earlier
+  // generation has no effect. Throws OutOfMemory.
   std::string Apply(uint64_t key, const CopyRecord& record, SharedBytes values,
                     uint64_t generation);
   std::vector<uint64_t> Keys();
-  // Throws std::runtime_error where there is no copy of that key, or no more.
+  // RecordOf throws std::runtime_error if there is no copy of the key.
   bool Has(uint64_t key) { return Find(key) != nullptr; }
   CopyRecord RecordOf(uint64_t key, SharedBytes* values);
-  // Takes it out; null: there is none.
+  // Removes and returns a copy; null if there is none.
   std::shared_ptr<StateCopy> Take(uint64_t key);
   void Clear();
 
@@ -75,11 +74,11 @@ class Copies {
   std::string Settle(StateCopy* copy, const CopyRecord& record);
   std::string Add(StateCopy* copy, const CopyRecord& record, SharedBytes values);
   std::shared_ptr<StateCopy> Find(uint64_t key);
-  // The copy that a record of a state is of, made where there is none.
+  // The copy for a kState record, made if there is none.
   std::shared_ptr<StateCopy> FindOrMake(uint64_t key, const CopyRecord& record, uint64_t generation,
                                         std::string* error);
 
-  ServerCounters uncounted_;  // of the originals they are counted
+  ServerCounters uncounted_;  // not exported: only originals are counted
   ps::Mutex mu_;
   uint64_t generation_ PS_GUARDED_BY(mu_) = 0;
   std::map<uint64_t, std::shared_ptr<StateCopy>> copies_ PS_GUARDED_BY(mu_);  // by key

@@ -9,40 +9,40 @@
 namespace byteps {
 namespace core {
 
-// A record by which a server tells its backup about one partition (docs/design/losses.md).
+// A record about one partition, from a server to its backup (docs/design/losses.md).
 //
-// Follows a COPY's key; its values are those of the state or of the round.
+// Body of a COPY or FETCHED; the message's values are those of the state or the round.
 struct CopyRecord {
   enum What : uint8_t {
-    kStep,      // no more than `settled`
-    kState,     // slots of the state, and perhaps the last round
+    kStep,      // only `settled`
+    kState,     // slots of the state, and the last round if there is one
     kRound,     // a round whose gradients are summed
-    kBegin,     // of no partition: what the backup has is of no use, all follows
-    kComplete,  // all has been told
-    kFreed,     // no member holds the tensor any more
+    kBegin,     // about no partition: the backup drops its copy, everything follows
+    kComplete,  // everything was sent
+    kFreed,     // all members have released the tensor
   };
 
-  uint64_t pass = 0;  // that the backup gave the sender
+  uint64_t pass = 0;  // pass that the backup gave to the sender
   What what = kStep;
-  // The packed UpdateStep that was made of the last round, or dropped (UpdateStep::skip), and the
-  // round's number; "": nothing new.
+  // The packed UpdateStep that was made of round `round`, or skipped (UpdateStep::skip). "":
+  // nothing new.
   std::string settled;
   uint32_t round = 0;
-  uint32_t rank = 0;  // of a member that asked for what is told
-  std::string lacks;  // PackMembers of those that the sum of the round lacks
-  // kState.  The packed list of its one declaration; a bit per slot whose values follow, in order;
-  // whether it is all of the state; and then the last round (RoundUpdate::Pack), whose sum comes
-  // behind the slots.  "": there was none.
+  uint32_t rank = 0;  // member that asked for it
+  std::string lacks;  // PackMembers of members missing in the round's sum
+  // kState: a packed list with one declaration; a bit per slot whose values follow, in order;
+  // whether that is the whole state; the last round (RoundUpdate::Pack), whose sum follows the
+  // slots, or "".
   std::string declaration;
   uint32_t slots = 0;
   bool is_all = false;
   std::string last;
-  // kRound: what the first member asked for.
+  // kRound: the first member's request.
   uint8_t op = 0;
   std::string step;
 
   std::string Pack() const;
-  // False: `text` is no record.  Whether the rest fits the declaration is not looked at.
+  // Returns false if `text` is no record. Does not check that it fits the declaration.
   static bool Unpack(const std::string& text, CopyRecord* record);
 };
 

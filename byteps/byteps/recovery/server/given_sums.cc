@@ -15,7 +15,7 @@ namespace core {
 
 namespace {
 
-// Those that a given sum lacks.
+// Members missing in a given sum.
 std::vector<bool> LackedBy(const Message& message, size_t members) {
   PushHeader header;
   std::string packed;
@@ -34,13 +34,13 @@ Round* GivenSums::Take(Partition* partition, Message* message) {
   const int rank = message->peer;
   const int member = partition->declaration().MemberIndex(rank);
   if (absent_->Has(rank)) return nullptr;
-  // Values of a gift that were dropped are no part that a member had.
+  // Dropped values mean that memory is short, not that the member had only a part.
   const bool lacks_memory = message->values.empty() && message->sent_bytes > 0;
   if (lacks_memory) throw OutOfMemory(message->sent_bytes);
   Round* const round = rounds_->FindOrBegin(partition, HeaderOf(*message));
-  if (round == nullptr) return nullptr;  // all have ended one that is over
+  if (round == nullptr) return nullptr;  // the round is over for all members
   round->told[member] = true;
-  // This member has ended it, whatever became of it here.
+  // This member has ended the round, whatever its state here.
   const bool is_over = round->pushed[member] || round->done;
   round->pushed[member] = true;
   if (is_over) return nullptr;

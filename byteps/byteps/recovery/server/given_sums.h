@@ -14,22 +14,22 @@
 namespace byteps {
 namespace core {
 
-// Sums that members keep, and those of a server that is lost, which they give to this one.
+// Sums that members keep, and sums of a lost server that members give to this one.
 //
-// Each member speaks of a round once: it gives its sum, or pushes it.  So none ends by pushes alone
-// while a member that is there has its sum.
+// A member speaks of each round once: it gives the sum, or pushes. So no round can end by pushes
+// alone while a present member has its sum.
 class GivenSums {
  public:
   GivenSums(ServerContext* context, Rounds* rounds, Confirmations* confirmations,
             const AbsentMembers* absent)
       : context_(context), rounds_(rounds), confirmations_(confirmations), absent_(absent) {}
 
-  // A member has the sum of a round, or its part of it, and gives it.  Returns the round if there
-  // is nothing more to come but parts; null: otherwise.
+  // Takes a round's sum from a member, or the notice that it had only a part of it. Returns the
+  // round if only such parts can follow, otherwise null.
   Round* Take(Partition* partition, Message* message);
-  // Tells the member that its sum was taken: only then it pushes what is to come behind that.
+  // Confirms to the member that its sum was taken. It pushes later rounds only after that.
   void Acknowledge(Partition* partition, const Message& message);
-  // Completes what callers that keep the round's sum are answered.
+  // Completes the answer to callers that keep the round's sum.
   void Describe(Round* round, AnswerNotes* notes);
 
  private:

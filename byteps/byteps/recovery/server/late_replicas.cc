@@ -15,15 +15,15 @@ namespace core {
 
 namespace {
 
-// Members that the others wait for are told after this part of the grace, and so long at least: not
-// those of every sum, of which each has a last one, nor those that are later than one that has left
-// out steps.
+// Part of the grace period after which awaited members get a message; at least kFirstWord. Sooner,
+// the last member of every sum would get messages, and members that follow a member which skips
+// steps.
 constexpr int kFirstWordPart = 20;
 constexpr auto kFirstWord = std::chrono::milliseconds(50);
-// The scheduler and all servers remove a replica in this time, or it is not removed.  Less than
-// workers wait for an explanation.
+// Time for the scheduler and all servers to remove a replica; after that it is not removed. Shorter
+// than workers wait for an explanation.
 constexpr auto kRemovalTime = std::chrono::seconds(3);
-// In this time another sum may have one that is late removed.
+// Time in which a sum of another group may get the late replica removed.
 constexpr auto kOthersFirst = std::chrono::seconds(1);
 
 bool IsExcused(const Round& round, size_t member) {
@@ -77,7 +77,7 @@ void LateReplicas::BeginGrace(Partition* partition, Round* round) {
   if (patience.quorum == 0) return;
   RoundNotes* const notes = NotesOf(round);
   if (notes->waits != RoundNotes::Waits::kFirst) return;
-  // A replica's first step takes longer than others: it compiles, and allocates.
+  // The first step of a replica takes longer: it compiles and allocates.
   const Standing standing = StandingOf(*partition, *round);
   if (standing.anew || standing.pushed.size() < patience.quorum) return;
   notes->waits = RoundNotes::Waits::kQuorum;
@@ -94,7 +94,7 @@ bool LateReplicas::AreExcused(Partition* partition, Round* round, Round::Clock::
   const auto last = vacancies_->Last(as_of);
   notes->excused_until = std::max(notes->excused_until, last);
   if (notes->waits == RoundNotes::Waits::kQuorum && last < as_of)
-    return false;  // the word comes first
+    return false;  // the message to awaited members comes first
   const bool graced = notes->waits != RoundNotes::Waits::kFirst && patience.quorum > 0;
   const auto limit = graced ? std::chrono::milliseconds(patience.grace_ms)
                             : std::chrono::milliseconds(std::lround(round->timeout_s * 1e3));
@@ -127,11 +127,12 @@ bool LateReplicas::WaitOn(Partition* partition, Round* round, Round::Clock::time
     case RoundNotes::Waits::kFirst:
     case RoundNotes::Waits::kAwaited: {
       const Standing standing = StandingOf(*partition, *round);
-      // Without a quorum half of those that are there are right, and the others late.
+      // Without a quorum, a half that is present accuses the rest.
       const size_t enough = patience.quorum > 0 ? patience.quorum : standing.late.size();
       const bool accuses = standing.pushed.size() >= enough;
       if (accuses && standing.replicas == 2) break;
-      // One that is late may wait for another one in a sum of these two, which accuses that one.
+      // A late replica may itself wait for another one in a sum of those two, whose server accuses
+      // that one.
       notes->waits = accuses ? RoundNotes::Waits::kSeveral : RoundNotes::Waits::kLate;
       rounds_->Postpone(partition, round, as_of + (accuses ? kOthersFirst : kRemovalTime));
       return true;

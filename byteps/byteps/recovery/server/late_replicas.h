@@ -14,39 +14,40 @@
 namespace byteps {
 namespace core {
 
-// Rounds of one thread that wait for replicas that are late (Patience, docs/design/replicas.md).
+// Rounds of one thread that wait for late replicas (Patience, docs/design/replicas.md).
 //
 //   first ── quorum ──▶ quorum ── first word ──▶ awaited ── grace ──▶ accused ── 3 s ──▶ fails
 //     └───────────────── as long as a sum may take ──────────────────────▶┘
 //
-// While the place of another server is vacant, or there is no scheduler to say so, nobody is late:
-// the grace, or the time that a sum may take, begins anew once that is over.
+// Nobody is late while another server's rank is vacant, or while there is no scheduler. Afterwards
+// the grace period, or the time limit of a sum, begins anew.
 //
-// Those that are late are accused if enough of the others have pushed; kOthersFirst later in a
-// group of more than two replicas.
+// Late replicas are accused if enough of the others have pushed; in a group of more than two
+// replicas, kOthersFirst later.
 class LateReplicas {
  public:
   LateReplicas(ServerContext* context, Rounds* rounds, const Vacancies* vacancies)
       : context_(context), rounds_(rounds), vacancies_(vacancies) {}
 
-  // The worker of `rank` has pushed a round; its replica is removed, and may come again.
+  // OnPush: the worker of `rank` has pushed a round. OnLost: its replica was removed.
   void OnPush(Partition* partition, int rank);
   void OnLost(Partition* partition, int rank);
-  // Lets replicas that were accused be accused again.
+  // Allows accused replicas to be accused again.
   void Forget() { accused_.clear(); }
-  // A push came that completes a quorum, perhaps: the others have so long now.
+  // Call after a push: starts the grace period of the late replicas if there is a quorum.
   void BeginGrace(Partition* partition, Round* round);
-  // Whether those that are late may wait for a server that is lost: the round is looked at later.
+  // Whether late replicas may be waiting for a lost server. If so, the round is checked again
+  // later.
   bool AreExcused(Partition* partition, Round* round, Round::Clock::time_point as_of);
-  // Decides on a round at its deadline.  False: it fails.
+  // Decides about a round at its deadline. Returns false if it fails.
   bool WaitOn(Partition* partition, Round* round, Round::Clock::time_point as_of);
 
  private:
-  // Replicas of which all members of the group have pushed, and of which some have not.
+  // Replicas of which all members have pushed, and replicas of which some have not.
   struct Standing {
     std::set<uint32_t> pushed, late;
-    size_t replicas = 0;  // in the group, also those that are excused
-    bool anew = false;    // one that is late has pushed no round of this partition yet
+    size_t replicas = 0;  // in the group, excused ones included
+    bool anew = false;    // a late replica has not pushed any round of this partition
   };
   Standing StandingOf(const Partition& partition, const Round& round) const;
   // Asks the scheduler to remove the replicas that have not pushed.
@@ -55,7 +56,7 @@ class LateReplicas {
   ServerContext* const context_;
   Rounds* const rounds_;
   const Vacancies* const vacancies_;
-  std::set<uint32_t> accused_;  // replicas that the scheduler was asked to remove
+  std::set<uint32_t> accused_;  // removal was requested
 };
 
 }  // namespace core

@@ -20,42 +20,43 @@ namespace core {
 
 // A recovery's notes on a round.
 struct RoundNotes : LossNotes {
-  // By member index: it will not push this round, since its replica was removed before it did.
-  // Empty: nobody is excused.
+  // Members that will not push this round, since their replicas were removed; by index. Empty:
+  // none.
   std::vector<bool> excused;
-  // The sum is that of a server that was lost; or so many members had their part of it, and cannot
-  // give the whole.
+  // is_resumed: the sum is that of a lost server. parts_had: number of members that had only a part
+  // of the lost server's sum, and cannot give it.
   bool is_resumed = false;
   size_t parts_had = 0;
-  // Of a sum that members keep.  Rounds before `ended` have ended at all members that have pushed.
+  // For sums that members keep. Rounds before `ended` have ended at all members that have pushed.
   Confirmations::Hold receipt;
   uint32_t ended = UINT32_MAX;
-  // Progress of the wait for members that have not pushed (LateReplicas).
+  // State of the wait for late members (LateReplicas).
   enum class Waits { kFirst, kQuorum, kAwaited, kSeveral, kLate } waits = Waits::kFirst;
   Round::Clock::time_point quorum_since;
-  Round::Clock::time_point excused_until;  // they could wait for a server until then
+  Round::Clock::time_point excused_until;  // until then they may have been waiting for a server
 };
 
-// Work that goes on once the backup has what it was told (backup_link.h).
+// Work that waits until the backup has acknowledged a record (backup_link.h).
 struct Copying {
   enum Kind { kRound, kStep, kVerdict, kLoad, kAll } kind = kRound;
-  uint64_t number = 0;   // of the request to the backup
+  uint64_t number = 0;   // number of the request to the backup
   uint32_t round = 0;    // kRound
-  Message request;       // kStep, kVerdict and kLoad: of a member
-  int64_t received = 0;  // when that came
+  Message request;       // kStep, kVerdict and kLoad: the member's
+  int64_t received = 0;  // its time of arrival
 };
 
 // A recovery's notes on a partition.
 struct PartitionNotes : LossNotes {
-  // By member index: it has pushed a round of this since its replica came.  Empty: nobody has.
+  // Members that have pushed a round since their replica joined; by index. Empty: none.
   std::vector<bool> came;
-  // Of a state of which another server has a copy.  What waits for the backup; the pass with which
-  // the backup knows the state; the last round that was complete and that nobody here needs.
+  // For states with a copy: the work that waits for the backup; the pass with which the backup has
+  // the state; the last complete round, after it is over here.
   std::optional<Copying> copying;
   uint64_t pass = 0;
   std::optional<UpdatedRound> ended;
-  std::shared_ptr<const Declaration> restored_declaration;  // of a state that was a copy
-  bool has_state = false;                                   // is among those that have one
+  // owns the declaration of a state that was a copy
+  std::shared_ptr<const Declaration> restored_declaration;
+  bool has_state = false;  // is in CopiedRounds::states_
 };
 
 inline RoundNotes* NotesOf(Round* round) {
@@ -63,7 +64,7 @@ inline RoundNotes* NotesOf(Round* round) {
   return static_cast<RoundNotes*>(round->notes.get());
 }
 
-// Null: there is nothing to remember.
+// Null if there are no notes.
 inline const RoundNotes* FindNotes(const Round& round) {
   return static_cast<const RoundNotes*>(round.notes.get());
 }

@@ -17,25 +17,25 @@
 namespace byteps {
 namespace core {
 
-// Continues the rounds of a lost server at the server that has its place.
+// Continues rounds of a lost server on its successor.
 //
-// Both ways come here in which it learns of a sum: members give it (GivenSums), or a backup has a
-// copy of the state that was made of it (CopiedRounds).  From then on they are alike.  A member
-// that pushes a round with such a sum lacks the answer, and gets it; one that has the answer pushes
-// the next round, which is summed.  Rounds before are over.
+// The successor learns of sums in two ways: members give them (GivenSums), or a backup has a copy
+// of the state that they produced (CopiedRounds). Then both are treated alike. A member that pushes
+// a round with such a sum is missing the answer, and gets it; a member that has the answer pushes
+// the next round, which is summed. Earlier rounds are over.
 class ResumedRounds {
  public:
   ResumedRounds(ServerContext* context, Rounds* rounds, const AbsentMembers* absent)
       : context_(context), rounds_(rounds), absent_(absent) {}
 
-  // All members have ended the rounds of this tensor before this one.
+  // All members have ended the rounds of this tensor before `first_round`.
   void GoOnFrom(const DeclaredTensor* tensor, uint32_t first_round);
-  // Answers a push whose round has such a sum.  False: it has none.
+  // Answers a push whose round has such a sum. Returns false if it has none.
   bool Answers(Partition* partition, const Message& push, int64_t received);
 
-  // A round has such a sum: all members have pushed it, or are among those that the sum lacks.
+  // Marks a round with such a sum: all members have pushed it, or are missing in it.
   static void Resume(Round* round, size_t members, std::vector<bool> lacks);
-  // The partition, in which no round has begun, goes on with this one, which is complete.
+  // Gives a partition without rounds its last complete round.
   static void Restore(Partition* partition, UpdatedRound last);
 
  private:

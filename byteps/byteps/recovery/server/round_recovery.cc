@@ -14,7 +14,7 @@ namespace core {
 
 namespace {
 
-// Whether there is a scheduler again, or the backup was declared lost.
+// Interval of checks for a returned scheduler or a lost backup.
 constexpr auto kLookAgain = std::chrono::seconds(1);
 
 }  // namespace
@@ -85,12 +85,12 @@ AnswerNotes RoundRecovery::Describe(Round* round) {
 void RoundRecovery::OnOver(Partition* partition, Round* round) { copied_.OnOver(partition, round); }
 
 bool RoundRecovery::Waits(Partition* partition, Round* round, Round::Clock::time_point as_of) {
-  // A backup is watched as each server is.
+  // The scheduler watches the backup, like every server.
   if (!partition->is_held) {
     if (late_.AreExcused(partition, round, as_of) || late_.WaitOn(partition, round, as_of)) {
       return true;
     }
-    // Who was accused may be gone, and nobody is there to say so.
+    // An accused replica may be gone, with no scheduler to say so.
     if (!context_->channel->lacks_scheduler()) return false;
   }
   rounds_->Postpone(partition, round, as_of + kLookAgain);
@@ -116,7 +116,7 @@ void RoundRecovery::Serve(Partition* partition, Message* message) {
 
 void RoundRecovery::OnFreed(Partition* partition) { copied_.OnFreed(partition); }
 
-// ------------------------------------------------------------------ news
+// ------------------------------------------------------------------ events
 
 void RoundRecovery::SetAbsent(const std::set<int>& ranks) {
   Call([this, ranks] {
@@ -135,7 +135,7 @@ void RoundRecovery::SetAbsent(const std::set<int>& ranks) {
 
 void RoundRecovery::EndWithoutAbsent(Partition* partition) {
   for (Round& round : partition->rounds) {
-    if (partition->is_held) break;  // for this round, perhaps; who holds it looks again
+    if (partition->is_held) break;  // perhaps for this round; GoOn calls this again
     const RoundNotes* const notes = FindNotes(round);
     if (round.done || notes == nullptr || notes->excused.empty()) continue;
     if (AbsentMembers::HasAll(round)) EndIfAll(partition, &round);

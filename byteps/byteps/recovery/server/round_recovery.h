@@ -20,11 +20,11 @@
 namespace byteps {
 namespace core {
 
-// Goes on with the rounds of one thread after losses: without replicas that are removed, and with
-// what members or a backup have of a server that is lost.
+// Goes on with the rounds of one thread after losses: without removed replicas, and with the data
+// that members or a backup have from a lost server.
 class RoundRecovery : public RoundLossPolicy {
  public:
-  // `backup` is null where servers have no copies.
+  // `backup` is null if servers have no copies.
   RoundRecovery(ServerContext* context, Rounds* rounds, SumThread* thread,
                 Confirmations* confirmations, const Vacancies* vacancies, BackupLink* backup);
 
@@ -43,7 +43,7 @@ class RoundRecovery : public RoundLossPolicy {
   void Serve(Partition* partition, Message* message) override;
   void OnFreed(Partition* partition) override;
 
-  // Any thread may call these.
+  // Thread-safe, like all functions down to Call.
   //
   // Workers of these ranks, and no others, are absent.
   void SetAbsent(const std::set<int>& ranks);
@@ -53,14 +53,14 @@ class RoundRecovery : public RoundLossPolicy {
   void SetBackup(uint64_t pass);
   void OnCopied(std::shared_ptr<Partition> partition, uint64_t number);
   void Adopt(std::shared_ptr<Partition> partition);
-  // Does this in the thread, behind all else.
+  // Runs `task` in the thread, after all queued tasks.
   void Call(std::function<void()> task);
 
-  // Ends rounds of a partition that wait for nobody but those who are absent.
+  // Ends rounds of a partition that wait only for absent members.
   void EndWithoutAbsent(Partition* partition);
 
  private:
-  // The pushes that were to come have come: ends the round, if it can be.
+  // Ends the round, if possible, when all expected pushes have come.
   void EndIfAll(Partition* partition, Round* round);
 
   Confirmations* const confirmations_;

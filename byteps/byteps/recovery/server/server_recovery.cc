@@ -43,7 +43,7 @@ void ServerRecovery::OnConfirm(const Message& message) {
                    out.Take());
 }
 
-// ------------------------------------------------------------------ in the place of a lost one
+// ------------------------------------------------------------------ as successor of a lost server
 
 void ServerRecovery::OnResume(const Message& message) {
   if (server_->KeepsState()) {
@@ -72,7 +72,7 @@ void ServerRecovery::Resume(const Message& message) {
     const auto tensor = server_->FindTensor(key);
     if (tensor == nullptr || round == 0) continue;
     if (tensor->declaration.rule) {
-      // Members may be in different rounds of it, and the copy of the state says in which.
+      // Members may be in different rounds of it; the copy of the state knows which.
       if (error.empty()) error = WhyNoState(tensor->declaration);
     } else if (server_->SetFirstRound(key, round)) {
       for (RoundRecovery* rounds : rounds_) rounds->GoOnFrom(tensor, round);
@@ -115,7 +115,7 @@ bool ServerRecovery::Holds(const DeclaredTensor& tensor, Message* message) {
 void ServerRecovery::OnMade(const std::shared_ptr<Partition>& partition) {
   if (!partition->state) return;
   auto copy = backup_.fetched()->Take(partition->key);
-  // What another tensor had is of no use, and no member knows it.
+  // The copy may be of another tensor with the same key: then no member knows it.
   if (!copy || !(*copy->declaration == partition->declaration())) return;
   partition->state = std::move(copy->state);
   PartitionNotes* const notes = NotesOf(partition.get());
@@ -131,13 +131,13 @@ bool ServerRecovery::MayFree(const DeclaredTensor& tensor) {
     return settled_.count(static_cast<int>(rank)) > 0;
   };
   const auto& group = tensor.declaration.group;
-  // A member that has not resumed yet may want what others give.
+  // A member that has not resumed yet may need what others give.
   if (!is_successor_ || std::all_of(group.begin(), group.end(), is_settled)) return true;
   PS_PROBE(kFreedHeld);
   return false;
 }
 
-// ------------------------------------------------------------------ of the backup link
+// ------------------------------------------------------------------ callbacks of the backup link
 
 void ServerRecovery::InThreadOf(uint64_t key, std::function<void()> task) {
   rounds_[HashBytes(&key, sizeof(key), 1) % rounds_.size()]->Call(std::move(task));
@@ -161,7 +161,7 @@ void ServerRecovery::OnFetched() {
   for (Message& message : waiting) server_->OnMessage(&message);
 }
 
-// ------------------------------------------------------------------ news
+// ------------------------------------------------------------------ events
 
 void ServerRecovery::OnWorkerGone(int rank) {
   confirmations_.SetGone(rank);

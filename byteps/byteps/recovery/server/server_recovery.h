@@ -20,11 +20,11 @@
 namespace byteps {
 namespace core {
 
-// Goes on after losses, as far as workers ask for it: with members that are left, and in the place
-// of a server that was lost (docs/design/losses.md).
+// Goes on after losses, as far as workers ask for it: with the members that are left, or as
+// successor of a lost server (docs/design/losses.md).
 class ServerRecovery : public ServerLossPolicy, private BackupUser {
  public:
-  // `channel` is that of the server.
+  // `channel` is the server's.
   ServerRecovery(const Config& config, Channel* channel);
 
   std::unique_ptr<RoundLossPolicy> MakeOfRounds(ServerContext* context, Rounds* rounds,
@@ -44,15 +44,14 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   void SetAbsent(const std::set<int>& ranks) override;
 
  private:
-  // A worker has answers, and nothing to push.
+  // A worker confirms its answers, while it has nothing to push.
   void OnConfirm(const Message& message);
-  // A worker comes from a server that is lost, and says in which rounds it goes on.
+  // A worker of a lost server says in which rounds it goes on.
   void OnResume(const Message& message);
   void Resume(const Message& message);
-  // Why this server, which comes, cannot go on with a tensor that members have made steps of; or
-  // "".
+  // Reason why this successor cannot go on with a tensor that was updated, or "".
   std::string WhyNoState(const Declaration& declaration);
-  // Interface of the backup link's user.
+  // BackupUser.
   void InThreadOf(uint64_t key, std::function<void()> task) override;
   void OnCopied(uint64_t key, uint64_t number) override;
   void OnBackup(uint64_t pass) override;
@@ -62,15 +61,14 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   Vacancies vacancies_;
   Confirmations confirmations_;
   BackupLink backup_;
-  std::vector<RoundRecovery*> rounds_;  // by thread; always the same
+  std::vector<RoundRecovery*> rounds_;  // by thread; never changes
   ps::Mutex mu_;
-  // Ranks of which this server, if it has the place of a lost one, need not await that they resume;
-  // and whether it has.
+  // On a successor: ranks that have resumed, or need not. Whether this server is a successor.
   std::set<int> settled_ PS_GUARDED_BY(mu_);
   bool is_successor_ PS_GUARDED_BY(mu_) = false;
   std::set<int> absent_ PS_GUARDED_BY(mu_);
-  // About tensors that servers update, until this one has met its backup, or has the state that a
-  // lost server left.
+  // Requests about updated tensors. They wait until this server has met its backup, or has the
+  // state of the lost server.
   std::vector<Message> awaiting_state_ PS_GUARDED_BY(mu_);
 };
 

@@ -24,7 +24,7 @@ void KeptSums::Keep(int server, KeptSum sum) {
 }
 
 void KeptSums::Drop(int server, const Tensor& tensor, uint64_t index, uint32_t before) {
-  std::vector<KeptSum> gone;  // without the lock
+  std::vector<KeptSum> gone;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
   Server& its = servers_[server];
   const uint64_t key = tensor.key + index;
@@ -35,7 +35,7 @@ void KeptSums::Drop(int server, const Tensor& tensor, uint64_t index, uint32_t b
 }
 
 void KeptSums::DropBefore(int server, uint64_t serial) {
-  std::vector<KeptSum> gone;  // without the lock
+  std::vector<KeptSum> gone;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
   Server& its = servers_[server];
   while (!its.serials.empty() && its.serials.begin()->first < serial) {
@@ -44,7 +44,7 @@ void KeptSums::DropBefore(int server, uint64_t serial) {
 }
 
 void KeptSums::SetSerial(int server, uint64_t partition, uint32_t round, uint64_t serial) {
-  std::vector<KeptSum> gone;  // without the lock
+  std::vector<KeptSum> gone;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
   Server& its = servers_[server];
   const auto it = its.sums.find({partition, round});
@@ -64,7 +64,7 @@ void KeptSums::ForgetSerials(int server) {
 }
 
 void KeptSums::DropAll(int server, const Tensor& tensor) {
-  std::vector<KeptSum> gone;  // without the lock
+  std::vector<KeptSum> gone;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
   Server& its = servers_[server];
   const auto end = its.sums.upper_bound({tensor.key + kMaxPartitions - 1, UINT32_MAX});

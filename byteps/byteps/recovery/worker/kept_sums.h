@@ -1,4 +1,4 @@
-// KeptSums: the sums that other members may lack when a server is lost (docs/design/losses.md).
+// KeptSums: sums that other members may need when a server is lost (docs/design/losses.md).
 #ifndef BYTEPS_RECOVERY_WORKER_KEPT_SUMS_H_
 #define BYTEPS_RECOVERY_WORKER_KEPT_SUMS_H_
 
@@ -16,46 +16,46 @@
 namespace byteps {
 namespace core {
 
-// The sum of a partition, as this worker was answered.
+// The sum of a partition, as this worker received it.
 struct KeptSum {
   TensorPtr tensor;
   uint64_t index = 0;
   uint32_t round = 0;
-  uint64_t serial = 0;  // among the sums of its server; 0: it has none there
-  SharedBytes values;   // empty: this worker wanted a part of it alone
-  std::string lacks;    // PackMembers of those that it lacks
+  uint64_t serial = 0;  // serial at its server; 0: it has none
+  SharedBytes values;   // empty: this worker wanted only a part of it
+  std::string lacks;    // PackMembers of members missing in it
 };
 
-// Any thread may call anything.
+// Thread-safe.
 class KeptSums {
  public:
   explicit KeptSums(int num_servers) : servers_(num_servers) {}
 
   void Keep(int server, KeptSum sum);
-  // All members have ended the rounds of this partition before this one.
+  // All members have ended the rounds of this partition before `before`.
   void Drop(int server, const Tensor& tensor, uint64_t index, uint32_t before);
-  // All members have the sums of this server with serials before this one.
+  // All members have the sums of this server with lower serials.
   void DropBefore(int server, uint64_t serial);
-  // A server that came has this sum under this serial; 0: no member lacks it.
+  // A successor has this sum under this serial; 0: no member needs it.
   void SetSerial(int server, uint64_t partition, uint32_t round, uint64_t serial);
-  // Serials of a server that is lost mean nothing to the one that comes.
+  // Serials of a lost server are meaningless on its successor.
   void ForgetSerials(int server);
   // Drops the sums of a tensor that every member has released.
   void DropAll(int server, const Tensor& tensor);
-  // The sums of a server's partitions, the older ones of each first.
+  // The sums of a server's partitions, older rounds of a partition first.
   std::vector<KeptSum> Of(int server);
   bool Has(int server);
   uint64_t bytes();
 
  private:
-  using Key = std::pair<uint64_t, uint32_t>;  // of the partition, and the round
+  using Key = std::pair<uint64_t, uint32_t>;  // partition and round
   struct Server {
     std::map<Key, KeptSum> sums;
     std::map<uint64_t, Key> serials;
   };
   using Sums = std::map<Key, KeptSum>;
 
-  // Takes one out, and returns the one behind it.
+  // Removes a sum, and returns the next.
   Sums::iterator Take(Server* server, Sums::iterator it, std::vector<KeptSum>* gone)
       PS_REQUIRES(mu_);
 

@@ -15,7 +15,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Sums in flight to a successor: enough to keep a link busy, and little memory of the transport's.
+// Sums in flight to a successor: enough to keep a link busy, with little memory in the transport.
 constexpr size_t kGivenAtOnce = 8;
 
 }  // namespace
@@ -34,7 +34,7 @@ int ServerReplacement::ServerOf(uint64_t turn) const {
   return turn == 0 || found == places_.end() ? -1 : static_cast<int>(found - places_.begin());
 }
 
-// ------------------------------------------------------------------ while all goes well
+// ------------------------------------------------------------------ without losses
 
 void ServerReplacement::Complete(PushHeader* header, int server) {
   header->flags |= PushHeader::kKeepsSums;
@@ -49,7 +49,7 @@ std::string ServerReplacement::Send(int server, const std::function<std::string(
 bool ServerReplacement::TakeRequest(Message* answer, Request* request) {
   ps::ReaderLock lock(&mu_);
   const bool is_open = context_->requests.Peek(answer->number, request);
-  // The sums that were kept may have been given to a successor already.
+  // The kept sums may have been given to a successor already.
   if (is_open && places_[request->server].is_vacant) {
     PS_PROBE(kAnswerOfLost);
     return false;
@@ -58,7 +58,7 @@ bool ServerReplacement::TakeRequest(Message* answer, Request* request) {
   if (answer->failed || request->operation->request.op != kPushPull) return true;
   try {
     KeepSum(answer, *request);
-  } catch (const std::exception& e) {  // its operation fails
+  } catch (const std::exception& e) {  // fails the operation
     answer->failed = true;
     answer->body = e.what();
   }
@@ -80,7 +80,7 @@ void ServerReplacement::KeepSum(Message* answer, const Request& request) {
   sum.lacks = answer->body;
   if (operation.Wanted(request.index).bytes == operation.Whole(request.index).bytes) {
     sum.values = answer->values;
-    if (context_->channel->RegistersMemory()) {  // which the transport needs back
+    if (context_->channel->RegistersMemory()) {  // the transport needs its memory back
       sum.values = SharedBytes::New(answer->values.size());
       memcpy(sum.values.data(), answer->values.data(), answer->values.size());
     }
@@ -259,7 +259,7 @@ void ServerReplacement::PushAgain(Request request) {
   task.server = request.server;
   task.bytes = operation->Sent(request.index).bytes;
   task.again = true;
-  // The lost server did not answer it, and nobody waits for its values any more.
+  // The lost server did not answer, and its unanswered bytes count no more.
   context_->scheduler->Answer(request.server, task.bytes);
   operation->Restart(request.index);
   context_->scheduler->Add(operation->request.priority, {std::move(task)});

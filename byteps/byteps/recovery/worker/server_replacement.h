@@ -18,16 +18,14 @@
 namespace byteps {
 namespace core {
 
-// The policy of a worker by its settings: ServerReplacement with BYTEPS_REPLACE_SERVERS_S, or else
-// the one that ends the job.
+// Makes a ServerReplacement with BYTEPS_REPLACE_SERVERS_S, otherwise the policy that ends the job.
 std::unique_ptr<LossPolicy> MakeLossPolicy(const Config& config, int num_servers);
 
-// Goes on with the server that takes the place of a lost one (docs/design/losses.md):
+// Goes on with the successor of a lost server (docs/design/losses.md):
 //
-//   lost      nothing is sent to it any more
-//   replaced  the new one is told of all tensors, and where this worker goes on in each of them;
-//             it is given the sums that were kept; then what the old one had not answered is
-//             pushed again
+//   lost      sends nothing more to it
+//   replaced  declares all tensors to the successor, and says in which rounds this worker goes on;
+//             gives it the kept sums; then repeats the unanswered pushes
 class ServerReplacement : public LossPolicy {
  public:
   // `has_backups`: another server has a copy of each server's optimizer state.
@@ -42,29 +40,28 @@ class ServerReplacement : public LossPolicy {
   void OnServerLost(int server, const std::string& reason) override;
   void OnServerReplaced(int server) override;
   bool OnAnswer(const Message& message) override;
-  // Tells servers that have no requests of this worker's what it has, as long as it keeps any of
-  // their sums.
+  // Confirms answers to servers without open requests, as long as some of their sums are kept.
   void OnTick() override;
   uint64_t kept_bytes() override { return kept_.bytes(); }
 
  private:
-  // A server's place. A successor is told in one turn where this worker goes on: all messages of
-  // that turn have its number, so that answers of one that was lost meanwhile are dropped.
+  // A server rank. All messages that bring a successor up to date carry the same turn, so that
+  // answers of one that is lost meanwhile are dropped.
   struct Place {
-    bool is_vacant = false;     // what is sent there would be lost
-    uint64_t turn = 0;          // 0: no successor is being told
-    uint64_t came_in_turn = 0;  // 0: the first server of this place
+    bool is_vacant = false;     // do not send: it would be lost
+    uint64_t turn = 0;          // 0: no successor is being brought up to date
+    uint64_t came_in_turn = 0;  // turn of the present server; 0: the first
     std::deque<KeptSum> to_give;
     size_t given_in_flight = 0;
   };
 
-  // The server that is told in this turn; -1: it is lost by now.
+  // The server that is brought up to date in this turn; -1: it is lost by now.
   int ServerOf(uint64_t turn) const PS_REQUIRES_SHARED(mu_);
   void KeepSum(Message* answer, const Request& request);
   // Tells a successor in which rounds this worker goes on.
   void SendResume(int server, uint64_t turn);
   void OnResumed(const Message& answer);
-  // Gives a successor as many of the sums that wait as may be in flight; after the last, goes on.
+  // Gives a successor further sums, as many as may be in flight; after the last, goes on.
   void GiveNext(int server, uint64_t turn);
   void Give(int server, uint64_t turn, const KeptSum& sum);
   void OnGiven(const Message& answer);
@@ -73,8 +70,8 @@ class ServerReplacement : public LossPolicy {
   void PushAgain(Request request);
 
   const bool has_backups_;
-  // Held to read from before a request is remembered until it is sent, and while an answer is taken
-  // and its sum kept. The thread that holds it to write sees each partition in one place.
+  // Read lock: from before a request is recorded until it is sent, and while an answer is taken and
+  // its sum kept. So the holder of the write lock sees each partition in exactly one place.
   ps::SharedMutex mu_;
   std::vector<Place> places_ PS_GUARDED_BY(mu_);  // by server
   uint64_t last_turn_ PS_GUARDED_BY(mu_) = 0;
