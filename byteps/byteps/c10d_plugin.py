@@ -1,8 +1,8 @@
-"""The backend ``byteps`` of torch.distributed, as a plugin: it needs no more than torch.
+"""Plugin that registers the backend ``byteps`` with torch.distributed. It needs only torch.
 
-`install` is for scripts that do not know of BytePS: groups that they make for NCCL or gloo then
-carry that backend and are told apart by nothing but their speed. An entry point of the group
-``torch.backends`` names `autoload`: ``import torch`` ends with it.
+`install` is for scripts that do not know BytePS: groups that they create for NCCL or gloo then use
+BytePS, and otherwise behave as before. The entry point `autoload` (group ``torch.backends``) is
+called at the end of ``import torch``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 NAME = "byteps"
 MIXED = {"cpu": "gloo", "cuda": "nccl"}
-"""Backends of a group whose script asks for the backend ``byteps``."""
+"""Backends inside a group whose script asks for ``byteps``."""
 
 _logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -29,16 +29,16 @@ _told: set[str] = set()
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The backend that a script has asked for."""
+    """Backend that a script has asked for."""
 
     name: str
-    """As the script spells it: ``nccl``, ``cpu:gloo,cuda:nccl``; ``undefined`` if it names none."""
+    """The script's spelling: ``nccl``, ``cpu:gloo,cuda:nccl``; ``undefined`` if it names none."""
     backends: Mapping[str, str]
-    """By device, as torch understands the name."""
+    """Backend by device, as torch parses the name."""
 
     @property
     def is_carried(self) -> bool:
-        """Whether the group can carry these backends."""
+        """Return whether a BytePS group can wrap these backends."""
         return (
             bool(self.backends)
             and set(self.backends) <= {"cpu", "cuda"}
@@ -47,39 +47,40 @@ class Asked:
 
     @classmethod
     def of(cls, name: str) -> Asked:
-        """Raises ValueError where torch does not understand the name."""
+        """Parse a name. Raises ValueError if torch does not know it."""
         config = dist.distributed_c10d.BackendConfig(dist.Backend(name))
         backends = {device: str(of) for device, of in config.get_device_backend_map().items()}
-        if name == dist.Backend.UNDEFINED:  # torch names one for every kind of device that it knows
+        # For an undefined name torch returns a backend for every kind of device.
+        if name == dist.Backend.UNDEFINED:
             backends = {device: of for device, of in backends.items() if device in MIXED}
         return cls(name=name, backends=backends)
 
 
 asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
-"""The backend that a script has asked for, while its group is made."""
+"""The backend that the script has asked for, while its group is being created."""
 
 
 def warn_not_carried(what: str) -> None:
-    """Say once that all-reduces of a group do not go through the servers."""
+    """Log once that all-reduces of a group do not go through the servers."""
     if what not in _told:
         _told.add(what)
         _logger.warning("%s is not carried by BytePS: its all-reduces stay with its backend", what)
 
 
 def register() -> None:
-    """Make the backend ``byteps`` known to torch.distributed. Again: do nothing."""
+    """Register the backend ``byteps`` with torch.distributed. A second call does nothing."""
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def install() -> None:
-    """Have every group of NCCL or gloo made by the backend ``byteps``. Again: do nothing."""
+    """Make every NCCL or gloo group a ``byteps`` group. A second call does nothing."""
     if not dist.is_available():
         return
     register()
     inside = dist.distributed_c10d
-    # Whatever makes a group calls this, also modules that were imported before this one.
+    # All code that creates a group calls this function, also modules imported before this one.
     if not hasattr(inside._new_process_group_helper, "__wrapped__"):
         inside._new_process_group_helper = _carrying(inside._new_process_group_helper)
 
@@ -91,14 +92,14 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 
 def _carrying(make: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function that makes a group, whose groups carry the backend that is asked for."""
+    """Wrap torch's function that creates a group, so that groups use BytePS."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
     def carrying(*arguments: Any, **named: Any) -> Any:
         call = signature.bind(*arguments, **named)
         name = str(call.arguments["backend"]).lower()
-        # The backend itself, and what is wrong, are torch's to answer.
+        # torch handles ``byteps`` itself, and reports invalid names.
         of = None if name == NAME or not _is_understood(name) else Asked.of(name)
         if of is None or not of.is_carried:
             if of is not None:
@@ -126,7 +127,7 @@ def _is_understood(name: str) -> bool:
 
 
 def _tell_as(group: Any, name: str, device: torch.device | None) -> None:
-    """torch tells scripts that the group is one of the backend that they have asked for."""
+    """Make torch report the group's backend as the name that the script asked for."""
     world = dist.distributed_c10d._world
     world.pg_map[group] = (name, world.pg_map[group][1])
     world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(dist.Backend(name)))
@@ -135,8 +136,8 @@ def _tell_as(group: Any, name: str, device: torch.device | None) -> None:
 
 
 def autoload() -> None:
-    """With ``BYTEPS_C10D=1``, have torch.distributed make process groups that use BytePS; under
-    ``python -m byteps.trial``, have this process measure its steps."""
+    """With ``BYTEPS_C10D=1``, make torch.distributed create groups that use BytePS. Under ``python
+    -m byteps.trial``, measure this process's steps."""
     if os.environ.get("BYTEPS_C10D", "0") not in ("", "0"):
         install()
     if trial := os.environ.get("BYTEPS_TRIAL"):

@@ -1,14 +1,14 @@
-"""What an all-reduce costs on the links, in closed form; docs/design/cost-model.md derives it.
+"""Time of an all-reduce on the links, in closed form; docs/design/cost-model.md derives it.
 
-Training decides by these functions how each bucket of gradients is summed, and the benchmark holds
-what it measures against them. Everything here is arithmetic and needs no other module: links that
-carry their rate in each direction at once, a switch that is never the limit, additions and messages
-that cost nothing.
+Training uses these functions to decide how each bucket of gradients is summed, and the benchmark
+compares its measurements with them. The model: links carry their rate in both directions at the
+same time, the switch is never the limit, additions and messages cost nothing. The module imports no
+other module of this project.
 
-:func:`core_seconds` counts CPU time.
-Unless stated otherwise, ``workers`` (n) are the members of the all-reduce, each with a NIC of its
-own, ``servers`` (k) the machines that add, ``size`` (M) the bytes of the tensor on one worker and
-``rate`` (B) the bytes per second that a link carries each way. Times are in seconds.
+:func:`core_seconds` counts CPU time. Unless stated otherwise, ``workers`` (n) is the number of
+members of the all-reduce, each with its own NIC, ``servers`` (k) the number of machines that add,
+``size`` (M) the bytes of the tensor on one worker, and ``rate`` (B) the bytes per second of a link
+in each direction. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def ring(workers: int, size: float, rate: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """How the bytes are dealt to servers of two kinds."""
+    """Shares of the bytes for servers of two kinds."""
 
     extra: float
-    """Part of the tensor that each machine of its own sums."""
+    """Fraction of the tensor that each extra server machine sums."""
     beside: float
-    """Part of the tensor that the server on each worker's host sums."""
+    """Fraction of the tensor that the server on each worker's host sums."""
 
 
 def best_shares(workers: int, servers: int) -> Shares:
-    """The shares that end both kinds of machine at the same time.
+    """Return the shares with which both kinds of machine finish at the same time.
 
     Let each of k extra machines sum x and each of n hosts y, kx + ny = 1. An extra machine sends
-    n*x*M. A host sends its worker's pushes, all but its own share, (1-y)*M, and its server's
-    answers to the n-1 others, (n-1)*y*M. Both take as long when n*x = 1 + (n-2)*y, so
-    y = (n-k) / (n^2 + kn - 2k) and x = 2(n-1) / (n^2 + kn - 2k). From k = n on the hosts need not
-    help: y = 0, x = 1/k.
+    n*x*M. A host sends its worker's pushes except its own share, (1-y)*M, and its server's answers
+    to the n-1 others, (n-1)*y*M. Both finish at the same time when n*x = 1 + (n-2)*y, so y = (n-k)
+    / (n^2 + kn - 2k) and x = 2(n-1) / (n^2 + kn - 2k). For k >= n the hosts need not help: y = 0, x
+    = 1/k.
     """
     _check(workers=workers, servers=servers or None, size=1.0, rate=1.0)
     if servers >= workers:
@@ -53,8 +53,8 @@ def best_shares(workers: int, servers: int) -> Shares:
 def both_kinds(workers: int, servers: int, size: float, rate: float) -> float:
     """2n(n-1)/(n^2 + kn - 2k) * M/B up to k = n, then M/B: k machines and all n hosts serve.
 
-    The time of both kinds of machine under ``best_shares``; no other shares are faster, since any
-    that relieve one kind load the other.
+    This is the time of both kinds of machine under ``best_shares``. No other shares are faster,
+    since they load one of the kinds more.
     """
     _check(workers=workers, servers=servers or None, size=size, rate=rate)
     shares = best_shares(workers, servers)
@@ -62,9 +62,10 @@ def both_kinds(workers: int, servers: int, size: float, rate: float) -> float:
 
 
 def gain(workers: int, servers: int) -> float:
-    """1 + k(n-2)/n^2 for k <= n: the ring's time over that of ``both_kinds``.
+    """1 + k(n-2)/n^2 for k <= n: the ring's time divided by that of ``both_kinds``.
 
-    1 at n = 2, where a ring also sends M bytes each way; 2(n-1)/n at k = n, so at most 2.
+    It is 1 at n = 2, where a ring also sends M bytes in each direction, and 2(n-1)/n at k = n, so
+    at most 2.
     """
     _check(workers=workers, servers=servers or None, size=1.0, rate=1.0)
     return 1 + min(servers, workers) * (workers - 2) / workers**2
@@ -75,30 +76,31 @@ def gain(workers: int, servers: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Bytes that the busiest NIC of each kind carries in its busier direction."""
+    """Bytes in the busier direction of the busiest NIC of each kind."""
 
     host: float
-    """Of a host with workers, and the servers on it."""
+    """NIC of a host with workers, and of the servers on it."""
     server: float = 0.0
-    """Of a server on a machine of its own."""
+    """NIC of a server machine."""
 
     def seconds(self, host_rate: float, server_rate: float) -> float:
-        """When the last byte has passed, for NICs of these bytes per second each way."""
+        """Return the time until the last byte has passed, for NICs of these bytes per second in
+        each direction."""
         return max(self.host / host_rate, self.server / server_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """The servers of a job, and how bytes are dealt to them."""
+    """The servers of a job. All server processes get the same number of bytes."""
 
     hosts: int
-    """With workers. All of them push at the same time."""
+    """Number of hosts with workers. All of them push at the same time."""
     extra: int
-    """Machines of their own with servers."""
+    """Number of server machines (without workers)."""
     local: int = 0
-    """Server processes on each of the hosts with workers."""
+    """Server processes on each host with workers."""
     per_machine: int = 1
-    """Server processes on each machine of its own."""
+    """Server processes on each server machine."""
 
     def __post_init__(self) -> None:
         counts = (self.hosts - 1, self.extra, self.local, self.per_machine - 1)
@@ -107,20 +109,20 @@ class Servers:
 
     @property
     def count(self) -> int:
-        """Server processes. Each gets as many bytes."""
+        """Return the number of server processes."""
         return self.extra * self.per_machine + self.local * self.hosts
 
     def shares(self) -> Shares:
-        """What a machine and a host get, with all processes on it."""
+        """Return the shares of a machine and of a host, for all processes on it."""
         return Shares(extra=self.per_machine / self.count, beside=self.local / self.count)
 
 
 def best_servers(hosts: int, extra: int, within: float = 1.03) -> Servers:
-    """How many server processes to start on each machine, so that every NIC is busy.
+    """Return how many server processes to start on each machine, so that every NIC is busy.
 
-    A process gets as many bytes as any other, so that their numbers on the two kinds of machine
-    stand for :func:`best_shares`. The fewest processes are taken that are within that part of the
-    best time: 3 on each of 2 machines and 1 on each of 4 hosts, for example.
+    Each process gets the same number of bytes, so the numbers of processes approximate
+    :func:`best_shares`. The result has the fewest processes whose time is at most `within` times
+    the best: for example 3 on each of 2 machines and 1 on each of 4 hosts.
     """
     best = both_kinds(hosts, extra, 1.0, 1.0) if extra else ring(hosts, 1.0, 1.0)
     choices = [
@@ -138,10 +140,11 @@ def best_servers(hosts: int, extra: int, within: float = 1.03) -> Servers:
 
 
 def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
-    """The load of a push-pull: the ranks of each host together push and pull so many bytes.
+    """Return the load of a push-pull, for the bytes that the ranks of a host push and pull in
+    total.
 
-    A server with the part x of the tensor receives x * pushed from every host and sends
-    x * pulled to each. What a worker and a server on one host exchange does not pass its NIC.
+    A server with the fraction x of the tensor receives x * pushed from every host and sends x *
+    pulled to each. Traffic between a worker and a server on the same host does not pass its NIC.
     """
     shares, others = servers.shares(), servers.hosts - 1
     own = shares.beside
@@ -154,22 +157,22 @@ def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
 # ------------------------------------------------------------------------- cores and NICs
 
 TCP_GBPS = 100.0
-"""The fastest link, in Gbit/s, that TCP is for: none faster was measured, and at that rate a server
-spends 12 cores on it. Above it RDMA, where the NIC moves the bytes."""
+"""The fastest link, in Gbit/s, for which TCP was measured: at that rate a server spends 12 cores on
+it. Use RDMA for faster links, where the NIC moves the bytes."""
 TCP_CORE_RATE = 20e9 / 8
-"""Bytes per second that one core sends or receives over TCP."""
+"""Bytes per second that a core sends or receives over TCP."""
 ADD_CORE_RATE = 6e9
-"""Bytes of pushes per second that one core of a server adds."""
+"""Bytes of pushes per second that a core of a server adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSeconds:
-    """CPU time of one push-pull, on one machine of each kind."""
+    """CPU time of a push-pull, in core-seconds, on one machine of each kind."""
 
     host: float
-    """Of a host with workers, and the servers on it."""
+    """A host with workers, and the servers on it."""
     server: float = 0.0
-    """Of a machine with servers only."""
+    """A server machine."""
 
 
 def core_seconds(
@@ -180,11 +183,12 @@ def core_seconds(
     core_rate: float = TCP_CORE_RATE,
     add_rate: float = ADD_CORE_RATE,
 ) -> CoreSeconds:
-    """The CPU time of a push-pull: the ranks of each host together push and pull these bytes.
+    """Return the CPU time of a push-pull, for the bytes that the ranks of a host push and pull in
+    total.
 
-    A worker sends what it pushes and receives what it pulls. A server with the part x of the tensor
-    receives and adds x * pushed from every host, and sends x * pulled to each. What a worker and a
-    server on one host exchange costs their cores as much as anything else.
+    Workers send pushes and receive pulls. A server with the fraction x of the tensor receives and
+    adds x * pushed from every host, and sends x * pulled to each. Traffic inside a host costs the
+    same CPU time.
 
     Args:
         core_rate: bytes per second that a core sends or receives; infinite with RDMA.
@@ -197,22 +201,22 @@ def core_seconds(
 
 
 def reduce_scatters(groups: Iterable[Sequence[int]], size: float) -> Load:
-    """The load of reduce-scatters of torch.distributed (or all-gathers), all at the same time.
+    """Return the load of simultaneous reduce-scatters (or all-gathers) of torch.distributed.
 
-    A ring visits the members of a host one after the other, so that (m-1)/m of the tensor leaves
-    each host, for m members; nothing does where all are on one host.
+    A ring of m members visits the members of a host one after the other, so (m-1)/m of the tensor
+    leaves each host; nothing if all are on the same host.
 
     Args:
-        groups: of each ring, the host of every member.
+        groups: the host of every member, for each ring.
         size: bytes of the tensor on one member.
     """
     return _leaving(groups, size, lambda members: (len(members) - 1) / len(members))
 
 
 def all_reduces(groups: Iterable[Sequence[int]], size: float) -> Load:
-    """The load of all-reduces of torch.distributed, all at the same time; arguments as above.
+    """Return the load of simultaneous all-reduces of torch.distributed; arguments as above.
 
-    2(h-1)/h of the tensor leaves each of h hosts: what NCCL needs at its best, by trees or by rings
+    2(h-1)/h of the tensor leaves each of h hosts. This is NCCL's optimum, with trees or with rings
     that sum inside the host first. A flat ring (gloo's) needs 2(m-1)/m.
     """
     return _leaving(groups, size, lambda members: 2 * (len(set(members)) - 1) / len(set(members)))

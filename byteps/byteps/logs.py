@@ -1,4 +1,4 @@
-"""Log lines of the Python parts, in the form of all others (``base/log.h``)."""
+"""Log lines of Python code, in the same format as the C++ lines (``base/log.h``)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import time
 FORMAT = "BYTEPS_LOG_FORMAT"
 HIDE_TIME = "BYTEPS_LOG_HIDE_TIME"
 LOGGERS = ("byteps", "megatron.core.distributed.dpu_reduce")
-"""Those that :func:`install` gives a handler."""
+"""Loggers to which :func:`install` adds a handler."""
 
 _SEVERITIES = {"CRITICAL": "FATAL"}
 _HANDLER_NAME = "byteps log lines"
 
 
 class LineFormatter(logging.Formatter):
-    """Makes lines with time (UTC), severity, role, rank, host, source and message.
+    """Formats lines with time (UTC), severity, role, rank, host, source and message.
 
     Args:
-        rank: of this worker; less than 0 while it is not known.
-        as_json: one JSON object a line instead of text.
+        rank: this worker's rank; less than 0 if it is unknown.
+        as_json: one JSON object per line instead of text.
         hide_time: leave the time out.
     """
 
@@ -63,7 +63,7 @@ _formatter = LineFormatter(rank=-1, as_json=False, hide_time=False)
 
 
 def render(level: int, message: str) -> str:
-    """The line, or lines, without an end, for one who must write them by other means."""
+    """Format a message without a final newline, for callers that cannot use a logger."""
     caller = sys._getframe(1).f_code
     record = logging.LogRecord(
         "byteps", level, caller.co_filename, caller.co_firstlineno, message, None, None
@@ -72,13 +72,13 @@ def render(level: int, message: str) -> str:
 
 
 def install(rank: int, *, form: str | None = None, hide_time: bool = False) -> None:
-    """Give the loggers of this project a handler that writes such lines to the error output.
+    """Add a handler to the loggers of this project that writes such lines to stderr.
 
-    Called again, as after a fork, it puts the new rank into the lines.
+    A second call, for example after a fork, changes the rank in the lines.
 
     Args:
-        form: BYTEPS_LOG_FORMAT; None: it is not set, and where the program has set up logging
-            itself this does nothing.
+        form: BYTEPS_LOG_FORMAT. None: it is not set; then this does nothing if the program has
+            configured logging itself.
         hide_time: BYTEPS_LOG_HIDE_TIME.
     """
     global _formatter
@@ -94,5 +94,5 @@ def install(rank: int, *, form: str | None = None, hide_time: bool = False) -> N
         handler.set_name(_HANDLER_NAME)
         handler.setFormatter(_formatter)
         logger.addHandler(handler)
-        # The program's own handlers would write each line once more.
+        # Otherwise the program's own handlers would write each line a second time.
         logger.propagate = False

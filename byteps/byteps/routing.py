@@ -1,7 +1,7 @@
-"""The paths that a bucket can take, and which needs the least time on the links, counted in bytes.
+"""Paths that a bucket can take, and the path that needs the least time on the links.
 
-Needs no torch: :mod:`byteps.forecast` asks the same before a job starts. :mod:`byteps.torch.routes`
-measures rates in a running job.
+This module needs no torch, so that :mod:`byteps.forecast` can use it before a job starts.
+:mod:`byteps.torch.routes` measures rates in a running job.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from byteps.cost_model import Load, Servers
 
 COLLECTIVE, FLAT, NODE_FIRST, AUTO = "collective", "flat", "node-first", "auto"
 ROUTES = (AUTO, FLAT, NODE_FIRST, COLLECTIVE)
-"""What ``--dpu-reduce-backend`` may name.
+"""Values of ``--dpu-reduce-backend``.
 
 ``collective``: torch.distributed's reduce-scatter or all-reduce, as without BytePS. ``flat``: every
 rank pushes its whole bucket. ``node-first``: the ranks of a host sum first, then each pushes a
-part. ``auto``: whichever needs the least time on the links."""
+part. ``auto``: the backend that needs the least time on the links.
+"""
 
 MARGIN = 0.97
-"""Servers are chosen where they need at most this part of the collective's time: at even bytes a
-ring is the faster, by a few hundredths."""
+"""Servers are chosen if they need at most this fraction of the collective's time: at equal bytes a
+ring is faster by a few percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +35,17 @@ class Network:
 
     servers: Servers
     host_rate: float | None
-    """Bytes per second each way of a worker host's NIC; None: not known, so that only bytes are
-    compared, as if all NICs were alike."""
+    """Bytes per second in each direction of a worker host's NIC. None: unknown, so only bytes are
+    compared, as if all NICs had the same rate."""
     server_rate: float | None
-    """Of a server's NIC; None: as the host's."""
+    """Rate of a server's NIC; None: the same as a host's."""
     collective_rate: float | None = None
-    """Bytes per second over a worker host's NIC in a collective; None: as ``host_rate``."""
+    """Bytes per second over a worker host's NIC in a collective; None: ``host_rate``."""
     measured_bytes: int = 0
-    """Rates were measured with a tensor of so many bytes; 0: NICs or settings told them."""
+    """Bytes of the tensor with which rates were measured; 0: rates are from NICs or settings."""
 
     def seconds(self, route: str, load: Load) -> float:
-        """Time of a load; in units of a byte's time where rates are not known."""
+        """Return the time of a load, in seconds; if rates are unknown, in byte times."""
         host = self.host_rate or 1.0
         if route == COLLECTIVE and self.collective_rate:
             return load.seconds(self.collective_rate, self.collective_rate)
@@ -53,22 +54,23 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """What has to be summed: one bucket group's gradients, over one data-parallel group."""
+    """The sum of a bucket group's gradients over a data-parallel group."""
 
     hosts: tuple[int, ...]
     """The host of each member, in the order of the group."""
     gradient_bytes: int
-    """In the type in which they are summed."""
+    """Bytes in the type in which gradients are summed."""
     wire_bytes: int
-    """In the type in which BytePS sends them."""
+    """Bytes in the type in which BytePS sends them."""
     sharded: bool = False
-    """The distributed optimizer: each rank needs its own shard."""
+    """Whether the optimizer is distributed: each rank then needs only its own shard."""
     instances: int = 1
-    """Of that optimizer: consecutive members, equally many, hold all shards once."""
+    """Number of distributed optimizer instances: the group is cut into this many equal runs of
+    members, each of which holds all shards once."""
     updated: bool = False
-    """Servers keep the optimizer, and answer with parameters instead of the sum."""
+    """Whether servers keep the optimizer and answer with parameters instead of the sum."""
     pulled_bytes: int | None = None
-    """Size of what servers answer with; None: as much as is sent."""
+    """Bytes of the servers' answers; None: the same as `wire_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +88,13 @@ class Decision:
     route: str
     why: str
     loads: Mapping[str, Load]
-    """Bytes over the NICs, of each route that is possible."""
+    """Bytes over the NICs, for each possible route."""
     seconds: Mapping[str, float]
-    """Time of the sum by each route, in seconds: see :meth:`Network.seconds`."""
+    """Time of the sum by each route: see :meth:`Network.seconds`."""
 
 
 class Hosts(tuple[int, ...]):
-    """The host of each member of a group, hashed once: a group may have thousands."""
+    """The host of each member of a group, hashed once: a group may have thousands of members."""
 
     _hash: int | None = None
 
@@ -102,21 +104,23 @@ class Hosts(tuple[int, ...]):
         return self._hash
 
 
-# A plan asks the same of every bucket group: groups of thousands are looked at once.
+# Cached, because a plan asks for the same group once per bucket group, and groups have thousands of
+# members.
 @functools.lru_cache(maxsize=64)
 def per_host(hosts: tuple[int, ...]) -> Mapping[int, int]:
-    """Members on each host."""
+    """Return the number of members on each host."""
     return MappingProxyType(Counter(hosts))
 
 
 def can_be_node_first(hosts: tuple[int, ...]) -> bool:
-    """Whether there are several hosts, with equally many members each, and more than one."""
+    """Return whether there are several hosts, all with the same number of members, more than 1."""
     counts = per_host(hosts)
     return len(counts) > 1 and len(set(counts.values())) == 1 and max(counts.values()) > 1
 
 
 def flows_of(what: Sum) -> dict[str, Flow]:
-    """Bytes that a host exchanges with servers, by each route through them that is possible."""
+    """Return the bytes that a host exchanges with servers, for each possible route through
+    servers."""
     members = max(per_host(what.hosts).values())
     answer = what.wire_bytes if what.pulled_bytes is None else what.pulled_bytes
     pulled = answer / (len(what.hosts) // what.instances) if what.sharded else answer
@@ -128,7 +132,7 @@ def flows_of(what: Sum) -> dict[str, Flow]:
 
 
 def loads_of(what: Sum, servers: Servers) -> dict[str, Load]:
-    """Bytes over the NICs by each route that is possible."""
+    """Return the bytes over the NICs for each possible route."""
     loads = {} if what.updated else {COLLECTIVE: _collective(what)}
     for route, flow in flows_of(what).items():
         loads[route] = cost_model.push_pull(servers, flow.pushed, flow.pulled)
@@ -142,9 +146,8 @@ def _collective(what: Sum) -> Load:
 
 @functools.lru_cache(maxsize=64)
 def _sent_by_collective(hosts: tuple[int, ...], sharded: bool, instances: int) -> float:
-    """For each byte of gradients, over the busiest NIC. As Megatron does it: with the distributed
-    optimizer a reduce-scatter within each instance, then an all-reduce of each shard across them.
-    """
+    """Return the bytes over the busiest NIC per byte of gradients. Megatron's distributed optimizer
+    reduce-scatters within each instance, then all-reduces each shard across instances."""
     if not sharded:
         return cost_model.all_reduces([hosts], 1.0).host
     shards = len(hosts) // instances
@@ -157,14 +160,14 @@ def _sent_by_collective(hosts: tuple[int, ...], sharded: bool, instances: int) -
 def best_through_servers(
     what: Sum, network: Network, loads: Mapping[str, Load] | None = None
 ) -> str:
-    """The route through servers that needs the least time. `loads`: as `loads_of` has them."""
+    """Return the route through servers that needs the least time. `loads`: result of `loads_of`."""
     loads = loads_of(what, network.servers) if loads is None else loads
     ours = [route for route in loads if route != COLLECTIVE]
     return min(ours, key=lambda route: network.seconds(route, loads[route]))
 
 
 def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
-    """The route of a sum: the one that was asked for, if it is possible, else the fastest."""
+    """Decide the route of a sum: the requested route if it is possible, otherwise the fastest."""
     loads = loads_of(what, network.servers)
     seconds = {route: network.seconds(route, load) for route, load in loads.items()}
 
@@ -190,7 +193,8 @@ def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
 
 
 def _node_first(what: Sum, why: str) -> tuple[str, str]:
-    """That route, or the flat one with a reason, of a sum over several hosts."""
+    """Return the node-first route, or the flat route with a reason, for a sum over several
+    hosts."""
     if can_be_node_first(what.hosts):
         return NODE_FIRST, why
     counts = sorted(set(per_host(what.hosts).values()))
@@ -200,8 +204,8 @@ def _node_first(what: Sum, why: str) -> tuple[str, str]:
 
 
 def _for_servers(what: Sum, asked: str) -> tuple[str, str]:
-    """The route where servers keep the optimizer: no collective can take their place, and node
-    first each NIC carries the fewest bytes."""
+    """Return the route if servers keep the optimizer: no collective can replace them, and with
+    node-first each NIC carries the fewest bytes."""
     if asked == FLAT:
         return FLAT, "asked for"
     if len(what.hosts) == 1:

@@ -1,4 +1,4 @@
-"""Agreement of ranks on objects that each of them makes, such as optimizers."""
+"""Makes ranks agree on objects that each of them creates, such as optimizers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from byteps.torch import ops, session
 from byteps.torch.broadcast import broadcast_object
 
 _made: dict[tuple[int, str], int] = {}
-"""Number of objects of a kind that this process has made, by job."""
+"""Number of objects created by this process, by job and kind."""
 _WORDS = 8
 _WORD_BITS = 16
-"""Squares of words are added over all ranks without loss."""
+"""Each word has 16 bits, so that its square can be summed over all ranks without overflow."""
 
 
 def number(kind: str, description: Sequence[str]) -> str:
-    """A name for an object: of this kind, the same on all ranks and of no other object of the job.
+    """Return a name for a new object: the same on all ranks, unique within the job.
 
     All ranks call this, with the same kinds in the same order.
 
     Args:
-        kind: of the objects, such as "optimizer".
+        kind: kind of object, such as "optimizer".
         description: lines that are the same on all ranks.
 
     Raises:
-        BytePSError: on all ranks, where the descriptions differ; the text has the first difference
-            to rank 0's.
+        BytePSError: on all ranks, if the descriptions differ; the text has the first difference to
+            rank 0's.
     """
     digest = hashlib.sha256("\n".join(description).encode()).digest()
     words = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.int64)[: 2 * _WORDS]
@@ -37,7 +37,7 @@ def number(kind: str, description: Sequence[str]) -> str:
     told = torch.cat([torch.tensor([mine if session.rank() == 0 else 0]), words, words * words])
     ops.push_pull_inplace(told, average=False, name=f"{kind}/agreement")
     sums, squares = told[1:].view(2, _WORDS)
-    # By Cauchy and Schwarz: where all words are the same, and only there.
+    # Equality in the Cauchy-Schwarz inequality: it holds only if all ranks have the same words.
     if not torch.equal(sums * sums, squares * session.size()):
         _raise_difference(kind, description)
     return f"{kind}{int(told[0])}"

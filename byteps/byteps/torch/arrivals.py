@@ -1,4 +1,4 @@
-"""Updated parameters that are still coming down when a step has returned."""
+"""Updated parameters that are still in flight when a step has returned."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 class Arrivals:
     """Buckets whose parameters are in flight, in the order in which a forward pass needs them.
 
-    The model takes them in this order alone. The ranks of a host gather a bucket together, and may
+    The model always takes them in this order: the ranks of a host gather a bucket together, but may
     run their modules in different orders.
     """
 
     def __init__(self) -> None:
         self._started: dict[ServerBucket, Started] = {}
         self.are_lost = False
-        """Whether the job was left with parameters in flight."""
+        """Whether the job ended with parameters in flight."""
         in_flight.holders.add(self)
 
     def __bool__(self) -> bool:
-        """Whether a wait for all would block, or fail."""
+        """Return whether a wait for all parameters would block or fail."""
         return bool(self._started) or self.are_lost
 
     def expect(self, bucket: ServerBucket, started: Started) -> None:
-        """Parameters of `bucket` are in flight, and are needed after those before."""
+        """Record that parameters of `bucket` are in flight. They are needed after those before."""
         self._started[bucket] = started
 
     def wait_for(self, bucket: ServerBucket) -> None:
         """Block until the model has the parameters of `bucket`.
 
         Raises:
-            BytePSError: they did not come; the text says why.
+            BytePSError: they did not arrive; the text says why.
             RuntimeError: a rank of this host was lost.
         """
         self._demand_job()
@@ -52,7 +52,7 @@ class Arrivals:
             self._take_next()
 
     def end(self) -> None:
-        """Block until nothing is received any more. The model does not take what has come."""
+        """Block until nothing is received any more. The model does not take what has arrived."""
         self.are_lost = False
         while self._started:
             bucket, started = self._started.popitem()
@@ -60,7 +60,7 @@ class Arrivals:
                 bucket.wait(started, failed=True)
 
     def forget(self) -> None:
-        """The job was left, and what was in flight with it."""
+        """Drop all buckets: the job has ended, and no transfer goes on."""
         self.are_lost = self.are_lost or bool(self._started)
         self._started.clear()
 

@@ -1,10 +1,10 @@
-"""Blocks of few bits on a GPU: one kernel each way, compiled at first use.
+"""Triton kernels that encode to and decode from blocks of few bits; compiled at first use.
 
-They compute the bits of base/block_codec.h. Imported only where there is a GPU: Triton comes with
-torch's builds for CUDA.
+They compute the same bits as base/block_codec.h. Import this module only where there is a GPU:
+Triton comes with torch's CUDA builds.
 """
 
-# Kernels have no types, and constants in capitals, as Triton wants them.
+# Kernels have no types, and constants are in capitals, as Triton wants them.
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from byteps.torch.wire import BLOCK, WireType
 
 _ROWS = 16
-"""Blocks that a program works on."""
+"""Number of blocks that a program instance encodes or decodes."""
 _HALF = tl.constexpr(BLOCK // 2)
 _LEAST = tl.constexpr(2.0**-100)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
@@ -41,10 +41,10 @@ def _floats(x):
 
 @triton.jit
 def _bfloat16(x):
-    """Rounded to nearest even, as bits."""
+    """Return the bits of `x` in bfloat16, rounded to nearest even."""
     bits = _words(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    # A GPU's own NaN has all bits set, and would become -0.
+    # A NaN made by the GPU has all bits set, and would become -0.
     return tl.where((bits & 0x7FFFFFFF) > _INFINITY, _NAN, rounded).to(tl.int16)
 
 
@@ -67,7 +67,7 @@ def _load(values, lost, at, count, HAS_LOST: tl.constexpr):
 
 @triton.jit
 def _numbers(x, inverse, is_number):
-    # The sum has the number, rounded to nearest even, in its lowest bits.
+    # The lowest bits of the sum are the number, rounded to nearest even.
     numbers = _words(x * inverse[:, None] + _ROUNDER) - _ROUNDER_BITS
     return tl.where(is_number[:, None], numbers, 0)
 
@@ -112,7 +112,7 @@ def _encode(
     BY_CHANCE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Both halves of `ROWS` blocks: 8 bits a value, or 4, two of a byte."""
+    """Encode both halves of `ROWS` blocks, in 8 bits per value or in 4 (two values per byte)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, _HALF)
     at = row[:, None] * (2 * _HALF) + column[None, :]
@@ -222,7 +222,7 @@ def encode(
     lost: torch.Tensor | None,
     seed: int | None = None,
 ) -> None:
-    """As `wire.encode`, in the current stream."""
+    """Do the same as `wire.encode`, in the current stream."""
     count = values.numel()
     blocks = -(-count // BLOCK)
     most = 127.0 if wire.element_bytes > BLOCK else 7.0
@@ -241,19 +241,19 @@ def encode(
             HAS_LOST=lost is not None,
             BY_CHANCE=seed is not None,
             ROWS=_ROWS,
-            # A product and a sum are rounded each: as the servers do it.
+            # Products and sums are rounded separately, as the servers do.
             enable_fp_fusion=False,
         )
 
 
 def _signed(word: int) -> int:
-    """The lowest 32 bits, as a number that has as many."""
+    """Return the lowest 32 bits as a signed number."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word
 
 
 def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, skip: int) -> None:
-    """As `wire.decode`, in the current stream."""
+    """Do the same as `wire.decode`, in the current stream."""
     count = out.numel()
     number = -(-(count + skip) // BLOCK)
     is_bfloat16 = out.dtype == torch.bfloat16
@@ -274,7 +274,7 @@ def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, skip: int) -
 
 
 def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
-    """As `wire.add_differences`, in the current stream."""
+    """Do the same as `wire.add_differences`, in the current stream."""
     count, size = held.numel(), BLOCK + 2
     number = -(-count // BLOCK)
     is_bfloat16 = held.dtype == torch.bfloat16

@@ -1,6 +1,7 @@
-"""Values of one rank for all: tensors, parameters, an optimizer's whole state, any object.
+"""Copies values of one rank to all: tensors, parameters, an optimizer's whole state, any object.
 
-Each travels as bytes, as a sum in which only the root's are not zero: so they arrive bit for bit.
+Values travel as the bytes of a sum to which every rank but the root adds zeros, so they arrive bit
+for bit.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str) -> torch.Tensor:
 
     Args:
         tensor: dense, of any type, shape and memory format, the same on all ranks.
-        root_rank: whose values they are.
-        name: identifies it; the same on all ranks, another one for each tensor.
+        root_rank: the rank that has the values.
+        name: identifies the tensor; the same on all ranks, different for each tensor.
 
     Raises:
-        ValueError: no rank is `root_rank`, or the tensor is sparse or has holes.
+        ValueError: `root_rank` is no rank of the job, or the tensor is sparse or has gaps.
         BytePSError: the job failed, or ranks disagree about the tensor.
     """
     _check_root(root_rank)
@@ -55,12 +56,12 @@ def broadcast_parameters(
 
     Args:
         params: ``model.state_dict()``, ``model.parameters()``, ``model.named_parameters()``, or a
-            list of either; in the same order on all ranks. What is no tensor is left alone.
-        root_rank: whose values they are.
-        prefix: of the names.
+            list of either; in the same order on all ranks. Values that are no tensors are skipped.
+        root_rank: the rank that has the values.
+        prefix: the first part of each tensor's name.
 
     Raises:
-        ValueError: no rank is `root_rank`, or a tensor is sparse or has holes.
+        ValueError: `root_rank` is no rank of the job, or a tensor is sparse or has gaps.
         BytePSError: the job failed, or ranks disagree about a tensor.
     """
     _check_root(root_rank)
@@ -74,10 +75,10 @@ def broadcast_parameters(
 def broadcast_object(value: Any, root_rank: int, name: str = "object") -> Any:
     """Return on every rank a copy of the object that `root_rank` has.
 
-    It travels pickled: every rank trusts the root. Blocks until all ranks have called it.
+    The object is pickled, so every rank must trust the root. Blocks until all ranks have called it.
 
     Raises:
-        ValueError: no rank is `root_rank`.
+        ValueError: `root_rank` is no rank of the job.
         BytePSError: the job failed.
     """
     content = pickle.dumps(value) if ops.rank() == root_rank else b""
@@ -89,12 +90,12 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options that the optimizer has on `root_rank`.
 
-    Blocks until all ranks have called it. Whatever an optimizer keeps arrives: tensors of any
-    dtype, numbers, None; tensors on the device of the parameter that they belong to. The ranks'
+    Blocks until all ranks have called it. Everything that the optimizer keeps is copied: tensors of
+    any dtype, numbers, None; tensors on the device of the parameter that they belong to. The ranks'
     parameters must be the same in number and order.
 
     Raises:
-        ValueError: no rank is `root_rank`.
+        ValueError: `root_rank` is no rank of the job.
         BytePSError: the job failed.
     """
     content = b""
@@ -108,18 +109,18 @@ def broadcast_optimizer_state(
 
 
 _FIRST_WORDS = 512
-"""Length of what travels first: three words, and the beginning of the content."""
+"""Length of the first message: three words, then the beginning of the content."""
 _CHUNKS = (4 << 20, 64 << 10)
-"""Lengths in which the rest travels: the longer one as long as it is full."""
+"""Chunk lengths for the rest of the content: the longer chunk is used while it would be full."""
 _CHUNKS_IN_FLIGHT = 4
 
 
 def _content_of(content: bytes, root_rank: int, name: str) -> bytes:
-    """The root's content, of any length. Names do not depend on the length: servers keep what they
-    know of each.
+    """Return the root's content, of any length. The names of sums do not depend on the length,
+    because servers keep a declaration for each name.
 
     Raises:
-        BytePSError: ranks name different roots.
+        BytePSError: ranks give different roots.
     """
     _check_root(root_rank)
     first = torch.zeros(_FIRST_WORDS, dtype=torch.int64)
@@ -153,7 +154,7 @@ def _content_of(content: bytes, root_rank: int, name: str) -> bytes:
 
 
 def _put(content: bytes, values: torch.Tensor) -> None:
-    """Put the content into the first of the values."""
+    """Copy the content to the beginning of `values`."""
     if content:
         values[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
 

@@ -1,13 +1,13 @@
-"""Local steps: replicas train apart, and exchange what they have learned once in many steps.
+"""Local steps: replicas train on their own and synchronize once in many steps (DiLoCo).
 
-Each replica steps its own optimizer. Once in `every` steps it takes the difference between the
-outer parameters, which are the same on all replicas, and its own (Douillard et al., "DiLoCo",
-arXiv 2311.08105). Servers average these differences. The average is the gradient of an outer SGD
-with Nesterov's momentum, and the replica goes on from the outer parameters.
+Each replica steps its own optimizer. The outer parameters are the same on all replicas. Once in
+`every` steps each replica takes the difference between these and its own (Douillard et al.,
+"DiLoCo", arXiv 2311.08105). Servers average these differences. The average is the gradient of an
+outer SGD with Nesterov's momentum, and the replica goes on from the outer parameters.
 
 A model is cut into fragments, exchanged one after the other (Douillard et al., "Streaming DiLoCo",
-arXiv 2501.18512). With `delay` the average is waited for some steps later, so that it travels while
-the replica trains. What the replica has learned meanwhile is kept.
+arXiv 2501.18512). With `delay` the replica waits for the average only that many steps later, so
+that the transfer overlaps training. The updates made meanwhile are kept.
 
     step    0 ........ t ....... t + delay ......... t + every
             |          |         |
@@ -33,56 +33,55 @@ __all__ = ["LocalSteps"]
 
 
 _PIECE = 1 << 24
-"""Values that are worked on at once: a GPU has temporary room for so many, several times."""
+"""Number of values per operation. It bounds temporary GPU memory to a few tensors of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """Some of a parameter's values, and their place in a fragment's host memory."""
+    """A range of a parameter's values, and its place in a fragment's host memory."""
 
     parameter: torch.Tensor
     begin: int
-    """The first one in the parameter."""
+    """Index of the range's first value in the flattened parameter."""
     place: slice
 
     def values(self) -> torch.Tensor:
-        """The replica's own, in place."""
+        """Return the replica's own values, in place."""
         flat = self.parameter.detach().view(-1)
         return flat[self.begin : self.begin + self.place.stop - self.place.start]
 
     def of(self, host: torch.Tensor) -> torch.Tensor:
-        """This piece of what lies in host memory, in fp32 where the parameter is. On a CPU it is
-        that memory, if that is fp32."""
+        """Return this piece of a tensor in host memory, in fp32, on the parameter's device. On the
+        CPU it is a view if `host` is fp32."""
         return host[self.place].to(self.parameter.device, torch.float32)
 
     def keep(self, values: torch.Tensor, host: torch.Tensor) -> None:
-        """Put values where `of` had them from."""
+        """Store values in `host`, at the place that `of` reads."""
         if host[self.place].data_ptr() != values.data_ptr():
             host[self.place].copy_(values)
 
 
 @dataclass(kw_only=True)
 class _Fragment:
-    """Parameters that are exchanged together, end to end. All state is in host memory, which is
-    pinned where the parameters are on a GPU. The GPU does the arithmetic, piece by piece."""
+    """Parameters that are exchanged together, end to end. All state is in host memory, pinned if
+    the parameters are on a GPU. The GPU does the arithmetic, piece by piece."""
 
     name: str
     pieces: list[_Piece]
-    """None where its parameters have no values, as those of a shard that is empty: then nothing is
-    exchanged."""
+    """Empty if the parameters have no values, as in an empty shard; then nothing is exchanged."""
     outer: torch.Tensor
     momentum: torch.Tensor
     starts_at: int
-    """The step, counted from the last exchange of another one's beginning, in which it starts."""
+    """Step of a period (0 to `every` - 1) in which the fragment's exchange starts."""
     handle: int | None = None
-    """Of the average in flight."""
+    """Handle of the average in flight."""
     difference: torch.Tensor | None = None
-    """What was pushed, and then the average, in the type in which it travels."""
+    """The pushed difference, later the average, in the type in which it travels."""
     sent: torch.Tensor | None = None
-    """With a delay, the parameters of which the difference was pushed."""
+    """With a delay, the parameters from which the difference was taken."""
 
     def memory(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """For as many values, in host memory."""
+        """Allocate host memory for as many values as the fragment has."""
         if not self.pieces:
             return torch.empty(0, dtype=dtype)
         pinned = self.pieces[0].parameter.is_cuda
@@ -107,26 +106,26 @@ class LocalSteps:
     steps.
 
     Args:
-        parameters: those that the inner optimizer steps: fp32 where there are fp32 copies of half
-            ones, contiguous, on the CPU or on GPUs. The same on all members when this is made.
+        parameters: the ones that the inner optimizer steps (the fp32 copies if it keeps copies of
+            half ones). Contiguous, on the CPU or on GPUs, the same on all members at construction.
         every: steps from one exchange of a parameter to the next.
-        lr: of the outer steps. With 1, and no momentum, parameters become the members' mean.
-        momentum: of the outer steps (Nesterov's); 0 for none.
+        lr: learning rate of outer steps. With 1 and no momentum, parameters become the mean.
+        momentum: Nesterov momentum of outer steps; 0 for none.
         delay: steps from an exchange's beginning to its end; 0: the step waits for it.
-        fragments: parts of the model, which are exchanged at different steps, `every / fragments`
-            from one to the next.
-        wire_dtype: in which differences and their average travel: torch.float32 or torch.bfloat16.
-        name: the same on all members, another one for each object of a job.
+        fragments: number of parts of the model. Their exchanges start `every / fragments` steps
+            apart.
+        wire_dtype: type in which differences and averages travel: torch.float32 or torch.bfloat16.
+        name: the same on all members, different for each object of a job.
         group: the ranks that exchange, or their ProcessGroup; None for all workers.
-        compare: whether members compare what they begin with. Without it a member can be made
-            while the others go on, and is given their `state`.
-        in_order: servers add in the order of ranks, so that a run repeated has the same bits.
+        compare: whether members compare their initial parameters. Without it a member can be
+            created while the others train; the caller then copies their `state` to it.
+        in_order: servers add in the order of ranks, so that repeated runs have the same bits.
 
-    Each parameter is sent and received once in `every` steps. It takes 8 bytes of host memory, and
-    while it is exchanged 2 more (4 in fp32), and with a delay another 4.
+    Each value is sent and received once in `every` steps. It takes 8 bytes of host memory, 2 more
+    (4 in fp32) while it is exchanged, and another 4 with a delay.
 
     Raises:
-        ValueError: a number is out of its range, or there are no parameters.
+        ValueError: an argument is out of range, or there are no parameters.
         byteps.torch.BytePSError: members disagree about the parameters.
     """
 
@@ -163,7 +162,7 @@ class LocalSteps:
         self._wire = wire_dtype
         self._name, self._group, self._in_order = name, group, in_order
         self.steps = 0
-        """That were made since the first exchange could begin."""
+        """Number of steps since the first exchange could begin."""
         self._fragments = [
             self._fragment(index, part, starts_at=(index + 1) * every // fragments % every)
             for index, part in enumerate(_cut(given, fragments))
@@ -206,7 +205,8 @@ class LocalSteps:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """The inner optimizer has made a step, or left one out: begin and end what is due.
+        """Start and finish the exchanges that are due. Call it after each step of the inner
+        optimizer, also after one that was skipped.
 
         Returns:
             whether parameters were changed.
@@ -227,9 +227,9 @@ class LocalSteps:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange everything, now: all members have the outer parameters afterwards.
+        """Exchange all fragments now: all members have the outer parameters afterwards.
 
-        What was in flight is ended before. Done before parameters are saved, or compared.
+        Exchanges in flight are finished first. Call it before parameters are saved or compared.
 
         Raises:
             byteps.torch.BytePSError: a member or a server was lost.
@@ -242,7 +242,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def end(self) -> None:
-        """End the exchanges in flight, before this member leaves the others.
+        """Finish the exchanges in flight, before this member leaves the job.
 
         Raises:
             byteps.torch.BytePSError: a member or a server was lost.
@@ -252,7 +252,7 @@ class LocalSteps:
                 self._finish(fragment)
 
     def state(self) -> list[torch.Tensor]:
-        """The outer parameters and momentum of each fragment, in host memory: not copies."""
+        """Return outer parameters and momentum of each fragment, in host memory, not copied."""
         return [tensor for one in self._fragments for tensor in (one.outer, one.momentum)]
 
     def _start(self, fragment: _Fragment) -> None:
@@ -280,8 +280,8 @@ class LocalSteps:
         ops.synchronize(handle)
         for piece in fragment.pieces:
             gradient, outer = piece.of(fragment.difference), piece.of(fragment.outer)
-            # One operation after the other, so that all members round alike, whatever their
-            # processors fuse.
+            # Separate operations: all members round alike, even if their CPUs or GPUs differ in
+            # fusing.
             if self._momentum:
                 momentum = piece.of(fragment.momentum)
                 momentum.mul_(self._momentum).add_(gradient)
@@ -298,9 +298,9 @@ class LocalSteps:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The outer state, of tensors in host memory.
+        """Return the outer state, as tensors in host memory.
 
-        Only after `exchange`, which leaves nothing in flight.
+        Call `exchange` first: it leaves nothing in flight.
 
         Raises:
             RuntimeError: an exchange is in flight.
@@ -315,10 +315,10 @@ class LocalSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved outer state; parameters become the outer ones.
+        """Restore a saved outer state; parameters become the outer ones.
 
         Raises:
-            ValueError: it is of other parameters or another number of fragments.
+            ValueError: the state has other parameters or another number of fragments.
         """
         sizes = [len(outer) for outer in state["outer"]]
         mine = [fragment.outer.numel() for fragment in self._fragments]
@@ -334,7 +334,7 @@ class LocalSteps:
 
 
 def _cut(parameters: Sequence[torch.Tensor], fragments: int) -> list[list[torch.Tensor]]:
-    """Into so many parts of about one length, in their order; fewer where there are fewer."""
+    """Cut parameters, in their order, into at most `fragments` parts of about the same size."""
     total = sum(parameter.numel() for parameter in parameters)
     parts: list[list[torch.Tensor]] = [[]]
     before = 0

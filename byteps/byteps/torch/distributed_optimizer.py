@@ -28,18 +28,18 @@ def DistributedOptimizer(
     and make the same backward passes.
 
     A parameter that only some ranks use counts as 0 on the others; one that no rank uses keeps what
-    gradient it has. Frozen parameters are averaged once they are unfrozen, those of
-    ``add_param_group``, which all ranks call, too. Where no backward pass was made since the last
-    ``step()``, that averages the gradients that are there.
+    gradient it has. Frozen parameters are averaged once they are unfrozen. So are parameters added
+    by ``add_param_group``, which all ranks must call. If no backward pass was made since the last
+    ``step()``, then ``step()`` averages the gradients that are there.
 
-    A parameter is averaged for as long as it lives, whatever becomes of the optimizer.
+    A parameter is averaged for as long as it lives, even after the optimizer is gone.
 
     Args:
-        optimizer: any; the result is the same object, of a class derived from its class.
-        named_parameters: names, the same on all ranks; None: by position in the optimizer.
+        optimizer: any optimizer; the same object is returned, its class replaced by a subclass.
+        named_parameters: names, the same on all ranks; None: positions in the optimizer.
         compression: ``Compression.fp16`` sends fp32 and fp64 gradients as fp16.
-        backward_passes_per_step: gradients add up on the rank over so many passes. ``step()``
-            averages what there is after fewer.
+        backward_passes_per_step: number of passes whose gradients add up before an average.
+            ``step()`` after fewer passes averages what there is.
 
     Raises:
         ValueError: names are not unique, or are missing for some parameters; a parameter is of a
@@ -52,18 +52,18 @@ def DistributedOptimizer(
     made = type(optimizer.__class__.__name__, (_Averaging, optimizer.__class__), {})
     optimizer.__class__ = made
     optimizer._averaged = averaged  # type: ignore[attr-defined]
-    # Not a method of the class: a scheduler that was made before has the method of the old one.
+    # A hook, not a method of the class: a scheduler made earlier calls the old class's method.
     optimizer.register_step_pre_hook(_before_step)
     return optimizer
 
 
 class _Averaging:
-    """What is added to the class of an optimizer."""
+    """Mixin that is added to the class of an optimizer."""
 
     _averaged: _Averaged
 
     def synchronize(self) -> None:
-        """Average what passes have added up since the last average.
+        """Average the gradients that have added up since the last average.
 
         Raises:
             BytePSError: a push or a pull failed.
@@ -72,7 +72,7 @@ class _Averaging:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step()`` inside averages nothing."""
+        """Inside, ``step()`` averages nothing."""
         self._averaged.is_skipped = True
         try:
             yield
@@ -80,7 +80,7 @@ class _Averaging:
             self._averaged.is_skipped = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients add up over so many passes from now on."""
+        """Set the number of backward passes whose gradients add up before an average."""
         self._averaged.set_passes(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class _Averaging:
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch calls this before a step, of which `args` has the optimizer and maybe a closure."""
+    """Pre-step hook of torch; `args` is the optimizer and possibly a closure."""
     averaged: _Averaged = optimizer._averaged
     averaged.demand_covered(optimizer.param_groups)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -105,7 +105,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class _Averaged:
-    """The averagers of an optimizer's parameters."""
+    """The gradient averagers of an optimizer's parameters."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class _Averaged:
         self._passes = passes
         self._averagers: list[GradientAverager] = []
         self._seen: dict[GradientAverager, int] = {}
-        """Number of averages at the last step, by averager."""
+        """Each averager's number of averages at the last step."""
         self._covered: set[int] = set()
-        """Ids of the parameters that have an averager."""
+        """Ids of parameters that have an averager."""
         self.cover(optimizer.param_groups)
 
     def cover(self, param_groups: list[dict[str, Any]]) -> None:
@@ -150,7 +150,7 @@ class _Averaged:
             averager.passes = passes
 
     def demand_covered(self, param_groups: list[dict[str, Any]]) -> None:
-        """Raises ValueError for a parameter that needs a gradient which nobody averages."""
+        """Raise ValueError for a parameter that needs a gradient but has no averager."""
         for number, group in enumerate(param_groups):
             for index, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and id(parameter) not in self._covered:
@@ -162,11 +162,12 @@ class _Averaged:
                     )
 
     def average_pending(self) -> None:
-        """Average gradients that have changed since they were averaged."""
+        """Average the gradients that have changed since their last average."""
         self._average([averager for averager in self._averagers if averager.is_pending])
 
     def average_for_step(self) -> None:
-        """As `average_pending`, and what no backward pass has averaged since the last step."""
+        """Do the same as `average_pending`, and average gradients that no backward pass has
+        averaged since the last step."""
         due = []
         for averager in self._averagers:
             if self._seen[averager] == averager.averages:
@@ -178,8 +179,8 @@ class _Averaged:
         self._note_step()
 
     def averaged_closure(self, closure: Callable[[], Any], decides: bool) -> Callable[[], Any]:
-        """A closure after which gradients are averages. `decides`: the optimizer decides by the
-        loss, as all ranks must alike, so that it is given the average of that."""
+        """Return a closure that averages the gradients. `decides`: the optimizer takes decisions by
+        the loss (all ranks must take the same), so it gets the average loss."""
 
         def compute() -> Any:
             self._note_step()
@@ -210,7 +211,7 @@ class _Averaged:
 
 
 def _line(name: str, parameter: torch.Tensor, averager: GradientAverager | None) -> str:
-    """Description of a parameter that must be the same on all ranks."""
+    """Describe the properties of a parameter that must be the same on all ranks."""
     shape = f"{tuple(parameter.shape)} {parameter.dtype} strides {parameter.stride()}"
     return f"{name} {shape}" + (f" of {averager.key}" if averager else "")
 
@@ -218,7 +219,7 @@ def _line(name: str, parameter: torch.Tensor, averager: GradientAverager | None)
 def _names_of(
     param_groups: list[dict[str, Any]], given: Mapping[torch.Tensor, str] | None
 ) -> dict[torch.Tensor, str]:
-    """The name of each parameter. Raises ValueError where some have none, or two have the same."""
+    """Return the name of each parameter. Raises ValueError if a name is missing or not unique."""
     names: dict[torch.Tensor, str] = {}
     unnamed = 0
     for number, group in enumerate(param_groups):

@@ -1,11 +1,10 @@
-"""The engine as Python sees it: tensors in, handles and sums out, and what servers are told.
+"""The engine's interface in Python: declarations of tensors, and queries of their placement.
 
-`declare` and `release` are the two ends of a name's life; `Names` is the names of one object, which
-gives them back with it: `release(names, *, group=None)`, `Names(*names, group=None)`,
-`.take(*names)` and `.release()` (byteps/torch/names.py).
+`declare` begins a name's life, `release` ends it. `Names` owns the names of an object and releases
+them with it (byteps/torch/names.py).
 
-`byteps.torch` re-exports what users need from here. `session` joins and leaves a job, `operations`
-knows groups, and starts and awaits sums and updates, `in_flight` keeps their tensors alive.
+`byteps.torch` re-exports what users need from here. `session` joins and leaves a job. `operations`
+handles groups, and starts and awaits sums and updates. `in_flight` keeps their tensors alive.
 """
 
 from __future__ import annotations
@@ -62,31 +61,32 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDeclaration:
-    """What the members of a group agree on before they sum a tensor: see `declare`."""
+    """Properties of a tensor that all members of a group agree on before they sum it: see
+    `declare`."""
 
     name: str
-    """As push_pull has it."""
+    """The name that `push_pull` is called with."""
     dtype: torch.dtype
-    """Of the tensor."""
+    """Element type of the tensor."""
     numel: int
-    """Its elements."""
+    """Number of elements."""
     average: bool = True
     group: Group = None
     """The ranks that sum, or their ProcessGroup; None for all workers."""
     placement: int | None = None
     wire_dtype: Wire | None = None
-    """As push_pull has it."""
+    """The `wire_dtype` that `push_pull` is called with."""
     device: torch.device | str = "cpu"
-    """Where the tensor is; for one on a GPU, pinned memory is reserved now."""
+    """Device of the tensor. For a GPU, pinned memory is reserved at declaration."""
     piece_of: int = 0
-    """Elements of the tensor that this one is a piece of, the same on all members: it is cut into
-    partitions as long as that one's. 0: it is no piece."""
+    """Number of elements of the tensor that this is a piece of, the same on all members: partitions
+    are as long as those of the whole tensor. 0: this is no piece."""
     in_order: bool = False
-    """Servers add in the order of ranks, not of arrival: a sum repeated has the same bits."""
+    """Servers add in the order of ranks, not of arrival: a repeated sum has the same bits."""
 
 
 def spec_of(tensor: TensorDeclaration) -> Spec:
-    """The arguments of c_lib.declare."""
+    """Return the arguments of c_lib.declare."""
     if not tensor.name:
         raise ValueError("a tensor needs a name, the same on all workers")
     if tensor.dtype not in DTYPES:
@@ -110,41 +110,42 @@ def spec_of(tensor: TensorDeclaration) -> Spec:
 
 
 def declare(tensors: Sequence[TensorDeclaration]) -> None:
-    """Tell the servers of many tensors by one message to each; return when all have answered.
+    """Declare many tensors with one message per server; return when all servers have answered.
 
-    A name that is not declared declares itself at its first push_pull, which then waits for the
-    servers. All members of a group may declare its tensors, in any order and in lists of their own.
+    The first push_pull of an undeclared name declares it, which takes a round trip. The members of
+    a group may declare its tensors in any order and in different lists.
 
     Raises:
         BytePSError: a server does not answer, or members disagree about a tensor.
-        ValueError: a tensor cannot be summed so, or its name was declared otherwise.
+        ValueError: a tensor cannot be summed so, or its name was declared differently.
     """
     session.launched()
     c_lib.declare([spec_of(tensor) for tensor in tensors])
 
 
 def link_gbps() -> float:
-    """Gbit/s each way of the slowest worker's NIC; 0 where one of them is not known."""
+    """Return Gbit/s per direction of the slowest worker's NIC; 0 if a worker's is unknown."""
     session.launched()
     return c_lib.link_gbps()
 
 
 def server_hosts() -> list[str]:
-    """The address of each server, in the order of their ranks; empty where it is not known."""
+    """Return the address of each server in the order of ranks; empty if it is unknown."""
     session.launched()
     return c_lib.server_hosts()
 
 
 def partition_bytes(nbytes: int, *, piece_of: int = 0, wire_dtype: Wire = torch.float32) -> int:
-    """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes, which may be
-    a piece of one of `piece_of` bytes. `wire_dtype`: in which it travels."""
+    """Return the partition size, in bytes, of a tensor of `nbytes` bytes (the last partition may be
+    shorter). `piece_of`: bytes of the tensor that it is a piece of. `wire_dtype`: type in which it
+    travels."""
     session.launched()
     form = wire.of(torch.float32, wire_dtype)
     return c_lib.partition_bytes(form.engine_name, nbytes, piece_of)
 
 
 def partition_count(nbytes: int, *, piece_of: int = 0, wire_dtype: Wire = torch.float32) -> int:
-    """How many partitions such a tensor has."""
+    """Return the number of partitions of such a tensor."""
     return -(-nbytes // partition_bytes(nbytes, piece_of=piece_of, wire_dtype=wire_dtype))
 
 
@@ -157,9 +158,9 @@ def bytes_per_server(
     piece_of: int = 0,
     wire_dtype: Wire = torch.float32,
 ) -> list[int]:
-    """Bytes that each server, in the order of their ranks, gets of a tensor of `nbytes` bytes.
+    """Return how many bytes of a tensor of `nbytes` bytes each server gets, in the order of ranks.
 
-    The other arguments are those that it is summed with, but for `piece_of`, which is in bytes.
+    The other arguments are the same as for the sum, except that `piece_of` is in bytes.
 
     Raises:
         BytePSError: byteps is not initialised.

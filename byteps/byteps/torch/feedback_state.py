@@ -1,4 +1,4 @@
-"""What rounding to few bits has lost, to be saved and loaded as a part of a job's state."""
+"""Saves and loads the error feedback (rounding losses) of sums that travel in few bits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from byteps.torch.wire import feedback
 
 
 def state_dict() -> dict[str, dict[str, torch.Tensor]]:
-    """What was lost of each tensor of this process, by the name under which it is summed.
+    """Return the rounding losses of each tensor of this process, by the name of its sum.
 
-    Each rank has its own; that of the servers is with the lowest rank of each group. All is in
-    bfloat16, on the CPU, and a copy. Not collective: each rank calls it between two steps.
+    Each rank has its own losses; the lowest rank of each group also has the servers'. Values are
+    copies in bfloat16 on the CPU. Not collective: each rank calls it between two steps.
 
     Raises:
         BytePSError: a server is lost.
@@ -34,9 +34,9 @@ def state_dict() -> dict[str, dict[str, torch.Tensor]]:
 
 
 def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Go on with what the same rank of as many has saved; what was lost until now is dropped.
+    """Restore losses saved by the same rank of a job of the same size. Current losses are dropped.
 
-    All ranks call it between the same steps. A tensor is looked up when it is next sent.
+    All ranks call it between the same steps. Each tensor's losses are applied when it is next sent.
     """
     feedback.drop()
     for name, saved in state.items():

@@ -1,12 +1,12 @@
 """Averages of gradients over all ranks, made while a backward pass computes them.
 
-What a backward pass leaves in `.grad` are averages, as with torch's DistributedDataParallel. Who
-reads gradients afterwards (GradScaler, clipping, LBFGS) need not know that there are other ranks.
+After a backward pass `.grad` holds averages, as with torch's DistributedDataParallel. Code that
+reads gradients afterwards (GradScaler, clipping, LBFGS) works as on one rank.
 
-    in the pass    a gradient is there: it is sent
+    in the pass    each gradient is sent as soon as it is there
     at its end     ranks add up which parameters have a new gradient on any of them;
-                   who has none of such a parameter sends its old gradient, or zeros;
-                   the averages are waited for
+                   a rank without such a gradient sends its old gradient, or zeros;
+                   the ranks wait for the averages
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
 _COUNT_BITS = 15
-"""Width of a count of ranks in a parameter's flags; the largest sum has four of them, and the last
-one has what is left of 63 bits."""
+"""Bits per count of ranks in a parameter's flags. A flags word has four counts; the last has the
+rest of 63 bits."""
 _NEW, _DENSE, _SPARSE, _SPARSE_DIMS = (1 << _COUNT_BITS * field for field in range(4))
-"""Counts of ranks that have a new gradient, a dense one and a sparse one; and the sum of the latter
-ones' sparse dimensions."""
+"""Number of ranks with a new, a dense and a sparse gradient; and the sum of the sparse gradients'
+sparse dimensions."""
 
 
 def _count(flags: int, field: int) -> int:
@@ -38,13 +38,13 @@ def _count(flags: int, field: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Covered:
-    """A parameter, as all ranks had it when it was covered."""
+    """A parameter, with the properties that it had on all ranks when its averager was made."""
 
     name: str
     parameter: TensorWeakRef
     shape: torch.Size
     strides: tuple[int, ...]
-    """In which its gradients travel: dense, whatever a rank's gradient has."""
+    """Strides in which its gradients travel: dense, even if a rank's gradient is sparse."""
 
     @classmethod
     def of(cls, name: str, parameter: torch.Tensor) -> _Covered:
@@ -57,7 +57,8 @@ class _Covered:
         )
 
     def to_send(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient in the layout in which it travels; itself, if it has that."""
+        """Return the gradient in the layout in which it travels; the same tensor if it has that
+        layout."""
         if gradient.layout is not torch.strided:
             gradient = gradient.coalesce().to_dense()
         if gradient.stride() == self.strides:
@@ -68,7 +69,7 @@ class _Covered:
         return moved.copy_(gradient)
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
-        """The elements of such a tensor as they lie in memory; complex ones as pairs."""
+        """Return the elements of a tensor of this layout in memory order; complex ones as pairs."""
         flat = values.detach().as_strided((values.numel(),), (1,))
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
@@ -77,11 +78,11 @@ class _Covered:
 class _InFlight:
     parameter: torch.Tensor
     before: torch.Tensor | None
-    """The parameter's gradient when it was sent."""
+    """The parameter's gradient when the average was started."""
     average: torch.Tensor
-    """What was sent, and becomes the average: `before` itself, where that has the layout."""
+    """The tensor that was sent and receives the average: `before` itself if that has the layout."""
     handle: int | None
-    """None: there are no elements."""
+    """None if there are no elements."""
     rows: torch.Tensor | None = None
     """For a sparse gradient: the number of ranks with a value in each row."""
     rows_handle: int | None = None
@@ -91,7 +92,7 @@ def can_cover(name: str, parameter: torch.Tensor) -> bool:
     """Whether a parameter can have a gradient that servers average.
 
     Raises:
-        ValueError: it needs one, and servers cannot.
+        ValueError: it needs a gradient that servers cannot average.
     """
     dtype = parameter.dtype
     number = dtype.to_real() if dtype.is_complex else dtype
@@ -106,10 +107,10 @@ def can_cover(name: str, parameter: torch.Tensor) -> bool:
 
 
 class GradientAverager:
-    """Averages the gradients of some parameters, for as long as these live.
+    """Averages gradients of a set of parameters for as long as these live.
 
-    A parameter's hook keeps it alive; it keeps no parameter. All ranks make the same ones, in the
-    same order.
+    A hook of each parameter keeps the averager alive; the averager holds only weak references. All
+    ranks make the same averagers in the same order.
     """
 
     def __init__(
@@ -117,22 +118,22 @@ class GradientAverager:
     ) -> None:
         """
         Args:
-            parameters: by name, none of them averaged by another one; see `can_cover`.
-            key: the same on all ranks, and of no other one of this job.
-            passes: backward passes whose gradients add up on the rank.
-            half: whether fp32 and fp64 travel as fp16.
+            parameters: by name. None of them has an averager; see `can_cover`.
+            key: the same on all ranks, unique within the job.
+            passes: number of backward passes whose gradients add up before an average.
+            half: whether fp32 and fp64 gradients travel as fp16.
         """
         self.passes = passes
         self.half = half
         self.key = key
-        """Begins the names of its sums."""
+        """Prefix of the names of its sums."""
         self.averages = 0
         """Number of averages so far."""
         self._session = session.number()
         self._covered = [_Covered.of(name, value) for name, value in parameters.items()]
         self._passes_made = 0
         self._new: set[int] = set()
-        """Indices of parameters whose gradient has changed since it was averaged."""
+        """Indices of parameters whose gradient has changed since its last average."""
         self._in_flight: dict[int, _InFlight] = {}
         self._flags: torch.Tensor | None = None
         self._flags_handle = 0
@@ -144,18 +145,18 @@ class GradientAverager:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients have changed since they were averaged, or passes were made."""
+        """Whether gradients have changed, or passes were made, since the last average."""
         return bool(self._new or self._passes_made)
 
     def mark(self) -> None:
-        """Take all gradients that there are for new ones."""
+        """Treat every gradient as new."""
         for index, covered in enumerate(self._covered):
             parameter = covered.parameter()
             if parameter is not None and parameter.grad is not None:
                 self._new.add(index)
 
     def demand_none_in_flight(self) -> None:
-        """Raises BytePSError where a backward pass did not end, or has not ended yet."""
+        """Raise BytePSError if a backward pass has failed or is still running."""
         for index in self._in_flight:
             raise session.BytePSError(
                 f"the gradient of {self._covered[index].name!r} was sent, and its backward pass "
@@ -164,11 +165,11 @@ class GradientAverager:
             )
 
     def describe(self) -> list[str]:
-        """What is the same on all ranks."""
+        """Return lines that must be the same on all ranks."""
         return [f"{one.name} {tuple(one.shape)} {one.strides}" for one in self._covered]
 
     def rejoin(self) -> None:
-        """Another job has begun, whose servers know nothing: all ranks call this."""
+        """Start over in another job, whose servers hold no declarations. All ranks call this."""
         self.key = agreement.number("gradients", self.describe())
         self._session = session.number()
         self._in_flight.clear()
@@ -176,14 +177,14 @@ class GradientAverager:
         self._take_names()
 
     def _take_names(self) -> None:
-        """Have the servers free the sums with this object."""
+        """Take the names of the sums; servers free them when this object is collected."""
         covered = (f"{self.key}/{one.name}" for one in self._covered)
         self._names = Names(f"{self.key}/new", *covered, owner=self)
 
     # ------------------------------------------------------------------- in a backward pass
 
     def _computed(self, index: int, parameter: torch.Tensor) -> None:
-        """The hook of a parameter: its gradient is there."""
+        """Hook of a parameter: its gradient has been computed."""
         if session.size() == 1:
             return
         if self._session != session.number():
@@ -201,14 +202,14 @@ class GradientAverager:
             self._send(index, parameter)
 
     def end_pass(self) -> bool:
-        """A backward pass that computed some of the gradients has ended: whether they are due."""
+        """Count the end of a backward pass; return whether averages are due."""
         self._passes_made += 1
         return self._passes_made >= self.passes
 
     # ------------------------------------------------------------------- averages, in three steps
 
     def tell(self) -> None:
-        """Send what is new here, and which gradients these are."""
+        """Start sending new gradients, and the flags that say which gradients are new."""
         self._flags = torch.zeros(len(self._covered), dtype=torch.int64)
         for index, covered in enumerate(self._covered):
             parameter = covered.parameter()
@@ -224,7 +225,8 @@ class GradientAverager:
         self._flags_handle = _start(self._flags, f"{self.key}/new", average=False)
 
     def complete(self) -> None:
-        """Learn what is new on other ranks, and send what they need of this one."""
+        """Wait for the flags, then send the gradients that other ranks have new and this rank has
+        not."""
         assert self._flags is not None
         operations.synchronize(self._flags_handle)
         for index, flags in enumerate(self._flags.tolist()):
@@ -237,7 +239,7 @@ class GradientAverager:
                 self._send_rows(index, flags // _SPARSE_DIMS // sparse)
 
     def receive(self) -> None:
-        """Wait for the averages: parameters have them as gradients."""
+        """Wait for the averages and store them as the parameters' gradients."""
         for index, sent in list(self._in_flight.items()):
             for handle in (sent.handle, sent.rows_handle):
                 if handle is not None:
@@ -296,10 +298,10 @@ class GradientAverager:
 
 
 def average(averagers: Sequence[GradientAverager]) -> None:
-    """Average what is new of all of these.
+    """Average the new gradients of all these averagers.
 
-    Ranks may have them in different orders: nothing is waited for that another rank sends only when
-    it has received.
+    Ranks may list them in different orders. This cannot deadlock: each averager sends everything
+    before any averager waits.
     """
     for averager in averagers:
         averager.tell()
@@ -310,21 +312,21 @@ def average(averagers: Sequence[GradientAverager]) -> None:
 
 
 def rejoin() -> None:
-    """Another job has begun: all averagers of this process agree with those of other ranks anew."""
+    """Make all averagers of this process agree again with the other ranks', in a new job."""
     for averager in _living():
         if averager._session != session.number():
             averager.rejoin()
 
 
 def averager_of(parameter: torch.Tensor) -> GradientAverager | None:
-    """The one that has this parameter."""
+    """Return the averager of this parameter."""
     return _averagers.get(parameter)
 
 
 _averagers: torch.utils.weak.WeakTensorKeyDictionary = torch.utils.weak.WeakTensorKeyDictionary()
-"""By parameter."""
+"""Averager of each parameter."""
 _all: list[weakref.ref[GradientAverager]] = []
-"""In the order in which they were made."""
+"""Averagers, in the order in which they were made."""
 
 
 def _living() -> list[GradientAverager]:
@@ -334,11 +336,11 @@ def _living() -> list[GradientAverager]:
 
 _lock = threading.Lock()
 _passes: dict[int, list[weakref.ref[GradientAverager]]] = {}
-"""Which averagers take part in a backward pass, by the number that torch gives the pass."""
+"""Averagers that take part in a backward pass, by torch's number of the pass."""
 
 
 def _call_at_end(averager: GradientAverager) -> None:
-    """Have a backward pass, which calls this, average what it computes."""
+    """Call `average` at the end of the backward pass that calls this function."""
     number = torch._C._current_graph_task_id()
     mine = weakref.ref(averager)
     with _lock:
@@ -370,13 +372,14 @@ def _start(flat: torch.Tensor, name: str, *, average: bool, half: bool = False) 
 
 
 def _in_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows of a dense tensor that some rank has, as a sparse one."""
+    """Return the rows of a dense tensor that at least one rank has, as a sparse tensor."""
     indices = rows.nonzero().t()
     return torch.sparse_coo_tensor(indices, values[tuple(indices)], values.shape, is_coalesced=True)
 
 
 def _hook(parameter: torch.Tensor, call: partial[None]) -> None:
-    """Call it with the parameter when its gradient was computed, also if it needs none now."""
+    """Have `call` called with the parameter whenever its gradient is computed, also if it is frozen
+    now."""
     needed = parameter.requires_grad
     parameter.requires_grad_(True)  # or torch takes no hook
     parameter.register_post_accumulate_grad_hook(call)

@@ -1,8 +1,8 @@
-"""Operations in flight: what keeps their tensors and registered memory, and what their end calls.
+"""Operations in flight: keeps their tensors alive, tracks registered memory, calls completions.
 
-A transport that registers memory with a device wants to do so once for a buffer that is sent every
-step, and must not use that registration for whatever comes to lie at the same address later. Who
-knows how long memory lives is torch: the registration lasts as long as the tensor's storage.
+RDMA should register a buffer once, even if it is sent every step, and must not use that
+registration for other memory that later gets the same address. So a registration lasts exactly as
+long as the tensor's storage.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Completions:
-    """Calls a function for each operation that it watches, once that has ended.
+    """Calls a function at the end of each operation that it watches.
 
-    The engine queues the handles of ended operations; one thread takes them from there. So no
-    thread waits for any one operation, and the engine's threads never wait for Python.
+    The engine queues handles of ended operations, and one thread takes them from the queue. So no
+    thread waits for a single operation, and the engine's threads never wait for Python.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Completions:
         """Call `then` on the thread of completions once `synchronize(handle)` would not block.
 
         Args:
-            handle: of an operation.
-            then: must not block for long, since others wait behind it.
+            handle: handle of an operation.
+            then: must not block for long: later calls wait behind it.
 
         Returns:
             Whether it will be called. False: the operation was synchronised already.
@@ -60,7 +60,7 @@ class Completions:
         return True
 
     def stop(self) -> None:
-        """End the thread, once it has called for all operations that have ended by now."""
+        """Stop the thread after it has handled all operations that have ended by now."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is None:
@@ -71,7 +71,7 @@ class Completions:
             thread.join()
 
     def forget(self) -> None:
-        """In a forked process: there is no thread, and no operation is this process's."""
+        """Reset in a forked process, which has neither the thread nor any operation."""
         self.__init__()  # type: ignore[misc]
 
     def _run(self) -> None:
@@ -88,11 +88,11 @@ class Completions:
 
 
 completions = Completions()
-"""Of this process."""
+"""Completions of this process."""
 
 
 def has_ended(handle: int) -> bool:
-    """Whether `synchronize(handle)` would not block; true where the handle was synchronised."""
+    """Return whether `synchronize(handle)` would not block; true if the handle was synchronized."""
     try:
         return c_lib.poll(handle)
     except ValueError:
@@ -100,9 +100,9 @@ def has_ended(handle: int) -> bool:
 
 
 def await_end(handle: int, limit_s: float) -> bool:
-    """Whether `synchronize(handle)` would not block after at most so many seconds.
+    """Wait at most `limit_s` seconds; return whether `synchronize(handle)` would not block.
 
-    True where the handle was synchronised already. An exception of a signal handler is raised.
+    Returns true if the handle was synchronized already. Raises exceptions of signal handlers.
     """
     try:
         return c_lib.await_end(handle, limit_s)
@@ -115,21 +115,21 @@ class _Known:
     storage: weakref.ref[torch.UntypedStorage]
     bytes: int
     number: int
-    """Of the engine's."""
+    """Number that the engine gave this memory."""
     end: weakref.finalize
-    """Forgets it with the storage."""
+    """Finalizer that unregisters the memory with its storage."""
 
 
 _known: dict[int, _Known] = {}
-"""By address."""
+"""Registered storages, by address."""
 
 
 def will_be_sent(tensor: torch.Tensor) -> None:
-    """Make the storage of a CPU tensor known, before values are sent from it.
+    """Tell the engine about the storage of a CPU tensor, before values are sent from it.
 
-    To be called for every tensor: what was at the same place before is forgotten then. A storage
-    that is freed is forgotten at once, and so is one that is resized, as trainers do that give
-    memory away between steps: it may come back at the same address, in other pages.
+    Call it for every tensor: it replaces stale memory at the same address. A storage is forgotten
+    at once when it is freed or resized. (Trainers that release memory between steps resize
+    storages; the same address may then have other pages.)
     """
     _watch_resizes()
     storage = tensor.untyped_storage()
@@ -148,9 +148,10 @@ _resize = torch.UntypedStorage.resize_
 
 
 def _watch_resizes() -> None:
-    """Have `UntypedStorage.resize_` forget the storage first: torch tells nobody of it."""
+    """Wrap `UntypedStorage.resize_` so that it forgets the storage first: torch has no hook for
+    this."""
     if torch.UntypedStorage.resize_ is _resize:
-        # torch declares the method of a base class, for all kinds of storages.
+        # torch declares the method in a base class, for all kinds of storage.
         torch.UntypedStorage.resize_ = _forget_and_resize  # type: ignore[assignment]
 
 
@@ -170,27 +171,28 @@ def _forget_memory(address: int, number: int) -> None:
 
 @dataclass(slots=True, kw_only=True)  # a frozen one takes 3 us longer to make
 class Sum:
-    """The tensors of a push_pull."""
+    """Tensors of a push_pull."""
 
     sent: torch.Tensor
-    """What the engine reads: the caller's tensor, or a copy in the wire dtype."""
+    """Tensor that the engine reads: the caller's, or a copy in the wire dtype."""
     received: torch.Tensor
-    """What the engine writes: the caller's output, or that copy."""
+    """Tensor that the engine writes: the caller's output, or that copy."""
     output: torch.Tensor
-    """The caller's."""
+    """The caller's output."""
     elements: tuple[int, int]
-    """First and last plus one of the flattened elements that are wanted."""
+    """First and last plus one of the flattened elements to receive."""
     name: str
     stream: int
-    """As `wire.current_stream` gives it, when the operation was started."""
+    """Stream in which the operation was started, as `wire.current_stream` returns it."""
     wire: WireType
     values: torch.Tensor
-    """The caller's values, which the engine reads where it encodes them itself."""
+    """The caller's values, which the engine reads if it encodes them itself."""
     lost: torch.Tensor | None = None
-    """The memory that it reads and writes then, where losses are kept."""
+    """Feedback memory that the engine then reads and updates, if rounding losses are kept."""
 
     def finish(self) -> torch.Tensor:
-        """The caller's output, with the sums in its own type: on a GPU, for the current stream."""
+        """Return the caller's output with the sums in its own type; on a GPU, in the current
+        stream."""
         if self.received is not self.output:
             self._convert()
             self._give_back()
@@ -207,10 +209,11 @@ class Sum:
             decode(received, self.wire, self.output.view(-1)[begin:end], skip=skip)
 
     def _give_back(self) -> None:
-        """The copy in the wire dtype is free for its next use."""
+        """Return the copy in the wire dtype for its next use."""
         if self.received.is_cuda:
             now = torch.cuda.current_stream(self.received.device)
-            # Or else torch would hand the memory out again to the other stream.
+            # Without this, torch would give the memory to other work of the stream that allocated
+            # it.
             if now.cuda_stream != self.stream:
                 self.received.record_stream(now)
         elif registers_memory:
@@ -218,46 +221,46 @@ class Sum:
 
 
 registers_memory = False
-"""Whether the transport registers what it sends; set when this process joins a job."""
+"""Whether the transport registers memory that it sends; set when this process joins a job."""
 rank = -1
-"""This worker's; likewise."""
+"""This worker's rank; set when this process joins a job."""
 sums: dict[int, Sum] = {}
-"""By handle."""
+"""Sums in flight, by handle."""
 updates: dict[int, tuple[torch.Tensor, ...]] = {}
-"""What the engine reads and writes for tensors that servers update, by handle."""
+"""Tensors that the engine reads and writes for parameters that servers update, by handle."""
 failed: list[Sum | tuple[torch.Tensor, ...]] = []
-"""Of operations that failed: the transport may read their memory until it is shut down."""
+"""Tensors of failed operations: the transport may read their memory until it is shut down."""
 _wire_copies: dict[str, torch.Tensor] = {}
-"""Copies in the wire dtype that nobody uses, by name: kept where the transport registers what it
-sends, so that it does so once."""
+"""Unused copies in the wire dtype, by name. They are kept if the transport registers memory, so
+that it registers each copy once."""
 _rounds: dict[str, int] = {}
-"""How many values of each name this job has begun to round by chance."""
+"""Number of sums per name that this process has rounded stochastically in this job."""
 
 
 class Holder(Protocol):
-    """Keeps handles of operations between calls of its user."""
+    """Keeps handles of operations between calls."""
 
     def forget(self) -> None:
-        """The job was left: these handles are of no use any more."""
+        """Drop all handles: the job has ended."""
 
 
 holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def held() -> list[Sum | tuple[torch.Tensor, ...]]:
-    """All tensors whose memory the engine may still use."""
+    """Return all tensors whose memory the engine may still use."""
     return [*sums.values(), *updates.values(), *failed]
 
 
 def keep_failed(handle: int) -> None:
-    """Keep the tensors of a sum that failed."""
+    """Keep the tensors of a failed sum."""
     operation = sums.pop(handle, None)
     if operation is not None:
         failed.append(operation)
 
 
 def forget() -> None:
-    """The job is left: let go of all tensors, whose memory nothing reads or writes any more."""
+    """Release all tensors: the job has ended, and nothing reads or writes their memory any more."""
     for kept in (sums, updates, failed, _wire_copies, _rounds):
         kept.clear()
     for holder in list(holders):
@@ -265,7 +268,7 @@ def forget() -> None:
 
 
 def forget_name(name: str) -> None:
-    """Another tensor comes under this name: let go of what is kept for its next sum."""
+    """Release the state kept for a name's next sum: the name now stands for another tensor."""
     _wire_copies.pop(name, None)
     _rounds.pop(name, None)
 
@@ -273,15 +276,15 @@ def forget_name(name: str) -> None:
 def wire_copy(
     tensor: torch.Tensor, wire: WireType, name: str, lost: torch.Tensor | None
 ) -> torch.Tensor:
-    """A copy of the tensor as it travels; on a GPU it is made in the current stream.
+    """Return a copy of the tensor in the type in which it travels; on a GPU, in the current stream.
 
-    Of blocks on the CPU it is memory alone, which the engine fills as it sends.
+    For blocks on the CPU it is only memory, which the engine fills as it sends.
 
     Args:
         tensor: contiguous.
-        wire: another type than the tensor's own.
-        name: of the sum.
-        lost: what rounding lost of the tensor before, where it is kept.
+        wire: a type other than the tensor's.
+        name: name of the sum.
+        lost: losses of earlier roundings of this tensor, if they are kept.
     """
     if wire.is_block:
         copy = _memory(wire.nbytes(tensor.numel()), wire.memory, name, tensor.device)
@@ -294,7 +297,7 @@ def wire_copy(
 
 
 def _memory(numel: int, dtype: torch.dtype, name: str, device: torch.device) -> torch.Tensor:
-    """That of the last sum of this name, where it was kept."""
+    """Return memory for a copy: the one kept for this name, or new memory."""
     kept = _wire_copies.pop(name, None)
     if kept is None or kept.numel() != numel or kept.dtype != dtype:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -302,8 +305,8 @@ def _memory(numel: int, dtype: torch.dtype, name: str, device: torch.device) -> 
 
 
 def next_seed(name: str) -> int | None:
-    """For what this process rounds next under a name, as the engine has it for what it rounds
-    itself (BYTEPS_STOCHASTIC_ROUNDING); None: to the nearest."""
+    """Return the seed for the next values that this process rounds under a name, the same as the
+    engine would use (BYTEPS_STOCHASTIC_ROUNDING). None: round to nearest."""
     if not setting("BYTEPS_STOCHASTIC_ROUNDING", bool):
         return None
     number = _rounds.get(name, 0)

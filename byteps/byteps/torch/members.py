@@ -1,8 +1,8 @@
-"""Replicas that are lost and come back, as a worker of one of them sees it.
+"""Membership of replicas that leave, are lost and come back, as a worker sees it.
 
-The scheduler removes a replica when one of its workers is lost: sums go on without it. A replica
-that comes back joins between two steps: the others choose it by a small sum, so that all choose
-alike, and one of them gives it what it lacks (:func:`give_tensors`).
+The scheduler removes a replica when one of its workers is lost, and sums go on without it. A
+replica that comes back joins between two steps. The others choose it by a small sum, so that all
+make the same choice, and one of them sends it its state (:func:`give_tensors`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from byteps.torch.session import BytePSError
 
 _PRIME = (1 << 31) - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By bytes, the type in which a number's bits are read; longer numbers are read in halves."""
+"""Integer type to read a number's bits in, by element size in bytes. Longer numbers are read as
+several 32-bit words."""
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Two whole numbers below 2**31, in fp64, that change with any single number, and if two
-    numbers of different size change places."""
+    """Return two integers below 2**31, in fp64. They differ if a single number differs, or if two
+    different numbers are exchanged."""
     plain = weighted = 0
     for place, tensor in enumerate(tensors):
         flat = tensor.detach().contiguous().view(-1)
@@ -38,7 +39,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def are_alike(tensors: Sequence[torch.Tensor], name: str, group: Group = None) -> bool:
-    """Whether all members have the same tensors: the same answer on each of them.
+    """Return whether all members have the same tensors; all members get the same answer.
 
     Every member calls this with the same `name`.
 
@@ -58,28 +59,28 @@ _LOOK_EVERY_S = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The replicas, by number, as the scheduler has told last."""
+    """The scheduler's last report about the replicas; tuples are indexed by replica."""
 
     epoch: int
-    """Grows with each change."""
+    """Increases with each change."""
     present: tuple[bool, ...]
-    """Which take part in sums."""
+    """Replicas that take part in sums."""
     waiting: tuple[bool, ...]
-    """Which are ready to join."""
+    """Replicas that are ready to join."""
     lives: tuple[int, ...]
-    """The epoch in which each became ready to join; 0: it was there from the beginning."""
+    """Epoch in which each replica became ready to join; 0: a member from the beginning."""
     donors: tuple[int, ...]
-    """Which other one gives each what it lacks; -1: it was there from the beginning, or has not
+    """The replica that sends each joined replica its state; -1: a member from the beginning, or not
     joined yet."""
     news: str
-    """What has changed, in words; may be empty."""
+    """Description of the last change; may be empty."""
 
     def donor(self, joiner: int) -> int:
-        """The replica that gives this one, which has joined, what it lacks. The scheduler has
-        chosen it, so all choose alike, also if it was removed since.
+        """Return the replica that sends `joiner` its state. The scheduler has chosen it, so all
+        members see the same choice, even if it was removed since.
 
         Raises:
-            BytePSError: there is none.
+            BytePSError: no donor was available.
         """
         if self.donors[joiner] < 0:
             raise BytePSError("no other replica is in the job, so none can be joined")
@@ -88,20 +89,20 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the replicas have found by one sum, the same on all of them."""
+    """Result of `choose`, the same on all replicas."""
 
     joiner: int
     """The replica that joins now; -1: none."""
     life: int
-    """Of that replica."""
+    """Epoch in which that replica became ready to join."""
     present: tuple[bool, ...]
-    """Which replicas the sum was made of."""
+    """Replicas that took part in the sum."""
     leaving: tuple[bool, ...]
-    """Which of them leave now. Nobody joins then."""
+    """Replicas that leave now. None joins in the same step."""
 
 
 def view() -> View:
-    """What the scheduler has told last; all are present where it has told nothing."""
+    """Return the scheduler's last report; before the first report all replicas are present."""
     epoch, present, waiting, lives, donors, news = c_lib.replicas()
     if not present:
         count = session.replicas()
@@ -124,12 +125,12 @@ def view() -> View:
 
 
 def is_late() -> bool:
-    """Whether this worker's replica has come to a job that runs, and has to join it."""
+    """Return whether this worker's replica came to a running job, and has to join it."""
     return bool(c_lib.is_initialized() and c_lib.is_late())
 
 
 def is_removed() -> bool:
-    """Whether the job goes on without this worker, or has failed, or this worker has left it."""
+    """Return whether this worker was removed, has left, or its job has failed."""
     try:
         c_lib.check()
     except BytePSError:
@@ -138,41 +139,41 @@ def is_removed() -> bool:
 
 
 def awaited() -> set[str]:
-    """Tensors whose next push of this worker others wait for: as many replicas as
-    the quorum of `init` have made theirs. Empty where there is none."""
+    """Return the tensors whose next push by this worker others wait for, because a quorum of
+    replicas (see `init`) have pushed theirs. Empty without a quorum."""
     return set(c_lib.awaited())
 
 
 def take_missing() -> set[int]:
-    """Replicas that sums of this worker have lacked, since this was called last."""
+    """Return the replicas that sums of this worker have lacked since the last call."""
     size = session.size() // session.replicas()
     return {rank // size for rank in c_lib.take_missing()}
 
 
 def rounds() -> dict[str, tuple[int, int]]:
-    """Counts of releases of each name by this worker, and of the sums that it has begun since; for
-    one that joins."""
+    """Return, for each name, how often this worker released it and how many sums it has begun
+    since. A joining worker needs these counts."""
     return dict(c_lib.rounds())
 
 
 def set_rounds(begun: dict[str, tuple[int, int]]) -> None:
-    """Go on where another worker of this place is, which told its `rounds` between two steps."""
+    """Continue with the `rounds` of the worker of the same local rank in another replica."""
     c_lib.set_rounds(begun)
 
 
 def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
     """Choose a replica to join, between two steps. One worker of each replica calls this.
 
-    A replica that leaves says so here, so that the others know it at the same step. Then its
-    workers end what they have in flight, and leave by :func:`byteps.torch.session.leave`.
+    A replica announces here that it leaves, so that all others learn it at the same step. Its
+    workers then finish their operations and call :func:`byteps.torch.session.leave`.
 
-    A replica is chosen when every member of `group` sees the same life of it wait. Replicas that
-    sums before this one have lacked are to be taken by :func:`take_missing` first.
+    A replica is chosen when every member of `group` sees it waiting with the same `life`. Call
+    :func:`take_missing` first, to clear replicas that earlier sums have lacked.
 
     Args:
-        name: of the sum, the same on all members.
-        group: the ranks that call.
-        leaves: whether this replica does.
+        name: name of the sum, the same on all members.
+        group: the ranks that call this.
+        leaves: whether this replica leaves.
 
     Raises:
         BytePSError: this replica was removed, or a server was lost.
@@ -187,7 +188,7 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
     total = mine.clone()
     ops.push_pull_inplace(total, average=False, name=name, group=group)
     lacking = take_missing()
-    # The mean and the mean of the squares are this one's own: then they are everybody's.
+    # All members' values are equal if mean and mean square equal this member's own.
     agreed = total == mine * count
     present = tuple(replica not in lacking for replica in range(count))
     leaving = tuple(wish > 0 for wish in total[2 * count :].tolist())
@@ -201,16 +202,16 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
 
 
 def admit(joiner: int, life: int, *, asks: bool) -> View | None:
-    """Have the scheduler admit a replica that waits. All workers of all replicas that are present
-    call this, and none begins a sum before all have finished theirs.
+    """Have the scheduler admit a waiting replica. All workers of all present replicas call this. No
+    worker may begin a sum before all have finished theirs.
 
     Args:
-        joiner: the replica, as :func:`choose` has found it.
-        life: likewise.
-        asks: whether this worker asks the scheduler; the others wait. One of each replica does.
+        joiner: the replica that :func:`choose` returned.
+        life: the life that :func:`choose` returned.
+        asks: whether this worker asks the scheduler. One worker of each replica does; others wait.
 
     Returns:
-        the replicas with it, or None: it was lost meanwhile.
+        the view that includes the replica, or None if it was lost meanwhile.
 
     Raises:
         BytePSError: this replica was removed, or a server was lost.
@@ -224,18 +225,18 @@ def admit(joiner: int, life: int, *, asks: bool) -> View | None:
 
 
 def join() -> View:
-    """Say that this worker of a late replica is ready, and wait until its replica is admitted. All
-    of its workers call this.
+    """Report that this worker of a late replica is ready; wait until its replica is admitted. All
+    workers of the replica call this.
 
     Returns:
-        the replicas, with this one.
+        the view that includes this replica.
 
     Raises:
         BytePSError: the job has ended, this replica was removed, or a server was lost.
     """
     c_lib.say_ready()
     mine = session.replica()
-    # Until the scheduler has told something, all seem to be present.
+    # Before the scheduler's first report, `view` shows all replicas as present.
     return _await(lambda seen: seen.present[mine] and seen.lives[mine] > 0)
 
 
@@ -246,23 +247,23 @@ def _await(condition: Callable[[View], bool]) -> View:
     return now
 
 
-# One worker gives another one its state. Both call with tensors of the same sizes, and servers add
-# what the giver has to the zeros of the taker. Whole numbers are added, so that every bit arrives.
+# State transfer between two workers. Both call with tensors of the same sizes, and servers add the
+# giver's values to the taker's zeros. The values are added as integers, so that every bit arrives.
 
 
 CHUNK_BYTES = 16 << 20
-"""So much is in flight at a time."""
+"""Number of bytes in flight at a time."""
 _MAGIC = 0x42595045
 
 
 def give_facts(facts: dict[str, Any], *, to: int, rank: int, name: str) -> None:
-    """Give a dictionary of numbers, texts, tensors, lists and dictionaries.
+    """Send a dictionary of numbers, strings, tensors, lists and dictionaries to another worker.
 
     Args:
-        facts: what :func:`torch.load` takes with ``weights_only``.
+        facts: values that :func:`torch.load` accepts with ``weights_only``.
         to: the rank that calls :func:`take_facts`.
-        rank: this one.
-        name: the same on both, and another one for each exchange.
+        rank: this worker's rank.
+        name: the same on both workers, different for each exchange.
     """
     buffer = io.BytesIO()
     torch.save(facts, buffer)
@@ -273,7 +274,7 @@ def give_facts(facts: dict[str, Any], *, to: int, rank: int, name: str) -> None:
 
 
 def take_facts(*, giver: int, rank: int, name: str) -> dict[str, Any]:
-    """What :func:`give_facts` gives.
+    """Return the dictionary that the giver sends with :func:`give_facts`.
 
     Raises:
         BytePSError: the giver was lost.
@@ -293,15 +294,15 @@ def take_facts(*, giver: int, rank: int, name: str) -> dict[str, Any]:
 
 
 def give_tensors(tensors: Sequence[torch.Tensor], *, to: int, rank: int, name: str) -> None:
-    """Give the values of tensors, of any types and devices."""
+    """Send the values of tensors of any type and device."""
     _exchange(tensors, (rank, to), name, gives=True)
 
 
 def take_tensors(tensors: Sequence[torch.Tensor], *, giver: int, rank: int, name: str) -> None:
-    """Get the values of tensors, in place.
+    """Receive the values of tensors, in place.
 
     Raises:
-        BytePSError: the giver was lost; then they have no values of any meaning.
+        BytePSError: the giver was lost; the tensors' values are then undefined.
     """
     if not _exchange(tensors, (rank, giver), name, gives=False):
         raise BytePSError(_lost(giver))
@@ -315,7 +316,7 @@ def _lost(giver: int) -> str:
 def _exchange(
     tensors: Sequence[torch.Tensor], pair: tuple[int, int], name: str, *, gives: bool
 ) -> bool:
-    """Whether the digest of all values is the giver's."""
+    """Transfer all values; return whether their digest is the giver's."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     chunk = torch.empty(min(CHUNK_BYTES, -(-total // 4) * 4) // 4, dtype=torch.int32)
     digest = 0
@@ -337,7 +338,8 @@ def _exchange(
 
 
 def _chunks(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[tuple[int, torch.Tensor]]]:
-    """Bytes of the tensors, end to end, cut into chunks: (place in the chunk, some of them)."""
+    """Cut the tensors' bytes, laid end to end, into chunks. Each chunk is a list of (offset in the
+    chunk, bytes of a tensor)."""
     pieces: list[tuple[int, torch.Tensor]] = []
     filled = 0
     for tensor in tensors:
@@ -361,12 +363,12 @@ def _add(values: torch.Tensor, name: str, pair: tuple[int, int]) -> None:
 
 
 def _padded(blob: torch.Tensor) -> torch.Tensor:
-    """As int32, with zeros behind."""
+    """Return the bytes as int32, padded with zeros."""
     padded = torch.zeros(-(-len(blob) // 4), dtype=torch.int32)
     padded.view(torch.uint8)[: len(blob)].copy_(blob)
     return padded
 
 
 def _digest(values: torch.Tensor, before: int = 0) -> int:
-    """A whole number below 2**32, of bytes in host memory, and of those before them."""
+    """Return the CRC-32 of bytes in host memory, continued from `before`."""
     return zlib.crc32(memoryview(values.numpy()), before)

@@ -1,4 +1,4 @@
-"""The names under which objects sum their tensors, and how they are given back."""
+"""Names under which objects sum their tensors, and their release."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from byteps.torch.operations import Group
 
 
 def release(names: Sequence[str], *, group: Group | c_lib.Ranks = None) -> None:
-    """Give back what servers and this worker keep for these names: sums, optimizer state, losses.
+    """Release the state that servers and this worker keep for these names: sums, optimizer state,
+    rounding losses.
 
-    Every member of the group calls this, each when it likes, after the same sums. A server frees a
-    tensor once all members that have declared it have released it or left the job. From now on
-    the name stands for a new tensor, of any type and shape: the next one that is declared under it
-    meets the others that members declare after as many releases. So members may release at
-    different times, but must do so equally often, also of a name that they have not used.
+    Every member of the group calls this, at any time after the same sums. A server frees a tensor
+    once all members that have declared it have released it or left the job. From now on the name
+    stands for a new tensor, of any type and shape. Members match declarations of a name by their
+    number of releases, so they may release at different times but must do so equally often, also
+    for a name that they have not used.
 
-    Operations in flight go on: the tensor is given back when the last of them has ended. Does not
-    block, raises nothing of the network's, and may be called by a finalizer; does nothing where
-    this process is in no job.
+    Operations in flight go on: the tensor is released when the last of them has ended. Does not
+    block, raises no network error, and may be called by a finalizer. Does nothing if this process
+    is in no job.
 
     Args:
-        names: as `push_pull` and `declare` have them; those of `c_lib.UpdatedTensor`, too.
-        group: that they were declared with, or its `engine_ranks`.
+        names: names given to `push_pull`, `declare` or `c_lib.UpdatedTensor`.
+        group: the group that they were declared with, or its `engine_ranks`.
 
     Raises:
-        ValueError: it is no group, or this rank is no member of it.
+        ValueError: `group` is no group, or this rank is no member of it.
     """
     if not names or not c_lib.is_initialized():
         return
@@ -42,14 +43,13 @@ def release(names: Sequence[str], *, group: Group | c_lib.Ranks = None) -> None:
 
 
 class Names:
-    """The names that one object sums its tensors under, which it alone gives back.
+    """The names under which an object sums its tensors. Only this object releases them.
 
-    An object takes names before it declares or sums anything under them: when it is made, when its
-    hooks meet a parameter. If an older object still has them, whose finalizer has not run or whose
-    `close` nobody has called, they are released first; so an object that is made anew under the
-    same names gets new tensors on all ranks, whenever garbage is collected on each. `release` then
-    gives back the names that nobody has taken since: it may be called several times, in any thread,
-    by a finalizer, and after the job was left.
+    An object takes names before it declares or sums anything under them, for example when it is
+    made. If an older object still has them (not closed, its finalizer not run), they are released
+    first. So a new object under the same names gets new tensors on all ranks, independent of
+    garbage collection. `release` releases the names that no newer object has taken. It may be
+    called several times, in any thread, by a finalizer, and after the job has ended.
 
     Example:
         self._names = Names(f"{prefix}/first", f"{prefix}/second", group=group, owner=self)
@@ -61,12 +61,12 @@ class Names:
         """Take these names.
 
         Args:
-            group: of all names that this object will take.
-            owner: they are given back when it is collected; None: by `release` alone.
+            group: the group of all names that this object will take.
+            owner: the names are released when this object is collected; None: only by `release`.
 
         Raises:
             BytePSError: this process is in no job.
-            ValueError: it is no group, or this rank is no member of it.
+            ValueError: `group` is no group, or this rank is no member of it.
         """
         session.launched()
         self._ranks = group if isinstance(group, c_lib.Ranks) else operations.engine_ranks(group)
@@ -77,7 +77,7 @@ class Names:
             weakref.finalize(owner, self.release).atexit = False
 
     def take(self, *names: str) -> None:
-        """Take more names; nothing happens to those that this object has taken already."""
+        """Take more names; names that this object has already taken are left as they are."""
         new = [name for name in names if name not in self._taken]
         owners, lowest = _owners_in_job(), self._ranks.lowest()
         release([name for name in new if (lowest, name) in owners], group=self._ranks)
@@ -86,25 +86,25 @@ class Names:
         self._taken.update(new)
 
     def release(self) -> None:
-        """Give back the names that no other object has taken."""
+        """Release the names that no newer object has taken."""
         taken, self._taken = self._taken, set()
         if not taken or not c_lib.is_initialized():
             return
         owners, lowest = _owners_in_job(), self._ranks.lowest()
-        # In the same order in each process.
+        # Sorted, so that every process releases them in the same order.
         mine = sorted(name for name in taken if owners.get((lowest, name)) == self._number)
         release(mine, group=self._ranks)
 
 
 _numbers = itertools.count()
 _owners: dict[tuple[int, str], int] = {}
-"""By lowest rank and name: the number of the `Names` that has it."""
+"""Number of the `Names` object that has a name, by (lowest rank of the group, name)."""
 _job: session.Launch | None = None
-"""In which they have."""
+"""The job to which `_owners` belongs."""
 
 
 def _owners_in_job() -> dict[tuple[int, str], int]:
-    """Owners in this job: names of one that was left are nobody's."""
+    """Return the owners in this job; owners from an earlier job are dropped."""
     global _job
     launch = session.launched()
     if launch is not _job:

@@ -1,6 +1,6 @@
-"""The ranks of one host: the pieces of a tensor that they sum first, and collectives among them.
+"""The ranks of a host: the pieces of a tensor that they sum first, and their collectives.
 
-A piece is on the network while the host sums another one.
+One piece is on the network while the host sums another.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from byteps.torch.figures import setting
 from byteps.torch.streams import stream_for
 
 Range = tuple[int, int]
-"""First element, and last plus one."""
+"""First element, and last element plus one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a tensor that is summed by itself. The same on all ranks, but for `wanted`."""
+    """A part of a tensor that is summed separately. The same on all ranks, except `wanted`."""
 
     scatters: tuple[tuple[Range, ...], ...]
-    """Reduce-scatters inside the host: of each, the elements that local index 0, 1, ... gets."""
+    """Reduce-scatters inside the host. Each has the range of elements for local index 0, 1, ..."""
     wanted: Range | None
     """The range, within this rank's scattered elements laid end to end, whose sum it pulls. None:
     all of it."""
     gather: bool
-    """Whether all ranks of the host want all of it."""
+    """Whether all ranks of the host need the whole piece."""
 
     @functools.cached_property
     def length(self) -> int:
-        """Elements that a rank pushes."""
+        """Number of elements that a rank pushes."""
         return sum(longest(ranges) for ranges in self.scatters)
 
     @functools.cached_property
     def is_in_place(self) -> bool:
-        """Whether a rank pushes its part from where it lies in the tensor."""
+        """Whether a rank pushes its part directly from the tensor's memory."""
         return len(self.scatters) == 1 and are_even(self.scatters[0])
 
 
@@ -59,9 +59,10 @@ def are_even(ranges: Sequence[Range]) -> bool:
 
 
 def whole_pieces(elements: int, per_host: int, pieces: int) -> list[Piece]:
-    """Cut a tensor that every rank wants all of, into at most `pieces`.
+    """Cut a tensor that every rank needs as a whole into at most `pieces`.
 
-    Only the last piece may be no multiple of `per_host`: its last ranges are then shorter.
+    Only the last piece's length may not be a multiple of `per_host`; then its last ranges are
+    shorter.
     """
     each = max(1, elements // pieces // per_host) * per_host
     begins = [index * each for index in range(min(pieces, -(-elements // each)))]
@@ -77,17 +78,17 @@ def whole_pieces(elements: int, per_host: int, pieces: int) -> list[Piece]:
 def shard_pieces(
     elements: int, owned: Sequence[Sequence[int]], host: int, local: int, pieces: int
 ) -> list[Piece] | None:
-    """Cut a tensor of which each rank wants one of several equal shards.
+    """Cut a tensor of equal shards, of which each rank needs one.
 
     Args:
-        elements: of the tensor, a multiple of the number of shards.
-        owned: for each host, the shard that each of its ranks owns.
-        host, local: which of these this rank is.
-        pieces: about so many are made.
+        elements: number of elements, a multiple of the number of shards.
+        owned: for each host, the index of the shard that each of its ranks owns.
+        host, local: this rank's indices in `owned`.
+        pieces: approximate number of pieces.
 
     Returns:
-        None where ranks of different local indices own the same shard, or not all shards have an
-        owner: the parts that they push would overlap, or leave something out.
+        the pieces, or None if ranks of different local indices own the same shard, or a shard has
+        no owner: the pushed parts would then overlap or be incomplete.
     """
     per_host = len(owned[0])
     parts = [sorted({shards[index] for shards in owned}) for index in range(per_host)]
@@ -117,7 +118,8 @@ def _slab_piece(
     local: int,
     mine: int,
 ) -> Piece:
-    """The same cut of some shards of each local index; slab t holds everybody's t-th shard."""
+    """Cut the same range out of several shards of each local index; slab t has every rank's t-th
+    shard."""
     begin, end = cut
     scatters = [
         tuple((part[slab] * size + begin, part[slab] * size + end) for part in parts)
@@ -130,35 +132,35 @@ def _slab_piece(
     return Piece(scatters=tuple(scatters), wanted=wanted, gather=False)
 
 
-# Collectives, and the side stream on which a GPU runs them.
+# Collectives, and the side stream in which a GPU runs them.
 
 
 _TAG = 0x6270
-"""Of messages between two ranks of a host; another one than programs are likely to use."""
+"""Tag of messages between two ranks of a host; unlikely to be used by programs."""
 
 
 class NodeGroup:
     """Collectives among the ranks of a host, of contiguous tensors of one dimension.
 
-    On the CPU values go straight to the rank that adds or keeps them: gloo's reduce-scatter is an
-    all-reduce of a copy, and its all-gather hands parts on from rank to rank.
+    On the CPU, values go directly to the rank that adds or keeps them. (gloo's reduce-scatter is an
+    all-reduce of a copy, and its all-gather passes parts from rank to rank.)
     """
 
     def __init__(self, group: Any, size: int) -> None:
-        """`group` is a ProcessGroup or a backend of one, with so many ranks."""
+        """`group`: a ProcessGroup, or a backend of a ProcessGroup, with `size` ranks."""
         self._group = group
         self.size = size
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Put the sum of every rank's part of `source` that belongs to this rank into `output`."""
+        """Sum all ranks' `source`; put this rank's part of the sum into `output`."""
         if source.is_cuda:
             self._group._reduce_scatter_base(output, source, dist.ReduceScatterOptions()).wait()
         else:
             self.add_in_order(output, source)
 
     def add_in_order(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """As `reduce_scatter`, but values are added in the order of ranks, wherever they lie, and
-        those of half types in fp32 and rounded once."""
+        """Do the same as `reduce_scatter`, but add in the order of ranks, and half types in fp32,
+        rounded once."""
         received = torch.empty_like(source)
         options = dist.AllToAllOptions()
         sent = source.view(torch.uint8), received.view(torch.uint8)
@@ -174,7 +176,7 @@ class NodeGroup:
             output.copy_(total)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
-        """Put every rank's part into `output`, one after the other."""
+        """Concatenate the parts of all ranks into `output`."""
         if part.is_cuda:
             self._group._allgather_base(output, part).wait()
             return
@@ -190,11 +192,11 @@ class NodeGroup:
 
 
 class NodeGroups:
-    """Makes the groups of a process, each once.
+    """Creates and caches the node groups of a process.
 
-    ``torch.distributed.new_group`` would have to be called by all ranks of the job in one order, or
-    by ranks that have made equally many groups before; ranks that wrap different models do neither.
-    So the members meet in torch.distributed's store (:mod:`byteps.launcher.meeting`).
+    ``torch.distributed.new_group`` must be called by all ranks of the job in the same order, or by
+    ranks that have made the same number of groups before. Ranks that wrap different models do
+    neither. So the members meet in torch.distributed's store (:mod:`byteps.launcher.meeting`).
     """
 
     def __init__(self) -> None:
@@ -209,16 +211,18 @@ class NodeGroups:
         purpose: str = "",
         role: str = "",
     ) -> NodeGroup:
-        """The group of these ranks, one of `known` if it has them. All its members call this.
+        """Return the group of these ranks: one of `known` if it matches. All members call this.
 
-        Blocks until they have. Collectives run by NCCL for a CUDA device, else by gloo. Groups of
-        different purposes or roles are different ones, of which each is in no other's way.
+        Blocks until all members have called it. Collectives use NCCL for a CUDA device, otherwise
+        gloo. Each purpose and role has its own group, so that their collectives do not wait for
+        each other.
 
         Raises:
-            RuntimeError: the others did not come within BYTEPS_OP_TIMEOUT_S.
+            RuntimeError: a member did not call within BYTEPS_OP_TIMEOUT_S.
         """
         store = dist.distributed_c10d._get_default_store()
-        if store is not self._store:  # torch.distributed was started anew
+        # A new store means that torch.distributed was initialized again.
+        if store is not self._store:
             self._store, self._made = store, {}
         key, first = (device.type, ranks, purpose, role), session.first_rank()
         if key not in self._made:
@@ -227,21 +231,21 @@ class NodeGroups:
                     self._made[key] = NodeGroup(group, len(ranks))
                     return self._made[key]
             if purpose:
-                # A client of its own: who waits in the store keeps other threads from it, of which
-                # one may be what this one waits for on another rank.
+                # A separate store client: a thread that waits in the store blocks other threads of
+                # the same client, and this thread may wait for one of these on another rank.
                 store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
             self._made[key] = NodeGroup(_backend(ranks, device, store, purpose + role), len(ranks))
         return self._made[key]
 
     def forget(self, purpose: str | None = None) -> None:
-        """Let go of the groups of a purpose, or of all; later calls make new ones."""
+        """Drop the groups of a purpose, or all groups; later calls of `get` create new ones."""
         for key in list(self._made):
             if purpose in (None, key[2]):
                 self._made.pop(key, None)
 
 
 def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: str) -> Any:
-    # Of torch.distributed alone: a benchmark sums over such groups with no session.
+    # Uses only torch.distributed: a benchmark sums over such groups without a session.
     place = ranks.index(session.first_rank() + dist.get_rank())
     seconds = _op_timeout_s()
     timeout = timedelta(seconds=seconds)
@@ -267,12 +271,13 @@ def _op_timeout_s() -> float:
 
 
 groups = NodeGroups()
-"""Those of this process."""
+"""Node groups of this process."""
 
 
 @contextlib.contextmanager
 def on_side_stream(tensor: torch.Tensor) -> Iterator[None]:
-    """On a GPU, queue work on a stream of ours, after what the caller's stream has by now."""
+    """On a GPU, queue work on a separate stream, after the work queued on the caller's stream so
+    far."""
     if not tensor.is_cuda:
         yield
         return
@@ -283,7 +288,7 @@ def on_side_stream(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def wait_for_side_stream(tensor: torch.Tensor) -> None:
-    """On a GPU, have the caller's stream wait for what `on_side_stream` has queued by now."""
+    """On a GPU, make the caller's stream wait for the work queued in `on_side_stream` so far."""
     if tensor.is_cuda:
         stream = stream_for("node groups", tensor.device)
         torch.cuda.current_stream(tensor.device).wait_stream(stream)

@@ -1,15 +1,15 @@
-"""Sums over ranks of which several share a host: inside the host first, then between the hosts.
+"""Sums over ranks that share hosts: inside each host first, then between the hosts.
 
-A host whose r ranks each push a whole tensor sends r times its bytes through one NIC. Here
-the ranks of a host reduce-scatter the tensor among themselves (NVLink, or shared memory), each
-pushes and pulls the sum of its part together with the ranks of the same local index on the other
-hosts, and an all-gather inside the host puts the parts together. The NIC then carries the tensor
-once each way. With a sharded optimizer a part consists of the shards that the ranks of one local
-index own, each rank pulls its own shard, and nothing is gathered.
+If the r ranks of a host each pushed a whole tensor, its NIC would carry r times the bytes. Here the
+ranks of a host reduce-scatter the tensor among themselves (NVLink, or shared memory), each pushes
+and pulls the sum of its part together with the ranks of the same local index on the other hosts,
+and an all-gather inside the host puts the parts together. The NIC then carries the tensor once each
+way. With a sharded optimizer a part consists of the shards that the ranks of one local index own,
+each rank pulls its own shard, and nothing is gathered.
 
 A tensor is cut into a few pieces, so that one piece is summed inside the host while others are on
-the network. On a GPU all work is queued on a stream of its own and :meth:`NodeSum.start` returns
-at once. On the CPU the sum inside the host is done when it returns.
+the network. On a GPU all work is queued on a separate stream and :meth:`NodeSum.start` returns at
+once. On the CPU the sum inside the host is done when it returns.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ __all__ = [
 
 
 PIECES = 8
-"""A tensor is cut into at most so many pieces, each of BYTEPS_NODE_PIECE_BYTES at least."""
+"""Largest number of pieces per tensor. A piece has at least BYTEPS_NODE_PIECE_BYTES."""
 
 
 def piece_count(part_bytes: int) -> int:
-    """Into how many pieces a tensor is cut of which each rank pushes so many bytes."""
+    """Return the number of pieces for a tensor of which each rank pushes `part_bytes` bytes."""
     return max(1, min(PIECES, part_bytes // setting("BYTEPS_NODE_PIECE_BYTES", int)))
 
 
@@ -72,8 +72,8 @@ def scatter(
 ) -> torch.Tensor:
     """Sum a piece of `flat` inside the host; return what this rank pushes, in `flat` if it can be.
 
-    With `in_order` the sum of an element does not depend on its place, nor on what the ranks are
-    connected by. Two values have the same sum either way.
+    With `in_order` the sum of an element depends neither on its position nor on how the ranks are
+    connected. (The sum of two values never does.)
     """
     lengths = [longest(ranges) for ranges in piece.scatters]
     if piece.is_in_place:
@@ -90,7 +90,7 @@ def scatter(
 
 
 def gather(target: torch.Tensor, piece: Piece, part: torch.Tensor, node: NodeGroup) -> None:
-    """Put the parts that the host's ranks have of a piece into `target`, which has its length."""
+    """Gather the host's parts of a piece into `target`, which has the piece's length."""
     (ranges,) = piece.scatters
     if are_even(ranges):
         node.all_gather(target, part)
@@ -104,12 +104,13 @@ def gather(target: torch.Tensor, piece: Piece, part: torch.Tensor, node: NodeGro
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """A push-pull of one rank."""
+    """A push-pull of a rank."""
 
     name: str
     nbytes: int
     piece_of: int
-    """Bytes that the rank pushes of the whole tensor: partitions are as long as that one's."""
+    """Bytes that the rank pushes of the whole tensor: partitions are as long as those of
+    the whole."""
     group: tuple[int, ...]
     placement: int
     wire: Wire = torch.float32
@@ -119,7 +120,7 @@ class Push:
         return engine.partition_count(self.nbytes, piece_of=self.piece_of, wire_dtype=self.wire)
 
     def bytes_per_server(self) -> list[int]:
-        """In the order of the servers' ranks."""
+        """Return the bytes for each server, in the order of the servers' ranks."""
         return engine.bytes_per_server(
             self.nbytes,
             name=self.name,
@@ -132,28 +133,28 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSum:
-    """The sum of one tensor over a group of ranks on several hosts, as often as wanted."""
+    """The sum of a tensor over ranks on several hosts. It can be started any number of times."""
 
     name: str
-    """Another one for each tensor, the same on all ranks."""
+    """Different for each tensor, the same on all ranks."""
     layout: HostLayout
-    """With several hosts, and as many ranks on each."""
+    """Layout with several hosts, all with the same number of ranks."""
     node: NodeGroup
-    """The ranks of this host, in the order of the layout."""
+    """Ranks of this host, in the order of the layout."""
     pieces: tuple[Piece, ...]
     average: bool = False
-    """Over all ranks of the layout, instead of the sum. Values are divided by the number of ranks
-    on a host before they are added, and by the number of hosts after."""
+    """Average over all ranks of the layout instead of summing. Values are divided by the number of
+    ranks per host before they are added, and by the number of hosts after."""
     priority: int = 0
     placement: int = 0
     wire_dtype: Wire | None = None
-    """Type in which the tensor travels between hosts; None: its own. Values inside the host are
-    added in the tensor's own."""
+    """Type in which the tensor travels between hosts; None: its own. Inside the host, values are
+    added in the tensor's own type."""
     in_order: bool = False
     """Servers add in the order of hosts, not of arrival."""
 
     def pushes(self, rank: int, element_size: int) -> list[Push]:
-        """What a rank sends to servers, a push-pull for each piece."""
+        """Return the push-pulls of a rank, one per piece."""
         key = rank, element_size, session.number()  # another job may cut tensors otherwise
         if key not in self._pushes:
             self._pushes[key] = self._make_pushes(rank, element_size)
@@ -180,7 +181,7 @@ class NodeSum:
         return pushes
 
     def take_names(self, rank: int, element_size: int, owner: object = None) -> Names:
-        """Take the names under which a rank pushes; see `Names`, which they are given back by."""
+        """Take the names under which a rank pushes; the returned object releases them."""
         pushes = self.pushes(rank, element_size)
         return Names(*(push.name for push in pushes), group=pushes[0].group, owner=owner)
 
@@ -191,13 +192,13 @@ class NodeSum:
 
     @functools.cached_property
     def length(self) -> int:
-        """Elements that a rank pushes."""
+        """Number of elements that a rank pushes."""
         return sum(piece.length for piece in self.pieces)
 
     def declarations(
         self, rank: int, dtype: torch.dtype, device: torch.device
     ) -> list[engine.TensorDeclaration]:
-        """What a rank tells the servers, for `bps.declare`, of a tensor of this type and place."""
+        """Return a rank's declarations of a tensor of this type and device, for `bps.declare`."""
         return [
             engine.TensorDeclaration(
                 name=push.name,
@@ -217,12 +218,12 @@ class NodeSum:
     def start(self, tensor: torch.Tensor, *, streamed: bool = False) -> PendingNodeSum:
         """Start summing a contiguous tensor in place.
 
-        Called by all ranks of a host in the same order. Where this rank does not want the sum of an
-        element, the element's value is undefined afterwards.
+        All ranks of a host call this in the same order. Elements whose sum this rank does not need
+        are undefined afterwards.
 
         Args:
-            tensor: of the length that the pieces are of.
-            streamed: on a GPU, streams wait for what comes from servers: see `operations.start`.
+            tensor: a tensor of the length for which the pieces were cut.
+            streamed: on a GPU, streams wait for the servers' answers: see `operations.start`.
 
         Raises:
             BytePSError: the job failed, or members disagree about the tensor.
@@ -263,15 +264,15 @@ def whole_sum(
     known: Sequence[dist.ProcessGroup] = (),
     purpose: str = "",
 ) -> NodeSum:
-    """The sum of a tensor of which every rank wants all.
+    """Return the sum of a tensor that every rank needs as a whole.
 
     All ranks of a host call this in the same order.
 
     Args:
-        name, layout, average, wire_dtype: as `NodeSum` has them.
-        like: a tensor of its length and type, on its device.
-        known: groups of torch.distributed, of which one may be that of this host's ranks.
-        purpose: of the group of this host's ranks: see `NodeGroups.get`.
+        name, layout, average, wire_dtype: see `NodeSum`.
+        like: a tensor of the same length, type and device.
+        known: groups of torch.distributed; a group of this host's ranks is reused.
+        purpose: purpose of the group of this host's ranks: see `NodeGroups.get`.
     """
     ranks = layout.on_host_of(session.rank())
     nbytes = wire.of(like.dtype, wire_dtype).nbytes(like.numel())
@@ -288,7 +289,7 @@ def whole_sum(
 
 @dataclass(kw_only=True)
 class PendingNodeSum:
-    """A sum in flight, and the tensors that must live as long."""
+    """A sum in flight, and the tensors that must live until it ends."""
 
     flat: torch.Tensor
     node: NodeGroup
@@ -297,13 +298,14 @@ class PendingNodeSum:
 
     @property
     def handles(self) -> list[int]:
-        """Of the sums that nobody has waited for."""
+        """Handles of the sums that were not waited for."""
         return [handle for _, _, handle in self.pending]
 
     def wait(self) -> None:
-        """Wait until the sums are there, on a GPU for the current stream. Again: do nothing.
+        """Wait until the sums are there, on a GPU for the current stream. A second call does
+        nothing.
 
-        Called by all ranks of a host in the same order.
+        All ranks of a host call this in the same order.
 
         Raises:
             BytePSError: a push-pull failed; the text names the peer.
@@ -316,10 +318,11 @@ class PendingNodeSum:
         wait_for_side_stream(self.flat)
 
     def receive(self, gatherer: NodeGroup) -> None:
-        """As `wait`, in the current stream; parts are gathered by this group of the host's ranks.
+        """Do the same as `wait`, in the current stream. `gatherer`: group of the host's ranks for
+        the gather.
 
-        It is another one than `node` where the stream waits for servers: collectives of one group
-        wait for each other.
+        If streams wait for servers it must not be `node`: collectives of the same group wait for
+        each other.
         """
         pending, self.pending = self.pending, []
         with torch.no_grad():
@@ -332,7 +335,7 @@ class PendingNodeSum:
                     self._keep(piece, part)
 
     def _keep(self, piece: Piece, part: torch.Tensor) -> None:
-        """Copy the wanted elements to where they belong."""
+        """Copy the elements that this rank needs to their place in the tensor."""
         assert piece.wanted is not None
         offset = 0
         for ranges in piece.scatters:
@@ -343,7 +346,7 @@ class PendingNodeSum:
 
 
 def _side_by_side(flat: torch.Tensor, ranges: Sequence[Range], length: int) -> torch.Tensor:
-    """The ranges one after the other, each filled up with zeros: a view where they lie so."""
+    """Return the ranges laid end to end, each padded with zeros: a view if they already lie so."""
     adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     if adjacent and are_even(ranges):
         return flat[ranges[0][0] : ranges[-1][1]]
@@ -359,26 +362,28 @@ def _is_view(part: torch.Tensor, flat: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRanks:
-    """The ranks of this host. All of them call the methods, in one order."""
+    """The ranks of this host. All of them call the methods, in the same order."""
 
     group: NodeGroup
     local: int
-    """This rank's place among them."""
+    """This rank's index among them."""
     average: bool = False
     """Gradients are divided by the number of these ranks before they are added."""
     in_order: bool = False
     """See `nodes.scatter`."""
 
     def scatter(self, gradients: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Sum a piece of `gradients`; return this rank's shard of the sum, in them if it can be."""
+        """Sum a piece of `gradients`; return this rank's shard of the sum, as a view of them if
+        possible."""
         return scatter(gradients, piece, self.group, self.local, in_order=self.in_order)
 
     def gather(self, target: torch.Tensor, piece: Piece, shard: torch.Tensor) -> None:
-        """Put the shards that the ranks have of a piece into `target`, which has its length."""
+        """Gather the ranks' shards of a piece into `target`, which has the piece's length."""
         gather(target, piece, shard, self.group)
 
     def of_each(self, mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What each rank gives, in the order of ranks; of one dimension and the same length."""
+        """Return `mine` of each rank, in the order of ranks. All have one dimension and the same
+        length."""
         gathered = mine.new_empty(self.group.size * mine.numel())
         with self.stream(mine):
             self.group.all_gather(gathered, mine)
@@ -386,9 +391,9 @@ class HostRanks:
 
     @contextlib.contextmanager
     def stream(self, tensor: torch.Tensor, *, joins: bool = True) -> Iterator[None]:
-        """Inside, work on a GPU is queued on the stream of the collectives inside the host.
+        """Context in which GPU work is queued on the stream of the collectives inside the host.
 
-        `joins`: the caller's stream then waits for it.
+        `joins`: at the end the caller's stream waits for this work.
         """
         with torch.no_grad(), on_side_stream(tensor):
             yield

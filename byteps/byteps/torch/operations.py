@@ -24,14 +24,15 @@ from byteps.torch.wire import (
 )
 
 Group = Sequence[int] | torch.distributed.ProcessGroup | None
-"""Distinct global ranks, or the ProcessGroup of them; None: all workers."""
+"""Distinct global ranks, or a ProcessGroup; None: all workers."""
 
 
 def ranks_of(group: Group) -> list[int]:
-    """Its ranks, ascending; empty for all workers. Raises ValueError when it is no group."""
+    """Return the group's ranks, ascending; empty for all workers. Raises ValueError if it is no
+    group."""
     if group is None:
         return []
-    # What new_group() gives the ranks outside.
+    # new_group() returns this value on ranks outside the group.
     outside: object = torch.distributed.GroupMember.NON_GROUP_MEMBER
     if group is outside:
         raise ValueError(f"rank {session.launched().rank} is no member of the group")
@@ -48,19 +49,19 @@ def ranks_of(group: Group) -> list[int]:
 
 
 class RanksCache:
-    """The ranks of groups that cannot change, as the engine wants them: a push of a large group
-    would otherwise take longest for these."""
+    """Caches the engine's form of groups that cannot change. Without it, converting a large group
+    would take most of the time of a push."""
 
     MOST = 256
-    """Groups that are kept: those that were used first go first."""
+    """Number of groups that are kept; the oldest are dropped first."""
 
     def __init__(self) -> None:
         self._all = c_lib.Ranks([])
         self._known: dict[int, tuple[Callable[[], object], c_lib.Ranks]] = {}
-        """By the object's id; what returns the object for as long as it lives, and its ranks."""
+        """By the object's id: a function that returns the object while it lives, and its ranks."""
 
     def ranks(self, group: Group) -> c_lib.Ranks:
-        """Raises ValueError when it is no group."""
+        """Return the ranks of a group. Raises ValueError if it is no group."""
         if group is None:
             return self._all
         known = self._known.get(id(group))
@@ -70,7 +71,7 @@ class RanksCache:
         if isinstance(group, tuple):
             self._keep(group, lambda: group, ranks)
         elif isinstance(group, torch.distributed.ProcessGroup):
-            # Not kept alive: the program ends it.
+            # A weak reference: the program owns the group.
             self._keep(group, weakref.ref(group), ranks)
         return ranks
 
@@ -85,10 +86,10 @@ _cache = RanksCache()
 
 
 def engine_ranks(group: Group) -> c_lib.Ranks:
-    """The ranks of a group for c_lib, looked up once for each group that cannot change.
+    """Return the ranks of a group for c_lib; cached for groups that cannot change.
 
     Raises:
-        ValueError: it is no group, or this rank is no member of it.
+        ValueError: `group` is no group, or this rank is no member of it.
     """
     return _cache.ranks(group)
 
@@ -105,11 +106,11 @@ def make_spec(
     device: int,
     in_order: bool,
 ) -> Spec:
-    """A tensor of `numel` elements that travels as `form`, as c_lib wants it.
+    """Describe, for c_lib, a tensor of `numel` elements that travels as `form`.
 
     Args:
-        piece_of: elements of the tensor that it is a piece of, or 0.
-        device: number of its GPU; -1: the CPU.
+        piece_of: number of elements of the tensor that it is a piece of, or 0.
+        device: number of the GPU; -1 for the CPU.
         in_order: servers add in the order of ranks.
     """
     lengths = form.nbytes(numel), form.nbytes(piece_of)
@@ -122,14 +123,14 @@ def make_spec(
 type _Described = tuple[
     torch.dtype, int, int, bool, c_lib.Ranks, int | None, Wire | None, int, bool
 ]
-"""Type, elements, GPU, average, ranks, placement, wire type, elements of what it is a piece of,
-whether servers add in the order of ranks."""
+"""Type, elements, GPU, average, ranks, placement, wire type, elements of the tensor that it is a
+piece of, and whether servers add in the order of ranks."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """A tensor as the last sum of its name described it. The next sum is mostly of the same, and
-    need not check and convert it again, which takes a good part of a small sum's time."""
+    """Properties of the last sum of a name. The next sum mostly has the same, and then skips checks
+    and conversions, which take a large part of a small sum's time."""
 
     described: _Described
     form: WireType
@@ -138,7 +139,7 @@ class _Known:
 
     @classmethod
     def of(cls, name: str, described: _Described) -> _Known:
-        """Raises ValueError where a tensor cannot be summed so."""
+        """Check and convert the properties. Raises ValueError if such a tensor cannot be summed."""
         dtype, numel, device, average, ranks, placement, wire_dtype, piece_of, in_order = described
         if placement is not None and placement < 0:
             raise ValueError(f"placement must not be negative, got {placement}")
@@ -158,7 +159,7 @@ class _Known:
 
 
 _known: dict[str, _Known] = {}
-"""By name."""
+"""Last sum of each name."""
 
 
 def start(
@@ -180,37 +181,36 @@ def start(
     """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
 
     Args:
-        tensor: any shape, contiguous, an element type of `wire.DTYPES`; not to be changed until
-            synchronised.  CUDA tensors are read after the current stream's work so far.
+        tensor: any shape, contiguous, an element type of `wire.DTYPES`. Do not change it before
+            `synchronize`. CUDA tensors are read after the current stream's work so far.
         output: same shape, type and device; may be `tensor` itself.
         average: divide the sum by the size of the group; integers are rounded down.
-        name: identifies the sum; the same on all members, another one for each tensor. A name
-            keeps its size, type, average and group until the worker shuts down, and groups with
-            the same lowest rank need different names.
+        name: identifies the sum; the same on all members, different for each tensor. A name keeps
+            its size, type, average and group until it is released, and groups with the same lowest
+            rank need different names.
         priority: higher goes first.
         group: the ranks that sum, or their ProcessGroup; None for all workers.
         placement: server of the first partition, modulo the number of servers; the others follow
-            round robin.  None: from the name.
+            round robin. None: from the name.
         pull: first and last plus one of the elements, of the flattened tensor, whose sums are
-            wanted; the rest of `output` is left alone.  Each member may want another part, as a
-            sharded optimizer does.  None: all of them.
+            wanted; the rest of `output` is left alone. Members may pull different parts, as a
+            sharded optimizer does. None: all of them.
         wire_dtype: torch.bfloat16 or torch.float16 sends an fp32 or fp64 tensor as that: half or a
-            quarter of the bytes, each value rounded before it is sent, added in fp32 by the
-            server, and the sum rounded once. "int8" and "int4" send an fp32, bf16 or fp16 tensor in
-            blocks of 128 values (`byteps.torch.wire`). The same on all members.  None: the
-            tensor's own.
-        piece_of: elements of the tensor that `tensor` is a piece of: see `TensorDeclaration`.
-        in_order: servers add values in the order of ranks, not of arrival: a sum repeated has the
+            quarter of the bytes, each value rounded before it is sent, added in fp32 by the server,
+            and the sum rounded once. "int8" and "int4" send an fp32, bf16 or fp16 tensor in blocks
+            of 128 values (`byteps.torch.wire`). The same on all members. None: the tensor's own.
+        piece_of: number of elements of the tensor that `tensor` is a piece of: see
+            `TensorDeclaration`.
+        in_order: servers add values in the order of ranks, not of arrival: a repeated sum has the
             same bits. The same on all members.
-        checked: the caller has seen that the tensor's type, layout and device can be used.
+        checked: the caller has checked the tensor's type, layout and device.
         streamed: on a GPU, `synchronize` returns at once and has the current stream wait for the
-            sum, unless that takes too much pinned memory (BYTEPS_STREAMED_BYTES). Where the sum
-            fails after that, the stream goes on with NaN, and the next
-            call that starts a sum raises.
+            sum, unless that takes too much pinned memory (BYTEPS_STREAMED_BYTES). If the sum fails
+            after that, the stream goes on with NaN, and the next call that starts a sum raises.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
-        ValueError, TypeError: the arguments cannot be used.
+        ValueError, TypeError: an argument is invalid.
     """
     session.launched()
     if checked:
@@ -239,7 +239,7 @@ def start(
     if in_flight.registers_memory and device < 0:
         in_flight.will_be_sent(tensor)
         in_flight.will_be_sent(received)
-    # By position: pybind11 takes longer to match names.
+    # Positional arguments: pybind11 takes longer to match names.
     handle = known.tensor.push_pull(
         tensor.data_ptr(),
         received.data_ptr(),
@@ -265,7 +265,7 @@ def start(
 
 
 def forget(names: Sequence[str]) -> None:
-    """Forget these names: a tensor that comes under one next is another one."""
+    """Forget these names: the next tensor under each is a new one."""
     for name in names:
         _known.pop(name, None)
         in_flight.forget_name(name)
@@ -285,7 +285,7 @@ def start_streamed_inplace(
     piece_of: int = 0,
     in_order: bool = False,
 ) -> int:
-    """As `start`, in place, of a tensor on a GPU whose sum streams wait for."""
+    """Start an in-place sum of a GPU tensor for which streams wait; see `start`."""
     return start(
         tensor,
         tensor,
@@ -304,7 +304,7 @@ def start_streamed_inplace(
 
 
 def _with_feedback(tensor: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, bool]:
-    """As `Feedback.of`. Servers are told what was loaded for them first."""
+    """Return `Feedback.of`, after sending losses that were loaded for the servers."""
     name = spec[0]
     lost, forgets = feedback.of(name, tensor.numel(), tensor.device, spec)
     of_servers = feedback.take_of_servers(name)
@@ -316,9 +316,9 @@ def _with_feedback(tensor: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, bool
 
 
 def read_feedback(name: str, numel: int) -> torch.Tensor:
-    """What rounding has lost of the last sum of a tensor on the servers, in bfloat16, on the CPU.
+    """Return the servers' rounding losses of a tensor's last sum, in bfloat16, on the CPU.
 
-    Not collective: a member calls it between two sums.
+    Not collective: any member may call it between two sums.
 
     Raises:
         BytePSError: a server is lost.
@@ -334,12 +334,12 @@ def read_feedback(name: str, numel: int) -> torch.Tensor:
 
 
 def _in_blocks(numel: int) -> int:
-    """Values of as many blocks as hold so many."""
+    """Round a number of values up to whole blocks."""
     return -(-numel // wires.BLOCK) * wires.BLOCK
 
 
 def _pulled_bytes(form: WireType, begin: int, end: int) -> tuple[int, int]:
-    """Of the elements in which these values lie."""
+    """Return the range of bytes of the elements that hold these values."""
     if begin == end:
         return 0, 0
     return begin // form.values * form.element_bytes, form.nbytes(end)
@@ -351,7 +351,7 @@ def _coded(
     wanted: tuple[int, int],
     lost: torch.Tensor | None,
 ) -> tuple[str, int, int, int, int, int, int]:
-    """What the engine encodes and decodes itself."""
+    """Return the arguments for tensors that the engine encodes and decodes itself."""
     if output.dtype != values.dtype:
         raise ValueError(f"the tensor is {values.dtype}, the output {output.dtype}")
     return (
@@ -365,22 +365,22 @@ def _coded(
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return, or raise, at once."""
+    """Return whether `synchronize(handle)` would return, or raise, at once."""
     return c_lib.poll(handle)
 
 
 def synchronize(handle: int) -> torch.Tensor:
     """Block until the sum is there; return the output tensor and forget the handle.
 
-    The host waits for the servers' answers only. Of a CUDA tensor the sums are there for what the
-    current stream is given from now on, as after `wait` of torch.distributed.
+    The host waits only for the servers' answers. Sums of a CUDA tensor are there for work queued on
+    the current stream from now on, as after `wait` in torch.distributed.
 
-    An exception of a signal handler, such as KeyboardInterrupt, is raised at once; the sum goes on,
-    and the handle may be synchronised again.
+    An exception of a signal handler, such as KeyboardInterrupt, is raised at once. The sum goes on,
+    and the handle may be synchronized again.
 
     Raises:
-        BytePSError: the sum failed; the text says why. Nothing writes into the output any more.
-        ValueError: there is no such handle, or it was synchronised already.
+        BytePSError: the sum failed; the text says why. Nothing writes to the output any more.
+        ValueError: there is no such handle, or it was synchronized already.
     """
     operation = in_flight.sums.get(handle)
     stream = 0
@@ -395,15 +395,16 @@ def synchronize(handle: int) -> torch.Tensor:
 
 
 def land(handle: int, stream: torch.cuda.Stream) -> c_lib.Landing:
-    """Have a stream wait for a streamed sum of a tensor on a GPU; return when it is there.
+    """Make a stream wait for a streamed sum of a GPU tensor; return an object that tells when it is
+    there.
 
-    As `synchronize` in that stream: the handle is forgotten.
+    Like `synchronize` in that stream, this forgets the handle.
 
     Raises:
-        BytePSError: the sum failed, as far as is known.
+        BytePSError: the sum has failed already.
     """
     operation = in_flight.sums[handle]
-    if operation.received is not operation.output:  # torch converts it
+    if operation.received is not operation.output:  # torch has to convert the sum.
         return land_by(lambda: synchronize(handle), stream)
     try:
         landing = c_lib.land(handle, stream.cuda_stream)
@@ -415,20 +416,20 @@ def land(handle: int, stream: torch.cuda.Stream) -> c_lib.Landing:
 
 
 def land_by(receive: Callable[[], object], stream: torch.cuda.Stream) -> c_lib.Landing:
-    """The moment at which a stream has done what `receive` gives the current one."""
+    """Return the point at which a stream has done the work that `receive` queues on it."""
     with torch.cuda.stream(stream):
         receive()
     return c_lib.landing_of(stream.device_index, stream.cuda_stream)
 
 
 def future(handle: int) -> torch.futures.Future[torch.Tensor]:
-    """A future of what `synchronize(handle)` returns; nothing else may wait for the handle then.
+    """Return a future of the result of `synchronize(handle)`. Do not use the handle afterwards.
 
-    It is completed by one thread of this process; on a GPU those who wait for the future wait for
-    the tensor's copy too.
+    A thread of this process completes it. On a GPU, waiting for the future includes the tensor's
+    copy.
 
     Raises:
-        ValueError: there is no such handle, or it was synchronised already.
+        ValueError: there is no such handle, or it was synchronized already.
     """
     operation = in_flight.sums.get(handle)
     if operation is None:
@@ -456,9 +457,9 @@ def start_update(
     """Start an operation of a c_lib.UpdatedTensor; return a handle for `wait_update`.
 
     Args:
-        start: starts it, and returns its handle.
-        tensors: whose memory it reads or writes; they live until it has ended.
-        numbers: as `tensors`: a few values on the CPU that come with an answer.
+        start: starts the operation and returns its handle.
+        tensors: tensors that it reads or writes; they are kept alive until it has ended.
+        numbers: small CPU tensor that an answer fills; kept alive too.
 
     Raises:
         BytePSError: the job failed.
@@ -474,13 +475,13 @@ def start_update(
 
 
 def wait_update(handle: int) -> None:
-    """Block until what `start_update` has started has ended.
+    """Block until an operation of `start_update` has ended.
 
-    Of tensors on a GPU, what comes is there for the current stream's work from now on. An exception
+    Values for GPU tensors are there for work queued on the current stream from now on. An exception
     of a signal handler is raised at once, and the handle may be waited for again.
 
     Raises:
-        BytePSError: it failed; the text says why.
+        BytePSError: the operation failed; the text says why.
     """
     tensors = in_flight.updates.get(handle, ())
     device = next((t.device for t in tensors if t.is_cuda), None)

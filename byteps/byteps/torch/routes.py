@@ -44,16 +44,16 @@ __all__ = [
     "per_host",
 ]
 
-# The cost model counts bytes. How fast these go depends on more than the links: on what else uses
-# them, on the transport and on cores, and for servers on others than for a collective. So the
-# members of a group sum a scratch tensor by both routes, interleaved, before training begins.
+# The cost model only counts bytes. Actual rates also depend on other traffic, the transport and
+# cores, and differ between servers and collectives. So before training begins the members of a
+# group sum a scratch tensor by both routes, interleaved.
 
 
 FIRST_BYTES = 1 << 20
 MOST_BYTES = 64 << 20
 LONG_ENOUGH_S = 0.3
-"""A sum that takes so long shows the links' rate: on slow links and busy hosts a message takes tens
-of milliseconds, of which a step's long buckets have few."""
+"""A sum of this duration shows the links' rate. On slow links and busy hosts a message has a
+latency of tens of milliseconds, which matters little for a step's long buckets."""
 ROUNDS = 3
 
 Try = Callable[[torch.Tensor], None]
@@ -62,15 +62,15 @@ Try = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Rates that a sum reached, in bytes per second over the NIC of a host."""
+    """Measured rates of a sum, in bytes per second over the NIC of a host."""
 
     size: int
-    """Bytes of the tensor that was summed."""
+    """Bytes of the measured tensor."""
     rates: Mapping[str, float]
-    """By route: the collective, and one through servers."""
+    """Rate by route: the collective, and a route through servers."""
 
     def applied(self, network: Network) -> Network:
-        """The network with these rates in the place of those that NICs tell."""
+        """Return the network with these rates instead of the NICs' link rates."""
         (servers,) = (rate for route, rate in self.rates.items() if route != COLLECTIVE)
         return replace(
             network,
@@ -88,18 +88,18 @@ def measure(
     group: torch.distributed.ProcessGroup,
     like: torch.Tensor,
 ) -> Measured:
-    """Time the collective and the best way through servers; all members of the group call this.
+    """Time the collective and the best route through servers; all members of the group call this.
 
-    Tensors grow from 1 MiB until both ways take 0.3 s, to 64 MiB or the size of the sum at most.
-    Of three sums of each the middle one counts, of each sum the slowest member's time. All members
+    The tensor grows from 1 MiB until both routes take 0.3 s, at most to 64 MiB or the size of the
+    sum. A rate is the median of three sums; the time of a sum is the slowest member's. All members
     get the same rates.
 
     Args:
-        what: the sum that is to be made later; a scratch tensor's is a part of it.
-        network: for the loads; its rates are not used.
-        tries: how to sum by each route that is possible.
+        what: the sum that training will make; the scratch tensor has at most its size.
+        network: used for loads; its rates are ignored.
+        tries: function that sums by each possible route.
         group: the data-parallel group.
-        like: a tensor of the type, and on the device, of the gradients.
+        like: a tensor of the gradients' type and device.
 
     Raises:
         BytePSError: a push-pull failed; the text names the peer.
@@ -110,11 +110,11 @@ def measure(
     size = min(FIRST_BYTES, most)
     while True:
         members = len(what.hosts)
-        # Each member owns as much of it, in every type.
+        # A multiple of the number of members, so that each owns the same number of elements.
         elements = -(-size // like.element_size() // members) * members
         scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
         for way in ways:
-            tries[way](scratch)  # the first one declares, and connects
+            tries[way](scratch)  # The first sum declares the tensor and connects.
         once = {way: _seconds(tries[way], scratch, group) for way in ways}
         if size >= most or min(once.values()) >= LONG_ENOUGH_S:
             break
@@ -136,7 +136,7 @@ def measure(
 
 
 def _seconds(run: Try, scratch: torch.Tensor, group: torch.distributed.ProcessGroup) -> float:
-    """The time of the slowest member; the same on all of them."""
+    """Return the time of the slowest member; the same on all of them."""
     _slowest(0.0, scratch.device, group)  # begin together
     begin = time.perf_counter()
     run(scratch)

@@ -1,4 +1,5 @@
-"""Parameters that servers keep in fp32 and update, in flat tensors of one type and device."""
+"""Buckets: flat tensors of parameters, of one type and device, that servers keep in fp32 and
+update."""
 
 from __future__ import annotations
 
@@ -32,43 +33,44 @@ from byteps.torch.wire import WireType, feedback
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """How the servers know a bucket, and what they are asked to do."""
+    """Properties of a bucket that servers are given."""
 
     declarations: Sequence[TensorDeclaration]
-    """Of what this rank sends, in the wire dtype: one for each of `pieces`, or one of the whole.
-    Each names its group's ranks; the first of them loads what servers begin with."""
+    """Declarations of the tensors that this rank sends, in the wire dtype: one per element of
+    `pieces`, or one for the whole bucket. Each has its group's ranks; the first of these loads the
+    initial values."""
     rule: Rule
     pieces: Sequence[Piece] = ()
-    """As `whole_pieces` cuts the bucket for the ranks of `host`."""
+    """Pieces into which `whole_pieces` cuts the bucket for the ranks of `host`."""
     host: HostRanks | None = None
-    """The ranks of this host that sum first; None: nobody does."""
+    """Ranks of this host that sum first; None: every rank sends its whole bucket."""
     in_order: bool = False
     """Gradients are added in the order of ranks."""
     speculative: bool = False
-    """Servers may be asked to try a step."""
+    """Servers may be asked for speculative steps."""
     counts_zeros: bool = False
-    """Servers count the gradients that are 0."""
+    """Servers count gradients that are 0."""
     savers: Sequence[int] = ()
-    """The ranks of which each saves a share of what they all send; none: all that send it."""
+    """Ranks that save equal shares of the elements that they all send; empty: all ranks that send
+    them."""
     gaps: Sequence[Range] = ()
-    """Elements whose gradients another bucket has sent: they count as 0 here, also for the scale of
-    their block."""
+    """Elements whose gradients another bucket sends: they count as 0 here, also for their block's
+    scale."""
 
 
 class ServerBucket:
-    """Parameters of one type and device. Their gradients go up, they come down updated.
+    """Parameters of one type and device: pushes their gradients, pulls updated parameters.
 
-    Both travel in the wire dtype, that of the declarations; where these name blocks of few bits,
-    gradients go up in blocks, and what is added to the parameters comes down. Where the parameters
-    have the wire dtype too, those of an update come down into their place. Else, as with parameters
-    of bf16 and gradients of fp32, they come down into the gradients' memory, whose content is used
-    up then, and are rounded here, to nearest even as servers round. Those of a step that is tried
-    come into the gradients' memory in any case: what is answered has been sent, so that nobody
-    needs it.
+    Both travel in the declarations' wire dtype. If this is blocks of few bits, gradients are pushed
+    in blocks, and differences to add to the parameters are pulled. If the parameters have the wire
+    dtype, updates are pulled into their place. Otherwise (parameters in bf16, gradients in fp32)
+    they are pulled into the gradients' memory, whose values are no longer needed, and rounded here,
+    to nearest even as servers round. Parameters of a speculative step always go to the gradients'
+    memory.
 
-    Where the ranks of a host sum first, they do so in the type of the gradients, each sends a
-    shard, and they gather what comes down. All of them make the same calls in the same order, but
-    for `squares`, `zeros`, `read` and `load`.
+    If the ranks of a host sum first, they do so in the type of the gradients. Each sends a shard,
+    and they gather the pulled parameters. All of them make the same calls in the same order, except
+    `squares`, `zeros`, `read` and `load`.
     """
 
     def __init__(
@@ -82,17 +84,17 @@ class ServerBucket:
         check: GradientCheck | None = None,
         codecs: Mapping[torch.Tensor, Codec] | None = None,
     ) -> None:
-        """Lay the parameters side by side, as the gradients are, and tell the servers.
+        """Lay the parameters end to end, like the gradients, and declare them to the servers.
 
         Args:
-            places: in the order of the flat tensors.
-            gradients: returns those of all parameters, flat, on their device. They may be moved
-                between steps, but not be of another size.
-            spec: what the servers are told.
+            places: places of the parameters, in the order of the flat tensor.
+            gradients: returns the flat gradients of all parameters, on their device. The tensor may
+                move between steps, but must keep its size.
+            spec: properties that servers are given.
             group_of: index of the parameter group of each parameter.
             counts: whether this rank's copy of a parameter counts in the norm of the gradients.
-            check: fails in the step where a gradient that was pushed early has changed since.
-            codecs: of the parameters that are not kept as plain values.
+            check: reports, in the step, gradients that changed after they were pushed early.
+            codecs: codecs of parameters that are not stored as plain values.
 
         Raises:
             BytePSError: a server refuses, or has too little memory.
@@ -118,48 +120,48 @@ class ServerBucket:
         members = spec.declarations[0].group
         assert isinstance(members, Sequence)
         self._members = list(members)
-        """The ranks that send the same elements."""
+        """Ranks that send the same elements."""
         self._savers = list(spec.savers) or self._members
         self.is_first = self._members[0] == session.rank() and not members_of_job.is_late()
-        """Whether this rank loads what it sends into the servers; those of a job that runs have
-        it."""
+        """Whether this rank loads the elements that it sends into the servers. A late replica does
+        not: servers of a running job already have them."""
         self._skipped = Step(1, 1.0, True, [(0.0, 0.0)] * len(spec.rule.groups))
         self._check = check
         self._pushed: Started | None = None
         self._tried: Step | None = None
         self._lies_in_gradients = False
-        """Whether what came down has to be copied to the parameters."""
+        """Whether pulled parameters are in the gradients' memory and must be copied."""
 
     def close(self) -> None:
-        """Give the servers' state back; see :meth:`ServerTensor.close`."""
+        """Release the servers' state; see :meth:`ServerTensor.close`."""
         self._shards.close()
 
     # ------------------------------------------------------------------- figures of a push
 
     @property
     def squares(self) -> list[float]:
-        """Of `push`: the sum of the gradients' squares, in parts, of what this rank sends."""
+        """After `push`: sums of squares of the summed gradients that this rank sends, in parts."""
         return self._shards.squares
 
     @property
     def zeros(self) -> int:
-        """Of `push`: how many summed gradients of what this rank sends are 0, if servers count
-        them."""
+        """After `push`: number of zeros among the summed gradients that this rank sends, if servers
+        count them."""
         return self._shards.zeros
 
     @property
     def local(self) -> int:
-        """This rank's place among those of its host that send a shard each; else 0."""
+        """Index of this rank among the ranks of its host that each send a shard; otherwise 0."""
         return self._shards.local
 
     def of_host(self, values: Sequence[float]) -> list[list[float]]:
-        """What each of the ranks gives that sum a bucket first, in one order on all of them."""
+        """Return the values of each rank of the host, in the same order on all of them."""
         return self._shards.of_host(values)
 
     # ------------------------------------------------------------------- gradients go up
 
     def push_step(self, step: Step) -> Started:
-        """Start; the servers update as soon as they have the sum."""
+        """Start a push; servers update as soon as they have the sum."""
         return self._transfer.push(
             self._without_gaps(self._gradients()),
             lambda tensor, sent, landing: tensor.push_step(sent, landing, step),
@@ -167,7 +169,7 @@ class ServerBucket:
         )
 
     def push_early(self, attempt: Step | None) -> None:
-        """The gradients will not change any more: send them. `push` then goes on."""
+        """Push gradients that will not change any more; `push` then uses this push."""
         self.forget_push()
         gradients = self._gradients()
         if self._check is not None:
@@ -177,14 +179,14 @@ class ServerBucket:
         self._pushed = self._push(attempt, gradients)
 
     def push(self, attempt: Step | None) -> Started:
-        """Start, unless it was; the servers answer with the sum's squares.
+        """Start a push, unless `push_early` did; servers answer with the sum of squares.
 
         Args:
-            attempt: a step that the servers try; its parameters come with the squares, into the
-                memory of the gradients.
+            attempt: speculative step; its parameters come with the squares, into the gradients'
+                memory.
 
         Raises:
-            RuntimeError: gradients are checked, and one has changed since it was pushed.
+            RuntimeError: gradients are checked, and one changed after it was pushed.
         """
         started, self._pushed = self._pushed, None
         if started is None:
@@ -212,8 +214,8 @@ class ServerBucket:
         return gradients
 
     def forget_push(self) -> None:
-        """If gradients were sent for a step that was not made, since they are computed anew: wait
-        until nothing reads or writes their memory any more."""
+        """Drop gradients that were pushed early, because they are computed anew; wait until nothing
+        reads or writes their memory any more."""
         started, self._pushed = self._pushed, None
         if self._check is not None:
             self._check.forget()
@@ -221,7 +223,7 @@ class ServerBucket:
             return
         self._transfer.end(started)
         if self._shards.has_blocks:
-            feedback.drop()  # it is of gradients that are computed anew
+            feedback.drop()  # The losses belong to gradients that are computed anew.
         if self._tried is not None:
             self._shards.drop()
             return
@@ -230,8 +232,8 @@ class ServerBucket:
     # ------------------------------------------------------------------- parameters come down
 
     def finish(self, step: Step) -> Started | None:
-        """After `push`: make the step, or skip it. What was started is returned, None if nothing
-        had to be."""
+        """After `push`: make the step, or skip it. Returns the transfer that was started,
+        if any."""
         if self._tried is None:
             return self._update(step, self._target())
         if step.skip:
@@ -248,13 +250,13 @@ class ServerBucket:
         return self._transfer.update(lambda tensor, landing: tensor.step(landing, step), target)
 
     def _target(self) -> torch.Tensor | None:
-        """Where parameters of an update come down to; None: where gradients lie."""
+        """Return the tensor to pull updated parameters into; None: the gradients' memory."""
         self._lies_in_gradients = self._shards.dtype != self.parameters.dtype
         return None if self._lies_in_gradients else self.parameters
 
     def wait(self, started: Started, *, failed: bool = False) -> None:
-        """Until what was started has ended. If another bucket has `failed` before, the ranks of the
-        host are not waited for.
+        """Wait until a transfer has ended. With `failed` (another bucket has failed), do not wait
+        for the ranks of the host.
 
         Raises:
             BytePSError: it failed.
@@ -266,18 +268,19 @@ class ServerBucket:
             self._transfer.wait(started)
 
     def take_parameters(self) -> None:
-        """The model has what has come down."""
+        """Copy pulled parameters to the model."""
         if self._lies_in_gradients:
             self._transfer.take(self.parameters)
         write_encoded(self.places, self.parameters, self._codecs)
 
     def reread_parameters(self) -> None:
-        """The model's parameters were changed by others, as by a checkpoint that is loaded."""
+        """Read the model's parameters again after something else changed them, such as a loaded
+        checkpoint."""
         read_encoded(self.places, self.parameters, self._codecs)
 
     def settle(self) -> None:
-        """Servers hear now what becomes of the step that was tried last: the state that they have
-        is of all steps.
+        """Tell servers now whether the last speculative step is kept, so that their state includes
+        all steps.
 
         Raises:
             BytePSError: a server was lost.
@@ -285,8 +288,8 @@ class ServerBucket:
         self._shards.settle()
 
     def give_up(self) -> None:
-        """A checkpoint is loaded: drop a step that was tried and neither kept nor dropped. What was
-        sent early may be of a step that failed, on this rank or another one."""
+        """Before a checkpoint is loaded: drop an undecided speculative step, and gradients that
+        were pushed early. They may belong to a step that failed on this or another rank."""
         started, self._pushed = self._pushed, None
         if started is not None:
             with suppress(session.BytePSError):
@@ -296,13 +299,13 @@ class ServerBucket:
     # ------------------------------------------------------------------- what servers keep
 
     def load_parameters(self) -> None:
-        """Give the servers the model's parameters, with no history. Called on the first rank; where
-        hosts sum first, on all ranks of the first host."""
+        """Load the model's parameters into the servers, with no history. Called on the first rank;
+        if hosts sum first, on all ranks of the first host."""
         self._shards.load(0, self.parameters.float().cpu())
 
     def load(self, slot: int, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Give the servers a slot: for each parameter a tensor of its shape and any float type; 0
-        where there is none."""
+        """Load a slot into the servers: for each parameter a tensor of its shape and any float
+        type; 0 for missing parameters."""
         flat = torch.zeros(self.numel)
         for place in self.places:
             if place.parameter in values:
@@ -311,25 +314,25 @@ class ServerBucket:
 
     @property
     def held_slot(self) -> int:
-        """What servers keep that the model is to have: the parameters, or, where they send what is
-        added to the model's, what they know that it has."""
+        """Slot of the values that the model should have: the parameters, or, if servers send
+        differences, the values that they know the model to have."""
         return self._shards.held_slot
 
     def load_held(self) -> None:
-        """Where servers send what is added to the model's parameters: tell them what the model has,
+        """If servers send differences: load the model's current values as their starting point,
         after `load`. Called as `load_parameters`."""
         if self.held_slot > 0:
             self._shards.load(self.held_slot, self.parameters.float().cpu())
 
     def pull_parameters(self) -> None:
-        """The model has what servers know of it."""
+        """Set the model's parameters to the servers' values."""
         self.parameters.copy_(self.gather(self.held_slot, 0, self.numel))
         write_encoded(self.places, self.parameters, self._codecs)
 
     @property
     def owned(self) -> list[Range]:
-        """The elements that this rank saves: its equal share of each shard that it sends, as it
-        would own in Megatron's distributed optimizer."""
+        """Elements that this rank saves: its equal share of each shard that it sends, as it would
+        own in Megatron's distributed optimizer."""
         found = []
         for first, last in self._shards.own:
             size = -(-(last - first) // len(self._savers))
@@ -338,7 +341,8 @@ class ServerBucket:
         return found
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """What the servers keep of these elements, which this rank sends, in fp32, on the CPU."""
+        """Return the servers' values of these elements (which this rank sends), in fp32, on the
+        CPU."""
         return self._shards.read(slot, begin, end)
 
     @overload
@@ -350,8 +354,8 @@ class ServerBucket:
     def gather(
         self, slot: int, begin: int, end: int, *, wanted: bool = True
     ) -> torch.Tensor | None:
-        """What the servers keep of any elements. Where hosts sum first, all ranks of the host call
-        this. None if it is not `wanted` on this rank."""
+        """Return the servers' values of any elements. If hosts sum first, all ranks of the host
+        call this. Returns None if the values are not `wanted` on this rank."""
         if not wanted and self._shards.host is None:
             return None
         values = self._shards.gather(slot, begin, end)
@@ -359,7 +363,7 @@ class ServerBucket:
 
 
 def least_in_few_bits() -> int:
-    """Gradients of fewer bytes keep their bits where others do not, unless it is said otherwise."""
+    """Default size, in bytes, below which gradients are not sent in few bits."""
     return setting("BYTEPS_KEEP_BF16_BYTES", int)
 
 
@@ -368,15 +372,15 @@ def cut_parameters(
     most_bytes: int,
     keeps: Callable[[torch.Tensor], bool] = lambda parameter: False,
 ) -> list[list[Place]]:
-    """The parameters that need a gradient, in the order of the groups, bucket by bucket.
+    """Return the parameters that need a gradient, in the order of the groups, cut into buckets.
 
     Args:
-        param_groups: of a torch optimizer.
-        most_bytes: of a bucket's parameters, at most, but for one larger parameter.
-        keeps: whether a parameter goes with others of its kind for which this is true.
+        param_groups: parameter groups of a torch optimizer.
+        most_bytes: largest size of a bucket's parameters; a single larger parameter is a bucket.
+        keeps: true for parameters that must be in other buckets than the rest.
 
     Raises:
-        ValueError: there are none, or one has a type that servers do not update.
+        ValueError: there are no such parameters, or servers cannot update the type of one.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[Place]] = {}
     full: list[list[Place]] = []
@@ -418,22 +422,22 @@ def make_buckets(
     form: WireType | None = None,
     keep_bytes: int | None = None,
 ) -> list[tuple[ServerBucket, FlatGradients]]:
-    """Buckets that the servers know, as `name`/0, `name`/1, ..., and their gradients.
+    """Create and declare buckets named `name`/0, `name`/1, ..., and their gradients.
 
     Args:
-        param_groups: of a torch optimizer; see `cut_parameters`, also of `most_bytes`.
-        rule: how they are updated.
-        name: of the optimizer.
+        param_groups: parameter groups of a torch optimizer; see `cut_parameters`.
+        rule: the update rule.
+        name: name of the optimizer.
         ranks: the group that shares the parameters.
         average: divide the summed gradients by the size of the group.
-        most_bytes: of a bucket.
-        speculative: servers may be asked to try a step.
-        form: blocks in which gradients travel, but for those that keep their bits: of fewer than
-            two dimensions, or of less than `keep_bytes` (None: `least_in_few_bits`).
+        most_bytes: largest size of a bucket; see `cut_parameters`.
+        speculative: servers may be asked for speculative steps.
+        form: type of blocks in which gradients travel. Parameters of fewer than two dimensions, or
+            of less than `keep_bytes` (None: `least_in_few_bits`), travel in their own type.
 
     Raises:
         BytePSError: the servers refuse.
-        ValueError: as `cut_parameters`.
+        ValueError: see `cut_parameters`.
     """
     group_of = {
         parameter: number

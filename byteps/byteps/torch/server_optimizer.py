@@ -1,6 +1,6 @@
-"""The optimizer on the servers: gradients go up, updated parameters come down.
+"""The optimizer on the servers: workers push gradients and pull updated parameters.
 
-Servers keep the fp32 parameters and the moments; a worker keeps parameters and gradients alone. See
+Servers keep the fp32 parameters and the moments; a worker keeps only parameters and gradients. See
 docs/use/server-optimizer.md.
 """
 
@@ -28,17 +28,16 @@ from torch.amp.grad_scaler import OptState
 
 _logger = logging.getLogger(__name__)
 
-# The other way in which a GradScaler meets an optimizer that scales by itself lets ranks choose
-# different scales.
+# The alternative protocol of GradScaler lets ranks choose different scales.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 _live: weakref.WeakValueDictionary[tuple[int, str], ServerOptimizer] = weakref.WeakValueDictionary()
-"""Those of this process that are in use, by job and name. All of them have this rank as a member,
-so that any two of one name have groups that overlap."""
+"""Optimizers of this process in use, by job and name. This rank is a member of each one's group, so
+two optimizers of the same name have overlapping groups."""
 
 
 _HELD = "worker_param"
-"""In a saved state: what workers have of a parameter that comes down as differences."""
+"""Key in a saved state: a parameter's value on the workers, if it is pulled as differences."""
 
 
 def _blocks_of(wire_dtype: str | WireType | None) -> WireType | None:
@@ -56,14 +55,13 @@ def _blocks_of(wire_dtype: str | WireType | None) -> WireType | None:
 class ServerOptimizer(torch.optim.Optimizer):
     """Sums gradients over a group of workers, and updates the parameters, on the servers.
 
-    It takes the place of the torch optimizer that it is made from: learning-rate schedulers are
-    given this object, and `step`, `zero_grad` and `state_dict` are called on it. Each step uses the
-    learning rate and the weight decay that the parameter groups then have; everything else of a
-    group stays as it was.
+    It replaces the torch optimizer that it is made from: give this object to learning-rate
+    schedulers, and call its `step`, `zero_grad` and `state_dict`. Each step uses the current
+    learning rate and weight decay of the parameter groups; their other options must not change.
 
     The parameters, and their gradients, become views of a few flat tensors. Parameters that need no
-    gradient are left out; where one needs a gradient later, `step` raises. One that got no gradient
-    since `zero_grad` is updated with a gradient of zero, where torch would pass it over.
+    gradient are left out; if one needs a gradient later, `step` raises. A parameter without a
+    gradient since `zero_grad` is updated with a gradient of zero; torch would skip it.
 
     `step` and `load_state_dict` are collective: every member of the group calls them, or all call
     ``torch.amp.GradScaler.step`` with this object. If a gradient of any member is not finite then,
@@ -71,36 +69,35 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: a torch.optim.AdamW or torch.optim.SGD that has made no step. Its parameters are
-            fp32, bf16 or fp16, contiguous, on the CPU or on GPUs. Those of the group's lowest rank
-            are taken by all members.
-        name: the same on all members. Optimizers whose groups have a rank in common need different
-            names: servers know their state by it. A name is free again once its optimizer was
-            closed, or collected, on every member.
+            fp32, bf16 or fp16, contiguous, on the CPU or on GPUs. All members get the parameters of
+            the group's lowest rank.
+        name: the same on all members. Optimizers whose groups have a common rank need different
+            names, because servers look up state by name. A name is free again once its optimizer is
+            closed or collected on every member.
         group: the ranks that share the parameters, or their ProcessGroup; None for all workers.
         average: divide the summed gradients by the size of the group.
-        max_norm: where the norm of all summed gradients is larger, they are scaled down to it; a
-            step whose norm is not finite is skipped. None: gradients are taken as they are.
-        clip: with max_norm, and to the same bits. "speculate": parameters come down as if nothing
-            were clipped, while later gradients still go up, into the gradients' memory. They are
-            taken once the norm is known; if something is clipped, they come down once more. After
-            a step the gradients are 0. Servers keep the gradients of a step as well: 2 bytes a
-            parameter of bf16, 4 of fp32. "wait": they come down when the norm is known.
-        bucket_bytes: of each flat tensor, at most, but for one larger parameter.
+        max_norm: if the norm of all summed gradients is larger, they are scaled down to it. A step
+            whose norm is not finite is skipped. None: no clipping, no skipping.
+        clip: used with max_norm; both values give the same bits. "speculate": parameters are pulled
+            into the gradients' memory as if nothing were clipped, while later gradients are still
+            pushed. They are used once the norm is known, and pulled again if it is clipped. After a
+            step the gradients are 0. Servers also keep a step's gradients: 2 bytes per bf16
+            parameter, 4 per fp32 parameter. "wait": parameters are pulled when the norm is known.
+        bucket_bytes: largest size of a flat tensor; a single larger parameter has its own.
         wire_dtype: "int8" or "int4", or `byteps.torch.wire.int8(feedback=True)`: gradients travel
-            in blocks of so few bits, and parameters come down as differences to those that workers
-            have, in 8 bits. Servers remember what workers have. Parameters of fewer than two
-            dimensions, or of less than `keep_bytes`, travel in their own type. None: all do.
-        keep_bytes: with wire_dtype. None: 64 KiB.
+            in blocks of 8 or 4 bits per value, and parameters are pulled as 8-bit differences to
+            the workers' values, which servers keep. Parameters of fewer than two dimensions, or of
+            less than `keep_bytes`, travel in their own type. None: all do.
+        keep_bytes: see wire_dtype. None: 64 KiB.
 
     Raises:
         BytePSError: members disagree, or a server has too little memory: the text has the sizes.
-        ValueError: the optimizer has an option that servers do not know; the text names it. Or
-            another ServerOptimizer has the name, or one of the parameters, on any of the members:
-            all of them raise.
+        ValueError: the optimizer has an unsupported option; the text names it. Or, on any member,
+            another ServerOptimizer has the name or one of the parameters: then all members raise.
     """
 
     _step_supports_amp_scaling = True
-    """For torch's GradScaler: `step` is called whatever it has found on this rank."""
+    """Makes torch's GradScaler call `step` even if this rank has found infinities."""
 
     def __init__(
         self,
@@ -128,10 +125,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.max_norm = max_norm
         self.last_norm: float | None = None
-        """Of the summed gradients of the last step, before they were clipped; None without
-        max_norm and GradScaler."""
+        """Norm of the last step's summed gradients before clipping; None without max_norm and
+        GradScaler."""
         self.skipped_steps = 0
-        """Whose gradients were not finite."""
+        """Number of steps skipped because gradients were not finite."""
         self._is_closed = False
         self._name = name
         self._ranks = ranks_of(group) or list(range(session.size()))
@@ -152,7 +149,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         everybody = [parameter for group in self.param_groups for parameter in group["params"]]
         served = {place.parameter for bucket in self._buckets for place in bucket.places}
         self._indices = {p: index for index, p in enumerate(everybody) if p in served}
-        """Of each parameter that servers keep, its index among all."""
+        """Index among all parameters of each parameter that servers keep."""
         self._machine = StepMachine(self._buckets, self._rule, self._speculation, name=f"'{name}'")
         for bucket in self._buckets:
             if bucket.is_first:
@@ -161,7 +158,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         _live[session.number(), name] = self
 
     def _demand_free(self) -> None:
-        """Members collect their garbage at different times, so they ask each other."""
+        """Raise ValueError if the name or a parameter is in use on any member. Members collect
+        garbage at different times, so they must ask each other."""
         if any(self._taken()):
             gc.collect()
         named, shared = self._sums(self._taken(), "holders")
@@ -180,7 +178,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
 
     def _taken(self) -> tuple[bool, bool]:
-        """Whether another one of this process has the name, and whether any has a parameter."""
+        """Return whether another optimizer of this process has the name, and whether one has a
+        parameter."""
         mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         job = session.number()
         shared = any(
@@ -192,11 +191,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         return (job, self._name) in _live, shared
 
     def close(self) -> None:
-        """Give up the name and the servers' state, for another optimizer over the same parameters.
-        Every member calls it.
+        """Release the name and the servers' state, so that another optimizer can have the same
+        parameters. Every member calls it.
 
-        `step`, `state_dict` and `load_state_dict` raise afterwards. Does nothing when closed. The
-        parameters stay as they are.
+        `step`, `state_dict` and `load_state_dict` raise afterwards. Does nothing if closed already.
+        The parameters keep their values.
         """
         self._is_closed = True
         for bucket in self._buckets:
@@ -206,33 +205,33 @@ class ServerOptimizer(torch.optim.Optimizer):
             del _live[key]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after the servers were told of the groups."""
+        """Raise ValueError: groups are fixed once they are declared to the servers."""
         if self._buckets:
             raise ValueError(
                 "the parameters of a ServerOptimizer are declared once, when it is made"
             )
         super().add_param_group(param_group)
 
-    # Overloads of torch say that it returns a loss with a closure alone; one signature cannot.
+    # torch's overloads return a loss only with a closure; one signature cannot say that.
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scaler: Any = None
     ) -> float | None:
-        """Push the gradients, return when the updated parameters are there.
+        """Push the gradients and return when the updated parameters are there.
 
-        Of tensors on a GPU they are there for what the current stream is given from now on.
+        On a GPU they are there for work queued on the current stream from now on.
 
         Args:
-            closure: computes the gradients anew, and the loss, which is returned.
+            closure: computes gradients and loss anew; the loss is returned.
             grad_scaler: as ``GradScaler.step`` passes it, on all members or on none.
 
         Raises:
             BytePSError: a member or a server was lost, or members ask for different steps. The
                 parameters may be those of this step on some servers and of the last one on others:
                 only load_state_dict makes them whole.
-            ValueError: a parameter group changed in what servers were told once, or a parameter
-                needs a gradient that needed none when this object was made; or a scaled gradient
-                is fp16, which torch refuses.
+            ValueError: an option of a parameter group that is fixed has changed; a parameter needs
+                a gradient but needed none when this object was made; or a scaled gradient is fp16,
+                which torch refuses.
         """
         self._demand_usable()
         if grad_scaler is None and getattr(self, "found_inf", None) is not None:
@@ -250,7 +249,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         for gradients in self._gradients:
             gradients.collect()
         if any(one.item() for one in found.values()):
-            # So that the norm tells all members, whatever was done to the gradients since.
+            # A NaN makes the norm NaN on all members, even if this rank's gradients were changed
+            # since.
             self._gradients[0].tensor[0] = math.nan
         with self._machine.failing():
             is_skipped = self._step(asks_norm=grad_scaler is not None)
@@ -259,8 +259,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         return loss
 
     def _unscale(self, grad_scaler: Any) -> dict[torch.device, torch.Tensor]:
-        """Divide the gradients by the scale, unless that was done; returns what the scaler reads,
-        when it updates the scale, to see whether they were finite."""
+        """Divide the gradients by the scale, unless that was done. Returns the tensors in which the
+        scaler, when it updates the scale, finds whether gradients were finite."""
         if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
             grad_scaler.unscale_(self)
         return grad_scaler._found_inf_per_device(self)
@@ -284,12 +284,12 @@ class ServerOptimizer(torch.optim.Optimizer):
             raise BytePSError(f"'{self._name}' was closed: make another ServerOptimizer")
 
     def _step(self, *, asks_norm: bool) -> bool:
-        """Make the step; returns whether it was skipped, on all members."""
+        """Make the step; return whether all members skipped it."""
         if self.max_norm is None and not asks_norm:
             self._machine.update(self.param_groups)
             return False
         self._machine.push(self.param_groups)
-        # The same bits on all members, whatever their CPUs: fsum rounds once.
+        # fsum rounds once, so all members get the same bits, even on different CPUs.
         norm = math.sqrt(math.fsum(part for b in self._buckets for part in b.squares))
         is_finite = math.isfinite(norm)
         scale = 1.0 if self.max_norm is None else clip_scale(norm, self.max_norm)
@@ -297,7 +297,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.last_norm = norm
         self.skipped_steps += not is_finite
         if not is_finite:
-            feedback.drop()  # it is of gradients that nobody wanted
+            feedback.drop()  # The losses belong to gradients of a skipped step.
         advice = self._speculation.advice()
         if advice is not None and self._is_lowest():
             _logger.warning("'%s': %s", self._name, advice)
@@ -308,21 +308,22 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Steps that were made."""
+        """Number of steps made."""
         return self._machine.steps
 
     @property
     def tried_steps(self) -> int:
-        """Whose parameters came down before the norm was known."""
+        """Number of steps whose parameters were pulled before the norm was known."""
         return self._speculation.tried
 
     @property
     def redone_steps(self) -> int:
-        """Of these, steps that were clipped, so that parameters came down once more."""
+        """Number of these whose gradients were then clipped, so that parameters were pulled
+        again."""
         return self._speculation.redone
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. They stay where they are, whatever `set_to_none` says."""
+        """Zero the gradients. They stay allocated, even with `set_to_none`."""
         del set_to_none
         for gradients in self._gradients:
             gradients.zero()
@@ -330,16 +331,17 @@ class ServerOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of the torch optimizer, read from the servers, on the CPU.
 
-        torch's own optimizer can load it, and `load_state_dict` what torch's has saved. For bf16
-        parameters there is "master_param", the fp32 values, as well. Where gradients travel in few
-        bits there is "worker_param" too: what workers have, to which the next step adds. What
-        rounding has lost of gradients each rank saves by `byteps.torch.feedback_state`, and loads
-        after this; or every rank calls `byteps.torch.wire.feedback.drop`, so that who goes on
-        and who comes back make the same steps. Not collective: the rank that saves calls it, while
-        nobody is in `step`.
+        torch's optimizer can load this state, and `load_state_dict` can load torch's. bf16
+        parameters also have "master_param", their fp32 values. If gradients travel in few bits
+        there is also "worker_param", the workers' values, to which the next step adds. Each rank
+        saves its rounding losses by `byteps.torch.feedback_state` and loads them after this state.
+        Otherwise every rank calls `byteps.torch.wire.feedback.drop`, so that a job that goes on and
+        a restarted job make the same steps. Not collective: call it on the rank that saves, while
+        no rank is in `step`.
 
         Raises:
-            BytePSError: a server is lost, or a step failed: servers may have different steps.
+            BytePSError: a server is lost, or a step failed, so that servers may have different
+                steps.
         """
         self._demand_usable()
         saved = super().state_dict()
@@ -348,7 +350,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         return saved
 
     def _state_of(self, bucket: ServerBucket) -> dict[int, dict[str, torch.Tensor]]:
-        """Of each parameter of a bucket, by its index."""
+        """Return the state of each parameter of a bucket, by its index."""
         flat = {
             name: bucket.read(slot, 0, bucket.numel)
             for slot, name in enumerate(self._rule.slot_names)
@@ -370,15 +372,15 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a saved state on the servers: all members pass the same one.
+        """Load a saved state into the servers; all members pass the same state.
 
-        fp32 parameters are taken as the model of the group's lowest rank has them, so load the
-        model first; those of bf16 from "master_param", where it was saved.
+        fp32 parameters are taken from the model of the group's lowest rank, so load the model
+        first. bf16 parameters are taken from "master_param", if it was saved.
 
         Raises:
             BytePSError: a server refuses or is lost.
-            ValueError: it was saved with other parameters or options, or after different numbers of
-                steps. Nothing has changed.
+            ValueError: the state has other parameters or options, or different numbers of steps.
+                Nothing has changed.
         """
         self._demand_open()
         saved_groups = state_dict["param_groups"]
@@ -390,7 +392,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             for mine, theirs in zip(self.param_groups, saved_groups, strict=True)
         ]
         state = state_dict["state"]
-        # On every rank, so that nobody waits for one that refuses.
+        # All ranks check, so that none waits for a rank that refuses.
         self._machine.demand_same_rule(groups)
         self._demand_same_shapes(state)
         counts = {float(state.get(index, {}).get("step", 0)) for index in self._indices.values()}
@@ -404,7 +406,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                 self._load(bucket, state)
         self._pull_parameters()
         feedback.drop()
-        # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
+        # torch saves no step count for SGD. It matters only to tell the first step from later ones.
         self._machine.end_load(int(max(counts, default=0.0)))
 
     def _load(self, bucket: ServerBucket, state: dict[int, dict[str, Any]]) -> None:
@@ -440,13 +442,14 @@ class ServerOptimizer(torch.optim.Optimizer):
         return session.rank() == self._ranks[0]
 
     def _pull_parameters(self) -> None:
-        """Once the lowest rank has loaded them."""
+        """Pull parameters after the lowest rank has loaded them."""
         self._sums([0.0], "loaded")
         for bucket in self._buckets:
             bucket.pull_parameters()
 
     def _sums(self, values: Sequence[float], what: str) -> list[float]:
-        """Over the group. Another group may ask the same under this optimizer's name."""
+        """Sum values over the group. Another group may do the same under this optimizer's name, so
+        the name of the sum has a hash of the group."""
         ranks = ",".join(map(str, self._ranks)).encode()
         group = hashlib.blake2s(ranks, digest_size=6).hexdigest()
         totals = torch.tensor([float(value) for value in values])

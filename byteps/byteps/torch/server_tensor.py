@@ -1,4 +1,4 @@
-"""A flat tensor of parameters that servers keep, as one rank declares it: its layout and rule."""
+"""A flat tensor of parameters that servers keep: its layout, update rule and operations."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from byteps.torch.operations import start_update, wait_update
 from byteps.torch.wire import DTYPES, current_stream
 
 GroupNumbers = tuple[float, float, float, bool]
-"""(beta1, beta2, eps, False) of AdamW, (momentum, dampening, 0, nesterov) of SGD."""
+"""(beta1, beta2, eps, False) for AdamW, (momentum, dampening, 0, nesterov) for SGD."""
 Segment = tuple[int, int, bool]
-"""End, parameter group, and whether gradients count in the norm: elements from the last end on."""
+"""Last element plus one, parameter group, and whether gradients count in the norm. A segment begins
+where the one before ends."""
 
-# What would change the arithmetic, and may only have this value.
+# Options that would change the arithmetic. Servers support only these values.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 
 
 class Step(NamedTuple):
-    """What servers are asked for. All members of a group ask for the same."""
+    """A step as servers are asked for it, the same on all members of a group."""
 
     number: int
-    """1 for the first one."""
+    """Number of the step, from 1."""
     scale: float
-    """Factor of the gradients: below 1 where they are clipped."""
+    """Factor for the gradients: below 1 if they are clipped."""
     skip: bool
     """Change nothing."""
     rates: list[tuple[float, float]]
@@ -37,13 +38,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What servers are told once."""
+    """Update rule and options, fixed at declaration."""
 
     is_adamw: bool
     groups: list[GroupNumbers]
 
     def groups_of(self, param_groups: Sequence[dict[str, Any]]) -> list[GroupNumbers]:
-        """The numbers of these parameter groups. Raises ValueError for what servers cannot do."""
+        """Return the fixed options of these parameter groups. Raises ValueError for unsupported
+        options."""
         found = []
         for index, group in enumerate(param_groups):
             for option, plain in _PLAIN.items():
@@ -61,7 +63,8 @@ class Rule:
 
     @property
     def slot_names(self) -> list[str]:
-        """What servers keep, as a torch optimizer names it: the fp32 parameters, then moments."""
+        """Names of the values that servers keep, as in a torch optimizer: fp32 parameters, then
+        moments."""
         if self.is_adamw:
             return ["master_param", "exp_avg", "exp_avg_sq"]
         if any(momentum for momentum, *_ in self.groups):
@@ -70,7 +73,7 @@ class Rule:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Raises ValueError for an optimizer, or an option, that servers do not know."""
+    """Return the rule of an optimizer. Raises ValueError for an unsupported optimizer or option."""
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.SGD):
         raise ValueError(f"servers update as torch.optim.AdamW and SGD do, not as {kind.__name__}")
@@ -80,15 +83,15 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def add_segment(segments: list[Segment], end: int, group: int, counted: bool = True) -> None:
-    """Append elements up to `end`, to the last segment if they are like it."""
+    """Append a segment up to `end`, merged with the last segment if their properties are equal."""
     if segments and segments[-1][1:] == (group, counted):
         segments.pop()
     segments.append((end, group, counted))
 
 
 def cut_segments(segments: Sequence[Segment], cut: Range, length: int) -> list[Segment]:
-    """The segments of elements `cut` of a tensor, and of zeros behind them up to `length`, which do
-    not count."""
+    """Return the segments of elements `cut`, then a segment of padding up to `length` that does not
+    count in the norm."""
     begin, end = cut
     found: list[Segment] = []
     before = 0
@@ -105,42 +108,45 @@ def cut_segments(segments: Sequence[Segment], cut: Range, length: int) -> list[S
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in a flat tensor."""
+    """Place of a parameter in a flat tensor."""
 
     begin: int
-    """Its first element there."""
+    """Index of its first element."""
     parameter: torch.Tensor
 
     @property
     def end(self) -> int:
-        """Its last element there, plus one."""
+        """Index of its last element, plus one."""
         return self.begin + self.parameter.numel()
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's elements of a flat tensor, in the parameter's shape: a view."""
+        """Return the parameter's elements of a flat tensor, in the parameter's shape, as a view."""
         return flat[self.begin : self.end].view(self.parameter.shape)
 
 
 class Codec(Protocol):
-    """How a parameter is kept whose memory does not hold its values as they are: fp8, for one."""
+    """Reads and writes a parameter whose memory does not hold plain values, for example in fp8."""
 
     def read(self) -> torch.Tensor:
-        """Its values, of its shape and its nominal type."""
+        """Return its values, in its shape and nominal type."""
 
     def write(self, values: torch.Tensor) -> None:
-        """It keeps these values, of its shape, as nearly as it can."""
+        """Store values of its shape, rounded to its format."""
 
 
 Codecs = Mapping[torch.Tensor, Codec]
-"""By parameter. One that is in it stays where it is: flat tensors have a copy of its values."""
+"""Codec by parameter. A parameter with a codec keeps its memory; flat tensors have a copy of its
+values."""
 
 
 def laid_flat(
     places: Sequence[Place], numel: int, device: torch.device, codecs: Codecs
 ) -> torch.Tensor:
-    """A flat tensor of `numel` elements that the parameters become views of, with their values.
+    """Return a flat tensor of `numel` elements with the parameters' values; make the parameters
+    views of it.
 
-    Elements between parameters, which have one type, are 0. Parameters with a codec are copied.
+    All parameters have the same type. Elements between them are 0. Parameters with a codec are
+    copied.
     """
     flat = torch.zeros(numel, dtype=places[0].parameter.dtype, device=device)
     with torch.no_grad():
@@ -154,14 +160,14 @@ def laid_flat(
 
 
 def read_encoded(places: Sequence[Place], flat: torch.Tensor, codecs: Codecs) -> None:
-    """The flat tensor has the values of the parameters with a codec."""
+    """Copy the values of parameters with a codec into the flat tensor."""
     for place in places:
         if place.parameter in codecs:
             place.of(flat).copy_(codecs[place.parameter].read())
 
 
 def write_encoded(places: Sequence[Place], flat: torch.Tensor, codecs: Codecs) -> None:
-    """The parameters with a codec have the values of the flat tensor."""
+    """Write the flat tensor's values to the parameters with a codec."""
     for place in places:
         if place.parameter in codecs:
             codecs[place.parameter].write(place.of(flat))
@@ -173,11 +179,11 @@ def segments_of(
     group_of: Mapping[torch.Tensor, int],
     counts: Callable[[torch.Tensor], bool],
 ) -> list[Segment]:
-    """Which parameter group each element belongs to, and whether its gradient counts in the norm.
+    """Return each element's parameter group, and whether its gradient counts in the norm.
 
     Args:
-        places: in the order of the flat tensor.
-        numel: elements of the flat tensor. Those between parameters are 0 and stay so.
+        places: places of the parameters, in the order of the flat tensor.
+        numel: number of elements of the flat tensor. Elements between parameters stay 0.
         group_of: index of the parameter group of each parameter.
         counts: whether the gradient of a parameter counts.
     """
@@ -193,7 +199,7 @@ def segments_of(
 
 
 class FlatGradients:
-    """The gradients of parameters, in one flat tensor that is laid out as the parameters are."""
+    """Gradients in one flat tensor, laid out like the parameters."""
 
     def __init__(self, places: Sequence[Place], numel: int, device: torch.device) -> None:
         self._places = places
@@ -201,8 +207,7 @@ class FlatGradients:
         self.tensor = torch.zeros(numel, dtype=dtype, device=device)
 
     def collect(self) -> None:
-        """Each parameter's gradient is in the flat tensor, wherever it was computed; 0 where there
-        is none."""
+        """Copy each parameter's gradient into the flat tensor; 0 for a missing gradient."""
         for place in self._places:
             part, gradient = place.of(self.tensor), place.parameter.grad
             if gradient is None:
@@ -214,40 +219,40 @@ class FlatGradients:
             place.parameter.grad = part
 
     def zero(self) -> None:
-        """Each parameter's gradient is 0, in the flat tensor."""
+        """Set all gradients to 0, and make each parameter's `grad` a view of the flat tensor."""
         self.tensor.zero_()
         for place in self._places:
             place.parameter.grad = place.of(self.tensor)
 
 
-# Whether gradients have changed since they were pushed (BYTEPS_CHECK_GRADIENTS).
+# Check that gradients have not changed after they were pushed (BYTEPS_CHECK_GRADIENTS).
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the size of an element."""
+"""Integer type by element size in bytes."""
 
 
 class GradientCheck:
-    """Checksums of the gradients of a flat tensor, when they were pushed."""
+    """Checksums of a flat tensor's gradients at the time of the push."""
 
     def __init__(
         self, places: Sequence[Place], names: Mapping[torch.Tensor, str], advice: str
     ) -> None:
-        """`names` of the parameters, and `advice` on what may have changed a gradient: for the
-        error's text."""
+        """`names` of the parameters, and `advice` on what may have changed a gradient, are used in
+        the error message."""
         self._places, self._names, self._advice = places, names, advice
         self._pushed: torch.Tensor | None = None
 
     def note(self, gradients: torch.Tensor) -> None:
-        """They are pushed now."""
+        """Record checksums: the gradients are pushed now."""
         self._pushed = self._sums_of_bits(gradients)
 
     def forget(self) -> None:
-        """What was pushed is not looked at again."""
+        """Drop the recorded checksums."""
         self._pushed = None
 
     def error(self, gradients: torch.Tensor) -> RuntimeError | None:
-        """What there is to say if one has changed since. Once for each `note`."""
+        """Return an error if a gradient has changed since `note`. Each `note` is checked once."""
         before, self._pushed = self._pushed, None
         if before is None:
             return None
@@ -265,7 +270,7 @@ class GradientCheck:
         )
 
     def _sums_of_bits(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Of each parameter's gradient."""
+        """Return the sum of the bits of each parameter's gradient."""
         bits = gradients.view(_INTEGERS[gradients.element_size()])
         return torch.stack(
             [bits[place.begin : place.end].sum(dtype=torch.int64) for place in self._places]
@@ -273,15 +278,15 @@ class GradientCheck:
 
 
 _KEEP, _DROP = 1, 2
-"""Verdicts of the protocol: what becomes of the step that was tried."""
+"""Verdicts of the protocol: whether the speculative step is kept."""
 
 
 class ServerTensor:
     """A flat tensor of parameters whose fp32 values and moments servers keep.
 
-    Gradients go up and parameters come down in the type that was declared. Gradients in blocks of
-    few bits are answered with blocks of `wire.int8()`: what is to be added to the parameters. What
-    is started is ended by `wait`; until then its tensors stay as they are.
+    Gradients are pushed and parameters pulled in the declared type. Gradients in blocks of few bits
+    are answered with blocks of `wire.int8()` to add to the parameters. Each started operation needs
+    a `wait`; do not change its tensors before.
     """
 
     def __init__(
@@ -294,15 +299,15 @@ class ServerTensor:
         speculative: bool = False,
         counts_zeros: bool = False,
     ) -> None:
-        """Tell the servers.
+        """Declare the tensor to the servers.
 
         Args:
-            declaration: what the members agree on; of a GPU, its current stream is used.
-            rule: how parameters are updated.
-            segments: which elements belong to which group; they cover the tensor.
+            declaration: properties that members agree on. For a GPU, its current stream is used.
+            rule: the update rule.
+            segments: parameter group of each element; they cover the tensor.
             in_order: servers add the gradients in the order of ranks, not of arrival.
-            speculative: there will be `push_try`; servers keep memory for the gradients.
-            counts_zeros: servers count the gradients that are 0.
+            speculative: `push_try` will be used, so servers keep memory for the gradients.
+            counts_zeros: servers count gradients that are 0.
 
         Raises:
             BytePSError: a server refuses, or has too little memory.
@@ -310,8 +315,9 @@ class ServerTensor:
         self.numel = declaration.numel
         form = wire.of(declaration.dtype, declaration.wire_dtype)
         self.held_slot = len(rule.slot_names) if form.is_block else 0
-        """Of what servers know that workers hold, which may differ from the parameters (slot 0)."""
-        # Servers keep whole blocks, and round nothing that they add: feedback is the worker's.
+        """Slot of the workers' values as servers know them. They may differ from the parameters
+        (slot 0)."""
+        # Servers keep whole blocks. They add without rounding, so only the worker keeps feedback.
         self._padded = form.values * -(-self.numel // form.values)
         declaration = replace(
             declaration,
@@ -330,23 +336,23 @@ class ServerTensor:
         self._verdict = 0
 
     def close(self) -> None:
-        """Give the servers' state back, as all members do; nothing is started any more."""
+        """Release the servers' state. All members do so; nothing is started afterwards."""
         self._names.release()
 
     @property
     def squares(self) -> list[float]:
-        """After `push_norm` or `push_try`: each partition's squares of what counts, added up; no
-        finite number if any gradient is none."""
+        """After `push_norm` or `push_try`: the sum of squares of each partition's gradients that
+        count. Not finite if a gradient is not."""
         return self._sums[:, 0].tolist()
 
     @property
     def zeros(self) -> int:
-        """After `push_norm` or `push_try`: how many gradients that count are 0, if servers count
-        them."""
+        """After `push_norm` or `push_try`: number of gradients that count and are 0, if servers
+        count them."""
         return int(self._sums[:, 1].sum().item())
 
     def push_step(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
-        """Start; the servers update as soon as they have the sum. Both may be one tensor."""
+        """Start a step; servers update once they have the sum. Both tensors may be the same."""
         where = gradients.data_ptr(), parameters.data_ptr()
         return start_update(
             lambda: self._tensor.push_step(*where, step, self._last_word(), self._stream()),
@@ -354,7 +360,7 @@ class ServerTensor:
         )
 
     def push_norm(self, gradients: torch.Tensor) -> int:
-        """Start; the servers answer with the sum's squares."""
+        """Start a push; servers answer with the sums of squares."""
         where = gradients.data_ptr(), self._sums.data_ptr()
         return start_update(
             lambda: self._tensor.push_norm(*where, self._last_word(), self._stream()),
@@ -363,8 +369,8 @@ class ServerTensor:
         )
 
     def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
-        """Start; the servers answer with the parameters as the step would make them, and with the
-        sum's squares. Both tensors may be one. Then comes `keep`, `drop`, or `step`."""
+        """Start a speculative step; servers answer with the parameters after the step, and with the
+        sums of squares. Both tensors may be the same. Call `keep`, `drop` or `step` next."""
         where = gradients.data_ptr(), parameters.data_ptr(), self._sums.data_ptr()
 
         def start() -> int:
@@ -374,15 +380,15 @@ class ServerTensor:
         return start_update(start, gradients, parameters, numbers=self._sums)
 
     def keep(self) -> None:
-        """The step that was tried stands. Nothing is sent: what is started next says so."""
+        """Keep the speculative step. Nothing is sent: the next operation carries the verdict."""
         self._verdict = _KEEP if self._is_open else 0
 
     def drop(self) -> None:
-        """The step that was tried, if there is one, was none. Nothing is sent."""
+        """Drop the speculative step, if there is one. Nothing is sent."""
         self._verdict = _DROP if self._is_open else 0
 
     def give_up(self) -> None:
-        """Drop the step that was tried, if nothing was said of it: it failed on some rank."""
+        """Drop the speculative step if it has no verdict, because it failed on a rank."""
         if self._is_open and not self._verdict:
             self._verdict = _DROP
 
@@ -392,7 +398,7 @@ class ServerTensor:
         return verdict
 
     def step(self, parameters: torch.Tensor, step: Step) -> int:
-        """Start; after push_norm or push_try, the servers update."""
+        """After push_norm or push_try: start the update."""
 
         def start() -> int:
             self._is_open, self._verdict = False, 0
@@ -401,13 +407,14 @@ class ServerTensor:
         return start_update(start, parameters)
 
     def load(self, slot: int, values: torch.Tensor) -> None:
-        """Put fp32 values, on the CPU, into a slot. Slot 0 comes first, zeroes the others, and is
-        what workers hold until `held_slot` is loaded."""
+        """Load fp32 values, on the CPU, into a slot. Load slot 0 first: it zeroes the others, and
+        is taken as the workers' values until `held_slot` is loaded."""
         values = torch.nn.functional.pad(values, (0, self._padded - self.numel)).contiguous()
         wait_update(start_update(lambda: self._tensor.load(slot, values.data_ptr()), values))
 
     def read(self, slot: int, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """The fp32 values of a slot, on the CPU: of elements `begin` to `end`, or to the last."""
+        """Return fp32 values of a slot, on the CPU: elements `begin` to `end` (None: to the
+        last)."""
         end = self.numel if end is None else end
         values = torch.empty(end - begin)
         if begin != end:
@@ -415,17 +422,18 @@ class ServerTensor:
         return values
 
     def settle(self) -> None:
-        """Say what becomes of the step that was tried, if it was, before the next push does."""
+        """Send the verdict on the speculative step, if there is one, before the next push does."""
         if self._verdict:
             self._read(0, 0, 0, torch.empty(1))
 
     def _read(self, slot: int, begin: int, end: int, values: torch.Tensor) -> None:
-        # Other ranks have not said it yet, and this one says it again with its next push.
+        # Other ranks have not sent the verdict yet, and this rank sends it again with its next
+        # push.
         where = begin, end, values.data_ptr()
         wait_update(start_update(lambda: self._tensor.read(slot, *where, self._verdict), values))
 
     def wait(self, handle: int) -> None:
-        """Until what was started has ended; raises BytePSError if it failed."""
+        """Wait until an operation has ended; raises BytePSError if it failed."""
         wait_update(handle)
 
     def _stream(self) -> int:

@@ -1,13 +1,13 @@
-"""Gradients go up to the servers, parameters come down, shard by shard.
+"""Pushes gradients to the servers and pulls parameters, shard by shard.
 
-The ranks of a host sum their gradients first, as :mod:`byteps.torch.nodes` does. Each then sends
-its shards together with the ranks of the same local index on the other hosts, servers update these
-shards, and an all-gather inside the host gives every rank all parameters. The host's NIC carries
-gradients and parameters once, not once per rank. A rank that has its host for itself sends one
-shard, the whole.
+The ranks of a host sum their gradients first, as in :mod:`byteps.torch.nodes`. Each rank then
+pushes its shards in a group with the ranks of the same local index on other hosts. Servers update
+these shards, and an all-gather inside the host gives every rank all parameters. So the host's NIC
+carries gradients and parameters once, not once per rank. A rank alone on its host pushes a single
+shard, the whole tensor.
 
-Gradients that travel in blocks of few bits are answered with blocks too: with what each rank adds
-to the parameters that it holds, once it waits for them.
+Gradients in blocks of few bits are answered with blocks of differences. Each rank adds these to its
+parameters when it waits for them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from byteps.torch.server_tensor import Rule, Segment, ServerTensor, cut_segments
 from byteps.torch.wire import WireType, feedback
 
 DIFFERENCES = wire.int8()
-"""In which servers answer, whatever gradients travel in. Four bits are too few for the steps of
-Adam, which are all of about one size."""
+"""Type of the servers' answers, for gradients in any type of blocks. Four bits are too few for the
+steps of Adam, which all have about the same size."""
 
 
 class ShardBlocks:
-    """Memory for blocks of gradients and of differences; the same where they are as long.
+    """Memory for blocks of gradients and of differences; shared if both have the same length.
 
     Attributes:
-        arriving: where what is to be added to the parameters comes down to.
+        arriving: memory for the pulled differences.
     """
 
     def __init__(self, name: str, length: int, form: WireType, device: torch.device) -> None:
-        """`name`: under which servers know the shard, of `length` values."""
+        """`name`: name of the shard on the servers. `length`: its number of values."""
         self._name, self._length, self._form = name, length, form
         self._sent = form.empty(length, device)
         self.arriving = (
@@ -48,7 +48,7 @@ class ShardBlocks:
         )
 
     def encoded(self, gradients: torch.Tensor) -> torch.Tensor:
-        """What is sent; with feedback it has what was lost before."""
+        """Return the encoded gradients; with feedback, earlier losses are added first."""
         lost = None
         if self._form.feedback:
             lost, _ = feedback.of(self._name, self._length, gradients.device)
@@ -56,29 +56,29 @@ class ShardBlocks:
         return self._sent
 
     def add_to(self, held: torch.Tensor, out: torch.Tensor) -> None:
-        """`out` gets the parameters of the shard: those that are `held`, and what came down."""
+        """Set `out` to the shard's parameters: `held` plus the pulled differences."""
         wire.add_differences(self.arriving, held, out[: held.numel()])
 
 
 _GATHERED_AT_ONCE = 1 << 22
-"""Elements: memory of this size, for each rank of a host, is taken while what servers keep is put
-together."""
+"""Elements per all-gather of the servers' values: each rank of a host takes temporary memory of
+this size."""
 
 
 @dataclass(kw_only=True)
 class Shard:
-    """What this rank sends of one piece of the tensor."""
+    """The elements of a piece that this rank sends."""
 
     piece: Piece
     tensor: ServerTensor
     whole: Range
-    """The elements of the piece."""
+    """Range of the piece."""
     own: Range
-    """The elements that this rank sends; it may send zeros behind them."""
+    """Range that this rank sends; zeros may follow as padding."""
     blocks: ShardBlocks | None = None
-    """Where gradients travel in blocks of few bits."""
+    """Set if gradients travel in blocks of few bits."""
     sent: torch.Tensor | None = None
-    """The gradients as they travel. What comes down may overwrite them."""
+    """Gradients as they travel. Pulled parameters may overwrite them."""
 
 
 class ServerShards:
@@ -95,28 +95,29 @@ class ServerShards:
         host: HostRanks | None = None,
         **servers: bool,
     ) -> None:
-        """Tell the servers.
+        """Declare the shards to the servers.
 
         Args:
-            declarations: of what this rank sends, in the type in which parameters come down: one
-                for each of `pieces`, or one of the whole tensor. Where they name blocks of few
-                bits, gradients go up in these, and what is added to the parameters comes down.
-            rule: how parameters are updated.
-            segments: which elements belong to which group; they cover the tensor.
-            pieces: as `whole_pieces` cuts the tensor for the ranks of `host`.
-            host: None where this rank sums with nobody first.
-            servers: what they are asked to do; see :class:`ServerTensor`.
+            declarations: declarations of the tensors that this rank sends, in the type in which
+                parameters are pulled: one per element of `pieces`, or one for the whole tensor. If
+                the wire dtype is blocks of few bits, gradients are pushed in these, and differences
+                are pulled.
+            rule: the update rule.
+            segments: parameter group of each element; they cover the tensor.
+            pieces: pieces into which `whole_pieces` cuts the tensor for the ranks of `host`.
+            host: the ranks of this host that sum first; None: this rank sends the whole tensor.
+            servers: options of :class:`ServerTensor`.
 
         Raises:
             BytePSError: a server refuses, or has too little memory.
         """
         self.numel = segments[-1][0]
         self.host, self.dtype = host, declarations[0].dtype
-        """`dtype`: in which parameters come down, and gradients go up if not in blocks."""
+        """`dtype`: type in which parameters are pulled, and gradients pushed if not in blocks."""
         form = wire.of(self.dtype, declarations[0].wire_dtype)
         self.has_blocks = form.is_block
         self.local = 0 if host is None else host.local
-        """This rank's place among the ranks of its host that sum first."""
+        """Index of this rank among the ranks of its host that sum first."""
         self._device = torch.device(declarations[0].device)
         if host is None:
             whole = ((0, self.numel),)
@@ -134,19 +135,20 @@ class ServerShards:
             self.shards.append(shard)
 
     def close(self) -> None:
-        """Give the servers' state back; see :meth:`ServerTensor.close`."""
+        """Release the servers' state; see :meth:`ServerTensor.close`."""
         for shard in self.shards:
             shard.tensor.close()
 
     @property
     def squares(self) -> list[float]:
-        """After `push_norm` or `push_try`: squares of what this rank sends and counts, in parts."""
+        """After `push_norm` or `push_try`: sums of squares of the gradients that this rank sends
+        and that count in the norm, in parts."""
         return [value for shard in self.shards for value in shard.tensor.squares]
 
     @property
     def zeros(self) -> int:
-        """After `push_norm` or `push_try`: how many gradients that this rank sends, and counts, are
-        0, if servers count them."""
+        """After `push_norm` or `push_try`: number of zeros among the gradients that this rank sends
+        and that count, if servers count them."""
         return sum(shard.tensor.zeros for shard in self.shards)
 
     def keep(self) -> None:
@@ -176,11 +178,11 @@ class ServerShards:
 
     @property
     def own(self) -> list[Range]:
-        """The elements that this rank sends."""
+        """Ranges that this rank sends."""
         return [shard.own for shard in self.shards]
 
     def load(self, slot: int, values: torch.Tensor) -> None:
-        """Put this rank's shards of the tensor's fp32 `values`, on the CPU, into a slot."""
+        """Load this rank's shards of the tensor's fp32 `values`, on the CPU, into a slot."""
         for shard in self.shards:
             begin, end = shard.own
             own = values[begin:end]
@@ -189,10 +191,10 @@ class ServerShards:
             shard.tensor.load(slot, own)
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """The fp32 values of a slot, of elements out of one range of `own`, on the CPU.
+        """Return fp32 values of a slot, on the CPU, for elements within one range of `own`.
 
         Raises:
-            ValueError: they are of several shards, or of another rank's.
+            ValueError: the elements belong to several shards, or to another rank's.
         """
         for shard in self.shards:
             first, last = shard.own
@@ -201,28 +203,29 @@ class ServerShards:
         raise ValueError(f"elements {begin} to {end} are not of one shard of this rank: {self.own}")
 
     def gather(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """The fp32 values of a slot, of any elements, on the CPU. All ranks of a host call it with
-        the same arguments."""
+        """Return fp32 values of a slot for any elements, on the CPU. All ranks of a host call it
+        with the same arguments."""
         if self.host is None:
             return self.read(slot, begin, end)
         flat = torch.empty(end - begin)
         for shard in self.shards:
             (ranges,) = shard.piece.scatters
-            # Of each rank's shard the elements that are wanted.
+            # The wanted elements of each rank's shard.
             wanted = [(max(begin - b, 0), min(end, e) - b) for b, e in ranges]
             targets = [b - begin for b, _ in ranges]
             for first, of_each in self._turns(self.host, shard, slot, wanted):
                 for target, (low, high), values in zip(targets, wanted, of_each, strict=True):
                     a = max(low, first)
-                    z = max(a, min(high, first + len(values)))  # there may be none of it
+                    # An empty range if this turn has none of them.
+                    z = max(a, min(high, first + len(values)))
                     flat[target + a : target + z].copy_(values[a - first : z - first])
         return flat
 
     def _turns(
         self, host: HostRanks, shard: Shard, slot: int, wanted: Sequence[Range]
     ) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
-        """What every rank of the host has of its shard, from the first element to the last that is
-        `wanted` of any: the first element of each turn, and the values by rank."""
+        """Yield turns of (index of the first element, values by rank) that cover the elements of
+        the shards that are `wanted` from any rank of the host."""
         held = [cut for cut in wanted if cut[0] < cut[1]]
         if not held:
             return
@@ -233,7 +236,7 @@ class ServerShards:
             yield first + place, host.of_each(mine)
 
     def of_host(self, values: Sequence[float]) -> list[list[float]]:
-        """What each rank of the host gives, in one order on all of them."""
+        """Return the values of each rank of the host, in the same order on all of them."""
         if self.host is None:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -242,48 +245,48 @@ class ServerShards:
     def stream(
         self, tensor: torch.Tensor, *, joins: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """See HostRanks.stream; nothing where this rank sums with nobody first."""
+        """Return HostRanks.stream; a null context if this rank does not sum with others first."""
         if self.host is None:
             return contextlib.nullcontext()
         return self.host.stream(tensor, joins=joins)
 
 
 _PACKED_AT_ONCE = 1 << 22
-"""Elements: memory of this size is taken while values are made shorter where they lie."""
+"""Elements that are converted to a shorter type at a time: temporary memory of this size is
+taken."""
 
 Start = Callable[[ServerTensor, torch.Tensor, torch.Tensor], int]
-"""Starts an operation on a shard and returns its handle: with what is sent, and where parameters
-come down to (the memory of what is sent, where none do)."""
+"""Starts an operation on a shard and returns its handle. Arguments: shard, tensor to send, and
+tensor to receive parameters (the same tensor if none come)."""
 Restart = Callable[[ServerTensor, torch.Tensor], int]
-"""Starts an operation on a shard whose gradients were pushed, and returns its handle: with where
-its parameters come down to."""
+"""Starts an operation on a shard whose gradients were pushed, and returns its handle. Arguments:
+shard, and tensor to receive parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """What is in flight of each shard; ended by :meth:`ShardTransfer.wait`."""
+    """Operations in flight, one per shard. Ended by :meth:`ShardTransfer.wait`."""
 
     handles: list[int]
     landings: list[torch.Tensor]
-    """Where this rank's shards of the parameters are put; empty where nothing but norms comes
-    down."""
+    """Tensors that receive this rank's shards of the parameters; empty if only norms are pulled."""
     target: torch.Tensor | None
-    """Where all parameters are gathered; None: in the gradients' memory."""
+    """Tensor in which all parameters are gathered; None: the gradients' memory."""
 
 
 class ShardTransfer:
-    """Moves what belongs to one :class:`ServerShards`.
+    """Pushes gradients and pulls parameters of one :class:`ServerShards`.
 
-    Gradients may have a wider type than they travel in; ranks of a host add them in their own. What
-    is started is ended by `wait`; until then its tensors stay as they are. The ranks of a host make
-    the same calls in the same order.
+    Gradients may have a wider type than they travel in; ranks of a host add them in their own type.
+    Each started operation needs a `wait`; do not change its tensors before. The ranks of a host
+    make the same calls in the same order.
     """
 
     def __init__(self, shards: ServerShards, parameters: torch.Tensor) -> None:
-        """`parameters`: what this rank holds, flat."""
+        """`parameters`: this rank's parameters, flat."""
         self._shards, self._parameters = shards, parameters
         self._gradients: torch.Tensor | None = None
-        """That were pushed last."""
+        """Gradients that were pushed last."""
 
     def push(
         self,
@@ -296,17 +299,17 @@ class ShardTransfer:
         """Sum `gradients` over the host, and start an operation on each shard of the sum.
 
         Args:
-            gradients: flat; their memory is used.
+            gradients: flat; their memory is overwritten.
             start: called for each shard.
-            lands: whether parameters come down.
-            target: where to, flat, of the type in which they come; None: into the memory of
-                `gradients`.
+            lands: whether parameters are pulled.
+            target: flat tensor for the parameters, in the type in which they are pulled; None: the
+                memory of `gradients`.
         """
         self._gradients = gradients
         host = self._shards.host
         handles: list[int] = []
         landings: list[torch.Tensor] = []
-        # Nothing after this waits for it but `wait`: a backward pass goes on.
+        # The caller's stream does not wait here, so the backward pass goes on; `wait` joins it.
         with self._shards.stream(gradients, joins=False):
             if host is not None and host.average:
                 gradients.div_(host.group.size)
@@ -320,17 +323,17 @@ class ShardTransfer:
         return Started(handles=handles, landings=landings, target=target)
 
     def update(self, start: Restart, target: torch.Tensor | None) -> Started:
-        """Start an operation on each shard whose gradients were pushed; parameters come down.
+        """Start an operation that pulls parameters on each shard whose gradients were pushed.
 
         Args:
             start: called for each shard.
-            target: as of `push`.
+            target: see `push`.
         """
         return self._update(start, target, lambda shard: self._landing(shard, target))
 
     def discard(self, start: Restart) -> None:
-        """As `update`, and wait; but nobody wants the parameters, and the gradients' memory may
-        hold others by now."""
+        """Do the same as `update`, then wait and discard the parameters. The gradients' memory is
+        not touched."""
         self.end(self._update(start, None, _spare))
 
     def _update(
@@ -349,7 +352,8 @@ class ShardTransfer:
         return Started(handles=handles, landings=landings, target=target)
 
     def _landing(self, shard: Shard, target: torch.Tensor | None) -> torch.Tensor:
-        """Where this rank's shard comes down to: in `target`, or where its gradients lay."""
+        """Return the tensor to receive this rank's shard: in `target`, or in its gradients'
+        memory."""
         if target is None and shard.blocks is None:
             return _sent(shard)
         if target is None:
@@ -363,7 +367,7 @@ class ShardTransfer:
         return target[begin:end]
 
     def _sent_of(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
-        """What is sent: summed over the host, and as it travels."""
+        """Return the gradients to send: summed over the host, in the type in which they travel."""
         host, dtype = self._shards.host, self._shards.dtype
         values = gradients if host is None else host.scatter(gradients, shard.piece)
         if shard.blocks is not None:
@@ -373,7 +377,7 @@ class ShardTransfer:
         short = self._place(shard, self._short(shard, gradients))
         if short is None:
             short = values.view(dtype)[: values.numel()]
-        # Each slice is read before its memory, or that of later ones, is written.
+        # Each slice is read before its memory, or that of later slices, is written.
         for source, target in zip(
             values.split(_PACKED_AT_ONCE), short.split(_PACKED_AT_ONCE), strict=True
         ):
@@ -381,32 +385,32 @@ class ShardTransfer:
         return short
 
     def _place(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor | None:
-        """Where this rank's shard lies in a whole piece, once those of all ranks lie side by side;
-        None where they do not."""
+        """Return this rank's shard of a whole piece as a view; None if the shards are not laid end
+        to end."""
         if not shard.piece.is_in_place:
             return None
         place = self._shards.local * shard.piece.length
         return whole[place : place + shard.piece.length]
 
     def _short(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
-        """Memory for the whole piece, in the type in which parameters come: the first part of that
-        of the piece's gradients."""
+        """Return memory for the whole piece in the type in which parameters are pulled: the first
+        part of its gradients' memory."""
         begin, end = shard.whole
         memory = gradients[begin:end].view(self._shards.dtype)
         return memory[: end - begin]
 
     def wait(self, started: Started) -> None:
-        """Until what was started has ended, and every rank of the host has what came down.
+        """Wait until the operations have ended and every rank of the host has the parameters.
 
         Raises:
-            BytePSError: it failed. The ranks of the host that wait for this one end when it does,
-                or after BYTEPS_OP_TIMEOUT_S.
+            BytePSError: an operation failed. Ranks of the host that wait for this rank end when it
+                ends, or after BYTEPS_OP_TIMEOUT_S.
             RuntimeError: another rank of the host was lost.
         """
         self._end(started, gathers=bool(started.landings))
 
     def end(self, started: Started) -> None:
-        """As `wait`, but what came down is used by nobody and not gathered."""
+        """Do the same as `wait`, but do not gather the parameters."""
         self._end(started, gathers=False)
 
     def _end(self, started: Started, *, gathers: bool) -> None:
@@ -441,7 +445,7 @@ class ShardTransfer:
         host.gather(place, shard.piece, started.landings[index])
 
     def take(self, parameters: torch.Tensor) -> None:
-        """Copy what came down into the gradients' memory to `parameters`, of whatever type."""
+        """Copy parameters from the gradients' memory to `parameters`, of any type."""
         assert self._gradients is not None
         for shard in self._shards.shards:
             begin, end = shard.whole
@@ -449,12 +453,12 @@ class ShardTransfer:
 
 
 def _arriving(shard: Shard, landing: torch.Tensor) -> torch.Tensor:
-    """Where a shard comes down to that is put into `landing`."""
+    """Return the tensor that receives a shard meant for `landing`."""
     return landing if shard.blocks is None else shard.blocks.arriving
 
 
 def _spare(shard: Shard) -> torch.Tensor:
-    """Where a shard comes down to that nobody wants."""
+    """Return memory for a shard that will be discarded."""
     return torch.empty_like(_sent(shard)) if shard.blocks is None else shard.blocks.arriving
 
 

@@ -27,14 +27,14 @@ from byteps.torch.wire import feedback
 logger = logging.getLogger(__name__)
 
 BytePSError = c_lib.BytePSError
-"""Raised by everything in byteps.torch that fails: a lost peer, a timeout, workers that disagree, a
-bad setting.  The text names what and who.  Bad arguments raise a subclass that is a ValueError
-too."""
+"""Raised for every failure in byteps.torch: a lost peer, a timeout, workers that disagree, an
+invalid setting. The text names cause and peer. Invalid arguments raise a subclass that is also a
+ValueError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the launcher said of this process."""
+    """Ranks and sizes that the launcher gave this process."""
 
     rank: int
     size: int
@@ -45,24 +45,24 @@ class Launch:
 
 
 _joined_by = -1
-"""The process that is the worker."""
+"""Id of the process that joined the job; forked processes are not workers."""
 _launch: Launch | None = None
 _sessions = 0
 _handled_at_init = 0
-"""The id of the exception that is handled around all of this, if one is."""
+"""Id of the exception that was being handled when this process joined, if any."""
 _lock = threading.Lock()
 
 
 def _told(given: Mapping[str, str]) -> Launch:
-    """Returns the environment's settings, but for those that are given. Raises BytePSError for
-    settings that cannot be."""
+    """Return the launcher's settings from the environment, overridden by `given`. Raises
+    BytePSError for invalid settings."""
     names = (field.name for field in fields(Launch))
     return Launch(**dict(zip(names, c_lib.launch(given), strict=True)))
 
 
 def _of_torch() -> tuple[int, int] | None:
-    """Rank and size in torch.distributed, if they are this worker's too; None: the environment says
-    these, and where it names a scheduler it may say others."""
+    """Return rank and size in torch.distributed if this worker uses them. None: the environment
+    names a scheduler and sets rank or size itself."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     said = ("RANK", "WORLD_SIZE", "DMLC_WORKER_ID", "DMLC_NUM_WORKER")
@@ -72,8 +72,8 @@ def _of_torch() -> tuple[int, int] | None:
 
 
 def _after_fork_in_child() -> None:
-    """What a forked process has of the job belongs to its parent: c_lib has closed its copies of
-    the connections, and refuses all calls."""
+    """Reset in a forked process: the job belongs to its parent. c_lib has closed its copies of the
+    connections and refuses all calls."""
     global _lock
     _lock = threading.Lock()  # another thread may have held it
     if not c_lib.is_forked_copy():
@@ -99,30 +99,28 @@ def init(
 ) -> None:
     """Join the cluster as one worker; return when all workers and servers have.
 
-    The scheduler's address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, rank and size are the
-    launcher's (RANK, WORLD_SIZE), or those of torch.distributed where there is no launcher.
-    Without an address a scheduler and servers are started next to the ranks and end with them
-    (embedded mode); then rank and size are those of torch.distributed.  Does nothing when
-    initialised.
+    The scheduler's address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT. Rank and size are the
+    launcher's (RANK, WORLD_SIZE); without a launcher, those of torch.distributed. Without an
+    address, a scheduler and servers are started next to the ranks and end with them (embedded
+    mode); then rank and size are those of torch.distributed. Does nothing if already initialized.
 
     Args:
-        lazy: accepted for compatibility; joining is never put off.
-        quorum: REPLICAS@SECONDS, the same on all workers: once so many replicas have pushed, the
-            others have so long. One that is later is removed, and joins again when it is started
-            again. None: they have as long as a sum may take (BYTEPS_OP_TIMEOUT_S).
-        local: this rank's number among those of its host, and how many these are, where the ranks
-            have found it. None: the launcher says it.
-        op_timeout_s: how long a sum may take, where BYTEPS_OP_TIMEOUT_S does not say it.
-        of_torch: while torch.distributed is being initialised: its rank and size. None: as above.
-        store: while torch.distributed is being initialised: its store. None: the default one.
+        lazy: accepted for compatibility and ignored: `init` always joins at once.
+        quorum: REPLICAS@SECONDS, the same on all workers: once that many replicas have pushed, the
+            others have that many seconds. A later replica is removed, and joins again after a
+            restart. None: they have BYTEPS_OP_TIMEOUT_S.
+        local: local rank and local size, if the ranks have found them. None: the launcher's.
+        op_timeout_s: timeout of a sum if BYTEPS_OP_TIMEOUT_S is not set.
+        of_torch: rank and size of torch.distributed while it is being initialized. None: as above.
+        store: store of torch.distributed while it is being initialized. None: the default store.
 
-    A process that is forked from a worker, as torch's DataLoader does, is none itself: there
-    `is_initialized` is False, `rank` and `size` still tell the parent's, `shutdown` does nothing
-    and all else raises BytePSError.
+    A process forked from a worker (by torch's DataLoader, for example) is not a worker. There
+    `is_initialized` is False, `rank` and `size` return the parent's, `shutdown` does nothing, and
+    everything else raises BytePSError.
 
     Raises:
-        BytePSError: the scheduler does not answer or refuses, nodes stay away, a bad setting; or
-            this process was forked from a worker.
+        BytePSError: the scheduler does not answer or refuses, nodes are missing, a setting is
+            invalid, or this process was forked from a worker.
     """
     del lazy
     settings = {"BYTEPS_QUORUM": quorum} if quorum else {}
@@ -146,12 +144,12 @@ def _join(
     given: tuple[int, int] | None,
     store: Store | None,
 ) -> None:
-    """Join with these settings, which go before the environment's and a place that is found.
+    """Join with these settings, which override the environment's and a place that was found.
 
     Args:
-        shared: further settings, also of a scheduler and servers that are started.
-        given: rank and size in torch.distributed; None: others say them.
-        store: of torch.distributed; None: the default one.
+        shared: more settings, also passed to a scheduler and servers started here.
+        given: rank and size in torch.distributed; None: the launcher's.
+        store: store of torch.distributed; None: the default store.
     """
     global _handled_at_init, _joined_by, _launch, _sessions
     launch = _told({**({} if given is None else place_settings(*given, 0, 1)), **settings})
@@ -184,62 +182,62 @@ def _join(
 
 
 def _gpu() -> str:
-    """The PCI bus id of the GPU that this process has chosen, whose NICs are near; "": none yet."""
+    """Return the PCI bus id of this process's GPU, to find NICs near it; "": no GPU chosen yet."""
     if not torch.cuda.is_initialized():
         return ""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     numbers = [getattr(gpu, f"pci_{of}_id", -1) for of in ("domain", "bus", "device")]
-    if min(numbers) < 0:  # torch does not say
+    if min(numbers) < 0:  # This build of torch does not report it.
         return ""
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def shutdown() -> None:
-    """Finish what is in flight, leave the job, close all connections.
+    """Finish operations in flight, leave the job, close all connections.
 
-    The cluster ends when all workers have left; this does not wait for them, but the end of a
-    process does that has started servers.  Others that wait for a push of this worker get an error.
-    Does nothing when not initialised, nor in a process that was forked from the worker: what it has
-    of the job belongs to its parent.
+    The cluster ends when all workers have left. This function does not wait for them, but a process
+    that has started servers does so at its end. Workers that wait for a push of this worker get an
+    error. Does nothing if not initialized, or in a process forked from the worker.
 
-    After a failure `init` may be called again, with another RANK and WORLD_SIZE too, where there is
-    a scheduler to join: one with ``--keep`` takes the next restart of the job, and in embedded
-    mode new ones are started.  To such a scheduler a worker in which a sum failed has failed.
-    Tensors are declared anew and handles of the last job are none any more.
+    After a failure `init` may be called again, also with another RANK and WORLD_SIZE. This needs a
+    scheduler to join: a scheduler with ``--keep`` accepts the restarted job, and embedded mode
+    starts a new one. A worker in which a sum failed counts as failed. Tensors must be declared
+    anew, and handles of the last job are invalid.
 
-    Called while an exception is handled, as in ``finally``, it tells the others that this worker
-    failed, and by what: then the job has failed for all of them.
+    If it is called while an exception is handled, as in ``finally``, it reports the exception to
+    the other nodes, and the job fails for all of them.
     """
     error = sys.exception()
-    if id(error) == _handled_at_init:  # all of the job is done in some handler
+    # The job ran inside an exception handler, so this exception is not its end.
+    if id(error) == _handled_at_init:
         error = None
     _leave(_cause_of(error or _last_error()))
 
 
 def abort(reason: str) -> None:
-    """Leave the job as one that failed: all that is in flight fails, on the other ranks too."""
+    """Leave the job as failed: all operations in flight fail, on the other ranks too."""
     _leave(reason)
 
 
 def leave(reason: str) -> int:
-    """Leave a job of replicas, which goes on without this one. All workers of the replica call
+    """Leave a job of replicas, which goes on without this replica. All workers of the replica call
     this, between two steps.
 
     Args:
-        reason: for the others to read.
+        reason: text for the other nodes' logs.
 
     Returns:
-        the exit status that tells who started this process that it has left.
+        the exit status that tells the launcher that this process has left.
     """
     _leave(reason)
     return leaving.status()
 
 
 def _leave(failure: str) -> None:
-    """Shut down; `failure`: why this process ends, if not because its work is done."""
+    """Shut down; `failure`: why this process ends, empty if its work is done."""
     if os.getpid() != _joined_by:
         return
-    # After a failure servers and scheduler end by themselves or not at all.
+    # After a failure servers and scheduler end by themselves, or need no goodbye.
     graceful = not c_lib.has_failed()
     _stop(suspend=False, failure=failure)
     if not graceful:
@@ -249,18 +247,18 @@ def _leave(failure: str) -> None:
 
 
 def _leave_for_good(failure: str) -> None:
-    """The same at the end of the process, with which the servers that it has started end."""
+    """Leave at the end of the process, then end the servers that it has started."""
     _leave(failure)
     embedded.end_left(hurries=bool(failure))
 
 
 def _at_exit() -> None:
-    """Leave at the end of the process: with the exception that ends it, where there is one, or
-    later, with the exit status, which only the C library learns."""
+    """Leave at the end of the process, with the exception that ends it, if there is one. Otherwise
+    leave later, in a handler of the C library, which alone learns the exit status."""
     failure = _cause_of(_last_error())
     if os.getpid() != _joined_by or failure or c_lib.has_failed():
         return _leave_for_good(failure)
-    # The C library calls what is registered last first.
+    # The C library calls exit handlers in reverse order of registration.
     if not embedded.end_at_exit(c_lib.end_children_at_exit):
         return _leave_for_good(failure)
     with _lock:
@@ -269,17 +267,17 @@ def _at_exit() -> None:
 
 
 _outlasts = False
-"""Whether the end of this process waits for what it has left to other ranks."""
+"""Whether the end of this process waits for servers that it has left to other ranks."""
 
 
 def _outlast_those_left() -> None:
-    """Have the end of the process wait for what it has started and left to the other ranks."""
+    """Make the end of the process wait for servers that it has started and left to other ranks."""
     global _outlasts
     if _outlasts or not embedded.has_left():
         return
     _outlasts = True
     atexit.register(_outlast)
-    # Python's handlers are not called where multiprocessing has forked the process.
+    # Python's exit handlers do not run in processes forked by multiprocessing.
     _on_abrupt_exit(lambda reason: embedded.end_left(hurries=bool(reason)))
 
 
@@ -289,9 +287,9 @@ def _outlast() -> None:
 
 
 def suspend() -> None:
-    """Leave the job for a while: scheduler and servers wait for the workers to `resume`.
+    """Leave the job temporarily: scheduler and servers wait for the workers to `resume`.
 
-    To be called by all workers.
+    All workers call this.
 
     Raises:
         BytePSError: this process was forked from a worker.
@@ -327,15 +325,15 @@ def _warn_of_unawaited(failure: str) -> None:
 
 def _demand_no_copy() -> None:
     if c_lib.is_forked_copy():
-        c_lib.has_failed()  # raises, and says what to do
+        c_lib.has_failed()  # Raises an error that says how to proceed.
 
 
 def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
     """Join again after `suspend`, possibly with another number of workers.
 
     Args:
-        num_workers: workers that the job has now.
-        num_servers: servers that the job has now.
+        num_workers: the new number of workers.
+        num_servers: the new number of servers.
         global_rank: this worker's rank, 0 <= global_rank < num_workers.
     """
     _demand_no_copy()
@@ -347,7 +345,7 @@ def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
         ("RANK", "DMLC_WORKER_ID", global_rank),
     ):
         settings[ours] = value
-        # The launcher's must not contradict the new numbers.
+        # The launcher's settings must not contradict the new numbers.
         if c_lib.is_set(launcher):
             settings[launcher] = value
     with _lock:
@@ -360,12 +358,12 @@ def is_initialized() -> bool:
 
 
 def number() -> int:
-    """How many jobs this process has joined. Names and handles are those of one job."""
+    """Return how many jobs this process has joined. Names and handles are valid within one job."""
     return _sessions
 
 
 def launched() -> Launch:
-    """What the launcher said. Raises BytePSError where this process is in no job."""
+    """Return the launcher's settings. Raises BytePSError if this process is in no job."""
     if _launch is None:
         raise BytePSError("byteps is not initialized; call bps.init() first")
     return _launch
@@ -377,52 +375,52 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Workers in the job."""
+    """Return the number of workers in the job."""
     return launched().size
 
 
 def local_rank() -> int:
-    """This worker's rank among those of its host."""
+    """Return this worker's rank among the workers of its host."""
     return launched().local_rank
 
 
 def local_size() -> int:
-    """Workers on this host."""
+    """Return the number of workers on this host."""
     return launched().local_size
 
 
 def replica() -> int:
-    """Which of the model's replicas this job is, 0 <= replica < replicas(). Before `init` too."""
+    """Return the index of this replica, 0 <= replica < replicas(). Works before `init` too."""
     return (_launch or _told({})).replica
 
 
 def first_rank() -> int:
-    """Of the ranks of this replica, the lowest: rank 0 of its torch.distributed. 0 where this
-    process is in no job."""
+    """Return the lowest rank of this replica: rank 0 of its torch.distributed. 0 if this process is
+    in no job."""
     if _launch is None:
         return 0
     return _launch.replica * (_launch.size // _launch.replicas)
 
 
 def replicas() -> int:
-    """Jobs that train one model, and meet only at the servers; 1 where this is the only one.
-    Workers of all of them count in `rank` and `size`, those of replica 0 first. Before `init`
-    too."""
+    """Return the number of replicas: jobs that train one model and meet only at the servers. 1
+    without replicas. Workers of all replicas count in `rank` and `size`, those of replica 0 first.
+    Works before `init` too."""
     return (_launch or _told({})).replicas
 
 
-# Why a worker's process ends, for the others to know.
+# Reasons for the end of a worker's process, reported to the other nodes.
 
 _TEXT_CHARS = 500
-"""Of an exception, for the other nodes to read."""
+"""Length of an exception's text for the other nodes."""
 
 
 def _reason_of(error: BaseException | None) -> str:
-    """What is told of a process that ends by this exception; empty if it ends well."""
+    """Return the reported text for a process that ends by this exception; empty if it ends well."""
     if error is None:
         return ""
     if isinstance(error, SystemExit):
-        # As the interpreter does: a text is printed, and is a failure.
+        # Same rule as in the interpreter: a text is printed, and counts as a failure.
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         return _of_status(status)
     return traceback.format_exception_only(error)[-1].strip()[:_TEXT_CHARS]
@@ -433,16 +431,17 @@ _ECHO = re.compile(
     "|connection refused|remote process exited|failed to recv|failed to send",
     re.IGNORECASE,
 )
-"""Errors that torch.distributed raises on the other ranks when one has ended."""
+"""Errors that torch.distributed raises on the other ranks when a rank has ended."""
 _ECHO_S = 3.0
-"""How long the news of a lost rank may take by the scheduler, where another way was faster."""
+"""Time limit for the scheduler's report of a lost rank, if torch.distributed noticed first."""
 
 
 def _cause_of(error: BaseException | None) -> str:
-    """What is told of a process that ends by this exception; empty if it ends well.
+    """Return the reported text for a process that ends by this exception; empty if it ends well.
 
-    An exception that may be another rank's end, as torch.distributed notices it, is told only if
-    the scheduler does not notice that within a moment: otherwise the wrong rank would be blamed.
+    torch.distributed raises on this rank if another rank has ended. Such an exception is reported
+    only if the scheduler reports no lost rank within _ECHO_S; otherwise the wrong rank would be
+    blamed.
     """
     if error is None or os.getpid() != _joined_by or not c_lib.is_initialized():
         return _reason_of(error)
@@ -462,21 +461,21 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def _of_status(status: int) -> str:
-    """What is told of a process that ends with this exit status; empty for 0."""
+    """Return the reported text for this exit status; empty for 0."""
     return f"exit status {status}" if status != 0 else ""
 
 
 def _last_error() -> BaseException | None:
-    """The exception that nobody caught and that ends the interpreter, if it does. SystemExit is
-    none of these."""
-    if hasattr(sys, "ps1"):  # at a prompt life goes on
+    """Return the uncaught exception that ends the interpreter, if any. SystemExit is not
+    included."""
+    if hasattr(sys, "ps1"):  # An interactive prompt survives exceptions.
         return None
     return getattr(sys, "last_exc", None)
 
 
 def _on_abrupt_exit(leave: Callable[[str], None]) -> None:
-    """Call ``leave(reason)`` if the process ends by os._exit() after Python's exit handlers,
-    as one does that multiprocessing forked: the C library's handlers are not called then."""
+    """Call ``leave(reason)`` if the process ends by os._exit() after Python's exit handlers, as a
+    process forked by multiprocessing does: the C library's handlers are not called then."""
     end_now = os._exit
     worker = os.getpid()
 

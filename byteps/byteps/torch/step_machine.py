@@ -1,17 +1,17 @@
 """The steps of an optimizer whose parameters servers keep, over all of its buckets.
 
-A step takes one phase, or two where something is asked of the gradients before:
+A step has one phase, or two if it needs the norm or the zeros of the gradients first:
 
     update                    servers update as soon as they have the sum
-    push, then finish         servers answer with the sum's squares, and, if the step is tried, with
-                              the parameters that it would make. `finish` then says what it is:
-                              not tried:  the servers update, or skip it
-                              tried:      it is kept; or made again, since it is clipped; or dropped
+    push, then finish         servers answer with the sums of squares and, for a speculative step,
+                              with the parameters after it. `finish` then decides:
+                              not speculative: the servers update, or skip it
+                              speculative: it is kept, repeated with clipping, or dropped
 
 A bucket may be pushed before `push`, while the backward pass runs (`push_early`). `finish` may
 return while parameters are in flight, so that the next forward pass begins when its first ones are
-there. Whatever ends a phase by an exception leaves the step half made: every later call raises
-until a state is loaded.
+there. An exception in a phase leaves the step incomplete: every later call raises until a state is
+loaded.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from byteps.torch.server_transfer import Started
 from byteps.torch.session import BytePSError
 
 CLIPS = ("speculate", "wait")
-"""How steps are made that may be clipped; see Speculation."""
+"""Values of `clip`; see Speculation."""
 
 _LOST = 2
-"""So many clipped steps in a row, and the next one waits."""
+"""Number of clipped steps in a row after which the next step is not speculative."""
 _TOLD_EACH = 200
-"""Steps that were tried, between two messages about them."""
+"""Number of speculative steps between two log messages about them."""
 
 
 class Speculation:
-    """Which steps servers try before their norm is known, and how that went.
+    """Decides which steps are speculative (made before the norm is known), and counts the outcomes.
 
-    A step that is tried brings parameters that hold if nothing is clipped. If something is, they
-    come down once more, after the gradients, as they would have without trying. After two clipped
-    steps in a row nothing is tried before a step that is not clipped: trying has a cost for
-    servers. All ranks know the same norms, and so decide the same.
+    A speculative step pulls parameters that are right if gradients are not clipped. Otherwise they
+    are pulled again, after the gradients, as without speculation. Speculation costs servers time,
+    so after two clipped steps in a row it pauses until a step is not clipped. All ranks know the
+    same norms, so they make the same decisions.
     """
 
     def __init__(self, clip: str, *, useful: bool = True) -> None:
-        """`clip`: one of CLIPS. `useful`: False where a step waits for nothing.
+        """`clip`: a value of CLIPS. `useful`: False if no step waits for a norm.
 
         Raises:
-            ValueError: there is no such way to clip.
+            ValueError: `clip` is not in CLIPS.
         """
         if clip not in CLIPS:
             raise ValueError(f"clip must be {' or '.join(map(repr, CLIPS))}, not {clip!r}")
         self.is_on = clip == "speculate" and useful
-        """Whether steps may be tried at all."""
+        """Whether steps may be speculative at all."""
         self.tried = 0
-        """Steps that were tried."""
+        """Number of speculative steps."""
         self.redone = 0
-        """Of these, steps that were made again, since they were clipped."""
+        """Number of these that were clipped and therefore repeated."""
         self._clipped_in_a_row = 0
         self._told = (0, 0)
 
     @property
     def tries(self) -> bool:
-        """Whether the next step is tried."""
+        """Return whether the next step is speculative."""
         return self.is_on and self._clipped_in_a_row < _LOST
 
     def note(self, *, tried: bool, clipped: bool, skipped: bool = False) -> None:
-        """A step was made. One that was skipped tells nothing of the next one."""
+        """Record a step. A skipped step does not influence the next one."""
         self.tried += tried
         self.redone += tried and clipped and not skipped
         if not skipped:
@@ -77,19 +77,19 @@ class Speculation:
 
     @property
     def clipped_in_a_row(self) -> int:
-        """Of the last steps."""
+        """Return the current number of clipped steps in a row."""
         return self._clipped_in_a_row
 
     def go_on(self, clipped_in_a_row: int) -> None:
-        """This rank comes to others, of whose last steps so many were clipped."""
+        """Take over this number from the ranks of a running job, which this rank joins."""
         self._clipped_in_a_row = clipped_in_a_row
 
     def forget(self) -> None:
-        """A state was loaded: ranks may have made different numbers of steps before."""
+        """Reset after a state was loaded: ranks may have made different numbers of steps before."""
         self._clipped_in_a_row = 0
 
     def advice(self) -> str | None:
-        """What to say of the last steps, once in a while, if trying them was of little use."""
+        """Return a log message, once in a while, if speculation was of little use."""
         tried, redone = (now - then for now, then in zip(self._counts(), self._told, strict=True))
         if tried < _TOLD_EACH:
             return None
@@ -106,11 +106,11 @@ class Speculation:
 
 
 _EPS = 1e-6
-"""Added to a norm before it divides, by torch and by Megatron."""
+"""Constant that torch and Megatron add to a norm before they divide by it."""
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """The factor of gradients of this norm, clipped to `max_norm`; 1 where they are not finite."""
+    """Return the factor that clips gradients of this norm to `max_norm`; 1 if it is not finite."""
     return min(1.0, max_norm / (norm + _EPS)) if math.isfinite(norm) else 1.0
 
 
@@ -128,16 +128,16 @@ class StepMachine:
     ) -> None:
         """
         Args:
-            buckets: all of this rank.
-            rule: what servers were told of the parameter groups.
-            speculation: decides which steps are tried.
-            name: begins the errors.
+            buckets: all buckets of this rank.
+            rule: the rule with which buckets were declared.
+            speculation: decides which steps are speculative.
+            name: prefix of error messages.
             forward_order: all buckets, in the order in which a forward pass needs them. `finish`
-                then returns while their parameters are in flight, unless the step was tried.
-                Empty: it waits for all.
+                then returns while their parameters are in flight, unless the step was speculative.
+                Empty: `finish` waits for all parameters.
         """
         self.steps = 0
-        """That were made."""
+        """Number of steps made."""
         self._buckets, self._rule, self._name = buckets, rule, name
         self._speculation = speculation
         self._forward_order = forward_order
@@ -146,20 +146,20 @@ class StepMachine:
             _overlapping.add(self)
         self._failure = ""
         self._pushed: Step | None = None
-        """What was pushed, if nothing is clipped."""
+        """The pushed step, without clipping."""
         self._tried = False
 
     # ------------------------------------------------------------------- before a step
 
     def demand_no_failure(self) -> None:
-        """Raises BytePSError after a step that failed."""
+        """Raise BytePSError after a failed step."""
         if self._failure:
             raise BytePSError(
                 f"{self._name}: an earlier step failed ({self._failure}): load a checkpoint"
             )
 
     def demand_same_rule(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError if parameter groups changed in what servers were told once."""
+        """Raise ValueError if a fixed option of a parameter group has changed."""
         now = self._rule.groups_of(param_groups)
         if now != self._rule.groups:
             raise ValueError(
@@ -169,8 +169,8 @@ class StepMachine:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Around parts of a step: whatever ends one of them, an interrupt too, leaves the step half
-        made."""
+        """Context for parts of a step: record any exception, also an interrupt, as a failed
+        step."""
         try:
             yield
         except BaseException as error:
@@ -181,16 +181,17 @@ class StepMachine:
 
     @property
     def is_of_this_job(self) -> bool:
-        """Whether the job was not left since the last step, with parameters in flight."""
+        """Return whether no parameters were lost because the job ended while they were in
+        flight."""
         return not self._arrivals.are_lost
 
     @property
     def awaits_parameters(self) -> bool:
-        """Whether parameters of the last step are still in flight."""
+        """Return whether parameters of the last step are still in flight."""
         return bool(self._arrivals)
 
     def wait_for(self, bucket: ServerBucket) -> None:
-        """Block until the model has the parameters of a bucket that the last step made.
+        """Block until the model has the last step's parameters of a bucket.
 
         Raises: as `finish`.
         """
@@ -198,7 +199,7 @@ class StepMachine:
             self._arrivals.wait_for(bucket)
 
     def wait_for_parameters(self) -> None:
-        """Block until the model has all parameters that the last step made.
+        """Block until the model has all of the last step's parameters.
 
         Raises: as `finish`.
         """
@@ -208,15 +209,15 @@ class StepMachine:
     # ------------------------------------------------------------------- a step
 
     def next_step(self, param_groups: Sequence[dict[str, Any]], scale: float = 1.0) -> Step:
-        """The next step with the rates of these groups, if nothing is clipped.
+        """Return the next step, with the rates of these groups and without clipping.
 
-        `scale`: factor of the gradients, which undoes that of a scaled loss.
+        `scale`: factor for the gradients that undoes loss scaling.
         """
         rates = [(float(group["lr"]), float(group["weight_decay"])) for group in param_groups]
         return Step(self.steps + 1, scale, False, rates)
 
     def update(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Make a step of which nothing is asked before; its parameters are there afterwards.
+        """Make a step that needs no norm; wait for its parameters.
 
         Raises:
             BytePSError: a member or a server was lost, or members ask for different steps.
@@ -230,17 +231,18 @@ class StepMachine:
     def push_early(
         self, bucket: ServerBucket, param_groups: Sequence[dict[str, Any]], scale: float = 1.0
     ) -> None:
-        """The gradients of a bucket will not change any more: send them, before `push` does."""
+        """Push a bucket's gradients, which will not change any more, before `push`."""
         self._arrivals.wait_for(bucket)
         bucket.push_early(self.next_step(param_groups, scale) if self._speculation.tries else None)
 
     def push(self, param_groups: Sequence[dict[str, Any]], scale: float = 1.0) -> None:
-        """Begin a step: afterwards buckets know their squares, of gradients that `scale` has not
-        multiplied yet, and their zeros.
+        """Begin a step: push all gradients, and wait for their sums of squares (before `scale` is
+        applied) and zeros.
 
         Raises: as `update`.
         """
-        self._arrivals.wait_for_all()  # those of modules that ran in no forward pass
+        # Some modules may not have run in a forward pass, which would have waited.
+        self._arrivals.wait_for_all()
         step = self.next_step(param_groups, scale)
         self._pushed, self._tried = step, self._speculation.tries
         self._all(lambda bucket: bucket.push(step if self._tried else None))
@@ -248,14 +250,14 @@ class StepMachine:
     def finish(
         self, *, scale: float, skip: bool, own: Mapping[ServerBucket, float] | None = None
     ) -> None:
-        """Make the step that was pushed. Its parameters are there afterwards, or in flight: see
-        `forward_order`.
+        """Make the step that was pushed. Its parameters are there afterwards, or in flight if there
+        is a `forward_order`.
 
         Args:
-            scale: further factor of the gradients, 1 where they are not clipped.
+            scale: clipping factor for the gradients, 1 if they are not clipped.
             skip: change nothing.
-            own: the factor in place of `scale` for buckets that are clipped by a norm of their own;
-                the same buckets on all ranks that have them.
+            own: factors that replace `scale` for buckets clipped by a norm of their own; the same
+                buckets on all ranks that have them.
 
         Raises: as `update`.
         """
@@ -270,7 +272,7 @@ class StepMachine:
             self._let_arrive(start)
         else:
             self._all(start)
-            # When all buckets are there: a rank has the parameters of one step.
+            # Only after all buckets, so that a rank never has parameters of two steps.
             self._take()
         self._pushed = None
         self.steps += not skip
@@ -301,18 +303,18 @@ class StepMachine:
     # ------------------------------------------------------------------- states
 
     def begin_anew(self) -> None:
-        """The servers were given parameters with no history."""
+        """Reset the step count after parameters with no history were loaded into the servers."""
         self.steps = 0
 
     def begin_load(self) -> None:
-        """A state is about to be loaded: nothing is left of a step that was begun."""
+        """Drop a step that was begun: a state is about to be loaded."""
         self._arrivals.end()
         self._speculation.forget()
         for bucket in self._buckets:
             bucket.give_up()
 
     def end_load(self, steps: int) -> None:
-        """The servers have a state after so many steps."""
+        """Set the step count to that of the loaded state."""
         self.steps, self._failure = steps, ""
 
 
@@ -321,11 +323,11 @@ _overlapping: WeakSet[StepMachine] = WeakSet()
 
 
 def wait_for_parameters() -> None:
-    """Block until models have all parameters of the steps that were made in this process. Whoever
-    reads parameters outside a forward pass calls this before.
+    """Block until models have all parameters of the steps made in this process. Call it before
+    reading parameters outside a forward pass.
 
     Raises:
-        BytePSError: some did not come; the text says why.
+        BytePSError: parameters did not arrive; the text says why.
         RuntimeError: a rank of this host was lost.
     """
     for machine in list(_overlapping):
@@ -336,15 +338,15 @@ def wait_for_parameters() -> None:
 def start_and_wait[B, H](
     buckets: Sequence[B], start: Callable[[B], H | None], wait: Callable[[B, H, bool], None]
 ) -> None:
-    """Start something for each bucket, if `start` does; wait for all of it, also when one fails:
-    nothing is read or written any more when this returns or raises.
+    """Call `start` for each bucket, then `wait` for each handle, even after a failure. So nothing
+    reads or writes the buckets' memory when this returns or raises.
 
     Args:
-        start: its error ends the round of starts.
-        wait: is told whether anything has failed before.
+        start: returns a handle or None. After an error no more buckets are started.
+        wait: its last argument is whether a bucket has failed.
 
     Raises:
-        RuntimeError: the first one, which may be a BytePSError.
+        RuntimeError: the first error, which may be a BytePSError.
     """
     started: list[tuple[B, H]] = []
     errors: list[RuntimeError] = []

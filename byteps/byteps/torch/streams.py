@@ -1,7 +1,7 @@
 """CUDA streams that belong to this package alone.
 
-``torch.cuda.Stream()`` hands out the 32 streams of a pool one after the other, again and again: one
-that is made for each all-reduce soon is a stream on which the program computes.
+``torch.cuda.Stream()`` reuses the 32 streams of a pool in turn: if each all-reduce made a stream,
+it would soon get one on which the program computes.
 """
 
 from __future__ import annotations

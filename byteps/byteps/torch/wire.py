@@ -1,4 +1,4 @@
-"""What tensors the engine takes, and the types in which they travel: their own, or few bits."""
+"""Checks of tensors that the engine can sum, and the types in which values travel."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ DTYPES: dict[torch.dtype, str] = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
-"""The element types that servers can add."""
+"""Element types that servers can add, with the engine's names."""
 
 
 def check(tensor: torch.Tensor, what: str) -> None:
-    """Demand a tensor that can be summed. `what` is its name in the error.
+    """Check that a tensor can be summed. `what` is its name in the error.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is not a tensor.
         ValueError: its type, layout, device or memory cannot be used.
     """
-    # Each of these takes a fraction of a microsecond, of each sum.
+    # Every sum makes these checks; each takes a fraction of a microsecond.
     if (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in DTYPES
@@ -42,7 +42,7 @@ def check(tensor: torch.Tensor, what: str) -> None:
 
 
 def _refuse(tensor: torch.Tensor, what: str) -> NoReturn:
-    """Say why a tensor cannot be summed: see `check`."""
+    """Raise an error that says why a tensor cannot be summed: see `check`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -61,7 +61,7 @@ def _refuse(tensor: torch.Tensor, what: str) -> NoReturn:
 
 
 def check_memory(tensor: torch.Tensor, what: str) -> None:
-    """Raises ValueError where the memory of a tensor was freed."""
+    """Raise ValueError if the memory of a tensor was freed."""
     end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if (there := tensor.untyped_storage().nbytes()) < end:
         raise ValueError(
@@ -71,15 +71,15 @@ def check_memory(tensor: torch.Tensor, what: str) -> None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor fills its range of memory, in whatever order of dimensions."""
+    """Return whether a strided tensor fills its range of memory, in any order of dimensions."""
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def flat_view(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """All elements of a dense tensor as they lie in memory, without its history.
+    """Return the elements of a dense tensor in memory order, detached.
 
     Raises:
-        ValueError: the tensor is sparse or has holes. `what` is its name in the error.
+        ValueError: the tensor is sparse or has gaps. `what` is its name in the error.
     """
     if tensor.layout != torch.strided:
         raise ValueError(f"{what} is {tensor.layout}; call .to_dense() first")
@@ -92,30 +92,31 @@ def flat_view(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def device_number(device: torch.device) -> int:
-    """The GPU's number; -1 for the CPU."""
+    """Return the GPU's number; -1 for the CPU."""
     if device.type != "cuda":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def current_stream(device: torch.device) -> int:
-    """The address of the device's current CUDA stream; 0 for the CPU.
+    """Return the address of the device's current CUDA stream; 0 for the CPU.
 
-    torch.cuda.current_stream makes an object for it, which takes 15 us in a thread that has slept.
+    torch.cuda.current_stream would create an object, which takes 15 us in a thread that has slept.
     """
     return stream_of(device_number(device))
 
 
 def stream_of(number: int) -> int:
-    """As `current_stream`, of the device with this number."""
+    """Return the same as `current_stream`, for the device with this number."""
     return 0 if number < 0 else torch._C._cuda_getCurrentRawStream(number)
 
 
-# The types in which tensors travel: their own, a half type, or blocks of few bits.
+# Types in which tensors travel: the tensor's own, a half type, or blocks of few bits.
 
 
 BLOCK = 128
-"""Values of a block. Results depend on where blocks begin: each tensor's first at its start."""
+"""Values per block. Results depend on where blocks begin: a tensor's first block begins at its
+first element."""
 
 
 @dataclass(frozen=True)
@@ -123,39 +124,38 @@ class WireType:
     """A type in which values travel.
 
     ``int8`` and ``int4`` are blocks of 128 values with one bfloat16 scale: 130 or 66 bytes. Servers
-    add them in fp32 and round the sum once. With feedback, what rounding loses of a value is added
-    to the next value of the same place: on the worker of what goes up, on the server of what comes
-    down.
+    add them in fp32 and round the sum once. With feedback, the rounding loss of a value is added to
+    the next value of the same element: on the worker for pushes, on the server for pulls.
     """
 
     name: str
-    """As users and logs have it: bf16, int8, float32."""
+    """Name for users and logs: bf16, int8, float32."""
     engine_name: str
-    """As `c_lib` has it."""
+    """Name in `c_lib`."""
     memory: torch.dtype
-    """Of memory that holds it."""
+    """Type of memory that holds it."""
     values: int = 1
-    """Of an element."""
+    """Values per element."""
     element_bytes: int = 0
     feedback: bool = False
 
     @property
     def is_block(self) -> bool:
-        """Whether an element is a block of values."""
+        """Return whether an element is a block of values."""
         return self.values > 1
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether a tensor of `dtype` can be sent as this."""
+        """Return whether a tensor of `dtype` can be sent in this type."""
         if self.is_block:
             return dtype in (torch.float32, *_SHORT)
         return self.memory == dtype or dtype in _ROUNDED
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of so many values; the last block is filled up."""
+        """Return the bytes of `numel` values; the last block is padded."""
         return -(-numel // self.values) * self.element_bytes
 
     def empty(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Memory for so many values."""
+        """Allocate memory for `numel` values."""
         elements = self.nbytes(numel) // self.memory.itemsize
         return torch.empty(elements, dtype=self.memory, device=device)
 
@@ -164,7 +164,7 @@ class WireType:
 
 
 Wire = torch.dtype | str | WireType
-"""What users may name: a torch type, or a name of `NAMES`."""
+"""Wire types that users may give: a torch type, or a name of `NAMES`."""
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ROUNDED = (torch.float32, torch.float64)
@@ -179,12 +179,12 @@ _PLAIN = {dtype: _plain(dtype) for dtype in DTYPES}
 
 
 def int8(*, feedback: bool = False) -> WireType:
-    """Blocks of 8 bits: 1.016 bytes a value."""
+    """Return the type with blocks of 8 bits: 1.016 bytes per value."""
     return WireType("int8", "int8x128", torch.uint8, BLOCK, BLOCK + 2, feedback)
 
 
 def int4(*, feedback: bool = True) -> WireType:
-    """Blocks of 4 bits: 0.516 bytes a value."""
+    """Return the type with blocks of 4 bits: 0.516 bytes per value."""
     return WireType("int4", "int4x128", torch.uint8, BLOCK, BLOCK // 2 + 2, feedback)
 
 
@@ -194,14 +194,14 @@ NAMES: dict[str, WireType] = {
     "int8": int8(),
     "int4": int4(),
 }
-"""Types other than a tensor's own, by their names."""
+"""Wire types other than a tensor's own, by name."""
 
 
 def of(dtype: torch.dtype, wire: Wire | None = None) -> WireType:
-    """The type in which a tensor of `dtype` travels. `wire`: what was asked for; None: its own.
+    """Return the type in which a tensor of `dtype` travels. `wire`: requested type; None: its own.
 
     Raises:
-        ValueError: there is no such type, or a tensor of this type cannot be sent so.
+        ValueError: there is no such type, or a tensor of `dtype` cannot be sent in it.
     """
     if wire is None or wire in (dtype, _PLAIN.get(dtype)):
         return _PLAIN[dtype]
@@ -223,7 +223,7 @@ def _named(wire: torch.dtype | str) -> WireType:
     return NAMES[wire]
 
 
-# Values in blocks of few bits, and back: on the CPU by the engine, on a GPU by kernels.
+# Encoding and decoding of blocks: on the CPU by the engine, on a GPU by kernels.
 
 
 def encode(
@@ -238,9 +238,10 @@ def encode(
     Args:
         values: flat and contiguous; fp32, bf16 or fp16.
         wire: a type of blocks.
-        out: uint8, `wire.nbytes(values.numel())` of them, on the same device.
-        lost: bf16, one for each value: is added to the values, and gets what rounding loses.
-        seed: of `c_lib.chance_seed`, where numbers are rounded up or down by chance.
+        out: uint8, of `wire.nbytes(values.numel())` bytes, on the same device.
+        lost: bf16, the same length as `values`: added to the values, then set to the rounding
+            losses.
+        seed: seed from `c_lib.chance_seed` for stochastic rounding; None: round to nearest.
     """
     if values.is_cuda:
         from byteps.torch.block_kernels import encode as encode_on_gpu
@@ -259,13 +260,13 @@ def encode(
 
 
 def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
-    """Add to parameters what servers say, and round to their type. Servers do the same to what they
-    know of them, to the bit.
+    """Add the servers' differences to parameters, and round to their type. Servers do the same to
+    their copy of the workers' values, bit for bit.
 
     Args:
-        blocks: of `wire.int8()`, at least as many as hold the values.
+        blocks: `wire.int8()` blocks, at least as many as hold the values.
         held: flat and contiguous; fp32, bf16 or fp16.
-        out: as `held`, which it may be.
+        out: the same size and type as `held`; may be `held` itself.
     """
     if held.is_cuda:
         from byteps.torch.block_kernels import add_differences as add_on_gpu
@@ -278,8 +279,8 @@ def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor)
 
 
 def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, *, skip: int = 0) -> None:
-    """The values of blocks behind the first `skip` ones, rounded to the type of `out`, which has as
-    many as are wanted."""
+    """Decode values, except the first `skip` ones, into `out`, rounded to its type. `out` has as
+    many elements as are wanted."""
     if out.is_cuda:
         from byteps.torch.block_kernels import decode as decode_on_gpu
 
@@ -294,7 +295,7 @@ def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, *, skip: int
 
 
 Spec = tuple[str, str, int, int, bool, bool, c_lib.Ranks, int | None, int, bool]
-"""What c_lib wants to know of a tensor."""
+"""Description of a tensor for c_lib."""
 
 
 @dataclass
@@ -302,29 +303,29 @@ class _Lost:
     values: torch.Tensor
     generation: int
     spec: Spec | None = None
-    """Under which servers keep what they lose; None: they lose nothing."""
+    """Spec under which servers keep their losses; None: they keep none."""
 
 
 class Feedback:
-    """The losses of this process's tensors, in bfloat16, by the names under which they are summed;
-    and since when servers have to forget theirs."""
+    """Rounding losses of this process's tensors, in bfloat16, by the names under which they are
+    summed. It also tracks when servers have to drop theirs."""
 
     def __init__(self) -> None:
         self._lost: dict[str, _Lost] = {}
         self._loaded: dict[str, torch.Tensor] = {}
-        """For tensors that were not sent since."""
+        """Loaded losses of tensors that were not sent since."""
         self._of_servers: dict[str, torch.Tensor] = {}
-        """Likewise: what this process has to tell the servers."""
+        """Loaded losses of the servers, for tensors that were not sent since."""
         self._generation = 0
 
     def of(
         self, name: str, numel: int, device: torch.device, spec: Spec | None = None
     ) -> tuple[torch.Tensor, bool]:
-        """What was lost of each value of a tensor that is about to be sent, zeros at first; and
-        whether `drop` was called since it was last sent.
+        """Return the losses of a tensor that is about to be sent (zeros at first), and whether
+        `drop` was called since it was last sent.
 
         Raises:
-            ValueError: what was loaded is of another size.
+            ValueError: the loaded losses have another size.
         """
         loaded = self._loaded.pop(name, None)
         if loaded is not None:
@@ -333,7 +334,7 @@ class Feedback:
                     f"the feedback that was loaded for {name!r} is of {loaded.numel()} values, the "
                     f"tensor of {numel}"
                 )
-            # A copy: it changes with each sum.
+            # A copy, because losses change with each sum.
             values = loaded.to(device=device, dtype=torch.bfloat16, copy=True)
             self._lost[name] = _Lost(values, self._generation)
         lost = self._lost.get(name)
@@ -348,33 +349,33 @@ class Feedback:
         return lost.values, True
 
     def drop(self) -> None:
-        """Forget what was lost of all tensors, here and, when they are next sent, on the servers.
+        """Drop the losses of all tensors, here and, when they are next sent, on the servers.
 
-        All ranks call it between the same sums: after a step that was skipped or is made again,
-        whose losses are of values that nobody wanted; and where a checkpoint is loaded without
-        them.
+        All ranks call it between the same sums: after a step that was skipped or is repeated, since
+        its losses belong to discarded values; and after loading a checkpoint without losses.
         """
         self._generation += 1
         self._loaded.clear()
         self._of_servers.clear()
 
     def names(self) -> list[str]:
-        """Of the tensors of which something may have been lost."""
+        """Return the names of tensors that may have losses."""
         sent = [name for name, lost in self._lost.items() if lost.generation == self._generation]
         return sorted({*sent, *self._loaded})
 
     def get(self, name: str) -> torch.Tensor | None:
-        """What was lost of a tensor here, and is still to be added; None: nothing. Not a copy."""
+        """Return a tensor's losses on this process, not copied; None if there are none."""
         lost = self._lost.get(name)
         if name in self._loaded or lost is None:
             return self._loaded.get(name)
         return lost.values if lost.generation == self._generation else None
 
     def put(self, name: str, lost: torch.Tensor, of_servers: torch.Tensor | None) -> None:
-        """What was lost of a tensor that is to be sent next.
+        """Set the losses of a tensor, for the next time that it is sent.
 
-        All ranks that sum it call this between the same sums, and one of them names what was lost
-        `of_servers` of the sum, in whole blocks, which it tells them as it sends the tensor.
+        All ranks that sum it call this between the same sums. One of them also passes the servers'
+        losses of the sum, `of_servers`, in whole blocks, and sends them to the servers with the
+        tensor.
         """
         self._loaded[name] = lost
         self._of_servers.pop(name, None)
@@ -382,27 +383,28 @@ class Feedback:
             self._of_servers[name] = of_servers
 
     def of_servers(self, name: str) -> torch.Tensor | Spec | None:
-        """What was `put`, or under which spec the servers have it; None: they have nothing."""
+        """Return the servers' losses if they were `put`, or the spec under which servers have them;
+        None if there are none."""
         if name in self._loaded:
             return self._of_servers.get(name)
         lost = self._lost.get(name)
         return lost.spec if lost is not None and lost.generation == self._generation else None
 
     def take_of_servers(self, name: str) -> torch.Tensor | None:
-        """Of `put`, for the servers to be told; None: they know."""
+        """Remove and return the servers' losses to be sent; None if servers have them already."""
         return self._of_servers.pop(name, None)
 
     def forget_name(self, name: str) -> None:
-        """Let go of the memory of one tensor, which is summed no more."""
+        """Release the memory of a tensor that is no longer summed."""
         self._lost.pop(name, None)
         self._loaded.pop(name, None)
         self._of_servers.pop(name, None)
 
     def forget(self) -> None:
-        """Let go of the memory."""
+        """Release all memory."""
         for kept in (self._lost, self._loaded, self._of_servers):
             kept.clear()
 
 
 feedback = Feedback()
-"""Of this process."""
+"""Feedback of this process."""

@@ -1,4 +1,5 @@
-"""All workers and servers of the job: their hosts, their links, and what they tell each other."""
+"""All workers and servers of the job: their hosts, their links, and the settings that they
+exchange."""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ __all__ = ["barrier", "num_servers"]
 
 
 def host_name() -> str:
-    """Name of this host in the job: see `places.host_name`."""
+    """Return the name of this host in the job: see `places.host_name`."""
     return places.host_name(setting("BYTEPS_HOST_ID", str))
 
 
 def find_place(
     rank: int, exchange: Callable[[LocalPlace], Sequence[LocalPlace]]
 ) -> tuple[int, int]:
-    """This rank's number among those of its host, and how many these are, also where the launcher
-    has told none that can be. A place that BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE name is kept.
+    """Find this rank's local rank and local size, also if the launcher's are missing or wrong.
+    Values from BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE are kept.
 
-    All ranks of the job call this before `init`, and hand it what is found.
+    All ranks of the job call this before `init`, and pass the result to it.
 
     Args:
-        rank: of this process among all that call.
-        exchange: returns what each rank gives it, in the order of ranks.
+        rank: rank of this process among all callers.
+        exchange: all-gathers an object: returns each rank's argument, in the order of ranks.
     """
     mine = LocalPlace.own(os.environ, host_name())
     return places.find_locals(exchange(mine))[rank]
@@ -44,14 +45,15 @@ def find_place(
 
 @dataclass(frozen=True, kw_only=True)
 class HostLayout:
-    """How the ranks of a group are spread over hosts."""
+    """Distribution of a group's ranks over hosts."""
 
     hosts: tuple[tuple[int, ...], ...]
-    """Global ranks of each host, in the order of the group; hosts by their first rank's place."""
+    """Global ranks of each host, in the order of the group. Hosts are ordered by their
+    first rank."""
 
     @staticmethod
     def of(ranks: Sequence[int], names: Sequence[str]) -> HostLayout:
-        """The layout of these ranks, of which each is on the host of the same place in `names`."""
+        """Build the layout of these ranks. `names` has the host of each rank."""
         hosts: dict[str, list[int]] = {}
         for rank, name in zip(ranks, names, strict=True):
             hosts.setdefault(name, []).append(rank)
@@ -59,16 +61,17 @@ class HostLayout:
 
     @functools.cached_property
     def per_host(self) -> int | None:
-        """Ranks on each host; None where hosts have different numbers."""
+        """Ranks per host; None if hosts have different numbers."""
         sizes = {len(members) for members in self.hosts}
         return sizes.pop() if len(sizes) == 1 else None
 
     def host_of(self, rank: int) -> int:
-        """Which of `hosts` a rank is on. Raises ValueError for a rank that is no member."""
+        """Return the index in `hosts` of a rank's host. Raises ValueError for a rank that is no
+        member."""
         return self._place(rank)[0]
 
     def _place(self, rank: int) -> tuple[int, int]:
-        """Its host, and its place among the ranks of that."""
+        """Return the index of the rank's host, and the rank's index on that host."""
         if rank not in self._places:
             raise ValueError(f"rank {rank} is none of {self.hosts}")
         return self._places[rank]
@@ -82,20 +85,21 @@ class HostLayout:
         }
 
     def on_host_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of its host, itself among them."""
+        """Return the ranks of the same host as `rank`, including it."""
         return self.hosts[self.host_of(rank)]
 
     def local_index(self, rank: int) -> int:
-        """Its place among the ranks of its host."""
+        """Return the index of a rank among the ranks of its host."""
         return self._place(rank)[1]
 
     def across(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the same local index, one a host. Only where `per_host` is not None."""
+        """Return the ranks with the same local index, one per host. Only if `per_host` is
+        not None."""
         return self._across[self.local_index(rank)]
 
     @functools.cached_property
     def _across(self) -> tuple[tuple[int, ...], ...]:
-        """By local index: each the same object whenever it is asked for."""
+        """Ranks by local index. Cached, so that the same tuple object is returned each time."""
         return tuple(zip(*self.hosts, strict=True))
 
 
@@ -116,44 +120,44 @@ ALIKE = (
     "BYTEPS_C10D_MIN_BYTES",
     "BYTEPS_C10D_WIRE_DTYPE",
 )
-"""Settings that decide what a rank sends, and where to. Ranks with different values would wait for
-each other."""
+"""Settings that decide which bytes a rank sends to which server. Ranks with different values would
+wait for each other."""
 
 
 class Told(NamedTuple):
-    """What one worker tells the others. Of plain types, so that it travels as JSON too."""
+    """Values that a worker sends to the others. Plain types, so that JSON can carry them too."""
 
     host: str
     server_link_gbps: float
     local_servers: int
-    """Servers on each worker's host; -1: all of them are."""
+    """Number of servers on each worker's host; -1: all servers are on workers' hosts."""
     servers_per_machine: int
-    """0: as the servers' addresses say."""
+    """Servers per server machine; 0: found from the servers' addresses."""
     measures: bool
-    """Whether it would have rates measured."""
+    """Whether this worker's settings ask for measured rates."""
     alike: Sequence[Setting]
-    """Its values of ALIKE, in that order."""
+    """This worker's values of the settings in ALIKE, in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all workers told."""
+    """Values that all workers have exchanged."""
 
     hosts: tuple[int, ...]
-    """Of each rank: a number for each host."""
+    """Host number of each rank."""
     network: Network
     measures: bool
-    """Whether rates are measured before anything is decided."""
+    """Whether rates are measured before routes are decided."""
 
 
 def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
-    """Learn every rank's host and link; all workers of the job call this, after `init`.
+    """Exchange every rank's host and link. All workers of the job call this, after `init`.
 
     Args:
-        exchange: returns what each rank gives it, in the order of ranks.
+        exchange: all-gathers an object: returns each rank's argument, in the order of ranks.
 
     Raises:
-        BytePSError: ranks have different values of a setting in ALIKE, or such as cannot be.
+        BytePSError: ranks have different values of a setting in ALIKE, or invalid values.
     """
     mine = Told(
         host=host_name(),
@@ -167,8 +171,8 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
     for number, name in enumerate(ALIKE):
         _demand_alike(name, [one.alike[number] for one in told])
     numbers = {name: index for index, name in enumerate(dict.fromkeys(one.host for one in told))}
-    # One plan for all ranks: the slowest NIC decides, and a rate that a rank does not know is not
-    # known.
+    # All ranks need the same plan: the slowest NIC decides, and a rate that is unknown to one rank
+    # counts as unknown.
     host = engine.link_gbps()
     server = min(one.server_link_gbps for one in told)
     return Job(
@@ -183,7 +187,7 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
 
 
 def _demand_alike(name: str, values: Sequence[Setting]) -> None:
-    """Raises BytePSError unless all ranks have the first one's value of a setting."""
+    """Raise BytePSError unless all ranks have the same value of a setting."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise BytePSError(
@@ -212,8 +216,8 @@ def _servers(hosts: int, told: Told, addresses: Sequence[str]) -> Servers:
 
 
 def _per_machine(extra: int, machines: int, addresses: Sequence[str]) -> int:
-    """Servers on each of the server machines; one, where the servers' addresses do not tell:
-    where they are inside a host, as emulated machines are, or machines have different numbers."""
+    """Return the number of servers per server machine. Returns 1 if the addresses do not tell,
+    because they are inside a host (emulated machines) or machines have different numbers."""
     tell = machines > 0 and extra % machines == 0 and not any(map(_is_inside, addresses))
     return max(1, extra // machines) if tell else 1
 
@@ -226,7 +230,7 @@ def _is_inside(address: str) -> bool:
 
 
 def num_servers() -> int:
-    """Servers of the job. Raises BytePSError where this process is in none."""
+    """Return the number of servers of the job. Raises BytePSError if this process is in no job."""
     session.launched()
     return len(engine.bytes_per_server(1, name="count"))
 
@@ -235,7 +239,7 @@ def barrier() -> None:
     """Block until all workers have called it.
 
     Raises:
-        BytePSError: the job failed, or one did not come within BYTEPS_OP_TIMEOUT_S.
+        BytePSError: the job failed, or a worker did not call within BYTEPS_OP_TIMEOUT_S.
     """
     one = torch.ones(1, dtype=torch.int32)
     handle = operations.start(
