@@ -34,7 +34,7 @@ Connector::~Connector() {
   stop_ = true;
   const uint64_t one = 1;
   if (write(wake_fd_, &one, sizeof(one)) < 0) BPS_LOG(WARNING) << "eventfd: " << strerror(errno);
-  // Ended by the end of its thread, which was told; deadline: none.
+  // Ended by the thread's end, since it was told to stop; deadline: none.
   if (thread_.joinable()) thread_.join();
   close(wake_fd_);
 }
@@ -135,7 +135,7 @@ rdma_conn_param Connector::Parameters(const std::string& data, uint32_t queue_pa
   parameters.qp_num = queue_pair;
   parameters.responder_resources = 1;
   parameters.initiator_depth = 1;
-  return parameters;  // how often to try again each side sets itself (Endpoint::Attach)
+  return parameters;  // each side sets its number of retries itself (Endpoint::Attach)
 }
 
 // --------------------------------------------------------------- the thread
@@ -157,7 +157,7 @@ void Connector::Loop() {
       TakeEvents();
       if (shared) ReadDeviceEvents(*shared);
       RunTasks();
-    } catch (const std::exception& e) {  // what one peer causes, others need not suffer from
+    } catch (const std::exception& e) {  // one peer's error must not affect others
       BPS_LOG(WARNING) << "RDMA connections: " << e.what();
     }
   }
@@ -173,7 +173,7 @@ void Connector::Loop() {
 void Connector::TakeEvents() {
   rdma_cm_event* event = nullptr;
   while (rdma_get_cm_event(channel_.get(), &event) == 0) {
-    // A copy: while an event is not acknowledged, its id cannot be destroyed.
+    // A copy: an id cannot be destroyed while its event is not acknowledged.
     char data[256] = {0};
     rdma_cm_event copy = *event;
     size_t bytes = std::min<size_t>(event->param.conn.private_data_len, sizeof(data) - 1);
@@ -312,7 +312,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
       link->established = true;
       return;
     case RDMA_CM_EVENT_REJECTED:
-      // The peer broke it before it knew that it was whole.
+      // The peer broke it before it knew that it was established.
       if (link->established) return OnDisconnected(link);
       return OnRejected(link, event);
     case RDMA_CM_EVENT_ADDR_ERROR:
@@ -320,7 +320,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_ROUTE_ERROR:
     case RDMA_CM_EVENT_UNREACHABLE:
     case RDMA_CM_EVENT_CONNECT_ERROR:
-      // The kernel says so, too, when the peer's address leads to another NIC than before.
+      // The kernel also reports this if the peer's address now leads to another NIC.
       if (link->established) {
         return link->endpoint->Break("the network path to the peer changed" + status,
                                      LinkFault::kBroken);
@@ -339,26 +339,26 @@ void Connector::OnEvent(const rdma_cm_event& event) {
 }
 
 void Connector::OnDisconnected(Link* link) {
-  // What becomes of it is known when the device has given everything back.
+  // The endpoint continues when the device has returned all requests.
   rdma_disconnect(link->id.get());
   link->endpoint->Disconnected();
   Wake(*link->endpoint);
 }
 
-// The connector's part for nodes with several NICs: a link leaves a pair of NICs that fails, looks
-// now and then whether its first pair works, and goes back.
+// Nodes with several NICs: a link leaves a failed pair, probes its first pair now and then, and
+// returns.
 
 namespace {
 
 constexpr auto kProbeTime = std::chrono::seconds(2);
 constexpr int kResolveMs = 2000;
 constexpr auto kAskPause = std::chrono::seconds(1);
-// How the connection manager says that the process that listens has rejected a request.
+// The connection manager's code for a request rejected by the listening process.
 constexpr int kRejectedByListener = 28;
 
 }  // namespace
 
-// The thread's, like all below.
+// Connector's thread, as all below.
 void Connector::OnEstablished(Link* link) {
   const auto now = Clock::now();
   link->established = true;
@@ -403,7 +403,7 @@ void Connector::StartProbe(Link* link) {
   const DialPlan::Route& home = link->dial.home();
   Address from = Resolve(home.from, 0).front();
   Address to = home.to;
-  // Where this fails at once, such as with a NIC that is down, the deadline ends it.
+  // If this fails at once, e.g. because a NIC is down, the deadline ends the probe.
   (void)rdma_resolve_addr(id, from.get(), to.get(), kResolveMs);
 }
 

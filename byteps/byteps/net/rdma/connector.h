@@ -23,95 +23,94 @@ namespace rdma {
 class ConnectorOwner {
  public:
   virtual ~ConnectorOwner() = default;
-  // All in the connector's thread.
+  // All are called by the connector's thread.
   virtual uint8_t Role() = 0;
-  // A worker's, and a server's for another server; -1 where the scheduler is to choose it.
+  // Returns the rank of a worker, or of a server for another server; -1: the scheduler chooses.
   virtual int32_t Rank(int peer) = 0;
-  // What names the job; 0 while it is not known.
+  // Returns the job's number; 0 while unknown.
   virtual uint64_t Job() = 0;
-  // What one is told that is admitted.
+  // Returns the job number to tell an admitted peer.
   virtual uint64_t JobTold(const ConnectRequest& request) = 0;
-  // The endpoint to which the request, which is of our version, shall lead: a new one, or that
-  // which it resumes.  Null, with the reason, refuses it.
+  // Returns the endpoint for a request (of this version): a new one, or the one that it resumes.
+  // Null: refused, with the reason in `refusal`.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
                                               const std::string& address, Refusal* refusal) = 0;
-  // Who was asked has taken the endpoint.  A reason is returned to give it up.
+  // The peer has accepted the endpoint. Returns a reason to give it up, or "".
   virtual std::string OnReply(Endpoint* endpoint, const ConnectReply& reply) = 0;
 };
 
 class Connector {
  public:
   Connector(ConnectorOwner* owner, const Settings& settings, uint64_t token);
-  // Closes every connection.
+  // Closes all connections.
   ~Connector();
   Connector(const Connector&) = delete;
   Connector& operator=(const Connector&) = delete;
 
-  // Listens at `hosts` ("" alone: every address) and `port` (0: the kernel chooses), and returns
-  // the port.  Throws Error with the reason if it cannot at the first; another one where it cannot
-  // is left out.
+  // Listens at `hosts` ("" alone: all addresses) and `port` (0: the kernel chooses). Returns the
+  // port. Throws Error if the first host fails; others that fail are left out.
   int Listen(const std::vector<std::string>& hosts, int port);
-  // Instead of Listen: connects by the devices that have these addresses, and listens nowhere.
+  // Alternative to Listen: uses the devices with these addresses to connect, without listening.
   // Throws Error as Listen does.
   void UseDevicesOf(const std::vector<std::string>& hosts);
-  // Begins to serve; after one of these.
+  // Starts the thread. Call after Listen or UseDevicesOf.
   void Run();
 
-  // Connects `endpoint` to who listens at `port`, over the first of `pairs` that works; goes back
-  // to the first one when that works again.  Tries again while nobody listens, for as long as
-  // BYTEPS_START_TIMEOUT_S; then the endpoint fails.  Any thread.
-  // `receiver` is the token of the process that is meant, 0 if unknown.
+  // Connects `endpoint` to `port` over the first pair that works, and returns to the first pair
+  // when that works again. Retries while nothing listens, for BYTEPS_START_TIMEOUT_S; then the
+  // endpoint fails. `receiver`: token of the process to reach, 0: unknown. Thread-safe.
   void Connect(std::shared_ptr<Endpoint> endpoint, const std::vector<NicPair>& pairs, int port,
                uint64_t receiver);
-  // There are other paths, as good as the first.  Any thread.
+  // Adds pairs of NICs, as good as the first. Thread-safe.
   void AddPairs(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs);
 
-  // The endpoint's connection broke.  Who had connected connects again, as soon as nothing is
-  // left of it; the other waits for that.  Has it give up in time.  Any thread.
-  // `elsewhere`: over another pair of NICs first.
+  // Handles a broken connection: the side that had connected reconnects once the old connection is
+  // gone; the other side waits for that. The endpoint gives up when its deadline passes.
+  // `elsewhere`: try another pair of NICs first. Thread-safe.
   void Reconnect(std::shared_ptr<Endpoint> endpoint, bool elsewhere);
 
-  // Closes the endpoint's connection.  Any thread.
+  // Closes the endpoint's connection. Thread-safe.
   void Disconnect(std::shared_ptr<Endpoint> endpoint);
-  // Has it fail if it is not closed by then.  Any thread.
+  // Makes the endpoint fail if it is not closed after this time. Thread-safe.
   void FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::seconds after);
 
-  // Null until devices are known: when no address says which, the first connection does.
+  // Returns null until devices are known. If no address determines them, the first connection does.
   std::shared_ptr<Transport> transport();
 
  private:
   using Clock = AwakeClock;
 
-  // After the first attempt to connect that failed, and at most.
+  // Pause after the first failed attempt, and the longest pause.
   static constexpr std::chrono::milliseconds kFirstPause{50};
   static constexpr std::chrono::milliseconds kLongestPause{1000};
 
-  // A connection, made or being made.
+  // A connection, established or being made.
   struct Link {
     std::shared_ptr<Endpoint> endpoint;
     Owned<rdma_cm_id> id;
     bool active = false;
     bool established = false;
-    // Of an active one:
+    // The active side only.
     bool resumes = false;
-    // Of the connection that broke.  The other end hears of its end from the kernel, as it does
-    // when this process ends: so only when there is another one, or none any more.
+    // The id of the broken connection. Destroying it tells the peer that the connection ended, just
+    // as the end of this process would. So it is kept until there is another connection, or none
+    // any more.
     Owned<rdma_cm_id> last_id;
     Clock::time_point attempt_deadline;
     DialPlan dial{kFirstPause, kLongestPause};
     uint64_t receiver = 0;
-    std::string challenge;  // empty: none yet
-    std::string said;       // what this end has said, and the challenge
+    std::string challenge;  // "": none yet
+    std::string said;       // this end's claims, and the challenge
     Clock::time_point next_try;
-    // When it is away from its first pair of NICs, and tries whether that works.
+    // Time of the next probe of the first pair of NICs, while using another.
     Clock::time_point look_at = Clock::time_point::max();
 
-    // Whether an attempt ends before the connection manager gives it up.
+    // Returns whether an attempt ends before the connection manager's own timeout.
     bool is_timed() const { return !established && (resumes || dial.has_several_pairs()); }
     bool may_move() const { return active && dial.has_several_pairs(); }
   };
   using LinkPtr = std::unique_ptr<Link>;
-  // Whether a request passes over the first pair of a link.
+  // Test whether a request passes over a link's first pair of NICs.
   struct Probe {
     Owned<rdma_cm_id> id;
     std::weak_ptr<Endpoint> endpoint;  // the link's
@@ -121,7 +120,7 @@ class Connector {
   // `data` is borrowed.
   static rdma_conn_param Parameters(const std::string& data, uint32_t queue_pair);
 
-  // Has the thread do it.
+  // Runs the task in the connector's thread.
   void Post(std::function<void()> task);
   void Loop();
   int MillisecondsToWait();
@@ -131,13 +130,13 @@ class Connector {
   void FailAll(const std::string& reason);
   void Wake(const Endpoint& endpoint);
   void ReconnectHere(const std::shared_ptr<Endpoint>& endpoint, bool elsewhere);
-  // The connection that there was; the endpoint may have another one already.
+  // Drops the endpoint's old connection; the endpoint may already have a new one.
   void Forget(const Endpoint* endpoint);
   void EndForgotten(rdma_cm_id* id, rdma_cm_event_type what);
   std::string LastError(const Endpoint* endpoint) const;
   void TakeEvents();
   Owned<rdma_cm_id> NewId() const;
-  // Bound to the address of a device that is among `devices` then.
+  // Returns an id bound to the address; adds its device to `devices`.
   Owned<rdma_cm_id> BindTo(const std::string& host, int port, Devices* devices);
   std::vector<Owned<rdma_cm_id>> BindToAll(const std::vector<std::string>& hosts, int port);
   void AddDevice(rdma_cm_id* id, const std::string& host, Devices* devices) const;
@@ -146,10 +145,10 @@ class Connector {
   void OnDeviceEvent(const Device& device, ibv_async_event event);
   void OnEvent(const rdma_cm_event& event);
   void OnRequest(const rdma_cm_event& event);
-  // The endpoint, whose peer asks for another connection, can have one; or it is refused for now.
+  // Makes the endpoint ready for the new connection that its peer requests, or refuses for now.
   static void MakeReady(Endpoint* endpoint, Refusal* refusal);
-  // False: the request has not proved that it is of this job.  Without a `refusal` it was
-  // asked to.
+  // Returns whether the request proves that it belongs to this job. False without a `refusal`: it
+  // was asked for a proof.
   bool IsProved(rdma_cm_id* id, const ConnectRequest& request, std::string* said,
                 std::string* refusal);
   std::string ChallengeTo(const ConnectRequest& request, int64_t period) const;
@@ -170,33 +169,33 @@ class Connector {
   void StartProbe(Link* link);
   void OnProbeEvent(const rdma_cm_event& event);
   void EndProbe(rdma_cm_id* id, bool works);
-  // So that an endpoint that waits for its peer notices that its path has failed.
+  // Makes endpoints that wait for their peer notice a failed path.
   void AskIdle(Clock::time_point now);
 
   // ----- connector_handshake.cc
   void Try(LinkPtr link);
   void TryAgain(Link* link, const std::string& error, bool nobody_listens = false,
                 bool again_soon = false);
-  // The same before there was an id to connect with, or after it has gone.
+  // Schedules another attempt for a link without an id.
   void Postpone(LinkPtr link, const std::string& error, bool nobody_listens, bool again_soon);
   void Drop(Link* link);
   LinkPtr Take(rdma_cm_id* id);
-  // Without a proof.
+  // Returns the request without a proof.
   ConnectRequest RequestOf(const Link& link);
   ConnectRequest MakeRequest(Link* link);
   void OnChallenge(Link* link, const Challenge& challenge);
-  // The greeting failed: on a link that was there before, one more attempt unless it is `proved`
-  // that the peer has decided so.
+  // Handles a failed greeting: on an existing link it costs one attempt, unless `proved` says that
+  // the peer itself has refused.
   void GreetingFailed(Link* link, const std::string& error, bool proved);
-  // Whether who said that has the secret.  True without one.
+  // Returns whether the prover has the secret. True in a job without one.
   bool Proves(const std::string& proof, const char* who, const std::string& said) const;
-  // Makes the queue pair.  Throws when the id belongs to another device than those in use.
+  // Makes the queue pair. Throws if the id belongs to an unknown device.
   void Prepare(const std::shared_ptr<Endpoint>& endpoint, rdma_cm_id* id, bool may_move);
 
   ConnectorOwner* const owner_;
   const Settings settings_;
   const uint64_t token_;
-  // Known to this process alone: by it, it knows its challenges again.
+  // Known to this process only, which recognizes its own challenges by it.
   const auth::Secret challenges_{auth::NewNonce()};
   Owned<rdma_event_channel> channel_;
   std::optional<ClosedInChild> channel_in_child_;
@@ -208,17 +207,18 @@ class Connector {
   std::vector<std::function<void()>> tasks_ PS_GUARDED_BY(mu_);
   std::shared_ptr<Transport> transport_ PS_GUARDED_BY(mu_);
 
-  // The thread's own.
+  // Used by the connector's thread only.
   std::map<rdma_cm_id*, LinkPtr> links_;
-  // Of endpoints that have broken since they were accepted.  Only when it is known whether the
-  // peer takes such a connection for whole can it be told that it is not.
+  // Ids of accepted endpoints that broke early. They are disconnected only when it is known whether
+  // the peer considers the connection established.
   std::map<rdma_cm_id*, Owned<rdma_cm_id>> forgotten_;
-  std::vector<LinkPtr> waiting_;  // for their next try
+  std::vector<LinkPtr> waiting_;  // for their next attempt
   std::map<rdma_cm_id*, Probe> probes_;
   Clock::time_point ask_at_;
-  std::map<std::string, int64_t> used_proofs_;  // each is of use once; with its period
-  std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;  // by then
-  std::vector<std::shared_ptr<Endpoint>> broken_;  // without a connection, or were lately
+  std::map<std::string, int64_t> used_proofs_;  // by period; each proof is valid once
+  // with their deadlines
+  std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;
+  std::vector<std::shared_ptr<Endpoint>> broken_;  // without a connection, or recently so
   std::thread thread_;
 };
 

@@ -1,4 +1,4 @@
-// The devices of a connector, and the threads that handle what completes on them.
+// Devices of a connector, and their pollers.
 #include <fcntl.h>
 
 #include <cerrno>
@@ -15,8 +15,6 @@
 
 namespace ps {
 namespace rdma {
-
-// The connector's part that finds devices, listens by them, and hears what happens to them.
 
 namespace {
 
@@ -72,7 +70,7 @@ void Connector::Prepare(const std::shared_ptr<Endpoint>& endpoint, rdma_cm_id* i
 
 void Connector::AddDevice(rdma_cm_id* id, const std::string& host, Devices* devices) const {
   if (id->verbs == nullptr) throw Error("no RDMA device has this address");
-  // Several addresses may be of one device.
+  // A device may have several addresses.
   for (const auto& known : *devices) {
     if (known->context() == id->verbs) return;
   }
@@ -139,7 +137,7 @@ std::vector<Owned<rdma_cm_id>> Connector::BindToAll(const std::vector<std::strin
       port = ntohs(rdma_get_src_port(ids.front().get()));
     } catch (const Error& e) {
       if (ids.empty()) throw;
-      // A port that is not active, or another process's port: connections take other pairs of NICs.
+      // E.g. an inactive port, or a port in use: connections use other pairs of NICs.
       BPS_LOG(WARNING) << "the NIC at " << host << " is not used: " << e.what();
     }
   }

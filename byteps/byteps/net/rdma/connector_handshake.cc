@@ -1,4 +1,4 @@
-// The connector's parts that ask for connections, and that answer those who ask.
+// Connection requests: sending them, and answering them.
 
 #include <algorithm>
 #include <cerrno>
@@ -22,12 +22,12 @@ namespace rdma {
 namespace {
 
 constexpr int kResolveMs = 2000;
-// An attempt to connect again that has come to nothing by then: perhaps its packets were lost, and
-// the connection manager would wait ever longer to send them again.
+// Limit of an attempt to reconnect. Packets may have been lost, and the connection manager would
+// retry ever more slowly.
 constexpr auto kAttemptTime = std::chrono::seconds(5);
-// While the device gives back what it had been asked to do.
+// Pause while the device returns requests.
 constexpr auto kLook = std::chrono::milliseconds(5);
-// How the connection manager says that nobody listens, and that a listener refused.
+// The connection manager's codes for "no listener" and for a refusal by the listener.
 constexpr int kNobodyListens = 8;
 constexpr int kRefused = 28;
 
@@ -83,11 +83,11 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
                          bool again_soon) {
   LinkPtr link = Take(raw->id.get());
   link->id.reset();
-  // The peer may try again.
+  // The peer may retry.
   if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
   if (link->endpoint->closed()) return;
   link->challenge.clear();
-  // The next attempt may go by another device.
+  // The next attempt may use another device.
   if (link->dial.has_several_pairs() && !again_soon) link->endpoint->Discard();
   const std::string route = link->dial.Current().Text();
   PS_VLOG(1) << "connecting to node " << link->endpoint->peer() << " by " << route
@@ -100,7 +100,7 @@ void Connector::Postpone(LinkPtr link, const std::string& error, bool nobody_lis
   const auto now = Clock::now();
   link->next_try =
       again_soon ? link->dial.Postponed(error, now) : link->dial.Failed(error, nobody_listens, now);
-  if (link->resumes) {  // EndOutages knows how long
+  if (link->resumes) {  // EndOutages has the deadline
     if (link->dial.redial().IsListenerGone(now)) return link->endpoint->GiveUp(error, true);
     return waiting_.push_back(std::move(link));
   }
@@ -152,7 +152,7 @@ void Connector::GreetingFailed(Link* link, const std::string& error, bool proved
 }
 
 void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
-  // The proof came too late for the challenge that it is over.
+  // The challenge had expired when its proof arrived.
   if (!raw->challenge.empty()) return TryAgain(raw, "it asked for a proof once more");
   const bool proved = Proves(challenge.proof, kWhoChallenges, raw->said + challenge.Claims());
   if (raw->receiver != 0 && challenge.sender != raw->receiver) {
@@ -207,9 +207,9 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
     return GreetingFailed(link, error, proved);
   }
   try {
-    link->receiver = reply.sender;  // should it break, it is this very process that is meant
+    link->receiver = reply.sender;  // after a break only this process may resume
     link->endpoint->Attach(link->id.get(), reply.mtu);
-    // Before the peer can send: what it sends has this side answer.
+    // Before the peer can send, since this side must answer.
     link->endpoint->SetPeerSlots(reply.slots);
     if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
     OnEstablished(link);
@@ -248,13 +248,13 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
                  proved);
 }
 
-// The connector's part that answers those who ask for connections.
+// ----- answering requests
 
 namespace {
 
-// A challenge is good in the period in which it was made, and in the next.
+// A challenge is valid in its own period and the next.
 constexpr int64_t kPeriodS = 5;
-// Of a refusal, before auth::kAdvice.
+// Reasons of a refusal, before auth::kAdvice.
 constexpr char kPeerHasNone[] = "the job has a secret, the peer none: ";
 constexpr char kPeerHasAnother[] = "the two nodes have different job secrets: ";
 static_assert(std::max(sizeof(kPeerHasNone), sizeof(kPeerHasAnother)) + sizeof(auth::kAdvice) - 2 <=
@@ -303,8 +303,8 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   if (!refusal.again_soon) {
     BPS_LOG(WARNING) << "refused an RDMA connection from " << address << ": " << reason;
   } else if (endpoint) {
-    // The last completion may have come while a thread looked for memory (LetGoIfDrained): nothing
-    // else has its poller look again.
+    // If the last completion came while a thread looked for memory (LetGoIfDrained), only this
+    // makes the poller look again.
     Wake(*endpoint);
   }
   Refuse(event.id, refusal);
@@ -312,7 +312,7 @@ void Connector::OnRequest(const rdma_cm_event& event) {
 
 void Connector::MakeReady(Endpoint* endpoint, Refusal* refusal) {
   if (endpoint->MayConnect()) return;
-  // This side has not noticed; perhaps not even that the connection had been there.
+  // This side has not noticed the break, perhaps not even the connection.
   endpoint->Open();
   endpoint->Break("its connection broke", LinkFault::kBroken);
   refusal->reason = "the connection that broke is not closed yet";
@@ -347,7 +347,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
     for (auto it = used_proofs_.begin(); it != used_proofs_.end();) {
       it = it->second < now - 1 ? used_proofs_.erase(it) : std::next(it);
     }
-    // Heard by somebody else, and said again.
+    // A replay of an overheard proof.
     if (!used_proofs_.emplace(request.proof, period).second) break;
     return true;
   }

@@ -41,7 +41,7 @@ OpenDevice OpenByName(const std::string& name) {
               "' names no RDMA device; there are: " + (known.empty() ? "none" : known));
 }
 
-// The IP address that a RoCE GID stands for; "" when it is none.
+// Returns the IP address in a RoCE GID; "" if there is none.
 std::string AddressOfGid(const ibv_gid& gid) {
   static const uint8_t kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
   char text[INET6_ADDRSTRLEN];
@@ -113,7 +113,7 @@ std::string AddressOfDevice(const Settings& settings, const std::string& fallbac
       first = address;
     }
   }
-  // InfiniBand: its GIDs are no addresses; the binding will tell whether this one fits.
+  // InfiniBand GIDs are not addresses; binding will show whether this one fits.
   return first.empty() ? fallback : first;
 }
 

@@ -18,8 +18,7 @@ namespace rdma {
 
 struct Settings;
 
-// One device as this process uses it.  The context stays librdmacm's, which never closes
-// it.
+// A device in use. librdmacm owns the context and never closes it.
 class Device {
  public:
   Device(ibv_context* context, int port);
@@ -35,7 +34,7 @@ class Device {
   uint64_t registrations() const { return registrations_; }
 
  private:
-  friend class Region;  // counts
+  friend class Region;  // to count
 
   ibv_context* const context_;
   const ClosedInChild commands_;
@@ -48,12 +47,12 @@ class Device {
   std::atomic<uint64_t> registrations_{0};
 };
 
-// Those that a process uses.
+// Devices that a process uses.
 using Devices = std::vector<std::shared_ptr<Device>>;
 
-// The address of the device, port and GID that the settings name.  `fallback` when they
-// name none, or leave the choice open and it belongs to the device.  Throws Error
-// when there is no such device, port or GID, or it has no IP address.
+// Returns the address of the device, port and GID in the settings; `fallback` if they name none, or
+// if they allow several and it is one of them. Throws Error if there is no such device, port or
+// GID, or it has no IP address.
 std::string AddressOfDevice(const Settings& settings, const std::string& fallback,
                             bool fallback_was_given);
 

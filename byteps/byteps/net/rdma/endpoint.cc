@@ -16,7 +16,7 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// A value of so many bytes is let go of as soon as it has arrived, and not with those behind it.
+// Values of at least this size are freed as soon as they have arrived.
 constexpr uint64_t kLargeBytes = 64 << 10;
 
 }  // namespace
@@ -33,7 +33,7 @@ Endpoint::Endpoint(EndpointOwner* owner, Plane plane, int index, bool active,
       outage_(settings.reconnect_s) {}
 
 Endpoint::~Endpoint() {
-  // The device first: only then is nobody reading or writing what the messages hold.
+  // First the device, so that nothing reads or writes the messages' memory.
   connection_.reset();
 }
 
@@ -41,7 +41,7 @@ void Endpoint::Open() {
   Turn turn;
   {
     MutexLock lock(&mu_);
-    // What the peer sent may have come before the news that it is there.
+    // The peer's first message may arrive before the event that it is connected.
     if (state_ != State::kConnecting || !connection_) return;
     state_ = State::kOpen;
     was_open_ = true;
@@ -78,7 +78,7 @@ void Endpoint::CloseWhenFlushed() {
   {
     MutexLock lock(&mu_);
     goodbye_.wanted = goodbye_.closes = true;
-    // Nothing will flush it.
+    // No connection will flush it.
     if (outage_.lasts() && state_ != State::kOpen) Close("this node closed it", &turn);
     Pump(&turn);
     CloseIfFlushed(&turn);
@@ -116,20 +116,20 @@ LinkLoad Endpoint::load() {
 void Endpoint::Pump(Turn* turn) {
   if (state_ != State::kOpen) return;
   if (!connection_->told_received && CanSend()) SendResume(turn);
-  // What the peer has got must not be sent to it once more.
+  // Messages that the peer already has must not be sent again.
   if (state_ != State::kOpen || !connection_->resumed) return;
-  // What lets the peer go on goes first, new messages last.  What is posted leaves in
-  // order, however long it takes: so no more is than keeps the link busy.  A CTS behind
-  // all values that wait would let the other direction run dry.
+  // First what lets the peer continue, new messages last. Posted requests leave in order, so it
+  // posts only as much as keeps the link busy: a CTS behind all waiting values would starve the
+  // other direction.
   while (inbox_.any_to_tell() && CanSend()) SendCts(turn);
   while (CanSend() && MayWrite()) WriteNext(turn);
   while (outbox_.has_next() && CanSend()) {
     SendNext(turn);
-    while (CanSend() && MayWrite()) WriteNext(turn);  // to an offered place
+    while (CanSend() && MayWrite()) WriteNext(turn);  // to an offered destination
   }
   if (goodbye_.wanted && !goodbye_.sent && outbox_.empty() && CanSend()) {
     goodbye_.sent = true;
-    connection_->sends.SignalAll();  // it may be closed when the last is over
+    connection_->sends.SignalAll();  // it may be closed when the last is complete
     SendBare(kGoodbye, turn);
   }
   if (state_ != State::kOpen) return;
@@ -165,7 +165,7 @@ void Endpoint::SendNext(Turn* turn) {
     }
     return;
   }
-  message->place = {};  // told, or not to be
+  message->place = {};  // already told, or not needed
   if (header.takes_offer) {
     outbox_.WriteTo(taken.target, std::move(message));
   } else if (message->in_region) {
@@ -176,7 +176,7 @@ void Endpoint::SendNext(Turn* turn) {
 }
 
 bool Endpoint::TakeOffer(const Outgoing& message, Offer* offer) {
-  // Each answer uses its offer up.
+  // Each answer consumes its offer.
   if (!message.is_answer || !outbox_.TakeOffer(message.exchange, offer)) return false;
   return message.in_region && !message.meta_in_region && message.sizes.size() == 1 &&
          message.value_bytes == offer->bytes;
@@ -279,7 +279,7 @@ void Endpoint::WriteNext(Turn* turn) {
                       std::to_string(connection->sends.bytes()) + " bytes are being written, of " +
                           std::to_string(settings_.window_bytes));
   if (!last) return;
-  --connection->credits;  // the immediate takes a slot
+  --connection->credits;  // the immediate uses a slot
   Sent(outbox_.TakeWritten());
 }
 
@@ -301,7 +301,7 @@ int Endpoint::PostNothing() {
   ibv_send_wr request;
   memset(&request, 0, sizeof(request));
   request.wr_id = connection_->sends.next();
-  request.opcode = IBV_WR_RDMA_WRITE;  // of no bytes: neither address nor key are looked at
+  request.opcode = IBV_WR_RDMA_WRITE;  // of no bytes: address and key are ignored
   request.send_flags = IBV_SEND_SIGNALED;
   ibv_send_wr* bad = nullptr;
   const int error = ibv_post_send(connection_->qp.get(), &request, &bad);
@@ -351,8 +351,8 @@ void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
   turn->closed = true;
   turn->ending = {reason, by_peer, goodbye_.received};
   StopQueuePair();
-  // These are known to this side alone.  What was written from, or is written to, stays
-  // until the device has given the requests back.
+  // Only this side knows these. Memory that the device reads or writes stays until its requests
+  // have returned.
   outbox_.TakeUnsent(&turn->done);
   inbox_.StopTelling();
   if (!connection_ || connection_->reads_no_message()) outbox_.TakeSent(&turn->done);

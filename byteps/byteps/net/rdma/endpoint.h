@@ -1,23 +1,22 @@
-// A link to a peer: what waits to be sent, what is being received, over as many connections
-// (queue pairs, one at a time) as it takes.
+// A link to a peer: its messages to send and to receive, over a succession of connections (one
+// queue pair at a time).
 //
-// Sending.  The caller queues a message; it leaves at once if there is room.  The rest
-// happens in the plane's polling thread, which hands completions in.
+// Sending: a message is sent at once if there is room, otherwise queued. The plane's polling
+// thread, which handles completions, sends the rest.
 //
-// Receiving.  A peer that requests to send a value is cleared to write it where the owner
-// says that it belongs, or into the pool's memory.  Those in flight at a time are bounded by
-// BYTEPS_RDMA_RECEIVE_WINDOW_BYTES; others wait.  Memory that has to be registered first is
-// found by the registrar's thread.
+// Receiving: when a peer requests to send a value, it gets a destination: where the owner wants the
+// value, or pooled memory. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the values in flight; others
+// wait. The registrar's thread provides memory that must be registered first.
 //
-// A connection that breaks.  The queue pair is stopped, and destroyed when its device has given
-// all requests back: nothing is read or written any more.  What was being received is dropped;
-// what was being sent waits.  Who had connected connects again, with another queue pair, and
-// each side first says how many messages it has received (net/link/replay_log.h).  That may be by
-// another device: all memory is registered with each.  What the peer
-// has not is sent again, in the same order, and nothing else before that is known.  So each message
-// comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a connection the endpoint closes.
+// Broken connections: the queue pair is stopped, and destroyed when the device has returned all
+// requests, so memory is no longer read or written. Incomplete messages are dropped by the receiver
+// and kept by the sender. The side that had connected makes another connection, possibly over
+// another device (memory is registered with all). Both sides first tell how many messages they have
+// received (net/link/replay_log.h); only then are the missing ones sent again, in the same order.
+// So each message arrives exactly once. After BYTEPS_RECONNECT_TIMEOUT_S without a connection the
+// endpoint closes.
 //
-// No thread waits in here, but for Abandon.
+// No function blocks, except Abandon.
 #ifndef BYTEPS_NET_RDMA_ENDPOINT_H_
 #define BYTEPS_NET_RDMA_ENDPOINT_H_
 
@@ -60,24 +59,25 @@ class Poller;
 class EndpointOwner {
  public:
   virtual ~EndpointOwner() = default;
-  // Where a value belongs, or null.  The polling or the registrar's thread, with a lock of
-  // the endpoint's held: see Abandon.
+  // Returns the buffer for a value, or null. Called by the polling thread or the registrar's thread
+  // with a lock of the endpoint held: see Abandon.
   virtual char* PlaceFor(Endpoint* endpoint, const Meta& meta, size_t bytes) = 0;
-  // The polling thread.  Throws Error when the peer may not send this.
+  // Called by the polling thread. Throws Error if the peer may not send this message.
   virtual void OnMessage(Endpoint* endpoint, Received received) = 0;
-  // The connection broke.  For how long the endpoint may be without one: 0 closes it.  Any
-  // thread, with a lock of the endpoint's held.
+  // The connection broke. Returns how long the endpoint may be without one; 0 closes it. Called by
+  // any thread, with a lock of the endpoint held.
   virtual LinkOutage::Clock::duration Patience(Endpoint* endpoint, LinkFault fault) = 0;
-  // The endpoint needs another connection, once MayConnect.  `path_failed`: a device could not
-  // send, or was not answered, so that another path is better.  Any thread.
+  // The endpoint needs another connection, once MayConnect. `path_failed`: a device could not send
+  // or got no answer, so another path is preferable. Called by any thread.
   virtual void OnBroken(Endpoint* endpoint, bool path_failed) = 0;
-  // It has one, after so long; so many messages are sent again.  The polling thread.
+  // A new connection works, after an outage of `after`; `again` messages were sent again. Called by
+  // the polling thread.
   virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
-  // Once, in any thread.
+  // Called once, by any thread.
   virtual void OnClosed(Endpoint* endpoint, const LinkEnding& ending) = 0;
 };
 
-// Any thread may call any public function, but for those that say otherwise.
+// Public functions are thread-safe, unless stated otherwise.
 class Endpoint : public std::enable_shared_from_this<Endpoint> {
  public:
   using Clock = AwakeClock;
@@ -85,13 +85,13 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // `active`: this side connects.
   Endpoint(EndpointOwner* owner, Plane plane, int index, bool active, const Settings& settings,
            std::shared_ptr<EndpointCounters> counters);
-  // Nothing may be in flight any more: see finished().
+  // Requires finished(): nothing may be in flight.
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
   Plane plane() const { return plane_; }
-  // Null before the first Prepare.  In the connector's thread.
+  // Null before the first Prepare. Called by the connector's thread.
   Poller* poller() const { return resources_.poller; }
   int index() const { return index_; }
   bool active() const { return active_; }
@@ -100,122 +100,119 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   int peer() const { return counters_->peer; }
   void set_peer(int id) { counters_->peer = id; }
 
-  // What the process at the other end has proved to be, where it connected to us: the owner's to
-  // set, before there is a connection.
+  // The identity that a connecting peer has proved. The owner sets it before there is a connection.
   PeerIdentity identity;
 
-  // ----- making a connection; one thread, before Open
+  // ----- making a connection: one thread, before Open
 
-  // Whether one can be made: nothing is left of the last one.
+  // Returns whether the last connection is gone, so a new one can be made.
   bool MayConnect();
-  // Whether one has to be made, as soon as one can.
+  // Returns whether a new connection is needed, as soon as one can be made.
   bool NeedsConnection();
-  // What the connections of a process share.
+  // Resources shared by a process's endpoints.
   struct Resources {
     std::shared_ptr<Pool> pool;
     std::shared_ptr<Registrar> registrar;
     Devices devices;
-    Poller* poller = nullptr;  // of this endpoint, for as long as it lives
+    Poller* poller = nullptr;  // this endpoint's, for its whole life
   };
-  // What is known of a connection before it is there.
+  // The path of a new connection.
   struct Path {
-    std::shared_ptr<Device> device;       // among the process's
-    ibv_comp_channel* channel = nullptr;  // that tells of completions
+    std::shared_ptr<Device> device;       // one of the process's
+    ibv_comp_channel* channel = nullptr;  // reports completions
     rdma_cm_id* id = nullptr;
-    bool may_move = false;  // the side that connects knows other paths
+    bool may_move = false;  // the connecting side knows other paths
   };
   // Makes the queue pair and posts all receives.
   void Prepare(const Resources& resources, const Path& path);
-  // Takes the queue pair to where it sends; `peer_mtu` is an ibv_mtu or 0.
+  // Moves the queue pair to the sending state. `peer_mtu`: an ibv_mtu, or 0.
   void Attach(rdma_cm_id* id, int peer_mtu);
   bool prepared();
-  // The attempt to connect has failed: lets go of what was prepared for it, after which MayConnect
-  // tells.
+  // The attempt failed: drops what Prepare made; MayConnect tells when that is done.
   void Discard();
   void SetPeerSlots(uint32_t slots);
-  // The peer, too, can receive now.
+  // The peer can receive now.
   void Open();
   uint32_t queue_pair_number();
 
-  // ----- a connection that broke
+  // ----- broken connections
 
-  // Lets go of the connection, which is of no use any more.
+  // Drops the unusable connection.
   void Break(const std::string& reason, LinkFault fault);
-  // Breaks it to make another one over another path, unless it is closing.  False: it stays.
+  // Breaks the connection to switch paths, unless it is closing. Returns false if it stays.
   bool Leave(const std::string& reason);
-  // Where nothing is in flight, has the peer's device acknowledge something; if it does not, the
-  // connection breaks.
+  // If nothing is in flight, makes the peer's device acknowledge a request; without an
+  // acknowledgement the connection breaks.
   void AskWhetherItWorks();
-  // "10.0.0.1 to 10.0.0.2"; empty where there is no other path.
+  // Returns "10.0.0.1 to 10.0.0.2"; "" without another path.
   std::string path();
-  // By when there must be another connection; Clock::time_point::max() if there is one.
+  // Deadline for a new connection; Clock::time_point::max() if there is one.
   Clock::time_point resume_deadline();
-  // There will be none.
+  // Closes: there will be no new connection.
   void GiveUp(const std::string& last_error, bool listener_gone);
 
   // ----- sending
 
-  // Sends `message` when it can.  Drops it once closed.
+  // Sends `message` as soon as possible; drops it if the endpoint is closed.
   void Send(OutgoingPtr message);
-  // Whether the peer has offered a place for this answer on the connection that there is.
+  // Returns whether the peer has offered a destination for this answer on the current connection.
   bool HasOffer(const Exchange& exchange);
-  // Tells the peer that nothing more will come, after all that was sent.
+  // Announces, after everything sent before, that nothing more will come.
   void SayGoodbye();
-  // The same, and closes when the peer has received it all.
+  // Says goodbye, and closes when the peer has received everything.
   void CloseWhenFlushed();
-  // Whether all that was to be sent has been received.
+  // Returns whether the peer has received everything.
   bool flushed();
-  // Whether the peer has received all that was sent, or never will.
+  // Returns whether the peer has received everything, or never will.
   bool all_arrived();
   LinkLoad load();
 
   // ----- receiving
 
-  // Values in flight into these bytes are received elsewhere, and their message is
-  // dropped.  Waits until `deadline` for those that the peer is writing there, and then
-  // breaks the endpoint; at once if they were offered to it: who knows when it would write.  When
-  // this has returned, nothing is written there any more.  Must
-  // not be called with a lock held that PlaceFor takes, nor by PlaceFor.
+  // Drops messages whose values are being received into these bytes. After the return nothing is
+  // written there. Waits until `deadline` for writes in flight, then breaks the endpoint; breaks it
+  // at once if the memory was offered to the peer, which could write at any time. Must not be
+  // called by PlaceFor, nor with a lock that PlaceFor takes.
   void Abandon(const void* begin, size_t bytes, Clock::time_point deadline);
 
   // ----- ending
 
-  // The connection was closed, by whomever: what was received before still comes.
+  // The connection was closed by either side; messages received before are still delivered.
   void Disconnected();
-  // Closes with an error, for good.  Only the first reason counts.
+  // Closes with an error, for good. Only the first reason counts.
   void Fail(const std::string& reason);
   bool closed();
-  // Whether the peer ever was there.
+  // Returns whether the peer was ever connected.
   bool was_open();
-  // Whether the device is done with all memory.
+  // Returns whether the device no longer uses any memory.
   bool finished();
 
   // ----- the polling thread
 
-  // Asks for an event when something completes; 0 or an errno.
+  // Requests an event for the next completion. Returns 0 or an errno.
   int Arm();
-  // Handles what has completed; false when there was nothing.
+  // Handles completions. Returns false if there were none.
   bool Poll();
-  // After Poll.  Whether AskWhatArrived must be called soon.
+  // Call after Poll. Returns whether AskWhatArrived must be called soon.
   bool Watch();
   void AskWhatArrived();
 
  private:
   enum class State {
-    kConnecting,  // there is no connection, or one is being made
+    kConnecting,  // no connection, or one is being made
     kOpen,
     kBroken,  // the last connection is not gone yet
     kClosed,
   };
 
-  // What a call has to do once the lock is released.
+  // Actions to take after the lock is released.
   struct Turn {
     std::vector<Received> received;
     OutgoingList done;
     bool broken = false;
     bool path_failed = false;
     bool resumed = false;
-    Clock::duration after{};  // it was without a connection for so long
+    Clock::duration after{};  // duration of the outage
     size_t again = 0;         // messages sent again
     bool closed = false;
     LinkEnding ending;
@@ -223,46 +220,46 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool is_empty() const { return received.empty() && !broken && !resumed && !closed; }
   };
 
-  // wr_id: the number of a send; the slot of a receive, and this.
+  // wr_id: the number of a send; the slot of a receive with kReceiveFlag.
   static constexpr uint64_t kReceiveFlag = 1ull << 63;
 
   struct Goodbye {
     bool received = false;
     bool wanted = false;
     bool sent = false;
-    bool closes = false;  // when the peer has received it all
+    bool closes = false;  // when the peer has received everything
   };
 
   struct FreeSlots {
     void operator()(char* memory) const;
   };
 
-  // What belongs to one connection and goes with it, in the reverse order: the queue pair first.
+  // State of a connection, destroyed in reverse order: the queue pair first.
   struct Connection {
     Connection(const Path& path, uint32_t depth, uint64_t window_bytes);
 
     const std::shared_ptr<Device> device;
     const bool may_move;
-    NicCounters* const nic;   // of this host
+    NicCounters* const nic;   // this host's
     const std::string nics;   // "10.0.0.1 to 10.0.0.2"
-    const uint64_t nics_key;  // tells such pairs apart
+    const uint64_t nics_key;  // identifies the pair of NICs
     uint32_t max_write = 0;
-    std::unique_ptr<char, FreeSlots> slots;  // those of sends, then those of receives
+    std::unique_ptr<char, FreeSlots> slots;  // send slots, then receive slots
     std::unique_ptr<Region> slots_region;
     Owned<ibv_cq> cq;
     Owned<ibv_qp> qp;
     bool attached = false;
     bool disconnected = false;
-    bool told_received = false;  // the peer what has come
-    bool resumed = false;        // the peer has told the same: messages may be sent
-    uint32_t inline_bytes = 0;   // of a send that the device takes with the request
+    bool told_received = false;  // the peer knows what this side has received
+    bool resumed = false;  // this side knows what the peer has received, so it may send messages
+    uint32_t inline_bytes = 0;  // limit of bytes that a send can carry inline
     uint32_t receives_posted = 0;
-    uint32_t credits = 0;  // slots of the peer that are free
-    uint32_t owed = 0;     // slots of ours that are free again, and the peer does not know
+    uint32_t credits = 0;  // free slots of the peer
+    uint32_t owed = 0;     // free slots of this side that the peer does not know of
     PostedSends sends;
 
-    // Whether the device has none of the messages in the log: it has given those of the last
-    // connection back, and this one was sent none yet.
+    // Returns whether the device reads no message of the log: the last connection's requests have
+    // returned, and this connection has sent none.
     bool reads_no_message() const { return !resumed || sends.empty(); }
     bool drained() const { return receives_posted == 0 && sends.empty(); }
     bool can_send() const { return sends.has_room() && credits > 1; }
@@ -275,33 +272,34 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     return outbox_.writing() != nullptr &&
            connection_->sends.bytes() + connection_->max_write <= settings_.window_bytes;
   }
-  // Also after something was posted that broke the connection.
+  // False also after a posting error broke the connection.
   bool CanSend() const PS_REQUIRES(mu_) {
     return state_ == State::kOpen && connection_->can_send();
   }
-  // `body`: what follows the header.  False: the device did not take it, and all is broken.
+  // `body` follows the header. Returns false if the device refused the frame and the connection
+  // broke.
   bool SendFrame(FrameHeader header, const std::string& body, const Outgoing* content, Turn* turn)
       PS_REQUIRES(mu_);
   void SendBare(FrameType type, Turn* turn) PS_REQUIRES(mu_);
   void SendResume(Turn* turn) PS_REQUIRES(mu_);
   void SendCts(Turn* turn) PS_REQUIRES(mu_);
   void SendNext(Turn* turn) PS_REQUIRES(mu_);
-  // Where this answer goes without being asked for.
+  // Takes the destination that the peer has offered for this answer.
   bool TakeOffer(const Outgoing& message, Offer* offer) PS_REQUIRES(mu_);
   void WriteNext(Turn* turn) PS_REQUIRES(mu_);
   bool PostSend(ibv_send_wr* request, const PostedSends::Request& what, Turn* turn)
       PS_REQUIRES(mu_);
-  // Posts a signalled request that does nothing; 0 or an errno.  It tells that all before it are
-  // over, and costs the peer neither a receive nor a completion.
+  // Posts a signalled request without effect; its completion shows that all before it are done. It
+  // uses no receive and no completion of the peer. Returns 0 or an errno.
   int PostNothing() PS_REQUIRES(mu_);
-  // The device has the request that completes the message, and tells when it has arrived.
+  // The device has the message's last request; its completion means that the message has arrived.
   void Sent(OutgoingPtr message) PS_REQUIRES(mu_);
   void Complete(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void CompleteSend(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) PS_REQUIRES(mu_);
   void CompleteReceive(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void ReadFrame(const char* frame, uint32_t bytes, Turn* turn) PS_REQUIRES(mu_);
-  // These throw Error when the peer says what it may not.
+  // The Read functions throw Error if the peer breaks the protocol.
   void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Turn* turn)
       PS_REQUIRES(mu_);
   void ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) PS_REQUIRES(mu_);
@@ -319,11 +317,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     return connection_->slots.get() + static_cast<size_t>(slot) * slot_bytes_;
   }
   bool PostReceive(uint32_t slot) PS_REQUIRES(mu_);
-  // The connection is of no use any more: what becomes of the endpoint?
+  // Handles an unusable connection.
   void BreakOff(const std::string& reason, LinkFault fault, Turn* turn) PS_REQUIRES(mu_);
-  // For a request that the device did not take.
+  // Handles a request that the device refused.
   void BreakFor(const char* what, int error, Turn* turn) PS_REQUIRES(mu_);
-  // Lets go of a connection that broke, once the device is done with it.  The polling thread.
+  // Drops a broken connection once the device has returned all requests. Called by the polling
+  // thread.
   void LetGoIfDrained() PS_REQUIRES(mu_);
   void StopQueuePair() PS_REQUIRES(mu_);
 
@@ -331,11 +330,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void ClearWaiting();
   void ClearSlowly();
   bool MayClear() const PS_REQUIRES(mu_);
-  // Finds memory for the first that waits and has the peer told.  False: the registrar must.
+  // Provides memory for the first waiting message, and tells the peer. Returns false if the
+  // registrar must do it.
   bool ClearFirst(bool may_block);
   bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory,
                   const Region** region);
-  // Waits until done() or `deadline`, and returns done(), which is called with mu_ held.
+  // Waits for done(), which is called with mu_ held, until `deadline`. Returns its result.
   template <typename Done>
   bool Await(Clock::time_point deadline, Done done) PS_REQUIRES(mu_);
   void Close(const std::string& reason, Turn* turn, bool by_peer = false) PS_REQUIRES(mu_);
@@ -350,21 +350,22 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   Resources resources_;  // set by the first Prepare
 
-  // Held while the owner says where a value belongs, until that is noted.
+  // Held while the owner chooses a value's destination, until it is noted.
   Mutex place_mu_;
 
   Mutex mu_ PS_ACQUIRED_AFTER(place_mu_);
-  CondVar cond_;  // something has completed
+  CondVar cond_;  // notified after completions
   State state_ PS_GUARDED_BY(mu_) = State::kConnecting;
   bool was_open_ PS_GUARDED_BY(mu_) = false;
-  // Null: there is none.  Only the polling thread lets go of one while the endpoint lives.
+  // Null: none. While the endpoint lives, only the polling thread drops it.
   std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
-  OutageWatch outage_ PS_GUARDED_BY(mu_);  // lasts until both ends have said what they have
+  OutageWatch outage_ PS_GUARDED_BY(mu_);  // lasts until both sides know what the other has
+                                           // received
   Outbox outbox_ PS_GUARDED_BY(mu_);
   Inbox inbox_ PS_GUARDED_BY(mu_);
   Goodbye goodbye_ PS_GUARDED_BY(mu_);
   std::thread::id polling_thread_ PS_GUARDED_BY(mu_);
-  Turn later_ PS_GUARDED_BY(mu_);  // what the polling thread saw while it waited in Abandon
+  Turn later_ PS_GUARDED_BY(mu_);  // completions that the polling thread saw in Abandon
 };
 
 }  // namespace rdma

@@ -1,4 +1,4 @@
-// The endpoint's part that begins and ends connections.
+// Connections of an endpoint: making them, and ending them.
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
@@ -16,23 +16,23 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// A receiver without a slot cannot happen; should it, this many tries are made.
+// Retries if a receiver has no slot, which should never happen.
 constexpr int kReceiverNotReadyTries = 6;
 constexpr int kReceiverNotReadyTimer = 12;  // 0.64 ms
-// 4.096 us * 2^18 = 1.1 s for an acknowledgement, and as many tries again: a peer that is gone
-// without a word is noticed after some 8 s where heartbeats do not notice it first.  Soft-RoCE
-// takes the highest number, 7, for no limit.
+// A lost acknowledgement times out after 4.096 us * 2^18 = 1.1 s, with as many retries: a silent
+// peer is noticed after about 8 s, if heartbeats do not notice it earlier. (Not 7 retries, which
+// Soft-RoCE takes as unlimited.)
 constexpr int kAckTimer = 18;
 constexpr int kTries = 6;
 constexpr auto kSilence = std::chrono::seconds(8);
-// Half of that where there is another path.
+// Half of that if there is another path.
 constexpr int kAckTimerToMove = kAckTimer - 1;
 constexpr auto kSilenceToMove = kSilence / 2;
 
-// A frame of RTS, CTS or credits, with its header.
+// Size of an RTS, CTS or credit frame with its header.
 constexpr uint32_t kInlineBytes = 192;
 
-// Values are written in pieces, so many of which make the window.
+// Number of pieces per window in which values are written.
 constexpr uint64_t kPieces = 4;
 
 ibv_qp_attr AttributesFor(rdma_cm_id* id, ibv_qp_state state, int* mask) {
@@ -59,14 +59,14 @@ Endpoint::Connection::Connection(const Path& path, uint32_t depth, uint64_t wind
            Address::Of(rdma_get_peer_addr(path.id)).Host()),
       nics_key(std::hash<std::string>()(nics)),
       sends(depth, window) {
-  // A whole number of pages, so that no packet is cut short between two writes.
+  // Whole pages, so that no packet is cut short between two writes.
   const uint64_t most = std::min<uint64_t>(device->max_message_bytes(), window / kPieces);
   max_write = static_cast<uint32_t>(most / 4096 * 4096);
 }
 
 void Endpoint::FreeSlots::operator()(char* memory) const { free(memory); }
 
-// ----------------------------------------------------------------- making one
+// ----------------------------------------------------------------- making a connection
 
 bool Endpoint::MayConnect() {
   MutexLock lock(&mu_);
@@ -89,7 +89,7 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(const Path& path)
   made->slots_region = std::make_unique<Region>(Devices{made->device}, made->slots.get(), bytes,
                                                 IBV_ACCESS_LOCAL_WRITE);
 
-  // Also for requests that are not signalled: those that fail are told of.
+  // Room for unsignalled requests too: failed ones are reported.
   const uint32_t sends = settings_.send_depth + PostedSends::kReserved;
   const auto completions = static_cast<int>(sends + settings_.receive_depth + 1);
   made->cq.reset(ibv_create_cq(device.context(), completions, this, path.channel, 0));
@@ -106,7 +106,7 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(const Path& path)
   init.cap.max_send_wr = sends;
   init.cap.max_recv_wr = settings_.receive_depth;
   init.cap.max_send_sge = init.cap.max_recv_sge = 1;
-  // What grants and asks is short: the device has it with the request, and need not read memory.
+  // RTS, CTS and credits are short: the device takes them inline, without reading memory.
   init.cap.max_inline_data = kInlineBytes;
   made->qp.reset(ibv_create_qp(device.pd(), &init));
   if (!made->qp) {  // not every device can
@@ -163,7 +163,7 @@ void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
   connection_->attached = true;
   ibv_qp* const qp = connection_->qp.get();
   int mask = 0;
-  // Once more: what the connection manager knew before may have been less.
+  // Set again: the connection manager may have known less before.
   ibv_qp_attr attributes = AttributesFor(id, IBV_QPS_INIT, &mask);
   attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
   Modify(qp, &attributes, mask);
@@ -216,14 +216,14 @@ bool Endpoint::PostReceive(uint32_t slot) {
   return true;
 }
 
-// ------------------------------------------------------------- one that broke
+// ------------------------------------------------------------- broken connections
 
 void Endpoint::Disconnected() {
   MutexLock lock(&mu_);
   if (!connection_ || connection_->disconnected) return;
   if (state_ == State::kClosed || state_ == State::kBroken) return;
   connection_->disconnected = true;
-  // The device gives all requests back, behind what it has received.
+  // The device returns all requests, after what it has received.
   StopQueuePair();
 }
 
@@ -234,7 +234,7 @@ void Endpoint::StopQueuePair() {
   attributes.qp_state = IBV_QPS_ERR;
   const int error = ibv_modify_qp(connection_->qp.get(), &attributes, IBV_QP_STATE);
   if (error != 0) BPS_LOG(WARNING) << "cannot stop a queue pair: " << strerror(error);
-  // The device gives back what it has not done; it may have done the last ones without a word.
+  // The device returns incomplete requests, but not unsignalled ones that are complete.
   connection_->sends.SignalAll();
   if (!connection_->sends.ends_unsignalled()) return;
   const int refused = PostNothing();
@@ -283,7 +283,7 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) 
     if (state_ == State::kOpen && !in_order) patience = owner_->Patience(this, fault);
     const bool by_peer = fault == LinkFault::kClosed;
     if (patience <= Clock::duration::zero()) return Close(reason, turn, by_peer);
-    // That it was silent for so long has counted already.
+    // The silence before has already counted.
     auto counted = Clock::duration::zero();
     if (fault == LinkFault::kSilent) {
       const bool moves = connection_ && connection_->may_move;
@@ -292,14 +292,14 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) 
     outage_.Begin(reason, fault, by_peer, patience, counted);
   }
   if (!connection_) return;
-  // The peer may take it for whole already, though this side has not heard that it is.
+  // The peer may consider the connection established, although this side does not.
   turn->broken = turn->broken || connection_->attached;
   state_ = State::kBroken;
   StopQueuePair();
 }
 
 void Endpoint::LetGoIfDrained() {
-  // While a thread looks for memory for the first that waits, that one must stay.
+  // The first message must stay while a thread looks for its memory.
   if (state_ != State::kBroken || inbox_.is_clearing() || !connection_->drained()) return;
   connection_.reset();
   state_ = State::kConnecting;
@@ -324,7 +324,7 @@ void Endpoint::GiveUp(const std::string& last_error, bool listener_gone) {
   Finish(&turn);
 }
 
-// --------------------------------------------------------- one that is there again
+// --------------------------------------------------------- resumed connections
 
 void Endpoint::SendResume(Turn* turn) {
   connection_->told_received = true;
@@ -344,7 +344,7 @@ void Endpoint::ReadResume(const char* body, uint32_t bytes, Turn* turn) {
   outbox_.Resume(resume.received, &turn->done);
   if (!outage_.lasts() || state_ != State::kOpen) return;
   turn->again = outbox_.TakeBegunAgain();
-  // This message came over the new connection, which works.
+  // This message came over the new connection, so the connection works.
   outage_.AwaitProof(turn->again);
   turn->after = outage_.End();
   turn->resumed = true;

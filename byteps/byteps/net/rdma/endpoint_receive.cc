@@ -1,4 +1,4 @@
-// The endpoint's part that handles completions and what the peer sent, and finds memory for values.
+// Completions and received frames of an endpoint, and memory for values.
 #include <arpa/inet.h>
 
 #include <cerrno>
@@ -20,10 +20,10 @@ namespace rdma {
 
 namespace {
 
-// Completions taken at once.
+// Completions handled per call.
 constexpr int kBatch = 32;
 
-// The device gives requests back though nobody closed the connection.
+// The device returned requests although neither side closed the connection.
 constexpr char kStopped[] = "the device stopped its queue pair";
 
 [[noreturn]] void BadFrame(const char* what) {
@@ -33,7 +33,7 @@ constexpr char kStopped[] = "the device stopped its queue pair";
 
 void ReadMeta(const char* data, size_t bytes, int peer, Meta* meta) {
   const bool parses = DecodeMeta(data, bytes, meta);
-  meta->sender = peer;  // whatever it says
+  meta->sender = peer;  // overrides the sender's claim
   if (parses) return;
   throw Error("it sent a message whose meta of " + std::to_string(bytes) + " bytes does not parse");
 }
@@ -103,8 +103,7 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
     if (connection_->sends.empty()) outbox_.TakeSent(&turn->done);
     return;
   }
-  // Whether the peer has the message of a request that failed, and of those before it that were not
-  // signalled, the peer says.
+  // After a failure only the peer knows whether it has this message and earlier unsignalled ones.
   if (retired.messages == 0 || wc.status != IBV_WC_SUCCESS) return;
   try {
     outbox_.Arrived(retired.messages, &turn->done);
@@ -126,7 +125,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   --connection_->receives_posted;
   if (wc.status != IBV_WC_SUCCESS) return BreakAfter(wc, "a receive failed: ", turn);
   if (state_ == State::kClosed) return;
-  if (state_ == State::kConnecting) {  // this is ahead of the event that says so
+  if (state_ == State::kConnecting) {  // this precedes the connection's event
     state_ = State::kOpen;
     was_open_ = true;
   }
@@ -139,7 +138,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   } catch (const std::exception& e) {
     return Close(e.what(), turn);
   }
-  // What had come before it broke counts, and nothing more comes.
+  // Messages received before a break count; nothing more comes.
   if (state_ != State::kOpen) return;
   if (!PostReceive(slot)) return BreakFor("a receive could not be posted", errno, turn);
   ++connection_->owed;
@@ -256,7 +255,7 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
   } else {
     counters_->values_in_pool += incoming.sizes.size();
     counters_->bytes_in_pool += incoming.value_bytes;
-    if (incoming.place != nullptr) {  // the device could not write there
+    if (incoming.place != nullptr) {  // the device could not write to the destination
       memcpy(incoming.place, values.data(), incoming.value_bytes);
       values.reset(incoming.place, incoming.value_bytes, [](char*) {});
     }
@@ -272,7 +271,7 @@ void Endpoint::Deliver(Received parts, Turn* turn) {
   turn->received.push_back(std::move(parts));
 }
 
-// So that the receiver finds all values where they belong, the small ones too.
+// Copies a small value to its destination, so that the receiver finds all values there.
 void Endpoint::PutInPlace(Received* received) {
   auto& values = received->msg.data;
   if (values.size() != 1 || values[0].size() == 0) return;
@@ -284,11 +283,11 @@ void Endpoint::PutInPlace(Received* received) {
   values[0].reset(place, bytes, [](char*) {});
 }
 
-// The endpoint's part that finds memory for values, and takes it back.
+// ----- memory for values, and abandoning it
 
 namespace {
 
-// How long a device may take to give requests back once its queue pair was stopped.
+// Time for a device to return requests after its queue pair was stopped.
 constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::microseconds(100);
 
@@ -308,7 +307,7 @@ void Endpoint::ClearWaiting() {
       inbox_.BeginClearing();
     }
     if (ClearFirst(false)) continue;
-    // It is still being cleared: the others wait behind it.
+    // Its memory must be registered; the others wait behind it.
     auto self = shared_from_this();
     return resources_.registrar->Post([self] { self->ClearSlowly(); });
   }
@@ -346,8 +345,8 @@ bool Endpoint::ClearFirst(bool may_block) {
     const Region* region = nullptr;
     if (!FindMemory(*first, place, may_block, &memory, &region)) return false;
     MutexLock lock(&mu_);
-    if (memory.region && first->place == nullptr) continue;  // abandoned meanwhile
-    memory.rkey = region->rkey(*connection_->device);        // which stays while this is cleared
+    if (memory.region && first->place == nullptr) continue;  // abandoned in the meantime
+    memory.rkey = region->rkey(*connection_->device);  // stays while this message is being cleared
     inbox_.EndClearing(std::move(memory));
     Pump(&turn);
     break;
@@ -383,8 +382,8 @@ bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block,
 // Clang cannot see that mu_ is the lock that done() requires.
 template <typename Done>
 bool Endpoint::Await(Clock::time_point deadline, Done done) PS_NO_THREAD_SAFETY_ANALYSIS {
-  // The polling thread waits for what nobody else hears of.  What it hears is handed on when
-  // it is back: the owner, which called it, is not called meanwhile.
+  // The polling thread itself must poll here. It reports completions after the return: the owner,
+  // which is calling, must not be called meanwhile.
   const bool polls = std::this_thread::get_id() == polling_thread_;
   while (!done()) {
     if (Clock::now() >= deadline) return false;
@@ -415,7 +414,7 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   const char* first = static_cast<const char*>(begin);
   MutexLock place_lock(&place_mu_);
   MutexLock lock(&mu_);
-  place_lock.Unlock();  // a thread that asks from now on knows that they are given up
+  place_lock.Unlock();  // later calls of PlaceFor know that the memory is abandoned
   outbox_.Withdraw(first, bytes);
   const bool moved = inbox_.Abandon(first, bytes);
   if (moved) {

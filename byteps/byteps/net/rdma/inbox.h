@@ -13,73 +13,76 @@
 namespace ps {
 namespace rdma {
 
-// A message whose values wait for memory, or are being written into it.
+// A message received by rendezvous: its values wait for memory, or are being written.
 struct Incoming {
-  uint32_t id = 0;  // the sender's number of it
+  uint32_t id = 0;  // the sender's id of the message
   Received parts;
   std::vector<uint64_t> sizes;
   uint64_t value_bytes = 0;
-  uint32_t meta_in_region = 0;  // bytes
-  bool asked = false;           // the owner, for the place
-  char* place = nullptr;        // where the value belongs; null: wherever there is memory
-  bool drop = false;            // it was abandoned
+  uint32_t meta_in_region = 0;  // bytes of meta, if it is in the region
+  bool asked = false;           // the owner was asked for the destination
+  char* place = nullptr;        // the value's destination; null: pooled memory
+  bool drop = false;            // abandoned
   Memory memory;
-  bool is_cleared = false;   // the peer has been told where to write
-  bool was_offered = false;  // before it asked
+  bool is_cleared = false;   // the peer knows where to write
+  bool was_offered = false;  // the memory was offered before the peer asked
 
   uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }
 };
 
-// Locked by its owner.
+// Messages received by rendezvous: waiting for memory, and being written.
+//
+// Independent of devices, to be tested without any. Not thread-safe: its owner locks it.
 class Inbox {
  public:
-  // Messages that came whole since the beginning, however they came.
+  // Counts a completely received message, of any kind.
   void Came() { ++received_; }
   uint64_t received() const { return received_; }
 
-  // ----- those that wait for memory, in order
+  // ----- messages that wait for memory, in order
 
   void Wait(Incoming incoming) { waiting_.push_back(std::move(incoming)); }
   bool any_waits() const { return !waiting_.empty(); }
-  // Whether a thread may look for memory for the first, of which the messages that have theirs
-  // leave room.  One alone may be larger than `window`.
+  // Returns whether a thread may look for memory for the first message: the others with memory
+  // leave room in `window`. A single message may exceed `window`.
   bool MayClear(uint64_t window) const;
-  // A thread is at it: it stays the first.
+  // A thread looks for memory for the first message, which therefore stays first.
   void BeginClearing() { clearing_ = true; }
   bool is_clearing() const { return clearing_; }
   Incoming* first() { return &waiting_.front(); }
-  // There is memory for it: its sender is to be told.
+  // The first message has memory; its sender is to be told.
   void EndClearing(Memory memory);
 
-  // ----- those that have memory; each has a cookie
+  // ----- messages with memory, each with a cookie
 
   bool any_to_tell() const { return !to_tell_.empty(); }
-  // Where the sender of the next shall write; `id`: the sender's number of it.
+  // Returns where the sender of the next message shall write. `id`: the sender's id of the message.
   Target Tell(uint32_t* id);
-  // All of it is there.  False: its sender was not told to write.
+  // Takes a completely written message. Returns false if its sender was not told to write.
   bool Take(uint32_t cookie, Incoming* incoming);
 
-  // ----- places for answers
+  // ----- destinations for answers
 
-  // What the peer is told of the place; `rkey` is the device's for it.
+  // Returns the offer of this destination for the peer. `rkey`: the device's.
   Offer MakeOffer(const Exchange& exchange, const Place& place, uint32_t rkey);
-  // The peer writes an answer there, from now on.  False: it was not offered, or for another size.
+  // The peer writes an answer into an offered destination. Returns false if it was not offered, or
+  // for another size.
   bool BeginOffered(const Exchange& exchange, uint32_t cookie, Incoming incoming);
-  // The answer has come, this way or another.
+  // The answer has arrived, by whatever path.
   void EndOffer(const Exchange& exchange) { offered_.erase(exchange); }
   bool IsOffered(const char* begin, uint64_t bytes) const;
 
-  // ----- memory that is given up
+  // ----- abandoned memory
 
-  // Values for it go elsewhere, and their messages are dropped.  Returns whether some wait for
-  // other memory, whose senders do not know of it yet.
+  // Drops messages for this memory. Returns whether messages now wait for other memory, because
+  // their senders do not know of this yet.
   bool Abandon(const char* begin, uint64_t bytes);
-  // Whether the device may write there.
+  // Returns whether the device may write there.
   bool IsWrittenTo(const char* begin, uint64_t bytes) const;
 
-  // The connection is gone: what had begun to come comes again, and from the beginning.
+  // The connection is gone: incomplete messages will be sent again from the beginning.
   void Forget();
-  // Nobody will be told any more; what is written to stays until the device is done.
+  // Tells no more senders to write. Memory being written stays until the device is done.
   void StopTelling() { to_tell_.clear(); }
 
  private:
@@ -88,12 +91,12 @@ class Inbox {
   bool clearing_ = false;
   std::deque<uint32_t> to_tell_;                      // cookies
   std::unordered_map<uint32_t, Incoming> receiving_;  // by cookie
-  uint64_t bytes_ = 0;                                // of these
+  uint64_t bytes_ = 0;                                // total of receiving_
   struct Offered {
     uint32_t cookie = 0;
     uint32_t rkey = 0;
     Place place;
-    bool drop = false;  // it was abandoned
+    bool drop = false;  // abandoned
   };
   std::map<Exchange, Offered> offered_;
   uint32_t last_cookie_ = 0;

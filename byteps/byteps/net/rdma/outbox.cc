@@ -10,7 +10,7 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// Of offers that are kept.  What is not kept is asked for as if it had not been offered.
+// Limit of offers kept. Without its offer an answer is sent by a normal rendezvous.
 constexpr size_t kMostOffers = 65536;
 
 }  // namespace
@@ -73,7 +73,7 @@ void Outbox::Sent(OutgoingPtr message) {
 }
 
 void Outbox::Interrupt() {
-  offers_.clear();  // the peer forgets them, too
+  offers_.clear();  // the peer forgets them too
   begun_again_ += asked_.size() + writes_.size();
   for (auto it = asked_.rbegin(); it != asked_.rend(); ++it) {
     waiting_.push_front(std::move(it->second));

@@ -13,78 +13,81 @@
 namespace ps {
 namespace rdma {
 
-// Locked by its owner.
+// Messages that an endpoint sends: waiting, asked for a destination, being written, and sent but
+// perhaps to be sent again.
+//
+// Independent of devices, to be tested without any. Not thread-safe: its owner locks it.
 class Outbox {
  public:
   void Push(OutgoingPtr message);
 
-  // ----- messages that wait, in order
+  // ----- waiting messages, in order
   bool has_next() const { return !waiting_.empty(); }
   OutgoingPtr TakeNext();
-  // The device did not take it.
+  // The device refused the message.
   void PutBack(OutgoingPtr message) { waiting_.push_front(std::move(message)); }
 
   // ----- rendezvous
   uint32_t NewId() { return ++last_id_; }
-  // The receiver has been asked where to write it.
+  // The receiver was asked for a destination.
   void Asked(uint32_t id, OutgoingPtr message) { asked_[id] = std::move(message); }
-  // And has answered.  False: it was not asked.
+  // The receiver has answered. Returns false if it was not asked.
   bool Answered(uint32_t id, const Target& target);
-  // Or had offered this place before.
+  // The receiver had already offered this destination.
   void WriteTo(const Target& target, OutgoingPtr message);
-  // The one to be written, or null.
+  // Returns the message to write next, or null.
   Outgoing* writing() { return writes_.empty() ? nullptr : writes_.front().get(); }
   const Outgoing* writing() const { return writes_.empty() ? nullptr : writes_.front().get(); }
   OutgoingPtr TakeWritten();
 
-  // ----- places that the receiver has offered for answers
+  // ----- destinations that the receiver has offered for answers
 
   void Keep(const Exchange& exchange, const Offer& offer);
-  // Once for each.  False: there is none.
+  // Takes an offer; each is used once. Returns false if there is none.
   bool TakeOffer(const Exchange& exchange, Offer* offer);
   bool HasOffer(const Exchange& exchange) const { return offers_.count(exchange) > 0; }
-  // Messages that wait offer none of these bytes.
+  // Removes offers of these bytes from waiting messages.
   void Withdraw(const char* begin, uint64_t bytes);
 
   // ----- messages whose last request the device has
 
-  // It tells, in this order, when they have arrived.
+  // Adds a message; arrivals are reported in this order.
   void Sent(OutgoingPtr message);
-  // The next ones have, so many.
+  // The next `messages` have arrived.
   void Arrived(uint64_t messages, OutgoingList* done) {
     log_.Arrived(log_.arrived() + messages, done);
   }
 
-  // ----- a connection that broke
+  // ----- broken connections
 
-  // It is gone: what this side had begun to send waits again, before all that it had not.
+  // The connection is gone: messages begun wait again, before all others.
   void Interrupt();
-  // There is another one, and the other end has received so many messages.  What it lacks goes
-  // before all others.  Throws Error where this cannot be.
+  // There is a new connection, and the peer has received this many messages. The missing ones go
+  // before all others. Throws Error if the number is impossible.
   void Resume(uint64_t received, OutgoingList* done);
-  // Messages that are sent once more, since this was asked.
+  // Returns the number of messages sent again since the last call.
   size_t TakeBegunAgain();
 
   // ----- the end
 
-  // Messages that are known to this side alone.
+  // Takes messages that only this side knows.
   void TakeUnsent(OutgoingList* done);
-  // And those that were sent: the device must be done with them.
+  // Takes sent messages; the device must be done with them.
   void TakeSent(OutgoingList* done);
 
-  // Whether nothing is left to be sent.
+  // Returns whether nothing is left to send.
   bool empty() const { return waiting_.empty() && asked_.empty() && writes_.empty(); }
-  // And all that was sent is known to have arrived.
+  // Returns whether the peer has also received all messages.
   bool all_arrived() const { return empty() && log_.empty(); }
-  // Of what is left.
+  // Bytes left to send.
   size_t bytes() const { return bytes_; }
 
  private:
   std::deque<OutgoingPtr> waiting_;
   std::map<uint32_t, OutgoingPtr> asked_;  // by id
-  std::deque<OutgoingPtr> writes_;         // the receiver has said where to
+  std::deque<OutgoingPtr> writes_;         // with a destination
   std::map<Exchange, Offer> offers_;
-  // Whose request the device has, or has given back without a word of the other end's.
+  // Messages that the device has, or has returned without an acknowledgement.
   ReplayLog<OutgoingPtr> log_;
   uint32_t last_id_ = 0;
   size_t bytes_ = 0;

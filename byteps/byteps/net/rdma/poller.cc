@@ -16,10 +16,9 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// Batches of one endpoint before the others have their turn.
+// Batches of an endpoint before the others get their turn.
 constexpr int kBatches = 8;
-// How much later than it could be a message of an endpoint that has nothing else to send is known
-// to have arrived.
+// Delay after which an idle endpoint learns that its last messages have arrived.
 constexpr std::chrono::milliseconds kPause{1};
 
 ibv_comp_channel* MakeChannel(const Device& device) {
@@ -51,9 +50,9 @@ Poller::Poller(const Devices& devices, Plane plane, bool spin) : spin_(spin) {
 Poller::~Poller() {
   stop_ = true;
   Wake();
-  // Ended by the end of its thread, which was told; deadline: none.
+  // Ended by the thread's end, since it was told to stop; deadline: none.
   thread_.join();
-  endpoints_.clear();  // before the channel of their queues
+  endpoints_.clear();  // before the channels of their queues
   close(wake_fd_);
 }
 
@@ -72,7 +71,7 @@ void Poller::Add(std::shared_ptr<Endpoint> endpoint) {
     Endpoint* key = endpoint.get();
     endpoints_[key] = std::move(endpoint);
   }
-  Wake();  // an event may have come before, for an endpoint that was not known
+  Wake();  // an event may have come for an endpoint that was unknown
 }
 
 size_t Poller::size() {
@@ -83,7 +82,7 @@ size_t Poller::size() {
 void Poller::Wake() {
   const uint64_t one = 1;
   const ssize_t written = write(wake_fd_, &one, sizeof(one));
-  // EAGAIN means the counter is full: the thread has been woken already.
+  // EAGAIN: the counter is full, so the thread is awake already.
   if (written != sizeof(one) && errno != EAGAIN) ThrowErrno("eventfd");
 }
 
@@ -93,12 +92,12 @@ void Poller::Run() {
     if (ready.empty() && !spin_) Sleep();
     TakeEvents(&ready);
     for (auto it = ready.begin(); it != ready.end();) {
-      // By name: it may be gone since the event was told.
+      // Looked up: it may be gone since the event.
       const auto endpoint = Find(*it);
       bool more = false;
       try {
         more = endpoint && Serve(endpoint);
-      } catch (const std::exception& e) {  // it alone suffers
+      } catch (const std::exception& e) {  // only this endpoint is affected
         endpoint->Fail(e.what());
       }
       it = more ? std::next(it) : ready.erase(it);
@@ -109,7 +108,7 @@ void Poller::Run() {
 
 void Poller::Sleep() {
   const int limit = watched_.empty() ? -1 : static_cast<int>(kPause.count());
-  // Ended by a completion or Wake; deadline: kPause where something is watched, else none.
+  // Ended by a completion or Wake; deadline: kPause if anything is watched, else none.
   if (poll(sources_.data(), sources_.size(), limit) < 0 && errno != EINTR) ThrowErrno("poll");
 }
 
@@ -142,7 +141,7 @@ std::shared_ptr<Endpoint> Poller::Find(Endpoint* endpoint) {
 }
 
 bool Poller::Serve(const std::shared_ptr<Endpoint>& endpoint) {
-  // Armed first: a completion between the last look and sleep makes an event.
+  // Arms first: a completion after the last poll then makes an event.
   if (!spin_) {
     if (int error = endpoint->Arm()) {
       endpoint->Fail(std::string("its completion queue cannot be armed: ") + strerror(error));

@@ -20,29 +20,29 @@
 namespace ps {
 namespace rdma {
 
-// A thread that handles what completes on endpoints of one plane, by whichever devices they go.
+// Thread that handles completions of one plane's endpoints, on all devices.
 //
-// Each connection has a completion queue of its own, which can thus never overflow; those of one
-// device tell of completions through one channel.  The thread sleeps on the channels of all
-// devices: an endpoint that moves to another device stays with it.
+// Each connection has its own completion queue, so none can overflow. The queues of a device share
+// a channel, and the thread sleeps on the channels of all devices. So an endpoint keeps its poller
+// when it changes devices.
 class Poller {
  public:
   // `spin`: never sleep.
   Poller(const Devices& devices, Plane plane, bool spin);
-  // Stops.  Endpoints whose requests have not completed are let go of.
+  // Stops, and drops endpoints even if requests are outstanding.
   ~Poller();
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;
 
-  // From now on.  False: it may not.
+  // Restricts the thread to these cores. Returns false if the kernel refuses.
   bool RunOn(const std::set<int>& cores);
 
-  // `device` is one of those.
+  // `device`: one of the constructor's.
   ibv_comp_channel* channel(const Device& device);
 
-  // Any thread.  An endpoint is let go of when it is finished.
+  // Watches the endpoint until it is finished. Thread-safe.
   void Add(std::shared_ptr<Endpoint> endpoint);
-  // Looks at all endpoints once, for those that have finished by other means.
+  // Checks all endpoints once, for those that have finished without a completion.
   void Wake();
   size_t size();
 
@@ -60,16 +60,16 @@ class Poller {
   void AskWatched();
   void TakeEvents(std::set<Endpoint*>* ready);
   std::shared_ptr<Endpoint> Find(Endpoint* endpoint);
-  // Whether there may be more.
+  // Returns whether there may be more completions.
   bool Serve(const std::shared_ptr<Endpoint>& endpoint);
 
   const bool spin_;
   std::deque<Channel> channels_;
-  std::vector<pollfd> sources_;  // that wake the thread
+  std::vector<pollfd> sources_;  // wake the thread
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
-  // The thread's own.
-  std::set<Endpoint*> watched_;  // each has to be asked what has arrived
+  // Used by the thread only.
+  std::set<Endpoint*> watched_;  // endpoints for AskWhatArrived
   Endpoint::Clock::time_point ask_at_;
   Mutex mu_;
   std::map<Endpoint*, std::shared_ptr<Endpoint>> endpoints_ PS_GUARDED_BY(mu_);

@@ -75,7 +75,7 @@ Pool::Buffer Pool::Take(size_t bytes) {
 Pool::Buffer Pool::BufferOf(Block* block, size_t bytes) {
   Buffer buffer;
   buffer.region = block->region.get();
-  block->is_out = true;  // it is the caller's alone
+  block->is_out = true;  // only the caller knows the block
   auto self = shared_from_this();
   buffer.bytes.reset(block->memory, bytes, [self, block](char*) { self->Return(block); });
   return buffer;
@@ -104,13 +104,13 @@ void Pool::Return(Block* block) {
     surplus = std::move(it->second);
     blocks_.erase(it);
   }
-  // It goes with the task, in the registrar's thread as long as there is one.
+  // The task frees it, in the registrar's thread unless that has ended.
   registrar_->Post([held = std::move(surplus)] {});
 }
 
 namespace {
 
-// Below this, copying is cheaper than having the kernel pin the pages and let them go.
+// Below this size copying is cheaper than pinning and unpinning pages.
 constexpr uint64_t kCopyBytes = 32 << 10;
 
 void CopyToPool(Outgoing* out, Pool* pool) {
@@ -124,19 +124,19 @@ void CopyToPool(Outgoing* out, Pool* pool) {
     memcpy(target, value.data(), value.size());
     target += value.size();
   }
-  out->values.clear();  // nobody has to wait for them to be sent
+  out->values.clear();  // they need not be kept until sent
   out->copy = buffer.bytes;
   out->address = out->copy.data();
   out->length = out->copy.size();
   out->keys = buffer.region;
 }
 
-// What a cache may hold: memory that is sent from is often received into as well.
+// Registers for writing if possible: memory that is sent from is often received into as well.
 RegistrationCache::Registration RegisterAll(const Devices& devices, const void* begin,
                                             size_t bytes) {
   try {
     return std::make_shared<Region>(devices, begin, bytes, kValueAccess);
-  } catch (const Error&) {  // it may be memory that cannot be written to
+  } catch (const Error&) {  // it may be read-only memory
   }
   try {
     return std::make_shared<Region>(devices, begin, bytes, 0);
@@ -146,7 +146,7 @@ RegistrationCache::Registration RegisterAll(const Devices& devices, const void* 
   }
 }
 
-// Null when the memory is not in the cache, or too much to be registered at once.
+// Returns null if the memory is not cached, or too large to register at once.
 std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool may_block,
                                      const Devices& devices) {
   RegistrationCache::Register make;

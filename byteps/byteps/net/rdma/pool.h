@@ -1,5 +1,4 @@
-// Registered memory: the thread that registers it, the pool that uses it again, and the parts of
-// messages that lie in it.
+// Pool of registered memory, and the memory that messages are sent from and received into.
 #ifndef BYTEPS_NET_RDMA_POOL_H_
 #define BYTEPS_NET_RDMA_POOL_H_
 
@@ -22,26 +21,25 @@
 namespace ps {
 namespace rdma {
 
-// Any thread may call anything.
+// Thread-safe.
 class Pool : public std::enable_shared_from_this<Pool> {
  public:
   struct Buffer {
-    SArray<char> bytes;  // gives the memory back when its last copy goes
+    SArray<char> bytes;  // returns to the pool when the last copy is destroyed
     const Region* region = nullptr;
   };
 
-  // Keeps at most `max_idle` bytes that nobody uses; more is let go of by the registrar.
+  // Keeps at most `max_idle` unused bytes; the registrar frees the rest.
   Pool(Devices devices, std::shared_ptr<Registrar> registrar, size_t max_idle)
       : devices_(std::move(devices)), registrar_(std::move(registrar)), idle_(max_idle) {}
 
-  // Exactly `bytes` bytes, uninitialised.  Throws Error when they cannot be had.
-  // What it hands out may outlive everything but the process.  Blocks while memory is
-  // registered.
+  // Returns exactly `bytes` uninitialised bytes. Blocks if memory must be registered. Buffers may
+  // outlive the pool. Throws Error on failure.
   Buffer Take(size_t bytes);
-  // The same of memory that is there already; false if there is none.  Never blocks.
+  // Returns unused memory without blocking; false if there is none.
   bool TakeIdle(size_t bytes, Buffer* buffer);
 
-  // Where all of this memory is in one buffer that was taken, that one's region, else null.
+  // Returns the region of the buffer that contains all of this memory, or null.
   const Region* Find(const void* address, size_t bytes);
 
  private:
@@ -53,11 +51,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
     const size_t size;
     char* const memory;
-    std::unique_ptr<Region> region;  // goes before the memory does
-    bool is_out = false;             // somebody has it
+    std::unique_ptr<Region> region;  // destroyed before the memory
+    bool is_out = false;             // in use
   };
 
-  // Four sizes between each power of two and the next: a fifth is wasted at worst.
+  // Rounds up to one of four sizes per power of two, so at most a fifth is wasted.
   static size_t ClassOf(size_t bytes);
   Buffer BufferOf(Block* block, size_t bytes);
   void Return(Block* block);
@@ -69,21 +67,19 @@ class Pool : public std::enable_shared_from_this<Pool> {
   IdleBlocks<Block*> idle_ PS_GUARDED_BY(mu_);
 };
 
-// The memory of messages: where a device reads and writes their values.
-
-// Values that are not sent with the message are sent from where they lie: out of the pool,
-// out of lasting memory, or registered for as long as it takes.  Small or scattered ones
-// are copied, which is cheaper.  Throws Error when memory cannot be registered.
+// Prepares a message for sending. Values that do not fit in its frame are sent from their own
+// memory: from the pool, the registration cache, or registered for this message. Small or scattered
+// values are copied, which is cheaper. Throws Error if memory cannot be registered.
 OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
                          uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
                          Pool* pool);
 
-// The registration of memory for receiving.  `may_block`: it is made if there is none yet,
-// and otherwise not waited for.  Null: there is none, or it cannot be had.
+// Returns the registration of memory for receiving. Without `may_block` it neither registers nor
+// waits. Null: none, or registering failed.
 std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
                                         const Devices& devices);
 
-// Cuts `region` into values of these sizes, from `offset` on.
+// Splits `region`, from `offset` on, into values of these sizes.
 std::vector<SArray<char>> Split(const SArray<char>& region, uint64_t offset,
                                 const std::vector<uint64_t>& sizes);
 

@@ -7,7 +7,7 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// More save hardly anything, and keep more of the queue from being used again.
+// A longer distance saves hardly anything, and delays reuse of the queue.
 constexpr uint32_t kEvery = 16;
 constexpr uint32_t kPartsOfDepth = 4;
 
@@ -16,7 +16,7 @@ constexpr uint32_t kPartsOfDepth = 4;
 PostedSends::PostedSends(uint32_t depth, uint64_t window_bytes)
     : depth_(depth),
       every_(std::clamp(depth / kPartsOfDepth, 1u, kEvery)),
-      // Two pieces of the four in a window reach it, also where they are whole pages only.
+      // Two of a window's four pieces exceed it, even if rounded down to pages.
       unheard_bytes_(window_bytes / 8 * 3),
       requests_(depth + kReserved) {}
 
@@ -50,7 +50,7 @@ bool PostedSends::Retire(uint64_t number, Retired* retired) {
     retired->messages += messages;
     bytes_ -= request.bytes;
     if (retired_ <= last_signalled_) continue;
-    // It has failed: only then a device tells of one that is not signalled.
+    // It failed: a device reports unsignalled requests only then.
     --unheard_.requests;
     unheard_.messages -= messages;
     unheard_.bytes -= request.bytes;

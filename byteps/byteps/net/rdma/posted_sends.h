@@ -7,82 +7,79 @@
 namespace ps {
 namespace rdma {
 
-// The requests in a send queue, and which of them the device tells of.
+// Requests in a send queue, and the choice of which are signalled.
 //
-// A completion costs the polling thread more than a small message does, so most requests ask for
-// none.  Requests of a queue complete in the order in which they were posted: a completion tells of
-// its request and of all before it.  Signalled, which means that they ask for one, are
-// - one of 16, or of a quarter of the queue's depth: a full queue always has a signalled request;
-// - a write with which half of a window was posted, so that more can be written while the rest
-//   is in flight,
-//   and the end of a large value, whose memory somebody waits for;
-// - the end of a message when nothing else would tell that it has arrived: no signalled request is
-//   in flight, and the queue is not watched;
-// - all, once SignalAll was called.
+// Handling a completion costs more than a small message, so most requests ask for none. A queue
+// completes requests in order, so a completion covers all requests before it. The following are
+// signalled:
+// - one of every 16 requests (or of a quarter of the queue, if fewer): a full queue always has one;
+// - the write that fills half of a window, so that more can be written meanwhile, and the end of a
+// large value, whose memory a thread waits for;
+// - the end of a message if nothing else would show its arrival: no signalled request is in flight,
+// and the queue is not watched;
+// - all, after SignalAll.
 //
-// The last messages before a pause may thus be unsignalled.  So the polling thread, once it has
-// heard of a message, watches the queue for a moment (Watch), in which others need not be
-// signalled; then it posts a signalled request that does nothing where that is needed (EndWatch).
-// The same ends a queue pair that was stopped: a device need not tell of unsignalled requests that
-// it had done before.
+// So the last messages before a pause may be unsignalled. After each completion of a message the
+// polling thread therefore watches the queue for a moment (Watch), during which others need no
+// signal. Then it posts a signalled request without effect if needed (EndWatch). A stopped queue
+// ends with such a request too, since a device does not report unsignalled requests that had
+// completed.
 //
-// It knows no device, so that it runs in a test without one.
-//
-// Locked by its owner.
+// Independent of devices, to be tested without any. Not thread-safe: its owner locks it.
 class PostedSends {
  public:
   struct Request {
     uint8_t type = 0;           // a FrameType; 0: a write
-    uint64_t key = 0;           // of the message
-    uint32_t bytes = 0;         // of a write
-    bool ends_message = false;  // the next in the log has arrived with it
-    bool is_large = false;      // the message, so that its memory is let go of at once
+    uint64_t key = 0;           // the message's
+    uint32_t bytes = 0;         // bytes of a write
+    bool ends_message = false;  // its completion means that the log's next message has arrived
+    bool is_large = false;      // belongs to a large message, whose memory should be freed soon
   };
 
-  // What is over with a completion.
+  // Effect of a completion.
   struct Retired {
-    uint64_t messages = 0;  // that ended with these requests
-    Request last;           // the request of the completion
+    uint64_t messages = 0;  // messages that ended with the completed requests
+    Request last;           // the completion's own request
   };
 
-  // Requests that the queue must hold in addition to `depth`: that which does nothing.
+  // Slots of the queue beyond `depth`, for the request without effect.
   static constexpr uint32_t kReserved = 1;
 
-  // `window_bytes`: that are written at a time.
+  // `window_bytes`: limit of bytes being written.
   PostedSends(uint32_t depth, uint64_t window_bytes);
 
   // ----- posting
 
   bool has_room() const { return in_queue() < depth_; }
-  // The number of the next request; they count from 1.
+  // Number of the next request, counted from 1.
   uint64_t next() const { return last_ + 1; }
-  // Memory of its own, until it is over: one of `depth` slots.
+  // Slot of the next request, one of `depth`, free until it completes.
   uint32_t next_slot() const { return static_cast<uint32_t>(next() % depth_); }
-  // Whether it must be signalled.
+  // Returns whether the request must be signalled.
   bool MustSignal(const Request& request) const;
-  // The device has it.
+  // The device has taken the request.
   void Add(const Request& request, bool signalled);
-  // From now on every request is signalled.
+  // Signals every request from now on.
   void SignalAll() { signals_all_ = true; }
 
   // ----- completions
 
-  // The request of this number is over, and so are all before it.  False: there is none.
+  // The request of this number and all before it are complete. Returns false if there is none.
   bool Retire(uint64_t number, Retired* retired);
 
-  // Whenever completions have been handled.  Whether EndWatch must be called soon.
+  // Call after handling completions. Returns whether to call EndWatch soon.
   bool Watch();
-  // Whether messages were sent of whose arrival nothing in the queue will tell.
+  // Returns whether messages were sent whose arrival no request in the queue will show.
   bool EndWatch();
-  // Whether no completion will tell that the last request is over.
+  // Returns whether no completion will cover the last request.
   bool ends_unsignalled() const { return last_ > retired_ && last_ > last_signalled_; }
 
   bool empty() const { return last_ == retired_; }
-  // Of writes that are not known to be over.
+  // Bytes of incomplete writes.
   uint64_t bytes() const { return bytes_; }
 
  private:
-  // Of the requests behind the last signalled one.
+  // Requests after the last signalled one.
   struct Unheard {
     uint32_t requests = 0;
     uint64_t messages = 0;
@@ -94,16 +91,16 @@ class PostedSends {
   bool any_unheard() const { return unheard_.messages > 0 && !signalled_is_in_flight(); }
 
   const uint32_t depth_;
-  const uint32_t every_;           // of so many requests one is signalled
-  const uint64_t unheard_bytes_;   // fewer are
-  std::vector<Request> requests_;  // by number, modulo its size
+  const uint32_t every_;           // one of this many requests is signalled
+  const uint64_t unheard_bytes_;   // limit of bytes not covered by a signalled request
+  std::vector<Request> requests_;  // by number, modulo the size
   uint64_t last_ = 0;
   uint64_t last_signalled_ = 0;
   uint64_t retired_ = 0;
   uint64_t bytes_ = 0;
   Unheard unheard_;
   bool signals_all_ = false;
-  bool heard_ = false;  // of messages, since the last Watch
+  bool heard_ = false;  // of a message's arrival, since the last Watch
   bool watched_ = false;
 };
 

@@ -13,24 +13,23 @@
 namespace ps {
 namespace rdma {
 
-// Memory that devices may read and write, for as long as this lives.  The memory must live longer.
-// It is registered with each of them: a link that leaves a NIC sends the same memory by another.
+// Registration of memory for reading and writing by all devices: after a change of NICs the same
+// memory is sent over another. The memory must outlive it.
 class Region {
  public:
-  // Throws Error that names the bytes and, where that is the reason, the limit of
-  // locked memory.
+  // Throws Error with the bytes and, if it is the cause, the limit of locked memory.
   Region(const Devices& devices, const void* address, size_t bytes, int access);
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  // `device` is one of those.
+  // `device`: one of the constructor's.
   uint32_t lkey(const Device& device) const { return Of(device).lkey; }
   uint32_t rkey(const Device& device) const { return Of(device).rkey; }
-  // Whether a peer may write to it.
+  // Returns whether a peer may write to it.
   bool writable() const { return writable_; }
 
  private:
-  // With one device.
+  // Registration with a device.
   struct Registration {
     Registration(std::shared_ptr<Device> device, const void* address, size_t bytes, int access);
     ~Registration();

@@ -26,14 +26,15 @@ void Registrar::Post(Task task) {
 }
 
 void Registrar::Stop() {
-  std::deque<Task> dropped;  // they may hold what takes long to let go of: without the lock
+  std::deque<Task> dropped;  // destroyed without the lock: they may hold memory that takes long to
+                             // free
   {
     MutexLock lock(&mu_);
     stop_ = true;
     dropped.swap(tasks_);
   }
   cond_.NotifyOne();
-  // Ended by the end of its thread, which was told; deadline: none.
+  // Ended by the thread's end, since it was told to stop; deadline: none.
   if (thread_.joinable()) thread_.join();
 }
 

@@ -10,9 +10,9 @@
 namespace ps {
 namespace rdma {
 
-// A thread for what takes long: allocating memory and registering it, and letting it go.
+// Thread that allocates, registers and frees memory, which takes long.
 //
-// Any thread may call anything.
+// Thread-safe.
 class Registrar {
  public:
   using Task = std::function<void()>;
@@ -22,9 +22,9 @@ class Registrar {
   Registrar(const Registrar&) = delete;
   Registrar& operator=(const Registrar&) = delete;
 
-  // Has the thread do it.  Once stopped, drops the task at once.
+  // Runs the task in the thread. After Stop the task is dropped.
   void Post(Task task);
-  // Ends the thread; tasks that wait are dropped.
+  // Ends the thread and drops waiting tasks.
   void Stop();
 
  private:

@@ -12,15 +12,15 @@ namespace rdma {
 
 class Device;
 
-// The RDMA van's settings, and the address that they choose.
+// Settings of the RDMA van.
 struct Settings {
   RdmaChoice choice;
   int traffic_class = -1;  // -1: the system's
-  int mtu = 0;             // bytes; 0: the port's
-  // As they were set, for errors.
+  int mtu = 0;             // in bytes; 0: the port's
+  // Configured depths, for errors.
   uint32_t send_depth_set = 0;
   uint32_t receive_depth_set = 0;
-  // The same, or what FitSlots left of them.
+  // Depths in use: FitSlots may lower them.
   uint32_t send_depth = 0;
   uint32_t receive_depth = 0;
   uint64_t all_slots_bytes = 0;
@@ -36,12 +36,12 @@ struct Settings {
   auth::Secret secret;
 
   uint32_t slot_bytes() const;
-  // Lowers the depths until the slots of so many endpoints fit into BYTEPS_RDMA_SLOT_BYTES.
+  // Lowers the depths until the slots of this many endpoints fit in BYTEPS_RDMA_SLOT_BYTES.
   void FitSlots(uint64_t endpoints);
-  // As an ibv_mtu; 0: any.
+  // Returns the MTU as an ibv_mtu; 0: any.
   int path_mtu() const;
 
-  // Throws Error naming the setting that asks for more than the device can do.
+  // Throws Error if a setting exceeds the device's limits.
   void Check(const Device& device) const;
 };
 

@@ -20,7 +20,7 @@ Transport::Transport(Devices used, const Settings& settings)
 }
 
 Transport::~Transport() {
-  // First: what it still has to do may hold endpoints, which go before their pollers.
+  // First: its tasks may hold endpoints, which must be destroyed before their pollers.
   registrar->Stop();
 }
 

@@ -12,29 +12,29 @@
 namespace ps {
 namespace rdma {
 
-// The thread that makes connections, takes them, and hears of their end.
+// Resources shared by a process's endpoints.
 //
-// What the endpoints of a process share.  Of a device there are its context, its protection domain
-// with the registrations in it, a listener for each of its addresses that this node uses, and a
-// channel of each poller; of a connection its queue pair, its completion queue and its slots.
+// Per device: a context, a protection domain with the registrations, a listener for each address
+// that this node uses, and a channel for each poller. Per connection: a queue pair, a completion
+// queue and slots.
 struct Transport {
   Transport(Devices devices, const Settings& settings);
   ~Transport();
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
-  // Null: the process does not use it.
+  // Returns null if the process does not use the device.
   std::shared_ptr<Device> DeviceOf(const ibv_context* context) const;
-  // For an endpoint whose first connection goes by this device, one of those.
+  // Returns the poller for an endpoint whose first connection uses this device.
   Poller* PollerOf(Plane plane, const Device& device) const;
-  // The pollers of the data plane run on the NUMA nodes of their devices' NICs from now on, where
-  // the host has several.
+  // Moves the data plane's pollers to the NUMA nodes of their devices' NICs, if the host has
+  // several nodes.
   void RunNearDevices(const std::vector<HostNic>& nics, const NumaNodes& nodes);
 
   const Devices devices;
   const std::shared_ptr<Registrar> registrar;
   const std::shared_ptr<Pool> pool;
-  // One for the control plane, then for the data plane as many as there are devices.
+  // One for the control plane, then one per device for the data plane.
   std::vector<std::unique_ptr<Poller>> pollers;
 };
 

@@ -29,17 +29,17 @@ using rdma::Plane;
 
 namespace {
 
-// How long closing waits for the devices to give back what they had been asked to do.
+// Time for devices to return requests when closing.
 constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(1);
-// How long a peer may take to receive what was sent before its endpoints are closed.
+// Time for a peer to receive what was sent before its endpoints are closed.
 constexpr auto kFarewell = std::chrono::seconds(5);
-// How long values may go on coming into memory that is given up.
+// Time for values in flight into abandoned memory.
 constexpr auto kAbandonTime = std::chrono::seconds(1);
-// Of a worker: its node id must be a number.
+// Limit of a worker's rank, so that its node id is valid.
 constexpr int kMaxRank = 1 << 24;
 
-// How many endpoints this node has once all have come.
+// Number of this node's endpoints in a complete job.
 uint64_t NumEndpoints(const rdma::Settings& settings, bool backups, size_t nics) {
   const Postoffice& office = *Postoffice::Get();
   const uint64_t workers = std::max(0, office.num_workers());
@@ -48,11 +48,11 @@ uint64_t NumEndpoints(const rdma::Settings& settings, bool backups, size_t nics)
   const uint64_t peers = office.is_worker() ? servers : workers;
   const uint64_t others = 1 + (office.is_server() && backups ? 2 : 0);
   if (!settings.data_plane) return others + peers;
-  // The peers have about as many NICs.
+  // Assumes that peers have equally many NICs.
   return others + peers * (1 + std::max<uint64_t>(settings.data_endpoints, nics));
 }
 
-// The addresses at which a node uses NICs, its own first.
+// Returns the addresses of a node's NICs, its own first.
 std::vector<std::string> HostsOf(const std::string& own, const std::vector<Nic>& nics) {
   std::vector<std::string> hosts = {own};
   for (const Nic& nic : nics) {
@@ -71,8 +71,8 @@ RdmaVan::~RdmaVan() = default;
 void RdmaVan::Start(int customer_id, bool standalone) {
   if (standalone) throw Error("the RDMA van joins a job");
   rdma::LoadVerbsLibraries();
-  // Before anything is registered.  A process that forks (data loaders do) would else write
-  // into copies of pages that the device goes on reading; newer kernels see to it themselves.
+  // Before anything is registered: a forking process (e.g. a data loader) would otherwise write to
+  // copies of pages that the device still reads. Newer kernels prevent that themselves.
   if (int error = ibv_fork_init()) {
     BPS_LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
@@ -103,7 +103,7 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     self.hostname = host;
     self.port = bound;
     SetNode(self);
-    // Where it is only looked whether a scheduler can listen, nobody is answered.
+    // A probe only tests whether it can listen, and must not answer.
     if (!scheduler || settings().membership.probe == 0) connector_->Run();
     return bound;
   } catch (const UnknownHost&) {
@@ -133,7 +133,7 @@ void RdmaVan::Dial(const Node& node) {
   auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
   int data = 0;
-  // Servers send each other what has an order.
+  // Servers send each other ordered messages.
   if (node.role != Node::SCHEDULER && !AreServers(node.role) && settings_.data_plane) {
     data = std::max(settings_.data_endpoints, LeastConnections(this->node().nics, node.nics));
   }
@@ -153,11 +153,11 @@ void RdmaVan::Dial(const Node& node) {
 std::vector<std::vector<NicPair>> RdmaVan::PairsWith(const Node& node, int count) {
   const Node self = this->node();
   const bool scheduler = node.role == Node::SCHEDULER;
-  // Its NICs are known when it has answered, and they are told at once to those that stay.
+  // The scheduler's NICs become known with its answer, and are added to existing links.
   const int turn = scheduler ? 0 : Postoffice::IDtoRank(my_id_) + Postoffice::IDtoRank(node.id);
   auto pairs = PairNics(self.nics, node, count, turn);
   for (auto& tries : pairs) {
-    // A device has to be known before it is connected by.
+    // A device must be known before it is used to connect.
     for (NicPair& pair : tries) {
       if (pair.from.empty()) pair.from = self.hostname;
     }
@@ -197,7 +197,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   Applicant applicant;
   applicant.who = {request.sender, request.role, request.rank};
   applicant.job = request.job;
-  // It says its rank alone.
+  // The request has the rank only.
   const bool between_servers = AreServers(request.role);
   if (request.rank >= 0 && request.rank < kMaxRank) {
     applicant.node_id = between_servers ? Postoffice::ServerRankToID(request.rank)
@@ -210,8 +210,8 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   const uint64_t job = job_.get();
   const bool is_expected = between_servers && peers_.Expects(request.sender, applicant.node_id);
   refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job, is_expected);
-  // The scheduler tells both servers of each other, and one may come first.  One that has been
-  // here, and was forgotten, is not meant any more.
+  // The scheduler announces the two servers to each other, and one may be early. A peer that was
+  // here before and was forgotten is not meant.
   const bool early =
       settings().membership.backups && between_servers && !is_expected && !request.resumes;
   refusal->again_soon = !refusal->reason.empty() && (early || IsBehind(job, request.job));
@@ -286,12 +286,12 @@ void RdmaVan::Stop() {
       }
     }
     RegistrationCache::ForgetRegistrations();
-    connector_.reset();  // and the transport, but for memory that somebody still holds
+    connector_.reset();  // and the transport, except memory that is still in use
   }
   inbox_.Clear();
 }
 
-// The van's part that sends messages and hands them on.
+// ----- sending and delivering messages
 
 using rdma::Endpoint;
 using rdma::Plane;
@@ -307,7 +307,7 @@ void RdmaVan::Transmit(const Message& msg) {
     return is_answer && one.HasOffer(exchange);
   });
   if (!endpoint) {
-    // The membership, which watches the peers, tells the threads that wait for it.
+    // The membership watches peers, and informs waiting threads.
     PS_VLOG(1) << "no connection to node " << peer << "; dropped " << msg.DebugString();
     return;
   }
@@ -329,7 +329,7 @@ void RdmaVan::Transmit(const Message& msg) {
 
 rdma::Place RdmaVan::PlaceOf(const SArray<char>& answer, const rdma::Transport& transport) const {
   if (answer.size() <= settings_.inline_bytes) return {};  // it comes in a frame
-  // Registering takes time, and is done when the answer's RTS is here.
+  // Registering takes long; it happens when the answer's RTS arrives.
   auto region = rdma::RegionToReceive(answer.data(), answer.size(), false, transport.devices);
   if (!region) return {};
   return {answer.data(), answer.size(), std::move(region)};
@@ -340,7 +340,7 @@ rdma::Place RdmaVan::PlaceOf(const SArray<char>& answer, const rdma::Transport& 
 char* RdmaVan::PlaceFor(Endpoint* /*endpoint*/, const Meta& meta, size_t bytes) {
   const auto& finder = Postoffice::Get()->handlers().place_for;
   char* const place = meta.control.empty() && finder ? finder(meta, bytes) : nullptr;
-  // A device writes somewhere; no more at a time than BYTEPS_RDMA_RECEIVE_WINDOW_BYTES.
+  // A device must write somewhere; BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the memory.
   return place == Nowhere() ? nullptr : place;
 }
 
@@ -353,10 +353,10 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const LinkEnding& ending) {
   PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " endpoint of node " << loss.id
              << " closed: " << ending.reason;
   if (loss.link) connector_->Disconnect(loss.link);
-  // One that comes to us, and never was there, may come again.
+  // A peer that was connecting and never was here may come again.
   if (!loss.peer || !(endpoint->was_open() || endpoint->active())) return;
   LinkEnding named = ending;
-  // With the scheduler there is but one plane.
+  // Links with the scheduler have only one plane.
   if (!is_scheduler_ && loss.id != kScheduler) {
     named.reason =
         std::string("the ") + rdma::NameOf(endpoint->plane()) + " plane: " + ending.reason;

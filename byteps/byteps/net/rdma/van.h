@@ -1,28 +1,26 @@
-// A van over RDMA with a plane for control and one for data.
+// The van over RDMA, with a control plane and a data plane.
 //
-// Connections.  See net/link/admission.h: one control endpoint each, and from a worker to a server
-// BYTEPS_CONNECTIONS data endpoints, or as many as it takes to use all NICs of both; a
-// worker listens nowhere.  Each endpoint has a pair of NICs, as over TCP (net/link/dial_plan.h).
-// Pushes, pulls and what answers them go by the data plane, everything else by the control plane;
-// so a heartbeat or a declaration never waits behind values.  BYTEPS_RDMA_DATA_PLANE=0 leaves one
-// endpoint for both.
+// Connections: as in net/link/admission.h, each with a control endpoint. Between a worker and a
+// server there are also BYTEPS_CONNECTIONS data endpoints, by default as many as use all NICs of
+// both. Workers do not listen. Each endpoint has a pair of NICs, as over TCP
+// (net/link/dial_plan.h). Pushes, pulls and their answers use the data plane, everything else the
+// control plane, so a heartbeat or a declaration never waits behind values. With
+// BYTEPS_RDMA_DATA_PLANE=0 one endpoint carries both.
 //
-// Threads.  One for the control plane, and one per device for the data plane, handle completions,
-// and hand messages to the data handler;
-// one makes connections and hears of their end; one registers memory.  Messages of
-// membership, and the news of lost peers, are handed on by Van's receiving thread.  All
-// sleep while there is nothing to do (unless BYTEPS_RDMA_BUSY_POLL=1).
+// Threads: one for the control plane and one per device for the data plane handle completions and
+// call the data handler. One makes connections, one registers memory. Van's receiving thread
+// handles membership messages and lost peers. Idle threads sleep, unless BYTEPS_RDMA_BUSY_POLL=1.
 //
-// Memory.  Values are sent from where they lie and received where they belong
-// (Handlers::place_for), or into registered memory that is reused when the last copy of the
-// SArray is gone.  A registration is for one message, but for those of the pool's own memory
-// and of memory in the registration cache (net/link/registration_cache.h).
+// Memory: values are sent from their own memory, and received at their destination
+// (Handlers::place_for) or in registered memory that is reused once the last copy of the SArray is
+// gone. A registration lasts for a message, except for pooled memory and the registration cache
+// (net/link/registration_cache.h).
 //
-// Who is who.  Who connects proves that it has the job's secret, and so does who is connected
-// to.  The scheduler makes a number that names the job and its generation, and tells it to who
-// connects; servers take connections of that generation alone.  A node's token, a random number in
-// Node::endpoint_name, tells which process a connection belongs to, also before it has an
-// id.  What a message says of its sender is not looked at: the connection knows.
+// Identity: both ends of a connection prove that they have the job's secret. The scheduler creates
+// a number for the job and its generation and tells it to nodes that connect. Servers accept
+// connections of that generation only. A node's token, a random number in Node::endpoint_name,
+// tells which process a connection belongs to, even before it has an id. The sender in a message is
+// ignored: the connection determines it.
 #ifndef BYTEPS_NET_RDMA_VAN_H_
 #define BYTEPS_NET_RDMA_VAN_H_
 
@@ -43,9 +41,9 @@
 namespace ps {
 namespace rdma {
 
-// Throws Error.
+// Makes the descriptor non-blocking. Throws Error.
 void DontBlock(int fd);
-// Whether the port by which a connection goes, or went, has a link.
+// Returns whether the port of a connection, also of an old one, is active.
 bool IsActive(const rdma_cm_id& id);
 
 }  // namespace rdma
@@ -65,15 +63,14 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void Start(int customer_id, bool standalone) override;
   void Stop() override;
 
-  // Listens, but on a worker, on the NICs of `node`, or at its host, or at the address that the
-  // settings choose.
-  // Returns the port, 0 on a worker.  Throws Error naming the address and the reason.
+  // Listens (except on a worker) on the NICs of `node`, at its host, or at the address that the
+  // settings choose. Returns the port; 0 on a worker. Throws Error with address and reason.
   int Bind(const Node& node, int max_retry) override;
 
  private:
   friend class LinkVan<RdmaVan, rdma::Endpoint>;
 
-  // By LinkVan.
+  // Called by LinkVan.
   void Transmit(const Message& msg);
   void OnLinkLost(int id, const LinkEnding& ending);
   void Dial(const Node& node);
@@ -81,7 +78,7 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void NamePeer(const Node& node);
   void LearnPairs(const Node& scheduler);
 
-  // Memory for an answer, which the peer may be told of; none if it is not registered yet.
+  // Returns memory for an answer, to be offered to the peer; empty if it is not registered yet.
   rdma::Place PlaceOf(const SArray<char>& answer, const rdma::Transport& transport) const;
 
   uint8_t Role() override { return my_role_; }
@@ -102,10 +99,10 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
 
   std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
                                               bool active);
-  // For each of so many endpoints to a node the pairs of NICs that it may take.
+  // Returns the candidate pairs of NICs of each endpoint to a node.
   std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
 
-  rdma::Settings settings_;  // with as many slots as fit
+  rdma::Settings settings_;  // with the depths lowered to fit
   std::unique_ptr<rdma::Connector> connector_;
 };
 

@@ -1,4 +1,4 @@
-// Owners of verbs objects, errors in words, and the RDMA van's settings.
+// Errors of verbs in words.
 #include "byteps/net/rdma/verbs.h"
 
 #include <cstdio>

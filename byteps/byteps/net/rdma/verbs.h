@@ -1,4 +1,4 @@
-// Libraries of RDMA, loaded at run time, and owners of their objects.
+// RDMA libraries, loaded at run time, and owners of their objects.
 #ifndef BYTEPS_NET_RDMA_VERBS_H_
 #define BYTEPS_NET_RDMA_VERBS_H_
 
@@ -11,20 +11,15 @@
 namespace ps {
 namespace rdma {
 
-// libibverbs and librdmacm, found at run time: a machine without them runs what does not
-// ask for RDMA.
-
-// Loads both libraries, once for the process.  To be called before any ibv_ or rdma_
-// function; verbs_library.cc defines those that the van calls and hands each call on.
-// Throws Error that names what is missing and the packages that have it.
+// Loads libibverbs and librdmacm once per process, so machines without them can run everything but
+// RDMA. Call before any ibv_ or rdma_ function: verbs_library.cc defines those that are used, and
+// forwards the calls. Throws Error with what is missing and its packages.
 void LoadVerbsLibraries();
 
-// Owners of verbs objects, and errors in words.
-
-// Error: "what: reason (errno)".
+// Throws Error "what: reason (errno)".
 [[noreturn]] void Throw(const std::string& what, int error);
 
-// "transport retry counter exceeded (status 12, vendor 0x81)"
+// Returns "transport retry counter exceeded (status 12, vendor 0x81)".
 std::string Describe(const ibv_wc& wc);
 
 struct Deleter {
@@ -39,8 +34,8 @@ struct Deleter {
 template <typename T>
 using Owned = std::unique_ptr<T, Deleter>;
 
-// How memory of values is registered.  Their bytes may come in any order, which many a machine is
-// faster at; what tells that they are there comes behind them.  An older kernel ignores it.
+// Access flags for values. Relaxed ordering, which is faster on many machines, lets their bytes
+// arrive in any order; the notification still arrives after them. Older kernels ignore that flag.
 constexpr int kValueAccess =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
 

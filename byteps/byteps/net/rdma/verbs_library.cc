@@ -7,7 +7,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/net/rdma/verbs.h"
 
-// The headers' inline functions call these by their names, and so must reach the functions below.
+// Inline functions of the headers call these by name, and must reach the functions below.
 #undef ibv_query_port
 #undef ibv_reg_mr
 
@@ -65,7 +65,7 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// One pointer for each function, with the type that the header declares.
+// A pointer for each function, with the type in the header.
 struct Functions {
 #define X(name) decltype(&::name) name = nullptr;
   PS_VERBS_FUNCTIONS(X)
@@ -75,7 +75,7 @@ struct Functions {
 Functions functions;
 
 void* Open(const char* library) {
-  // Never closed: devices' drivers have state of their own.
+  // Never closed: device drivers keep state.
   void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* reason = dlerror();
@@ -89,7 +89,7 @@ void* Open(const char* library) {
 
 template <typename Function>
 void Find(void* handle, const char* library, const char* name, Function* function) {
-  // What the process has loaded already comes first, so that a preloaded library can look on.
+  // Symbols already loaded come first, so that a preloaded library can intercept them.
   void* address = dlsym(RTLD_DEFAULT, name);
   if (address == nullptr) address = dlsym(handle, name);
   if (address == nullptr) {
@@ -114,14 +114,14 @@ bool Load() {
 }  // namespace
 
 void LoadVerbsLibraries() {
-  static const bool loaded = Load();  // what throws is tried anew by the next call
+  static const bool loaded = Load();  // after an exception the next call tries again
   (void)loaded;
 }
 
 }  // namespace rdma
 }  // namespace ps
 
-// What the van calls.  Hidden in this library (-fvisibility=hidden): nobody else is served.
+// The functions that the van calls. Hidden (-fvisibility=hidden), so no other library uses them.
 extern "C" {
 
 int ibv_fork_init(void) { return ps::rdma::functions.ibv_fork_init(); }

@@ -12,14 +12,14 @@ namespace rdma {
 namespace {
 
 constexpr size_t kPreambleBytes = 8;
-constexpr size_t kRefusalBytes = 148;  // what the connection manager carries
-// Where its proof lies.  The reason before it ends by a zero.
+constexpr size_t kRefusalBytes = 148;  // limit of the connection manager
+// Offset of its proof. The reason before it ends with a zero.
 constexpr size_t kRefusalProof = kRefusalBytes - 1 - kAnswerProofBytes;
 static_assert(kMaxReason == kRefusalProof - kPreambleBytes - 1, "all the room that is left");
 constexpr uint8_t kMetaInRegion = 1;
 constexpr uint8_t kHasOffer = 2;
 constexpr uint8_t kTakesOffer = 4;
-// No device posts more in a queue, and none gives back more than were posted.
+// No device has longer queues, and none returns more requests than were posted.
 constexpr uint32_t kMaxSlots = 65535;
 constexpr uint8_t kMaxMtu = 5;  // IBV_MTU_4096
 constexpr uint8_t kDataPlane = 1;
@@ -28,7 +28,7 @@ constexpr uint8_t kResumes = 4;
 constexpr uint8_t kMayMove = 8;
 constexpr uint8_t kProbes = 16;
 constexpr uint8_t kAllFlags = 31;
-// The last byte of a refusal.
+// Last byte of a refusal.
 constexpr uint8_t kAgainSoon = 1;
 constexpr uint32_t kChallengeMagic = 0x434d5242;  // "BRMC"
 
@@ -181,7 +181,7 @@ bool Refusal::Decode(const char* data, size_t bytes) {
   ByteReader in(data, bytes);
   uint32_t magic = 0, version = 0;
   if (!in.Int(&magic) || !in.Int(&version) || magic != kMagic) return false;
-  // Of any version: so who is of another one is told that.
+  // Readable in any version, so a peer of another version learns why it is refused.
   const size_t room = std::min(bytes, kRefusalBytes - 1) - kPreambleBytes;
   reason.assign(data + kPreambleBytes, strnlen(data + kPreambleBytes, room));
   if (version == kVersion && bytes >= kRefusalBytes) {
@@ -218,7 +218,7 @@ bool FrameHeader::Decode(const char* data, size_t bytes) {
   if (!in.Int(&meta_bytes)) return false;
   if (what < kMessage || what > kResume || zero != 0) return false;
   type = static_cast<FrameType>(what);
-  // One of them at most.
+  // At most one of these flags.
   meta_in_region = flags == kMetaInRegion;
   has_offer = flags == kHasOffer;
   takes_offer = flags == kTakesOffer;

@@ -1,4 +1,4 @@
-// What an endpoint sends, and sends again; and where it receives what is written into its memory.
+// Tests of Outbox and Inbox: what is sent, what is sent again, and where values are received.
 #include "byteps/net/rdma/outbox.h"
 
 #include <gtest/gtest.h>
@@ -26,9 +26,9 @@ class OutboxTest : public testing::Test {
     outbox_.Push(std::move(message));
   }
 
-  // Sends the next in a frame.
+  // Sends the next message in a frame.
   void SendInFrame() { outbox_.Sent(outbox_.TakeNext()); }
-  // Asks where to write the next; returns its id.
+  // Asks for the next message's destination; returns its id.
   uint32_t Ask() {
     const uint32_t id = outbox_.NewId();
     outbox_.Asked(id, outbox_.TakeNext());
@@ -36,7 +36,7 @@ class OutboxTest : public testing::Test {
   }
   void WriteAll() { outbox_.Sent(outbox_.TakeWritten()); }
 
-  // Those that wait, in order.
+  // Returns the waiting messages, in order.
   Keys Waiting() {
     std::vector<OutgoingPtr> taken;
     while (outbox_.has_next()) taken.push_back(outbox_.TakeNext());
@@ -78,7 +78,7 @@ TEST_F(OutboxTest, AMessageOfEitherKindArrives) {
   EXPECT_THROW(outbox_.Arrived(1, &done_), Error);
 }
 
-// Breaking connections over and over found these: which messages go first, and from where.
+// Cases found by breaking connections repeatedly: which messages go first, and from where.
 TEST_F(OutboxTest, WhatHadBegunGoesBeforeWhatHadNot) {
   for (const uint64_t key : {1, 2, 3, 4}) Push(key);
   const uint32_t first = Ask();
@@ -106,7 +106,7 @@ TEST_F(OutboxTest, WhatWasSentGoesBeforeWhatHadBegun) {
   EXPECT_EQ(outbox_.TakeBegunAgain(), 0u);
 }
 
-// The device gave its request back, and the other end had it.
+// The device returned a request whose message had arrived.
 TEST_F(OutboxTest, WhatHadComeAfterAllIsNotSentAgain) {
   for (const uint64_t key : {1, 2, 3}) Push(key);
   for (int n = 0; n < 3; ++n) SendInFrame();
@@ -166,7 +166,7 @@ TEST_F(OutboxTest, WhatTheDeviceMayReadStaysLonger) {
   EXPECT_TRUE(outbox_.empty());
 }
 
-// ----- where it receives
+// ----- receiving
 
 constexpr uint64_t kBytes = 1000;
 constexpr uint64_t kWindow = 2 * kBytes;
@@ -179,7 +179,7 @@ std::shared_ptr<Region> AnyRegion() {
 
 class InboxTest : public testing::Test {
  protected:
-  // One comes, whose value belongs at `place`, or wherever there is memory.
+  // Receives a request for a value with the destination `place`, or any memory.
   void Come(uint32_t id, char* place = nullptr) {
     Incoming incoming;
     incoming.id = id;
@@ -188,7 +188,7 @@ class InboxTest : public testing::Test {
     incoming.place = place;
     inbox_.Wait(std::move(incoming));
   }
-  // Finds memory for the first.
+  // Finds memory for the first message.
   void Clear() {
     ASSERT_TRUE(inbox_.MayClear(kWindow));
     inbox_.BeginClearing();
@@ -202,7 +202,7 @@ class InboxTest : public testing::Test {
     }
     inbox_.EndClearing(std::move(memory));
   }
-  // Tells the sender of the next; returns the cookie.
+  // Tells the sender of the next message; returns the cookie.
   uint32_t Tell(uint32_t id) {
     uint32_t told = 0;
     const Target target = inbox_.Tell(&told);
@@ -211,7 +211,7 @@ class InboxTest : public testing::Test {
     return target.cookie;
   }
 
-  // Offers a place for the answer to a request of this number; returns the cookie.
+  // Offers a destination for the answer to this request; returns the cookie.
   uint32_t MakeOffer(uint64_t number, char* place) {
     const Offer offer = inbox_.MakeOffer({3, 0x10, number}, {place, kBytes, AnyRegion()}, 77);
     EXPECT_EQ(offer.target.address, reinterpret_cast<uintptr_t>(place));
@@ -219,7 +219,7 @@ class InboxTest : public testing::Test {
     EXPECT_EQ(offer.bytes, kBytes);
     return offer.target.cookie;
   }
-  // An answer of so many bytes takes it.
+  // Begins an answer of this size into the offered destination.
   bool Begin(uint64_t number, uint32_t cookie, uint64_t bytes = kBytes) {
     Incoming incoming;
     incoming.value_bytes = bytes;
@@ -321,7 +321,7 @@ TEST_F(InboxTest, WhatWasOfferedAndIsGivenUpIsDropped) {
   EXPECT_TRUE(incoming_.drop);
 }
 
-// It comes again over the next connection, and the memory of the last one counts no more.
+// It comes again over the next connection; the old memory no longer counts.
 TEST_F(InboxTest, WhatHadBegunToComeIsForgotten) {
   inbox_.Came();
   for (const uint32_t id : {1, 2, 3}) Come(id);

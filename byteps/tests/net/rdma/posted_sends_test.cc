@@ -1,4 +1,4 @@
-// Which requests are signalled, and what is over when a device tells of one.
+// Tests of the choice of signalled requests, and of the effects of completions.
 #include "byteps/net/rdma/posted_sends.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ class PostedSendsTest : public testing::Test {
     sends_.Add(request, signalled);
     return signalled;
   }
-  // Which of so many are signalled: "!...!"
+  // Posts requests; returns which were signalled: "!...!".
   std::string PostMany(int count, const PostedSends::Request& request) {
     std::string signalled;
     for (int n = 0; n < count; ++n) signalled += Post(request) ? '!' : '.';
@@ -76,9 +76,9 @@ TEST_F(PostedSendsTest, AFullQueueHasASignalledRequest) {
       signalled += one ? 1 : 0;
     }
     EXPECT_EQ(count, depth);
-    // So the queue does not run dry before there is room again.
+    // So the queue has room again before it is empty.
     EXPECT_GE(signalled, 3u) << depth;
-    sends.Add({}, true);  // there is room for the one that does nothing
+    sends.Add({}, true);  // the request without effect fits too
     PostedSends::Retired retired;
     ASSERT_TRUE(sends.Retire(depth + 1, &retired));
     EXPECT_TRUE(sends.empty());
@@ -131,7 +131,7 @@ TEST_F(PostedSendsTest, TheEndOfALargeValueIsSignalled) {
   EXPECT_TRUE(Post(Write(kPiece / 2, true, true)));
 }
 
-// Otherwise it would be known to have arrived when something else is sent, if ever.
+// Otherwise its arrival would be known only when something else is sent, if ever.
 TEST_F(PostedSendsTest, TheOnlyMessageIsSignalled) {
   for (int n = 0; n < 40; ++n) {
     EXPECT_FALSE(Post(Frame(false)));
@@ -158,7 +158,7 @@ TEST_F(PostedSendsTest, TheLastMessagesAreAskedFor) {
   EXPECT_TRUE(Post(Frame(true))) << "nobody is looking any more";
 }
 
-// Requests and answers by turns: each would be the only one.
+// Requests alternate with answers, so each is the only one in flight.
 TEST_F(PostedSendsTest, WhileItIsWatchedOneOfSixteenIsSignalled) {
   EXPECT_TRUE(Post(Frame(true)));
   EXPECT_EQ(Retire(1), 1u);
@@ -173,8 +173,8 @@ TEST_F(PostedSendsTest, WhileItIsWatchedOneOfSixteenIsSignalled) {
   EXPECT_TRUE(sends_.EndWatch());
 }
 
-// A device tells of each request that it gives back, signalled or not; those that it had done
-// before without a word are over with the last.
+// A device reports each request that it returns, signalled or not. Completed unsignalled ones are
+// covered by the last.
 TEST_F(PostedSendsTest, AStoppedQueueIsAccountedFor) {
   EXPECT_EQ(PostMany(4, Frame(true)), "!...");
   Post(Write(1000, false, false));
@@ -202,8 +202,8 @@ TEST_F(PostedSendsTest, WhatFailedIsNotWaitedFor) {
   EXPECT_TRUE(Post(Frame(true)));
 }
 
-// A device that completes in order, when it pleases, and tells only of what is signalled; it is
-// stopped at last, and gives back the rest.
+// A simulated device: completes in order at any time, and reports only signalled requests. When it
+// is stopped it returns the rest.
 class Device {
  public:
   explicit Device(PostedSends* sends) : sends_(sends) {}
@@ -212,7 +212,7 @@ class Device {
     queue_.push_back({sends_->next(), signalled});
     sends_->Add(request, signalled);
   }
-  // Whether it told of something.
+  // Returns whether it reported a completion.
   bool CompleteOne(uint64_t* messages) {
     const auto [number, signalled] = queue_.front();
     queue_.pop_front();
@@ -248,7 +248,7 @@ TEST(PostedSends, HoweverADeviceWorks) {
     uint64_t sent = 0, heard = 0;
     bool watched = false;
     const auto complete = [&] {
-      // As the polling thread does, which wakes up for what it is told.
+      // Does what the polling thread does when it wakes up.
       if (device.CompleteOne(&heard) && sends.Watch()) watched = true;
     };
     const auto ask = [&] {
@@ -265,7 +265,7 @@ TEST(PostedSends, HoweverADeviceWorks) {
       PostedSends::Request request = Frame(what < 8);
       if (what == 9) request = Write(1 + below(kPiece), below(2) == 0, below(2) == 0);
       if (sends.bytes() + request.bytes > kWindow || !sends.has_room()) {
-        // Something must tell that there is room, though nothing more is posted.
+        // A completion must report room, even if nothing more is posted.
         const uint64_t bytes = sends.bytes();
         while (!device.idle()) complete();
         ASSERT_TRUE(sends.has_room()) << seed;

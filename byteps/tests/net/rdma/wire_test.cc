@@ -1,4 +1,4 @@
-// What two endpoints say to each other, byte for byte.
+// Tests of the bytes that two endpoints exchange.
 #include "byteps/net/rdma/wire.h"
 
 #include <gtest/gtest.h>

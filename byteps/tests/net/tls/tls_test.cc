@@ -1,4 +1,4 @@
-// Encrypted connections, over pairs of sockets, and OpenSSL's interface as its headers have it.
+// Tests of encrypted connections, over socket pairs.
 #include "byteps/net/tls/tls.h"
 
 #include <gtest/gtest.h>
@@ -50,14 +50,14 @@ std::shared_ptr<Context> NewContext(const std::string& secret) {
   return std::make_shared<Context>(auth::Secret(secret), Files());
 }
 
-// Bytes that differ from place to place.
+// Returns bytes that differ by position.
 std::string Pattern(size_t bytes) {
   std::string text(bytes, '\0');
   for (size_t i = 0; i < bytes; ++i) text[i] = static_cast<char>(i * 31 + i / 251);
   return text;
 }
 
-// Two ends of a connection, with somebody in between who hands on what each says.
+// Two ends of a connection, with a relay in between.
 class Wire {
  public:
   Wire(const std::string& secret, const std::string& other)
@@ -75,7 +75,7 @@ class Wire {
     connecting_->records_per_key = listening_->records_per_key = records;
   }
 
-  // What each end has said since the last time goes to the other one; returns it.
+  // Relays the bytes sent since the last call in both directions; returns them.
   std::string Carry(size_t change = std::string::npos) {
     std::string all = Move(left_[1], right_[1], &to_right_, change);
     return all + Move(right_[1], left_[1], &to_left_, std::string::npos);
@@ -97,7 +97,7 @@ class Wire {
     ASSERT_EQ(right, Session::Step::kDone);
   }
 
-  // Sends `text` in these parts, and returns what came.
+  // Sends `text` in these parts; returns what arrived.
   std::string Send(Session* from, Session* to, const std::string& text,
                    const std::vector<size_t>& parts) {
     std::string got;
@@ -128,7 +128,7 @@ class Wire {
   std::unique_ptr<Session> connects, listens;
 
  private:
-  // Returns what came from there; what does not fit there yet goes the next time.
+  // Returns what was received; bytes that do not fit yet are sent by the next call.
   static std::string Move(int from, int to, std::string* rest, size_t change) {
     std::string all;
     char some[65536];
@@ -166,7 +166,7 @@ TEST(Tls, WhatIsSentComes) {
   }
 }
 
-// Nothing is lost or doubled where the socket takes a part of it.
+// Partial writes lose or duplicate nothing.
 TEST(Tls, ASocketThatIsFull) {
   Wire wire(kSecret, kSecret);
   wire.ShakeHands();
@@ -215,7 +215,7 @@ TEST(Tls, AKeyIsChangedInTime) {
     wires[i]->ShakeHands();
     EXPECT_TRUE(wires[i]->Send(wires[i]->listens.get(), wires[i]->connects.get(), text, {10000}) ==
                 text);
-    // One part of 10,000 bytes is a record.
+    // A part of 10,000 bytes fits in a record.
     std::string small(1, 'x');
     const iovec whole = {small.data(), 1};
     heard[i] = 0;
