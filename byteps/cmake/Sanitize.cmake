@@ -1,16 +1,14 @@
-# BYTEPS_SANITIZE: a build that watches itself.
+# BYTEPS_SANITIZE: builds with sanitizers, whose findings end the program.
 #
-#   address  AddressSanitizer and UndefinedBehaviorSanitizer; with clang also what libFuzzer needs
+#   address  AddressSanitizer and UndefinedBehaviorSanitizer; with clang also libFuzzer's coverage
 #   thread   ThreadSanitizer
-#
-# What they find ends the program.
 set(BYTEPS_SANITIZE "" CACHE STRING "Build with a sanitizer: address, thread, or nothing")
 set(BYTEPS_FUZZERS OFF)
 if(BYTEPS_SANITIZE STREQUAL "address")
   set(flags -fsanitize=address,undefined -fno-sanitize-recover=all)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     set(BYTEPS_FUZZERS ON)
-    # A call through a pointer of another type is checked by names that hidden types do not have.
+    # These checks compare type names, which hidden types do not have.
     list(APPEND flags -fno-sanitize=function,vptr)
     add_compile_options(-fsanitize=fuzzer-no-link)
   endif()

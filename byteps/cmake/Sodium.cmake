@@ -1,4 +1,4 @@
-# Makes the target Sodium, which authentication needs.
+# Defines the target Sodium, which authentication needs.
 if(NOT BYTEPS_SODIUM_SOURCE)
   find_path(SODIUM_INCLUDE_DIR sodium.h)
   find_library(SODIUM_LIBRARY sodium)
@@ -12,9 +12,9 @@ if(NOT BYTEPS_SODIUM_SOURCE)
   return()
 endif()
 
-# From source, into our own objects: what we ship must run where the library is not installed.
-# Not by the library's own build, which wants a shell and an archiver of the target. No instruction
-# set is asked for: a proof takes microseconds.
+# Compile libsodium from source into our objects: released binaries must run where it is not
+# installed. Its own build is not used, since it needs a shell and an archiver for the target. No
+# instruction set is selected: a proof takes microseconds anyway.
 enable_language(C)
 file(GLOB sodium_root ${BYTEPS_SODIUM_SOURCE}/libsodium-*/)
 set(sodium_src ${sodium_root}/src/libsodium)

@@ -1,4 +1,4 @@
-# Programs that try the worker and the server; BYTEPS_BUILD_TESTS asks for them.
+# Test programs for the worker and the server; built with BYTEPS_BUILD_TESTS.
 add_library(worker_objects OBJECT ${WORKER_SOURCES} byteps/device/fake.cc)
 target_compile_options(worker_objects PRIVATE ${WARNINGS})
 target_link_libraries(worker_objects PUBLIC byteps_engine)
@@ -6,12 +6,12 @@ add_library(worker_under_test STATIC ${WORKER_RECOVERY_SOURCES})
 target_compile_options(worker_under_test PRIVATE ${WARNINGS})
 target_link_libraries(worker_under_test PUBLIC worker_objects)
 
-# Linking it shows that a worker needs nothing of recovery/.
+# Linking this proves that a worker needs nothing of recovery/.
 add_library(worker_without_recovery MODULE $<TARGET_OBJECTS:worker_objects>)
 target_link_libraries(worker_without_recovery PRIVATE byteps_engine)
 target_link_options(worker_without_recovery PRIVATE LINKER:-z,defs)
 
-# Upstream's arrays, when they grow, copy nothing from nowhere: memcpy of 0 bytes from null.
+# Upstream's arrays call memcpy with null and 0 bytes when they grow.
 set(ARRAYS_THAT_GROW)
 if(BYTEPS_FUZZERS)
   set(ARRAYS_THAT_GROW -fno-sanitize=nonnull-attribute)
@@ -19,7 +19,7 @@ endif()
 
 find_package(GTest)
 if(GTest_FOUND)
-  # Linking it shows that a server needs nothing of recovery/, and running it that it sums.
+  # Linking this proves that a server needs nothing of recovery/; running it, that it sums.
   add_library(server_test_objects OBJECT tests/server/server_test.cc)
   target_compile_options(server_test_objects PRIVATE ${WARNINGS})
   target_link_libraries(server_test_objects PUBLIC byteps_engine GTest::gtest)
@@ -81,9 +81,9 @@ if(GTest_FOUND)
   target_link_libraries(unit_test PRIVATE
     worker_under_test server_recovery scheduler_recovery GTest::gtest_main)
   add_dependencies(unit_test worker_without_recovery server_without_recovery)
-  target_link_options(unit_test PRIVATE  # NoMemoryFrom in support/job.cc
+  target_link_options(unit_test PRIVATE  # for NoMemoryFrom in support/job.cc
     LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
-  # Running it shows that a scheduler needs nothing of recovery/.
+  # Running this proves that a scheduler needs nothing of recovery/.
   add_executable(scheduler_without_recovery tests/net/membership/scheduler_membership_test.cc)
   target_compile_options(scheduler_without_recovery PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(scheduler_without_recovery PRIVATE byteps_net GTest::gtest_main)
@@ -103,11 +103,11 @@ add_executable(sum_worker tests/jobs/sum_worker.cc)
 target_compile_options(sum_worker PRIVATE ${WARNINGS})
 target_link_libraries(sum_worker PRIVATE worker_under_test)
 
-# It plays threads and time itself, which no sanitizer follows.
+# The simulation has its own threads and clock, which sanitizers cannot follow.
 if(NOT BYTEPS_SANITIZE)
   add_executable(simulate
     tests/simulation/worker_script.cc
-    tests/simulation/simulated_gpu.cc  # in place of fake.cc
+    tests/simulation/simulated_gpu.cc  # replaces fake.cc
     tests/simulation/each_wait.cc
     tests/simulation/job.cc
     tests/simulation/job_faults.cc
@@ -122,7 +122,7 @@ if(NOT BYTEPS_SANITIZE)
   target_link_libraries(simulate PRIVATE worker_under_test server_recovery scheduler_recovery)
 endif()
 
-# What reads bytes that come from a network, one program for each parser (tests/fuzz).
+# Fuzzers of everything that reads bytes from a network, a program per parser (tests/fuzz).
 if(BYTEPS_FUZZERS)
   add_custom_target(fuzzers)
   add_library(fuzz_targets OBJECT tests/fuzz/membership_fuzzer.cc tests/fuzz/server_fuzzer.cc)

@@ -1,6 +1,5 @@
-// The engine for Python, and the end of the processes that embedded mode started.  Tensors come as
-// addresses, so that the module needs neither torch's headers nor its ABI and works with every
-// torch.
+// The engine as a Python module. Tensors are passed as addresses: the module needs neither torch's
+// headers nor its ABI, and works with every torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/wait.h>
@@ -37,11 +36,12 @@
 #include "byteps/recovery/worker/server_replacement.h"
 #include "byteps/torch/c_parts.h"
 
-// The end of the processes that embedded mode started next to this rank (launcher/embedded.py).
+// The end of processes that embedded mode started next to this rank (launcher/embedded.py).
 //
-// They end by themselves once every worker has left, and with this process at the latest.  So it
-// stays until then.  What its end means for the job depends on its exit status, which Python's own
-// exit handlers are not told, and after them there is no Python: the C library calls what is here.
+// They end by themselves when every worker has left, and at the latest with this process, so it
+// waits for them. The end of this process means success or failure by its exit status. Python's
+// exit handlers do not learn that status, and Python is gone afterwards; so the C library calls
+// this code.
 
 namespace py = pybind11;
 
@@ -58,12 +58,12 @@ using ChildTuple = std::tuple<std::string, int, std::string>;
 struct Children {
   const pid_t parent;
   std::vector<ChildTuple> running;
-  const std::string folder;  // of their logs
+  const std::string folder;  // of the log files
   const Clock::duration patience;
   const Clock::duration grace;
   bool any_failed = false;
 
-  // Until all have ended, no longer than to `deadline`, nor than `grace` after one has failed.
+  // Waits until all have ended, at most until `deadline` or `grace` after the first failure.
   void Await(Clock::time_point deadline, bool expected) {
     while (true) {
       const bool failed_before = any_failed;
@@ -82,7 +82,7 @@ struct Children {
     const auto& [title, pid, log] = child;
     int status = 0;
     const pid_t ended = waitpid(pid, &status, WNOHANG);
-    // Or a thread of Python's was faster, and said how it ended.
+    // If waitpid fails, a Python thread has collected the process, and reported its end.
     if (ended != pid) return ended < 0;
     if (status == 0 || expected) return true;
     any_failed = true;
@@ -129,8 +129,8 @@ void DefineChildren(py::module_* m) {
          py::arg("patience_s"), py::arg("grace_s"));
 }
 
-// Never destroyed: its threads may be running when the interpreter ends, and
-// Python's atexit has stopped it by then unless it could not.
+// Never destroyed: its threads may be running when the interpreter ends. Python's atexit normally
+// stops it before.
 Worker* GetWorker() {
   if (ps::IsForkedCopy()) {
     throw Error(
@@ -146,14 +146,14 @@ namespace {
 
 bool IsInitialized() { return !ps::IsForkedCopy() && GetWorker()->started(); }
 
-// Never destroyed, as the worker's threads may be running when the interpreter ends.
+// Never destroyed: the worker's threads may be running when the interpreter ends.
 EndedQueue* Ended() {
   static auto* queue = new EndedQueue();
   return queue;
 }
 
 Launch launch;
-// Those of the last Init; the environment may have changed since.
+// Settings of the last Init. The environment may have changed since.
 std::optional<Config> settings_of_init;
 
 Config Settings(const GivenSettings& given = {}) {
@@ -177,8 +177,8 @@ py::object TypedSetting(const std::string& name, const GivenSettings& given) {
   return py::str(config.String(name));
 }
 
-// Counters and gauges as numbers, histograms as (upper ends of the buckets, how often each
-// was not passed, how often in all, sum).
+// Counters and gauges as numbers; histograms as (upper bounds of the buckets, cumulative counts,
+// total count, sum).
 py::dict Metrics() {
   std::vector<Metric> metrics;
   {
@@ -197,7 +197,7 @@ py::dict Metrics() {
   return out;
 }
 
-// One dictionary for each NIC.
+// A dictionary per NIC.
 py::list Nics() {
   py::list out;
   for (const auto& reading : ps::ReadNicCounters()) {
@@ -210,7 +210,7 @@ py::list Nics() {
   return out;
 }
 
-// One dictionary for each RDMA endpoint.
+// A dictionary per RDMA endpoint.
 py::list Endpoints() {
   py::list out;
   for (const auto& e : ps::ReadEndpointCounters()) {
@@ -269,8 +269,8 @@ void Declare(const std::vector<SpecTuple>& tuples) {
   GetWorker()->Declare(specs);
 }
 
-// (type of the values, how many, input, output, the first and the last plus one of those that are
-// wanted, what was lost)
+// (dtype of the values, count, input, output, first wanted value, end of the wanted values,
+// rounding errors)
 using CodedTuple =
     std::tuple<std::string, uint64_t, uintptr_t, uintptr_t, uint64_t, uint64_t, uintptr_t>;
 
@@ -330,8 +330,8 @@ void AddTo(uintptr_t blocks, const std::string& dtype, uintptr_t held, uint64_t 
 
 constexpr std::chrono::nanoseconds kLookEvery = std::chrono::milliseconds(100);
 
-// Lets Python handle signals, such as Ctrl-C, while it waits: what a handler raises is raised
-// here, and the handle stays.
+// Handles Python signals such as Ctrl-C while it waits. If a handler raises, this throws, and the
+// handle stays valid.
 void Wait(int64_t handle, uintptr_t stream) {
   while (true) {
     {
@@ -343,7 +343,7 @@ void Wait(int64_t handle, uintptr_t stream) {
   }
 }
 
-// Whether an operation ended within this time; the handle stays.  Signals as in Wait.
+// Returns whether an operation ended in time. Keeps the handle. Handles signals as Wait does.
 bool AwaitEnd(int64_t handle, double limit_s) {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -366,8 +366,8 @@ bool AwaitEnd(int64_t handle, double limit_s) {
 
 PYBIND11_MODULE(c_lib, m) {
   m.doc() = "The BytePS engine.  Use byteps.torch.";
-  // Made in Python terms: a failure is a RuntimeError, a bad call a ValueError as
-  // well, so that both may be caught as BytePSError.
+  // Defined in Python terms: a failure is also a RuntimeError, a bad call also a ValueError; both
+  // are BytePSErrors.
   static py::exception<Error> error(m, "BytePSError", PyExc_RuntimeError);
   static py::exception<UsageError> usage(m, "BytePSUsageError",
                                          py::make_tuple(error, py::handle(PyExc_ValueError)));
@@ -395,7 +395,7 @@ PYBIND11_MODULE(c_lib, m) {
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
       py::arg("suspend"), py::arg("failure") = "", Unlocked());
-  // `kept` stays until the process ends.
+  // `kept` is referenced until the process ends.
   m.def(
       "shutdown_at_exit",
       [](py::object kept) {
@@ -477,7 +477,7 @@ PYBIND11_MODULE(c_lib, m) {
   m.def(
       "remove_memory",
       [](uint64_t number) {
-        // A storage is freed in a forked copy, too, where another thread may have held the lock.
+        // Storages are freed in forked copies, too, where another thread may have held the lock.
         if (!ps::IsForkedCopy()) ps::RegistrationCache::Remove(number);
       },
       py::arg("number"), Unlocked());

@@ -1,4 +1,4 @@
-// What the files of the Python module share.
+// Declarations that the files of the Python module share.
 #ifndef BYTEPS_TORCH_C_PARTS_H_
 #define BYTEPS_TORCH_C_PARTS_H_
 
@@ -18,9 +18,9 @@
 namespace byteps {
 namespace core {
 
-// Operations that have ended, for the one thread that completes futures in Python.
-
-// Any thread may call anything.  The engine's threads push and never wait for Python.
+// Handles of ended operations, for the thread that completes futures in Python.
+//
+// Thread-safe. Engine threads push, and never wait for Python.
 class EndedQueue {
  public:
   void Push(int64_t handle) {
@@ -31,11 +31,11 @@ class EndedQueue {
     cond_.NotifyAll();
   }
 
-  // Handles in the order in which their operations ended.  Blocks until there is one; empty: Wake
-  // was called, and there is none.
+  // Blocks until operations have ended, and returns their handles in that order. Returns none if
+  // Wake was called.
   std::vector<int64_t> Await() {
     ps::MutexLock lock(&mu_);
-    // Ended by the end of an operation or Wake; deadline: none, an idle thread's.
+    // Ended by the end of an operation or Wake; deadline: none, the thread is idle.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return woken_ || !ended_.empty(); });
     if (ended_.empty()) woken_ = false;
     return std::exchange(ended_, {});
@@ -59,14 +59,14 @@ class EndedQueue {
 // The worker of this process.
 Worker* GetWorker();
 
-// A group's ranks, ascending; none: all workers.  A class of its own, so that Python converts the
-// ranks of a large group once and not for each push.
+// A group's ranks, ascending; empty: all workers. A class, so that Python converts the ranks of a
+// large group once, not for each push.
 struct Ranks {
   RankGroup values;
 };
 
-// (name, dtype, bytes, piece of so many bytes, average, feedback, group, placement, device, in
-// order)
+// (name, dtype, bytes, bytes of the whole tensor if it is a piece, average, feedback, group,
+// placement, device, in order)
 using SpecTuple = std::tuple<std::string, std::string, uint64_t, uint64_t, bool, bool, Ranks,
                              std::optional<uint64_t>, int, bool>;
 
@@ -93,13 +93,13 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
   return spec;
 }
 
-// A tensor that is summed again and again: described once, and looked up once in a job.
+// A tensor that is summed repeatedly: described once, and looked up once per job.
 class KnownTensor {
  public:
   explicit KnownTensor(TensorSpec spec) : spec_(std::move(spec)) {}
 
   const TensorSpec& spec() const { return spec_; }
-  // Starts an operation of this tensor and returns its handle.
+  // Starts an operation on this tensor, and returns its handle.
   int64_t PushPull(PushPullRequest request) const {
     request.tensor = spec_;
     TensorPtr known = Known();
@@ -120,7 +120,7 @@ class KnownTensor {
 
   const TensorSpec spec_;
   mutable ps::Mutex mu_;
-  mutable TensorPtr known_ PS_GUARDED_BY(mu_);  // of this job, or of one before
+  mutable TensorPtr known_ PS_GUARDED_BY(mu_);  // of this job, or an earlier one
 };
 
 // c_update.cc: the class UpdatedTensor, release, load_feedback and read_feedback.

@@ -1,4 +1,5 @@
-// Parameters that servers update, and replicas of a model, for Python: see server_optimizer.py.
+// Python classes and functions for parameters that servers update, and for replicas
+// (server_optimizer.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -59,8 +60,8 @@ TensorSpec WithRule(const SpecTuple& tuple, UpdateRule rule) {
   return spec;
 }
 
-// A tensor of gradients, and of the parameters that servers make of them.  Its functions start an
-// operation and return its handle.
+// A tensor of gradients and parameters that servers update. Its functions start an operation and
+// return its handle.
 class UpdatedTensor {
  public:
   UpdatedTensor(const SpecTuple& spec, bool is_adamw, const std::vector<GroupTuple>& groups,
@@ -88,13 +89,13 @@ class UpdatedTensor {
   int64_t Load(uint32_t slot, uintptr_t values) const {
     return Start(kLoadState, values, 0, Slot(slot), 0);
   }
-  // Elements `begin` to `end` of a slot, to `values`.
+  // Reads elements [begin, end) of a slot into `values`.
   int64_t Read(uint32_t slot, uint64_t begin, uint64_t end, uintptr_t values,
                uint8_t verdict) const {
     PushPullRequest request;
     request.pull_begin = begin * sizeof(float);
     request.pull_end = end * sizeof(float);
-    // Where the whole slot would begin.
+    // Address at which the whole slot would begin.
     const uintptr_t output = values - request.pull_begin;
     return Start(kReadState, 0, output, Packed(verdict) + Slot(slot), 0, 0, std::move(request));
   }
@@ -125,8 +126,8 @@ class UpdatedTensor {
   const KnownTensor known_;
 };
 
-// Of a tensor that is summed in blocks with feedback: what rounding lost on the servers, as fp32
-// values of whole blocks on the CPU.
+// Moves the rounding errors of a tensor that is summed in blocks with feedback: fp32 values of
+// whole blocks, on the CPU.
 int64_t MoveFeedback(int op, const SpecTuple& spec, uintptr_t values) {
   PushPullRequest request;
   request.tensor = std::apply(Spec, spec);
@@ -158,7 +159,7 @@ void DefineUpdatedTensor(py::module_* m) {
   m->def(
       "release",
       [](const std::vector<std::string>& names, uint32_t lowest_rank) {
-        // An object may be finalized in a forked copy, too.
+        // Objects may be finalized in a forked copy, too.
         if (!ps::IsForkedCopy()) GetWorker()->Release(names, lowest_rank);
       },
       py::arg("names"), py::arg("lowest_rank"), Unlocked());
@@ -181,7 +182,7 @@ void DefineUpdatedTensor(py::module_* m) {
       .def("num_partitions", &UpdatedTensor::NumPartitions, Unlocked());
 }
 
-// Replicas of a model, for Python: who is there, who waits, and what a late one goes on from.
+// Functions about replicas: which are present, which wait, and the progress that a late one adopts.
 
 void DefineReplicas(py::module_* m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
