@@ -1,5 +1,4 @@
-// Sums of tensors on a GPU that a thread plays, over servers that a script plays, for which threads
-// wait.
+// Sums of tensors on a simulated GPU, over scripted servers. Threads wait for the sums.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,7 +17,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Whether `stream` does nothing more before `hold`, which this gives up, lets copies go on.
+// Whether further work of `stream` waits until `hold` is released, and so for the copies.
 bool WaitsForCopies(DeviceStream stream, std::promise<void>* hold) {
   std::atomic<bool> released{false};
   std::atomic<bool> waited{false};
@@ -29,7 +28,7 @@ bool WaitsForCopies(DeviceStream stream, std::promise<void>* hold) {
   return waited;
 }
 
-// All that small sums may take.
+// Pins all the memory that small sums may take.
 void PinForSmallSums() {
   constexpr uint64_t kMost = 4 << 20;
   PinnedPool::Shared(PinnedPool::Use::kSmallSums, kMost, 1 << 20)->Reserve(kMost);
@@ -39,7 +38,7 @@ TEST(Gpu, ManySumsThroughLittlePinnedMemory) {
   PinForSmallSums();
   const uint64_t pinned_before = fake::PinnedBytes();
   for (const bool in_place : {true, false}) {
-    // Copies of the second kind of partition are not awaited.
+    // Partitions of the second size are too large for waiting for their copies.
     for (const auto& [pinned, partition] :
          {std::pair("1", "8192"), std::pair("65536", "8192"), std::pair("1", "131072")}) {
       Script script;
@@ -56,7 +55,7 @@ TEST(Gpu, ManySumsThroughLittlePinnedMemory) {
         handles.push_back(job.Start("t" + std::to_string(i), &tensors[i], 0, stream, i % 3));
       }
       for (const int64_t handle : handles) job.Wait(handle, stream);
-      fake::Synchronize(stream);  // the host did not wait for the copies, the stream did
+      fake::Synchronize(stream);  // the stream waited for the copies, not the host
       for (int i = 0; i < 20; ++i) EXPECT_EQ(tensors[i], Times(before[i], 3)) << i;
     }
   }
@@ -91,7 +90,7 @@ TEST(Gpu, RoundsOfOneNameInFlight) {
   for (int i = 0; i < 4; ++i) EXPECT_EQ(rounds[i], Times(before[i], 3)) << i;
 }
 
-// A gradient that is still computed holds neither a window nor the stream of copies.
+// A gradient that is being computed holds neither a window nor the copy stream.
 TEST(Gpu, WhatIsNotReadyHoldsUpNobody) {
   Job job(1, {}, {{"BYTEPS_SERVER_WINDOW_BYTES", "1"}});
   fake::SetCurrentDevice(0);
@@ -117,12 +116,12 @@ TEST(Gpu, StreamsWaitForCopiesAndTheHostDoesNot) {
   auto values = Values(1000, 1);
   const auto sum = Times(values, 3);
   const auto hold = fake::HoldCopiesToDevice();
-  job.Wait(job.Start("x", &values, 0, stream), stream);  // returns, though nothing is copied yet
+  job.Wait(job.Start("x", &values, 0, stream), stream);  // returns, although nothing is copied yet
   EXPECT_TRUE(WaitsForCopies(stream, hold.get()));
   EXPECT_EQ(values, sum);
 }
 
-// The last answer may be that of a partition of which nothing is wanted.
+// The last answer may belong to an unwanted partition.
 TEST(Gpu, StreamsWaitForCopiesOfAWantedPart) {
   Job job(2);
   fake::SetCurrentDevice(0);
@@ -173,7 +172,7 @@ TEST(Gpu, TwoDevicesAndTheCallersDevice) {
   EXPECT_EQ(b, b_sum);
 }
 
-// As when a peer is lost while an NCCL kernel waits for it: the GPU's work never ends.
+// An NCCL kernel may wait for a lost peer: then the GPU's work never ends.
 TEST(Gpu, FailureWhileTheGpuHangs) {
   fake::SetCurrentDevice(0);
   const DeviceStream stuck = MakeStream();
@@ -205,10 +204,10 @@ TEST(Gpu, BrokenDeviceFailsWhatIsUnderWay) {
   }
 }
 
-// The device fails while a copy is given to it.
+// The device fails while copies are being enqueued.
 TEST(Gpu, BrokenDeviceFailsCopies) {
   fake::SetCurrentDevice(0);
-  // Copies that were given to it before it broke are waited for by nobody.  They may still be made.
+  // Nobody waits for copies enqueued before the device broke; they may still happen.
   static auto& kept = *new std::deque<std::vector<float>>;
   for (const size_t elements : {3000, 100000}) {
     Job job(1);
@@ -227,13 +226,13 @@ TEST(Gpu, BrokenDeviceFailsCopies) {
   }
 }
 
-// ----- sums that are small and alone
+// ----- small sums that are alone in flight
 
 class SmallSums : public testing::Test {
  protected:
   SmallSums() : stream_((fake::SetCurrentDevice(0), MakeStream())) {}
 
-  // Sums them and counts the copies, both ways.
+  // Sums the values, and counts the copies in both directions.
   uint64_t CopiesOf(const std::string& name, std::vector<float>* values) {
     const uint64_t before = fake::CountCopies();
     Await(job_.Start(name, values, 0, stream_), stream_);
@@ -245,8 +244,7 @@ class SmallSums : public testing::Test {
     fake::Synchronize(stream);
   }
 
-  // Tests of broken devices keep memory for ever; that of partitions of this length is another
-  // pool.
+  // Tests of broken devices never return their memory; another partition size uses another pool.
   Job job_{2, {}, {{"BYTEPS_PARTITION_BYTES", "8192"}}};
   DeviceStream stream_;
 };

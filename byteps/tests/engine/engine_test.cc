@@ -1,4 +1,4 @@
-// Sums of a worker, and what it declares, over servers that a script plays.
+// A worker's sums and declarations, over scripted servers.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -174,8 +174,8 @@ TEST(Engine, SlowServerHoldsUpNobodyElse) {
   auto slow = Values(3 * 1024 * 10, 1), other = Values(1024, 2);
   const auto slow_sum = Times(slow, 3), other_sum = Times(other, 3);
   const int64_t waiting = job.Start("slow", &slow);
-  ASSERT_TRUE(job.channel->AwaitPushes(10 + 10 + 2));  // all but 8 of server 1's
-  job.Wait(job.Start("other", &other));                // of server 0
+  ASSERT_TRUE(job.channel->AwaitPushes(10 + 10 + 2));  // all but 8 partitions of server 1
+  job.Wait(job.Start("other", &other));                // on server 0
   EXPECT_EQ(other, other_sum);
   EXPECT_FALSE(job.worker.Poll(waiting));
   EXPECT_TRUE(job.Settles("push_queue_partitions", 8));
@@ -198,7 +198,7 @@ TEST(Engine, AnswersDoNotHoldTheWindow) {
   EXPECT_EQ(values, sum);
 }
 
-// A loop is held up between sending a push and telling the timeline, and all ends meanwhile.
+// The push loop is delayed between sending and recording the slice; everything else ends meanwhile.
 TEST(Engine, ATimelineHasThePushesThatAreToldLate) {
   const auto folder =
       std::filesystem::temp_directory_path() / ("timeline-" + std::to_string(getpid()));
@@ -221,7 +221,7 @@ TEST(Engine, ATimelineHasThePushesThatAreToldLate) {
   std::filesystem::remove_all(folder);
 }
 
-// ----- what a worker declares
+// ----- declarations
 
 std::vector<TensorSpec> ManySpecs(int count) {
   std::vector<TensorSpec> specs;

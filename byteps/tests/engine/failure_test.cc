@@ -1,4 +1,4 @@
-// A worker of which something fails: its peers, its job, a server, or an operation.
+// Failures in a worker: of its peers, its job, a server, or an operation.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -43,17 +43,17 @@ TEST(Failure, OfTheJobEndsEverything) {
   EXPECT_FALSE(job.worker.started());
 }
 
-// After a failed Wait the memory may be anybody's.
+// After a failed Wait the caller may free the memory.
 TEST(Failure, NothingIsWrittenAfterwards) {
   for (const bool in_place : {true, false}) {
     Script script;
     script.in_place = in_place;
     script.chunk = 64;
     script.chunk_us = 200;
-    // One partition, so that what is awaited below is all that reads the tensor.
+    // One partition, so that the part awaited below is all that reads the tensor.
     Job job(1, script,
             {{"BYTEPS_PARTITION_BYTES", "1048576"}, {"BYTEPS_MIN_PARTITION_BYTES", "1048576"}});
-    auto values = Values(100'000, 1);  // 1.25 s to receive in place
+    auto values = Values(100'000, 1);  // takes 1.25 s to receive in place
     if (!in_place) job.channel->HoldServer(-1, false);
     const int64_t handle = job.Start("x", &values);
     if (in_place) {
@@ -72,7 +72,7 @@ TEST(Failure, NothingIsWrittenAfterwards) {
 }
 
 TEST(Failure, LateAnswersNameTheServer) {
-  auto values = Values(100, 1);  // longer than the worker, which may still send what has failed
+  auto values = Values(100, 1);  // outlives the worker, which may still send it
   Job job(2, {}, {{"BYTEPS_OP_TIMEOUT_S", "0.1"}});
   job.worker.Declare({Job::RequestFor("x", &values).tensor});
   job.channel->HoldServer(0, false);
@@ -81,7 +81,7 @@ TEST(Failure, LateAnswersNameTheServer) {
 }
 
 TEST(Failure, OfWhatWaitsBehindOthersNamesTheirServer) {
-  // Longer than the worker, which may still send what has failed. One partition each, on server 0.
+  // These outlive the worker, which may still send them. One partition each, on server 0.
   auto first = Values(1024, 1), second = Values(1024, 2);
   Job job(2, {}, {{"BYTEPS_OP_TIMEOUT_S", "0.1"}, {"BYTEPS_SERVER_WINDOW_BYTES", "4096"}});
   job.worker.Declare({Job::RequestFor("x", &first).tensor, Job::RequestFor("y", &second).tensor});
@@ -97,7 +97,7 @@ TEST(Failure, OfWhatWaitsBehindOthersNamesTheirServer) {
 
 TEST(Failure, StopWhileOthersCall) {
   for (int i = 0; i < 20; ++i) {
-    // Longer than the worker: what it has failed may still be sent.
+    // These outlive the worker, which may still send them after they failed.
     std::vector<std::vector<float>> all;
     for (int t = 0; t < 3; ++t) all.push_back(Values(3000, t));
     Job job(2);

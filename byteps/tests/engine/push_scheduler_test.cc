@@ -1,4 +1,4 @@
-// How tensors are cut and dealt, and which partition goes next.
+// Plan: how tensors are cut and dealt. PushScheduler: which partition goes next.
 #include "byteps/engine/push_scheduler.h"
 
 #include <gtest/gtest.h>
@@ -49,7 +49,7 @@ TEST(Plan, PiecesHavePartitionsAsLongAsTheWholeTensors) {
   spec.piece_of = whole.bytes;
   EXPECT_EQ(plan.Declare(spec).partition_bytes, whole.partition_bytes);
   EXPECT_EQ(plan.Declare(spec).NumPartitions(), whole.NumPartitions() / 8);
-  // All of a piece may fit into one.
+  // A small piece may fit into one partition.
   spec.bytes = 4096;
   EXPECT_EQ(plan.Declare(spec).NumPartitions(), 1u);
   EXPECT_EQ(plan.BytesPerServer(spec), (std::vector<uint64_t>{4096, 0, 0, 0}));
@@ -147,7 +147,7 @@ TEST(Plan, EachWorkerBeginsWithAServerOfItsOwn) {
     first.insert(layout.servers[layout.order[0]]);
     std::set<uint32_t> all(layout.order.begin(), layout.order.end());
     EXPECT_EQ(all.size(), 23u);
-    // A round of dealing is over before the next one begins, and gives each server one.
+    // Each round of dealing gives every server one partition.
     for (size_t begin = 0; begin < 20; begin += servers) {
       std::set<int> round;
       for (int i = 0; i < servers; ++i) round.insert(layout.servers[layout.order[begin + i]]);
@@ -160,14 +160,14 @@ TEST(Plan, EachWorkerBeginsWithAServerOfItsOwn) {
 }
 
 TEST(Plan, HashesAreTheSameInEveryBuild) {
-  // djb2 of "65536" and "65537", modulo 1000, worked out apart from this code.
+  // djb2 of "65536" and "65537", modulo 1000, computed independently of this code.
   EXPECT_EQ(ServerOf(KeyHash::kDjb2, 65536, 0, 0, 1000), 582);
   EXPECT_EQ(ServerOf(KeyHash::kDjb2, 65536, 0, 1, 1000), 583);
-  // Round robin from the placement.
+  // Round robin, starting at the placement.
   EXPECT_EQ(ServerOf(KeyHash::kRaw, 65536, 7, 5, 5), 2);
 }
 
-// ----- which partition goes next
+// ----- the next partition
 
 Task TaskOf(int server, uint64_t bytes, uint64_t index) {
   Task task;
@@ -177,15 +177,15 @@ Task TaskOf(int server, uint64_t bytes, uint64_t index) {
   return task;
 }
 
-// Takes a task that has to be there.
+// Takes a task, which must be available.
 uint64_t TakeIndex(PushScheduler* scheduler) {
   Task task;
   EXPECT_TRUE(scheduler->Take(&task));
   return task.index;
 }
 
-// Whether nothing that waits can go: then the least urgent of all, for the last server, which
-// tests leave idle, is next.
+// Whether no queued task can go. Adds a task of the lowest priority for the last server, which
+// tests leave idle, and checks that it is next.
 bool NothingGoes(PushScheduler* scheduler, int last_server) {
   constexpr uint64_t kLast = 999;
   scheduler->Add(INT_MIN, {TaskOf(last_server, 1, kLast)});
@@ -231,7 +231,7 @@ TEST(PushScheduler, IdleServerTakesAnySize) {
 }
 
 TEST(PushScheduler, WindowByItself) {
-  // 16 MiB over 8 servers; or twice the partition.
+  // 16 MiB over 8 servers, or two partitions.
   PushScheduler small(8, 0);
   small.Add(0, {TaskOf(0, 2 << 20, 1), TaskOf(0, 1, 2)});
   EXPECT_EQ(TakeIndex(&small), 1u);
@@ -297,7 +297,7 @@ TEST(PushScheduler, WindowShrinksToWhatAServerTakes) {
   scheduler.Add(0, {TaskOf(0, 100, 1), TaskOf(0, 100, 2), TaskOf(0, 100, 3), TaskOf(0, 100, 4)});
   for (const uint64_t wanted : {1, 2, 3}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
-  scheduler.Deliver(0, 100);  // 5 ms of it are less than two partitions
+  scheduler.Deliver(0, 100);  // at this rate, 5 ms are less than two partitions
   EXPECT_TRUE(NothingGoes(&scheduler, 1));
   scheduler.Deliver(0, 100);
   for (int i = 0; i < 2; ++i) scheduler.Answer(0, 100);
@@ -310,7 +310,7 @@ TEST(PushScheduler, WindowsCanIgnoreTheRate) {
   scheduler.Add(0, {TaskOf(0, 100, 1), TaskOf(0, 100, 2), TaskOf(0, 100, 3), TaskOf(0, 100, 4)});
   for (const uint64_t wanted : {1, 2}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
-  scheduler.Deliver(0, 50);  // 5 ms of it are less than two partitions
+  scheduler.Deliver(0, 50);  // at this rate, 5 ms are less than two partitions
   for (const uint64_t wanted : {3, 4}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
 }
 
@@ -333,7 +333,7 @@ TEST(PushScheduler, WhoIsAheadOfTheOthersStepsBack) {
   EXPECT_TRUE(NothingGoes(&scheduler, 2));
   for (int i = 0; i < 3; ++i) scheduler.Answer(0, 10);
   EXPECT_TRUE(NothingGoes(&scheduler, 2));
-  scheduler.Answer(0, 10);  // half a window waits, no more
+  scheduler.Answer(0, 10);  // now only half a window waits
   for (const uint64_t wanted : {7, 8, 9}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
   EXPECT_TRUE(NothingGoes(&scheduler, 2));
 }
@@ -421,8 +421,8 @@ TEST(PushScheduler, ManyThreadsKeepToTheWindows) {
   EXPECT_EQ(scheduler.under_way(), 0u);
 }
 
-// A thread is not woken for each partition that may go.  None may be left lying all the same,
-// whatever their lengths and the window.
+// A thread is not woken for every partition. Still none may be forgotten, whatever the sizes and
+// the window.
 TEST(PushScheduler, WhoSleepsIsWokenInTime) {
   constexpr int kTasks = 200;
   std::mt19937 random(1);
@@ -439,7 +439,7 @@ TEST(PushScheduler, WhoSleepsIsWokenInTime) {
       std::vector<Task> tasks;
       for (int i = 0; i < kTasks; ++i) tasks.push_back(TaskOf(i % 2, random() % 4 * 50 + 1, i));
       scheduler.Add(0, tasks);
-      // One by one, so that a thread that was not woken sleeps.
+      // One by one, so that threads that were not woken are asleep.
       for (int i = 0; i < kTasks; ++i) {
         Task task;
         bool timed_out = false;

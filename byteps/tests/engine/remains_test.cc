@@ -1,5 +1,4 @@
-// What operations leave behind that failed, were held back or refused: nothing that later ones
-// could meet.
+// Failed, held and refused operations must leave nothing behind that affects later ones.
 #include <gtest/gtest.h>
 #include <malloc.h>
 
@@ -26,11 +25,11 @@ constexpr int kPartitionBytes = 4096;
 constexpr int kPartitionsOfSum = 3;
 constexpr size_t kValuesOfSum = kPartitionsOfSum * kPartitionBytes / sizeof(float);
 constexpr int kGoodSums = 3000;
-// What that many sums may add to the heap: an open round of a partition takes some 300 bytes, so
-// that one that is left behind by each sum would take more than twice as much.
+// Bytes that this number of sums may add to the heap. An open round takes about 300 bytes, so
+// leaking a round per sum would take more than twice as much.
 constexpr size_t kHeapBytes = 1 << 20;
 
-// One partition at a time goes to the server, so that a push that fails keeps the others back.
+// Only one partition at a time may be in flight, so that a failing push holds back the others.
 Config TheConfig() {
   return ConfigWith({{"BYTEPS_PARTITION_BYTES", std::to_string(kPartitionBytes)},
                      {"BYTEPS_MIN_PARTITION_BYTES", std::to_string(kPartitionBytes)},
@@ -70,19 +69,19 @@ struct LoopedWorkers {
     return workers[rank]->PushPull(RequestOf(rank));
   }
 
-  // What Wait throws; "" if it was well.
+  // The error that Wait throws, or "".
   std::string ErrorOf(int rank, int64_t handle) {
     try {
       return workers[rank]->WaitFor(handle, nullptr, kLongPatience) ? "" : "no answer";
     } catch (const Error& e) {
-      // What has failed may still be sent: its values stay as they are, the rank goes on with
-      // others.
+      // The transport may still send a failed operation's values: keep them, and use another
+      // buffer.
       failed.push_back(std::exchange(buffers[rank], std::vector<float>(kValuesOfSum)));
       return e.what();
     }
   }
 
-  // A sum of all ranks; a few of its elements are looked at.
+  // A sum over all ranks. Checks a few elements.
   void Sum(int round) {
     int64_t handles[kWorkers];
     for (int rank = 0; rank < kWorkers; ++rank) handles[rank] = Start(rank, round);
@@ -98,7 +97,7 @@ struct LoopedWorkers {
     }
   }
 
-  // Many good sums, after which nothing is open, and the heap is what it was after the first ones.
+  // Sums many times. Then no round is open, and the heap is as large as after the first sums.
   void SumManyTimes() {
     constexpr int kFirst = kGoodSums / 10;
     for (int round = 0; round < kFirst; ++round) {
@@ -110,7 +109,7 @@ struct LoopedWorkers {
       Sum(round);
       if (testing::Test::HasFatalFailure()) return;
     }
-    // The server closes a round after it has answered the last of its pulls.
+    // The server closes a round after it has sent the last answer.
     const auto end = std::chrono::steady_clock::now() + kLongPatience;
     while (loop.server().OpenRounds() > 0 && std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -119,14 +118,14 @@ struct LoopedWorkers {
     EXPECT_LT(mallinfo2().uordblks, before + kHeapBytes);
   }
 
-  std::vector<std::vector<float>> buffers, failed;  // longer than the workers, which may read them
+  std::vector<std::vector<float>> buffers, failed;  // outlive the workers, which may read them
   const Config config;
   LoopJob loop;
   std::vector<std::unique_ptr<Worker>> workers;
 };
 
-// An operation fails at one worker before all of its partitions were pushed.  It goes on, and so
-// does everybody: at once, not after BYTEPS_OP_TIMEOUT_S.
+// An operation fails at one worker before all its partitions were pushed. All workers go on at
+// once, not after BYTEPS_OP_TIMEOUT_S.
 TEST(Remains, NothingOfAnOperationThatFailedBeforeItWasPushed) {
   LoopedWorkers job;
   job.Sum(0);
@@ -136,7 +135,7 @@ TEST(Remains, NothingOfAnOperationThatFailedBeforeItWasPushed) {
     for (int one = 0; one < kWorkers; ++one) handles[one] = job.Start(one, 1);
     EXPECT_EQ(job.ErrorOf(rank, handles[rank]), "this worker has no memory");
     EXPECT_TRUE(job.loop.failed());
-    // The others learn of it by its next push.
+    // The next push tells the other workers.
     const int64_t next = job.Start(rank, 2);
     for (int one = 0; one < kWorkers; ++one) {
       if (one == rank) continue;
@@ -151,7 +150,7 @@ TEST(Remains, NothingOfAnOperationThatFailedBeforeItWasPushed) {
   job.SumManyTimes();
 }
 
-// All of them fail before anything was pushed: no round is ever open for it.
+// All of them fail before any push: no round is ever opened.
 TEST(Remains, NothingOfAnOperationThatNobodyPushed) {
   LoopedWorkers job;
   job.Sum(0);
@@ -162,7 +161,7 @@ TEST(Remains, NothingOfAnOperationThatNobodyPushed) {
   job.SumManyTimes();
 }
 
-// One worker is late.  What it pushes of the old round is refused, and what comes then is summed.
+// A worker is late. Its pushes of the old round are refused; its later pushes are summed.
 TEST(Remains, NothingOfAnOperationThatWasLate) {
   LoopedWorkers job;
   job.loop.SetTimeout(300);
@@ -174,7 +173,7 @@ TEST(Remains, NothingOfAnOperationThatWasLate) {
   }
   const std::string error = job.ErrorOf(1, job.Start(1, 0));
   EXPECT_NE(error.find("lacks the push of worker 1"), std::string::npos) << error;
-  // Pushes of its other partitions may still be on their way.
+  // Pushes of other partitions may still be in flight.
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   while (job.loop.server().OpenRounds() > 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -184,7 +183,7 @@ TEST(Remains, NothingOfAnOperationThatWasLate) {
   job.SumManyTimes();
 }
 
-// Two workers declare a tensor otherwise than the third one.  It is refused; others are not.
+// Two workers declare a tensor differently from the third: it is refused, other tensors are not.
 TEST(Remains, NothingOfADeclarationThatWasRefused) {
   LoopedWorkers job;
   PushPullRequest wrong = job.RequestOf(0, "y");
@@ -202,8 +201,8 @@ TEST(Remains, NothingOfADeclarationThatWasRefused) {
   job.SumManyTimes();
 }
 
-// More sums than a server keeps rounds: their worker holds some back until others come, and pushes
-// other tensors meanwhile.
+// There are more sums than a server keeps rounds. The worker holds some back until others push, and
+// pushes other tensors meanwhile.
 TEST(Remains, WhoIsFarAheadIsNotRefused) {
   constexpr int kRounds = 2500;
   LoopedWorkers job;
@@ -229,7 +228,7 @@ TEST(Remains, WhoIsFarAheadIsNotRefused) {
   }
 }
 
-// Pushes that were held back end with their worker.
+// Pushes that are held back end with their worker.
 TEST(Remains, NothingOfWhatWasHeldBack) {
   LoopedWorkers job;
   float value = 0;
@@ -248,7 +247,7 @@ TEST(Remains, NothingOfWhatWasHeldBack) {
   EXPECT_TRUE(tensor.expired());
 }
 
-// Sums of one tensor may be in flight side by side: none of them is given up.
+// Several sums of a tensor may be in flight: none is given up.
 TEST(Remains, SumsInFlightAreNotGivenUp) {
   constexpr int kInFlight = 10;
   LoopedWorkers job;

@@ -1,4 +1,4 @@
-// Sums on a GPU that a thread plays, which streams wait for and no thread does.
+// Streamed sums on a simulated GPU: streams wait for them, threads do not.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -23,7 +23,7 @@ PushPullRequest Streamed(const std::string& name, std::vector<float>* values, De
   return request;
 }
 
-// Whether a stream becomes idle while others do what they do.
+// Whether a stream becomes idle while other threads work.
 bool BecomesIdle(DeviceStream stream) {
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   while (!StreamIsIdle(stream)) {
@@ -44,7 +44,7 @@ class StreamedSums : public testing::Test {
 };
 
 TEST_F(StreamedSums, TheHostWaitsForNothing) {
-  for (const size_t count : {1, 1024, 5000, 6 << 20}) {  // the last one in several chunks
+  for (const size_t count : {1, 1024, 5000, 6 << 20}) {  // the last size takes several chunks
     SCOPED_TRACE(count);
     Script script;
     script.shuffled = true;
@@ -53,7 +53,7 @@ TEST_F(StreamedSums, TheHostWaitsForNothing) {
     Job job(2, script, settings);
     auto values = Values(count, 1);
     const auto sum = Times(values, 3);
-    const auto hold = fake::Hold(stream_);  // not even for its values
+    const auto hold = fake::Hold(stream_);  // not even the values are ready
     for (int round = 0; round < 2; ++round) {
       SCOPED_TRACE(round);
       auto& tensor = values;
@@ -83,7 +83,7 @@ TEST_F(StreamedSums, NeighboursAreCopiedByOneCall) {
 
 TEST_F(StreamedSums, NoCopyIsOfTwoBlocks) {
   Job job(2, {}, {{"BYTEPS_STREAMED_BYTES", std::to_string(32 << 20)}});
-  for (const size_t count : {1 << 20, 2 << 20, 6 << 20}) {  // each pins more memory
+  for (const size_t count : {1 << 20, 2 << 20, 6 << 20}) {  // each size pins more memory
     SCOPED_TRACE(count);
     auto values = Values(count, 1);
     const auto sum = Times(values, 3);
@@ -101,7 +101,7 @@ TEST_F(StreamedSums, AreDoneWhileTheDriverHoldsUpEveryThread) {
   job.channel->HoldServer(1, false);
   const int64_t handle = job.worker.PushPull(Streamed("x", &values, stream_));
   job.Wait(handle, stream_);
-  const auto calls = fake::HoldCalls();  // this thread loads a kernel, say
+  const auto calls = fake::HoldCalls();  // as if this thread loaded a kernel
   job.channel->Release();
   EXPECT_TRUE(BecomesIdle(stream_));
   calls->set_value();
@@ -124,8 +124,7 @@ TEST_F(StreamedSums, AWantedPart) {
 }
 
 TEST_F(StreamedSums, WithTooLittlePinnedMemoryAreAwaited) {
-  // Tests of broken devices keep memory for ever; that of partitions of this length is another
-  // pool.
+  // Tests of broken devices never return their memory; another partition size uses another pool.
   Job job(2, {}, {{"BYTEPS_STREAMED_BYTES", "1"}, {"BYTEPS_PARTITION_BYTES", "16384"}});
   std::vector<std::vector<float>> tensors;
   std::vector<int64_t> handles;
@@ -172,9 +171,9 @@ TEST_F(StreamedSums, ThatFailBeforeTheirValuesAreThereGiveNoNumbersToo) {
   for (const float value : values) ASSERT_TRUE(std::isnan(value));
 }
 
-// The transport still has what they sent: it is waited for once, not for each of them.
+// The transport still holds the values. The wait for it happens once, not once per sum.
 TEST_F(StreamedSums, ThatFailTogetherLetTheirStreamsGoOnTogether) {
-  constexpr int kSums = 30;  // half a minute, one after the other
+  constexpr int kSums = 30;  // half a minute if waited for one by one
   Job job(1, {}, kRoom);
   job.channel->HoldServer(0, true);
   std::vector<std::vector<float>> tensors(kSums, Values(3000, 1));
@@ -212,7 +211,7 @@ TEST_F(StreamedSums, ThatFailedAreRefusedBeforeAnyoneWaits) {
     job.channel->FailJob("worker 1 was lost");
     EXPECT_EQ(job.ErrorOf(handle, stream_), "worker 1 was lost");
   }
-  // The next job's copies to the host come after those of the failed sum, which read `values`.
+  // Copies of the next job are queued behind those of the failed sum, which read `values`.
   Job next(1, {}, kRoom);
   auto others = Values(3000, 2);
   const auto sum = Times(others, 3);

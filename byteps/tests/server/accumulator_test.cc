@@ -1,4 +1,4 @@
-// How the pushes of one round are added.
+// Accumulator: addition of the pushes of a round.
 #include "byteps/server/accumulator.h"
 
 #include <gtest/gtest.h>
@@ -64,7 +64,7 @@ TEST(Accumulator, AddsEachPushOnceHoweverMany) {
   }
 }
 
-// Of some members' pushes, in whatever order the others' come.
+// Closes sums of some members, pushed in every order.
 TEST(Accumulator, ClosesWithoutThoseWhoDoNotCome) {
   for (uint32_t members = 2; members <= 5; ++members) {
     for (uint32_t who = 1; who + 1 < (1u << members); ++who) {
@@ -98,7 +98,7 @@ TEST(Accumulator, ClosesWithoutThoseWhoDoNotCome) {
   }
 }
 
-// Their sum is of no such value, and its average is.
+// The sum of these values overflows, their average does not.
 template <typename T>
 void ExpectAverageOf(DType type, T value) {
   for (uint32_t members = 2; members <= 5; ++members) {
@@ -135,7 +135,7 @@ TEST(Accumulator, AveragesIntegersWhoseSumOverflows) {
   ExpectAverageOf<int64_t>(DType::kInt64, INT64_MIN);
 }
 
-// A sum that lacks members is of blocks like any other.
+// A sum without some members is encoded in blocks like any other.
 TEST(Accumulator, ClosesSumsOfBlocks) {
   constexpr size_t kBlocks = 2;
   for (uint32_t members : {2u, 3u, 10u}) {
@@ -163,7 +163,7 @@ TEST(Accumulator, ClosesSumsOfBlocks) {
   }
 }
 
-// Where servers update by them, their sum is fp32: it is scaled in that, and not rounded to blocks.
+// Sums for updates are fp32: they are scaled in fp32, and not rounded to blocks.
 TEST(Accumulator, ClosesGradientsThatComeInBlocks) {
   for (uint32_t members : {2u, 3u, 10u, 19u}) {
     for (uint32_t count = 1; count < members; ++count) {
@@ -193,7 +193,7 @@ TEST(Accumulator, ClosesGradientsThatComeInBlocks) {
   }
 }
 
-// 1, 2^24 and -2^24 in fp32: their sum depends on the order in which they are added.
+// 1, 2^24 and -2^24 in fp32: the sum depends on the order of additions.
 TEST(Accumulator, InOrderItWaitsForThoseBefore) {
   const Declaration declaration = Of(3);
   const float values[] = {1, 1 << 24, -(1 << 24)};
@@ -240,7 +240,7 @@ TEST(Accumulator, KeepsTheMemoryOfAPushOnlyWhereItIsWanted) {
   }
 }
 
-// In one pass up to so many, and in several beyond.
+// Up to kAtOnce pushes in a single pass, beyond that in several.
 TEST(Accumulator, AddsBlocksOfFewBitsHoweverMany) {
   constexpr uint64_t kValues = 3 * kBlockValues;
   for (const DType type : {DType::kInt8x128, DType::kInt4x128}) {
@@ -250,7 +250,7 @@ TEST(Accumulator, AddsBlocksOfFewBitsHoweverMany) {
       declaration.bytes = declaration.partition_bytes = BlocksOf(kValues) * SizeOf(type);
       Scratch scratch;
       Accumulator accumulator;
-      // Whole numbers of which each block has the largest: nothing is lost on the way up.
+      // Integers, each the largest of its block: encoding loses nothing.
       const std::vector<float> values(kValues, type == DType::kInt8x128 ? 127.f : 7.f);
       for (uint32_t member = 0; member < members; ++member) {
         const SharedBytes pushed = SharedBytes::New(declaration.bytes);

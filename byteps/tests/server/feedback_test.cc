@@ -1,4 +1,4 @@
-// What rounding lost on a server, read and loaded into another one.
+// Rounding errors on a server, read and loaded into another server.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -22,7 +22,7 @@ using step_tests::Values;
 constexpr size_t kBlocks = 2;
 constexpr size_t kValuesOfSum = kBlocks * kBlockValues;
 
-// A server of one tensor of int4 blocks, of one partition, that two workers sum.
+// A server with one tensor of int4 blocks, in one partition, summed by two workers.
 class SumJob {
  public:
   explicit SumJob(bool feedback = true)
@@ -39,7 +39,7 @@ class SumJob {
     }
   }
 
-  // The bits of the sum.
+  // Bits of the sum.
   std::string Sum(uint32_t round) {
     for (const int rank : {0, 1}) {
       std::vector<float> values(kValuesOfSum);
@@ -106,7 +106,7 @@ TEST(FeedbackTest, AServerGoesOnWhereAnotherOneStopped) {
   ASSERT_FALSE(second.Load(lost).failed);
   const std::string fourth = first.Sum(3);
   EXPECT_EQ(second.Read(0, kValuesOfSum).values, lost);
-  // Another history.
+  // Give the second server another history first.
   for (uint32_t round = 0; round < 3; ++round) {
     second.Sum(round);
     third.Sum(round);

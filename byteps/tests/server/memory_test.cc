@@ -1,4 +1,4 @@
-// A server without memory: it ends the sums that lack it, and nothing else.
+// A server without memory fails only the sums that need it.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -14,7 +14,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A server without memory says what it wanted it for, and goes on.
+// The error says what the memory was for, and the server goes on.
 TEST_F(ServerTest, LackOfMemoryFailsItsRound) {
   constexpr size_t kBytes = 128 << 10;
   declaration_.name = "wide";
@@ -48,21 +48,21 @@ TEST_F(ServerTest, LackOfMemoryFailsItsRound) {
   EXPECT_TRUE(ComesToHave(0));
 }
 
-// Whichever piece of memory cannot be had: nothing ends but the sum, and each member is answered
-// once, or never where there was no memory to tell it.
+// Every single allocation may fail: only one sum fails, and each member gets one answer, or none if
+// there was no memory to send it.
 TEST_F(ServerTest, LackOfAnyMemoryEndsOneSum) {
   uint32_t round = 0;
   bool all_served = false;
   for (int times = 0; !all_served; ++times, ++round) {
     ASSERT_LT(times, 200);
-    // Messages take memory before the server has them.
+    // Messages allocate memory before the server gets them.
     Message pushes[] = {MakePush(0, 0, round, kLong, round), MakePush(1, 0, round, kLong, round)};
     const std::set<uint64_t> numbers = {pushes[0].number, pushes[1].number};
     {
       const MemoryOnlyTimes little(times);
       for (int rank : {0, 1}) Tell(std::move(pushes[rank]), rank);
     }
-    // The next round is good, and gives up what is left of this one.
+    // The next round is good, and gives up the rest of this one.
     ++round;
     Push(0, 0, round, kLong, round);
     const uint64_t last = Push(1, 0, round, kLong, round);

@@ -1,4 +1,4 @@
-// Tensors that members release: when a server frees them, and what becomes of rounds meanwhile.
+// Released tensors: when a server frees them, and the outcome of their rounds.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -25,7 +25,7 @@ namespace {
 constexpr auto kPatience = std::chrono::seconds(120);
 constexpr uint32_t kBytes = 64;
 
-// Keeps the answers by the numbers of their requests.
+// Records answers by request number.
 class Answers : public ServerChannel {
  public:
   void Send(const Message& message) override {
@@ -106,7 +106,7 @@ class ReleaseTest : public testing::Test {
     return -1;
   }
 
-  // Tensors and partitions that the server has; the latter go a moment later.
+  // Tensors and partitions that the server has; partitions disappear a moment later.
   std::pair<uint64_t, uint64_t> Kept() {
     StatusRecord record;
     EXPECT_TRUE(StatusRecord::Parse(server_->Report(), &record));
@@ -204,7 +204,7 @@ TEST_F(ReleaseTest, ThoseThatAreAbsentHoldWhatTheyDeclareFromThenOn) {
   EXPECT_TRUE(ComesToKeep(0, 0));
 }
 
-// The second of two tensors that one message releases is held on.
+// One message releases two tensors, of which another member still holds the second.
 TEST_F(ReleaseTest, AReleaseIsAnsweredWhenAllOfItIsFreed) {
   Declaration other = tensor_;
   other.name = "other";
@@ -244,7 +244,7 @@ TEST_F(ReleaseTest, TheStateOfAnOptimizerGoesWithItsTensor) {
   }
 }
 
-// A server that has the place of a lost one does not know yet who else holds a tensor.
+// The successor of a lost server does not know yet who holds a tensor.
 TEST_F(ReleaseTest, AServerThatComesKeepsATensorUntilAllHaveResumed) {
   const auto resume = [this](int rank) {
     WireWriter out;

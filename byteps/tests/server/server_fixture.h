@@ -1,4 +1,4 @@
-// A server and the workers that a test plays: what they declare and push, and what is answered.
+// A server and simulated workers: their declarations and pushes, and the answers.
 #ifndef BYTEPS_TESTS_SERVER_SERVER_FIXTURE_H_
 #define BYTEPS_TESTS_SERVER_SERVER_FIXTURE_H_
 
@@ -27,7 +27,7 @@ constexpr auto kPatience = std::chrono::seconds(120);
 constexpr uint32_t kPartitionBytes = 16;
 constexpr uint32_t kLong = 600'000;  // ms
 
-// Keeps the answers, in the order in which they come.
+// Records answers in order of arrival.
 class PlayedAnswers : public ServerChannel {
  public:
   struct Answer {
@@ -48,7 +48,7 @@ class PlayedAnswers : public ServerChannel {
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return !holds_; });
   }
 
-  // Who sends the next answer does not return before Release.
+  // Makes the thread that sends the next answer wait for Release.
   void Hold() {
     ps::MutexLock lock(&mu_);
     holds_ = true;
@@ -68,7 +68,7 @@ class PlayedAnswers : public ServerChannel {
     return answers_.size();
   }
 
-  // All so far, once there are so many.
+  // Waits for this number of answers, and returns all so far.
   std::vector<Answer> Await(size_t count) {
     ps::MutexLock lock(&mu_);
     const bool came =
@@ -102,7 +102,7 @@ class ServerTest : public testing::Test {
          rank);
   }
 
-  // Returns the number of the request.
+  // Returns the request number.
   uint64_t Push(int rank, uint64_t index, uint32_t round, uint32_t timeout_ms, uint32_t oldest = 0,
                 std::optional<float> pushed = {}) {
     Message push = MakePush(rank, index, round, timeout_ms, oldest, pushed);
@@ -128,7 +128,7 @@ class ServerTest : public testing::Test {
     return push;
   }
 
-  // All answers so far, once there is one to this request.
+  // Waits for the answer to this request, and returns all so far.
   std::vector<PlayedAnswers::Answer> AwaitAnswerTo(uint64_t number) {
     const auto deadline = std::chrono::steady_clock::now() + kPatience;
     while (true) {
@@ -140,7 +140,7 @@ class ServerTest : public testing::Test {
     }
   }
 
-  // How many rounds of a tensor of `bytes` bytes worker 0 may push when nobody else pushes any.
+  // Number of rounds of a tensor of `bytes` bytes that worker 0 may push while nobody else does.
   uint32_t MostRounds(const std::string& name, uint64_t bytes) {
     declaration_.name = name;
     declaration_.bytes = bytes;
@@ -151,7 +151,7 @@ class ServerTest : public testing::Test {
     answers_.Await(answered_ += 2);
     for (uint32_t round = 0;; ++round) {
       const uint64_t number = Push(0, 0, round, kLong);
-      // Those that are taken have no answer yet.
+      // Accepted pushes have no answer yet.
       if (ComesToHave(open + round + 1, [&] { return answers_.Count() > answered_; })) continue;
       const auto refused = answers_.Await(++answered_).back();
       EXPECT_EQ(refused.number, number);
@@ -162,7 +162,7 @@ class ServerTest : public testing::Test {
     }
   }
 
-  // So many open rounds: a round is closed after its answers are sent.
+  // Waits for this number of open rounds: a round closes after its answers are sent.
   bool ComesToHave(uint64_t rounds, const std::function<bool()>& never = [] { return false; }) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (server_.OpenRounds() != rounds) {

@@ -17,7 +17,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Of a small partition, the thread with the last push finds its engine idle and sends the sum.
+// For a small partition, the thread with the last push finds the engine idle, and sends the sum.
 TEST_F(ServerTest, SmallSumsAreSentByWhoBringsThem) {
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   size_t answers = 2;
@@ -28,13 +28,13 @@ TEST_F(ServerTest, SmallSumsAreSentByWhoBringsThem) {
     ASSERT_EQ(all.size(), answers);
     EXPECT_EQ(all.back().values, std::vector<float>(4, 3));
     if (all.back().sent_by == std::this_thread::get_id()) return;
-    // Its engine has just been told of an earlier deadline.
+    // The engine may be handling an earlier deadline at this moment.
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
   }
 }
 
-// What all of 8,192 ranks cost that declare 1,000 tensors, by some of them.  To be read: a busy
-// machine is no failure.
+// Time of declarations of 1,000 tensors with 8,192 ranks, extrapolated from some ranks. Printed
+// only, since it depends on the machine's load.
 TEST_F(ServerTest, DeclarationsOfManyRanksCostLittle) {
   constexpr uint32_t kRanks = 8192;
   constexpr int kTensors = 1000;
@@ -57,7 +57,7 @@ TEST_F(ServerTest, DeclarationsOfManyRanksCostLittle) {
          seconds * kRanks / kSome);
 }
 
-// The tensor says so, not the server.  What 2^80 + 1 rounds away depends on the order.
+// The tensor asks for the order, not the server. The loss of 1 next to 2^80 depends on the order.
 TEST_F(ServerTest, ValuesAreAddedInTheOrderOfRanksIfTheTensorSaysSo) {
   constexpr float kHuge = 0x1p80f;
   declaration_.group = {0, 1, 2};
@@ -77,7 +77,7 @@ TEST_F(ServerTest, ValuesAreAddedInTheOrderOfRanksIfTheTensorSaysSo) {
   }
 }
 
-// Who receives goes on receiving.
+// The receiving thread goes on receiving.
 TEST_F(ServerTest, LargeSumsAreSentByAnEngineThread) {
   declaration_.name = "large";
   declaration_.bytes = declaration_.partition_bytes = 256 << 10;
@@ -91,27 +91,26 @@ TEST_F(ServerTest, LargeSumsAreSentByAnEngineThread) {
   }
 }
 
-// A server that stood still looks at what has come meanwhile before it calls anything late, and
-// waits a little for what comes then.
+// A server that stood still first handles messages that came meanwhile, and waits a little for
+// more, before it fails late rounds.
 TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
-  declaration_.name = "large";  // served by the engine's thread
+  declaration_.name = "large";  // served by the engine thread
   declaration_.bytes = 3 * (256 << 10);
   declaration_.partition_bytes = 256 << 10;
   for (int rank : {0, 1}) Declare(rank);
   answers_.Await(4);
   constexpr uint32_t kShort = 500;
   std::set<uint64_t> sums = {Push(0, 0, 0, kShort), Push(0, 1, 0, kShort)};
-  // Nobody tells the watch meanwhile that the process runs, and the engine's thread waits where it
-  // answers.
+  // The test simulates the stall: the watch is not fed, and the engine thread waits in an answer.
   auto* const watch = ps::StallWatch::Get();
   watch->Begin(std::chrono::milliseconds(kShort), std::chrono::steady_clock::now());
   answers_.Hold();
   Push(0, 2, 0, kLong);
   Push(1, 2, 0, kLong);
   ASSERT_TRUE(answers_.AwaitHeld());
-  sums.insert(Push(1, 0, 0, kShort));  // in time, but not looked at
+  sums.insert(Push(1, 0, 0, kShort));  // in time, but not handled
   std::this_thread::sleep_for(std::chrono::milliseconds(4 * kShort + 500));
-  sums.insert(Push(1, 1, 0, kShort));  // as it comes from a socket after a pause
+  sums.insert(Push(1, 1, 0, kShort));  // as if read from a socket after the pause
   answers_.Release();
   const auto all = answers_.Await(10);
   watch->End(std::chrono::steady_clock::now());
@@ -124,10 +123,10 @@ TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
   EXPECT_TRUE(ComesToHave(0));
 }
 
-// Each by its own deadline, whatever came first, and nobody else's round with it.
+// Each round fails at its own deadline, whatever the order of arrival, and without other rounds.
 TEST_F(ServerTest, LateRoundsFailAlone) {
   const uint64_t waits = Push(0, 0, 0, kLong);
-  std::map<uint64_t, int> late;  // the partitions, by request
+  std::map<uint64_t, int> late;  // partition by request
   for (const int partition : {1, 2, 3}) late[Push(0, partition, 0, 400 / partition)] = partition;
   const auto failed = answers_.Await(5);
   ASSERT_EQ(failed.size(), 5u);
@@ -152,7 +151,7 @@ TEST_F(ServerTest, LateRoundsFailAlone) {
   EXPECT_TRUE(ComesToHave(0));
 }
 
-// The deadline of a sum that was made passes, and nothing happens.
+// The deadline of a complete sum passes without effect.
 TEST_F(ServerTest, RoundsThatAreDoneHaveNoDeadline) {
   size_t answers = 2;
   uint32_t timeout_ms = 100;
@@ -164,15 +163,15 @@ TEST_F(ServerTest, RoundsThatAreDoneHaveNoDeadline) {
     const auto all = answers_.Await(answers += 2);
     ASSERT_EQ(all.size(), answers);
     done = (all[answers - 2].error + all[answers - 1].error).empty();
-    if (!done) timeout_ms *= 2;  // a busy machine was too slow for it
+    if (!done) timeout_ms *= 2;  // the machine was too slow
   }
-  // A later deadline has passed when this fails.
+  // When this fails, a later deadline has passed.
   const uint64_t late = Push(0, 1, 0, timeout_ms);
   const auto failed = answers_.Await(++answers);
   ASSERT_EQ(failed.size(), answers);
   EXPECT_EQ(failed.back().number, late);
   EXPECT_NE(failed.back().error, "");
-  // Who comes too late is told the same.
+  // Late pushes get the same error.
   const uint64_t too_late = Push(1, 1, 0, timeout_ms);
   const auto told = answers_.Await(++answers);
   ASSERT_EQ(told.size(), answers);
@@ -181,8 +180,7 @@ TEST_F(ServerTest, RoundsThatAreDoneHaveNoDeadline) {
   EXPECT_TRUE(ComesToHave(0));
 }
 
-// What comes of a round that its member gave up is too late; what is pushed before older rounds
-// have ended is not.
+// Pushes of a round that their member gave up are too late. Pushes ahead of open rounds are not.
 TEST_F(ServerTest, RoundsAreGivenUpByTheirMember) {
   const uint64_t waits = Push(0, 0, 0, kLong);
   const uint64_t ahead = Push(0, 0, 1, kLong);
@@ -209,15 +207,14 @@ TEST_F(ServerTest, RoundsAreGivenUpByTheirMember) {
   EXPECT_TRUE(ComesToHave(0));
 }
 
-// A worker cannot make a server keep more than some rounds of a tensor; how many depends on its
-// size.
+// A server limits the open rounds of a tensor, by its size.
 TEST_F(ServerTest, RoundsAreOpenWithinLimits) {
   EXPECT_EQ(MostRounds("of few bytes", 4 << 10), 2 * 1024);
   EXPECT_EQ(MostRounds("of some bytes", 32 << 20), 2 * 32);
   EXPECT_EQ(MostRounds("of many bytes", 1 << 30), 2 * 16);
 }
 
-// Before any memory is taken for them.
+// Values that nobody declared get no memory.
 TEST_F(ServerTest, ValuesThatNobodyDeclaredAreNotExpected) {
   const auto expects = [this](int op, uint64_t key, size_t bytes) {
     return server_.Expects(MakeRequest(op, 0, key, 1, ""), bytes);
@@ -233,7 +230,7 @@ TEST_F(ServerTest, ValuesThatNobodyDeclaredAreNotExpected) {
   EXPECT_FALSE(server_.Expects(MakeAnswer(kPushPull, 0, key, 1, ""), kPartitionBytes));
 }
 
-// A lost worker ends its rounds at once: nothing is left of their deadlines.
+// A lost worker fails its rounds at once, not at their deadlines.
 TEST_F(ServerTest, LostWorkerEndsRoundsBeforeTheirDeadline) {
   Push(0, 0, 0, kLong);
   Push(0, 1, 0, kLong);

@@ -22,7 +22,7 @@ namespace {
 
 constexpr auto kChannelPatience = std::chrono::seconds(20);
 
-// What the caller asks for, of the values times `ranks`.
+// The range of the sum that a request asks for: its values times `ranks`.
 std::vector<char> SumOf(const Message& request, float ranks) {
   PushHeader header;
   EXPECT_TRUE(PushHeader::Unpack(request.body, &header));
@@ -89,7 +89,7 @@ void FakeChannel::Send(const Message& message) {
     if (it == held_servers_.end()) {
       requests_.push_back(std::move(copy));
     } else {
-      if (!it->second && !copy.values.empty()) {  // it was sent: what is held is a copy
+      if (!it->second && !copy.values.empty()) {  // counts as sent: hold a copy
         copy.values = SharedBytes::New(message.values.size());
         memcpy(copy.values.data(), message.values.data(), message.values.size());
       }
@@ -208,7 +208,8 @@ void FakeChannel::Run() {
   while (TakeNext(&request)) {
     try {
       Answer(std::move(request));
-    } catch (const std::exception& e) {  // a transport closes the connection, which ends the job
+      // a transport would close the connection, which ends the job
+    } catch (const std::exception& e) {
       FailJob(e.what());
     }
     request = Message();
@@ -254,7 +255,7 @@ void FakeChannel::Answer(Message request) {
     EXPECT_TRUE(PushHeader::Unpack(request.body, &header));
     if ((header.flags & PushHeader::kKeepsSums) != 0) answer.body = KeptAnswerTo(header).Pack();
     const std::vector<char> sum = SumOf(request, ranks);
-    request = Message();  // it was sent: the sender may have its memory back
+    request = Message();  // counts as sent: the sender may reuse its memory
     if (!sum.empty()) answer.SetValues(Receive(answer, sum, &placing));
   }
   if (op == kGiveSum) answer.body = AnswerToGift(request);
@@ -263,7 +264,7 @@ void FakeChannel::Answer(Message request) {
   user_->OnMessage(&answer);
   if (op == kPushPull && twice) user_->OnMessage(&again);
   std::lock_guard<std::mutex> lock(place_mu_);
-  // Not by its address: two sums may have one tensor.
+  // Compare by object: two sums may have the same address.
   placing_.remove_if([&](const Placing& p) { return &p == placing; });
 }
 
@@ -310,10 +311,10 @@ void FakeChannel::ReceiveInPieces(const std::vector<char>& values, Placing* plac
 
 namespace {
 
-// ----- memory that cannot be had
+// ----- memory that cannot be allocated
 
 std::atomic<size_t> refused_from{SIZE_MAX};
-thread_local int times_left = -1;  // below 0: no limit
+thread_local int times_left = -1;  // negative: no limit
 
 }  // namespace
 
@@ -332,10 +333,9 @@ MemoryOnlyTimes::~MemoryOnlyTimes() { times_left = -1; }
 }  // namespace core
 }  // namespace byteps
 
-// The linker sends each call of operator new, and of its forms for arrays, here
-// (cmake/Tests.cmake). Replacing the operators would take them from a sanitizer, which would then
-// see memory freed that it never gave. NOLINTBEGIN(bugprone-reserved-identifier): the linker's
-// names
+// The linker redirects calls of operator new, and of its array forms, to here (cmake/Tests.cmake).
+// Replacing the operators instead would hide allocations from sanitizers, which would then report
+// frees of unknown memory. NOLINTBEGIN(bugprone-reserved-identifier): names given by the linker
 extern "C" {
 void* __real__Znwm(size_t bytes);
 void* __real__Znam(size_t bytes);

@@ -1,7 +1,7 @@
-// Servers without a network, which do what a test's script says.
+// Servers without a network, which follow a test's script.
 //
-// Each of several threads answers requests, as a transport's threads would.  A PUSH_PULL is
-// answered with `ranks` times the values, as if so many ranks had pushed the same.
+// Several threads answer requests, as those of a transport would. The answer to a PUSH_PULL is the
+// values times `ranks`, as if this number of ranks had pushed the same values.
 #ifndef BYTEPS_TESTS_SUPPORT_JOB_H_
 #define BYTEPS_TESTS_SUPPORT_JOB_H_
 
@@ -35,18 +35,18 @@ namespace core {
 
 struct Script {
   int threads = 3;
-  float ranks = 3;         // PUSH_PULL: what the values are multiplied by
-  bool in_place = true;    // whether values are received where PlaceFor says
-  bool shuffled = false;   // whether requests are answered in a random order
-  size_t chunk = 1 << 30;  // values are received in pieces of so many bytes
-  int chunk_us = 0;        // and each takes so long
-  int linger_ms = 0;       // Send returns so long after the push has gone
-  std::string refusal;     // of every declaration
-  std::string failure;     // of every push
+  float ranks = 3;         // PUSH_PULL: factor of the values
+  bool in_place = true;    // whether PlaceFor is asked where to receive values
+  bool shuffled = false;   // whether requests are answered in random order
+  size_t chunk = 1 << 30;  // bytes of the pieces in which values are received
+  int chunk_us = 0;        // time that a piece takes
+  int linger_ms = 0;       // delay in Send after a push is sent
+  std::string refusal;     // error of every declaration
+  std::string failure;     // error of every push
   bool drops_declarations = false;
-  bool answers_twice = false;     // every push
-  bool all_confirm = false;       // other members have each sum when the next is answered
-  std::function<void()> on_push;  // called in Send, of a push; may throw
+  bool answers_twice = false;     // answers every push twice
+  bool all_confirm = false;       // all members have each sum when the next is answered
+  std::function<void()> on_push;  // called by Send for each push; may throw
 };
 
 class FakeChannel : public Channel {
@@ -66,32 +66,32 @@ class FakeChannel : public Channel {
   std::string NameOfServer(int rank) override { return "server " + std::to_string(rank); }
   std::string NameOfWorker(int rank) override { return "worker " + std::to_string(rank); }
 
-  // ----- the script goes on
+  // ----- changes to the script
 
   void Change(const std::function<void(Script*)>& change);
-  // Pushes that this server gets are not answered, nor counted as sent when `unsent`, until
-  // Release.  -1: any server.
+  // Does not answer pushes to this server until Release and, if `unsent`, does not count them as
+  // sent. -1: any server.
   void HoldServer(int server, bool unsent);
   void Release();
   void FailJob(const std::string& reason);
-  // The worker hears of that.  `drops`: what the server was sent, and has not answered, is gone.
+  // Reports the loss of a server. `drops`: its unanswered requests are dropped.
   void LoseServer(int server, bool drops = true);
-  // Another one is there.
+  // Reports the replacement of a server.
   void ReplaceServer(int server);
 
-  // ----- what was seen
+  // ----- records
 
   std::vector<std::vector<Declaration>> declarations(int server);
-  // (tensor's key + partition, server), in the order in which they were sent.
+  // (key of the tensor + partition, server), in the order of sending.
   std::vector<std::pair<uint64_t, int>> pushes();
-  // (tensor's key + partition, round) of the sums that were given.
+  // (key of the tensor + partition, round) of sums that were given.
   std::vector<std::pair<uint64_t, uint32_t>> gifts();
-  // (tensor's key, server), in the order in which they were released.
+  // (key of the tensor, server), in the order of release.
   std::vector<std::pair<uint64_t, int>> releases();
-  // Blocks until so many pushes came; false when they do not come within 20 s.
+  // Waits for this number of pushes. Returns false after 20 s.
   bool AwaitPushes(size_t count);
   bool AwaitHeld(size_t count);
-  // Blocks until values are being received into a place of the user's.
+  // Waits until values are being received into the user's memory.
   bool AwaitPlacing();
   int left() const { return left_; }
 
@@ -108,7 +108,7 @@ class FakeChannel : public Channel {
   std::string Fate(const Message& request);
   KeptAnswer KeptAnswerTo(const PushHeader& header);
   std::string AnswerToGift(const Message& request);
-  // `placed`: what the caller removes from placing_ once the answer has been handed on.
+  // `placed`: the entry that the caller removes from placing_ after the answer was delivered.
   SharedBytes Receive(const MessageHead& head, const std::vector<char>& values, Placing** placed);
   void ReceiveInPieces(const std::vector<char>& values, Placing* placing);
 
@@ -117,7 +117,7 @@ class FakeChannel : public Channel {
   Script script_;
   ChannelUser* user_ = nullptr;
   bool stopping_ = false;
-  std::map<int, bool> held_servers_;  // and whether what is sent to them stays unsent
+  std::map<int, bool> held_servers_;  // by rank, with `unsent`
   std::deque<Message> held_;
   uint64_t serial_ = 0;  // of the last sum
   std::deque<Message> requests_;
@@ -128,18 +128,18 @@ class FakeChannel : public Channel {
   std::mt19937 random_{1};
   std::atomic<int> left_{0};
 
-  std::mutex place_mu_;  // held while one piece is written, and while a place is asked for
+  std::mutex place_mu_;  // held while a piece is written, and during PlaceFor
   std::condition_variable place_cond_;
   std::list<Placing> placing_;
   std::vector<std::thread> threads_;
 };
 
-// ----- a worker over such servers, and the tensors that it sums
+// ----- a worker with such servers, and its tensors
 
 constexpr auto kPatience = std::chrono::seconds(60);
 constexpr int kPage = 4096;
 
-// One worker of a job of three.
+// A worker in a job of three.
 struct Job {
   explicit Job(int servers, Script script = {}, Settings settings = {}) {
     settings.insert({"BYTEPS_PARTITION_BYTES", std::to_string(kPage)});
@@ -177,7 +177,7 @@ struct Job {
     ASSERT_TRUE(worker.WaitFor(handle, stream, kPatience)) << "no answer";
   }
 
-  // What Wait throws.
+  // The error that Wait throws.
   std::string ErrorOf(int64_t handle, DeviceStream stream = nullptr) {
     try {
       return worker.WaitFor(handle, stream, kPatience) ? "it was well" : "no answer";
@@ -194,8 +194,8 @@ struct Job {
     return 0;
   }
 
-  // Whether the metric comes to have this value.  A partition leaves the transport when the push
-  // loop lets go of its message, perhaps after the answer has come.
+  // Waits for a metric to reach this value. A push loop may release a message, and with it the
+  // window, after the answer has come.
   bool Settles(const std::string& name, double value) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (Metric(name) != value) {

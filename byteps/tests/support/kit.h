@@ -1,5 +1,5 @@
-// What tests of several rooms share, without gtest: settings, memory that cannot be had, and
-// channels of servers.
+// Helpers shared by tests, without gtest: settings, memory that cannot be allocated, channels of
+// servers.
 #ifndef BYTEPS_TESTS_SUPPORT_KIT_H_
 #define BYTEPS_TESTS_SUPPORT_KIT_H_
 
@@ -24,7 +24,7 @@
 #include "byteps/cluster/channel.h"
 #include "byteps/server/sum_server.h"
 
-// What a fuzzer's target demands: otherwise the run ends here, with this line.
+// A condition of a fuzz target: if it does not hold, prints this line and aborts.
 #define DEMAND(condition)                                                            \
   do {                                                                               \
     if (!(condition)) {                                                              \
@@ -47,16 +47,16 @@ inline Launch LaunchOf(int rank, int workers) {
   return launch;
 }
 
-// ----- memory that cannot be had: operator new of this program, as a test wants it
+// ----- memory that cannot be allocated: operator new of this program
 
-// While it lives, no thread gets so many bytes, or more, at once.
+// While it lives, no thread can allocate `bytes` bytes or more at once.
 class NoMemoryFrom {
  public:
   explicit NoMemoryFrom(size_t bytes);
   ~NoMemoryFrom();
 };
 
-// While it lives, this thread gets memory so many times, and no more.
+// While it lives, this thread can allocate memory only `times` times.
 class MemoryOnlyTimes {
  public:
   explicit MemoryOnlyTimes(int times);
@@ -78,10 +78,10 @@ class ServerChannel : public Channel {
 
 // ----- a job without a network: real workers and a real server in one process
 //
-// What one sends, the other gets in a thread that belongs to the receiver, in the order in which it
-// was sent.  A test may take a push away, as if it had failed at its worker alone.
+// Each receiver has a thread, which delivers messages to it in the order of sending. A test can
+// make a push fail, as if it had failed at its worker only.
 
-// A thread that hands messages on.
+// A thread that delivers messages.
 class Courier {
  public:
   explicit Courier(std::function<void(Message*)> receive)
@@ -109,28 +109,28 @@ class LoopJob {
 
   SumServer& server() { return server_; }
 
-  // For one worker.  Outlived by this.
+  // A worker's channel. This outlives it.
   std::unique_ptr<Channel> ChannelOf(int rank) {
     return std::make_unique<WorkerChannel>(this, rank);
   }
 
-  // The next push of this worker fails with this error, and the server never hears of it.
+  // Fails the worker's next push with this error; the server never sees it.
   void FailNextPush(int rank, const std::string& error) {
     ps::MutexLock lock(&mu_);
     failing_rank_ = rank;
     failure_ = error;
   }
-  // Whether that has happened.
+  // Whether that push has failed.
   bool failed() {
     ps::MutexLock lock(&mu_);
     return failing_rank_ < 0;
   }
 
-  // How long the server waits with rounds that begin now; 0: as long as the workers say.
+  // Timeout of rounds that begin from now on; 0: the one that workers send.
   void SetTimeout(uint32_t ms) { timeout_ms_ = ms; }
 
  private:
-  // What the server sends.
+  // The server's channel.
   class Answers : public ServerChannel {
    public:
     explicit Answers(LoopJob* job) : job_(job) {}
@@ -156,7 +156,7 @@ class LoopJob {
       job_->workers_[rank_] = std::move(courier);
     }
     void Stop() override {
-      std::shared_ptr<Courier> mine;  // goes without the lock
+      std::shared_ptr<Courier> mine;  // destroyed after the lock is released
       ps::MutexLock lock(&job_->mu_);
       if (job_->workers_.size() > static_cast<size_t>(rank_)) mine.swap(job_->workers_[rank_]);
     }
@@ -165,7 +165,7 @@ class LoopJob {
     void Send(const Message& message) override {
       Message copy = message;
       copy.peer = rank_;
-      // The values are the worker's own, and a server adds in place.
+      // Copied, since the values are the worker's and a server adds in place.
       copy.values = SharedBytes::New(message.values.size());
       memcpy(copy.values.data(), message.values.data(), message.values.size());
       if (job_->TakeAway(copy, rank_)) return;

@@ -1,5 +1,5 @@
-// What the members of one round may ask the optimizer for, and parameters that come down as
-// differences to what workers hold: neither side ever has others than the other one thinks.
+// RoundUpdate: requests of the members of a round. Parameters as differences: worker and server
+// always agree on the parameters that the worker holds.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -45,7 +45,7 @@ std::string StepWith(double learning_rate, bool skip = false, double grad_scale 
   return step.Pack();
 }
 
-// SGD without momentum, of parameters that begin at 10; gradients are 2.
+// SGD without momentum; parameters start at 10, gradients are 2.
 class RoundUpdateTest : public testing::Test {
  protected:
   RoundUpdateTest() : declaration_(Made()), state_(&declaration_, 0) {
@@ -154,7 +154,7 @@ TEST_F(RoundUpdateTest, OnlyAStepThatWasTriedIsOvertaken) {
   EXPECT_TRUE(update_.overtaken());
 }
 
-// ----- parameters that come down as differences, whatever becomes of a step
+// ----- parameters as differences, for every outcome of a step
 
 constexpr uint64_t kBlocks = 70;  // more than are updated at a time
 constexpr size_t kCount = kBlocks * kBlockValues;
@@ -222,7 +222,7 @@ class DifferencesTest : public testing::TestWithParam<DType> {
   Values Master() const { return Slot(0); }
   Values HeldOnServer() const { return Slot(declaration_.NumSlots() - 1); }
 
-  // The worker takes what it is sent.
+  // The worker adds the differences it receives.
   void Take(const SharedBytes& blocks) {
     ASSERT_EQ(blocks.size(), kBlocks * SizeOf(DType::kInt8x128));
     AddDifferences(GetParam(), blocks.data(), held_.data(), kCount, held_.data());
@@ -233,8 +233,8 @@ class DifferencesTest : public testing::TestWithParam<DType> {
     return values;
   }
 
-  // How far the worker may be from the server: half a step of the block that came last, and half a
-  // place of its own type.
+  // Checks the distance between worker and server: at most half a step of the last block, and half
+  // a unit in the last place of the worker's type.
   void DemandNear(float largest_difference) const {
     const Values master = Master(), held = HeldOnWorker();
     const float place = GetParam() == DType::kFloat32    ? 0x1p-23f
@@ -273,7 +273,7 @@ TEST_P(DifferencesTest, AStepThatIsTriedIsKeptMadeAgainOrDropped) {
   const Values gradients = Random(2, 1);
   for (const auto& one : cases) {
     SCOPED_TRACE(one.what);
-    // What the same step makes at once.
+    // Result of the same step, made at once.
     PartitionState alone(&declaration_, 0);
     const Values first = Random(1, 1);
     ASSERT_EQ(alone.Load(0, Chars(first)), "");
@@ -314,7 +314,7 @@ TEST_P(DifferencesTest, WhatIsLoadedIsWhatWorkersHold) {
   RoundParameters(GetParam(), held_.data(), held.data(), kCount);
   EXPECT_EQ(HeldOnServer(), HeldOnWorker());
   EXPECT_EQ(Master(), master);
-  // A part, as a worker may ask for it.
+  // A range, as workers may ask for it.
   const Values all = HeldOnServer();
   Values part(1000);
   ASSERT_EQ(state_.Read(declaration_.NumSlots() - 1, 77 * sizeof(float), 1000 * sizeof(float),
@@ -353,7 +353,7 @@ INSTANTIATE_TEST_SUITE_P(Types, DifferencesTest,
                          testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
                          [](const auto& info) { return std::string(NameOf(info.param)); });
 
-// A zero that workers hold keeps its sign while nothing is added to it.
+// A zero of the worker keeps its sign while nothing is added to it.
 TEST(DifferencesCodecTest, NothingLeavesTheBitsAsTheyAre) {
   const std::vector<uint16_t> held(kBlockValues, 0x8000);
   std::vector<uint16_t> moved(kBlockValues);
@@ -366,7 +366,7 @@ TEST(DifferencesCodecTest, NothingLeavesTheBitsAsTheyAre) {
   EXPECT_EQ(moved, held);
 }
 
-// Of the last block only some values may be there.
+// The last block may be partly filled.
 TEST(DifferencesCodecTest, BlocksMayBeFilledUp) {
   for (const uint64_t count : {uint64_t{1}, uint64_t{127}, uint64_t{129}, uint64_t{300}}) {
     const Values all = Random(5, 1);

@@ -1,4 +1,4 @@
-// What tests of a server share: its answers, kept to be looked at, and a job of an optimizer on it.
+// Shared by tests of a server: recorded answers, and an optimizer job.
 #ifndef BYTEPS_TESTS_SERVER_OPTIMIZER_STEP_JOB_H_
 #define BYTEPS_TESTS_SERVER_OPTIMIZER_STEP_JOB_H_
 
@@ -26,7 +26,7 @@
 namespace byteps {
 namespace core {
 
-// By number, which each request of a test has to itself.
+// Answers by request number; tests number requests uniquely.
 class Answers : public ServerChannel {
  public:
   static constexpr auto kPatience = std::chrono::seconds(120);
@@ -36,7 +36,7 @@ class Answers : public ServerChannel {
     std::string body;
     std::vector<float> values;
 
-    // Members may follow that the sum lacks.
+    // The body may continue with the missing members.
     GradientSums sums() const {
       GradientSums found;
       EXPECT_GE(body.size(), sizeof(found));
@@ -75,7 +75,7 @@ class Answers : public ServerChannel {
 
 namespace step_tests {
 
-// ----- a job of an optimizer
+// ----- an optimizer job
 
 constexpr auto kPatience = Answers::kPatience;
 constexpr size_t kElements = 40;
@@ -86,7 +86,7 @@ inline std::string Bytes(uint32_t value) { return std::string(reinterpret_cast<c
 
 inline std::string Packed(Verdict verdict) { return std::string(1, static_cast<char>(verdict)); }
 
-// A server of one tensor, of one partition, that two or three workers update by AdamW.
+// A server with one tensor, in one partition, which two or three workers update by AdamW.
 class Job {
  public:
   explicit Job(uint32_t workers = 2, const std::string& state_bytes = "0")
@@ -104,7 +104,7 @@ class Job {
     declaration_.rule = rule;
   }
 
-  // Why the tensor was refused, or "".
+  // Returns why the tensor was refused, or "".
   std::string Declare() {
     std::string error;
     for (const uint32_t rank : declaration_.group) {
@@ -152,13 +152,13 @@ class Job {
   uint64_t Step(int rank, uint32_t round, const UpdateStep& step) {
     return Ask(rank, kStep, round, step.Pack(), nullptr);
   }
-  // A part of the slot, in bytes.
+  // Reads a range of the slot, in bytes.
   uint64_t Read(int rank, uint32_t round, uint32_t slot, Verdict verdict, uint32_t offset = 0,
                 uint32_t bytes = kBytes) {
     return Ask(rank, kReadState, round, Packed(verdict) + Bytes(slot), nullptr, offset, bytes);
   }
 
-  // All ranks try a step: what they are answered, which is the same.
+  // All ranks try a step. Returns the answer, which is the same for all.
   Answers::Answer TryAll(uint32_t round, Verdict verdict, const UpdateStep& step) {
     std::vector<uint64_t> numbers;
     for (const uint32_t rank : declaration_.group)
@@ -187,8 +187,8 @@ class Job {
   Answers::Answer Await(uint64_t number) { return answers_.Await(number); }
   SumServer& server() { return server_; }
 
-  // Whether the server comes to hold the memory of so many of the values that it was sent: an
-  // engine thread lets go of a request after it has answered.
+  // Waits until the server holds the memory of at most this many values: an engine thread frees a
+  // request after it has answered.
   bool ComesToHold(int values) const {
     const auto deadline = std::chrono::steady_clock::now() + kPatience;
     while (*held_ != values) {
@@ -257,7 +257,7 @@ inline bool Holds(const Values& state, const Values& parameters) {
   return std::equal(parameters.begin(), parameters.end(), state.begin());
 }
 
-// Of the sum of what the workers push in a round.
+// Number of zeros in the sum of a round's pushes.
 inline double ZerosOf(uint32_t round, uint32_t workers) {
   double zeros = 0;
   for (size_t i = 0; i < kElements; ++i) {

@@ -1,5 +1,5 @@
-// Steps of an optimizer on the server: which of them change its state, and when; also without the
-// members of replicas that were removed.
+// Optimizer steps on the server: which of them change the state, and when; also without members of
+// removed replicas.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -14,8 +14,8 @@ namespace core {
 namespace step_tests {
 namespace {
 
-// Whatever becomes of the steps that were tried, parameters and moments have the bits of steps that
-// were made at once.
+// After speculative steps, whatever their outcome, parameters and moments have the same bits as
+// after steps made at once.
 TEST(ServerSteps, TriedOnesGiveTheSameBits) {
   for (const uint32_t workers : {1u, 2u, 3u}) {
     const std::vector<double> scales = {1, 0.25, 1, 1, 0, 0.5, 0.5, 0, 0, 1};
@@ -48,7 +48,7 @@ TEST(ServerSteps, TriedOnesGiveTheSameBits) {
           EXPECT_TRUE(Holds(after, redone.values)) << round;
         }
       }
-      // A checkpoint, of some steps.
+      // Read a checkpoint after some steps.
       if (round % 3 == 0) {
         EXPECT_EQ(job.State(round, verdict), after) << round;
       }
@@ -59,7 +59,7 @@ TEST(ServerSteps, TriedOnesGiveTheSameBits) {
   }
 }
 
-// Without a word nothing becomes of a step; a member that goes on without it is told so.
+// A step without a verdict has no effect. A member that goes on without a verdict gets an error.
 TEST(ServerSteps, ChangeNothingBeforeTheyAreKept) {
   Job job;
   ASSERT_EQ(job.Declare(), "");
@@ -70,12 +70,12 @@ TEST(ServerSteps, ChangeNothingBeforeTheyAreKept) {
   EXPECT_NE(read.body.find("without committing or aborting"), std::string::npos) << read.body;
   const auto pushed = job.Await(job.Try(0, 1, Verdict::kNone, Job::StepOf(2)));
   EXPECT_NE(pushed.body.find("without committing or aborting"), std::string::npos);
-  // It is the round that failed: the other one hears of it, and of what it has said before.
+  // The round failed: the other member gets the error, too, and its verdict has had effect.
   EXPECT_TRUE(job.Await(job.Try(1, 1, Verdict::kDrop, Job::StepOf(2))).failed);
   EXPECT_EQ(job.State(1), MadeAtOnce({0}, 2));
 }
 
-// Members that say different things of a step: the first one is heard, the other one told.
+// Members give different verdicts on a step: the first counts, the other gets an error.
 TEST(ServerSteps, HaveOneVerdict) {
   for (const Verdict first : {Verdict::kKeep, Verdict::kDrop}) {
     Job job;
@@ -91,8 +91,8 @@ TEST(ServerSteps, HaveOneVerdict) {
   }
 }
 
-// A worker is lost before, between and after the words of the two: the other one's next step fails,
-// and the state is that of what was said.
+// A worker is lost before, between and after the verdicts of the two. The other worker's next step
+// fails, and the state reflects the verdicts.
 TEST(ServerSteps, LoseAWorkerAtEachPhase) {
   const Values dropped = MadeAtOnce({0}, 2);
   const Values kept = MadeAtOnce({1}, 2);
@@ -120,7 +120,7 @@ TEST(ServerSteps, LoseAWorkerAtEachPhase) {
   }
 }
 
-// A checkpoint is loaded over a step that was tried: what is said of that does not matter.
+// A checkpoint is loaded over a speculative step, whose verdict then has no effect.
 TEST(ServerSteps, AreOvertakenByALoad) {
   Job job, other;
   for (Job* one : {&job, &other}) {
@@ -139,7 +139,7 @@ TEST(ServerSteps, AreOvertakenByALoad) {
   EXPECT_EQ(job.State(1, Verdict::kDrop), loaded);
 }
 
-// A checkpoint is read in parts, and a part makes the step that was kept as the whole does.
+// A checkpoint is read in ranges. Reading a range applies the verdict, as reading all does.
 TEST(ServerSteps, AreReadInParts) {
   const Values kept = MadeAtOnce({1}, 2);
   Job job;
@@ -162,10 +162,10 @@ TEST(ServerSteps, AreReadInParts) {
   }
 }
 
-// A member whose operation failed may have left out a push, or a step that it was to ask for. It
-// goes on with the next round: the others hear of it, and nothing of the old round is kept.
+// A member whose operation failed may have skipped a push or a STEP. It goes on with the next
+// round: others get an error, and the old round is dropped.
 TEST(ServerSteps, AreGivenUpByTheNextPush) {
-  constexpr uint32_t kRounds = 2000;  // more than a member may be ahead of an open round
+  constexpr uint32_t kRounds = 2000;  // more rounds than a member may be ahead
   Job job;
   ASSERT_EQ(job.Declare(), "");
   job.Load(1);
@@ -193,8 +193,8 @@ TEST(ServerSteps, AreGivenUpByTheNextPush) {
   EXPECT_EQ(job.State(kRounds - 1), MadeAtOnce({0}, 2));
 }
 
-// Three workers add in a wider type.  A step that fails once its sum is made leaves the server as
-// it was, and the next one is made.
+// Three workers add in a wider type. A step that fails after its sum leaves the server unchanged,
+// and the next one is made.
 TEST(ServerSteps, FailBeforeTheParametersAreLoaded) {
   Job job(3);
   ASSERT_EQ(job.Declare(), "");
@@ -221,7 +221,7 @@ TEST(ServerSteps, FailBeforeTheParametersAreLoaded) {
   }
 }
 
-// The step fails once the first member asks for it; the second one is told the same.
+// The step fails when the first member asks for it; the second member gets the same error.
 TEST(ServerSteps, AskedForAfterAFailureFailLikewise) {
   Job job(2);
   ASSERT_EQ(job.Declare(), "");
@@ -233,7 +233,7 @@ TEST(ServerSteps, AskedForAfterAFailureFailLikewise) {
   EXPECT_EQ(job.server().OpenRounds(), 0);
 }
 
-// A step is tried by all or by none; and the rule has to allow it.
+// All members try a step, or none; and the rule has to allow it.
 TEST(ServerSteps, AreTriedByAll) {
   Job job;
   ASSERT_EQ(job.Declare(), "");
@@ -244,8 +244,7 @@ TEST(ServerSteps, AreTriedByAll) {
   EXPECT_EQ(job.Await(waits).body, refused.body);
 }
 
-// What is kept of a step that was tried is what was promised: one sum of the gradients, until the
-// members say what becomes of it.
+// A speculative step keeps what was promised: one sum of gradients, until the members decide.
 TEST(ServerSteps, KeepOneGradient) {
   for (const uint32_t workers : {1u, 2u, 3u, 4u}) {
     Job job(workers);
@@ -265,7 +264,7 @@ TEST(ServerSteps, KeepOneGradient) {
   }
 }
 
-// The gradients are counted with the state.
+// The memory for gradients is counted together with the state.
 TEST(ServerSteps, NeedMemoryForTheGradients) {
   Job enough(2, std::to_string(4 * kBytes));
   EXPECT_EQ(enough.Declare(), "");
@@ -275,11 +274,11 @@ TEST(ServerSteps, NeedMemoryForTheGradients) {
   EXPECT_NE(refusal.find("and its gradient until a step is kept"), std::string::npos) << refusal;
 }
 
-// ----- without the members of replicas that were removed
+// ----- without members of removed replicas
 
 constexpr int kRemoved = 1;
 
-// What a step is made of: the sum of the gradients of these ranks of three, scaled as if all had
+// The input of a step: the gradients of these ranks of three, summed and scaled as if all had
 // pushed.
 Values SumOf(uint32_t round, const std::vector<uint32_t>& ranks) {
   Values sum(kElements);
@@ -296,7 +295,7 @@ struct Made {
   double scale = 1;  // 0: skipped
 };
 
-// The state after steps of these lists.
+// The state after these steps.
 Values Expected(const std::vector<Made>& steps) {
   Job job(1);
   EXPECT_EQ(job.Declare(), "");
@@ -353,7 +352,7 @@ TEST_F(AbsentSteps, AStepIsMadeOfThePushesThatHaveCome) {
     EXPECT_TRUE(Holds(after, Expect(number, {kRemoved}).values));
   }
   EXPECT_EQ(job_.State(0), after);
-  // And those that begin without it.
+  // The same for steps that begin without it.
   const UpdateStep next = Job::StepOf(2);
   job_.Push(kPushStep, 0, 1, Verdict::kNone, next);
   Expect(job_.Push(kPushStep, 2, 1, Verdict::kNone, next), {kRemoved});
@@ -370,7 +369,7 @@ TEST_F(AbsentSteps, WhatItHasPushedCounts) {
 }
 
 TEST_F(AbsentSteps, AStepThatWaitsForTheNormDoesNotWaitForIt) {
-  // In the first round it dies before its push; in the second one, once the norm is told.
+  // In the first round the worker dies before its push; in the second, after the norm is known.
   const uint64_t first = job_.Push(kPushNorm, 0, 0, Verdict::kNone, {});
   const uint64_t second = job_.Push(kPushNorm, 2, 0, Verdict::kNone, {});
   Remove();
@@ -403,7 +402,7 @@ TEST_F(AbsentSteps, AStepThatIsTriedIsThatOfTheOthers) {
   for (const float value : SumOf(0, kOthers)) squares += double{value} * value;
   EXPECT_DOUBLE_EQ(tried.sums().squares, squares);
   EXPECT_EQ(ExpectTried(second, {kRemoved}).body, tried.body);
-  // It is kept, and the next one is clipped.
+  // The step is kept, and the next one clipped.
   const uint64_t third = job_.Try(0, 1, Verdict::kKeep, Job::StepOf(2));
   ExpectTried(job_.Try(2, 1, Verdict::kKeep, Job::StepOf(2)), {kRemoved});
   ExpectTried(third, {kRemoved});
@@ -441,15 +440,15 @@ TEST_F(AbsentSteps, OneThatComesBackReadsWhatTheOthersHave) {
   job_.Try(0, 0, Verdict::kNone, Job::StepOf(1));
   job_.Try(2, 0, Verdict::kNone, Job::StepOf(1));
   Remove();
-  // It has what its last life had, and may not load that.
+  // It has the state of its last life, and must not load that.
   const Answers::Answer refused = job_.LoadBy(kRemoved, 5);
   EXPECT_TRUE(refused.failed);
   EXPECT_NE(refused.body.find("its replica was removed"), std::string::npos) << refused.body;
   job_.server().SetAbsent({});
-  Says(job_.Read(2, 0, 0, Verdict::kKeep, 0, 0));  // says what becomes of the step, and no more
+  Says(job_.Read(2, 0, 0, Verdict::kKeep, 0, 0));  // sends its verdict, and reads nothing
   const Values after = Expected({{kOthers}});
   EXPECT_TRUE(Holds(after, job_.Await(job_.Read(kRemoved, 0, 0, Verdict::kNone)).values));
-  // All are in the next step, and the one that came back has nothing to say of the last.
+  // All take part in the next step; the one that came back has no verdict on the last.
   job_.Try(kRemoved, 1, Verdict::kNone, Job::StepOf(2));
   job_.Try(0, 1, Verdict::kKeep, Job::StepOf(2));
   ExpectTried(job_.Try(2, 1, Verdict::kKeep, Job::StepOf(2)), {});
