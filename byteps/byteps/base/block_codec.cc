@@ -1,4 +1,4 @@
-// To be compiled without the contraction of products and sums, as each operation has to round.
+// Compiled without contraction of products and sums: each operation must round.
 #include "byteps/base/block_codec.h"
 
 #include <algorithm>
@@ -16,11 +16,11 @@ constexpr size_t kHalf = kBlockValues / 2;
 constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint16_t kNaN = 0x7fc0;
-// Added to a number of a few bits it leaves that number, rounded to nearest even, in the lowest
-// bits of the sum.
+// Adding it to a number of few bits leaves that number, rounded to nearest even, in the lowest bits
+// of the sum.
 constexpr float kRounder = 0x1.8p23f;
 
-// How the numbers of a block are stored.
+// ----- storage of a block's numbers
 
 struct Int8 {
   static constexpr size_t kBytes = kBlockValues;
@@ -63,7 +63,7 @@ BYTEPS_INLINE inline float ScaleOf(const uint8_t* block) {
   return FromHalf<BFloat16Words>(bits);
 }
 
-// values = those of the block; or, if `add`, those in addition.
+// Decodes a block into `values`, or adds it to them.
 template <typename Form>
 BYTEPS_INLINE inline void GetBlock(const uint8_t* block, bool add, float* values) {
   const float scale = ScaleOf<Form>(block);
@@ -77,7 +77,7 @@ BYTEPS_INLINE inline void GetBlock(const uint8_t* block, bool add, float* values
 template <typename Form>
 constexpr size_t kSize = Form::kBytes + sizeof(uint16_t);
 
-// Of the block's largest magnitude, as a word.
+// Returns the scale for a block's largest magnitude, given as a word.
 template <typename Form>
 BYTEPS_INLINE inline uint16_t ScaleFor(uint32_t largest) {
   if (largest >= kInfinity) return kNaN;
@@ -85,25 +85,25 @@ BYTEPS_INLINE inline uint16_t ScaleFor(uint32_t largest) {
   return static_cast<uint16_t>((WordOf(FloatOf(largest) / Form::kMost) + 0xffff) >> 16);
 }
 
-// Spreads what its argument says over all bits.
+// Spreads its argument's entropy over all bits.
 BYTEPS_INLINE inline uint32_t Mix(uint32_t h) {
   h = (h ^ (h >> 16)) * 0x85ebca6b;
   h = (h ^ (h >> 13)) * 0xc2b2ae35;
   return h ^ (h >> 16);
 }
 
-constexpr uint32_t kStride = 0x9e3779b9;  // odd, so that no two counts meet
+constexpr uint32_t kStride = 0x9e3779b9;  // odd, so that different counts give different products
 
-// Of one block.
+// Returns the random key of a block.
 BYTEPS_INLINE inline uint32_t KeyOf(const Chance& chance, uint64_t block) {
   const auto number = static_cast<uint32_t>(chance.block + block);
   const uint32_t low = Mix(static_cast<uint32_t>(chance.seed) + number * kStride);
   return Mix(low ^ static_cast<uint32_t>(chance.seed >> 32));
 }
 
-// Up or down, so that the mean is `x`; a whole number stays.
+// Rounds up or down at random, with mean `x`. Whole numbers are unchanged.
 BYTEPS_INLINE inline int32_t ByChance(float x, float most, uint32_t key, uint32_t place) {
-  // Above 0 and below 1, and few enough bits for the sum to stay below the next whole number.
+  // Between 0 and 1, with so few bits that the sum stays below the next whole number.
   const uint32_t bits = Mix(key + place * kStride) >> 16;
   const float up = (static_cast<float>(static_cast<int32_t>(bits)) + 0.5f) * 0x1p-16f;
   const float sum = std::min(std::max(x, -most), most) + up;
@@ -111,8 +111,8 @@ BYTEPS_INLINE inline int32_t ByChance(float x, float most, uint32_t key, uint32_
   return whole - (static_cast<float>(whole) > sum ? 1 : 0);
 }
 
-// Rounds the values of one block; with feedback they have what was lost before, and `lost` gets
-// what is lost now.  `chance` may be null; `number` is that of the block behind its first one.
+// Rounds a block's values. With feedback `values` include the earlier errors, and `lost` gets the
+// new ones. `chance` may be null; `number`: the block's index after chance->block.
 template <typename Form>
 BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t* lost,
                                    const Chance* chance, uint64_t number) {
@@ -150,7 +150,7 @@ BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t
   }
 }
 
-// How values of a type are read as fp32, and written.
+// ----- conversion of stored values to fp32 and back
 
 struct Float32 {
   using Stored = float;
@@ -249,7 +249,7 @@ BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, float divisor, void* out,
   }
 }
 
-// Of whole blocks at a time, the last of which may have fewer values.
+// Processes a block of at most kBlockValues values.
 template <typename Type>
 BYTEPS_INLINE inline void MoveBlock(const uint8_t* block, const typename Type::Stored* held,
                                     size_t count, typename Type::Stored* out) {
@@ -289,7 +289,7 @@ BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
   }
 }
 
-// A template cannot have clones; these are their instances.
+// Templates cannot have clones, so these functions instantiate them.
 #define BYTEPS_DIFFERENCES(Type)                                                                \
   BYTEPS_MULTIVERSION void Encode##Type(const float* wanted, const void* held, uint64_t count,  \
                                         uint8_t* blocks, void* moved) {                         \

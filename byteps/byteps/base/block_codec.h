@@ -4,24 +4,24 @@
 //   int4x128    64 bytes: -7..7, plus 8; byte j has value j   2 bytes: the scale, bfloat16
 //              in its low half and value j + 64 in its high one
 //
-// A value is its number times the scale, exactly, in fp32.  The scale is the block's largest
-// magnitude by 127 or 7, rounded up, so that no number overflows; numbers are rounded to nearest
-// even.  A block whose largest magnitude is below kLeastMagnitude is zero, so that no result
-// depends on how a CPU treats subnormal numbers.  A block with an infinity or a NaN has a
-// scale that is NaN, and all of its values are.
+// A value is its number times the scale, exactly, in fp32. The scale is the block's largest
+// magnitude divided by 127 or 7, rounded up, so no number overflows. Numbers are rounded to nearest
+// even. A block whose largest magnitude is below kLeastMagnitude is zero, so results do not depend
+// on how a CPU treats subnormal numbers. A block with an infinity or NaN has a NaN scale, and all
+// its values are NaN.
 //
-// Every CPU and every instruction set computes the same bits.
+// Every CPU and instruction set computes the same bits.
 //
-// Or numbers are rounded up or down by chance, so that the mean is the value.  Chance is a function
-// of a seed and of the value's place in its tensor, so that it does not depend on how the tensor is
-// cut, or on what works on it.
+// With stochastic rounding numbers are rounded up or down at random, so that the mean is the value.
+// The random bits are a function of a seed and of the value's position in its tensor. So they
+// depend neither on how the tensor is cut nor on the machine.
 //
-// With feedback, what rounding loses of a value is kept in bfloat16, and added to the next value
-// of the same place.  Of a block that is not finite nothing is kept.
+// With feedback the rounding error of each value is kept in bfloat16, and added to the next value
+// at the same position. Blocks that are not finite keep no error.
 //
-// Parameters that servers update come down as differences, always in int8x128: what a server has,
-// less what it knows that workers hold.  Both sides add the rounded difference by the same
-// arithmetic, so that what rounding loses is a part of the next difference, and nothing drifts.
+// Parameters that servers update are sent as differences, always in int8x128: the server's value
+// minus the value that workers hold. Both sides add the rounded difference with the same
+// arithmetic. So a rounding error is part of the next difference, and nothing drifts.
 #ifndef BYTEPS_BASE_BLOCK_CODEC_H_
 #define BYTEPS_BASE_BLOCK_CODEC_H_
 
@@ -36,53 +36,53 @@ namespace core {
 
 constexpr float kLeastMagnitude = 0x1p-100f;
 
-// What rounds by chance, where it is not null.
+// Source of random bits for stochastic rounding.
 struct Chance {
   uint64_t seed = 0;   // ChanceSeed
-  uint64_t block = 0;  // number of the first block in its tensor
+  uint64_t block = 0;  // index in its tensor of the first block
 };
 
-// Of a sum's round: that of the worker of a rank, of what it pushes, or of the server, -1.
+// Returns the seed for a round of tensor `name`. `rank`: the pushing worker; -1: the server's
+// answer.
 uint64_t ChanceSeed(const std::string& name, uint32_t round, int32_t rank);
 
-// How many blocks hold so many values; the last one is filled up with zeros.
+// Returns the number of blocks for this many values. The last block is padded with zeros.
 constexpr uint64_t BlocksOf(uint64_t values) { return (values + kBlockValues - 1) / kBlockValues; }
 
-// Types that can be encoded and decoded: float32, bfloat16 and float16.
+// Returns whether values of type `t` can be encoded and decoded: float32, bfloat16 and float16.
 bool IsEncoded(DType t);
 
-// `blocks`: BlocksOf(count) of type `t`.  `from`: the type of `values`.  `lost`: bfloat16, for each
-// value, or null.  The memory must not overlap.
+// Writes BlocksOf(count) blocks of type `t` from values of type `from`. `lost`: the rounding error
+// of each value in bfloat16, or null. The memory must not overlap.
 void EncodeBlocks(DType t, void* blocks, DType from, const void* values, uint64_t count,
                   uint16_t* lost, const Chance* chance = nullptr);
-// `to`: the type of `values`, to which they are rounded.
+// Rounds the decoded values to type `to`.
 void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t count);
 
-// Sums of several tensors in one pass, in fp32, in the order in which they are given.
+// Sum of several tensors in a single pass, in fp32, in the given order.
 struct BlockSum {
   DType type;
-  const void* const* in;  // `inputs` tensors of `blocks` blocks
+  const void* const* in;  // `inputs` tensors of `blocks` blocks each
   size_t inputs;
   uint64_t blocks;
-  float* wide;  // what was added before, if `begun`; may be null where nothing was, or will be
+  float* wide;  // fp32 partial sum of a pass before, if `begun`; may be null if there is none and
+                // none will follow
   bool begun;
 };
 
 // wide = ((begun ? wide : 0) + in[0] + in[1] + ...) / divisor
 void AddBlocks(const BlockSum& sum, float divisor = 1);
-// out = the same, by `divisor`, rounded; `out` may be one of the inputs.  `lost` as above, for each
-// value of the blocks.
+// out = that sum, rounded. `out` may be an input. `lost`: as for EncodeBlocks, for each value of
+// the blocks.
 void EndBlocks(const BlockSum& sum, float divisor, void* out, uint16_t* lost,
                const Chance* chance = nullptr);
 
-// What workers hold: `count` values of type `t`, float32, bfloat16 or float16.
-//
-// blocks = wanted - held, rounded.  Where `moved` is not null it gets what AddDifferences makes of
-// the two; it may be `held`.
+// Writes blocks = wanted - held, rounded. `held`: `count` values of type `t`, which workers hold.
+// `moved`, unless null, gets AddDifferences' result, and may be `held`.
 void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,
                        void* moved);
-// out = held + what the blocks say, rounded to type `t`; what a block says to be 0 leaves the bits
-// as they are.  `out` may be `held`.
+// out = held + differences in the blocks, rounded to type `t`. A zero difference keeps the bits.
+// `out` may be `held`.
 void AddDifferences(DType t, const void* blocks, const void* held, uint64_t count, void* out);
 
 }  // namespace core

@@ -29,7 +29,7 @@ const Variable* Find(const std::string& name) {
 
 std::string Number(double x) {
   std::ostringstream text;
-  text.precision(16);  // 0.1 as 0.1, and 1e15 in full
+  text.precision(16);  // prints 0.1 as 0.1, and 1e15 in full
   text << x;
   return text.str();
 }
@@ -90,7 +90,7 @@ bool IsAllowed(const Variable& v, const std::string& value) {
   return false;
 }
 
-// Letters to insert, delete or replace to turn one name into the other.
+// Returns the number of letters to insert, delete or replace.
 size_t EditDistance(const std::string& a, const std::string& b) {
   std::vector<size_t> row(b.size() + 1);
   for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
@@ -106,13 +106,14 @@ size_t EditDistance(const std::string& a, const std::string& b) {
   return row[b.size()];
 }
 
-// A name without the prefix that it shares with most others.
+// Returns a name without its prefix, which most names share.
 std::string StemOf(const std::string& name) { return name.substr(name.find('_') + 1); }
 
-// The variable whose name a user may have mistyped like this; null for a name of another kind.
+// Returns the variable that `name` is probably a misspelling of, or null.
 const Variable* NearestTo(const std::string& name) {
   const std::string stem = StemOf(name);
-  // A slip is a letter or two, in a long name one in four; beyond that names are merely alike.
+  // A typo is one or two letters, in a long name up to a quarter; names that differ more are
+  // unrelated.
   const size_t limit = std::max<size_t>(stem.size() <= 4 ? 1 : 2, stem.size() / 4);
   const Variable* nearest = nullptr;
   size_t least = limit + 1;
@@ -127,8 +128,8 @@ const Variable* NearestTo(const std::string& name) {
   return nearest;
 }
 
-// Upstream's, which would corrupt a training here: workers push the differences of their
-// parameters, and our servers answer the sum of one round, not the parameters so far.
+// Refuses upstream's asynchronous mode, which would corrupt training: workers push differences of
+// parameters, but these servers return the sum of a round, not the accumulated parameters.
 void RefuseAsync() {
   const char* text = getenv("BYTEPS_ENABLE_ASYNC");
   if (text == nullptr || *text == '\0' || strcmp(text, "0") == 0) return;
@@ -275,7 +276,7 @@ std::string Config::Markdown() {
 
 namespace {
 
-// The launcher's variable, else ours, else `fallback`.
+// Returns the launcher's variable, else this project's, else `fallback`.
 int Choose(const Config& config, const char* launcher, const char* ours, int fallback) {
   const bool by_launcher = config.IsSet(launcher);
   const bool by_us = config.IsSet(ours);
@@ -289,12 +290,12 @@ int Choose(const Config& config, const char* launcher, const char* ours, int fal
   return fallback;
 }
 
-// Our variable, else the launcher's.
+// Returns this project's variable, else the launcher's.
 int Prefer(const Config& config, const char* ours, const char* launcher) {
   return static_cast<int>(config.Int(config.IsSet(ours) ? ours : launcher));
 }
 
-// BYTEPS_REPLICA, the replica's number and how many there are.
+// Parses BYTEPS_REPLICA: the replica's number, and the number of replicas.
 std::pair<int, int> ReplicaOf(const Config& config) {
   const std::string& text = config.String("BYTEPS_REPLICA");
   if (text.empty()) return {0, 1};
@@ -310,7 +311,8 @@ std::pair<int, int> ReplicaOf(const Config& config) {
   return {number, count};
 }
 
-// WORLD_SIZE is the replica's own; DMLC_NUM_WORKER, the same on all nodes, counts all of them.
+// WORLD_SIZE counts the replica's workers; DMLC_NUM_WORKER, equal on all nodes, all replicas'
+// workers.
 int WorkersOfReplica(const Config& config, int replicas) {
   if (replicas == 1 || !config.IsSet("DMLC_NUM_WORKER")) {
     return Choose(config, "WORLD_SIZE", "DMLC_NUM_WORKER", 1);

@@ -1,7 +1,7 @@
-// Every setting, in one table, read from the environment once.
+// All settings, in a table, read from the environment once.
 //
-// The table is what the program parses by, what `byteps-server --print-config`
-// prints and what docs/use/settings.md is made from.
+// The program parses by this table, `byteps-server --print-config` prints it, and
+// docs/use/settings.md is generated from it.
 #ifndef BYTEPS_BASE_CONFIG_H_
 #define BYTEPS_BASE_CONFIG_H_
 
@@ -13,7 +13,7 @@
 namespace byteps {
 namespace core {
 
-// What a process is in its job.
+// Roles of processes in a job.
 enum class Role { kScheduler, kServer, kWorker };
 
 inline const char* NameOf(Role role) {
@@ -21,21 +21,21 @@ inline const char* NameOf(Role role) {
   return role == Role::kServer ? "server" : "worker";
 }
 
-// The highest integer that a setting can have: its range has no upper end.
+// Upper limit of integer settings without another one.
 constexpr double kMaxInt = 2147483647;
 
 struct Variable {
   enum Type { kInt, kFloat, kBool, kString, kChoice };
-  // Users set it, and pages tell of it; or the launcher sets it; or it is internal: read for tests,
-  // benchmarks and programs of upstream's, and in no page.
+  // kUsers: documented; users set it. kLauncher: the launcher sets it. kInternal: undocumented, for
+  // tests, benchmarks and upstream's programs.
   enum Audience { kUsers, kLauncher, kInternal };
   const char* name;
   Type type;
   const char* unit;      // "" for none
-  const char* fallback;  // the default, as text; "" for none
-  double low;            // numbers: least and greatest allowed value
+  const char* fallback;  // default as text; "" for none
+  double low;            // least and greatest allowed number
   double high;
-  const char* choices;  // kChoice: the values, separated by '|'
+  const char* choices;  // kChoice: allowed values, separated by '|'
   const char* doc;
   Audience audience = kUsers;
 };
@@ -43,52 +43,51 @@ struct Variable {
 // A variable of an earlier version.
 struct GoneVariable {
   const char* name;
-  const char* instead;  // what to set, or why there is nothing to set
+  const char* instead;  // the variable to set instead, or why none is needed
 };
 
-// A variable that has our prefix, and is none of ours.
+// A variable with this project's prefix that does not exist.
 struct UnknownVariable {
   std::string name;
-  std::string meant;  // the name that was probably meant; empty where none is near
+  std::string meant;  // the most similar existing name; "" if none is similar
 
-  // A warning.
+  // Returns the text of a warning.
   std::string Describe() const;
 };
 
-// Values that the caller knows better than the environment, by the variable's name.
+// Settings by variable name that override the environment.
 using GivenSettings = std::map<std::string, std::string>;
 
-// One process's settings: a checked snapshot of the environment.
+// Settings of a process: a validated snapshot of the environment.
 class Config {
  public:
   static const std::vector<Variable>& Table();
   static const std::vector<GoneVariable>& Gone();
 
-  // Parses every variable of the table, whole-string.  Throws UsageError naming
-  // the first bad variable, its value and what is allowed; and for a variable that is gone.
-  // `given` goes before the environment, is checked alike, and counts as set.
+  // Parses all variables of the table. Throws UsageError with the first invalid variable, its value
+  // and the allowed values, and also for a variable that no longer exists. `given` overrides the
+  // environment, is validated too, and counts as set.
   static Config FromEnvironment(const GivenSettings& given = {});
 
-  // Each asks for a name of the table with the matching type; anything else is a
-  // mistake of the program and throws std::logic_error.
+  // `name` must be a variable of the table with this type; otherwise throws std::logic_error.
   long Int(const std::string& name) const;
   double Float(const std::string& name) const;
   bool Bool(const std::string& name) const;
-  const std::string& String(const std::string& name) const;  // also kChoice
-  // Whether the environment or the caller sets it.
+  const std::string& String(const std::string& name) const;  // also for kChoice
+  // Returns whether the environment or the caller has set it.
   bool IsSet(const std::string& name) const;
 
-  // One "NAME=value" line each, with "# default" behind those that are not set.  Internal ones are
-  // printed where they are set.
+  // Returns a line "NAME=value" for each, with "# default" after those that are not set. Internal
+  // ones are included only if set.
   std::string Print() const;
 
-  // The type of a variable of the table.  Throws std::logic_error for another name.
+  // Returns the type of a variable. Throws std::logic_error for an unknown name.
   static Variable::Type TypeOf(const std::string& name);
 
-  // The BYTEPS_* and DMLC_* variables of the environment that the table does not know.
+  // Returns the environment's BYTEPS_* and DMLC_* variables that are not in the table.
   static std::vector<UnknownVariable> UnknownVariables();
 
-  // The reference manual, as Markdown.
+  // Returns the reference manual in Markdown.
   static std::string Markdown();
 
  private:
@@ -98,33 +97,33 @@ class Config {
   std::unordered_map<std::string, bool> set_;
 };
 
-// Whether the settings choose RDMA, not TCP.
+// Returns whether the settings choose RDMA.
 bool UsesRdma(const Config& config);
 
-// This process's number among those of its host, and how many workers these are.
+// This process's rank among the workers of its host, and their number.
 struct LocalPlace {
   int rank = 0;
   int size = 1;
 
-  // From BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else from LOCAL_RANK and LOCAL_WORLD_SIZE: some
+  // Reads BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else LOCAL_RANK and LOCAL_WORLD_SIZE: some
   // launchers tell every worker that it is alone on its host.
   static LocalPlace From(const Config& config);
 };
 
-// This process's place among the workers.
+// This process's place among all workers.
 struct Launch {
   int rank = 0;
   int size = 1;
   int local_rank = 0;
   int local_size = 1;
-  // Jobs that train one model, each with ranks of its own, are its replicas.  `rank` and `size` are
-  // those among the workers of all replicas.
+  // Replicas are jobs that train the same model, each with ranks of its own. `rank` and `size`
+  // count the workers of all replicas.
   int replica = 0;
   int replicas = 1;
 
-  // From RANK and WORLD_SIZE, else from DMLC_WORKER_ID and DMLC_NUM_WORKER, else 0 of 1; from
-  // LocalPlace; and from BYTEPS_REPLICA.  Throws UsageError when the first two pairs disagree, or
-  // the rank is not below the size, or BYTEPS_REPLICA is no replica of so many.
+  // Reads RANK and WORLD_SIZE, else DMLC_WORKER_ID and DMLC_NUM_WORKER, else 0 of 1; LocalPlace;
+  // and BYTEPS_REPLICA. Throws UsageError if the two pairs disagree, the rank is not below the
+  // size, or BYTEPS_REPLICA is out of range.
   static Launch From(const Config& config);
 };
 

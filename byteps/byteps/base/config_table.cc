@@ -1,4 +1,4 @@
-// The table of all settings.
+// Table of all settings.
 #include "byteps/base/config.h"
 
 namespace byteps {

@@ -1,4 +1,4 @@
-// Element types that can be summed, the form in which they travel, and the half types' arithmetic.
+// Element types that can be reduced, the types in which they travel, and conversion of half types.
 #ifndef BYTEPS_BASE_DTYPE_H_
 #define BYTEPS_BASE_DTYPE_H_
 
@@ -10,7 +10,7 @@
 namespace byteps {
 namespace core {
 
-// The values are part of the wire format.
+// The numbers are part of the wire format.
 enum class DType : uint8_t {
   kFloat32 = 0,
   kFloat64 = 1,
@@ -20,7 +20,7 @@ enum class DType : uint8_t {
   kInt8 = 5,
   kInt64 = 6,
   kBFloat16 = 7,
-  kInt8x128 = 8,  // blocks (base/block_codec.h): one is an element
+  kInt8x128 = 8,  // blocks (base/block_codec.h); an element is a block
   kInt4x128 = 9,
 };
 constexpr int kNumDTypes = 10;
@@ -56,7 +56,7 @@ inline const char* NameOf(DType t) {
   return names[static_cast<int>(t)];
 }
 
-// False if no element type has this name.
+// Returns false if no type has this name.
 inline bool ParseDType(const std::string& name, DType* t) {
   for (int i = 0; i < kNumDTypes; ++i) {
     if (name == NameOf(static_cast<DType>(i))) {
@@ -67,33 +67,33 @@ inline bool ParseDType(const std::string& name, DType* t) {
   return false;
 }
 
-// Types that are summed in fp32 and rounded once.
+// Returns whether values are summed in fp32 and rounded once.
 inline bool IsHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat16; }
 
 inline bool IsInteger(DType t) {
   return t == DType::kUInt8 || t == DType::kInt8 || t == DType::kInt32 || t == DType::kInt64;
 }
 
-// Types whose elements are blocks of values.
+// Returns whether elements are blocks of values.
 inline bool IsBlock(DType t) { return t == DType::kInt8x128 || t == DType::kInt4x128; }
 
-// Values of an element.
+// Returns the number of values in an element.
 inline size_t ValuesOf(DType t) { return IsBlock(t) ? kBlockValues : 1; }
 
-// Values in so many bytes.
+// Returns the number of values in `bytes` bytes.
 inline uint64_t ValuesIn(DType t, uint64_t bytes) { return bytes / SizeOf(t) * ValuesOf(t); }
 
-// Whether workers can hold parameters of this type that servers update.
+// Returns whether workers can hold parameters of this type that servers update.
 inline bool IsHeld(DType t) { return t == DType::kFloat32 || IsHalf(t); }
 
-// Whether gradients of this type can be what servers update parameters by.
+// Returns whether servers can update parameters from gradients of this type.
 inline bool IsUpdated(DType t) { return IsHeld(t) || IsBlock(t); }
 
-// In which an update answers gradients of this type: parameters, or, of blocks, what is added to
-// those that workers hold.
+// Returns the type of an update's answer to gradients of type `t`: parameters, or, for blocks,
+// differences to the parameters that workers hold.
 inline DType AnswerOf(DType t) { return IsBlock(t) ? DType::kInt8x128 : t; }
 
-// Bytes of the answer to so many bytes of gradients.
+// Returns the size of the answer to `bytes` bytes of gradients.
 inline uint64_t AnswerBytes(DType t, uint64_t bytes) {
   return bytes / SizeOf(t) * SizeOf(AnswerOf(t));
 }
@@ -101,11 +101,10 @@ inline uint64_t AnswerBytes(DType t, uint64_t bytes) {
 }  // namespace core
 }  // namespace byteps
 
-// Loops that are compiled for several instruction sets; the program picks one when it starts.
-//
-// They are written plainly, so that the compiler vectorises them.
+// Compiles a loop for several instruction sets; the fastest is chosen when the program starts.
+// Loops are written so that the compiler vectorises them.
 
-#if defined(BYTEPS_MULTIVERSION)  // as the build chooses
+#if defined(BYTEPS_MULTIVERSION)  // set by the build
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define BYTEPS_MULTIVERSION \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -114,17 +113,17 @@ inline uint64_t AnswerBytes(DType t, uint64_t bytes) {
 #define BYTEPS_MULTIVERSION
 #endif
 
-// What a loop calls must become a part of it: a function of its own would be
-// compiled once, for the oldest of those instruction sets.
+// Functions called by such a loop must be inlined: otherwise they would be compiled once, for the
+// oldest instruction set.
 #define BYTEPS_INLINE __attribute__((always_inline))
 
 namespace byteps {
 namespace core {
 
-// Values of half types as fp32, and rounded back to nearest even.
+// Conversion of half types to fp32, and back, rounded to nearest even.
 //
-// A half type is worked on in the upper half of a word; below it there is anything
-// when it has been rounded, and nothing when it is read.
+// A half value is in the upper half of a word. The lower half is zero when it is read, and
+// undefined after rounding.
 
 inline uint32_t WordOf(float f) {
   uint32_t u;
@@ -143,8 +142,8 @@ struct BFloat16Words {
 
   static uint32_t ToWord(float f) {
     const uint32_t u = WordOf(f);
-    // Adding half of the last kept place, less one when that place is even, rounds
-    // to nearest even; a NaN would turn into infinity and is kept apart.
+    // Adding half of the last kept bit (minus one if that bit is even) rounds to nearest even. A
+    // NaN would become infinity, so it is handled separately.
     const uint32_t rounded = u + 0x7fff + ((u >> 16) & 1);
     const uint32_t nan = u | 0x400000;
     return f != f ? nan : rounded;
@@ -158,8 +157,8 @@ struct Float16Words {
     const uint32_t exponent = magnitude & (0x1fu << 23);
     const uint32_t normal = magnitude + (112u << 23);
     const uint32_t special = magnitude + (224u << 23);  // infinity and NaN
-    // A subnormal is its mantissa times 2^-24: put it below the implicit bit of
-    // 2^-14 and take that bit away again.
+    // A subnormal is its mantissa times 2^-24: place it below the implicit bit of 2^-14, and
+    // subtract that bit.
     const float subnormal = FloatOf(magnitude + (113u << 23)) - FloatOf(113u << 23);
     uint32_t u = exponent == (0x1fu << 23) ? special : normal;
     u = exponent == 0 ? WordOf(subnormal) : u;
@@ -170,10 +169,10 @@ struct Float16Words {
     const uint32_t u = WordOf(f);
     const uint32_t sign = u & 0x80000000;
     const uint32_t a = u & 0x7fffffff;
-    // From 65536 on: infinity, or a quiet NaN.  (65520..65536 overflow by rounding.)
+    // 65536 and above: infinity, or a quiet NaN. (65520..65536 overflow by rounding.)
     const uint32_t special = a > 0x7f800000 ? 0x7e00 : 0x7c00;
-    // Below 2^-14 the sum with 0.5 has its last place at 2^-24, the last place of a
-    // subnormal, so the addition itself rounds to nearest even.
+    // Below 2^-14 the sum with 0.5 has its last bit at 2^-24, as a subnormal has, so the addition
+    // itself rounds to nearest even.
     const uint32_t subnormal = WordOf(FloatOf(a) + 0.5f) - WordOf(0.5f);
     const uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
     uint32_t r = a >= (143u << 23) ? special : normal;
@@ -182,7 +181,7 @@ struct Float16Words {
   }
 };
 
-// A value of a half type as it is stored.
+// Converts a stored value.
 template <typename Words>
 BYTEPS_INLINE inline float FromHalf(uint16_t bits) {
   return Words::FromWord(static_cast<uint32_t>(bits) << 16);

@@ -8,7 +8,7 @@
 namespace ps {
 namespace {
 
-// One that is broken at every turn must not fill the log.
+// Limit of log lines: an invariant that is broken continually must not fill the log.
 constexpr uint64_t kLogged = 16;
 
 std::atomic<uint64_t> count{0};

@@ -1,5 +1,4 @@
-// What goes wrong, what the code takes for granted, and what seldom happens: the exceptions that
-// our code throws, invariants, and probes.
+// Exceptions of this project, invariants, and probes of rare events.
 #ifndef BYTEPS_BASE_INVARIANT_H_
 #define BYTEPS_BASE_INVARIANT_H_
 
@@ -15,9 +14,7 @@
 namespace byteps {
 namespace core {
 
-// Memory for values, which a process may not get.
-
-// A std::bad_alloc that knows how much was wanted.
+// A std::bad_alloc with the number of requested bytes.
 class OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(size_t bytes) : bytes_(bytes) {}
@@ -28,18 +25,17 @@ class OutOfMemory : public std::bad_alloc {
   const size_t bytes_;
 };
 
-// Uninitialised, for delete[].  Throws OutOfMemory.
+// Returns uninitialised memory, to be freed with delete[]. Throws OutOfMemory.
 inline char* NewBytes(size_t bytes) {
   char* const memory = new (std::nothrow) char[bytes];
   if (memory == nullptr) throw OutOfMemory(bytes);
   return memory;
 }
 
-// The one exception that our code throws.
-
-// An operation, or the whole job, failed.  The text names what was attempted,
-// the peer, the limit, as far as they are known: it is what the user reads.  The place is that of
-// the throw, which the log cites.
+// Base of all exceptions of this project: an operation, or the whole job, failed.
+//
+// The text is for the user: it names the attempt, the peer and the limit, as far as known. `file`
+// and `line` locate the throw, for the log.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& what, const char* file = __builtin_FILE(),
@@ -53,13 +49,13 @@ class Error : public std::runtime_error {
   int line_;
 };
 
-// A value the caller passed, or a variable the user set, cannot be used.
+// Thrown for an invalid argument or setting.
 class UsageError : public Error {
  public:
   using Error::Error;
 };
 
-// After a system call that failed: "epoll_ctl: Bad file descriptor".
+// Call after a failed system call. Throws Error "epoll_ctl: Bad file descriptor".
 [[noreturn]] inline void ThrowErrno(const char* call, const char* file = __builtin_FILE(),
                                     int line = __builtin_LINE()) {
   throw Error(std::string(call) + ": " + strerror(errno), file, line);
@@ -72,33 +68,34 @@ namespace ps {
 using byteps::core::Error;
 using byteps::core::ThrowErrno;
 
-// What the code takes for granted, checked wherever it runs: in tests, simulations and releases.
+// Invariants, checked in tests, simulations and releases.
 //
 //   BPS_INVARIANT("a block is returned once", in_use_ >= size, "block of " + std::to_string(size));
 //
-// The check is one predictable branch.  The last argument, what was seen, is evaluated only where
-// the invariant is broken.  docs/design/reliability.md lists all of them by name.
+// The check is a single predictable branch. The last argument describes what was seen, and is
+// evaluated only on failure. docs/design/reliability.md lists all invariants by name.
 //
-// A broken invariant ends the job, but not the process: it is logged and counted, and
-// - BPS_INVARIANT throws Error, so that the operation or the connection fails at once;
-// - BPS_INVARIANT_NOTED goes on, for destructors and callbacks, which must not throw.
-// Either way the membership (net/membership/membership.h) fails the job within a heartbeat, and
+// A broken invariant ends the job, but not the process. It is logged and counted. Then
+// - BPS_INVARIANT throws Error, so the operation or connection fails at once;
+// - BPS_INVARIANT_NOTED continues, for destructors and callbacks, which must not throw.
+// In both cases the membership (net/membership/membership.h) fails the job within a heartbeat, and
+// every node gets an error with the node and the invariant.
 // every node gets an error that names the node and the invariant.
 
 struct InvariantReport {
-  uint64_t count = 0;  // broken by this process so far
+  uint64_t count = 0;  // broken in this process so far
   std::string last;    // "the invariant 'a block is returned once' was broken: ..."
 };
 InvariantReport BrokenInvariants();
-// The count alone, without a lock.
+// Returns only the count, without a lock.
 uint64_t NumBrokenInvariants();
 
 namespace invariant {
 
-// Logs and counts a broken one.  Returns what to say of it.
+// Logs and counts a broken invariant. Returns its description.
 std::string Note(const char* name, const char* file, int line, const std::string& seen);
 
-// The same, and throws Error.
+// Does so, and throws Error.
 [[noreturn, gnu::cold]] void Throw(const char* name, const char* file, int line,
                                    const std::string& seen);
 
@@ -119,16 +116,15 @@ std::string Note(const char* name, const char* file, int line, const std::string
 
 namespace ps {
 
-// Rare branches by name, so that a test can see which of them its schedules reach.
+// Probes name rare branches, so that tests can see which of them were reached.
 //
 //   PS_PROBE(kWindowFull);
 //
-// A process in which nobody listens loads one pointer there, and these are branches that are
-// seldom taken.  The simulation (byteps/tests/simulation) counts them, and lets its seed decide
-// whether the thread that reached one yields, is delayed, or something breaks at that moment.
-// `simulate` prints how many of its jobs reached each.
+// Without a listener a probe costs the load of a pointer. The simulation (byteps/tests/simulation)
+// counts probes, and its seed decides whether the thread yields or is delayed there, or a fault
+// happens. `simulate` prints how many of its jobs reached each.
 
-// Name; what it says in tables.
+// Name, and its description in tables.
 #define PS_PROBES(X)                                                                   \
   /* engine */                                                                         \
   X(kSentByCaller, "a small sum is sent by the thread that called")                    \

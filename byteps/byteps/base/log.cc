@@ -1,5 +1,5 @@
-// The log, and what byteps/common/logging.h declares over it.  Upstream's logging.cc is not
-// compiled: its lines name neither the process nor the host.
+// The log, and the functions that byteps/common/logging.h declares. Upstream's logging.cc is not
+// compiled: its lines name neither process nor host.
 #include "byteps/base/log.h"
 
 #include <fcntl.h>
@@ -89,9 +89,9 @@ std::string HostName() {
   return name;
 }
 
-// What waits for a reader of the error output, at most.
+// Limit of bytes that wait for the reader of the error output.
 constexpr size_t kWaitingBytes = 1 << 20;
-// What the end of the process waits for such a reader.
+// Time that the process's end waits for that reader, in seconds.
 constexpr double kLastWordsSeconds = 0.5;
 
 std::string NoticeOf(uint64_t dropped);
@@ -143,7 +143,7 @@ std::string TimeText(int64_t microseconds) {
   return UtcText(microseconds / 1000000) + fraction;
 }
 
-// A fork waits until no thread is in the middle of a line.
+// Makes a fork wait until no thread is writing a line.
 void BeforeFork() PS_NO_THREAD_SAFETY_ANALYSIS {
   TheLog()->mu.Lock();
   TheLog()->output.BeforeFork();
@@ -168,14 +168,14 @@ size_t CharacterAt(const std::string& text, size_t at) {
   for (size_t i = 1; i < size; ++i) {
     if ((byte(at + i) & 0xc0) != 0x80) return 0;
   }
-  // Longer than need be, halves of a pair, and past the last character.
+  // Overlong forms, surrogates, and code points above the last.
   const unsigned char second = byte(at + 1);
   const bool wrong = (first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
                      (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f);
   return wrong ? 0 : size;
 }
 
-// `text` with U+FFFD for each byte that is no UTF-8: other processes may have sent them.
+// Replaces each byte that is not UTF-8, which other processes may have sent, by U+FFFD.
 std::string AsUtf8(const std::string& text) {
   std::string out;
   for (size_t at = 0; at < text.size();) {
@@ -186,7 +186,7 @@ std::string AsUtf8(const std::string& text) {
   return out;
 }
 
-// `text` as it stands in the log: a line for each of its own, or an object.
+// Returns `text` in the log's format: a line for each of its lines, or a JSON object.
 std::string Render(Log* log, char severity, const char* file, int line, const std::string& text,
                    int64_t us) PS_REQUIRES(log->mu) {
   const std::string time = log->hide_time ? "" : TimeText(us);
@@ -255,7 +255,7 @@ LoggedProblem LastLoggedProblem() {
 
 namespace {
 
-// How often the draining thread looks again where the kernel does not tell it that there is room.
+// Interval to check for room if the kernel does not report it.
 constexpr int kLookMs = 100;
 
 bool HasRoom(int fd, int timeout_ms) {
@@ -269,8 +269,8 @@ bool HasRoom(int fd, int timeout_ms) {
 LogOutput::LogOutput(int fd, size_t limit, std::function<std::string(uint64_t)> notice)
     : fd_(fd), limit_(limit), notice_(std::move(notice)) {}
 
-// The descriptor's file may be shared with other processes, which would not expect that it becomes
-// non-blocking: pipes and terminals are opened once more for this process alone.
+// Other processes may share the descriptor's file, and would not expect it to become non-blocking.
+// So pipes and terminals are opened again for this process.
 void LogOutput::Look() {
   struct stat now;
   if (fstat(fd_, &now) != 0) return;
@@ -285,7 +285,8 @@ void LogOutput::Look() {
   if (!S_ISFIFO(now.st_mode) && !S_ISCHR(now.st_mode)) return;
   const std::string path = "/proc/self/fd/" + std::to_string(fd_);
   reopened_ = open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
-  kind_ = reopened_ >= 0 ? Kind::kReopened : Kind::kOther;  // another user's: not ours to open
+  kind_ = reopened_ >= 0 ? Kind::kReopened : Kind::kOther;  // another user's terminal cannot be
+                                                            // opened
 }
 
 size_t LogOutput::Try(const char* data, size_t bytes) {
@@ -305,14 +306,14 @@ size_t LogOutput::Try(const char* data, size_t bytes) {
         n = send(fd_, from, left, MSG_DONTWAIT | MSG_NOSIGNAL);
         break;
       case Kind::kOther:
-        // Where there is room, there is room for so much.
+        // A writable pipe has room for PIPE_BUF bytes.
         if (!HasRoom(fd_, 0)) return done;
         n = write(fd_, from, std::min<size_t>(left, PIPE_BUF));
         break;
     }
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return done;
-    if (n < 0) return bytes;  // nobody reads: there is nobody to tell
+    if (n < 0) return bytes;  // the reader is gone
     done += n;
   }
   return done;
@@ -336,7 +337,7 @@ void LogOutput::Write(const std::string& text) {
   draining_ = true;
   try {
     std::thread(&LogOutput::Drain, this).detach();
-  } catch (const std::system_error&) {  // no thread to be had
+  } catch (const std::system_error&) {  // no thread available
     draining_ = false;
     waiting_.clear();
     waiting_bytes_ = 0;
@@ -360,7 +361,7 @@ void LogOutput::Drain() {
       text.erase(0, done);
       const int fd = kind_ == Kind::kReopened ? reopened_ : fd_;
       lock.Unlock();
-      // One that says there is room where there is too little would be asked without end.
+      // Pauses: a descriptor may report room although there is too little.
       // Ended by the time; deadline: a millisecond.
       if (HasRoom(fd, kLookMs)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       lock.Lock();
@@ -384,7 +385,7 @@ void LogOutput::Flush(double seconds) {
                  [this]() PS_REQUIRES(mu_) { return !draining_; });
 }
 
-// Held from one to the other.
+// The lock is held between the two calls.
 void LogOutput::BeforeFork() PS_NO_THREAD_SAFETY_ANALYSIS { mu_.Lock(); }
 
 void LogOutput::AfterFork(bool in_child) PS_NO_THREAD_SAFETY_ANALYSIS {
@@ -429,7 +430,7 @@ std::string UtcText(time_t seconds) {
 std::string CutText(const std::string& text, size_t most) {
   if (text.size() <= most) return text;
   size_t end = most;
-  // Back to the byte that a character begins with; they have four at most.
+  // Goes back to the first byte of a character, which has at most four.
   while (end > 0 && most - end < 4 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
   return text.substr(0, end);
 }

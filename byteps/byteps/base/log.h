@@ -1,4 +1,4 @@
-// The log: its lines, how they are written, and what they are made of.
+// The log: its format, its output, and texts in it.
 #ifndef BYTEPS_BASE_LOG_H_
 #define BYTEPS_BASE_LOG_H_
 
@@ -18,16 +18,15 @@
 namespace byteps {
 namespace core {
 
-// Upstream's logging, BPS_LOG(severity) << ..., for our namespaces.  Upstream makes each line and
-// then drops it where it is not to be logged; a line of each partition would be the dearest of
-// them.
+// Replaces upstream's BPS_LOG(severity) << ... for this project's namespaces. Upstream formats a
+// line before it decides whether to log it, which is too expensive for a line per partition.
 
 using common::LogLevel;
 using common::LogMessage;
 
 bool IsLogged(LogLevel severity);
 
-// Ends the expression that BPS_LOG begins: lower than <<, higher than ?:.
+// Ends BPS_LOG's expression: binds weaker than <<, stronger than ?:.
 struct LogEnd {
   void operator&(const std::ostream& /*line*/) const {}
 };
@@ -38,8 +37,7 @@ struct LogEnd {
       ? static_cast<void>(0)                                      \
       : ::byteps::core::LogEnd() & _BPS_LOG_##severity
 
-// What is logged where BYTEPS_LOG_LEVEL does not say; without this call: WARNING.  To be called
-// before anything is logged.
+// Sets the level used without BYTEPS_LOG_LEVEL; initially WARNING. Call before anything is logged.
 void SetDefaultLogLevel(LogLevel level);
 
 }  // namespace core
@@ -49,65 +47,65 @@ namespace ps {
 using byteps::common::LogLevel;
 using byteps::common::LogMessage;
 
-// The lines of the log: one form for ps-lite, the engine and the server.
+// Format of log lines, the same for ps-lite, the engine and the server.
 //
 //   2026-01-31T12:29:46.330324Z WARNING server 0 host-a sum_server.cc:135: workers disagree ...
 //   {"time":"2026-01-31T12:29:46.330324Z","severity":"WARNING","role":"server","rank":0,
 //    "host":"host-a","source":"sum_server.cc:135","message":"workers disagree ..."}
 //
-// BYTEPS_LOG_FORMAT chooses: text, or json (one object a line).  Time is UTC.  An unknown rank is
-// "-" in text and null in JSON.  BYTEPS_LOG_HIDE_TIME=1 leaves the time out.
+// BYTEPS_LOG_FORMAT chooses text or json (an object per line). Times are UTC. An unknown rank is
+// "-" in text and null in JSON. BYTEPS_LOG_HIDE_TIME=1 leaves the time out.
 
-// What lines tell of this process from now on.  `rank` less than 0: not known.
+// Sets this process's role and rank in log lines. Negative `rank`: unknown.
 void SetLogIdentity(const std::string& role, int rank);
 
-// Writes `text` to the error output, a line for each of its own.  `severity` is one of T, D, I, W,
-// E, F.  Any thread.  Never waits for who reads: up to 1 MiB of lines are kept for a reader that is
-// slow, and what comes on top is dropped, and counted where the next line can be written.
+// Writes `text` to the error output, a log line for each of its lines. `severity`: T, D, I, W, E or
+// F. Never waits for the reader: up to 1 MiB of lines is buffered for a slow reader. Further lines
+// are dropped, and their number is logged when there is room again. Thread-safe.
 void WriteLogLine(char severity, const char* file, int line, const std::string& text);
 
-// Waits, so long at most, until what was written is read.  exit() does so for 0.5 s.
+// Waits until everything written has been read, at most this long. exit() waits 0.5 s.
 void FlushLog(double seconds);
 
-// The last warning or error that was written here.
+// The latest warning or error that this process logged.
 struct LoggedProblem {
-  uint64_t count = 0;  // so many were written; 0: none
+  uint64_t count = 0;  // number logged so far; 0: none
   int64_t unix_ms = 0;
-  std::string text;  // without time and place
+  std::string text;  // without time and source location
 };
 LoggedProblem LastLoggedProblem();
 
-// Writes to a file descriptor without waiting for its reader: a terminal that was stopped, or a
-// collector of logs that hangs, must not stop the threads that move gradients.
-
-// What the reader takes at once is written by the thread that calls Write.  The rest waits, up to
-// `limit` bytes, for a thread of its own, which exists only meanwhile; beyond that, whole texts are
-// dropped and counted.  Never destroyed, since that thread may be there until the process ends.
+// Writes to a descriptor without waiting for its reader: a stopped terminal or a hung log collector
+// must not stop the threads that move gradients.
+//
+// Write passes on what the reader takes at once. The rest, up to `limit` bytes, waits for a thread
+// that exists only meanwhile. Beyond that whole texts are dropped and counted. Never destroyed:
+// that thread may run until the process ends.
 class LogOutput {
  public:
-  // `fd` stays the caller's, and may come to mean another file.  `notice` is called with the
-  // number of texts that were dropped once there is room again, with no lock held, and returns
-  // what is to be written in their place.
+  // The caller owns `fd`, which may later refer to another file. When there is room again after
+  // texts were dropped, `notice` is called with their number, without a lock, and returns a text to
+  // write instead.
   LogOutput(int fd, size_t limit, std::function<std::string(uint64_t)> notice);
   LogOutput(const LogOutput&) = delete;
   LogOutput& operator=(const LogOutput&) = delete;
 
-  // Any thread.  Texts are written in the order of the calls.
+  // Writes texts in the order of the calls. Thread-safe.
   void Write(const std::string& text);
 
-  // Waits until all has been written, `seconds` at most.
+  // Waits at most `seconds` until everything is written.
   void Flush(double seconds);
 
-  // Around fork(): the child owns nothing of what waits in its parent.
+  // Call around fork(): the child does not inherit buffered texts.
   void BeforeFork();
   void AfterFork(bool in_child);
 
  private:
-  // How the kernel is kept from blocking the writer.
+  // Method to keep the kernel from blocking the writer.
   enum class Kind { kFile, kReopened, kSocket, kOther };
 
   void Look() PS_REQUIRES(mu_);
-  // Bytes that were taken; all of them where nobody will ever read them.
+  // Returns the number of bytes taken; all of them if nobody will ever read them.
   size_t Try(const char* data, size_t bytes) PS_REQUIRES(mu_);
   void Drain();
 
@@ -133,12 +131,12 @@ class LogOutput {
 namespace byteps {
 namespace core {
 
-// Numbers, moments and foreign bytes as text.
-
-// "2.5 s"
+// Formatting of numbers, times and foreign bytes.
+//
+// Returns "2.5 s".
 std::string Seconds(double s);
 
-// "0x1f"
+// Returns "0x1f".
 std::string Hex(uint64_t x);
 
 }  // namespace core
@@ -146,23 +144,23 @@ std::string Hex(uint64_t x);
 
 namespace ps {
 
-// RFC 3339 without fraction and zone: "2025-03-01T12:00:00", in UTC.
+// Returns RFC 3339 UTC time without fraction and zone: "2025-03-01T12:00:00".
 std::string UtcText(time_t seconds);
 
-// `text` in quotes, with everything escaped that JSON does not allow inside.  Bytes that are no
-// UTF-8 become U+FFFD: other processes may have sent them.
+// Returns `text` as a JSON string. Bytes that are not UTF-8, which other processes may have sent,
+// become U+FFFD.
 std::string JsonText(const std::string& text);
 
-// The beginning of `text`, of at most `most` bytes, that ends with a whole character.
+// Returns the longest prefix of `text` with at most `most` bytes and whole characters.
 std::string CutText(const std::string& text, size_t most);
 
-// `text`, which came from the network and which nobody vouches for, as a log or a terminal may show
-// it: in quotes, of printable ASCII alone, and no longer than `most` bytes of it.  So it can
-// neither begin a line of its own nor end its quotes.
+// Returns untrusted `text` from the network in a form that is safe for logs and terminals: quoted,
+// printable ASCII only, at most `most` bytes of it. So it cannot start a new line or end its
+// quotes.
 std::string ForeignText(const std::string& text, size_t most = 400);
 
-// What is said of a refusal for the reason `text`.  `authenticated`: the peer has proved that it is
-// of this job.
+// Returns how to report a refusal for the reason `text`. `authenticated`: the peer belongs to this
+// job.
 std::string RefusedBecause(const std::string& text, bool authenticated);
 
 }  // namespace ps

@@ -11,14 +11,14 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A limit of memory: its name, and how much of it is free.
+// A memory limit: its name, and the free bytes below it.
 struct Limit {
   const char* name;
   uint64_t bytes;
   uint64_t free;
 };
 
-// The number at the start of a file; `otherwise` where there is none, such as "max".
+// Reads the number at a file's start. Returns `otherwise` if there is none, e.g. for "max".
 uint64_t ReadNumber(const char* path, uint64_t otherwise) {
   std::ifstream in(path);
   uint64_t value;
@@ -42,7 +42,7 @@ Limit Of(const char* name, uint64_t bytes, uint64_t used) {
   return {name, bytes, bytes == UINT64_MAX ? UINT64_MAX : bytes - std::min(bytes, used)};
 }
 
-// As a container sees its own group, in version 2 of control groups and in version 1.
+// Reads the control group's limit, as a container sees its own group (version 2 or 1).
 Limit OfGroup(const char* name, const char* limit_file, const char* used_file) {
   return Of(name, ReadNumber(limit_file, UINT64_MAX), ReadNumber(used_file, 0));
 }

@@ -1,4 +1,4 @@
-// Runs the work of a thread that must survive a lack of memory.
+// MemoryReserve: lets a thread survive a lack of memory.
 #ifndef BYTEPS_BASE_MEMORY_RESERVE_H_
 #define BYTEPS_BASE_MEMORY_RESERVE_H_
 
@@ -18,14 +18,14 @@
 namespace byteps {
 namespace core {
 
-// Memory that is kept so that a failure can be told.  Any thread may call anything.
+// Memory kept in reserve, so that a failure can be reported. Thread-safe.
 class MemoryReserve {
  public:
-  // (Clang cannot see which locks the two functions require.)
+  // Runs `work`. If it throws, frees the reserve and calls `failed` with the exception. If that
+  // fails for lack of memory too, retries until kPatience has passed. Returns false if the failure
+  // could not be reported; waiting threads then notice by their own deadlines.
   //
-  // Does `work`.  If that throws, calls `failed` with the exception while the reserve is given up;
-  // if there is no memory for that either, again, until there is or kPatience has passed.  False:
-  // nobody could be told, and whoever waits learns of it by a deadline of its own.
+  // (Clang cannot see which locks the two functions require.)
   template <typename Work, typename Failed>
   bool Survive(const Work& work, const Failed& failed) noexcept PS_NO_THREAD_SAFETY_ANALYSIS {
     std::exception_ptr thrown;
@@ -76,20 +76,20 @@ class MemoryReserve {
     ps::MutexLock lock(&mu_);
     if (!bytes_) bytes_.reset(new (std::nothrow) char[kBytes]);
   }
-  // Takes no memory.
+  // Allocates nothing.
   static void SayNothingIsLeft() {
     static constexpr char kText[] = "byteps: there is no memory to say that there is none\n";
-    if (write(STDERR_FILENO, kText, sizeof(kText) - 1) < 0) return;  // nor anybody to hear it
+    if (write(STDERR_FILENO, kText, sizeof(kText) - 1) < 0) return;  // no error output either
   }
 
   ps::Mutex mu_;
   std::unique_ptr<char[]> bytes_ PS_GUARDED_BY(mu_){new (std::nothrow) char[kBytes]};
 };
 
-// "1048576 of 2147483648 bytes are free (memory.max of the control group)": of the limit that
-// leaves least.  Throws std::bad_alloc.
+// Returns e.g. "1048576 of 2147483648 bytes are free (memory.max of the control group)", for the
+// tightest limit. Throws std::bad_alloc.
 std::string DescribeFreeMemory();
-// Bytes that this process may still take, by all limits that it knows.
+// Returns how many bytes this process may still allocate, by all known limits.
 uint64_t AvailableMemory();
 
 }  // namespace core

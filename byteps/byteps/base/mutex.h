@@ -1,4 +1,4 @@
-// Locks that clang checks: which lock guards what, and who must hold it, is part of the code.
+// Locks that clang checks: the code states which lock guards what, and which function needs it.
 //
 //   class Counter {
 //    public:
@@ -18,8 +18,8 @@
 //     int count_ PS_GUARDED_BY(mu_) = 0;
 //   };
 //
-// Code that touches count_ without mu_ gets an error from clang's -Wthread-safety.  gcc ignores the
-// annotations.  All of it is std::mutex, std::shared_mutex and std::condition_variable.
+// Clang's -Wthread-safety rejects access to count_ without mu_; gcc ignores the annotations. The
+// types wrap std::mutex, std::shared_mutex and std::condition_variable.
 #ifndef BYTEPS_BASE_MUTEX_H_
 #define BYTEPS_BASE_MUTEX_H_
 
@@ -37,17 +37,17 @@
 #define PS_THREAD_SAFETY(x)
 #endif
 
-// On a member: it is read and written under this lock; with PT, what it points to is.
+// On a member: this lock guards it; with PT, it guards the memory that it points to.
 #define PS_GUARDED_BY(mu) PS_THREAD_SAFETY(guarded_by(mu))
 #define PS_PT_GUARDED_BY(mu) PS_THREAD_SAFETY(pt_guarded_by(mu))
-// On a function or a lambda: the caller holds these locks (shared: or reads under them).
+// On a function or lambda: the caller holds these locks (SHARED: for reading).
 #define PS_REQUIRES(...) PS_THREAD_SAFETY(requires_capability(__VA_ARGS__))
 #define PS_REQUIRES_SHARED(...) PS_THREAD_SAFETY(requires_shared_capability(__VA_ARGS__))
-// On a function: the caller does not hold them, since the function takes them.
+// On a function: the caller must not hold these locks, which the function takes.
 #define PS_EXCLUDES(...) PS_THREAD_SAFETY(locks_excluded(__VA_ARGS__))
-// On a lock: where both are held, it is taken after these.
+// On a lock: it is acquired after these.
 #define PS_ACQUIRED_AFTER(...) PS_THREAD_SAFETY(acquired_after(__VA_ARGS__))
-// On a function that clang cannot follow.  Say why.
+// On a function that clang cannot analyze; add the reason.
 #define PS_NO_THREAD_SAFETY_ANALYSIS PS_THREAD_SAFETY(no_thread_safety_analysis)
 
 namespace ps {
@@ -56,7 +56,7 @@ class PS_THREAD_SAFETY(capability("mutex")) Mutex {
  public:
   void Lock() PS_THREAD_SAFETY(acquire_capability()) { mu_.lock(); }
   void Unlock() PS_THREAD_SAFETY(release_capability()) { mu_.unlock(); }
-  // Whether it was free, and is held now.
+  // Returns whether it was free; then it is held now.
   bool TryLock() PS_THREAD_SAFETY(try_acquire_capability(true)) { return mu_.try_lock(); }
 
  private:
@@ -64,7 +64,7 @@ class PS_THREAD_SAFETY(capability("mutex")) Mutex {
   std::mutex mu_;
 };
 
-// Holds a lock for as long as it lives, but between Unlock and Lock.
+// Holds a lock for its lifetime, except between Unlock and Lock.
 class PS_THREAD_SAFETY(scoped_lockable) MutexLock {
  public:
   explicit MutexLock(Mutex* mu) PS_THREAD_SAFETY(acquire_capability(mu)) : mu_(mu) { mu_->Lock(); }
@@ -88,7 +88,7 @@ class PS_THREAD_SAFETY(scoped_lockable) MutexLock {
   bool held_ = true;
 };
 
-// Many may read under it, or one may write.
+// Many readers or a single writer.
 class PS_THREAD_SAFETY(capability("mutex")) SharedMutex {
  public:
   void Lock() PS_THREAD_SAFETY(acquire_capability()) { mu_.lock(); }
@@ -126,11 +126,11 @@ class PS_THREAD_SAFETY(scoped_lockable) ReaderLock {
   SharedMutex* const mu_;
 };
 
-// Waits with a lock that the caller holds, which is given up meanwhile.  Predicates are called
-// with the lock held.  Those that take a time return what the predicate says in the end.
+// Waits and releases the caller's lock meanwhile. Predicates are called with the lock held. Waits
+// with a time limit return the predicate's final result.
 //
-// Clang cannot see that `mu` is the lock that a predicate requires, and so does not look into
-// these functions; it does look at the predicates, and at who calls.
+// Clang cannot see that `mu` is the lock that a predicate requires. So it does not analyze these
+// functions, but it does analyze predicates and callers.
 class CondVar {
  public:
   void NotifyOne() { cond_.notify_one(); }
@@ -156,13 +156,13 @@ class CondVar {
     return cond_.wait_until(lock.held, deadline, holds);
   }
 
-  // Until notified, or for no reason.
+  // Waits until notified; may also wake up spuriously.
   void Wait(Mutex* mu) PS_REQUIRES(mu) PS_NO_THREAD_SAFETY_ANALYSIS {
     Adopted lock(mu->mu_);
     cond_.wait(lock.held);
   }
 
-  // Likewise, or until the time is up.
+  // Waits until notified or until `deadline`; may also wake up spuriously.
   template <typename Clock, typename Duration>
   void WaitUntil(Mutex* mu, std::chrono::time_point<Clock, Duration> deadline)
       PS_REQUIRES(mu) PS_NO_THREAD_SAFETY_ANALYSIS {
@@ -171,7 +171,7 @@ class CondVar {
   }
 
  private:
-  // The caller's lock as the standard library wants it; the caller holds it afterwards too.
+  // Adapts the caller's lock for the standard library; the caller still holds it afterwards.
   struct Adopted {
     explicit Adopted(std::mutex& mu) : held(mu, std::adopt_lock) {}
     ~Adopted() { held.release(); }
@@ -186,10 +186,8 @@ class CondVar {
 namespace byteps {
 namespace core {
 
-// A queue whose readers sleep until there is something to read.
-
-// Any number of threads may push and pop.  Close() lets readers take what is
-// left and then makes every pop return false at once.
+// A blocking queue for any number of writers and readers. After Close readers get the remaining
+// items; then every Pop returns false at once.
 template <typename T>
 class BlockingQueue {
  public:
@@ -201,14 +199,14 @@ class BlockingQueue {
     cond_.NotifyOne();
   }
 
-  // Blocks until an item is there (true) or the queue is closed and empty (false).
+  // Blocks until there is an item (true) or the queue is closed and empty (false).
   bool Pop(T* item) {
     ps::MutexLock lock(&mu_);
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return closed_ || !items_.empty(); });
     return Take(item);
   }
 
-  // As Pop, but gives up after `timeout`; *timed_out tells the two falses apart.
+  // Pops, but gives up after `timeout`; *timed_out then tells it apart from a closed queue.
   template <typename Rep, typename Period>
   bool PopFor(T* item, std::chrono::duration<Rep, Period> timeout, bool* timed_out) {
     ps::MutexLock lock(&mu_);

@@ -18,22 +18,22 @@ using std::chrono::milliseconds;
 namespace {
 
 constexpr int kBits = 64;
-// The kernel's own limit for a process (fs.nr_open), unless an administrator raised it.
+// The kernel's default limit per process (fs.nr_open).
 constexpr int kFiles = 1 << 20;
 
-// One bit for each descriptor: nothing is allocated, and a signal handler could read it.
+// A bit per descriptor: needs no allocation, and a signal handler could read it.
 std::atomic<uint64_t> files[kFiles / kBits];
 std::atomic<int> words_used{0};
 std::atomic<int> count{0};
 std::atomic<bool> is_forked_copy{false};
-// Readers make and close descriptors, the writer forks.
+// Readers create and close descriptors; the writer forks.
 pthread_rwlock_t forks = PTHREAD_RWLOCK_INITIALIZER;
 
 void BeforeFork() { pthread_rwlock_wrlock(&forks); }
 
 void InParent() { pthread_rwlock_unlock(&forks); }
 
-// As a signal handler: it only closes, and writes memory of its own.
+// Restricted like a signal handler: it only closes, and writes to static memory.
 void InChild() {
   if (count > 0) is_forked_copy = true;
   const int words = words_used;
@@ -44,11 +44,11 @@ void InChild() {
     }
   }
   count = 0;
-  // Not unlocked: the C library takes the child's thread for another one.
+  // Not unlocked: the C library considers the child's thread another one.
   pthread_rwlock_init(&forks, nullptr);
 }
 
-// Before the first thread of a transport.
+// Registered before a transport starts its first thread.
 const int registered = pthread_atfork(BeforeFork, InParent, InChild);
 
 uint64_t Bit(int fd) { return uint64_t{1} << (fd % kBits); }

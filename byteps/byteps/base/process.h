@@ -1,4 +1,4 @@
-// The process itself: its clock, names of its threads, and its forks.
+// The process: its clock, its threads' names, and its forks.
 #ifndef BYTEPS_BASE_PROCESS_H_
 #define BYTEPS_BASE_PROCESS_H_
 
@@ -11,17 +11,14 @@
 namespace byteps {
 namespace core {
 
-// The clock that intervals are measured by.
-
-// Nanoseconds since some moment that all processes of a host share.
+// Returns ns on the clock that intervals are measured by, comparable between processes of a host.
 inline int64_t SteadyNs() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-// Threads by name, for those who look at a process (top -H, perf, a debugger).
-
-// "bps-" and `name` and, where there are several, `number`: 15 characters are shown.
+// Names the calling thread "bps-`name`", or "bps-`name`/`number`", for top -H, perf and debuggers.
+// Linux keeps 15 characters.
 inline void NameThisThread(const std::string& name, long number = -1) {
   const std::string text = "bps-" + name + (number < 0 ? "" : "/" + std::to_string(number));
   pthread_setname_np(pthread_self(), text.substr(0, 15).c_str());
@@ -32,19 +29,18 @@ inline void NameThisThread(const std::string& name, long number = -1) {
 
 namespace ps {
 
-// What becomes of a transport's descriptors in a forked process.
+// Closes a transport's descriptors in forked processes.
 //
-// A forked child has a copy of each of them, and none of the threads that serve them.  With the
-// copies open, peers do not hear of the parent's end before the child's.  So the child closes them
-// before fork() returns.  What is started by exec is another matter: all are made with O_CLOEXEC.
+// A forked child has copies of the descriptors, but not the threads that serve them. With open
+// copies peers would not notice the parent's end before the child's. So the child closes them
+// before fork() returns. (exec is covered by O_CLOEXEC.)
 
-// Whether this process was forked while its parent's transport was in use.  It may touch nothing of
-// it then: locks may be held by threads that it does not have.
+// Returns whether this process was forked while its parent used a transport. It must not touch the
+// transport then: its locks may be held by threads that do not exist here.
 bool IsForkedCopy();
 
-// While one exists, fork() waits, in whichever thread.  To be held for as long as it takes to make
-// or close a descriptor; nothing is allocated meanwhile, since fork() may hold the allocator's
-// locks.
+// Blocks fork() in all threads. Held while a descriptor is created or closed. Do not allocate
+// meanwhile: fork() may hold the allocator's locks.
 class HoldForks {
  public:
   HoldForks();
@@ -53,14 +49,14 @@ class HoldForks {
   HoldForks& operator=(const HoldForks&) = delete;
 };
 
-// Forked children close this descriptor.  Under the HoldForks under which it was made.
+// Makes forked children close `fd`. Call under the HoldForks under which it was created.
 void CloseInChild(int fd);
 
-// They do no longer.  Under the HoldForks under which it is closed.
+// Undoes CloseInChild. Call under the HoldForks under which `fd` is closed.
 void KeepInChild(int fd);
 
-// Forked children close a descriptor that a library owns, for as long as this lives.  It goes
-// before the library closes it.
+// Makes forked children close a library's descriptor, for its own lifetime. Destroy it before the
+// library closes the descriptor.
 class ClosedInChild {
  public:
   explicit ClosedInChild(int fd) : fd_(fd) {

@@ -290,7 +290,7 @@ constexpr uint8_t kFeedback = 4;
 constexpr uint8_t kStochastic = 8;
 constexpr uint8_t kInOrder = 16;
 constexpr uint8_t kAllFlags = kAverage | kHasRule | kFeedback | kStochastic | kInOrder;
-// A tensor without its name.
+// Size of a tensor's entry without its name.
 constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4 + 4;
 
 bool IsGroup(const RankGroup::Ranks& ranks) {
@@ -298,7 +298,7 @@ bool IsGroup(const RankGroup::Ranks& ranks) {
                                               std::greater_equal<uint32_t>()) == ranks.end();
 }
 
-// False when one of them is none.
+// Returns false if a group is invalid.
 bool ReadGroups(WireReader* in, RankGroups* known, std::vector<RankGroup>* groups) {
   groups->resize(in->GetCount(sizeof(uint32_t)));
   for (RankGroup& group : *groups) {
@@ -311,10 +311,10 @@ bool ReadGroups(WireReader* in, RankGroups* known, std::vector<RankGroup>* group
   return true;
 }
 
-// The groups of a list of declarations, each once.
+// The distinct groups of a list of declarations.
 class GroupList {
  public:
-  // Its index.
+  // Returns the group's index.
   uint32_t Add(const RankGroup& group) {
     const auto [it, is_new] = by_ranks_.emplace(&group.ranks(), groups_.size());
     if (!is_new) return it->second;
@@ -326,7 +326,8 @@ class GroupList {
   const std::vector<RankGroup>& groups() const { return groups_; }
 
  private:
-  std::unordered_map<const RankGroup::Ranks*, uint32_t> by_ranks_;  // where they lie
+  // by the address of the shared ranks
+  std::unordered_map<const RankGroup::Ranks*, uint32_t> by_ranks_;
   std::vector<RankGroup> groups_;
 };
 
@@ -337,16 +338,16 @@ bool IsWhole(const Declaration& d) {
          (d.bytes - 1) / d.partition_bytes < kMaxPartitions;
 }
 
-// Of a tensor that is whole.
+// Requires a valid tensor.
 bool ReadRule(WireReader* in, Declaration* d) {
   auto rule = std::make_shared<UpdateRule>();
   if (!UpdateRule::Unpack(in->GetText(), ValuesIn(d->dtype, d->bytes), rule.get())) return false;
   d->rule = std::move(rule);
-  // What comes down is rounded without feedback: it is the difference to what was sent before.
+  // An update's answer needs no feedback: differences to what was sent before include the error.
   return IsUpdated(d->dtype) && !d->feedback;
 }
 
-// False when it cannot be a tensor.
+// Returns false if the entry is not a valid tensor.
 bool ReadTensor(WireReader* in, const std::vector<RankGroup>& groups, Declaration* d) {
   const uint8_t dtype = in->Get<uint8_t>();
   const uint8_t flags = in->Get<uint8_t>();
@@ -458,7 +459,7 @@ uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double lin
   const double a_server = static_cast<double>(bytes) / num_servers;
   const auto worth = static_cast<uint64_t>(sqrt(a_server * link_bytes_per_s * kPartitionSeconds));
   const uint64_t wanted = whole(std::max((bytes + pieces - 1) / pieces, worth));
-  // Less than a unit, where no partition may be so long.
+  // Less than a unit only if `largest` is.
   const uint64_t most =
       largest >= unit ? largest / unit * unit : largest / SizeOf(dtype) * SizeOf(dtype);
   uint64_t least = smallest;

@@ -1,5 +1,4 @@
-// What workers and servers say to each other: declarations, keys, requests, values, and the rules
-// by which servers update parameters.
+// Protocol between workers and servers: declarations, keys, requests, values, and update rules.
 #ifndef BYTEPS_BASE_PROTOCOL_H_
 #define BYTEPS_BASE_PROTOCOL_H_
 
@@ -15,10 +14,8 @@
 namespace byteps {
 namespace core {
 
-// What servers are told of an optimizer: once, how parameters are updated, and with each step, by
-// how much.
-
-// How a tensor of parameters is updated from its summed gradients.  A part of its declaration.
+// Rule to update a tensor of parameters from its reduced gradients. Part of the tensor's
+// declaration.
 //
 // On the wire, little-endian: u8 algorithm, u8 speculative, u8 counts_zeros, u8 held, u32 groups,
 // each: u64 times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments, each: u64
@@ -27,7 +24,7 @@ struct UpdateRule {
   // The numbers are part of the protocol.
   enum Algorithm : uint8_t { kAdamW = 1, kSgd = 2 };
 
-  // Parameters that are updated alike.  Of SGD, beta1 is the momentum, beta2 its dampening.
+  // Parameters with the same rule. For SGD, beta1 is the momentum, beta2 the dampening.
   struct Group {
     double beta1 = 0;
     double beta2 = 0;
@@ -36,53 +33,53 @@ struct UpdateRule {
     bool operator==(const Group&) const = default;
   };
 
-  // Elements from the end of the segment before, or 0, up to `end`.
+  // Elements from the previous segment's end (or 0) up to `end`.
   struct Segment {
     uint64_t end = 0;
     uint32_t group = 0;
-    // In GradientSums.  Of a parameter that several tensors hold, one copy is.
+    // Included in GradientSums. Only one copy is, of a parameter in several tensors.
     bool counted = true;
     bool operator==(const Segment&) const = default;
   };
 
   Algorithm algorithm = kAdamW;
-  // Steps may be tried (PUSH_TRY): the server keeps the gradients until it hears what becomes of
-  // them.
+  // Steps may be speculative (PUSH_TRY): the server keeps the gradients until it gets the verdict.
   bool speculative = false;
-  // GradientSums tell how many gradients are 0.
+  // GradientSums count zero gradients.
   bool counts_zeros = false;
-  // Of gradients in blocks: the type in which workers hold the parameters.
+  // Type of the parameters that workers hold, for gradients in blocks.
   DType held = DType::kFloat32;
   std::vector<Group> groups;
-  // Of values, ascending; the last one ends with the tensor.
+  // Ends are in values, ascending; the last is the tensor's end.
   std::vector<Segment> segments;
 
-  // fp32 values kept for each parameter: the parameter itself, and its moments or momentum.
+  // Returns the number of fp32 values kept per parameter: the parameter, and its moments or
+  // momentum.
   uint32_t NumSlots() const;
-  // "AdamW of 2 groups, 12 bytes of state a parameter"; of one that is speculative ", and its
-  // gradient until a step is kept" as well
+  // Returns "AdamW of 2 groups, 12 bytes of state a parameter", and for a speculative rule also ",
+  // and its gradient until a step is kept".
   std::string Describe() const;
   std::string Pack() const;
-  // False when `text` is no rule for a tensor of so many values.
+  // Returns false if `text` is not a rule for a tensor with this many values.
   static bool Unpack(const std::string& text, uint64_t values, UpdateRule* rule);
   bool operator==(const UpdateRule&) const = default;
 };
 
-// Of the summed gradients of a partition that count.  As it is on the wire: fp64, little-endian.
+// Sums over a partition's counted reduced gradients. On the wire: fp64, little-endian.
 struct GradientSums {
-  double squares = 0;  // added up; no finite number if any gradient is none, counted or not
-  double zeros = 0;    // how many are 0, if the rule counts them
+  double squares = 0;  // sum of squares; not finite if any gradient, counted or not, is not
+  double zeros = 0;    // number of zeros, if the rule counts them
 };
 static_assert(sizeof(GradientSums) == 16);
 
-// What becomes of the step that a member tried last.  The numbers are part of the protocol.
+// A member's verdict on its last speculative step. The numbers are part of the protocol.
 enum class Verdict : uint8_t {
-  kNone = 0,  // it tried none, or has said so already
-  kKeep = 1,  // it stands
-  kDrop = 2,  // the state stays as it was before
+  kNone = 0,  // there was none, or its verdict is already given
+  kKeep = 1,  // the step is kept
+  kDrop = 2,  // the state remains as before the step
 };
 
-// One step of an optimizer, as all members of the group say it.
+// A step of an optimizer; all members of the group send the same.
 //
 // On the wire, little-endian: u64 number, u64 bits of grad_scale, u8 skip, u32 rates, each: u64
 // times 2, the bits of the learning rate and of the weight decay.
@@ -93,77 +90,77 @@ struct UpdateStep {
     bool operator==(const Rate&) const = default;
   };
 
-  uint64_t number = 1;  // the first one is 1; steps that are skipped are not counted
+  uint64_t number = 1;  // counts from 1, without skipped steps
   double grad_scale = 1;
   bool skip = false;        // nothing is updated
   std::vector<Rate> rates;  // by group
 
-  // "step 3 with learning rates 0.1, 0.05, weight decays 0.1, 0, gradients times 1"
+  // Returns "step 3 with learning rates 0.1, 0.05, weight decays 0.1, 0, gradients times 1".
   std::string Describe() const;
   std::string Pack() const;
-  // False when `text` is no step.
+  // Returns false if `text` is not a step.
   static bool Unpack(const std::string& text, UpdateStep* step);
 };
 
-// What workers and servers say to each other.
+// Messages between workers and servers.
 //
-// Each exchange is one request and one response, Messages of cluster/channel.h:
-//   op          the Op                number    the request's (worker's own)
+// Each exchange is a request and a response, which are Messages (cluster/channel.h):
+//   op          the Op
+//   number      the worker's number of the request
 //   key         the tensor's or partition's
-//   body        DECLARE: a DeclarationList; all others: a PushHeader, and what follows it; failed
-//               response: the reason; response to PUSH_TRY: the sum's GradientSums, and as that to
-//               PUSH_PULL, PUSH_STEP and STEP, PackMembers of those that the sum lacks, if any
+//   body        of DECLARE: a DeclarationList
+//               of other requests: a PushHeader, and what follows it
+//               of a failed response: the reason
+//               of responses to PUSH_PULL, PUSH_STEP, PUSH_TRY and STEP: PackMembers of the members
+//               that the sum lacks, if any; for PUSH_TRY after the sum's GradientSums
 //   failed      of a response
-//   values      of PUSH_PULL, PUSH_STEP, PUSH_NORM, PUSH_TRY: the values; of LOAD_STATE:
-//               fp32 values
-//               of the responses to PUSH_PULL, PUSH_STEP, PUSH_TRY and STEP: the part of the
-//               sum, or of the updated parameters, that was asked for; to PUSH_NORM: the sum's
-//               GradientSums; to READ_STATE: fp32 values
+//   values      of PUSH_PULL, PUSH_STEP, PUSH_NORM, PUSH_TRY: the values
+//               of LOAD_STATE, and of the response to READ_STATE: fp32 values
+//               of responses to PUSH_PULL, PUSH_STEP, PUSH_TRY and STEP: the requested range of the
+//               sum or of the updated parameters
+//               of the response to PUSH_NORM: the sum's GradientSums
 //
-// A partition of a tensor that is only summed goes by one PUSH_PULL, which is answered when the sum
-// is complete.
+// All-reduce: a partition of a tensor without a rule is sent by PUSH_PULL, which is answered when
+// the sum is complete.
 //
-// A tensor whose declaration has an UpdateRule holds gradients, and servers keep its parameters.
-// PUSH_STEP is as PUSH_PULL, with an UpdateStep after the header; the answer has the updated
-// parameters.  The same in two turns, for who has to know the norm of all gradients first:
-// PUSH_NORM, answered when the sum is there, and STEP, with the UpdateStep.  LOAD_STATE and
-// READ_STATE, with the slot as a u32 after the header, write and read what is kept.  Without a slot
-// they do the same of a tensor that is summed in blocks with feedback: of what rounding has lost.
+// Updates: a tensor whose declaration has an UpdateRule holds gradients; servers keep its
+// parameters. PUSH_STEP is like PUSH_PULL, with an UpdateStep after the header; the answer has the
+// updated parameters. If the norm of all gradients is needed first, two requests do the same:
+// PUSH_NORM, answered when the sum is complete, and STEP with the UpdateStep. LOAD_STATE and
+// READ_STATE, with the slot as u32 after the header, write and read the kept state. Without a slot
+// they write and read the rounding errors of a tensor that is summed in blocks with feedback.
 //
-// Gradients in blocks of few bits are answered with differences, in blocks of 8 bits: what a worker
-// adds to the parameters that it holds (AddDifferences, base/block_codec.h).  Servers keep what
-// workers hold, as one more slot, the last.  It changes by a step that is made, as the parameters
-// do, and by LOAD_STATE: that of slot 0 sets it to the same parameters, rounded.
+// Blocks: gradients in blocks of few bits are answered with differences in 8-bit blocks, which a
+// worker adds to its parameters (AddDifferences, base/block_codec.h). Servers keep the workers'
+// parameters too, in an extra, last slot. A completed step changes it, and so does LOAD_STATE of
+// slot 0, which sets it to the same parameters, rounded.
 //
-// PUSH_TRY, where the rule is speculative, is as PUSH_STEP, but the state stays as it is: the
-// answer has the parameters as the step would make them, and the GradientSums.  What becomes of the
-// step each member says next: either by STEP, which makes another step of the same gradients, or by
-// a Verdict, a u8 that follows the header of PUSH_STEP, PUSH_NORM, PUSH_TRY and READ_STATE, before
-// all else.  So a step that stands costs no message.
+// Speculative steps: PUSH_TRY, if the rule allows it, is like PUSH_STEP, but leaves the state
+// unchanged. The answer has the parameters after the step, and the GradientSums. Each member then
+// decides: STEP makes another step from the same gradients; otherwise its next PUSH_STEP,
+// PUSH_NORM, PUSH_TRY or READ_STATE has a Verdict, as u8 directly after the header. So a kept step
+// costs no message.
 //
-// Where another server may take the place of one that is lost, pushes have kKeepsSums, and the
-// answer to a PUSH_PULL begins with KeptAnswer.  A worker that has nothing to push says by CONFIRM,
-// with a u64 as PushHeader::confirmed, what it has; the answer has KeptAnswer::with_all as a u64.
-// To a server that comes a worker says, once it has declared all tensors, by RESUME which
-// rounds it may still speak of: a u32 count, then for each tensor its key as a u64 and the first
-// round as a u32. By GIVE_SUM it gives it the sums that it has, with PackMembers of those that they
-// lack after the header; without values, where it wanted a part alone.  The answer has the round as
-// a u32 and the sum's serial as a u64, 0 if no member lacks it.  It pushes again when all are
-// answered.
+// Lost servers: if another server may replace a lost one, pushes have kKeepsSums, and the answer to
+// a PUSH_PULL begins with KeptAnswer. A worker without anything to push reports what it has by
+// CONFIRM, with u64 PushHeader::confirmed; the answer has KeptAnswer::with_all as u64. After
+// declaring all tensors to a new server, a worker sends RESUME with the rounds that it may still
+// refer to: a u32 count, then for each tensor its key as u64 and its first round as u32. GIVE_SUM
+// hands over the worker's sums, with PackMembers of the members they lack after the header, and
+// without values if the worker had asked for a part only. The answer has the round as u32 and the
+// sum's serial as u64, 0 if no member lacks it. When all are answered the worker pushes again.
 //
-// RELEASE, with a u32 count and keys of tensors as u64, says that a worker holds them no more: what
-// it had asked about them has ended.  A server frees a tensor once nobody holds it, and answers
-// when it has freed them all.  The next tensor of that name has another key.
+// Freeing: RELEASE, with a u32 count and u64 keys of tensors, says that the worker no longer uses
+// them; its requests for them have ended. A server frees a tensor when no worker uses it, and
+// answers when all are freed. The next tensor with that name has another key.
 //
-// Servers.  Where BYTEPS_BACKUP_STATE is set, server r + 1 (modulo their number), its backup, has a
-// copy of the state of server r, the primary.  What they say to each other:
-// recovery/server/backup_link.h.
+// Backups: with BYTEPS_BACKUP_STATE server r + 1 (modulo their number), the backup, has a copy of
+// the state of server r, the primary. recovery/server/backup_link.h describes their messages.
 //
-// Keys.  A tensor's key is a hash of its name, of its life, and of its group's lowest rank,
-// shifted left by 16; a partition's adds its index.  It thus depends neither on
-// the order in which ranks declare tensors nor on their number, and members that
-// disagree on anything else, or two names with one hash, meet on the server,
-// which compares their declarations and refuses.
+// Keys: a tensor's key is a hash of its name, life and its group's lowest rank, shifted left by 16;
+// a partition's key adds its index. So keys depend neither on the order of declarations nor on the
+// number of ranks. If members disagree on anything else, or two names have the same hash, their
+// declarations meet on the server, which compares and refuses them.
 
 enum Op : int {
   kDeclare = 1,
@@ -184,120 +181,120 @@ enum Op : int {
   kConfirm = 16,
 };
 
-// BYTEPS_KEY_HASH_FN.  The numbers are part of the protocol.
+// Values of BYTEPS_KEY_HASH_FN. The numbers are part of the protocol.
 enum class KeyHash : uint8_t { kRaw = 0, kDjb2 = 1 };
 constexpr uint8_t kNumKeyHashes = 2;
 
-// As BYTEPS_KEY_HASH_FN spells it.
+// Returns the name used in BYTEPS_KEY_HASH_FN.
 const char* NameOf(KeyHash hash);
 
 constexpr int kPartitionBits = 16;
 constexpr uint64_t kMaxPartitions = 1ull << kPartitionBits;
 
-// What the members of a group must agree on before they sum a tensor.
-// How long members of some replicas wait for those of others (docs/design/replicas.md).
+// Limits of waiting for the members of slow replicas (docs/design/replicas.md).
 struct Patience {
-  uint32_t replica_ranks = 0;  // workers of each replica; 0: there is one, and nothing to be done
-  // Once so many replicas have pushed, the others have so long; 0: as long as a sum may take.
+  uint32_t replica_ranks = 0;  // workers per replica; 0: there is a single replica, and no limit
+  // Once `quorum` replicas have pushed, the others have `grace_ms`; 0: as long as an all-reduce may
+  // take.
   uint32_t quorum = 0;
   uint32_t grace_ms = 0;
 
   bool operator==(const Patience& other) const = default;
-  // "quorum 2@1.5"
+  // Returns "quorum 2@1.5".
   std::string Describe() const;
 };
 
+// A tensor that is reduced: all members of its group must agree on everything here.
 struct Declaration {
   std::string name;
-  uint32_t life = 0;  // how often members have released a tensor of this name before
+  uint32_t life = 0;  // number of earlier tensors with this name that were released
   DType dtype = DType::kFloat32;
   bool average = false;
-  // Servers add pushes in the order of ranks, not of arrival, so that a sum repeated has the same
-  // bits.  BYTEPS_DETERMINISTIC=1 on a server does the same for all tensors.
+  // Servers add pushes in the order of ranks instead of arrival, so a repeated sum has the same
+  // bits. BYTEPS_DETERMINISTIC=1 on a server does the same for all tensors.
   bool in_order = false;
-  // Of blocks (base/block_codec.h): servers keep what rounding loses of a sum for the next one.
+  // For blocks (base/block_codec.h): servers keep a sum's rounding errors for the next one.
   bool feedback = false;
-  // Of blocks: workers and servers round by chance (BYTEPS_STOCHASTIC_ROUNDING).
+  // For blocks: workers and servers round stochastically (BYTEPS_STOCHASTIC_ROUNDING).
   bool stochastic = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
-  uint64_t placement =
-      0;  // the server of partition p is (placement + p) mod servers, when hashed raw
-  KeyHash hash = KeyHash::kRaw;  // how partitions are dealt to servers
-  Patience patience;             // the same of all tensors of a job
+  uint64_t placement = 0;        // for kRaw: partition p is on server (placement + p) mod servers
+  KeyHash hash = KeyHash::kRaw;  // maps partitions to servers
+  Patience patience;             // the same for all tensors of a job
   RankGroup group;
-  std::shared_ptr<const UpdateRule> rule;  // null: it is summed, and no more
+  std::shared_ptr<const UpdateRule> rule;  // null: it is only reduced
 
   uint64_t Key() const;
-  // The key of the first tensor of this name: the same in each life.
+  // Returns the key of the first tensor with this name, the same in each life.
   uint64_t KeyOfName() const;
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
-  // Bytes of partition `index`.
+  // Returns the bytes of partition `index`.
   uint64_t PartitionSize(uint64_t index) const;
-  // How many rounds of it a worker may have pushed that have not ended there: as many as hold 1
-  // GiB, 16 at least and 1,024 at most.
+  // Limit of rounds that a worker may have pushed and not completed: as many as hold 1 GiB, but 16
+  // to 1,024.
   uint32_t MostRoundsOpen() const;
-  // Values of partition `index`.
+  // Returns the values in partition `index`.
   uint64_t PartitionValues(uint64_t index) const { return ValuesIn(dtype, PartitionSize(index)); }
-  // Of one with a rule: what LOAD_STATE and READ_STATE may name.
+  // Number of slots for LOAD_STATE and READ_STATE. Requires a rule.
   uint32_t NumSlots() const { return rule->NumSlots() + (IsBlock(dtype) ? 1 : 0); }
-  // Position of `rank` in the group, or -1.
+  // Returns the index of `rank` in the group, or -1.
   int MemberIndex(uint32_t rank) const;
 
-  // "float32, 400 bytes, sum over ranks 0,1"
+  // Returns "float32, 400 bytes, sum over ranks 0,1".
   std::string Describe() const;
   bool operator==(const Declaration& other) const;
 };
 
-// On the wire its fields, little-endian, in this order.
+// On the wire: its fields in this order, little-endian.
 struct PushHeader {
-  uint32_t round = 0;        // how often this tensor was pushed before by this worker
-  uint32_t timeout_ms = 0;   // for how long the worker will wait
-  uint32_t pull_offset = 0;  // the part of the partition's sum that it wants back,
+  uint32_t round = 0;        // number of this worker's earlier pushes of this tensor
+  uint32_t timeout_ms = 0;   // how long the worker will wait
+  uint32_t pull_offset = 0;  // the range of the partition's sum that it wants back, perhaps empty
   uint32_t pull_bytes = 0;   // perhaps nothing
-  // The first round of this tensor that has not ended at the worker, not after `round`.  What it
-  // has left open of those before has failed there, and it will neither push nor ask again.
+  // The tensor's first open round at the worker, at most `round`. Earlier rounds have ended there;
+  // the worker will not push or ask for them again.
   uint32_t oldest = 0;
-  // kForgetLost and kKeepsSums, the same from all members; or nothing.
+  // kForgetLost and kKeepsSums, equal on all members.
   uint32_t flags = 0;
-  // With kKeepsSums: the worker has the answers of this server to all its requests before it.
+  // With kKeepsSums: the worker has this server's answers to all its requests before this number.
   uint64_t confirmed = 0;
-  // What rounding lost of this partition's sums before is not added to this one.
+  // Do not add earlier rounding errors to this partition's sum.
   static constexpr uint32_t kForgetLost = 1;
-  // The worker keeps the sum until all have it.
+  // The worker keeps the sum until all members have it.
   static constexpr uint32_t kKeepsSums = 2;
   static constexpr size_t kBytes = 6 * sizeof(uint32_t) + sizeof(uint64_t);
 
   std::string Pack() const;
-  // False when `text` is no header.
+  // Returns false if `text` is not a header.
   static bool Unpack(const std::string& text, PushHeader* header);
-  // Of a header with something after it, which becomes *rest.
+  // Unpacks a header with more data after it, which goes to *rest.
   static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
 };
 
-// The part of an answer about a sum that its worker keeps.  On the wire: its fields, little-endian,
-// in this order.
+// Part of the answer about a sum that its worker keeps. On the wire: its fields in this order,
+// little-endian.
 struct KeptAnswer {
-  uint32_t ended = 0;     // rounds of the tensor before it have ended at all members
-  uint64_t serial = 0;    // of this sum, among those of this server
-  uint64_t with_all = 0;  // sums of this server with serials before it are with all their members
+  uint32_t ended = 0;     // earlier rounds of the tensor have ended at all members
+  uint64_t serial = 0;    // number of this sum among this server's
+  uint64_t with_all = 0;  // sums of this server with lower serials have reached all their members
   static constexpr size_t kBytes = sizeof(uint32_t) + 2 * sizeof(uint64_t);
 
   std::string Pack() const;
-  // Takes it from the front of `text`.  False: it is too short.
+  // Takes it from the front of `text`. Returns false if `text` is too short.
   static bool Take(std::string* text, KeptAnswer* answer);
 };
 
-// Members of a group, by index, as an answer names those whose values its sum lacks: a bit each,
-// lowest first.  Empty where there are none.
+// Packs the members (by index) whose values a sum lacks: a bit each, lowest first. Empty if there
+// are none.
 std::string PackMembers(const std::vector<bool>& members);
-// The indices, of a group of `size`.
+// Returns the indices, for a group of `size` members.
 std::vector<size_t> UnpackMembers(const std::string& text, size_t size);
 
 // FNV-1a, 64 bits.
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
 
-// Many declarations in one message.
+// List of declarations, sent in a message.
 //
 // On the wire, all numbers little-endian:
 //   u8  version, kDeclarationVersion   u8  BYTEPS_KEY_HASH_FN (KeyHash)
@@ -313,48 +310,43 @@ uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
 
 constexpr uint8_t kDeclarationVersion = 9;
 
-// Declarations that were made with one configuration: `hash` is the same in all.
+// Packs declarations of the same configuration: `hash` is equal in all.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);
 
-// False when `text` is no list of declarations; *error then says why.  Every count and length is
-// checked, so that any bytes may be given.  `groups`: where groups of earlier lists are known; may
-// be null.
+// Returns false if `text` is not a list of declarations, with the reason in *error. Safe for any
+// bytes: every count and length is checked. `groups`: shares groups with earlier lists; may be
+// null.
 bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* declarations,
                         std::string* error, RankGroups* groups = nullptr);
 
-// How tensors are cut, and which server sums which partition.
-
-// `name` is one of the table's choices.
+// Parses a choice of BYTEPS_KEY_HASH_FN.
 KeyHash ParseKeyHash(const std::string& name);
 
-// The server, 0..num_servers-1, of partition `index` of the tensor with `key`
+// Returns the server, 0..num_servers-1, of partition `index` of the tensor with `key`
 // (Declaration::Key).
 //
-// kRaw deals partitions round robin from the tensor's `placement`: a caller that
-// gives each tensor the number of partitions before it spreads small tensors and
-// the parts of large ones evenly over any number of servers.  kDjb2 hashes the
-// partition's key, whatever its neighbours are.
+// kRaw assigns partitions round robin from the tensor's `placement`. If each tensor's placement is
+// the number of partitions before it, small tensors and parts of large ones are spread evenly over
+// any number of servers. kDjb2 hashes the partition's key.
 int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int num_servers);
 
-// Bytes of the partitions of a tensor of `bytes` bytes.
+// Returns the partition size for a tensor of `bytes` bytes.
 //
-// All workers push a partition at the same time, so a server has its sum only when
-// it has received it from all, and the links back idle until then.  To keep that
-// time small compared with the whole, a server gets many partitions of a tensor,
-// kPartitionsPerServer of them, as long as they are neither smaller nor larger
-// than the given limits.  No more than kMaxPartitions, if the greatest size allows it.
-// Limits are whole pages, and so is the result.  Partitions of blocks are multiples of
-// kBlocksOfPartition blocks, which are whole pages of 4 KiB; where the greatest size is less than
-// that, as many whole blocks as it holds.
+// All workers push a partition at the same time, so a server has the sum only when it has received
+// all pushes; the links back idle until then. To keep that time short, each server gets
+// kPartitionsPerServer partitions of a tensor, if they stay within the limits `smallest` and
+// `largest`, and at most kMaxPartitions in total if `largest` allows. Limits and result are whole
+// pages. Partitions of blocks are multiples of kBlocksOfPartition blocks, which are whole pages of
+// 4 KiB; if `largest` is less, as many whole blocks as fit.
 //
-// `smallest` 0: what the link carries in kShortestSeconds, within kLeastSmallest and kMostSmallest,
-// which is also the one for a link that is not known.  All of a tensor waits once for its first
-// partition and once for its last.  On a link of 100 Mbit/s one of 128 KiB takes 10 ms.
+// `smallest` 0: what the link carries in kShortestSeconds, between kLeastSmallest and
+// kMostSmallest; the latter for an unknown link. A tensor waits once for its first partition and
+// once for its last, and 128 KiB take 10 ms at 100 Mbit/s.
 //
-// On fast links they are longer.  Cores take some time for each partition, of which
-// kPartitionSeconds are not hidden behind the links; and links idle for as long as they carry one.
-// Of n bytes per server the sum of both is least with partitions of
-// sqrt(n * rate * kPartitionSeconds) bytes.  `link_bytes_per_s`: of a worker; 0: not known.
+// Partitions are longer on fast links. Each costs CPU time, of which kPartitionSeconds are not
+// hidden behind the links, and links idle for the time of a partition. For n bytes per server the
+// total is least with partitions of sqrt(n * rate * kPartitionSeconds) bytes. `link_bytes_per_s`: a
+// worker's; 0: unknown.
 constexpr uint64_t kPartitionsPerServer = 64;
 constexpr double kPartitionSeconds = 2e-6;
 constexpr double kShortestSeconds = 2.5e-3;

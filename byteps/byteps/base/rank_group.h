@@ -1,4 +1,3 @@
-// The ranks of a group, which many declarations share.
 #ifndef BYTEPS_BASE_RANK_GROUP_H_
 #define BYTEPS_BASE_RANK_GROUP_H_
 
@@ -15,8 +14,8 @@
 namespace byteps {
 namespace core {
 
-// Ranks, ascending.  They never change: copies share them, so that a copy costs as little for 8,192
-// ranks as for two.
+// Ascending, immutable list of ranks. Copies share it, so a copy costs the same for 8,192 ranks as
+// for two.
 class RankGroup {
  public:
   using value_type = uint32_t;
@@ -24,11 +23,11 @@ class RankGroup {
   using const_iterator = Ranks::const_iterator;
 
   RankGroup() = default;
-  RankGroup(Ranks ranks)  // a list of ranks is a group
+  RankGroup(Ranks ranks)  // implicit: a list of ranks is a group
       : ranks_(std::make_shared<const Ranks>(std::move(ranks))) {}
   RankGroup(std::initializer_list<uint32_t> ranks) : RankGroup(Ranks(ranks)) {}
 
-  // 0 to `size` - 1.
+  // Returns the ranks 0 to `size` - 1.
   static RankGroup Below(uint32_t size);
 
   const Ranks& ranks() const {
@@ -55,18 +54,18 @@ class RankGroup {
   std::shared_ptr<const Ranks> ranks_;
 };
 
-// Finds the group that has the same ranks, so that equal groups of many messages are shared.  Keeps
-// none alive.  Any thread may call anything.
+// Finds groups with equal ranks, so that equal groups in many messages share memory. Does not keep
+// groups alive. Thread-safe.
 class RankGroups {
  public:
-  // Another one with these ranks, if there is one; else `group`, which is found from now on.
+  // Returns an existing group with these ranks, or `group`, which is known from now on.
   RankGroup Share(const RankGroup& group);
 
  private:
   ps::Mutex mu_;
   std::unordered_multimap<uint64_t, std::weak_ptr<const RankGroup::Ranks>> known_
       PS_GUARDED_BY(mu_);                    // by a hash of the ranks
-  size_t swept_at_ PS_GUARDED_BY(mu_) = 16;  // when there are so many, those that are gone go
+  size_t swept_at_ PS_GUARDED_BY(mu_) = 16;  // expired entries are removed at this size
 };
 
 }  // namespace core

@@ -10,23 +10,23 @@
 namespace byteps {
 namespace core {
 
-// The values of a message: memory that several hold.
+// The values of a message: reference-counted memory.
 //
-// Copies share the memory, which is released with the last of them.  A moved-from object is empty.
+// Copies share the memory, which is freed with the last. A moved-from object is empty.
 class SharedBytes {
  public:
   SharedBytes() = default;
 
-  // Not initialised.  Throws OutOfMemory.
+  // Returns uninitialised memory. Throws OutOfMemory.
   static SharedBytes New(size_t size) {
     return {std::shared_ptr<char>(NewBytes(size), std::default_delete<char[]>()), size};
   }
-  // Memory of somebody else's.  `released(data)` is called when the last copy is gone.
+  // Wraps foreign memory. Calls `released(data)` when the last copy is destroyed.
   template <typename Released>
   static SharedBytes Borrow(char* data, size_t size, Released released) {
     return {std::shared_ptr<char>(data, std::move(released)), size};
   }
-  // What `owner` points to stays as long as `owner` has copies.
+  // Wraps memory that lives as long as `owner` has copies.
   SharedBytes(std::shared_ptr<char> owner, size_t size) : owner_(std::move(owner)), size_(size) {}
 
   SharedBytes(const SharedBytes&) = default;
@@ -44,7 +44,7 @@ class SharedBytes {
   bool empty() const { return size_ == 0; }
   const std::shared_ptr<char>& owner() const { return owner_; }
 
-  // `size` bytes from `offset`, which are part of it; shares the memory.
+  // Returns `size` bytes from `offset`, which share the memory.
   SharedBytes Part(size_t offset, size_t size) const {
     return {std::shared_ptr<char>(owner_, data() + offset), size};
   }

@@ -12,7 +12,7 @@ using std::chrono::milliseconds;
 
 constexpr StallWatch::Duration kShortestTick = milliseconds(20);
 constexpr StallWatch::Duration kLongestTick = milliseconds(500);
-// A thread that sleeps until a moment in a clock that stands looks again after so long.
+// Pause of a thread that sleeps until a time on a clock that stands still.
 constexpr StallWatch::Duration kLook = milliseconds(2);
 
 }  // namespace
@@ -31,9 +31,9 @@ AwakeClock::time_point StallWatch::Bounds::Awake(Time now) const {
   return std::max(floor, AwakeClock::time_point(counted.time_since_epoch() - lost));
 }
 
-// Stored in one order and loaded in the other: a reader of the new `until` has the new `lost`, and
-// a reader of the new `lost` the new `floor`. With the new `lost` and the old `until` it is
-// `floor`, which is the time of the change.
+// Stored in one order and loaded in the opposite order. So a reader of the new `until` has the new
+// `lost`, and a reader of the new `lost` the new `floor`. With the new `lost` and the old `until`
+// the result is `floor`, the time of the change.
 StallWatch::Bounds StallWatch::SharedBounds::Load() const {
   Bounds bounds;
   bounds.until = until_.load(std::memory_order_acquire);
@@ -52,7 +52,7 @@ void StallWatch::Begin(Duration heartbeat, Time now) {
   MutexLock lock(&mu_);
   if (feeders_++ > 0) return;
   heartbeat_ = heartbeat;
-  // A busy machine wakes a thread late, too.
+  // A busy machine wakes threads late too.
   tolerance_ = 2 * TickTime(heartbeat);
   last_tick_ = now;
   bounds_.until = now + tolerance_;

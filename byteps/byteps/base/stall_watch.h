@@ -9,16 +9,17 @@
 
 namespace ps {
 
-// Any thread.  Times are given, so that tests can play them.
+// Notices when this process stood still, from the lateness of a thread that wakes up regularly.
+// Times are passed in, for tests. Thread-safe.
 class StallWatch {
  public:
   using Time = std::chrono::steady_clock::time_point;
   using Duration = AwakeClock::duration;
 
-  // That of this process.
+  // Returns this process's watch.
   static StallWatch* Get();
 
-  // A thread begins to call Tick each TickTime(heartbeat), and ends to.
+  // A thread calls Tick each TickTime(heartbeat), between Begin and End.
   void Begin(Duration heartbeat, Time now);
   void Tick(Time now);
   void End(Time now);
@@ -31,12 +32,12 @@ class StallWatch {
     Duration length{};
     Time ended;
   };
-  // The last one, or a longer one that ended just before it; of no length: there was none.
+  // Returns the last stall, or a longer one that ended just before it; length zero: none.
   Stall LastStall(Time now);
-  // Its length, if it ended within `last`.
+  // Returns the last stall's length if it ended within `last`.
   Duration StoodStill(Duration last, Time now);
 
-  // A thread that tells of its wake-ups, as long as this lives.
+  // Reports a thread's wake-ups, for its own lifetime.
   class Feeder {
    public:
     explicit Feeder(double heartbeat_s);
@@ -44,11 +45,11 @@ class StallWatch {
     Feeder(const Feeder&) = delete;
     Feeder& operator=(const Feeder&) = delete;
 
-    // To be called when the thread wakes up.
+    // Call when the thread wakes up.
     void Tick();
-    // The thread waits for something else than time; ends with the next Tick.
+    // The thread waits for something other than time, until the next Tick.
     void Rest();
-    // Until then the thread may sleep, if it wants to sleep until `wake`.
+    // Returns until when the thread may sleep, if it wants to sleep until `wake`.
     Time SleepUntil(AwakeClock::time_point wake) const;
 
    private:
@@ -57,19 +58,19 @@ class StallWatch {
   };
 
  private:
-  // What a reading of the clock needs.
+  // Data to read the clock.
   struct Bounds {
-    Time until = Time::max();      // nobody has noticed yet what happened after that
-    Duration lost{};               // steady time that did not count
-    AwakeClock::time_point floor;  // it was as late as that already
+    Time until = Time::max();      // later events have not been noticed yet
+    Duration lost{};               // steady time that does not count
+    AwakeClock::time_point floor;  // the clock does not go below this
     AwakeClock::time_point Awake(Time now) const;
   };
 
-  // Sockets read the clock each time they are looked at, so readers take no lock.
+  // Lock-free for readers: sockets read the clock at each event.
   class SharedBounds {
    public:
     Bounds Load() const;
-    void Store(const Bounds& bounds);  // one thread at a time
+    void Store(const Bounds& bounds);  // by one thread at a time
 
    private:
     std::atomic<Time> until_{Time::max()};
@@ -85,8 +86,8 @@ class StallWatch {
   Duration tolerance_ PS_GUARDED_BY(mu_){};
   Time last_tick_ PS_GUARDED_BY(mu_);
   Bounds bounds_ PS_GUARDED_BY(mu_);
-  SharedBounds shared_;             // as bounds_
-  Stall stall_ PS_GUARDED_BY(mu_);  // as LastStall has it
+  SharedBounds shared_;             // equals bounds_
+  Stall stall_ PS_GUARDED_BY(mu_);  // result of LastStall
 };
 
 }  // namespace ps

@@ -1,4 +1,4 @@
-// Numbers and texts in messages: fixed width, little endian, every length checked.
+// Numbers and texts in messages: fixed width, little-endian, with all lengths checked.
 #ifndef BYTEPS_BASE_WIRE_H_
 #define BYTEPS_BASE_WIRE_H_
 
@@ -33,7 +33,7 @@ class WireWriter {
   std::string out_;
 };
 
-// Reads one, from any sender.  Reads past the end are zero, and make ok() false.
+// Reads a message from an untrusted sender. Reads past the end return zero and make ok() false.
 class WireReader {
  public:
   explicit WireReader(const std::string& in) : in_(in) {}
@@ -48,7 +48,7 @@ class WireReader {
     return static_cast<T>(value);
   }
 
-  // A count of things that take at least `each` bytes; 0 when so many cannot follow.
+  // Reads an element count. Returns 0 if fewer than count × `each` bytes are left.
   uint32_t GetCount(size_t each) {
     const uint32_t count = Get<uint32_t>();
     return Has(static_cast<uint64_t>(count) * each) ? count : 0;
@@ -79,10 +79,10 @@ class WireReader {
 
 namespace ps {
 
-// Fields as they lie on the wire: fixed widths, little endian, whatever the CPU.
+// Appends fields with fixed width, little-endian on every CPU.
 class ByteWriter {
  public:
-  // Appends to `out`, which is borrowed.
+  // Borrows `out`.
   explicit ByteWriter(std::string* out) : out_(out) {}
 
   template <typename T>
@@ -101,7 +101,7 @@ class ByteWriter {
   std::string* const out_;
 };
 
-// Every read says whether the bytes were there; after one that were not, all fail.
+// Each read returns whether the bytes were there. After a failed read all fail.
 class ByteReader {
  public:
   ByteReader(const char* data, size_t size) : data_(data), left_(size) {}

@@ -1,5 +1,5 @@
-// What a process notices of itself: broken invariants, and a clock that stands still while it does.
-// The tests of Invariant break some on purpose; no other one may.
+// Tests of broken invariants, and of the clock that stands still with the process. Tests named
+// Invariant break invariants on purpose; others must not.
 #include "byteps/base/invariant.h"
 
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ namespace {
 
 uint64_t on_purpose = 0;
 
-// What is broken while it lives is so on purpose.
+// Invariants broken during its lifetime are broken on purpose.
 class OnPurpose {
  public:
   OnPurpose() : before_(ps::NumBrokenInvariants()) {}
@@ -52,7 +52,7 @@ class NoneBroken : public ::testing::Environment {
 [[maybe_unused]] const auto* const environment =
     ::testing::AddGlobalTestEnvironment(new NoneBroken);
 
-// What `broken` throws.
+// Returns the message of the Error that `broken` throws.
 template <typename Function>
 std::string ErrorOf(Function broken) {
   try {
@@ -152,14 +152,15 @@ TEST(Invariant, AnOperationEndsOnce) {
   EXPECT_EQ(broken.count(), 2u);
 }
 
-// A server that answers twice: the transport hears of it, and ends the job with these words.
+// A server answers twice. The transport learns of it, and ends the job with this text.
 TEST(Invariant, ThatIsBrokenInAJobFailsIt) {
   OnPurpose broken;
   Script script;
   script.answers_twice = true;
   Job job(1, script);
   auto values = Values(100, 1);
-  std::string error = job.ErrorOf(job.Start("x", &values));  // it may be well, if it is soon
+  std::string error = job.ErrorOf(job.Start("x", &values));  // it may succeed if the answer is
+                                                             // early
   while (error == "it was well") {
     try {
       error = job.ErrorOf(job.Start("x", &values));
@@ -172,7 +173,7 @@ TEST(Invariant, ThatIsBrokenInAJobFailsIt) {
   EXPECT_GE(job.Metric("broken_invariants_total"), static_cast<double>(broken.count()));
 }
 
-// Whatever a transport throws: the operation fails, and what it held of the window is free again.
+// For any exception of a transport, the operation fails and its share of the window is free again.
 TEST(Invariant, ThatIsBrokenWhileSendingFailsTheOperation) {
   Job job(1);
   auto values = Values(3000, 1);
@@ -193,8 +194,8 @@ TEST(Invariant, ThatIsBrokenWhileSendingFailsTheOperation) {
   }
 }
 
-// Nor does an exception of another kind end the process: not in a push loop, which sends the longer
-// one, nor in the caller's thread.
+// Other exceptions do not end the process either: not in a push loop, which sends the longer
+// tensor, nor in the caller's thread.
 TEST(Invariant, AnyExceptionWhileSendingFailsTheOperation) {
   Job job(1);
   auto values = Values(3000, 1);
@@ -210,7 +211,7 @@ TEST(Invariant, AnyExceptionWhileSendingFailsTheOperation) {
   }
 }
 
-// Of the answers that it is given the first cannot be sent.
+// A channel that fails to send the first answer.
 class BrokenAnswers : public ServerChannel {
  public:
   void Send(const Message& message) override {
@@ -222,7 +223,7 @@ class BrokenAnswers : public ServerChannel {
     ps::MutexLock lock(&mu_);
     breaks_ = true;
   }
-  // By receiver: of the last answer.
+  // Errors of the last answers, by receiver.
   std::map<int, std::string> errors() {
     ps::MutexLock lock(&mu_);
     return errors_;
@@ -260,7 +261,7 @@ TEST(Invariant, ThatIsBrokenInAServerFailsTheRound) {
     request.SetValues(values);
     tell(rank, std::move(request));
   }
-  // The server's own thread may serve the second one.
+  // The server's own thread may serve the second request.
   const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while ((channel.errors().size() < 2 || server.OpenRounds() > 0) &&
          std::chrono::steady_clock::now() < limit) {
@@ -280,14 +281,14 @@ TEST(Invariant, ThatIsBrokenInAServerFailsTheRound) {
 namespace ps {
 namespace {
 
-// ----- a clock, in time that the test plays
+// ----- a clock, with times from the test
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 class Stalls : public testing::Test {
  protected:
-  // The feeding thread wakes up as it should.
+  // The feeding thread wakes up regularly for this time.
   void Run(StallWatch::Duration time) {
     const StallWatch::Time end = now_ + time;
     while (now_ < end) {
@@ -314,7 +315,7 @@ TEST_F(Stalls, TimePassesWhileTheProcessRuns) {
   watch_.Begin(kHeartbeat, now_);
   Run(seconds(100));
   EXPECT_EQ(Awake(), seconds(1100));
-  StandStill(milliseconds(400));  // as a busy machine may do
+  StandStill(milliseconds(400));  // as on a busy machine
   EXPECT_EQ(Awake(), seconds(1100) + milliseconds(400));
   Run(seconds(1));
   EXPECT_EQ(Awake(), seconds(1101) + milliseconds(400));
@@ -325,7 +326,7 @@ TEST_F(Stalls, APauseAndAHeartbeatDoNotCount) {
   watch_.Begin(kHeartbeat, now_);
   Run(seconds(10));
   StandStill(seconds(40));
-  // Any thread may look first, before the one that tells.
+  // Any thread may read the clock before the feeding thread ticks.
   EXPECT_EQ(Awake(), seconds(1010) + kTolerance);
   watch_.Tick(now_);
   EXPECT_EQ(Awake(), seconds(1010) + kTolerance);
@@ -374,12 +375,12 @@ TEST_F(Stalls, NeverBack) {
   EXPECT_GE(Awake(), last);
 }
 
-// A reader that met half of a change would see the clock leap by a pause, or go back.
+// A reader of a partial update would see the clock jump by a pause, or go back.
 TEST_F(Stalls, ReadersSeeWholeChanges) {
   watch_.Begin(kHeartbeat, now_);
   constexpr StallWatch::Time kLater{seconds(1'000'000'000)};
   constexpr StallWatch::Duration kPause = seconds(100);
-  // Of a pause, and of the time after it.
+  // Part of a pause that counts, with the time after it.
   constexpr StallWatch::Duration kCounted = 2 * kTolerance;
   std::atomic<int> pauses{0};
   std::atomic<bool> ended{false};

@@ -1,5 +1,5 @@
-// What processes say: workers and servers to each other, byte for byte, a launcher of its workers,
-// and all of them to their logs.
+// Tests of texts and bytes: the protocol of workers and servers, a launcher's variables, and the
+// log.
 #include "byteps/base/protocol.h"
 
 #include <fcntl.h>
@@ -82,7 +82,7 @@ TEST(DeclarationList, EveryTruncationAndAdditionIsRefused) {
   EXPECT_FALSE(UnpackDeclarations(text + "x", &back, &error));
 }
 
-// Of lists that many ranks send, and of all tensors of a list.
+// Groups are shared between the lists of many ranks, and between the tensors of a list.
 TEST(DeclarationList, EqualGroupsAreSharedAndGoWithTheLast) {
   const std::string text = PackDeclarations(SomeDeclarations());
   RankGroups groups;
@@ -141,7 +141,7 @@ TEST(DeclarationList, AnyBytesAreTakenOrRefused) {
   EXPECT_GT(refused, 1000);
 }
 
-// Of a tensor of 10 elements.
+// Returns whether it is a rule for a tensor of 10 elements.
 bool IsRule(const UpdateRule& rule) {
   UpdateRule back;
   return UpdateRule::Unpack(rule.Pack(), 10, &back) && back == rule;
@@ -229,7 +229,7 @@ TEST(PushHeader, AnyOtherLengthIsRefused) {
   EXPECT_FALSE(PushHeader::Unpack(wire + "x", &back));
 }
 
-// A message of many bytes that claims a node for each of them.
+// A long message that claims a node for almost every byte.
 TEST(Meta, ACountTakesNoMemoryBeforeItsNodesAreRead) {
   constexpr size_t kBytes = 3 << 20;
   const std::string empty = ps::EncodeMeta(ps::Meta());
@@ -261,7 +261,7 @@ TEST(Meta, TheNodesOfALargeJobComeBack) {
   EXPECT_EQ(ps::EncodeMeta(back), bytes);
 }
 
-// ----- what a launcher says of a worker, and of the replica that it belongs to
+// ----- a launcher's variables for a worker and its replica
 
 Launch From(const Settings& settings) { return Launch::From(ConfigWith(settings)); }
 
@@ -323,16 +323,16 @@ TEST(Launch, ReplicasThatCannotBeAreRefused) {
 namespace ps {
 namespace {
 
-// ----- lines of the log reach a reader that is slow, and wait for nobody
+// ----- log lines reach a slow reader, and never wait for it
 
 constexpr size_t kLimit = 64 << 10;
-constexpr int kPatienceMs = 60'000;  // against hangs alone
+constexpr int kPatienceMs = 60'000;  // against hangs only
 
 std::string Line(int i) { return "line " + std::to_string(i) + std::string(100, '.') + "\n"; }
 
 std::string Notice(uint64_t dropped) { return "dropped " + std::to_string(dropped) + "\n"; }
 
-// What comes up to the end of the line that has `word`.
+// Reads to the end of the line with `word`.
 std::string ReadUntil(int fd, const std::string& word) {
   std::string all;
   char buffer[4096];
@@ -346,14 +346,14 @@ std::string ReadUntil(int fd, const std::string& word) {
   return all;
 }
 
-// It is never destroyed (see there), and stays where a search for leaks finds it.
+// The output is never destroyed (see there); this keeps it reachable for a leak checker.
 LogOutput* NewOutput(int fd) {
   static auto* const all = new std::vector<LogOutput*>;
   all->push_back(new LogOutput(fd, kLimit, Notice));
   return all->back();
 }
 
-// A pipe or a connection, and what writes to it.
+// A pipe or connection, and its writer.
 struct Written {
   explicit Written(bool pipes) {
     EXPECT_EQ(pipes ? pipe(ends) : socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
@@ -378,11 +378,11 @@ TEST(LogOutputTest, WhatIsReadComesAtOnce) {
 void TryNobodyReadsForAWhile(bool pipes) {
   const Written written(pipes);
   int last = 0;
-  // More than any pipe or socket takes, and than may wait.
+  // More than any pipe or socket takes, plus what may wait.
   constexpr int kLines = 20'000;
   for (; last < kLines; ++last) written.output->Write(Line(last));
   written.output->Flush(0.01);
-  // All that was written first is there, in order; what came after it is counted.
+  // The first lines are there, in order; the later ones are counted.
   std::string expected;
   int kept = 0;
   const std::string got = ReadUntil(written.ends[0], "dropped");
