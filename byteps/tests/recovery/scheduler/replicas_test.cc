@@ -65,14 +65,14 @@ TEST_F(ReplicasTest, OneThatIsLateIsRemoved) {
   for (const int rank : {-1, 4, 1 << 20}) {
     Say(server_, Control::MEMBERS, Word(membership::Late{rank, 0, "why"}));
   }
-  // No worker says so of another one.
+  // Only servers may report late workers.
   Say(worker_, Control::MEMBERS, Word(membership::Late{2, 0, "why"}));
   EXPECT_EQ(links_.CountTo(worker_, Control::MEMBERS), 0);
   Say(server_, Control::MEMBERS, Word(membership::Late{2, 0, "it was late"}));
   EXPECT_EQ(LastTold(worker_).present, "10");
   EXPECT_EQ(LastTold(worker_).news, "replica 1 was removed: it was late");
   EXPECT_EQ(links_.CountTo(late, Control::JOB_FAILED), 1);
-  // The last one stays.
+  // The last replica is never removed.
   Say(server_, Control::MEMBERS, Word(membership::Late{0, 1, "it was late"}));
   EXPECT_EQ(LastTold(server_).present, "10");
   EXPECT_EQ(failure(), "");

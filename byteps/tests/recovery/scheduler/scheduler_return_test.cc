@@ -1,4 +1,4 @@
-// A scheduler to which the nodes of another one come.
+// SchedulerReturn: nodes return to a restarted scheduler.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -157,7 +157,7 @@ TEST_F(SchedulerReturnTest, OthersAreRefusedAndToldWhy) {
   EXPECT_NE(links_.LastRefusal().find("does not make sense"), std::string::npos);
   Return(worker_);
   Return(other_);
-  Return(worker_, {.life = 9});  // this one was cut off, and another has the job
+  Return(worker_, {.life = 9});  // this scheduler was cut off: another one has the job
   EXPECT_NE(links_.LastRefusal().find("another scheduler, which began later"), std::string::npos);
   Return(worker_, {.life = 2, .token = 99});
   EXPECT_NE(links_.LastRefusal().find("another process has its place"), std::string::npos);
@@ -181,7 +181,7 @@ TEST_F(SchedulerReturnTest, WithoutTheSettingNobodyIsTaken) {
 
 TEST_F(SchedulerReturnTest, AJobOfWhichServersHeardThatItIsOverEnds) {
   StartAgain(2, 0.3);
-  Return(worker_);  // worker 1 has left, and only servers would tell of it
+  Return(worker_);  // worker 1 has left, which only servers would report
   Say(worker_, Control::LEAVE, Finish());
   AwaitEnd();
   EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
@@ -200,7 +200,7 @@ TEST_F(SchedulerReturnTest, AChangeThatOnlySomeHeardIsToldToAll) {
   EXPECT_EQ(LastTold(server_).epoch, 2);
   EXPECT_EQ(LastTold(server_).present, "10");
   EXPECT_EQ(links_.SentTo(server_, Control::MEMBERS).back().meta.control.node.size(), 2u);
-  Register(Node::WORKER, 2, 4, 1);  // not before the server has dropped the last one
+  Register(Node::WORKER, 2, 4, 1);  // not before the server has dropped the old replica
   EXPECT_EQ(links_.LastRefusal().rfind("again: ", 0), 0u);
   Acknowledge();
   Register(Node::WORKER, 2, 4, 1);
@@ -239,7 +239,7 @@ TEST_F(SchedulerReturnTest, OneThatDoesNotKnowThatItWasRemovedIsTold) {
 }
 
 TEST_F(SchedulerReturnTest, AnAdmissionInFlightIsCompleted) {
-  // The server knows it, and workers see the replica wait.
+  // The server knows the admission; workers still see the replica wait.
   replicas_ = 2;
   StartAgain(4);
   const ReplicaView waits{4, 5, "10", "01", {0, 5}, {-1, -1}, ""};
@@ -258,7 +258,7 @@ TEST_F(SchedulerReturnTest, OneThatGathersGoesOnGathering) {
   StartAgain(4);
   const ReplicaView removed{4, 4, "10", "00", {0, 2}, {-1, -1}, ""};
   Return(server_, {.view = removed});
-  Return(Id(2), {.is_late = true});  // has heard nothing yet
+  Return(Id(2), {.is_late = true});  // knows nothing yet
   for (const int rank : {0, 1}) Return(Id(rank), {.view = removed});
   Register(Node::WORKER, 3, 4, 1);
   Say(Id(2), Control::MEMBERS, Word(membership::Ready()));
@@ -278,7 +278,7 @@ TEST_F(SchedulerReturnTest, ServersKnowFromTheBeginningThatThereAreReplicas) {
 }
 
 TEST_F(SchedulerReturnTest, OneThatNeverComesBackIsRemovedThoughAllOthersHaveLeft) {
-  // It has left while there was no scheduler, and nobody else has heard of that.
+  // The worker left while there was no scheduler, and no other node knows that.
   MembershipSettings settings;
   settings.workers = 4;
   settings.servers = 1;
@@ -315,13 +315,13 @@ TEST_F(SchedulerReturnTest, WhatHasHeardThatTheJobIsOverNeedsNotComeBack) {
   EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 1);
 }
 
-// Of jobs whose servers are replaced.
+// ----- jobs whose servers are replaced
 
 TEST_F(SchedulerReturnTest, APlaceThatWasVacantIsFilled) {
   StartAgain(2, 600, 600);
   Return(worker_, {.turns = {{0, 1}}});
   Return(other_);
-  LastWord<membership::ServerLost>(other_);  // it may not have heard
+  LastWord<membership::ServerLost>(other_);  // it may not know yet
   EXPECT_EQ(LastWord<membership::ServerLost>(other_).turn, 1);
   Register(Node::SERVER, -1, -1, 1);
   for (const int id : {worker_, other_}) {

@@ -1,4 +1,4 @@
-// A scheduler that replaces servers which are lost while the job goes on.
+// ServerPlaces: lost servers are replaced while the job goes on.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -108,7 +108,7 @@ TEST_F(LostNeighborTest, WithoutCopiesServersMeetNobody) {
   membership_->OnDisconnect(Id(1));
   Come();
   EXPECT_EQ(Told(1), Ranks());
-  ExpectWord<membership::ServerReplaced>(0, 1);  // as the workers do, so that none is late
+  ExpectWord<membership::ServerReplaced>(0, 1);  // as the workers do, so that none counts as late
   LastWord<membership::ServerReplaced>(worker_);
 }
 

@@ -1,4 +1,4 @@
-// Decides which of two nodes is lost when their link broke.
+// Trials: decides which of two nodes is lost if their link breaks.
 #include <gtest/gtest.h>
 
 #include "tests/recovery/scheduler/recovery_test.h"
@@ -10,7 +10,7 @@ using TrialsTest = RecoveryTest;
 
 TEST_F(TrialsTest, AServerIsReplacedWhoseLinkWithAWorkerBroke) {
   GatherReplacing();
-  // Of one that has lost its place it is no news.
+  // A report about a server that was replaced already has no effect.
   membership_->OnDisconnect(server_);
   Register(Node::SERVER, -1, -1, 1);
   Accuse(worker_, 9002);
@@ -32,7 +32,7 @@ TEST_F(TrialsTest, AServerThatIsHeardIsNotTheOneThatIsGone) {
 TEST_F(TrialsTest, AServerThatIsNotHeardIs) {
   GatherReplacingReplicas();
   Accuse(worker_, 9001);
-  const auto words = links_.Await(other_, Control::MEMBERS, 1);  // for some seconds
+  const auto words = links_.Await(other_, Control::MEMBERS, 1);  // takes some seconds
   WordIn<membership::ServerLost>(words[0]);
   EXPECT_EQ(membership_->View().replicas.present, "11");
 }
@@ -82,7 +82,7 @@ TEST_F(LostNeighborTest, WhoAccusesAServerThatIsHeardIsLost) {
 TEST_F(LostNeighborTest, AServerThatIsAccusedAndNotHeardIsLost) {
   GatherServers(2);
   Accuse(Id(0), Id(1), 9001, "server 1 was lost to server 0");
-  links_.Await(Id(0), Control::MEMBERS, 1);  // for some seconds
+  links_.Await(Id(0), Control::MEMBERS, 1);  // takes some seconds
   ExpectWord<membership::ServerLost>(0, 1);
   EXPECT_EQ(failure(), "");
 }

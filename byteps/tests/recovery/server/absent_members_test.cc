@@ -1,4 +1,4 @@
-// Rounds that lack members: of replicas that are removed, or that are late.
+// Rounds without some members, whose replicas are removed or late.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -19,7 +19,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// What is answered without the members of removed replicas, and what is said to the scheduler.
+// Answers without removed members, and messages to the scheduler.
 class HeardAnswers : public Answers {
  public:
   void SayAwaited(int rank, const std::string& name, uint32_t round) override {
@@ -28,7 +28,7 @@ class HeardAnswers : public Answers {
   void SayLate(int rank, const std::string& why) override {
     Heard("late: worker " + std::to_string(rank) + ", as " + why);
   }
-  // All words; waits until there are `count`.
+  // Waits for `count` messages, and returns all.
   std::vector<std::string> Told(size_t count) {
     ps::MutexLock lock(&mu_);
     cond_.WaitFor(&mu_, kPatience, [&]() PS_REQUIRES(mu_) { return told_.size() >= count; });
@@ -162,7 +162,7 @@ TEST_P(AbsentTest, ARoundThatNobodyElseIsInLeavesNothing) {
   Expect(Push(2, 1, 1), 4 * 3, {0, 1});
 }
 
-// ------------------------------------------------------------------ those that are late
+// ------------------------------------------------------------------ late members
 
 TEST_P(AbsentTest, OneThatIsLateAfterAQuorumIsToBeRemoved) {
   declaration_.patience = {1, 2, 200};
@@ -176,12 +176,12 @@ TEST_P(AbsentTest, OneThatIsLateAfterAQuorumIsToBeRemoved) {
   server_.SetAbsent({1});
   Expect(first, 5 * 3 / 2.0f, {1});
   Expect(second, 5 * 3 / 2.0f, {1});
-  // Those that are there go on as before.
+  // The other members go on as before.
   Push(0, 2, 2);
   Expect(Push(2, 2, 2), 5 * 3 / 2.0f, {1});
 }
 
-// It compiles, and allocates: nobody tells the scheduler of it before the sum's own limit.
+// The first step compiles and allocates, so the scheduler hears nothing before the sum's own limit.
 TEST_P(AbsentTest, TheFirstPushOfAReplicaMayBeLate) {
   declaration_.patience = {1, 2, 1};
   Push(0, 0);
@@ -189,7 +189,7 @@ TEST_P(AbsentTest, TheFirstPushOfAReplicaMayBeLate) {
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   Expect(Push(1, 0), 7, {});
   server_.SetAbsent({1});
-  server_.SetAbsent({});  // it has come again
+  server_.SetAbsent({});  // it came back
   Push(0, 1, 1);
   Push(2, 1, 1);
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -216,7 +216,7 @@ TEST_P(AbsentTest, NobodyIsLateWhileTheyMayWaitForAServerThatIsLost) {
 }
 
 TEST_P(AbsentTest, OneThatPushesInItsGraceIsNot) {
-  declaration_.patience = {1, 2, 40'000};  // it is told after two seconds
+  declaration_.patience = {1, 2, 40'000};  // the message goes out after two seconds
   PushAll(0);
   const uint64_t first = Push(0, 1, 1);
   Push(2, 1, 1);
@@ -225,7 +225,7 @@ TEST_P(AbsentTest, OneThatPushesInItsGraceIsNot) {
   Expect(first, 7, {});
 }
 
-// The same where the gradients are of an optimizer on the servers.
+// The same for gradients of an optimizer on the servers.
 TEST_P(AbsentTest, OneThatIsLateWithGradientsIsToBeRemoved) {
   auto rule = std::make_shared<UpdateRule>();
   rule->groups = {{0.9, 0.95, 1e-8, false}};

@@ -1,4 +1,4 @@
-// Late or bad messages of a server's neighbors.
+// BackupLink: late or malformed messages of neighbors.
 #include "byteps/recovery/server/backup_link.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ constexpr uint8_t kAnswer = 1;
 constexpr uint8_t kAnew = 2;
 constexpr uint8_t kHasState = 4;
 
-// Rank 1 of two: rank 0 is its primary, and its backup.
+// Rank 1 of two servers: rank 0 is its primary and its backup.
 class Neighbor : public ServerChannel, public BackupUser {
  public:
   void Send(const Message& message) override { sent.push_back(message); }
@@ -61,7 +61,7 @@ class BackupLinkTest : public testing::Test {
     declaration_.rule = rule;
   }
 
-  // What is sent by that; the last message.
+  // Delivers a message. Returns the last message that is sent because of it.
   Message Tell(int op, std::string body, uint64_t key = 0, uint64_t number = 1,
                const std::vector<float>& values = {}) {
     Message message = MakeRequest(op, 0, key, number, std::move(body));
@@ -81,7 +81,7 @@ class BackupLinkTest : public testing::Test {
     answer.between_servers = true;
     link_.OnMessage(&answer);
   }
-  // `pass`: of this server, by a backup of this life.  Returns the pass of the other one.
+  // Meets a neighbor with this life, which gives `pass` as backup. Returns the pass given to it.
   uint64_t Meet(uint64_t life, uint64_t pass = 0, uint8_t flags = kAnswer) {
     WireWriter out;
     out.Put(life);
@@ -108,7 +108,7 @@ class BackupLinkTest : public testing::Test {
     record.slots = 1;
     return record;
   }
-  // The first parameter of the copy, as a server that comes is told it.
+  // The first parameter of the copy, as a successor fetches it.
   float Fetched(uint64_t pass) {
     Tell(kFetch, "", 0, pass);
     for (const Message& message : user_.sent) {
@@ -139,7 +139,7 @@ TEST_F(BackupLinkTest, ARecordOfAServerThatWasLostIsNotTaken) {
   EXPECT_EQ(Fetched(second), 2);
 }
 
-// Else the server would tell a backup that is lost, and wait for its answers for ever.
+// Otherwise the server would send to a lost backup, and wait for its answers for ever.
 TEST_F(BackupLinkTest, ALossIsToldAfterTheBackupThatWasLost) {
   std::thread loss;
   std::atomic<bool> is_told{false};
@@ -148,7 +148,7 @@ TEST_F(BackupLinkTest, ALossIsToldAfterTheBackupThatWasLost) {
       link_.OnServerLost(0);
       is_told = true;
     });
-    // Time enough for a loss that would overtake this.
+    // Gives a loss enough time to overtake this.
     const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
     while (!is_told && std::chrono::steady_clock::now() < until) std::this_thread::yield();
   };
@@ -181,7 +181,7 @@ TEST_F(BackupLinkTest, WhatAServerHasBeforeItMeetsItsBackupIsNotCopiedYet) {
 TEST_F(BackupLinkTest, TheNewestPassOfABackupCounts) {
   Meet(70);
   Meet(70, 9, 0);
-  Tell(kMeet, "");  // it does not parse
+  Tell(kMeet, "");  // malformed
   const auto fetch = [&] { return user_.sent.empty() ? 0 : user_.sent.back().number; };
   Meet(70, 8, 0);
   EXPECT_EQ(fetch(), 0u) << "that has overtaken the other one";
@@ -216,7 +216,7 @@ TEST_F(BackupLinkTest, ACopyThatLacksARecordIsWholeOnlyOnceAllIsToldAnew) {
   mark(CopyRecord::kBegin);
   EXPECT_FALSE(Copy(State(pass), {1, 1, 1, 1}).failed);
   EXPECT_TRUE(Copy(State(pass), {1, 1}).failed) << "half a state";
-  mark(CopyRecord::kComplete);  // sent before the primary heard of that
+  mark(CopyRecord::kComplete);  // sent before the primary knew of that
   EXPECT_TRUE(Tell(kFetch, "", 0, pass).failed);
   mark(CopyRecord::kBegin);
   EXPECT_FALSE(Copy(State(pass), {2, 2, 2, 2}).failed);

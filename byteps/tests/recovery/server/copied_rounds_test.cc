@@ -1,5 +1,5 @@
-// Messages of a server to its backup (recovery/server/copied_rounds.cc) when it has no memory: what
-// was not sent is sent later, and each request that waits for the backup gets an answer.
+// Messages to a backup (recovery/server/copied_rounds.cc) if memory is short: they are sent later,
+// and every request that waits for the backup gets an answer.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -23,12 +23,12 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Served in the thread that brings them, and yet larger than what else a server takes memory for.
+// Small enough to be served by the receiving thread, larger than a server's other allocations.
 constexpr size_t kCount = 1024;
 constexpr size_t kBytes = kCount * sizeof(float);
 constexpr uint64_t kPass = 9;
 
-// Keeps what server 0 says to server 1.
+// Records messages from server 0 to server 1.
 class Wire : public Answers {
  public:
   void Send(const Message& message) override {
@@ -37,7 +37,7 @@ class Wire : public Answers {
     told_.push_back(message);
     cond_.NotifyAll();
   }
-  // Takes out the first message of this operation, once there is one.
+  // Waits for a message with this op, and removes it.
   Message Take(int op) {
     ps::MutexLock lock(&mu_);
     const auto find = [&]() PS_REQUIRES(mu_) {
@@ -60,7 +60,7 @@ class Wire : public Answers {
   std::vector<Message> told_ PS_GUARDED_BY(mu_);
 };
 
-// Server 0 of two, with a backup and a tensor of one member.
+// Server 0 of two, with a backup, and a tensor with one member.
 class Primary {
  public:
   Primary() {
@@ -76,13 +76,13 @@ class Primary {
     server_.SetRank(0);
     const Message met = wire_.Take(kMeet);
     WireWriter out;
-    out.Put<uint64_t>(5);  // the life of server 1
+    out.Put<uint64_t>(5);  // life of server 1
     out.Put(kPass);
     out.Put(WireReader(met.body).Get<uint64_t>());
     out.Put<uint8_t>(0);
     Tell(kMeet, 0, 1, out.Take());
-    AnswerTold(wire_.Take(kFetch));  // it has nothing
-    AnswerTold(wire_.Take(kCopy));   // all of that was told
+    AnswerTold(wire_.Take(kFetch));  // the backup has no state
+    AnswerTold(wire_.Take(kCopy));   // the whole state was sent
     Ask(MakeRequest(kDeclare, 0, tensor_.Key(), ++number_, PackDeclarations({tensor_})));
     EXPECT_FALSE(wire_.Await(number_).failed);
   }
@@ -101,7 +101,7 @@ class Primary {
     message.peer = 0;
     server_.OnMessage(&message);
   }
-  // Answers as the backup does.
+  // Answers as the backup.
   void AnswerTold(const Message& told) {
     Message answer = MakeAnswer(told.op, 0, told.key, told.number, "");
     answer.between_servers = true;
@@ -176,7 +176,7 @@ TEST(CopiesTest, WhoWaitsForABackupIsAnsweredWithoutMemory) {
   const Message told = primary.wire().Take(kCopy);
   primary.Ask(std::move(held));
   {
-    const NoMemoryFrom limit(kBytes);  // where the step that is tried has its parameters
+    const NoMemoryFrom limit(kBytes);  // for the parameters of the speculative step
     primary.AnswerTold(told);
     const Answers::Answer answer = primary.wire().Await(pushed);
     EXPECT_TRUE(answer.failed);

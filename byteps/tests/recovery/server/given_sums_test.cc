@@ -1,4 +1,4 @@
-// Rounds that began at a server that is lost, at the one that has its place.
+// GivenSums: rounds that began on a lost server, on its successor.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -27,7 +27,7 @@ class GivenTest : public testing::Test {
     declaration_.group = {0, 1, 2};
   }
 
-  // Each rank declares the tensor, and says in which round it goes on.
+  // Every rank declares the tensor, and says in which round it goes on.
   void Resume(const std::vector<uint32_t>& rounds) {
     for (int rank = 0; rank < 3; ++rank) {
       Tell(
@@ -102,17 +102,17 @@ TEST_F(GivenTest, WhatOneHasTheOthersGet) {
   EXPECT_FALSE(answers_.Await(Give(0, 7, 700)).failed);
   Expect(before, 700, 0);
   Expect(Push(2, 7), 700, 0);
-  // And they go on together.
+  // Then all go on together.
   const uint64_t next[] = {Push(0, 8), Push(1, 8), Push(2, 8)};
   for (const uint64_t number : next) Expect(number, 7, 8);
 }
 
 TEST_F(GivenTest, ItKeepsTheListOfTheSum) {
   Resume({3, 3, 3});
-  server_.SetAbsent({1});  // it had pushed, and died
+  server_.SetAbsent({1});  // it died after its push
   EXPECT_FALSE(answers_.Await(Give(0, 3, 50)).failed);
   Expect(Push(2, 3), 50, 0);
-  server_.SetAbsent({});  // it had died, and is there again
+  server_.SetAbsent({});  // it came back after its death
   EXPECT_FALSE(answers_.Await(Give(0, 4, 60, {false, true, false})).failed);
   Expect(Push(2, 4), 60, 0, {1});
   const uint64_t next[] = {Push(0, 5), Push(2, 5), Push(1, 5)};
@@ -152,7 +152,7 @@ TEST_F(GivenTest, AGiftWithoutMemoryForItFailsByThatName) {
   header.round = header.oldest = 2;
   header.flags = PushHeader::kKeepsSums;
   Message gift = MakeRequest(kGiveSum, 0, declaration_.Key(), ++number_, header.Pack());
-  gift.sent_bytes = kBytes;  // the link had no memory for them, and dropped them
+  gift.sent_bytes = kBytes;  // the link had no memory, and dropped the values
   Tell(std::move(gift), 0);
   for (const uint64_t number : {number_, before}) {
     const Answers::Answer answer = answers_.Await(number);

@@ -1,5 +1,5 @@
-// A server's state for an optimizer, of which another server has a copy
-// (recovery/server/backup_link.h): two servers, and another one that takes the place of the first.
+// Optimizer state with a copy (recovery/server/backup_link.h): two servers, and a successor of the
+// first.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -28,13 +28,13 @@ namespace {
 
 constexpr size_t kCount = 256;
 constexpr size_t kBytes = kCount * sizeof(float);
-// Those that may lack answers; of replicas there is another one.
+// Members that may miss answers; jobs with replicas have one more.
 constexpr int kMembers = 2;
 constexpr int kLost = 2;
 
 class Hub;
 
-// What a server has.
+// A server's channel.
 class Wire : public ServerChannel {
  public:
   Wire(Hub* hub, int rank) : hub_(hub), rank_(rank) {}
@@ -48,7 +48,7 @@ class Wire : public ServerChannel {
   const int rank_;
 };
 
-// The servers, and a thread that carries what they say to each other.
+// The servers, and a thread that delivers their messages to each other.
 class Hub {
  public:
   Hub() : thread_([this] { Run(); }) {}
@@ -79,7 +79,7 @@ class Hub {
     }
     started->SetRank(rank);
   }
-  // Its process dies: what it has not sent yet nobody gets.
+  // Its process dies; messages that are not sent yet are lost.
   void Kill(int rank) {
     nodes_[rank].wire->cut = true;
     std::unique_ptr<SumServer> dead;
@@ -109,7 +109,7 @@ class Hub {
   }
 
   Answers answers;
-  std::atomic<unsigned> deaf{0};  // a bit per member that answers do not reach
+  std::atomic<unsigned> deaf{0};  // a bit per member that gets no answers
   std::atomic<bool> loses_copies{false};
 
  private:
@@ -130,7 +130,7 @@ class Hub {
     }
   }
 
-  ps::Mutex mu_;  // held while something is delivered
+  ps::Mutex mu_;  // held during a delivery
   std::array<Node, 2> nodes_;
   BlockingQueue<Item> queue_;
   std::thread thread_;
@@ -140,8 +140,8 @@ void Wire::Send(const Message& message) {
   if (!cut) hub_->Carry(message, rank_);
 }
 
-// Members that make steps, one request after the other: two, or three replicas, of which the last
-// one is removed and comes back.
+// Members that make steps, one request at a time: two members, or three replicas, the last of which
+// is removed and comes back.
 class Script {
  public:
   Script(DType dtype, bool replicas) : members_(replicas ? 3 : kMembers) {
@@ -163,19 +163,21 @@ class Script {
     AwaitCopy();
   }
 
-  // Before the request of this number is made, the server dies, and another one comes.
+  // The server dies before request number `dies_before`, and is replaced.
   int dies_before = -1;
-  // Then these members lack the answers of the last requests, or the backup lacks its last record.
+  // At that time these members miss the answers to the last requests, or the backup misses its last
+  // record.
   unsigned unheard = 0;  // a bit per member
   bool unsaid = false;
-  std::vector<std::vector<float>> got;  // what members were answered, and the state, in order
+  std::vector<std::vector<float>> got;  // answers and state, in order
 
   void Run() {
     Load(0, 0, 1);
     for (round_ = 0; round_ < 12; ++round_) {
       OneRound(static_cast<int>(round_ % 6));
       if (members_ == kMembers) continue;
-      if (round_ == 2) SetAbsent({kLost});  // a step was tried in this one, and in the other one
+      // a step was speculative in this round, and in the other
+      if (round_ == 2) SetAbsent({kLost});
       if (round_ == 8) Join();
     }
     for (uint32_t slot = 0; slot < tensor_.NumSlots(); ++slot) Read(slot);
@@ -314,7 +316,7 @@ class Script {
 
   void Tell(int rank, Message request) {
     request.peer = rank;
-    if (!request.values.empty()) {  // the server adds into what it receives
+    if (!request.values.empty()) {  // the server adds into received memory
       const SharedBytes copy = SharedBytes::New(request.values.size());
       memcpy(copy.data(), request.values.data(), copy.size());
       request.SetValues(copy);
@@ -334,7 +336,7 @@ class Script {
       const Answers::Answer answer = hub_.answers.Await(one.request.number);
       EXPECT_FALSE(answer.failed) << answer.body;
       std::vector<float> values = answer.values;
-      for (const char c : answer.body) values.push_back(c);  // sums, and whom they lack
+      for (const char c : answer.body) values.push_back(c);  // sums, and missing members
       got.push_back(std::move(values));
     }
     open_.clear();
@@ -346,7 +348,7 @@ class Script {
     EXPECT_FALSE(hub_.answers.Await(number).failed);
   }
 
-  // Server 0 and its backup have met.
+  // Waits until server 0 and its backup have met.
   void AwaitCopy() {
     const auto has_copy = [this] {
       for (const Metric& metric : hub_.At(0)->Metrics()) {

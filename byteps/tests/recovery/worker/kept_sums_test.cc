@@ -1,5 +1,4 @@
-// Sums that a worker keeps while others may lack them: how long, and how a server that comes gets
-// them.
+// KeptSums: how long a worker keeps sums for others, and how a successor gets them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,7 +21,7 @@ void SumOnce(Job* job, const std::string& name, size_t pages) {
   EXPECT_EQ(values, wanted);
 }
 
-// Sums of tensors that are summed once.
+// Tensors that are summed only once.
 TEST(KeptSums, OneOffSumsGoWhenAllHaveThem) {
   Script script;
   script.threads = 1;
@@ -37,7 +36,7 @@ TEST(KeptSums, OneOffSumsStayWhileAMemberMayLackThem) {
   Job job(2, {}, kGoesOn);
   for (int i = 0; i < 20; ++i) SumOnce(&job, "once." + std::to_string(i), 8);
   EXPECT_EQ(job.Metric("kept_bytes"), 20 * 8 * kPage);
-  // A server whose members have it all.
+  // All members of this server have confirmed.
   job.channel->Change([](Script* script) { script->all_confirm = true; });
   SumOnce(&job, "next", 2);
   EXPECT_LE(job.Metric("kept_bytes"), 2 * kPage);
@@ -51,7 +50,7 @@ TEST(KeptSums, AReleasedTensorHasNone) {
   EXPECT_TRUE(job.Settles("kept_bytes", 8 * kPage));
 }
 
-// Many more than may be in flight at a time.
+// More sums than may be in flight at a time.
 TEST(KeptSums, AllOfThemAreGivenAndHaveSerialsOfTheServerThatComes) {
   Job job(1, {}, kGoesOn);
   for (int i = 0; i < 20; ++i) SumOnce(&job, "once." + std::to_string(i), 8);
@@ -64,7 +63,7 @@ TEST(KeptSums, AllOfThemAreGivenAndHaveSerialsOfTheServerThatComes) {
   EXPECT_EQ(job.Metric("kept_bytes"), kPage);
 }
 
-// A push says up to which request the worker has its server's answers.
+// A push tells the server up to which request the worker has the answers.
 TEST(KeptSums, WhatIsOpenIsNotConfirmed) {
   Requests requests;
   requests.Track();

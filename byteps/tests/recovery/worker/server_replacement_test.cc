@@ -1,4 +1,4 @@
-// A worker goes on when another server takes the place of a lost one.
+// ServerReplacement: a worker goes on with the successor of a lost server.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Tests of broken devices keep memory for ever; that of partitions of this length is another pool.
+// Tests of broken devices never return their memory; another partition size uses another pool.
 constexpr size_t kLength = 16 * kPage;
 constexpr size_t kPartitions = 6;
 constexpr size_t kCount = kPartitions * kLength / sizeof(float);
@@ -25,7 +25,7 @@ const Settings kGoesOn = {{"BYTEPS_REPLACE_SERVERS_S", "60"},
                           {"BYTEPS_PINNED_BYTES", std::to_string(16 * kLength)},
                           {"BYTEPS_STREAMED_BYTES", std::to_string(64 << 20)}};
 
-// Place of a worker's tensors: the CPU, a GPU, or a GPU whose streams alone wait.
+// Place of a worker's tensors: the CPU, a GPU, or a GPU with streamed sums.
 enum class Where { kHost, kGpu, kStreamed };
 
 class ServerReplacementTest : public testing::TestWithParam<Where> {
@@ -45,7 +45,7 @@ class ServerReplacementTest : public testing::TestWithParam<Where> {
     job_.Wait(handle, stream_);
     if (stream_ != nullptr) fake::Synchronize(stream_);
   }
-  // A round of which nothing is lost.
+  // A round without losses.
   void Sum() {
     auto values = Values(kCount, 1);
     const auto sum = Times(values, 3);
@@ -78,7 +78,7 @@ TEST_P(ServerReplacementTest, WhatWasNotAnsweredIsPushedAgain) {
   EXPECT_EQ(values, sum);
   EXPECT_EQ(job_.channel->declarations(0).size(), 2u) << "the new one knows nothing";
   EXPECT_EQ(PushesOf(0), 4 * each);
-  // All have heard of the round before; this worker alone may have the sum of that one.
+  // All members have the round before; perhaps only this worker has the sum of this round.
   const auto gifts = job_.channel->gifts();
   EXPECT_EQ(gifts.size(), each);
   for (const auto& [key, round] : gifts) EXPECT_EQ(round, 1u);
@@ -92,7 +92,7 @@ TEST_P(ServerReplacementTest, NothingIsSentBetween) {
   auto values = Values(kCount, 1);
   const auto sum = Times(values, 3);
   const int64_t handle = Begin(&values);
-  ASSERT_TRUE(job_.channel->AwaitPushes(3 * kPartitions / 2));  // those of the other one
+  ASSERT_TRUE(job_.channel->AwaitPushes(3 * kPartitions / 2));  // those to the other server
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_FALSE(job_.worker.Poll(handle));
   EXPECT_EQ(PushesOf(0), before);
@@ -143,7 +143,7 @@ TEST(ServerReplacement, GivesNoSumOfWhichItWantedAPart) {
   request.pull_begin = kLength;
   request.pull_end = 2 * kLength + 4;
   job.Wait(job.worker.PushPull(request));
-  // One partition whole, four bytes of another one, and nothing of the others.
+  // A whole partition, four bytes of another, and nothing of the rest.
   EXPECT_EQ(job.Metric("kept_bytes"), kLength);
 }
 
