@@ -13,15 +13,15 @@
 #include <set>
 #include <utility>
 
-// By the linker: the program's code.
+// Defined by the linker: the program's code.
 extern "C" const char __executable_start, etext;
 
 namespace byteps {
 namespace simulation {
 namespace {
 
-// A wait without a deadline is outlived by so much, which is longer than any timeout of an
-// operation.
+// A wait without a deadline lasts this much longer than without the fault: more than any timeout of
+// an operation.
 constexpr double kWithoutLimitS = 5;
 constexpr double kLongestS = 14;
 constexpr double kAfterLimitS = 0.01;
@@ -46,7 +46,7 @@ EachWait::EachWait(uint64_t most, int64_t only)
                                       MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
   if (notes_ == MAP_FAILED) abort();
   void* first[1];
-  backtrace(first, 1);  // loads a library, which a job's threads must not do
+  backtrace(first, 1);  // loads a library, which threads of a job must not do
 }
 
 void EachWait::BeginJob(const Plan& plan) {
@@ -94,7 +94,7 @@ bool EachWait::Run(const Play& play) {
   if (!held) return false;
   FindLines();
   bool is_good = true;
-  std::map<std::string, uint64_t> ended;  // of this job
+  std::map<std::string, uint64_t> ended;  // in this job
   for (size_t i = 0; i < notes_->size; ++i) {
     const Noted& noted = notes_->waits[i];
     const std::string place = PlaceOf(noted);
@@ -105,9 +105,9 @@ bool EachWait::Run(const Play& play) {
     ++points_;
     const auto ways = WaysToEnd(*notes_, noted.wait);
     for (size_t way = 0; way < kNumWays; ++way) {
-      // Threads that wait for time or for another one cannot be woken.
+      // Threads that wait for time or for a thread cannot be woken.
       if (ways[way].kind == Fault::kWake && !noted.wait.for_condition) continue;
-      if (way == kSchedulerKilled && noted.wait.node == 0) continue;  // which "killed" does
+      if (way == kSchedulerKilled && noted.wait.node == 0) continue;  // the same as "killed"
       ++times_[place][way];
       if (play({ways[way]})) continue;
       printf("  at %s: wait %llu of node %d, %s\n", place.c_str(),

@@ -1,4 +1,4 @@
-// Ends each wait of a job once in each way in which it may end.
+// EachWait: ends each wait of a job in each possible way.
 #ifndef BYTEPS_TESTS_SIMULATION_EACH_WAIT_H_
 #define BYTEPS_TESTS_SIMULATION_EACH_WAIT_H_
 
@@ -15,20 +15,21 @@
 namespace byteps {
 namespace simulation {
 
-// A job is played, and the waits of the product's threads are noted, each with its place in the
-// code.  Then it is played again for each of these waits, of the nodes that began it, and each way
-// to end it.  One seed is one order of events, so it is the same job until that wait.
+// Plays a job, and records the waits of the product's threads, with their places in the code. Then
+// plays it again for each of these waits and each way to end it. Up to that wait the job is the
+// same, since a seed determines the order of events.
 class EachWait {
  public:
-  // `most`: of a place's waits in one job, so many are ended; 0: all.
-  // `only`: the number of the one wait that is ended; below 0: all.
+  // `most`: number of waits to end per place and job; 0: all. `only`: number of the only wait to
+  // end; negative: all.
   EachWait(uint64_t most, int64_t only);
 
-  // Plays the job with these faults too, in a process of its own.  False: something did not hold.
+  // Plays the job with additional faults, in its own process. Returns false if a condition was
+  // violated.
   using Play = std::function<bool(const std::vector<Fault>& faults)>;
   bool Run(const Play& play);
 
-  // Called by `play` within the job, before its nodes begin.
+  // Called by `play` within the job, before its nodes start.
   void BeginJob(const Plan& plan);
 
   // A table in Markdown: how often waits at each place were ended in each way.
@@ -39,9 +40,9 @@ class EachWait {
   static constexpr size_t kMostCallers = 24;
   struct Noted {
     Wait wait;
-    std::array<void*, kMostCallers> callers;  // the last ones first; null: no more
+    std::array<void*, kMostCallers> callers;  // innermost first; null after the last
   };
-  // Memory that a job's process shares with this one.
+  // Memory shared with the processes of jobs.
   struct Notes {
     int servers;
     int workers;
@@ -52,15 +53,15 @@ class EachWait {
   static constexpr size_t kNumWays = 8;
 
   static std::array<Fault, kNumWays> WaysToEnd(const Notes& notes, const Wait& wait);
-  // Finds the lines of these addresses that are new.
+  // Looks up the source lines of new addresses.
   void FindLines();
-  // The file and line of the product that waits, "engine/operation.cc:222"; empty: it is none.
+  // File and line of the product's code that waits, "engine/operation.cc:222"; "" if there is none.
   std::string PlaceOf(const Noted& noted) const;
 
   const uint64_t most_;
   const int64_t only_;
   Notes* const notes_;
-  std::map<const void*, std::vector<std::string>> lines_;  // of an address, the inlined ones first
+  std::map<const void*, std::vector<std::string>> lines_;  // by address, inlined functions first
   std::map<std::string, std::array<uint64_t, kNumWays>> times_;  // by place
   uint64_t points_ = 0;
 };

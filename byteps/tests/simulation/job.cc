@@ -14,7 +14,7 @@ namespace byteps {
 namespace simulation {
 namespace {
 
-// When the last worker is gone, so long the others may take to find out.
+// Time for the other nodes to notice that the last worker is gone.
 constexpr double kAfterwardsS = 40;
 
 }  // namespace
@@ -60,7 +60,7 @@ void Job::Run() {
                                        });
     ended_well_ = went_well;
     if (went_well || !plan_.keep || incarnation == kMaxIncarnations) break;
-    // A launcher sees who is gone, and starts others.
+    // A launcher notices ended nodes, and starts others.
     std::this_thread::sleep_for(std::chrono::milliseconds(100 + Random(1000)));
     for (int i = 0; i < plan_.servers; ++i) {
       if (IsGone(1 + i)) Start(&kept, ps::Node::SERVER, i, 0, 0);
@@ -115,13 +115,13 @@ std::string Job::Verdict() const {
   for (size_t node = 0; node < records_.size(); ++node) {
     const std::string& error = records_[node]->error;
     if (error.empty() || IsVictim(static_cast<int>(node))) continue;
-    if (spares_.numbers.count(static_cast<int>(node)) > 0) continue;  // it has found no place
-    // Of several servers that were lost two were neighbors.
+    if (spares_.numbers.count(static_cast<int>(node)) > 0) continue;  // it has found no vacant rank
+    // Several servers were lost, among them neighbors.
     if (plan_.backups && broken_.size() > 1 && LostState()) continue;
     if (IsHarmless()) return NameOf(node) + " failed, though nothing broke for good: " + error;
     if (!NamesACause(error)) return NameOf(node) + " blames what did not break: " + error;
   }
-  // One that is paused is not lost for good, and one that is killed is replaced.
+  // A paused node is not lost for good, and a killed one is replaced.
   const bool may_go_on = !ended_scheduler_ && plan_.keep;
   if (may_go_on && !ended_well_) return "no incarnation of the job ended well";
   if (!IsHarmless() || plan_.backups || WantedSums() == sums_) return "";
@@ -215,7 +215,7 @@ void Job::Start(std::vector<std::thread>* threads, ps::Node::Role role, int rank
   });
   const char* const name = worker ? "worker" : role == ps::Node::SERVER ? "server" : "scheduler";
   pthread_setname_np(threads->back().native_handle(), name);
-  // The scheduler is there first: who does not find it tries again, which a van does.
+  // The scheduler starts first; nodes that do not find it retry, as a van does.
   std::this_thread::sleep_for(std::chrono::microseconds(1 + Random(5000)));
 }
 

@@ -1,5 +1,5 @@
-// One job that is played: its nodes, what they do, what breaks in it, and what must hold.  Of
-// several replicas: replica_job.h.
+// A simulated job: its nodes, their scripts, its faults, its conditions. For several replicas, see
+// replica_job.h.
 #ifndef BYTEPS_TESTS_SIMULATION_JOB_H_
 #define BYTEPS_TESTS_SIMULATION_JOB_H_
 
@@ -22,7 +22,7 @@
 namespace byteps {
 namespace simulation {
 
-// Of a worker of one generation.
+// A worker's rank in a generation.
 struct Part {
   int incarnation;
   int rank;
@@ -32,13 +32,13 @@ struct Part {
 
 class WorkerScript {
  public:
-  // `plan` outlives this.  `gpu`: null, if its tensors are not on it.
+  // `plan` outlives this. `gpu`: null if the tensors are not on it.
   WorkerScript(const Plan* plan, const Part& part, core::Worker* worker, Gpu* gpu);
 
-  // Throws core::Error when something fails.
+  // Throws core::Error if something fails.
   void Run();
 
-  // What was wrong; empty if nothing was.
+  // The violated condition, or "".
   const std::string& wrong() const { return wrong_; }
 
  private:
@@ -53,18 +53,18 @@ class WorkerScript {
   void Start(const std::vector<Sum>& sums);
   void Release(const std::vector<Sum>& sums);
   void CheckSum(const Values& values, int tensor, int round);
-  // A step of the parameters, or what else is done with them.
+  // Makes a step of the parameters, or does something else with them.
   void Update(int round);
   void Load();
   int64_t Ask(int op, const core::PushPullRequest& like, const std::string& detail);
   core::PushPullRequest Parameters() const;
   core::UpdateStep StepOf(int round, double scale) const;
-  // What the servers' parameters are after these gradients.
+  // Computes the parameters that servers must have after these gradients.
   void Expect(const core::UpdateStep& step, int round);
   void CheckParameters(const Values& values, int round, const char* what);
-  // False: it failed.  Why is kept.
+  // Returns false if the operation failed, and keeps the error.
   bool Await(int64_t handle);
-  // An operation failed: the worker goes on, or throws.
+  // An operation failed: the worker goes on, or this throws.
   void AfterFailure();
 
   const Plan& plan_;
@@ -72,37 +72,37 @@ class WorkerScript {
   core::Worker* const worker_;
   Gpu* const gpu_;
   std::string wrong_;
-  std::string error_;  // of the operation that failed last
-  // Of tensors; transports may read it until the worker stops.
+  std::string error_;  // of the last failed operation
+  // Memory of tensors; transports may read it until the worker stops.
   std::deque<Values> memory_;
   std::deque<std::vector<core::GradientSums>> sums_;
 
-  // Its rounds are those of the others.  Not so once an operation could not even be begun.
+  // Whether its rounds match those of the others. False once an operation could not even begin.
   bool in_step_ = true;
 
-  // Of the parameters:
-  bool surely_ = true;  // nothing has failed yet, so that their values are known
+  // State of the parameters:
+  bool surely_ = true;  // nothing has failed yet, so their values are known
   uint64_t steps_ = 0;
-  core::Verdict verdict_ = core::Verdict::kNone;  // of the step that was tried last
-  core::Declaration whole_;                       // of one partition, to know what to expect
+  core::Verdict verdict_ = core::Verdict::kNone;  // on the last speculative step
+  core::Declaration whole_;  // with one partition, to compute the expected values
   std::unique_ptr<core::PartitionState> expected_;
 };
 
-// ----- One job that is played: its nodes, its launcher, what breaks in it, and what must hold.
+// ----- a simulated job: its nodes, its launcher, its faults, its conditions
 
-// Whether a node ended since servers have lost an optimizer's state.
+// Whether a node ended because servers have lost optimizer state.
 bool IsOfLostState(const std::string& error);
 
 constexpr int kMaxIncarnations = 10;
 
 class Job {
  public:
-  // `breaks_invariant`: one is broken on purpose, somewhere in the job.
+  // `breaks_invariant`: breaks an invariant somewhere in the job.
   Job(Plan plan, bool breaks_invariant);
   ~Job();
 
   void Run();
-  // Why it is wrong; empty if all is well.
+  // The violated condition, or "".
   std::string Verdict() const;
   std::string Describe() const;
   bool failed() const;
@@ -111,11 +111,11 @@ class Job {
   int replaced() const { return spares_.served; }
 
  private:
-  // The worker of a node, which another thread may stop, too.
+  // A node's worker, which another thread may stop, too.
   struct WorkerOfNode {
     core::Worker worker;
-    std::mutex mu;            // held by who starts or stops it
-    bool is_stopped = false;  // by another thread: what its own one is told then is no failure
+    std::mutex mu;            // held while it is started or stopped
+    bool is_stopped = false;  // by another thread: later errors of its own thread are no failures
 
     void Stop() {
       std::lock_guard<std::mutex> lock(mu);
@@ -123,25 +123,25 @@ class Job {
     }
   };
 
-  // A node of one generation, and what it ended with.  A server or scheduler may live through
-  // many.
+  // A node of a generation, with its error. A server or scheduler may live through many
+  // generations.
   struct NodeRecord {
     ps::Node::Role role;
     int rank = 0;
     bool done = false;
-    std::string error;                     // empty: well
+    std::string error;                     // "" if it ended well
     std::shared_ptr<WorkerOfNode> worker;  // while it runs one
   };
 
-  // What a server or the scheduler hears.
+  // Events of a server or the scheduler.
   class NodeUser : public core::ChannelUser {
    public:
     explicit NodeUser(core::SumServer* server) : server_(server) {}
     void OnMessage(core::Message* message) override;
     void OnEvent(const ps::MembershipEvent& event) override;
-    // It need not wait any longer; or it is told to end by a signal.
+    // Ends the wait. `by_order`: the node is told to end by a signal.
     void End(bool by_order);
-    // Why the job failed; empty if it did not.
+    // Returns why the job failed, or "".
     std::string AwaitEnd(bool* by_order);
 
    private:
@@ -154,42 +154,43 @@ class Job {
   };
 
   NodeSettings SettingsOf(ps::Node::Role role, int number, int rank, int workers) const;
-  // Starts a node, under the next number, at its place of the job.
+  // Starts a node with the next number, in this role and rank.
   void Start(std::vector<std::thread>* threads, ps::Node::Role role, int rank, int workers,
              int incarnation);
   bool IsGone(int place) const;
   void RunNode(ps::Node::Role role, int number);
-  // Why the job failed; empty if it did not.  `again`: it did once the node was in it.
+  // Returns why the job failed, or "". `again`: the node was in the job by then.
   std::string ServeOnce(const NodeSettings& settings, bool* again);
   void RunWorker(int number, int rank, int workers, int incarnation);
   uint64_t WantedSums() const;
 
-  // Breaks what breaks at some time.
+  // Causes the faults that are due at a time.
   void BreakInTime();
-  // And what breaks when so many probes were reached; called with that number, then a thread.
+  // Causes the faults that are due after a number of probes. OnProbe is called with that number; a
+  // thread of its own carries them out.
   void OnProbe(int probe, int reached);
   void BreakAtProbes();
-  // And at a wait, while it lasts.
+  // Causes the faults that are due at a wait, while it lasts.
   Waking OnWait(const Wait& wait, const Fault& fault);
   void Break(const Fault& fault);
-  // Number of a node that a fault names; below 0: nobody has, or has had, its place.
+  // Number of the node that a fault names; negative if its rank has, and had, no node.
   int FindNode(const Fault& fault, int node) const;
-  // Of the scheduler, which returns.
+  // Whether the fault kills the scheduler, which then restarts.
   bool Returns(const Fault& fault) const {
     return plan_.returns && fault.kind == Fault::kKill && fault.node == 0;
   }
-  // Another server is started, since one may be lost.
+  // Starts a spare server, since one may be lost.
   void StartSpare();
   // With backups: whether the job has to end well.
   bool MustGoOn() const;
-  // And whether it says that a state is lost.
+  // Whether the job says that state is lost.
   bool LostState() const;
-  // Whether nothing breaks for good.
+  // Whether no fault is permanent.
   bool IsHarmless() const;
-  // Its process dies, and another one takes its place.
+  // Kills the scheduler's process, and starts another one.
   void BreakScheduler();
 
-  // It may say what it likes: the others seem to be gone.
+  // Whether a node may report any error, since the others seem to be gone.
   bool IsVictim(int node) const { return victims_.count(node) > 0; }
   bool NamesACause(const std::string& error) const;
   std::string NameOf(size_t node) const;
@@ -200,30 +201,30 @@ class Job {
   Network network_;
   std::unique_ptr<Gpu> gpu_;
   std::vector<std::unique_ptr<NodeRecord>> records_;  // by number
-  std::map<int, int> at_place_;                       // numbers
+  std::map<int, int> at_place_;                       // numbers, by rank
   std::map<int, std::shared_ptr<NodeUser>> users_;    // by number, while they serve
-  std::set<int> broken_;                              // that a fault has had to do with
-  std::set<int> victims_;                             // that were killed, paused or stopped
+  std::set<int> broken_;                              // involved in a fault
+  std::set<int> victims_;                             // killed, paused or stopped
   std::set<int> killed_;
   bool ended_scheduler_ = false;  // by a fault
   int started_ = 0;               // workers and servers that have joined
-  bool dies_ = false;             // the scheduler, which returns
+  bool dies_ = false;             // a killed scheduler is about to restart
   bool returned_ = false;
   int incarnations_ = 0;
   bool ended_well_ = false;  // the workers of the last generation
-  uint64_t sums_ = 0;        // that servers made
-  // With backups: servers that wait for the place of one that is lost.
+  uint64_t sums_ = 0;        // made by servers
+  // With backups: spare servers.
   struct Spares {
     std::vector<std::thread> threads;
     std::set<int> numbers;
     int served = 0;
-    bool too_early = false;  // something broke before all had come
+    bool too_early = false;  // a fault happened before all had joined
   };
   Spares spares_;
   std::string wrong_;
 
-  std::vector<Fault> at_probes_;  // that have not happened
-  std::vector<Fault> due_;        // that are to happen now
+  std::vector<Fault> at_probes_;  // not due yet
+  std::vector<Fault> due_;        // due now
   bool over_ = false;
   std::mutex due_mu_;
   std::condition_variable due_cond_;

@@ -1,4 +1,4 @@
-// Faults of a job that is played, and whether an error names them.
+// Faults of a simulated job, and whether errors name them.
 #include <algorithm>
 #include <iterator>
 
@@ -28,7 +28,7 @@ void Job::OnProbe(int probe, int reached) {
     return fault.at_probe >= 0 ? fault.at_probe == probe : fault.at_reached <= reached;
   };
   if (std::none_of(at_probes_.begin(), at_probes_.end(), is_due)) return;
-  // Another thread breaks it: this one may hold any lock.
+  // Another thread carries it out: this one may hold any lock.
   std::copy_if(at_probes_.begin(), at_probes_.end(), std::back_inserter(due_), is_due);
   std::erase_if(at_probes_, is_due);
   due_cond_.notify_all();
@@ -110,11 +110,11 @@ int Job::FindNode(const Fault& fault, int node) const {
 
 void Job::Break(const Fault& fault) {
   if (Returns(fault)) return BreakScheduler();
-  // A place that nobody has, or has had: then there is nobody to break.
+  // If the rank never had a node, nothing can be broken.
   const int number = FindNode(fault, fault.node);
   const int peer = fault.IsOfANode() ? number : FindNode(fault, fault.peer);
   if (number < 0 || peer < 0) return;
-  // A worker that gets a SIGTERM just ends.
+  // A worker simply ends at SIGTERM.
   const bool is_worker = records_[number]->role == ps::Node::WORKER;
   const bool ends_alone = fault.kind == Fault::kStop && is_worker && fault.at_wait < 0;
   const auto kind = ends_alone ? Fault::kKill : fault.kind;
@@ -147,30 +147,30 @@ void Job::Break(const Fault& fault) {
 }
 
 bool Job::NamesACause(const std::string& error) const {
-  // It came when the others had ended already, or nobody came at all.
+  // The node joined when the others had ended already, or no node joined at all.
   if (error.find("cannot be joined: ") != std::string::npos) return true;
   if (network_.admitted() == 0) return true;
-  // The one that returned may have ended the job when this node found it again, or does not know
-  // where a server was that did not come back.
+  // The restarted scheduler may have ended the job when this node returned, or does not know the
+  // address of a server that did not return.
   if (plan_.returns && error.find("it did not return within") != std::string::npos) return true;
   if (plan_.returns && error.find("(unknown) did not come") != std::string::npos) {
     return true;
   }
-  // The error of the one that gave up says why.
+  // The error of the node that gave up has the cause.
   if (plan_.goes_on && error.find(" gave up round ") != std::string::npos) return true;
   if (plan_.releases && error.find(" has released '") != std::string::npos) return true;
-  // It gave up a sum, released its name, and was done before this one began its next life.
+  // A node gave up a sum, released its name, and was done before this one began its next life.
   if (plan_.releases && plan_.goes_on && error.find(" left the job while ") != std::string::npos) {
     return true;
   }
-  // One that gave up left, and its own error is judged by itself.
+  // A node that gave up has left; its own error is checked separately.
   for (size_t node = 0; node < records_.size(); ++node) {
     const std::string left = AddressOf(static_cast<int>(node)) + ") left the job while ";
     if (!records_[node]->error.empty() && error.find(left) != std::string::npos) return true;
   }
-  // Workers may have ended well, or a launcher given up, just before the scheduler saw a loss.
+  // Workers may have ended well, or a launcher given up, just before the scheduler noticed a loss.
   if (error.find("no worker came within ") != std::string::npos) return true;
-  // The scheduler says what it sees; to one that nobody can reach all are silent.
+  // The scheduler reports what it sees; to an isolated one all nodes are silent.
   if (IsVictim(0)) return true;
   for (const int node : broken_) {
     if (error.find("10.0.0." + std::to_string(node) + ":") != std::string::npos ||
@@ -182,7 +182,7 @@ bool Job::NamesACause(const std::string& error) const {
     if (record.role == ps::Node::WORKER && error.find("worker " + rank) != std::string::npos) {
       return true;
     }
-    // Nodes that did not come have no address yet.
+    // Missing nodes have no address yet.
     const size_t missing = error.find("missing: ");
     if (record.role == ps::Node::SERVER && missing != std::string::npos &&
         error.find("server", missing) != std::string::npos) {

@@ -10,8 +10,8 @@ namespace byteps {
 namespace simulation {
 namespace {
 
-// So often a job's threads are held up, mostly no longer than so long; and so often for long, which
-// is together less than any timeout.
+// Delays of a job's threads: their number, and the usual maximum; then number and maximum of long
+// delays, which together are shorter than any timeout.
 constexpr int kMostDisturbances = 40;
 constexpr uint64_t kShortUs = 3000;
 constexpr int kMostLong = 3;
@@ -24,7 +24,7 @@ struct Reached {
   int long_ones = 0;
   std::function<void(int, int)> then;
 };
-// Of the job that is played; its threads are one.
+// State of the current job, whose threads run one at a time.
 Reached* now = new Reached;
 
 struct Row {
@@ -201,7 +201,7 @@ void Network::Unlink(int a, int b, const End* at_a, const End* at_b) {
   if (link == links_.end()) return;
   const auto tell = [&](int node, int peer, const End* end) {
     if (end == nullptr) return;
-    // What was sent in good order comes before the end; all else is gone.
+    // Messages sent before an orderly end arrive before it; others are lost.
     Item item;
     item.from = peer;
     item.to = node;
@@ -215,13 +215,13 @@ void Network::Unlink(int a, int b, const End* at_a, const End* at_b) {
   for (auto it = under_way_.begin(); it != under_way_.end() && !flushed;) {
     it = it->second.link == link->second.number ? under_way_.erase(it) : std::next(it);
   }
-  if (flushed) {  // b closed it: what it sent still comes
+  if (flushed) {  // b closed it: messages that it sent still arrive
     for (auto it = under_way_.begin(); it != under_way_.end();) {
       Item& item = it->second;
       const bool on_it = item.link == link->second.number;
       const bool lost = on_it && item.to == b;
       if (on_it) item.link = 0;
-      // The sender may let go of its memory: the network has the values.
+      // The sender may free its memory: the network keeps the values.
       for (auto& values : item.message.data) {
         if (!on_it || lost) break;
         ps::SArray<char> copy;
@@ -254,7 +254,7 @@ void Network::Kill(int node) {
     }
   }
   const End closed{"its connection closed", true, false};
-  // Its own threads live on here, unseen, until they find out.
+  // The process's own threads live on, unseen, until they notice.
   const End dead{"this process is dead", false, false};
   for (const int peer : peers) Unlink(peer, node, &closed, &dead);
 }
@@ -292,7 +292,7 @@ void Network::Run() {
   }
 }
 
-// mu_ is held: a node that has gone gets nothing more.
+// Called with mu_ held. Delivers nothing to nodes that are gone.
 void Network::Deliver(Item item) {
   const auto node = nodes_.find(item.to);
   if (node == nodes_.end() || node->second->life() != item.to_life) return;
@@ -313,13 +313,13 @@ void Network::Connect(const SimulatedChannel& from, int to) {
     there = node != nodes_.end() && killed_.count(to) == 0;
     if (there && to != 0) its = node->second->incarnation();
   }
-  // As the transports do: it will hear of the new generation, or be lost.
+  // The node will learn of the new generation, or be lost, as with transports.
   if (there && its < from.incarnation()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return Connect(from, to);
   }
   const bool ours = there && its == from.incarnation();
-  // It may have been killed in between.
+  // It may have been killed meanwhile.
   if (ours && Link(from.number(), to)) return;
   std::lock_guard<std::mutex> lock(mu_);
   TellOfEnd(from, to,

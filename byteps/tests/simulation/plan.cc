@@ -64,7 +64,7 @@ std::vector<Config> MakeSettings(const char* quorum, double replace_s,
         given["BYTEPS_PUSH_THREAD"] = threads;
         given["BYTEPS_SERVER_WINDOW_BYTES"] = window;
         given["BYTEPS_PARTITION_BYTES"] = std::to_string(kPartitionBytes);
-        // So few blocks that some have to wait.
+        // Few blocks, so that some partitions have to wait.
         given["BYTEPS_PINNED_BYTES"] = std::to_string(3 * kPartitionBytes);
         given["BYTEPS_STREAMED_BYTES"] = std::to_string(4 * kPartitionBytes);
         given["BYTEPS_OP_TIMEOUT_S"] = std::to_string(op_timeout_s);
@@ -119,22 +119,22 @@ Fault MakeFault(const Plan& plan, int number) {
   fault.node = static_cast<int>(Random(nodes));
   fault.peer = static_cast<int>(Random(nodes));
   if (fault.peer == fault.node) fault.peer = (fault.node + 1) % nodes;
-  // Some while the next generation gathers, or is at work.
+  // Some faults happen while the next generation gathers, others while it works.
   if (keep && number > 0) fault.at_s = static_cast<double>(Random(8'000)) * 1e-3;
-  // Some end before anybody notices, some do not.
+  // Some faults end before any node notices, some do not.
   fault.seconds = static_cast<double>(1 + Random(140)) * (Random(2) ? 0.002 : 0.1);
   if (plan.workers > 1 && Random(10) == 0) {
     fault.kind = Fault::kQuit;
     fault.node = 1 + plan.servers + static_cast<int>(Random(plan.workers));
     fault.after_rounds = static_cast<int>(Random(plan.rounds));
   } else if (plan.goes_on && Random(2) == 0) {
-    // Operations fail, and the job does not.
+    // Operations fail, but the job does not.
     fault.kind = Fault::kDelay;
     fault.node = 1 + static_cast<int>(Random(plan.servers));
     fault.peer = 1 + plan.servers + static_cast<int>(Random(plan.workers));
     fault.seconds = static_cast<double>(3 + Random(12));
   } else if (Random(10) == 0) {
-    // The connections of a worker that goes in good order break.
+    // Connections of a worker that leaves in good order break.
     fault.kind = Fault::kReset;
     fault.at_reached = 0;
     fault.at_probe = static_cast<int>(Random(2) ? ps::Probe::kSaysGoodbye : ps::Probe::kLastLeaves);
@@ -172,7 +172,7 @@ Plan MakePlan() {
   plan.goes_on = Random(3) == 0;
   plan.updates = Random(2) == 0;
   plan.parameters = 1 + Random(6000);
-  // Some partitions of an operation that fails have to wait in the queue.
+  // Some partitions of a failing operation have to wait in the queue.
   if (plan.goes_on && plan.updates) {
     plan.settings |= 1;
     plan.parameters += kPartitionBytes / sizeof(float);
@@ -180,7 +180,7 @@ Plan MakePlan() {
   if (Random(4) == 0) plan.on_gpu = static_cast<int>(Random(plan.workers));
   plan.disturbed = Random(2) == 0;
   for (int i = 0; i < plan.tensors; ++i) plan.counts.push_back(1 + Random(6000));
-  // In a third of the jobs nothing breaks, in most others one thing.
+  // A third of the jobs have no fault, most others have one.
   const uint64_t dice = Random(6);
   const int faults = dice < 2 ? 0 : dice < 5 ? 1 : 2;
   for (int i = 0; i < faults; ++i) plan.faults.push_back(MakeFault(plan, i));
@@ -192,7 +192,7 @@ Plan MakePlan() {
     if (Random(3) == 0) fault.at_probe = static_cast<int>(ps::Probe::kSaysGoodbye);
     plan.faults.push_back(fault);
   }
-  // More than a server would keep of a worker that is ahead.
+  // More rounds than a server keeps for a worker that is ahead.
   if (Random(100) == 0) plan.burst = 2100;
   plan.releases = Random(2) == 0;
   return plan;

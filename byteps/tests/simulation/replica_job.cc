@@ -15,15 +15,16 @@ namespace byteps {
 namespace simulation {
 namespace {
 
-// What a fault's node is that is of the scheduler.
+// Node of a fault that concerns the scheduler.
 constexpr int kScheduler = -1000;
 constexpr double kMostDelayS = kOpTimeoutS / 2;
-// What is silent is removed well before sums that wait for it end, however threads are held up.
+// Silent nodes are removed well before the sums that wait for them time out, despite delayed
+// threads.
 constexpr double kSilentS = kPeerTimeoutS / 2;
 
 }  // namespace
 
-// The scheduler or a server, and what it hears.
+// The scheduler or a server, with its events.
 class ReplicaJob::KeptNode : public core::ChannelUser {
  public:
   KeptNode(ReplicaJob* job, core::SumServer* server) : job_(job), server_(server) {}
@@ -93,14 +94,14 @@ void ReplicaJob::MakePlan() {
   plan_.backups = plan_.replaces && plan_.servers > 1 && plan_.steps % 2 == 0;
   most_lives_ = 1 + static_cast<int>(Random(4));
   if (plan_.backups) plan_.servers += static_cast<int>(Random(2));
-  // Without a copy the state of a server that is replaced would be lost.
+  // Without a copy, the state of a replaced server would be lost.
   const bool has_optimizer =
       plan_.backups ? Random(4) > 0 : !plan_.replaces && plan_.steps % 2 == 1;
   if (has_optimizer) plan_.parameters = 1 + plan_.steps * 997;
   const uint64_t tensors = 1 + Random(3);
   for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
   const uint64_t faults = Random(5);
-  // Twice only where nothing else breaks: each time others may wait for one that is gone.
+  // Two deaths only without other faults: each time, others may wait for the dead one.
   const bool deaths_alone = Random(3) == 0;
   for (uint64_t i = 0; i < faults; ++i) {
     Fault fault;
@@ -112,14 +113,14 @@ void ReplicaJob::MakePlan() {
     const uint64_t when = Random(4);
     if (when == 0) fault.at_reached = 1 + static_cast<int>(Random(100));
     if (when == 1) fault.at_probe = static_cast<int>(Random(kNumProbes));
-    // Nothing happens to replica 0 in half of the jobs, to the last one in the other half.
+    // Half of the jobs spare replica 0, the others the last one.
     const int most = (plan_.replicas - 1) * plan_.ranks;
     fault.node = static_cast<int>(Random(most)) + (plan_.disturbed ? plan_.ranks : 0);
     fault.peer = 1 + static_cast<int>(Random(plan_.servers));
     fault.seconds = static_cast<double>(1 + Random(140)) * (Random(2) ? 0.002 : 0.1);
-    // The scheduler does not see that one link stands still: sums end after kOpTimeoutS then.
+    // The scheduler cannot see that a single link is stuck: sums then time out after kOpTimeoutS.
     if (fault.kind == Fault::kDelay) fault.seconds = std::min(fault.seconds, kMostDelayS);
-    // More than half of the replicas are not removed without a quorum.
+    // Without a quorum, more than half of the replicas cannot be removed.
     if (fault.kind == Fault::kStick && !plan_.patient) fault.node = plan_.disturbed ? most : 0;
     if (plan_.replaces && Random(2) == 0) {
       static constexpr Fault::Kind kOfServers[] = {Fault::kKill, Fault::kKill, Fault::kPause,
@@ -143,7 +144,7 @@ void ReplicaJob::MakePlan() {
           Probe::kReplicaAdmitted, Probe::kJoinerExpected, Probe::kJoinerExpected,
           Probe::kReplicaJoined, Probe::kLateRemoved, Probe::kLinkReported, Probe::kSaysGoodbye,
           Probe::kLastLeaves, Probe::kNodeReturns,
-          // of jobs whose servers are replaced
+          // In jobs whose servers are replaced
           Probe::kServerLost, Probe::kServerLost, Probe::kServerReplaced, Probe::kServerReplaced,
           Probe::kReplacedAgain, Probe::kSumGiven};
       const size_t phases = std::size(kPhases) - (plan_.replaces ? 0 : 6);
@@ -229,7 +230,7 @@ void ReplicaJob::RunMember(Life* life, int place, Inside* inside) {
     inside->Break();
   }
   worker.Stop(false, life->errors[place]);
-  // One that was broken since may have ended with a server that no other has heard of.
+  // A member that was hit by a fault may have ended with a server that only it knew.
   if (life->errors[place].empty() && !life->is_broken) witness_.Ended(place, member.state());
 }
 
@@ -275,7 +276,7 @@ void ReplicaJob::Run() {
   }
   for (auto& replica : replicas) replica.join();
   for (size_t i = 1; i < kept.size(); ++i) kept[i].join();
-  // One that has returned when the job was over waits for another one.
+  // A scheduler that restarted after the end of the job waits for another one.
   std::this_thread::sleep_for(std::chrono::milliseconds(returns_ > 0 || dies_ ? 5000 : 0));
   if (const std::shared_ptr<KeptNode> last = scheduler_; last && returns_ > 0) last->End();
   kept[0].join();
@@ -296,7 +297,7 @@ void ReplicaJob::OnProbe(int probe, int reached) {
            (fault.at_probe >= 0 ? fault.at_probe == probe : fault.at_reached <= reached);
   };
   if (std::none_of(faults_.begin(), faults_.end(), is_due)) return;
-  // Another thread breaks it: this one may hold any lock.
+  // Another thread carries it out: this one may hold any lock.
   std::copy_if(faults_.begin(), faults_.end(), std::back_inserter(due_), is_due);
   std::erase_if(faults_, is_due);
   cond_.notify_all();
@@ -324,8 +325,8 @@ void ReplicaJob::BreakThings() {
     }
     Fault fault = due_.back();
     due_.pop_back();
-    // Until all replicas are there, and servers have the optimizer's state, none of them can be
-    // left out; nor can the scheduler until all nodes have heard that.
+    // Replicas can be left out only once all are present and servers have the optimizer state; the
+    // scheduler may die only once all nodes know that.
     const bool has_state = plan_.parameters == 0 || witness_.loaded >= plan_.workers();
     const bool has_begun =
         witness_.begun() && has_state && started_ >= plan_.workers() + plan_.servers;
@@ -352,7 +353,7 @@ void ReplicaJob::StartSpare() {
   const int number = next_node_++;
   kept_[number].is_spare = true;
   spares_.emplace_back([=, this] {
-    // Longer than the others wait for one that is late, in half of the jobs.
+    // In half of the jobs this takes longer than others wait for a late node.
     const uint64_t longest = plan_.steps % 4 < 2 ? 300 : 6000;
     std::this_thread::sleep_for(std::chrono::milliseconds(Random(longest)));
     Serve(number);
@@ -363,7 +364,7 @@ void ReplicaJob::StartSpare() {
 void ReplicaJob::BreakServer(const Fault& fault) {
   if (serving_.empty()) return;
   if (fault.kind == Fault::kReset) {
-    // One of the two ends for it, and the scheduler says which.
+    // One of the two ends because of it, by the scheduler's decision.
     if (serving_.size() < 2) return;
     const int one = *serving_.begin(), other = *std::next(serving_.begin());
     kept_[one].is_broken = kept_[other].is_broken = true;
@@ -376,7 +377,7 @@ void ReplicaJob::BreakServer(const Fault& fault) {
   kept_[node].is_broken = true;
   ++broken_servers_;
   serving_.erase(node);
-  // Somebody sees it, and starts another one; which waits for a place, if that one lives on.
+  // A launcher notices, and starts another server; it waits for a vacant rank if this one survives.
   StartSpare();
   fault.kind == Fault::kKill ? network_.Kill(node) : network_.Pause(node, fault.seconds);
 }
@@ -397,7 +398,7 @@ void ReplicaJob::Break(const Fault& fault) {
     case Fault::kStick:
       return life->inside->Stick(fault.seconds);
     case Fault::kReset:
-      // The server has the blame if most replicas say so.
+      // The server is blamed if most replicas report it.
       if (plan_.replaces) {
         kept_[fault.peer].is_broken = true;
         StartSpare();
@@ -408,7 +409,7 @@ void ReplicaJob::Break(const Fault& fault) {
   }
 }
 
-// ------------------------------------------------------------------ what must hold
+// ------------------------------------------------------------------ conditions
 
 bool ReplicaJob::MayLoseState() const { return plan_.parameters > 0 && broken_servers_ > 1; }
 
@@ -459,7 +460,7 @@ std::string ReplicaJob::Describe() const {
   return text;
 }
 
-// ------------------------------------------------------------------ what was seen
+// ------------------------------------------------------------------ observations
 
 void Witness::SawSum(int step, int tensor, int place, size_t partition, uint32_t lacks) {
   const auto [it, is_new] =

@@ -1,5 +1,4 @@
-// One job of several replicas that is played: its members, what they do, what breaks in it, and
-// what must hold.
+// A simulated job with several replicas: its members, their scripts, its faults, its conditions.
 #ifndef BYTEPS_TESTS_SIMULATION_REPLICA_JOB_H_
 #define BYTEPS_TESTS_SIMULATION_REPLICA_JOB_H_
 
@@ -24,50 +23,49 @@
 namespace byteps {
 namespace simulation {
 
-// ----- What a worker of a replica does: steps of sums, each of which it checks; and how replicas
-// join.
+// ----- a worker of a replica: steps of sums, which it checks; replicas that join
 
-// The job that is played.
+// Plan of a simulated job.
 struct ReplicaPlan {
   int replicas = 2;
-  int ranks = 1;  // of each
+  int ranks = 1;  // per replica
   int servers = 1;
   int steps = 1;
-  std::vector<size_t> counts;  // values of each tensor
+  std::vector<size_t> counts;  // values per tensor
   size_t settings = 0;         // index into Settings()
   bool disturbed = false;
-  bool patient = false;   // those that are late are removed after kGraceS
-  bool returns = false;   // the scheduler, when it was killed
-  bool replaces = false;  // a server that is lost may be replaced
-  bool backups = false;   // and servers have copies of each other's state
-  // Servers keep so many parameters for each place as well; 0: none.
+  bool patient = false;   // late replicas are removed after kGraceS
+  bool returns = false;   // a killed scheduler restarts
+  bool replaces = false;  // lost servers may be replaced
+  bool backups = false;   // servers have copies of each other's state
+  // Number of parameters that servers keep for each place; 0: none.
   size_t parameters = 0;
 
   int workers() const { return replicas * ranks; }
 };
 
-// Sums that the members of all replicas have seen, to be compared.  Threads are played one at a
-// time, and none of these calls waits.
+// Sums that members of all replicas have seen, for comparison. Simulated threads run one at a time,
+// and none of these calls waits.
 class Witness {
  public:
-  // The sum of a partition lacked these ranks, as a member found.
+  // A member saw that the sum of a partition was missing these ranks.
   void SawSum(int step, int tensor, int place, size_t partition, uint32_t lacks);
-  // This life of a rank pushes the values of a step.
+  // A rank, in this life, pushes the values of a step.
   void Pushes(int rank, int life, int step);
-  // The life of a rank that pushed a step; 0: none.
+  // Life in which a rank pushed a step; 0: none.
   int LifeAt(int rank, int step) const;
   void Ended(int rank, uint64_t state);
   void Wrong(const std::string& what);
-  // Whether a rank has pushed anything.
+  // Whether any rank has pushed.
   bool begun() const { return !lives_.empty(); }
 
   const std::string& wrong() const { return wrong_; }
   int joins = 0;
   int short_sums = 0;
-  int loaded = 0;  // ranks that know that servers have what they begin with
-  // Rounds that a donor names, by its rank; it travels apart from the played network.
+  int loaded = 0;  // ranks that know that servers have the initial state
+  // Progress that a donor gives to a joining replica, by rank; not sent over the simulated network.
   std::map<int, core::ProgressByTensor> rounds;
-  // And of the state of the servers' optimizer.
+  // Optimizer state that a donor gives.
   std::map<int, std::vector<float>> optimizers;
 
  private:
@@ -77,18 +75,18 @@ class Witness {
   std::string wrong_;
 };
 
-// Messages among the ranks of one life of a replica, as torch.distributed carries them.
+// Messages among the ranks of a replica's life, as torch.distributed delivers them.
 class Inside {
  public:
   explicit Inside(int ranks) : ranks_(ranks) {}
-  // All ranks call this; it returns what place 0 gave.  Throws core::Error once one has gone.
+  // Called by all ranks; returns the values of place 0. Throws core::Error once a rank has gone.
   std::vector<double> Broadcast(int place, const std::vector<double>& values);
   void Break() {
     std::lock_guard<std::mutex> lock(mu_);
     broken_ = true;
     cond_.notify_all();
   }
-  // Ranks that begin something within these seconds stand still for as long.
+  // Ranks that begin a call within these seconds sleep as long.
   void Stick(double seconds) {
     std::lock_guard<std::mutex> lock(mu_);
     stuck_until_ = std::chrono::steady_clock::now() + Duration(seconds);
@@ -120,7 +118,7 @@ class ReplicaMember {
                 Witness* witness);
   ~ReplicaMember();
 
-  // Throws core::Error when its replica is lost.
+  // Throws core::Error if its replica is lost.
   void Run();
   // A digest of all sums.
   uint64_t state() const { return state_; }
@@ -128,22 +126,22 @@ class ReplicaMember {
  private:
   using Values = std::vector<double>;
 
-  // Replica 0 gives servers the parameters before anybody makes a step.
+  // Replica 0 loads the parameters before any step.
   void BeginOptimizer();
   void Step(int step);
   void CheckSum(const std::vector<float>& values, int step, int tensor, uint32_t named,
                 uint32_t* lacks);
-  // Between two steps: whether a replica joins; if one does, the next step is its first.
+  // Between two steps: lets a replica join, if one waits; then the next step is its first.
   void Control(int step);
   void Admit(int step, int replica, int life);
   void Send(int step, int joiner, int life);
   // Returns the first step of a late rank.
   int Join();
   void CompareStates();
-  // All members of this place sum it; or those two.
+  // Sums over all members of this place, or over `group`.
   void Sum(const std::string& name, Values* values, std::vector<uint32_t> group = {});
   std::vector<uint32_t> Peers() const;
-  // Waits until the scheduler has told something.
+  // Waits for a view of the scheduler's.
   template <typename Condition>
   ps::ReplicaView Await(Condition condition);
 
@@ -155,45 +153,44 @@ class ReplicaMember {
   core::Worker* const worker_;
   Inside* const inside_;
   Witness* const witness_;
-  std::unique_ptr<ReplicaOptimizer> optimizer_;  // null: there is none
-  uint64_t state_ = 1;                           // a digest of all sums so far
-  std::deque<std::vector<float>> memory_;        // that transports may read until the worker stops
+  std::unique_ptr<ReplicaOptimizer> optimizer_;  // null: none
+  uint64_t state_ = 1;                           // digest of all sums so far
+  std::deque<std::vector<float>> memory_;        // transports may read it until the worker stops
   std::deque<Values> small_;
-  // Ranks that the sum lacks, by tensor and partition, of this step and the one before.
+  // Ranks missing in sums, by tensor and partition, in this step and the previous one.
   std::map<std::pair<int, size_t>, uint32_t> seen_, seen_before_;
 };
 
-// ----- Parameters that servers keep for replicas, as one rank of one of them updates and checks
-// them.
+// ----- parameters that servers keep for replicas, as a rank updates and checks them
 
-// Demanded: after each step the parameters are those of the steps that the lists make which answers
-// name, to the bit; and of one that joins, those that its donor has.
+// Conditions: after each step the parameters equal, bit by bit, those of the pushes that answers
+// name; a joining member has those of its donor.
 class ReplicaOptimizer {
  public:
-  // No tensor of the sums has this number.
+  // A number that no summed tensor has.
   static constexpr int kTensor = 7;
   using Values = std::vector<float>;
-  // By tensor and partition: the replicas that what was answered lacks, a bit each.
+  // By tensor and partition: the replicas missing in the answer, a bit each.
   using Lists = std::map<std::pair<int, size_t>, uint32_t>;
 
-  // `worker`: has started.
+  // `worker` has started.
   ReplicaOptimizer(const ReplicaPlan* plan, int rank, core::Worker* worker, Witness* witness);
 
-  // Gives servers the parameters that all begin with; replica 0 calls it.
+  // Loads the initial parameters; called by replica 0.
   void Load();
-  // Makes a step by one of the ways that there are.  Throws core::Error.
+  // Makes a step in a random way. Throws core::Error.
   void Step(int step, int life);
-  // Finds of which replicas the step was made, of those that answers have named: `named` may be
-  // lacked.  Returns what any partition lacks.
+  // Finds out of which replicas' gradients the step was made. `named`: replicas that answers called
+  // missing. Returns the replicas missing in any partition.
   uint32_t Check(int step, uint32_t named, Lists* lists);
-  // Changes with any parameter.
+  // Depends on all parameters.
   uint64_t Digest() const;
 
-  // Between two steps: servers know what becomes of the last one.
+  // Between two steps: tells servers the verdict on the last step.
   void Settle();
-  // The servers' state as this rank knows it, slot by slot, partition by partition.
+  // The servers' state as this rank computes it: slot by slot, partition by partition.
   Values State() const;
-  // Takes the parameters from the servers.  `donors` state is what they must have.
+  // Reads the parameters from the servers, and compares them with the state of the donor.
   void Join(const Values& donors);
 
  private:
@@ -202,7 +199,8 @@ class ReplicaOptimizer {
   core::UpdateStep StepOf(int step, double scale) const;
   std::string TakeVerdict();
   void Read(uint64_t end, Values* values, const std::string& verdict);
-  // The gradients of a partition's sum that lacks these; false: not all others have pushed it.
+  // Sums the gradients of a partition without these. Returns false if not all others have pushed
+  // it.
   bool SumOf(int step, size_t partition, uint32_t without, Values* sum) const;
 
   const ReplicaPlan& plan_;
@@ -211,22 +209,22 @@ class ReplicaOptimizer {
   Witness* const witness_;
   core::Declaration whole_;
   std::vector<std::unique_ptr<core::PartitionState>> expected_;  // by partition
-  std::deque<Values> memory_;  // that transports may read until the worker stops
+  std::deque<Values> memory_;  // transports may read it until the worker stops
   std::vector<core::GradientSums> sums_;
-  Values parameters_;       // as the last step was answered
-  core::UpdateStep asked_;  // which that was
-  bool drops_ = false;      // it was tried, and is none
+  Values parameters_;       // the answer of the last step
+  core::UpdateStep asked_;  // the last step
+  bool drops_ = false;      // the last step was speculative and is dropped
   core::Verdict verdict_ = core::Verdict::kNone;
   uint64_t steps_ = 0;
 };
 
-// ----- One job of several replicas that is played: some die or stand still, and come back; in half
-// of the jobs so do servers, and others take their places.
+// ----- a simulated job with several replicas: some die or hang, and come back; in half of the jobs
+// servers do so as well, and are replaced
 
-// Demanded: members get the same sum of each partition, which is the closed form of the list that
-// its answer names; nobody's push is counted in two lives; replicas end with the same state; the
-// replica that nothing happens to, the servers and the scheduler end well, and so does each that
-// joins in time and is left alone.
+// Conditions: members get the same sum of each partition, in closed form of the members that
+// answers name; no push counts in two lives; all replicas end with the same state; the spared
+// replica, the servers and the scheduler end well, as does every replica that joins in time and is
+// hit by no fault.
 class ReplicaJob {
  public:
   ReplicaJob();
@@ -246,7 +244,7 @@ class ReplicaJob {
     int replica = 0;
     int number = 0;  // from 1
     bool is_broken = false;
-    std::vector<std::string> errors;  // by place; empty: well
+    std::vector<std::string> errors;  // by place; "" if it ended well
     std::vector<int> nodes;
     Inside* inside = nullptr;  // while its ranks run
     int running = 0;
@@ -256,13 +254,13 @@ class ReplicaJob {
   void MakePlan();
   NodeSettings SettingsOf(ps::Node::Role role, int number, int rank) const;
   const core::Config& settings() const;
-  // A scheduler, a server, or one that waits for a place.
+  // A scheduler, a server, or a spare server.
   struct Kept {
     ps::Node::Role role = ps::Node::SERVER;
     bool is_spare = false;
     bool is_broken = false;
     bool served = false;
-    std::string error;  // that it ended with
+    std::string error;  // at its end
   };
   void Serve(int number);
   void RunScheduler();
@@ -274,24 +272,24 @@ class ReplicaJob {
   void Break(const Fault& fault);
   void BreakServer(const Fault& fault);
   void StartSpare();
-  // Its process dies, and another one takes its place.
+  // Kills the scheduler's process, and starts another one.
   void BreakScheduler();
   // Whether a server and its backup may have been lost.
   bool MayLoseState() const;
 
   ReplicaPlan plan_;
-  std::vector<Fault> faults_;  // their node is a worker's rank, or below 0: a server, or kScheduler
+  std::vector<Fault> faults_;  // node: a worker's rank, or negative: a server, or kScheduler
   int most_lives_ = 1;
   Network network_;
   Witness witness_;
   std::vector<std::unique_ptr<Life>> lives_;
   std::map<int, Life*> now_;  // by replica
   std::map<int, Kept> kept_;  // by number
-  std::set<int> serving_;     // numbers of servers that have a place, or had it when they died
+  std::set<int> serving_;     // numbers of servers that have a rank, or had one when they died
   std::vector<std::thread> spares_;
   int next_node_ = 0;
   std::shared_ptr<KeptNode> scheduler_;  // while it serves
-  bool dies_ = false;                    // it, and it returns
+  bool dies_ = false;                    // a killed scheduler is about to restart
   int returns_ = 0;
   int started_ = 0;  // servers and workers that have joined
   int removed_ = 0;

@@ -12,10 +12,10 @@ namespace simulation {
 namespace {
 
 constexpr double kMagic = 271828;
-// Sums of digests are exact.
+// Bound of digests, so that their sums are exact.
 constexpr uint64_t kDigests = 1ull << 40;
 
-// No rank's values follow from those of others: sums of different lists differ.
+// Hashed, so that sums over different members differ.
 float InputOf(uint64_t rank, uint64_t life, uint64_t step, uint64_t tensor, uint64_t index) {
   uint64_t mixed = (rank + 1) * 0x9e3779b97f4a7c15 ^ (life + 1) * 0xbf58476d1ce4e5b9 ^
                    (step + 1) * 0x94d049bb133111eb ^ (tensor + 1) * 0xd6e8feb86659fd93;
@@ -25,7 +25,7 @@ float InputOf(uint64_t rank, uint64_t life, uint64_t step, uint64_t tensor, uint
 
 }  // namespace
 
-// ------------------------------------------------------------------ inside a replica
+// ------------------------------------------------------------------ within a replica
 
 std::vector<double> Inside::Broadcast(int place, const std::vector<double>& values) {
   std::unique_lock<std::mutex> lock(mu_);
@@ -73,7 +73,8 @@ void ReplicaMember::Run() {
   for (; step < plan_.steps; ++step) {
     Step(step);
     Control(step);
-    // Who dies with a server before all ranks have made the step may have sums that no other has.
+    // A member that dies with a server before all have made the step may have sums that no other
+    // has.
     for (const auto& [sum, lacks] : seen_before_) {
       witness_->SawSum(step - 1, sum.first, place_, sum.second, lacks);
     }
@@ -182,8 +183,8 @@ void ReplicaMember::Control(int step) {
   const int count = plan_.replicas;
   Values chosen = {-1, 0};
   if (place_ == 0) {
-    // All that take part must see the same life of a replica wait: then the mean of what they see
-    // is what this one sees, and so is the mean of the squares.
+    // All must see the same life of a replica wait: then the mean of their views equals this one's,
+    // and so does the mean of squares.
     const ps::ReplicaView view = worker_->Replicas();
     Values mine(2 * count), sum;
     for (int i = 0; i < view.count(); ++i) {
@@ -215,7 +216,7 @@ void ReplicaMember::Admit(int step, int replica, int life) {
   inside_->Broadcast(place_, {});  // its ranks are between two steps
   Values none = {0};
   if (place_ == 0) Sum("rest", &none);
-  inside_->Broadcast(place_, {});  // and so are those of all replicas
+  inside_->Broadcast(place_, {});  // and so are the ranks of all replicas
   if (place_ == 0) worker_->AskToAdmit(replica, life);
   const auto is_decided = [=](const ps::ReplicaView& view) {
     return view.epoch >= life && (view.lives[replica] != life || view.waiting[replica] == '0');
@@ -274,7 +275,7 @@ namespace {
 
 constexpr double kClipped = 0.25;
 
-// What all ranks do in a step.  0: at once; 1: the norm first; 2 to 4: tried, and kept, clipped or
+// The kind of a step. 0: at once; 1: the norm first; 2 to 4: speculative, then kept, clipped or
 // dropped.
 uint64_t ChoiceOf(const ReplicaPlan& plan, int step) {
   const uint64_t seed[] = {plan.counts[0], static_cast<uint64_t>(step)};
@@ -450,7 +451,7 @@ uint64_t ReplicaOptimizer::Digest() const {
 void ReplicaOptimizer::Settle() {
   if (verdict_ == core::Verdict::kNone) return;
   Values& nothing = memory_.emplace_back(1);
-  // It is said again with the next push.
+  // The verdict is sent again with the next push.
   Read(0, &nothing, std::string(1, static_cast<char>(verdict_)));
 }
 

@@ -1,35 +1,33 @@
-// Whole jobs under seeded schedules of messages and losses, and what must hold in each.
+// Simulates whole jobs under seeded schedules of messages and losses, and checks conditions.
 //
 //   simulate [--from N] [--seeds N] [--verbose] [--twice] [--break-invariant]
 //            [--replicas | --backups] [--each-wait [--most N] [--wait N]]
 //
-// Each seed is one job: some workers, some servers, a scheduler, with the real Worker, SumServer
-// and Membership over a network that is played (world.h), in threads and time that are played
-// (world.h).  The seed decides the sizes, the settings, the order of all events, and what
-// breaks when.  Demanded of each:
+// A seed is a job: some workers, some servers, a scheduler, with the real Worker, SumServer and
+// Membership, on simulated network, threads and time (world.h). The seed decides sizes, settings,
+// the order of all events, and the faults. Conditions:
 //
-//   - Nobody hangs: within a bound that follows from the timeouts, each node has ended.  Scheduler
-//     and servers that no worker has joined may wait for one; the test then ends them.
-//   - A sum that a worker gets is right, whatever happens to others: each push was added once.
-//   - Where nothing breaks, nobody fails, and each server made each of its sums once.
-//   - Who fails says a reason, which names what broke.
-//   - In half of the jobs scheduler and servers outlive failures (--keep), and a launcher that is
-//     played starts the workers again, another number of them, and a server for one that was
-//     killed: then the job ends well unless the scheduler was killed, and no sum has anything of an
-//     older generation in it.
+// - Nothing hangs: all nodes end within a bound that follows from the timeouts. Scheduler and
+//   servers that no worker has joined may wait for one; the test then ends them.
+// - The sums that workers get are right, whatever happens to others: each push was added once.
+// - Without faults, no node fails, and each server makes each of its sums once.
+// - A node that fails gives a reason that names the fault.
+// - In half of the jobs scheduler and servers outlive failures (--keep). A simulated launcher
+//   starts another number of workers, and a server for a killed one. Such a job ends well unless
+//   the scheduler was killed, and no sum contains pushes of an older generation.
 //
-// Half of the jobs hold up threads that reach a probe (base/invariant.h); at the end it prints how
-// many jobs reached each of them.  No invariant (base/invariant.h) may be broken; --break-invariant
-// breaks one in each job, to see that it is noticed.
+// Half of the jobs delay threads that reach a probe (base/invariant.h); in the end the program
+// prints how many jobs reached each probe. No invariant (base/invariant.h) may be broken;
+// --break-invariant breaks one in each job, to check that it is noticed.
 //
-// --replicas plays jobs of several replicas instead, some of which die and come back, --backups
-// jobs whose servers keep copies of each other's state (job.h).
+// --replicas simulates jobs with several replicas, some of which die and come back; --backups jobs
+// whose servers keep copies of each other's state (job.h).
 //
-// --each-wait plays each job, and then again for each of its waits, which it ends in each way, once
-// (each_wait.h); --most: so many of each place in the code; --wait: this one alone.
+// --each-wait plays each job, then again for each of its waits and each way to end that wait
+// (each_wait.h). --most: number of waits per place in the code; --wait: only this wait.
 //
-// --twice runs each seed two times and demands the same order of events.  Exit status: 0 all held;
-// 1 not, with the seed and what was seen; 2 bad usage.
+// --twice runs each seed twice, and compares the order of events. Exit status: 0 all conditions
+// held; 1 a violation, printed with the seed; 2 bad usage.
 #include <getopt.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -55,10 +53,10 @@ namespace simulation {
 
 namespace {
 
-// A silent peer, then an operation that lacks it, then a shutdown that waits for it; several times
-// where a worker goes on after that.
+// A silent peer, then an operation that waits for it, then a shutdown that waits for it; several
+// times if a worker goes on after that.
 constexpr double kLimitS = 150;
-// The same for a job whose workers are started again.
+// The same for a job whose workers are restarted.
 constexpr double kKeptLimitS = 900;
 
 struct Options {
@@ -66,12 +64,12 @@ struct Options {
   uint64_t seeds = 1000;
   bool verbose = false;
   bool twice = false;
-  bool progress = false;  // a line for every 500 seeds
+  bool progress = false;  // prints a line for every 500 seeds
   bool breaks_invariant = false;
   bool replicas = false;
   bool backups = false;
   EachWait* each_wait = nullptr;
-  std::vector<Fault> faults;  // with it: in addition to those of the seed
+  std::vector<Fault> faults;  // with each_wait: in addition to those of the seed
 };
 
 struct Totals {
@@ -84,7 +82,7 @@ struct Totals {
   uint64_t returns = 0;
   uint64_t switches = 0;
   double seconds = 0;
-  uint64_t fingerprint = 0;  // of the last one
+  uint64_t fingerprint = 0;  // of the last run
   ProbeTable probes;
 };
 
@@ -103,18 +101,18 @@ void PlayReplicas(const Options& options, std::function<std::string()>* describe
   if (options.verbose || !verdict->empty()) *story = job.Describe();
 }
 
-// False when something did not hold.
+// Returns false if a condition was violated.
 bool RunSeed(uint64_t seed, const Options& options, Totals* totals) {
   std::string story, verdict;
   bool failed = false;
   bool kept = false;
-  std::function<std::string()> describe;  // of the job that is played
+  std::function<std::string()> describe;  // of the current job
   const Outcome outcome = Run(seed, kKeptLimitS, [&] {
     if (options.replicas) return PlayReplicas(options, &describe, &verdict, &story, totals);
     Plan plan = options.backups ? MakeBackupPlan() : MakePlan();
     if (options.each_wait != nullptr) {
       plan.faults.insert(plan.faults.end(), options.faults.begin(), options.faults.end());
-      plan.burst = 0;  // thousands of waits that are alike
+      plan.burst = 0;  // thousands of similar waits
       options.each_wait->BeginJob(plan);
     }
     kept = plan.keep;
@@ -156,8 +154,8 @@ T* MakeShared() {
   return new (memory) T();
 }
 
-// Each seed has a process of its own: what earlier ones left in the process must not decide what
-// it does, else one that fails could not be played again alone.  Threads that hang end with it.
+// Each seed runs in its own process: otherwise leftovers of earlier seeds would influence it, and
+// it could not be repeated alone. Threads that hang end with it.
 bool RunInChild(uint64_t seed, const Options& options, Totals* totals) {
   fflush(stdout);
   const pid_t child = fork();
@@ -204,14 +202,14 @@ int Main(int argc, char** argv) {
     if (c == '?') return 2;
   }
   if (each_wait && options.replicas) return 2;
-  // To write a line takes a lock, and that is part of the order: alike with and without --verbose.
+  // Logging takes a lock, which affects the order: log the same with and without --verbose.
   setenv("BYTEPS_LOG_LEVEL", "INFO", 1);
   (void)ReplicaSettings(false, false, false);
   (void)BackupSettings(2, false);
   MakeGpu(Settings()[0].Int("BYTEPS_PINNED_BYTES"), Settings()[0].Int("BYTEPS_STREAMED_BYTES"),
           kPartitionBytes);
   ListenToProbes();
-  // Logs of jobs that fail as they should say nothing.
+  // Logs of jobs that fail as expected are of no use.
   if (!options.verbose && freopen("/dev/null", "w", stderr) == nullptr) return 1;
   Totals& totals = *MakeShared<Totals>();
   if (each_wait) options.each_wait = new EachWait(most, wait);

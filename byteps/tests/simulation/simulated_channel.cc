@@ -24,7 +24,7 @@ constexpr auto kJoinPause = std::chrono::milliseconds(200);
 std::string AddressOf(int number) { return "10.0.0." + std::to_string(number); }
 int NumberOf(const std::string& address) { return atoi(address.c_str() + strlen("10.0.0.")); }
 
-// How the membership of a node reaches others, as a van's.
+// Links of a node's membership, as a van's.
 class SimulatedChannel::Links : public ps::MembershipLinks {
  public:
   explicit Links(SimulatedChannel* channel) : channel_(channel) {
@@ -54,7 +54,7 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     {
       std::lock_guard<std::mutex> lock(channel_->mu_);
       auto& names = channel_->names_;
-      // It may have had another name.
+      // The node may have had another id.
       for (auto it = names.begin(); it != names.end() && scheduler;) {
         const bool same = it->second.number == peer && it->second.life == life;
         it = same ? names.erase(it) : std::next(it);
@@ -120,7 +120,7 @@ SimulatedChannel::~SimulatedChannel() { Stop(); }
 void SimulatedChannel::Start(core::ChannelUser* user) {
   user_ = user;
   auto deadline = std::chrono::steady_clock::now() + Duration(settings_.start_timeout_s);
-  // For a place, and for a scheduler to return.
+  // For a vacant rank, and for a scheduler to restart.
   const bool waits = settings_.role == ps::Node::SERVER && settings_.scheduler_return_s > 0 &&
                      settings_.replace_servers_s > 0;
   while (true) {
@@ -140,7 +140,7 @@ void SimulatedChannel::Start(core::ChannelUser* user) {
 
 void SimulatedChannel::StartOnce() {
   life_ = network_->NewLife();
-  // As the scheduler says to who connects.
+  // The scheduler tells this to nodes that connect.
   incarnation_ = network_->incarnation_.load();
   if (settings_.role == ps::Node::SCHEDULER) network_->job_ = life_ << 16 | 1;
   job_ = network_->job_.load();
@@ -263,7 +263,7 @@ void SimulatedChannel::Receive(int from, uint64_t from_life, ps::Message message
     event.from = from;
     event.from_life = from_life;
     const bool control = IsControl(message);
-    // It has come: its sender may be gone, and its memory with it.
+    // Copy: the sender may be gone, and its memory with it.
     for (auto& values : message.data) {
       ps::SArray<char> copy;
       copy.CopyFrom(values);
@@ -322,7 +322,7 @@ void SimulatedChannel::ReceiveControl() {
       continue;
     }
     event.message.meta.sender = IdOf(event.from, event.from_life);
-    // Who registers has no id yet, whatever it was called before.
+    // A node that registers has no id yet, whatever id it had before.
     if (event.message.meta.control.cmd == ps::Control::ADD_NODE &&
         settings_.role == ps::Node::SCHEDULER) {
       event.message.meta.sender = ps::Node::kEmpty;
@@ -334,7 +334,7 @@ void SimulatedChannel::ReceiveControl() {
 void SimulatedChannel::HandleEnd(const Event& event) {
   const Network::End& end = event.end;
   const int id = IdOf(event.from, event.from_life);
-  if (id == ps::Node::kEmpty) return;  // it never was more than a connection
+  if (id == ps::Node::kEmpty) return;  // it was never more than a connection
   if (end.orderly) return membership_->OnDisconnect(id);
   membership_->OnLinkLost(id, end.how, end.by_peer);
 }
@@ -342,7 +342,7 @@ void SimulatedChannel::HandleEnd(const Event& event) {
 bool SimulatedChannel::NameSender(Event* event) {
   int* const sender = &event->message.meta.sender;
   std::lock_guard<std::mutex> lock(mu_);
-  // A worker says to its servers who it is; servers are known by the scheduler's list.
+  // Workers tell their servers who they are; servers are known from the scheduler's list.
   if (settings_.role == ps::Node::SERVER && core::IsWorker(*sender)) {
     names_[*sender] = {event->from, 0};
     return true;
@@ -379,7 +379,7 @@ void SimulatedChannel::ReceiveData() {
     try {
       early_.Take(&received, user_);
     } catch (const std::exception& e) {
-      // A transport closes the connection.
+      // A transport would close the connection.
       membership_->OnLinkLost(sender, e.what(), false);
     }
     std::lock_guard<std::mutex> lock(place_mu_);
@@ -405,7 +405,7 @@ ps::SArray<char> SimulatedChannel::Place(const ps::Meta& meta, const ps::SArray<
   }
   const size_t half = values.size() / 2;
   for (const auto& [begin, end] : {std::pair<size_t, size_t>(0, half), {half, values.size()}}) {
-    // Now and then it takes long to come.
+    // Sometimes the rest is delayed.
     if (begin > 0 && Random(16) == 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(Random(20'000)));
     }

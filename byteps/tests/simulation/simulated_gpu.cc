@@ -1,8 +1,8 @@
-// A GPU in time that a seed decides: what byteps/device/device.h declares, in place of fake.cc.
+// A GPU in simulated time: implements byteps/device/device.h in place of fake.cc.
 //
-// A thread of the job does the streams' work, one piece at a time, from whichever stream the seed
-// picks.  Streams, events and pinned memory live as long as the process, as the engine keeps them:
-// MakeGpu makes all that a job uses, so that each seed finds the same.
+// A thread of the job does the streams' work, a piece at a time, from a stream that the seed picks.
+// Streams, events and pinned memory live as long as the process, as in the engine. MakeGpu makes
+// everything that jobs use, so that each seed finds the same.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -26,21 +26,20 @@
 namespace byteps {
 namespace core {
 
-// A waiter waits for what it was recorded for last by then, whatever it is recorded for
-// later, on whichever stream.
+// A waiter waits for what was recorded when it began to wait, whatever is recorded later.
 struct Event {
-  uint64_t recorded = 0;  // so often
+  uint64_t recorded = 0;  // number of recordings
   std::set<uint64_t> pending;
 
   bool IsDone(uint64_t number) const { return pending.count(number) == 0; }
 };
 
 struct Work {
-  const Event* waits_for = nullptr;  // as it was recorded this time
+  const Event* waits_for = nullptr;  // in its present recording
   uint64_t number = 0;
   bool takes_time = false;
   std::function<void()> then;
-  const DeviceWord* word = nullptr;  // until it is 1
+  const DeviceWord* word = nullptr;  // waits until it is 1
 
   bool MayBegin() const {
     if (word != nullptr) return *word == 1;
@@ -57,9 +56,9 @@ namespace {
 
 constexpr auto kLook = std::chrono::microseconds(10);
 constexpr auto kLookForWord = std::chrono::microseconds(500);
-constexpr uint64_t kLongestUs = 300;  // that a copy takes
+constexpr uint64_t kLongestUs = 300;  // duration of a copy
 
-// All of them are one thread's at a time, but for the wait for more.
+// Used by one thread at a time, except for waiting on `more`.
 std::mutex mu;
 std::condition_variable more;
 std::vector<Stream*>* const streams = new std::vector<Stream*>;
@@ -99,7 +98,7 @@ void RecordEvent(DeviceEvent event, DeviceStream stream) {
 }
 
 bool EventIsDone(DeviceEvent event) {
-  // A thread that asks over and over lets time pass.
+  // Time has to pass for a thread that polls.
   std::this_thread::sleep_for(kLook);
   return EventOf(event)->IsDone(EventOf(event)->recorded);
 }
@@ -145,7 +144,7 @@ core::DeviceStream user_stream = nullptr;
 void MakeGpu(uint64_t pinned_bytes, uint64_t streamed_bytes, uint64_t largest) {
   user_stream = core::MakeStream();
   core::DeviceCopies* const copies = core::DeviceCopies::Of(kGpu);
-  copies->CallAfter(nullptr, user_stream, [] {});  // makes a stream for its calls
+  copies->CallAfter(nullptr, user_stream, [] {});  // makes the stream for its callbacks
   for (core::Stream* stream : *streams) stream->work.clear();
   using core::PinnedPool;
   PinnedPool::Shared(PinnedPool::Use::kPartitions, pinned_bytes, largest)->Reserve(pinned_bytes);
@@ -207,7 +206,7 @@ core::Stream* Gpu::Next() {
     }
     if (!ready.empty()) return ready[Random(ready.size())];
     if (idle && stopping_) return nullptr;
-    if (for_word) {  // which nobody tells of
+    if (for_word) {  // nothing signals a word that is set
       core::more.wait_for(lock, core::kLookForWord);
     } else {
       core::more.wait(lock);

@@ -1,4 +1,4 @@
-// longjmp goes from stack to stack here, which the checked one forbids.
+// longjmp switches stacks here, which the checked version forbids.
 #undef _FORTIFY_SOURCE
 #include <cxxabi.h>
 #include <pthread.h>
@@ -31,7 +31,7 @@ constexpr size_t kStackBytes = 256 << 10;
 constexpr int64_t kNever = INT64_MAX;
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr auto kHeldUp = static_cast<int64_t>(kHeldUpS * kSecond);
-// When a world begins: what is remembered as of time 0 is long ago.
+// Time at the beginning of a world: late enough that a timestamp of 0 is long ago.
 constexpr int64_t kBegin = 3'600 * kSecond;
 
 struct Fiber {
@@ -48,12 +48,12 @@ struct Fiber {
   bool detached = false;
   bool goes_first = false;
   int node = -1;
-  const void* waits_for = nullptr;  // a lock, a condition, a fiber; null: it can run
+  const void* waits_for = nullptr;  // a lock, a condition or a fiber; null: it can run
   const char* waits_how = "";
   int64_t deadline = kNever;
-  std::multimap<int64_t, Fiber*>::iterator timer;  // while deadline is not kNever
+  std::multimap<int64_t, Fiber*>::iterator timer;  // valid unless deadline is kNever
   bool timed_out = false;
-  void* exceptions[2] = {nullptr, nullptr};  // what the C++ runtime keeps for each thread
+  void* exceptions[2] = {nullptr, nullptr};  // the C++ runtime's state per thread
 };
 
 class World {
@@ -65,13 +65,13 @@ class World {
 
   Outcome Go(double limit_s, const std::function<void()>& body);
   Fiber* Start(void* (*entry)(void*), void* argument);
-  // The running fiber waits until Wake(what), or the deadline; false: it came to the deadline.
+  // The running fiber waits until Wake(what) or the deadline. Returns false at the deadline.
   bool Wait(const void* what, const char* how, int64_t deadline = kNever);
-  // The same, which who listens to waits hears of first.
+  // The same, but tells the listener for waits first.
   bool ReachWait(const void* what, const char* how, int64_t deadline, bool for_condition);
   void WakeAll(const void* what);
   void WakeOne(const void* what);
-  // Lets another one go on, perhaps.
+  // May let another fiber run.
   void MaybeYield();
   void Release(Fiber* fiber);
 
@@ -83,7 +83,7 @@ class World {
 
  private:
   static void Begin();
-  void Switch();  // to the scheduler, which returns here when this fiber runs again
+  void Switch();  // to the scheduler; returns when this fiber runs again
   void Enter(Fiber* fiber);
   void MakeReady(Fiber* fiber);
   void AdvanceTime();
@@ -317,9 +317,9 @@ void GoFirst() { world->running()->goes_first = true; }
 
 namespace {
 
-// ------------------------------------------------------------- locks' memory
+// ------------------------------------------------------------- memory of locks
 //
-// What the C library keeps in a lock is ours here.  All zeros, as it is made: free.
+// The simulation uses the C library's memory of a lock. All zeros, its initial value: free.
 
 struct Lock {
   int owner;    // number of a fiber, plus one; 0: none
@@ -386,12 +386,12 @@ bool IsPlayed() { return world != nullptr && world->running() != nullptr; }
 }  // namespace simulation
 }  // namespace byteps
 
-// ------------------------------------------------------- the library's names
+// ------------------------------------------------------- functions of the C library
 
 using byteps::simulation::Fiber;
 using byteps::simulation::world;
 
-// To be seen by the C++ library, which starts threads and waits for conditions.
+// Visible to the C++ library, which starts threads and waits for conditions.
 #pragma GCC visibility push(default)
 extern "C" {
 
@@ -485,7 +485,7 @@ int clock_nanosleep(clockid_t clock, int flags, const timespec* time, timespec* 
   return byteps::simulation::SleepUntil(time->tv_sec * 1'000'000'000 + time->tv_nsec);
 }
 
-// Time has to pass: a thread that yields until a deadline would never reach it.
+// Time has to pass: otherwise a thread that yields until a deadline would never reach it.
 int sched_yield() noexcept {
   static const int64_t kTakes = 10'000;  // ns
   if (!byteps::simulation::IsPlayed()) return static_cast<int>(syscall(SYS_sched_yield));

@@ -1,4 +1,4 @@
-// The script of a worker in a job that is played: sums, and steps of parameters that servers keep.
+// Script of a worker in a simulated job: sums, and steps of parameters that servers keep.
 #include <algorithm>
 #include <chrono>
 #include <string>
@@ -14,13 +14,13 @@ namespace byteps {
 namespace simulation {
 namespace {
 
-// The tensor number of the gradients.
+// Tensor number of the gradients.
 constexpr uint64_t kGradients = 7;
-// And of the burst, which a worker begins within this time.
+// Tensor number of the burst, which a worker begins within kLatestBurstMs.
 constexpr int kBurst = 9;
 constexpr uint64_t kLatestBurstMs = 1000;
 
-// Another one in each generation, so that a push of an older one would be seen in a sum.
+// Depends on the generation, so that pushes of an older one would change a sum.
 float InputOf(uint64_t incarnation, uint64_t rank, uint64_t tensor, uint64_t round,
               uint64_t index) {
   return static_cast<float>(
@@ -28,7 +28,7 @@ float InputOf(uint64_t incarnation, uint64_t rank, uint64_t tensor, uint64_t rou
       200'003);
 }
 
-// What all ranks do in a round, without having to agree on it.
+// A choice that all ranks make alike, without communication.
 uint64_t ChoiceOf(int incarnation, int round, uint64_t below) {
   const uint64_t seed[] = {static_cast<uint64_t>(incarnation), static_cast<uint64_t>(round)};
   return core::HashBytes(seed, sizeof(seed), 1) % below;
@@ -90,7 +90,7 @@ bool WorkerScript::Await(int64_t handle) {
   if (gpu_ == nullptr) return error_.empty();
   gpu_->AwaitIdle();
   try {
-    worker_->Check();  // of a sum that the stream has waited for
+    worker_->Check();  // throws if the sum failed that the stream has waited for
   } catch (const core::Error& e) {
     error_ = e.what();
   }
@@ -121,7 +121,7 @@ void WorkerScript::Burst() {
 void WorkerScript::Start(const std::vector<Sum>& sums) {
   std::vector<Values*> tensors;
   std::vector<int64_t> handles;
-  const bool in_flight = Random(2) == 0;  // names are released before their sums have ended
+  const bool in_flight = Random(2) == 0;  // releases names before their sums have ended
   for (const Sum& sum : sums) {
     Values& values = memory_.emplace_back(sum.count);
     Values inputs(values.size());
@@ -199,7 +199,7 @@ int64_t WorkerScript::Ask(int op, const core::PushPullRequest& like, const std::
   return worker_->PushPull(request);
 }
 
-// Rank 0 does, for all: no round is complete before it has pushed.
+// Called by rank 0, for all: no round is complete before it has pushed.
 void WorkerScript::Load() {
   Values& values = memory_.emplace_back(plan_.parameters);
   for (size_t k = 0; k < values.size(); ++k) values[k] = InputOf(part_.incarnation, 0, 8, 0, k);
@@ -252,8 +252,8 @@ void WorkerScript::CheckParameters(const Values& values, int round, const char* 
 }
 
 void WorkerScript::Update(int round) {
-  // 0: at once; 1: the norm first; 2 to 4: tried, and kept, clipped or dropped; 5: tried, and then
-  // rank 0 loads other parameters.
+  // 0: at once; 1: the norm first; 2 to 4: speculative, then kept, clipped or dropped; 5:
+  // speculative, then rank 0 loads other parameters.
   const uint64_t choice = ChoiceOf(part_.incarnation, round, 6);
   const std::string said = Packed(std::exchange(verdict_, core::Verdict::kNone));
   const double clipped = 0.25;
@@ -297,7 +297,7 @@ void WorkerScript::Update(int round) {
   if (!error_.empty()) return AfterFailure();
   CheckParameters(parameters, round, "the step");
   if (choice != 5) return;
-  // Whatever the others have said by then.
+  // This holds whatever verdicts the others have sent.
   steps_ = 0;
   if (part_.rank == 0) verdict_ = core::Verdict::kNone;
   Load();

@@ -1,5 +1,5 @@
-// The world in which jobs are played: threads and time that a seed decides, what it plans for a
-// job, the network between the nodes, the nodes, and a GPU.
+// The simulation of jobs: threads and time, a seed's plan for a job, the network between nodes, the
+// nodes, and a GPU.
 #ifndef BYTEPS_TESTS_SIMULATION_WORLD_H_
 #define BYTEPS_TESTS_SIMULATION_WORLD_H_
 
@@ -33,90 +33,89 @@
 namespace byteps {
 namespace simulation {
 
-// ----- threads, locks and time that a seed decides
+// ----- simulated threads, locks and time
 //
 // Within Run, std::thread, std::mutex, std::shared_mutex, std::condition_variable, sleeping and
-// both clocks of this process are played: all threads share one, exactly one of them runs at a
-// time, and a random generator picks which goes on whenever one waits, and often when it takes or
-// gives up a lock.  Time stands still while any thread can run, and jumps to the next deadline when
-// none can; to yield is to sleep for a moment.  So one seed is one order of events, always the
-// same, and hours pass in milliseconds.
+// both clocks of this process are simulated. All threads share a real thread, and exactly one runs
+// at a time. A random generator picks the next thread whenever one waits, and often when it takes
+// or releases a lock. Time stands still while any thread can run, and jumps to the next deadline
+// when none can; yielding means sleeping for a moment. So a seed determines the order of events,
+// and hours pass in milliseconds.
 //
-// It works by defining the C library's functions of those names, which come before the library's
-// own.  The code under test is not changed, nor compiled differently.
+// This file's library defines the C library's functions of those names, which take precedence. The
+// code under test is neither changed nor compiled differently.
 
 struct Outcome {
-  // Empty: `body` returned and every thread ended.  Otherwise what hung, and where each thread
-  // waits; then nothing more may be run in this process.
+  // "": `body` returned, and every thread ended. Otherwise what hung, and where each thread waits;
+  // then this process must run nothing more.
   std::string hang;
-  double seconds = 0;        // that passed for the threads
+  double seconds = 0;        // simulated time
   uint64_t switches = 0;     // between threads
-  uint64_t fingerprint = 0;  // of their order: equal when two runs were alike
+  uint64_t fingerprint = 0;  // of the order of switches: equal if two runs were alike
 };
 
-// Runs `body` as the first thread.  It hangs when no thread can go on, or `limit_s` seconds have
-// passed for them.
+// Runs `body` as the first thread. It hangs if no thread can run, or after `limit_s` simulated
+// seconds.
 Outcome Run(uint64_t seed, double limit_s, const std::function<void()>& body);
 
-// Whether the caller is a thread within Run.
+// Whether the caller is a simulated thread.
 bool IsPlayed();
 
-// For whatever else the seed decides; within Run.
+// A random number of the seed; within Run.
 uint64_t Random(uint64_t below);
 
 // Mixes a number into the fingerprint; within Run.
 void Note(uint64_t number);
 
-// ----- Waits of the nodes' threads.
+// ----- waits of the nodes' threads
 //
-// A job's waits for conditions, for time to pass and for threads to end are numbered from 0, in the
-// order in which it reaches them.  Locks are none: who holds one does not wait.
+// A job's waits for conditions, for time and for the end of threads are numbered from 0, in the
+// order in which it reaches them. Locks do not count: their holders do not wait.
 
 struct Wait {
   uint64_t number = 0;
   int node = 0;
   bool for_condition = false;
-  double limit_s = 0;  // until its deadline; 0: it has none
+  double limit_s = 0;  // until the deadline; 0: no deadline
 };
 
 enum class Waking {
   kUsual,
-  kAtOnce,  // for no reason
-  kLate     // longer by kHeldUpS, or until the deadline
+  kAtOnce,  // without a reason
+  kLate     // by kHeldUpS, or at the deadline
 };
 // Shorter than any timeout.
 constexpr double kHeldUpS = 0.3;
 
-// `reach` is called by each thread of a node that is about to wait, until this world ends.
+// `reach` is called by every thread of a node before it waits, until this world ends.
 void ListenToWaits(std::function<Waking(const Wait&)> reach);
-// The caller, and the threads that it starts, are a node's.
+// Assigns the caller, and threads that it starts, to a node.
 void BelongTo(int node);
-// The caller goes on before all others, whenever it can go on.
+// From now on the caller runs before all others whenever it can run.
 void GoFirst();
 
-// ----- Which of base/invariant.h's probes the seeds reach, and what a seed does there.
+// ----- probes of base/invariant.h that seeds reach, and their effects
 
 constexpr size_t kNumProbes = static_cast<size_t>(ps::Probe::kNumProbes);
 
 // "WindowFull"
 std::string NameOfProbe(int number);
 
-// Listens to all probes, for as long as the process lives.
+// Listens to all probes for the rest of the process.
 void ListenToProbes();
 
-// What happens when the job of the seed that is played reaches a probe: `then` is called with its
-// number, and how often the job has reached some.  If `disturbed`, the thread may yield or sleep
-// there.
+// Sets the reaction of the current job to probes: `then` is called with the probe's number, and the
+// total of probes reached so far. If `disturbed`, threads may yield or sleep there.
 void BeginProbes(bool disturbed, std::function<void(int probe, int reached)> then);
 // The job is over.
 void EndProbes();
 
-// Jobs that reached each probe, and how often all of them did.
+// Number of jobs that reached each probe, and the totals.
 class ProbeTable {
  public:
-  // Adds what the last job has reached.
+  // Adds the probes of the last job.
   void Add();
-  // A table, in Markdown, and below it those that nobody reached.
+  // A table in Markdown, followed by the probes that were never reached.
   std::string Print() const;
 
  private:
@@ -124,42 +123,42 @@ class ProbeTable {
   std::array<uint64_t, kNumProbes> times_{};
 };
 
-// ----- What a seed decides of a job before it starts: sizes, settings, and what breaks.
+// ----- a seed's plan for a job: sizes, settings, faults
 
 constexpr double kPeerTimeoutS = 3;
 constexpr double kStartTimeoutS = 5;
 constexpr double kOpTimeoutS = 4;
 constexpr double kLongOpTimeoutS = 12;
-// Longer than links and threads are held up, so that it is for replicas that stand still.
+// Longer than delays of links and threads, so that only hanging replicas exceed it.
 constexpr double kGraceS = 3;
-// How long a job waits for another server: longer than it takes to start one.
+// Time that a job waits for another server: longer than starting one takes.
 constexpr double kReplaceS = 10;
-// How long nodes wait for a scheduler that died, and it for them: longer than it is away, and so
-// short that sums which wait meanwhile do not end.
+// Time that nodes and a restarted scheduler wait for each other: longer than the scheduler is away,
+// and too short for waiting sums to time out.
 constexpr double kReturnS = 3;
 constexpr uint64_t kMostAwayMs = 600;
-// Longer than the launcher takes to start workers again.
+// Longer than the launcher takes to restart workers.
 constexpr double kKeepTimeoutS = 20;
 constexpr int kPartitionBytes = 8192;
 
 struct Fault {
   enum Kind { kKill, kPause, kReset, kDelay, kStop, kNumKinds, kQuit, kStick, kWake, kHoldUp };
   Kind kind;
-  // When it happens: at this time; or when probes have been reached so often, if that is not 0; or
-  // when this probe is, if it is not -1.  kQuit: a worker ends well after so many rounds, before
-  // the others.  kStick: a replica's program does nothing for a while; its heartbeats go on.
-  // kWake, kHoldUp: the thread that waits goes on for no reason, or late.
+  // The moment of the fault: this time; or, if not 0, after this number of probes; or, if not -1,
+  // at this probe. kQuit: a worker ends well after some rounds, before the others. kStick: a
+  // replica's program hangs for a while, with heartbeats. kWake, kHoldUp: a waiting thread
+  // continues without reason, or late.
   double at_s = 0;
   int at_reached = 0;
   int at_probe = -1;
-  // When a thread waits, as Wait has its number; nodes are numbers then, not places.
+  // At this wait (Wait::number); then nodes are numbers, not places.
   int64_t at_wait = -1;
   int after_rounds = 0;
-  // Places in the job: 0 the scheduler, then servers, then workers.  When it happens, the nodes
-  // that have them then.
+  // Places in the job: 0 the scheduler, then servers, then workers. Means the nodes that have these
+  // places at that moment.
   int node;
   int peer;
-  double seconds;  // of a pause or delay
+  double seconds;  // duration of a pause or delay
 
   bool IsInTime() const { return kind != kQuit && !IsAtProbe() && at_wait < 0; }
   bool IsAtProbe() const { return at_reached > 0 || at_probe >= 0; }
@@ -174,50 +173,49 @@ struct Plan {
   int tensors = 1;
   size_t settings = 0;  // index into Settings()
   bool keep = false;
-  bool returns = false;  // the scheduler, when it was killed
-  bool goes_on = false;  // a worker goes on after an operation that failed alone
-  bool backups = false;  // servers have copies of each other's state, and are replaced when lost
-  int burst = 0;         // workers begin so many sums of one tensor at once, at different times
-  bool updates = false;  // servers keep parameters as well, of so many elements
+  bool returns = false;  // a killed scheduler restarts
+  bool goes_on = false;  // workers go on after an operation that failed alone
+  bool backups = false;  // servers have copies of each other's state, and are replaced
+  int burst = 0;  // number of sums of one tensor that workers start together, at different times
+  bool updates = false;  // servers keep this number of parameters, too
   size_t parameters = 0;
-  int on_gpu = -1;         // rank of the worker whose tensors are on a GPU
-  bool disturbed = false;  // threads that reach a probe are held up
+  int on_gpu = -1;         // rank of the worker with tensors on a GPU
+  bool disturbed = false;  // threads that reach a probe are delayed
   std::vector<size_t> counts;
   std::vector<Fault> faults;
-  bool releases = false;  // workers release names after some rounds, and sum them anew
+  bool releases = false;  // workers release names after some rounds, and sum them again
 
-  // Whether a name is released after a round, how often it was before one, and how many values it
-  // has in a round.
+  // Whether a name is released after a round; its number of releases before a round; its number of
+  // values in a round.
   bool Releases(int tensor, int round) const;
   int LifeAt(int tensor, int round) const;
   size_t CountAt(int tensor, int round) const;
   std::string Describe() const;
 };
 
-// To be called once before anything is played: the environment is slow, and what lives as long as
-// the process must be the same for each seed.
+// Call once before any simulation: reading the environment is slow, and objects that live as long
+// as the process must be the same for every seed.
 const std::vector<core::Config>& Settings();
-// The same for replicas: one may be late (BYTEPS_QUORUM); a server that is lost may be replaced;
-// the scheduler may return, for which sums have time.
+// The same for replicas, where one may be late (BYTEPS_QUORUM), lost servers may be replaced, or
+// the scheduler may restart, with enough time for sums.
 const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bool returns);
 
-// The same where so many servers (2 or 3) have copies of each other's state.  `patient`: one of
-// several replicas may be late.
+// The same for 2 or 3 servers with copies of each other's state. `patient`: one of several replicas
+// may be late.
 const std::vector<core::Config>& BackupSettings(int servers, bool patient);
 
 // Within Run.
 Plan MakePlan();
-// Of a job whose servers have copies of each other's state: servers are lost, and links break.
+// A job whose servers have copies of each other's state: servers are lost, and links break.
 Plan MakeBackupPlan();
 
-// ----- A network between the nodes of a job that loses what it is told to.
+// ----- a network between the nodes of a job, with faults
 //
-// A pair of nodes has one link, messages of membership come in order and one at a time, those of
-// data come in any order and several at a time, and a link that ends says so at both its ends.  A
-// node that joins again, in another generation of the job, has another life: what was sent to its
-// last one does not reach it.
+// A pair of nodes has one link. Messages of membership arrive in order, one at a time; data
+// messages in any order, several at a time; the end of a link is reported at both ends. A node that
+// joins another generation of the job has another life: messages to its last life do not reach it.
 //
-// All of it is written with ordinary threads and locks, which are played.
+// Written with ordinary threads and locks, which are simulated.
 
 class SimulatedChannel;
 
@@ -226,10 +224,10 @@ inline std::chrono::steady_clock::duration Duration(double seconds) {
       std::chrono::duration<double>(seconds));
 }
 
-// Whether it is one of membership.
+// Whether a message belongs to membership.
 inline bool IsControl(const ps::Message& message) { return !message.meta.control.empty(); }
 
-// What happens to the links.
+// The links, and their faults.
 class Network {
  public:
   Network();
@@ -237,47 +235,47 @@ class Network {
 
   // A number that no life of a node has had.
   uint64_t NewLife() { return ++lives_; }
-  // It has its address, unless another one has.
+  // Gives a node its address, unless another node has it.
   void Add(SimulatedChannel* node);
-  // It has none any more, and all its links are closed in good order.
+  // Removes a node's address, and closes all its links in good order.
   void Leave(SimulatedChannel* node);
 
-  // A message in flight.  Within a millisecond, or when what holds its link lets go.
-  // Lost where there is no link.  `expected`: a life of the receiver, for whose link it waits.
+  // Sends a message, which arrives within a millisecond, or when its link is released. It is lost
+  // if there is no link. `expected`: life of the receiver; the message waits for a link to it.
   void Carry(const SimulatedChannel& from, int to, uint64_t expected, ps::Message message);
 
   // Whether the scheduler has a link with this life of the node.
   bool IsLinked(int node, uint64_t life);
-  // False: one of them is dead.
+  // Returns false if one of them is dead.
   bool Link(int a, int b);
-  // Makes a link, or tells `from` that nobody is there, or one of another generation.
+  // Makes a link, or tells `from` that the peer is absent, or in another generation.
   void Connect(const SimulatedChannel& from, int to);
-  // Ends a link; what is in flight on it is lost.  Each end hears of it once it has received what
-  // came before, if it is told: `how`, and whether its peer closed it.
+  // Ends a link; messages in flight are lost. Each end that has an `End` is told after the messages
+  // before it: `how`, and whether the peer closed the link.
   struct End {
     std::string how;
     bool by_peer = false;
     bool orderly = false;
   };
   void Unlink(int a, int b, const End* at_a, const End* at_b);
-  // The scheduler closes a link in good order, if it is still with this life of the node.
+  // The scheduler closes its link with this life of a node in good order.
   void Close(int node, uint64_t life);
 
   // ----- faults; nodes are numbers, the scheduler is 0
 
-  // Both ends of the link are told that it was reset.
+  // Reports to both ends that the link was reset.
   void Reset(int a, int b);
-  // Its process is gone: its links close, and it neither sends nor receives.
+  // The process is gone: its links close, and it neither sends nor receives.
   void Kill(int node);
-  // Another process may have its place.
+  // Another process may take its place.
   void Revive(int node);
-  // It goes silent for so long: what it sends, and what is sent to it, waits.  Others notice only
-  // that nothing comes.
+  // The node is silent for some seconds: its messages wait, in both directions. Others notice only
+  // the silence.
   void Pause(int node, double seconds);
-  // The link holds what it carries for so long.
+  // The link holds its messages for some seconds.
   void Delay(int a, int b, double seconds);
 
-  // Workers that the scheduler has taken into the job.
+  // Workers that the scheduler has admitted.
   int admitted() const { return admitted_; }
 
  private:
@@ -289,7 +287,7 @@ class Network {
     int to = 0;
     uint64_t from_life = 0;
     uint64_t to_life = 0;
-    uint64_t link = 0;  // that it goes by; of an end: 0
+    uint64_t link = 0;  // link of the message; 0 for an end
     ps::Message message;
     bool is_end = false;
     End end;
@@ -298,7 +296,7 @@ class Network {
   static Pair PairOf(int a, int b) { return a < b ? Pair(a, b) : Pair(b, a); }
   void Run();
   void Deliver(Item item);
-  // mu_ is held, for these:
+  // Call with mu_ held:
   uint64_t LifeOf(int node) const;
   void TellOfEnd(const SimulatedChannel& node, int peer, const std::string& how);
   void SendWaiting(const Pair& pair);
@@ -319,19 +317,19 @@ class Network {
   std::list<Item> waiting_;  // for a link
   std::map<int, Clock::time_point> paused_;
   std::map<Pair, Clock::time_point> delayed_;
-  std::map<Pair, Clock::time_point> last_;  // (from, to): when the last one in order arrives
+  std::map<Pair, Clock::time_point> last_;  // (from, to): arrival of the last message in order
   bool stopping_ = false;
   std::atomic<int> admitted_{0};
   std::atomic<uint64_t> lives_{0};
-  std::atomic<int> incarnation_{1};  // that the scheduler is at
-  std::atomic<uint64_t> job_{0};     // its number
+  std::atomic<int> incarnation_{1};  // of the scheduler
+  std::atomic<uint64_t> job_{0};     // number of the job
   std::thread thread_;
 };
 
-// ----- The nodes of a job on a simulated network.
+// ----- the nodes of a job on a simulated network
 //
-// Each is a real Membership under a real Engine or SumServer, as in a Session; what the van and its
-// connections do is played here, by the same rules.
+// Each has a real Membership and a real Engine or SumServer, as in a Session; van and connections
+// are simulated by the same rules.
 
 // The address of a node, and back.
 std::string AddressOf(int number);
@@ -339,7 +337,7 @@ int NumberOf(const std::string& address);
 
 struct NodeSettings {
   ps::Node::Role role = ps::Node::WORKER;
-  int number = 0;  // of the node; its address is made from it
+  int number = 0;  // of the node; determines its address
   int rank = 0;    // of a worker
   int workers = 1;
   int servers = 1;
@@ -379,10 +377,10 @@ class SimulatedChannel : public core::Channel {
 
   int number() const { return settings_.number; }
   uint64_t life() const { return life_; }
-  // Of the job; a server's connections are of this one alone.
+  // Generation of the job; connections of a server belong to one generation.
   int incarnation() const { return incarnation_; }
 
-  // By the network.
+  // Called by the network.
   void Receive(int from, uint64_t from_life, ps::Message message);
   void OnEnd(int from, uint64_t from_life, const Network::End& end);
 
@@ -406,12 +404,12 @@ class SimulatedChannel : public core::Channel {
   void ReceiveControl();
   void ReceiveData();
   void HandleEnd(const Event& event);
-  // Moves the values to where they belong, or to memory of their own.
+  // Moves the values to their place, or into own memory.
   ps::SArray<char> Place(const ps::Meta& meta, const ps::SArray<char>& values);
-  // kEmpty: it has none.
+  // Returns kEmpty if the node has no id.
   int IdOf(int number, uint64_t life) const;
-  int FindId(int number, uint64_t life) const;  // mu_ is held
-  // Who has sent these data.  False: it is not known yet, and they wait.
+  int FindId(int number, uint64_t life) const;  // with mu_ held
+  // Finds the sender of data. Returns false if it is unknown yet, and the data wait.
   bool NameSender(Event* event);
   core::Role role() const;
 
@@ -437,7 +435,7 @@ class SimulatedChannel : public core::Channel {
   std::map<int, Name> names_;  // by node id
   std::deque<Event> control_;
   std::deque<Event> data_;
-  std::list<Event> unnamed_;  // of servers of which the scheduler's word is in flight
+  std::list<Event> unnamed_;  // from servers that the scheduler has not announced yet
   bool closed_ = true;
 
   std::mutex place_mu_;
@@ -449,7 +447,7 @@ class SimulatedChannel : public core::Channel {
 
 namespace core {
 
-// ----- A GPU of one worker, in time that a seed decides.
+// ----- a GPU of one worker, in simulated time
 
 struct Stream;
 
@@ -459,26 +457,26 @@ namespace simulation {
 
 constexpr int kGpu = 0;  // the only one
 
-// Makes all that lives as long as the process.  Once, before anything is played.
+// Makes everything that lives as long as the process. Call once, before any simulation.
 void MakeGpu(uint64_t pinned_bytes, uint64_t streamed_bytes, uint64_t largest);
 
 // The stream in which the worker computes.
 core::DeviceStream UserStream();
-// Gives it work.
+// Adds work to it.
 void Compute(std::function<void()> work);
 
-// Works for as long as it lives, and until nothing is left; within Run.
+// Does the streams' work, until it is destroyed and nothing is left; within Run.
 class Gpu {
  public:
   Gpu();
   ~Gpu();
 
-  // Until all streams have done their work.
+  // Waits until all streams have done their work.
   void AwaitIdle();
 
  private:
   void Run();
-  // A stream that has something to do; null: this is at its end.
+  // A stream with work to do; null at the end.
   core::Stream* Next();
 
   bool stopping_ = false;
