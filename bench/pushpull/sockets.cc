@@ -1,20 +1,20 @@
-// Plain TCP sockets in the pattern of a push-pull: every worker sends its share of a
-// tensor to each server and receives as much from each, both at once.  Nothing is
-// added; only bytes are counted.  What the engine reaches is held against this.
+// Plain TCP sockets in the pattern of a push-pull: every worker sends its share of a tensor to each
+// server, and receives as much from each at the same time. Nothing is added; only bytes are
+// counted. This is the reference for the engine's speed.
 //
-// A pair of processes has several connections (flows).  Each has a thread that sends
-// and one that receives, in blocking calls over whole shares: no epoll, no copies, no
-// messages between threads but "go" and "done".
+// A pair of processes has several connections (flows). Each has a sending and a receiving thread,
+// which use blocking calls on whole shares: no epoll, no copies, no messages between threads but
+// "go" and "done".
 //
-// Compiled twice by bench/pushpull/backends.py: as a library for the workers, which
-// call sockets_connect, sockets_push_pull and sockets_close; and as the server:
+// Compiled twice by bench/pushpull/backends.py: as a library for the workers, which call
+// sockets_connect, sockets_push_pull and sockets_close; and as the server:
 //
 //   sockets ADDRESS PORT_FILE CONNECTIONS
 //
-// The server listens on a port that the kernel chooses, writes it to PORT_FILE, serves
-// so many connections, and ends when all of them have.  A round on a connection: the
-// worker sends a count of 8 bytes and so many bytes more; from when it has the count,
-// the server sends as many back, out of a buffer of its own.
+// The server listens on a port that the kernel chooses, writes it to PORT_FILE, serves CONNECTIONS
+// connections, and ends when all have ended. A round: the worker sends a count of 8 bytes, then
+// that number of bytes; as soon as the server has the count, it sends as many bytes from its own
+// buffer.
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -38,10 +38,10 @@
 
 namespace {
 
-// Of a call: large enough that calls cost nothing, small enough that a receiver's
-// thread turns to what has come while it is in the cache.
+// Bytes per call: large enough that calls cost nothing, small enough that the receiver handles them
+// while they are in the cache.
 constexpr size_t kCall = 1 << 20;
-// Up to so many bytes no second thread is worth waking.
+// Up to this size waking a second thread is not worth it.
 constexpr size_t kSmall = 64 << 10;
 
 [[noreturn]] void Die(const std::string& what) {
@@ -74,7 +74,7 @@ bool ReceiveAll(int fd, char* data, size_t bytes) {
   return true;
 }
 
-// A count and what it counts, in one call at first: a small push is one packet.
+// Sends the count and the bytes in one call at first, so that a small push is a single packet.
 bool SendCounted(int fd, const char* data, uint64_t bytes) {
   iovec parts[2] = {{&bytes, sizeof(bytes)},
                     {const_cast<char*>(data), std::min<size_t>(bytes, kCall)}};
@@ -82,7 +82,7 @@ bool SendCounted(int fd, const char* data, uint64_t bytes) {
   message.msg_iov = parts;
   message.msg_iovlen = 2;
   const ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
-  // A socket that has room takes the count whole.
+  // A socket with room takes the whole count.
   if (sent < static_cast<ssize_t>(sizeof(bytes))) return false;
   const size_t done = sent - sizeof(bytes);
   return SendAll(fd, data + done, bytes - done);
@@ -93,7 +93,7 @@ void NoDelay(int fd) {
   if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on)) != 0) Die("TCP_NODELAY");
 }
 
-// A thread that is given one piece of work after the other.
+// A thread that does one piece of work at a time.
 class Worker {
  public:
   Worker() : thread_([this] { Loop(); }) {}
@@ -108,7 +108,7 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // `run` sends or receives; Wait() says whether it did, with errno of this thread.
+  // `run` sends or receives. Wait returns its result, with its errno in the calling thread.
   void Give(bool (*run)(int, char*, size_t), int fd, char* data, size_t bytes) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -157,7 +157,7 @@ bool Send(int fd, char* data, size_t bytes) { return SendCounted(fd, data, bytes
 bool SendBack(int fd, char* data, size_t bytes) { return SendAll(fd, data, bytes); }
 bool Receive(int fd, char* data, size_t bytes) { return ReceiveAll(fd, data, bytes); }
 
-// Serves one connection until the worker closes it.
+// Serves a connection until the worker closes it.
 void Serve(int fd) {
   Worker answers;
   std::vector<char> pushed, sum;
@@ -201,7 +201,7 @@ int Connect(const std::string& address, const std::string& port) {
   return -1;
 }
 
-// The part of `bytes` that part `index` of `parts` has.
+// The range of part `index` of `parts` in `bytes`.
 void Share(size_t bytes, size_t parts, size_t index, size_t* begin, size_t* length) {
   *begin = bytes / parts * index + std::min(index, bytes % parts);
   *length = bytes / parts + (index < bytes % parts);
@@ -211,8 +211,8 @@ void Share(size_t bytes, size_t parts, size_t index, size_t* begin, size_t* leng
 
 extern "C" {
 
-// Connects `flows` times to each of `servers`, "address port" separated by newlines.
-// Null, with errno, where one cannot be reached.
+// Connects `flows` times to each of `servers`, "address port" separated by newlines. Returns null,
+// with errno, if a server cannot be reached.
 void* sockets_connect(const char* servers, size_t flows) {
   auto job = std::make_unique<Job>();
   job->flows = flows;
@@ -235,12 +235,12 @@ void* sockets_connect(const char* servers, size_t flows) {
   return job.release();
 }
 
-// Sends `bytes` from `pushed`, an even part to each server and of it to each flow, and
-// receives as many into `pulled`.  The bytes that came, or -1 with errno.
+// Sends `bytes` from `pushed`, evenly to the servers and their flows, and receives as many into
+// `pulled`. Returns the bytes received, or -1 with errno.
 int64_t sockets_push_pull(void* handle, char* pushed, char* pulled, size_t bytes) {
   Job* job = static_cast<Job*>(handle);
   const size_t servers = job->all.size() / job->flows;
-  // Little goes by one flow of each server, from this thread.
+  // Small pushes use one flow per server, from this thread.
   const size_t flows = bytes / servers > kSmall ? job->flows : 1;
   size_t begin, length;
   for (bool sending : {true, false}) {
@@ -288,7 +288,7 @@ int main(int argc, char** argv) {
       getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
     Die(std::string("listening on ") + argv[1]);
   }
-  // Written under another name first: who waits for the file reads it whole.
+  // Written under another name first, so that readers see the whole file.
   const std::string part = std::string(argv[2]) + ".part";
   FILE* file = fopen(part.c_str(), "w");
   if (file == nullptr) Die(part);

@@ -1,5 +1,5 @@
-// Additions of the reducer, each with the plain loop that uses memory alike; the optimizer's
-// updates; and elements of the types of gradients, by means other than the reducer's.
+// The reducer's additions, each with a plain loop that uses memory alike; the optimizer's updates;
+// and elements of gradient types, computed independently of the reducer.
 #ifndef BENCH_REDUCER_OPERATIONS_H_
 #define BENCH_REDUCER_OPERATIONS_H_
 
@@ -19,7 +19,7 @@ namespace bench {
 
 enum class Use { kNone, kRead, kWrite, kUpdate };
 
-// How an operation uses one of three buffers.  A wide one holds accumulators.
+// The use of one of three buffers by an operation. A wide buffer holds accumulators.
 struct Stream {
   Use use = Use::kNone;
   bool wide = false;
@@ -62,12 +62,12 @@ inline void Put(char* p, size_t step, const Line* lines) {
   }
 }
 
-// Reads and writes the lines of three buffers as the streams say; `steps` counts
-// those of the buffers that are not wide, which have half as many as a wide one.
+// Reads and writes the lines of three buffers, as the streams say. `steps` counts lines of narrow
+// buffers, which have half as many as a wide one.
 template <Stream A, Stream B, Stream C>
 void Touch(char* a, char* b, char* c, size_t steps) {
   for (size_t step = 0; step < steps; ++step) {
-    Line lines[2] = {Line{} + 1, Line{} + 1};  // what is updated must change
+    Line lines[2] = {Line{} + 1, Line{} + 1};  // updated memory must change
     Fetch<A>(a, step, lines);
     Fetch<B>(b, step, lines);
     Fetch<C>(c, step, lines);
@@ -79,7 +79,7 @@ void Touch(char* a, char* b, char* c, size_t steps) {
 
 }  // namespace bench
 
-// The table of what is measured: one row for each function of the reducer.
+// The table of measured operations: a row per function of the reducer.
 
 namespace bench {
 
@@ -95,9 +95,9 @@ struct Operation {
   Stream streams[3];
   Plain plain;
   Run run;
-  // What the written buffer then holds, of the three values there were before.
+  // Value of the written buffer afterwards, from the three values before.
   double (*expected)(double, double, double);
-  // The same in a loop of plain arithmetic; null: memory alone limits a plain loop.
+  // The same as a loop of plain arithmetic; null: a plain loop is limited by memory only.
   Run arithmetic;
 };
 
@@ -107,10 +107,10 @@ Operation Make(const char* name, Run run, double (*expected)(double, double, dou
   return {name, {A, B, C}, &Touch<A, B, C>, std::move(run), expected, std::move(arithmetic)};
 }
 
-// Accumulators: their elements are twice as long as those of the type.
+// Bytes of an accumulator: twice those of an element.
 inline size_t WideSize(DType t) { return byteps::core::AccumulatorSize(t); }
 
-// Types as one would write them down, for finite values.
+// Straightforward implementations of the types, for finite values.
 
 template <typename T>
 struct PlainNumber {
@@ -140,7 +140,7 @@ struct PlainBFloat16 {
   }
 };
 
-// `n` elements of `a` become averages of it and `b`, by the operators of C++.
+// `n` elements of `a` become averages of `a` and `b`, with the operators of C++.
 template <typename A, typename B>
 void AverageLoop(char* __restrict a, const char* __restrict b, int divisor, size_t n) {
   using Value = decltype(B::Get(b, 0));
@@ -148,7 +148,7 @@ void AverageLoop(char* __restrict a, const char* __restrict b, int divisor, size
   for (size_t i = 0; i < n; ++i) A::Put(a, i, (A::Get(a, i) + B::Get(b, i)) / d);
 }
 
-// Whether there is a plain loop of averages: of the types that the gate is for.
+// Whether there is a plain loop of averages: for the types with a threshold.
 inline bool HasPlainAverage(DType t) { return t == DType::kFloat32 || t == DType::kBFloat16; }
 
 inline void PlainAverage(DType t, bool wide, char* a, const char* b, int divisor, size_t n) {
@@ -161,7 +161,7 @@ inline void PlainAverage(DType t, bool wide, char* a, const char* b, int divisor
               : AverageLoop<Float, Float>(a, b, divisor, n);
 }
 
-// Operations that divide, for sums and for averages over some number of workers.
+// Operations that divide, for sums and for averages over a number of workers.
 template <int divisor>
 void AddDividing(std::vector<Operation>* table, const char* add, const char* end) {
   namespace core = byteps::core;
@@ -196,13 +196,13 @@ inline std::vector<Operation> Operations() {
 
 }  // namespace bench
 
-// Elements of every type from and to double, by means other than the reducer's.
+// Conversions of every type from and to double, independent of the reducer.
 
 namespace bench {
 
-// Small multiples of every divisor: exact in every type, also after an addition and
-// a division, and other ones in each buffer and at each index, up to a period.  None
-// is 0: what is divided again and again would become subnormal, which is slow.
+// Small multiples of every divisor: exact in every type, also after an addition and a division.
+// They differ by buffer and, up to a period, by index. None is 0: repeated divisions would make it
+// subnormal, which is slow.
 constexpr size_t kPeriod = 5;
 inline int Value(int buffer, size_t i) {
   return 12 * (1 + static_cast<int>((i * 7 + buffer * 3) % kPeriod));
@@ -221,8 +221,8 @@ double LoadAs(const char* p, size_t i) {
   return static_cast<double>(x);
 }
 
-// The two half types by arithmetic, so that the reducer's own conversions are not
-// checked against themselves.  For 0 and normal numbers of few digits.
+// The two half types by arithmetic, since the reducer's conversions must not check themselves. For
+// 0 and normal numbers with few digits.
 inline uint16_t PackHalf(DType t, double v) {
   const int mantissa_bits = t == DType::kBFloat16 ? 7 : 10;
   const int bias = t == DType::kBFloat16 ? 127 : 15;
@@ -258,11 +258,11 @@ inline double Get(DType t, bool wide, const char* p, size_t i) {
 
 }  // namespace bench
 
-// The optimizer's updates: gradients or parameters in one buffer, and fp32 state in others.
+// The optimizer's updates: gradients or parameters in one buffer, fp32 state in others.
 
 namespace bench {
 
-// AdamW over partitions, which lie one after the other.
+// AdamW over consecutive partitions.
 class AdamWRun {
  public:
   static constexpr int kSlots = 3;
@@ -273,7 +273,7 @@ class AdamWRun {
     Fill();
   }
 
-  // Bytes of an element, read and then written.
+  // Bytes that are read, and then written, per element.
   size_t width() const { return size_ + kSlots * sizeof(float); }
 
   void Fill() {
@@ -288,7 +288,7 @@ class AdamWRun {
                               &slots_[1][begin], &slots_[2][begin], n);
   }
 
-  // Reads and writes the same lines, and computes nothing to speak of.
+  // Reads and writes the same lines, and computes almost nothing.
   void Plain(size_t begin, size_t n) {
     TouchLines(values_.data() + begin * size_, n * size_ / kLine);
     for (auto& slot : slots_) {
@@ -296,7 +296,7 @@ class AdamWRun {
     }
   }
 
-  // After one update of all: elements that differ from what fp64 makes of them.
+  // After one update: number of elements that differ from a computation in fp64.
   size_t CountWrong() {
     Fill();
     Update(0, slots_[0].size());

@@ -1,12 +1,12 @@
-// Times the additions of byteps/server/reducer.h in one thread, and the optimizer's AdamW
-// (byteps/server/optimizer/update.h), each compared with a plain loop that reads and writes the
-// same memory and computes nothing to speak of, and averages with a loop of plain arithmetic too.
+// Times the additions of byteps/server/reducer.h, and the optimizer's AdamW
+// (byteps/server/optimizer/update.h), in one thread. Each is compared with a plain loop that reads
+// and writes the same memory and computes almost nothing; averages also with a loop of plain
+// arithmetic.
 //
 // usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS
 //
-// Prints one JSON object a line: the operation, its type, the samples in seconds
-// of both, and how many results were wrong.  bench/reducer/run.py builds and
-// runs it and makes a table.
+// Prints a JSON object per line: the operation, its type, the samples of both in seconds, and the
+// number of wrong results. bench/reducer/run.py builds and runs it, and makes a table.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -26,7 +26,7 @@ size_t SizeOf(const Stream& stream, DType t) {
   return stream.wide ? WideSize(t) : byteps::core::SizeOf(t);
 }
 
-// Three buffers for a number of elements, each starting on a line.
+// Three buffers for a number of elements, each starting on a cache line.
 class Buffers {
  public:
   Buffers(const Operation& operation, DType t, size_t n) : operation_(operation), t_(t) {
@@ -46,7 +46,7 @@ class Buffers {
   Buffers(const Buffers&) = delete;
   Buffers& operator=(const Buffers&) = delete;
 
-  // Every buffer's element `i`.
+  // Element `i` of every buffer.
   char* At(int buffer, size_t i) const {
     return data_[buffer] == nullptr ? nullptr
                                     : data_[buffer] + i * SizeOf(operation_.streams[buffer], t_);
@@ -54,7 +54,7 @@ class Buffers {
   void Fill(size_t n) {
     for (int b = 0; b < 3; ++b) {
       if (data_[b] == nullptr) continue;
-      // Some periods by value, the rest by copying them.
+      // Computes some periods, and copies the rest.
       const size_t size = SizeOf(operation_.streams[b], t_);
       const size_t period = std::min<size_t>(n, kPeriod * 4096);
       for (size_t i = 0; i < period; ++i)
@@ -65,7 +65,7 @@ class Buffers {
   }
 
  private:
-  // With room for a copy that is out of line.
+  // Leaves room for an unaligned copy.
   static size_t RoundUp(size_t bytes) { return (bytes + 4096 + 4095) / 4096 * 4096; }
 
   const Operation& operation_;
@@ -73,14 +73,13 @@ class Buffers {
   char* data_[3] = {};
 };
 
-// Runs once over n elements, `shift` bytes from where they should lie, and counts
-// the results that are not as expected.
+// Runs once over n elements, `shift` bytes out of alignment, and counts the wrong results.
 size_t CountWrong(const Operation& operation, DType t, size_t n, size_t shift) {
   Buffers buffers(operation, t, n);
   char* p[3];
   for (int b = 0; b < 3; ++b) {
     p[b] = buffers.At(b, 0);
-    // Accumulators are the server's own and always lie well.
+    // Accumulators are the server's own and always aligned.
     if (p[b] == nullptr || operation.streams[b].wide) continue;
     memmove(p[b] + shift, p[b], n * SizeOf(operation.streams[b], t));
     p[b] += shift;
@@ -97,8 +96,7 @@ size_t CountWrong(const Operation& operation, DType t, size_t n, size_t shift) {
   return wrong;
 }
 
-// Of this thread on a core: what others of the machine's threads take from it
-// does not count.
+// CPU time of this thread: excludes other threads of the machine.
 double ThreadSeconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -121,7 +119,7 @@ std::string List(const std::vector<double>& samples) {
   return "[" + text + "]";
 }
 
-// Which of the reducer's clones runs here; it makes the same choice.
+// The clone of the reducer that runs here.
 const char* Level() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
@@ -138,7 +136,7 @@ struct Settings {
   int repeats;
 };
 
-// One line of output.
+// A line of output.
 struct Row {
   const char* operation;
   DType t;
@@ -159,7 +157,7 @@ void Print(const Row& row) {
   fflush(stdout);
 }
 
-// Partition after partition through the working set.
+// Goes through the working set, partition by partition.
 void Measure(const Operation& operation, DType t, const Settings& settings) {
   const size_t per_line = kLine / byteps::core::SizeOf(t);
   const size_t n = settings.partition_bytes / byteps::core::SizeOf(t) / per_line * per_line;
@@ -185,10 +183,10 @@ void Measure(const Operation& operation, DType t, const Settings& settings) {
   };
   const int loops = computes ? 3 : 2;
   for (int i = -1; i < settings.repeats; ++i) {  // the first is warm-up
-    // Interleaved, so that what else the machine does meets all; each begins once in so many.
+    // Interleaved, so that disturbances of the machine affect all; the starting loop rotates.
     for (int k = 0; k < loops; ++k) {
       const int which = (i + 1 + k) % loops;
-      buffers.Fill(n * partitions);  // or sums would overflow and quotients be subnormal
+      buffers.Fill(n * partitions);  // otherwise sums would overflow and quotients become subnormal
       const double seconds =
           Seconds([&] { each([&](char* a, char* b, char* c) { run(which, a, b, c); }); });
       if (i >= 0) samples[which].push_back(seconds);
@@ -199,7 +197,7 @@ void Measure(const Operation& operation, DType t, const Settings& settings) {
          samples[1], wrong, samples[2]});
 }
 
-// As Measure, of AdamW.
+// Like Measure, for AdamW.
 void MeasureAdamW(DType t, const Settings& settings) {
   const size_t n = settings.partition_bytes / byteps::core::SizeOf(t) / kLine * kLine;
   const size_t element = byteps::core::SizeOf(t) + AdamWRun::kSlots * sizeof(float);

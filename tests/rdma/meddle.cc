@@ -1,17 +1,16 @@
-// Breaks RDMA from inside a process, for tests; loaded by LD_PRELOAD.
+// Breaks RDMA inside a process, for tests; loaded by LD_PRELOAD.
 //
 //   MEDDLE_VERSION=N    connection requests claim wire version N
-//   MEDDLE_JOB=N        those to servers claim job N
-//   MEDDLE_RANK=N       those to servers claim rank N
-//   MEDDLE_CLAIM=BYTES  every value that is requested to be sent claims this size
-//   MEDDLE_TAKE=1       every value goes, as it says, to a place that the peer has offered
-//   MEDDLE_BREAK=FILE   whenever FILE is there, the queue pairs of the plane that its text names
-//                       ("data" or "control") fail, as they do when a NIC gives up on a peer,
-//                       and FILE is removed
-//   MEDDLE_FLIP=1       of every third request of a connection that is made again one bit is
-//                       flipped, in the request or in its answer, each time another one
+//   MEDDLE_JOB=N        requests to servers claim job N
+//   MEDDLE_RANK=N       requests to servers claim rank N
+//   MEDDLE_CLAIM=BYTES  requests to send a value claim this size
+//   MEDDLE_TAKE=1       values claim to go to a place that the peer has offered
+//   MEDDLE_BREAK=FILE   whenever FILE exists, the queue pairs of the plane that it names ("data" or
+//                       "control") fail, as when a NIC gives up on a peer, and FILE is removed
+//   MEDDLE_FLIP=1       in every third request of a repeated connection one bit is flipped, in the
+//                       request or in its answer, each time another bit
 //
-// Only connections that this process asks for are touched.
+// Affects only connections that this process requests.
 #include <dlfcn.h>
 #include <infiniband/verbs.h>
 #include <rdma/rdma_cma.h>
@@ -36,10 +35,10 @@ using ps::rdma::ConnectRequest;
 
 struct QueuePair {
   ibv_qp* qp;
-  std::string plane;  // empty until this process asks for a connection by it
+  std::string plane;  // empty until this process requests a connection with it
 };
 
-// The queue pairs that there are; one is not destroyed while mu is held.
+// Existing queue pairs; none is destroyed while mu is held.
 struct Seen {
   std::mutex mu;
   std::map<uint32_t, QueuePair> by_number;
@@ -95,7 +94,7 @@ void Remember(const ConnectRequest& request, uint32_t number) {
   std::thread(Watch, std::string(path)).detach();
 }
 
-// Of MEDDLE_FLIP.
+// State of MEDDLE_FLIP.
 struct Flips {
   std::mutex mu;
   size_t requests = 0;
@@ -108,8 +107,8 @@ Flips& flips() {
 }
 
 constexpr size_t kFlipEvery = 3;
-constexpr size_t kFlipStep = 5;  // bytes, from one to the next
-// Of an answer: behind are zeros.
+constexpr size_t kFlipStep = 5;  // distance of flipped bytes
+// Bytes of an answer that may be damaged; zeros follow.
 constexpr size_t kAnswerBytes = 64;
 
 void Flip(char* data, size_t bytes, size_t turn, const char* what) {
@@ -118,7 +117,7 @@ void Flip(char* data, size_t bytes, size_t turn, const char* what) {
   fprintf(stderr, "meddle: flipped a bit of byte %zu of %s\n", place, what);
 }
 
-// A request of a connection that is made again.
+// Damages the request of a repeated connection.
 void DamageRequest(rdma_cm_id* id, std::string* data) {
   std::lock_guard<std::mutex> lock(flips().mu);
   const size_t number = flips().requests++;
@@ -130,7 +129,7 @@ void DamageRequest(rdma_cm_id* id, std::string* data) {
 
 int (*next_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
 
-// A frame lies in memory of the sender's until it has been sent.
+// A frame stays in the sender's memory until it is sent.
 int PostSend(ibv_qp* qp, ibv_send_wr* request, ibv_send_wr** bad) {
   if (request->num_sge == 0) return next_post_send(qp, request, bad);
   char* frame = reinterpret_cast<char*>(request->sg_list->addr);
@@ -173,7 +172,7 @@ extern "C" ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
 extern "C" int ibv_destroy_qp(ibv_qp* qp) {
   static const auto next = Next<decltype(&ibv_destroy_qp)>("ibv_destroy_qp", "IBVERBS_1.1");
   std::lock_guard<std::mutex> lock(seen().mu);
-  // First: the number may be another's as soon as the queue pair is gone.
+  // Erase first: the number may be reused as soon as the queue pair is gone.
   seen().by_number.erase(qp->qp_num);
   return next(qp);
 }
@@ -211,7 +210,7 @@ extern "C" int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** ev
   if (!answer || said.private_data_len < kAnswerBytes) return result;
   std::lock_guard<std::mutex> lock(flips().mu);
   if (flips().answers.erase(got.id) == 0) return result;
-  // In memory of the library's, which is its to change.
+  // The library's own memory, which may be changed.
   Flip(static_cast<char*>(const_cast<void*>(said.private_data)), kAnswerBytes,
        flips().requests / kFlipEvery, "an answer");
   return result;

@@ -1,5 +1,5 @@
-// Nodes whose peers are broken: a scheduler and its members, a server and its neighbors.
-// Tests.cmake makes a program of each function `Fuzz_NAME`: what libFuzzer calls.
+// Fuzzers with malformed peers: of a scheduler and its members, and of a server and its neighbors.
+// Tests.cmake makes a program of each function `Fuzz_NAME`, which libFuzzer calls.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <algorithm>
@@ -35,7 +35,7 @@
 
 namespace {
 
-// Remembers whom it was told of, and sends nothing.
+// Records the peers that it is told of, and sends nothing.
 class NoLinks : public ps::MembershipLinks {
  public:
   explicit NoLinks(ps::Node::Role role) {
@@ -56,7 +56,7 @@ class NoLinks : public ps::MembershipLinks {
   uint64_t job() const override { return 1; }
   void SetJob(uint64_t) override {}
   void Send(ps::Message* message) override {
-    // What it says can be read.
+    // The message must be readable.
     ps::Meta meta;
     const std::string bytes = ps::EncodeMeta(message->meta);
     DEMAND(ps::DecodeMeta(bytes.data(), bytes.size(), &meta));
@@ -169,9 +169,8 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
 
 }  // namespace
 
-// A scheduler that any nodes may ask to join, and members that say anything; and a node to which
-// its scheduler says anything.  Whatever they say, both can be stopped, and tell of one end at
-// most.
+// A scheduler with arbitrary applicants and messages of members; a node with arbitrary messages of
+// its scheduler. Both can always be stopped, and report at most one end.
 extern "C" int Fuzz_membership(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   const bool is_scheduler = data.ConsumeBool();
@@ -201,10 +200,10 @@ extern "C" int Fuzz_membership(const uint8_t* bytes, size_t size) {
     } else {
       ps::Message message;
       const std::string sent = ps::EncodeMeta(AnyMessage(&data).meta);
-      // What no van would hand on is not handed on.
+      // Vans drop messages that do not parse.
       if (!ps::DecodeMeta(sent.data(), sent.size(), &message.meta)) continue;
       message.meta.sender = sender;
-      // As a van does: what a handler does not bear ends the connection.
+      // An exception of the handler ends the connection, as in a van.
       try {
         membership->Handle(message);
       } catch (const ps::Error&) {
@@ -230,7 +229,7 @@ constexpr int kTensors = 3;
 constexpr size_t kThreads = 2;
 constexpr uint32_t kMember = 1;
 
-// AdamW in two partitions; momentum, and gradients of eight bits, whose steps are tried.
+// AdamW in two partitions; momentum; gradients of eight bits, with speculative steps.
 Declaration TheDeclaration(int which) {
   Declaration d;
   d.name = std::string(1, 'a' + which);
@@ -254,7 +253,7 @@ SharedBytes Zeros(size_t bytes) {
   return values;
 }
 
-// Runs what it is given when it is told to: of one key in order, of several in any.
+// Runs tasks on demand: those of one key in order, of several keys in any order.
 class Neighbors : public ServerChannel, public BackupUser {
  public:
   void Send(const Message& message) override {
@@ -291,9 +290,9 @@ class Neighbors : public ServerChannel, public BackupUser {
     task();
     return true;
   }
-  // The pass that it was last given, or gave.
+  // The last pass that it gave, or was given.
   uint64_t pass_of(int peer) const { return peer == kPrimary ? given_pass_ : backup_pass_; }
-  // Of the server's own life, which it tells where it meets another one.
+  // The server's own life, which it sends when it meets another.
   uint64_t life() const { return life_; }
   void Look() {
     for (const Message& message : sent_) {
@@ -307,7 +306,7 @@ class Neighbors : public ServerChannel, public BackupUser {
   }
 
  private:
-  // A server that has nothing takes it, and would send the same.
+  // A server without state accepts the record, and would send the same.
   static void IsWhole(const Message& message) {
     CopyRecord record;
     DEMAND(CopyRecord::Unpack(message.body, &record));
@@ -340,7 +339,7 @@ std::string AnyStep(FuzzedDataProvider* data, const Declaration& d) {
   return GoodStep(data, d);
 }
 
-// The last round of a state, as a server packs it; `sum` has its gradients.
+// The last round of a state, packed as by a server; `sum` has its gradients.
 std::string AnyLast(FuzzedDataProvider* data, const Declaration& d, uint64_t index, uint32_t round,
                     SharedBytes* sum) {
   ServerCounters counters;
@@ -355,7 +354,7 @@ std::string AnyLast(FuzzedDataProvider* data, const Declaration& d, uint64_t ind
   return update.Pack();
 }
 
-// What one server tells another of a partition; often it fits.
+// A record about a partition, from one server to another; often valid.
 Message AnyRecord(FuzzedDataProvider* data, int op, int peer, uint64_t pass) {
   const Declaration d = TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1));
   const uint64_t index = data->ConsumeIntegralInRange<uint64_t>(0, d.NumPartitions());
@@ -412,7 +411,7 @@ Message AnyMeeting(FuzzedDataProvider* data, int peer, uint64_t life) {
 
 Message AnyMessage(FuzzedDataProvider* data, const Neighbors& neighbors) {
   const int peer = data->ConsumeBool() ? kPrimary : kBackup;
-  // Mostly of this time.
+  // Mostly the current pass.
   const uint64_t pass = data->ConsumeIntegralInRange<int>(0, 7) > 0
                             ? neighbors.pass_of(peer)
                             : data->ConsumeIntegralInRange<uint64_t>(0, 5);
@@ -437,7 +436,7 @@ Message AnyMessage(FuzzedDataProvider* data, const Neighbors& neighbors) {
   }
 }
 
-// As a server that adopts what has come.
+// Adopts everything that has come, as a server does.
 void TakeAll(BackupLink* link) {
   for (const uint64_t key : link->fetched()->Keys()) {
     const std::shared_ptr<StateCopy> copy = link->fetched()->Take(key);
@@ -448,10 +447,10 @@ void TakeAll(BackupLink* link) {
 
 }  // namespace
 
-// A server of three whose neighbors are servers of the job, and broken: they meet it in several
-// lives, tell it of states and rounds what does not fit what they declared, fetch before they have
-// met, answer what nobody asked, are lost and replaced in between.  Each request is answered at
-// most once, and what it sends of a copy is whole: another server makes the same of it.
+// A server of three with malformed neighbors: they meet it in several lives, send states and rounds
+// that do not fit their declarations, fetch before they have met, send answers without requests,
+// and are lost and replaced in between. Each request is answered at most once, and every copy it
+// sends is complete: another server makes the same of it.
 extern "C" int Fuzz_backup(const uint8_t* bytes, size_t size) {
   setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
   FuzzedDataProvider data(bytes, size);

@@ -1,5 +1,5 @@
-// Any bytes as what comes from a network: messages of each kind, and requests of broken workers to
-// a server.  Tests.cmake makes a program of each function `Fuzz_NAME`: what libFuzzer calls.
+// Fuzzers of bytes from a network: messages of each kind, and requests of malformed workers to a
+// server. Tests.cmake makes a program of each function `Fuzz_NAME`, which libFuzzer calls.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@
 #include "tests/support/kit.h"
 #include "tests/support/recovering_server.h"
 
-// Any bytes as what follows a TCP connection's greeting: a frame's header, and its meta.
+// Arbitrary bytes after a TCP connection's greeting: a frame's header, and its meta.
 extern "C" int Fuzz_frame(const uint8_t* data, size_t size) {
   const char* bytes = reinterpret_cast<const char*>(data);
   while (size >= ps::tcp::kFrameHeaderBytes) {
@@ -36,7 +36,7 @@ extern "C" int Fuzz_frame(const uint8_t* data, size_t size) {
     bytes += ps::tcp::kFrameHeaderBytes;
     size -= ps::tcp::kFrameHeaderBytes;
     const size_t meta_bytes = std::min<size_t>(header.meta_bytes, size);
-    // A copy, so that a read beyond its end is seen.
+    // Copied, so that a read beyond its end is detected.
     const std::vector<char> copy(bytes, bytes + meta_bytes);
     ps::Meta meta;
     if (!ps::DecodeMeta(copy.data(), copy.size(), &meta)) return 0;
@@ -46,7 +46,7 @@ extern "C" int Fuzz_frame(const uint8_t* data, size_t size) {
   return 0;
 }
 
-// Any bytes as what begins a TCP connection, from either side.
+// Arbitrary bytes at the beginning of a TCP connection, on either side.
 extern "C" int Fuzz_hello(const uint8_t* data, size_t size) {
   if (size < ps::tcp::kPreambleBytes) return 0;
   const std::vector<char> bytes(data, data + size);
@@ -71,7 +71,7 @@ extern "C" int Fuzz_hello(const uint8_t* data, size_t size) {
   return 0;
 }
 
-// Any bytes as the meta of a message: refused, or the very bytes that it would be sent as.
+// Arbitrary bytes as the meta of a message: refused, or encoded to the same bytes.
 extern "C" int Fuzz_meta(const uint8_t* data, size_t size) {
   const char* const bytes = reinterpret_cast<const char*>(data);
   ps::Meta meta;
@@ -83,7 +83,7 @@ extern "C" int Fuzz_meta(const uint8_t* data, size_t size) {
 
 namespace {
 
-// Whatever is believed would be sent the same way again.
+// Accepted messages must be encoded to the same bytes.
 template <typename T>
 void Try(const std::vector<char>& bytes) {
   T first;
@@ -96,7 +96,7 @@ void Try(const std::vector<char>& bytes) {
 
 }  // namespace
 
-// Any bytes as what RDMA connections carry: requests, replies and refusals, frames, targets.
+// Arbitrary bytes on RDMA connections: requests, replies, refusals, frames, targets.
 extern "C" int Fuzz_rdma(const uint8_t* data, size_t size) {
   const std::vector<char> bytes(data, data + size);
   const bool ours = ps::rdma::Mismatch(bytes.data(), bytes.size()).empty();
@@ -114,7 +114,7 @@ extern "C" int Fuzz_rdma(const uint8_t* data, size_t size) {
 namespace byteps {
 namespace core {
 
-// Any bytes as a list of declarations: refused with a reason, or a list that can be summed.
+// Arbitrary bytes as a list of declarations: refused with a reason, or valid.
 extern "C" int Fuzz_declarations(const uint8_t* data, size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   std::vector<Declaration> declarations;
@@ -141,7 +141,7 @@ extern "C" int Fuzz_declarations(const uint8_t* data, size_t size) {
   return 0;
 }
 
-// Any bytes as a request over HTTP: answered by a head and a body, or more are needed.
+// Arbitrary bytes as an HTTP request: answered with head and body, or incomplete.
 extern "C" int Fuzz_http(const uint8_t* data, size_t size) {
   const std::string request(reinterpret_cast<const char*>(data), size);
   int asked = 0;
@@ -169,10 +169,10 @@ namespace {
 
 constexpr int kWorkers = 3;
 constexpr uint32_t kPartitionBytes = 16;
-constexpr uint64_t kBlocks = 2;  // of a partition of few bits, which is longer than any other
+constexpr uint64_t kBlocks = 2;  // of a partition of few bits, which is the longest
 constexpr DType kFewBits[] = {DType::kInt8x128, DType::kInt4x128};
 
-// Which of them so many bytes are of: float32 where they are of neither.
+// The type of which this is a partition; float32 if it is neither.
 DType TypeOf(size_t bytes) {
   for (const DType t : kFewBits) {
     if (bytes > 0 && bytes % SizeOf(t) == 0) return t;
@@ -180,7 +180,7 @@ DType TypeOf(size_t bytes) {
   return DType::kFloat32;
 }
 
-// Takes the answers.
+// Checks the answers.
 class Answers : public ServerChannel {
  public:
   void Send(const Message& message) override {
@@ -194,18 +194,18 @@ class Answers : public ServerChannel {
     const size_t about = message.failed ? 0 : message.body.size();
     if (op == kPushPull) {
       const size_t kept = about < sizeof(uint32_t) ? 0 : sizeof(uint32_t);
-      DEMAND(about - kept <= 1);  // members that a sum lacks
+      DEMAND(about - kept <= 1);  // members missing in a sum
     } else {
       DEMAND(message.failed || about == (op == kPushTry ? sizeof(GradientSums) : 0));
     }
     if (op == kPushNorm) {
       ForEach<double>(message.values, [](double sum) { DEMAND(sum >= 0); });
     } else if (op == kPushStep || op == kPushTry || op == kStep) {
-      // Parameters begin at 0, and gradients are positive.
+      // Parameters start at 0, and gradients are positive.
       ForEach<float>(message.values,
                      [this](float x) { DEMAND(strange_ || (x <= 0 && std::isfinite(x))); });
     } else if (op != kReadState) {
-      // Each worker pushes ones, so that a sum counts who is in it.
+      // Each worker pushes ones, so that a sum counts its pushes.
       const DType type = TypeOf(message.values.size());
       const double rounded = type == DType::kFloat32 ? 0 : 0.1;
       ForEach<float>(Decoded(type, message.values), [rounded](float sum) {
@@ -285,7 +285,7 @@ Declaration TheDeclaration(int which) {
   return d;
 }
 
-// Often one of those; seldom something like it.
+// Often one of those eight, rarely a similar one.
 Declaration AnyDeclaration(FuzzedDataProvider* data) {
   Declaration d = TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1));
   if (data->ConsumeIntegralInRange<int>(0, 7) > 0) return d;
@@ -315,7 +315,7 @@ SharedBytes Ones(size_t bytes) {
   return values;
 }
 
-// What of an update's message comes before its detail.
+// Part of an update's message before its detail.
 std::string Header(uint32_t round, size_t wanted) {
   PushHeader header;
   header.round = header.oldest = round;
@@ -334,7 +334,7 @@ Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, size_t 
   return request;
 }
 
-// Of an optimizer's steps, or of its state.
+// A request for an optimizer step, or about its state.
 Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& d, uint64_t index,
                   uint64_t size, Answers* answers) {
   const int kinds[] = {kPushStep, kPushTry, kPushTry, kPushNorm, kStep, kLoadState, kReadState};
@@ -366,7 +366,7 @@ Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& 
   return request;
 }
 
-// Where a worker that comes from a lost server goes on.
+// The rounds in which a worker of a lost server goes on.
 Message AnyResume(FuzzedDataProvider* data, uint64_t number) {
   WireWriter out;
   const uint32_t count = data->ConsumeIntegralInRange<uint32_t>(0, 3);
@@ -380,7 +380,7 @@ Message AnyResume(FuzzedDataProvider* data, uint64_t number) {
   return MakeRequest(kResume, 0, 0, number, out.Take());
 }
 
-// What rounding has lost, read or loaded.
+// Reads or loads rounding errors.
 Message AnyFeedback(FuzzedDataProvider* data, uint64_t number, const Declaration& d, uint64_t index,
                     uint64_t size) {
   const uint64_t bytes = ValuesIn(d.dtype, size) * sizeof(float);
@@ -423,13 +423,13 @@ Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) 
     header.flags = data->ConsumeIntegral<uint32_t>();
   }
   header.timeout_ms = 60'000;
-  // Some of those before have ended at the worker.
+  // Some earlier rounds have ended at the worker.
   if (number % 2 == 0) header.oldest = header.round;
   std::string body = header.Pack();
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) body = data->ConsumeRandomLengthString(24);
   const bool gives = op == 14;
   const int kind = op == 12 ? data->ConsumeIntegral<int>() : gives ? kGiveSum : kPushPull;
-  if (gives && data->ConsumeBool()) {  // a sum that lacks some; or this worker had a part of it
+  if (gives && data->ConsumeBool()) {  // a sum without some members; or the worker had only a part
     if (data->ConsumeBool()) return MakeRequest(kind, 0, d.Key() + index, number, body);
     body.push_back(data->ConsumeIntegralInRange<char>(0, 15));
   }
@@ -452,10 +452,10 @@ const Config& TheConfig(bool deterministic) {
 
 }  // namespace
 
-// A server whose workers are members of the job, and broken: they declare what does not fit
-// together, push and pull what they did not declare, twice, out of turn, or in other sizes, ask for
-// steps of optimizers likewise, give sums of a server that is lost, and leave in between.  Each
-// request is answered at most once, and a sum that is answered is right.
+// A server with malformed workers of its job: they declare conflicting tensors, push and pull
+// undeclared, twice, out of order or in other sizes, ask for optimizer steps likewise, give sums of
+// a lost server, and leave in between. Each request is answered at most once, and answered sums are
+// right.
 extern "C" int Fuzz_server(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   Answers answers;
@@ -466,7 +466,7 @@ extern "C" int Fuzz_server(const uint8_t* bytes, size_t size) {
     answers.WillAsk(rank, number++);
     server.OnMessage(&request);
   };
-  // Most of what follows asks for tensors that are there.
+  // Most requests are about declared tensors.
   for (int which = 0; which < kTensors && data.ConsumeIntegralInRange<int>(0, 15) > 0; ++which) {
     const Declaration d = TheDeclaration(which);
     for (const uint32_t rank : d.group) {

@@ -1,21 +1,19 @@
-// A worker without Python: sums tensors over a real job and checks every value.
+// A worker without Python: sums tensors in a real job, and checks every value.
 //
 //   sum_worker [--rounds N] [--tensors N] [--bytes N] [--seed N] [--pause-ms N] [--salt N]
 //              [--fail-in N] [--break-invariant]
 //
-// Settings come from the environment, as for any worker.  Each round sums all tensors at once.
-// The inputs differ by rank, tensor, element, round and salt, and are whole numbers, so that each
-// sum is known exactly.  The salt is that of a generation of the job: what another one pushed
-// would show.
+// Settings come from the environment, as for any worker. Each round sums all tensors at once.
+// Inputs depend on rank, tensor, element, round and salt, and are integers, so that every sum is
+// known exactly. Each generation of a job has its own salt, so that pushes of another generation
+// would change a sum.
 //
-// In round --fail-in the first push of rank 0 has a key that nobody declared, so that its operation
-// fails at this rank alone, before it was pushed.  All ranks may fail in that round; then they go
-// on.
+// In round --fail-in the first push of rank 0 has an undeclared key, so that its operation fails at
+// this rank only, before its push. All ranks may fail in that round, and then go on.
 //
-// Exit status: 0 all sums were right; 1 the job failed, the last line says why; 2 bad usage;
-// 3 a sum was not there in time, nor failed; 4 a sum was wrong; 5 all sums were right, but an
-// invariant (base/invariant.h) was broken.  --break-invariant breaks one before the first
-// round.
+// Exit status: 0 all sums were right; 1 the job failed, the last line says why; 2 bad usage; 3 a
+// sum neither arrived in time nor failed; 4 a sum was wrong; 5 all sums were right, but an
+// invariant (base/invariant.h) was broken. --break-invariant breaks one before the first round.
 #include <getopt.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -56,7 +54,7 @@ struct Options {
   bool breaks_invariant = false;
 };
 
-// A session that may send the next push under a key that nobody declared.
+// A session that can send the next push with an undeclared key.
 class BrokenSession : public Session {
  public:
   using Session::Session;
@@ -79,7 +77,7 @@ struct Tensor {
   std::vector<float> values;
 };
 
-// Sums of 64 of them are exact in fp32.
+// Sums of 64 of these are exact in fp32.
 float InputOf(uint64_t salt, uint64_t rank, uint64_t tensor, uint64_t round, uint64_t index) {
   return static_cast<float>(
       (salt * 611953 + rank * 7919 + tensor * 104729 + round * 1299709 + index * 31) % 200'003);
@@ -152,7 +150,7 @@ class Job {
     return spec;
   }
 
-  // The round that fails: at rank 0, and then at the others, if at all.
+  // The failing round: rank 0 fails, and then perhaps the others.
   ExitStatus Fail(std::mt19937* random) {
     if (launch_.rank == 0) session_->BreakNextPush();
     std::string error;
@@ -162,7 +160,7 @@ class Job {
     return launch_.rank == 0 && error.empty() ? kWrong : kGood;
   }
 
-  // `error`: where operations may fail, why the last one did.
+  // `error`: if operations may fail, gets the last error.
   ExitStatus Sum(int round, std::mt19937* random, std::string* error = nullptr) {
     std::vector<std::pair<int, int64_t>> handles;
     for (int i = 0; i < options_.tensors; ++i) {
@@ -208,9 +206,9 @@ class Job {
 
   const Options options_;
   const Launch launch_;
-  const double patience_;  // seconds: the worker itself must have given up by then
+  const double patience_;  // seconds; the worker itself must have given up by then
   std::vector<Tensor> tensors_;
-  BrokenSession* session_ = nullptr;  // of worker_
+  BrokenSession* session_ = nullptr;  // owned by worker_
   Worker worker_;                     // last: it writes into the tensors
 };
 
