@@ -4,7 +4,8 @@
 A seed fixes the parameters at the beginning and the order of the data; runs of one seed are
 compared. The interval is Student's, over seeds.
 
-  bench/learning/report.py build/learning/runs [--at-most int8=0.003,int4-int8-servers=0.006]
+  bench/learning/report.py [--at-most int8=0.003,int4-int8-servers=0.006]
+  bench/learning/report.py --add build/learning/runs     keep these runs in results.jsonl, too
 
 Exit status: 0 all is well; 1 an interval ends above its limit; 2 bad usage.
 """
@@ -23,30 +24,62 @@ from bench.kit import gpt
 from bench.learning.wires import RECIPES
 
 REFERENCE = "bf16"
+KEPT = Path(__file__).with_name("results.jsonl")
+"""Finished runs of all machines, a line each: pieces of GPU time add up."""
+ALIKE = ("size", "schedule", "parameters", "train_sequences")
+"""Entries of a result that runs which are compared must share."""
 HEAD = (
     "wire", "optimizer", "seeds", "held-out loss, nats per token, by seed", f"over {REFERENCE}",
     "95 % interval",
 )  # fmt: skip
 
 
-def results(folders: Sequence[Path]) -> dict[str, dict[int, dict[str, Any]]]:
-    """By wire and seed."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for folder in folders:
-        for path in sorted(folder.glob("*-[0-9]*.json")):
-            result = json.loads(path.read_text(encoding="utf-8"))
-            found.setdefault(result["wire"], {})[result["seed"]] = result
+Results = dict[str, dict[int, dict[str, Any]]]
+"""Results by wire and seed."""
+
+
+def kept(path: Path = KEPT) -> Results:
+    """Reads the results that the project keeps.
+
+    Raises:
+        ValueError: runs of different models, schedules or texts are among them.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return sorted_out([json.loads(line) for line in lines])
+
+
+def sorted_out(runs: Sequence[dict[str, Any]]) -> Results:
+    """Sorts results by wire and seed; raises ValueError as `kept` does."""
+    found: Results = {}
+    for run in runs:
+        first = runs[0]
+        for name in ALIKE:
+            if run[name] != first[name]:
+                pair = f"{run['wire']}-{run['seed']} and {first['wire']}-{first['seed']}"
+                raise ValueError(f"{pair} differ in {name}: {run[name]} and {first[name]}")
+        found.setdefault(run["wire"], {})[run["seed"]] = run
     return found
 
 
-def differences(found: dict[str, dict[int, dict[str, Any]]], wire: str) -> list[float]:
+def add(folders: Sequence[Path]) -> None:
+    """Adds the results of run.py's folders to `KEPT`; a run that is there is replaced."""
+    runs = [run for seeds in kept().values() for run in seeds.values()]
+    for folder in folders:
+        for path in folder.glob("*-[0-9]*.json"):
+            runs.append(json.loads(path.read_text(encoding="utf-8")))
+    found = sorted_out(runs)
+    ordered = [found[wire][seed] for wire in sorted(found) for seed in sorted(found[wire])]
+    KEPT.write_text("".join(json.dumps(run) + "\n" for run in ordered), encoding="utf-8")
+
+
+def differences(found: Results, wire: str) -> list[float]:
     """Relative to the reference, of each seed that both have."""
     theirs = found.get(REFERENCE, {})
     seeds = sorted(set(found[wire]) & set(theirs))
     return [found[wire][s]["held_out"] / theirs[s]["held_out"] - 1 for s in seeds]
 
 
-def table(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+def table(found: Results) -> list[str]:
     """Lines of Markdown."""
     lines = ["| " + " | ".join(HEAD) + " |", "| " + " | ".join("---" for _ in HEAD) + " |"]
     for wire, recipe in RECIPES.items():
@@ -66,7 +99,7 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def problems(found: dict[str, dict[int, dict[str, Any]]], at_most: dict[str, float]) -> list[str]:
+def problems(found: Results, at_most: dict[str, float]) -> list[str]:
     """Intervals that end above their limits, and those that are not known."""
     wrong = []
     for wire, limit in at_most.items():
@@ -82,18 +115,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("folders", type=Path, nargs="+", help="of results")
-    add("--at-most", default="", metavar="WIRE=X,...", help="fail where an interval ends above X")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], metavar="FOLDER", help="keep its results"
+    )
+    parser.add_argument(
+        "--at-most", default="", metavar="WIRE=X,...", help="fail where an interval ends above X"
+    )
     options = parser.parse_args(arguments)
     try:
         at_most = gpt.limits(options.at_most, str)
     except ValueError:
         parser.error("--at-most is written like int8=0.003,int4-int8-servers=0.006")
-    found = results(options.folders)
+    try:
+        add(options.add)
+        found = kept()
+    except ValueError as error:
+        parser.error(str(error))
     first = next(iter(next(iter(found.values()), {}).values()), None)
     if first is None:
-        parser.error("there is no result in these folders")
+        parser.error(f"there is no result in {KEPT.name}: bench/learning/run.py makes some")
     print(f"# {first['parameters']:,} parameters, {first['device']}; {first['size']}")
     print(f"# {first['schedule']}")
     print("\n".join(table(found)))

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Trains a small GPT by every wire, over several seeds, as far as a time limit allows.
 
-Does what is missing in a folder, in the order of importance. A finished run is NAME.json there;
-one that the limit ended goes on from NAME.pt. bench/learning/report.py makes the table.
+Does what neither a folder nor results.jsonl has, in the order of importance. A finished run is
+NAME.json in the folder; one that the limit ended goes on from NAME.pt. bench/learning/report.py
+makes the table, and adds a folder to results.jsonl.
 
   bench/learning/run.py --out FOLDER --limit-s 500
   bench/learning/run.py --out FOLDER --probe             how fast a step is, and how many at once
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from bench.learning.model import Size
+from bench.learning.report import kept
 from bench.learning.trainer import Corpus, How, Run, Schedule, Trainer
 from bench.learning.wires import RECIPES
 
@@ -79,7 +81,13 @@ def wanted(options: argparse.Namespace) -> list[Run]:
     for part in (True, False):
         wires = [wire for wire in options.wires if (wire in FIRST) == part]
         runs += [Run(wire, seed) for seed in seeds for wire in wires]
-    return [run for run in runs if not (options.out / f"{run.name}.json").exists()]
+    done = kept()
+    return [
+        run
+        for run in runs
+        if run.seed not in done.get(run.wire, ())
+        and not (options.out / f"{run.name}.json").exists()
+    ]
 
 
 def trainer_of(options: argparse.Namespace, how: How) -> Trainer:
@@ -122,6 +130,7 @@ def work(options: argparse.Namespace, how: How, runs: Any, until: float) -> None
             "size": asdict(options.size),
             "schedule": asdict(options.schedule),
             "parameters": sum(p.numel() for p in trainer.flat.parameters),
+            "train_sequences": len(trainer.corpus.train),
             "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
         }
         path = options.out / f"{run.name}.json"

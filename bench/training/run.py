@@ -129,6 +129,8 @@ def _ways() -> Iterator[Way]:
         ("servers-bf16", ()),
         ("servers-bf16-flat", ("--dpu-reduce-backend", "flat")),
         ("servers-int8", ("--dpu-reduce-wire-dtype", "int8")),
+        # Gradients go up in four bits, differences of parameters come down in eight.
+        ("servers-int4", ("--dpu-reduce-wire-dtype", "int4")),
     ):
         yield _way(name, (*servers, *more))
     waits = _way("servers-int8-waits", (*servers, "--dpu-reduce-wire-dtype", "int8"))
