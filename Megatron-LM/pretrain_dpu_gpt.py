@@ -4,15 +4,15 @@
 
 Takes every argument of Megatron-LM, for example::
 
-    torchrun --nproc-per-node 2 pretrain_dpu_gpt.py --use-dpu-reduce \\
-        --num-layers 2 --hidden-size 128 --num-attention-heads 4 \\
-        --seq-length 128 --max-position-embeddings 128 \\
-        --micro-batch-size 4 --train-iters 100 --lr 1e-3 \\
+    torchrun --nproc-per-node 2 pretrain_dpu_gpt.py --use-dpu-reduce \
+        --num-layers 2 --hidden-size 128 --num-attention-heads 4 \
+        --seq-length 128 --max-position-embeddings 128 \
+        --micro-batch-size 4 --train-iters 100 --lr 1e-3 \
         --data-path data/python --split 98,2,0 --eval-iters 1
 
-Without other word about the tokenizer the data are bytes: tokens 0 to 255, and 256 between
-documents, as ``scripts/prepare_data.py`` of Megatron-BytePS writes them. ``--record-steps FILE``
-writes the loss of every step, not rounded, and a checksum of the final parameters.
+Unless a tokenizer is given, the data are bytes: tokens 0 to 255, and 256 between documents, as
+``scripts/prepare_data.py`` of Megatron-BytePS writes them. ``--record-steps FILE`` writes the loss
+of every step, not rounded, and a checksum of the final parameters.
 
 ``--hf-model FOLDER`` trains a Hugging Face model instead, all of it or ``--lora`` adapters, and
 ``--hf-save FOLDER`` writes it back, by the package ``megatron_byteps_hf`` of Megatron-BytePS.
@@ -57,10 +57,10 @@ _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None
 ) -> list[torch.Tensor | None]:
-    """The next micro-batch on this rank's device, in the order of ``_BATCH_KEYS``.
+    """Return the next micro-batch on this rank's device, in the order of ``_BATCH_KEYS``.
 
-    With context parallelism that is this rank's part of the sequence. Pipeline stages between the
-    first and the last need none of it and get ``None``.
+    With context parallelism it has only this rank's part of the sequence. Pipeline stages between
+    the first and the last get ``None``.
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(_BATCH_KEYS)
@@ -99,7 +99,8 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     ).build()
 
 
-# Each rank builds its own datasets, instead of rank 0 of a tensor-parallel group for all of it.
+# Each rank builds its own datasets; otherwise rank 0 of a tensor-parallel group would build for
+# all.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined] # Megatron looks for it
 
 
@@ -109,8 +110,9 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined] # Megatron
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses of the micro-batch's tokens, their number, and both for the log."""
-    assert loss_mask is not None  # the last stage has it, and calls this
+    """Return the sum of the losses of the micro-batch's tokens, the number of tokens, and both for
+    the log."""
+    assert loss_mask is not None  # Only the last stage calls this, and it has a mask.
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -122,15 +124,15 @@ def forward_step(
     model: GPTModel,
     return_schedule_plan: bool = False,
 ) -> tuple[Any, partial]:
-    """Forward pass of one micro-batch. Or its plan, where Megatron exchanges the tokens of experts
-    while another micro-batch computes."""
+    """Run the forward pass of a micro-batch. Or return its schedule, if Megatron overlaps the
+    exchange of expert tokens with another micro-batch."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
     run = model.build_schedule_plan if return_schedule_plan else model
-    # Prediction of several tokens has losses of its own, of the same tokens.
+    # Multi-token prediction has its own losses over the same tokens.
     output = run(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)
 
@@ -139,12 +141,11 @@ def forward_step(
 
 
 class StepRecorder:
-    """Writes one JSON object a line: each step's loss, then a checksum of the parameters and what
-    torch had in use of the GPU at most.
+    """Writes one JSON object per line: each step's loss, then a checksum of the parameters and the
+    peak of allocated GPU memory.
 
-    Losses are averages over all tokens of the step on all ranks, written so that reading them
-    back gives the same float. Only the rank that holds a loss and is first among its equals
-    writes.
+    Losses are averages over all tokens of the step on all ranks, written with full precision. Only
+    the first rank that has the loss writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,7 +159,7 @@ class StepRecorder:
         return models
 
     def watch_steps(self) -> None:
-        """Have Megatron's log of a step call this recorder too."""
+        """Make Megatron's step log call this recorder too."""
         training_log = training.training_log
 
         signature = inspect.signature(training_log)
@@ -171,7 +172,7 @@ class StepRecorder:
         training.training_log = log_and_record
 
     def finish(self) -> None:
-        """Write the checksum over the bytes of all parameters of this rank, by name."""
+        """Write a checksum over the bytes of all parameters of this rank, in the order of names."""
         if not self._writes():
             return
         gpu_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -222,10 +223,11 @@ class StepRecorder:
 
 
 def hugging_face_model(argv: Sequence[str]) -> Any | None:
-    """The model that ``--hf-model`` names, a ``megatron_byteps_hf.model.HuggingFaceModel``.
+    """Return the model for ``--hf-model``, a ``megatron_byteps_hf.model.HuggingFaceModel``, or
+    None.
 
     Raises:
-        ValueError: the flags, or the model's files, are no good.
+        ValueError: the flags or the model's files are invalid.
         ImportError: the package is not installed.
     """
     if not any(argument.startswith(("--hf-", "--lora")) for argument in argv):
@@ -285,7 +287,7 @@ def main() -> None:
         model.save()
     print_rank_0("done")
     torch.distributed.barrier()
-    # NCCL's groups cannot be destroyed while there are CUDA graphs that recorded its kernels.
+    # NCCL groups cannot be destroyed while CUDA graphs exist that recorded their kernels.
     FullCudaGraphWrapper.cuda_graph = dict.fromkeys(FullCudaGraphWrapper.cuda_graph)
     torch.distributed.destroy_process_group()
 

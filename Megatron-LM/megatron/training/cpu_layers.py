@@ -1,11 +1,10 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Megatron's local layers where it has only Transformer Engine's, which need a GPU: norms with
-sequence parallelism, and attention over a sequence that is split over context-parallel ranks.
+"""CPU versions of layers that Megatron only has in Transformer Engine, which needs a GPU: norms
+with sequence parallelism, and attention over a sequence split over context-parallel ranks.
 
-Attention is slow and plain, and the same whichever backend reduces gradients: each rank gathers the
-keys and values of the whole sequence and attends to them from its own tokens. Both functions may be
-called again, and do nothing then.
+Attention is simple and slow: each rank gathers the keys and values of the whole sequence, and
+attends to them from its own tokens. A second call of either function does nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 @functools.cache
 def allow_sequence_parallel() -> None:
-    """Have torch's norms accept sequence parallelism.
+    """Make torch's norms accept sequence parallelism.
 
-    The norms themselves do not care; what the flag asks is that their gradients, of a part of the
-    sequence each, are added up over the tensor-parallel ranks, for which parameters are marked.
+    The norms compute the same. The flag only means that each rank has the gradients of its part of
+    the sequence, which must be summed over tensor-parallel ranks; so parameters are marked.
     """
     make = torch_norm.WrappedTorchNorm.__new__
 
@@ -43,10 +42,10 @@ def allow_sequence_parallel() -> None:
 
 
 def positions(rank: int, size: int, length: int) -> torch.Tensor:
-    """Where in the sequence the tokens of a rank lie: ``length`` integers, in the rank's order.
+    """Return the sequence positions of a rank's tokens: ``length`` integers, in the rank's order.
 
-    Megatron cuts the sequence into twice as many chunks as ranks and gives each rank one from the
-    front and its mirror image from the back: late tokens attend to more.
+    Megatron cuts the sequence into two chunks per rank. Each rank gets a chunk from the front and
+    its mirror image from the back, because late tokens attend to more tokens.
     """
     chunk = length // 2
     front = torch.arange(chunk)
@@ -54,9 +53,9 @@ def positions(rank: int, size: int, length: int) -> torch.Tensor:
 
 
 def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's part, ``[length, ...]``, in the order of the sequence: ``[all, ...]``.
+    """Gather every rank's part ``[length, ...]`` in sequence order: ``[all, ...]``.
 
-    Going back, the gradients that all ranks have for a part are added up on its rank.
+    The backward pass sums all ranks' gradients of a part on the part's rank.
     """
     gathered = gather_from_sequence_parallel_region(part, group=group)
     where = [positions(rank, group.size(), part.size(0)) for rank in range(group.size())]
@@ -64,7 +63,7 @@ def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def later_tokens(length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """True where a token of this rank must not look, as it comes later: ``[1, 1, length, all]``."""
+    """Return a mask ``[1, 1, length, all]``: true if a token comes after the rank's token."""
     mine = positions(group.rank(), group.size(), length)
     everyone = torch.arange(length * group.size())
     return (everyone[None, :] > mine[:, None])[None, None]
@@ -72,7 +71,8 @@ def later_tokens(length: int, group: dist.ProcessGroup) -> torch.Tensor:
 
 @functools.cache
 def allow_context_parallel() -> None:
-    """Have Megatron's plain attention do so. For causal models without a mask of their own."""
+    """Make Megatron's own attention work with context parallelism. Only for causal models without a
+    custom mask."""
     make, forward = DotProductAttention.__init__, DotProductAttention.forward
 
     def make_whole(self: DotProductAttention, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,13 +4,12 @@
 
 Megatron's training loop is written for CUDA: it asks ``torch.cuda`` for the current device,
 streams, memory statistics and the random number generator, and makes small tensors with
-``device="cuda"``. Where no GPU is present this module stands in for those parts with their
-nearest meaning on the CPU, and gives the arguments that choose CUDA-only code defaults that work
-there. What is trained is Megatron's own model, data, optimizer and loop, over gloo.
+``device="cuda"``. This module replaces those parts with CPU equivalents, and sets defaults that
+work on a CPU for arguments that choose CUDA-only code. Model, data, optimizer and loop are
+Megatron's own, over gloo.
 
-It is on where ``MEGATRON_CPU=1`` asks for it, and off otherwise: on a node whose driver is broken
-Megatron stops with its own message about CUDA, instead of training alone on its CPU while the
-other nodes wait.
+``MEGATRON_CPU=1`` enables it. There is no automatic choice: on a node with a broken driver Megatron
+must stop with its message about CUDA, instead of training on its CPU while other nodes wait.
 
 Called at two places, both in ``megatron.training.arguments.parse_args``: :func:`set_defaults`
 before the command line is parsed, :func:`start` after.
@@ -44,10 +43,10 @@ _CPU = torch.device("cpu")
 
 
 def is_wanted() -> bool:
-    """Whether the variable asks for training on the CPU.
+    """Return whether the variable asks for training on the CPU.
 
     Raises:
-        ValueError: the variable holds something else than 0 or 1.
+        ValueError: the variable is neither 0 nor 1.
     """
     text = os.environ.get(VARIABLE, "")
     if text not in ("", "0", "1"):
@@ -58,7 +57,7 @@ def is_wanted() -> bool:
 
 
 def is_active() -> bool:
-    """Whether the stand-ins are in place."""
+    """Return whether the replacements are installed."""
     return bool(_replaced)
 
 
@@ -72,7 +71,7 @@ class _Default:
     attribute: str
     value: Any
     flag: str
-    """What a user would have to write to contradict it, for the error."""
+    """Flag that contradicts the default, for the error message."""
     also: tuple[Any, ...] = ()
     """Other values that work on the CPU."""
 
@@ -107,16 +106,17 @@ def _required_defaults() -> tuple[_Default, ...]:
 
 
 def set_defaults(parser: ArgumentParser) -> None:
-    """Give the arguments that need a GPU defaults for the CPU, where training runs there."""
+    """Set CPU defaults for arguments whose usual defaults need a GPU, if training runs on
+    the CPU."""
     if is_wanted():
         parser.set_defaults(**{d.attribute: d.value for d in _required_defaults()})
 
 
 def start(args: Namespace) -> None:
-    """Check the parsed arguments and put the stand-ins in place, where training runs on the CPU.
+    """Check the parsed arguments and install the replacements, if training runs on the CPU.
 
     Raises:
-        ValueError: an argument that was given explicitly needs a GPU.
+        ValueError: an explicit argument needs a GPU.
     """
     if not is_wanted():
         return
@@ -139,7 +139,7 @@ def start(args: Namespace) -> None:
 
 
 def _allow_layouts(args: Namespace) -> None:
-    """Split sequences where asked to: Megatron's local layers, which train here, refuse that."""
+    """Enable split sequences if requested: Megatron's local layers, used here, refuse them."""
     split, parallel = args.context_parallel_size > 1, args.sequence_parallel
     if not (split or parallel):
         return
@@ -151,11 +151,11 @@ def _allow_layouts(args: Namespace) -> None:
         cpu_layers.allow_sequence_parallel()
 
 
-# --------------------------------------------------------------------------- stand-ins
+# --------------------------------------------------------------------------- replacements
 
 
 class _Stream:
-    """Work on the CPU is done in order when it is called: a stream has nothing to order."""
+    """A stream. The CPU works in call order, so there is nothing to order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
@@ -179,7 +179,7 @@ class _Stream:
 
 
 class _Event:
-    """An event on the CPU has happened when it is recorded."""
+    """An event; on the CPU it has happened as soon as it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -200,17 +200,17 @@ _STREAM = _Stream()
 
 
 def _stream_context(stream: object) -> contextlib.nullcontext[None]:
-    return contextlib.nullcontext()  # torch's may be entered more than once too
+    return contextlib.nullcontext()  # torch's stream context may be entered more than once too.
 
 
 def _nothing() -> Callable[..., None]:
-    """A function of its own for each name: torch.compile has rules by function, and refuses one
+    """Return a new function each time: torch.compile has rules by function, and refuses a function
     that it finds under names with different rules."""
     return lambda *args, **kwargs: None
 
 
 def _zero() -> Callable[..., int]:
-    """The same, of functions that return 0."""
+    """Return a new function that returns 0."""
     return lambda *args, **kwargs: 0
 
 
@@ -232,13 +232,14 @@ def _set_rng_state(state: torch.Tensor, device: object = None, **kwargs: Any) ->
 
 
 def _manual_seed(seed: int) -> None:
-    # Not torch.manual_seed, which itself seeds the GPUs through the functions replaced here.
+    # torch.manual_seed would seed the GPUs through the functions replaced here.
     torch.default_generator.manual_seed(seed)
 
 
 def _iterate_data(self: DataLoader) -> Any:
-    # Starting to iterate draws a seed from the CPU's generator. It must not move the one that
-    # dropout uses, or a resumed run, which iterates anew, would not continue as the first would.
+    # Starting to iterate draws a seed from the CPU's generator. That must not advance the generator
+    # of dropout: otherwise a resumed run, which iterates anew, would differ from an uninterrupted
+    # run.
     state = torch.get_rng_state()
     try:
         return _dataloader_iter(self)
@@ -256,8 +257,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with every CUDA device among its arguments turned into the CPU, and no memory
-    pinned: that takes a GPU's driver."""
+    """Wrap a function: CUDA devices in its arguments become the CPU, and pinning is dropped, since
+    it needs a GPU's driver."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -271,8 +272,9 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_two_widths(make: Callable[..., None]) -> Callable[..., None]:
-    """How Megatron's own attention is made, with values that are as wide as latent attention has
-    them: Megatron leaves that to Transformer Engine. Its forward pass takes any."""
+    """Wrap the constructor of Megatron's own attention so that it accepts values of another width,
+    as in latent attention. Megatron leaves that to Transformer Engine; the forward pass accepts any
+    width."""
 
     @functools.wraps(make)
     def wrapper(
@@ -307,8 +309,8 @@ class _All:
 
 
 def _of_any_size(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """All-gather of tensors that differ in size, which NCCL can and gloo cannot: Megatron's
-    optimizers that update whole layers gather these."""
+    """Wrap all-gather so that tensors may differ in size, as NCCL allows but gloo does not.
+    Megatron's optimizers that update whole layers need this."""
 
     @functools.wraps(all_gather)
     def wrapper(
@@ -334,7 +336,7 @@ def _of_any_size(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_checkpoints(*args: Any) -> None:
-    """The loop of the process that writes checkpoints, which takes its GPU by number."""
+    """Main loop of the process that writes checkpoints; it expects a GPU number."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     torch.cuda.device_count = lambda: 1
@@ -344,13 +346,13 @@ def _write_checkpoints(*args: Any) -> None:
 
 
 def _counts_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What the alltoall dispatcher of experts makes of its counts, as if they were on a GPU."""
+    """Convert token counts as the alltoall dispatcher of experts does for GPU tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _copied(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-    """What is to be written, as it is now: training goes on and changes the model, which lies in
-    the CPU's memory."""
+    """Copy the tensors to be written, because training goes on and changes the model in CPU
+    memory."""
     return [
         (name, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
         for name, key, (objects, tensors) in write_buckets
@@ -367,7 +369,7 @@ _FACTORIES = (
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """What is replaced: the owner, the attribute and what takes its place."""
+    """Yield each replacement: owner, attribute and new value."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
     from megatron.core.tensor_parallel import random as megatron_random
@@ -380,8 +382,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "device_count", _zero()
     yield cuda, "current_device", lambda: _CPU
     yield cuda, "set_device", _nothing()
-    # Megatron asks for the architecture to know which CUDA settings it has to insist on: the
-    # newest that it knows needs none.
+    # Megatron reads the architecture to decide which CUDA settings it requires; the newest requires
+    # none.
     yield cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=10, minor=0)
     yield cuda, "get_device_capability", lambda device=None: (10, 0)
     # Streams and events: the CPU works in order.
@@ -393,7 +395,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "set_stream", _nothing()
     yield cuda, "synchronize", _nothing()
     yield torch.Tensor, "record_stream", _nothing()
-    # The caching allocator: there is none.
+    # There is no caching allocator.
     yield cuda, "empty_cache", _nothing()
     yield cuda, "memory_stats", lambda device=None: {}
     yield cuda, "mem_get_info", _memory
@@ -406,7 +408,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     ):
         yield cuda, name, _zero()
     yield cuda, "reset_peak_memory_stats", _nothing()
-    # Random numbers: the CPU's generator plays the GPU's.
+    # Random numbers: the CPU's generator replaces the GPU's.
     for owner in (cuda, cuda.random):
         yield owner, "get_rng_state", _get_rng_state
         yield owner, "set_rng_state", _set_rng_state
@@ -415,8 +417,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield megatron_random, "_get_cuda_rng_state", _get_rng_state
     yield megatron_random, "_set_cuda_rng_state", _set_rng_state
     yield DataLoader, "__iter__", _iterate_data
-    # Checkpoints that are written while training goes on: the process that does it has these
-    # stand-ins too.
+    # Asynchronous checkpoints: the process that writes them has these replacements too.
     yield PersistentAsyncCaller, "async_loop", staticmethod(_write_checkpoints)
     start = inspect.getattr_static(PersistentAsyncCaller, "_get_process").__func__
     yield (
@@ -425,11 +426,11 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
         classmethod(lambda cls, rank, mode="", *nice: start(cls, rank, "fork", *nice)),
     )
     yield FileSystemWriterAsync, "preload_tensors", staticmethod(_copied)
-    # What Megatron has other libraries for.
+    # Operations that Megatron takes from GPU libraries.
     yield token_dispatcher, "maybe_move_tensor_to_cpu", _counts_on_cpu
     yield DotProductAttention, "__init__", _of_two_widths(DotProductAttention.__init__)
     yield torch.distributed, "all_gather", _of_any_size(torch.distributed.all_gather)
-    # Tensors and modules that are sent to, or made on, the GPU.
+    # Tensors and modules that are moved to the GPU, or created there.
     yield torch.Tensor, "cuda", _itself
     yield torch.Tensor, "pin_memory", _itself
     yield torch.nn.Module, "cuda", _itself
@@ -440,7 +441,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    # Megatron warns where code under the GPU's generator uses the CPU's. Here they are one.
+    # Megatron warns if code under the GPU's generator uses the CPU's. Here they are the same.
     return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
 
 
@@ -448,20 +449,20 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """Put the stand-ins in place, once; for programs that do not parse Megatron's arguments."""
+    """Install the replacements, once. For programs that do not parse Megatron's arguments."""
     if is_active():
         return
     for owner, name, replacement in list(_stand_ins()):
         _replaced.append((owner, name, inspect.getattr_static(owner, name)))
         setattr(owner, name, replacement)
-    # Megatron's small fused functions are torch.compile'd where they are defined. On the CPU that
-    # costs seconds of a C++ compiler at the first step, on every rank, and gains nothing.
+    # Megatron's small fused functions are compiled by torch.compile. On the CPU that costs seconds
+    # of C++ compilation in the first step, on every rank, and gains nothing.
     torch.compiler.set_stance("force_eager")
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_worth_logging)
 
 
 def stop() -> None:
-    """Take the stand-ins away again; for tests that run in one process."""
+    """Remove the replacements, for tests that run in the same process."""
     torch.compiler.set_stance("default")
     logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_is_worth_logging)
     while _replaced:

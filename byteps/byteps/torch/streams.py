@@ -1,6 +1,6 @@
 """CUDA streams that belong to this package alone.
 
-``torch.cuda.Stream()`` reuses the 32 streams of a pool in turn: if each all-reduce made a stream,
+``torch.cuda.Stream()`` reuses the 32 streams of a pool: if each all-reduce made a stream,
 it would soon get one on which the program computes.
 """
 

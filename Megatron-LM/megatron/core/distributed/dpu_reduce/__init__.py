@@ -2,84 +2,82 @@
 
 """Data-parallel gradient sums through BytePS parameter servers.
 
-With ``--use-dpu-reduce`` the buckets of ``DistributedDataParallel`` are summed by BytePS
-(push to servers that add, pull the sum back) where that needs less time on the links than the
-collectives of ``torch.distributed``. Everything else of Megatron is untouched: which gradients form
-a bucket, when a bucket is ready, how gradients are scaled before, and what the optimizer reads
-after, stay as they are.
+With ``--use-dpu-reduce`` the buckets of ``DistributedDataParallel`` are summed by BytePS (push to
+servers that add, pull the sum) if that needs less time on the links than the collectives of
+``torch.distributed``. Everything else in Megatron stays the same: buckets and when they are ready,
+gradient scaling, and the optimizer's inputs.
 
-Megatron calls this package at these places, each a hook of a line or two. The rule for hooks:
-Megatron calls a hook without a condition, and the hook itself looks at its flag, before anything
-else (``use_dpu_reduce`` or ``dpu_optimizer``, in ``hooks``; ``refusals`` are about the flags). So
-a flag is tested in one place, and without it a hook costs a call. Two hooks are asked first whether
-there is anything to do: ``takes`` and ``keeps_optimizer``.
+Megatron calls this package through the hooks below, each in a line or two. The rule for hooks:
+Megatron calls a hook unconditionally, and the hook checks its flag first (``use_dpu_reduce`` or
+``dpu_optimizer``, in ``hooks``). So a flag is tested in a single place, and without it a hook costs
+only a call. Two hooks only decide whether another is called: ``takes`` and ``keeps_optimizer``.
 
 ============================  ======================================================
-``add_arguments``             the parser of arguments is made
-``translate_args``            the parsed arguments: what servers do, ranks need not
-``translate_config``          the same of a ``DistributedDataParallelConfig``
-``validate_args``             the arguments are derived: refuse what is not supported
-``validate_ddp_config``       a ``DistributedDataParallelConfig`` is made
-``fully_sharded``             a fully sharded wrapper is built: say which sums it keeps
-``initialize``                torch.distributed is up: start BytePS once
-``apart``                     DDP has grouped parameters: which need a buffer of their own?
+``add_arguments``             the argument parser is being built
+``translate_args``            arguments are parsed: switch off what servers do instead of ranks
+``translate_config``          the same for a ``DistributedDataParallelConfig``
+``validate_args``             arguments are derived: refuse what is not supported
+``validate_ddp_config``       a ``DistributedDataParallelConfig`` is created
+``fully_sharded``             a fully sharded wrapper is built: log which sums it keeps
+``initialize``                torch.distributed is initialized: start BytePS once
+``apart``                     DDP has grouped parameters: move some to separate buffers
 ``register``                  a ``DistributedDataParallel`` was built: plan its buckets
 ``takes``                     a bucket group is ready: does BytePS sum it?
-``start_grad_sync``           it does: sum it
+``start_grad_sync``           if so: sum it
 ``outer_reduction``           shards are ready: sum them over replicas
-``outside_graph``             decorates what records and replays a step as a CUDA graph
-``keeps_optimizer``           an optimizer is made: do the servers keep it?
-``make_server_optimizer``     they do: make it
+``outside_graph``             decorator for the recording and replay of a step's CUDA graph
+``keeps_optimizer``           an optimizer is being made: do servers keep it?
+``make_server_optimizer``     if so: make it
 ``gradients_will_be_zeroed``  DDP is about to zero its gradients
 ``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
-``save_feedback``             its state is there, to be saved
-``ask_for_feedback``          it is described, to be loaded
-``load_feedback``             it was loaded
-``step_ended``                the optimizer has made its step, or has not
-``replicas_of``               the data-parallel size is derived: how many replicas share it?
-``model_is_built``            the model and the optimizer are there, and the data are not
-``training_begins``           the data are, too
-``in_turn``                   decorates what builds datasets
+``save_feedback``             a checkpoint's state is complete, before it is saved
+``ask_for_feedback``          a state is described, before it is loaded
+``load_feedback``             a state was loaded
+``step_ended``                the optimizer has made or skipped its step
+``replicas_of``               the data-parallel size is derived: count the replicas
+``model_is_built``            model and optimizer are built, datasets are not
+``training_begins``           datasets are built too
+``in_turn``                   decorator for functions that build datasets
 ``sum_over_replicas``         data-parallel ranks have summed a few numbers
-``agreed_norm``               the norm of the gradients is known
-``wanted_by_any``             a rank of this replica wants to end the job, or none does
-``between_steps``             an iteration is done: a replica may join
-``saves_checkpoint``          a checkpoint is about to be saved: by this replica?
-``shutdown``                  training is done
+``agreed_norm``               the gradient norm is known
+``wanted_by_any``             does a rank of any replica want to end the job?
+``between_steps``             an iteration has ended: a replica may join
+``saves_checkpoint``          a checkpoint is due: does this replica save it?
+``shutdown``                  training has ended
 ============================  ======================================================
 
 =====================  ============================================================
-``hooks``              the above
-``arguments``          flags, and what became of those of earlier versions
-``translations``       what a recipe asks of ranks that servers do
-``refusals``           what cannot be served; ``replica_refusals`` is what replicas cannot
-``job``                hosts and links of the job, and the replicas that train one model in it
-``plan``               gives each bucket of a model its operation, and tells the servers; from:
-``bucket_op``          what the operation of a bucket is: its name, its sums inside hosts first,
-                       and what stays bf16 where others travel in few bits
-``decisions``          the route of each bucket group, and what a job that starts is told
-``advice``             the forecast that a job is told, and the table of its routes, in words
-``check``              that, for arguments on the command line, or a recipe of Megatron-Bridge;
+``hooks``              the hooks above
+``arguments``          flags, and replacements of removed flags
+``translations``       switches off a recipe's settings for work that servers do
+``refusals``           unsupported settings; ``replica_refusals``: those of replicas
+``job``                hosts and links of the job, and its replicas
+``plan``               gives each bucket of a model its operation, and declares it
+``bucket_op``          the operation of a bucket: name, node-first sums, and the part that
+                       stays bf16 if the rest travels in few bits
+``decisions``          the route of each bucket group, and messages at start-up
+``advice``             text of these messages: the forecast and the table of routes
+``check``              the forecast for arguments or a recipe of Megatron-Bridge;
                        ``parameters`` reads sizes from them
-``sums``               the sums in flight; of steps that are one CUDA graph, and over the replicas
-                       of a sharded model
-``replica_changes``    replicas that leave, that are lost, and that come back
-``replica_state``      what one that comes back takes from another one
-``saves``              checkpoints that one of them saves for all
-``lost_samples``       what was not trained on
-``data_slots``         which part of each batch a rank of them reads
-``outer_settings``     when and how they exchange parameters
-``outer_steps``        their exchanges, once in many steps, and steps that a slow one leaves out
-``summed_later``       parameters apart: matrices that stay on the ranks, with Muon, and gradients
-                       that change after the backward pass
+``sums``               sums in flight; steps in a CUDA graph; sums over the replicas of a
+                       sharded model
+``replica_changes``    replicas that leave, are lost, or come back
+``replica_state``      state that a joining replica takes from another
+``saves``              checkpoints that one replica saves for all
+``lost_samples``       samples that were not trained on
+``data_slots``         a rank's part of each batch, counted over all replicas
+``outer_settings``     when and how replicas exchange parameters
+``outer_steps``        these exchanges, and steps that a slow replica skips
+``summed_later``       parameters in separate buffers: matrices that ranks update (Muon),
+                       and gradients that change after the backward pass
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update, and their norms
-``server_optimizer``   the optimizer of those; ``server_making`` makes it
-``forward_overlap``    its parameters, which come down while the next forward pass runs
-``server_checkpoint``  what is saved of it
-``feedback_state``     what is saved of what rounding has lost
-``quorum``             how long replicas wait for others
-``kept_bf16``          which gradients stay bf16 where others travel in few bits
-``bytepslib``          BytePS, imported when it is first needed
+``server_optimizer``   the optimizer of these buckets; ``server_making`` makes it
+``forward_overlap``    pulls its parameters during the next forward pass
+``server_checkpoint``  its checkpoints
+``feedback_state``     checkpoints of rounding losses
+``quorum``             how long replicas wait for each other
+``kept_bf16``          gradients that stay bf16 if others travel in few bits
+``bytepslib``          imports BytePS when it is first needed
 =====================  ============================================================
 """
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""What a job is told when it starts: its forecast, and the backend of each bucket.
+"""Messages at the start of a job: its forecast, and the backend of each bucket.
 
-:mod:`byteps.forecast` computes what the job would gain, by this flag and by the next one.
+:mod:`byteps.forecast` computes the gain of the job's flags, and of flags that it could add.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) -> str:
-    """The table of a model chunk's sums: bytes over the NICs and time by each route, and which
-    was chosen and why."""
+    """Return the table of a model chunk's sums: bytes over the NICs and time by each route, the
+    chosen route and the reason."""
     first, routes = sums[0][0], bytepslib.routes
     members = sorted(routes.per_host(first.hosts).values())
     each = str(members[0]) if members[0] == members[-1] else f"{members[0]} to {members[-1]}"
@@ -62,7 +62,8 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
 
 
 def _kept(sums: Sequence[tuple[Sum, Decision]], ranks_per_host: int) -> list[str]:
-    """A line on what ranks keep for servers that may be lost; none, if they keep nothing."""
+    """Return a line on the memory with which ranks keep gradients for servers that may be lost;
+    empty if they keep none."""
     replaced = bytepslib.figures.setting("BYTEPS_REPLACE_SERVERS_S", float) > 0
     if not replaced or sums[0][0].updated:
         return []
@@ -84,7 +85,7 @@ def _collective_name(what: Sum) -> str:
 
 
 def types(buckets: Sequence[_ParamAndGradBucket]) -> str:
-    """How many bytes a rank sends in which type, where gradients travel in few bits."""
+    """Return how many bytes a rank sends in which type, if gradients travel in few bits."""
     sent: dict[str, int] = {}
     kept = differences = 0
     bits: set[int] = set()
@@ -109,16 +110,16 @@ def types(buckets: Sequence[_ParamAndGradBucket]) -> str:
 
 
 def missing_overlaps(config: Any) -> tuple[str, ...]:
-    """Megatron's flags that hide communication and that a job lacks. `config`: its arguments, or
-    the config of its DDP."""
+    """Return Megatron's flags for overlapping communication that the job does not use. `config`:
+    Megatron's arguments, or a DDP config."""
     flags = ["overlap_grad_reduce"]
     flags += ["overlap_param_gather"] if config.use_distributed_optimizer else []
     return tuple(f"--{flag.replace('_', '-')}" for flag in flags if not getattr(config, flag))
 
 
 def brief(found: Forecast) -> str:
-    """Three lines: what crosses hosts, what each flag gains, and which change to make. One line
-    where nothing crosses hosts."""
+    """Return three lines: traffic between hosts, the gain of each flag, and the recommended change.
+    A single line if nothing crosses hosts."""
     training, forecast = found.training, bytepslib.forecast
     crossing = training.crossing
     if not crossing:
@@ -153,7 +154,7 @@ def _gain(row: Row) -> str:
 
 
 def as_lines(text: str) -> str:
-    """The table as it is, or where lines of the log are JSON as one of them."""
+    """Return the table as it is, or as a JSON log line if the log format is JSON."""
     if bytepslib.figures.setting("BYTEPS_LOG_FORMAT", str) != "json":
         return text
     from byteps import logs

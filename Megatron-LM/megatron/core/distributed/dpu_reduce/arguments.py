@@ -20,7 +20,7 @@ GONE = {
     "--dpu-reduce-feedback": "--dpu-reduce-wire-dtype decides: int4 has it, and int8 has not",
     "--dpu-reduce-route": "--dpu-reduce-backend",
 }
-"""Flags of earlier versions, and what there is instead of each."""
+"""Removed flags, and their replacements."""
 
 PRESETS = {
     "own-hosts": {
@@ -31,11 +31,11 @@ PRESETS = {
         "overlap_param_gather": True,
     },
 }
-"""Arguments that stand for several others."""
+"""Presets: arguments that stand for several others."""
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Megatron's parser gets its arguments of distributed training."""
+    """Add this package's flags to Megatron's group of distributed arguments."""
     group.add_argument(
         "--use-dpu-reduce",
         action="store_true",
@@ -122,7 +122,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 class _Preset(argparse.Action):
-    """Sets the arguments that a preset stands for, where the command line has not."""
+    """Sets the arguments of a preset, except those on the command line."""
 
     def __call__(
         self,
@@ -139,7 +139,7 @@ class _Preset(argparse.Action):
 
 
 class _Gone(argparse.Action):
-    """Says what there is instead of a flag."""
+    """Rejects a removed flag and names its replacement."""
 
     def __call__(
         self,

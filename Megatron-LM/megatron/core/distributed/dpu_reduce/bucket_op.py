@@ -1,10 +1,10 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The operation of one bucket: its name, group, wire dtype and route, and what it is made of.
+"""The operation that sums a bucket: its name, group, wire dtype and route.
 
-Norms, biases and routers have few values, each of which weighs much. In a block of few bits with
-others, whose largest value sets the scale, they would lose most of their bits, or the others
-would: they are kept, and travel as bf16.
+Norms, biases and routers have few values, and each matters. The largest value of a block sets its
+scale, so in a block with other values either side would lose most of its bits. They are therefore
+kept separate, and travel as bf16.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _DTYPE_NAMES = {
 
 @functools.lru_cache(maxsize=64)
 def group_name(group: tuple[int, ...]) -> str:
-    """A name of all ranks of a group: its lowest rank, its size, and a digest of the others.
+    """Return a name for a group: its lowest rank, its size, and a digest of all ranks.
 
-    It depends on nothing else, so that all members find the same, and each group has its own.
+    It depends on nothing else, so all members compute the same name, and each group has its own.
     """
     ranks = ",".join(map(str, sorted(group)))
     digest = hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
@@ -61,16 +61,15 @@ def bucket_name(
     bucket_id: int,
     buffer: int = 0,
 ) -> str:
-    """The key of a bucket: a pure function of what identifies it.
+    """Return the key of a bucket, a pure function of its identity.
 
-    Every rank of a data-parallel group computes the same name and no two groups of a job share
-    one, whatever the order in which ranks build or sum their buckets, and whatever else some of
-    them build.
+    Every rank of a data-parallel group computes the same name, and no two groups of a job share a
+    name. This does not depend on the order in which ranks build or sum their buckets.
 
     Args:
         kind: ``dense`` or ``expert``, the kind of the data-parallel group.
         group: the global ranks of the group.
-        model: how many models with this kind, group and chunk the process wrapped before this one.
+        model: number of models with this kind, group and chunk that the process wrapped before.
         chunk: index of the model chunk (virtual pipeline stage) on this rank.
         param_dtype: dtype of the buffer's parameters.
         grad_dtype: dtype in which the buffer's gradients are summed.
@@ -92,31 +91,31 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(kw_only=True)
 class Named:
-    """What this process has named so far.
+    """Counters from which this process makes names.
 
-    All counts are by group: the members of a group build the same models for it in the same order,
-    but a member may build others for other groups in between.
+    Counts are per group: the members of a group build the same models for it in the same order, but
+    may build models for other groups in between.
     """
 
     models: Counter[tuple[str, tuple[int, ...], int]] = field(default_factory=Counter)
-    """Models by kind of group, group, and chunk."""
+    """Number of models by kind of group, group, and chunk."""
     partitions: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Partitions of all buckets of a group: the next place in the round robin over the servers."""
+    """Number of partitions of a group's buckets: the next place in the round robin over servers."""
 
     def clear(self) -> None:
         self.models.clear()
         self.partitions.clear()
 
     def next_model(self, kind: str, group: tuple[int, ...], chunk: int) -> int:
-        """How many models there were with these before; count one more."""
+        """Return the number of earlier models with this key, and count one more."""
         key = (kind, tuple(sorted(group)), chunk)
         self.models[key] += 1
         return self.models[key] - 1
 
     def next_placement(self, group: tuple[int, ...], partitions: int) -> int:
-        """The place of so many partitions of a sum over a group.
+        """Reserve places for `partitions` partitions of a sum; return the first place.
 
-        Groups, of which each counts its own partitions, begin at different servers.
+        Each group counts its own partitions, and groups begin at different servers.
         """
         key = tuple(sorted(group))
         place = self.partitions[key] + key[0]
@@ -125,7 +124,7 @@ class Named:
 
 
 named = Named()
-"""Of this process."""
+"""Names of this process."""
 
 
 _ROUTER = re.compile(r"\brouter\b")
@@ -136,12 +135,12 @@ class Kept:
     """The ranges of a bucket whose gradients travel as bf16, in one tensor of their own."""
 
     ranges: tuple[tuple[int, int], ...]
-    """First element in the bucket, and last plus one."""
+    """First element in the bucket, and last plus one, for each range."""
     parameters: tuple[torch.nn.Parameter, ...]
-    """Whose gradients these are, in their order."""
+    """The parameters with these gradients, in the same order."""
 
     itemsize: int = 2
-    """Bytes of one of them as it travels."""
+    """Bytes per element on the network."""
 
     @property
     def numel(self) -> int:
@@ -149,16 +148,16 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """As they travel."""
+        """Total bytes on the network."""
         return self.numel * self.itemsize
 
     @staticmethod
     def name_of(op: BucketOp) -> str:
-        """Under which they are summed."""
+        """Return the name under which they are summed."""
         return f"{op.name}/kept"
 
     def declaration(self, op: BucketOp, grads: torch.Tensor, *, average: bool) -> TensorDeclaration:
-        """What servers are told."""
+        """Return the declaration for the servers."""
         return bytepslib.byteps.TensorDeclaration(
             name=self.name_of(op),
             dtype=grads.dtype,
@@ -172,13 +171,13 @@ class Kept:
         )
 
     def bytes_per_server(self, op: BucketOp) -> list[int]:
-        """That a rank pushes, in the order of the servers' ranks."""
+        """Return the bytes that a rank pushes to each server, in the order of ranks."""
         return bytepslib.byteps.bytes_per_server(
             self.nbytes, name=self.name_of(op), group=op.group, placement=op.placement
         )
 
     def start(self, op: BucketOp, grads: torch.Tensor, *, average: bool) -> _PendingKept:
-        """Start summing them, and put zeros in their places."""
+        """Start summing these gradients, and zero them in the bucket."""
         parts = [grads[begin:end] for begin, end in self.ranges]
         values = torch.cat(parts)
         torch._foreach_zero_(parts)
@@ -202,12 +201,13 @@ class _PendingKept:
         self._others: Any = None
 
     def after(self, others: Any) -> _PendingKept:
-        """To be awaited after the bucket's other gradients, in whose memory they belong."""
+        """Set the operation of the bucket's other gradients, which must end first: both write the
+        same memory."""
         self._others = others
         return self
 
     def wait(self) -> None:
-        """Wait for both."""
+        """Wait for both operations, then write the sums into the bucket."""
         self._others.wait()
         bytepslib.byteps.synchronize(self._handle)
         sums = self._values.split([part.numel() for part in self._parts])
@@ -220,12 +220,12 @@ def kept_of(
     config: DistributedDataParallelConfig,
     model: TransformerConfig | None = None,
 ) -> Kept | None:
-    """What of a bucket travels as bf16; None: nothing does.
+    """Return the part of a bucket that travels as bf16; None if there is none.
 
     Args:
-        names: of the model's parameters.
-        config: its `dpu_reduce_keep_bf16` names more than what is always kept.
-        model: where servers update: of the model, whose copied parameters are kept.
+        names: names of the model's parameters.
+        config: its `dpu_reduce_keep_bf16` adds to the parameters that are always kept.
+        model: config of the model if servers update it: parameters with copies are then kept too.
     """
     asked = kept_bf16.parse(config.dpu_reduce_keep_bf16)
     least = asked.least_bytes
@@ -252,15 +252,15 @@ def kept_of(
 
 
 def is_copied(parameter: torch.nn.Parameter, config: TransformerConfig | None) -> bool:
-    """Whether tensor-parallel ranks or stages of the pipeline have copies of a parameter.
+    """Return whether tensor-parallel ranks or pipeline stages have copies of a parameter.
 
-    Where servers update, copies are updated apart, by the same gradients. In a block with others,
-    which differ, they would be rounded differently, and would not stay the same.
+    Servers update each copy separately, with the same gradients. In blocks with different
+    neighbours the gradients would be rounded differently, and the copies would drift apart.
     """
     if config is None:
         return False
     tp = config.tensor_model_parallel_size
-    if not getattr(parameter, "allreduce", True):  # an expert's
+    if not getattr(parameter, "allreduce", True):  # An expert's parameter.
         tp = getattr(config, "expert_tensor_parallel_size", None) or tp
     if tp > 1 and not getattr(parameter, "tensor_model_parallel", False):
         return True
@@ -276,7 +276,7 @@ def _wire(grads: torch.Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOp:
-    """How one bucket is summed; fixed when DDP is built.
+    """The operation that sums a bucket; fixed when DDP is built.
 
     It holds no data pointer: gradient buffers may be freed and allocated again between steps.
     """
@@ -286,35 +286,35 @@ class BucketOp:
     group: tuple[int, ...]
     """Global ranks that sum, in the order of the process group: the whole data-parallel group."""
     owners: tuple[int, ...]
-    """Global ranks among which the distributed optimizer cuts the bucket into equal shards, in
-    this order: the members of this rank's optimizer instance, which is all of the group where
-    there is one instance."""
+    """Global ranks among which the distributed optimizer cuts the bucket into equal shards, in this
+    order: the members of this rank's optimizer instance (with a single instance, the whole group).
+    """
     placement: int
     """Place of the bucket's first partition in the round robin over the servers."""
     wire: WireType
-    """In which the gradients travel; that of the bucket, unless another was asked for."""
+    """Type in which the gradients travel; the bucket's own by default."""
     kept: Kept | None = None
-    """Of gradients in blocks of few bits: those that travel in 16 bits."""
+    """Gradients that travel in 16 bits if the others travel in blocks of few bits."""
     route: str
     """``collective``, ``flat`` or ``node-first``; the same for all buckets of a bucket group."""
     updated: bool = False
-    """Servers update the bucket's parameters, and answer with them."""
+    """Whether servers update the bucket's parameters, and answer with them."""
     in_order: bool = False
-    """Servers add in the order of ranks, not of arrival."""
+    """Whether servers add in the order of ranks, not of arrival."""
     node_whole: NodeSum | None = None
-    """Node first: the sum of which every rank gets all."""
+    """Node first: the sum that every rank gets as a whole."""
     node_shards: NodeSum | None = None
     """Node first, with the distributed optimizer: the sum of which each rank gets its shard."""
 
     def wanted(self, elements: int) -> tuple[int, int]:
-        """First and last plus one of the bucket's elements that this rank's optimizer owns."""
+        """Return the range of the bucket's elements that this rank's optimizer owns."""
         shard = elements // len(self.owners)
         index = self.owners.index(job.rank())
         return index * shard, (index + 1) * shard
 
     def give_back_with(self, owner: object, grads: torch.Tensor) -> None:
-        """Have the servers free what they keep of the bucket's sums once every member's `owner` is
-        collected. `grads`: the bucket's gradients."""
+        """Make the servers free the bucket's sums once every member's `owner` is collected.
+        `grads`: the bucket's gradients."""
         if self.route == bytepslib.routes.COLLECTIVE or len(self.group) == 1 or not grads.numel():
             return
         names = [self.name] if self.kept is None else [self.name, self.kept.name_of(self)]
@@ -327,11 +327,11 @@ class BucketOp:
 def wire_of(
     param_dtype: torch.dtype, grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig
 ) -> WireType:
-    """The type in which gradients travel.
+    """Return the type in which gradients travel.
 
-    bf16 is for fp32: of a half type it would keep no more. With the optimizer on the servers,
-    parameters come down in it, so that fp32 ones do not use it. Of blocks they come down as
-    differences.
+    bf16 is only for fp32 gradients: it would not shorten a half type. With the optimizer on the
+    servers, parameters are pulled in this type, so fp32 parameters do not use bf16. With blocks,
+    they are pulled as differences.
     """
     wire, name = bytepslib.wire, ddp_config.dpu_reduce_wire_dtype
     if name is None:
@@ -346,8 +346,8 @@ def wire_of(
 
 
 def wire_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> int:
-    """Bytes of a bucket as it travels, in the busier direction: parameters that servers update come
-    down as differences in 8 bits where gradients go up in 4."""
+    """Return the bytes of a bucket in the busier direction: with 4-bit gradients, servers answer
+    with 8-bit differences."""
     param_dtype, elements = next(iter(bucket.params_list)).dtype, bucket.grad_data.numel()
     wire = wire_of(param_dtype, bucket.grad_data.dtype, config)
     if config.dpu_optimizer and wire.is_block:
@@ -355,7 +355,7 @@ def wire_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfi
     return wire.nbytes(elements)
 
 
-# Node first: the sums of a bucket whose ranks share hosts.
+# Node-first sums of a bucket whose ranks share hosts.
 
 
 _Group = torch.distributed.ProcessGroup
@@ -364,19 +364,20 @@ _Group = torch.distributed.ProcessGroup
 def node_sums(
     op: BucketOp, grads: torch.Tensor, buffer: _ParamAndGradBuffer, group: _Group
 ) -> tuple[NodeSum, NodeSum | None]:
-    """The sum of which every rank gets all, and that of which each gets the shard that it owns.
+    """Return the sum that every rank gets as a whole, and the sum of which each rank gets its
+    shard.
 
     All ranks of this host call this in the same order.
 
     Args:
-        op: of the bucket; its placement and sums are not looked at.
+        op: operation of the bucket; its placement and sums are ignored.
         grads: the bucket's gradients, flat.
-        buffer: that the bucket is a part of.
-        group: the data-parallel group, of the ranks of `op`.
+        buffer: buffer of the bucket.
+        group: the data-parallel group; it has the ranks of `op`.
 
     Returns:
-        No second one without the distributed optimizer, or where several of its instances share a
-        host.
+        both sums. The second is None without the distributed optimizer, or if several of its
+        instances share a host.
     """
     node, rank = bytepslib.nodes, job.rank()
     layout = _layout(op.group, job.joined().hosts)
@@ -408,19 +409,20 @@ def node_sums(
         node.piece_count(part_bytes),
     )
     if cut is None:
-        # Several instances on one host: its ranks own the same shards, and gather more than these.
+        # Several instances on a host: its ranks own the same shards, and must gather more than
+        # these.
         return whole, None
     return whole, replace(whole, name=f"{op.name}/shards", pieces=tuple(cut))
 
 
 @functools.lru_cache(maxsize=16)
 def _layout(group: tuple[int, ...], hosts: tuple[int, ...]) -> HostLayout:
-    """How a group is spread over the hosts of all ranks."""
+    """Return the distribution of a group over the hosts of all ranks."""
     return bytepslib.nodes.HostLayout.of(group, [str(hosts[rank]) for rank in group])
 
 
 @functools.lru_cache(maxsize=16)
 def _owned(layout: HostLayout, group: tuple[int, ...], shards: int) -> list[list[int]]:
-    """For each host, the shard that each of its ranks owns."""
+    """Return, for each host, the shard that each of its ranks owns."""
     places = {rank: place for place, rank in enumerate(group)}
     return [[places[rank] % shards for rank in members] for members in layout.hosts]

@@ -1,10 +1,10 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""BytePS, imported when it is first needed, so that Megatron runs without it.
+"""Imports BytePS when it is first needed, so that Megatron runs without it.
 
 ``bytepslib.byteps`` is the module ``byteps.torch``, ``bytepslib.nodes`` is ``byteps.torch.nodes``,
-and so on; ``forecast`` is ``byteps.forecast``. Each raises RuntimeError where BytePS is not there
-or does not load.
+and so on; ``forecast`` is ``byteps.forecast``. Access raises RuntimeError if BytePS is not
+installed or does not load.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    # So that type checkers find calls of what these modules do not have.
+    # Lets type checkers check uses of these modules.
     import byteps.torch as byteps
     from byteps import forecast
     from byteps.torch import (
@@ -75,7 +75,7 @@ def load() -> Any:
     """Import ``byteps.torch``.
 
     Raises:
-        RuntimeError: it is not there or does not load.
+        RuntimeError: it is not installed or does not load.
     """
     try:
         return importlib.import_module("byteps.torch")

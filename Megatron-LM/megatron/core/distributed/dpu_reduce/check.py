@@ -1,9 +1,8 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""What ``--use-dpu-reduce`` would do for a job, without a GPU: ``-h`` says how to ask.
+"""Forecasts what ``--use-dpu-reduce`` would do for a job, without a GPU: see ``-h``.
 
-Exit status: 0 the flag is accepted, 1 it is refused, 2 bad use, or arguments that Megatron itself
-does not take.
+Exit status: 0 the flag is accepted, 1 it is refused, 2 bad use or arguments that Megatron rejects.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from .parameters import NotMegatrons, Parallelism, parse
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found about a job."""
+    """Result of the check of a job."""
 
     refused: str
-    """Why ``--use-dpu-reduce`` does not go with its arguments; empty: it does."""
+    """Reason why ``--use-dpu-reduce`` is refused; empty if it is accepted."""
     optimizer_refused: str
-    """The same of ``--dpu-optimizer`` on top."""
+    """Reason why ``--dpu-optimizer`` is refused in addition; empty if it is accepted."""
     left: str
-    """That a wrapper shards gradients by itself; empty: none does."""
+    """Message that a wrapper shards gradients itself; empty if none does."""
     training: Training
     forecast: Forecast | None
-    """None where a wrapper shards gradients by itself."""
+    """None if a wrapper shards gradients itself."""
 
     @property
     def reaches_servers(self) -> bool:
-        """Whether ``--use-dpu-reduce`` alone sends a bucket to servers."""
+        """Return whether ``--use-dpu-reduce`` alone sends a bucket to servers."""
         if self.forecast is None:
             return False
         row = next(row for row in self.forecast.rows if row.flags == (USE,))
@@ -63,15 +62,15 @@ class Verdict:
 
 
 def judge(args: Any, machines: Machines, accepts: str | None = None) -> Verdict:
-    """What the flags would do for a job.
+    """Return what the flags would do for a job.
 
     Args:
-        args: Megatron's, checked by it.
-        machines: that the job runs on.
-        accepts: type in which its user agrees to send gradients.
+        args: Megatron's arguments, validated.
+        machines: machines of the job.
+        accepts: wire dtype that the user accepts.
 
     Raises:
-        ValueError: the ranks cannot be split as the arguments want.
+        ValueError: the ranks cannot be split as the arguments ask.
     """
     training = replace(_training(args, machines), accepts=accepts)
     left = next(
@@ -138,8 +137,8 @@ def _training(args: Any, machines: Machines) -> Training:
 def kinds_of(
     split: Parallelism, held: parameters.Count, machines: Machines, optimizer: str
 ) -> tuple[Kind, ...]:
-    """The gradients of a model that is split so: dense, and expert where they have groups of their
-    own."""
+    """Return the kinds of gradients of a model with this parallelism: dense, and expert if they
+    have groups of their own."""
     own, on_ranks = split.has_expert_groups, optimizer in replica_refusals.OF_MATRICES
     elements = held.dense if own else held.dense + held.expert
     dense = Kind(
@@ -156,7 +155,7 @@ def kinds_of(
 
 
 def render(verdict: Verdict, machines: Machines, micro_batch_s: float | None = None) -> str:
-    """The verdict as text."""
+    """Format the verdict as text."""
     lines = []
     for flag, refused in (
         ("--use-dpu-reduce", verdict.refused),
@@ -220,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the verdict. Returns the exit status."""
+    """Print the verdict and return the exit status."""
     parser = _parser()
     options = parser.parse_args(words)
     if bool(options.arguments) == bool(options.recipe):
@@ -247,16 +246,16 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# The same for a recipe of Megatron-Bridge, which has configs and no arguments.
+# The same check for a recipe of Megatron-Bridge, which has configs instead of arguments.
 
 
 LIBRARY, PERFORMANCE = "megatron.bridge.recipes", "megatron.bridge.perf_recipes"
-"""Packages with recipes."""
+"""Packages that contain recipes."""
 
 
 def recipes(package: str) -> Mapping[str, Callable[[], Any]]:
-    """The recipes of a package that can be made without an argument, by their names. One that has
-    several names is there under the longest, which says more.
+    """Return the recipes of a package that need no argument, by name. A recipe with several names
+    is listed under the longest, which says most.
 
     Raises:
         ImportError: Megatron-Bridge is not installed.
@@ -271,8 +270,8 @@ def recipes(package: str) -> Mapping[str, Callable[[], Any]]:
 
 
 def _functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """All functions of the modules of a package whose names are those of recipes; modules that make
-    parts of recipes aside."""
+    """Yield all recipe functions of a package's modules, except modules that define parts of
+    recipes."""
     top = importlib.import_module(package)
     modules = [top] + [
         importlib.import_module(info.name)
@@ -289,11 +288,11 @@ def _functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def recipe(name: str) -> Any:
-    """The recipe's configs, as they are before training settles them.
+    """Return the recipe's configs, before training derives values from them.
 
     Raises:
         ImportError: Megatron-Bridge is not installed.
-        ValueError: it has no such recipe; the text names those that are like it.
+        ValueError: it has no such recipe; the text suggests similar names.
     """
     known = [one for package in (LIBRARY, PERFORMANCE) for one in _functions(package)]
     for other, function in known:
@@ -305,11 +304,11 @@ def recipe(name: str) -> Any:
 
 
 def settle(config: Any, ranks: int) -> None:
-    """Do what Megatron-Bridge does first when it trains: types, and what overlaps.
+    """Derive types and overlap settings as Megatron-Bridge does at the start of training.
 
     Args:
-        config: of a recipe; it is changed.
-        ranks: of the job.
+        config: config of a recipe; changed in place.
+        ranks: number of ranks of the job.
     """
     precision = config.mixed_precision
     if isinstance(precision, str):
@@ -331,15 +330,15 @@ def settle(config: Any, ranks: int) -> None:
 
 
 def judge_recipe(config: Any, machines: Machines, accepts: str | None = None) -> Verdict:
-    """What the flags would do for a recipe.
+    """Return what the flags would do for a recipe.
 
     Args:
-        config: of the recipe; it is settled here.
-        machines: that the job runs on.
-        accepts: type in which its user agrees to send gradients.
+        config: config of the recipe; changed by :func:`settle`.
+        machines: machines of the job.
+        accepts: wire dtype that the user accepts.
 
     Raises:
-        ValueError: the ranks cannot be split as the recipe wants.
+        ValueError: the ranks cannot be split as the recipe asks.
     """
     settle(config, machines.world)
     dist = getattr(config, "dist", None)

@@ -1,12 +1,12 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Collectives of Megatron over data-parallel ranks, and what replicas make of each.
+"""Collectives of Megatron over data-parallel ranks, and what each means with replicas.
 
-A replica has a torch.distributed world of its own. So a collective over its data-parallel ranks
-leaves out the other replicas. One that gives each replica another value of something that is
-trained would have replicas part without a word. This is the list of all of them. A test trains with
-the settings that lead to them, sees each call in torch's process groups, and fails at one that is
-not here. What is refused is refused of the arguments, by :mod:`.replica_refusals`.
+A replica has its own torch.distributed world, so a collective over its data-parallel ranks leaves
+out the other replicas. If this gave replicas different values of trained state, they would diverge
+silently. This module lists all such collectives. A test trains with the settings that lead to them,
+records each call in torch's process groups, and fails at a call that is not listed.
+:mod:`.replica_refusals` refuses the arguments that lead to unsupported ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .refusal import Refusal
 
 
 class Over(enum.Enum):
-    """Meaning of a collective inside a replica where there are several replicas."""
+    """Meaning of a collective inside a replica if there are several replicas."""
 
     CONTINUED = "a hook continues it over replicas"
     ALIKE = "it is made of sums or parameters that all replicas have, so all find the same"
@@ -30,14 +30,14 @@ class Over(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A function that makes collectives over data-parallel ranks."""
+    """A function that calls collectives over data-parallel ranks."""
 
     where: str
     """``module:function``, without ``megatron.``."""
     over: Over
     why: str
-    """What it is for. With local steps (``--dpu-outer``) nothing is continued that is not
-    marked so by its hook: parameters and buffers become alike at each exchange."""
+    """Purpose of the collective. With local steps (``--dpu-outer``) only hooks marked so continue
+    it: parameters and buffers become equal at each exchange."""
     refusal: Refusal | None = None
 
 
@@ -157,7 +157,7 @@ _REFUSED = {
 
 
 def collectives() -> Iterator[Collective]:
-    """All of them."""
+    """Yield all of them."""
     for over, some in (
         (Over.CONTINUED, _CONTINUED),
         (Over.ALIKE, _ALIKE),
@@ -171,5 +171,5 @@ def collectives() -> Iterator[Collective]:
 
 
 def refusals() -> Iterator[Refusal]:
-    """Arguments that replicas refuse because of these collectives."""
+    """Yield the refusals of arguments that lead to unsupported collectives."""
     return (one.refusal for one in collectives() if one.refusal is not None)

@@ -1,9 +1,9 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Which part of each global batch this rank reads: its place among the ranks of all replicas.
+"""This rank's data-parallel rank and size, counted over all replicas.
 
-Samplers call these by the names that ``megatron.core.mpu`` has, and of one replica they are its
-functions.
+Samplers use them to choose this rank's part of a global batch. Names are those of
+``megatron.core.mpu``; with a single replica the results are the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["get_data_parallel_rank", "get_data_parallel_world_size"]
 
 
 def get_data_parallel_rank() -> int:
-    """Ranks of replica 0 come first."""
-    from ... import parallel_state  # which needs this package
+    """Return the data-parallel rank among all replicas; ranks of replica 0 come first."""
+    from ... import parallel_state  # Imported here because parallel_state imports this package.
 
     own = parallel_state.get_data_parallel_rank()
     if job.replicas() == 1:
@@ -24,7 +24,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_world_size() -> int:
-    """Of all replicas."""
+    """Return the number of data-parallel ranks of all replicas."""
     from ... import parallel_state
 
     return parallel_state.get_data_parallel_world_size() * job.replicas()

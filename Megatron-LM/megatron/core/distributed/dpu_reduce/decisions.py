@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The route of each bucket group of a model, by trials where asked, and what a job is told."""
+"""Decides the route of each bucket group of a model, by measurement if requested, and prints it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _Group = torch.distributed.ProcessGroup
 
 _measurements: dict[tuple[object, ...], Measured] = {}
-"""By group and by what is summed: model chunks that are alike are measured once."""
+"""Rates by group and sum: identical model chunks are measured once."""
 
 
 def measured(
@@ -35,14 +35,14 @@ def measured(
     sums: Sequence[Sum],
     buffer: _ParamAndGradBuffer,
 ) -> Measured:
-    """The rates of the largest sum of a kind; all members of the group call this.
+    """Measure the rates of the largest sum of a kind; all members of the group call this.
 
     Args:
         kind: ``dense`` or ``expert``.
         group: the data-parallel group.
         groups: bucket groups.
-        sums: of these, one each.
-        buffer: of that kind.
+        sums: the sum of each bucket group.
+        buffer: a buffer of that kind.
 
     Raises:
         byteps.torch.BytePSError: a push-pull failed; the text names the peer.
@@ -109,7 +109,7 @@ _told: set[str] = set()
 
 
 def forget() -> None:
-    """Measure anew, and tell tables again that were told before."""
+    """Forget measurements and printed tables, so that they are made anew."""
     _measurements.clear()
     _told.clear()
 
@@ -123,17 +123,17 @@ def decide_all(
     *,
     measures: bool,
 ) -> dict[int, Decision]:
-    """The decision for each bucket, by the bucket's id; rank 0 prints how it came about.
+    """Return the decision for each bucket, by the bucket's id; rank 0 prints the reasons.
 
-    All members of the group call this, and decide the same.
+    All members of the group call this and get the same result.
 
     Args:
-        config: of the DDP.
+        config: config of the DDP.
         kind: ``dense`` or ``expert``.
         group: the data-parallel group.
-        groups: bucket groups that it sums.
-        buffers: that these are made of.
-        measures: links may be measured. Without it two starts decide alike.
+        groups: the DDP's bucket groups.
+        buffers: buffers of these groups.
+        measures: whether rates may be measured. Without measuring, two starts decide the same.
     """
     if job.replicas() > 1:
         return _over_replicas(config, kind, group, groups)
@@ -175,7 +175,7 @@ def _over_replicas(
     group: torch.distributed.ProcessGroup,
     groups: Sequence[_ParamAndGradBucketGroup],
 ) -> dict[int, Decision]:
-    """Replicas meet only at the servers: there is nothing to choose."""
+    """Return the decisions with replicas: they meet only at the servers, so there is no choice."""
     routes, ranks = bytepslib.routes, group.size()
     decision = routes.Decision(
         route=routes.NODE_FIRST if ranks > 1 else routes.FLAT,
@@ -197,7 +197,7 @@ def _over_replicas(
 
 
 def print_once(text: str) -> None:
-    """Print it, unless it was printed before."""
+    """Print a text unless it was printed before."""
     if text not in _told:
         _told.add(text)
         print(advice.as_lines(text), flush=True)
@@ -216,13 +216,12 @@ _Kinds = Iterable[
 def tell(
     config: DistributedDataParallelConfig, model_config: TransformerConfig, kinds: _Kinds
 ) -> None:
-    """Rank 0 prints what its first model chunk would gain.
+    """Print, on rank 0, the gain for its first model chunk.
 
     Args:
-        config: of the DDP.
-        model_config: of the model in it.
-        kinds: the name of each kind of gradients, its data-parallel group, its bucket groups and
-            buffers.
+        config: config of the DDP.
+        model_config: config of its model.
+        kinds: name, data-parallel group, bucket groups and buffers of each kind of gradients.
     """
     if torch.distributed.get_rank() != 0:
         return
@@ -235,7 +234,7 @@ def tell(
         if not elements:
             continue
         hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
-        # Every rank is in one such group, and hosts look alike.
+        # Every rank is in one such group, and hosts are assumed to be alike.
         count = everybody[hosts[0]] / bytepslib.routes.per_host(hosts)[hosts[0]]
         left = sum(
             parameter.numel()
@@ -246,7 +245,7 @@ def tell(
         found.append(
             bytepslib.forecast.Kind(name=name, groups={hosts: count}, elements=elements, left=left)
         )
-        # Nearly all elements have one type; where they have not, the larger one decides.
+        # Nearly all elements have the same type; otherwise the larger type decides.
         gradient_bytes = max([gradient_bytes, *(b.grad_dtype.itemsize for b in buffers)])
         parameter_bytes = max([parameter_bytes, *(b.param_dtype.itemsize for b in buffers)])
         bf16 = bf16 and not any(b.param_dtype in (torch.float16, torch.float32) for b in buffers)

@@ -1,14 +1,15 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""What rounding to few bits has lost, in checkpoints of ``--ckpt-format torch_dist``.
+"""Saves and loads rounding losses in checkpoints of ``--ckpt-format torch_dist``.
 
-For each parameter there is a tensor of its shape with the mean over the ranks that push its
-gradient, and one of the servers; both are cut as the parameter is. Each rank takes the mean when it
-is saved, and when it is loaded: the job that goes on computes the bits of the one that comes back,
-and the sum over all ranks is what it was, and with it what the next steps still owe the parameter.
+Each parameter has two tensors of its shape, sharded like it: the mean loss of the ranks that push
+its gradient, and the servers' loss. Each rank takes the mean both when it saves and when it loads.
+So a job that goes on computes the same bits as a job that resumes. The sum of the losses over all
+ranks, which later steps add to the parameter, does not change.
 
 With ``--dpu-feedback-per-rank`` there is a tensor for each rank instead, and saving changes
-nothing. Of n ranks, rank i goes on with what the ranks i, i + n, i + 2n ... have saved, added up.
+nothing. On loading with n ranks, rank i takes the sum of the losses saved by ranks i, i + n, i + 2n
+...
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ if TYPE_CHECKING:
     from .bucket_op import BucketOp
 
 KEY = "dpu_feedback"
-"""Of the state; and how the names of its tensors begin."""
+"""Key of the state, and prefix of its tensors' names."""
 _COPY = "/copy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Owed:
-    """How a parameter's losses are saved: the same on all ranks that save a part of them."""
+    """Properties of a parameter's losses, the same on all ranks that save a part of them."""
 
     pushers: int
-    """Ranks that push each element."""
+    """Number of ranks that push each element."""
     average: bool
-    """Their gradients are divided by that."""
+    """Whether gradients are divided by this number."""
     servers: bool
-    """Servers keep theirs."""
+    """Whether servers keep losses too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """A parameter's rounding losses as a checkpoint has them."""
+    """Properties of a parameter's losses in a checkpoint."""
 
     owed: _Owed
     tensors: int
-    """One for each rank that pushed it, or one, of their mean."""
+    """Number of tensors: one per rank that pushed the parameter, or 1 for their mean."""
 
     def wanted(self, place: int, pushers: int) -> list[tuple[int, float]]:
-        """Returns the tensors that the rank of this place among so many takes, and their factor."""
+        """Return the tensors that rank `place` of `pushers` takes, with their factors."""
         if self.tensors == self.owed.pushers:
             return [(number, 1.0) for number in range(place, self.tensors, pushers)]
         return [(0, self.owed.pushers / pushers)]
@@ -66,46 +67,45 @@ class _Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """A tensor that this rank pushes: parts of a bucket, laid end to end."""
+    """A tensor that this rank pushes: ranges of a bucket, laid end to end."""
 
     name: str
     numel: int
     parts: tuple[tuple[int, int, int], ...]
-    """First element in the bucket, last plus one, and where the first lies in the tensor."""
+    """First element in the bucket, last plus one, and offset of the first in the tensor."""
     group: tuple[int, ...]
     """Ranks that push the same elements."""
     place: int
-    """This rank's place among them."""
+    """Index of this rank among them."""
     owed: _Owed
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Box:
-    """Elements of a parameter that lie side by side in what a rank pushes."""
+    """Adjacent elements of a parameter within a tensor that a rank pushes."""
 
     push: _Push
     at: int
     numel: int
     name: str
-    """Of the parameter in a checkpoint; layers and experts have one each."""
+    """Name of the parameter in a checkpoint; each layer and expert has its own."""
     copy: tuple[int, ...]
-    """Which of several copies of the parameter it is of: stages of the pipeline may have one each,
-    whose gradients are added, and so may tensor-parallel ranks, whose gradients are alike. All 0:
-    the first."""
+    """Identifies a copy of the parameter. Pipeline stages may have copies, whose gradients are
+    added; so may tensor-parallel ranks, whose gradients are equal. All 0: the first copy."""
     place: ShardedTensor
-    """In the parameter's global tensor."""
+    """Place in the parameter's global tensor."""
 
     @functools.cached_property
     def key(self) -> str:
-        """Of the copy."""
+        """Key of the copy."""
         return self.name + (_COPY + ".".join(map(str, self.copy)) if any(self.copy) else "")
 
     def part_of(self, pushed: torch.Tensor) -> torch.Tensor:
-        """The elements, of what is pushed."""
+        """Return this box's elements of the pushed tensor."""
         return pushed[self.at : self.at + self.numel]
 
     def of_rank(self, key: str, rank: int, ranks: int, data: torch.Tensor) -> ShardedTensor:
-        """Among what so many ranks have lost."""
+        """Return the sharded tensor of this box in the losses of `ranks` ranks."""
         place = self.place
         return replace(
             place,
@@ -117,14 +117,14 @@ class _Box:
         )
 
     def of_servers(self, key: str, data: torch.Tensor) -> ShardedTensor:
-        """What servers have lost."""
+        """Return the sharded tensor of this box in the servers' losses."""
         view = data.view(self.place.local_shape)
         return replace(self.place, key=f"{KEY}.{key}.servers", data=view)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """A tensor that is loaded: where its values belong."""
+    """A tensor to be loaded, and the destination of its values."""
 
     box: _Box
     factor: float
@@ -140,15 +140,15 @@ class _Loading:
 
 
 _loading: _Loading | None = None
-"""None: there is none, or it has nothing."""
+"""None: no checkpoint is being loaded, or it has no losses."""
 
 
 def save(state: dict[str, Any], *, per_rank: bool) -> None:
-    """Add to a state that is about to be saved what was lost. All ranks call it.
+    """Add the losses to a state that is about to be saved. All ranks call it.
 
     Args:
-        state: what is saved, with the sharded states of the model's chunks.
-        per_rank: save what each rank has lost, instead of their mean, which it has from now on.
+        state: state to save, with the sharded states of the model's chunks.
+        per_rank: save each rank's losses. Otherwise save their mean, which each rank then keeps.
 
     Raises:
         byteps.torch.BytePSError: a server is lost.
@@ -164,7 +164,7 @@ def save(state: dict[str, Any], *, per_rank: bool) -> None:
         if push.place == 0 and push.owed.servers:
             servers = bytepslib.operations.read_feedback(push.name, push.numel)
         for box in of_push:
-            # Copies: they may be written while training goes on.
+            # Copies, because they may be written while training goes on.
             if per_rank or push.place == 0:
                 values, ranks = box.part_of(lost).clone(), push.owed.pushers if per_rank else 1
                 tensors.append(box.of_rank(box.key, push.place, ranks, values))
@@ -179,7 +179,7 @@ def save(state: dict[str, Any], *, per_rank: bool) -> None:
 
 
 def _share(pushes: Sequence[_Push]) -> None:
-    """Give each rank the mean of what all that push the same elements have lost of them."""
+    """Set each rank's losses to the mean over all ranks that push the same elements."""
     sums = []
     for push in pushes:
         lost = bytepslib.wire.feedback.get(push.name)
@@ -203,11 +203,11 @@ def _share(pushes: Sequence[_Push]) -> None:
 
 
 def ask(state: dict[str, Any], common: Mapping[str, Any]) -> None:
-    """Add to a state that is about to be loaded what a checkpoint has of it. All ranks call it.
+    """Add the losses of a checkpoint to a state that is about to be loaded. All ranks call it.
 
     Args:
-        state: what is loaded, with the sharded states of the model's chunks.
-        common: of the checkpoint: what is not cut.
+        state: state to load, with the sharded states of the model's chunks.
+        common: the checkpoint's common (not sharded) part.
     """
     global _loading
     _loading = None
@@ -231,12 +231,12 @@ def ask(state: dict[str, Any], common: Mapping[str, Any]) -> None:
 
 
 def has_feedback() -> bool:
-    """Whether gradients of this job travel with feedback."""
+    """Return whether gradients of this job travel with feedback."""
     return any(bucket.dpu_reduce_op.wire.feedback for bucket, _ in plan.all_buckets())
 
 
 def take(state: Mapping[str, Any]) -> bool:
-    """Go on with what was lost by the checkpoint that was loaded; whether it has said so."""
+    """Take over the losses of the loaded checkpoint; return whether it has any."""
     global _loading
     loading, _loading = _loading, None
     if loading is None:
@@ -257,15 +257,15 @@ def take(state: Mapping[str, Any]) -> bool:
 def _wanted(
     box: _Box, saved: Mapping[str, _Saved], present: Mapping[str, _Owed]
 ) -> Iterator[tuple[_Asked, ShardedTensor]]:
-    """What of a checkpoint this rank goes on with."""
+    """Yield the tensors of a checkpoint that this rank loads for a box."""
     keys = [box.key] if box.key in saved else []
     if not any(box.copy):
-        # Of stages that had a copy, and have none any more; those of tensor-parallel ranks are like
-        # the first.
+        # Also load copies of stages that no longer have a copy. Copies of tensor-parallel ranks
+        # equal the first copy.
         copies = [key for key in saved if key.startswith(box.name + _COPY)]
         keys += [key for key in copies if key not in present and _is_of_stage(key)]
     is_alike = not keys and box.copy[0] == 0 and box.name in saved
-    if is_alike:  # a tensor-parallel rank whose copy is new
+    if is_alike:  # A tensor-parallel rank whose copy is new.
         keys = [box.name]
     push, owed = box.push, box.push.owed
     weight = float(owed.pushers if owed.average else 1)
@@ -274,7 +274,7 @@ def _wanted(
         wanted = []
         for number, factor in saved[key].wanted(push.place, owed.pushers):
             tensor = box.of_rank(key, number, tensors, _blank(box))
-            if tensors < was.pushers:  # by all ranks
+            if tensors < was.pushers:  # Loaded by all ranks.
                 tensor = replace(tensor, replica_id=push.place)
             factor *= weight / was.pushers if was.average else weight
             wanted.append((tensor, factor, False))
@@ -282,12 +282,13 @@ def _wanted(
             factor = 1.0 if owed.servers else weight
             wanted.append((box.of_servers(key, _blank(box)), factor, owed.servers))
         for tensor, factor, to_servers in wanted:
-            loaded = replace(tensor, replica_id=1) if is_alike else tensor  # by others, too
+            # Loaded by other ranks too.
+            loaded = replace(tensor, replica_id=1) if is_alike else tensor
             yield _Asked(box=box, factor=factor, to_servers=to_servers), loaded
 
 
 def _is_of_stage(key: str) -> bool:
-    """Whether it is the key of the copy that a stage of the pipeline had."""
+    """Return whether a key belongs to the copy of a pipeline stage."""
     stage, *others = map(int, key.rpartition(_COPY)[2].split("."))
     return stage > 0 and not any(others)
 
@@ -299,9 +300,9 @@ def _blank(box: _Box) -> torch.Tensor:
 def _agreed(
     boxes: list[_Box], mine: Mapping[str, _Owed | None]
 ) -> tuple[list[_Box], dict[str, _Owed]]:
-    """The boxes of parameters of which all ranks save the losses, and alike; and how.
+    """Return the boxes of parameters whose losses all ranks save in the same form, and that form.
 
-    Tensor-parallel ranks may send a parameter by other backends.
+    Tensor-parallel ranks may send the same parameter by different backends.
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, dict(mine))
@@ -314,11 +315,11 @@ def _agreed(
 
 
 def _boxes(state: Mapping[str, Any]) -> tuple[list[_Box], dict[str, _Owed | None]]:
-    """What this rank pushes with feedback of the parameters of a state, and how each of them is
-    saved, None where it is not: said by one rank of those that push the same.
+    """Return the boxes that this rank pushes with feedback, and the form in which each parameter's
+    losses are saved (None: not saved). Only one of the ranks that push the same elements gives the
+    form.
 
-    Nothing is said of a parameter that is saved as anything else than parts of it that lie side by
-    side.
+    Parameters whose saved parts are not contiguous are left out.
     """
     chunks = {key: value for key, value in state.items() if key.startswith("model")}
     found, _ = extract_sharded_tensors_and_factories(chunks)
@@ -352,7 +353,8 @@ def _cut(
     model_parameter: ShardedTensor | ShardedTensorFactory,
     axes: int,
 ) -> Iterator[_Box]:
-    """A parameter, of so many axes from `first` to `last` in its bucket, as far as it is pushed."""
+    """Yield boxes of a parameter (elements `first` to `last` of its bucket) for the pushed
+    elements."""
     for part in push.parts:
         low, high = max(part[0], first), min(part[1], last)
         if low < high:
@@ -400,7 +402,7 @@ def _whole(bucket: _ParamAndGradBucket, place: int, owed: _Owed) -> _Push:
 
 
 def _pushes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> list[_Push]:
-    """What this rank sends of a bucket in blocks with feedback."""
+    """Return the tensors that this rank sends of a bucket in blocks with feedback."""
     op: BucketOp = bucket.dpu_reduce_op
     is_alone = len(op.group) == 1 and not op.updated
     if not op.wire.feedback or op.route == bytepslib.routes.COLLECTIVE or is_alone:

@@ -1,15 +1,15 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Parameters that come down from the servers while the next forward pass runs.
+"""Overlap of parameter pulls with the next forward pass.
 
-``--overlap-param-gather`` asks for it together with ``--dpu-optimizer``, and in a DDP config
-``dpu_optimizer_overlap``. A step then returns when it knows the norm and has asked the servers for
-its parameters. Servers answer bucket by bucket, those of the first layers first, and a hook before
-each module's forward pass waits for the module's own. So links carry gradients during the backward
-pass and parameters during the forward pass.
+``--overlap-param-gather`` with ``--dpu-optimizer`` enables it; in a DDP config
+``dpu_optimizer_overlap`` does. A step then returns when it knows the norm and has asked the servers
+for its parameters. Servers answer bucket by bucket, first layers first, and a hook before each
+module's forward pass waits for the module's parameters. So links carry gradients during the
+backward pass and parameters during the forward pass.
 
-Code that reads parameters elsewhere calls ``wait_for_parameters`` of this package before. Saves,
-loads, ``state_dict()`` and the end of training do.
+Code that reads parameters elsewhere must call ``wait_for_parameters`` of this package first.
+Saving, loading, ``state_dict()`` and the end of training do so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _logger = logging.getLogger(__name__)
 
 
 def is_wanted(chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Whether steps return while parameters come down. Rank 0 says why not, if it was asked for."""
+    """Return whether steps return while parameters are in flight. Rank 0 logs the reason if this
+    was requested but is impossible."""
     if not any(chunk.ddp_config.dpu_optimizer_overlap for chunk in chunks):
         return False
     obstacle = ""
@@ -65,18 +66,17 @@ def _buckets(chunks: Sequence[DistributedDataParallel]) -> Iterator[_ParamAndGra
 
 
 def _lands_in_parameters(bucket: _ParamAndGradBucket) -> bool:
-    """Whether updated parameters come down into their place."""
+    """Return whether updated parameters are pulled directly into their place."""
     wire = bucket.dpu_reduce_op.wire
     return wire.is_block or all(wire.memory == one.dtype for one in bucket.params_list)
 
 
 def clip(*, overlaps: bool) -> str:
-    """Return how steps that may be clipped are made: see ``Speculation``.
+    """Return the ``clip`` mode of ``Speculation``.
 
-    A step that servers try has its parameters before the norm is known, which spares time where
-    servers have links of their own: parameters come down while gradients go up. On the workers'
-    hosts gradients alone keep both directions of a link busy, and parameters that come during the
-    forward pass cost nothing.
+    Speculation pulls parameters while gradients are pushed, which saves time if servers have their
+    own links. If servers run on the workers' hosts, gradients alone keep both directions of a link
+    busy, and it is better to pull parameters during the forward pass.
     """
     return "wait" if overlaps and job.joined().network.servers.extra == 0 else "speculate"
 
@@ -84,7 +84,7 @@ def clip(*, overlaps: bool) -> str:
 def order(
     chunks: Sequence[DistributedDataParallel], buckets: Sequence[ServerBucket]
 ) -> list[ServerBucket]:
-    """The buckets in the order in which a forward pass needs them."""
+    """Return the buckets in the order in which a forward pass needs them."""
     places = enumerate(p for chunk in chunks for p in chunk.module.parameters())
     first = {parameter: place for place, parameter in reversed(list(places))}
     return sorted(buckets, key=lambda one: min(first[place.parameter] for place in one.places))
@@ -95,14 +95,14 @@ def hook(
     buckets: Sequence[ServerBucket],
     machine: StepMachine,
 ) -> None:
-    """Let each module wait for its own parameters before its forward pass, and ``state_dict()`` for
-    all of them."""
+    """Make each module wait for its own parameters before its forward pass, and ``state_dict()``
+    for all parameters."""
     bucket_of = {place.parameter: bucket for bucket in buckets for place in bucket.places}
     for module in (module for chunk in chunks for module in chunk.module.modules()):
         own = list(module.parameters(recurse=False))
         if needed := list(dict.fromkeys(bucket_of[p] for p in own if p in bucket_of)):
             module.register_forward_pre_hook(_waits_for(needed, machine))
-            # Megatron asks each module by itself for its state.
+            # A hook on every module, because Megatron asks each module separately for its state.
             module.register_state_dict_pre_hook(lambda *_: machine.wait_for_parameters())
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The hooks that Megatron calls; see the package's docstring for their one rule."""
+"""Hooks that Megatron calls; see the package's docstring for their rule."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 
 def initialize(args: Namespace | None = None) -> None:
-    """torch.distributed is up: start BytePS on this rank, once. Blocks until every rank is there.
+    """Start BytePS on this rank, once; torch.distributed is initialized. Blocks until all ranks
+    call it.
 
     Args:
-        args: Megatron's, whose flag decides; None: start it.
+        args: Megatron's arguments, whose flag decides; None: start it.
 
     Raises:
-        RuntimeError: BytePS is missing, or counts its workers differently from torch.distributed.
+        RuntimeError: BytePS is not installed, or its ranks differ from torch.distributed's.
         byteps.torch.BytePSError: the scheduler or a server cannot be reached.
     """
     if args is not None and not getattr(args, "use_dpu_reduce", False):
@@ -55,20 +56,22 @@ def apart(
     names: Mapping[torch.nn.Parameter, str],
     config: TransformerConfig,
 ) -> summed_later.Buffers:
-    """DDP has grouped its parameters: see :func:`.summed_later.apart`."""
+    """Move parameters to separate buffers after DDP has grouped them: see
+    :func:`.summed_later.apart`."""
     if not ddp.ddp_config.dpu_optimizer:
         return buffers
     return summed_later.apart(ddp, buffers, names, config)
 
 
 def register(ddp: DistributedDataParallel) -> None:
-    """A DDP was built: see :func:`.plan.register`."""
+    """Plan the buckets of a new DDP: see :func:`.plan.register`."""
     if ddp.ddp_config.use_dpu_reduce:
         plan.register(ddp)
 
 
 def takes(bucket_group: _ParamAndGradBucketGroup) -> bool:
-    """Whether the group's sums go through BytePS; else Megatron issues its own collectives."""
+    """Return whether BytePS sums the bucket group; otherwise Megatron issues its own
+    collectives."""
     if not bucket_group.ddp_config.use_dpu_reduce:
         return False
     return server_buckets.are_updated(bucket_group) or sums.goes_through_servers(bucket_group)
@@ -77,20 +80,21 @@ def takes(bucket_group: _ParamAndGradBucketGroup) -> bool:
 def start_grad_sync(
     bucket_group: _ParamAndGradBucketGroup, force_all_reduce: bool | None = False
 ) -> sums.GradSyncHandle | None:
-    """A group that BytePS `takes` is ready: see :func:`.sums.start_grad_sync`, and where servers
-    update :func:`.server_buckets.start_update`."""
+    """Sum a ready bucket group that BytePS `takes`: see :func:`.sums.start_grad_sync`, or
+    :func:`.server_buckets.start_update` if servers update it."""
     if server_buckets.are_updated(bucket_group):
         return server_buckets.start_update(bucket_group)
     return sums.start_grad_sync(bucket_group, force_all_reduce)
 
 
 def outer_reduction(config: Any, group: torch.distributed.ProcessGroup) -> sums.OuterReduction:
-    """Megatron-FSDP is about to all-reduce shards over replicas: see :class:`.OuterReduction`."""
+    """Return the all-reduce of Megatron-FSDP's shards over replicas: see
+    :class:`.OuterReduction`."""
     return sums.OuterReduction(config, group)
 
 
 def outside_graph(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a call that records a forward and backward pass in a CUDA graph, or replays it: see
+    """Decorate a call that records a forward and backward pass in a CUDA graph, or replays it: see
     :mod:`.sums`. ``model`` and ``forward_only`` are among its keywords."""
 
     @functools.wraps(call)
@@ -105,22 +109,22 @@ def outside_graph(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keeps_optimizer(model_chunks: Sequence[Any]) -> bool:
-    """Whether servers keep the optimizer of these model chunks."""
+    """Return whether servers keep the optimizer of these model chunks."""
     config = getattr(model_chunks[0], "ddp_config", None)
     return bool(getattr(config, "dpu_optimizer", False))
 
 
 def make_server_optimizer(*arguments: Any) -> Any:
-    """See :func:`.server_making.make_server_optimizer`, which needs ``megatron.core``'s
-    optimizers, and those need this package. Called where `keeps_optimizer` says so."""
+    """Call :func:`.server_making.make_server_optimizer`, if `keeps_optimizer`. Imported here
+    because it needs ``megatron.core``'s optimizers, which import this package."""
     from .server_making import make_server_optimizer as make
 
     return make(*arguments)
 
 
 def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
-    """DDP is about to zero its gradients. With ``dpu_optimizer`` the servers may still be sending
-    parameters into that memory, of a step that Megatron runs once more.
+    """Call before DDP zeroes its gradients. With ``dpu_optimizer``, if Megatron repeats a step,
+    servers may still be sending parameters into that memory.
 
     Raises:
         byteps.torch.BytePSError: a rank or a server was lost.
@@ -128,33 +132,34 @@ def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
     if ddp.ddp_config.dpu_optimizer:
         server_buckets.forget_pushes(ddp)
     elif ddp.ddp_config.dpu_reduce_wire_dtype in FEW_BITS:
-        # Of megatron.core, which needs this package.
+        # Imported here because megatron.core imports this package.
         from ...rerun_state_machine import RerunState, get_rerun_state_machine
 
         if get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:
-            bytepslib.wire.feedback.drop()  # it is of gradients that are computed anew
+            bytepslib.wire.feedback.drop()  # The losses belong to gradients that are computed anew.
 
 
 def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
-    """A checkpoint is about to be saved or loaded: say in which form the servers' state is. What
-    rounding to few bits has lost is forgotten where the format has no place for it."""
+    """Add the form of the servers' state to a checkpoint's metadata, before it is saved or loaded.
+    Drops rounding losses if the checkpoint format cannot hold them."""
     if args.ckpt_format != "torch_dist":
         _forget_lost(args)
     if getattr(args, "dpu_optimizer", False):
-        from .server_checkpoint import put_metadata  # of megatron.core, which needs this package
+        # From megatron.core, which imports this package.
+        from .server_checkpoint import put_metadata
 
         wait_for_parameters()
         put_metadata(metadata)
 
 
 def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
-    """A state is about to be saved: see :mod:`.feedback_state`. What is not saved is forgotten, so
-    that the job that goes on computes the bits of the job that comes back."""
+    """Add rounding losses to a state that is about to be saved: see :mod:`.feedback_state`. If they
+    are not saved they are dropped, so that this job computes the same bits as a resumed job."""
     if getattr(args, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
         return
     if args.no_save_optim or job.replicas() > 1:
         return _forget_lost(args)
-    from .feedback_state import save  # of megatron.core, which needs this package
+    from .feedback_state import save  # From megatron.core, which imports this package.
 
     save(state, per_rank=getattr(args, "dpu_feedback_per_rank", False))
 
@@ -162,7 +167,8 @@ def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
 def ask_for_feedback(
     args: Namespace, state: dict[str, Any], common: Mapping[str, Any] | None
 ) -> None:
-    """A state is about to be loaded, of a checkpoint that has `common` values, if it is there."""
+    """Request rounding losses from a checkpoint that is about to be loaded. `common`: its common
+    part, or None if there is no checkpoint."""
     if common is None or not _resumes_feedback(args) or job.replicas() > 1:
         return
     from .feedback_state import ask
@@ -171,10 +177,11 @@ def ask_for_feedback(
 
 
 def state_is_loaded(args: Namespace, state: dict[str, Any]) -> None:
-    """A state was loaded, and nothing was taken from it yet: go on with what rounding had lost
-    then, or with nothing; and, where asked to, with the rates of the optimizer on the servers."""
+    """Take over rounding losses from a loaded state, or drop them. With
+    ``--use-checkpoint-opt_param-scheduler`` the optimizer on the servers also takes its rates from
+    that state."""
     if getattr(args, "dpu_optimizer", False) and args.use_checkpoint_opt_param_scheduler:
-        from .server_checkpoint import keep_rates  # of megatron.core, which needs this package
+        from .server_checkpoint import keep_rates  # From megatron.core, which imports this package.
 
         keep_rates(state.get("optimizer"))
     _forget_lost(args)
@@ -198,8 +205,8 @@ def _resumes_feedback(args: Namespace) -> bool:
 def step_ended(
     args: Namespace, successful: bool, model: Sequence[Any] = (), optimizer: Any = None
 ) -> None:
-    """The optimizer has made its step on all ranks, or none has: then what rounding to few bits has
-    lost is of gradients that nobody wanted. Replicas that step by themselves may exchange."""
+    """Handle the end of a step. If it was skipped on all ranks, drop rounding losses, which belong
+    to discarded gradients. Replicas with local steps may exchange."""
     if not successful:
         _forget_lost(args)
     if job.replicas() > 1:
@@ -207,13 +214,13 @@ def step_ended(
 
 
 def replicas_of(args: Namespace) -> int:
-    """How many jobs train the model: each has so large a part of the data-parallel ranks."""
+    """Return the number of replicas; each has an equal part of the data-parallel ranks."""
     return job.replicas_of(args)
 
 
 def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
-    """The model and its optimizer are there, new or from a checkpoint: see
-    :func:`.outer_steps.begin`. From now on a replica may be told to leave."""
+    """Call when model and optimizer are complete, new or from a checkpoint: see
+    :func:`.outer_steps.begin`. From now on SIGTERM makes a replica leave."""
     if job.replicas() == 1:
         return
     if not bytepslib.members.is_late():
@@ -226,13 +233,13 @@ def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
 def leaves_out_step(
     args: Namespace, data: Any, model: Sequence[Any], optimizer: Any, scheduler: Any
 ) -> bool:
-    """Whether this iteration is done without being computed: `.outer_steps.leaves_out`."""
+    """Return whether this iteration is skipped: see `.outer_steps.leaves_out`."""
     return job.replicas() > 1 and outer_steps.leaves_out(args, data, model, optimizer, scheduler)
 
 
 def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates what builds datasets and keeps their indices in files: replica 0 goes first, and
-    the others, which may share its files, find them."""
+    """Decorate a function that builds datasets and caches their indices in files: replica 0 builds
+    first, and the others, which may share its files, read them."""
 
     @functools.wraps(build)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -251,28 +258,28 @@ def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) -> torch.Tensor:
-    """Data-parallel ranks of this replica have summed a few numbers: see
-    :func:`.job.sum_over_replicas`."""
+    """Sum a few numbers over replicas, after data-parallel ranks of this replica have summed them:
+    see :func:`.job.sum_over_replicas`."""
     return job.sum_over_replicas(tensor, what, always=always)
 
 
 def agreed_norm(norm: Any) -> Any:
-    """The norm of all gradients is known: see :func:`.job.agreed`."""
+    """Make the gradient norm equal on all replicas: see :func:`.job.agreed`."""
     return job.agreed(norm)
 
 
 def mean_over_replicas(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """Data-parallel ranks of this replica have averaged a few numbers: see
-    :func:`.job.mean_over_replicas`."""
+    """Average a few numbers over replicas, after data-parallel ranks of this replica have averaged
+    them: see :func:`.job.mean_over_replicas`."""
     return job.mean_over_replicas(tensor, what)
 
 
 def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
-    """Whether the job ends because of a signal.
+    """Return whether the job ends because of a signal.
 
     Args:
-        received: of each rank of this replica, whether it has got its signal. With replicas the job
-            ends where all of them have: otherwise those leave.
+        received: for each rank of this replica, whether it received the signal. With replicas, the
+            job ends if all of them received it; otherwise those that did leave.
     """
     told = any(received)
     if job.replicas() == 1 or not outer_steps.meets(args):
@@ -281,8 +288,8 @@ def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
 
 
 def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:
-    """Whether a rank of any replica wants to end, at iterations after which replicas meet; nobody
-    does at others. `flag` is not 0 where this replica wants to, and is changed in place."""
+    """Return a non-zero flag if a rank of any replica wants to end the job. Replicas agree only at
+    iterations after which they meet; at others the result is 0. `flag` is changed in place."""
     if job.replicas() == 1:
         return flag
     if not outer_steps.meets(args):
@@ -291,13 +298,15 @@ def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tenso
 
 
 def saved_once(save: Callable[..., None]) -> Callable[..., None]:
-    """Decorates what saves a checkpoint: of replicas one does. See :mod:`.saves`."""
+    """Decorate a function that saves a checkpoint, so that only one replica saves. See
+    :mod:`.saves`."""
 
     @functools.wraps(save)
     def wrapped(iteration: int, model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         if job.replicas() == 1:
             return save(iteration, model, *args, **kwargs)
-        from megatron.training.global_vars import get_args  # it is what saves
+        # From megatron.training, which calls the decorated function.
+        from megatron.training.global_vars import get_args
 
         def saves_this() -> None:
             save(iteration, model, *args, **kwargs)
@@ -309,13 +318,14 @@ def saved_once(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def saves_are_written() -> None:
-    """Training ends, and what this process has saved is written: see :mod:`.saves`."""
+    """Check, at the end of training, that this process's checkpoints were written: see
+    :mod:`.saves`."""
     if job.replicas() > 1:
         saves.demand_written()
 
 
 def model_is_built(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """The model and its optimizer are there, and its data are not: see
+    """Join a running job, if this replica is late, before datasets are built: see
     :func:`.replica_changes.join`."""
     if job.replicas() > 1:
         replica_changes.join(args, model, optimizer, scheduler)
@@ -329,8 +339,7 @@ def between_steps(
     iteration: int,
     operations: float,
 ) -> None:
-    """An iteration is done: see
-    :func:`.replica_changes.between_steps`."""
+    """Call after each iteration: see :func:`.replica_changes.between_steps`."""
     if job.replicas() == 1:
         return
     replica_changes.between_steps(args, model, optimizer, scheduler, iteration, operations)
@@ -344,11 +353,11 @@ def _forget_lost(args: Namespace) -> None:
 
 
 def wait_for_parameters() -> None:
-    """With ``dpu_optimizer_overlap``: block until models have all parameters of the last step. Own
-    loops call this before they read parameters outside a forward pass.
+    """With ``dpu_optimizer_overlap``: block until models have all parameters of the last step.
+    Custom training loops call this before they read parameters outside a forward pass.
 
     Raises:
-        byteps.torch.BytePSError: some did not come.
+        byteps.torch.BytePSError: parameters did not arrive.
         RuntimeError: a rank of this host was lost.
     """
     machines = sys.modules.get("byteps.torch.step_machine")
@@ -357,11 +366,11 @@ def wait_for_parameters() -> None:
 
 
 def shutdown(args: Namespace | None = None) -> None:
-    """Training is done: leave the BytePS job, if this process is in it. The other ranks may train
-    on until they leave too. Safe to call more than once, and where BytePS was never started.
+    """Leave the BytePS job at the end of training, if this process is in it. Does not wait for
+    other ranks. Safe to call more than once, and if BytePS was never started.
 
     Args:
-        args: Megatron's, whose flag decides; None: leave.
+        args: Megatron's arguments, whose flag decides; None: leave.
     """
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return

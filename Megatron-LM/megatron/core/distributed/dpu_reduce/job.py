@@ -1,13 +1,12 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The job that ranks have joined, its hosts and links, and the replicas that train one model in it.
+"""The job that this rank has joined: its hosts, links and replicas.
 
-Each replica has a torch.distributed world of its own, of which all parallel groups are, and
-replicas meet only at the servers. What Megatron does over the data-parallel ranks it does inside
-the replica, and then this package over replicas: gradients by their bucket's operation, a few
-numbers by :func:`sum_over_replicas`. Workers of replica r are the BytePS ranks from r times the
-replica's world size on. So a rank's peers, which hold the same parameters, are those of its own
-place in each replica.
+Each replica has its own torch.distributed world with all parallel groups, and replicas meet only at
+the servers. Megatron reduces over the data-parallel ranks of its replica, then this package reduces
+over replicas: gradients by their bucket's operation, a few numbers by :func:`sum_over_replicas`.
+BytePS ranks of replica r begin at r times the replica's world size. A rank's peers are the ranks
+with the same index in each replica; they hold the same parameters.
 """
 
 from __future__ import annotations
@@ -31,26 +30,27 @@ if TYPE_CHECKING:
 
 _job: Job | None = None
 _count = 1
-"""Replicas."""
+"""Number of replicas."""
 _peers: tuple[int, ...] = ()
 _each_step = True
-"""Whether replicas sum the gradients of each step; otherwise each steps by itself."""
+"""Whether replicas sum the gradients of each step; otherwise each replica steps on its own."""
 _scaled: weakref.WeakSet[_ParamAndGradBucket] = weakref.WeakSet()
-"""Buckets whose gradients are divided by the number of replicas too, while their models live."""
+"""Buckets whose gradients are also divided by the number of replicas. Weak: models may be
+deleted."""
 _size_counts_replicas = False
-"""Whether the arguments' data-parallel size counts the ranks of all replicas."""
+"""Whether the arguments' data-parallel size includes the ranks of all replicas."""
 
 
 def initialize(quorum: str | None = None) -> None:
-    """Start BytePS on this rank, once; later calls do nothing. Blocks until every rank is there.
+    """Start BytePS on this rank; later calls do nothing. Blocks until all ranks call it.
 
-    torch.distributed must be initialised: its ranks are the BytePS workers.
+    torch.distributed must be initialized: its ranks are the BytePS workers.
 
     Args:
-        quorum: of replicas, as in ``--dpu-quorum``.
+        quorum: quorum of replicas, as in ``--dpu-quorum``.
 
     Raises:
-        RuntimeError: BytePS is missing, or counts its workers differently from torch.distributed.
+        RuntimeError: BytePS is not installed, or its ranks differ from torch.distributed's.
         byteps.torch.BytePSError: the scheduler or a server cannot be reached.
     """
     global _count, _each_step, _job, _peers
@@ -71,36 +71,35 @@ def initialize(quorum: str | None = None) -> None:
         )
     if _job is None:
         met = bytepslib.world.meet(_told_by_all)
-        # To the servers a replica is what a host is otherwise: its ranks sum among themselves
-        # first.
+        # With replicas, a replica takes the role of a host: its ranks sum among themselves first.
         places = tuple(rank // size for rank in range(size * count))
         _job = met if count == 1 else replace(met, hosts=places, measures=False)
         _count, _each_step = count, True
-        # One object, by which the engine knows the group again.
+        # Always the same object, so that the engine's cache of groups finds it.
         _peers = tuple(range(bytepslib.session.rank() % size, size * count, size))
 
 
 def forget() -> None:
-    """Ask all ranks anew when BytePS starts again."""
+    """Reset, so that ranks exchange everything again when BytePS is restarted."""
     global _count, _each_step, _job, _size_counts_replicas
     _job, _count, _each_step, _size_counts_replicas = None, 1, True, False
     _scaled.clear()
 
 
 def joined() -> Job:
-    """What was told. Only after :func:`initialize`."""
+    """Return the values that ranks have exchanged. Only after :func:`initialize`."""
     assert _job is not None
     return _job
 
 
 def rank() -> int:
-    """This rank's number among the workers of the job, all replicas counted."""
+    """Return this rank's number among the workers of all replicas."""
     return bytepslib.byteps.rank()
 
 
 def ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
-    """The workers that reduce a group's gradients, in its order: its global ranks, in each
-    replica."""
+    """Return the workers that reduce a group's gradients, in the group's order, for all
+    replicas."""
     if replicas() == 1:
         return tuple(torch.distributed.get_process_group_ranks(group))
     size = torch.distributed.get_world_size()
@@ -109,7 +108,7 @@ def ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
 
 
 def own_ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
-    """Of these the ones of this replica."""
+    """Return the workers of this replica that reduce a group's gradients."""
     ranks = torch.distributed.get_process_group_ranks(group)
     if replicas() == 1:
         return tuple(ranks)
@@ -118,7 +117,7 @@ def own_ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
 
 
 def of_this_replica(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Of these workers of the job the ones of this replica."""
+    """Return those of the given workers that are in this replica."""
     first = bytepslib.session.first_rank()
     return tuple(r for r in ranks if first <= r < first + torch.distributed.get_world_size())
 
@@ -130,7 +129,7 @@ def _told_by_all(mine: Any) -> list[Any]:
 
 
 def replicas_of(args: Namespace) -> int:
-    """How many replicas train the model, by the arguments and the environment.
+    """Return the number of replicas, from the arguments and the environment.
 
     Raises:
         byteps.torch.BytePSError: BYTEPS_REPLICA is not NUMBER/COUNT.
@@ -143,11 +142,12 @@ def replicas_of(args: Namespace) -> int:
 
 
 def demand_arguments() -> None:
-    """Check that Megatron's arguments have asked how many replicas there are.
+    """Check that Megatron's arguments take the number of replicas into account.
 
     Raises:
-        ValueError: there are several, and none of them has asked: batch sizes and the learning rate
-            are those of one replica, and all replicas read the same samples.
+        ValueError: there are several replicas, but the arguments ignore them: batch sizes and
+            learning rate would be those of a single replica, and all replicas would read the same
+            samples.
     """
     if _count > 1 and not _size_counts_replicas:
         raise ValueError(
@@ -160,22 +160,22 @@ def demand_arguments() -> None:
 
 
 def replica() -> int:
-    """Which of them this is."""
+    """Return the index of this replica."""
     return bytepslib.session.replica()
 
 
 def replicas() -> int:
-    """How many train the model. 1 where BytePS was not started."""
+    """Return the number of replicas; 1 if BytePS was not started."""
     return _count
 
 
 def sums_gradients() -> bool:
-    """Whether the gradients of this step are summed over replicas."""
+    """Return whether the gradients of this step are summed over replicas."""
     return _each_step
 
 
 def leave_each_other() -> None:
-    """From the next step on each replica steps by itself."""
+    """Make each replica step on its own from the next step on."""
     global _each_step
     if not _each_step:
         return
@@ -185,8 +185,9 @@ def leave_each_other() -> None:
 
 
 def divide_gradients(ddp: DistributedDataParallel, buckets: Sequence[_ParamAndGradBucket]) -> None:
-    """Have Megatron divide gradients by the data-parallel ranks of all replicas, where it divides
-    before it sums. Otherwise the sum is an average already, or the tokens of all are counted."""
+    """Make Megatron divide gradients by the data-parallel ranks of all replicas, if it divides
+    before summing. (Otherwise the sum is an average already, or the tokens of all replicas are
+    counted.)"""
     if _count == 1 or ddp.config.calculate_per_token_loss or ddp.ddp_config.average_in_collective:
         return
     for bucket in buckets:
@@ -195,17 +196,17 @@ def divide_gradients(ddp: DistributedDataParallel, buckets: Sequence[_ParamAndGr
 
 
 def peers() -> tuple[int, ...]:
-    """BytePS ranks of this rank's place in each replica."""
+    """Return the BytePS ranks with this rank's index in each replica."""
     return _peers
 
 
 def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) -> torch.Tensor:
-    """Sum a few numbers over replicas, in place, where gradients are summed over them too.
+    """Sum a few numbers over replicas, in place, if gradients are summed over replicas too.
 
     Args:
-        tensor: of any type; numbers up to 2**53 are summed exactly.
-        what: names the sum: ranks of one place call with the same in the same order.
-        always: also where each replica steps by itself.
+        tensor: any type; integers up to 2**53 are summed exactly.
+        what: name of the sum. Peers call with the same names in the same order.
+        always: sum even if each replica steps on its own.
 
     Returns:
         the tensor.
@@ -221,7 +222,7 @@ def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) 
             average=False,
             name=f"replicas/{what}/{total.numel()}",
             group=peers(),
-            in_order=True,  # the same bits at each place, and in each run
+            in_order=True,  # For the same bits on all peers, and in each run.
         )
         bps.synchronize(handle)
         tensor.copy_(total.view(tensor.shape).to(tensor.dtype))
@@ -229,9 +230,10 @@ def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) 
 
 
 def all_want(wanted: bool, what: str) -> bool:
-    """Whether all replicas that are there want something; see :func:`sum_over_replicas`."""
+    """Return whether all present replicas want something; see :func:`sum_over_replicas`."""
     wishes = sum_over_replicas(torch.tensor([float(wanted)]), what, always=True)
-    # Scaled, where some are missing: less by more than one if any of the others does not want it.
+    # With absent replicas the sum is scaled up. If a present replica does not want it, the sum is
+    # still smaller by at least 1.
     return bool(wishes.item() > _count - 0.5)
 
 
@@ -244,8 +246,9 @@ def mean_over_replicas(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def agreed(value: Any) -> Any:
-    """Mean of a number that each replica has computed from the same gradients: the same bits in all
-    of them, whatever order their collectives add in. A tensor is changed in place."""
+    """Return the mean over replicas of a number that each has computed from the same gradients. It
+    makes the number bit-identical even if collectives add in different orders. A tensor is changed
+    in place."""
     if isinstance(value, torch.Tensor):
         return mean_over_replicas(value, "norm")
     if _count == 1 or not _each_step:
@@ -254,8 +257,8 @@ def agreed(value: Any) -> Any:
 
 
 def replicas_are_alike(model: Sequence[torch.nn.Module]) -> bool:
-    """Whether this rank and its peers have the same parameters and saved buffers. All ranks of all
-    replicas call this.
+    """Return whether this rank and its peers have the same parameters and saved buffers. All ranks
+    of all replicas call this.
 
     Raises:
         byteps.torch.BytePSError: another replica or a server was lost.
@@ -266,8 +269,8 @@ def replicas_are_alike(model: Sequence[torch.nn.Module]) -> bool:
 
 
 def saved_buffers(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Buffers that are part of a checkpoint, as the biases of routers are: they are trained. Others
-    are scratch memory of a step."""
+    """Yield buffers that are part of a checkpoint. These are trained (biases of routers, for
+    example); others are scratch memory of a step."""
     for chunk in model:
         for module in chunk.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -276,7 +279,7 @@ def saved_buffers(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def most_inside(facts: Sequence[int]) -> list[int]:
-    """Takes the maximum of each number over the ranks of this replica."""
+    """Return the maximum of each number over the ranks of this replica."""
     most = torch.tensor(facts, dtype=torch.int64)
     if torch.distributed.get_backend() == "nccl":
         most = most.cuda()

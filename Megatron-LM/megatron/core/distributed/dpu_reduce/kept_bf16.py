@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""``--dpu-reduce-keep-bf16``: which gradients stay bf16 where others travel in few bits."""
+"""``--dpu-reduce-keep-bf16``: gradients that stay bf16 if others travel in few bits."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class KeptBf16:
     """Parameters that stay bf16, in addition to norms, biases and routers."""
 
     patterns: tuple[re.Pattern[str], ...] = ()
-    """Patterns of the names of parameters."""
+    """Patterns of parameter names."""
     least_bytes: int | None = None
-    """Gradients of a parameter that have fewer bytes; None: BytePS's default."""
+    """Parameters whose gradients have fewer bytes also stay bf16; None: BytePS's default."""
 
 
 def parse(words: Sequence[str] | None) -> KeptBf16:
-    """The flag's words: patterns, and at most one number of bytes.
+    """Parse the flag's words: patterns, and at most one number of bytes.
 
     Raises:
-        ValueError: a word is no regular expression, or two are numbers.
+        ValueError: a word is not a regular expression, or two words are numbers.
     """
     numbers = [word for word in words or () if word.isdecimal()]
     if len(numbers) > 1:

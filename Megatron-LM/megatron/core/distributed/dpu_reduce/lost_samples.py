@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Samples that no replica has trained on: logged once, and written next to the checkpoints."""
+"""Samples on which no replica has trained: logged once, and written next to the checkpoints."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import torch
 from . import bytepslib, job
 
 _told: set[int] = set()
-"""Replicas of whose loss this process has told, until they are back."""
+"""Replicas whose loss this process has logged, until they are back."""
 _told_until: int | None = None
-"""Consumed samples of which it was told which were lost; None: this process has made no step."""
+"""Number of consumed samples up to which losses were logged; None: no step yet."""
 
 
 def begin(args: Namespace) -> None:
-    """This replica has joined others: what was lost before is theirs to tell."""
+    """Start here after joining other replicas, which have logged earlier losses."""
     global _told_until
     _told_until = args.consumed_train_samples
 
 
 def take_missing() -> set[int]:
-    """Replicas that sums of any rank of this replica have lacked, since this was called last."""
+    """Return the replicas that sums of any rank of this replica have lacked since the last call."""
     missing = bytepslib.members.take_missing()
     flags = job.most_inside([int(replica in missing) for replica in range(job.replicas())])
     return {replica for replica, flag in enumerate(flags) if flag}
 
 
 def tell(args: Namespace, missing: Set[int], present: Sequence[bool]) -> None:
-    """One line for each replica that was lost, and one in a file for each step that lacks the
-    samples of one.
+    """Log a line for each lost replica, and write a line to a file for each step that lacks its
+    samples.
 
     Args:
-        missing: replicas that sums of steps have lacked since this was called last.
-        present: which replicas are there now.
+        missing: replicas that the steps' sums have lacked since the last call.
+        present: whether each replica is there now.
     """
     global _told_until
     if torch.distributed.get_rank() == 0:
@@ -76,14 +76,14 @@ _FILE = "dpu_lost_samples.jsonl"
 def record(
     folder: str | None, iteration: int, first: int, samples: int, missing: Sequence[int]
 ) -> None:
-    """Add a line to the file in the folder of the checkpoints; nothing if none are saved.
+    """Add a line to the file in the checkpoints' folder; do nothing without a folder.
 
     Args:
-        folder: of the checkpoints.
-        iteration: the last one that it is about, counted from 1.
-        first: sample of the first one.
-        samples: of all replicas, from that one on.
-        missing: the replicas whose part of them was left out.
+        folder: folder of the checkpoints.
+        iteration: last iteration of the entry, counted from 1.
+        first: index of the first sample.
+        samples: number of samples from there on, of all replicas.
+        missing: replicas whose part of these samples was left out.
     """
     if not folder:
         return

@@ -11,20 +11,20 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """Exchanges of replicas that step by themselves."""
+    """Exchanges between replicas that step on their own."""
 
     steps: int = 1
-    """From one exchange to the next. 1: gradients are summed in each step."""
+    """Steps between two exchanges. 1: gradients are summed in each step."""
     lr: float = 0.7
     """Learning rate of the outer optimizer."""
     momentum: float = 0.9
-    """Nesterov's, of the outer optimizer."""
+    """Nesterov momentum of the outer optimizer."""
     after: int = 0
-    """Steps before the first, in each of which gradients are summed."""
+    """Number of initial steps in which gradients are summed."""
     delay: int = 0
-    """Steps that an exchange may take, while replicas go on."""
+    """Number of steps that an exchange may take while replicas go on."""
     fragments: int = 1
-    """Parts of the model that are exchanged at different steps."""
+    """Number of parts of the model, which are exchanged at different steps."""
 
 
 NAMES = tuple(field.name for field in fields(Outer) if field.name != "steps")
@@ -32,7 +32,7 @@ NAMES = tuple(field.name for field in fields(Outer) if field.name != "steps")
 
 @functools.cache
 def parse(text: str | None) -> Outer:
-    """The flag's value; None: it is not given. Raises ValueError, which says what is wrong."""
+    """Parse the flag's value; None: the flag is absent. Raises ValueError with the reason."""
     if text is None:
         return Outer()
     steps, *pairs = text.split(",")

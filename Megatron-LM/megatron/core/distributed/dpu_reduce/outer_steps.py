@@ -1,18 +1,17 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""``--dpu-outer``: replicas step by themselves, and exchange once in many steps.
+"""``--dpu-outer``: replicas step on their own, and exchange parameters once in many steps.
 
-What is exchanged is what the inner optimizers step: fp32 parameters, of which each rank has those
-that it owns, maybe none. Buffers that are saved, as the biases of routers, become the mean of all
-replicas' at the same time. The arithmetic is :mod:`byteps.torch.diloco`'s. Steps are counted, and
-their number is saved, so that a job that resumes exchanges when one that was never stopped does. A
-checkpoint begins with an exchange of everything: the model in it is the one that all replicas then
-have.
+Replicas exchange the parameters that the inner optimizers step: fp32, on each rank those that it
+owns, possibly none. Saved buffers (biases of routers, for example) are averaged over replicas at
+the same time. :mod:`byteps.torch.diloco` does the arithmetic. The number of steps is saved, so that
+a resumed job exchanges at the same steps as an uninterrupted job. Everything is exchanged before a
+checkpoint is saved, so that all replicas have the saved model.
 
-Once ``--dpu-quorum`` replicas are there, one that is not computes no more: it leaves steps out,
-that is, reads past its samples, and exchanges what it has learned in fewer steps. The next time it
-stops before the step that the others waited for. It makes one more once it has waited longer than
-a step takes, and now and then tries. So it stays in the job, and costs the others little.
+When ``--dpu-quorum`` replicas have reached an exchange, a slower replica skips its remaining steps:
+it reads past their samples, and exchanges the result of fewer steps. Until the next exchange it
+plans as many steps as it had time for. It adds a step after it has waited longer than a step takes,
+and tries one from time to time. So a slow replica stays in the job, and costs the others little.
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ class OuterSteps:
     def __init__(
         self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int, joins: bool = False
     ) -> None:
-        """`done`: local steps that were made before, by the job that this one goes on from.
-        `joins`: this replica takes all from another one, and nobody compares."""
+        """`done`: number of local steps that were made before a resumed job. `joins`: this replica
+        takes its state from another one, so parameters are not compared."""
         self._model, self._optimizers = model, list(inner(optimizer))
         self.done = done
-        """Local steps that were made. Counted here: a rank may own nothing that is exchanged."""
+        """Number of local steps made. Counted here, because a rank may own no exchanged
+        parameters."""
         outer = outer_settings.parse(args.dpu_outer)
         every, fragments = outer.steps, outer.fragments
-        # Every rank takes part, also one whose parameters are too few to be cut.
+        # Every rank takes part, even if its parameters are too few to be cut.
         self._every = every
         self._begins = {(part + 1) * every // fragments % every for part in range(fragments)}
         common = {
@@ -83,7 +83,7 @@ class OuterSteps:
         job.leave_each_other()
 
     def step(self) -> bool:
-        """An iteration is done. Returns whether an exchange has begun, the same on all ranks."""
+        """Count an iteration; return whether an exchange has begun, the same on all ranks."""
         self.done += 1
         changed = False
         for part in self._parts:
@@ -93,22 +93,22 @@ class OuterSteps:
         return self.done % self._every in self._begins
 
     def exchange(self) -> None:
-        """Exchange everything, now."""
+        """Exchange all parameters now."""
         for part in self._parts:
             part.exchange()
         self._to_model()
 
     def end(self) -> None:
-        """End the exchanges in flight. This replica makes no step any more."""
+        """Finish the exchanges in flight. This replica makes no more steps."""
         for part in self._parts:
             part.end()
 
     def tensors(self) -> list[torch.Tensor]:
-        """The outer state."""
+        """Return the outer state."""
         return [tensor for part in self._parts for tensor in part.state()]
 
     def _to_model(self) -> None:
-        """Have the model's parameters follow those of the optimizers."""
+        """Copy the optimizers' parameters to the model."""
         for one in self._optimizers:
             if hasattr(one, "_copy_main_params_to_model_params"):
                 one._copy_main_params_to_model_params()
@@ -132,26 +132,26 @@ class OuterSteps:
 
 
 def inner(optimizer: Any) -> Iterator[Any]:
-    """Megatron's optimizers, of which each steps some parameters."""
+    """Yield Megatron's inner optimizers, each of which steps a part of the parameters."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(one, "is_stub_optimizer", False):
             yield one
 
 
 def stepped(optimizer: Any) -> Iterator[torch.Tensor]:
-    """What its torch optimizer steps."""
+    """Yield the parameters that its torch optimizer steps."""
     for group in optimizer.optimizer.param_groups:
         yield from group["params"]
 
 
 def forget() -> None:
-    """Training is done."""
+    """Reset at the end of training."""
     global _pace, _running
     _pace, _running = _Pace(), None
 
 
 def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
-    """Training begins, or goes on from a checkpoint.
+    """Set up at the start of training, new or from a checkpoint.
 
     Raises:
         RuntimeError: replicas begin with different parameters.
@@ -169,14 +169,14 @@ def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
 
 
 def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> bool:
-    """The optimizer has made its step, or left it out.
+    """Handle an iteration in which the optimizer has made or skipped its step.
 
     Returns:
         whether an exchange has begun.
     """
     if _running is not None:
         return _running.step()
-    # That iteration itself may be one of --iterations-to-skip.
+    # The current iteration may itself be in --iterations-to-skip.
     outer = outer_settings.parse(args.dpu_outer)
     if outer.steps > 1 and args.curr_iteration + 1 >= outer.after:
         _leave_each_other(args, model, optimizer)
@@ -184,7 +184,7 @@ def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> 
 
 
 def before_join(model: Sequence[Any]) -> None:
-    """A replica is about to join. All ranks of all other replicas call this: nothing is in flight
+    """Call on all ranks of the other replicas before a replica joins: nothing is in flight
     afterwards, and each rank has all parameters.
 
     Raises:
@@ -199,7 +199,8 @@ def before_join(model: Sequence[Any]) -> None:
 
 
 def end_exchanges() -> None:
-    """This replica leaves the others: what it has pushed reaches them.
+    """Finish the exchanges in flight before this replica leaves, so that its pushes reach the
+    others.
 
     Raises:
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
@@ -209,29 +210,29 @@ def end_exchanges() -> None:
 
 
 def running() -> bool:
-    """Whether replicas step by themselves."""
+    """Return whether replicas step on their own."""
     return _running is not None
 
 
 def is_of_exchange(name: str) -> bool:
-    """Whether so is named what replicas exchange."""
+    """Return whether a tensor of this name belongs to an exchange."""
     return name.startswith(_NAME)
 
 
 def done() -> int:
-    """Local steps that were made; -1: each step is summed."""
+    """Return the number of local steps made; -1: gradients are summed in each step."""
     return -1 if _running is None else _running.done
 
 
 def joined(args: Namespace, model: Sequence[Any], optimizer: Any, steps: int) -> None:
-    """This replica joins others, which have made so many local steps (`done`)."""
+    """Start after joining other replicas, which have made `steps` local steps (`done`)."""
     global _running
     if steps >= 0:
         _running = OuterSteps(args, model, optimizer, steps, joins=True)
 
 
 def tensors() -> list[torch.Tensor]:
-    """The outer state of this rank; nothing where each step is summed."""
+    """Return the outer state of this rank; empty if gradients are summed in each step."""
     return [] if _running is None else _running.tensors()
 
 
@@ -248,12 +249,12 @@ def _leave_each_other(args: Namespace, model: Sequence[Any], optimizer: Any, don
 
 
 def meets(args: Namespace) -> bool:
-    """Whether replicas meet after this iteration, so that they can agree on something."""
+    """Return whether replicas meet after this iteration, so that they can agree on something."""
     return _running is None or _running.done % outer_settings.parse(args.dpu_outer).steps == 0
 
 
 def before_save(model: Sequence[Any]) -> None:
-    """A checkpoint is about to be saved. All ranks of all replicas call this.
+    """Exchange everything before a checkpoint is saved. All ranks of all replicas call this.
 
     Raises:
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
@@ -263,7 +264,7 @@ def before_save(model: Sequence[Any]) -> None:
 
 
 def save(args: Namespace, iteration: int) -> None:
-    """This replica saves a checkpoint: save the outer state of this rank."""
+    """Save this rank's outer state next to the checkpoint that this replica saves."""
     if _running is not None:
         _running.save(_path(args.save, iteration))
 
@@ -274,7 +275,7 @@ def _resume(args: Namespace) -> None:
     try:
         _running.load(path)
     except (OSError, ValueError) as error:
-        # The same on all replicas, which read the same file.
+        # All replicas read the same file, so they all fail alike.
         print(
             f"dpu_reduce: the outer momentum begins at 0, since {path} cannot be used: {error}",
             flush=True,
@@ -286,33 +287,33 @@ def _path(folder: str | None, iteration: int) -> str:
     return os.path.join(folder or "", "dpu_outer", f"iter_{iteration:07d}", f"rank_{rank:05d}.pt")
 
 
-# Steps that a slow replica leaves out, so that others do not wait for it.
+# Skipping of steps by a slow replica, so that others do not wait for it.
 
 
 _TRY_AFTER = 8
-"""Exchanges for which nobody has waited."""
+"""Number of exchanges without a wait after which a step more is tried."""
 
 
 @dataclass
 class _Pace:
-    """What this replica computes between two exchanges; the same on all of its ranks."""
+    """Progress of this replica between two exchanges; the same on all of its ranks."""
 
     computed: int = 0
-    """Steps since the last exchange began."""
+    """Number of steps since the last exchange began."""
     most: int | None = None
-    """So many at most; None: as many as there are."""
+    """Limit for this number; None: no limit."""
     awaited: bool = False
-    """Others have waited for it since the last exchange began."""
+    """Whether others have waited for this replica since the last exchange began."""
     quiet: int = 0
-    """Exchanges for which nobody has waited, since `most` has changed."""
+    """Number of exchanges without a wait since `most` changed."""
     began: float = 0.0
-    """When the last step that was computed began."""
+    """Start time of the last computed step."""
     step_s: float = 0.0
-    """The shortest step."""
+    """Duration of the shortest step, in seconds."""
     had_time: bool = False
-    """This rank has waited in the last exchange for longer than a step."""
+    """Whether this rank waited longer than a step in the last exchange."""
     since: tuple[int, int] | None = None
-    """The first iteration that was left out and not told yet, and its first sample."""
+    """First skipped iteration that was not logged yet, and its first sample."""
 
 
 _pace = _Pace()
@@ -321,11 +322,12 @@ _pace = _Pace()
 def leaves_out(
     args: Namespace, data: Any, model: Sequence[Any], optimizer: Any, scheduler: Any
 ) -> bool:
-    """Whether this iteration is left out. Then it is done: its samples were read, the learning rate
-    has advanced, and an exchange that was due has been made. All ranks of a replica call this.
+    """Return whether this iteration is skipped. If so, this function has read its samples, advanced
+    the learning rate, and made an exchange if it was due. All ranks of a replica call this.
 
     Args:
-        data: the rank's iterator, or that of each model chunk; None where it reads nothing.
+        data: the rank's iterator, or a list with the iterator of each model chunk; None if it reads
+            no data.
 
     Raises:
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
@@ -350,7 +352,7 @@ def leaves_out(
     for one in _iterators(data):
         for _ in range(microbatches):
             next(one)
-        if hasattr(one, "advance"):  # what could be run again is not kept
+        if hasattr(one, "advance"):  # Drops batches kept for a repeated step.
             one.advance()
     samples = microbatches * args.micro_batch_size * args.data_parallel_size
     scheduler.step(increment=samples * getattr(args, "gtp_weight_remat_size", 1))
@@ -361,7 +363,7 @@ def leaves_out(
 
 
 def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
-    """An iteration is done."""
+    """Update the pace at the end of an iteration."""
     now = time.monotonic()
     if _pace.began:
         took, _pace.began = now - _pace.began, 0.0
@@ -381,8 +383,8 @@ def _iterators(data: Any) -> Iterator[Any]:
 
 
 def _agree() -> tuple[bool, bool]:
-    """Whether others wait for an exchange of any rank of this replica, and whether all ranks have
-    waited for others in the last one."""
+    """Return whether others wait for an exchange of any rank of this replica, and whether all its
+    ranks waited for others in the last exchange."""
     awaited = any(is_of_exchange(name) for name in bytepslib.members.awaited())
     flags = torch.tensor([int(awaited), int(not _pace.had_time)])
     _pace.had_time = False
@@ -394,7 +396,7 @@ def _agree() -> tuple[bool, bool]:
 
 
 def _tell(args: Namespace, iteration: int, sample: int) -> None:
-    """Say and write down what was left out until this iteration and sample, if anything was."""
+    """Log and record the steps skipped before this iteration and sample, if any."""
     if _pace.since is None:
         return
     (first, begin), _pace.since = _pace.since, None

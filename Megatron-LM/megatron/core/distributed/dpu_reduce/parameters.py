@@ -1,10 +1,9 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""What a job's arguments say without a GPU, read as Megatron reads them: its sizes and its layout.
+"""Sizes and layout of a job from its arguments, parsed as Megatron does, without a GPU.
 
-Parameters of a rank are counted from the sizes of a GPT or a hybrid of it: matrices, biases, norms
-and the further ones of Mamba layers, for the stage of a pipeline that holds the most. Nothing is
-built.
+Counts the parameters of a rank of a GPT or hybrid model: matrices, biases, norms, and the other
+parameters of Mamba layers, for the pipeline stage with the most parameters. No model is built.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ _MAMBA, _ATTENTION, _DENSE, _MOE = "M", "*", "-", "E"
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Parameters of one rank."""
+    """Number of parameters of a rank."""
 
     dense: float
     expert: float
-    """Of experts, which are reduced over a group of their own where that differs."""
+    """Parameters of experts, which are reduced over a group of their own if it differs."""
     embedding: float = 0.0
-    """Of the dense ones, those of embeddings and output layers."""
+    """Parameters of embeddings and output layers, included in `dense`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Of a module, before it is split."""
+    """Number of parameters of a module before it is split."""
 
     split: float = 0.0
-    """Over tensor-parallel ranks."""
+    """Parameters that are split over tensor-parallel ranks."""
     whole: float = 0.0
-    """On each of them."""
+    """Parameters that each rank holds as a whole."""
     experts: float = 0.0
-    """Over expert-parallel ranks, and their tensor-parallel ones."""
+    """Parameters that are split over expert-parallel ranks and their tensor-parallel ranks."""
 
     def __add__(self, other: _Part) -> _Part:
         return _Part(
@@ -104,12 +103,12 @@ def count(model: Any) -> Count:
 
 
 def _kinds(model: Any) -> list[str]:
-    """What each layer is. An attention with the MLP after it is two."""
+    """Return the kind of each layer. An attention followed by an MLP counts as two layers."""
     pattern = getattr(model, "hybrid_layer_pattern", None) or getattr(
         model, "hybrid_override_pattern", None
     )
     if pattern:
-        # What follows a slash are heads for further tokens, and `|` separates stages.
+        # Heads for multi-token prediction follow a slash; `|` separates stages.
         main = pattern.split("/")[0].replace("|", "")
         return [_MAMBA if kind in "GD" else kind for kind in re.sub(r"[^MGD*E-]", "", main)]
     found = []
@@ -129,7 +128,7 @@ def _moe_layers(model: Any) -> list[bool]:
 
 
 def _split(kinds: Sequence[str], stages: int) -> list[Sequence[str]]:
-    """As evenly as attention and MLP can be kept together."""
+    """Split as evenly as possible, keeping each attention with its MLP."""
     size = math.ceil(len(kinds) / stages)
     size += size % 2 if kinds and kinds[0] == _ATTENTION else 0
     return [kinds[first : first + size] for first in range(0, stages * size, size)]
@@ -220,15 +219,15 @@ def _mamba(model: Any) -> _Part:
     heads = model.mamba_num_heads or 2 * hidden // model.mamba_head_dim
     inner = heads * model.mamba_head_dim
     convolved = inner + 2 * groups * state
-    # Into: two of `inner`, states and steps. A convolution of four with its bias, three values of
-    # each head, the norm before the way out.
+    # The input projection has two parts of `inner`, states and steps. Then a convolution of width
+    # 4, three values per head, and the norm before the output projection.
     split = hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden
     return _Part(split=split + 5.0 * convolved + 3 * heads + inner, whole=_norm(model))
 
 
 def _next_tokens(model: Any, layers: dict[str, _Part], kinds: Sequence[str]) -> _Part:
-    """The heads of multi-token prediction: two norms, a projection of two hidden states into one,
-    a layer like the last one, and a norm."""
+    """Count the heads of multi-token prediction: two norms, a projection of two hidden states into
+    one, a layer like the last layer, and a norm."""
     heads = getattr(model, "mtp_num_layers", None) or 0
     if not heads:
         return _Part()
@@ -238,7 +237,7 @@ def _next_tokens(model: Any, layers: dict[str, _Part], kinds: Sequence[str]) -> 
 
 
 def _inner(model: Any) -> int:
-    """As Megatron derives it where it is not given."""
+    """Return the MLP's size, derived as in Megatron if it is not given."""
     return int(model.ffn_hidden_size or 4 * model.hidden_size)
 
 
@@ -262,7 +261,7 @@ def _vocabulary(model: Any) -> int:
 
 
 _USUAL_VOCABULARY = 128256
-"""Where a tokenizer would have to be read for it."""
+"""Used if the size would have to be read from a tokenizer."""
 
 
 def _is_tied(model: Any) -> bool:
@@ -274,26 +273,26 @@ def _is_tied(model: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How a model is split, in Megatron's words."""
+    """Parallelism of a model, in Megatron's terms."""
 
     world: int
-    """Ranks."""
+    """Number of ranks."""
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
-    """Of experts; None: as of the rest."""
+    """Tensor parallelism of experts; None: the same as elsewhere."""
     experts: int = 0
-    """Of a layer; 0: it has none."""
+    """Number of experts per layer; 0: none."""
     pipeline_last: bool = True
-    """Ranks of a stage are neighbours: without ``--use-tp-pp-dp-mapping``."""
+    """Whether ranks of a stage are neighbours: without ``--use-tp-pp-dp-mapping``."""
     weight_shards: int = 1
-    """Ranks that hold a part each of a tensor-parallel weight."""
+    """Number of ranks that each hold a part of a tensor-parallel weight."""
     expert_weight_shards: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the ranks cannot be split so."""
+        """Raises ValueError if the ranks cannot be split so."""
         for what, size in (
             ("tensor x pipeline x context parallelism", self._dense),
             ("expert, expert tensor and pipeline parallelism", self._sparse),
@@ -311,8 +310,8 @@ class Parallelism:
         return tensor * self.pipeline * self.expert * self.expert_weight_shards
 
     def groups(self, kind: str) -> list[list[int]]:
-        """Ranks of each data-parallel group, context parallelism included, of dense or expert
-        gradients."""
+        """Return the ranks of each data-parallel group (including context parallelism) of dense or
+        expert gradients."""
         from ...parallel_state import RankGenerator, _inject_gtp_remat_axis
 
         order = "tp-cp-ep-dp-pp" if self.pipeline_last else "tp-cp-ep-pp-dp"
@@ -340,25 +339,26 @@ class Parallelism:
 
     @property
     def has_expert_groups(self) -> bool:
-        """Whether experts are reduced over groups of their own."""
+        """Return whether experts are reduced over groups of their own."""
         tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
         return self.experts > 0 and (self.expert > 1 or tensor != self.tensor)
 
     def by_host(self, kind: str, gpus_per_host: int) -> Mapping[tuple[int, ...], float]:
-        """The host of each member of each group, and how many groups have the same."""
+        """Return the host of each member of a group, with the number of groups that have the same
+        hosts."""
         return Counter(
             tuple(rank // gpus_per_host for rank in ranks) for ranks in self.groups(kind)
         )
 
 
-# Megatron's own parsing and checking of arguments, on a machine without a GPU.
+# Megatron's own parsing and validation of arguments, on a machine without a GPU.
 
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class NotMegatrons(Exception):
-    """Megatron itself does not take the arguments; the text is its own."""
+    """Megatron rejects the arguments; the text is Megatron's."""
 
 
 def parse(
@@ -368,20 +368,20 @@ def parse(
     architecture: int = 9,
     environment: Mapping[str, str] | None = None,
 ) -> Namespace:
-    """Parse and check arguments of a training script as Megatron does, with what it derives.
+    """Parse, validate and derive the arguments of a training script as Megatron does.
 
-    What it asks of the machine is answered as a GPU and the newest Transformer Engine would.
-    Arguments that Megatron does not know are taken for those of the script.
+    Queries of the machine are answered as with a GPU and the newest Transformer Engine. Arguments
+    that Megatron does not know are assumed to be the script's.
 
     Args:
-        words: of the command line, without the script.
-        world: ranks.
-        architecture: of the GPUs: 9 for Hopper, 10 for Blackwell.
-        environment: variables that the script sets. Where they leave CUDA_DEVICE_MAX_CONNECTIONS
-            open, Megatron finds the value that it demands.
+        words: the command line without the script.
+        world: number of ranks.
+        architecture: compute capability of the GPUs: 9 for Hopper, 10 for Blackwell.
+        environment: variables that the script sets. If CUDA_DEVICE_MAX_CONNECTIONS is not among
+            them, it gets the value that Megatron demands.
 
     Raises:
-        NotMegatrons: it refuses them.
+        NotMegatrons: Megatron rejects the arguments.
     """
     variables = {"RANK": "0", "LOCAL_RANK": "0", **(environment or {}), "WORLD_SIZE": str(world)}
     tries = [{}] if _CONNECTIONS in variables else [{_CONNECTIONS: "1"}, {_CONNECTIONS: "32"}]
@@ -391,7 +391,7 @@ def parse(
             return _parse(words, {**variables, **more}, architecture)
         except NotMegatrons as error:
             reasons.append(error)
-    # What the second one says is about that variable alone where the first got past it.
+    # If the first attempt got past that variable, the second error is only about it.
     raise next((one for one in reasons if _CONNECTIONS not in str(one)), reasons[0])
 
 
@@ -425,7 +425,8 @@ def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int
 
 
 def _answers(architecture: int) -> dict[str, Any]:
-    """What the module that checks arguments asks of the machine, by the names it has imported."""
+    """Return replacements for the machine queries of the validation module, by the names it
+    imports."""
     answers: dict[str, Any] = {"get_device_arch_version": lambda: architecture}
     if importlib.util.find_spec("transformer_engine") is None:
         answers["is_te_min_version"] = lambda *_, **__: True
@@ -436,7 +437,7 @@ def _answers(architecture: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _modules_that_are_asked_for() -> Iterator[None]:
-    """Optional packages that a recipe names, where they are missing: they are imported alone."""
+    """Provide optional packages that a recipe names if they are missing: they are only imported."""
     name = "nvidia_resiliency_ext"
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         yield
@@ -460,7 +461,8 @@ def _no_warnings() -> Iterator[None]:
 
 
 def _pad_vocabulary(args: Namespace) -> None:
-    """Megatron pads the vocabulary that its tokenizer has, which is not read here."""
+    """Set the padded vocabulary size. Megatron pads its tokenizer's vocabulary, but the tokenizer
+    is not read here."""
     if getattr(args, "padded_vocab_size", None) is None and getattr(args, "vocab_size", None):
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple

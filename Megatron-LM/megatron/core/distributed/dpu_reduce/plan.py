@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""One plan made when DDP is built: each bucket gets its operation, and servers are told of it."""
+"""Plans a DDP when it is built: each bucket gets its operation, and servers get its declaration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig) -> None:
-    """Tell the servers of all sums by one message to each, so that no first step waits for them.
+    """Declare all sums with one message per server, so that the first step does not wait for this.
 
     Raises:
         byteps.torch.BytePSError: a server does not answer, or members disagree about a bucket.
@@ -46,8 +46,8 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
         grads = bucket.grad_data
         if op.route == bytepslib.routes.COLLECTIVE or len(op.group) == 1 or grads.numel() == 0:
             continue
-        # Only these are summed at every step. The whole of a bucket that the optimizer shards is
-        # summed when somebody asks for it, and declares itself then.
+        # Only sums of every step are declared. The whole of a bucket that the optimizer shards is
+        # rarely summed, and its first sum declares it.
         if op.kept is not None:
             declarations.append(op.kept.declaration(op, grads, average=average))
         sums = op.node_shards or op.node_whole
@@ -72,7 +72,7 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
 
 
 def bytes_per_server(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
-    """Bytes that this rank pushes to each server in one step, of these buckets."""
+    """Return the bytes of these buckets that this rank pushes to each server in a step."""
     bps, rank = bytepslib.byteps, job.rank()
     total = [0] * bytepslib.world.num_servers()
     for bucket in buckets:
@@ -103,11 +103,11 @@ logger = logging.getLogger(__name__)
 _Group = torch.distributed.ProcessGroup
 
 _planned: list[weakref.ref[DistributedDataParallel]] = []
-"""The models that there are, or were."""
+"""Weak references to all planned models."""
 
 
 def forget() -> None:
-    """Let go of everything that was planned."""
+    """Drop all plans."""
     for one in (job, decisions):
         one.forget()
     named.clear()
@@ -115,7 +115,7 @@ def forget() -> None:
 
 
 def all_buckets() -> Iterator[tuple[_ParamAndGradBucket, DistributedDataParallelConfig]]:
-    """Those of all models that there are, with their operations, in the order of their making."""
+    """Yield the buckets of all living models, with their operations, in the order of planning."""
     for ddp in filter(None, [one() for one in _planned]):
         for *_, buffers in _kinds(ddp):
             for buffer in buffers:
@@ -127,11 +127,11 @@ def all_buckets() -> Iterator[tuple[_ParamAndGradBucket, DistributedDataParallel
 def register(ddp: DistributedDataParallel) -> None:
     """Give each bucket of a newly built DDP its :class:`BucketOp`.
 
-    Starts BytePS too where ``megatron.training`` did not.
+    Also starts BytePS if ``megatron.training`` did not.
 
     Raises:
-        ValueError: the config is not supported, or this is one of several replicas, and Megatron's
-            arguments do not know it; the text says why.
+        ValueError: the config is not supported, or there are several replicas but Megatron's
+            arguments ignore them; the text says why.
     """
     validate_ddp_config(ddp.ddp_config)
     validate_model_config(ddp.config, ddp.ddp_config)
@@ -180,7 +180,7 @@ def register(ddp: DistributedDataParallel) -> None:
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
-    # Of the others the optimizer does, with what servers do.
+    # The server optimizer declares the other buckets, with their update rule.
     summed = [bucket for bucket in buckets if not bucket.dpu_reduce_op.updated]
     for bucket in summed:
         bucket.dpu_reduce_op.give_back_with(ddp, bucket.grad_data)
@@ -214,9 +214,9 @@ def _kinds(
 
 
 def _wait_for_collectives_alone(groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-    """With ``reduce_scatter_with_fp32_accumulation`` a bucket group waits for the one before it,
-    whose all-to-all holds memory as large as the bucket. A sum through servers holds none, and
-    would only be waited for too early."""
+    """Adjust waits between bucket groups. With ``reduce_scatter_with_fp32_accumulation`` a bucket
+    group waits for the group before it, whose all-to-all holds memory as large as the bucket. A sum
+    through servers holds none, so waiting for it would be too early."""
     before: _ParamAndGradBucketGroup | None = None
     for group in groups:
         linked = group.previous_grad_reduce_bucket_group is not None
@@ -268,7 +268,7 @@ def _register_buffer(
         )
         if wire.is_block and op.route != bytepslib.routes.COLLECTIVE:
             kept = kept_of(bucket, names, buffer.ddp_config, config if op.updated else None)
-            if op.updated and kept is not None:  # parameters come down in their own type
+            if op.updated and kept is not None:  # Parameters are pulled in their own type.
                 kept = replace(kept, itemsize=buffer.param_dtype.itemsize)
             op = replace(op, kept=kept)
         bucket.dpu_reduce_op = _placed(op, bucket, buffer, group)
@@ -277,7 +277,8 @@ def _register_buffer(
 def _placed(
     op: BucketOp, bucket: _ParamAndGradBucket, buffer: _ParamAndGradBuffer, group: _Group
 ) -> BucketOp:
-    """The operation with its place on the servers and, node first, its sums inside the host."""
+    """Return the operation with its place on the servers and, node first, its sums inside
+    the host."""
     bps, routes = bytepslib.byteps, bytepslib.routes
     elements = bucket.grad_data.numel()
     if op.route == routes.COLLECTIVE or elements == 0:
@@ -295,7 +296,8 @@ def _placed(
 
 
 def _chunk_index(module: torch.nn.Module) -> int:
-    """Virtual pipeline stage of a model chunk, which mixed-precision wrappers may hide."""
+    """Return the virtual pipeline stage of a model chunk, which may be inside mixed-precision
+    wrappers."""
     part: Any = module
     while True:
         stage = getattr(part, "vp_stage", None)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Quorum:
-    """Once so many replicas wait, the others have so long."""
+    """Once `replicas` replicas wait, the others have `seconds` seconds left."""
 
     replicas: int
     seconds: float
 
 
 def parse(text: str) -> Quorum:
-    """The flag's value. Raises ValueError where it is no quorum."""
+    """Parse the flag's value. Raises ValueError if it is invalid."""
     replicas, _, seconds = text.partition("@")
     try:
         found = Quorum(replicas=int(replicas), seconds=float(seconds))

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""A setting that does not go with something that was asked for."""
+"""Settings that are incompatible with a requested feature."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 FEW_BITS = ("int8", "int4")
-"""Wire types of blocks with one scale."""
+"""Wire types with blocks that share a scale."""
 OF_MATRICES = ("muon", "dist_muon", "adaptive_muon")
-"""Optimizers that update matrices on the ranks, and leave all other parameters to AdamW."""
+"""Optimizers that update matrices on the ranks, and all other parameters with AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A setting under which gradients do not take the path that this module replaces."""
+    """A setting that is refused because it changes the path of gradients."""
 
     attributes: tuple[str, ...]
-    """Its names, on the arguments, the DDP config, the model's and the optimizer's."""
+    """Names of the setting in the arguments, and in the configs of DDP, model and optimizer."""
     flag: str
     reason: str
     allowed: tuple[Any, ...] = (False, None)
-    """Values that are not refused; ignored where ``refused`` is given."""
+    """Accepted values; ignored if ``refused`` is given."""
     refused: tuple[Any, ...] = ()
-    """Values that are refused, also in a list of several, all others being allowed."""
+    """Refused values, also within a list; all others are accepted."""
     allowed_like: str = ""
-    """Another attribute, whose value is not refused either."""
+    """Another attribute whose value is accepted too."""
 
     def applies_to(self, value: object, source: object) -> bool:
         if self.refused:
@@ -42,8 +42,8 @@ def refuse_settings(
     refusals: tuple[Refusal, ...],
     asked: str = "--use-dpu-reduce",
 ) -> None:
-    """Raises ValueError where `source`, arguments or a config, has one of these settings; the text
-    names it, what was `asked` for, and the reason."""
+    """Raise ValueError if `source`, arguments or a config, has a refused setting. The text has the
+    setting, the requested feature `asked`, and the reason."""
     settings = ((refusal, name) for refusal in refusals for name in refusal.attributes)
     for refusal, name in settings:
         value = getattr(source, name, None)

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""What ``--use-dpu-reduce`` cannot serve is refused before anything is built, by name."""
+"""Settings that ``--use-dpu-reduce`` cannot serve, refused by name before anything is built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
 
 WIRE_TYPES = ("bf16", *FEW_BITS)
-"""What ``--dpu-reduce-wire-dtype`` may name."""
+"""Values of ``--dpu-reduce-wire-dtype``."""
 
 
 _REFUSALS: tuple[Refusal, ...] = (
@@ -62,7 +62,7 @@ _WHOLE_PARAMETERS: tuple[Refusal, ...] = (
         allowed_like="expert_tensor_parallel_size",
     ),
 )
-"""What --dpu-optimizer refuses of the layout of parameters; on the arguments, the DDP config or the
+"""Parameter layouts that --dpu-optimizer refuses, in the arguments, the DDP config or the
 model's."""
 
 
@@ -124,7 +124,7 @@ _OPTIMIZER_REFUSALS: tuple[Refusal, ...] = (
 
 
 def _check_wire_dtype(source: object) -> None:
-    """``source`` is the arguments or a DDP config."""
+    """Check the wire dtype. ``source`` is the arguments or a DDP config."""
     name = getattr(source, "dpu_reduce_wire_dtype", None)
     if name is None:
         return
@@ -140,7 +140,7 @@ def _check_wire_dtype(source: object) -> None:
 
 
 def _check_few_bits(source: object) -> None:
-    """``source`` is the arguments or a DDP config."""
+    """Check settings for few bits. ``source`` is the arguments or a DDP config."""
     kept = getattr(source, "dpu_reduce_keep_bf16", None)
     kept_bf16.parse(kept)
     if kept and getattr(source, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
@@ -148,7 +148,7 @@ def _check_few_bits(source: object) -> None:
 
 
 def _check_route(source: object) -> None:
-    """``source`` is the arguments or a DDP config."""
+    """Check the backend. ``source`` is the arguments or a DDP config."""
     name = getattr(source, "dpu_reduce_backend", None) or "auto"
     if name == "auto":
         return
@@ -163,7 +163,8 @@ def _check_route(source: object) -> None:
 
 
 def _check_optimizer(source: object) -> None:
-    """``source`` is the arguments or a DDP config."""
+    """Check settings for the optimizer on the servers. ``source`` is the arguments or a DDP
+    config."""
     if not getattr(source, "dpu_optimizer", False):
         return
     refuse_settings(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
@@ -185,7 +186,7 @@ def _check_optimizer(source: object) -> None:
 
 
 def _check_deterministic(args: Namespace) -> None:
-    """Refuses sums whose order this package does not decide."""
+    """Refuse deterministic mode for sums whose order this package does not control."""
     route = getattr(args, "dpu_reduce_backend", None)
     if (
         getattr(args, "deterministic_mode", False)
@@ -202,7 +203,8 @@ def _check_deterministic(args: Namespace) -> None:
 
 
 def why_servers_cannot_update(source: object) -> str:
-    """Why `--dpu-optimizer` does not go with the arguments or a config; empty if it does."""
+    """Return the reason why `--dpu-optimizer` is incompatible with the arguments or a config; empty
+    if it is compatible."""
     try:
         refuse_settings(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
         refuse_settings(source, _WHOLE_PARAMETERS, "--dpu-optimizer")
@@ -212,19 +214,19 @@ def why_servers_cannot_update(source: object) -> str:
 
 
 def validate_optimizer_config(config: OptimizerConfig) -> None:
-    """Check an optimizer config, where servers keep the optimizer.
+    """Check the config of an optimizer that servers keep.
 
     Raises:
-        ValueError: servers cannot do what it asks for; the text names it.
+        ValueError: servers do not support a setting; the text names it.
     """
     refuse_settings(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
 
 
 def refuse(args: Namespace) -> None:
-    """The same, where nothing is going to be trained.
+    """Check arguments without training, so BytePS need not be installed.
 
     Raises:
-        ValueError: as `validate_args`.
+        ValueError: see `validate_args`.
     """
     _check_wire_dtype(args)
     _check_few_bits(args)
@@ -237,13 +239,13 @@ def refuse(args: Namespace) -> None:
 
 
 def validate_args(args: Namespace) -> None:
-    """Check that the arguments allow BytePS gradient sums, where they ask for them.
+    """Check that the arguments are compatible with BytePS gradient sums, if they ask for them.
 
     Called once Megatron has renamed and derived its arguments, so that each setting has one name.
 
     Raises:
-        ValueError: an argument that cannot be combined with ``--use-dpu-reduce``; the text names
-            both and the reason.
+        ValueError: an argument cannot be combined with ``--use-dpu-reduce``; the text has both and
+            the reason.
         RuntimeError: BytePS is not installed.
     """
     refuse(args)
@@ -251,16 +253,16 @@ def validate_args(args: Namespace) -> None:
         return
     bytepslib.load()
     if getattr(args, "use_torch_fsdp2", False):
-        # Its DDP config has none of our fields: no wrapper would say so.
+        # Its DDP config has none of this package's fields, so no wrapper logs this.
         _say_that_collectives_stay("torch FSDP2", getattr(args, "rank", 0))
 
 
 def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
-    """Check a DDP config, for users of megatron.core who have no arguments. ``dpu_optimizer`` asks
-    for ``use_dpu_reduce`` too.
+    """Check a DDP config, for users of megatron.core without arguments. ``dpu_optimizer`` implies
+    ``use_dpu_reduce``.
 
     Raises:
-        ValueError: a setting that cannot be combined with ``use_dpu_reduce``.
+        ValueError: a setting cannot be combined with ``use_dpu_reduce``.
     """
     if ddp_config.dpu_optimizer:
         ddp_config.use_dpu_reduce = True
@@ -275,10 +277,10 @@ def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
 def validate_model_config(
     config: TransformerConfig, ddp_config: DistributedDataParallelConfig
 ) -> None:
-    """Check the config of a model that DDP wraps, for users of megatron.core who have no arguments.
+    """Check the config of a model that DDP wraps, for users of megatron.core without arguments.
 
     Raises:
-        ValueError: a setting that cannot be combined with what the DDP config asks for.
+        ValueError: a setting cannot be combined with the DDP config.
     """
     if ddp_config.use_dpu_reduce:
         refuse_settings(config, _REFUSALS)
@@ -288,12 +290,12 @@ def validate_model_config(
 
 
 def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> None:
-    """Called where a wrapper that shards all parameters is built: it reduces its gradients itself,
-    and rank 0 says so. With hybrid sharding what replicas of the model reduce may go to servers.
+    """Call when a fully sharded wrapper is built: it reduces its gradients itself, and rank 0 logs
+    this. With hybrid sharding, sums over replicas of the model may go to servers.
 
     Args:
-        ddp_config: of the wrapper.
-        wrapper: its name.
+        ddp_config: config of the wrapper.
+        wrapper: name of the wrapper.
 
     Raises:
         ValueError: the config asks for the optimizer on the servers, which would be ignored.
@@ -307,7 +309,7 @@ def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> No
     replicas = 1
     if wrapper == REPLICATED and has_replicas(ddp_config):
         replicas = ddp_config.num_distributed_optimizer_instances
-        bytepslib.reductions.joined()  # all ranks are here, as they may not be in a backward pass
+        bytepslib.reductions.joined()  # All ranks are here now; in a backward pass they may not be.
     _say_that_collectives_stay(wrapper, torch.distributed.get_rank(), replicas)
 
 
@@ -316,7 +318,8 @@ REPLICATED = "Megatron-FSDP"
 
 
 def has_replicas(source: Any) -> bool:
-    """Whether Megatron-FSDP all-reduces shards over replicas, by the arguments or a DDP config."""
+    """Return whether Megatron-FSDP all-reduces shards over replicas, by the arguments or a DDP
+    config."""
     return (
         getattr(source, "num_distributed_optimizer_instances", 1) > 1
         and getattr(source, "outer_dp_sharding_strategy", "no_shard") == "no_shard"
@@ -324,7 +327,8 @@ def has_replicas(source: Any) -> bool:
 
 
 def left_by(wrapper: str, source: Any) -> str:
-    """What a fully sharded wrapper keeps of its reductions, by the arguments or a DDP config."""
+    """Return a text on the reductions that a fully sharded wrapper keeps, by the arguments or a DDP
+    config."""
     if wrapper == REPLICATED and has_replicas(source):
         return (
             f"{wrapper} shards gradients by itself. Its all-reduce over "

@@ -1,14 +1,14 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Replicas that leave, that are lost, and that come back, between two steps.
+"""Handles replicas that leave, are lost, or come back, between two steps.
 
-After each step at which replicas meet, one small sum over them says which of them are there, which
-leave, and whether one that has come back joins. What sums have lacked is told, and written down. A
-replica joins while all others wait: the first one gives it what it lacks (:mod:`.replica_state`).
+After each step at which replicas meet, a small sum over them tells which replicas are there, which
+leave, and whether a replica joins. Samples that sums have lacked are logged and recorded. A replica
+joins while all others wait; the first replica sends it the state (:mod:`.replica_state`).
 
-A machine that is about to be taken away says so by SIGTERM to its processes. Once any rank of a
-replica has got it, the replica finishes the step that it is in, and leaves. What it has pushed
-counts, and the others go on without waiting for it.
+A machine that is about to be reclaimed sends SIGTERM to its processes. When any rank of a replica
+receives it, the replica finishes its current step and leaves. Its pushes count, and the others go
+on without waiting for it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 3.0
-"""For a rank of a removed replica to end by the error that says why."""
+"""Time for a rank of a removed replica to end by the error that has the reason."""
 
 _before: dict[int, Any] = {}
 """Megatron's handlers, by signal."""
 
 
 class _Notice:
-    """What this rank was told since it listens."""
+    """Receives the signals that ask this rank to end."""
 
     def __init__(self, args: Namespace) -> None:
-        """Listen, in the main thread."""
+        """Install the handlers, in the main thread."""
         self.told = False
         self._process = os.getpid()
         self._numbers = _numbers(args)
@@ -57,18 +57,19 @@ class _Notice:
         threading.Thread(target=self._watch, name="leaving", daemon=True).start()
 
     def _on(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # one that a rank has forked ends by it, as ever
+        # A process forked from a rank ends by the signal, as usual.
+        if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self.told = True
         before = _before[number]
-        if callable(before):  # Megatron's, by which the job ends where all replicas are told
+        if callable(before):  # Megatron's handler: the job ends if all replicas receive the signal.
             before(number, frame)
 
     def _watch(self) -> None:
-        """End a process that was told to end, and whose main thread waits for ranks that are gone:
-        it runs no handler, and may wait for ever."""
+        """End the process if it was asked to end while its main thread waits for ranks that are
+        gone. (That thread runs no handler, and may wait for ever.)"""
         while not self._numbers.intersection(data := os.read(self._reads, 64)):
             if not data:
                 os.close(self._reads)
@@ -80,7 +81,7 @@ class _Notice:
             os._exit(128 + signal.SIGTERM)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Remove the handlers."""
         if os.getpid() != self._process or not _in_main_thread():
             return
         for number in self._numbers:
@@ -88,16 +89,16 @@ class _Notice:
                 signal.signal(number, signal.SIG_DFL)
         now = signal.set_wakeup_fd(self._wakes)
         if now == self._writes:
-            os.close(now)  # the thread ends
+            os.close(now)  # Closing the pipe ends the thread.
         else:
-            signal.set_wakeup_fd(now)  # somebody else's
+            signal.set_wakeup_fd(now)  # The descriptor belongs to other code.
 
 
 _notice: _Notice | None = None
 
 
 def wait_for_training(args: Namespace) -> None:
-    """This process has joined the job: until it trains, a signal ends it at once."""
+    """Let a signal end this process at once until training begins."""
     if not _before:
         atexit.register(_end_loaders)
     if _in_main_thread():
@@ -107,28 +108,28 @@ def wait_for_training(args: Namespace) -> None:
 
 
 def _end_loaders() -> None:
-    """End the processes that load data: they ignore SIGTERM, by which the interpreter would end
-    them, and would be waited for for ever."""
+    """Kill the processes that load data. They ignore SIGTERM, which the interpreter would send
+    them, and then it would wait for them for ever."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
 
 
 def _numbers(args: Namespace) -> set[int]:
-    """Signals that mean: end."""
+    """Return the signals that ask the job to end."""
     handled = getattr(args, "exit_signal_handler", False)
     return {int(signal.SIGTERM), *([int(args.exit_signal)] if handled else [])}
 
 
 def listen(args: Namespace) -> None:
-    """Training begins: from now on SIGTERM has the replica leave."""
+    """From now on, when training begins, SIGTERM makes the replica leave."""
     global _notice
     if _notice is None and _in_main_thread():
         _notice = _Notice(args)
 
 
 def forget() -> None:
-    """Training is done: SIGTERM ends this process."""
+    """At the end of training, restore the default: SIGTERM ends this process."""
     global _notice
     if _notice is not None:
         notice, _notice = _notice, None
@@ -136,26 +137,26 @@ def forget() -> None:
 
 
 def told() -> bool:
-    """Whether this rank was told to end."""
+    """Return whether this rank was asked to end."""
     return _notice is not None and _notice.told
 
 
 _leaves = False
-"""What :func:`wants_to_end` has said in this iteration."""
+"""Result of :func:`wants_to_end` in this iteration."""
 
 
 def leaves() -> bool:
-    """Whether this replica leaves after this iteration, if not all of them end."""
+    """Return whether this replica leaves after this iteration, unless all replicas end."""
     return _leaves
 
 
 def wants_to_end(flag: bool) -> bool:
-    """Whether a rank of this replica was told to end. If not all replicas were, this one leaves
-    after this iteration if it says so here. It does not look again: all of them could leave, each
-    for a signal that came after it was asked, and nobody would save a checkpoint.
+    """Return whether a rank of this replica was asked to end. If not all replicas were, this
+    replica then leaves after this iteration. Signals that arrive later do not count in this
+    iteration: otherwise all replicas could leave, and none would save a checkpoint.
 
     Args:
-        flag: whether Megatron's own handler has got its signal, on any rank of this replica.
+        flag: whether Megatron's own handler received its signal on any rank of this replica.
     """
     global _leaves
     (any_told,) = job.most_inside([int(flag or told())])
@@ -164,15 +165,16 @@ def wants_to_end(flag: bool) -> bool:
 
 
 def leave(iteration: int) -> NoReturn:
-    """Leave the others, which go on, and end this process. All ranks of the replica call this once
-    they have agreed with the others: nothing is in flight but exchanges of outer steps.
+    """Leave the other replicas, which go on, and end this process. All ranks of the replica call
+    this after agreeing with the others. Only exchanges of outer steps may be in flight.
 
     Raises:
         SystemExit: always.
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
     """
     outer_steps.end_exchanges()
-    torch.distributed.barrier()  # with the first of them that leaves, all are out of the job
+    # The first rank that leaves removes the whole replica from the job.
+    torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         print(
             f"dpu_reduce: this replica was told to end (SIGTERM), and leaves after iteration "
@@ -180,7 +182,7 @@ def leave(iteration: int) -> NoReturn:
             flush=True,
         )
     global _notice
-    _notice = None  # without its end: SIGTERM, which may come twice, changes nothing any more
+    _notice = None  # SIGTERM may come a second time; it is ignored from now on.
     why = f"it was told to end by SIGTERM, and left after iteration {iteration}"
     status = bytepslib.session.leave(why)
     saves.finish()
@@ -191,15 +193,15 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-# Replicas that are lost, and replicas that come back.
+# Replicas that are lost or come back.
 
 
 def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """The model is built. If this replica has come to a job that runs, wait until it may join, and
-    take all that the others have from one of them.
+    """If this replica is late (came to a running job), wait until it may join, and take the state
+    from another replica. Call it when the model is built.
 
     Raises:
-        byteps.torch.BytePSError: the job has ended, or the replica that gives was lost.
+        byteps.torch.BytePSError: the job has ended, or the giving replica was lost.
     """
     members = bytepslib.members
     if not members.is_late():
@@ -235,16 +237,16 @@ def between_steps(
     iteration: int,
     operations: float,
 ) -> None:
-    """An iteration is done, the last one maybe. All ranks of all replicas call this, after
-    :func:`wants_to_end`.
+    """Handle changes of replicas after an iteration, also the last. All ranks of all replicas call
+    this, after :func:`wants_to_end`.
 
     Args:
-        iteration: how many are done.
-        operations: floating-point operations of all of them.
+        iteration: number of completed iterations.
+        operations: floating-point operations of all completed iterations.
 
     Raises:
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
-        RuntimeError: the replicas have parted.
+        RuntimeError: the replicas have diverged.
     """
     if not outer_steps.meets(args):
         return
@@ -264,7 +266,7 @@ def between_steps(
 
 
 def _told_inside(choice: Choice | None) -> Choice:
-    """Rank 0's choice, on all ranks of this replica."""
+    """Broadcast rank 0's choice to all ranks of this replica."""
     count = job.replicas()
     facts = [0] * (2 * count + 2)
     if choice is not None:
@@ -279,7 +281,7 @@ def _told_inside(choice: Choice | None) -> Choice:
 
 
 def _tell_leaving(args: Namespace, choice: Choice) -> None:
-    """One line for each replica that leaves."""
+    """Log a line for each replica that leaves."""
     if torch.distributed.get_rank() != 0:
         return
     for replica, goes in enumerate(choice.leaving):
@@ -304,7 +306,9 @@ def _admit(
     rank = torch.distributed.get_rank()
     outer_steps.before_join(model)
     torch.distributed.barrier()
-    if rank == 0:  # all ranks of this replica are between two steps, and then all of all
+    # All ranks of this replica are between two steps; after this sum, all ranks of all replicas
+    # are.
+    if rank == 0:
         job.sum_over_replicas(torch.zeros(1), "rest", always=True)
     torch.distributed.barrier()
     view = bytepslib.members.admit(choice.joiner, choice.life, asks=rank == 0)
@@ -312,7 +316,8 @@ def _admit(
         state = replica_state.State(args, model, optimizer, scheduler)
         state.give(job.peers()[choice.joiner], f"join/{choice.life}", iteration, operations)
     _compare(model)
-    bytepslib.members.take_missing()  # of these sums, which are of no step
+    # Clears replicas missing from these sums, which belong to no step.
+    bytepslib.members.take_missing()
     if rank == 0:
         what = "has joined" if view is not None else "was lost before it had joined"
         print(
@@ -323,10 +328,11 @@ def _admit(
 
 
 def _compare(model: Sequence[Any]) -> None:
-    """All replicas that are there call this, and the one that has joined.
+    """Check that replicas are equal. All present replicas call this, and the replica that has
+    joined.
 
     Raises:
-        RuntimeError: they have different parameters.
+        RuntimeError: replicas have different parameters.
     """
     if not job.replicas_are_alike(model):
         raise RuntimeError(

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Settings that replicas cannot serve are refused before anything is built, by name."""
+"""Settings that replicas cannot serve, refused by name before anything is built."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _OF_REPLICAS: tuple[Refusal, ...] = (
     ),
     *collectives.refusals(),
 )
-"""What replicas of a model refuse."""
+"""Settings that are refused with several replicas."""
 
 _OF_OUTER_STEPS: tuple[Refusal, ...] = (
     Refusal(
@@ -81,17 +81,17 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
         refused=FEW_BITS,
     ),
 )
-"""Flags that ``--dpu-outer`` cannot go with."""
+"""Flags that are refused with ``--dpu-outer``."""
 
 
 def check_config(config: object) -> None:
-    """The same of a DDP config, for users of megatron.core who have no arguments."""
+    """Check a DDP config, for users of megatron.core without arguments."""
     refuse_settings(config, _OF_REPLICAS, "BYTEPS_REPLICA")
     _check_servers(config, "BYTEPS_REPLICA")
 
 
 def _check_servers(source: object, asked: str) -> None:
-    """Of ``--dpu-optimizer``, for arguments and a DDP config."""
+    """Check ``--dpu-optimizer`` with replicas, in arguments or a DDP config."""
     if not getattr(source, "dpu_optimizer", False):
         return
     asked = f"{asked} with --dpu-optimizer does not work with"
@@ -115,7 +115,7 @@ def _check_quorum(args: Namespace, asked: str | None) -> None:
 
 
 def check(args: Namespace) -> None:
-    """Raises ValueError for arguments that replicas, or their outer steps, do not go with."""
+    """Raise ValueError for arguments that replicas, or their outer steps, do not support."""
     asked = os.environ.get("BYTEPS_REPLICA")
     if asked and not getattr(args, "use_dpu_reduce", False):
         raise ValueError(

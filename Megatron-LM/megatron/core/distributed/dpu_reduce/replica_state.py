@@ -1,14 +1,14 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""What a replica that joins takes from another one: all that training goes on from.
+"""The training state that a joining replica takes from another replica.
 
-Each rank takes from the rank of its own place. Parameters, buffers, what the optimizer steps, its
-moments, and with ``--dpu-outer`` the outer parameters and their momentum travel as they are;
-numbers of the schedule, the loss scale and the random state in a dictionary before them.
+Each rank takes it from the rank with the same index. First comes a dictionary with the schedule,
+the loss scale and the random state. Then come tensors, bit for bit: parameters, buffers, the
+optimizer's parameters and moments, and with ``--dpu-outer`` the outer parameters and momentum.
 
-With ``--dpu-optimizer`` replica 0 gives the servers what they begin with. One that joins takes the
-parameters from them, and no moments from anybody; from another replica it takes the number of the
-last step, and how many before it were clipped.
+With ``--dpu-optimizer`` replica 0 loads the initial state into the servers. A joining replica pulls
+the parameters from the servers and needs no moments. From another replica it takes the number of
+the last step, and how many steps before it were clipped.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def demand_loaded() -> None:
-    """This rank has given the servers what they begin with, if it is one that does. All ranks of
-    all replicas call this, but of one that comes to a job whose servers have a state.
+    """Check that replica 0 has loaded the servers' initial state. All ranks of all replicas call
+    this after loading, except late replicas, which find servers with a state.
 
     Raises:
-        byteps.torch.BytePSError: replica 0 was lost before it had given all of that.
+        byteps.torch.BytePSError: replica 0 was lost before it had loaded everything.
     """
     if job.replicas() == 1 or bytepslib.members.is_late():
         return
@@ -46,7 +46,7 @@ def demand_loaded() -> None:
 
 
 def kept_by_servers(optimizers: Iterable[Any]) -> Iterator[ServerOptimizer]:
-    """Of these optimizers those whose state servers have."""
+    """Yield the optimizers whose state is on the servers."""
     for one in optimizers:
         if hasattr(one, "facts_of_steps"):
             yield one
@@ -59,7 +59,7 @@ _COUNTED = (
     "iteration",
     "num_floating_point_operations_so_far",
 )
-"""Of Megatron's arguments, those that change as it trains."""
+"""Arguments of Megatron that change during training."""
 
 
 class State:
@@ -73,17 +73,17 @@ class State:
         self._optimizers = list(outer_steps.inner(optimizer))
         self._on_servers = list(kept_by_servers(self._optimizers))
         self.megabytes = 0.0
-        """How much was given or taken."""
+        """Amount that was given or taken."""
         self.megabytes_of_servers = 0.0
-        """How much came from the servers."""
+        """Amount that came from the servers."""
 
     def give(self, rank: int, name: str, iteration: int, operations: float) -> None:
-        """To the BytePS rank of this place in the replica that joins.
+        """Send the state to the rank with the same index in the joining replica.
 
         Args:
-            name: of the exchange, the same on both.
-            iteration: how many are done.
-            operations: floating-point operations of all of them.
+            name: name of the exchange, the same on both ranks.
+            iteration: number of completed iterations.
+            operations: floating-point operations of all completed iterations.
 
         Raises:
             byteps.torch.BytePSError: a server was lost.
@@ -111,7 +111,7 @@ class State:
         transfer.give_facts(rounds, to=rank, rank=mine, name=f"{name}/rounds")
 
     def take(self, rank: int, name: str) -> None:
-        """From the BytePS rank of this place in another replica.
+        """Receive the state from the rank with the same index in another replica.
 
         Raises:
             byteps.torch.BytePSError: that replica or a server was lost.
@@ -122,7 +122,8 @@ class State:
             setattr(self._args, what, value)
         for one, told in zip(self._optimizers, facts["optimizers"], strict=True):
             _make_room(one, told)
-        self._scheduler.num_steps = 0  # of a checkpoint: a state's are added to them
+        # load_state_dict adds the loaded steps to these, which may be from a checkpoint.
+        self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(facts["scheduler"])
         if facts["scaler"] is not None:
             self._optimizers[0].grad_scaler.load_state_dict(facts["scaler"])
@@ -144,7 +145,7 @@ class State:
         self.megabytes = sum(t.numel() * t.element_size() for t in tensors) / 1e6
 
     def _tensors(self) -> list[torch.Tensor]:
-        """In the same order on all ranks of one place."""
+        """Return the tensors to transfer, in the same order on both ranks."""
         served = {id(p) for one in self._on_servers for p in one.served()}
         tensors = [
             tensor.data
@@ -166,7 +167,7 @@ class State:
 
 
 def _facts_of(optimizer: Any) -> dict[str, Any]:
-    """Its groups' numbers, and of which tensors its state is."""
+    """Return the numbers of the optimizer's groups, and descriptions of its state's tensors."""
     groups = [
         {key: value for key, value in group.items() if isinstance(value, int | float | bool | str)}
         for group in optimizer.optimizer.param_groups
@@ -179,7 +180,7 @@ def _facts_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _described(value: Any, parameter: torch.Tensor) -> Any:
-    """A tensor's type, shape and place; anything else itself."""
+    """Return a tensor's type, shape and device; any other value itself."""
     if not isinstance(value, torch.Tensor):
         return {"value": value}
     return {
@@ -190,7 +191,7 @@ def _described(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _make_room(optimizer: Any, told: dict[str, Any]) -> None:
-    """Give an optimizer the groups' numbers, and a state of the tensors that were described."""
+    """Set an optimizer's group numbers, and allocate a state with the described tensors."""
     for group, numbers in zip(optimizer.optimizer.param_groups, told["groups"], strict=True):
         group.update(numbers)
     for parameter, described in zip(outer_steps.stepped(optimizer), told["states"], strict=True):
@@ -204,7 +205,7 @@ def _make_room(optimizer: Any, told: dict[str, Any]) -> None:
 
 
 def _scaler(optimizers: Sequence[Any]) -> dict[str, Any] | None:
-    """Of the loss, which all optimizers share."""
+    """Return the state of the loss scaler, which all optimizers share."""
     scaler = getattr(optimizers[0], "grad_scaler", None) if optimizers else None
     return None if scaler is None else scaler.state_dict()
 

@@ -2,13 +2,13 @@
 
 """Checkpoints that one replica saves for all.
 
-All replicas come to a save at the same iteration. They ask by one small sum which of them are there
-now: any of them may have been lost in the step before, or be about to leave. The first one that
-stays saves, while the others wait for it, and a second sum says whether it has. If it was lost in
-between, the next one saves. So a job that goes on, or ends with status 0, has the checkpoint.
+All replicas save at the same iteration. A small sum tells which of them are present and stay: any
+may have been lost in the last step, or be about to leave. The first staying replica saves while the
+others wait, and a second sum tells whether it succeeded. If it was lost, the next replica saves. So
+a job that goes on, or ends with status 0, has the checkpoint.
 
-With ``--async-save`` the second sum says that the save has begun. What has become of the last one
-is asked when training ends.
+With ``--async-save`` the second sum only tells that the save has begun. The end of training checks
+that the last checkpoint was written.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Begun:
 
 
 _begun: _Begun | None = None
-"""The last one; None: it is known to be written."""
+"""The last checkpoint begun; None: it is known to be complete."""
 
 
 def forget() -> None:
-    """This process saves no more for others."""
+    """Reset; this process no longer saves for other replicas."""
     global _begun
     _begun = None
 
@@ -56,13 +56,13 @@ def save_once(
 
     Args:
         save: saves the checkpoint of this replica, on all of its ranks.
-        args: Megatron's.
-        model: chunks.
-        iteration: how many are done.
-        stays: whether this replica trains on. One that leaves saves only if all do.
+        args: Megatron's arguments.
+        model: chunks of the model.
+        iteration: number of completed iterations.
+        stays: whether this replica goes on training. A leaving replica saves only if all leave.
 
     Raises:
-        RuntimeError: the replicas have parted.
+        RuntimeError: the replicas have diverged.
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
     """
     global _begun
@@ -84,18 +84,19 @@ def save_once(
             outer_steps.save(args, iteration)
             save()
         if not _has_done("saved", saver):
-            saver = -1  # it was lost: the next one saves
+            saver = -1  # The saving replica was lost: the next one saves.
     if getattr(args, "async_save", False):
         _begun = _Begun(saver=saver, iteration=iteration, folder=args.save)
-    bytepslib.members.take_missing()  # of these sums, which are of no step
+    # Clears replicas missing from these sums, which belong to no step.
+    bytepslib.members.take_missing()
 
 
 def demand_written() -> None:
-    """Training ends, and this replica's checkpoints are written. All ranks of all replicas that are
-    left call this.
+    """Check, at the end of training, that the last checkpoint was written. All ranks of all
+    remaining replicas call this, after their own checkpoints are written.
 
     Raises:
-        RuntimeError: the last checkpoint was not written: the replica that did it was lost.
+        RuntimeError: the last checkpoint was not written, because the saving replica was lost.
     """
     global _begun
     begun, _begun = _begun, None
@@ -110,7 +111,7 @@ def demand_written() -> None:
 
 
 def finish() -> None:
-    """Wait for a checkpoint of this replica that is being written, and ask nobody else."""
+    """Wait for a checkpoint that this replica is writing, without a sum over replicas."""
     forget()
     finalize = getattr(
         sys.modules.get("megatron.training.async_utils"), "maybe_finalize_async_save", None
@@ -120,8 +121,8 @@ def finish() -> None:
 
 
 def _names(folder: str, iteration: int) -> bool:
-    """Whether a folder of checkpoints names this one as the last, as Megatron does once it is
-    complete."""
+    """Return whether a folder names this checkpoint as its last. Megatron writes that once a
+    checkpoint is complete."""
     try:
         with open(os.path.join(folder, "latest_checkpointed_iteration.txt")) as file:
             return file.read().strip() == str(iteration)
@@ -130,7 +131,8 @@ def _names(folder: str, iteration: int) -> bool:
 
 
 def _who_is_here(stays: bool) -> tuple[list[bool], list[bool]]:
-    """The replicas that are present, and those that stay; the same on all ranks of all replicas."""
+    """Return the present replicas and the staying replicas; the same on all ranks of all
+    replicas."""
     count = job.replicas()
     mine = torch.zeros(2 * count, dtype=torch.float64)
     mine[job.replica()] = 1
@@ -140,15 +142,15 @@ def _who_is_here(stays: bool) -> tuple[list[bool], list[bool]]:
 
 
 def _has_done(what: str, replica: int) -> bool:
-    """Whether a replica, all of whose ranks have come here, was not lost before; the same on all
-    ranks of all of them."""
+    """Return whether all ranks of a replica reached this point; the same on all ranks of all
+    replicas."""
     mine = torch.zeros(job.replicas(), dtype=torch.float64)
     mine[job.replica()] = 1
     return _summed(mine, what)[replica]
 
 
 def _summed(mine: torch.Tensor, what: str) -> list[bool]:
-    """Where the sums of these over replicas, one of each rank and its peers, are all not 0. Servers
-    wait for a save as long as it takes; collectives inside a replica would not."""
+    """Return, for each element, whether its sum over replicas is non-zero on every rank of this
+    replica. Servers wait as long as a save takes; collectives inside a replica would time out."""
     job.sum_over_replicas(mine, f"save/{what}", always=True)
     return [not lacks for lacks in job.most_inside((mine == 0).int().tolist())]

@@ -1,10 +1,10 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Megatron's buckets, as buckets whose parameters the servers keep in fp32 and update.
+"""Megatron's buckets as server buckets, whose parameters servers keep in fp32 and update.
 
-Parameters of fp8 or fp4 come down in the wire dtype, and each rank quantizes them. That is what
-Megatron does with bf16 parameters before each product of matrices; with ``--fp8-param-gather`` it
-quantizes the fp32 ones instead, once, and gathers the result.
+fp8 and fp4 parameters are pulled in the wire dtype, and each rank quantizes them. Megatron does the
+same with bf16 parameters before each matrix product. (With ``--fp8-param-gather`` it quantizes the
+fp32 parameters once, and gathers the result.)
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 
 
 class _Quantized:
-    """Reads and writes one parameter of Transformer Engine's."""
+    """Reads and writes a quantized parameter of Transformer Engine."""
 
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
 
     def read(self) -> torch.Tensor:
-        """The first time the values before they were quantized, where those were kept."""
+        """Return the values. The first call returns the initial values before quantization, if they
+        were kept."""
         from ...fp8_utils import dequantize_fp8_tensor
 
         kept = getattr(self._parameter, "get_high_precision_init_val", None)
@@ -57,10 +58,10 @@ class _Quantized:
 
 
 def codecs_of(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Quantized]:
-    """How to read and write those of the parameters that are quantized.
+    """Return codecs for those of the parameters that are quantized.
 
     Raises:
-        ValueError: one is a group of parameters, which has no values of its own.
+        ValueError: a parameter is a group of parameters, which has no values of its own.
     """
     from ...fp8_utils import is_grouped_tensor_with_quantized_storage
     from ..param_and_grad_buffer import _param_uses_quantized_storage
@@ -96,27 +97,27 @@ def make_server_buckets(
     counts_zeros: bool,
     checked: Mapping[torch.Tensor, str] | None = None,
 ) -> list[ServerBucket]:
-    """Lay the bucket's parameters side by side, as its gradients are, and tell the servers.
+    """Lay the bucket's parameters end to end, like its gradients, and declare them.
 
-    Where gradients travel in blocks of few bits, those that do not are a bucket of their own, which
-    comes first: it takes their gradients out of the others' memory as it sends them.
+    If gradients travel in blocks of few bits, those that are kept as bf16 form a separate bucket.
+    It is the first, because it takes its gradients out of the common memory as it sends them.
 
     Args:
-        bucket: with its ``dpu_reduce_op``. Its gradient data may be moved later on, but not be of
-            another size.
+        bucket: a bucket with a ``dpu_reduce_op``. Its gradient data may move later, but must keep
+            its size.
         average: divide the summed gradients by the number of ranks.
-        rule: how parameters are updated.
-        group_of: index of the parameter group.
+        rule: the update rule.
+        group_of: index of the parameter group of each parameter.
         counts: whether this rank's copy of a parameter counts in the norm of the gradients.
         in_order: gradients are added in the order of ranks.
-        speculative: servers may be asked to try a step.
-        counts_zeros: servers count the gradients that are 0.
-        checked: names of the parameters, to fail in the step where a gradient that was pushed early
-            has changed since; None: nothing is checked.
+        speculative: servers may be asked for speculative steps.
+        counts_zeros: servers count gradients that are 0.
+        checked: names of the parameters: the step fails if a gradient changed after it was pushed
+            early. None: no check.
 
     Raises:
         byteps.torch.BytePSError: a server refuses, or has too little memory.
-        ValueError: a parameter is several in one, and quantized.
+        ValueError: a parameter is a quantized group of parameters.
     """
     op: BucketOp = bucket.dpu_reduce_op
     kept = () if op.kept is None else op.kept.parameters
@@ -152,7 +153,7 @@ def make_server_buckets(
 
 
 def _laid(parameters: Sequence[torch.nn.Parameter]) -> list[Place]:
-    """Side by side, without gaps."""
+    """Return places of parameters laid end to end, without gaps."""
     places: list[Place] = []
     for parameter in parameters:
         begin = places[-1].end if places else 0
@@ -161,14 +162,15 @@ def _laid(parameters: Sequence[torch.nn.Parameter]) -> list[Place]:
 
 
 def _taken_out(bucket: _ParamAndGradBucket) -> torch.Tensor:
-    """The gradients of a bucket that do not travel in few bits, side by side."""
+    """Return the bucket's gradients that do not travel in few bits, laid end to end."""
     kept: Kept = bucket.dpu_reduce_op.kept
     return torch.cat([bucket.grad_data[begin:end] for begin, end in kept.ranges])
 
 
 @dataclass(frozen=True)
 class _Specs:
-    """What this rank sends of a bucket: in few bits or all of it, and what is kept out of that."""
+    """Specs of the tensors that this rank sends of a bucket: `others` in few bits (or everything),
+    `kept` in bf16."""
 
     others: BucketSpec
     kept: BucketSpec
@@ -202,10 +204,10 @@ def _spec(
     average: bool,
     in_order: bool,
 ) -> BucketSpec:
-    """What this rank sends of `numel` gradients, which are some or all of `grads`.
+    """Return the spec of a tensor of `numel` gradients, which are a part or all of `grads`.
 
     Args:
-        dtype: in which parameters come down, and gradients go up unless as `wire`.
+        dtype: type in which parameters are pulled, and gradients pushed unless `wire` is blocks.
     """
     rank, sums = job.rank(), op.node_whole
     made = bytepslib.server_bucket.BucketSpec
@@ -223,7 +225,7 @@ def _spec(
         return made(
             declarations=[whole], rule=rule, in_order=in_order, savers=job.of_this_replica(op.group)
         )
-    if name != op.name:  # of few elements, in one piece
+    if name != op.name:  # A few elements, in a single piece.
         pieces = bytepslib.node_groups.whole_pieces(numel, sums.node.size, 1)
         sums = replace(sums, name=name, pieces=tuple(pieces), wire_dtype=None)
     declarations = [
@@ -248,23 +250,23 @@ def _spec(
 
 
 def are_updated(bucket_group: _ParamAndGradBucketGroup) -> bool:
-    """Whether servers update the parameters of a group, of which all or none stay on the ranks."""
+    """Return whether servers update the parameters of a group, all or none of which stay on the
+    ranks."""
     return any(bucket.dpu_reduce_op.updated for bucket in bucket_group.buckets)
 
 
 def start_update(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | None:
-    """In place of :func:`.sums.start_grad_sync`, where servers keep the optimizer.
+    """Replace :func:`.sums.start_grad_sync` if servers keep the optimizer.
 
-    The gradients stay as they are: Megatron sums them over other groups next, and the step of the
-    optimizer sends them. With ``overlap_grad_reduce`` those that nothing will change any more are
-    sent now.
+    The gradients are not changed: Megatron may sum them over other groups next, and the optimizer's
+    step sends them. With ``overlap_grad_reduce``, gradients that are final are sent now.
 
     Returns:
-        with ``overlap_grad_reduce`` a handle, for which there is nothing to wait.
+        with ``overlap_grad_reduce`` a handle whose wait returns at once.
 
     Raises:
         byteps.torch.BytePSError: an earlier step failed, or a rank or a server was lost.
-        RuntimeError: no optimizer was made for the model.
+        RuntimeError: the model has no optimizer yet.
     """
     _demand_optimizer(bucket_group)
     if not bucket_group.ddp_config.overlap_grad_reduce:
@@ -289,7 +291,7 @@ def forget_pushes(ddp: DistributedDataParallel) -> None:
 
 
 def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
-    """Nobody would sum the gradients of a bucket that no optimizer has taken."""
+    """Raise RuntimeError if no optimizer has taken a bucket: nothing would sum its gradients."""
     for bucket in bucket_group.buckets:
         if bucket.grad_data.numel() > 0 and not hasattr(bucket, "dpu_server_buckets"):
             raise RuntimeError(
@@ -298,38 +300,38 @@ def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
             )
 
 
-# Norms of the gradients of a step, from the squares that servers answer with. Megatron clips some
-# parameters by a norm of their own, as those of multi-token prediction whose heads are detached.
-# Their buckets hold nothing else (see `.summed_later`).
+# Gradient norms of a step, from the sums of squares in the servers' answers. Megatron clips some
+# parameters by a norm of their own, for example detached heads of multi-token prediction. Their
+# buckets hold nothing else (see `.summed_later`).
 
 
 _Group = torch.distributed.ProcessGroup
 _NAMES = (None, *SEPARATE_GRAD_NORM_GROUPS)
-"""Of the norms: None is that of all gradients that have none of their own."""
+"""Names of the norms. None is the main norm, of all gradients without one of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
-    """Of one step; the same bits on every rank."""
+    """Norms of a step; the same bits on every rank."""
 
     main: float
-    """Of all gradients that have no norm of their own."""
+    """Norm of all gradients that have no norm of their own."""
     own: Mapping[str, float]
-    """Of the groups that have."""
+    """Norms of the other groups, by name."""
     zeros: int
-    """Gradients that are 0, if servers count them."""
+    """Number of gradients that are 0, if servers count them."""
 
     @property
     def are_finite(self) -> bool:
-        """Whether all gradients are."""
+        """Return whether all gradients are finite."""
         return all(map(math.isfinite, (self.main, *self.own.values())))
 
 
 def norm_group_of(bucket: ServerBucket) -> str | None:
-    """The norm by which a bucket's gradients are clipped.
+    """Return the name of the norm by which a bucket's gradients are clipped.
 
     Raises:
-        ValueError: its parameters have different ones: they were marked after DDP was built.
+        ValueError: its parameters have different norms: they were marked after DDP was built.
     """
     names = {getattr(place.parameter, GRAD_NORM_GROUP_ATTR, None) for place in bucket.places}
     if len(names) > 1 or not names <= set(_NAMES):
@@ -347,17 +349,17 @@ def norms_of(
     scale: float,
     device: torch.device,
 ) -> Norms:
-    """The norms of a step that was pushed.
+    """Compute the norms of a step that was pushed.
 
-    Partial sums are added by fsum, which rounds once: their order does not matter, nor which
-    ranks share a replica.
+    fsum rounds only once, so the result depends neither on the order of partial sums nor on the
+    layout of ranks.
 
     Args:
         kinds: this rank's buckets, dense and expert, and for each kind the ranks that hold the
             parts of one replica of the model. All of them call this.
-        norm_of: `norm_group_of` each bucket.
-        scale: by which gradients will be multiplied, to undo that of the loss.
-        device: of tensors that are exchanged.
+        norm_of: result of `norm_group_of` for each bucket.
+        scale: factor for the gradients that undoes loss scaling.
+        device: device of exchanged tensors.
     """
     parts = [part for buckets, group in kinds for part in _parts(buckets, group, norm_of, device)]
     *squares, zeros = (math.fsum(part) for part in zip(*parts, strict=True))
@@ -373,13 +375,13 @@ def _parts(
     norm_of: Mapping[ServerBucket, str | None],
     device: torch.device,
 ) -> list[list[float]]:
-    """Of each rank of a group: the squares of each norm, and the zeros."""
+    """Return the sums of squares of each norm, and the zeros, for each rank of a group."""
     squares: dict[str | None, list[float]] = {name: [] for name in _NAMES}
     for bucket in buckets:
         squares[norm_of[bucket]] += bucket.squares
     mine = [math.fsum(squares[name]) for name in _NAMES]
     mine.append(float(sum(bucket.zeros for bucket in buckets)))
-    if buckets:  # where the ranks of a host sum first, each has its parts
+    if buckets:  # If the ranks of a host sum first, each rank has its own parts.
         mine = [math.fsum(one) for one in zip(*buckets[0].of_host(mine), strict=True)]
     if group.size() == 1:
         return [mine]
@@ -389,7 +391,8 @@ def _parts(
     return [part.tolist() for part in parts]
 
 
-# Copies of a parameter are summed alike, so that servers update them to the same bits.
+# Copies of a parameter must be summed in the same way, so that servers update them to the same
+# bits.
 
 
 _logger = logging.getLogger(__name__)
@@ -398,16 +401,16 @@ _logger = logging.getLogger(__name__)
 def keep_copies_alike(
     model_chunks: Sequence[DistributedDataParallel], buffers: str, group: Any
 ) -> None:
-    """Sum nothing inside hosts first, unless all data-parallel groups are spread over hosts alike.
+    """Disable node-first sums unless all data-parallel groups have the same layout over hosts.
 
-    Ranks of `group` hold parts of one replica of the model. A parameter that several of them have,
-    as tied embeddings are on two stages, is summed over as many data-parallel groups. If the ranks
-    of a host were other members in one of these than in another, values would be added in another
-    order, and the copies would drift apart. All ranks of `group` call this.
+    Ranks of `group` hold parts of a single model replica. Copies of a parameter (tied embeddings on
+    two stages, for example) are summed by different data-parallel groups. If these groups were laid
+    out differently over hosts, values would be added in different orders, and the copies would
+    drift apart. All ranks of `group` call this.
 
     Args:
-        buffers: the attribute of a model chunk that holds its buffers.
-        group: of ranks that hold the parts of the model.
+        buffers: name of a model chunk's attribute with its buffers.
+        group: the ranks that hold the parts of the model.
     """
     if group.size() == 1:
         return
@@ -429,7 +432,7 @@ def keep_copies_alike(
 
 
 def alike(spreads: Sequence[Sequence[int]]) -> bool:
-    """Whether all groups are the same, or nobody sums inside a host first."""
+    """Return whether all layouts are the same, or no group sums inside a host first."""
     return len({tuple(spread) for spread in spreads}) <= 1
 
 
@@ -442,7 +445,7 @@ def _buckets(model_chunks: Sequence[DistributedDataParallel], buffers: str) -> I
 
 
 def _spread(op: BucketOp) -> tuple[int, ...]:
-    """The place among hosts of each member of the group; nothing where each pushes by itself."""
+    """Return the host index of each member of the group; empty if each member pushes on its own."""
     if op.node_whole is None:
         return ()
     return tuple(op.node_whole.layout.host_of(rank) for rank in op.group)

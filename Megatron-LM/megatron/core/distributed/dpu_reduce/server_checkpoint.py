@@ -1,14 +1,15 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Checkpoints of an optimizer that is on the servers.
+"""Checkpoints of the optimizer on the servers.
 
-They are those of Megatron's distributed optimizer with ``--dist-ckpt-optim-fully-reshardable``:
-for each parameter of the model there are the fp32 value and the moments, in the parameter's shape.
-So either of the two optimizers goes on where the other one stopped, in another layout too.
+Their format is that of Megatron's distributed optimizer with
+``--dist-ckpt-optim-fully-reshardable``: for each parameter of the model the fp32 values and the
+moments, in the parameter's shape. So each of the two optimizers can resume from the other's
+checkpoint, also in another layout.
 
-A rank reads and saves what it would own in the distributed optimizer: a range of each bucket, and
-so ranges of parameters. A checkpoint wants boxes of the parameters' global tensors, cut anyhow, as
-long as they cover them once. Its tensors are used by nothing else: they may be written while
+A rank reads and saves the elements that it would own in the distributed optimizer: a range of each
+bucket, and so ranges of parameters. A checkpoint stores boxes of the parameters' global tensors;
+any boxes that cover each tensor once. The saved tensors are copies, so they may be written while
 training goes on. One rank of each group loads.
 """
 
@@ -41,20 +42,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBox:
-    """Elements of a parameter that lie side by side, and are a box of a global tensor."""
+    """Adjacent elements of a parameter that are a box of a global tensor."""
 
     begin: int
     end: int
     place: ShardedTensor
-    """Without values."""
+    """Its place in the global tensor, without values."""
 
     def holding(self, values: torch.Tensor) -> ShardedTensor:
-        """With a copy of these values, of which nothing else is kept."""
+        """Return the box with a copy of these values."""
         return replace(self.place, data=values.reshape(self.place.local_shape).clone())
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Offsets and sizes of the boxes that hold elements `begin` to `end`, in their order."""
+    """Yield offset and size of the boxes that hold elements `begin` to `end`, in order."""
     if begin >= end:
         return
     if not shape:
@@ -62,7 +63,7 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Shape, S
         return
     row = math.prod(shape[1:])
     first, last = -(-begin // row), end // row
-    if first > last:  # inside one row
+    if first > last:  # All elements are inside a single row.
         for offset, size in boxes(shape[1:], begin - last * row, end - last * row):
             yield (last, *offset), (1, *size)
         return
@@ -77,13 +78,14 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Shape, S
 
 
 def own_replica(replica: ReplicaId, copy: int = 0) -> ReplicaId:
-    """Of what one rank of the data-parallel group saves, or of a further `copy` on another one:
-    Megatron has this rank's number last."""
+    """Return the replica id for the rank of the data-parallel group that saves, or for a further
+    `copy` on another rank. Megatron puts the data-parallel rank last."""
     return copy if isinstance(replica, int) else (*replica[:-1], copy)
 
 
 def is_saved(model_parameter: ShardedTensor | ShardedTensorFactory) -> bool:
-    """Whether ranks of this data-parallel group save it, and not those of another one."""
+    """Return whether ranks of this data-parallel group save the parameter, not those of another
+    group."""
     return is_main_replica(own_replica(model_parameter.replica_id))
 
 
@@ -94,8 +96,8 @@ def with_values(
     *,
     copy: int = 0,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Fp32 values of a whole parameter, cut as the parameter is, which one rank saves; others have
-    a further `copy`."""
+    """Return fp32 values of a whole parameter, sharded like the parameter. One rank saves them;
+    others hold a further `copy`."""
     kind = {} if isinstance(model_parameter, ShardedTensorFactory) else {"dtype": values.dtype}
     replica = own_replica(model_parameter.replica_id, copy)
     return replace(model_parameter, key=key, data=values, replica_id=replica, **kind)
@@ -104,14 +106,14 @@ def with_values(
 def saved_boxes(
     model_parameter: ShardedTensor | ShardedTensorFactory, key: str, begin: int, end: int
 ) -> list[SavedBox] | None:
-    """Of elements `begin` to `end` of a parameter.
+    """Return the boxes of elements `begin` to `end` of a parameter.
 
     Args:
-        model_parameter: as the model's own sharded state has it.
-        key: of the global tensor, or of a factory for it.
+        model_parameter: the parameter's entry in the model's sharded state.
+        key: key of the global tensor, or of its factory.
 
     Returns:
-        None where a factory makes something else than parts of the parameter that lie side by side.
+        the boxes, or None if a factory's parts are not contiguous in the parameter.
     """
     blank = torch.empty(model_parameter.data.shape, device="meta")
     whole = with_values(model_parameter, key, blank)
@@ -133,13 +135,13 @@ def saved_boxes(
 
 
 def _boxed(part: ShardedTensor, offset: Shape, size: Shape) -> ShardedTensor:
-    """A box of a part, whose neighbours may be of other sizes: there is no grid."""
+    """Return a box of a part. There is no grid: neighbours may have other sizes."""
     before = part.prepend_axis_num
     moves = (*(0 for _ in range(before)), *offset)
     return replace(
         part,
         data=None,
-        # Megatron writes parts without a grid as they are, and so with all axes.
+        # Megatron writes parts without a grid unchanged, so they need all axes.
         local_shape=(*(1 for _ in range(before)), *size),
         prepend_axis_num=0,
         global_offset=tuple(a + b for a, b in zip(part.global_offset, moves, strict=True)),
@@ -148,15 +150,15 @@ def _boxed(part: ShardedTensor, offset: Shape, size: Shape) -> ShardedTensor:
 
 
 SHARDING = "fully_reshardable"
-"""As Megatron's metadata of a checkpoint calls this form."""
+"""Name of this format in the metadata of Megatron's checkpoints."""
 WHOLE = "dpu_optimizer_whole"
-"""Set in that metadata, the rank that loads saves as well, all of it: for copies of a rank's state
-that go back to the same rank."""
+"""Metadata key: the rank that loads also saves everything. Used for copies of a rank's state that
+return to the same rank."""
 _PREFIX = "optimizer.state"
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Raises ValueError unless it says that a checkpoint is of this form."""
+    """Raise ValueError unless the metadata name this format."""
     form = (metadata or {}).get("distrib_optim_sharding_type", "none of the distributed optimizer")
     if form != SHARDING:
         raise ValueError(
@@ -167,7 +169,7 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> None:
 
 
 def put_metadata(metadata: dict[str, Any]) -> None:
-    """Say in the metadata of a checkpoint that is about to be saved that it is of this form."""
+    """Put this format into the metadata of a checkpoint that is about to be saved."""
     metadata["distrib_optim_sharding_type"] = SHARDING
     metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
 
@@ -182,17 +184,17 @@ def sharded_state(
     is_loading: bool,
     is_whole: bool = False,
 ) -> dict[str, Any]:
-    """This rank's part of the state of some buckets, as Megatron's checkpoints want it.
+    """Return this rank's part of the state of buckets, in the form of Megatron's checkpoints.
 
     Args:
         buckets: dense or expert ones.
-        param_groups: theirs.
-        model_state: the model's own sharded state, of which each parameter's is a part.
-        slots: what servers keep of a parameter.
-        steps: that were made.
-        is_loading: tensors are there to be written to, on one rank of each group; else they hold
-            what the servers have.
-        is_whole: on the same rank.
+        param_groups: their parameter groups.
+        model_state: the model's sharded state, which has an entry for each parameter.
+        slots: names of the values that servers keep of a parameter.
+        steps: number of steps made.
+        is_loading: return tensors to load into, on one rank of each group. Otherwise they hold the
+            servers' values.
+        is_whole: the rank that loads also saves, everything (see `WHOLE`).
 
     Raises:
         byteps.torch.BytePSError: a server is lost.
@@ -225,7 +227,7 @@ def _whole(
     slots: Sequence[str],
     values: Callable[[int, int, int], torch.Tensor],
 ) -> dict[str, ShardedBase]:
-    """Whole parameters, if this rank is one that gives them to the servers."""
+    """Return whole parameters if this rank loads them into the servers."""
     if not bucket.is_first:
         return {}
     return {
@@ -243,7 +245,7 @@ def _whole(
 def _owned(
     bucket: ServerBucket, sharded: Mapping[int, Any], slots: Sequence[str]
 ) -> dict[str, ShardedBase]:
-    """What this rank saves of a bucket."""
+    """Return the values that this rank saves of a bucket."""
     places = [
         (place, first, parameter, sharded[id(parameter)])
         for place, (first, parameter) in enumerate(bucket.places)
@@ -255,7 +257,7 @@ def _owned(
             key = f"{_PREFIX}.{name}.{model_parameter.key}"
             if saved_boxes(model_parameter, key, 0, 0) is not None:
                 continue
-            # It cannot be cut: who has its first element saves all of it.
+            # Cannot be cut: the rank with its first element saves all of it.
             mine = any(begin <= first < end for begin, end in bucket.owned)
             whole = bucket.gather(slot, first, first + parameter.numel(), wanted=mine)
             if whole is not None:
@@ -283,13 +285,13 @@ def _owned(
 
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Keys of a parameter group from which its schedule is made."""
+"""Keys of a parameter group from which its schedule is computed."""
 _KEPT = "keeps_rates"
 
 
 def keep_rates(state: Any) -> None:
-    """Have who loads the state of an optimizer, or of several, go on with its rates, and not with
-    those of the arguments (``--use-checkpoint-opt_param-scheduler``)."""
+    """Make loading take an optimizer's rates from its state, not from the arguments
+    (``--use-checkpoint-opt_param-scheduler``)."""
     if not isinstance(state, dict):
         return
     if state.get("param_state_sharding_type") == SHARDING:
@@ -300,10 +302,11 @@ def keep_rates(state: Any) -> None:
 
 
 def take_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
-    """Give parameter groups the rates of those that are like them in a loaded state, if it says so.
+    """Copy the rates of matching parameter groups from a loaded state, if `keep_rates` has marked
+    it.
 
     Raises:
-        ValueError: there are not as many like them.
+        ValueError: the numbers of matching groups differ.
     """
     if not state.get(_KEPT):
         return
@@ -332,8 +335,8 @@ def take_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> No
 def load(
     buckets: Sequence[ServerBucket], state: Mapping[str, Any], slots: Sequence[str]
 ) -> int | None:
-    """Give the servers what was loaded, from one rank of each group, and return how many steps it
-    has; None where there is no group that says so.
+    """Load a state into the servers, from one rank of each group, and return its number of steps;
+    None if no group has it.
 
     Raises:
         byteps.torch.BytePSError: a server refuses or is lost.

@@ -1,8 +1,8 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Makes the optimizer of ``--dpu-optimizer``, and with Muon that of the ranks next to it.
+"""Creates the optimizer of ``--dpu-optimizer``, and with Muon also the ranks' optimizer.
 
-What ranks update where servers update the rest is in :mod:`.summed_later`.
+:mod:`.summed_later` decides which parameters ranks update.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """A model chunk of which some parameters are seen, and everything else as it is."""
+    """View of a model chunk with only a part of its parameters; everything else is unchanged."""
 
     def __init__(self, chunk: DistributedDataParallel, *, matrices: bool) -> None:
         self._chunk, self._matrices = chunk, matrices
@@ -50,15 +50,15 @@ class Part:
 
 
 def whole_gathers(config: OptimizerConfig) -> OptimizerConfig:
-    """An optimizer's config without what DDP does not do here: gather parameters while the next
-    forward pass runs."""
+    """Return a copy of an optimizer's config without parameter gathers during the forward pass,
+    which DDP does not do here."""
     config = copy.copy(config)
     config.overlap_param_gather = False
     return config
 
 
 class RanksPart:
-    """What the optimizer of the ranks does in a step of the servers' one."""
+    """The ranks' part of a step of the optimizer on the servers."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class RanksPart:
         config_overrides: Any,
         pg_collection: Any,
     ) -> None:
-        """Makes Megatron's optimizer of the matrices of model chunks.
+        """Create Megatron's optimizer for the matrices of model chunks.
 
         Args:
-            config: which, and what its updates are.
-            model_chunks: of this rank.
-            config_overrides: for some of the parameters, as Megatron has them.
+            config: type of the optimizer and its options.
+            model_chunks: model chunks of this rank.
+            config_overrides: Megatron's overrides of options for a part of the parameters.
             pg_collection: the process groups, or None for those of ``parallel_state``.
         """
         parts: Any = [Part(chunk, matrices=True) for chunk in model_chunks]
@@ -85,10 +85,10 @@ class RanksPart:
         )
 
     def norms(self, rest: Norms) -> Norms:
-        """The norms of all gradients. All ranks of the job call this.
+        """Return the norms of all gradients. All ranks of the job call this.
 
         Args:
-            rest: of those that servers have.
+            rest: norms of the servers' gradients.
         """
         if self.optimizer.prepare_grads():
             return Norms(main=math.inf, own=rest.own, zeros=rest.zeros)
@@ -105,7 +105,7 @@ class RanksPart:
         return float(self.optimizer._get_grad_norm_for_group(name) or 0.0)
 
     def update(self, norms: Norms) -> None:
-        """Clip by these norms, as Megatron does, and update."""
+        """Clip by these norms, as Megatron does, then update."""
         limit = self.config.clip_grad
         by_norm: dict[str | None, list[torch.nn.Parameter]] = {}
         for parameter in self.optimizer.get_parameters():
@@ -123,16 +123,16 @@ def make_server_optimizer(
     config_overrides: Any,
     pg_collection: ProcessGroupCollection | None,
 ) -> MegatronOptimizer:
-    """The optimizer of model chunks whose DDP has ``dpu_optimizer``.
+    """Create the optimizer of model chunks whose DDP has ``dpu_optimizer``.
 
     Args:
-        config: what the update is.
-        model_chunks: of this rank; their buckets are named.
-        config_overrides: for some of the parameters, as Megatron has them.
+        config: options of the update.
+        model_chunks: model chunks of this rank, already planned.
+        config_overrides: Megatron's overrides of options for a part of the parameters.
         pg_collection: the process groups, or None for those of ``parallel_state``.
 
     Raises:
-        ValueError: the config asks for what servers cannot do; the text names it.
+        ValueError: servers do not support an option; the text names it.
         byteps.torch.BytePSError: a server refuses, or has too little memory.
     """
     validate_optimizer_config(config)
@@ -141,7 +141,7 @@ def make_server_optimizer(
         config = whole_gathers(config)
         ranks = RanksPart(config, model_chunks, config_overrides, pg_collection)
         parts = [Part(chunk, matrices=False) for chunk in model_chunks]
-    # The same groups in the same order on every rank.
+    # Every rank needs the same groups in the same order.
     param_groups = _get_param_groups(parts, config, config_overrides)
     groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
         pg_collection, model_chunks, False
@@ -164,11 +164,11 @@ def make_server_optimizer(
 
 
 class RanksAndServers(ChainedOptimizer):
-    """Ranks update matrices and servers the rest, in one step."""
+    """Ranks update matrices and servers the rest, in the same step."""
 
     def __init__(self, ranks: RanksPart, served: ServerOptimizer) -> None:
         mine = ranks.optimizer
-        # One that has cut its matrices over ranks is more than the optimizers in it.
+        # A subclass of ChainedOptimizer has cut its matrices over ranks, and must stay whole.
         parts = mine.chained_optimizers if type(mine) is ChainedOptimizer else [mine]
         super().__init__([*parts, served])
         self._served = served
@@ -190,10 +190,10 @@ class RanksAndServers(ChainedOptimizer):
 
 
 def are_ranks_to_update(config: OptimizerConfig, ddp_config: DistributedDataParallelConfig) -> bool:
-    """Whether ranks keep the matrices' optimizer.
+    """Return whether ranks keep the matrices' optimizer.
 
     Raises:
-        ValueError: model and optimizer are not made for the same.
+        ValueError: model and optimizer have different settings for matrices.
     """
     of_matrices = config.optimizer in OF_MATRICES
     if of_matrices == ddp_config.dpu_optimizer_matrices:

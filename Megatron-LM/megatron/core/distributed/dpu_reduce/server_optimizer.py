@@ -2,18 +2,17 @@
 
 """``--dpu-optimizer``: the optimizer lives on the servers.
 
-Servers keep the fp32 parameters and the moments. A rank holds parameters and gradients alone. What
-Megatron sums over tensor- and pipeline-parallel ranks, and scales, it sums and scales before data
-parallelism here, on each rank's own gradients: these operations are linear, so that their order
-does not matter. Then :meth:`ServerOptimizer.step` sends the gradients, or, with
-``--overlap-grad-reduce``, what is left of them: buckets that nothing of that changes are sent as
-soon as the backward pass has computed them.
+Servers keep the fp32 parameters and the moments. A rank holds only parameters and gradients.
+Megatron's sums over tensor- and pipeline-parallel ranks, and its scaling, happen before the
+data-parallel sum here: these operations are linear, so their order does not matter. Then
+:meth:`ServerOptimizer.step` sends the gradients. With ``--overlap-grad-reduce``, buckets that those
+operations do not change are sent as soon as the backward pass has computed them.
 
-Servers answer with the parameters as they are if nothing is clipped, so that these come down while
-later gradients go up, into the memory of the gradients. The step takes them once it knows the norm.
+Servers answer with parameters that hold if nothing is clipped. These are pulled into the gradients'
+memory while later gradients are pushed, and used once the norm is known.
 
-With ``--overlap-param-gather`` a step returns before: each module waits for its own parameters when
-its forward pass begins, as with Megatron's distributed optimizer. See :mod:`.forward_overlap`.
+With ``--overlap-param-gather`` a step returns earlier: each module waits for its own parameters
+when its forward pass begins, as with Megatron's distributed optimizer. See :mod:`.forward_overlap`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _Group = torch.distributed.ProcessGroup
 
 
 def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Of torch, without state: it holds the groups and says what the update is."""
+    """Return a torch optimizer without state, which holds the groups and options."""
     common = {"lr": config.lr or 0.0, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=config.sgd_momentum, **common)
@@ -62,7 +61,7 @@ def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
 
 
 def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
-    """As Megatron chooses it; None: the loss is not scaled."""
+    """Return Megatron's scaler for this config; None: the loss is not scaled."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:
@@ -78,10 +77,10 @@ def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
 
 
 class ServerOptimizer(MegatronOptimizer):
-    """Sends gradients to the servers, which update, and takes the parameters that come back.
+    """Pushes gradients to the servers, which update, and pulls the parameters.
 
-    ``step`` and ``load_state_dict`` are collective over all ranks of the job. One optimizer serves
-    dense and expert parameters: each bucket goes over its own data-parallel group.
+    ``step`` and ``load_state_dict`` are collective over all ranks of the job. The optimizer has
+    dense and expert parameters: each bucket uses its own data-parallel group.
     """
 
     def __init__(
@@ -100,15 +99,15 @@ class ServerOptimizer(MegatronOptimizer):
         """See :func:`.server_making.make_server_optimizer`.
 
         Args:
-            config: what the update is.
-            model_chunks: of this rank; their buckets are named.
-            param_groups: of all parameters that servers update, the same groups in the same order
-                on every rank.
+            config: options of the update.
+            model_chunks: model chunks of this rank, already planned.
+            param_groups: groups of all parameters that servers update, the same groups in the same
+                order on every rank.
             dense_group: the ranks that hold the parts of one replica of the dense parameters.
-            expert_group: the same of the experts; None where no rank has any.
-            tp_group: the tensor-parallel ranks, and `expert_tp_group` those of experts.
+            expert_group: the same for experts; None if there are none.
+            tp_group: the tensor-parallel ranks; `expert_tp_group`: those of experts.
             pp_group: the pipeline's ranks.
-            ranks: what these update in the same steps.
+            ranks: the ranks' part of each step, if any.
         """
         super().__init__(_container(config, param_groups), config)
         self.model_chunks = list(model_chunks)
@@ -119,14 +118,14 @@ class ServerOptimizer(MegatronOptimizer):
         self._rule = bytepslib.server_tensor.rule_of(self.optimizer)
         self.grad_scaler = _grad_scaler(config)
         self._unscale = 1.0
-        """What gradients are multiplied by, to undo the scale of the loss."""
+        """Factor for the gradients that undoes loss scaling."""
         self._looks = (
             config.clip_grad > 0.0
             or math.isfinite(config.grad_norm_skip_threshold)
             or self.grad_scaler is not None
             or ranks is not None
         )
-        """Whether a step asks for the norm."""
+        """Whether a step needs the norm."""
         self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
         overlaps_forward = forward_overlap.is_wanted(model_chunks)
@@ -136,12 +135,12 @@ class ServerOptimizer(MegatronOptimizer):
         )
         self._loaded = False
         """Whether the servers have parameters."""
-        # A rank whose parameters are all frozen has no bucket, and takes part in the norm.
+        # A rank whose parameters are all frozen has no bucket, but takes part in the norm.
         self._device = next(p.device for chunk in model_chunks for p in chunk.parameters())
         self._dense: list[ServerBucket] = []
         self._expert: list[ServerBucket] = []
         self._early: set[ServerBucket] = set()
-        """Whose gradients are sent while the backward pass runs."""
+        """Buckets that are sent during the backward pass."""
         for group, kind in ((dense_group, "buffers"), (expert_group, "expert_parallel_buffers")):
             if group is not None:
                 server_buckets.keep_copies_alike(model_chunks, kind, group)
@@ -171,9 +170,9 @@ class ServerOptimizer(MegatronOptimizer):
         buffers: Sequence[_ParamAndGradBuffer],
         summed_later: SummedLater,
     ) -> list[ServerBucket]:
-        """Tell the servers of the buckets of a model chunk, which then have ``dpu_server_buckets``
+        """Declare the buckets of a model chunk. Megatron's buckets then have ``dpu_server_buckets``
         and this optimizer."""
-        # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
+        # Copies of a parameter have the same gradients and must stay bit-identical.
         has_copies = any(
             group is not None and group.size() > 1
             for group in (self.grad_stats_parallel_group, self._expert_group)
@@ -204,15 +203,15 @@ class ServerOptimizer(MegatronOptimizer):
             ):
                 self._early.update(mine)
         for buffer in buffers:
-            # verl moves a buffer's parameters to the host and back by this, as Megatron does with
-            # its distributed optimizer: those of the first bucket, which is the only one unless
-            # gradients are sent while the backward pass runs.
+            # verl moves a buffer's parameters to the host and back by this attribute, as with
+            # Megatron's distributed optimizer. It covers only the first bucket; there is only one
+            # unless gradients are sent during the backward pass.
             for one in getattr(next(iter(buffer.buckets), None), "dpu_server_buckets", [])[:1]:
                 buffer.param_data = one.parameters
         return taken
 
     def _group_of(self) -> dict[torch.Tensor, int]:
-        """The index of each parameter's group."""
+        """Return the index of each parameter's group."""
         return {
             parameter: index
             for index, group in enumerate(self.optimizer.param_groups)
@@ -220,7 +219,7 @@ class ServerOptimizer(MegatronOptimizer):
         }
 
     def _counts(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank's copy is the one of Megatron's norm."""
+        """Return whether Megatron's norm counts this rank's copy of a parameter."""
         return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
             parameter, tp_group=self.tp_group, expert_tp_group=self.expert_tp_group
         )
@@ -229,20 +228,20 @@ class ServerOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Send the gradients, return when the updated parameters are there, or, with
-        ``dpu_optimizer_overlap``, in flight.
+        """Push the gradients. Return when the updated parameters are there, or in flight with
+        ``dpu_optimizer_overlap``.
 
         Returns:
-            whether parameters were updated (not if a norm is not finite or the main one above
-            ``grad_norm_skip_threshold``), the norm, and how many gradients are 0. Without clipping
-            and without a scaled loss there is no norm, and nothing is checked; zeros are counted if
-            the config asks for it. With a scaled loss gradients that are not finite have no norm.
+            whether parameters were updated (false if a norm is not finite or the main norm is above
+            ``grad_norm_skip_threshold``), the norm, and the number of gradients that are 0. Without
+            clipping and loss scaling the norm is None, and nothing is checked. Zeros are counted if
+            the config asks for it. With loss scaling, gradients that are not finite have no norm.
 
         Raises:
             byteps.torch.BytePSError: a rank or a server was lost. The parameters may be those of
                 this step on some servers and of the last one on others.
             RuntimeError: another rank of this host was lost, with the same effect.
-            ValueError: a parameter group changed in what servers were told once.
+            ValueError: a fixed option of a parameter group has changed.
         """
         self._machine.demand_no_failure()
         self._machine.demand_same_rule(self.optimizer.param_groups)
@@ -292,22 +291,22 @@ class ServerOptimizer(MegatronOptimizer):
         )
 
     def _clip(self, norm: float) -> float:
-        """The factor of gradients that have been scaled back and have this norm."""
+        """Return the clipping factor for unscaled gradients of this norm."""
         limit = self.config.clip_grad
         return bytepslib.step_machine.clip_scale(norm, limit) if limit > 0.0 else 1.0
 
     def _note_scale(self) -> None:
-        """The scale of the loss may have changed. Read here, where the step waits for the device
-        anyway: a backward pass does not."""
+        """Read the loss scale, which may have changed. The step waits for the device here anyway;
+        the backward pass must not."""
         if self.grad_scaler is not None:
             self._unscale = self.grad_scaler.inv_scale.item()
 
     def bucket_is_ready(self, bucket: ServerBucket) -> None:
-        """The backward pass has computed the bucket's gradients. They are sent, unless Megatron
-        will sum them over other ranks or scale them.
+        """Push the bucket's gradients, which the backward pass has computed, unless Megatron will
+        still sum them over other ranks or scale them.
 
-        Parameters come down into the memory of these gradients, which no pass uses any more: where
-        an all-reduce would put its sum. The model's parameters change in the step alone.
+        Parameters are pulled into the memory of these gradients, where an all-reduce would put its
+        sum. The model's parameters change only in the step.
         """
         if bucket not in self._early:
             return
@@ -318,15 +317,15 @@ class ServerOptimizer(MegatronOptimizer):
             self._machine.push_early(bucket, self.optimizer.param_groups, self._unscale)
 
     def _norms(self) -> Norms:
-        """Of all gradients of the model."""
+        """Return the norms of all gradients of the model."""
         kinds = [(self._dense, self.grad_stats_parallel_group)]
         if self._expert_group is not None:
             kinds.append((self._expert, self._expert_group))
         return norms_of(kinds, self._norm_of, self._unscale, self._device)
 
     def _load_parameters(self) -> None:
-        """The servers begin with the model's parameters. No update is made before all ranks have
-        pushed, so that nobody needs to wait for the one that loads."""
+        """Load the model's parameters into the servers as their initial state. No barrier: servers
+        update only after all ranks have pushed."""
         for bucket in self._buckets:
             if bucket.is_first:
                 bucket.load_parameters()
@@ -346,14 +345,14 @@ class ServerOptimizer(MegatronOptimizer):
     # ------------------------------------------------------------------- what Megatron asks for
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: DDP zeroes its buffers."""
+        """Do nothing: DDP zeroes its buffers."""
 
     def get_loss_scale(self) -> torch.Tensor:
         return self._scale if self.grad_scaler is None else self.grad_scaler.scale
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """The model was loaded without its optimizer: servers take its parameters at the next step,
-        and begin anew."""
+        """Start over after the model was loaded without its optimizer: the next step loads its
+        parameters into the servers."""
         if state_dict is not None:
             raise ValueError(
                 "--dpu-optimizer does not work with --load-main-params-from-ckpt: servers take the "
@@ -365,7 +364,7 @@ class ServerOptimizer(MegatronOptimizer):
         self._loaded = False
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """The model's parameters are about to be read: wait for those in flight.
+        """Wait for parameters in flight, before they are read.
 
         Raises:
             byteps.torch.BytePSError: a server was lost.
@@ -379,30 +378,30 @@ class ServerOptimizer(MegatronOptimizer):
         raise NotImplementedError("the servers clip and update in one: call step()")
 
     def offload_to_cpu(self) -> None:
-        """Nothing: there is no state here."""
+        """Do nothing: ranks have no state."""
 
     def restore_from_cpu(self) -> None:
-        """Nothing: there is no state here."""
+        """Do nothing: ranks have no state."""
 
     # ------------------------------------------------------------------- replicas
 
     def begin_with_others(self) -> None:
-        """Training begins: the servers have a state before one replica alone saves it. All ranks of
-        all replicas call this.
+        """Load the servers' initial state when training begins, so that it exists when a single
+        replica saves. All ranks of all replicas call this.
 
         Raises:
-            byteps.torch.BytePSError: a server, or the replica that gives the state, was lost.
+            byteps.torch.BytePSError: a server, or the replica that loads the state, was lost.
         """
         if not self._loaded:
             self._load_parameters()
 
     def served(self) -> set[torch.Tensor]:
-        """The parameters that servers update."""
+        """Return the parameters that servers update."""
         return {place.parameter for bucket in self._buckets for place in bucket.places}
 
     def facts_of_steps(self) -> dict[str, int]:
-        """What a replica that joins goes on from. Servers have the parameters of all steps when
-        this returns. Raises BytePSError if one was lost."""
+        """Return the step counts for a joining replica. Afterwards the servers have the parameters
+        of all steps. Raises BytePSError if a server was lost."""
         self._machine.wait_for_parameters()
         for bucket in self._buckets:
             bucket.settle()
@@ -410,8 +409,8 @@ class ServerOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def join(self, facts: dict[str, int]) -> float:
-        """Go on from another replica's `facts_of_steps`, with the servers' parameters; returns how
-        many MB these are. All ranks of this replica call this. Raises as `facts_of_steps`."""
+        """Continue from another replica's `facts_of_steps` and the servers' parameters; return the
+        MB pulled. All ranks of this replica call this. Raises like `facts_of_steps`."""
         for bucket in self._buckets:
             bucket.pull_parameters()
         self._speculation.go_on(facts["clipped"])
@@ -428,25 +427,25 @@ class ServerOptimizer(MegatronOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[Any, Any]:
-        """The state as the distributed optimizer would save it; see :mod:`.server_checkpoint`.
+        """Return the state in the distributed optimizer's format; see :mod:`.server_checkpoint`.
 
         Raises:
-            byteps.torch.BytePSError: a server is lost; or a step failed, so that servers may have
-                the state of different ones, and none is to be saved.
-            ValueError: a checkpoint of another form is loaded.
+            byteps.torch.BytePSError: a server is lost, or a step failed, so that servers may have
+                states of different steps.
+            ValueError: the checkpoint to load has another format.
         """
         if is_loading:
             server_checkpoint.check_metadata(metadata)
         else:
             self._machine.demand_no_failure()
             self._machine.wait_for_parameters()
-            # Who saves without Megatron's arguments takes us for another optimizer.
+            # Code that saves without Megatron's arguments takes this for a plain optimizer.
             if metadata is not None:
                 server_checkpoint.put_metadata(metadata)
         if not self._loaded and not is_loading:
             self._load_parameters()
-            # Ranks read next, and only the first one of each group has loaded. Ranks without
-            # buckets are not here.
+            # Ranks read next, but only the first rank of each group has loaded. Ranks without
+            # buckets do not take part.
             ddp = self.model_chunks[0]
             for buckets, group in (
                 (self._dense, ddp.dp_cp_group),
@@ -466,18 +465,18 @@ class ServerOptimizer(MegatronOptimizer):
             )
             for buckets, groups in self._kinds()
         ]
-        if self.grad_scaler is not None:  # where Megatron's optimizers have it
+        if self.grad_scaler is not None:  # Megatron's optimizers have it in the same place.
             for part in parts:
                 part["grad_scaler"] = self.grad_scaler.state_dict()
         return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
-        """Give the servers what was loaded from a checkpoint, the model's parameters included.
+        """Load a checkpoint's state into the servers, including the model's parameters.
 
         Raises:
             byteps.torch.BytePSError: a server refuses or is lost.
-            ValueError: it is of another form, or after different numbers of steps.
+            ValueError: the state has another format, or different numbers of steps.
         """
         self._machine.begin_load()
         kinds = self._kinds()
@@ -510,11 +509,12 @@ class ServerOptimizer(MegatronOptimizer):
 
     @property
     def _slots(self) -> list[str]:
-        """What servers keep, as Megatron names it."""
+        """Names of the values that servers keep, as in Megatron's checkpoints."""
         return ["param", *self._rule.slot_names[1:]]
 
     def _kinds(self) -> list[tuple[list[ServerBucket], list[dict[str, Any]]]]:
-        """Buckets and groups, dense and expert: of each Megatron has an optimizer."""
+        """Return buckets and groups, dense and expert. Megatron has an optimizer for each
+        of these."""
         groups = self.optimizer.param_groups
         kinds = [(self._dense, [g for g in groups if not g["is_expert_parallel"]])]
         if self._expert_group is not None:

@@ -1,17 +1,17 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Which parameters get buffers of their own, where servers keep the optimizer.
+"""Parameters that get separate buffers if servers keep the optimizer.
 
-**Matrices.** An optimizer as Muon updates matrices by a rule of its own, and leaves all other
-parameters to AdamW. Servers know AdamW. So matrices stay on the ranks: their gradients are summed
-as with ``--use-dpu-reduce`` alone, and Megatron's optimizer updates them. Servers update the rest.
-Both are clipped by one norm, and skip the same steps.
+**Matrices.** Optimizers like Muon update matrices by a rule of their own, and all other parameters
+by AdamW. Servers only support AdamW. So matrices stay on the ranks: their gradients are summed as
+with ``--use-dpu-reduce`` alone, and Megatron's optimizer updates them. Servers update the rest.
+Both are clipped by a common norm, and skip the same steps.
 
-**Gradients that Megatron changes after the backward pass.** ``finalize_model_grads`` sums some
+**Gradients that Megatron changes after the backward pass.** ``finalize_model_grads`` sums gradients
 over tensor-parallel ranks (norms, with sequence parallelism) or pipeline stages (embeddings). A
-bucket with such a gradient is sent in the optimizer's step: no other can be sent while the
-backward pass runs. These parameters are few, but most buckets have one. Those that are clipped by
-themselves are apart as well.
+bucket with such a gradient cannot be sent during the backward pass, only in the optimizer's step.
+These parameters are few, but without separate buffers most buckets would have one. Parameters that
+are clipped by a norm of their own are separate as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def stays(parameter: torch.Tensor, config: DistributedDataParallelConfig) -> bool:
-    """Whether ranks update the parameter, where servers keep the optimizer of the others."""
+    """Return whether ranks update the parameter although servers keep the optimizer of others."""
     if config.dpu_optimizer_matrices:
         return False
     from ...optimizer.emerging_optimizers import _is_nonlinear_or_embedding
@@ -41,7 +41,8 @@ def stays(parameter: torch.Tensor, config: DistributedDataParallelConfig) -> boo
 def are_updated(
     buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig
 ) -> bool:
-    """Whether servers update the parameters of buckets, of which all or none stay on the ranks."""
+    """Return whether servers update the parameters of buckets, all or none of which stay on the
+    ranks."""
     if not config.dpu_optimizer:
         return False
     first = next((p for bucket in buckets for p in bucket.params_list), None)
@@ -49,8 +50,8 @@ def are_updated(
 
 
 def part_groups(ddp: DistributedDataParallel) -> None:
-    """Bucket groups of a DDP that is being built hold matrices alone or none: a chunk without
-    bucketing has all of its buckets in one group."""
+    """Split bucket groups of a new DDP so that each has only matrices, or none. (A chunk without
+    bucketing has all its buckets in a single group.)"""
     config = ddp.ddp_config
     if not config.dpu_optimizer or config.dpu_optimizer_matrices:
         return
@@ -77,25 +78,26 @@ Buffers = Mapping[Any, tuple[list[torch.nn.Parameter], list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class _KeyOfPart:
-    """Identifies a buffer as Megatron's BufferKey does, and differs from all of those."""
+    """Key of a buffer, like Megatron's BufferKey but different from all of these."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     is_expert_parallel: bool
     waits: bool
-    """Its gradients change after the backward pass."""
+    """Whether its gradients change after the backward pass."""
     norm_group: str | None
-    """They are clipped by a norm of their own."""
+    """Norm of its own by which they are clipped, if any."""
     stays: bool
-    """Ranks update them."""
+    """Whether ranks update its parameters."""
 
 
 class SummedLater:
-    """Whether Megatron's finalize_model_grads changes a gradient after the backward pass: it sums
-    some over tensor- or pipeline-parallel ranks, or scales them all.
+    """Tells whether Megatron's finalize_model_grads changes a gradient after the backward pass: it
+    sums gradients over tensor- or pipeline-parallel ranks, or scales all of them.
 
-    Repeats what that function decides, of which it tells nobody. A test reads that function's code
-    and fails where it looks at something that this class does not."""
+    This class repeats that function's decisions, which are not exposed. A test reads the function's
+    code, and fails if it uses a property that this class does not.
+    """
 
     def __init__(
         self, config: TransformerConfig, tp_group: _Group, pp_group: _Group | Sequence[_Group]
@@ -107,8 +109,8 @@ class SummedLater:
 
     @property
     def are_all(self) -> bool:
-        """Whether all gradients are: scaled by the number of tokens, or summed over ranks that
-        hold shards of weights."""
+        """Return whether all gradients change: scaled by the number of tokens, or summed over ranks
+        that hold shards of weights."""
         shards = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
         return bool(self._config.calculate_per_token_loss) or any(
             getattr(self._config, name, 1) > 1 for name in shards
@@ -124,7 +126,7 @@ class SummedLater:
             or "k_layernorm" in name
         ):
             return True
-        # Embeddings may be shared by stages; which, the model alone knows.
+        # Stages may share embeddings; only the model knows which.
         return self._pipeline_parallel and (
             "embedding" in name
             or "output_layer" in name
@@ -139,19 +141,19 @@ def apart(
     names: Mapping[torch.nn.Parameter, str],
     config: TransformerConfig,
 ) -> Buffers:
-    """The buffers of a DDP that is being built, with others for gradients that are summed later or
+    """Return the buffers of a new DDP, with separate buffers for gradients that are summed later or
     clipped by a norm of their own, and for parameters that ranks update.
 
-    Those that are summed later stay where they are if nothing would be sent earlier for it: without
-    ``overlap_grad_reduce``, or if all gradients are summed later.
+    Gradients that are summed later get no separate buffers if this would not let others be sent
+    earlier: without ``overlap_grad_reduce``, or if all gradients are summed later.
 
     Args:
-        ddp: with its config and process groups.
-        buffers: by Megatron's key.
-        names: of all parameters in the model.
-        config: of the model.
+        ddp: the DDP, with its config and process groups.
+        buffers: Megatron's buffers, by its key.
+        names: names of all parameters of the model.
+        config: config of the model.
     """
-    # The optimizers need this package.
+    # Imported here because the optimizers import this package.
     from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR
 
     later = SummedLater(config, ddp.tp_group, ddp.pp_group)

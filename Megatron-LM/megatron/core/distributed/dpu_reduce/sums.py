@@ -1,17 +1,16 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The sums themselves, where Megatron would issue its collectives.
+"""Starts and awaits sums, in place of Megatron's collectives.
 
-**Steps that Megatron records in one CUDA graph.** ``FullCudaGraphWrapper`` records the whole of a
-forward and backward pass, and a replay runs none of Megatron's Python. BytePS runs on the host. So
-``finalize_model_grads`` and all that it calls run after each replay, as they run without a graph.
-The sums of a step then overlap with nothing of its backward pass.
+**Steps in a CUDA graph.** ``FullCudaGraphWrapper`` records a whole forward and backward pass, and a
+replay runs none of Megatron's Python. BytePS runs on the host. So ``finalize_model_grads`` and
+everything that it calls run after each replay. The sums of a step then do not overlap its backward
+pass.
 
-**Megatron-FSDP with hybrid sharding.** Gradients are reduce-scattered within a replica of the
-model by ``torch.distributed``. Then each shard is all-reduced over replicas, through servers where
-these are faster. Megatron-FSDP orders its work by streams and events, and the end of a push-pull
-is known to the host alone. So the event that stands for a sum is one of ours: to wait for
-that is to wait for the sum.
+**Megatron-FSDP with hybrid sharding.** Gradients are reduce-scattered within a replica of the model
+by ``torch.distributed``. Then each shard is all-reduced over replicas, through servers if these are
+faster. Megatron-FSDP orders its work by streams and events, but only the host knows the end of a
+push-pull. So a sum has an event of our own class, whose wait waits for the sum.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class _PushPull:
 
     def __init__(self, handle: Any, tensor: torch.Tensor) -> None:
         self._handle = handle
-        # Kept alive as long as BytePS writes to it.
+        # Keeps the tensor alive while BytePS writes to it.
         self._tensor = tensor
 
     def wait(self) -> None:
@@ -51,7 +50,7 @@ class _PushPull:
 
 
 class GradSyncHandle:
-    """The sums of a bucket group in flight; stands in for torch's Work."""
+    """Sums of a bucket group in flight; replaces torch's Work."""
 
     def __init__(self, pending: Sequence[_Pending]) -> None:
         self._pending = list(pending)
@@ -68,7 +67,7 @@ class GradSyncHandle:
 
 
 def goes_through_servers(bucket_group: _ParamAndGradBucketGroup) -> bool:
-    """Whether a bucket of the group is summed by servers."""
+    """Return whether servers sum a bucket of the group."""
     return job.sums_gradients() and any(
         bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE for bucket in bucket_group.buckets
     )
@@ -79,17 +78,16 @@ def start_grad_sync(
 ) -> GradSyncHandle | None:
     """Sum the buckets of a group over its data-parallel ranks, in place.
 
-    Called where Megatron would issue its all-reduce or reduce-scatter: local gradients are
-    accumulated and scaled. They travel in the dtype in which they are summed or that of
-    ``dpu_reduce_wire_dtype``. With the distributed optimizer each rank gets the shard that it owns,
-    and the rest of its bucket is undefined; ``force_all_reduce`` gets all of it. Where there are
-    several instances of that optimizer, Megatron sums within each, then across them; here it is
-    one sum over all members of all instances. ``average_in_collective`` asks for the average over
-    the data-parallel group instead of the sum.
+    This replaces Megatron's all-reduce or reduce-scatter: local gradients are accumulated and
+    scaled already. They travel in their own dtype or in ``dpu_reduce_wire_dtype``. With the
+    distributed optimizer each rank gets the shard that it owns, and the rest of its bucket is
+    undefined; with ``force_all_reduce`` it gets the whole bucket. With several instances of that
+    optimizer, Megatron sums within each, then across them; here it is a single sum over all
+    members. With ``average_in_collective`` it is the average over the data-parallel group.
 
     Returns:
-        with ``overlap_grad_reduce`` a handle to wait for, as all-reduce does; otherwise ``None``,
-        the sums being in the buckets.
+        with ``overlap_grad_reduce`` a handle to wait for, like an all-reduce; otherwise ``None``,
+        and the sums are in the buckets.
 
     Raises:
         byteps.torch.BytePSError: a push-pull failed; the text names the peer.
@@ -112,7 +110,7 @@ def start_grad_sync(
 def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool) -> _Pending:
     if op.kept is None:
         return _start_all(bucket, op, sharded=sharded, average=average)
-    # First, so that their values do not count for the scale of any block.
+    # Started first, so that these values do not influence the scale of any block.
     kept = op.kept.start(op, bucket.grad_data, average=average)
     return kept.after(_start_all(bucket, op, sharded=sharded, average=average))
 
@@ -123,8 +121,8 @@ def _start_all(
     if op.node_whole is not None:
         node = (op.node_shards if sharded else None) or op.node_whole
         return node.start(bucket.grad_data)
-    # All buckets have one priority, since the optimizer needs every one of them. Where ranks are
-    # not level, a newer bucket that overtakes makes both wait for the slowest rank.
+    # All buckets have the same priority, since the optimizer needs every bucket. If ranks are not
+    # in step, a newer bucket that overtakes makes both wait for the slowest rank.
     handle = bytepslib.byteps.push_pull_async_inplace(
         bucket.grad_data,
         average=average,
@@ -138,7 +136,7 @@ def _start_all(
     return _PushPull(handle, bucket.grad_data)
 
 
-# Steps that are one CUDA graph.
+# Steps in a CUDA graph.
 
 
 _Sums = Callable[..., None]
@@ -146,23 +144,23 @@ _Sums = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Finalize:
-    """A call of ``finalize_model_grads`` that a recorded pass would have made."""
+    """A call of ``finalize_model_grads``, postponed until after a recorded pass."""
 
     function: _Sums
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """Their tensors lie in the graph's memory: a replay gives them new values."""
+    """Arguments. Their tensors are in the graph's memory: a replay writes new values into them."""
 
 
 def run(step: Callable[[], Any], model: Sequence[Any]) -> Any:
-    """Run a step that is recorded, replayed, or neither yet, and then sum its gradients.
+    """Run a step (recorded, replayed, or neither yet), then sum its gradients.
 
     Args:
         step: a forward and backward pass.
-        model: chunks, each a ``DistributedDataParallel``.
+        model: model chunks, each a ``DistributedDataParallel``.
 
     Returns:
-        what `step` returns.
+        the result of `step`.
 
     Raises:
         byteps.torch.BytePSError: a sum failed; the text names the peer.
@@ -179,7 +177,8 @@ def run(step: Callable[[], Any], model: Sequence[Any]) -> Any:
 
 @contextmanager
 def _nothing_summed(model: Sequence[Any]) -> Iterator[None]:
-    """Every micro-batch is as one before the last, and the end of the pass is noted, not made."""
+    """Context in which no micro-batch counts as the last, and the call that ends the pass is noted
+    instead of made."""
     first = model[0]
     config = first.config
     names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
@@ -202,9 +201,9 @@ def _nothing_summed(model: Sequence[Any]) -> Iterator[None]:
 
 
 def _start_at_once(model: Sequence[Any], force_all_reduce: bool) -> None:
-    """Start what goes through servers, all of it before any of it is waited for. Collectives are
-    left to ``finalize_model_grads``, which starts and waits for one bucket group after another: no
-    backward pass has counted gradients, so that it takes each step for the first one."""
+    """Start all sums through servers before waiting for any. Collectives are left to
+    ``finalize_model_grads``, which starts and awaits one bucket group after another: without a
+    backward pass its gradient counters treat each step as the first."""
     for chunk in model:
         if not chunk.ddp_config.overlap_grad_reduce:
             continue
@@ -214,7 +213,7 @@ def _start_at_once(model: Sequence[Any], force_all_reduce: bool) -> None:
 
 
 def are_summed_outside(model: Any) -> bool:
-    """Whether a bucket of these chunks, or this one, goes through servers."""
+    """Return whether a bucket of these chunks, or of this chunk, goes through servers."""
     chunks = model if isinstance(model, list) else [model]
     return any(
         goes_through_servers(group)
@@ -230,26 +229,26 @@ def are_summed_outside(model: Any) -> bool:
 
 _Group = torch.distributed.ProcessGroup
 _Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, and the sums that are to be copied into them."""
+"""Pairs of a tensor and a sum to be copied into it."""
 
 _known: weakref.WeakKeyDictionary[_Group, Reductions] = weakref.WeakKeyDictionary()
 
 
 def forget() -> None:
-    """Name the sums of each group anew."""
+    """Reset: the sums of each group get new names."""
     for one in _known.values():
         one.close()
     _known.clear()
 
 
 class OuterReduction:
-    """The all-reduces of a bucket group over replicas."""
+    """All-reduces of a bucket group over replicas."""
 
     def __init__(self, config: DistributedDataParallelConfig, group: _Group) -> None:
         """
         Args:
-            config: of the model.
-            group: of ranks that hold the same shard.
+            config: DDP config of the model.
+            group: the ranks that hold the same shard.
         """
         self._group = group
         self._reductions = None
@@ -260,7 +259,7 @@ class OuterReduction:
     def all_reduce(self, tensor: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> None:
         """Start the sum or average of a tensor, in place.
 
-        What a CUDA graph records stays with NCCL: a replay runs nothing on the host.
+        Sums recorded in a CUDA graph stay with NCCL: a replay runs nothing on the host.
 
         Raises:
             byteps.torch.BytePSError: the job failed, or members disagree about the tensor.
@@ -275,10 +274,10 @@ class OuterReduction:
             self._works.append(work)
 
     def end(self, copies: _Copies, stream: torch.cuda.Stream) -> Any:
-        """All were started, on this stream.
+        """Return an event for all sums, which were started on this stream.
 
         Returns:
-            an event: once it was waited for, the sums are there, and copied.
+            an event: after a wait for it the sums are there, and copied.
         """
         if self._works:
             return _SumsEvent(self._works, copies, stream)
@@ -287,14 +286,15 @@ class OuterReduction:
 
 
 class _SumsEvent:
-    """Stands in for a CUDA event."""
+    """Replaces a CUDA event."""
 
     def __init__(self, works: Sequence[Any], copies: _Copies, stream: torch.cuda.Stream) -> None:
         self._works, self._copies, self._stream = list(works), list(copies), stream
         self._event: Any = None
 
     def wait(self) -> None:
-        """Block until the sums are there; on a GPU, for the current stream's work from now on.
+        """Block until the sums are there; on a GPU, for work queued on the current stream from now
+        on.
 
         Raises:
             byteps.torch.BytePSError: a sum failed; the text names the peer.

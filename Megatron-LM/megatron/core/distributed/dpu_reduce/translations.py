@@ -1,10 +1,11 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Settings of a recipe that ``--dpu-optimizer`` takes the place of.
+"""Switches off settings of a recipe that ``--dpu-optimizer`` replaces.
 
-A recipe that shards the optimizer over ranks asks for what servers do anyway. So these settings are
-switched off, not refused, before Megatron derives anything from them: in the arguments, and where
-there are none, in the DDP config when a model is wrapped. Rank 0 says so in one line.
+A recipe that shards the optimizer over ranks asks for work that servers do anyway. So these
+settings are switched off, not refused, before Megatron derives anything from them: in the
+arguments, or without arguments in the DDP config when a model is wrapped. Rank 0 logs this in one
+line.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """Something that ranks need not do."""
+    """A setting for work that ranks need not do."""
 
     name: str
-    """On the arguments and on the DDP config; where it is missing, nothing is to be done."""
+    """Attribute of the arguments and the DDP config; if it is missing, nothing is to be done."""
     flag: str
     becomes: Any = False
 
@@ -93,7 +94,7 @@ _WITHOUT_SHARDS = tuple(
     (why, tuple(one for one in some if one.name != "use_distributed_optimizer"))
     for why, some in _IN_ARGUMENTS
 )
-"""With Muon ``--use-distributed-optimizer`` cuts matrices over ranks, which goes on."""
+"""With Muon, ``--use-distributed-optimizer`` cuts matrices over ranks, which still happens."""
 _READERS = (
     ("log_params_norm", "--log-params-norm"),
     (
@@ -102,22 +103,22 @@ _READERS = (
     ),
     ("perform_rl_step", "--perform-rl-step"),
 )
-"""Features that read parameters between steps: name on the arguments, and flag."""
+"""Features that read parameters between steps: attribute of the arguments, and flag."""
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-"""Of the precision-aware optimizer, which alone may have them other than fp32."""
+"""Attributes of the precision-aware optimizer; only that optimizer allows types other than fp32."""
 
 
 def translate_args(args: Namespace) -> None:
-    """Change arguments that ask ranks for what servers do; done before Megatron validates them.
+    """Change arguments that ask ranks for the servers' work, before Megatron validates them.
 
-    ``--dpu-optimizer`` asks for ``--use-dpu-reduce`` too.
+    ``--dpu-optimizer`` implies ``--use-dpu-reduce``.
     """
     if getattr(args, "dpu_optimizer", False):
         args.use_dpu_reduce = True
     if getattr(args, "use_dpu_reduce", False) and job.replicas_of(args) > 1:
         _fit_to_replicas(args)
     by_matrix = getattr(args, "optimizer", None) in OF_MATRICES
-    if by_matrix:  # the DDP config has no other way to know
+    if by_matrix:  # The DDP config has no other source for this.
         args.dpu_optimizer_matrices = False
     if not getattr(args, "dpu_optimizer", False):
         return
@@ -134,11 +135,11 @@ def translate_args(args: Namespace) -> None:
 def _overlap(args: Namespace) -> str:
     """``--overlap-param-gather`` becomes ``dpu_optimizer_overlap``: see :mod:`.forward_overlap`.
 
-    A DDP config has to ask for it by that name: a loop that is not Megatron's may read parameters
-    between steps.
+    A DDP config must set it explicitly, because custom training loops may read parameters between
+    steps.
 
     Returns:
-        what to say of it, if there is anything.
+        a log message, or an empty string.
     """
     if not getattr(args, "overlap_param_gather", False):
         return ""
@@ -158,9 +159,10 @@ def _overlap(args: Namespace) -> str:
 
 
 def _fit_to_replicas(args: Namespace) -> None:
-    """No replica repeats a step: its gradients would be summed with those of the others' next one.
-    The first replica writes what all of them would write. SIGTERM ends a replica after its step,
-    and not its processes that load data before: see :mod:`.replica_changes`."""
+    """Change arguments that replicas cannot use. No replica repeats a step: its gradients would be
+    summed with the others' next step. The first replica writes the files that all would write.
+    SIGTERM ends a replica after its step, but must not end its data loaders earlier: see
+    :mod:`.replica_changes`."""
     args.exit_signal_handler = True
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         args.rerun_mode = "disabled"
@@ -179,16 +181,16 @@ def _fit_to_replicas(args: Namespace) -> None:
 def translate_config[Layout](
     config: DistributedDataParallelConfig, layout: Layout | None
 ) -> Layout | None:
-    """The same of a DDP config, for users of megatron.core who have no arguments; done before DDP
+    """Change a DDP config in the same way, for users of megatron.core without arguments, before DDP
     is built.
 
-    The optimizer's config stays as it is: servers take from it what the update is, and no more.
+    The optimizer's config is not changed: servers use only its options of the update.
 
     Args:
-        layout: of the buckets, as the caller computed it.
+        layout: layout of the buckets, computed by the caller.
 
     Returns:
-        the layout; None where servers keep the optimizer: it may be made for shards on ranks.
+        the layout; None if servers keep the optimizer, because it may be made for shards on ranks.
     """
     if not config.dpu_optimizer:
         return layout
@@ -199,8 +201,8 @@ def translate_config[Layout](
 
 
 def _keep_dtypes(args: Namespace) -> None:
-    """The optimizer's dtypes are fp32 on the servers; gradients travel in the type that was asked
-    for, which is said by another flag without the precision-aware optimizer."""
+    """Set the optimizer's dtypes to fp32, as on the servers. Move the gradients' type to another
+    flag, which works without the precision-aware optimizer."""
     for name in _STATE_DTYPES:
         if hasattr(args, name):
             setattr(args, name, torch.float32)
@@ -211,7 +213,7 @@ def _keep_dtypes(args: Namespace) -> None:
 
 
 def _drop(source: object, settings: Sequence[tuple[str, Sequence[_Setting]]]) -> str:
-    """Switch them off; what to say of it, if there is anything."""
+    """Switch the settings off; return a log message, or an empty string."""
     told = []
     for why, some in settings:
         flags = []
