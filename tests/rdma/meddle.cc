@@ -86,7 +86,7 @@ void Watch(const std::string& path) {
 void Remember(const ConnectRequest& request, uint32_t number) {
   std::lock_guard<std::mutex> lock(seen().mu);
   const auto found = seen().by_number.find(number);
-  if (found == seen().by_number.end()) return;  // it failed meanwhile
+  if (found == seen().by_number.end()) return;  // the queue pair failed meanwhile
   found->second.plane = request.is_data_plane ? "data" : "control";
   const char* path = getenv("MEDDLE_BREAK");
   if (path == nullptr || seen().watches) return;

@@ -393,7 +393,7 @@ void Declarations::OnReleased(uint64_t number) {
   {
     ps::MutexLock lock(&mu_);
     const auto it = releasing_.find(number);
-    // answer to a request that went to a replaced server
+    // The answer may belong to a request to a replaced server.
     if (it == releasing_.end()) return PS_PROBE(kAnswerToNobody);
     std::tie(releasing, server) = it->second;
     releasing_.erase(it);

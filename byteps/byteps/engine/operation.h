@@ -150,7 +150,7 @@ class Operation {
   std::atomic<bool> claimed_{false};
 
   ps::Mutex mu_;
-  ps::CondVar cond_;               // it ended, or all sums have arrived
+  ps::CondVar cond_;               // the operation ended, or all sums have arrived
   ps::CondVar written_;            // no writer is left after the end
   std::atomic<bool> done_{false};  // set with mu_ held
   std::string error_ PS_GUARDED_BY(mu_);

@@ -120,7 +120,7 @@ Plan::Layout Plan::LayOut(const Declaration& d) const {
   layout.rank = launch_.rank;
   const uint64_t key = d.Key();
   const int k = num_servers_;
-  // from the worker's first server to the partition's server
+  // Distance of a partition's server from the worker's first server.
   std::vector<int> distance(d.NumPartitions());
   for (uint64_t i = 0; i < distance.size(); ++i) {
     layout.servers.push_back(ServerOf(hash_, key, d.placement, i, k));

@@ -26,7 +26,7 @@ struct TensorSpec {
   bool feedback = false;                             // blocks only: see Declaration
   RankGroup group;                                   // ranks that sum; empty: all workers
   std::optional<uint64_t> placement;                 // empty: derived from the key
-  int device = kCpu;                                 // that holds the memory
+  int device = kCpu;                                 // device of the memory
   std::shared_ptr<const UpdateRule> rule = nullptr;  // null: servers do not update it
 };
 
@@ -54,12 +54,13 @@ class Plan {
 
   // Servers of the partitions, and the order of the pushes.
   struct Layout {
-    int rank = 0;                 // of this worker
+    int rank = 0;                 // this worker's rank
     std::vector<int> servers;     // one per partition
     std::vector<uint32_t> order;  // partitions in the order in which this worker pushes them
   };
 
-  // Each worker starts with another server; otherwise all would send to the same server at once.
+  // Lays out a declaration. Workers start with different servers; otherwise all would send to the
+  // same server at once.
   Layout LayOut(const Declaration& declaration) const;
 
   std::vector<uint64_t> BytesPerServer(const TensorSpec& spec) const;

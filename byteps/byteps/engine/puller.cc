@@ -180,7 +180,7 @@ bool Puller::CopyToOutput(const Arrived& arrived) {
   const uint64_t index = arrived.request.index;
   const bool landed = arrived.values.empty();
   if (landed && !operation.is_coded()) return true;
-  if (!operation.BeginWriting()) {  // it failed meanwhile
+  if (!operation.BeginWriting()) {  // failed meanwhile
     PS_PROBE(kEndedBeforeSum);
     return false;
   }
@@ -215,7 +215,7 @@ void Puller::MoveToDevice(Arrived* arrived, int track) {
 
 bool Puller::LeaveCopy(const Request& request) {
   Operation& operation = *request.operation;
-  if (!operation.BeginWriting()) {  // it failed meanwhile
+  if (!operation.BeginWriting()) {  // failed meanwhile
     PS_PROBE(kEndedBeforeSum);
     return true;
   }

@@ -34,7 +34,7 @@ struct PushPullRequest {
   // The wanted range of the sum, or of the state, in bytes. The rest of `output` stays unchanged.
   // Equal ends: nothing is wanted.
   uint64_t pull_begin = 0;
-  uint64_t pull_end = UINT64_MAX;  // to the end of the tensor
+  uint64_t pull_end = UINT64_MAX;  // end of the tensor
   int priority = 0;                // higher goes first
   bool forgets_lost = false;       // tells servers to drop the rounding errors of earlier sums
   DeviceStream stream = nullptr;   // GPU stream; `input` is ready after its work so far

@@ -122,7 +122,7 @@ void Pusher::Loop(int track) {
 
 void Pusher::Advance(Task task, int track) {
   const OperationPtr operation = task.operation;
-  if (operation->is_done()) {  // it failed meanwhile
+  if (operation->is_done()) {  // failed meanwhile
     PS_PROBE(kTaskOfEnded);
     return Drop(task);
   }

@@ -23,9 +23,9 @@ static_assert(StagedSum::kSmall <= kEnd, "a small sum is one chunk");
 // Growth of chunks, from either end to the middle. The next chunk is copied while links carry the
 // current one, which takes four times as long at 100 Gbit/s. Few chunks mean few driver calls.
 constexpr uint64_t kGrowth = 4;
-// length of a block that neighbours share, so that one call copies them
+// Length of a block that neighbours share, so that a single call copies them.
 constexpr uint64_t kBlock = 64 << 20;
-// limit for sends in flight after a failure; then NaN is sent
+// Limit for sends in flight after a failure. Afterwards they may send NaN.
 constexpr auto kMostToSend = std::chrono::seconds(1);
 constexpr int kNotANumber = 0xff;  // a byte that makes NaN in every floating-point type
 
@@ -94,7 +94,7 @@ void StagedSum::Cut(uint64_t bytes) {
     Partition& partition = partitions_[order_[i]];
     have += partition.whole.bytes;
     if (chunks_.empty() || have > end) {
-      // a partition may be longer than a chunk
+      // A partition may be longer than a chunk.
       while (end < have && next != lengths.end()) end += *next++;
       chunks_.emplace_back().begin = i;
     }

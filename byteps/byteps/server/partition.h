@@ -27,13 +27,13 @@ struct Partition : std::enable_shared_from_this<Partition> {
   size_t thread = 0;  // number of its SumThread, whose lock guards all members below
   std::unique_ptr<PartitionState> state;  // null if the tensor has no rule
   std::vector<uint16_t> lost;             // rounding errors of the last sum; blocks with feedback
-  // While held, the partition serves no request. Rounds::LetGo ends that, and handles what has come
-  // meanwhile: requests, with their time of arrival, and ranks that released the tensor.
+  // While a loss policy holds it, the partition serves no request. It keeps requests, with their
+  // time of arrival (SumThread::ServeHeld), and ranks that released the tensor (Rounds::LetGo).
   bool is_held = false;
   std::deque<std::pair<Message, int64_t>> held;
   std::vector<int> released_by;
-  bool is_freed = false;   // the tensor is free; drop this once it is not held
-  bool is_listed = false;  // in Rounds::partitions
+  bool is_freed = false;   // the tensor was freed: free this once it is not held
+  bool is_listed = false;  // is in Rounds::partitions
   uint32_t first_round = 0;
   std::deque<Round> rounds;
   // Errors of the last failed rounds, by number, for members that push them later.

@@ -23,7 +23,7 @@ namespace core {
 struct Caller {
   int rank;
   uint64_t request;
-  int op;  // of the request
+  int op;  // the request's Op
   uint32_t offset = 0;
   uint32_t bytes = 0;
   bool keeps = false;  // the worker keeps the sum until all members have it

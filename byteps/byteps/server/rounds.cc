@@ -93,7 +93,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   losses_->OnPush(partition, round);
   if (round->done) {
     PS_PROBE(kPushAfterFailure);
-    error = round->failure;  // it failed before this push
+    error = round->failure;  // the round failed before this push
   } else {
     if (round->update && error.empty()) {
       error = round->update->Agree(rank, message.op, StepOf(message));

@@ -101,7 +101,8 @@ class Rounds {
   void EndWith(Partition* partition, Round* round, SharedBytes sum);
   // Frees the memory of pushes.
   void Clear(Round* round) { round->accumulator.Clear(&scratch_); }
-  // Ends the hold of a partition, unless it is held again. Handles releases that came meanwhile.
+  // Call when a partition is no longer held: handles the releases that came meanwhile, unless it is
+  // held again.
   void LetGo(Partition* partition);
 
  private:

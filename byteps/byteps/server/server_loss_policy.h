@@ -38,7 +38,7 @@ class ServerLossPolicy {
 
   // ----- on the path of requests
 
-  // Whether values of a message from another server are welcome; OnServerMessage then gets it.
+  // Whether a message from another server may have values. OnServerMessage handles messages.
   virtual bool ExpectsOfServer(const MessageHead& /*head*/) { return false; }
   virtual void OnServerMessage(Message* /*message*/) {}
   // Serves a request of the policy's own that is about no partition. Returns false if it is none.

@@ -118,7 +118,7 @@ bool SumServer::Expects(const MessageHead& head, size_t bytes) {
 void SumServer::OnMessage(Message* message) {
   if (message->between_servers) return losses_->OnServerMessage(message);
   if (!message->is_request) return;
-  std::exception_ptr other;  // for the transport, which closes the connection
+  std::exception_ptr other;  // rethrown: the transport closes the connection
   const auto work = [&] {
     try {
       Dispatch(message);

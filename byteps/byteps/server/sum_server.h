@@ -112,7 +112,7 @@ class SumServer {
   ServerContext context_;
   MemoryReserve reserve_;
   const std::unique_ptr<ServerLossPolicy> losses_;
-  RankGroups groups_;  // of all tensors
+  RankGroups groups_;  // groups of all tensors
   std::atomic<int> rank_{-1};
   ps::SharedMutex mu_;
   StateMemory state_memory_ PS_GUARDED_BY(mu_);

@@ -58,7 +58,7 @@ using ChildTuple = std::tuple<std::string, int, std::string>;
 struct Children {
   const pid_t parent;
   std::vector<ChildTuple> running;
-  const std::string folder;  // of the log files
+  const std::string folder;  // folder of the log files
   const Clock::duration patience;
   const Clock::duration grace;
   bool any_failed = false;

@@ -120,7 +120,7 @@ class KnownTensor {
 
   const TensorSpec spec_;
   mutable ps::Mutex mu_;
-  mutable TensorPtr known_ PS_GUARDED_BY(mu_);  // of this job, or an earlier one
+  mutable TensorPtr known_ PS_GUARDED_BY(mu_);  // tensor of this job, or of an earlier one
 };
 
 // c_update.cc: the class UpdatedTensor, release, load_feedback and read_feedback.

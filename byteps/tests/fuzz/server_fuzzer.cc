@@ -169,7 +169,7 @@ namespace {
 
 constexpr int kWorkers = 3;
 constexpr uint32_t kPartitionBytes = 16;
-constexpr uint64_t kBlocks = 2;  // of a partition of few bits, which is the longest
+constexpr uint64_t kBlocks = 2;  // blocks of a partition of few bits, which is the longest
 constexpr DType kFewBits[] = {DType::kInt8x128, DType::kInt4x128};
 
 // The type of which this is a partition; float32 if it is neither.

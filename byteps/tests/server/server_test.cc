@@ -108,7 +108,7 @@ TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
   Push(0, 2, 0, kLong);
   Push(1, 2, 0, kLong);
   ASSERT_TRUE(answers_.AwaitHeld());
-  sums.insert(Push(1, 0, 0, kShort));  // in time, but not handled
+  sums.insert(Push(1, 0, 0, kShort));  // pushed in time, but not handled
   std::this_thread::sleep_for(std::chrono::milliseconds(4 * kShort + 500));
   sums.insert(Push(1, 1, 0, kShort));  // as if read from a socket after the pause
   answers_.Release();

@@ -94,7 +94,7 @@ bool EachWait::Run(const Play& play) {
   if (!held) return false;
   FindLines();
   bool is_good = true;
-  std::map<std::string, uint64_t> ended;  // in this job
+  std::map<std::string, uint64_t> ended;  // counts of this job
   for (size_t i = 0; i < notes_->size; ++i) {
     const Noted& noted = notes_->waits[i];
     const std::string place = PlaceOf(noted);
@@ -107,7 +107,7 @@ bool EachWait::Run(const Play& play) {
     for (size_t way = 0; way < kNumWays; ++way) {
       // Threads that wait for time or for a thread cannot be woken.
       if (ways[way].kind == Fault::kWake && !noted.wait.for_condition) continue;
-      if (way == kSchedulerKilled && noted.wait.node == 0) continue;  // the same as "killed"
+      if (way == kSchedulerKilled && noted.wait.node == 0) continue;  // same as "killed"
       ++times_[place][way];
       if (play({ways[way]})) continue;
       printf("  at %s: wait %llu of node %d, %s\n", place.c_str(),

@@ -115,7 +115,8 @@ std::string Job::Verdict() const {
   for (size_t node = 0; node < records_.size(); ++node) {
     const std::string& error = records_[node]->error;
     if (error.empty() || IsVictim(static_cast<int>(node))) continue;
-    if (spares_.numbers.count(static_cast<int>(node)) > 0) continue;  // it has found no vacant rank
+    // The spare server has found no vacant rank.
+    if (spares_.numbers.count(static_cast<int>(node)) > 0) continue;
     // Several servers were lost, among them neighbors.
     if (plan_.backups && broken_.size() > 1 && LostState()) continue;
     if (IsHarmless()) return NameOf(node) + " failed, though nothing broke for good: " + error;

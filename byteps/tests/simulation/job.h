@@ -72,7 +72,7 @@ class WorkerScript {
   core::Worker* const worker_;
   Gpu* const gpu_;
   std::string wrong_;
-  std::string error_;  // of the last failed operation
+  std::string error_;  // error of the last failed operation
   // Memory of tensors; transports may read it until the worker stops.
   std::deque<Values> memory_;
   std::deque<std::vector<core::GradientSums>> sums_;
@@ -84,7 +84,7 @@ class WorkerScript {
   bool surely_ = true;  // nothing has failed yet, so their values are known
   uint64_t steps_ = 0;
   core::Verdict verdict_ = core::Verdict::kNone;  // on the last speculative step
-  core::Declaration whole_;  // with one partition, to compute the expected values
+  core::Declaration whole_;  // the parameters in one partition, to compute the expected values
   std::unique_ptr<core::PartitionState> expected_;
 };
 

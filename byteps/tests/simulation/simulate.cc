@@ -69,7 +69,7 @@ struct Options {
   bool replicas = false;
   bool backups = false;
   EachWait* each_wait = nullptr;
-  std::vector<Fault> faults;  // with each_wait: in addition to those of the seed
+  std::vector<Fault> faults;  // added to the seed's, with each_wait
 };
 
 struct Totals {
@@ -82,7 +82,7 @@ struct Totals {
   uint64_t returns = 0;
   uint64_t switches = 0;
   double seconds = 0;
-  uint64_t fingerprint = 0;  // of the last run
+  uint64_t fingerprint = 0;  // fingerprint of the last run
   ProbeTable probes;
 };
 
@@ -106,7 +106,7 @@ bool RunSeed(uint64_t seed, const Options& options, Totals* totals) {
   std::string story, verdict;
   bool failed = false;
   bool kept = false;
-  std::function<std::string()> describe;  // of the current job
+  std::function<std::string()> describe;  // description of the current job
   const Outcome outcome = Run(seed, kKeptLimitS, [&] {
     if (options.replicas) return PlayReplicas(options, &describe, &verdict, &story, totals);
     Plan plan = options.backups ? MakeBackupPlan() : MakePlan();

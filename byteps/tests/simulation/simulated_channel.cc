@@ -70,7 +70,8 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     if (comes) return channel_->data_cond_.notify_all();
     if (!scheduler) return channel_->network_->Connect(*channel_, peer);
     if (node.role == ps::Node::SCHEDULER || channel_->network_->IsLinked(peer, life)) return;
-    channel_->OnEnd(peer, life, {"its connection closed", true, false});  // it came, and has gone
+    // The peer came, and has gone.
+    channel_->OnEnd(peer, life, {"its connection closed", true, false});
   }
 
   void Disconnect(int node_id) override {
@@ -334,7 +335,7 @@ void SimulatedChannel::ReceiveControl() {
 void SimulatedChannel::HandleEnd(const Event& event) {
   const Network::End& end = event.end;
   const int id = IdOf(event.from, event.from_life);
-  if (id == ps::Node::kEmpty) return;  // it was never more than a connection
+  if (id == ps::Node::kEmpty) return;  // the peer was never more than a connection
   if (end.orderly) return membership_->OnDisconnect(id);
   membership_->OnLinkLost(id, end.how, end.by_peer);
 }

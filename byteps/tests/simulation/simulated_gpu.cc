@@ -35,7 +35,7 @@ struct Event {
 };
 
 struct Work {
-  const Event* waits_for = nullptr;  // in its present recording
+  const Event* waits_for = nullptr;  // event, in its present recording
   uint64_t number = 0;
   bool takes_time = false;
   std::function<void()> then;

@@ -323,7 +323,7 @@ namespace {
 
 struct Lock {
   int owner;    // number of a fiber, plus one; 0: none
-  int readers;  // of a read-write lock
+  int readers;  // readers of a read-write lock
 };
 static_assert(sizeof(Lock) <= sizeof(pthread_mutex_t));
 static_assert(sizeof(Lock) <= sizeof(pthread_rwlock_t));

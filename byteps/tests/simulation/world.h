@@ -51,7 +51,7 @@ struct Outcome {
   std::string hang;
   double seconds = 0;        // simulated time
   uint64_t switches = 0;     // between threads
-  uint64_t fingerprint = 0;  // of the order of switches: equal if two runs were alike
+  uint64_t fingerprint = 0;  // hash of the order of switches: equal if two runs were alike
 };
 
 // Runs `body` as the first thread. It hangs if no thread can run, or after `limit_s` simulated
@@ -309,19 +309,19 @@ class Network {
   std::set<int> killed_;
   struct LinkState {
     uint64_t number = 0;
-    std::map<int, uint64_t> lives;  // of both ends
+    std::map<int, uint64_t> lives;  // lives of both ends
   };
   std::map<Pair, LinkState> links_;
   uint64_t next_link_ = 1;
   std::multimap<Clock::time_point, Item> under_way_;
-  std::list<Item> waiting_;  // for a link
+  std::list<Item> waiting_;  // messages that wait for a link
   std::map<int, Clock::time_point> paused_;
   std::map<Pair, Clock::time_point> delayed_;
   std::map<Pair, Clock::time_point> last_;  // (from, to): arrival of the last message in order
   bool stopping_ = false;
   std::atomic<int> admitted_{0};
   std::atomic<uint64_t> lives_{0};
-  std::atomic<int> incarnation_{1};  // of the scheduler
+  std::atomic<int> incarnation_{1};  // the scheduler's generation
   std::atomic<uint64_t> job_{0};     // number of the job
   std::thread thread_;
 };
@@ -337,8 +337,8 @@ int NumberOf(const std::string& address);
 
 struct NodeSettings {
   ps::Node::Role role = ps::Node::WORKER;
-  int number = 0;  // of the node; determines its address
-  int rank = 0;    // of a worker
+  int number = 0;  // number of the node; determines its address
+  int rank = 0;    // rank of a worker
   int workers = 1;
   int servers = 1;
   double peer_timeout_s = 3;
@@ -408,7 +408,7 @@ class SimulatedChannel : public core::Channel {
   ps::SArray<char> Place(const ps::Meta& meta, const ps::SArray<char>& values);
   // Returns kEmpty if the node has no id.
   int IdOf(int number, uint64_t life) const;
-  int FindId(int number, uint64_t life) const;  // with mu_ held
+  int FindId(int number, uint64_t life) const;  // call with mu_ held
   // Finds the sender of data. Returns false if it is unknown yet, and the data wait.
   bool NameSender(Event* event);
   core::Role role() const;

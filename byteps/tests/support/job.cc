@@ -208,8 +208,7 @@ void FakeChannel::Run() {
   while (TakeNext(&request)) {
     try {
       Answer(std::move(request));
-      // a transport would close the connection, which ends the job
-    } catch (const std::exception& e) {
+    } catch (const std::exception& e) {  // as a transport that closes the connection
       FailJob(e.what());
     }
     request = Message();

@@ -119,7 +119,7 @@ class FakeChannel : public Channel {
   bool stopping_ = false;
   std::map<int, bool> held_servers_;  // by rank, with `unsent`
   std::deque<Message> held_;
-  uint64_t serial_ = 0;  // of the last sum
+  uint64_t serial_ = 0;  // serial of the last sum
   std::deque<Message> requests_;
   std::map<int, std::vector<std::vector<Declaration>>> declarations_;
   std::vector<std::pair<uint64_t, int>> pushes_;

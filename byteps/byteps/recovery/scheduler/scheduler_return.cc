@@ -103,7 +103,7 @@ void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Accou
     MutexLock lock(&job_->mu);
     if (job_->state != ScheduledJob::State::kActive) return;
     Member* const member = job_->roster.Put(node);
-    member->left = false;  // it will send its LEAVE again
+    member->left = false;  // the node will send its LEAVE again
     member->heard = Clock::now();
     member->link_mbps = claim.link_mbps;
     incarnation = job_->incarnation;

@@ -99,7 +99,7 @@ void BackupLink::OnMeet(const Message& message) {
   WireReader in(message.body);
   const auto life = in.Get<uint64_t>();
   auto pass = in.Get<uint64_t>();
-  if (in.Get<uint64_t>() != life_) pass = 0;  // it was given to a predecessor
+  if (in.Get<uint64_t>() != life_) pass = 0;  // the pass was given to a predecessor
   const auto flags = in.Get<uint8_t>();
   if (!in.ok() || !in.at_end()) return;
   if (message.peer == primary()) {
@@ -144,7 +144,7 @@ void BackupLink::BeginTelling(uint64_t pass) {
   begun_ = NewNumber(pass);
   const uint64_t number = begun_;
   lock.Unlock();
-  // further messages wait for the answer, since messages may overtake each other
+  // Further messages wait for the answer, since messages may overtake each other.
   Send(kCopy, backup(), 0, number, record.Pack(), {});
 }
 
@@ -337,7 +337,7 @@ void BackupLink::Apply(const Message& message, const CopyRecord& record, Copies*
                        uint64_t generation) {
   std::string error;
   try {
-    // the values were dropped
+    // The values were dropped.
     if (message.values.empty() && message.sent_bytes > 0) throw std::bad_alloc();
     error = copies->Apply(message.key, record, message.values, generation);
   } catch (const std::bad_alloc&) {

@@ -123,8 +123,8 @@ class BackupLink {
   Channel* const channel_;
   BackupUser* const user_;
   const uint64_t life_;
-  Copies copies_;   // of the primary's state
-  Copies fetched_;  // state of this server's predecessor
+  Copies copies_;   // copies of the primary's state
+  Copies fetched_;  // predecessor's state of this server
   std::atomic<bool> has_state_{false};
   std::atomic<bool> awaits_{true};  // see Fetches
 

@@ -24,8 +24,9 @@ class GivenSums {
             const AbsentMembers* absent)
       : context_(context), rounds_(rounds), confirmations_(confirmations), absent_(absent) {}
 
-  // Takes a round's sum from a member, or the notice that it had only a part of it. Returns the
-  // round if only such parts can follow, otherwise null.
+  // Takes a round's sum from a member, or the notice that the member had only a part of it. Returns
+  // the round after a notice, if the round is open: the caller checks whether it must end.
+  // Otherwise returns null.
   Round* Take(Partition* partition, Message* message);
   // Confirms to the member that its sum was taken. It pushes later rounds only after that.
   void Acknowledge(Partition* partition, const Message& message);

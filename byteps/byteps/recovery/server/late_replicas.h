@@ -46,7 +46,7 @@ class LateReplicas {
   // Replicas of which all members have pushed, and replicas of which some have not.
   struct Standing {
     std::set<uint32_t> pushed, late;
-    size_t replicas = 0;  // in the group, excused ones included
+    size_t replicas = 0;  // replicas of the group, excused ones included
     bool anew = false;    // a late replica has not pushed any round of this partition
   };
   Standing StandingOf(const Partition& partition, const Round& round) const;

@@ -33,7 +33,7 @@ struct RoundNotes : LossNotes {
   // State of the wait for late members (LateReplicas).
   enum class Waits { kFirst, kQuorum, kAwaited, kSeveral, kLate } waits = Waits::kFirst;
   Round::Clock::time_point quorum_since;
-  Round::Clock::time_point excused_until;  // until then they may have been waiting for a server
+  Round::Clock::time_point excused_until;  // members may have been waiting for a server until then
 };
 
 // Work that waits until the backup has acknowledged a record (backup_link.h).
@@ -54,7 +54,7 @@ struct PartitionNotes : LossNotes {
   std::optional<Copying> copying;
   uint64_t pass = 0;
   std::optional<UpdatedRound> ended;
-  // owns the declaration of a state that was a copy
+  // Owns the declaration of a state that was a copy.
   std::shared_ptr<const Declaration> restored_declaration;
   bool has_state = false;  // is in CopiedRounds::states_
 };

@@ -15,7 +15,7 @@ TEST_F(HeldFailureTest, WhoEndedBeforeAWorkerFailedIsNamed) {
   EXPECT_EQ(failure(), "");
   EXPECT_EQ(links_.SentTo(other_, Control::JOB_FAILED)[0].meta.body,
             "worker 1 (10.0.0.2) failed: RuntimeError: Connection reset by peer");
-  membership_->OnDisconnect(other_);  // it has reported why
+  membership_->OnDisconnect(other_);  // this node has reported why
   EXPECT_EQ(failure(), "");
   membership_->OnDisconnect(worker_);
   EXPECT_EQ(failure(),

@@ -321,7 +321,7 @@ TEST_F(SchedulerReturnTest, APlaceThatWasVacantIsFilled) {
   StartAgain(2, 600, 600);
   Return(worker_, {.turns = {{0, 1}}});
   Return(other_);
-  LastWord<membership::ServerLost>(other_);  // it may not know yet
+  LastWord<membership::ServerLost>(other_);  // this worker may not know yet
   EXPECT_EQ(LastWord<membership::ServerLost>(other_).turn, 1);
   Register(Node::SERVER, -1, -1, 1);
   for (const int id : {worker_, other_}) {

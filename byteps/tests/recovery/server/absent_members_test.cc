@@ -189,7 +189,7 @@ TEST_P(AbsentTest, TheFirstPushOfAReplicaMayBeLate) {
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   Expect(Push(1, 0), 7, {});
   server_.SetAbsent({1});
-  server_.SetAbsent({});  // it came back
+  server_.SetAbsent({});  // replica 1 came back
   Push(0, 1, 1);
   Push(2, 1, 1);
   std::this_thread::sleep_for(std::chrono::milliseconds(100));

@@ -109,10 +109,10 @@ TEST_F(GivenTest, WhatOneHasTheOthersGet) {
 
 TEST_F(GivenTest, ItKeepsTheListOfTheSum) {
   Resume({3, 3, 3});
-  server_.SetAbsent({1});  // it died after its push
+  server_.SetAbsent({1});  // worker 1 died after its push
   EXPECT_FALSE(answers_.Await(Give(0, 3, 50)).failed);
   Expect(Push(2, 3), 50, 0);
-  server_.SetAbsent({});  // it came back after its death
+  server_.SetAbsent({});  // worker 1 came back
   EXPECT_FALSE(answers_.Await(Give(0, 4, 60, {false, true, false})).failed);
   Expect(Push(2, 4), 60, 0, {1});
   const uint64_t next[] = {Push(0, 5), Push(2, 5), Push(1, 5)};

@@ -176,7 +176,7 @@ class Script {
     for (round_ = 0; round_ < 12; ++round_) {
       OneRound(static_cast<int>(round_ % 6));
       if (members_ == kMembers) continue;
-      // a step was speculative in this round, and in the other
+      // A step was speculative in this round, and in the other.
       if (round_ == 2) SetAbsent({kLost});
       if (round_ == 8) Join();
     }
