@@ -1,7 +1,8 @@
-// What comes to a node before it has its place in the job.
+// EarlyMessages: messages that arrive before the node has its place in the job.
 //
-// Workers may reach a server that takes the place of a lost one before it hears itself that it has
-// that place.  If the scheduler dies meanwhile, it never hears so, and comes again: then it must
+// Workers may reach a replacement server before it knows that it has the lost server's place. If
+// the scheduler then dies, the server never learns of it and asks for a place again. It must then
+// have no trace of the earlier messages.
 // know nothing of what was sent to it.
 #ifndef BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 #define BYTEPS_CLUSTER_EARLY_MESSAGES_H_
@@ -16,16 +17,16 @@
 namespace byteps {
 namespace core {
 
-// Any thread may call anything.
+// Thread-safe.
 class EarlyMessages {
  public:
-  // Hands the message on, or keeps it until the node has its place.
+  // Delivers the message, or keeps it until the node has its place.
   void Take(Message* message, ChannelUser* user) {
     if (!has_place_.load(std::memory_order_acquire) && Keep(message)) return;
     user->OnMessage(message);
   }
 
-  // The node has its place: what was kept is handed on.
+  // The node has its place: delivers the kept messages.
   void Release(ChannelUser* user) {
     std::vector<Message> kept;
     {
@@ -36,7 +37,7 @@ class EarlyMessages {
     for (Message& message : kept) user->OnMessage(&message);
   }
 
-  // The node has no place, or not any more: what was kept is dropped.
+  // The node has no place, or lost it: drops the kept messages.
   void Drop() {
     ps::MutexLock lock(&mu_);
     kept_.clear();

@@ -1,4 +1,4 @@
-// A message as ps-lite carries it.
+// Conversion of messages to and from ps-lite's.
 #ifndef BYTEPS_CLUSTER_PS_MESSAGE_H_
 #define BYTEPS_CLUSTER_PS_MESSAGE_H_
 
@@ -9,12 +9,12 @@
 namespace byteps {
 namespace core {
 
-// Shares the values.
+// The values are shared, not copied.
 ps::Message ToPs(const Message& message);
 
-// What came to a node of this role.  Takes the body and the values over.
+// Converts a message that arrived at a node of this role. Moves body and values.
 Message FromPs(ps::Message* message, Role here);
-// What has come first.
+// Converts the head, which arrives first.
 MessageHead HeadOf(const ps::Meta& meta, Role here);
 
 }  // namespace core

@@ -22,13 +22,13 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Between two attempts to join a job that has no room for this node yet.
+// Pause between attempts to join a job that has no room for this node yet.
 constexpr auto kJoinPause = std::chrono::milliseconds(200);
-// What a probe, or a server that waits for a place, waits for the scheduler, if
-// BYTEPS_START_TIMEOUT_S is not less.
+// Limit for a probe, or a server waiting for a place, to reach the scheduler, in seconds.
+// BYTEPS_START_TIMEOUT_S may lower it.
 constexpr double kBriefSeconds = 5;
 
-// Whether servers can keep each other's state, if they are to.
+// Checks that servers can back up each other's state, if configured.
 void CheckBackups(const Config& config, int servers) {
   if (!config.Bool("BYTEPS_BACKUP_STATE")) return;
   const char* const why =
@@ -49,7 +49,7 @@ Session::~Session() { Stop(); }
 
 void Session::Adopt(std::shared_ptr<ps::Van> van) {
   ps::MutexLock lock(&van_mu_);
-  van_.swap(van);  // the one before goes without the lock
+  van_.swap(van);  // the previous van is destroyed without the lock
 }
 
 std::shared_ptr<ps::Van> Session::van() const {
@@ -155,7 +155,7 @@ std::string Session::Probe(ChannelUser* user, int count) {
   } handlers;
   try {
     ps::Postoffice::Get()->Start(settings, 0);
-    ps::Postoffice::Get()->Finalize(0, false);  // the scheduler, which asks nobody
+    ps::Postoffice::Get()->Finalize(0, false);  // on the scheduler, which asks no node
     return "";
   } catch (const ps::WouldBeAdmitted& e) {
     return e.what();
@@ -321,7 +321,7 @@ ps::Message ToPs(const Message& message) {
   msg.meta.customer_id = 0;
   msg.meta.timestamp = 0;
   msg.meta.head = message.op;
-  // A transport with two planes sends all else, which moves values, by that of data.
+  // Everything else carries values: a two-plane transport sends it on the data plane.
   msg.meta.simple_app = message.op == kDeclare || message.op == kRelease || message.op == kConfirm;
   msg.meta.request = msg.meta.push = message.is_request;
   const bool to_server = message.is_request || message.between_servers;

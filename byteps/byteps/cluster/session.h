@@ -24,46 +24,46 @@ namespace core {
 
 struct SessionOptions {
   Role role = Role::kWorker;
-  int rank = 0;  // of a worker
+  int rank = 0;  // a worker's
   int num_workers = 1;
   int num_servers = 1;
-  bool rejoin = false;  // of a server that outlived its last job
-  std::string gpu;      // of a worker: the PCI bus id, "0000:1b:00.0"; empty: not known
-  // Makes a scheduler's policy of losses; null: a loss ends the job.
+  bool rejoin = false;  // for a server that outlived its last job
+  std::string gpu;      // a worker's: PCI bus id, "0000:1b:00.0"; "": unknown
+  // Makes a scheduler's policy for losses; null: a loss ends the job.
   std::unique_ptr<ps::RosterPolicy> (*make_roster_policy)(ps::SchedulerMembership*,
                                                           ps::ScheduledJob*) = nullptr;
 };
 
-// The job failed before all nodes had come, after the scheduler had admitted this one.
+// Thrown if the job failed before all nodes had come, after the scheduler had admitted this node.
 struct JobFailedError : public Error {
   using Error::Error;
 };
 
-// Nobody answered at the scheduler's address.
+// Thrown if nothing answers at the scheduler's address.
 struct NoSchedulerError : public Error {
   using Error::Error;
 };
 
-// A server waited for the place of one that is lost, and the job has ended without it.
+// Thrown on a server that waited for a lost server's place, when the job has ended without needing
+// it.
 struct NotNeededError : public Error {
   using Error::Error;
 };
 
-// The channel of a real job.  It wraps ps-lite, whose state is one per process: one session
-// may be started at a time.
+// The channel of a real job. It wraps ps-lite, which has global state: only one session may be
+// started at a time.
 //
-// The session owns its van, and with it the membership, until it is destroyed.  So every method
-// answers, whatever thread calls it: after Stop nothing is sent, and names, ranks and rates are
-// those of the job that was.
+// The session owns its van and membership until it is destroyed. So every method may be called by
+// any thread even after Stop: nothing is sent then, and names, ranks and rates are the last job's.
 class Session : public Channel {
  public:
   Session(const Config& config, const SessionOptions& options);
   ~Session() override;
 
   void Start(ChannelUser* user) override;
-  // Instead of Start: tries all that Start does, but joins nothing.  Returns what the scheduler
-  // says of `count` nodes like this one, which it would admit; "" on the scheduler.  Throws
-  // UsageError, NoSchedulerError, or Error for whatever else Start would fail of.
+  // Alternative to Start: tests everything that Start does, without joining. Returns the
+  // scheduler's answer if it would admit `count` nodes like this one; "" on the scheduler. Throws
+  // UsageError, NoSchedulerError, or Error for any other failure.
   std::string Probe(ChannelUser* user, int count);
   void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
@@ -84,40 +84,40 @@ class Session : public Channel {
   std::string HostOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;
 
-  // Of a server or the scheduler that is told to end: see ps::Membership::StopByOrder.
+  // On a server or the scheduler: see ps::Membership::StopByOrder.
   void StopByOrder(const std::string& how);
 
-  // Whether workers of a job that has begun are in it.
+  // Returns whether the job has begun and has workers.
   bool HasWorkers() const;
 
-  // Whether the peers have received all that was sent to them.
+  // Returns whether peers have received everything that was sent.
   bool AllArrived() const;
 
-  // Of the scheduler: who is in the job.
+  // On the scheduler: the state of the job.
   ps::JobView View();
 
-  // The address at which this node listens.
+  // Address at which this node listens.
   std::string host() const;
   int port() const;
 
  private:
-  // Takes the van of the next attempt to join, which knows its membership and has heard nothing.
+  // Adopts the van of the next attempt to join, with its new membership.
   void Adopt(std::shared_ptr<ps::Van> van);
-  // The last one; null before Start.
+  // The latest van; null before Start.
   std::shared_ptr<ps::Van> van() const;
-  // What `ask` finds out from this node's membership.  Nothing can be asked before Start, and of
-  // the scheduler: that gives Answer().
+  // Returns the result of `ask` on this node's membership; a default value before Start and on the
+  // scheduler.
   template <typename Ask>
   auto AskNode(Ask ask) const;
   std::string NameOfNode(int node_id) const;
   ps::Node node() const;
-  // Checks the settings, and hands the handlers to ps-lite.  `probe`: see MembershipSettings.
+  // Checks the settings, and installs the handlers in ps-lite. `probe`: see MembershipSettings.
   ps::NetSettings Prepare(ChannelUser* user, int probe);
-  // Settings for the network; throws UsageError.
+  // Reads the network's settings. Throws UsageError.
   ps::NetSettings ReadSettings() const;
-  // Joins; again and again as long as the scheduler may take this node later, up to
-  // BYTEPS_START_TIMEOUT_S.  A server for which there is no place waits for one as long as the job
-  // lasts, if lost servers are replaced; NotNeededError: until then.
+  // Joins. Retries while the scheduler may admit this node later, for BYTEPS_START_TIMEOUT_S. If
+  // lost servers are replaced, a surplus server waits for a place as long as the job lasts; then
+  // throws NotNeededError.
   void Join(ChannelUser* user, ps::NetSettings settings);
 
   const Config config_;
@@ -126,7 +126,7 @@ class Session : public Channel {
   mutable ps::Mutex van_mu_;
   std::shared_ptr<ps::Van> van_ PS_GUARDED_BY(van_mu_);
   bool started_ = false;
-  bool waits_ = false;  // for the place of a server that is lost
+  bool waits_ = false;  // for the place of a lost server
 };
 
 }  // namespace core

@@ -1,4 +1,5 @@
-// For how long nobody is late: others wait for a server whose place is vacant, or for a scheduler.
+// Vacancies: times when a server's place is vacant or the scheduler is missing. No worker counts as
+// late then.
 #ifndef BYTEPS_CLUSTER_VACANCIES_H_
 #define BYTEPS_CLUSTER_VACANCIES_H_
 
@@ -11,15 +12,15 @@
 namespace byteps {
 namespace core {
 
-// Any thread may call anything.
+// Thread-safe.
 class Vacancies {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `channel` outlives this.
+  // `channel` must outlive this.
   explicit Vacancies(const Channel* channel) : channel_(channel) {}
 
-  // The server of `rank` is lost, or another one has its place.
+  // The server of `rank` is lost, or was replaced.
   void Lost(int rank) {
     ps::MutexLock lock(&mu_);
     ranks_.insert(rank);
@@ -29,7 +30,7 @@ class Vacancies {
     if (ranks_.erase(rank) > 0) filled_ = Clock::now();
   }
 
-  // The last time at which a node was missing: `now`, if one is.
+  // Returns the last time when a node was missing; `now` if one is.
   Clock::time_point Last(Clock::time_point now) const {
     if (channel_->lacks_scheduler()) return now;
     ps::MutexLock lock(&mu_);

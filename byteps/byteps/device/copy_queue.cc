@@ -14,8 +14,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Of one turn: its first copy waits for the last, no longer than this takes, 20 to 40 us.  A longer
-// one goes by itself, and is not awaited.
+// Limit of a turn: its first copy waits for its last, at most for the 20 to 40 us that this many
+// bytes take. A larger copy goes alone, without polling.
 constexpr size_t kMostBytes = 1 << 20;
 
 }  // namespace
@@ -56,7 +56,7 @@ bool CopyQueue::TakeTurn(Turn* turn) {
 }
 
 void CopyQueue::Give(Turn turn) noexcept {
-  // Made before it is needed.
+  // Made in advance.
   static const std::string kNoMemory =
       "this process is out of memory: it cannot copy between a GPU and memory";
   std::shared_ptr<Turn> given;

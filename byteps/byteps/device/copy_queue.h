@@ -13,24 +13,23 @@
 namespace byteps {
 namespace core {
 
-// Copies of one engine between a GPU and pinned memory, one queue for each direction.
+// Queue of an engine's copies between a GPU and pinned memory, in a direction.
 //
-// A driver serves one caller at a time, and callers that come in crowds hold each other up for
-// longer than their copies take.  So one thread at a time gives copies to it, a turn after the
-// other; what others ask for meanwhile goes with its next turn.  It awaits the copies of a turn for
-// a moment: that takes less time than a call by the driver, of the cores too, since a call
-// wakes two threads.
+// A driver serves one caller at a time, and concurrent callers delay each other for longer than
+// their copies take. So only one thread calls the driver, in turns; copies that others add
+// meanwhile go with its next turn. It polls briefly for the copies of a turn, which takes less
+// time, and less CPU time, than a callback by the driver, which wakes two threads.
 //
-// Any thread may call anything.
+// Thread-safe.
 class CopyQueue {
  public:
   struct Entry {
     Copy copy;
-    // Called once, by Add of this thread or of another one that is in it: the device has the copy,
-    // or failed, with its words.  After a failure the copy may still be made, at any time.
+    // Called once, by a thread in Add: the device has the copy, or failed with `error`. After a
+    // failure the copy may still happen, at any time.
     std::function<void(const std::string& error)> begun;
-    // As CallWhenDone has it: on the driver's thread, or on one that is in Add; not to block;
-    // perhaps before `begun`.
+    // Called when the copy is done, perhaps before `begun`: by the driver's thread or a thread in
+    // Add. Must not block; see CallWhenDone.
     std::function<void()> done;
   };
 
@@ -38,17 +37,17 @@ class CopyQueue {
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
 
-  // Gives the copy to the device, or leaves that to the thread that does so now.
+  // Gives the copy to the device, or leaves it to the thread that is doing so now.
   void Add(Entry entry);
-  // Leaves the copy to the thread that gives copies to the device now, and takes it from *entry.
-  // False: no thread does.
+  // Leaves the copy to the thread that is giving copies to the device now, and moves it from
+  // *entry. Returns false if there is no such thread.
   bool Leave(Entry* entry);
 
  private:
-  // Moving entries from one to another takes no memory, and so cannot fail.
+  // Moving list nodes needs no memory, so it cannot fail.
   using Entries = std::list<Entry>;
 
-  // What goes in one turn; at least one entry.
+  // Copies given to the device together; at least one.
   struct Turn {
     Entries entries;
     size_t bytes = 0;
@@ -56,13 +55,13 @@ class CopyQueue {
     void CallDone() const;
   };
 
-  // False, with nothing to give: this thread does so no longer.
+  // Returns false if there is nothing to give; this thread then stops giving.
   bool TakeTurn(Turn* turn);
-  // Does not throw: who gives copies to the device goes on with the next ones.
+  // Does not throw: the giving thread must continue with the next copies.
   void Give(Turn turn) noexcept;
-  // Without its error, or the operation, a waiting one is ended by its time-out.
+  // If it cannot deliver the error, the operation ends by its time-out.
   static void TellBegun(const Entry& entry, const std::string& error);
-  // Until the copies are done, or will be told of by the driver.
+  // Waits until the copies are done, or the driver is to report them.
   void AwaitOrCall(const std::shared_ptr<const Turn>& turn);
 
   const int device_;

@@ -12,7 +12,7 @@
 namespace byteps {
 namespace core {
 
-// The queues of all devices.
+// Copy queues of all devices.
 class CopyQueues {
  public:
   CopyQueue* Of(int device, CopyLane lane);

@@ -1,4 +1,4 @@
-// A GPU by CUDA's driver, which is found at run time.
+// The GPU interface, implemented by CUDA's driver.
 
 #include <functional>
 #include <memory>
@@ -13,10 +13,10 @@
 namespace byteps {
 namespace core {
 
-// The driver's interface, not the run-time library's: a driver keeps the functions of all
-// drivers before it, so that one build serves CUDA 12 and 13.  A run-time library has one
-// number; linked in, it refuses older drivers, and shared with torch, its name changes with
-// every major version.  Both interfaces act on the same contexts, streams and events.
+// Uses the driver's interface, not the run-time library's. A driver has the functions of all
+// earlier drivers, so a single build serves CUDA 12 and 13. A run-time library refuses older
+// drivers if linked in; shared with torch, its name changes with each major version. Both
+// interfaces act on the same contexts, streams and events.
 
 namespace {
 
@@ -24,7 +24,7 @@ CudaStream Stream(DeviceStream stream) { return static_cast<CudaStream>(stream);
 CudaEvent Event(DeviceEvent event) { return static_cast<CudaEvent>(event); }
 CudaPointer Pointer(const void* memory) { return reinterpret_cast<CudaPointer>(memory); }
 
-// Of what a query says.
+// Interprets a query's result. Throws Error for other failures.
 bool IsDone(CudaResult result) {
   if (result == kCudaNotReady) return false;
   CheckCuda(result, "work on the GPU");
@@ -85,7 +85,7 @@ void CallWhenDone(DeviceStream stream, std::function<void()> then) {
   auto function = std::make_unique<std::function<void()>>(std::move(then));
   CheckCuda(Cuda().cuLaunchHostFunc(Stream(stream), CallAndDelete, function.get()),
             "cuLaunchHostFunc");
-  (void)function.release();  // CallAndDelete's now
+  (void)function.release();  // CallAndDelete owns it now
 }
 
 void* PinMemory(size_t bytes) {

@@ -16,10 +16,10 @@ constexpr char kLibrary[] = "libcuda.so.1";
 
 struct Loaded {
   CudaApi api = {};
-  std::string error;  // empty: `api` is whole
+  std::string error;  // "": `api` is complete
 };
 
-// "out of memory (CUDA_ERROR_OUT_OF_MEMORY)"
+// Returns "out of memory (CUDA_ERROR_OUT_OF_MEMORY)".
 std::string Describe(const CudaApi& api, CudaResult error) {
   const char* text = nullptr;
   const char* name = nullptr;
@@ -31,7 +31,7 @@ std::string Describe(const CudaApi& api, CudaResult error) {
 
 Loaded Load() {
   Loaded loaded;
-  // Never closed: the driver has threads and exit handlers of its own.
+  // Never closed: the driver has threads and exit handlers.
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* reason = dlerror();
@@ -74,8 +74,8 @@ Loaded Load() {
   return loaded;
 }
 
-// The device's primary context, retained once and kept until the process ends, as the
-// run-time library does.
+// Returns the device's primary context, retained once until the process ends, like the run-time
+// library does.
 CudaContext PrimaryContext(int device) {
   static ps::Mutex mu;
   static std::vector<CudaContext> contexts;  // by device

@@ -10,9 +10,7 @@ struct CudaContextObject;
 struct CudaStreamObject;
 struct CudaEventObject;
 
-// The part of CUDA's driver interface that the engine calls, found at run time.
-
-// Driver types as its binary interface has them, so that no CUDA header is needed to build.
+// Types of CUDA's driver, as in its binary interface: no CUDA header is needed to build.
 using CudaResult = int;  // 0: success
 using CudaDevice = int;
 using CudaPointer = unsigned long long;  // an address in a GPU's memory
@@ -27,8 +25,9 @@ constexpr unsigned kCudaEventDisableTiming = 2;
 constexpr unsigned kCudaStreamNonBlocking = 1;
 constexpr unsigned kCudaWaitValueEqual = 1;
 
-// Every member is set.  The names are the driver's own, without the suffix of the binary
-// interface's version, such as _v2, which this table fixes: one build serves every driver.
+// Driver functions that the engine calls, loaded at run time. All members are set. The names lack
+// the binary interface's version suffix, such as _v2; this table fixes the versions, so a single
+// build serves every driver.
 struct CudaApi {
   CudaResult (*cuInit)(unsigned flags);
   CudaResult (*cuGetErrorName)(CudaResult error, const char** text);
@@ -52,18 +51,18 @@ struct CudaApi {
                                   CudaStream stream);
 };
 
-// Loads libcuda.so.1, once for the process, and initializes the driver.  Thread-safe.
-// Throws Error that says what is missing: the library, a function of it (its driver is too
-// old), or a GPU.  A failure is final: the next call throws the same.
+// Loads libcuda.so.1 and initializes the driver, once per process. Throws Error that says what is
+// missing: the library, a function (the driver is too old), or a GPU. A failure is final: later
+// calls throw the same. Thread-safe.
 const CudaApi& Cuda();
 
 // Throws Error "`what`: the driver's words (CUDA_ERROR_...)" unless `result` is a success.
 void CheckCuda(CudaResult result, const char* what);
 
-// Makes `device`'s primary context, which is torch's too, the calling thread's current one.
-// `device` counts as torch does, among CUDA_VISIBLE_DEVICES.  Throws Error.
+// Makes `device`'s primary context, which torch uses too, current in the calling thread. `device`
+// is torch's number, among CUDA_VISIBLE_DEVICES. Throws Error.
 void PushCudaDevice(int device);
-// Brings back the one before.
+// Restores the previous context.
 void PopCudaDevice();
 
 }  // namespace core

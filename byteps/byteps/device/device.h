@@ -1,5 +1,3 @@
-// The GPU and its driver as the engine uses them: streams, events, asynchronous copies, pinned
-// memory.
 #ifndef BYTEPS_DEVICE_DEVICE_H_
 #define BYTEPS_DEVICE_DEVICE_H_
 
@@ -11,23 +9,23 @@
 namespace byteps {
 namespace core {
 
-// The few things that are asked of a GPU and its driver.  device/cuda.cc asks the driver, which
-// it finds at run time; device/fake.cc plays a GPU for tests.
+// The GPU as the engine uses it: streams, events, asynchronous copies, pinned memory.
+// device/cuda.cc calls the driver; device/fake.cc simulates a GPU for tests.
 //
-// Every function may be called by any thread and throws Error with the driver's words.  Streams
-// and events belong to the device that was current when they were made; but for EventIsDone, that
-// device has to be current for what is called with them, and some device to pin memory.
+// All functions are thread-safe, and throw Error with the driver's words. Streams and events belong
+// to the device that was current when they were made. That device must be current in calls with
+// them, except EventIsDone; to pin memory, any device must be.
 
-constexpr int kCpu = -1;  // the device number of host memory
+constexpr int kCpu = -1;  // device number of host memory
 
-using DeviceStream = void*;  // cudaStream_t
-using DeviceEvent = void*;   // cudaEvent_t
+using DeviceStream = void*;  // a cudaStream_t
+using DeviceEvent = void*;   // a cudaEvent_t
 
-// Lies in pinned memory: a stream waits for a thread of the host that sets it.
+// Word in pinned memory: a stream waits for it until a host thread sets it.
 using DeviceWord = std::atomic<uint32_t>;
 static_assert(sizeof(DeviceWord) == sizeof(uint32_t));
 
-// Makes a device the calling thread's current one, and the one before again at its end.
+// Makes a device current in the calling thread, and restores the previous one when destroyed.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device);
@@ -36,31 +34,31 @@ class CurrentDevice {
   CurrentDevice& operator=(const CurrentDevice&) = delete;
 };
 
-// Does not wait for the default stream, so that copies overlap with kernels.
+// Makes a stream that does not wait for the default stream, so copies overlap with kernels.
 DeviceStream MakeStream();
 DeviceEvent MakeEvent();
 
-// The event stands for all work that `stream` has now.
+// Makes the event stand for all work now in `stream`.
 void RecordEvent(DeviceEvent event, DeviceStream stream);
-// Whether that work is done.
+// Returns whether the event's work is done.
 bool EventIsDone(DeviceEvent event);
-// Whether all work that `stream` has now is done.
+// Returns whether all work now in `stream` is done.
 bool StreamIsIdle(DeviceStream stream);
-// What `stream` is given from now on waits for what `event` stands for now.
+// Makes later work of `stream` wait for the work that `event` now stands for.
 void WaitForEvent(DeviceStream stream, DeviceEvent event);
-// Likewise, until `word` is 1.
+// Makes later work of `stream` wait until `word` is 1.
 void WaitForWord(DeviceStream stream, const DeviceWord* word);
 
-// Enqueue a copy; the host memory is pinned.
+// Enqueue a copy; the host memory must be pinned.
 void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream);
 void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream);
 
-// Calls `then` once, on a thread of the driver's, when all work that `stream` has now is done.
-// `then` must neither call anything of this file nor block.  It is not called, and is lost, if
-// the device fails.
+// Calls `then` once, on a thread of the driver, when all work now in `stream` is done. `then` must
+// not block, nor call functions of this file. If the device fails, `then` is never called nor
+// destroyed.
 void CallWhenDone(DeviceStream stream, std::function<void()> then);
 
-// Host memory that every device can copy from and to.
+// Returns host memory that every device can copy to and from.
 void* PinMemory(size_t bytes);
 
 }  // namespace core

@@ -12,14 +12,14 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Callers' streams that have a stream of their own for calls; further ones share these.
+// Limit of callers' streams with a callback stream of their own; others share these.
 constexpr size_t kMaxCallers = 32;
-// 128 KiB take 10 to 30 us, and 1 MiB 50; a call by the driver comes 40 us after that.
+// 128 KiB take 10 to 30 us, 1 MiB takes 50 us; the driver's callback comes 40 us later.
 constexpr std::chrono::microseconds kAwaited(100);
 
 }  // namespace
 
-// Events that nobody uses.
+// Pool of unused events.
 class DeviceCopies::Events : public std::enable_shared_from_this<DeviceCopies::Events> {
  public:
   DeviceMoment Take() {
@@ -72,7 +72,7 @@ DeviceMoment DeviceCopies::Now(DeviceStream stream) {
 }
 
 DeviceMoment DeviceCopies::NowIn(DeviceStream stream) {
-  // An event that was just recorded is not done for some microseconds, even of an idle stream.
+  // A just recorded event takes some microseconds to be done, even in an idle stream.
   return StreamIsIdle(stream) ? nullptr : MomentOf(stream);
 }
 

@@ -13,73 +13,72 @@
 namespace byteps {
 namespace core {
 
-// Copies between one GPU and pinned host memory, of which the host only hears.
+// Asynchronous copies between a GPU and pinned host memory.
 //
-// Each direction has one stream: a GPU moves the copies of one direction one after the other
-// anyway, and copies of a partition are long enough to fill PCIe.  What is to happen when a copy
-// is done is called from another stream, which waits for an event behind the copy: a callback
-// holds up the stream that it is in, and the next copy must not wait for it.  Nothing polls, and
-// no thread sleeps in the driver, so that none is stuck there when the GPU's work never ends
-// (an NCCL kernel whose peer was lost).
+// Each direction has a stream: a GPU runs the copies of a direction one after another anyway, and a
+// partition's copy is long enough to fill PCIe. Callbacks run in another stream, which waits for an
+// event after the copy: a callback blocks its stream, and must not delay the next copy. No thread
+// polls or sleeps in the driver, so none hangs there if the GPU's work never ends (an NCCL kernel
+// whose peer was lost).
 
-// A moment in the work of a stream; null: it had none left.  When the last copy goes, it is kept
-// for reuse: that may be inside a callback of the driver's, where no event may be destroyed.
+// A point in a stream's work; null: the stream was idle. After the last copy its event is kept for
+// reuse: that may happen inside a driver's callback, where events must not be destroyed.
 using DeviceMoment = std::shared_ptr<void>;
 
-// Copies of a lane are made one after the other.
+// Lanes of copies. The copies of a lane run one after another.
 enum class CopyLane {
   kToHost,
-  kFewToHost,    // few bytes, which do not wait for long copies
-  kWholeToHost,  // all of a tensor at once, as the caller of a sum enqueues it
+  kFewToHost,    // small copies, which do not wait for long ones
+  kWholeToHost,  // a whole tensor, enqueued by the caller of an all-reduce
   kToDevice,
 };
 
-// What is copied: one end is on the device, the other in pinned memory.
+// A copy: one end is on the device, the other in pinned memory.
 struct Copy {
   void* to;
   const void* from;
   size_t bytes;
 };
 
-// Any thread may call anything.  Each function throws Error when the device fails.
-// Callbacks are as CallWhenDone has them: on the driver's thread, not to block.
+// Thread-safe. All functions throw Error if the device has failed. Callbacks run on the driver's
+// thread and must not block: see CallWhenDone.
 class DeviceCopies {
  public:
-  // That of `device`, made at its first use.  It lives as long as the process.
+  // Returns the object for `device`, made at its first use. It lives as long as the process.
   static DeviceCopies* Of(int device);
 
   explicit DeviceCopies(int device);
   DeviceCopies(const DeviceCopies&) = delete;
   DeviceCopies& operator=(const DeviceCopies&) = delete;
 
-  // All that the caller's `stream` has been given so far.
+  // Returns the current end of the caller's `stream`.
   DeviceMoment Now(DeviceStream stream);
   static bool IsDone(const DeviceMoment& moment);
-  // Calls `then` when all that `stream` was given before `moment` is done.
+  // Calls `then` when all work of `stream` before `moment` is done.
   void CallAfter(const DeviceMoment& moment, DeviceStream stream, std::function<void()> then);
-  // Does nothing but throw where the device has failed, whose callbacks never come.
+  // Throws if the device has failed. (A failed device runs no callbacks.)
   void Check();
 
-  // Enqueues copies.  The result: all are done.
+  // Enqueues copies. The result: all are done.
   DeviceMoment Enqueue(CopyLane lane, const std::vector<Copy>& copies);
-  // Copies that a lane is given from now on wait for `moment`.
+  // Makes later copies of the lane wait for `moment`.
   void MakeWait(CopyLane lane, const DeviceMoment& moment);
-  // Calls `then` when `copied`, which Enqueue gave, is done.
+  // Calls `then` when `copied`, a result of Enqueue, is reached.
   void CallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
-  // Likewise, but first this thread waits a moment: a short copy takes a fraction of the time until
-  // the driver calls.  True: it is done, and nothing is called.
+  // Polls briefly first: a short copy takes a fraction of the time until the driver calls. Returns
+  // true if the copies are done; `then` is not called in that case.
   bool AwaitOrCallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
-  // All copies to the device so far are done.
+  // The end of all copies to the device so far.
   DeviceMoment CopiedToDevice();
-  // What the caller's `stream` is given from now on waits for `moment`.
+  // Makes later work of the caller's `stream` wait for `moment`.
   void MakeWait(DeviceStream stream, const DeviceMoment& moment);
-  // Enqueues copies to the device in the caller's `stream`.  The result: all are made.
+  // Enqueues copies to the device in the caller's `stream`. The result: all are done.
   DeviceMoment CopyIn(DeviceStream stream, const std::vector<Copy>& copies);
-  // Likewise, but the stream waits until `word` is 1.
+  // Enqueues copies to the device in the caller's `stream`, which first waits until `word` is 1.
   void CopyOnceSet(DeviceStream stream, const DeviceWord* word, const std::vector<Copy>& copies);
 
  private:
-  // The stream of a lane, and the one from which is called.
+  // A lane's stream, and the stream for its callbacks.
   struct Streams {
     DeviceStream work = nullptr;
     DeviceStream calls = nullptr;
@@ -88,12 +87,13 @@ class DeviceCopies {
 
   DeviceMoment MomentOf(DeviceStream stream);
   DeviceMoment NowIn(DeviceStream stream);
-  // One for each stream of the caller's, so that none waits for what another one computes.
+  // Returns the callback stream for a caller's stream, so that callers do not wait for each other's
+  // work.
   DeviceStream CallsFor(DeviceStream stream);
 
   const int device_;
   const std::shared_ptr<Events> events_;
-  std::map<CopyLane, Streams> lanes_;  // does not change
+  std::map<CopyLane, Streams> lanes_;  // immutable
   ps::Mutex mu_;
   std::map<DeviceStream, DeviceStream> callers_ PS_GUARDED_BY(mu_);
 };

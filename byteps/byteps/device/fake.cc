@@ -24,11 +24,11 @@ using Work = std::function<void()>;
 using Done = std::shared_future<void>;
 
 thread_local int current_device = 0;
-thread_local std::vector<int> devices_before;  // of the scopes that are open
+thread_local std::vector<int> devices_before;  // of open scopes
 thread_local bool in_callback = false;
 std::atomic<bool> broken{false};
 
-// What copies of one direction wait for.
+// Blocks the copies of a direction.
 class Gate {
  public:
   std::shared_ptr<std::promise<void>> Hold() {
@@ -49,14 +49,14 @@ class Gate {
 
  private:
   ps::Mutex mu_;
-  Done released_ PS_GUARDED_BY(mu_);  // invalid: they wait for nothing
+  Done released_ PS_GUARDED_BY(mu_);  // invalid: not blocked
 };
 
 // Never destroyed: streams' threads use them to the end.
 Gate& to_device = *new Gate;
 Gate& to_host = *new Gate;
 Gate& calls = *new Gate;
-std::atomic<std::thread::id> caller;  // whom `calls` does not hold
+std::atomic<std::thread::id> caller;  // thread that `calls` does not block
 
 class Stream {
  public:
@@ -105,7 +105,7 @@ class Stream {
 struct Event {
   int device;
   ps::Mutex mu;
-  Done recorded PS_GUARDED_BY(mu);  // invalid: nothing was
+  Done recorded PS_GUARDED_BY(mu);  // invalid: none
 };
 
 constexpr size_t kReserved = 1ull << 35;  // addresses for pinned memory
@@ -249,7 +249,7 @@ void CallWhenDone(DeviceStream stream, std::function<void()> then) {
 void* PinMemory(size_t bytes) {
   Enter();
   ps::MutexLock lock(&pinned_mu);
-  // One behind the other, as a driver may well place them; which takes no copy of two.
+  // Allocations are adjacent, as a driver may place them; no copy may span two.
   static char* next = static_cast<char*>(
       mmap(nullptr, kReserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   char* const memory = next;

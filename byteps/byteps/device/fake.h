@@ -1,7 +1,7 @@
-// A GPU that tests play: streams are threads, the device's memory is the host's.
+// A simulated GPU for tests: streams are threads, device memory is host memory.
 //
-// It is stricter than CUDA: an event or stream that is used while another device is current, a
-// copy from or to memory that is not pinned, and any call from a callback are errors.
+// It is stricter than CUDA: it throws if an event or stream is used while another device is
+// current, if a copy uses memory that is not pinned, and at any call from a callback.
 #ifndef BYTEPS_DEVICE_FAKE_H_
 #define BYTEPS_DEVICE_FAKE_H_
 
@@ -15,23 +15,23 @@ namespace byteps {
 namespace core {
 namespace fake {
 
-// A stream does nothing more until the result's value is set.
+// Blocks the stream until the result's value is set.
 std::shared_ptr<std::promise<void>> Hold(DeviceStream stream);
-// No copy to a device, or to the host, is made until the result's value is set.
+// Blocks all copies to devices, or to the host, until the result's value is set.
 std::shared_ptr<std::promise<void>> HoldCopiesToDevice();
 std::shared_ptr<std::promise<void>> HoldCopiesToHost();
-// Calls by other threads than this one do not return until the result's value is set, as those of a
-// driver do while it waits for a stream.
+// Blocks calls by other threads until the result's value is set, as a driver does while it waits
+// for a stream.
 std::shared_ptr<std::promise<void>> HoldCalls();
-// Blocks until a stream has done all its work.
+// Blocks until the stream has done all its work.
 void Synchronize(DeviceStream stream);
-// The calling thread's.
+// The calling thread's device.
 int CurrentDeviceNumber();
 void SetCurrentDevice(int device);
-// While true, every call fails, and callbacks do not come.
+// Makes every call fail, and callbacks not run, while `broken`.
 void SetBroken(bool broken);
 uint64_t PinnedBytes();
-// Copies of the process so far, in either direction.
+// Number of the process's copies so far, in both directions.
 uint64_t CountCopies();
 
 }  // namespace fake

@@ -102,7 +102,7 @@ PinnedBlock PinnedPool::TakeOrPin(uint64_t bytes, uint64_t more) {
 uint64_t PinnedPool::SizeFor(uint64_t bytes) const { return std::min(PowerOfTwo(bytes), top_); }
 
 char* PinnedPool::Cut(uint64_t size) {
-  // The smallest free block that is large enough.
+  // Takes the smallest free block that is large enough.
   auto it = free_.lower_bound(size);
   while (it != free_.end() && it->second.empty()) ++it;
   if (it == free_.end()) return nullptr;
@@ -173,8 +173,8 @@ void PinnedPool::Return(char* data, uint64_t size) {
 
 void PinnedPool::ServeWaiters() {
   ps::MutexLock lock(&mu_);
-  // One thread at a time, which takes another look after each call: so a call that gives its
-  // block back at once, or many of them, do not call each other ever deeper.
+  // One thread at a time, which checks again after each call. So a callback that returns its block
+  // at once does not cause nested calls.
   if (serving_) return;
   serving_ = true;
   bool again = false;

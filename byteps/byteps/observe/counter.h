@@ -7,14 +7,12 @@
 namespace byteps {
 namespace core {
 
-// What a worker and a server count, and the names under which they tell it.
+// A number that only increases.
 //
-// Counting is an addition to an atomic, in any thread and with no lock; the figures of
-// one reading may be a few operations apart.  What a queue holds is not counted but
-// looked up when somebody asks.  The tables in metrics.cc are the one list of metrics:
-// Prometheus, bps.get_metrics() and the documentation are made from them.
-//
-// A number that only grows.
+// Counting is a relaxed addition to an atomic, in any thread, so the numbers of a reading may be a
+// few operations apart. The sizes of queues are not counted but read on request. The tables in
+// metrics.cc list all metrics: Prometheus, bps.get_metrics() and the documentation are generated
+// from them.
 class Counter {
  public:
   void Add(uint64_t n = 1) { value_.fetch_add(n, std::memory_order_relaxed); }

@@ -10,10 +10,10 @@
 namespace byteps {
 namespace core {
 
-// How often something took how long.
+// Distribution of durations.
 class Histogram {
  public:
-  // Upper ends of the buckets, in seconds; one more has no end.
+  // Upper limits of the buckets, in seconds; another bucket has no limit.
   static constexpr std::array<double, 16> kBounds = {0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005,
                                                      0.01,   0.025,   0.05,   0.1,   0.25,   0.5,
                                                      1,      2.5,     5,      10};
@@ -21,7 +21,7 @@ class Histogram {
   struct Reading {
     std::vector<uint64_t> cumulative;  // at most kBounds[i] seconds
     uint64_t count = 0;
-    double sum = 0;  // seconds
+    double sum = 0;  // in seconds
   };
 
   void Observe(int64_t nanoseconds);
@@ -29,7 +29,7 @@ class Histogram {
 
  private:
   std::array<Counter, kBounds.size() + 1> buckets_;
-  Counter sum_;  // nanoseconds
+  Counter sum_;  // in nanoseconds
 };
 
 }  // namespace core

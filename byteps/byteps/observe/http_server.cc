@@ -61,7 +61,7 @@ HttpAnswer Refusal(int status, const std::string& text) {
   return answer;
 }
 
-// Of the first line: METHOD SP TARGET SP HTTP/1.x.
+// Answers a request with this first line: METHOD SP TARGET SP HTTP/1.x.
 HttpAnswer AnswerTo(const std::string& line, const HttpServer::Handler& handler) {
   const size_t first = line.find(' '), last = line.rfind(' ');
   if (first == std::string::npos || first == last || line.compare(last + 1, 7, "HTTP/1.") != 0) {
@@ -81,7 +81,7 @@ HttpAnswer AnswerTo(const std::string& line, const HttpServer::Handler& handler)
   }
 }
 
-// Those of an IPv6 address.
+// Removes the brackets of an IPv6 address.
 std::string WithoutBrackets(const std::string& host) {
   const bool brackets = host.size() > 2 && host.front() == '[' && host.back() == ']';
   return brackets ? host.substr(1, host.size() - 2) : host;
@@ -104,7 +104,7 @@ class HttpConnection : public ps::tcp::PendingPeer,
     pending_->Remove(this);
   }
   void ResetOnEnd() override { ps::tcp::ResetOnClose(fd_.get()); }
-  // Not even then may it go before others: the client may not have read it all.
+  // An answered connection must not be closed first: the client may not have read everything.
   bool answered() const override { return false; }
 
   bool OnReady(uint32_t events) override {
@@ -159,7 +159,7 @@ class HttpConnection : public ps::tcp::PendingPeer,
   PendingPeers* const pending_;
   Fd fd_;
   Phase phase_ = Phase::kRequest;
-  std::string text_;  // of the request, then of the answer
+  std::string text_;  // the request, then the answer
   size_t written_ = 0;
   Leftovers leftovers_;
 };
@@ -167,7 +167,7 @@ class HttpConnection : public ps::tcp::PendingPeer,
 }  // namespace
 
 std::string ReplyTo(const std::string& request, const HttpServer::Handler& handler) {
-  // An empty line ends the head; what follows is not looked at.
+  // An empty line ends the head; the rest is ignored.
   const size_t end = std::min(request.find("\r\n\r\n"), request.find("\n\n"));
   if (end < kMostHttpRequestBytes) {
     return Encode(AnswerTo(request.substr(0, request.find_first_of("\r\n")), handler));

@@ -1,8 +1,9 @@
-// Answers GET over HTTP/1.1 to unauthenticated clients: metrics, and the scheduler's page.
+// HTTP/1.1 server that answers GET requests of unauthenticated clients: metrics, and the
+// scheduler's page.
 //
-// One thread.  A connection has one request, a small one, and a short time; there are few at once,
-// and where there is no room the address with the most of them loses its oldest one
-// (tcp/greeter.h). So neither half a request nor a flood of them keeps a scrape waiting.
+// It has a single thread. A connection has one small request and little time. Only a few may be
+// open: beyond that the address with the most connections loses its oldest one (tcp/greeter.h). So
+// neither half a request nor a flood delays a scrape.
 #ifndef BYTEPS_OBSERVE_HTTP_SERVER_H_
 #define BYTEPS_OBSERVE_HTTP_SERVER_H_
 
@@ -19,21 +20,21 @@ struct HttpAnswer {
   int status = 200;
   std::string type = "text/plain; charset=utf-8";
   std::string body;
-  std::string headers;  // more of them, each with its "\r\n"
+  std::string headers;  // additional headers, each with its "\r\n"
 };
 
 class HttpServer {
  public:
-  // What there is at a path, such as "/metrics".  Called in the server's thread.
+  // Returns the answer for a path, such as "/metrics". Called by the server's thread.
   using Handler = std::function<HttpAnswer(const std::string& path)>;
 
-  // Listens at `port` of each of `hosts`: names or addresses.  Those of `optional` may fail. Throws
-  // Error naming the address and the reason.  `name` is that of the thread.
+  // Listens at `port` of each name or address in `hosts`. Those of `optional` may fail. Throws
+  // Error with address and reason. `name` is the thread's.
   HttpServer(const std::string& name, const std::vector<std::string>& hosts,
              const std::vector<std::string>& optional, int port, Handler handler);
-  // Waits for the call of the handler in progress.
+  // Waits for a running call of the handler.
   ~HttpServer();
-  // Of the first address; the kernel's choice where 0 was asked for.
+  // The port at the first address; chosen by the kernel if 0 was requested.
   int port() const;
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
@@ -43,9 +44,9 @@ class HttpServer {
   std::unique_ptr<Impl> impl_;
 };
 
-// A request of at most so many bytes is answered.
+// Limit of a request, in bytes.
 constexpr size_t kMostHttpRequestBytes = 8192;
-// What is answered to the bytes that came of a request; "" while more of them are needed.
+// Returns the answer to the received bytes; "" while the request is incomplete.
 std::string ReplyTo(const std::string& request, const HttpServer::Handler& handler);
 
 }  // namespace core

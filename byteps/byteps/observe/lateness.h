@@ -11,16 +11,14 @@
 namespace byteps {
 namespace core {
 
-// For which workers the others waited.
-//
-// Any thread.
+// Records which workers the others waited for. Thread-safe.
 class Lateness {
  public:
-  // A sum is complete; the worker of `rank` pushed last, `wait_ns` after the first.
+  // A sum is complete. The worker of `rank` pushed last, `wait_ns` after the first.
   void Add(int rank, int64_t wait_ns);
 
-  // What was added since the last call: how many sums, and those for whom the others waited
-  // longest, at most StatusRecord::kMaxLate.
+  // Returns the records since the last call: the number of sums, and the workers that caused the
+  // longest waits, at most StatusRecord::kMaxLate.
   void Take(uint64_t* sums, std::vector<LateWorker>* worst);
 
  private:

@@ -1,5 +1,4 @@
-// What a worker and a server count, the names under which they tell it, and their server for
-// Prometheus.
+// Counters of workers and servers, and their metrics for Prometheus.
 #ifndef BYTEPS_OBSERVE_METRICS_H_
 #define BYTEPS_OBSERVE_METRICS_H_
 
@@ -31,7 +30,7 @@ struct WorkerCounters {
   Histogram operation_seconds;
 };
 
-// How much there is now.
+// Current amounts.
 struct WorkerGauges {
   uint64_t declared_tensors = 0;
   uint64_t running_operations = 0;
@@ -68,7 +67,7 @@ struct ServerGauges {
   std::vector<uint64_t> engine_queues;  // tasks, by engine thread
 };
 
-// One metric with its value now.
+// A metric with its current value.
 struct Metric {
   enum Kind { kCounter, kGauge, kHistogram };
   std::string name;
@@ -76,33 +75,31 @@ struct Metric {
   std::string help;
   double value = 0;              // of a counter or gauge
   Histogram::Reading histogram;  // of a histogram
-  // What part of the process it is about: an engine thread, an endpoint, a NIC.
+  // The part of the process: an engine thread, an endpoint, a NIC.
   std::vector<std::pair<std::string, std::string>> labels = {};
 };
 
-// Metrics of one name follow each other.
+// Converts counters to metrics. Metrics of the same name are consecutive.
 std::vector<Metric> Tell(const WorkerCounters& counters, const WorkerGauges& gauges);
 std::vector<Metric> Tell(const ServerCounters& counters, const ServerGauges& gauges);
 
-// What went by each endpoint of a transport that has some.
+// Traffic of each endpoint, for transports with endpoints.
 std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints);
 
-// What went over each NIC.
+// Traffic of each NIC.
 std::vector<Metric> Tell(const std::vector<ps::NicReading>& nics);
 
-// The table of all metrics, as Markdown.
+// Returns the table of all metrics, in Markdown.
 std::string MetricsMarkdown();
 
-// Metrics for Prometheus, over HTTP.
-
-// What is served.  Both functions are called by the server's thread, at any time.
+// Source of metrics. The server's thread may call both functions at any time.
 struct MetricsSource {
   Role role = Role::kWorker;
-  std::function<int()> rank;  // less than 0: not known yet
+  std::function<int()> rank;  // negative: not known yet
   std::function<std::vector<Metric>()> metrics;
 };
 
-// What Prometheus gets, in its text format.
+// Returns the metrics in Prometheus's text format.
 std::string MetricsText(const MetricsSource& source);
 
 }  // namespace core

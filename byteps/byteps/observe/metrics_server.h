@@ -10,13 +10,12 @@
 namespace byteps {
 namespace core {
 
-// Answers GET /metrics until it is destroyed, which waits for the requests in progress.
+// Answers GET /metrics until it is destroyed. Destruction waits for running requests.
 class MetricsServer {
  public:
-  // Listens at BYTEPS_METRICS_PORT plus `local_rank`, which keeps the processes of one
-  // host apart, of BYTEPS_HTTP_HOST: by default of the address at which the other nodes
-  // reach this process, and of loopback.  None when the port is 0.  Throws UsageError when
-  // it cannot listen there.
+  // Listens at BYTEPS_METRICS_PORT plus `local_rank`, which separates the processes of a host. The
+  // address is BYTEPS_HTTP_HOST, by default loopback and the address at which other nodes reach
+  // this process. Null if the port is 0. Throws UsageError if it cannot listen.
   static std::unique_ptr<MetricsServer> Make(const Config& config, int local_rank,
                                              MetricsSource source);
   ~MetricsServer();

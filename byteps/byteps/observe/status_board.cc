@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kProblems = 20;
 constexpr size_t kTextRows = 200;
 
-// Members of one JSON object, in order.
+// Builds a JSON object, with its members in order.
 class JsonObject {
  public:
   JsonObject& Text(const char* name, const std::string& value) {
@@ -77,7 +77,7 @@ std::string Format(const char* format, ...) {
   return text;
 }
 
-// "1.2 GB", and with "/s" for rates.
+// Returns "1.2 GB"; for rates with "/s".
 std::string Bytes(double bytes) {
   static const char* const kUnits[] = {"B", "kB", "MB", "GB", "TB", "PB"};
   size_t unit = 0;
@@ -88,7 +88,7 @@ std::string Bytes(double bytes) {
   return Format(unit == 0 || bytes >= 99.95 ? "%.0f %s" : "%.1f %s", bytes, kUnits[unit]);
 }
 
-// What a terminal would act on, and ends of lines, are left out.
+// Replaces control characters and line ends, on which a terminal would act.
 std::string Printable(const std::string& text) {
   std::string out;
   for (const char c : text) {
@@ -132,7 +132,7 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
     return;
   }
   const StatusRecord& before = entry.record;
-  // Another process may have taken the place of the one before.
+  // Another process may have taken the node's place.
   const bool same = entry.records > 0 && before.pid == record.pid && before.host == record.host &&
                     record.clock_ns > before.clock_ns;
   const double seconds = same ? static_cast<double>(record.clock_ns - before.clock_ns) * 1e-9 : 1;
@@ -145,7 +145,7 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
   entry.busy = rate(before.busy_ns, record.busy_ns) * 1e-9;
   entry.nics.clear();
   for (const ps::NicReading& now : record.nics) {
-    // One that nothing went over before.
+    // Stays zero for a NIC without earlier traffic.
     ps::NicReading then;
     for (const ps::NicReading& one : before.nics) {
       if (one.nic == now.nic) then = one;
@@ -243,7 +243,7 @@ std::string JsonOf(const ps::ReplicaView& replicas) {
       .Done();
 }
 
-// "replicas: 0 present, 1 away (epoch 5)"
+// Returns "replicas: 0 present, 1 away (epoch 5)".
 std::string TextOf(const ps::ReplicaView& replicas) {
   std::string text;
   for (int i = 0; i < replicas.count(); ++i) {

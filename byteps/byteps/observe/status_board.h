@@ -17,29 +17,29 @@
 namespace byteps {
 namespace core {
 
-// What the scheduler knows of the cluster, as JSON and as text.
+// The scheduler's status of the cluster, as JSON and as text.
 //
-// Keeps the newest record of each node, and the rates that it and the one before give.  Any thread.
+// Keeps each node's latest record, and rates computed from the last two. Thread-safe.
 class StatusBoard {
  public:
-  // A node that was not heard of for `patience_s` seconds counts as silent.
+  // A node counts as silent after `patience_s` seconds without a message.
   StatusBoard(std::string version, double patience_s)
       : version_(std::move(version)), patience_s_(patience_s) {}
 
-  // The scheduler listens at `host` and `port`; `view` tells who is in its job.
+  // The scheduler listens at `host`:`port`; `view` returns the state of its job.
   void Attach(const std::string& host, int port, std::function<ps::JobView()> view);
-  // `view` is called no more.  Who asks hears what was true at last.
+  // Stops calling `view`. The last state remains available.
   void Detach();
 
-  // A node's packed StatusRecord came.  One that cannot be read counts as a problem of the node.
+  // Takes a node's packed StatusRecord. An unreadable one counts as a problem of the node.
   void OnReport(int node_id, const std::string& report);
 
-  // Those who were in the job are not any more; others come.
+  // The job's nodes are gone; others will come.
   void OnIncarnation();
 
-  // One object, docs/use/observability.md tells its members.
+  // Returns an object whose members docs/use/observability.md lists.
   std::string Json();
-  // A table for a terminal.
+  // Returns a table for a terminal.
   std::string Text();
 
  private:
@@ -57,8 +57,8 @@ class StatusBoard {
     double sent_per_s = 0;
     double received_per_s = 0;
     double finished_per_s = 0;
-    double busy = 0;             // seconds in a second
-    std::vector<NicRates> nics;  // as in the record
+    double busy = 0;             // seconds per second
+    std::vector<NicRates> nics;  // in the record's order
     bool unreadable = false;
   };
   struct Problem {
@@ -66,7 +66,7 @@ class StatusBoard {
     std::string who;
     std::string text;
   };
-  // One node, with all that is known of it.
+  // A node, with everything known of it.
   struct Row {
     ps::JobView::Peer peer;
     std::string role;
@@ -75,14 +75,14 @@ class StatusBoard {
   };
   struct Slowest {
     int rank = -1;       // none
-    double last_in = 0;  // part of the sums
+    double last_in = 0;  // fraction of the sums
     double mean_wait_s = 0;
   };
   struct Snapshot {
     std::string address;
     ps::JobView view;
     std::vector<Row> rows;          // servers, then workers, by rank
-    std::vector<Problem> problems;  // the newest first
+    std::vector<Problem> problems;  // newest first
     Slowest slowest;
     uint64_t uptime_s = 0;
     int Count(const char* role, bool left) const;
@@ -92,7 +92,7 @@ class StatusBoard {
   void NoteProblem(Problem problem) PS_REQUIRES(mu_);
   static Slowest FindSlowest(const std::vector<Row>& rows);
   static std::string NicsJson(const Entry& entry);
-  // A row for each NIC; empty where every node uses one.
+  // Returns a row for each NIC; "" if every node uses a single one.
   static std::string NicsText(const std::vector<Row>& rows);
 
   const std::string version_;
@@ -103,7 +103,7 @@ class StatusBoard {
   std::function<ps::JobView()> view_;
   ps::JobView last_view_ PS_GUARDED_BY(mu_);
   std::map<int, Entry> entries_ PS_GUARDED_BY(mu_);  // by node id
-  std::deque<Problem> problems_ PS_GUARDED_BY(mu_);  // the newest first
+  std::deque<Problem> problems_ PS_GUARDED_BY(mu_);  // newest first
   uint64_t own_problems_ PS_GUARDED_BY(mu_) = 0;
 };
 

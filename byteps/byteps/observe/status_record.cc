@@ -23,7 +23,7 @@ static_assert(2 + 4 + 8 * kNumbers + 2 + StatusRecord::kMaxHost + 2 + StatusReco
                   ps::kMaxReport,
               "a record must fit a heartbeat");
 
-// The record's numbers, in their order on the wire.
+// Visits the record's numbers in wire order.
 template <typename Record, typename Visit>
 void EachNumber(Record* r, Visit visit) {
   visit(&r->clock_ns);

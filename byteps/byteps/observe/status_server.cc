@@ -1,4 +1,4 @@
-// What nodes tell of themselves, and the scheduler's page that shows it.
+// The scheduler's status page.
 #include "byteps/observe/status_server.h"
 
 #include <string>
@@ -16,10 +16,9 @@
 
 namespace byteps {
 namespace core {
-// The page that the scheduler serves.  It asks for /status every two seconds and loads nothing
-// else.
-
-// What nodes say of themselves reaches the page through textContent alone, never as markup.
+// The served page. It requests /status every two seconds, and loads nothing else.
+//
+// Texts from nodes are inserted by textContent only, never as markup.
 inline constexpr char kStatusPage[] = R"page(<!doctype html>
 <html lang="en">
 <head>
@@ -97,7 +96,7 @@ function age(s) {
   if (s < 7200) return `${Math.round(s / 60)} min`;
   return `${(s / 3600).toFixed(1)} h`;
 }
-// Of a node with one NIC the columns "in" and "out" tell.
+// Empty details for a node with a single NIC: the columns "in" and "out" show it.
 function byNic(n) {
   if (n.nics < 2) return n.nics;
   return n.by_nic.map((one) => `${one.nic}: ${bytes(one.received_bytes_per_s)}/s in, ` +
@@ -204,7 +203,7 @@ refresh();
 
 namespace {
 
-// What a browser may do with the page: show it, run its own script, and ask here again.
+// Restricts the page in the browser: it may run its own script and request from this server only.
 constexpr char kHeaders[] =
     "Cache-Control: no-store\r\n"
     "Content-Security-Policy: default-src 'self'; style-src 'unsafe-inline'; "

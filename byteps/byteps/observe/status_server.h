@@ -10,14 +10,14 @@
 namespace byteps {
 namespace core {
 
-// The scheduler's web page: who is in the job, and what they do.
+// The scheduler's web page: the nodes in the job, and their activity.
 //
-// Answers GET / (a page), /status (JSON) and /status.txt (a table) until it is destroyed, which
-// waits for the requests in progress.  Nothing can be changed through it.
+// Answers GET / (a page), /status (JSON) and /status.txt (a table) until it is destroyed.
+// Destruction waits for running requests. It is read-only.
 class StatusServer {
  public:
-  // Listens at BYTEPS_STATUS_PORT of BYTEPS_HTTP_HOST.  None when the port is 0.  Throws
-  // UsageError when it cannot listen there.  `board` outlives it.
+  // Listens at BYTEPS_STATUS_PORT of BYTEPS_HTTP_HOST. Null if the port is 0. Throws UsageError if
+  // it cannot listen. `board` must outlive it.
   static std::unique_ptr<StatusServer> Make(const Config& config, StatusBoard* board);
   ~StatusServer();
   StatusServer(const StatusServer&) = delete;

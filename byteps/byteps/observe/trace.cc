@@ -20,7 +20,7 @@ namespace {
 int64_t RealMinusSteady() {
   int64_t difference = 0;
   int64_t least = INT64_MAX;
-  // The reading that took the least time is the one that nothing came between.
+  // The fastest reading was not interrupted.
   for (int i = 0; i < 20; ++i) {
     const int64_t before = SteadyNs();
     const auto real = std::chrono::system_clock::now().time_since_epoch();
@@ -33,10 +33,10 @@ int64_t RealMinusSteady() {
   return difference;
 }
 
-// Writes the events of one process.  Times come in SteadyNs.
+// Writes the events of a process. Times are SteadyNs.
 class EventWriter {
  public:
-  // No two processes of a job have the same number in the viewer.
+  // Process numbers are unique in a job, for the viewer.
   EventWriter(Role role, int rank, int64_t real_minus_steady)
       : process_(std::to_string((role == Role::kServer ? 1000001 : 1) + rank)),
         real_minus_steady_(real_minus_steady) {}
@@ -45,7 +45,7 @@ class EventWriter {
     Event("M", what, thread, "\"args\":{\"name\":" + ps::JsonText(name) + "}");
   }
 
-  // One end ("b" or "e") of a slice of the row with this number.
+  // Writes the begin ("b") or end ("e") of a slice in this row.
   void RowEnd(const char* phase, size_t row, const std::string& name, int64_t time,
               const std::string& args) {
     Event(phase, name, 0,
@@ -100,13 +100,13 @@ std::string Arguments(const TracedPartition& p, bool failed) {
          (failed ? ",\"failed\":true}" : "}");
 }
 
-// The same number in the worker's file and in the server's.
+// Equal in the worker's and the server's file.
 uint64_t ArrowNumber(const TracedPartition& p) {
   const uint64_t parts[] = {p.key, p.round, static_cast<uint64_t>(p.worker)};
   return HashBytes(parts, sizeof(parts), 0);
 }
 
-// Readers see the whole file or none.
+// Renames at the end: readers see the whole file or none.
 bool WriteFile(const std::string& path, const std::string& text) {
   const std::string part = path + ".part";
   std::ofstream out(part, std::ios::binary);
@@ -119,7 +119,7 @@ bool WriteFile(const std::string& path, const std::string& text) {
 
 namespace {
 
-// The first and the last round that are recorded.
+// Returns the first and last recorded round.
 std::pair<uint32_t, uint32_t> RoundsOf(const Config& config) {
   const std::string& text = config.String("BYTEPS_TRACE_STEPS");
   if (text.empty()) {
@@ -209,8 +209,8 @@ std::string Tracer::Json(Role role, int rank) const {
   for (const Slice& s : slices_) {
     events.Slice(s.name, s.thread, s.begin, s.end, Arguments(s.partition, false));
     if (s.arrow == TraceArrow::kNone) continue;
-    // Where the slice begins: readers that round (a double has quarters of a microsecond here)
-    // find any other moment of a short one outside of it.
+    // At the slice's begin: for short slices, readers that round times (a double has a resolution
+    // of 0.25 us here) may find any later time outside of the slice.
     events.Arrow(s.arrow, s.thread, s.begin, ArrowNumber(s.partition));
   }
   return "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_partitions\":" +
@@ -218,7 +218,7 @@ std::string Tracer::Json(Role role, int rank) const {
 }
 
 void Tracer::Write(Role role, int rank) {
-  static int written_before = 0;  // by this process; its jobs end one after the other
+  static int written_before = 0;  // by this process; its jobs end one after another
   ps::MutexLock lock(&mu_);
   if (written_) return;
   written_ = true;

@@ -1,11 +1,11 @@
-// The timeline: what happened to each partition, for Perfetto (ui.perfetto.dev).
+// The timeline: history of each partition, for Perfetto (ui.perfetto.dev).
 //
-// A row tells of one partition of one round, on a worker from the push queue to the
-// sum, on a server from one worker's push to its answer.  Its stages follow each other
-// without a gap.  A slice is the work of a thread; arrows lead from the worker's push
-// to the server's addition and on to the worker's pull.
+// A row shows a partition in a round: on a worker from the push queue to the sum, on a server from
+// a worker's push to its answer. Its stages follow each other without gaps. A slice is the work of
+// a thread. Arrows lead from the worker's push to the server's addition and on to the worker's
+// pull.
 //
-// Times are CLOCK_REALTIME, so that the files of one host, and of hosts whose clocks
+// Times are CLOCK_REALTIME, so files of hosts with synchronized clocks can be combined.
 // agree, can be laid side by side.
 #ifndef BYTEPS_OBSERVE_TRACE_H_
 #define BYTEPS_OBSERVE_TRACE_H_
@@ -21,17 +21,17 @@
 namespace byteps {
 namespace core {
 
-// Which push of which worker.
+// Identifies a worker's push.
 struct TracedPartition {
   std::string tensor;
-  uint64_t key = 0;  // of the partition
+  uint64_t key = 0;  // the partition's
   uint64_t index = 0;
   uint32_t round = 0;
   int worker = 0;
   uint64_t bytes = 0;
 };
 
-// When a stage of a partition ended, in SteadyNs; 0: it did not.
+// End of a stage, in SteadyNs; 0: it has not ended.
 struct TraceStage {
   const char* name;
   int64_t end;
@@ -39,32 +39,30 @@ struct TraceStage {
 
 enum class TraceArrow : char { kNone = 0, kBegins = 's', kPasses = 't', kEnds = 'f' };
 
-// Thread-safe.  Keeps at most BYTEPS_TRACE_LIMIT (internal) rows and as many slices, the first
-// that came, and counts the others.
+// Keeps the first BYTEPS_TRACE_LIMIT (internal) rows and as many slices, and counts the others.
+// Thread-safe.
 class Tracer {
  public:
-  // None when BYTEPS_TRACE_ON is 0.  Throws UsageError when BYTEPS_TRACE_DIR cannot be
-  // made.
+  // Returns null if BYTEPS_TRACE_ON is 0. Throws UsageError if BYTEPS_TRACE_DIR cannot be made.
   static std::unique_ptr<Tracer> Make(const Config& config);
 
-  // Whether a tensor's round is among those to be traced.
+  // Returns whether to trace this round of a tensor.
   bool Wants(uint32_t round) const { return round >= first_round_ && round <= last_round_; }
 
-  // Names a track; the result stands for it below.
+  // Names a track. Returns its number, for AddSlice.
   int AddThread(const std::string& name);
 
-  // A row that begins at `begin`.  It ends now at the first stage that has not ended, and
-  // then counts as failed.
+  // Adds a row that starts at `begin`. If a stage has not ended, the row ends now and counts as
+  // failed.
   void AddRow(const TracedPartition& partition, int64_t begin,
               const std::vector<TraceStage>& stages);
 
-  // Work of `thread` on a partition, from `begin` until now.
+  // Adds the work of `thread` on a partition, from `begin` until now.
   void AddSlice(const TracedPartition& partition, int thread, const char* name, int64_t begin,
                 TraceArrow arrow);
 
-  // Writes byteps-ROLE-RANK.json; what is added later is lost.  A file that the same
-  // process wrote, before it left a job and came back, stays: the next one's name ends
-  // in .2.json, and so on.  A failure is logged.
+  // Writes byteps-ROLE-RANK.json; later additions are lost. Files of earlier jobs of this process
+  // are kept: the next names end in .2.json, and so on. A failure is logged.
   void Write(Role role, int rank);
 
  private:
@@ -92,7 +90,7 @@ class Tracer {
   const uint32_t first_round_;
   const uint32_t last_round_;
   const size_t limit_;
-  const int64_t real_minus_steady_;  // ns
+  const int64_t real_minus_steady_;  // in ns
 
   ps::Mutex mu_;
   bool written_ PS_GUARDED_BY(mu_) = false;

@@ -19,7 +19,7 @@ namespace core {
 namespace {
 
 constexpr int kBacklog = 16;
-constexpr double kAnswerTimeoutS = 1.0;  // for who asks and does not read
+constexpr double kAnswerTimeoutS = 1.0;  // for a client that does not read
 
 sockaddr_un SocketAddress(const std::string& path) {
   sockaddr_un address;
@@ -51,7 +51,7 @@ int NewSocket() {
   return fd;
 }
 
-// Whether somebody listens at `address`; of a process that was killed only the name is left.
+// Returns whether a process listens at `address`. A killed process leaves only the name.
 bool IsServed(const sockaddr_un& address) {
   const int fd = NewSocket();
   const bool served = Connect(fd, address);
@@ -86,7 +86,7 @@ HealthServer::HealthServer(const std::string& path, std::function<std::string()>
 HealthServer::~HealthServer() {
   const uint64_t one = 1;
   if (write(wake_, &one, sizeof(one)) < 0 && errno != EAGAIN) abort();
-  // Ended by the end of its thread, which was told; deadline: none.
+  // Ended by the thread's end, since it was told to stop; deadline: none.
   thread_.join();
   unlink(path_.c_str());
   close(listener_);
@@ -103,7 +103,7 @@ void HealthServer::Run() {
     if (fd < 0) continue;
     SetTimeout(fd, kAnswerTimeoutS);
     const std::string line = describe_() + "\n";
-    // The client may be gone: not worth a word, nor SIGPIPE.
+    // The client may be gone: ignored, without SIGPIPE.
     (void)!send(fd, line.data(), line.size(), MSG_NOSIGNAL);
     close(fd);
   }

@@ -8,14 +8,14 @@
 namespace byteps {
 namespace core {
 
-// Whether a scheduler or server is well: what a container's health check asks.
+// Health of a scheduler or server, for a container's health check.
 //
-// Answers each connection to a Unix socket with one line, until it is destroyed.
+// Answers each connection to a Unix socket with a line of text, until it is destroyed.
 class HealthServer {
  public:
-  // Binds `path`, in the place of a socket that a process that is gone left there.  `describe`
-  // is called by the thread that answers, once for each question; a process that hangs in it
-  // does not answer, and so is not well.  Throws UsageError when it cannot listen there.
+  // Binds `path`, replacing a dead process's socket. The answering thread calls `describe` for each
+  // question; if that hangs there is no answer, so the process counts as unhealthy. Throws
+  // UsageError if it cannot listen.
   HealthServer(const std::string& path, std::function<std::string()> describe);
   // Removes the socket.
   ~HealthServer();
@@ -32,8 +32,8 @@ class HealthServer {
   std::thread thread_;
 };
 
-// What the process at `path` says of itself.  Throws Error that says what happened when it
-// does not answer within `timeout_s` seconds.
+// Returns the answer of the process at `path`. Throws Error with the cause if there is none within
+// `timeout_s` seconds.
 std::string AskHealth(const std::string& path, double timeout_s);
 
 }  // namespace core

@@ -1,4 +1,4 @@
-// What a scheduler or server says of itself: in the log, and to a container's health check.
+// Log lines of a scheduler or server about its job.
 #include "byteps/program/job_log.h"
 
 #include <sys/time.h>
@@ -20,13 +20,13 @@ namespace {
 using ps::MembershipEvent;
 using ps::Plural;
 
-// Nodes that are named as they come, and as they leave, in each generation.
+// Limit of nodes named as they come, and as they leave, per generation.
 constexpr int kNamed = 16;
 constexpr auto kPause = std::chrono::seconds(10);
-// Where no worker has come: a cluster may wait for days.
+// Longest pause before the first worker comes: a cluster may wait for days.
 constexpr auto kLongestPause = std::chrono::minutes(10);
 
-// "3 of 4 workers"
+// Returns "3 of 4 workers".
 std::string OfAll(int n, int all, const char* noun) {
   return all < 0 ? Plural(n, noun) : std::to_string(n) + " of " + Plural(all, noun);
 }
@@ -69,7 +69,7 @@ void JobLog::SayListens(const std::string& address) {
 void JobLog::OnEvent(const MembershipEvent& event) {
   ps::MutexLock lock(&mu_);
   switch (event.kind) {
-    case MembershipEvent::kListens:  // again, each time that it asks for a place
+    case MembershipEvent::kListens:  // comes again with each attempt to get a place
       if (!std::exchange(said_listens_, true)) SayListens(PlaceOf(event.node));
       return;
     case MembershipEvent::kWelcomed:
@@ -82,7 +82,7 @@ void JobLog::OnEvent(const MembershipEvent& event) {
       return SayComplete(event);
     case MembershipEvent::kNodeLeft:
       return SayLeft(event);
-    case MembershipEvent::kReplicas:  // of which the scheduler has said more
+    case MembershipEvent::kReplicas:  // the scheduler has logged more
       if (role_ == Role::kServer && !event.replicas.news.empty()) {
         BPS_LOG(INFO) << event.replicas.news;
       }
@@ -97,7 +97,7 @@ void JobLog::OnEvent(const MembershipEvent& event) {
     default:
       return;
   }
-  // Others may come now.
+  // A new generation may come.
   said_listens_ = false;
   joined_named_ = joined_counted_ = left_named_ = left_counted_ = 0;
   next_ = Clock::now() + kPause;
@@ -177,7 +177,7 @@ JobLog::Clock::time_point JobLog::Look(const ps::JobView& view, Clock::time_poin
                         : view.missing)
                 << "; " << OfAll(servers, view.servers, "server") << " and "
                 << OfAll(workers, view.workers, "worker") << " are here" << more;
-  // Once a worker has come the wait has an end (BYTEPS_START_TIMEOUT_S).
+  // Once a worker has come, waiting has a limit (BYTEPS_START_TIMEOUT_S).
   pause_ =
       workers > 0 ? Clock::duration(kPause) : std::min<Clock::duration>(pause_ * 2, kLongestPause);
   return next_ = now + pause_;

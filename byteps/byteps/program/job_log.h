@@ -11,28 +11,28 @@
 namespace byteps {
 namespace core {
 
-// What a scheduler or server says of its job as it goes: lines of severity INFO.
+// Log lines of a scheduler or server about its job, with severity INFO.
 //
-// However many nodes a job has, their number is bounded: the first of them are named, one a line,
-// and the others counted every ten seconds.
+// Their number is bounded: the first nodes get a line each, the others are counted every ten
+// seconds.
 
 class JobLog {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `version` is of this build.
+  // `version`: this build's.
   JobLog(const Config& config, Role role, const char* version);
 
-  // Any thread.
+  // Thread-safe.
   void OnEvent(const ps::MembershipEvent& event);
 
-  // On a server: all nodes are there.
+  // On a server: all nodes are present.
   void OnComplete(int rank, int workers);
   // On a server that outlived a job.
   void OnRestart();
 
-  // On the scheduler: says who is missing, and what was only counted, if it is time.  Returns when
-  // it should be called again.
+  // On the scheduler: logs who is missing, and the counted nodes, if it is time. Returns when to
+  // call again.
   Clock::time_point Look(const ps::JobView& view, Clock::time_point now);
 
  private:
@@ -48,7 +48,7 @@ class JobLog {
   const std::string size_;  // "4 workers and 2 servers"
 
   ps::Mutex mu_;
-  // Of this generation: lines that name a node, and nodes that were only counted.
+  // In this generation: lines that name a node, and nodes that were only counted.
   int joined_named_ PS_GUARDED_BY(mu_) = 0;
   int joined_counted_ PS_GUARDED_BY(mu_) = 0;
   int left_named_ PS_GUARDED_BY(mu_) = 0;

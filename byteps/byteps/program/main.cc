@@ -1,4 +1,4 @@
-// byteps-server: the scheduler and the servers of a cluster, without Python.
+// byteps-server: runs the scheduler or a server of a cluster, without Python.
 #include <fcntl.h>
 #include <getopt.h>
 #include <signal.h>
@@ -100,7 +100,7 @@ void CheckAddress(const Config& config, Role role) {
   for (const char* name :
        {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"}) {
     const bool workers = strcmp(name, "DMLC_NUM_WORKER") == 0;
-    // A kept cluster takes as many as come, and a worker may be told by its launcher.
+    // A kept cluster takes any number; a worker may get it from its launcher.
     if (workers && (config.Bool("BYTEPS_KEEP") || role == Role::kWorker)) continue;
     if (!config.IsSet(name)) throw UsageError(std::string(name) + " is not set");
   }
@@ -119,7 +119,7 @@ void WarnOfUnknownVariables() {
 
 namespace {
 
-// Tells of the address at which the process could listen, and hears nothing else.
+// Reports the address at which the process could listen; ignores everything else.
 class Listener : public ChannelUser {
  public:
   explicit Listener(std::string how) : how_(std::move(how)) {}
@@ -135,7 +135,7 @@ class Listener : public ChannelUser {
 
 class Checks {
  public:
-  // The worst that any of them found.
+  // Returns the worst status of all checks.
   int status() const { return status_; }
 
   void Try(const std::function<void()>& check) {
@@ -157,7 +157,7 @@ class Checks {
  private:
   void Complain(const std::string& what, int status) {
     std::cout << "WRONG " << what << std::endl;
-    // A setting before a failure, and both before a scheduler that is not there.
+    // Wrong settings outrank failures, and both outrank a missing scheduler.
     if (status_ == 0 || status_ == kExitNoScheduler) status_ = status;
     if (status == kExitUsage) status_ = status;
   }
@@ -165,7 +165,7 @@ class Checks {
   int status_ = 0;
 };
 
-// A variable that is ignored is wrong where one of ours was meant.
+// An ignored variable is wrong if a known one was probably meant.
 void TryVariables(Checks* checks) {
   for (const auto& variable : Config::UnknownVariables()) {
     if (variable.meant.empty()) {
@@ -176,7 +176,7 @@ void TryVariables(Checks* checks) {
   }
 }
 
-// Ports of this process in addition to the one for the job, and what else it opens by name.
+// Tries this process's other ports, and files that it opens.
 void TryLocalThings(const Config& config, Role role, const Arguments& arguments, int local_rank,
                     Checks* checks) {
   for (int i = 0; i < arguments.check && role != Role::kScheduler; ++i) {
@@ -226,8 +226,8 @@ SessionOptions OptionsOf(const Config& config, Role role, int* local_rank) {
   const Launch launch = Launch::From(config);
   const bool known = config.IsSet("WORLD_SIZE") || config.IsSet("DMLC_NUM_WORKER");
   const bool ranked = config.IsSet("RANK") || config.IsSet("DMLC_WORKER_ID");
-  options.rank = ranked ? launch.rank : -1;        // any that is free
-  options.num_workers = known ? launch.size : -1;  // whatever the job has
+  options.rank = ranked ? launch.rank : -1;        // any free rank
+  options.num_workers = known ? launch.size : -1;  // as the job has
   *local_rank = launch.local_rank;
   return options;
 }
@@ -281,7 +281,7 @@ void WriteNewSecret(const std::string& path) {
   }
 }
 
-// One line each: what this build has and, as far as that matters, what it finds here.
+// Returns a line for each feature of this build, with what it finds on this machine.
 std::string Features() {
   std::string rdma = "not compiled in";
 #ifdef BYTEPS_WITH_RDMA
@@ -295,7 +295,7 @@ std::string Features() {
   return std::string("additions: ") + InstructionSet() + "\nrdma: " + rdma + "\n";
 }
 
-// The N of --check=N; 1 without one.
+// Returns the N of --check=N; 1 without N.
 int Processes(const char* text) {
   if (text == nullptr) return 1;
   char* end = nullptr;
@@ -306,9 +306,9 @@ int Processes(const char* text) {
                    std::to_string(kMaxProcesses));
 }
 
-// The exit status after an error, which was found at that place.
+// Returns the exit status after an error found at this place.
 int EndOf(const Parent& parent, const char* file, int line, const char* what) {
-  // A failure may be the parent's end as others have noticed it.
+  // The failure may be the parent's end, as other nodes have noticed it.
   const bool perhaps = CaughtSignal() == 0 || CaughtSignal() == kParentEnded;
   if (perhaps && parent.HasEnded()) parent.RemoveLog();
   const bool told = CaughtSignal() != 0;

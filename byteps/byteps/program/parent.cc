@@ -15,24 +15,24 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Between the end of a process's first thread or connection and when the kernel shows that the
+// Time between the end of a process's first thread or connection and the kernel's sign that the
 // process is ending.
 constexpr auto kLimit = std::chrono::milliseconds(500);
-// What a process that is ending may take: its memory is given back, on cores that others want too.
+// Limit for an ending process: its memory is freed, on cores that others use too.
 constexpr auto kEndingLimit = std::chrono::seconds(60);
 constexpr auto kLook = std::chrono::milliseconds(5);
 
-// Whether the process has begun to end: it was killed, or has called exit.
+// Returns whether the process was killed, or has called exit.
 bool IsEnding(pid_t pid) {
   constexpr unsigned long kExiting = 0x4;  // PF_EXITING
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string stat;
   std::getline(file, stat);
-  const size_t name_end = stat.rfind(')');  // a name may have spaces and parentheses
+  const size_t name_end = stat.rfind(')');  // the name may contain spaces and parentheses
   if (name_end == std::string::npos) return false;
   std::istringstream text(stat.substr(name_end + 1));
   const std::vector<std::string> fields{std::istream_iterator<std::string>(text), {}};
-  // proc(5) counts from 1, and the name is the second.
+  // Numbered as in proc(5), from 1; the name is field 2.
   const auto field = [&](size_t number) {
     return number - 3 < fields.size() ? strtoul(fields[number - 3].c_str(), nullptr, 10) : 0;
   };
@@ -47,7 +47,7 @@ bool Parent::Watch(const std::string& name, const std::string& log) {
   watched_ = true;
   log_ = log;
   prctl(PR_SET_PDEATHSIG, kParentEnded);
-  // It may have ended before the kernel was asked to tell.
+  // The parent may have ended before the kernel was asked.
   return getppid() == pid_;
 }
 

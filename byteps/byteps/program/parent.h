@@ -1,4 +1,4 @@
-// The process that started this one, where this one is to end with it.
+// Parent: the process that started this one, if this one must end with it.
 #ifndef BYTEPS_PROGRAM_PARENT_H_
 #define BYTEPS_PROGRAM_PARENT_H_
 
@@ -10,30 +10,30 @@
 namespace byteps {
 namespace core {
 
-// What the kernel sends when the parent has ended; nobody else does.
+// Signal that only the kernel sends, when the parent has ended.
 constexpr int kParentEnded = SIGUSR1;
 
 class Parent {
  public:
-  // `pid`: as getppid() told when this process began.
+  // `pid`: getppid()'s result when this process began.
   explicit Parent(pid_t pid) : pid_(pid) {}
 
-  // Has the kernel send kParentEnded.  False: the parent has ended already.
-  // `name`: what other nodes call it, or empty.  `log`: see RemoveLog.
+  // Asks the kernel for kParentEnded. Returns false if the parent has already ended. `name`: the
+  // parent's name for other nodes, or "". `log`: see RemoveLog.
   bool Watch(const std::string& name, const std::string& log);
 
-  // Whether it was to be watched, and has ended: waits a moment for that, since a process ends
-  // later than its connections and threads.
+  // Returns whether the watched parent has ended. Waits a moment: a process ends later than its
+  // connections and threads.
   bool HasEnded() const;
 
-  // End of this process in words: "stopped: worker 0, which started it, was lost".
+  // Describes this process's end: "stopped: worker 0, which started it, was lost".
   std::string How() const;
 
-  // Nobody will read the log of a process that ended with its parent: removes it, and its folder
-  // when it was the last file there.
+  // Removes the log, and its folder if that was the last file: nobody reads the log of a process
+  // that ended with its parent.
   void RemoveLog() const;
 
-  // Ends this process, which has joined no job yet, and removes the log.
+  // Ends this process, which has not joined a job, and removes the log.
   [[noreturn]] void EndAtOnce() const;
 
  private:

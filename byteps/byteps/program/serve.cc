@@ -42,32 +42,32 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A node is shown as silent when it has missed two.
+// A node counts as silent after two missed heartbeats.
 constexpr double kMissedHeartbeats = 2.5;
-// Before a server that outlived a job joins the next one: a job may fail as soon as it is joined.
+// Pause before a server that outlived a job joins the next: a job may fail as soon as it is joined.
 constexpr auto kRejoinPause = std::chrono::milliseconds(50);
-// What is left to the process after a second signal, to tell the others why.
+// Time for the process, after a second signal, to tell the others why.
 constexpr unsigned kSecondSignalSeconds = 3;
-// Signals that come within this time are one order: a service manager sends one to each process,
-// and server.sh hands on its own.
+// Signals within this time count as one: a service manager signals each process, and server.sh
+// forwards its own.
 constexpr int64_t kOneOrderNs = 1'000'000'000;
 constexpr int64_t kLookMs = 10'000;
 // For a slow reader of the log.
 constexpr double kLastWordsSeconds = 0.5;
 
-// What the handlers tell the main thread, which sleeps on `fd`.
+// Job's outcome, from the handlers to the main thread, which sleeps on `fd`.
 struct Outcome {
   ps::Mutex mu;
   bool ended PS_GUARDED_BY(mu) = false;
   bool suspended PS_GUARDED_BY(mu) = false;
   std::string failure PS_GUARDED_BY(mu);
-  // What found it.
+  // Source location that found the failure.
   const char* file PS_GUARDED_BY(mu) = "";
   int line PS_GUARDED_BY(mu) = 0;
 };
 
 int wake_fd = -1;
-// The kernel chooses which thread runs the handler; the main thread reads these.
+// The kernel chooses the thread that runs the signal handler; the main thread reads these.
 std::atomic<int> caught_signal{0};
 std::atomic<int64_t> first_signal_ns{0};
 std::atomic<bool> is_hurried{false};
@@ -75,7 +75,7 @@ static_assert(std::atomic<int64_t>::is_always_lock_free, "a handler may take no 
 
 void Wake() {
   const uint64_t one = 1;
-  // A full counter (EAGAIN) has woken the reader already.
+  // EAGAIN: the counter is full, so the reader is awake already.
   if (write(wake_fd, &one, sizeof(one)) < 0 && errno != EAGAIN) abort();
 }
 
@@ -85,7 +85,7 @@ void OnSignal(int number) {
   int64_t first = 0;
   const bool is_first = first_signal_ns.compare_exchange_strong(first, now);
   if (!is_first && now - first >= kOneOrderNs && !is_hurried.exchange(true)) {
-    // Whatever keeps the process then, the kernel ends it.
+    // The kernel ends the process even if it hangs.
     alarm(kSecondSignalSeconds);
   }
   Wake();
@@ -110,7 +110,7 @@ void SetSignalHandlers() {
 
 const char* NameOfSignal() { return caught_signal == SIGINT ? "SIGINT" : "SIGTERM"; }
 
-// Until something happens, but no longer; -1: without limit.
+// Waits for an event, at most `limit_ms`; -1: no limit.
 void AwaitWake(int limit_ms) {
   pollfd item{wake_fd, POLLIN, 0};
   if (poll(&item, 1, limit_ms) <= 0) return;
@@ -118,8 +118,8 @@ void AwaitWake(int limit_ms) {
   if (read(wake_fd, &count, sizeof(count)) < 0 && errno != EAGAIN) abort();
 }
 
-// Ends the process for a signal that comes while it joins a job: that blocks until the cluster is
-// complete, and nobody needs this process before.
+// Ends the process at a signal while it joins a job: joining blocks until the cluster is complete,
+// and no other node needs this process before.
 class EndsWhileJoining {
  public:
   explicit EndsWhileJoining(const Parent& parent) : parent_(parent), thread_([this] { Run(); }) {}
@@ -155,7 +155,7 @@ class EndsWhileJoining {
   std::thread thread_;
 };
 
-// Readers see the whole file or none.
+// Renames at the end: readers see the whole file or none.
 void WritePortFile(const std::string& path, const Session& session) {
   const std::string part = path + ".part";
   std::ofstream out(part);
@@ -166,19 +166,19 @@ void WritePortFile(const std::string& path, const Session& session) {
   }
 }
 
-// What a server or scheduler says when it is asked how it is.  Thread-safe.
+// Answers health checks of a server or scheduler. Thread-safe.
 class HealthReport {
  public:
   explicit HealthReport(Role role) : role_(role) {}
 
-  // `server`: null of a scheduler.
+  // `server`: null on the scheduler.
   void Joined(int rank, SumServer* server) {
     ps::MutexLock lock(&mu_);
     rank_ = rank;
     joined_ = true;
     server_ = server;
   }
-  // To be called before the server is destroyed.
+  // Call before the server is destroyed.
   void Left() {
     ps::MutexLock lock(&mu_);
     joined_ = false;
@@ -192,7 +192,7 @@ class HealthReport {
     if (role_ == Role::kServer) text += " " + std::to_string(rank_);
     text += " serves";
     if (server_ == nullptr) return text;
-    // Reading these takes the server's locks: one that is stuck does not answer.
+    // Reading these takes the server's locks, so a hung server does not answer.
     for (const Metric& metric : server_->Metrics()) {
       if (metric.kind == Metric::kHistogram || !metric.labels.empty()) continue;
       char value[32];
@@ -210,7 +210,7 @@ class HealthReport {
   SumServer* server_ PS_GUARDED_BY(mu_) = nullptr;
 };
 
-// Sleeps until the job has an outcome or a signal came.  The scheduler looks now and then who is
+// Sleeps until the job has an outcome or a signal came. The scheduler regularly logs who is
 // missing.
 void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) {
   while (true) {
@@ -218,7 +218,7 @@ void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) 
     if (role == Role::kScheduler) {
       const auto now = JobLog::Clock::now();
       const auto pause = log->Look(session->View(), now) - now;
-      // Another event may make the next look due sooner.
+      // Another event may make the next look due earlier.
       limit_ms = static_cast<int>(std::min<int64_t>(
           std::chrono::duration_cast<std::chrono::milliseconds>(pause).count() + 1, kLookMs));
     }
@@ -230,8 +230,8 @@ void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) 
   }
 }
 
-// The job has ended.  Servers that wait for a place ask for it several times a second, and hear so:
-// if the scheduler were gone, they would wait for another one.
+// After the job's end, stays until spare servers, which ask for a place several times a second,
+// have learned of the end. If the scheduler were gone they would wait for another one.
 void AnswerSpares(const Config& config, Outcome* outcome) {
   constexpr auto kLastAnswers = std::chrono::seconds(1);
   {
@@ -244,10 +244,10 @@ void AnswerSpares(const Config& config, Outcome* outcome) {
   }
 }
 
-// What the scheduler or a server hears of its job, for the main thread.
+// Handles the events and messages of a scheduler or server, for the main thread.
 class Node : public ChannelUser {
  public:
-  // `server` is null on the scheduler, `board` on a server.
+  // `server`: null on the scheduler. `board`: null on a server.
   Node(SumServer* server, StatusBoard* board, JobLog* log, Outcome* outcome)
       : server_(server), board_(board), log_(log), outcome_(outcome) {}
 
@@ -296,7 +296,7 @@ class Node : public ChannelUser {
       outcome_->file = event.file;
       outcome_->line = event.line;
     }
-    // The scheduler stays for those who come back.
+    // The scheduler stays for workers that come back.
     if (event.kind == ps::MembershipEvent::kEnded && !(is_scheduler && event.suspended)) {
       outcome_->ended = true;
       outcome_->suspended = event.suspended;
@@ -313,10 +313,10 @@ class Node : public ChannelUser {
   Outcome* const outcome_;
 };
 
-// A scheduler or server that was told to end, for its StopOrder.
+// Adapts a stopping scheduler or server for StopOrder.
 class ToldToEnd : public StopOrder::Process {
  public:
-  // `server` is null on the scheduler.
+  // `server`: null on the scheduler.
   ToldToEnd(SumServer* server, Session* session, Outcome* outcome)
       : server_(server), session_(session), outcome_(outcome) {}
 
@@ -338,11 +338,11 @@ class ToldToEnd : public StopOrder::Process {
   Outcome* const outcome_;
 };
 
-// Told to end by a signal: waits for the workers, and ends the job if they stay, so that everybody
-// learns why.
+// Handles a signal to stop: waits for the workers, and fails the job if they stay, so that all
+// nodes learn why.
 void EndByOrder(const Config& config, const Parent& parent, SumServer* server, Session* session,
                 Outcome* outcome) {
-  if (caught_signal == kParentEnded) {  // no sum that a rank lacks will be complete
+  if (caught_signal == kParentEnded) {  // reductions without the parent's rank will never complete
     session->StopByOrder(parent.How());
     return;
   }
@@ -352,15 +352,15 @@ void EndByOrder(const Config& config, const Parent& parent, SumServer* server, S
   if (!how.empty()) session->StopByOrder(how);
 }
 
-// What the last generation has used goes back to the kernel.  The C library would keep it, in the
-// arenas of threads that are gone, and the threads of this one may get other arenas.
+// Returns memory of the previous generation to the kernel. Otherwise the C library keeps it in the
+// arenas of ended threads, while new threads may get other arenas.
 void ReturnMemory() {
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
 }
 
-// Serves one job.  Throws JobFailedError when it fails, another Error when it cannot be joined.
+// Serves a job. Throws JobFailedError if it fails, another Error if it cannot be joined.
 void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoin,
                const std::string& port_file, HealthReport* health, StatusBoard* board, JobLog* log,
                Outcome* outcome) {
@@ -388,7 +388,7 @@ void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoi
     const EndsWhileJoining until_joined(parent);
     session.Start(&node);
   }
-  if (rejoin) ReturnMemory();  // only now is the last session's transport gone
+  if (rejoin) ReturnMemory();  // only now the previous session's transport is gone
   if (server) {
     server->SetRank(session.rank());
     log->OnComplete(session.rank(), config.Bool("BYTEPS_KEEP") ? -1 : options.num_workers);
@@ -448,7 +448,7 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
         version, kMissedHeartbeats * ps::HeartbeatSeconds(config.Float("BYTEPS_PEER_TIMEOUT_S")));
     status_server = StatusServer::Make(config, board.get());
   }
-  // A scheduler that keeps the cluster stays in its session through all generations.
+  // A scheduler that keeps the cluster has a single session for all generations.
   const bool keep = role == Role::kServer && config.Bool("BYTEPS_KEEP");
   for (bool rejoin = false;; rejoin = true) {
     Outcome outcome;
@@ -468,7 +468,7 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
     if (caught_signal != 0) return SignalStatus();
     ps::MutexLock lock(&outcome.mu);
     if (outcome.suspended) continue;
-    // The job may have ended well before anybody saw what had gone wrong here.
+    // The job may have ended in order before the broken invariant was noticed.
     if (ps::NumBrokenInvariants() > 0) throw Error(ps::BrokenInvariants().last);
     return 0;
   }

@@ -11,10 +11,10 @@ namespace core {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(10);
-// What reductions in flight may take once workers are waited for no more.  With it a process ends
-// within 30 s by default: then Kubernetes, Slurm and torchrun kill.
+// Limit for reductions in flight after waiting for workers. With it a process ends within 30 s by
+// default, before Kubernetes, Slurm and torchrun kill it.
 constexpr auto kDrainLimit = std::chrono::seconds(2);
-// Time that the last answers may take to arrive.
+// Time for the last answers to arrive.
 constexpr auto kArrivalLimit = std::chrono::seconds(1);
 
 }  // namespace
@@ -48,7 +48,7 @@ std::string StopOrder::Await() {
   const bool drained = WaitUntil(process_->Now() + std::min<Duration>(limit, kDrainLimit),
                                  [&] { return !process_->HasOpenSums(); });
   if (drained) {
-    // A worker that heard of the end before its sum has come would fail without it.
+    // A worker that learns of the end before its sum has arrived would fail.
     WaitUntil(process_->Now() + kArrivalLimit, [&] { return process_->AllArrived(); });
   }
   if (process_->IsOver()) return "";

@@ -1,4 +1,4 @@
-// End of a scheduler or server that got a signal to stop.
+// StopOrder: the end of a scheduler or server that got a signal to stop.
 #ifndef BYTEPS_PROGRAM_STOP_ORDER_H_
 #define BYTEPS_PROGRAM_STOP_ORDER_H_
 
@@ -8,40 +8,41 @@
 namespace byteps {
 namespace core {
 
-// Waits for the workers of the job.  A cluster's manager tells all processes of a job to end at
-// once, and workers that save a checkpoint need their scheduler and servers until it is written.
+// Waits for the job's workers. A cluster manager stops all processes of a job at once, and workers
+// that save a checkpoint need scheduler and servers until it is written.
 class StopOrder {
  public:
   using Duration = std::chrono::steady_clock::duration;
 
-  // What it asks of its process.
+  // State and clock of the process.
   class Process {
    public:
     virtual ~Process() = default;
-    // The job has ended or failed.
+    // Returns whether the job has ended or failed.
     virtual bool IsOver() = 0;
-    // Workers of a job that has begun have not left.
+    // Returns whether the job has begun and has workers.
     virtual bool HasWorkers() = 0;
-    // Some workers have pushed, and others have not.
+    // Returns whether a sum is open: only some workers have pushed.
     virtual bool HasOpenSums() = 0;
-    // Peers have received all that was sent to them.
+    // Returns whether peers have received everything that was sent.
     virtual bool AllArrived() = 0;
-    // It was told once more.
+    // Returns whether there was another signal.
     virtual bool IsHurried() = 0;
-    // On a steady clock.
+    // Time on a steady clock.
     virtual Duration Now() = 0;
     virtual void Sleep(Duration duration) = 0;
   };
 
-  // `signal` has a name, "SIGTERM"; `limit_s` is BYTEPS_STOP_TIMEOUT_S.  `process` outlives it.
+  // `signal`: a name, e.g. "SIGTERM". `limit_s`: BYTEPS_STOP_TIMEOUT_S. `process` must outlive
+  // this.
   StopOrder(Process* process, std::string signal, double limit_s);
 
-  // Returns once the process may end.  If that is before the job is over, the result says how the
-  // process was stopped: "stopped by SIGTERM"; its peers have to be told.  Else it is empty.
+  // Returns when the process may end. If the job is not over, the result is the reason to tell its
+  // peers: "stopped by SIGTERM". Otherwise it is "".
   std::string Await();
 
  private:
-  // Whether waiting has an end now: the job is over, or no time is left.
+  // Returns whether to stop waiting: the job is over, or there is no time left.
   bool Ends(Duration deadline);
   template <typename Condition>
   bool WaitUntil(Duration deadline, Condition condition);

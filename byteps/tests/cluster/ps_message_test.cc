@@ -1,4 +1,4 @@
-// What becomes of a message that passes through ps-lite, and of the arrays that it has.
+// Tests of messages that pass through ps-lite, and of its arrays.
 #include "byteps/cluster/ps_message.h"
 
 #include <gtest/gtest.h>
@@ -84,12 +84,12 @@ TEST(PsMessage, ServersSendEachOtherRequestsAndAnswers) {
     EXPECT_TRUE(came.between_servers);
     EXPECT_EQ(came.is_request, is_request);
     EXPECT_EQ(came.values.size(), 6u);
-    // By its own role a node knows: to a worker it would be a server's answer.
+    // A node knows by its own role: to a worker it would be a server's answer.
     EXPECT_FALSE(HeadOf(carried.meta, Role::kWorker).between_servers);
   }
 }
 
-// As net/link/registration_cache.h says: one empty value, and the bytes that it had.
+// Dropped values arrive as a single empty value with the size (net/link/registration_cache.h).
 TEST(PsMessage, DroppedValuesTellTheirSize) {
   ps::Message carried = ToPs(MakeRequest(kPushPull, 0, 16, 1, ""));
   carried.data.emplace_back();
@@ -107,7 +107,7 @@ TEST(PsMessage, ValuesInPiecesHaveNoSizeThatAnybodyExpects) {
   EXPECT_EQ(came.sent_bytes, Message::kInPieces);
 }
 
-// The sender learns that its values were sent when the last copy is gone.
+// The sender learns that its values were sent when the last copy is destroyed.
 TEST(PsMessage, ValuesAreHeldAsLongAsAnybodyHasThem) {
   char memory[4];
   int released = 0;
@@ -137,11 +137,11 @@ TEST(SharedBytes, AreReleasedOnce) {
   EXPECT_EQ(released, 1);
 }
 
-// ----- upstream's arrays share their memory when they are copied, and hand it over when moved
+// ----- upstream's arrays share memory when copied, and pass it on when moved
 
 using Array = ps::SArray<char>;
 
-// Otherwise a vector of arrays copies them when it grows.
+// Otherwise a vector copies its arrays when it grows.
 static_assert(std::is_nothrow_move_constructible_v<Array>);
 static_assert(std::is_nothrow_move_assignable_v<Array>);
 

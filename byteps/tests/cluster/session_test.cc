@@ -19,7 +19,7 @@ class Silent : public ChannelUser {
   void OnEvent(const ps::MembershipEvent& /*event*/) override {}
 };
 
-// Threads of a server and of a worker go on when their session has stopped, and ask it.
+// Calls everything that threads of a server or worker may call after their session has stopped.
 void CallAll(Session* session) {
   session->Send(MakeRequest(kDeclare, 0, 0, 0, "nobody gets it"));
   session->ReceiveReady();

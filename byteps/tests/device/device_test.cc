@@ -1,4 +1,4 @@
-// Pinned memory, and copies of a GPU that device/fake.cc plays.
+// Tests of pinned memory, and of copies on the simulated GPU (device/fake.cc).
 #include "byteps/device/device.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Pools of these tests take their memory from the heap.
+// Memory of these tests' pools, from the heap.
 class Heap {
  public:
   PinnedPool::Allocate allocate() {
@@ -121,7 +121,7 @@ TEST(PinnedPool, WaitersAreServedInTheirOrder) {
   given_back.swap(kept);
   given_back.clear();
   EXPECT_EQ(order, std::vector<int>({0, 1}));
-  // Not by the vector's end: what is given back then would be put into it once more.
+  // Swaps before clearing: blocks returned during clear() would be added to the same vector.
   given_back.swap(kept);
   given_back.clear();
   EXPECT_EQ(order, std::vector<int>({0, 1, 2}));
@@ -137,7 +137,7 @@ TEST(PinnedPool, ManyWhoGiveUpAtOnceDoNotNest) {
   for (int i = 0; i < 500'000; ++i) {
     EXPECT_EQ(pool.TakeOrCall(10, [&](const PinnedBlock&) { ++called; }), nullptr);
   }
-  held.reset();  // nested calls would use up the stack
+  held.reset();  // nested calls would exhaust the stack
   EXPECT_EQ(called, 500'000);
 }
 
@@ -186,7 +186,7 @@ TEST(DeviceCopies, AreAwaitedForAMomentOnly) {
   here.get_future().wait();
   EXPECT_EQ(memcmp(data, block.get(), 100), 0);
 
-  // With nothing in its way, one of them is there at once; a busy machine may need some tries.
+  // Without other work a copy is done while it is polled; a busy machine may need several tries.
   bool awaited = false;
   for (int i = 0; !awaited; ++i) {
     memset(data, i, sizeof(data));
@@ -199,9 +199,9 @@ TEST(DeviceCopies, AreAwaitedForAMomentOnly) {
 
 TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
   fake::SetCurrentDevice(0);
-  constexpr size_t kLong = 2 << 20;  // is not awaited
+  constexpr size_t kLong = 2 << 20;  // too long to be polled
   constexpr int kMore = 5;
-  static char* const host = static_cast<char*>(PinMemory(kLong));  // pinned to the end
+  static char* const host = static_cast<char*>(PinMemory(kLong));  // never unpinned
   std::vector<char> data(kLong);
   std::iota(host, host + kLong, 1);
   CopyQueue queue(1, CopyLane::kToDevice);
@@ -209,7 +209,7 @@ TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
   std::atomic<int> begun{0}, done{0};
   const auto entry = [&](int i) {
     CopyQueue::Entry one;
-    // The long one first, the others at its end.
+    // The long copy first, the others at its end.
     const size_t at = i == 0 ? 0 : kLong - i;
     one.copy = {&data[at], host + at, i == 0 ? kLong - kMore : 1};
     one.done = [&] {
@@ -235,7 +235,7 @@ TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
       EXPECT_EQ(std::this_thread::get_id(), taker);
       ++begun;
     };
-    queue.Add(one);  // returns, though the first one is in its turn
+    queue.Add(one);  // returns, although the first copy is in its turn
   }
   EXPECT_EQ(begun, 0);
   go_on.set_value();
@@ -261,14 +261,14 @@ TEST(CopyQueue, FailureOfTheDeviceIsToldAll) {
   }
 }
 
-// A thread that gives copies to the device and finds no memory tells of each copy once, and the
-// queue serves the next ones.
+// A thread that gives copies to the device and lacks memory reports each copy once; the queue then
+// continues.
 TEST(CopyQueue, LackOfMemoryIsTold) {
   fake::SetCurrentDevice(0);
-  static char* const host = static_cast<char*>(PinMemory(4096));  // pinned to the end
+  static char* const host = static_cast<char*>(PinMemory(4096));  // never unpinned
   static char data[4096];
   CopyQueue queue(1, CopyLane::kToDevice);
-  // Memory for nothing, for its entry, and for its turn as well; then for all.
+  // No memory at all; for the entry; also for the turn; finally for everything.
   for (const int times : {0, 1, 2, -1}) {
     int begun = 0;
     bool lacked = false;
@@ -294,7 +294,7 @@ TEST(CopyQueue, LackOfMemoryIsTold) {
   }
 }
 
-// By who does not want to give any to the device itself.
+// Leave is for callers that do not want to give copies to the device themselves.
 TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   fake::SetCurrentDevice(0);
   auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);
@@ -336,7 +336,7 @@ TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   EXPECT_FALSE(queue.Leave(&two)) << "the thread that gave copies has gone";
 }
 
-// Copies that take long are told of by the driver, and hold up nobody's.
+// The driver reports long copies, which delay no other.
 TEST(CopyQueue, ALongWaitIsLeftToTheDriver) {
   fake::SetCurrentDevice(0);
   auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);
@@ -357,7 +357,7 @@ TEST(CopyQueue, ALongWaitIsLeftToTheDriver) {
     one.done = [&] {
       if (++done == 3) all_done.set_value();
     };
-    queue.Add(one);  // returns, though no copy is made
+    queue.Add(one);  // returns, although no copy is done
     EXPECT_EQ(begun, i + 1);
   }
   EXPECT_EQ(done, 0);
@@ -375,7 +375,7 @@ TEST(DeviceCopies, StreamsOfTheCallersWaitForThemselvesOnly) {
   std::promise<void> after_busy, after_idle;
   copies->CallAfter(late, busy, [&] { after_busy.set_value(); });
   copies->CallAfter(early, idle, [&] { after_idle.set_value(); });
-  after_idle.get_future().wait();  // would not come if it stood behind the other
+  after_idle.get_future().wait();  // would not be called if it were queued after the other
   EXPECT_FALSE(DeviceCopies::IsDone(late));
   hold->set_value();
   after_busy.get_future().wait();

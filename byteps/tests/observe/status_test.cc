@@ -1,4 +1,4 @@
-// What nodes tell the scheduler, what it makes of it, and what is served over HTTP to anybody.
+// Tests of nodes' reports, the scheduler's status, and the HTTP server.
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
@@ -88,9 +88,9 @@ TEST(StatusRecord, NothingElseIsTaken) {
   other[0] = StatusRecord::kVersion + 1;
   EXPECT_FALSE(StatusRecord::Parse(other, &got));
   other = whole;
-  other[1] = 17;  // no role
+  other[1] = 17;  // not a role
   EXPECT_FALSE(StatusRecord::Parse(other, &got));
-  // Whatever bytes it has, it is read within its bounds: a sanitizer would tell.
+  // Any bytes must be parsed within bounds; a sanitizer checks that.
   for (size_t at = 0; at < whole.size(); ++at) {
     other = whole;
     other[at] = static_cast<char>(0xff);
@@ -146,7 +146,7 @@ TEST(StatusBoard, RatesAreThoseOfTheLastTwoRecords) {
   EXPECT_TRUE(Has(json, "\"address\":\"[fd00::2]:77\"")) << json;
   EXPECT_TRUE(Has(json, "\"keys\":7")) << json;
   EXPECT_TRUE(Has(json, "\"slowest_worker\":{\"rank\":1,\"last_in\":1.27273")) << json;
-  // A new process in the old one's place begins anew.
+  // A new process in the old one's place starts over.
   record.pid = 4712;
   record.received_bytes = 0;
   board.OnReport(id, record.Pack());
@@ -207,7 +207,7 @@ TEST(StatusBoard, ErrorsAreKeptUpToSomeNumber) {
   }
   const std::string json = board.Json();
   EXPECT_TRUE(Has(json, "problem 99."));
-  // The last problem of this process, which other tests may have logged, is one of them.
+  // One of them is this process's last problem, which another test may have logged.
   EXPECT_TRUE(Has(json, "problem 81."));
   EXPECT_FALSE(Has(json, "problem 79."));
   board.Detach();
@@ -222,7 +222,7 @@ TEST(JsonText, IsAlwaysUtf8) {
   EXPECT_EQ(ps::JsonText(std::string("\0\x1f\x7f", 3)), "\"\\u0000\\u001f\\u007f\"");
 }
 
-// ----- what is served over HTTP to anybody, and to how many
+// ----- the HTTP server: its answers and its limits
 
 using ps::tcp::Fd;
 

@@ -1,4 +1,4 @@
-// The end of a scheduler or server that was told to, in time that the test plays.
+// Tests of the end of a stopped scheduler or server, on a simulated clock.
 #include "byteps/program/stop_order.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// Events of the process, by seconds since the order to stop.
+// Simulated process: events by seconds since the signal.
 class PlayedProcess : public StopOrder::Process {
  public:
   static constexpr double kNever = 1e6;
@@ -23,7 +23,7 @@ class PlayedProcess : public StopOrder::Process {
   double hurried = kNever;
   double sums_close = 0;
   double answers_arrive = 0;
-  bool ends_with_workers = true;  // as for a server, which hears of the job's end
+  bool ends_with_workers = true;  // as for a server, which learns of the job's end
 
   bool IsOver() override { return At(job_fails) || (ends_with_workers && At(workers_leave)); }
   bool HasWorkers() override { return !At(workers_leave); }
