@@ -170,7 +170,7 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
   while (!cond_.WaitUntil(&mu_, deadline, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || exchange->unanswered == 0;
   })) {
-    // A server that replaces a lost one is told again.
+    // A successor of a lost server gets the declaration again: extend the deadline.
     const auto later = vacancies_->Last(Clock::now()) + limit;
     if (later <= deadline) break;
     deadline = later;

@@ -125,7 +125,7 @@ class Engine : public ChannelUser {
   const double peer_timeout_s_;
   const long loops_;
   bool has_awaited_idle_ = false;
-  std::atomic<bool> is_over_{false};  // the job ended for all nodes: nobody to say goodbye to
+  std::atomic<bool> is_over_{false};  // the job ended for all nodes: no goodbye is needed
   EngineContext context_;
   Declarations declarations_;
   Pusher pusher_;

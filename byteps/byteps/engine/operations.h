@@ -50,7 +50,7 @@ class Operations {
   std::string failure();
   // Error of the first operation that failed on any peer, or "".
   std::string first_error();
-  // Records a failure that no operation had, such as one of a declaration.
+  // Records an error without an operation, such as that of a declaration.
   void NoteError(const std::string& error);
 
   // Operations that have not ended.

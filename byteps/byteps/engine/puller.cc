@@ -30,7 +30,8 @@ Puller::Puller(EngineContext* context)
 
 char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
   Request request;
-  // A sum that is kept must not lie in the caller's memory, nor may half a sum of a lost server.
+  // A sum that is kept must not lie in the caller's memory. A lost server must not leave half a sum
+  // there either.
   if (head.failed || bytes == 0 || context_->losses->keeps_sums()) return nullptr;
   if (!context_->requests.Peek(head.number, &request)) return nullptr;
   Operation& operation = *request.operation;

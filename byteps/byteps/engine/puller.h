@@ -45,7 +45,7 @@ class Puller {
 
   // Stores the GradientSums of an answer to PUSH_TRY.
   static void KeepSums(const Message& message, const Request& request);
-  // Records the members whose values the sum lacks.
+  // Records the members whose values are missing in the sum.
   void NoteMissing(const Message& message, const Request& request);
   // Returns why an answer cannot be used, or "".
   std::string Refusal(const Message& message, const Request& request);

@@ -13,7 +13,7 @@ namespace core {
 
 // Number of rounds that a partition keeps. A worker pushes less than MostRoundsOpen rounds ahead of
 // its own oldest open round. The oldest round here may be another MostRoundsOpen older: after the
-// loss of a server, one member may have answers that another is missing.
+// loss of a server, a member may have answers that another member does not have.
 uint32_t MostRoundsKept(const Declaration& declaration);
 
 // Error for a push whose round number is not open here.

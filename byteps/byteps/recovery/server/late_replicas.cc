@@ -131,8 +131,8 @@ bool LateReplicas::WaitOn(Partition* partition, Round* round, Round::Clock::time
       const size_t enough = patience.quorum > 0 ? patience.quorum : standing.late.size();
       const bool accuses = standing.pushed.size() >= enough;
       if (accuses && standing.replicas == 2) break;
-      // A late replica may itself wait for another one in a sum of those two, whose server accuses
-      // that one.
+      // A late replica may itself wait for another late one. In their common sum a server then
+      // accuses the other one.
       notes->waits = accuses ? RoundNotes::Waits::kSeveral : RoundNotes::Waits::kLate;
       rounds_->Postpone(partition, round, as_of + (accuses ? kOthersFirst : kRemovalTime));
       return true;

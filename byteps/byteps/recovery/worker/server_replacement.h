@@ -45,8 +45,8 @@ class ServerReplacement : public LossPolicy {
   uint64_t kept_bytes() override { return kept_.bytes(); }
 
  private:
-  // A server rank. All messages that bring a successor up to date carry the same turn, so that
-  // answers of one that is lost meanwhile are dropped.
+  // A server rank. All messages that bring a successor up to date carry its turn, so that answers
+  // of a successor that is lost meanwhile are dropped.
   struct Place {
     bool is_vacant = false;     // do not send: it would be lost
     uint64_t turn = 0;          // 0: no successor is being brought up to date
