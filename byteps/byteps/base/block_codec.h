@@ -65,8 +65,7 @@ struct BlockSum {
   const void* const* in;  // `inputs` tensors of `blocks` blocks each
   size_t inputs;
   uint64_t blocks;
-  float* wide;  // fp32 partial sum of a pass before, if `begun`; may be null if there is none and
-                // none will follow
+  float* wide;  // fp32 sum of an earlier pass, if `begun`; may be null in a single pass
   bool begun;
 };
 

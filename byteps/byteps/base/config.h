@@ -21,7 +21,7 @@ inline const char* NameOf(Role role) {
   return role == Role::kServer ? "server" : "worker";
 }
 
-// Upper limit of integer settings without another one.
+// Upper limit of integer settings that have no other limit.
 constexpr double kMaxInt = 2147483647;
 
 struct Variable {

@@ -285,8 +285,7 @@ void LogOutput::Look() {
   if (!S_ISFIFO(now.st_mode) && !S_ISCHR(now.st_mode)) return;
   const std::string path = "/proc/self/fd/" + std::to_string(fd_);
   reopened_ = open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
-  kind_ = reopened_ >= 0 ? Kind::kReopened : Kind::kOther;  // another user's terminal cannot be
-                                                            // opened
+  kind_ = reopened_ >= 0 ? Kind::kReopened : Kind::kOther;  // e.g. another user's terminal
 }
 
 size_t LogOutput::Try(const char* data, size_t bytes) {

@@ -250,8 +250,8 @@ struct Declaration {
 struct PushHeader {
   uint32_t round = 0;        // number of this worker's earlier pushes of this tensor
   uint32_t timeout_ms = 0;   // how long the worker will wait
-  uint32_t pull_offset = 0;  // the range of the partition's sum that it wants back, perhaps empty
-  uint32_t pull_bytes = 0;   // perhaps nothing
+  uint32_t pull_offset = 0;  // start of the range of the partition's sum that it wants back
+  uint32_t pull_bytes = 0;   // length of that range; may be 0
   // The tensor's first open round at the worker, at most `round`. Earlier rounds have ended there;
   // the worker will not push or ask for them again.
   uint32_t oldest = 0;
@@ -298,15 +298,15 @@ uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
 //
 // On the wire, all numbers little-endian:
 //   u8  version, kDeclarationVersion   u8  BYTEPS_KEY_HASH_FN (KeyHash)
-//   u32 groups, each:                  u32 members, then u32 a rank, ascending
+//   u32 groups, each:                  u32 members, then a u32 per rank, ascending
 //   u32 tensors, each:                 u8  dtype     u8  flags: 1 = average, 2 = has a rule,
-//                                                    4 = feedback, 8 = rounded by chance,
+//                                                    4 = feedback, 8 = stochastic rounding,
 //                                                    16 = in the order of ranks
 //                                      u64 bytes     u32 partition bytes   u64 placement
 //                                      u32 group, an index into the groups above
 //                                      u32 life
 //                                      u32 length of the name, then the name
-//                                      where it has a rule: u32 its length, then the UpdateRule
+//                                      if it has a rule: u32 its length, then the UpdateRule
 
 constexpr uint8_t kDeclarationVersion = 9;
 

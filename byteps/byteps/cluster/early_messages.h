@@ -3,7 +3,6 @@
 // Workers may reach a replacement server before it knows that it has the lost server's place. If
 // the scheduler then dies, the server never learns of it and asks for a place again. It must then
 // have no trace of the earlier messages.
-// know nothing of what was sent to it.
 #ifndef BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 #define BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 

@@ -30,7 +30,7 @@ class Vacancies {
     if (ranks_.erase(rank) > 0) filled_ = Clock::now();
   }
 
-  // Returns the last time when a node was missing; `now` if one is.
+  // Returns the last time when a node was missing; `now` if a node is missing.
   Clock::time_point Last(Clock::time_point now) const {
     if (channel_->lacks_scheduler()) return now;
     ps::MutexLock lock(&mu_);

@@ -6,7 +6,6 @@
 // pull.
 //
 // Times are CLOCK_REALTIME, so files of hosts with synchronized clocks can be combined.
-// agree, can be laid side by side.
 #ifndef BYTEPS_OBSERVE_TRACE_H_
 #define BYTEPS_OBSERVE_TRACE_H_
 

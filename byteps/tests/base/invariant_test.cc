@@ -159,8 +159,7 @@ TEST(Invariant, ThatIsBrokenInAJobFailsIt) {
   script.answers_twice = true;
   Job job(1, script);
   auto values = Values(100, 1);
-  std::string error = job.ErrorOf(job.Start("x", &values));  // it may succeed if the answer is
-                                                             // early
+  std::string error = job.ErrorOf(job.Start("x", &values));  // an early answer may succeed
   while (error == "it was well") {
     try {
       error = job.ErrorOf(job.Start("x", &values));

@@ -29,8 +29,7 @@ struct EndpointCounters {
   std::atomic<uint64_t> bytes_received{0};
   std::atomic<uint64_t> values_in_place{0};
   std::atomic<uint64_t> bytes_in_place{0};
-  std::atomic<uint64_t> values_offered{0};  // values in place whose destination the sender knew
-                                            // without asking
+  std::atomic<uint64_t> values_offered{0};  // values in place, offered by the receiver in advance
   std::atomic<uint64_t> values_in_pool{0};
   std::atomic<uint64_t> bytes_in_pool{0};
   std::atomic<uint64_t> values_in_frames{0};

@@ -98,8 +98,8 @@ class Loads {
 };
 
 // Orders the fallback pairs: first those that share no NIC with the connection's own pair, so the
-// second attempt avoids a failed NIC. They start `skip` pairs after the own one, so connections of
-// one NIC fall back to different ones.
+// second attempt avoids a failed NIC. They start `skip` pairs after the own pair, so connections
+// of a NIC fall back to different NICs.
 std::vector<Indices> Tries(std::vector<Indices> pairs, size_t own, size_t skip) {
   const Indices first = pairs[own];
   pairs.erase(pairs.begin() + static_cast<ptrdiff_t>(own));

@@ -23,7 +23,7 @@ constexpr uint64_t kSmallPacketBytes = 576;
 
 std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
                                                  LinkFault fault) {
-  // Nobody waits for a node that is not in the job yet, or no longer.
+  // A node that is not in the job, or no longer, is not waited for.
   if (peer == Node::kEmpty || peer >= kRefusedBase) return {};
   const auto limit = ToDuration(reconnect_s);
   // Only the scheduler must learn of dead processes soon; it informs the others.

@@ -81,7 +81,7 @@ class VanInbox {
   void Close() {
     MutexLock lock(&mu_);
     closed_ = true;  // also if Open was never called
-    // Ended by those who send, none of whom blocks; deadline: none.
+    // Ended by the sending threads, none of which blocks; deadline: none.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return users_ == 0; });
   }
 
@@ -101,12 +101,12 @@ class VanInbox {
 
 // Link: as for PeerTable, and SayGoodbye, flushed and all_arrived.
 // Derived is called without virtual dispatch, since Transmit runs for each message. It has
-// void Transmit(const Message& msg): sends over a link to another node
-// void OnLinkLost(int id, const LinkEnding& ending): informs the membership
-// void Dial(const Node& node): makes the links to a node
-// LinkPtr LinkTo(const Node& node): makes the first link of a node that will connect
-// void NamePeer(const Node& node): gives a connected process its node id
-// void LearnPairs(const Node& scheduler): takes note of the scheduler's NICs
+//   void Transmit(const Message& msg): sends over a link to another node
+//   void OnLinkLost(int id, const LinkEnding& ending): informs the membership
+//   void Dial(const Node& node): makes the links to a node
+//   LinkPtr LinkTo(const Node& node): makes the first link of a node that will connect
+//   void NamePeer(const Node& node): gives a connected process its node id
+//   void LearnPairs(const Node& scheduler): takes note of the scheduler's NICs
 template <typename Derived, typename Link>
 class LinkVan : public Van, public OfAJob {
  public:
@@ -132,7 +132,7 @@ class LinkVan : public Van, public OfAJob {
  protected:
   using Peers = PeerTable<Link>;
 
-  // Call before Van::Start. `may_follow`: a scheduler may take over the job of one that died.
+  // Call before Van::Start. `may_follow`: a scheduler may take over a dead scheduler's job.
   void Begin(bool is_scheduler, bool may_follow) {
     token_ = NewToken();
     may_follow_ = is_scheduler && may_follow;
@@ -245,7 +245,7 @@ class LinkVan : public Van, public OfAJob {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
     for (const auto& link : links) {
       while (!link->flushed() && std::chrono::steady_clock::now() < deadline) {
-        // Ended by what was queued having left; deadline: a second for all links.
+        // Ended by the queues being flushed; deadline: a second for all links.
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     }
@@ -263,7 +263,7 @@ class LinkVan : public Van, public OfAJob {
   };
 
   uint64_t token_ = 0;
-  bool may_follow_ = false;  // this scheduler may take over the job of one that died
+  bool may_follow_ = false;  // this scheduler may take over a dead scheduler's job
   JobNumber job_;
   std::atomic<int> my_id_{Node::kEmpty};
   Peers peers_;

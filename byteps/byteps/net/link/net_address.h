@@ -1,5 +1,4 @@
-// Network addresses: resolution, choice of the own one, and texts of addresses and nodes for errors
-// and logs.
+// Network addresses: resolving names, choosing this node's address, and texts for errors and logs.
 #ifndef BYTEPS_NET_LINK_NET_ADDRESS_H_
 #define BYTEPS_NET_LINK_NET_ADDRESS_H_
 

@@ -64,7 +64,7 @@ std::vector<std::string> Split(const std::string& text, char between) {
   return parts;
 }
 
-// Returns the number of bridges between two devices.
+// Returns the distance of a NIC and a GPU: PCIe steps, kOtherRoot or kOtherNuma. 0 without a GPU.
 int Distance(const HostNic& nic, const DevicePlace& gpu) {
   if (gpu.place.empty()) return 0;
   const auto a = Split(nic.place, '/'), b = Split(gpu.place, '/');

@@ -17,7 +17,7 @@ namespace ps {
 // It ends when the peer has acknowledged something sent over the new connection, unless the
 // transport knows earlier that the connection works.
 //
-// Not thread-safe: its owner locks, or uses it from one thread.
+// Not thread-safe: its owner locks it, or uses it in a single thread.
 class OutageWatch {
  public:
   using Clock = LinkOutage::Clock;

@@ -143,7 +143,7 @@ class PeerTable {
     LinkPtr link;      // null: refused
     LinkPtr replaced;  // the previous link in its place
   };
-  // Policy for a peer that asks anew for a link that exists, without resuming it.
+  // Policy for a peer that asks again for an existing link, without resuming it.
   enum class Again {
     kTakesTheLink,  // it gets the same link: it has not heard that it was accepted before
     kMakesAnother,  // it gets a new link: it asks again only after it gave up the old one
@@ -210,7 +210,7 @@ class PeerTable {
   }
 
   struct Loss {
-    PeerPtr peer;  // the peer that has lost a link; null: nobody
+    PeerPtr peer;  // the peer that the link belonged to; null: no loss to report
     int id = Node::kEmpty;
     LinkPtr link;  // null: the link was not in the table
   };
@@ -236,7 +236,8 @@ class PeerTable {
     return loss;
   }
 
-  // Returns whether another process has taken over the id of a lost one. Then the node is not lost.
+  // Returns whether another process has taken over the lost process's id. Then the node is not
+  // lost.
   bool IsReplaced(int id, const PeerPtr& lost) {
     MutexLock lock(&mu_);
     const auto it = by_id_.find(id);

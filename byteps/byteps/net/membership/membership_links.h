@@ -33,8 +33,8 @@ class MembershipLinks {
   virtual int host_mbps() const { return 0; }
   // Sets the job's generation for connections made from now on.
   virtual void SetIncarnation(int incarnation) = 0;
-  // The job's number (link/admission.h). A scheduler that takes over another one's job adopts its
-  // number.
+  // The job's number (link/admission.h). A scheduler that takes over another scheduler's job adopts
+  // its number.
   virtual uint64_t job() const = 0;
   virtual void SetJob(uint64_t job) = 0;
 };

@@ -196,8 +196,7 @@ class NodeMembership : public Membership {
   std::map<int, BrokenLink> broken_links_ PS_GUARDED_BY(mu_);  // by the peer's node id
   int life_ PS_GUARDED_BY(mu_) = 0;                            // the scheduler's number; 0: unknown
   std::optional<Absence> absence_ PS_GUARDED_BY(mu_);
-  Clock::time_point settled_ PS_GUARDED_BY(mu_);  // by then the returned scheduler has heard all
-                                                  // nodes
+  Clock::time_point settled_ PS_GUARDED_BY(mu_);  // until a returned scheduler knows all nodes
   Asked asked_ PS_GUARDED_BY(mu_);
 
   HeartbeatThread heartbeats_;

@@ -12,8 +12,7 @@ struct ReplicaView {
   int workers = 0;      // of all replicas; each has equally many
   int epoch = 0;        // increases with each change
   std::string present;  // '1' for each replica that takes part in all-reduces, '0' for the others
-  std::string waiting;  // '1' for each replica that is ready to join; it joins when the others
-                        // agree
+  std::string waiting;  // '1' for each replica that is ready to join
   // Life of each replica: the epoch in which it became ready to join. 0: present from the
   // beginning.
   std::vector<int> lives;

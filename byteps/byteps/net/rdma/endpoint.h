@@ -359,8 +359,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool was_open_ PS_GUARDED_BY(mu_) = false;
   // Null: none. While the endpoint lives, only the polling thread drops it.
   std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
-  OutageWatch outage_ PS_GUARDED_BY(mu_);  // lasts until both sides know what the other has
-                                           // received
+  OutageWatch outage_ PS_GUARDED_BY(mu_);  // ends when both sides know what has arrived
   Outbox outbox_ PS_GUARDED_BY(mu_);
   Inbox inbox_ PS_GUARDED_BY(mu_);
   Goodbye goodbye_ PS_GUARDED_BY(mu_);

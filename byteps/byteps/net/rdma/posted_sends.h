@@ -14,9 +14,9 @@ namespace rdma {
 // signalled:
 // - one of every 16 requests (or of a quarter of the queue, if fewer): a full queue always has one;
 // - the write that fills half of a window, so that more can be written meanwhile, and the end of a
-// large value, whose memory a thread waits for;
+//   large value, whose memory a thread waits for;
 // - the end of a message if nothing else would show its arrival: no signalled request is in flight,
-// and the queue is not watched;
+//   and the queue is not watched;
 // - all, after SignalAll.
 //
 // So the last messages before a pause may be unsignalled. After each completion of a message the

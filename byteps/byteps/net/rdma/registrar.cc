@@ -26,8 +26,7 @@ void Registrar::Post(Task task) {
 }
 
 void Registrar::Stop() {
-  std::deque<Task> dropped;  // destroyed without the lock: they may hold memory that takes long to
-                             // free
+  std::deque<Task> dropped;  // destroyed without the lock, since that may take long
   {
     MutexLock lock(&mu_);
     stop_ = true;

@@ -31,7 +31,7 @@
 // A request may offer the destination of its answer's value. The answer's RTS then names the offer,
 // and the write follows at once:
 //
-//   who asks                                      who answers
+//   requester                                     responder
 //     | -- request, with an Offer ----------------> |
 //     | <-- RTS (cookie of the offer, meta) ------- |
 //     | <== RDMA WRITE, last with an immediate ==== |

@@ -233,8 +233,7 @@ void Connection::Resume(uint64_t received) {
     sends = !queue_.empty();
     state_ = State::kOpen;
     writing_.blocked = writing_.writable = false;
-    writes = !writing_.is_on;  // otherwise the thread writing to the old socket continues with this
-                               // one
+    writes = !writing_.is_on;  // otherwise the writing thread continues here
     writing_.is_on = true;
   }
   if (received > heard_.received) outage_.HearProofOfTheLast();

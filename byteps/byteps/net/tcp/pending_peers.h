@@ -16,7 +16,8 @@ namespace tcp {
 // Time between two warnings about a flood.
 constexpr auto kWarnAgain = std::chrono::minutes(1);
 
-// The unauthenticated connections of a process: their limit, and which one is closed for the next.
+// The unauthenticated connections of a process: their limit, and which connection is closed
+// for the next.
 //
 // Connections are accepted as they come, so a legitimate node does not queue in the kernel behind
 // silent ones. When the limit is reached, the address with the most pending connections loses its

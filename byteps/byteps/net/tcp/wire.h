@@ -1,6 +1,6 @@
 // Bytes that two TCP connections exchange.
 //
-//   who connects                                  who listens
+//   connecting side                               listening side
 //     | -- Hello: who it is, a nonce ------------------> |
 //     | <-- Challenge: who it is, a nonce, a proof ----- |
 //     | -- a proof ------------------------------------> |
@@ -109,8 +109,7 @@ struct FrameHeader {
   FrameType type = kMessage;
   uint8_t values = 0;
   uint32_t meta_bytes = 0;
-  uint64_t received = 0;  // messages completely received in the other direction, since the
-                          // beginning
+  uint64_t received = 0;  // messages received completely so far
 
   std::string Encode() const;
 };

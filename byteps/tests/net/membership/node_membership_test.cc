@@ -266,8 +266,7 @@ TEST_F(NodeMembershipTest, AFailureWhileOthersAreMissingIsTheJobs) {
 TEST_F(NodeMembershipTest, OnlyTheSchedulerIsHeard) {
   JoinAs(Node::WORKER);
   Say(Control::JOB_FAILED, "nonsense", {}, server_);
-  Say(Control::JOB_END, membership::Pack(membership::End{}));  // a message for servers, not for
-                                                               // workers
+  Say(Control::JOB_END, membership::Pack(membership::End{}));  // only servers get it
   Say(Control::LEAVE, Finish());
   EXPECT_FALSE(Heard(MembershipEvent::kFailed));
   EXPECT_FALSE(Heard(MembershipEvent::kEnded));
