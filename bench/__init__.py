@@ -1,1 +1,1 @@
-"""Benchmarks: a folder each, and in kit what they share."""
+"""Benchmarks, a folder each. `kit` has their common code."""

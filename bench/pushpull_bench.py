@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
-"""Times the sum of tensors over all workers, through BytePS's servers, gloo's ring, or NCCL's.
+"""Times sums of tensors over all workers, through BytePS's servers, gloo's ring, or NCCL.
 
-The backend "sockets" sums nothing: plain sockets move as many bytes between as many processes.
+The backend "sockets" sums nothing: plain sockets move the same bytes between the same processes.
 
-Every result is compared with a closed form. An iteration is as long as its slowest rank took. With
-several backends and launches they take turns, and ratios are shown with their spread.
+Every result is compared with a closed form. The slowest rank determines the time of an iteration.
+Several backends and launches are interleaved, and ratios are shown with their spread.
 
   bench/pushpull_bench.py                                          two workers on loopback
-  bench/pushpull_bench.py --workers 4 --servers 4 --emulate 8@500mbit --sizes 64MiB \\
+  bench/pushpull_bench.py --workers 4 --servers 4 --emulate 8@500mbit --sizes 64MiB \
       --iters 5 --launches 5                                       links of 500 Mbit/s
   torchrun --nproc-per-node 2 bench/pushpull_bench.py              an existing job
 
-docs/results/method.md says how each figure comes about.
+docs/results/method.md explains each figure.
 
-Exit status: 0 all is well; 1 a wrong result, a threshold that was missed, or a process that failed;
-2 bad usage.
+Exit status: 0 success; 1 a wrong result, a missed threshold, or a failed process; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def _sizes(options: argparse.Namespace) -> list[int]:
 
 
 def in_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process as a rank."""
+    """Return whether a launcher has started this process as a rank."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
@@ -181,7 +180,7 @@ def _topology(options: argparse.Namespace, environment: Mapping[str, str]) -> To
 
 
 def make_plan(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
-    """What the options, and under a launcher its variables, ask for. Raises ValueError."""
+    """Build the plan from the options and, under a launcher, its variables. Raises ValueError."""
     cases = tuple(
         Case(
             size=size,
@@ -212,10 +211,10 @@ def make_plan(options: argparse.Namespace, environment: Mapping[str, str]) -> Pl
 
 
 def demand_device(device: str) -> None:
-    """Raises ValueError where this machine has none."""
+    """Raise ValueError if this machine does not have the device."""
     if device != "cuda":
         return
-    import torch  # takes seconds
+    import torch  # Imported here: it takes seconds.
 
     if torch.cuda.device_count() == 0:
         raise ValueError(
@@ -225,7 +224,7 @@ def demand_device(device: str) -> None:
 
 
 def make_gates(options: argparse.Namespace, plan: Plan) -> list[Gate]:
-    """The thresholds that the options set, for every case. Raises ValueError."""
+    """Return the gates of the options, for every case. Raises ValueError."""
     others = [backend for backend in plan.backends if backend != "byteps"]
     ratios = options.min_ratio is not None or options.max_ratio is not None
     bars = ratios or options.max_cpu_ratio is not None or options.min_of_limit is not None
@@ -268,20 +267,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: what was started has been ended", file=sys.stderr)
         return 130
-    if run is None:  # another rank reports
+    if run is None:  # Another rank reports.
         return 0
     return report(run, gates, options, sys.argv[1:] if arguments is None else arguments)
 
 
 def measure(plan: Plan) -> Run | None:
-    """Run the plan; None on the ranks of a job that do not report."""
+    """Run the plan; returns None on ranks of a job that do not report."""
     return run_in_cluster(plan) if in_cluster(os.environ) else run_plan(plan)
 
 
 def report(
     run: Run, gates: Sequence[Gate], options: argparse.Namespace, arguments: Sequence[str]
 ) -> int:
-    """Print and write what came out; the exit status."""
+    """Print and write the results; return the exit status."""
     meta = metadata(arguments)
     print(header(meta, run.plan))
     if not run.quiet:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The command that is documented as bench/train_bench.py: see bench/training/run.py."""
+"""Alias of bench/training/run.py: the documented command."""
 
 from __future__ import annotations
 

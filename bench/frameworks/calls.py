@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures what the backend of torch.distributed costs in Python: `dist.all_reduce` compared with
-`bps.push_pull_inplace`, of one tensor, interleaved.
+"""Measures the Python overhead of the torch.distributed backend: `dist.all_reduce` compared with
+`bps.push_pull_inplace` on the same tensor, interleaved.
 
-Two ranks and a server run on this machine, and both forms are seen to work. For the timed calls the
-engine is taken away: what is left is Python's part, and torch's. Of all calls the fastest tenth
-counts, for whatever else a machine does only adds to it.
+Two ranks and a server run on this machine, and both forms are checked. The timed calls bypass the
+engine, so only the time in Python and torch is left. The fastest tenth of all calls counts, because
+other load on the machine can only add time.
 
-With --device cuda there are two servers, and the engine stays. What is measured is how long
-`dist.all_reduce(async_op=True)` of tensors on GPUs takes on the host. Each size's median counts.
+With --device cuda there are two servers, and the engine is used. The benchmark then measures the
+host time of `dist.all_reduce(async_op=True)` on GPU tensors. The median of each size counts.
 
   bench/frameworks/calls.py --device cuda --bytes 1048576,268435456 --calls 50 --max-us 500
 
@@ -54,7 +54,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launch(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Microseconds of each call, by form. Raises LaunchError where a process fails or is late."""
+    """Return the microseconds of each call, by form. Raises LaunchError if a process fails or times
+    out."""
     with (
         tempfile.TemporaryDirectory(prefix="calls-") as folder,
         Processes(Path(folder)) as processes,
@@ -68,7 +69,7 @@ def launch(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def _judge_calls(took: Mapping[str, Sequence[float]], limit: float | None) -> int:
-    """The exit status, by the median of each size."""
+    """Print the median of each size; return the exit status."""
     most = max(statistics.median(calls) for calls in took.values())
     missed = limit is not None and most > limit
     told = "" if limit is None else f", {'MISSED' if missed else 'at most'} {limit:g}"

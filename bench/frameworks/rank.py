@@ -1,9 +1,9 @@
 """A rank that trains a model of linear layers, or that times all-reduces.
 
-``python -m bench.frameworks.rank SPEC RESULT``: SPEC is JSON, with ``rendezvous`` (the file by
-which the ranks find each other), ``timeout_s``, and either ``experiment`` or ``bytes``, ``calls``
-and ``device``. Rank 0 writes RESULT: the milliseconds of every step by way, or the microseconds of
-each call by form.
+``python -m bench.frameworks.rank SPEC RESULT``: SPEC is JSON, with ``rendezvous`` (the file through
+which ranks meet), ``timeout_s``, and either ``experiment`` or ``bytes``, ``calls`` and ``device``.
+Rank 0 writes RESULT: milliseconds of every step by way of training, or microseconds of each call by
+form.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 ROUNDS = 5
-"""Calls that are not timed, before those that are."""
+"""Number of untimed calls before the timed calls."""
 WAYS = ("ddp", "ddp-backend", "ddp-hook", "hsdp", "hsdp-backend")
-"""Those without a suffix reduce by gloo, or NCCL, alone."""
+"""Ways to train. Without a suffix, only gloo or NCCL reduces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What every rank runs."""
+    """Experiment that every rank runs."""
 
     ways: Sequence[str]
     layers: int
     width: int
-    """Parameters of a layer: its square."""
+    """A layer has `width` squared parameters."""
     batch: int
     steps: int
-    """Of each way; two more, before them, are not timed."""
+    """Number of timed steps per way. Two untimed steps come first."""
     shards: int
-    """Ranks of a host that share a replica, with hsdp."""
+    """With hsdp: number of ranks of a host that share a replica."""
     reduce_dtype: str | None
-    """In which HSDP reduces gradients; None: their own."""
+    """Type in which HSDP reduces gradients; None: their own."""
     device: str
     profile: str | None = None
-    """Where rank 0 writes torch.profiler's trace of one more step, of the last way."""
+    """File for torch.profiler's trace of one more step of the last way, written by rank 0."""
 
 
 class Trained:
-    """A model and its optimizer, trained in one way."""
+    """A model and its optimizer, trained in a given way."""
 
     def __init__(self, way: str, experiment: Experiment, rank: int, size: int) -> None:
         torch.manual_seed(7)
@@ -92,7 +92,7 @@ class Trained:
         self._given = torch.randn(experiment.batch, experiment.width).to(device)
 
     def step(self) -> float:
-        """Milliseconds of a step of the slowest rank."""
+        """Make a step; return the slowest rank's milliseconds."""
         self._optimizer.zero_grad()
         dist.barrier()
         begin = time.perf_counter()
@@ -105,7 +105,8 @@ class Trained:
         return float(took) * 1e3
 
     def check_sum(self) -> float:
-        """Of the parameters of this rank: alike in ways that learn the same."""
+        """Return a checksum of this rank's parameters, which is equal for ways that learn
+        the same."""
         return sum(
             float(getattr(p, "to_local", lambda p=p: p)().double().sum())
             for p in self._model.parameters()
@@ -113,7 +114,7 @@ class Trained:
 
 
 def _profile(model: Trained, path: Path, rank: int) -> None:
-    """Every rank makes a step; rank 0 records it."""
+    """Make a step on every rank; rank 0 profiles it."""
     if rank != 0:
         model.step()
         return
@@ -123,9 +124,10 @@ def _profile(model: Trained, path: Path, rank: int) -> None:
 
 
 def _mesh(experiment: Experiment, rank: int, size: int) -> DeviceMesh:
-    """Replicas, each of the ranks of a host.
+    """Return the mesh: each replica has the ranks of a host.
 
-    Of groups made here: by itself torch takes the default group for a dimension that has all ranks.
+    Its groups are created here, because torch would use the default group for a dimension with all
+    ranks.
     """
     rows = torch.arange(size).view(-1, experiment.shards)
     mine = []
@@ -139,7 +141,7 @@ def _mesh(experiment: Experiment, rank: int, size: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def _native() -> Iterator[None]:
-    """Groups that are made meanwhile are not carried by BytePS."""
+    """Context in which new groups do not use BytePS."""
     inside: Any = dist.distributed_c10d
     carrying = inside._new_process_group_helper
     inside._new_process_group_helper = carrying.__wrapped__
@@ -150,7 +152,7 @@ def _native() -> Iterator[None]:
 
 
 def train(experiment: Experiment, rank: int, size: int) -> dict[str, Any]:
-    """Milliseconds of the steps of each way, and the sums of what they learned."""
+    """Return the milliseconds of the steps of each way, and checksums of the trained parameters."""
     models = {way: Trained(way, experiment, rank, size) for way in experiment.ways}
     steps: dict[str, list[float]] = {way: [] for way in models}
     for number in range(experiment.steps + 2):
@@ -164,9 +166,9 @@ def train(experiment: Experiment, rank: int, size: int) -> dict[str, Any]:
 
 
 def on_cpu(spec: dict[str, Any]) -> dict[str, list[float]]:
-    """Microseconds of calls of both forms, which find an engine that has nothing to do.
+    """Return the microseconds of calls of both forms, with an engine that does nothing.
 
-    All go through the servers first.
+    Before that, both forms make a checked sum through the servers.
     """
     (nbytes,) = spec["bytes"]
     tensor = torch.zeros(nbytes // 4)
@@ -195,9 +197,9 @@ def on_cpu(spec: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def on_gpu(spec: dict[str, Any], rank: int) -> dict[str, list[float]]:
-    """Microseconds of starting an all-reduce of each size: what the host spends before it goes on.
+    """Return the microseconds of host time to start an all-reduce of each size.
 
-    Raises SystemExit where a sum is wrong or did not go through the servers.
+    Raises SystemExit if a sum is wrong or did not go through the servers.
     """
     took: dict[str, list[float]] = {}
     started = 0
@@ -219,7 +221,7 @@ def on_gpu(spec: dict[str, Any], rank: int) -> dict[str, list[float]]:
         started += ROUNDS + spec["calls"]
     dist.barrier()
     done = bps.get_metrics()["byteps_worker_operations_total"]
-    if done < started - 1:  # the last one's count may come after its values
+    if done < started - 1:  # The last sum may be counted only after its values arrive.
         raise SystemExit(f"{done:g} all-reduces went through the servers, not {started}")
     return took
 
@@ -230,7 +232,7 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_host = (experiment.device if experiment else spec["device"]) == "cpu"
     torch.set_num_threads(1)
-    if not on_host:  # ranks share GPUs where there are fewer
+    if not on_host:  # Ranks share GPUs if there are fewer GPUs.
         torch.cuda.set_device(rank % torch.cuda.device_count())
     c10d_plugin.install()
     dist.init_process_group(

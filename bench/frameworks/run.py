@@ -2,15 +2,15 @@
 """Times training steps of DDP and FSDP2 through BytePS, and by gloo or NCCL alone.
 
 Every rank trains a model of linear layers in several ways, interleaved step by step: DDP and HSDP
-(FSDP2 over a mesh) with gloo or NCCL; with the backend that carries these; DDP with the hook. What
-ways that learn the same have learned is compared in the end.
+(FSDP2 over a mesh) with gloo or NCCL, both with the BytePS backend, and DDP with the communication
+hook. At the end the parameters of equivalent ways are compared.
 
   bench/frameworks/run.py                               4 + 4 hosts at 100 Mbit/s, fp32
   bench/frameworks/run.py --wire-dtype bf16 --ways ddp,ddp-backend,ddp-hook
   bench/frameworks/run.py --device cuda --link 10gbit --width 4096 --layers 6
   bench/frameworks/run.py --device cuda --link none --workers 2 --servers 2 --ways hsdp,hsdp-backend
 
-Needs root. Exit status: 0 all thresholds are reached; 1 one was missed, what was learned differs,
+Needs root. Exit status: 0 all thresholds are reached; 1 a threshold was missed, parameters differ,
 or a process failed; 2 bad usage.
 """
 
@@ -41,7 +41,7 @@ SCHEMA = 1
 HEAD = ("way", "ms per step", "min..max", "speed over native", "min..max")
 BEGIN = "<!-- made by bench/frameworks/run.py --markdown, wire type {wire} -->"
 SAME = 1e-4
-"""What was learned may differ by so much of its size: orders of additions differ."""
+"""Allowed relative difference of trained parameters: additions may happen in different orders."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -90,11 +90,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) -> dict[str, Any]:
-    """One launch of all ways.
+    """Launch all ways once.
 
     Raises:
-        LaunchError: a process failed or was late.
-        EmulationError: the hosts could not be made.
+        LaunchError: a process failed or timed out.
+        EmulationError: the emulated hosts could not be created.
     """
     experiment = Experiment(
         ways=options.ways,
@@ -120,7 +120,7 @@ def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) ->
         }
         if options.link:
             ours["BYTEPS_LINK_GBPS"] = f"{options.link / 1e9:g}"
-        else:  # on this machine NVLink is faster than any servers
+        else:  # On this machine NVLink is faster than any servers.
             ours["BYTEPS_C10D_BACKEND"] = "flat"
         spec = {"experiment": asdict(experiment)}
         program = "bench.frameworks.rank"
@@ -137,12 +137,12 @@ def _hosts(topology: Topology) -> Iterator[Sequence[Host]]:
 
 
 def native(way: str) -> str:
-    """The way that it is compared with."""
+    """Return the way without BytePS to compare with."""
     return way.partition("-")[0]
 
 
 def rows(launches: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> list[Sequence[str]]:
-    """The table: medians of each launch, and the median of these."""
+    """Return the table: the median of each launch, and the median of these."""
     medians = {way: [statistics.median(one["steps"][way]) for one in launches] for way in ways}
     table: list[Sequence[str]] = []
     for way in ways:
@@ -160,7 +160,7 @@ def rows(launches: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> list[Seq
 def problems(
     launches: Sequence[Mapping[str, Any]], ways: Sequence[str], at_least: float | None, wire: str
 ) -> list[str]:
-    """What is not as it must be."""
+    """Return descriptions of missed thresholds and differing parameters."""
     found = []
     for one in launches:
         for way in ways:
@@ -175,7 +175,7 @@ def problems(
 
 
 def rewrite(page: Path, wire: str, meta: Mapping[str, str], table: Sequence[Sequence[str]]) -> None:
-    """Put the table between the marks of its wire type.
+    """Write the table between the marks of its wire type.
 
     Raises:
         ValueError: the page has no such marks.

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What a BytePS job costs while it sums nothing: CPU time, and memory.
+"""Measures CPU time and memory of an idle BytePS job.
 
-Starts a scheduler, servers and workers on loopback, sums many small tensors, and then watches the
-processes while they wait. Memory is what a process has for itself, in RAM.
+Starts a scheduler, servers and workers on loopback, sums many small tensors, and then measures the
+processes while they wait. Memory is a process's private resident memory.
 
-Exit status: 0 all is well; 1 a process failed, or a threshold was missed; 2 bad usage.
+Exit status: 0 success; 1 a process failed or a threshold was missed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 _RANK_OF_IDLE = "BENCH_IDLE_RANK"
-"""Set in ranks, which run this module too. Only they import torch."""
+"""Environment variable of ranks, which run this module too. Only ranks import torch."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(topology: Topology, spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Start everything, wait for its end, and return what rank 0 wrote. Raises LaunchError."""
+    """Start everything, wait for its end, and return rank 0's result. Raises LaunchError."""
     with (
         Progress("idle job") as shown,
         tempfile.TemporaryDirectory(prefix="idle-bench-") as folder,
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def too_much(idle: dict[str, Any], core: float | None, memory: int | None) -> list[str]:
-    """What is above a threshold, in words; a threshold of None holds nothing back."""
+    """Return descriptions of values above their thresholds; None: no threshold."""
     misses = [
         f"an idle {what} uses {idle[f'{what}_core']:.3%} of a core, more than {core:.3%}"
         for what in ("worker", "server", "scheduler")
@@ -140,19 +140,19 @@ def show(idle: dict[str, Any], options: argparse.Namespace, key_bytes: int) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """What rank 0 saw of itself, and of the servers."""
+    """Rank 0's measurements of itself and of the servers."""
 
     worker_core: float
-    """Part of a core that a worker uses while nothing is summed."""
+    """Fraction of a core that an idle worker uses."""
     server_core: float
-    """The same of the busiest server."""
+    """Fraction of a core that the busiest idle server uses."""
     scheduler_core: float
     worker_bytes_beyond: int
-    """Memory that a worker gained by joining and summing, without the gradients themselves."""
+    """Memory that a worker gained by joining and summing, without the gradients."""
     server_bytes_per_key: float
-    """Memory that all servers together hold for each key, accumulators included."""
+    """Memory of all servers together per key, including accumulators."""
     accumulator_bytes_per_key: int
-    """What the sums themselves take of that."""
+    """Part of that memory that the sums need."""
 
 
 def _sum(tensors: list[torch.Tensor], names: list[str]) -> None:
@@ -169,7 +169,7 @@ def _memory(pids: list[int]) -> int:
 
 
 def watch(spec: dict[str, Any]) -> Idle:
-    """Sum many keys, count memory, then do nothing and be watched; all ranks call it together."""
+    """Sum many keys, measure memory, then measure idle CPU time. All ranks call this together."""
     import byteps.torch as bps
     import torch
     import torch.distributed as dist
@@ -181,7 +181,7 @@ def watch(spec: dict[str, Any]) -> Idle:
     dist.barrier()
     own = record.resident_bytes(os.getpid())
     bps.init()
-    # Threads, buffers and queues are there after the first sums; what comes later is the keys'.
+    # The first sums create threads, buffers and queues; later growth is due to keys.
     few = keys // 10 + 1
     _sum(tensors[:few], names[:few])
     dist.barrier()
@@ -205,8 +205,8 @@ def watch(spec: dict[str, Any]) -> Idle:
 
 
 def _watch_idle(pids: list[int], seconds: float) -> list[float]:
-    """Part of a core that each process uses meanwhile."""
-    time.sleep(1.0)  # let the last responses be done
+    """Return the fraction of a core that each process uses during `seconds`."""
+    time.sleep(1.0)  # Lets the last responses finish.
     begin, before = time.monotonic(), [record.process_cpu_ns(pid) for pid in pids]
     time.sleep(seconds)
     after, spent = [record.process_cpu_ns(pid) for pid in pids], time.monotonic() - begin
@@ -214,7 +214,7 @@ def _watch_idle(pids: list[int], seconds: float) -> list[float]:
 
 
 def rank_main(spec_file: Path, result_file: Path) -> None:
-    """Be a rank, which `run` has started with the files of its specification and its result."""
+    """Run as a rank, which `run` has started with a specification file and a result file."""
     import torch.distributed as dist
 
     spec = json.loads(spec_file.read_text())

@@ -1,16 +1,17 @@
-"""Emulated hosts on this machine: network namespaces, each with one or several rate-limited links.
+"""Emulated hosts on this machine: network namespaces with one or more rate-limited links each.
 
-The first links of all hosts are ports of one bridge, an ideal switch, the second ones of another,
-and so on, each in a subnet of its own. The bridges are in a namespace of their own: no link,
-address or route appears outside, and nothing leaves. A link is shaped at both of its ends, so that
-its rate holds each way. With a fair queue a shaper has a class for every peer, served one after the
-other; without, it is one queue, and how flows share it is left to TCP.
+The first links of all hosts are ports of a bridge (an ideal switch), the second links ports of
+another bridge, and so on; each bridge has its own subnet. The bridges are in a separate namespace:
+no link, address or route is visible outside, and no packet leaves. A link is shaped at both ends,
+so its rate holds in both directions. With a fair queue a shaper serves a class per peer, round
+robin. Without, it is a single queue, and TCP decides how flows share it.
 
-Names carry the pid and the start time of the process that made them: what a killed run left behind
-is recognised by `remove_stale`, and two runs never meet. Needs root, and iproute2.
+Names contain the pid and start time of the process that created them, so `remove_stale` finds what
+a killed run left behind, and two runs never conflict. Needs root and iproute2.
 
-Ranks that share a GPU of this machine run on it at once by CUDA's Multi-Process Service: without it
-they take turns, and a collective between them waits for each turn, as it never does on a cluster.
+Ranks that share a GPU of this machine run on it concurrently through CUDA's Multi-Process Service.
+Without it the GPU is time-sliced, and a collective between such ranks waits for time slices, as it
+never does on a cluster.
 """
 
 from __future__ import annotations
@@ -39,35 +40,36 @@ _NAMESPACES = Path("/run/netns")
 _CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 _LOCK = Path("/run/bps-bench.lock")
 
-# Several 64 KiB packets, as the kernel hands them to a link before it cuts them, and never less
-# than what passes while a timer is late.
+# At least several 64 KiB packets (the kernel passes such packets to a link before it cuts them),
+# and no less than the bytes that pass while a timer is late.
 _LEAST_BURST = 256 << 10
 _BURST_S = 0.001
-_QUEUE = 16 << 20  # bytes, of a peer: never full, so that nothing is dropped
-_QUANTUM = 70_000  # bytes: one such packet, with its headers
+_QUEUE = 16 << 20  # Bytes per peer: never full, so that nothing is dropped.
+_QUANTUM = 70_000  # Bytes: one such packet with its headers.
 
 
 class EmulationError(Exception):
-    """The emulated hosts could not be made; the text has the command and its complaint."""
+    """The emulated hosts could not be created; the text has the command and its error output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Where a process runs."""
+    """A host on which processes run."""
 
     address: str
-    """Of the first interface."""
+    """Address of the first interface."""
     interfaces: tuple[str, ...]
     namespace: str | None = None
-    """Of the network; None: this machine's own."""
+    """Network namespace; None: this machine's own network."""
 
     @property
     def interface(self) -> str:
-        """The first."""
+        """Return the first interface."""
         return self.interfaces[0]
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command, to be run on this host. The process that it starts is the command's own."""
+        """Return the command to run on this host. The started process is the command itself, not a
+        wrapper."""
         if self.namespace is None:
             return list(command)
         return ["ip", "netns", "exec", self.namespace, *command]
@@ -87,7 +89,7 @@ def _run(command: Sequence[str], given: str | None = None) -> str:
 
 
 def started_at(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None when there is none."""
+    """Return the start time of a process in kernel ticks; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -101,7 +103,7 @@ def _owner_lives(name: str) -> bool:
 
 
 def left_behind() -> list[str]:
-    """Namespaces of runs that have ended."""
+    """Return the namespaces of runs that have ended."""
     if not _NAMESPACES.is_dir():
         return []
     ours = sorted(entry.name for entry in _NAMESPACES.glob(f"{_PREFIX}-*"))
@@ -118,7 +120,7 @@ def remove_stale() -> list[str]:
 
 
 class Emulation:
-    """The emulated hosts of a topology; a context manager, which takes them down again."""
+    """The emulated hosts of a topology; a context manager that removes them."""
 
     _made = 0
 
@@ -128,7 +130,7 @@ class Emulation:
         if not 1 <= topology.emulated_hosts <= LARGEST:
             raise EmulationError(f"--emulate makes 1 to {LARGEST} hosts")
         pid = os.getpid()
-        # A process may make several, one after the other.
+        # A process may create several, one after the other.
         self._stem = f"{_PREFIX}-{pid}-{started_at(pid)}-{Emulation._made}"
         Emulation._made += 1
         self._topology = topology
@@ -177,7 +179,7 @@ class Emulation:
             {
                 **_NO_IPV6,
                 "net.ipv4.tcp_congestion_control": topology.congestion_control,
-                # What one launch learns of the links must not help, or hurt, the next.
+                # Metrics learned in a launch must not influence the next launch.
                 "net.ipv4.tcp_no_metrics_save": "1",
                 "net.ipv4.tcp_slow_start_after_idle": "0",
             },
@@ -202,7 +204,8 @@ class Emulation:
         self._shape(self._switch, port, "src", rail, others)
 
     def _neighbours(self, rail: int, others: Sequence[int]) -> list[str]:
-        """Static ones: nothing is looked up, or forgotten, during a measurement."""
+        """Return commands for static neighbours: nothing is looked up or expires during a
+        measurement."""
         return [
             f"neigh replace {_address(rail, i)} lladdr {_mac(rail, i)} "
             f"dev {DEVICE}{rail} nud permanent"
@@ -210,20 +213,20 @@ class Emulation:
         ]
 
     def set_link(self, index: int, rail: int, up: bool) -> None:
-        """Take a host's link down at the host, or up again."""
+        """Set a host's link down or up, at the host's end."""
         name, device = str(self.hosts[index].namespace), self.hosts[index].interfaces[rail]
         _run(["ip", "-n", name, "link", "set", device, "up" if up else "down"])
-        if up:  # the kernel has forgotten them
+        if up:  # The kernel has dropped the neighbours.
             others = [i for i in range(len(self.hosts)) if i != index]
             _run(["ip", "-n", name, "-batch", "-"], "\n".join(self._neighbours(rail, others)))
 
     def cut_link(self, index: int, rail: int, cut: bool) -> None:
-        """Cut a host's link at the switch, or restore it: the host loses its carrier."""
+        """Cut or restore a host's link at the switch: the host loses its carrier."""
         state = "down" if cut else "up"
         _run(["ip", "-n", self._switch, "link", "set", port_of(index, rail), state])
 
     def set_rate(self, index: int, rail: int, bits: int) -> None:
-        """Give a host's link another rate, each way; flows then share one queue."""
+        """Change the rate of a host's link in both directions; flows then share a single queue."""
         ends = [(str(self.hosts[index].namespace), self.hosts[index].interfaces[rail])]
         ends += [(self._switch, port_of(index, rail))]
         for namespace, device in ends:
@@ -231,7 +234,7 @@ class Emulation:
             _run(["tc", "-n", namespace, *shape, "burst", str(_LEAST_BURST), "limit", str(_QUEUE)])
 
     def sent_bytes(self, index: int) -> list[int]:
-        """Bytes that each link of a host has sent, with the headers of packets."""
+        """Return the bytes that each link of a host has sent, with packet headers."""
         host = self.hosts[index]
         show = ["ip", "-n", str(host.namespace), "-s", "-j", "link", "show", "dev"]
         found = [json.loads(_run([*show, interface]))[0] for interface in host.interfaces]
@@ -240,7 +243,8 @@ class Emulation:
     def _shape(
         self, namespace: str, device: str, key: str, rail: int, peers: Sequence[int]
     ) -> None:
-        """Limit what leaves through a device; ``key`` is the address that tells peers apart."""
+        """Limit the traffic that leaves through a device; ``key`` is the address field that tells
+        peers apart."""
         rate = self._topology.link_bits
         burst = max(_LEAST_BURST, int(rate / 8 * _BURST_S))
         if not self._topology.fair_queue or not peers:
@@ -283,13 +287,14 @@ def _sysctl(namespace: str, values: dict[str, str]) -> None:
 
 
 def _present(setting: str) -> bool:
-    """A kernel without IPv6 has nothing to disable."""
+    """Return whether the kernel has a setting: without IPv6 there is nothing to disable."""
     return not setting.startswith("net.ipv6") or Path("/proc/sys/net/ipv6").is_dir()
 
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """One process of the machine at a time: none takes away what another needs, or deletes."""
+    """Context that one process of the machine may hold at a time, so that no run deletes what
+    another needs."""
     with _LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -297,7 +302,8 @@ def _locked() -> Iterator[None]:
 
 @contextmanager
 def _allowed(chosen: str) -> Iterator[None]:
-    """A namespace may choose only a congestion control that the machine allows to all."""
+    """Context that allows a congestion control to all: a namespace may choose only an
+    allowed one."""
     with _locked():
         allowed = _CONTROLS.read_text().strip()
         added = chosen not in allowed.split()
@@ -318,7 +324,7 @@ def _write_control(value: str) -> None:
 
 
 def port_of(index: int, rail: int = 0) -> str:
-    """The switch's end of a host's link."""
+    """Return the name of the switch's end of a host's link."""
     return f"port{index}" if rail == 0 else f"port{index}-{rail}"
 
 
@@ -337,9 +343,9 @@ _START_S, _QUIT_S = 10.0, 10.0
 
 @contextmanager
 def together(plan: Plan) -> Iterator[None]:
-    """Meanwhile ranks of the plan that share a GPU run on it at once, if this machine has the
-    service; what was done is said on stderr. The service of a user who set
-    ``CUDA_MPS_PIPE_DIRECTORY`` is left alone."""
+    """Context in which ranks of the plan that share a GPU run on it concurrently, if this machine
+    has the service; logs to stderr. Does nothing if the user has set ``CUDA_MPS_PIPE_DIRECTORY``.
+    """
     sharing = _sharing(plan)
     if not sharing:
         yield
@@ -350,13 +356,13 @@ def together(plan: Plan) -> Iterator[None]:
         _tell(f"{sharing}, one after the other: {_PROGRAM} is not on PATH")
         yield
     else:
-        # A socket's path has to be short.
+        # Short, because a socket's path is limited.
         with tempfile.TemporaryDirectory(prefix="bps-mps-", dir="/tmp") as folder:
             yield from _served(Path(folder), sharing)
 
 
 def _sharing(plan: Plan) -> str:
-    """How many share what; nothing where each rank has a GPU of its own."""
+    """Describe how many ranks share which GPUs; empty if each rank has its own GPU."""
     if not plan.shares_gpus():
         return ""
     from scripts.children import count_gpus
@@ -394,7 +400,7 @@ def _answers(service: Spawned, variables: dict[str, str]) -> bool:
 
 
 def _ask(command: str, variables: dict[str, str]) -> bool:
-    """Whether the service took a command."""
+    """Send a command to the service; return whether it succeeded."""
     try:
         done = subprocess.run(
             [_PROGRAM],
@@ -416,7 +422,7 @@ def _tell(text: str) -> None:
 
 @contextmanager
 def hosts_of(plan: Plan) -> Iterator[Sequence[Host]]:
-    """The hosts of a plan's topology, for as long as they are needed, on GPUs that ranks share."""
+    """Context with the hosts of a plan's topology, on GPUs that ranks may share."""
     with together(plan):
         if not plan.topology.emulated_hosts:
             yield [LOOPBACK]

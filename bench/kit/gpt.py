@@ -1,4 +1,4 @@
-"""A small GPT on text: what benchmarks of learning share."""
+"""Common code of benchmarks that train a small GPT on text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scripts import train as train_script
 
 ROOT = Path(__file__).resolve().parents[2]
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t, two-sided, by degrees of freedom."""
+"""Quantiles of Student's t, two-sided 95 %, by degrees of freedom."""
 
 
 def add_model(add: Callable[..., Any]) -> None:
-    """The flags of the model and of its training."""
+    """Add flags of the model and its training."""
     positive = train_script.positive
     add("--steps", type=positive, default=300, help="default: 300")
     add("--layers", type=positive, default=4, help="default: 4")
@@ -29,7 +29,8 @@ def add_model(add: Callable[..., Any]) -> None:
 
 
 def add_files(add: Callable[..., Any], name: str) -> None:
-    """The flags of text and results, which lie in `build/NAME`; and what Megatron gets."""
+    """Add flags of text and results, which are in `build/NAME`, and of Megatron's extra
+    arguments."""
     positive = train_script.positive
     add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
     add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
@@ -42,13 +43,13 @@ def add_files(add: Callable[..., Any], name: str) -> None:
 
 
 def limits[Key](text: str, key: Callable[[str], Key]) -> dict[Key, float]:
-    """Of `A=X,B=Y`. Raises ValueError when it is something else."""
+    """Parse `A=X,B=Y`. Raises ValueError for other forms."""
     pairs = (one.split("=") for one in filter(None, text.split(",")))
     return {key(name): float(limit) for name, limit in pairs}
 
 
 def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> list[str]:
-    """All that runs of a seed share, and what was given for Megatron."""
+    """Return the arguments that all runs of a seed share, and the user's arguments for Megatron."""
     length = str(options.sequence)
     heads = str(max(1, options.hidden // 64))
     arguments = train_script.megatron_arguments(
@@ -58,7 +59,7 @@ def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> 
     arguments += ["--num-attention-heads", heads, "--seq-length", length]
     arguments += ["--max-position-embeddings", length, "--micro-batch-size", str(options.batch)]
     arguments += ["--lr", str(options.rate), "--min-lr", str(options.rate / 10)]
-    # Where the rate is high at once, runs drift apart, whatever made them differ first.
+    # With a high initial rate, runs diverge from the smallest differences.
     arguments += ["--lr-warmup-iters", str(options.steps // 10)]
     return [*arguments, *options.megatron]
 
@@ -68,8 +69,8 @@ def result_of(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     name: str,
 ) -> dict[str, Any]:
-    """What ``--from-json`` names, or what was measured, which is written to ``--out``. Shows of
-    what it is. Raises what ``measure`` raises."""
+    """Return the result in ``--from-json``, or measure and write it to ``--out``. Prints its
+    metadata. Raises the errors of ``measure``."""
     if options.from_json:
         result: dict[str, Any] = json.loads(options.from_json.read_text(encoding="utf-8"))
     else:
@@ -81,12 +82,12 @@ def result_of(
 
 
 def smooth(values: Sequence[float], over: int = 20) -> list[float]:
-    """The mean of each value and those before it."""
+    """Return the mean of each value and the values before it."""
     return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean, and the ends of its 95 % interval."""
+    """Return the mean and the ends of its 95 % interval."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, mean, mean

@@ -1,26 +1,26 @@
 """Inputs whose sum has a closed form, so that every result of a benchmark is checked.
 
-The value at an index depends on rank, size, index and round: a stale, swapped or torn buffer shows.
-Values are whole and so small that a sum over all ranks is exact in the element type, in whatever
-order it is added. Where values are rounded to blocks of few bits on their way, each block has one
-value of the largest magnitude, so that its scale is the same on all ranks but for a power of two,
-and nothing is lost.
+The value at an index depends on rank, size, index and round, so a stale, swapped or torn buffer is
+detected. Values are integers small enough for a sum over all ranks to be exact in the element type,
+in any order of addition. If values travel in blocks of few bits, each block has a value of the
+largest magnitude. So its scale is the same on all ranks except for a power of two, and nothing is
+rounded.
 """
 
 from __future__ import annotations
 
 import torch
 
-# In the index. A prime: no partition, and no tensor, is a multiple of it.
+# Period of the values by index. A prime, so that no partition or tensor is a multiple of it.
 PERIOD = 16381
 BLOCK = 128
 _MOST = {"int8": 127, "int4": 7, "fp8": 1}
-"""Of the whole numbers in a block; those of fp8 are so small that their sum has four bits."""
+"""Largest integer in a block. For fp8 it is so small that the sum fits in four bits."""
 _LARGEST_EXACT = {"bfloat16": 256, "float16": 2048, "int8": 127, "uint8": 255}
 
 
 def _span(ranks: int, dtype: str) -> int:
-    """Values are below this, so that the sum over all ranks is exact."""
+    """Return the bound below which values must be for an exact sum over all ranks."""
     span = min(31, _LARGEST_EXACT.get(dtype, 1 << 24) // ranks + 1)
     if span < 2:
         raise ValueError(f"a sum over {ranks} ranks cannot be verified in {dtype}")
@@ -34,7 +34,7 @@ def _mixed(rank: int, size: int, round_: int, offset: int) -> torch.Tensor:
 
 
 def _weight(rank: int, form: str) -> int:
-    """Of a rank's values in blocks, which are those of rank 0 otherwise."""
+    """Return the factor of a rank's values in blocks, relative to rank 0's."""
     return 1 if form == "fp8" else 1 << rank % 3
 
 
@@ -45,12 +45,13 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class Pattern:
-    """The inputs and the sums of one size, over ``ranks`` ranks."""
+    """Inputs and sums of a given size over ``ranks`` ranks."""
 
     def __init__(
         self, *, rank: int, ranks: int, size: int, dtype: str, device: str, form: str = "same"
     ) -> None:
-        """`form`: to which values are rounded on their way: same, bf16, fp16, int8, int4, fp8."""
+        """`form`: type to which values are rounded in transit: same, bf16, fp16, int8, int4
+        or fp8."""
         self._rank = rank
         self._ranks = ranks
         self._size = size
@@ -60,7 +61,7 @@ class Pattern:
         self._most = _MOST.get(form)
 
     def _values(self, rank: int, round_: int, offset: int) -> torch.Tensor:
-        """A period of a rank's input."""
+        """Return a period of a rank's input."""
         if self._most is None:
             exact = {"bf16": "bfloat16", "fp16": "float16"}.get(self._form, self._dtype)
             return _mixed(rank, self._size, round_, offset) % _span(self._ranks, exact)
@@ -87,7 +88,8 @@ class Pattern:
             tensor[::BLOCK] = self._most * _weight(self._rank, self._form)
 
     def count_wrong(self, tensor: torch.Tensor, round_: int, offset: int = 0) -> int:
-        """Elements that are not the sum over all ranks. Those that begin a block change."""
+        """Count elements that differ from the sum over all ranks. Overwrites elements that begin a
+        block."""
         want = self._moved(self._sum(round_, offset))
         wrong = 0
         if self._most is not None:
@@ -95,7 +97,7 @@ class Pattern:
             wrong += int((tensor[::BLOCK] != self._most * weights).sum())
             begins = torch.arange(0, len(tensor), BLOCK, device=tensor.device)
             tensor[::BLOCK] = want[begins % PERIOD]
-        rows = 256  # bounds the memory of the comparison
+        rows = 256  # Bounds the memory of the comparison.
         for begin in range(0, len(tensor), rows * PERIOD):
             part = tensor[begin : begin + rows * PERIOD]
             whole = len(part) // PERIOD * PERIOD

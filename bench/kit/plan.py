@@ -1,4 +1,4 @@
-"""What is to be measured, and where its processes run."""
+"""Plans: what to measure, and where its processes run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 _COLLECTIVES = ("gloo", "nccl", "gloo-nodes", "nccl-nodes", "gloo-fp8", "nccl-fp8")
 ONE_NIC = "byteps-one-nic"
 BACKENDS = ("byteps", ONE_NIC, *_COLLECTIVES, "sockets")
-"""``byteps-one-nic`` uses the first NIC of each host, whatever others it has. Those that end in
-``-nodes`` sum in two levels: inside each host, then between hosts. Those that end in ``-fp8`` send
-blocks of fp8 by an all-to-all, add in fp32, and send sums by an all-gather."""
+"""Backends. ``byteps-one-nic`` uses only the first NIC of each host. Backends ending in ``-nodes``
+sum in two levels: inside each host, then between hosts. Backends ending in ``-fp8`` send blocks of
+fp8 by an all-to-all, add in fp32, and send sums by an all-gather."""
 _BYTEPS = ("byteps", ONE_NIC)
 _THROUGH_SERVERS = (*_BYTEPS, "sockets")
 DTYPE_BYTES = {
@@ -26,36 +26,36 @@ DTYPE_BYTES = {
 
 
 WIRE_BITS = {"bf16": 16.0, "fp16": 16.0, "int8": 8 * 130 / 128, "int4": 8 * 66 / 128}
-"""Bits that a value takes on the links."""
+"""Bits per value on the links."""
 FP8_BITS = 8 * 130 / 128
 SAME = "same"
 
 
 def is_byteps(backend: str) -> bool:
-    """Whether a backend is BytePS, with all NICs or with one."""
+    """Return whether a backend is BytePS, with all NICs or with one."""
     return backend in _BYTEPS
 
 
 def through_servers(backend: str) -> bool:
-    """Whether a backend's bytes go to servers and back; otherwise they go round a ring."""
+    """Return whether a backend's bytes go through servers; otherwise they go around a ring."""
     return backend in _THROUGH_SERVERS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One size of one element type."""
+    """A size and element type to measure."""
 
     size: int
-    """Bytes that each worker has summed in an iteration."""
+    """Bytes that each worker sums per iteration."""
     dtype: str
     tensors: int = 1
-    """Tensors that the size is split into, all in flight at once."""
+    """Number of tensors into which the size is split, all in flight at the same time."""
     iters: int
-    """Timed iterations."""
+    """Number of timed iterations."""
     warmup: int
-    """Iterations before those, which are verified but not timed."""
+    """Number of iterations before these, verified but not timed."""
     wire: str = SAME
-    """The type in which BytePS sends values, and how many bytes plain sockets move."""
+    """Type in which BytePS sends values; it also sets the bytes that plain sockets move."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -73,16 +73,16 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return self.size // DTYPE_BYTES[self.dtype]
 
     @property
     def type_name(self) -> str:
-        """As tables have it."""
+        """Return the type's name for tables."""
         return self.dtype if self.wire == SAME else f"{self.dtype} as {self.wire}"
 
     def sent_bytes(self, backend: str) -> int:
-        """Bytes of the values as this backend sends them."""
+        """Return the bytes of the values as this backend sends them."""
         if backend.endswith("-fp8"):
             return round(self.count * FP8_BITS / 8)
         if self.wire == SAME or not through_servers(backend):
@@ -90,43 +90,44 @@ class Case:
         return round(self.count * WIRE_BITS[self.wire] / 8)
 
     def lengths(self) -> list[int]:
-        """Elements of each tensor: as equal as can be."""
+        """Return the number of elements of each tensor, as equal as possible."""
         base, more = divmod(self.count, self.tensors)
         return [base + (index < more) for index in range(self.tensors)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """How many processes there are, and on which links."""
+    """Numbers of processes, and their links."""
 
     workers: int
     servers: int
-    """Of BytePS, besides ``local_servers``: machines of their own, unless they are colocated;
-    all-reduce has none."""
+    """Number of BytePS servers besides ``local_servers``, on separate machines unless ``colocate``.
+    An all-reduce has none."""
     servers_per_machine: int = 1
-    """Processes on each of these."""
+    """Server processes per server machine."""
     ranks_per_host: int = 1
-    """Workers that share a host and its link; the last host may have fewer."""
+    """Number of workers that share a host and its link; the last host may have fewer."""
     uneven: int = 1
-    """Above 1, of each host one rank, the first of the first, the second of the second and so on,
-    has so many TCP connections with each server, and the others one: TCP gives it a larger part of
-    the link."""
+    """If above 1, one rank of each host (the first of the first host, the second of the second, and
+    so on) has this many TCP connections to each server, the other ranks one. TCP then gives it a
+    larger share of the link."""
     colocate: bool = False
     """Servers run on the workers' hosts, server i on host i mod hosts."""
     local_servers: int = 0
-    """Servers on each of the workers' hosts, in addition to those on machines of their own."""
+    """Number of servers on each of the workers' hosts, in addition to those on server machines."""
     in_job: bool = False
-    """The processes are those of a job that something else started, wherever they are."""
+    """The processes belong to a job that something else has started."""
     emulated_hosts: int = 0
-    """Network namespaces, each with a link of its own; 0: all share this machine's loopback."""
+    """Number of network namespaces, each with its own link; 0: all processes share loopback."""
     link_bits: int = 0
-    """Bits a second of each NIC, each way; 0: not known, so no limit is computed."""
+    """Bits per second of each NIC, in each direction; 0: unknown, so no limit is computed."""
     nics_per_host: int = 1
-    """NICs of each emulated host, each on a switch of its own."""
+    """NICs of each emulated host, each on its own switch."""
     mtu: int = 9000
     congestion_control: str = "cubic"
     fair_queue: bool = True
-    """Peers share a link fairly, packet by packet; else it is one queue, and TCP decides."""
+    """Peers share a link fairly, packet by packet; otherwise it is a single queue, and TCP
+    decides."""
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.servers < 1:
@@ -147,11 +148,11 @@ class Topology:
 
     @property
     def host_bits(self) -> int:
-        """Of all NICs of a host."""
+        """Return the bits per second of all NICs of a host."""
         return self.link_bits * self.nics_per_host
 
     def bits_of(self, backend: str) -> int:
-        """Of the NICs of a host that a backend uses."""
+        """Return the bits per second of the NICs of a host that a backend uses."""
         return self.link_bits if backend == ONE_NIC else self.host_bits
 
     @property
@@ -160,7 +161,7 @@ class Topology:
 
     @property
     def worker_hosts(self) -> int:
-        """Hosts with workers."""
+        """Return the number of hosts with workers."""
         return -(-self.workers // self.ranks_per_host)
 
 
@@ -173,15 +174,15 @@ class Plan:
     backends: tuple[str, ...]
     launches: int = 1
     device: str = "cpu"
-    """Where the tensors are: cpu or cuda."""
+    """Device of the tensors: cpu or cuda."""
     max_busy: float = 1.0
-    """A launch that had a larger part of this machine's cores busy is not counted."""
+    """Launches that kept a larger fraction of this machine's cores busy are not counted."""
     retries: int = 0
-    """Rounds that may be repeated because of that."""
+    """Number of rounds that may be repeated because of that."""
     timeout_s: float = 600.0
-    """For one launch, against hangs."""
+    """Timeout of a launch."""
     flows: int = 4
-    """Connections between a worker and a server, for the backend ``sockets``."""
+    """Number of connections between a worker and a server, for the backend ``sockets``."""
 
     def __post_init__(self) -> None:
         for backend in self.backends:
@@ -201,7 +202,7 @@ class Plan:
             raise ValueError("there must be at least one launch, and no fewer than 0 retries")
 
     def shares_gpus(self) -> bool:
-        """Whether the ranks outnumber this machine's GPUs."""
+        """Return whether the ranks outnumber this machine's GPUs."""
         if self.device != "cuda":
             return False
         from scripts.children import outnumbered
@@ -213,7 +214,7 @@ class Plan:
 
 
 def plan_from_json(entry: dict[str, Any]) -> Plan:
-    """What ``as_json`` wrote."""
+    """Build a plan from the output of ``as_json``."""
     values = dict(entry)
     values["cases"] = tuple(Case(**case) for case in entry["cases"])
     values["topology"] = Topology(**entry["topology"])

@@ -1,4 +1,5 @@
-"""Starts the processes of a job, each on its host: what fails or is late ends all, and says why."""
+"""Starts the processes of a job, each on its host. A failure or timeout ends all, with the
+reason."""
 
 from __future__ import annotations
 
@@ -24,32 +25,32 @@ _POLL_S = 0.02
 _LOG_LINES = 30
 _ROOT = Path(__file__).resolve().parents[2]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Of every job that this process launches.
+# Secret of every job that this process launches.
 _SECRET = secrets.token_hex(32)
 
 
 class LaunchError(Exception):
-    """A launch did not end well; the text has the ends of its logs."""
+    """A launch failed; the text has the ends of its logs."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # A second one would leave the taking down half done; it is bounded in time by itself.
+    # A second signal would interrupt the cleanup, which is bounded in time.
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def become_interruptible() -> None:
-    """Raise KeyboardInterrupt for the first of these signals, and ignore any later one.
+    """Raise KeyboardInterrupt for the first of these signals, and ignore later signals.
 
-    Also where a shell that started this in the background has Ctrl-C ignored.
+    This also works if a shell has started the program in the background with SIGINT ignored.
     """
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
 
 
 def server_executable() -> str:
-    """byteps-server, next to this Python or on PATH. Raises LaunchError."""
+    """Return the path of byteps-server, next to this Python or on PATH. Raises LaunchError."""
     try:
         return children.server_executable()
     except FileNotFoundError as error:
@@ -57,9 +58,9 @@ def server_executable() -> str:
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without anything that says which job a process belongs to.
+    """Return this process's environment without variables that assign a process to a job.
 
-    Settings of the engine (BYTEPS_...) stay, so that they can be compared.
+    Settings of the engine (BYTEPS_...) are kept, so that they can be compared.
     """
     kept = {
         name: value
@@ -68,12 +69,12 @@ def plain_environment() -> dict[str, str]:
     }
     if not kept.keys() & {"BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH"}:
         kept["BYTEPS_SECRET"] = _SECRET
-    # One thread each: on an emulated cluster many processes share few cores.
+    # One thread per process: on an emulated cluster many processes share few cores.
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Processes:
-    """What one launch started; a context manager that ends whatever still runs."""
+    """Processes of a launch; a context manager that ends those still running."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,24 +89,24 @@ class Processes:
     def start(
         self, title: str, command: Sequence[str], host: Host, environment: Mapping[str, str]
     ) -> int:
-        """Start a process on a host; return its pid. It ends when this one does."""
+        """Start a process on a host; return its pid. It ends when this process ends."""
         process = Spawned(title, host.command(command), environment, self.folder)
         self._started.append(process)
         return process.pid
 
     def text_of(self, title: str) -> str:
-        """All that a process has printed by now."""
+        """Return everything that a process has printed so far."""
         (process,) = (one for one in self._started if one.title == title)
         return process.text
 
     def kill(self, title: str) -> None:
-        """End a process by SIGKILL. It is no failure that it ended so."""
+        """Kill a process by SIGKILL. Its end then does not count as a failure."""
         (process,) = (one for one in self._started if one.title == title)
         self._started.remove(process)
         process.kill()
 
     def wait_file(self, path: Path, timeout_s: float) -> str:
-        """The content of a file that one of the processes is about to write."""
+        """Wait for a file that a process writes; return its content."""
         deadline = time.monotonic() + timeout_s
         while not path.exists():
             self._demand_well()
@@ -115,7 +116,7 @@ class Processes:
         return path.read_text()
 
     def wait_all(self, timeout_s: float) -> None:
-        """Wait for the end of every process. Raises LaunchError when one fails or is late."""
+        """Wait for the end of every process. Raises LaunchError if a process fails or times out."""
         deadline = time.monotonic() + timeout_s
         while late := [process.title for process in self._started if process.running]:
             self._demand_well()
@@ -129,11 +130,11 @@ class Processes:
     def _demand_well(self) -> None:
         failed = {process.title: process.status for process in self._started if process.status}
         if failed:
-            time.sleep(1.0)  # the others notice, and say why
+            time.sleep(1.0)  # Gives the others time to notice and log the reason.
             raise LaunchError(f"exit status {failed}\n{self.logs()}")
 
     def logs(self) -> str:
-        """The last lines of every log that is not empty."""
+        """Return the last lines of every log that is not empty."""
         parts = []
         for process in self._started:
             if lines := last_lines(process.log, _LOG_LINES):
@@ -142,7 +143,7 @@ class Processes:
 
 
 class Placement:
-    """Which host each process of a topology runs on.
+    """Assigns each process of a topology to a host.
 
     Args:
         shares_gpus: whether ranks of several hosts share a GPU.
@@ -163,19 +164,20 @@ class Placement:
         self.local_servers = topology.local_servers
         self.servers += [hosts[i % len(hosts)] for i in range(used)] * topology.local_servers
         self.apart = any(host.namespace for host in hosts) or shares_gpus
-        """Whether NCCL has to take each host of workers for a machine."""
-        # It moves no gradients: next to worker 0 it costs no host.
+        """Whether NCCL must treat each host of workers as a separate machine."""
+        # The scheduler moves no gradients, so next to worker 0 it needs no host of its own.
         self.scheduler = self.workers[0]
 
     def host_of(self, rank: int) -> int:
-        """Which of the workers' hosts a rank is on."""
+        """Return the index of a rank's host among the workers' hosts."""
         return rank // self.ranks_per_host
 
 
 def start_nodes(
     placement: Placement, processes: Processes, environment: dict[str, str]
 ) -> tuple[list[int], dict[str, str]]:
-    """Start scheduler and servers; return their pids, and the variables that lead to them."""
+    """Start scheduler and servers; return their pids, and the variables with which processes join
+    them."""
     port_file = processes.folder / "scheduler.port"
     job = {
         "DMLC_PS_ROOT_URI": placement.scheduler.address,
@@ -184,7 +186,7 @@ def start_nodes(
         "DMLC_NUM_SERVER": str(len(placement.servers)),
     }
     if len(placement.scheduler.interfaces) > 1:
-        # Virtual NICs are not chosen by themselves.
+        # Virtual NICs are not chosen automatically.
         nics = ",".join(placement.scheduler.interfaces)
         job["BYTEPS_NICS"] = environment.get("BYTEPS_NICS", nics)
     pids = [
@@ -204,7 +206,7 @@ def start_nodes(
 def start_server(
     index: int, host: Host, processes: Processes, environment: Mapping[str, str]
 ) -> int:
-    """Start a server, ``server-INDEX``, of the job that the environment leads to. Its pid."""
+    """Start a server, ``server-INDEX``, of the job in the environment. Returns its pid."""
     return processes.start(f"server-{index}", _node_command("server"), host, environment)
 
 
@@ -220,10 +222,10 @@ def start_workers(
     processes: Processes,
     environment: dict[str, str],
 ) -> None:
-    """Start every rank: a module, called with the files of the specification and the result."""
+    """Start every rank: a module, called with a specification file and a result file."""
     spec_file = processes.folder / "spec.json"
     spec_file.write_text(json.dumps(spec))
-    # Before what the user has there: the packages of a bundle, say.
+    # In front of the user's PYTHONPATH, which may have the packages of a bundle.
     paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
     environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     for rank, host in enumerate(placement.workers):
@@ -240,9 +242,9 @@ def run_job(
     settings: Mapping[str, str],
     timeout_s: float,
 ) -> Any:
-    """Start the nodes and every rank of a job with these settings, and return what it found.
+    """Start the nodes and every rank of a job with these settings, and return rank 0's result.
 
-    `spec` gets "rendezvous" and "timeout_s". Raises LaunchError where a process fails or is late.
+    Adds "rendezvous" and "timeout_s" to `spec`. Raises LaunchError if a process fails or times out.
     """
     environment = plain_environment()
     _, job = start_nodes(placement, processes, environment)
@@ -254,7 +256,7 @@ def run_job(
 
 
 def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
-    """What a launcher would tell a rank of itself."""
+    """Return the variables that a launcher would set for a rank."""
     size, host, number = len(placement.workers), placement.workers[rank], placement.host_of(rank)
     first = number * placement.ranks_per_host
     connections = {}
@@ -276,13 +278,13 @@ def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
 
 
 def _as_machine(number: int, host: Host, ranks: int) -> dict[str, str]:
-    """Keep NCCL from seeing that the ranks of this host share a machine with others."""
+    """Return variables that keep NCCL from detecting that hosts share this machine."""
     variables = {
         "NCCL_HOSTID": f"bench-host-{number}",
         "NCCL_SOCKET_IFNAME": ",".join(host.interfaces),
         "NCCL_IB_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
     }
-    if ranks == 1:  # else those of one host are to use what they have
+    if ranks == 1:  # Several ranks of a host may use P2P and shared memory.
         variables |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
     return variables

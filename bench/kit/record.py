@@ -1,4 +1,4 @@
-"""What figures depend on: versions, machine, settings and topology, in words; sizes, rates and the
+"""Metadata of measurements (versions, machine, settings, topology) as text; sizes and rates; the
 kernel's counts of CPU time and memory."""
 
 from __future__ import annotations
@@ -44,17 +44,19 @@ def _scaled(text: str, units: dict[str, int], example: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4096``, ``64KiB``, ``1.5MiB`` or ``1GB`` (a GB is 1e9). Raises ValueError."""
+    """Return the bytes of ``4096``, ``64KiB``, ``1.5MiB`` or ``1GB`` (a GB is 1e9). Raises
+    ValueError."""
     return _scaled(text, _SIZES, "64KiB, 256MiB or 1GB")
 
 
 def parse_rate(text: str) -> int:
-    """Bits a second of ``500mbit``, ``2.5gbit``. Raises ValueError."""
+    """Return the bits per second of ``500mbit`` or ``2.5gbit``. Raises ValueError."""
     return _scaled(text, _RATES, "500mbit or 1gbit")
 
 
 def parse_hosts(text: str) -> tuple[int, int]:
-    """Of ``8@500mbit``: how many hosts, and their links' bits per second. Raises ValueError."""
+    """Parse ``8@500mbit``: number of hosts, and bits per second of their links. Raises
+    ValueError."""
     count, at, rate = text.partition("@")
     if not at or not count.isdigit() or int(count) < 1:
         raise ValueError(f"--emulate {text!r} is not understood: write it like 8@500mbit")
@@ -62,7 +64,8 @@ def parse_hosts(text: str) -> tuple[int, int]:
 
 
 def sweep(smallest: int, largest: int, factor: float) -> list[int]:
-    """Sizes from the smallest on, each ``factor`` times the last, none above the largest."""
+    """Return sizes from the smallest on, each ``factor`` times the one before, up to the
+    largest."""
     if factor <= 1:
         raise ValueError(f"--factor must be larger than 1, not {factor:g}")
     if smallest > largest:
@@ -75,7 +78,7 @@ def sweep(smallest: int, largest: int, factor: float) -> list[int]:
 
 
 def show_size(count: int) -> str:
-    """The shortest exact way to write that many bytes."""
+    """Format a number of bytes, exact and as short as possible."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count % scale == 0 and count:
             return f"{count // scale}{unit}"
@@ -83,7 +86,7 @@ def show_size(count: int) -> str:
 
 
 def show_rate(bits: int) -> str:
-    """The shortest exact way to write that many bits per second."""
+    """Format a number of bits per second, exact and as short as possible."""
     for unit, scale in (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3)):
         if bits % scale == 0 and bits:
             return f"{bits // scale}{unit}"
@@ -91,20 +94,20 @@ def show_rate(bits: int) -> str:
 
 
 def process_cpu_ns(pid: int) -> int:
-    """CPU time, user and system, of all threads of another process."""
-    # The kernel's encoding of "the clock of that process" (clock_getcpuclockid(3)).
+    """Return the CPU time, user and system, of all threads of another process, in ns."""
+    # The kernel's encoding of a process's CPU clock (clock_getcpuclockid(3)).
     per_process_clock = 2
     return time.clock_gettime_ns(~pid << 3 | per_process_clock)
 
 
 def total_cpu_ns(pids: Sequence[int]) -> int:
-    """Sum over processes."""
+    """Return the sum over processes, in ns."""
     return sum(process_cpu_ns(pid) for pid in pids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ticks:
-    """CPU time of the whole machine since it started, in the kernel's ticks."""
+    """CPU time of the whole machine since it booted, in kernel ticks."""
 
     busy: int
     all: int
@@ -117,14 +120,14 @@ class Ticks:
 
     @property
     def fraction(self) -> float:
-        """Busy part, of all cores; 0 where no time has passed."""
+        """Return the busy fraction of all cores; 0 if no time has passed."""
         return self.busy / self.all if self.all else 0.0
 
 
 def parse_ticks(stat: str) -> Ticks:
-    """The first line of /proc/stat."""
+    """Parse the first line of /proc/stat."""
     values = [int(field) for field in stat.splitlines()[0].split()[1:9]]
-    idle = values[3] + values[4]  # and waiting for a disk
+    idle = values[3] + values[4]  # Idle, and waiting for a disk.
     return Ticks(busy=sum(values) - idle, all=sum(values))
 
 
@@ -133,7 +136,7 @@ def ticks() -> Ticks:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process has in RAM and shares with no file or other process."""
+    """Return a process's resident memory that is not shared with a file or another process."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) << 10
@@ -141,7 +144,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def hardware() -> str:
-    """Processor, cores and memory, in a line."""
+    """Describe CPU, cores and memory in a line."""
     model = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -159,9 +162,9 @@ def _version(package: str) -> str:
 
 
 def series_hash() -> str:
-    """Of all that this project adds to BytePS: its patches and its overlay.
+    """Return a hash of everything that this project adds to BytePS: its patches and its overlay.
 
-    "not known" where they are not there, as where the benchmarks alone were unpacked.
+    Returns "not known" if they are missing, for example in a copy of only the benchmarks.
     """
     digest = hashlib.sha256()
     folders = [_ROOT / folder for folder in ("patches/byteps", "byteps")]
@@ -176,13 +179,13 @@ def series_hash() -> str:
 
 
 def _program() -> str:
-    """The script that runs, by its path in the repository."""
+    """Return the running script's path in the repository."""
     path = Path(sys.argv[0]).resolve()
     return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else path.name
 
 
 def metadata(arguments: Sequence[str]) -> dict[str, str]:
-    """What the figures depend on, apart from the plan."""
+    """Return the metadata of a measurement, without the plan."""
     engine = {k: v for k, v in sorted(os.environ.items()) if k.startswith("BYTEPS_")}
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -197,7 +200,7 @@ def metadata(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def topology_text(topology: Topology) -> str:
-    """Hosts and links in words."""
+    """Describe hosts and links."""
     where = "on the workers' hosts" if topology.colocate else "on hosts of their own"
     what = f"{topology.workers} workers"
     if topology.ranks_per_host > 1:
@@ -227,7 +230,7 @@ def topology_text(topology: Topology) -> str:
 
 
 def header(meta: dict[str, str], plan: Plan) -> str:
-    """The `#` lines above a table."""
+    """Return the `#` lines above a table."""
     backends = " and ".join(plan.backends)
     lines = {
         **meta,

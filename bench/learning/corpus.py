@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Makes a corpus of text and code out of packages, and cuts it by document.
+"""Builds a corpus of text and code from packages, split by document.
 
 `packages.tsv` names Debian and Python packages with their versions and the checksums of their
-files. Each text file in them is a document. A document is held out, or belongs to one of the packs
-of the training part, by the hash of its letters and digits; a document with the same ones comes
-once. The same packages give the same bytes.
+files. Each text file in them is a document. The hash of its letters and digits decides whether it
+is held out, or to which training pack it belongs; duplicates are dropped. The same packages give
+the same bytes.
 
   bench/learning/corpus.py                    download, and write build/learning/corpus
   bench/learning/corpus.py --update           take the newest versions, and write packages.tsv
 
-Exit status: 0 all is well; 1 a package is not to be had, or is another one; 2 bad usage.
+Exit status: 0 success; 1 a package is not available, or its checksum differs; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("packages.tsv")
 PACKS = 7
-"""Packs of the training part, each of at most 50 MiB: a machine without a network is sent one at a
+"""Number of training packs, each of at most 50 MiB: a machine without a network receives one at a
 time."""
 HELD_OUT = 100
-"""One document in so many is held out."""
+"""One document of this many is held out."""
 SHORTEST, LONGEST = 300, 300_000
-"""Bytes of a document: tables are longer, stubs shorter."""
+"""Limits of a document's bytes: tables are longer, stubs shorter."""
 TEXT = re.compile(
     r"\.(c|cc|cpp|el|go|h|hpp|html?|java|js|md|ml|p[lm]|pod|pyi?|r[bs]|rst|s|scm|sh|tcl|texi|ts|txt"
     r"|ya?ml)$",
@@ -49,22 +49,22 @@ PIP = ("--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--implem
 PLATFORMS = tuple(f"--platform=manylinux_2_{n}_x86_64" for n in (28, 27, 24, 17))
 PLATFORMS += ("--platform=manylinux2014_x86_64",)
 END = b"\0"
-"""Between documents."""
+"""Separator between documents."""
 
 
 class CorpusError(Exception):
-    """A package that cannot be used; the text says why."""
+    """A package cannot be used; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A line of `packages.tsv`."""
+    """A line of `packages.tsv`, parsed."""
 
     kind: str
     """debian or python."""
     name: str
     share: float
-    """Fraction of its files that is taken, by their names' hash: no package is most of it."""
+    """Fraction of its files to take, by the hash of their names, so that no package dominates."""
     licence: str
     version: str = ""
     file: str = ""
@@ -77,7 +77,7 @@ class Package:
 
 
 def packages() -> list[Package]:
-    """The list, in its order."""
+    """Return the list, in its order."""
     found = []
     for line in LIST.read_text(encoding="utf-8").splitlines()[1:]:
         kind, name, share, *rest = line.split("\t")
@@ -86,10 +86,11 @@ def packages() -> list[Package]:
 
 
 def fetch(package: Package, folder: Path) -> Package:
-    """Download a package, if it is not there, and check it: the newest if the list has no version.
+    """Download a package if it is missing, and check it. Takes the newest if the list has no
+    version.
 
     Raises:
-        CorpusError: it cannot be had, or its bytes are others.
+        CorpusError: it is not available, or its checksum differs.
     """
     if package.file and (folder / package.file).exists():
         return _checked(package, folder / package.file)
@@ -125,7 +126,7 @@ def _checked(package: Package, path: Path) -> Package:
 
 
 def files(package: Package, path: Path) -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of each text file, also of those in archives inside the package."""
+    """Yield name and bytes of each text file, including those in archives inside the package."""
     if package.kind == "python":
         yield from _of_zip(path, package)
         return
@@ -174,7 +175,7 @@ _NO_LETTER = re.compile(rb"[^a-z0-9]+")
 
 
 def text_of(name: str, content: bytes) -> str | None:
-    """The text of a file; None where it is none that anybody wrote."""
+    """Return the text of a file; None if it is not human-written text."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -191,7 +192,7 @@ def text_of(name: str, content: bytes) -> str | None:
 
 @dataclass(frozen=True)
 class Document:
-    """The document's path in the file of its package."""
+    """A document, with its path in the file of its package."""
 
     digest: str
     package: str
@@ -200,14 +201,14 @@ class Document:
 
     @property
     def pack(self) -> int:
-        """Pack of the training part; -1: it is held out."""
+        """Index of the training pack; -1: held out."""
         number = int(self.digest[:8], 16)
         return -1 if number % HELD_OUT == 0 else number // HELD_OUT % PACKS
 
 
 def extract(package: Package, downloads: Path, folder: Path) -> list[Document]:
-    """Write all documents of a package into one file, in the order of their names, if that was not
-    done before."""
+    """Write all documents of a package into a file, in the order of their names, unless that was
+    done."""
     index = folder / f"{package.sha256[:16]}-{package.share:g}.json"
     if index.exists():
         return [Document(*fields) for fields in json.loads(index.read_text(encoding="utf-8"))]
@@ -230,7 +231,7 @@ def extract(package: Package, downloads: Path, folder: Path) -> list[Document]:
 
 
 def write_pack(documents: Sequence[Document], folder: Path, path: Path) -> int:
-    """Write documents one after the other, compressed; the bytes of text."""
+    """Write documents one after the other, compressed; return the bytes of text."""
     total = 0
     with path.open("wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as out:
         for document in documents:
@@ -242,13 +243,13 @@ def write_pack(documents: Sequence[Document], folder: Path, path: Path) -> int:
 
 
 def read_pack(path: Path) -> list[str]:
-    """The documents of a pack."""
+    """Return the documents of a pack."""
     with gzip.open(path) as file:
         return file.read().decode().split(END.decode())[:-1]
 
 
 def make(options: argparse.Namespace) -> None:
-    """Download, extract, cut and write."""
+    """Download, extract, split and write."""
     downloads, folder = options.out / "packages", options.out / "documents"
     corpus = options.out / "corpus"
     for one in (downloads, folder, corpus):

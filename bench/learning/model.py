@@ -1,4 +1,4 @@
-"""A small GPT, whose parameters are views of one flat tensor."""
+"""A small GPT whose parameters are views of a flat tensor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn import functional
 KEPT_BYTES = 64 << 10
 """Parameters of fewer bytes, or of fewer than two dimensions, stay bf16, as in the product."""
 ALIGNMENT = 1024
-"""Values: a flat tensor is whole blocks, and as many equal chunks as there are hosts."""
+"""Number of values to which a flat tensor is padded: whole blocks, and equal chunks per host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Sizes of the model and of a step."""
+    """Sizes of the model, and of a step."""
 
     vocabulary: int = 32768
     width: int = 256
@@ -24,11 +24,11 @@ class Size:
     sequence: int = 512
     hosts: int = 4
     batch: int = 16
-    """Sequences per host."""
+    """Number of sequences per host."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Return the number of tokens per step."""
         return self.hosts * self.batch * self.sequence
 
 
@@ -58,14 +58,14 @@ class Layer(nn.Module):
 
 
 def _turned(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary positions."""
+    """Apply rotary positions."""
     first, second = x.float().chunk(2, -1)
     cos, sin = turn
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 class GPT(nn.Module):
-    """Input and output embedding are one parameter."""
+    """A GPT whose input and output embedding are the same parameter."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -83,10 +83,10 @@ class GPT(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean loss of predicting each token from those before it.
+        """Return the mean loss of predicting each token from the tokens before it.
 
         Args:
-            tokens: (batch, sequence + 1)
+            tokens: shape (batch, sequence + 1)
         """
         x = self.embedding(tokens[:, :-1])
         for layer in self.layers:
@@ -96,7 +96,8 @@ class GPT(nn.Module):
 
 
 class FlatGPT:
-    """A GPT in bf16 whose parameters are views of `held`: first those that travel in few bits."""
+    """A GPT in bf16 whose parameters are views of `held`; parameters that travel in few bits come
+    first."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         self.model = GPT(size).to(device)
@@ -114,7 +115,7 @@ class FlatGPT:
                 begin += parameter.numel()
 
     def first_values(self, size: Size, seed: int) -> torch.Tensor:
-        """Parameters to begin with, flat, fp32, on the CPU: the same for a seed on any machine."""
+        """Return initial parameters, flat, fp32, on the CPU. The same for a seed on any machine."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fresh = dict(GPT(size).named_parameters())

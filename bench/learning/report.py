@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Shows what every wire costs in held-out loss, from the results of bench/learning/run.py.
+"""Reports the cost of every wire type in held-out loss, from the results of bench/learning/run.py.
 
-A seed fixes the parameters at the beginning and the order of the data; runs of one seed are
-compared. The interval is Student's, over seeds.
+A seed fixes initial parameters and data order; only runs of the same seed are compared. The
+interval is Student's t, over seeds.
 
   bench/learning/report.py [--at-most int8=0.003,int4-int8-servers=0.006]
   bench/learning/report.py --add build/learning/runs     keep these runs in results.jsonl, too
 
-Exit status: 0 all is well; 1 an interval ends above its limit; 2 bad usage.
+Exit status: 0 success; 1 an interval ends above its limit; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from bench.learning.wires import RECIPES
 
 REFERENCE = "bf16"
 KEPT = Path(__file__).with_name("results.jsonl")
-"""Finished runs of all machines, a line each: pieces of GPU time add up."""
+"""Finished runs of all machines, one per line. GPU time from several sessions adds up here."""
 ALIKE = ("size", "schedule", "parameters", "train_sequences")
-"""Entries of a result that runs which are compared must share."""
+"""Entries of a result that compared runs must share."""
 HEAD = (
     "wire", "optimizer", "seeds", "held-out loss, nats per token, by seed", f"over {REFERENCE}",
     "95 % interval",
@@ -39,17 +39,17 @@ Results = dict[str, dict[int, dict[str, Any]]]
 
 
 def kept(path: Path = KEPT) -> Results:
-    """Reads the results that the project keeps.
+    """Read the results that the project keeps.
 
     Raises:
-        ValueError: runs of different models, schedules or texts are among them.
+        ValueError: the runs have different models, schedules or texts.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return sorted_out([json.loads(line) for line in lines])
 
 
 def sorted_out(runs: Sequence[dict[str, Any]]) -> Results:
-    """Sorts results by wire and seed; raises ValueError as `kept` does."""
+    """Sort results by wire and seed; raises ValueError like `kept`."""
     found: Results = {}
     for run in runs:
         first = runs[0]
@@ -62,7 +62,7 @@ def sorted_out(runs: Sequence[dict[str, Any]]) -> Results:
 
 
 def add(folders: Sequence[Path]) -> None:
-    """Adds the results of run.py's folders to `KEPT`; a run that is there is replaced."""
+    """Add the results of run.py's folders to `KEPT`, replacing equal runs."""
     runs = [run for seeds in kept().values() for run in seeds.values()]
     for folder in folders:
         for path in folder.glob("*-[0-9]*.json"):
@@ -73,14 +73,14 @@ def add(folders: Sequence[Path]) -> None:
 
 
 def differences(found: Results, wire: str) -> list[float]:
-    """Relative to the reference, of each seed that both have."""
+    """Return the relative difference to the reference for each common seed."""
     theirs = found.get(REFERENCE, {})
     seeds = sorted(set(found[wire]) & set(theirs))
     return [found[wire][s]["held_out"] / theirs[s]["held_out"] - 1 for s in seeds]
 
 
 def table(found: Results) -> list[str]:
-    """Lines of Markdown."""
+    """Return the table as lines of Markdown."""
     lines = ["| " + " | ".join(HEAD) + " |", "| " + " | ".join("---" for _ in HEAD) + " |"]
     for wire, recipe in RECIPES.items():
         if wire not in found:
@@ -100,7 +100,7 @@ def table(found: Results) -> list[str]:
 
 
 def problems(found: Results, at_most: dict[str, float]) -> list[str]:
-    """Intervals that end above their limits, and those that are not known."""
+    """Return descriptions of intervals that end above their limits, or are unknown."""
     wrong = []
     for wire, limit in at_most.items():
         apart = differences(found, wire) if wire in found else []

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Trains a small GPT by every wire, over several seeds, as far as a time limit allows.
+"""Trains a small GPT with every wire type and several seeds, as far as a time limit allows.
 
-Does what neither a folder nor results.jsonl has, in the order of importance. A finished run is
-NAME.json in the folder; one that the limit ended goes on from NAME.pt. bench/learning/report.py
-makes the table, and adds a folder to results.jsonl.
+Makes the runs that neither the folder nor results.jsonl has, in order of importance. A finished run
+is NAME.json in the folder; a run stopped by the limit resumes from NAME.pt.
+bench/learning/report.py makes the table, and adds a folder to results.jsonl.
 
   bench/learning/run.py --out FOLDER --limit-s 500
   bench/learning/run.py --out FOLDER --probe             how fast a step is, and how many at once
 
-Exit status: 0 all is done or the limit was reached; 1 a process failed; 2 bad usage.
+Exit status: 0 all runs are done or the limit was reached; 1 a process failed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from bench.learning.wires import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("bf16", "int8-servers", "int4-int8-servers", "int8", "int4")
-"""Wires that train all their seeds before any of the others."""
+"""Wires whose seeds are all trained before any other wire."""
 PROBED = 40
-"""Steps."""
+"""Number of steps."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def wanted(options: argparse.Namespace) -> list[Run]:
-    """All runs that are not done: the important ones first, seed by seed."""
+    """Return all missing runs: the important ones first, seed by seed."""
     runs = []
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     for part in (True, False):
@@ -98,9 +98,9 @@ def trainer_of(options: argparse.Namespace, how: How) -> Trainer:
 
 
 def work(options: argparse.Namespace, how: How, runs: Any, until: float) -> None:
-    """Train what the queue has, one after the other, until the time (of time.time)."""
+    """Train the runs of the queue, one after the other, until `until` (time.time)."""
     trainer = trainer_of(options, how)
-    trainer.held_out_loss(options.size.batch)  # compiles it
+    trainer.held_out_loss(options.size.batch)  # Compiles it.
     slowest = 0.0
     while True:
         try:
@@ -146,7 +146,7 @@ def work(options: argparse.Namespace, how: How, runs: Any, until: float) -> None
 
 
 def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> None:
-    """Measures a step of the first and of a costly wire, once all processes are ready."""
+    """Measure a step of the first wire and of a costly wire, once all processes are ready."""
     began = time.monotonic()
     trainer = trainer_of(options, how)
     times = {}
@@ -154,7 +154,7 @@ def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> 
         run = Run(wire, 1)
         trainer.start(run)
         trainer.EVERY = 5
-        trainer.advance(run)  # compiles kernels
+        trainer.advance(run)  # Compiles kernels.
         made = time.monotonic() - began
         ready.wait(120)
         trainer.EVERY = PROBED
@@ -168,7 +168,7 @@ def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> 
 
 
 def probe(options: argparse.Namespace, until: float) -> None:
-    """Try ways to make steps, and write down the fastest."""
+    """Try settings for a step, and record the fastest."""
     context = multiprocessing.get_context("spawn")
     tried = []
     graph, streams = How(compiled=True, graph=True), How(compiled=True, graph=True, streams=4)

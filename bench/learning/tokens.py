@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Turns the packs of a corpus into tokens, uint16, and trains the tokenizer that does it.
+"""Converts the packs of a corpus into uint16 tokens, and trains the tokenizer.
 
-bench/learning/tokens.py --train            on some of the first pack: writes tokenizer.json
+bench/learning/tokens.py --train on some of the first pack: writes tokenizer.json
 bench/learning/tokens.py                    every NAME.gz of the corpus becomes NAME.tokens
 """
 
@@ -19,15 +19,15 @@ from bench.learning.corpus import ROOT, read_pack
 
 VOCABULARY = 32768
 END = "<|end|>"
-"""After each document; its token is 0."""
+"""End of a document; its token is 0."""
 SAMPLE = 40_000_000
-"""Characters that the tokenizer learns from."""
+"""Number of characters from which the tokenizer learns."""
 AT_ONCE = 2000
-"""Documents."""
+"""Number of documents per batch."""
 
 
 def train(corpus: Path) -> None:
-    """Learn a byte-level BPE from the training part, and write it next to it."""
+    """Learn a byte-level BPE from the training part, and write it next to the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,9 +43,9 @@ def train(corpus: Path) -> None:
 
 
 def _sample(documents: Sequence[str]) -> Iterator[str]:
-    """Documents from all over a pack, which is in the order of packages."""
+    """Yield documents from all over a pack, which is in the order of packages."""
     left = SAMPLE
-    step = 997  # coprime to the number of documents, or nearly so
+    step = 997  # Coprime to the number of documents, or nearly so.
     for index in range(len(documents)):
         if left <= 0:
             return
@@ -55,7 +55,7 @@ def _sample(documents: Sequence[str]) -> Iterator[str]:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
-    """All tokens, one document after the other, on all cores."""
+    """Return all tokens, one document after the other; uses all cores."""
     end = tokenizer.token_to_id(END)
     parts = []
     for begin in range(0, len(documents), AT_ONCE):

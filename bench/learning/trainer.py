@@ -1,4 +1,4 @@
-"""Trains one model after the other: whatever is compiled is compiled once."""
+"""Trains models one after the other, so that everything is compiled only once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.learning.wires import RECIPES, AdamW, Hosts
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate by step: linear up, cosine down."""
+    """Learning rate by step: linear warm-up, then cosine decay."""
 
     steps: int = 3000
     warm_up: int = 200
@@ -27,7 +27,7 @@ class Schedule:
     """Fraction of `rate` at the end."""
 
     def rate_at(self, step: int) -> float:
-        """1 is the first step."""
+        """Return the rate of a step; 1 is the first step."""
         if step <= self.warm_up:
             return self.rate * step / self.warm_up
         part = (step - self.warm_up) / max(1, self.steps - self.warm_up)
@@ -36,20 +36,21 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """Settings of a step's speed. Results are the same up to the order of additions on a GPU."""
+    """Settings for the speed of a step. Results are the same except for the order of additions on a
+    GPU."""
 
     compiled: bool = False
     graph: bool = False
-    """Forward and backward passes of all hosts are one CUDA graph."""
+    """Whether forward and backward passes of all hosts are a single CUDA graph."""
     streams: int = 1
-    """On which hosts compute side by side."""
+    """Number of CUDA streams on which hosts compute concurrently."""
 
 
 class Corpus:
     """Tokens on the device: whole sequences, each with the first token of the next."""
 
     def __init__(self, folder: Path, size: Size, device: torch.device) -> None:
-        """`folder` has what bench/learning/tokens.py wrote."""
+        """`folder` has the output of bench/learning/tokens.py."""
         packs = sorted(folder.glob("train-*.tokens"))
         if not packs:
             raise FileNotFoundError(f"{folder} has no train-*.tokens: bench/learning/tokens.py")
@@ -67,7 +68,7 @@ class Corpus:
 
 @dataclass
 class Run:
-    """One model, while it is trained."""
+    """A model in training."""
 
     wire: str
     seed: int
@@ -82,10 +83,10 @@ class Run:
 
 
 class Trainer:
-    """A model's memory, and the functions that train it."""
+    """The memory of a model, and the functions that train it."""
 
     EVERY = 50
-    """Steps between two looks at the clock, which wait for the GPU."""
+    """Number of steps between two looks at the clock, which wait for the GPU."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Trainer:
         shape = (size.hosts, size.batch, size.sequence + 1)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         numel = self.flat.held.numel()
-        # A row per host; the ends of rows, which no parameter has, stay 0.
+        # A row per host. The padding at the ends of rows stays 0.
         self._few, self._kept = (
             torch.zeros(size.hosts, count, dtype=torch.bfloat16, device=device)
             for count in (self.flat.few, numel - self.flat.few)
@@ -140,7 +141,7 @@ class Trainer:
             current.wait_stream(stream)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        # Compiles, and lets libraries take their memory, before anything is captured.
+        # A first run compiles kernels, and lets libraries allocate memory before the capture.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -154,7 +155,7 @@ class Trainer:
         return graph
 
     def start(self, run: Run, checkpoint: Path | None = None) -> None:
-        """Begin a run, or go on with it from its checkpoint."""
+        """Begin a run, or resume it from its checkpoint."""
         values = self.flat.first_values(self.size, run.seed).to(self.device)
         self.hosts.start(RECIPES[run.wire], self.adamw, values)
         per_step = self.size.hosts * self.size.batch
@@ -172,7 +173,7 @@ class Trainer:
             run.step, run.losses, run.seconds = saved["step"], saved["losses"], saved["seconds"]
 
     def save(self, run: Run, checkpoint: Path) -> None:
-        """The state that `start` goes on from."""
+        """Save the state from which `start` resumes."""
         saved: dict[str, Any] = {"state": self.hosts.state(), "step": run.step}
         saved |= {"losses": run.losses, "seconds": run.seconds}
         torch.save(saved, checkpoint.with_suffix(".tmp"))
@@ -201,7 +202,7 @@ class Trainer:
             self.hosts.step(self._few, self._kept, self._numbers[step])
 
     def held_out_loss(self, most: int = 1 << 30) -> float:
-        """In nats per token, over at most so many sequences."""
+        """Return the loss in nats per token, over at most `most` sequences."""
         batch = self.size.batch
         count = min(most, len(self.corpus.held_out)) // batch * batch
         total = torch.zeros((), dtype=torch.float64, device=self.device)

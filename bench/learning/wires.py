@@ -1,9 +1,9 @@
-"""Emulates, wire by wire, how hosts reduce gradients and which parameters they then have.
+"""Emulates how hosts reduce gradients and update parameters with each wire type.
 
-All hosts are simulated in one process: their gradients lie in one tensor, a row each. The rounding
-is the product's own: `byteps.torch.wire` on the CPU and its kernels on a GPU. What servers do
-between (sums in fp32 in the order of ranks, an average, AdamW) is written in torch, operation by
-operation as the servers do it. tests/bench/test_learning.py holds both against real servers.
+All hosts are simulated in a single process: their gradients are rows of one tensor. The rounding is
+the product's own: `byteps.torch.wire` on the CPU and its kernels on a GPU. The servers' arithmetic
+(sums in fp32 in the order of ranks, an average, AdamW) is written in torch, operation by operation.
+tests/bench/test_learning.py compares both with real servers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ FORMS = {"int8": wire.int8(), "int4": wire.int4()}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Types of values on the way up and down, and the place of the optimizer."""
+    """Types of pushed and pulled values, and the place of the optimizer."""
 
     up: str
-    """bf16, int8, or int4 with error feedback."""
+    """Type of pushed values: bf16, int8, or int4 with error feedback."""
     down: str
-    """Type of sums, or, with the optimizer on the servers, of differences of parameters."""
+    """Type of sums or, with the optimizer on the servers, of differences of parameters."""
     servers: bool
-    """AdamW runs on the servers."""
+    """Whether AdamW runs on the servers."""
     rotated: bool = False
-    """Differences are multiplied by a Hadamard matrix before they are rounded, block by block."""
+    """Whether differences are multiplied by a Hadamard matrix before rounding, block by block."""
     is_product: bool = True
-    """A user can choose it; else it is an experiment."""
+    """Whether users can choose it; otherwise it is an experiment."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -46,44 +46,45 @@ RECIPES: dict[str, Recipe] = {
     "bf16-servers": Recipe(up="bf16", down="bf16", servers=True),
     "int4-int8": Recipe(up="int4", down="int8", servers=False, is_product=False),
 }
-"""By name; "bf16" is the reference: a ring of bf16, parameters gathered in bf16."""
+"""Recipes by name. "bf16" is the reference: a ring of bf16, parameters gathered in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Numbers of torch.optim.AdamW, and of the servers' one."""
+    """Options of torch.optim.AdamW and of the servers' AdamW."""
 
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
-    """The largest norm of an averaged gradient; 0: any."""
+    """Largest norm of an averaged gradient; 0: no clipping."""
 
     def numbers(self, step: int, rate: float) -> list[float]:
-        """Returns a step's factors and divisor; 1 is the first step."""
+        """Return a step's factors and divisor; 1 is the first step."""
         keep = 1 - rate * self.weight_decay
         root = (1 - self.beta2**step) ** 0.5
         return [keep, root, -(rate / (1 - self.beta1**step))]
 
 
 class Hosts:
-    """Parameters that all hosts have, and the fp32 state of AdamW, wherever it is kept.
+    """Parameters of all hosts, and the fp32 state of AdamW.
 
-    Flat tensors hold the parameters that travel in few bits first and those that stay bf16 after
-    them: norms and small ones.
+    In flat tensors, parameters that travel in few bits come first, then those that stay bf16 (norms
+    and small parameters).
     """
 
     def __init__(self, held: torch.Tensor, few: int, hosts: int) -> None:
-        """`held`: bf16; stays the same memory. `few`: values of it that travel in few bits."""
+        """`held`: bf16 parameters, updated in place. `few`: number of values that travel in few
+        bits."""
         self.held, self.few, self.hosts = held, few, hosts
         device, numel = held.device, held.numel()
         self.master, self.mean, self.square = (torch.zeros(numel, device=device) for _ in range(3))
         self.total = torch.zeros(numel, device=device)
-        """The averaged gradient of the last step."""
+        """Averaged gradient of the last step."""
 
     def start(self, recipe: Recipe, adamw: AdamW, values: torch.Tensor) -> None:
-        """Begin with these parameters, fp32, and nothing else."""
+        """Begin with these fp32 parameters and a zero state."""
         device, few = self.held.device, self.few
         self.recipe, self.adamw = recipe, adamw
         self.held.copy_(values)
@@ -105,12 +106,12 @@ class Hosts:
         self._rotation = hadamard(BLOCK, device) if recipe.rotated else None
 
     def state(self) -> dict[str, torch.Tensor | None]:
-        """Views of all that a checkpoint needs."""
+        """Return views of everything that a checkpoint needs."""
         names = ("held", "master", "mean", "square", "_lost", "_lost_down")
         return {name: getattr(self, name) for name in names}
 
     def load(self, state: dict[str, torch.Tensor | None]) -> None:
-        """Go on from `state`, after `start`."""
+        """Resume from `state`, after `start`."""
         for name, values in state.items():
             if values is not None:
                 getattr(self, name).copy_(values)
@@ -119,9 +120,9 @@ class Hosts:
         """Reduce gradients and update.
 
         Args:
-            few: bf16, a row per host; used up.
-            kept: as `few`, of the parameters that stay bf16.
-            numbers: of `AdamW.numbers`, fp32, on the device.
+            few: bf16, a row per host; overwritten.
+            kept: like `few`, for the parameters that stay bf16.
+            numbers: result of `AdamW.numbers`, fp32, on the device.
         """
         total, kept_total = self.total[: self.few], self.total[self.few :]
         if self.recipe.up == "bf16":
@@ -151,7 +152,7 @@ class Hosts:
             wire.decode(self._down, down, total)
 
     def _update(self, numbers: torch.Tensor) -> None:
-        """Computes what AdamWLoop of server/optimizer/update.cc does."""
+        """Compute the same as AdamWLoop of server/optimizer/update.cc."""
         adamw, gradient = self.adamw, self.total
         if adamw.clip > 0:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -164,7 +165,7 @@ class Hosts:
         self.master.add_(self.mean.mul(rate).div_(denominator))
 
     def _send_differences(self) -> None:
-        """Servers say what their parameters are more than those that hosts hold, rounded."""
+        """Round the differences of the servers' parameters to the hosts', as servers send them."""
         held, master = self.held[: self.few], self.master[: self.few]
         self.held[self.few :].copy_(self.master[self.few :])
         difference = master - held.float()
@@ -183,8 +184,8 @@ class Hosts:
 
 
 def ring_mean(gradients: torch.Tensor) -> torch.Tensor:
-    """The average by a ring of bf16: every host divides first, then each of as many chunks as there
-    are hosts goes around, and is rounded at every host."""
+    """Average by a ring of bf16: every host divides first; then each of as many chunks as hosts
+    goes around, rounded at every host."""
     hosts, numel = gradients.shape
     chunks = (gradients / hosts).view(hosts, hosts, numel // hosts)
     total = torch.empty_like(chunks[0])
@@ -196,7 +197,7 @@ def ring_mean(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def servers_mean(gradients: torch.Tensor) -> torch.Tensor:
-    """The average by servers, of bf16: added in fp32 and rounded once."""
+    """Average by servers, of bf16: added in fp32 and rounded once."""
     total = gradients[0].float()
     for one in gradients[1:]:
         total.add_(one)
@@ -204,7 +205,7 @@ def servers_mean(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """The symmetric, orthogonal matrix of +-1/sqrt(size), for a power of two."""
+    """Return the symmetric, orthogonal matrix of +-1/sqrt(size), for a power of two."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

@@ -1,7 +1,7 @@
-"""The ways to sum a tensor over all workers that are compared.
+"""Backends: the compared ways to sum a tensor over all workers.
 
-Plain sockets sum nothing: they are the limit that a transport over TCP can reach, in the pattern of
-a push-pull. ``sockets.cc`` moves the bytes; what is here compiles it and calls it.
+Plain sockets sum nothing: they show the limit of a TCP transport with the traffic of a push-pull.
+``sockets.cc`` moves the bytes; this module compiles and calls it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LIMIT_S = 120.0
 
 
 class SocketsError(Exception):
-    """The program could not be built, or a connection broke; the text says why."""
+    """The program could not be built, or a connection broke; the text has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What ``build`` made."""
+    """Results of ``build``."""
 
     server: Path
     library: Path
@@ -40,7 +40,7 @@ def build(folder: Path = _ROOT / "build" / "bench") -> Program:
     """Compile the server and the workers' library, unless both are newer than the source.
 
     Raises:
-        SocketsError: there is no compiler (g++, or what CXX names), or it fails.
+        SocketsError: there is no compiler (g++, or the value of CXX), or it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     program = Program(server=folder / "sockets", library=folder / "libsockets.so")
@@ -48,7 +48,7 @@ def build(folder: Path = _ROOT / "build" / "bench") -> Program:
     for path, flags in ((program.server, []), (program.library, ["-shared", "-fPIC"])):
         if path.exists() and path.stat().st_mtime >= _SOURCE.stat().st_mtime:
             continue
-        # Under a name of its own first: another benchmark may be running what is there.
+        # Written under another name first: another benchmark may be running the old file.
         part = path.with_name(f"{path.name}.{os.getpid()}")
         _compile([*common, *flags, str(_SOURCE), "-o", str(part)])
         part.replace(path)
@@ -65,16 +65,17 @@ def _compile(command: Sequence[str]) -> None:
 
 
 class Sockets:
-    """A worker's connections: a ``Backend`` that sums nothing, and verifies the number of bytes."""
+    """A worker's connections. As a ``Backend`` it sums nothing, and verifies only the number of
+    bytes."""
 
     sums = False
 
     def __init__(self, *, library: str, servers: Sequence[str], flows: int) -> None:
-        """Connect to every server, ``flows`` times each.
+        """Connect ``flows`` times to every server.
 
         Args:
-            library: the path of the compiled library.
-            servers: ``"address port"`` of each.
+            library: path of the compiled library.
+            servers: ``"address port"`` of each server.
 
         Raises:
             SocketsError: a server cannot be reached.
@@ -92,8 +93,8 @@ class Sockets:
         return wire
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
-        """Move as many bytes as the tensors take in this wire type, out of the host's memory and
-        into it.
+        """Send and receive as many bytes as the tensors have in this wire type, from and to host
+        memory.
 
         Raises:
             SocketsError: a connection broke.
@@ -104,7 +105,7 @@ class Sockets:
             for tensor in tensors
         )
         if self._pushed.nbytes < size:
-            # Filled, so that the kernel has given every page.
+            # Filled, so that the kernel allocates every page.
             self._pushed = torch.ones(size, dtype=torch.uint8)
             self._pulled = torch.ones(size, dtype=torch.uint8)
         moved = self._calls.sockets_push_pull(
@@ -117,32 +118,32 @@ class Sockets:
             raise SocketsError(f"{label}: {os.strerror(ctypes.get_errno())}")
 
     def close(self) -> None:
-        """Close the connections; the servers end when all workers have."""
+        """Close the connections; the servers end after all workers have closed theirs."""
         self._calls.sockets_close(ctypes.c_void_p(self._job))
 
 
 BLOCK = 128
 _LARGEST = 448.0
-"""Of e4m3."""
+"""Largest value of e4m3."""
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """Blocks of 130 bytes of fp32 values whose number is a multiple of 128.
+    """Encode fp32 values into blocks of 130 bytes; their number must be a multiple of 128.
 
-    Scales are powers of two, which lose nothing of what a floating-point format keeps.
+    Scales are powers of two, so scaling does not round.
     """
     blocks = values.view(-1, BLOCK)
     largest = blocks.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
     scale = torch.exp2(torch.ceil(torch.log2(largest / _LARGEST)))
     numbers = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-    # By whole numbers: torch compiles no view of another size.
+    # Integers, because torch does not compile views with another element size.
     bits = scale.to(torch.bfloat16).view(torch.int16)
     low, high = (bits & 255).to(torch.uint8), ((bits >> 8) & 255).to(torch.uint8)
     return torch.cat([numbers, low, high], 1).view(-1)
 
 
 def decode(blocks: torch.Tensor) -> torch.Tensor:
-    """The values of blocks, fp32."""
+    """Decode blocks into fp32 values."""
     rows = blocks.view(-1, BLOCK + 2)
     numbers = rows[:, :BLOCK].contiguous().view(torch.float8_e4m3fn).float()
     low, high = rows[:, BLOCK:].to(torch.int16).split(1, 1)
@@ -151,16 +152,18 @@ def decode(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def add(received: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The blocks of the sum of what this many ranks have sent."""
+    """Return the blocks of the sum of `ranks` ranks' blocks."""
     return encode(decode(received).view(ranks, -1).sum(0))
 
 
 class Fp8:
-    """Sums in blocks of fp8, by collectives of torch.distributed: the rival with as few bytes.
+    """Sums in blocks of fp8, by collectives of torch.distributed: an alternative with equally few
+    bytes.
 
-    Each rank rounds its values to blocks of 128 fp8 (e4m3) with one scale, an all-to-all gives each
-    rank everybody's blocks of its part, it adds them in fp32 and rounds the sum, and an all-gather
-    gives all parts to all. A host's link carries 2 (n - 1) / n of the blocks' bytes each way.
+    Each rank rounds its values to blocks of 128 fp8 (e4m3) values with a common scale. An
+    all-to-all gives each rank all blocks of its part; the rank adds them in fp32 and rounds the
+    sum. An all-gather distributes the sums. A host's link carries 2 (n - 1) / n of the blocks'
+    bytes in each direction.
     """
 
     sums = True
@@ -202,30 +205,30 @@ _NODES, _FP8 = "-nodes", "-fp8"
 
 
 class Backend(Protocol):
-    """Sums tensors over all ranks, in place."""
+    """Interface: sums tensors over all ranks, in place."""
 
     sums: bool
-    """False where bytes are only moved: there are no results to verify."""
+    """False if bytes are only moved and there are no results to verify."""
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
-        """Start all sums, then wait until every one is done.
+        """Start all sums, then wait for all of them.
 
         Args:
             tensors: contiguous, the same shapes on all ranks.
-            label: identifies the tensors: the same on all ranks and in all rounds, another one for
-                others.
-            wire: in which BytePS sends them.
+            label: identifies the tensors: the same on all ranks and in all rounds, different for
+                other tensors.
+            wire: type in which BytePS sends them.
         """
 
     def form(self, wire: str) -> str:
-        """The form to which values are rounded on their way, as `Pattern` has it."""
+        """Return the type to which values are rounded in transit, for `Pattern`."""
 
     def close(self) -> None:
-        """Leave the job; all ranks call it."""
+        """Leave the job; all ranks call this."""
 
 
 class AllReduce:
-    """torch.distributed's all_reduce, by gloo or NCCL."""
+    """all_reduce of torch.distributed, by gloo or NCCL."""
 
     sums = True
 
@@ -246,8 +249,8 @@ class AllReduce:
 
 class TwoLevels:
     """torch.distributed in two levels, for hosts of several ranks: a reduce-scatter inside the
-    host, an all-reduce of each part between hosts, an all-gather inside the host; in the pieces
-    that BytePS uses, so that one level works while the other does."""
+    host, an all-reduce of each part between hosts, an all-gather inside the host. The tensor is cut
+    into BytePS's pieces, so that both levels overlap."""
 
     sums = True
 
@@ -295,7 +298,7 @@ class TwoLevels:
 
 
 def _layout() -> Any:
-    """The hosts of all ranks."""
+    """Return the layout of all ranks over hosts."""
     from byteps.torch import nodes
 
     names: list[str | None] = [None] * dist.get_world_size()
@@ -304,7 +307,7 @@ def _layout() -> Any:
 
 
 class _Planned(NamedTuple):
-    """How a tensor is pushed."""
+    """Arguments for pushing a tensor."""
 
     name: str
     priority: int
@@ -313,8 +316,8 @@ class _Planned(NamedTuple):
 
 
 class PushPull:
-    """BytePS; tensors are dealt to the servers as Megatron's buckets are, one after the other, and
-    summed inside each host first where ranks share one."""
+    """BytePS. Tensors are placed on servers round robin, like Megatron's buckets, and summed inside
+    each host first if ranks share a host."""
 
     sums = True
 
@@ -352,7 +355,7 @@ class PushPull:
             self._bps.synchronize(handle)
 
     def _plan(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> list[_Planned]:
-        """Once for the tensors of a label, as trainers plan their buckets."""
+        """Plan the tensors of a label, once, as trainers plan their buckets."""
         from byteps.torch import wire as wires
 
         form = wires.of(tensors[0].dtype, None if wire == SAME else wire)
@@ -392,9 +395,9 @@ class PushPull:
 
 
 def make(name: str, device: str = "cpu", sockets: Mapping[str, Any] | None = None) -> Backend:
-    """The backend of that name, connected to the other ranks, for tensors on that device.
+    """Create the backend of that name, connected to the other ranks, for tensors on that device.
 
-    ``sockets`` says to what the backend ``sockets`` connects: the arguments of its class.
+    ``sockets``: arguments of the class ``Sockets``, for the backend of that name.
     """
     if name == "sockets":
         return Sockets(**(sockets or {}))

@@ -1,4 +1,4 @@
-"""Launches of a plan, from the start of their processes to figures and to the record of them."""
+"""Launches of a plan: starts their processes, computes figures, writes the record."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ from scripts.progress import Progress
 
 SCHEMA = 1
 MAX_BUSY = 0.8
-"""Of this machine's cores: above it, an emulated link is not what limits."""
+"""Largest busy fraction of this machine's cores: above it, an emulated link is not the
+bottleneck."""
 
 
 @dataclass(kw_only=True)
 class Launch:
-    """What one launch came to."""
+    """Result of a launch."""
 
     backend: str
     index: int
     measured: list[Measured]
-    """A case each, in the order of the plan."""
+    """Results, one per case, in the order of the plan."""
     kept: bool
     """Whether it counts: the machine was not too busy."""
 
@@ -67,10 +68,10 @@ def measured_from_json(entry: dict[str, Any]) -> Measured:
 
 
 def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launch:
-    """Start everything, wait for its end, and read what rank 0 recorded.
+    """Start everything, wait for its end, and read rank 0's record.
 
     Raises:
-        LaunchError: a process failed or was late.
+        LaunchError: a process failed or timed out.
     """
     with (
         tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder,
@@ -104,7 +105,8 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
 def start_sockets(
     plan: Plan, placement: Placement, processes: Processes, environment: dict[str, str]
 ) -> tuple[list[int], dict[str, Any]]:
-    """Start servers of plain sockets; return their pids, and what workers need to reach them."""
+    """Start servers of plain sockets; return their pids, and the arguments with which workers reach
+    them."""
     try:
         program = build()
     except SocketsError as error:
@@ -120,14 +122,14 @@ def start_sockets(
 
 
 def _told_of_links(bits: int) -> dict[str, str]:
-    """The rate of emulated links, which hosts cannot find: virtual NICs make theirs up."""
+    """Return the rate of emulated links as a setting: the rates of virtual NICs are made up."""
     return {"BYTEPS_LINK_GBPS": f"{bits / 1e9:g}"} if bits else {}
 
 
 def busiest_link(backend: str, topology: Topology) -> float:
-    """Bytes each way over the busiest link, for each byte that a worker has summed.
+    """Return the bytes per direction over the busiest link, per byte that a worker sums.
 
-    With n workers on h hosts, k servers, M bytes and links of B bytes per second each way:
+    With n workers on h hosts, k servers, M bytes and links of B bytes per second per direction:
 
     - a ring sends 2 (n - 1) / n M over each host's link, each way; in two levels 2 (h - 1) / h M;
     - through servers on hosts of their own, a host's link carries M each way, and a server's h/k M;
@@ -135,12 +137,12 @@ def busiest_link(backend: str, topology: Topology) -> float:
       send what is not summed next to them. The host with the most servers, s, carries
       (k + s (h - 2)) M/k: for k = h what a ring's does.
 
-    Where several workers share a host they are taken to sum inside it first.
+    Workers that share a host are assumed to sum inside it first.
     """
     n, hosts, k = topology.workers, topology.worker_hosts, topology.servers
     if backend == "gloo":
         return 2 * (n - 1) / n
-    if not through_servers(backend):  # NCCL does as much by its trees, or by rings inside hosts
+    if not through_servers(backend):  # NCCL reaches this with trees, or with rings inside hosts.
         return 2 * (hosts - 1) / hosts
     if topology.colocate:
         most = -(-k // hosts)
@@ -156,7 +158,7 @@ def busiest_link(backend: str, topology: Topology) -> float:
 
 
 def least_seconds(backend: str, topology: Topology, size: int) -> float | None:
-    """The physical limit for ``size`` bytes, headers left out; None where it is not known."""
+    """Return the physical limit for ``size`` bytes, without headers; None if it is unknown."""
     share, bits = busiest_link(backend, topology), topology.bits_of(backend)
     if not bits or not share:
         return None
@@ -164,7 +166,7 @@ def least_seconds(backend: str, topology: Topology, size: int) -> float | None:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The smallest sample that at least ``percent`` of all samples do not exceed."""
+    """Return the smallest sample that at least ``percent`` % of all samples do not exceed."""
     if not samples:
         raise ValueError("no samples")
     ordered = sorted(samples)
@@ -173,58 +175,58 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 @dataclass(kw_only=True)
 class Run:
-    """A plan, and every launch that was made for it."""
+    """A plan, and all launches made for it."""
 
     plan: Plan
     name: str = ""
-    """Of the experiment, in a set of several."""
+    """Name of the experiment in a set."""
     launches: list[Launch] = field(default_factory=list)
 
     @property
     def quiet(self) -> list[Launch]:
-        """The launches of rounds in which the machine was not too busy for any backend."""
+        """Return the launches of rounds in which the machine was never too busy."""
         spoilt = {one.index for one in self.launches if not one.kept}
         return [one for one in self.launches if one.index not in spoilt]
 
     @property
     def counted(self) -> list[Launch]:
-        """The quiet ones; all, for want of better, if none was."""
+        """Return the quiet launches, or all launches if none was quiet."""
         return self.quiet or self.launches
 
     def of(self, backend: str, case: Case) -> list[Measured]:
-        """A case's outcomes, one a counted launch, in their order."""
+        """Return a case's results, one per counted launch, in order."""
         position = self.plan.cases.index(case)
         ordered = sorted(self.counted, key=lambda one: one.index)
         return [one.measured[position] for one in ordered if one.backend == backend]
 
     @property
     def wrong(self) -> int:
-        """Wrong elements in all launches, counted or not."""
+        """Return the number of wrong elements in all launches, counted or not."""
         return sum(one.wrong for launch in self.launches for one in launch.measured)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A case through a backend, over all counted launches."""
+    """Figures of a case with a backend, over all counted launches."""
 
     backend: str
     case: Case
     workers: int
     servers: int | None
     p50_s: float
-    """Median over the launches of each one's median."""
+    """Median over launches of each launch's median."""
     p99_s: float
-    """Of all iterations of all launches together."""
+    """99th percentile of all iterations of all launches."""
     algbw: float
-    """Bytes a worker has summed, a second."""
+    """Bytes that a worker sums, per second."""
     busbw: float | None
-    """What each link carries each way, a second; for all-reduce, as nccl-tests has it."""
+    """Bytes per second of each link in each direction; for an all-reduce, as in nccl-tests."""
     of_limit: float | None
-    """The least time that the links allow, over p50."""
+    """Least time that the links allow, divided by p50."""
     of_sockets: float | None
-    """The time of plain sockets in the same run, over p50; None where they were not measured."""
+    """Time of plain sockets in the same run, divided by p50; None if they were not measured."""
     cpu_s_per_gb: float | None
-    """CPU seconds of the whole job for each 1e9 bytes that a worker has summed."""
+    """CPU seconds of the whole job per 1e9 bytes that a worker sums."""
     wrong: int
 
     def as_json(self) -> dict[str, Any]:
@@ -232,7 +234,7 @@ class Row:
 
 
 def cpu_s_per_gb(outcomes: Sequence[Measured], backend: str) -> float | None:
-    """Median over launches; None where a part of the job runs out of sight."""
+    """Return the median over launches; None if CPU time of a part of the job is unknown."""
     if through_servers(backend) and any(one.node_cpu_s is None for one in outcomes):
         return None
     return statistics.median(
@@ -242,7 +244,7 @@ def cpu_s_per_gb(outcomes: Sequence[Measured], backend: str) -> float | None:
 
 
 def p50_s(outcomes: Sequence[Measured]) -> float:
-    """Median of the launches' medians."""
+    """Return the median of the launches' medians."""
     return statistics.median(percentile(one.samples_s, 50) for one in outcomes)
 
 
@@ -270,24 +272,25 @@ def row(run: Run, backend: str, case: Case) -> Row:
 
 
 def rows(run: Run) -> list[Row]:
-    """Every case through every backend."""
+    """Return a row for every case and backend."""
     return [row(run, backend, case) for case in run.plan.cases for backend in run.plan.backends]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How many times as fast one is as the other."""
+    """Speed of one backend relative to another."""
 
     value: float
-    """The other's median of medians, over the one's."""
+    """Ratio of the medians of medians: the other's time divided by this one's."""
     low: float
     high: float
-    """Least and largest of the launches, each against the other's launch of the same round."""
+    """Smallest and largest ratio of two launches in the same round."""
     launches: int
 
 
 def ratio(ours: Sequence[Measured], theirs: Sequence[Measured]) -> Ratio:
-    """``theirs`` over ``ours``: above 1, ours is faster. Both in the order of the rounds."""
+    """Return the time of ``theirs`` divided by that of ``ours``: above 1, ours is faster. Both are
+    in the order of rounds."""
     each = [
         percentile(b.samples_s, 50) / percentile(a.samples_s, 50)
         for a, b in zip(ours, theirs, strict=True)
@@ -314,13 +317,13 @@ def as_json(runs: Sequence[Run], meta: dict[str, str]) -> dict[str, Any]:
 
 
 def write(runs: Sequence[Run], meta: dict[str, str], path: Path) -> None:
-    """Keep metadata, raw samples and figures as JSON."""
+    """Write metadata, raw samples and figures as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(as_json(runs, meta), indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> tuple[list[Run], dict[str, str]]:
-    """What `write` wrote. Raises ValueError for another schema."""
+    """Read a file of `write`. Raises ValueError for another schema."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {content.get('schema')!r}; this reads {SCHEMA}")
@@ -338,12 +341,12 @@ def read(path: Path) -> tuple[list[Run], dict[str, str]]:
 def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
     """Launch all backends ``plan.launches`` times, interleaved.
 
-    A round in which the machine was too busy is repeated, ``plan.retries`` times in all. After
-    ``deadline``, of the monotonic clock, no other round begins.
+    A round in which the machine was too busy is repeated, ``plan.retries`` times in total. No round
+    begins after ``deadline`` (monotonic clock).
 
     Raises:
         LaunchError: a process failed.
-        EmulationError: the hosts could not be made.
+        EmulationError: the emulated hosts could not be created.
     """
     run = Run(plan=plan, name=name)
     quiet = 0
@@ -375,15 +378,16 @@ def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
 
 
 def progress(text: str) -> None:
-    """To stderr: stdout is for what was measured."""
+    """Print to stderr: stdout is for results."""
     print(text.strip(), file=sys.stderr, flush=True)
 
 
 def run_in_cluster(plan: Plan) -> Run | None:
-    """Measure as one rank of the job; every rank calls it. The run on rank 0, None elsewhere.
+    """Measure as a rank of an existing job; every rank calls this. Returns the run on rank 0, None
+    elsewhere.
 
-    A BytePS cluster ends when its workers leave it, so there is one connection for each backend,
-    and a launch is a turn of measurements through it.
+    A BytePS cluster ends when its workers leave it, so each backend connects only once, and a
+    "launch" is a round of measurements.
     """
     size = os.environ["WORLD_SIZE"]
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == size

@@ -1,8 +1,8 @@
-"""What each rank measures, and the worker that the benchmark starts for it.
+"""Measurements of a rank, and the worker program that the benchmark starts.
 
-``python -m bench.pushpull.rank SPEC RESULT``: SPEC is JSON, the plan, the backend, the pids of
-servers and scheduler, and the file by which the ranks find each other. Rank 0 writes RESULT, a list
-of what was measured.
+``python -m bench.pushpull.rank SPEC RESULT``: SPEC is JSON with the plan, the backend, the pids of
+servers and scheduler, and the file through which ranks meet. Rank 0 writes RESULT, a list of
+results.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from bench.pushpull.backends import Backend, make
 
 @dataclass(kw_only=True)
 class Measured:
-    """One case through one backend, in one launch, over all ranks."""
+    """Result of a case with a backend, in one launch, over all ranks."""
 
     case: Case
     samples_s: list[float]
-    """Each timed iteration; the slowest rank counts."""
+    """Seconds of each timed iteration, of the slowest rank."""
     wrong: int
-    """Elements of any rank and iteration, warm-up included, that were not the sum."""
+    """Number of wrong elements, over all ranks and iterations, including warm-up."""
     worker_cpu_s: float
-    """Of all workers, in the timed iterations."""
+    """CPU time of all workers in the timed iterations."""
     node_cpu_s: float | None
-    """Of all servers and the scheduler; None where they run out of sight."""
+    """CPU time of all servers and the scheduler; None if it is unknown."""
     busy: float
-    """Part of rank 0's machine that was busy meanwhile, with whatever else ran."""
+    """Busy fraction of rank 0's machine, including other processes."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,7 +48,7 @@ class Measured:
 
 @dataclass(kw_only=True)
 class _Seen:
-    """What one rank recorded."""
+    """Record of a rank."""
 
     spans_ns: list[tuple[int, int]] = field(default_factory=list)
     wrong: int = 0
@@ -56,10 +56,10 @@ class _Seen:
 
 
 def iteration_seconds(spans: Sequence[tuple[int, int]], *, one_clock: bool) -> float:
-    """How long an iteration took, from each rank's begin and end in ns.
+    """Return the duration of an iteration, from each rank's begin and end in ns.
 
-    With one clock for all, from when the last rank had begun to when the last was done: before, a
-    rank waits for the others, whatever sums. With a clock each, the longest of the ranks' times.
+    With a common clock: from the begin of the last rank to the end of the last rank, since earlier
+    ranks only wait. With separate clocks: the longest of the ranks' times.
     """
     if one_clock:
         return (max(end for _, end in spans) - max(begin for begin, _ in spans)) / 1e9
@@ -67,7 +67,7 @@ def iteration_seconds(spans: Sequence[tuple[int, int]], *, one_clock: bool) -> f
 
 
 def _finish(device: str) -> None:
-    """Wait for what the caller's stream still has to do."""
+    """Wait for the work queued on the caller's stream."""
     if device == "cuda":
         torch.cuda.current_stream().synchronize()
 
@@ -82,16 +82,16 @@ def measure(
     label: str,
     first_round: int = 0,
 ) -> Measured | None:
-    """Run a case; all ranks call it together, in torch.distributed's default group (gloo).
+    """Run a case; all ranks call this, in torch.distributed's default group (gloo).
 
     Args:
-        one_clock: all ranks are on this machine.
-        node_pids: servers and scheduler, where they are on this machine.
-        label: tells this case's tensors from those of others.
-        first_round: another one each time that a label is measured, so that a stale sum shows.
+        one_clock: whether all ranks are on this machine.
+        node_pids: pids of servers and scheduler if they are on this machine.
+        label: distinguishes this case's tensors from others.
+        first_round: different each time a label is measured, so that a stale sum is detected.
 
     Returns:
-        the outcome on rank 0, None on the others.
+        the result on rank 0, None on the others.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pattern = Pattern(
@@ -145,9 +145,9 @@ def measure(
 
 
 def choose_device(plan: Plan) -> str:
-    """Where this rank's tensors go: ``cpu``, or ``cuda`` with its own GPU made the current one."""
+    """Return the device of this rank's tensors: ``cpu``, or ``cuda`` after selecting its GPU."""
     if plan.device == "cuda":
-        # Emulated hosts take this machine's GPUs round robin, and share them if need be.
+        # Emulated hosts take this machine's GPUs round robin, and share them if necessary.
         number = os.environ["LOCAL_RANK" if plan.topology.in_job else "RANK"]
         torch.cuda.set_device(int(number) % torch.cuda.device_count())
     return plan.device
@@ -161,7 +161,7 @@ def measure_cases(
     node_pids: Sequence[int] = (),
     first_round: int = 0,
 ) -> list[Measured]:
-    """Measure every case through a backend; empty on ranks other than 0."""
+    """Measure every case with a backend; returns an empty list on ranks other than 0."""
     device = choose_device(plan)
     outcomes = [
         measure(
@@ -182,7 +182,7 @@ def main(arguments: list[str]) -> int:
     spec_file, result_file = map(Path, arguments)
     spec = json.loads(spec_file.read_text())
     plan = plan_from_json(spec["plan"])
-    # All on one machine: they meet in a file, which needs no free port.
+    # All ranks are on one machine: they meet in a file, which needs no free port.
     dist.init_process_group(
         "gloo",
         init_method=f"file://{spec['rendezvous']}",

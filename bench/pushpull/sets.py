@@ -1,5 +1,5 @@
-"""The project's own experiments and their thresholds: a quick set, the whole, those of fast links,
-and one for GPUs."""
+"""The project's experiments and their thresholds: a quick set, the full set, fast links,
+and GPUs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BACKENDS = ("byteps", "gloo")
 QUICK, FULL, GPU, FAST, FAST_GPU = "quick", "full", "gpu", "fast", "fast-gpu"
 _FEW = 3  # launches
 PROCESSORS = 16
-"""Of the experiments of fast links."""
+"""Cores that experiments with fast links need."""
 _FAST_LAUNCHES = 5
-# The kernel's copies take most of the cores' time, and plain sockets make the same ones.
+# The kernel's copies take most of the CPU time, and plain sockets make the same copies.
 _MOST_CPU = 1.1
 
 
@@ -42,7 +42,7 @@ def _fast_experiment(
         topology=topology,
         backends=("byteps", *others),
         launches=_FAST_LAUNCHES,
-        # Sums of loopback are of the host's memory: plain sockets know no other.
+        # Sums on loopback are in host memory: plain sockets know no other.
         device="cuda" if ring == "nccl" else "cpu",
         retries=_FAST_LAUNCHES if topology.emulated_hosts else 0,
         max_busy=0.95 if topology.emulated_hosts else 1.0,
@@ -70,7 +70,7 @@ def _fast_links(
     cases: Sequence[Case],
     gates: Sequence[Gate],
 ) -> Experiment:
-    """As many servers as workers, each on a host of its own."""
+    """Equal numbers of workers and servers, each on its own host."""
     topology = Topology(
         workers=hosts, servers=hosts, emulated_hosts=2 * hosts, link_bits=parse_rate(rate)
     )
@@ -82,10 +82,11 @@ def _at_least(case: Case, base: str, low: float) -> Gate:
 
 
 def _fast(ring: str) -> list[Experiment]:
-    """All of fast links, with plain sockets and ``ring`` (``nccl`` or ``gloo``) in the same run.
+    """Return the experiments with fast links, with plain sockets and ``ring`` (``nccl`` or
+    ``gloo``) in the same run.
 
-    Thresholds are what links of 10 to 100 Gbit/s must give; shares are of what plain sockets carry
-    in the same pattern, interleaved with the engine.
+    Thresholds are for links of 10 to 100 Gbit/s. Fractions are relative to plain sockets with the
+    same traffic, interleaved with the engine.
     """
     large = _case("256MiB", iters=10, warmup=2)
     small = _case("4KiB", iters=300, warmup=20)
@@ -168,13 +169,13 @@ def _plan(topology: Topology, cases: Sequence[Case], launches: int) -> Plan:
         backends=BACKENDS,
         launches=launches,
         max_busy=MAX_BUSY if topology.emulated_hosts else 1.0,
-        # The quick set is to end soon, on a busy machine too.
+        # The quick set must end soon, on a busy machine too.
         retries=launches if launches > _FEW else 1,
     )
 
 
 def _four(rate: str, sizes: Sequence[str], launches: int, iters: int) -> Experiment:
-    """Four workers and four servers, in fp32, and as many elements in bf16."""
+    """Four workers and four servers, in fp32, and the same number of elements in bf16."""
     whole = [_case(size, iters=iters) for size in sizes]
     half = [
         Case(size=case.size // 2, dtype="bfloat16", iters=iters, warmup=case.warmup)
@@ -217,7 +218,7 @@ def _few_bits(wire: str, rate: str, low: float, launches: int, iters: int) -> Ex
 
 
 def _own_hosts(hosts: int, wire: str, rate: str, low: float, launches: int) -> Experiment:
-    """Servers on the workers' hosts and no other machine, fp32 in blocks of few bits."""
+    """Servers only on the workers' hosts, fp32 in blocks of few bits."""
     case = replace(_case("64MiB", iters=3), wire=wire)
     limit = 32 / WIRE_BITS[wire]
     return Experiment(
@@ -266,7 +267,7 @@ def _controls(launches: int, iters: int) -> list[Experiment]:
 
 
 def _small(launches: int, iters: int) -> Experiment:
-    """What a sum costs when there is next to nothing to send."""
+    """Latency of a sum of few bytes."""
     cases = [_case(size, iters=iters, warmup=10) for size in ("4KiB", "64KiB")]
     return Experiment(
         name="small-loopback",
@@ -302,7 +303,7 @@ def _nodes(ranks: int, rate: str, size: str, launches: int, iters: int) -> Exper
 
 
 def _uneven(launches: int, iters: int) -> Experiment:
-    """Two hosts of two ranks, of which TCP gives one a larger part of the link."""
+    """Two hosts of two ranks; TCP gives one rank of a host a larger share of the link."""
     case = _case("64MiB", iters=iters)
     topology = replace(_node_topology(2, 2, 2, "500mbit"), uneven=4)
     return Experiment(
@@ -328,7 +329,7 @@ def _nodes_on_gpus(hosts: int, gates: Sequence[tuple[str, float]]) -> Experiment
 def _few_servers(
     workers: int, machines: int, rate: str, low: float, launches: int, iters: int
 ) -> Experiment:
-    """Fewer machines for servers than workers: servers next to the workers do the rest."""
+    """Fewer server machines than workers, and servers on the workers' hosts in addition."""
     best = cost_model.best_servers(workers, machines)
     topology = Topology(
         workers=workers,
@@ -337,8 +338,8 @@ def _few_servers(
         local_servers=best.local,
         emulated_hosts=workers + machines,
         link_bits=parse_rate(rate),
-        # A fair share for each host would give a machine of three servers as much as a host of one.
-        # Flows have equal shares on a network, which one queue is nearer to.
+        # A fair share per host would give a machine of three servers the share of a host with one
+        # server. On a network, flows have equal shares; a single queue is closer to that.
         fair_queue=False,
     )
     case = _case("64MiB", iters=iters)
@@ -364,7 +365,7 @@ def _nics(nics: int, rate: str, low: float, launches: int, iters: int) -> Experi
 
 
 def _nics_of_gpus() -> Experiment:
-    """Two NICs of each host, which NCCL uses as well. Hosts share this machine's GPUs."""
+    """Two NICs per host, which NCCL uses as well. Hosts share this machine's GPUs."""
     case = _case("256MiB", iters=5, warmup=2)
     topology = replace(_emulated(4, 4, "5gbit"), nics_per_host=2)
     return Experiment(
@@ -435,7 +436,8 @@ SETS: dict[str, Callable[[], list[Experiment]]] = {
 
 
 def choose(set_name: str, names: Sequence[str] = ()) -> list[Experiment]:
-    """Experiments of a set, all or those named. Raises ValueError for an unknown name."""
+    """Return the experiments of a set, all or those named. Raises ValueError for an unknown
+    name."""
     everything = {experiment.name: experiment for experiment in SETS[set_name]()}
     for name in names:
         if name not in everything:

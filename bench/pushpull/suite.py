@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Runs the project's set of push-pull experiments and compares them with their thresholds.
 
-Experiments on emulated links need root. With --json the record grows after each experiment; with
---resume those that it holds are shown, not measured again. --from-json measures nothing. --markdown
-writes the results into a document, between its marks. docs/results/method.md explains everything.
+Experiments on emulated links need root. With --json the record is extended after each experiment;
+with --resume, recorded experiments are shown, not measured again. --from-json measures nothing.
+--markdown writes the results into a document, between its marks. docs/results/method.md explains
+everything.
 
-Where time is short: --launches takes fewer of each, --budget begins nothing new after so many
-seconds, and --brief prints one line for each figure and each threshold, after all is done.
+To save time: --launches makes fewer launches of each, --budget begins no experiment after that many
+seconds. --brief prints a line per figure and threshold at the end.
 
-Exit status: 0 all thresholds are reached; 1 one was missed, a result was wrong, or a run failed;
-2 bad usage.
+Exit status: 0 all thresholds are reached; 1 a threshold was missed, a result was wrong, or a run
+failed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ _COLOURS = {
 _DASHES = ("-", "--", ":", "-.")
 _OF_LIMIT = ("of-limit", "of M/B")
 _RATIO = ("NCCL's time over BytePS's", "speed over NCCL's (min..max)")
-"""Columns of documents' tables."""
+"""Columns of tables in documents."""
 
 
 def _figure(title: str) -> tuple[Any, Any]:
-    # Here, because matplotlib takes a second and most runs draw nothing.
+    # Imported here: matplotlib takes a second to import, and most runs draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -75,7 +76,7 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 
 def _lines(run: Run) -> list[tuple[str, str, str, list[Row]]]:
-    """(label, colour, dashes, rows by size) of each backend and element type."""
+    """Return (label, colour, dashes, rows by size) for each backend and element type."""
     everything = rows(run)
     dtypes = sorted({row.case.dtype for row in everything})
     lines = []
@@ -95,7 +96,7 @@ def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
 
 
 def draw(run: Run, folder: Path) -> list[Path]:
-    """Write the pictures that the run has figures for; return their paths."""
+    """Draw the run's figures as pictures; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     made = [_draw_times(run, folder / "time.png")]
     if run.plan.topology.link_bits:
@@ -106,10 +107,11 @@ def draw(run: Run, folder: Path) -> list[Path]:
 
 
 def parts_of_limit(run: Run) -> dict[str, float]:
-    """Of each backend, what the links allow the first one over the backend's median time.
+    """Return, for each backend, the first backend's least possible time divided by the backend's
+    median time.
 
-    The largest case counts. The limit is the same for all, so that the parts compare times. Empty
-    where links have no limit.
+    The largest case counts. The limit is the same for all, so the fractions compare times. Empty if
+    links have no limit.
     """
     case = max(run.plan.cases, key=lambda one: one.size)
     found = {row.backend: row for row in rows(run) if row.case == case}
@@ -122,11 +124,11 @@ def parts_of_limit(run: Run) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Parts:
-    """What one experiment says of speed."""
+    """Speeds of an experiment."""
 
     label: str
     of_limit: Mapping[str, float]
-    """Of each backend: what the links allow the first one, over the backend's time."""
+    """For each backend: the first backend's least possible time, divided by the backend's time."""
 
 
 def _parts(run: Run) -> Parts:
@@ -135,17 +137,17 @@ def _parts(run: Run) -> Parts:
 
 
 def draw_overview(runs: Sequence[Run], path: Path) -> None:
-    """One picture of many runs: each backend's part of what the links allow.
+    """Draw many runs in one picture: each backend's fraction of link bandwidth.
 
     Args:
-        runs: those without a limit, or launches, have no place in it.
-        path: ends in ``.png``, ``.svg`` or another form that matplotlib writes.
+        runs: runs without a limit or launches are left out.
+        path: ends in ``.png``, ``.svg`` or another format of matplotlib.
     """
     draw_parts([parts for run in runs if run.launches if (parts := _parts(run)).of_limit], path)
 
 
 def described(experiments: Sequence[Parts]) -> str:
-    """All figures of a picture, which it carries as its description."""
+    """Return all figures of a picture as its text description."""
     return "; ".join(
         f"{one.label.replace(chr(10), ', ')}: "
         + ", ".join(f"{backend} {part:.2f}" for backend, part in one.of_limit.items())
@@ -154,9 +156,9 @@ def described(experiments: Sequence[Parts]) -> str:
 
 
 def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
-    """One picture of how near to the links' limit each backend comes in each experiment."""
+    """Draw the fraction of link bandwidth of each backend in each experiment."""
     backends = list(dict.fromkeys(backend for one in experiments for backend in one.of_limit))
-    # Here, as in _figure.
+    # Imported here, like in _figure.
     from matplotlib.patches import Patch
 
     figure, axes = _figure("Push-pull of gradients: fraction of link bandwidth")
@@ -226,7 +228,7 @@ def _draw_ratios(run: Run, path: Path) -> Path:
 
 
 def _tables(text: str) -> Iterator[list[dict[str, str]]]:
-    """Each table's rows by column."""
+    """Yield each table's rows, by column."""
     head: list[str] = []
     rows: list[dict[str, str]] = []
     for line in [*text.splitlines(), ""]:
@@ -235,7 +237,7 @@ def _tables(text: str) -> Iterator[list[dict[str, str]]]:
             if not head:
                 head = cells
             elif set(cells[0]) != {"-"} or len(cells[0]) < 3:
-                # Of two columns of one name the first is ours.
+                # If two columns have the same name, the first is BytePS's.
                 rows.append(dict(reversed([*zip(head, cells, strict=False)])))
             continue
         if head:
@@ -249,7 +251,7 @@ def _number(cell: str) -> float | None:
 
 
 def _of_results(rows: Sequence[Mapping[str, str]]) -> Iterator[Parts]:
-    """The largest size of each experiment that `make bench` wrote."""
+    """Yield the largest size of each experiment in the tables of `make bench`."""
     for name in dict.fromkeys(row["experiment"] for row in rows):
         mine = [row for row in rows if row["experiment"] == name]
         size = max((row["size"] for row in mine), key=lambda size: parse_size(size.split()[0]))
@@ -265,7 +267,7 @@ def _of_results(rows: Sequence[Mapping[str, str]]) -> Iterator[Parts]:
 
 
 def _with_nccl(row: Mapping[str, str]) -> Parts | None:
-    """A row of tensors on GPUs."""
+    """Parse a row of a table for tensors on GPUs."""
     ours = next((_number(row[name]) for name in _OF_LIMIT if name in row), None)
     ratio = next((_number(row[name]) for name in _RATIO if name in row), None)
     if ours is None or ratio is None:
@@ -275,13 +277,13 @@ def _with_nccl(row: Mapping[str, str]) -> Parts | None:
 
 
 def parts_in(text: str) -> list[Parts]:
-    """Of each experiment on links with a limit, how near each backend comes to that limit.
+    """Return, for each experiment on links with a limit, each backend's fraction of that limit.
 
     Args:
-        text: of a document such as docs/results/figures.md.
+        text: text of a document such as docs/results/figures.md.
 
     Raises:
-        ValueError: it has no results.
+        ValueError: the text has no results.
     """
     before, begin, rest = text.partition(BEGIN)
     written, end, after = rest.partition(END)
@@ -327,7 +329,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(experiment: Experiment, run: Run, *, brief: bool) -> bool:
-    """Print what an experiment came to; whether it is as it must be."""
+    """Print the results of an experiment; return whether it meets its thresholds."""
     verdicts = judge_all(experiment.gates, run)
     good = run.wrong == 0 and all(verdict.ok for verdict in verdicts)
     if brief:
@@ -342,7 +344,7 @@ def show(experiment: Experiment, run: Run, *, brief: bool) -> bool:
 
 
 def measure(experiments: Sequence[Experiment], options: argparse.Namespace) -> Iterator[Run]:
-    """Run them one after the other; one that fails does not stop the rest."""
+    """Run experiments one after the other; a failure does not stop the rest."""
     deadline = None if options.budget is None else options.begun + options.budget
     for experiment in experiments:
         if deadline is not None and time.monotonic() > deadline:
@@ -357,10 +359,10 @@ def measure(experiments: Sequence[Experiment], options: argparse.Namespace) -> I
 def earlier(
     meta: dict[str, str], options: argparse.Namespace
 ) -> tuple[Sequence[Run], dict[str, str]]:
-    """What --resume goes on with: its runs, and the metadata of the record.
+    """Return the runs and metadata of the record that --resume continues.
 
     Raises:
-        ValueError: it was recorded with another version of the engine, or on another machine.
+        ValueError: the record is from another version of the engine, or another machine.
     """
     if not options.resume or not options.json.exists():
         return (), meta
@@ -375,7 +377,7 @@ def earlier(
 
 
 def draw_document(document: Path, chart: Path) -> int:
-    """Draw what the tables of a document say; the exit status."""
+    """Draw the tables of a document; return the exit status."""
     try:
         experiments = parts_in(document.read_text(encoding="utf-8"))
         chart.parent.mkdir(parents=True, exist_ok=True)
@@ -432,7 +434,7 @@ def report(
     options: argparse.Namespace,
     kept: Sequence[Run] = (),
 ) -> int:
-    """Show each run as it comes, and record it next to those that are kept; the exit status."""
+    """Show each run when it ends, and record it with the kept runs; return the exit status."""
     by_name = {experiment.name: experiment for experiment in experiments}
     done: list[tuple[Experiment, Run]] = []
     good = True

@@ -1,4 +1,4 @@
-"""Thresholds that a run must reach, and its tables: those that are printed, and a document's."""
+"""Thresholds of a run, and tables for printing and for documents."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from scripts.progress import pipes
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A figure of BytePS, and the bounds that it must keep."""
+    """A figure of BytePS, and its bounds."""
 
     kind: str
-    """``ratio``: times as fast as the base; ``of-limit``: part of what the links allow; ``cpu``:
-    CPU seconds for a GB, over the base's; ``speed``: GB per second; ``cpu-seconds``: for a GB,
-    of all processes of the job."""
+    """``ratio``: speed relative to the base; ``of-limit``: fraction of link bandwidth; ``cpu``: CPU
+    seconds per GB, relative to the base; ``speed``: GB per second; ``cpu-seconds``: per GB, of all
+    processes of the job."""
     case: Case
-    """BytePS's."""
+    """Case of BytePS."""
     base: str = "gloo"
-    """The backend to compare with."""
+    """Backend to compare with."""
     base_case: Case | None = None
-    """The base's; None: the same."""
+    """Case of the base; None: the same."""
     low: float | None = None
     high: float | None = None
 
@@ -50,11 +50,11 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a gate found."""
+    """Result of a gate."""
 
     gate: Gate
     value: float | None
-    """None: the run has no such figure, which is a miss."""
+    """None: the run has no such figure, which counts as a miss."""
     spread: Ratio | None = None
 
     @property
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def judge(gate: Gate, run: Run) -> Verdict:
-    """Hold a run against a gate."""
+    """Check a run against a gate."""
     if gate.kind == "of-limit":
         return Verdict(gate=gate, value=row(run, "byteps", gate.case).of_limit)
     if gate.kind == "speed":
@@ -89,22 +89,23 @@ def judge_all(gates: Sequence[Gate], run: Run) -> list[Verdict]:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A plan, why it is run, and what it must show."""
+    """A plan, its purpose, and its gates."""
 
     name: str
     why: str
     plan: Plan
     gates: Sequence[Gate]
     processors: int = 1
-    """Below so many the cores, not the links, would be what is measured."""
+    """Number of cores that it needs; with fewer, the cores would be the bottleneck, not the
+    links."""
 
     def of_launches(self, launches: int) -> Experiment:
-        """The same with another number of launches."""
+        """Return the experiment with another number of launches."""
         return replace(self, plan=replace(self.plan, launches=launches, retries=launches))
 
 
 def demand_hardware(experiments: Sequence[Experiment]) -> None:
-    """Refuse what this machine cannot measure. Raises ValueError."""
+    """Raise ValueError for experiments that this machine cannot measure."""
     there = len(os.sched_getaffinity(0))
     for one in experiments:
         if there < one.processors:
@@ -155,7 +156,7 @@ def result_table(run: Run) -> list[Sequence[str]]:
 
 
 def ratio_pairs(run: Run) -> list[tuple[Case, str, str, Ratio]]:
-    """The first backend against each other one, case by case."""
+    """Return the ratio of the first backend to each other backend, case by case."""
     first, *others = run.plan.backends
     return [
         (case, first, other, ratio(run.of(first, case), run.of(other, case)))
@@ -165,7 +166,7 @@ def ratio_pairs(run: Run) -> list[tuple[Case, str, str, Ratio]]:
 
 
 def ratio_table(run: Run) -> list[Sequence[str]]:
-    """How many times as fast the first backend is as each other one."""
+    """Return the table of these ratios."""
     lines: list[Sequence[str]] = [RATIO_HEAD]
     for case, ours, theirs, found in ratio_pairs(run):
         lines.append(
@@ -206,7 +207,7 @@ BRIEF_HEAD = (
 
 
 def _brief_cells(run: Run, row: Row) -> list[str]:
-    """The spread is that of the launches' medians."""
+    """Return the cells of a row. The spread is that of the launches' medians."""
     medians = [percentile(one.samples_s, 50) * 1e3 for one in run.of(row.backend, row.case)]
     return [
         *(run.name, row.backend, show_size(row.case.size), f"{row.p50_s * 1e3:.3f}"),
@@ -217,7 +218,7 @@ def _brief_cells(run: Run, row: Row) -> list[str]:
 
 
 def brief_tables(runs: Sequence[tuple[Run, Sequence[Verdict]]]) -> list[list[Sequence[str]]]:
-    """One table of all figures of several runs, and one of their thresholds."""
+    """Return a table of all figures of several runs, and a table of their thresholds."""
     figures: list[Sequence[str]] = [BRIEF_HEAD]
     bars: list[Sequence[str]] = [("experiment", *GATE_HEAD)]
     for run, verdicts in runs:
@@ -229,7 +230,7 @@ def brief_tables(runs: Sequence[tuple[Run, Sequence[Verdict]]]) -> list[list[Seq
 BEGIN = "<!-- results: written by `make bench MARKDOWN=...`, not by hand -->"
 END = "<!-- end of results -->"
 HEAD = ("experiment", "size", "ms", "of-limit", "backend", "its ms", "ratio", "min..max")
-"""``ms`` and ``of-limit`` are BytePS's; ``ratio`` is how many times as fast it is."""
+"""``ms`` and ``of-limit`` are BytePS's; ``ratio`` is its relative speed."""
 
 
 def _ms(seconds: float) -> str:
@@ -238,7 +239,7 @@ def _ms(seconds: float) -> str:
 
 
 def _against(run: Run, case: Case) -> Iterator[tuple[str, str, Ratio | None]]:
-    """Each other backend, its time, and how many times as fast the first one is."""
+    """Yield each other backend, its time, and BytePS's relative speed."""
     first, *others = run.plan.backends
     for other in others:
         outcomes = run.of(other, case)
@@ -254,7 +255,7 @@ def _spread(found: Ratio | None) -> tuple[str, str]:
 
 
 def lines_of(experiment: Experiment, run: Run) -> list[Sequence[str]]:
-    """A row for each case and each backend that BytePS is compared with."""
+    """Return a row for each case and each backend that BytePS is compared with."""
     lines: list[Sequence[str]] = []
     for case in run.plan.cases:
         ours = row(run, run.plan.backends[0], case)
@@ -266,7 +267,7 @@ def lines_of(experiment: Experiment, run: Run) -> list[Sequence[str]]:
 
 
 def launches_of(pairs: Sequence[tuple[Experiment, Run]]) -> str:
-    """How many launches of each backend count, and of which experiments others do, and why."""
+    """Describe how many launches of each backend count, and which experiments differ and why."""
     counts = [len({launch.index for launch in run.counted}) for _, run in pairs]
     usual = mode(counts)
     text = f"{usual}"
@@ -282,7 +283,7 @@ def launches_of(pairs: Sequence[tuple[Experiment, Run]]) -> str:
 
 
 def missed(pairs: Sequence[tuple[Experiment, Run]]) -> str:
-    """How many thresholds are met, and those that are not."""
+    """Describe how many thresholds are met, and which are missed."""
     verdicts = [(one, v) for one, run in pairs for v in judge_all(one.gates, run)]
     good = sum(verdict.ok for _, verdict in verdicts)
     text = f"Thresholds met: {good} of {len(verdicts)}."
@@ -294,7 +295,7 @@ def missed(pairs: Sequence[tuple[Experiment, Run]]) -> str:
 
 
 def results(pairs: Sequence[tuple[Experiment, Run]], meta: Mapping[str, str]) -> str:
-    """One table of all, with what the figures depend on."""
+    """Return a table of all experiments, with metadata."""
     table: list[Sequence[str]] = [HEAD]
     for experiment, run in pairs:
         table += lines_of(experiment, run)

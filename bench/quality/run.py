@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Compares what a GPT learns when its gradients travel in fewer bits.
+"""Compares the loss of a GPT whose gradients travel in fewer bits with the reference.
 
-Trains one model on text in several wire types, each with the same seeds: a seed fixes the
-parameters at the beginning and the order of the data, so that losses of one seed are compared step
-by step. Prints the mean difference over the last steps, relative, with a 95 % interval over seeds
-(of one seed: over steps).
+Trains a model on text with several wire types and the same seeds. A seed fixes initial parameters
+and data order, so losses of the same seed are compared step by step. Prints the mean relative
+difference over the last steps, with a 95 % interval over seeds (for a single seed: over steps).
 
   bench/quality/run.py                                 a small GPT on this machine
   bench/quality/run.py --layers 18 --hidden 768 --steps 1000 --seeds 3 --at-once 9 -- --bf16
   bench/quality/run.py --from-json RESULT --plot CURVES.png
 
-Exit status: 0 all is well; 1 a run failed, or a difference is above its limit; 2 bad usage.
+Exit status: 0 success; 1 a run failed, or a difference is above its limit; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SCHEMA = 1
 TYPES = ("same", "bf16", "int8", "int4")
 REFERENCE = "bf16"
 LAST = 100
-"""Steps whose losses are compared."""
+"""Number of last steps whose losses are compared."""
 HEAD = ("wire type", "seeds", f"loss, last {LAST} steps", f"over {REFERENCE}'s", "95 % interval")
 
 
@@ -70,8 +69,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def learn(
     options: argparse.Namespace, prefix: Path, wire: str, seed: int, number: int
 ) -> list[float]:
-    """The loss of every step of a run; runs of other numbers have other GPUs, as long as there are
-    some."""
+    """Train and return the loss of every step. `number` selects the GPU: runs with different
+    numbers use different GPUs as long as there are enough."""
     arguments = gpt.megatron_arguments(options, prefix, seed)
     arguments += ["--use-dpu-reduce", "--dpu-reduce-backend", "flat"]
     if wire != "same":
@@ -99,14 +98,15 @@ def learn(
 
 
 def differences(losses: dict[str, list[list[float]]], wire: str) -> list[float]:
-    """Relative to the reference: one for each seed, or of one seed for each of the last steps."""
+    """Return relative differences to the reference: one per seed, or for a single seed one per last
+    step."""
     pairs = zip(losses[wire], losses[REFERENCE], strict=True)
     steps = [[(a - b) / b for a, b in zip(x[-LAST:], y[-LAST:], strict=True)] for x, y in pairs]
     return steps[0] if len(steps) == 1 else [statistics.fmean(one) for one in steps]
 
 
 def rows(losses: dict[str, list[list[float]]]) -> list[Sequence[str]]:
-    """The table."""
+    """Return the table."""
     table: list[Sequence[str]] = [HEAD]
     for wire, runs in losses.items():
         loss = statistics.fmean(value for run in runs for value in run[-LAST:])
@@ -119,7 +119,7 @@ def rows(losses: dict[str, list[list[float]]]) -> list[Sequence[str]]:
 
 
 def problems(losses: dict[str, list[list[float]]], at_most: dict[str, float]) -> list[str]:
-    """Differences above their limits."""
+    """Return descriptions of differences above their limits."""
     found = []
     for wire, limit in at_most.items():
         mean, _, _ = gpt.interval(differences(losses, wire))
@@ -131,7 +131,7 @@ def problems(losses: dict[str, list[list[float]]], at_most: dict[str, float]) ->
 
 
 def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
-    """Curves as a picture: the losses, and how they differ from the reference's."""
+    """Draw the losses, and their differences to the reference."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -156,7 +156,7 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train all. Raises JobError where a run fails."""
+    """Train all. Raises JobError if a run fails."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     asked = [(wire, seed) for seed in range(1, options.seeds + 1) for wire in options.types]
     losses: dict[str, list[list[float]]] = {wire: [] for wire in options.types}

@@ -1,4 +1,4 @@
-"""The failures that a job must survive, and a run of each, held against a run without any."""
+"""Failures that a job must survive; a run of each is compared with a run without failures."""
 
 from __future__ import annotations
 
@@ -36,33 +36,34 @@ MODEL: tuple[str, ...] = tuple(
 ENVIRONMENT = environment_on(CPU)
 
 IN_BACKGROUND = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
-"""Checkpoints are written by a process next to each rank. Without the second flag Megatron ignores
-the first; its other strategy needs a package."""
+"""Arguments to write checkpoints in a process next to each rank. Without the second flag Megatron
+ignores the first; its other strategy needs another package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to fail."""
+    """A kind of failure."""
 
     title: str
     ranks: int = RANKS
     faults: Sequence[Mapping[str, Any]] = ()
     breaks: int | None = None
-    """The driver kills this process of BytePS (0: the scheduler) while rank 0 holds a step."""
+    """Index of the BytePS process that the driver kills (0: the scheduler) while rank 0 holds a
+    step."""
     loses_node: bool = False
-    """The driver kills a machine with a rank, while rank 0 holds a step; see `nodes`."""
+    """Whether the driver kills a machine with a rank while rank 0 holds a step; see `nodes`."""
     incarnations: int = 2
-    """With those that fail."""
+    """Number of generations, including those that fail."""
     blames: str = ""
-    """What the first failure's text must hold."""
+    """Text that the first failure must contain."""
     limits: Mapping[str, float] = field(default_factory=dict)
     model: Sequence[str] = MODEL
-    """Of the training script, like what follows."""
+    """Arguments of the training script that describe the model."""
     arguments: Sequence[str] = ()
     saves: bool = True
-    """Checkpoints."""
+    """Whether the job saves checkpoints."""
     memory_every: int | None = None
-    """Keep states in the memory of actors every so many steps; recoveries start from there."""
+    """Number of steps between states kept in actors' memory, from which recoveries start."""
     thorough: bool = False
 
 
@@ -107,7 +108,7 @@ CASES = {
     ),
     "scheduler": Case(
         title="the scheduler is killed",
-        # Not to go on: a second passes until workers notice, and the job may be done by then.
+        # Holds the job: workers take a second to notice, and the job may be done by then.
         faults=[_fault(0, "sleep")],
         breaks=SCHEDULER,
         blames="scheduler was killed by signal 9",
@@ -218,20 +219,20 @@ CASES = {
 _PLAIN = Case(title="", incarnations=1)
 
 ROOM = 3
-"""Cores of the first node that a pool leaves to ``several_nodes``: for the scheduler, the
-server, and one rank."""
+"""Cores of the first node that a pool leaves to ``several_nodes``: for the scheduler, the server,
+and one rank."""
 
 
 def cluster_settings(settings: Settings) -> Settings:
-    """For the cluster of a pool with these settings, and that room."""
+    """Return settings for the cluster of a pool with these settings, with that room."""
     return replace(settings, ranks=settings.ranks + ROOM)
 
 
 @contextmanager
 def several_nodes(folder: Path) -> Iterator[Runner]:
-    """Two ranks and a spare, each on a node of its own; two of the nodes may be lost.
+    """Context with two ranks and a spare, each on its own node; two of the nodes may be lost.
 
-    Their cluster is that of ``cluster_settings``, and the room is free.
+    It needs the cluster of ``cluster_settings``, with the room free.
     """
     nodes = Nodes(folder / "nodes")
     settings = pool_settings(folder / "pool", spares=1)
@@ -253,7 +254,7 @@ def pool_settings(
     preload: Sequence[str] = PRELOAD,
     platform: Platform = CPU,
 ) -> Settings:
-    """Of the pool that all cases share: its actors import everything once."""
+    """Return the settings of the pool that all cases share: its actors import everything once."""
     return settings_on(
         platform,
         folder,
@@ -266,13 +267,13 @@ def pool_settings(
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a job."""
+    """Result of a job."""
 
     folder: Path
-    """Of the job."""
+    """Folder of the job."""
     events: list[dict[str, Any]]
     steps: list[dict[str, Any]]
-    """As the driver recorded them, those that were done twice too."""
+    """Steps recorded by the driver, including repeated steps."""
     state: dict[str, Any]
     """The driver's state file."""
 
@@ -281,7 +282,7 @@ class Outcome:
 
     @property
     def losses(self) -> dict[int, list[float]]:
-        """By step, each generation's."""
+        """Return each step's losses, one per generation that made the step."""
         result: dict[int, list[float]] = {}
         for step in self.steps:
             result.setdefault(step["step"], []).append(step["values"]["lm loss"])
@@ -289,12 +290,12 @@ class Outcome:
 
 
 class Runner:
-    """Runs jobs, one after the other, on the actors of one pool."""
+    """Runs jobs, one after the other, on the actors of a pool."""
 
     def __init__(
         self, pool: Pool, settings: Settings, folder: Path, nodes: Nodes | None = None
     ) -> None:
-        """``settings`` are those of the pool, ``nodes`` those that may be lost."""
+        """``settings``: those of the pool. ``nodes``: nodes that may be lost."""
         self.pool = pool
         self._nodes = nodes
         self.folder = folder
@@ -309,8 +310,8 @@ class Runner:
         on_event: Callable[[dict[str, Any], Job], None] | None = None,
         **changes: Any,
     ) -> Outcome:
-        """One job in a folder of its own; ``changes`` are of its settings."""
-        # Actors that the job before has lost are being replaced.
+        """Run a job in its own folder; ``changes`` are applied to its settings."""
+        # Actors lost in the job before are still being replaced.
         actors = self._settings.ranks + self._settings.spares
         if not self.pool.wait_warm(actors, self._settings.limits.warm):
             raise RuntimeError("the pool's actors do not become warm")
@@ -365,7 +366,7 @@ class Runner:
         )
 
     def _break(self, case: Case) -> None:
-        """Kill what the case says."""
+        """Kill the processes of the case."""
         if case.breaks is not None:
             ray.get(self.pool.byteps[case.breaks].signal.remote(9))  # SIGKILL
         if case.loses_node:
@@ -374,7 +375,7 @@ class Runner:
             self._nodes.lose(next(node for node in places if node in self._nodes.known))
 
     def uninterrupted(self, case: Case) -> Outcome:
-        """The same job without faults."""
+        """Return the result of the same job without faults."""
         key = (str(case.ranks), *case.model, *case.arguments)
         if key not in self._whole:
             plain = replace(_PLAIN, ranks=case.ranks, model=case.model, arguments=case.arguments)
@@ -383,11 +384,11 @@ class Runner:
 
 
 def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
-    """What is not as it must be; empty where the job survived the failure."""
+    """Return descriptions of deviations; empty if the job survived the failure."""
     found, whole = [], uninterrupted.losses
     failures = outcome.of("failure")
     count = len(outcome.of("incarnation"))
-    # A busy machine may keep all ranks from a step for longer than such a limit.
+    # A busy machine may delay all ranks beyond such a limit.
     if count < case.incarnations or (count > case.incarnations and not case.limits):
         found.append(f"{count} generations instead of {case.incarnations}: {failures}")
     if failures and case.blames not in str(failures[0]["failure"]):
@@ -397,7 +398,7 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     if sorted(outcome.losses) != sorted(whole):
         found.append(f"steps {sorted(outcome.losses)} instead of {sorted(whole)}")
     for step, losses in outcome.losses.items():
-        # Every generation's: those before the failure, and those after it.
+        # Losses of every generation, before and after the failure.
         if set(losses) != set(whole.get(step, [])):
             found.append(f"step {step}: losses {losses}, without faults {whole.get(step)}")
     recovered = outcome.of("recovered")

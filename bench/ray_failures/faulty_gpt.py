@@ -1,4 +1,4 @@
-"""Megatron's GPT pretraining, with faults that a script decides: the entry of jobs that must fail.
+"""Megatron's GPT pretraining with scripted faults: the entry of jobs that must fail.
 
 ``SCRIPTED_FAULTS`` holds a JSON list of faults, each with ``incarnation``, ``rank``, ``when`` and
 ``what``:
@@ -10,7 +10,7 @@
   driver breaks something else meanwhile), ``joiner:N`` (wait until replica N is ready to join), or
   ``told`` (wait until this rank is told to end).
 
-With ``replica`` a fault is of that replica alone.
+A fault with ``replica`` affects only that replica.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _HOLD_S = 120.0
 
 
 def _recorded(folder: Path, step: int) -> bool:
-    """Whether the driver of the job in this folder has recorded that step."""
+    """Return whether the driver of the job in this folder has recorded that step."""
     record = folder / "steps.jsonl"
     whole_lines = record.read_text().rpartition("\n")[0] if record.exists() else ""
     return any(json.loads(line)["step"] >= step for line in whole_lines.splitlines())
 
 
 def _do(what: str, after: int = 0) -> None:
-    """``after``: the number of the last step that was done."""
-    # What was printed so far is the log's.
+    """Strike. ``after``: number of the last completed step."""
+    # Otherwise output would be lost.
     sys.stdout.flush()
     print(f"fault: {what}", flush=True)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "actor":
         file = Path(os.environ["SCRIPTED_STATE"])
-        # An actor that dies takes along the steps that the driver has not heard of.
+        # If an actor dies, steps that it has not reported to the driver are lost.
         _await(lambda: after == 0 or _recorded(file.parent, after))
         state = json.loads(file.read_text())
         os.kill(state["ranks"][int(os.environ["RANK"])]["pid"], signal.SIGKILL)
-        time.sleep(_HOLD_S)  # the fork server ends this process when its actor is gone
+        time.sleep(_HOLD_S)  # The fork server ends this process when its actor is gone.
     elif what == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "sleep":
@@ -92,7 +92,7 @@ def _before(module: Any, name: str, call: Callable[[dict[str, Any]], None]) -> N
 
 
 def _while_handed_in(step: int, what: str) -> None:
-    """Strike when a part of that step's state is with the actor."""
+    """Strike when the actor has a part of that step's state."""
 
     class Keeper(memory.Keeper):
         def __init__(self, name: str, of: int) -> None:
@@ -105,7 +105,7 @@ def _while_handed_in(step: int, what: str) -> None:
                 _do(what)
             super().finish()
 
-    memory.Keeper = Keeper  # type: ignore[misc, assignment] # in place of the class
+    memory.Keeper = Keeper  # type: ignore[misc, assignment] # replaces the class
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def main() -> None:
     from megatron.training import training
 
     take_a_share()
-    # Steps that are done twice are compared to the last bit, on GPUs as well.
+    # Repeated steps are compared bit for bit, on GPUs as well.
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_INCARNATION"])
     replica = int(os.environ.get("BYTEPS_REPLICA", "0/1").partition("/")[0])

@@ -1,4 +1,4 @@
-"""Further nodes of a Ray cluster on this machine, each of which can be lost as a machine is, and a
+"""More nodes of a Ray cluster on this machine, each of which can be lost like a machine; and a
 script for jobs on them."""
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _CALL_S = 120.0
 
 
 class Nodes:
-    """Nodes in addition to that of ``cluster``, which this process is the driver of."""
+    """Nodes in addition to that of ``cluster``, of which this process is the driver."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is for logs."""
+        """``folder``: for logs."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._names: dict[str, str] = {}
 
     @property
     def known(self) -> set[str]:
-        """Ray's numbers of those that are there."""
+        """Return Ray's ids of the nodes that are there."""
         return set(self._names)
 
     def add(self, cpus: int = 1, gpus: int = 0, mask: str | None = None) -> str:
-        """Start a node; Ray's number of it. Ray takes it to have so many GPUs, whatever there is.
+        """Start a node; return Ray's id of it. Ray assumes that it has this number of GPUs.
 
-        ``mask`` is its CUDA_VISIBLE_DEVICES.
+        ``mask``: its CUDA_VISIBLE_DEVICES.
 
-        Ray gives a node 30 s to start, and the node gives its agents 15 s. A busy machine keeps
-        neither, so that it is tried again.
+        Ray gives a node 30 s to start, and the node gives its agents 15 s. A busy machine exceeds
+        these limits, so the start is repeated.
 
         Raises:
             RuntimeError: it did not start; the text has the end of its log.
@@ -64,7 +64,7 @@ class Nodes:
                 raise RuntimeError(f"a node of Ray did not start:\n{text[-2000:]}")
 
     def _start(self, name: str, cpus: int, gpus: int, mask: str | None, log: Path) -> bool:
-        """Whether Ray says that it did."""
+        """Start a node; return whether Ray reports success."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
         command += ["--address", ray.get_runtime_context().gcs_address]
         command += ["--node-ip-address", "127.0.0.1", "--num-cpus", str(cpus)]
@@ -86,17 +86,18 @@ class Nodes:
         return started.returncode == 0
 
     def lose(self, node: str) -> None:
-        """Kill all its processes: Ray's, the fork server, and the ranks."""
+        """Kill all processes of a node: Ray's, the fork server, and the ranks."""
         _kill(self._names.pop(node))
 
     def close(self) -> None:
-        """The same for all that are left."""
+        """Kill the remaining nodes."""
         for node in list(self._names):
             self.lose(node)
 
 
 def _kill(name: str) -> None:
-    """First all are stopped, so that none hears of another one's end, or starts a new one."""
+    """Kill a node's processes. All are stopped first, so that none sees another's end, or starts a
+    new process."""
     stopped: dict[int, psutil.Process] = {}
     while True:
         found = [process for process in _processes(name) if process.pid not in stopped]
@@ -113,8 +114,8 @@ def _kill(name: str) -> None:
 
 
 def _processes(name: str) -> list[psutil.Process]:
-    """Those of a node: whose environment says so, and their children, who may have overwritten
-    theirs to show a title."""
+    """Return the processes of a node. Their environment names it; their children's may be
+    overwritten by a process title."""
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -124,7 +125,7 @@ def _processes(name: str) -> list[psutil.Process]:
     return list(found.values())
 
 
-# Trains nothing: three steps, a sum each.
+# Trains nothing: three steps with a sum each.
 SCRIPT = """
 import json, os, sys
 import torch

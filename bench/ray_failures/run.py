@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Breaks jobs under Ray in every way that they must survive, and tells what became of each.
+"""Breaks jobs under Ray in every way that they must survive, and reports each result.
 
 Each job trains a small GPT on two or four ranks of this machine, with spares, a scheduler and a
-server. With --device cuda ranks are on GPUs, which they share where there are too few, and the case
-that loses a machine is left out. It has survived when its losses, of every step,
-before and after the failure, are those of a job without one, to the last bit. Times are in seconds
-from the failure.
+server. With --device cuda ranks are on GPUs, shared if there are too few, and the case that loses a
+machine is left out. A job has survived if its losses in every step, before and after the failure,
+equal those of a job without failure, bit for bit. Times are in seconds from the failure.
 
-Exit status: 0 all were survived; 1 one was not; 2 bad usage.
+Exit status: 0 all jobs survived; 1 a job did not; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tests.layouts.job import CUDA, PLATFORMS, gpus_to_offer
 from tests.layouts.table import Table, line, refuse_missing_gpus
 
 COLUMNS = {"noticed": "noticed", "step": "first step", "total": "in all"}
-"""Of the phases of a recovery, those that the table shows; the driver prints all of them."""
+"""Phases of a recovery in the table; the driver prints all of them."""
 assert set(COLUMNS) <= {*ORDER, "total"}
 
 
@@ -49,7 +48,7 @@ TABLE = Table(
 
 
 def row(title: str, outcome: Outcome, found: Sequence[str]) -> list[str]:
-    """One row of the table: of several recoveries the last."""
+    """Return a row of the table; with several recoveries, the last counts."""
     spent = outcome.of("recovered")[-1]["phases"].seconds() if outcome.of("recovered") else {}
     times = [f"{spent[name]:.1f}" if name in spent else "-" for name in COLUMNS]
     blame = str(outcome.of("failure")[0]["failure"]) if outcome.of("failure") else "-"
@@ -59,7 +58,7 @@ def row(title: str, outcome: Outcome, found: Sequence[str]) -> list[str]:
 
 
 def machine() -> str:
-    """What ran the cases, in words."""
+    """Describe the machine."""
     where = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, no GPU"
     return f"{where}; load {os.getloadavg()[0]:.0f} from other work at the end"
 
@@ -79,7 +78,7 @@ def main() -> int:
         if options.markdown is not None:
             parser.error("--markdown writes the table of the CPU")
         refuse_missing_gpus(parser, options.device)
-        # The machines that it would lose have no GPUs.
+        # The machines to lose have no GPUs.
         options.case = [name for name in options.case if not CASES[name].loses_node]
         if not options.case:
             parser.error("--device cuda leaves out the case that loses a machine: none is left")

@@ -1,7 +1,7 @@
-"""The guest's part: everything is measured here, interleaved, and written down as JSON.
+"""Measurements in the guest, interleaved, with results as JSON.
 
-``python -m bench.rdma.inside SPEC RESULT``. Workers are forked from this process, which imports
-torch once: that takes half a minute where the CPU is emulated.
+``python -m bench.rdma.inside SPEC RESULT``. Workers are forked from this process, so that torch is
+imported only once: on an emulated CPU that takes half a minute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scripts.children import captured
 START_S = 60.0
 RUN_S = 180.0
 IN_FLIGHT = 16
-"""Partitions, while control messages are timed."""
+"""Number of partitions in flight while control messages are timed."""
 PLANES = {"one plane": "0", "two planes": "1"}
 
 
@@ -40,20 +40,21 @@ PLANES = {"one plane": "0", "two planes": "1"}
 class Spec:
     address: str
     size: int
-    """Bytes of a partition, and of one of perftest's writes."""
+    """Bytes of a partition, and of a write of perftest."""
     partitions: int
-    """Of the tensor that is summed."""
+    """Number of partitions of the summed tensor."""
     rounds: int
     repetitions: int
     writes: int
     window: int
-    """BYTEPS_RDMA_WINDOW_BYTES: emulated links are slower than those that the default is for."""
+    """BYTEPS_RDMA_WINDOW_BYTES: emulated links are slower than those for which the default is
+    meant."""
     ping_ms: int
     idle_s: float
 
 
 def perftest(spec: Spec) -> float:
-    """Bytes a second, both ways together, of plain RDMA writes of the size."""
+    """Return bytes per second, both directions together, of plain RDMA writes of the given size."""
     command = ["ib_write_bw", "-R", "-b", "-s", str(spec.size), "-n", str(spec.writes), "-t", "16"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
@@ -75,7 +76,7 @@ def perftest(spec: Spec) -> float:
 
 @contextmanager
 def job(spec: Spec, settings: dict[str, str]) -> Iterator[tuple[dict[str, str], list[int]]]:
-    """A scheduler and a server: the variables that lead there, and their pids."""
+    """Context with a scheduler and a server: the variables to join them, and their pids."""
     with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
         env = {
             **plain_environment(),
@@ -101,7 +102,7 @@ def job(spec: Spec, settings: dict[str, str]) -> Iterator[tuple[dict[str, str], 
 
 
 def forked(env: dict[str, str], program: Callable[[], Any]) -> Any:
-    """What the program returns, run in a child under this environment."""
+    """Run a program in a child with this environment; return its result."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -128,7 +129,8 @@ def forked(env: dict[str, str], program: Callable[[], Any]) -> Any:
 
 
 def push_pull(spec: Spec, settings: dict[str, str]) -> float:
-    """Bytes a second, both ways together, of sums of one worker: all transport, no addition."""
+    """Return bytes per second, both directions together, of sums of a single worker: only
+    transport, no addition."""
 
     def work() -> float:
         bps.init()
@@ -142,15 +144,16 @@ def push_pull(spec: Spec, settings: dict[str, str]) -> float:
             if not (tensor == round_ + 1).all():
                 raise ValueError(f"round {round_} is wrong")
         bps.shutdown()
-        return 2 * tensor.numel() * spec.rounds / sum(spent[1:])  # the first declares
+        # The first sum declares the tensor.
+        return 2 * tensor.numel() * spec.rounds / sum(spent[1:])
 
     with job(spec, settings) as (env, _):
         return forked(env, work)
 
 
 def control_delay(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
-    """p50 and p99, in seconds, of a control message and its answer while values fill the link: of
-    declarations, amid sums of IN_FLIGHT partitions."""
+    """Return p50 and p99, in seconds, of the round trip of a control message (a declaration) while
+    sums of IN_FLIGHT partitions fill the link."""
 
     def work() -> dict[str, float]:
         bps.init()
@@ -185,13 +188,13 @@ def control_delay(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
 
 
 def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
-    """Part of a core that each process uses while nothing is summed."""
+    """Return the fraction of a core that each process uses while nothing is summed."""
     with job(spec, settings) as (env, nodes):
 
         def work() -> list[float]:
             bps.init()
             bps.push_pull_inplace(torch.ones(spec.size), average=False, name="idle")
-            time.sleep(1.0)  # let the last of it be done
+            time.sleep(1.0)  # Lets the last messages finish.
             pids = [*nodes, os.getpid()]
             begin, before = time.monotonic(), [record.process_cpu_ns(pid) for pid in pids]
             time.sleep(spec.idle_s)
@@ -203,8 +206,8 @@ def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
 
 
 def measure(spec: Spec) -> dict[str, Any]:
-    """All of it, interleaved, so that what changes with time changes all alike. The figure of plain
-    writes is the mean of those right before the sums and right after."""
+    """Measure everything, interleaved, so that drift affects all alike. The figure for plain writes
+    is the mean of those right before and right after the sums."""
     rdma = {"DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_RDMA_WINDOW_BYTES": str(spec.window)}
     planes = {name: {**rdma, "BYTEPS_RDMA_DATA_PLANE": value} for name, value in PLANES.items()}
     goodput: dict[str, list[float]] = {"ib_write_bw": [], **{name: [] for name in PLANES}}

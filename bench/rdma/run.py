@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measures the RDMA transport in a virtual machine with soft-RoCE, and compares it with thresholds.
 
-Interleaved, several times: perftest's plain writes, then push_pull with one plane and with two, and
-the delay of a control message while values fill the link. At the end, the CPU time of a job that
-sums nothing. docs/results/method.md says what such figures can tell.
+Measures, interleaved and repeated: perftest's plain writes, push_pull with one plane and with two,
+and the delay of a control message while values fill the link. At the end, the CPU time of an idle
+job. docs/results/method.md explains what such figures show.
 
-Exit status: 0; 1 something failed or a threshold was missed; 2 bad usage.
+Exit status: 0 success; 1 a measurement failed or a threshold was missed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BEGIN = "<!-- results: written by bench/rdma/run.py, not by hand -->"
 END = "<!-- end of results -->"
 LEAST_SHARE = 0.90
-"""Of ib_write_bw, that push_pull has to reach with two planes."""
+"""Fraction of ib_write_bw's rate that push_pull must reach with two planes."""
 LEAST_GAIN = 3.0
-"""Times that the p99 of a control round trip has to be lower with two planes than with one."""
+"""Factor by which two planes must reduce the p99 of a control round trip."""
 MOST_IDLE = 0.02
-"""Of a core, for any process."""
+"""Largest fraction of a core that an idle process may use."""
 
 Table = list[Sequence[str]]
 
@@ -114,7 +114,7 @@ def bar_table(bars: Sequence[Bar]) -> Table:
 
 
 def titled(result: Mapping[str, Any]) -> list[tuple[str, Table]]:
-    """Every table, under what it shows."""
+    """Return every table with its title."""
     spec = result["spec"]
     size, runs = show_size(spec["size"]), spec["repetitions"]
     amount = f"{spec['partitions']} partitions of {size}, a window of {show_size(spec['window'])}"
@@ -161,7 +161,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Raises VmError."""
+    """Run the guest and return its result. Raises VmError."""
     names = ("size", "partitions", "rounds", "repetitions", "writes", "window", "ping_ms", "idle_s")
     spec = {name: getattr(options, name) for name in names}
     spec |= {"address": address_of(1)}

@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
-"""Times the additions that a server makes, each compared with a plain loop over the same memory.
+"""Times a server's additions, each compared with a plain loop over the same memory.
 
-So it does with AdamW, which a server that keeps the parameters makes of each sum. Compiles
-byteps/byteps/server/reducer.cc and optimizer/update.cc as the wheel does, and a program that runs
-each of their functions in one thread over a working set that no cache holds, as a server sums what
-the network has just written. The limit is a loop that reads and writes the same lines of memory and
-adds them up as integers. What counts is the thread's time on a core, and of that the fastest
-sample, for both: whatever else a machine does only adds to it. Every operation's results are
-compared with values worked out in another way.
+It also times AdamW, which a server with parameters applies to each sum. Compiles
+byteps/byteps/server/reducer.cc and optimizer/update.cc like the wheel, and a program that runs each
+of their functions in one thread. The working set exceeds the caches, because a server sums data
+that the network has just written. The limit is a loop that reads and writes the same memory and
+adds integers. The fastest sample of the thread's CPU time counts for both, because other load can
+only add time. Every operation's results are compared with independently computed values.
 
-The threshold is a part of the speed of the plain loop. Where a plain loop of the same arithmetic,
-compiled for this very machine, is slower than memory, it takes that loop's place: averages of bf16
-take some CPUs longer than their memory. fp16, which many CPUs cannot convert fast, has none.
+The threshold is a fraction of the plain loop's speed. If a loop of the same arithmetic, compiled
+for this machine, is slower than memory, it is used instead: on some CPUs averages of bf16 are
+limited by arithmetic. fp16 has no threshold, because many CPUs convert it slowly.
 
-Exit status: 0 all is well; 1 a wrong result, a gated operation below --min-of-limit, or a program
-that does not build; 2 bad usage.
+Exit status: 0 success; 1 a wrong result, a gated operation below --min-of-limit, or a failed build;
+2 bad usage.
 """
 
 from __future__ import annotations
@@ -47,48 +46,48 @@ HEAD = ("operation", "type", "read", "written", "GB/s", "plain GB/s", "of-limit"
 
 
 class BenchError(Exception):
-    """The program could not be built or run; the text has its complaint."""
+    """The program could not be built or run; the text has its error output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One operation on one type."""
+    """Result of an operation on a type."""
 
     operation: str
     type: str
     read: int
-    """Bytes, for each element."""
+    """Bytes read per element."""
     written: int
     bytes: int
-    """Read and written in a sample."""
+    """Bytes read and written per sample."""
     seconds: list[float]
     plain_seconds: list[float]
-    """Of the plain loop, interleaved with the others."""
+    """Samples of the plain loop, interleaved with the others."""
     arithmetic_seconds: list[float]
-    """Samples of the operation as a loop of plain arithmetic; none: memory alone limits it."""
+    """Samples of a plain loop of the same arithmetic; empty if only memory limits the operation."""
     wrong: int
     level: str
-    """Instructions for which the operation's loops were compiled: ``x86-64-v4`` and so on."""
+    """Instruction set for which the operation's loops were compiled, such as ``x86-64-v4``."""
 
     @property
     def speed(self) -> float:
-        """Bytes a second."""
+        """Return bytes per second."""
         return self.bytes / min(self.seconds)
 
     @property
     def plain_speed(self) -> float:
-        """Bytes a second of the plain loop."""
+        """Return bytes per second of the plain loop."""
         return self.bytes / min(self.plain_seconds)
 
     @property
     def of_limit(self) -> float:
-        """The time of the plain loop, or of plain arithmetic where the core computes longer than
-        its memory takes, over the operation's."""
+        """Return the limit's time divided by the operation's: the plain loop's, or that of plain
+        arithmetic if it is slower."""
         computing = min(self.arithmetic_seconds, default=0.0)
         return max(min(self.plain_seconds), computing) / min(self.seconds)
 
     def misses(self, least: float | None) -> bool:
-        """Whether it misses the threshold."""
+        """Return whether it misses the threshold."""
         return least is not None and self.type in GATED_TYPES and self.of_limit < least
 
     def cells(self, least: float | None) -> Sequence[str]:
@@ -118,10 +117,10 @@ def positive(text: str) -> int:
 
 
 def beyond_caches() -> int:
-    """Twice the largest cache, at least 256 MiB."""
+    """Return twice the largest cache's size, at least 256 MiB."""
     sizes = [256 << 20]
     for entry in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = entry.read_text().strip()  # such as 2048K
+        text = entry.read_text().strip()  # For example 2048K.
         if text.endswith("K"):
             sizes.append(2 * int(text[:-1]) << 10)
     return max(sizes)
@@ -153,7 +152,7 @@ def build(folder: Path) -> Path:
     common = [compiler, "-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-Wall", "-Wextra"]
     common += ["-I", str(OVERLAY)]
     reducer, program = folder / "reducer.o", folder / "reducer_bench"
-    # The reducer as it ships, for any machine; the plain loop is the best that this one can.
+    # The reducer is compiled as it ships, for any machine; the plain loop for this machine.
     source = OVERLAY / "byteps" / "server" / "reducer.cc"
     run([*common, "-c", str(source), "-o", str(reducer)])
     updates, update = folder / "update.o", source.parent / "optimizer" / "update.cc"
@@ -163,7 +162,7 @@ def build(folder: Path) -> Path:
 
 
 def run(command: Sequence[str]) -> str:
-    """What a command prints. Raises BenchError."""
+    """Return the output of a command. Raises BenchError."""
     try:
         done = captured(command, LIMIT_S)
     except OSError as error:
@@ -205,7 +204,7 @@ def metadata(options: argparse.Namespace, level: str) -> dict[str, str]:
 
 
 def report(results: Sequence[Result], options: argparse.Namespace, meta: dict[str, str]) -> int:
-    """Print and write what came out; the exit status."""
+    """Print and write the results; return the exit status."""
     least = options.min_of_limit
     print("\n".join(f"# {name}: {text}" for name, text in meta.items()))
     print(aligned([HEAD, *(result.cells(least) for result in results)]))

@@ -1,28 +1,27 @@
 #!/usr/bin/env python3
-"""What it costs replicas that one of them dies now and then, and comes back.
+"""Measures the cost of replicas that die from time to time and come back.
 
-Trains a small GPT by replicas on this machine, each step of which takes a given time at least, and
-kills a rank of one replica after the other. The replica is started again at once; with --warm its
-next process waits for its place already. Replicas are spread over this machine's GPUs. Prints for
-each death how long the others' steps took longer than usual, how long it took until the replica had
-joined, and how long the others waited for that; and the goodput: samples that were trained on, over
-those of as long a time without deaths.
+Trains a small GPT with replicas on this machine, with a minimum time per step, and kills a rank of
+one replica after the other. The replica is restarted at once; with --warm its next process is
+already waiting. Replicas are spread over this machine's GPUs. Prints for each death: the delay of
+the others' steps, the time until the replica has joined, and the time that the others waited for
+it. Also prints the goodput: trained samples, relative to the same time without deaths.
 
   bench/replicas/failures.py --pace 1 --kill-every 60 --kills 5
 
-With --kill servers it is the servers that are killed, while another one waits for the place.
-Replicas stay, and each killed server is followed by a new one that waits.
+With --kill servers, servers are killed instead of replicas, while a spare server waits. Each killed
+server is followed by a new spare.
 
   bench/replicas/failures.py --kill servers --servers 2 --pace 1 --kill-every 30 --kills 6
 
-With --slow the last replica's passes take so many times as long instead, and nobody dies. Prints
-how much longer the others' steps take than without that.
+With --slow nothing is killed; instead the last replica's passes take this many times as long.
+Prints by how much the others' steps become longer.
 
   bench/replicas/failures.py --slow 2 --every 30 --quorum 3@20 --steps 120
 
   bench/replicas/failures.py --from-json RESULT
 
-Exit status: 0 all is well; 1 a process failed that was not killed, replicas end with different
+Exit status: 0 success; 1 a process failed without being killed, replicas end with different
 parameters, or a value is above its limit; 2 bad usage.
 """
 
@@ -65,11 +64,11 @@ WAITS = "waiting for the place of a server that is lost"
 
 
 class Servers:
-    """The servers of a job on this machine, and the spares.
+    """Servers and spare servers of a job on this machine.
 
     Args:
-        count: how many have places; they are started already.
-        environment: what leads to the job.
+        count: number of active servers, which are started already.
+        environment: variables to join the job.
     """
 
     def __init__(self, processes: Processes, count: int, environment: Mapping[str, str]) -> None:
@@ -78,7 +77,7 @@ class Servers:
         self._started = count
 
     def start(self) -> None:
-        """Start one more, which waits for a place."""
+        """Start a spare server, which waits for a place."""
         start_server(self._started, LOOPBACK, self._processes, self._environment)
         self._titles.append(f"server-{self._started}")
         self._started += 1
@@ -88,19 +87,19 @@ class Servers:
         return any(WAITS in text and "this is server" not in text for text in texts)
 
     def kill(self, rank: int) -> None:
-        """Kill the one that has this rank, by SIGKILL."""
+        """Kill the server of this rank, by SIGKILL."""
         mine = f"this is server {rank},"
         (title,) = (one for one in self._titles if mine in self._processes.text_of(one))
         self._titles.remove(title)
         self._processes.kill(title)
 
     def replaced(self) -> int:
-        """How many have been replaced by now."""
+        """Return how many servers have been replaced so far."""
         return self._processes.text_of("scheduler").count(REPLACED)
 
 
 class ServerDeaths:
-    """Kills one server after the other, at intervals, while another one waits for its place."""
+    """Kills one server after the other, at intervals, while a spare waits."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -174,7 +173,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass
 class Life:
-    """One life of a replica."""
+    """A process lifetime of a replica."""
 
     replica: int
     record_file: Path
@@ -182,10 +181,10 @@ class Life:
     started: float
     killed: bool = False
     ends: list[float] = field(default_factory=list)
-    """When each of its steps had ended."""
+    """End time of each of its steps."""
     record: Record = field(default_factory=Record)
     text: str = ""
-    """What rank 0 has printed."""
+    """Output of rank 0."""
 
     def look(self, now: float) -> None:
         self.record = read_record(self.record_file)
@@ -194,7 +193,7 @@ class Life:
 
 
 class Job:
-    """Replicas on this machine, which are killed and started again."""
+    """Replicas on this machine, which are killed and restarted."""
 
     def __init__(self, options: argparse.Namespace, prefix: Path, processes: Processes) -> None:
         self.options, self.folder = options, processes.folder
@@ -226,7 +225,7 @@ class Job:
         self.lives: list[Life] = []
 
     def allow(self, steps: int) -> None:
-        """With `steps_file`: that so many steps are made."""
+        """With `steps_file`: allow this number of steps."""
         part = self.folder / "steps.part"
         part.write_text(str(steps))
         part.rename(self.folder / "steps")
@@ -248,7 +247,7 @@ class Job:
                 "MASTER_ADDR": LOOPBACK.address,
                 "MASTER_PORT": str(port),
                 "BYTEPS_REPLICA": f"{replica}/{options.replicas}",
-                # One that is started before the last life has ended waits for its place.
+                # A replica started before its last life has ended waits for its place.
                 "BYTEPS_START_TIMEOUT_S": "600",
             }
             command = [sys.executable, *entry, *self.arguments, "--record-steps", str(record_file)]
@@ -260,12 +259,12 @@ class Job:
         return life
 
     def kill(self, life: Life) -> None:
-        """Its last rank, by SIGKILL; those that are left end by themselves."""
+        """Kill the life's last rank, by SIGKILL; the remaining ranks end by themselves."""
         life.killed = True
         life.ranks[-1].send(signal.SIGKILL)
 
     def running(self) -> list[Life]:
-        """Also raises LaunchError where one has failed that was not killed."""
+        """Return the running lives. Raises LaunchError if a process failed without being killed."""
         for life in self.lives:
             bad = [rank for rank in life.ranks if rank.status not in (None, 0)]
             if bad and not life.killed:
@@ -277,10 +276,10 @@ Step = Callable[[Job, float], None]
 
 
 def train(options: argparse.Namespace, prefix: Path, watch: Step) -> Job:
-    """Train to the end; `watch` is called again and again, and kills and starts replicas.
+    """Train to the end; `watch` is called repeatedly, and kills and starts replicas.
 
     Raises:
-        LaunchError: a process failed that was not killed, or the run is late.
+        LaunchError: a process failed without being killed, or the run timed out.
     """
     with (
         tempfile.TemporaryDirectory(prefix="failures-") as folder,
@@ -309,7 +308,7 @@ def train(options: argparse.Namespace, prefix: Path, watch: Step) -> Job:
 
 
 class Deaths:
-    """Kills one replica after the other, each of them once it is back."""
+    """Kills one replica after the other, each once it is back."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -344,7 +343,7 @@ class Deaths:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises LaunchError where it fails."""
+    """Measure with deaths. Raises LaunchError."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     deaths = ServerDeaths(options) if options.kill == "servers" else Deaths(options)
     job = train(options, dataset.prefix, deaths)
@@ -354,7 +353,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_slow(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises LaunchError where it fails."""
+    """Measure with a slow replica. Raises LaunchError."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     alone = argparse.Namespace(**{**vars(options), "slow": 1.0})
     jobs = [train(one, dataset.prefix, lambda job, now: None) for one in (alone, options)]
@@ -376,7 +375,7 @@ def measure_slow(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _step_s(job: Job, every: int) -> float:
-    """The mean, from the first exchange to the last."""
+    """Return the mean seconds per step, from the first exchange to the last."""
     ends = step_ends(job)
     first, last = every - 1, len(ends) // every * every - 1
     return (ends[last] - ends[first]) / (last - first)
@@ -426,7 +425,7 @@ def summary(
 
 
 def step_ends(job: Job) -> list[float]:
-    """When each step had first ended, of any replica."""
+    """Return the time at which any replica first finished each step."""
     first: dict[int, float] = {}
     for life in job.lives:
         for step, end in zip(life.record.steps, life.ends, strict=True):

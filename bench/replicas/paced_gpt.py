@@ -1,8 +1,7 @@
-"""Megatron's entry script, whose steps take a given time at least: PACE_S seconds.
+"""Megatron's entry script with a minimum time per step, PACE_S seconds.
 
-Replicas that share the cores of one machine step at the speed of machines of their own, if that
-speed is so low that these cores have time left. With STEPS_FILE a step waits until the number in
-that file is above its own.
+So replicas that share a machine's cores step as fast as on separate machines, if these cores have
+time left. With STEPS_FILE a step waits until the number in that file exceeds its own.
 
     PYTHONPATH=TREE PACE_S=1.5 python bench/replicas/paced_gpt.py TREE/SCRIPT ARGUMENTS...
 """
@@ -18,7 +17,7 @@ from typing import Any
 
 
 def paced(step: Any, seconds: float) -> Any:
-    """A forward and backward pass that returns so long after it was called, or later."""
+    """Wrap a forward and backward pass so that it takes at least `seconds`."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         await_turn()
@@ -47,7 +46,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     from megatron.training import training
 
-    # What a step computes takes its time; what it waits for comes on top.
+    # The pass includes computing; waits after it come in addition.
     compute = training.get_forward_backward_func
 
     def get(*args: Any, **kwargs: Any) -> Any:

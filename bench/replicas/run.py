@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""Compares what a GPT learns from replicas that meet at servers with what one job learns.
+"""Compares the loss of a GPT trained by replicas, which meet at servers, with that of a single job.
 
-Trains one model, of one seed and order of data, as one job of as many ranks as there are replicas,
-and as replicas that sum gradients in each step (1), or step by themselves and exchange parameters
-once in H steps. Prints the mean loss of the last steps of each, relative to the one job's, and what
-a replica sent per step.
+Trains the same model, with the same seed and data order, as a single job with one rank per replica;
+as replicas that sum gradients in each step (1); and as replicas that step on their own and exchange
+parameters once in H steps. Prints the mean loss of the last steps, relative to the single job's,
+and the bytes that a replica sent per step.
 
-With --sites each replica is at a site of its own, and so are the servers, and the one job is left
-out. With --pace the passes of a step take a given time at least, as on machines of their own. Then
-the table compares times of a step: name first, as the one to compare with, an H at which nothing is
-exchanged.
+With --sites each replica has its own site, and so have the servers, and the single job is left out.
+With --pace the passes of a step take at least a given time, as on separate machines. Then the table
+compares times per step: give first, as the reference, an H at which nothing is exchanged.
 
-Runs of one seed begin with the same parameters and see the same data: they are compared seed by
-seed, and with several seeds a 95 % interval is shown. Ranks are spread over this machine's GPUs.
+Runs of the same seed begin with the same parameters and see the same data. They are compared seed
+by seed, and with several seeds a 95 % interval is shown. Ranks are spread over this machine's GPUs.
 Runs that share GPUs need --alone: NCCL would hold a GPU for one run while it waits for another.
 
   bench/replicas/run.py                                       a small GPT on this machine
@@ -22,7 +21,7 @@ Runs that share GPUs need --alone: NCCL would hold a GPU for one run while it wa
                                                               steps on links between sites
   bench/replicas/run.py --from-json RESULT --plot CURVES.png
 
-Exit status: 0 all is well; 1 a run failed, or a difference is above its limit; 2 bad usage.
+Exit status: 0 success; 1 a run failed, or a difference is above its limit; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ from scripts.trainkit.job import ENTRY, Record, read_record
 from tests.netkit.switch import DEVICE, Rule, Switch
 
 Run = dict[str, Any]
-"""Of one seed: ``losses``, ``ends_s`` and ``pushed_bytes`` of every step, ``every``, ``after``."""
+"""A run of a seed: ``losses``, ``ends_s`` and ``pushed_bytes`` of every step, ``every``,
+``after``."""
 Runs = Mapping[str, Sequence[Run]]
-"""By name, a run for each seed, in the same order; the first name is what others are compared
-with."""
+"""Runs by name, one per seed in the same order. Others are compared with the first name."""
 
 LAST = 50
-"""Steps whose losses are compared."""
+"""Number of last steps whose losses are compared."""
 HEAD = (
     *("trained by", f"loss, last {LAST} steps", "over the first", "after exchanges"),
     *("kB per step", "s per step", "over the first"),
@@ -71,8 +70,8 @@ def loss(run: Run) -> float:
 
 
 def per_step(run: Run, what: str) -> float:
-    """How much is added to something in a step, in the mean: over as many whole exchanges as there
-    are in the last two thirds of the run, or over all of these steps."""
+    """Return the mean increase of a value per step, over whole exchanges in the last two thirds of
+    the run, or over all steps of that part if there is none."""
     values = run[what]
     steps = len(values) - 1 - len(values) // 3
     steps = steps // run["every"] * run["every"] or steps if run["every"] else steps
@@ -84,15 +83,15 @@ def step_s(run: Run) -> float:
 
 
 def over(runs: Runs, name: str, of: Callable[[Run], float]) -> list[float]:
-    """How far something is above what it is in the first run, relative; of each seed."""
+    """Return the relative difference of a value to the first run's, for each seed."""
     first = next(iter(runs.values()))
     return [of(mine) / of(theirs) - 1 for mine, theirs in zip(runs[name], first, strict=True)]
 
 
 def common_loss(run: Run, first: Run) -> float | None:
-    """Of the steps that begin with the model that all replicas have, right after an exchange, in
-    the second half: how far the loss is above that of the first run in the same steps, which have
-    the same data. None where there are no such steps."""
+    """Compare the loss in steps right after an exchange, when all replicas have the same model, in
+    the second half: return the mean difference to the first run in the same steps, which have the
+    same data. None without such steps."""
     every, after = run["every"], run["after"]
     if not every or every == 1:
         return None
@@ -127,7 +126,7 @@ def _mean(of: Callable[[Run], float], seeds: Sequence[Run]) -> float:
 
 
 def _relative(values: Sequence[float]) -> str:
-    """The mean, and how far its 95 % interval reaches, of several values."""
+    """Format the mean of several values, with the half width of its 95 % interval."""
     mean, low, _ = gpt.interval(values)
     return f"{mean:+.2%}" + (f" ±{mean - low:.2%}" if len(values) > 1 else "")
 
@@ -135,8 +134,8 @@ def _relative(values: Sequence[float]) -> str:
 def problems(
     runs: Runs, names: Mapping[str, str], at_most: Mapping[str, float], slower: Mapping[str, float]
 ) -> list[str]:
-    """Losses and times above their limits, which are given by the text that ``names`` turns into a
-    name of ``runs``."""
+    """Return descriptions of losses and times above their limits; ``names`` maps the limits' keys
+    to names of ``runs``."""
     first, found = next(iter(runs)), []
     for what, of, limits in (("loss", loss, at_most), ("time of a step", step_s, slower)):
         for key, limit in limits.items():
@@ -180,7 +179,7 @@ SCHEMA = 2
 PACED = Path(__file__).with_name("paced_gpt.py")
 ONE_JOB = "one job"
 Setting = tuple[int, int]
-"""Steps from one exchange to the next, and steps with summed gradients before the first."""
+"""Steps between two exchanges, and steps with summed gradients before the first exchange."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -216,7 +215,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=3600.0, help="seconds that a run may take")
     gpt.add_files(add, "replicas")
     options = parser.parse_args(arguments)
-    options.tree = options.tree.resolve()  # ranks have folders of their own
+    options.tree = options.tree.resolve()  # Absolute, because ranks have other working directories.
     if options.alone and options.model_ranks > 1:
         parser.error("--alone: a model on one rank has --model-ranks 1")
     try:
@@ -244,12 +243,12 @@ def setting_of(text: str) -> Setting:
 
 
 def sites_of(text: str) -> Rule:
-    """What becomes of packets from one site to another."""
+    """Return the rule for packets between sites."""
     rate, _, rtt = text.partition("@")
     if not rtt.endswith("ms"):
         raise ValueError(f"{text!r} is not RATE@RTT, such as 100mbit@50ms")
     one_way, bytes_per_s = float(rtt.removesuffix("ms")) / 2000, parse_rate(rate) / 8
-    # A queue of as many bytes as are on the way, as routers between sites have.
+    # The queue holds as many bytes as are in flight, as in routers between sites.
     return Rule(
         delay_s=one_way,
         bytes_per_s=bytes_per_s,
@@ -259,7 +258,7 @@ def sites_of(text: str) -> Rule:
 
 @contextmanager
 def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Host]]:
-    """One for each replica and one for the servers, or this machine for all."""
+    """Context with a host per replica and a host for the servers, or this machine for all."""
     if options.sites is None:
         yield [LOOPBACK]
         return
@@ -273,7 +272,7 @@ def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Host]]:
 
 
 def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> list[str]:
-    """All that runs share."""
+    """Return the arguments that all runs share."""
     slots = options.replicas * options.ranks // options.model_ranks
     batch = ["--global-batch-size", str(options.batch * slots)]
     return [*batch, *gpt.megatron_arguments(options, prefix, seed)]
@@ -289,24 +288,25 @@ def outer_arguments(options: argparse.Namespace, setting: Setting) -> list[str]:
 
 
 def alone(options: argparse.Namespace) -> argparse.Namespace:
-    """For one rank, which takes the sequences of all."""
+    """Return options for a single rank that takes the sequences of all ranks."""
     sequences = options.batch * options.replicas * options.ranks
     return argparse.Namespace(**{**vars(options), "replicas": 1, "ranks": 1, "batch": sequences})
 
 
 def arguments_of_world(number: int) -> list[str]:
-    """What the ranks of one torch.distributed world are given in addition; a test's to replace."""
+    """Return more arguments for the ranks of a torch.distributed world. Tests replace this
+    function."""
     del number
     return []
 
 
 def import_path(tree: Path) -> str:
-    """PYTHONPATH of a rank: the patched Megatron-LM, and what this process has."""
+    """Return PYTHONPATH of a rank: the patched Megatron-LM, then this process's path."""
     return os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
 
 
 def gpus_of(world: int, rank: int, size: int) -> dict[str, str]:
-    """Variables of a rank that spread worlds over the GPUs of this machine, one after the other."""
+    """Return a rank's variables that spread worlds over this machine's GPUs, round robin."""
     if not train_script.on_gpu():
         return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     shown = min(size, children.count_gpus())
@@ -318,13 +318,14 @@ def gpus_of(world: int, rank: int, size: int) -> dict[str, str]:
 
 
 def train(options: argparse.Namespace, prefix: Path, setting: Setting | None, seed: int = 1) -> Run:
-    """The mean loss of every step, and the bytes that replica 0 pushed by then.
+    """Train; return the mean loss of every step, and the bytes that replica 0 had pushed by then.
 
     Args:
-        setting: how replicas meet; None: one job, without servers unless they keep the optimizer.
+        setting: how replicas meet; None: a single job, without servers unless they keep the
+            optimizer.
 
     Raises:
-        LaunchError: a process failed or was late.
+        LaunchError: a process failed or timed out.
     """
     count, ranks = options.replicas, options.ranks
     with (
@@ -376,7 +377,7 @@ def train(options: argparse.Namespace, prefix: Path, setting: Setting | None, se
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """Of the records of all replicas, or of one job."""
+    """Summarize the records of all replicas, or of a single job."""
     steps = zip(*(record.steps for record in records), strict=True)
     first = records[0].steps
     return {
@@ -396,7 +397,7 @@ def name_of(setting: Setting | None) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train all. Raises LaunchError where a run fails."""
+    """Train all. Raises LaunchError if a run fails."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     settings = [*([None] if options.sites is None else []), *options.settings.values()]
     asked = [(setting, seed) for seed in range(1, options.seeds + 1) for setting in settings]
@@ -406,7 +407,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     def train_one(setting: Setting | None, seed: int) -> Run:
         asked = alone(options) if setting is None and options.alone else options
         run = train(asked, dataset.prefix, setting, seed)
-        # What has ended stays, whatever becomes of the others.
+        # Results of finished runs are kept even if a later run fails.
         name = f"{name_of(setting)}, seed {seed}"
         (options.out / f"{name}.json").write_text(json.dumps(run) + os.linesep)
         print(f"{name}: {loss(run):.4f} in {run['ends_s'][-1]:.0f} s", flush=True)

@@ -1,22 +1,21 @@
 #!/usr/bin/env python3
-"""Times whole training steps of Megatron, its gradients summed by BytePS or torch.distributed.
+"""Times whole training steps of Megatron with gradients summed by BytePS or torch.distributed.
 
-Trains the GPT of scripts/train.py through several backends, interleaved, --launches times: through
-BytePS with servers, and through gloo (NCCL on GPUs), by all-reduce or with the optimizer sharded
-over all ranks or inside each host. All processes run on this machine's loopback or, with --emulate,
-in network namespaces with --nics-per-host rate-limited links each, --ranks-per-host of them in
-each. BytePS, gloo and NCCL are given all of these links. A launch's figure is the median of its
-steps after --warmup; a backend's, the median over launches. The first backend is compared with each
-other one. The losses of all launches must agree: to the last bit with two workers, where BytePS and
-all-reduce add two values once.
+Trains the GPT of scripts/train.py with several backends, interleaved, --launches times each: BytePS
+with servers, and gloo (NCCL on GPUs), with all-reduce or with the optimizer sharded over all ranks
+or inside each host. All processes run on this machine's loopback or, with --emulate, in network
+namespaces with --nics-per-host rate-limited links each, --ranks-per-host of them in each. BytePS,
+gloo and NCCL use all of these links. The figure of a launch is the median of its steps after
+--warmup; that of a backend is the median over launches. The first backend is compared with each
+other backend. The losses of all launches must agree: bit for bit with two workers, where BytePS and
+all-reduce each make a single addition.
 
   bench/train_bench.py                                             two workers on loopback
   bench/train_bench.py --workers 4 --servers 4 --emulate 8@500mbit -- --hidden-size 256
-  bench/train_bench.py --workers 8 --ranks-per-host 2 --servers 4 --emulate 8@10gbit \\
+  bench/train_bench.py --workers 8 --ranks-per-host 2 --servers 4 --emulate 8@10gbit \
       --ways byteps-by-host-bf16,by-host-bf16,sharded-bf16,sharded -- --bf16 --overlap-grad-reduce
 
-Exit status: 0 all is well; 1 losses that differ, --min-ratio missed, or a process that failed; 2
-bad usage.
+Exit status: 0 success; 1 losses differ, --min-ratio was missed, or a process failed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What every launch trains."""
+    """Training setup of every launch."""
 
     tree: Path
-    """The patched Megatron-LM."""
+    """Folder of the patched Megatron-LM."""
     arguments: Sequence[str]
-    """Of the entry script, the same for all backends."""
+    """Arguments of the entry script, the same for all backends."""
     warmup: int
-    """Steps at the beginning that are not timed."""
+    """Number of untimed steps at the beginning."""
 
 
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
@@ -75,7 +74,7 @@ _SHARDED = ("--use-distributed-optimizer",)
 _HALF = ("--grad-reduce-in-bf16",)
 _OVERLAP = "--overlap-grad-reduce"
 _TOLERANCES = {"bf16": 2e-2, "int8": 2e-2, "int4": 1e-1}
-"""Of losses, where gradients are summed or travel in this type."""
+"""Allowed relative differences of losses, by the type in which gradients are summed or travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +83,18 @@ class Way:
 
     name: str
     arguments: tuple[str, ...] = ()
-    """Of the entry script, besides those of all ways. ``{hosts}`` is the number of hosts."""
+    """Arguments of the entry script in addition to the common arguments. ``{hosts}`` is the number
+    of hosts."""
     settings: Mapping[str, str] = NO_SETTINGS
     """Environment variables of all nodes."""
     through_servers: bool = False
     loss_tolerance: float = 1e-3
-    """Its losses may differ by so much of them from those of another way."""
+    """Allowed relative difference of its losses to those of another way."""
     overlaps_forward: bool = True
-    """Whether parameters may come during the next forward pass."""
+    """Whether parameters may be gathered during the next forward pass."""
 
     def megatron_arguments(self, hosts: int, common: Sequence[str]) -> list[str]:
-        """With parameters that come during the forward pass, where gradients overlap too."""
+        """Return the arguments; parameters overlap the forward pass if gradients overlap too."""
         own = [word.format(hosts=hosts) for word in self.arguments]
         gathers = self.overlaps_forward and {_SHARDED[0], "--dpu-optimizer"} & set(own)
         if gathers and _OVERLAP in common:
@@ -103,13 +103,14 @@ class Way:
 
 
 def _ways() -> Iterator[Way]:
-    """Each layout by torch.distributed and, named ``byteps-...``, with ``--use-dpu-reduce``."""
+    """Yield each layout with torch.distributed and, named ``byteps-...``, with
+    ``--use-dpu-reduce``."""
     inside = (*_SHARDED, "--num-distributed-optimizer-instances", "{hosts}")
     for name, arguments in (
         ("all-reduce", ()),
         ("sharded", _SHARDED),
         ("sharded-bf16", (*_SHARDED, *_HALF)),
-        # The optimizer sharded inside each host.
+        # The optimizer is sharded inside each host.
         ("by-host", inside),
         ("by-host-bf16", (*inside, *_HALF)),
     ):
@@ -119,17 +120,17 @@ def _ways() -> Iterator[Way]:
         yield _way(short, asked)
         for wire in ("bf16", "int8", "int4") if not name.endswith("bf16") else ():
             yield _way(f"{short}-wire-{wire}", (*asked, "--dpu-reduce-wire-dtype", wire))
-    # The sharded recipe as it stands, with one flag added.
+    # The sharded recipe with a single flag added.
     recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
     yield _way("sharded-bf16-on-servers", recipe)
-    # The optimizer on the servers: the ranks of a host sum first where several share one, or never;
-    # servers copy their state.
+    # The optimizer on the servers. The ranks of a host sum first if several share a host, or never.
+    # Servers copy their state.
     servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")
     for name, more in (
         ("servers-bf16", ()),
         ("servers-bf16-flat", ("--dpu-reduce-backend", "flat")),
         ("servers-int8", ("--dpu-reduce-wire-dtype", "int8")),
-        # Gradients go up in four bits, differences of parameters come down in eight.
+        # Gradients are pushed in four bits, differences of parameters pulled in eight.
         ("servers-int4", ("--dpu-reduce-wire-dtype", "int4")),
     ):
         yield _way(name, (*servers, *more))
@@ -155,25 +156,25 @@ WAYS = {way.name: way for way in _ways()}
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One launch."""
+    """Result of a launch."""
 
     backend: str
-    """The name of the way."""
+    """Name of the way."""
     index: int
     step_s: list[float]
-    """Each timed step."""
+    """Seconds of each timed step."""
     tokens: int
-    """Of a step, on all workers."""
+    """Tokens per step, of all workers."""
     losses: list[float]
-    """Of every step, not rounded."""
+    """Loss of every step, not rounded."""
     checksum: str
-    """Of the final parameters."""
+    """Checksum of the final parameters."""
     busy: float
-    """Part of this machine's cores that was busy during the launch, its start included."""
+    """Busy fraction of this machine's cores during the launch, including its start."""
     gpu_bytes: int = 0
-    """What torch had in use at most on the GPU of a rank; 0 without GPUs."""
+    """Peak GPU memory allocated by torch on a rank; 0 without GPUs."""
     routes: str = ""
-    """How gradients were summed, as rank 0 told."""
+    """Routes of gradients, as printed by rank 0."""
 
     @property
     def median_s(self) -> float:
@@ -181,8 +182,9 @@ class Trained:
 
 
 def step_seconds(record: Record, warmup: int) -> list[float]:
-    """The time of each step after the first ``warmup`` ones. Raises LaunchError if none is left."""
-    # The first step's own begin is not recorded, so that at least one is left out.
+    """Return the seconds of each step after the first ``warmup`` steps. Raises LaunchError if none
+    is left."""
+    # The begin of the first step is not recorded, so at least one step is left out.
     ends = [step.seconds for step in record.steps][max(warmup, 1) - 1 :]
     spans = [after - before for before, after in itertools.pairwise(ends)]
     if not spans:
@@ -191,16 +193,16 @@ def step_seconds(record: Record, warmup: int) -> list[float]:
 
 
 def arguments_of(what: Training, way: Way, hosts: int, route: str) -> list[str]:
-    """For Megatron; a way that names its route keeps it."""
+    """Return Megatron's arguments; a way that names its route keeps it."""
     routed = ("--dpu-reduce-backend", route) if way.through_servers else ()
     return [*what.arguments, *routed, *way.megatron_arguments(hosts, what.arguments)]
 
 
 def gpus_of(rank: int, ranks_per_host: int) -> str:
-    """The GPUs that the host of a rank has, by CUDA_VISIBLE_DEVICES: one for each of its ranks.
+    """Return CUDA_VISIBLE_DEVICES for the host of a rank: one GPU per rank.
 
-    Hosts that outnumber GPUs share them evenly. A host sees no GPU that it does not use: torch
-    takes a rank's number modulo those it sees for its GPU's, and hangs where that is wrong.
+    If hosts outnumber GPUs they share them evenly. A host sees only GPUs that it uses: torch takes
+    the rank modulo the number of visible GPUs as the GPU's number, and hangs if that is wrong.
 
     Raises:
         LaunchError: a host has more ranks than there are GPUs.
@@ -213,10 +215,10 @@ def gpus_of(rank: int, ranks_per_host: int) -> str:
 def train(
     plan: Plan, what: Training, way: Way, index: int, hosts: Sequence[Host], route: str = "auto"
 ) -> Trained:
-    """Start scheduler, servers and ranks, wait for their end, and read the record of the steps.
+    """Start scheduler, servers and ranks, wait for their end, and read the record of steps.
 
     Raises:
-        LaunchError: a process failed or was late, or there is no record.
+        LaunchError: a process failed or timed out, or there is no record.
     """
     with (
         tempfile.TemporaryDirectory(prefix="train-bench-") as folder,
@@ -263,7 +265,7 @@ def train(
 
 
 def routes_in(log: str) -> str:
-    """The tables of how gradients are summed, and why, that a rank printed."""
+    """Return the tables of routes and reasons that a rank printed."""
     lines, inside = [], False
     for line in log.splitlines():
         inside = line.startswith("dpu_reduce: ") or (inside and line.startswith("  "))
@@ -273,7 +275,7 @@ def routes_in(log: str) -> str:
 
 
 def show_memory(launches: Sequence[Trained]) -> str:
-    """The most GPU memory of any launch, in GB."""
+    """Format the peak GPU memory of all launches, in GB."""
     most = max(one.gpu_bytes for one in launches)
     return f"{most / 1e9:.2f}" if most else "-"
 
@@ -318,7 +320,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose_ways(text: str) -> list[Way]:
-    """Raises ValueError."""
+    """Parse a list of ways. Raises ValueError."""
     names = text.split(",")
     unknown = [name for name in names if name not in WAYS]
     if unknown or len(set(names)) != len(names):
@@ -327,7 +329,7 @@ def choose_ways(text: str) -> list[Way]:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Raises ValueError."""
+    """Build the plan from the options. Raises ValueError."""
     if options.steps <= options.warmup:
         raise ValueError(f"--steps {options.steps} leaves none after --warmup {options.warmup}")
     hosts, bits = parse_hosts(options.emulate) if options.emulate else (0, 0)
@@ -351,7 +353,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def run(options: argparse.Namespace) -> list[Trained]:
-    """All launches. Raises LaunchError, EmulationError, DataError."""
+    """Make all launches. Raises LaunchError, EmulationError, DataError."""
     plan: Plan = options.plan
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     what = Training(
@@ -378,7 +380,7 @@ def run(options: argparse.Namespace) -> list[Trained]:
 
 
 def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
-    """A way's line of the table."""
+    """Return a way's row of the table."""
     mine = [one for one in done if one.backend == way.name]
     medians = [one.median_s for one in mine]
     middle = statistics.median(medians)
@@ -397,15 +399,15 @@ def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
 
 
 def ratio(done: Sequence[Trained], backends: Sequence[str]) -> tuple[float, float, float]:
-    """How many times as fast the first backend is: of the medians, and least and most of a round's
-    two launches."""
+    """Return the relative speed of the first backend: of the medians, and the smallest and largest
+    of two launches in the same round."""
     ours, theirs = ([one.median_s for one in done if one.backend == name] for name in backends)
     each = [b / a for a, b in zip(ours, theirs, strict=True)]
     return statistics.median(theirs) / statistics.median(ours), min(each), max(each)
 
 
 def complaint(done: Sequence[Trained], workers: int) -> str | None:
-    """How the launches disagree on what was learnt, if they do."""
+    """Describe how the losses of launches differ; None if they agree."""
     first, *others = done
     exact = ("byteps", "all-reduce")
     for other in others:
@@ -418,7 +420,7 @@ def complaint(done: Sequence[Trained], workers: int) -> str | None:
                 "with two workers they may not"
             )
         tolerance = max(WAYS[one.backend].loss_tolerance for one in (first, other))
-        # Not by the largest difference: max() may pass over what is no number.
+        # A direct comparison, because max() may skip NaN.
         for step, (a, b) in enumerate(zip(first.losses, other.losses, strict=True), 1):
             apart = abs(a - b) / abs(a)
             if not apart <= tolerance:
@@ -427,7 +429,7 @@ def complaint(done: Sequence[Trained], workers: int) -> str | None:
 
 
 def report(done: Sequence[Trained], options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print and write what came out; the exit status."""
+    """Print and write the results; return the exit status."""
     plan: Plan = options.plan
     meta = {**metadata(words), "steps": f"{options.steps}, {options.warmup} of them not timed"}
     print(header(meta, plan))

@@ -3,10 +3,10 @@
 
 Each experiment is a run of bench/train_bench.py: a GPT of a billion parameters on 4 or 8 hosts of
 1, 2, 4 or 8 GPUs, links of 10 to 100 Gbit/s, through BytePS and by torch.distributed, unsharded and
-with the distributed optimizer. It is for a machine of 8 GPUs; hosts that outnumber GPUs share them.
-Those named optimizer-... have a smaller model, and the optimizer on the servers as well; of these,
-a machine without GPUs runs those with links of 100 Mbit/s and less. The tables come as they are
-measured, and one of all experiments comes last, in Markdown.
+with the distributed optimizer. It is meant for a machine with 8 GPUs; if hosts outnumber GPUs, they
+share them. Experiments named optimizer-... have a smaller model, and also the optimizer on the
+servers; of these, a machine without GPUs runs those with links of up to 100 Mbit/s. Tables are
+printed as they are measured; the last table, in Markdown, has all experiments.
 
   bench/training/suite.py                                      all of it, about an hour
   bench/training/suite.py --only 4+4-10gbit 8+8-10gbit         some of it
@@ -14,8 +14,8 @@ measured, and one of all experiments comes last, in Markdown.
   bench/training/suite.py --only 4+4-10gbit -- --hidden-size 64 --num-layers 2      a smaller model
   bench/training/suite.py --only optimizer-4+4-10gbit          on two GPUs
 
-Exit status: 0 all thresholds are reached; 1 one was missed, a run failed or was not begun; 2 bad
-usage.
+Exit status: 0 all thresholds are reached; 1 a threshold was missed, a run failed or was not begun;
+2 bad usage.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ HEAD = (
     "GPU GB",
     "busy",
 )
-# One billion parameters in the layers: on fast GPUs a step waits for its gradients.
+# A billion parameters in the layers: on fast GPUs a step waits for its gradients.
 MODEL = """
     --bf16 --num-layers 20 --hidden-size 2048 --num-attention-heads 16
     --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4
     --lr 1e-4 --min-lr 1e-5 --overlap-grad-reduce
 """.split()  # noqa: SIM905
 
-# 340 million parameters: four or eight ranks share two GPUs.
+# 340 million parameters, for four or eight ranks on two GPUs.
 SMALLER = """
     --bf16 --num-layers 12 --hidden-size 1536 --num-attention-heads 12
     --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2
     --lr 1e-4 --min-lr 1e-5 --overlap-grad-reduce
 """.split()  # noqa: SIM905
-# 12.6 million, and hardly a token: for links of 100 Mbit/s and slower.
+# 12.6 million parameters and few tokens, for links of 100 Mbit/s and slower.
 ON_CPU = """
     --bf16 --num-layers 4 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 4
     --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1
@@ -81,7 +81,7 @@ BY_HOST = ("byteps-by-host-bf16", "by-host-bf16", "sharded-bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """How many times as fast one way must be as another."""
+    """Threshold for the relative speed of two ways."""
 
     ours: str
     theirs: str
@@ -90,16 +90,16 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """One model trained in several ways on one cluster."""
+    """A model trained in several ways on a cluster."""
 
     hosts: int
     ranks_per_host: int = 1
     rate: str
-    """Of each host's link, each way."""
+    """Rate of each host's link in each direction."""
     ways: tuple[str, ...]
     bars: tuple[Bar, ...] = ()
     label: str = ""
-    """Of what differs from other experiments on such a cluster."""
+    """Distinguishes experiments on equal clusters."""
     model: Sequence[str] = tuple(MODEL)
     """Arguments of Megatron."""
     on_gpu: bool = True
@@ -110,7 +110,8 @@ class Steps:
         return f"{self.label and self.label + '-'}{many}{self.hosts}+{self.hosts}-{self.rate}"
 
     def words(self, rest: Sequence[str] = ()) -> list[str]:
-        """Arguments of bench/train_bench.py: as many servers as hosts, each on one of its own."""
+        """Return the arguments of bench/train_bench.py: as many servers as hosts, each on its own
+        host."""
         return [
             *("--workers", str(self.hosts * self.ranks_per_host)),
             *("--ranks-per-host", str(self.ranks_per_host)),
@@ -138,7 +139,7 @@ _ON_MORE_SERVERS = _bars(
     ("servers-bf16", "sharded-bf16", 1.55),
     ("servers-bf16", "sharded", 2.0),
 )
-# Two ranks per host: flat, each NIC carries twice the bytes.
+# Two ranks per host: with flat, each NIC carries twice the bytes.
 _ON_SERVERS_BY_HOST = (*_ON_SERVERS, *_bars(("servers-bf16", "servers-bf16-flat", 1.6)))
 
 STEPS: tuple[Steps, ...] = (
@@ -215,7 +216,7 @@ STEPS: tuple[Steps, ...] = (
         )
         for rate, model in (("10gbit", SMALLER), ("100mbit", ON_CPU))
     ),
-    # The optimizer on the servers, in eight bits up and down.
+    # The optimizer on the servers, pushes and pulls in eight bits.
     Steps(
         label="few-bits",
         hosts=4,
@@ -225,7 +226,7 @@ STEPS: tuple[Steps, ...] = (
         ways=("servers-int8", "servers-bf16", "sharded-bf16"),
         bars=_bars(("servers-int8", "servers-bf16", 1.5), ("servers-int8", "sharded-bf16", 2.2)),
     ),
-    # A recipe that shards the optimizer, with --dpu-optimizer added and nothing else changed.
+    # A recipe that shards the optimizer, with only --dpu-optimizer added.
     *(
         Steps(
             label="recipe",
@@ -247,8 +248,8 @@ STEPS: tuple[Steps, ...] = (
 
 
 def choose(names: Sequence[str] = (), *, on_gpu: bool = True) -> list[Steps]:
-    """All for such a machine, or those named, in the order named. Raises ValueError for an unknown
-    name."""
+    """Return all experiments for such a machine, or those named, in the order named. Raises
+    ValueError for an unknown name."""
     known = {one.name: one for one in STEPS}
     for name in names:
         if name not in known:
@@ -283,7 +284,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def words_of(steps: Steps, options: argparse.Namespace) -> list[str]:
-    """The command line of bench/train_bench.py."""
+    """Return the command line of bench/train_bench.py."""
     own = [
         *("--launches", str(options.launches), "--steps", str(options.steps)),
         *("--warmup", str(options.warmup), "--timeout", str(options.timeout)),
@@ -293,8 +294,8 @@ def words_of(steps: Steps, options: argparse.Namespace) -> list[str]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[Steps, list[Trained], bool]]:
-    """Run them one after the other; one that fails does not stop the rest. With each, its launches
-    (none: it failed or was not begun) and whether their losses agree."""
+    """Run experiments one after the other; a failure does not stop the rest. Yields each with its
+    launches (empty: it failed or was not begun) and whether their losses agree."""
     for steps in options.chosen:
         if options.budget is not None and time.monotonic() - options.begun > options.budget:
             print(f"{steps.name}: not begun, since --budget is used up", flush=True)
@@ -314,7 +315,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[Steps, list[Trained],
 
 
 def rows_of(steps: Steps, done: Sequence[Trained]) -> list[tuple[str, ...]]:
-    """A row for each way."""
+    """Return a row for each way."""
     rows: list[tuple[str, ...]] = []
     for way in steps.ways:
         mine = [one for one in done if one.backend == way]
@@ -337,7 +338,7 @@ def rows_of(steps: Steps, done: Sequence[Trained]) -> list[tuple[str, ...]]:
 
 
 def verdict(steps: Steps, bar: Bar, done: Sequence[Trained]) -> tuple[bool, str]:
-    """Whether a threshold is reached, and its line."""
+    """Return whether a threshold is reached, and its line."""
     value, low, high = train_bench.ratio(done, (bar.ours, bar.theirs))
     ok = value >= bar.low
     text = (
