@@ -37,7 +37,7 @@ struct UpdateRule {
   struct Segment {
     uint64_t end = 0;
     uint32_t group = 0;
-    // Included in GradientSums. Only one copy is, of a parameter in several tensors.
+    // Included in GradientSums. If several tensors hold a parameter, only one copy is counted.
     bool counted = true;
     bool operator==(const Segment&) const = default;
   };
@@ -275,7 +275,7 @@ struct PushHeader {
 // Part of the answer about a sum that its worker keeps. On the wire: its fields in this order,
 // little-endian.
 struct KeptAnswer {
-  uint32_t ended = 0;     // earlier rounds of the tensor have ended at all members
+  uint32_t ended = 0;     // the tensor's rounds below this number have ended at all members
   uint64_t serial = 0;    // number of this sum among this server's
   uint64_t with_all = 0;  // sums of this server with lower serials have reached all their members
   static constexpr size_t kBytes = sizeof(uint32_t) + 2 * sizeof(uint64_t);

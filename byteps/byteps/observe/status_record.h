@@ -33,8 +33,8 @@ struct StatusRecord {
   uint32_t pid = 0;
   std::string host;  // the machine's own host name
   uint64_t clock_ns = 0;
-  uint64_t sent_bytes = 0;      // of values: a worker's pushes, a server's sums
-  uint64_t received_bytes = 0;  // of values
+  uint64_t sent_bytes = 0;      // bytes of values: a worker's pushes, a server's sums
+  uint64_t received_bytes = 0;  // bytes of values
   uint64_t finished = 0;        // a worker's operations, a server's sums
   uint64_t failed = 0;
   uint64_t running = 0;          // operations, or sums that only some workers have pushed

@@ -27,7 +27,7 @@ using tcp::ConnectionPtr;
 
 namespace {
 
-// All connections of a pair are equal.
+// All TCP connections are in the same plane.
 constexpr int kPlane = 0;
 constexpr double kPatience = 5.0;  // seconds
 // Limits of unauthenticated connections: their number, and their time. A legitimate node needs two
