@@ -1,13 +1,13 @@
 """Hugging Face models in Megatron's training loop: load, train all of it or adapters, write back.
 
-Built on Megatron-Bridge, which knows how the weights of each family of models are named and cut.
-``pretrain_dpu_gpt.py`` calls this package when it is given ``--hf-model``:
+Built on Megatron-Bridge, which maps and shards the weights of each family of models.
+``pretrain_dpu_gpt.py`` calls this package with ``--hf-model``:
 
 ==============  ===================================================================
 ``options``     the flags
 ``model``       a folder with a Hugging Face model: arguments, weights, LoRA adapters
-``bridge``      Megatron-Bridge, imported without Transformer Engine where there is none
-``preload``     Megatron-Bridge again, imported by an import: for fork servers
-``package``     the model that ``make train HF=1`` trains, taken out of a Python package
+``bridge``      imports Megatron-Bridge, also without Transformer Engine
+``preload``     imports Megatron-Bridge when it is imported: for fork servers
+``package``     the model of ``make train HF=1``, extracted from a Python package
 ==============  ===================================================================
 """

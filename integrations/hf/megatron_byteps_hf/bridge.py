@@ -1,7 +1,7 @@
-"""Imports Megatron-Bridge, also where Transformer Engine is not installed.
+"""Imports Megatron-Bridge, also if Transformer Engine is not installed.
 
-Megatron-Bridge imports Transformer Engine without asking whether it is there. What it takes from
-it is used by layers of Transformer Engine alone; Megatron's local layers need none of it.
+Megatron-Bridge imports Transformer Engine unconditionally, but uses it only in Transformer Engine's
+layers; Megatron's local layers do not need it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = "transformer_engine"
 
 
 def _absent(name: str) -> type:
-    """A class that can be named, for annotations and isinstance, and not made."""
+    """Return a class that annotations and isinstance can use, but that cannot be instantiated."""
 
     def refuse(self: object, *args: object, **kwargs: object) -> None:
         raise RuntimeError(f"{name} needs {_NAME}, which is not installed")
@@ -30,7 +30,7 @@ def _absent(name: str) -> type:
 
 @contextmanager
 def _names_of_transformer_engine() -> Iterator[None]:
-    """While Megatron-Bridge is imported, let it find the names that it asks for."""
+    """Context that provides the names that Megatron-Bridge imports from Transformer Engine."""
     if importlib.util.find_spec(_NAME) is not None:
         yield
         return
@@ -52,7 +52,8 @@ def _names_of_transformer_engine() -> Iterator[None]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Megatron-Bridge logs a traceback for every optional package that is not there."""
+    """Context without logging: Megatron-Bridge logs a traceback for every missing optional
+    package."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -63,12 +64,12 @@ def _silence() -> Iterator[None]:
 
 @functools.cache
 def auto_bridge() -> Any:
-    """The class ``AutoBridge``. The first call imports for some seconds.
+    """Return the class ``AutoBridge``. The first call takes seconds to import it.
 
     Raises:
-        ImportError: Megatron-Bridge, or what it needs, is not installed.
+        ImportError: Megatron-Bridge, or a package that it needs, is not installed.
     """
-    # Megatron itself must find Transformer Engine missing, so that it takes its local layers.
+    # Imported first, so that Megatron finds Transformer Engine missing and takes its local layers.
     import megatron.core.extensions.transformer_engine as core
     import megatron.core.optimizer
     import megatron.training.models  # noqa: F401
@@ -78,6 +79,6 @@ def auto_bridge() -> Any:
         from megatron.bridge.peft import lora, utils  # noqa: F401
 
     if not core.HAVE_TE:
-        # It takes the classes that Megatron defines in any case for a sign of the package.
+        # Megatron always defines the classes by which it detects the package.
         utils.HAVE_TE = False
     return AutoBridge

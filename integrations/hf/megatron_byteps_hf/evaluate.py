@@ -1,6 +1,6 @@
-"""What a Hugging Face folder is worth, by ``transformers`` alone: a loss, and a sample.
+"""Evaluates a Hugging Face folder with ``transformers``: a loss, and a sample.
 
-It knows nothing of Megatron, so that it also tells whether the files that were written are whole.
+This does not use Megatron, so it also shows whether the written files are complete.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ SAMPLE_TOKENS = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Of one model on one text."""
+    """Evaluation of a model on a text."""
 
     loss: float
-    """Mean over the tokens, in nats a token."""
+    """Mean loss over the tokens, in nats per token."""
     tokens: int
     sample: str
-    """How the model goes on after the prompt, taking its most likely token each time."""
+    """Continuation of the prompt, by the most likely token each time."""
 
 
 def evaluate(model: Path, text: str, prompt: str, adapter: Path | None = None) -> Evaluation:
-    """Load the model, with an adapter of ``peft`` on it if one is given, and try it.
+    """Load the model, with a ``peft`` adapter if given, and evaluate it.
 
-    The text is cut into sequences of 256 tokens, of which each is predicted by those before it.
+    The text is cut into sequences of 256 tokens; each token is predicted from those before it.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

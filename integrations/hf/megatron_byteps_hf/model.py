@@ -1,4 +1,4 @@
-"""A Hugging Face model as Megatron's training loop needs it: arguments, weights, LoRA, files."""
+"""A Hugging Face model for Megatron's training loop: arguments, weights, LoRA, files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .bridge import auto_bridge
 from .options import LoraOptions, Options, add_flags
 
 ADAPTER_FOLDER = "adapter"
-"""In the folder of ``--hf-save``, next to the merged weights."""
+"""Subfolder of ``--hf-save``, next to the merged weights."""
 
 
 class Adapters:
-    """The adapters of one run."""
+    """LoRA adapters of a run."""
 
     def __init__(self, options: LoraOptions) -> None:
         from megatron.bridge.peft.lora import LoRA
@@ -33,23 +33,23 @@ class Adapters:
         )
 
     def add(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Freeze the models and add adapters, which alone are trained.
+        """Freeze the models and add adapters; only these are trained.
 
-        Before the models are wrapped for data parallelism: what is frozen then has no gradient
-        buffer, and nothing of it is sent.
+        Call it before the models are wrapped for data parallelism: then frozen parameters have no
+        gradient buffer, and are not sent.
 
         Args:
-            models: this rank's chunks.
+            models: this rank's model chunks.
 
         Raises:
-            ValueError: a target that fits no layer, or experts that lie on several ranks.
+            ValueError: a target matches no layer, or experts are spread over several ranks.
         """
         models = self._lora(models, training=True)
         trained = sum(p.numel() for m in models for p in m.parameters() if p.requires_grad)
         if trained == 0:
             raise ValueError(f"--lora-targets {' '.join(self._lora.target_modules)}: no such layer")
         if parallel_state.get_expert_model_parallel_world_size() > 1 and _on_experts(models):
-            # Megatron-Bridge would write those of one rank's experts for all.
+            # Megatron-Bridge would write one rank's experts for all ranks.
             raise ValueError(
                 "--lora on experts needs --expert-model-parallel-size 1; with more, adapt "
                 "attention alone: --lora-targets linear_qkv linear_proj"
@@ -57,7 +57,7 @@ class Adapters:
         return models
 
     def save(self, bridge: Any, models: Sequence[torch.nn.Module], base: Path, to: Path) -> None:
-        """Write them as files that ``peft`` loads. All ranks call this; rank 0 writes."""
+        """Write the adapters as files for ``peft``. All ranks call this; rank 0 writes."""
         bridge.save_hf_adapter(
             list(models),
             to / ADAPTER_FOLDER,
@@ -72,7 +72,8 @@ def _on_experts(models: Sequence[torch.nn.Module]) -> bool:
     return any(".experts." in name and ".adapter." in name for name in names)
 
 
-# What a family of models may set, and Megatron's local layers do. The arguments have these names.
+# Settings of a model family that Megatron's local layers support. The arguments have the same
+# names.
 _ARCHITECTURE = frozenset(
     """
     add_bias_linear add_qkv_bias attention_dropout attention_output_gate ffn_hidden_size
@@ -84,11 +85,11 @@ _ARCHITECTURE = frozenset(
     normalization num_attention_heads num_layers qk_layernorm softmax_scale
     """.split()  # noqa: SIM905
 )
-# Known by another name among the arguments; see _arguments().
+# Settings with another name among the arguments; see _arguments().
 _TRANSLATED = frozenset(
     {"activation_func", "gated_linear_unit", "num_moe_experts", "num_query_groups"}
 )
-# How the machine computes it: arguments of Megatron's, which the model does not decide.
+# Settings of the computation, which are Megatron's arguments and not the model's.
 _HOW = frozenset(
     """
     apply_rope_fusion attention_backend attention_softmax_in_fp32 autocast_dtype bf16
@@ -104,11 +105,11 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 class HuggingFaceModel:
-    """One model of one run; every rank makes it.
+    """The model of a run; every rank creates it.
 
     Raises:
-        ValueError: no bridge for this kind of model, or one that needs more than Megatron's own
-            layers have.
+        ValueError: there is no bridge for this kind of model, or it needs features that Megatron's
+            own layers lack.
     """
 
     def __init__(self, options: Options) -> None:
@@ -127,7 +128,7 @@ class HuggingFaceModel:
     # ------------------------------------------------------------------ before training
 
     def add_flags(self, parser: ArgumentParser) -> None:
-        """Add this package's flags, and describe the model by Megatron's arguments."""
+        """Add this package's flags, and set the defaults of Megatron's arguments from the model."""
         add_flags(parser)
         parser.set_defaults(**self._arguments)
 
@@ -135,7 +136,7 @@ class HuggingFaceModel:
         """Refuse arguments that contradict the model.
 
         Raises:
-            ValueError: names the argument.
+            ValueError: the text names the argument.
         """
         for name, value in self._arguments.items():
             given = getattr(args, name, value)
@@ -152,14 +153,14 @@ class HuggingFaceModel:
             )
 
     def attach(self, config: Any) -> None:
-        """Have Megatron's model of this configuration take the weights, and the adapters.
+        """Make Megatron's model of this configuration load the weights, and add the adapters.
 
         Args:
             config: a ``GPTModelConfig``.
         """
         if self._provider.rope_scaling:
             config.rope_scaling_factor = self._provider.rope_scaling_factor
-        # Megatron-Bridge looks for it here.
+        # Megatron-Bridge reads it from here.
         config.transformer.share_embeddings_and_output_weights = (
             config.share_embeddings_and_output_weights
         )
@@ -168,7 +169,8 @@ class HuggingFaceModel:
             config.pre_wrap_hooks.append(self._adapters.add)
 
     def _load(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Read the weights, tensor by tensor: no rank ever holds more than its part and one."""
+        """Read the weights tensor by tensor: a rank never holds more than its part and one
+        tensor."""
         with torch.no_grad():
             self._bridge.load_hf_weights(models)
         self._models = models
@@ -182,7 +184,7 @@ class HuggingFaceModel:
             self.write(self._options.save)
 
     def write(self, folder: Path) -> None:
-        """Write the model's files, with adapters merged into the weights, and the adapters' own.
+        """Write the model's files with adapters merged into the weights, and the adapters' files.
 
         All ranks call this; rank 0 writes.
         """
@@ -196,10 +198,10 @@ class HuggingFaceModel:
     # ------------------------------------------------------------------ arguments
 
     def _arguments_of_model(self) -> dict[str, Any]:
-        """What the model says, by the names that Megatron's arguments have.
+        """Return the model's settings, by the names of Megatron's arguments.
 
         Raises:
-            ValueError: it says something that cannot be passed on.
+            ValueError: a setting is not supported.
         """
         provider = self._provider
         if provider.position_embedding_type != "rope":
@@ -226,7 +228,7 @@ class HuggingFaceModel:
             "use_rope_scaling": provider.rope_scaling,
             "untie_embeddings_and_output_weights": not provider.share_embeddings_and_output_weights,
             "max_position_embeddings": provider.seq_length,
-            # The data are tokens already; see scripts/prepare_data.py.
+            # The data are already tokens; see scripts/prepare_data.py.
             "tokenizer_type": "NullTokenizer",
             "vocab_size": provider.vocab_size,
             "make_vocab_size_divisible_by": 1,
@@ -234,10 +236,10 @@ class HuggingFaceModel:
         }
 
     def _check_fields(self) -> None:
-        """Refuse a model that sets what is not passed on.
+        """Refuse a model with settings that are not passed to Megatron.
 
         Raises:
-            ValueError: names it.
+            ValueError: the text names the setting.
         """
         from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -253,7 +255,7 @@ class HuggingFaceModel:
                 raise self._unsupported(field.name, value)
 
     def _end_of_document(self) -> int:
-        """The model's end-of-text token, or its last token where it names none."""
+        """Return the model's end-of-text token, or its last token if it has none."""
         end = self._bridge.hf_pretrained.config.eos_token_id
         end = end[0] if isinstance(end, Sequence) else end
         return self._provider.vocab_size - 1 if end is None else end
@@ -267,7 +269,7 @@ class HuggingFaceModel:
 
 
 def _copy_all_but_weights(model: Path, folder: Path) -> None:
-    """The configuration, the tokenizer, and whatever else belongs to the model."""
+    """Copy the configuration, the tokenizer, and all other files except weights."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(model.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHTS):

@@ -1,4 +1,4 @@
-"""The flags of a Hugging Face model, and what is refused."""
+"""Flags of Hugging Face models, and their checks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's names of the linear layers of attention and MLP."""
+"""Megatron's names for the linear layers of attention and MLP."""
 DEFAULT_RANK = 16
 DEFAULT_ALPHA = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Low-rank adapters: W x + alpha / rank · B A x, of which only A and B are trained."""
+    """Low-rank adapters: W x + alpha / rank · B A x; only A and B are trained."""
 
     rank: int = DEFAULT_RANK
     alpha: int = DEFAULT_ALPHA
     dropout: float = 0.0
-    """Of the adapter's input."""
+    """Dropout of the adapter's input."""
     targets: tuple[str, ...] = TARGETS
     """Names of layers, or patterns such as ``*.layers.0.*.linear_qkv``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the flags say."""
+    """Parsed flags."""
 
     model: Path
     """Folder with the model's files."""
@@ -67,15 +67,15 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
-    """Whether a command line has one of these flags."""
+    """Return whether a command line has any of these flags."""
     return any(a.startswith(("--hf-", "--lora")) for a in argv)
 
 
 def read(argv: Sequence[str]) -> Options:
-    """What a command line says; flags that are not of this group are passed over.
+    """Parse a command line; ignores flags outside this group.
 
     Raises:
-        ValueError: flags that do not go together, or a folder without a model.
+        ValueError: flags are incompatible, or the folder has no model.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(parser)

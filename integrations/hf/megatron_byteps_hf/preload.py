@@ -1,4 +1,5 @@
-"""Imports Megatron-Bridge when it is itself imported: for a process that ranks are forked from."""
+"""Imports Megatron-Bridge when it is itself imported, for the process from which ranks are
+forked."""
 
 from __future__ import annotations
 

@@ -1,25 +1,25 @@
 """Trains with Megatron-LM and BytePS on a Ray cluster, and goes on when a machine is lost.
 
 =================  ==================================================================
-``settings``       what a job is, what it may take, and where its processes stand
+``settings``       settings and limits of a job, and the places of its processes
 ``job``            the driver: generations one after the other, until training is done
-``incarnation``    one life of the job: starts its processes, watches them, ends them
-``recovery``       what ended it, and what the next one finds: servers, training state
+``incarnation``    a generation of the job: starts its processes, watches them, ends them
+``recovery``       the cause of its end; servers and training state for the next generation
 ``cluster``        a Ray cluster, and in it the actors: ranks, spares, scheduler and servers
-``rank_actor``     actors that own a rank's process, or one of ``byteps-server``
-``fork_server``    the process from which ranks are forked, all imports done
-``rank_program``   what runs in the rank's process, around the user's script
-``memory``         training state in the memory of actors, and a rank's as Megatron describes it
-``profiling``      some steps of some ranks, as torch and BytePS see them, made one file
-``dispatch``       calls to a group of ranks, without a job, and the actors of such a group
-``strategies``     how such a call is cut over a mesh of ranks, and joined again
+``rank_actor``     actors that own a rank's process, or a ``byteps-server`` process
+``fork_server``    the process from which ranks are forked, with all modules imported
+``rank_program``   the program in a rank's process, around the user's script
+``memory``         training state in the memory of actors
+``profiling``      profiles chosen steps of chosen ranks with torch and BytePS, in a single file
+``dispatch``       calls to a group of ranks, without a job, and the group's actors
+``strategies``     how arguments of such a call are split over ranks, and results joined
 ``offload``        takes a rank's state off its device between steps
 =================  ==================================================================
 
-Each generation's ranks are new processes, so that nothing of a failed one is left behind.
-Scheduler and servers stay, unless the failure may have been theirs.
-Driver and actors import neither torch nor Megatron. What is here tells a rank's actor what the rank
-does, one JSON object a line; ``report`` is for scripts of any kind.
+Each generation's ranks are new processes, so that nothing remains of a failed generation. Scheduler
+and servers stay, unless they may have caused the failure. Driver and actors import neither torch
+nor Megatron. The functions here send messages from a rank to its actor, one JSON object per line;
+``report`` is for any script.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _listeners: list[Callable[[], None]] = []
 
 
 def connect(descriptor: int) -> None:
-    """Send what follows to this pipe; -1: nowhere."""
+    """Send all later messages to this pipe; -1: nowhere."""
     global _descriptor
     _descriptor = descriptor
 
 
 def send(kind: str, **values: Any) -> None:
-    """Send one message with the time; does nothing in a process that no actor started."""
+    """Send a message with the time; does nothing in a process that no actor has started."""
     if _descriptor < 0:
         return
     line = json.dumps({"kind": kind, "time": time.time(), **values}) + "\n"
@@ -56,20 +56,20 @@ def send(kind: str, **values: Any) -> None:
 
 
 def listen(call: Callable[[], None]) -> None:
-    """Have ``call`` called after each step that is reported."""
+    """Call ``call`` after each reported step."""
     _listeners.append(call)
 
 
 def report(step: int, *, tokens: int = 0, **values: float) -> None:
-    """Say that this rank has finished a step, from a script that is not Megatron's.
+    """Report that this rank has finished a step, from a script that does not use Megatron's loop.
 
-    Megatron's training loop is watched by itself. Any other script that wants to be watched for
-    hangs, profiled, and shown in the metrics, calls this once a step. Otherwise it does nothing.
+    Megatron's training loop reports automatically. Other scripts call this once per step, for hang
+    detection, profiling and metrics. It does nothing in processes without an actor.
 
     Args:
         step: number of the step, from 1.
-        tokens: tokens of the step over all ranks.
-        values: what to show, such as ``loss``.
+        tokens: number of tokens of the step, over all ranks.
+        values: values to show, such as ``loss``.
     """
     send(
         "step", step=int(step), tokens=int(tokens), values={k: float(v) for k, v in values.items()}

@@ -1,10 +1,10 @@
-"""Trains with Megatron-LM and BytePS: under torchrun here, or on a Ray cluster.
+"""Trains with Megatron-LM and BytePS: on this machine under torchrun, or on a Ray cluster.
 
     python -m megatron_byteps_ray --ranks 2 --spares 1 pretrain_dpu_gpt.py -- --use-dpu-reduce ...
     python -m megatron_byteps_ray --mode local --ranks 2 pretrain_dpu_gpt.py -- --use-dpu-reduce ...
 
-On Ray the job goes on when a rank, a server or a machine is lost. Exit status: 0 training is done;
-1 it is not, and the reason is the last line; 2 bad usage; 130 after Ctrl-C.
+On Ray the job goes on when a rank, a server or a machine is lost. Exit status: 0 training has
+finished; 1 it has failed, and the last line has the reason; 2 bad usage; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def run_local(settings: Settings) -> int:
-    """The same script under torchrun: embedded mode, no recovery. Without a profile this process
+    """Run the script under torchrun: embedded mode, no recovery. Without a profile this process
     becomes torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(settings.ranks)]
@@ -167,14 +167,14 @@ def run_local(settings: Settings) -> int:
 
 
 def _console_of(replica: int) -> Callable[[dict[str, Any]], None]:
-    """Lines of a replica begin with its number."""
+    """Return a listener whose lines begin with the replica's number."""
     from .job import Console
 
     return Console(lambda text: print(f"replica {replica}: {text}", flush=True))
 
 
 def merge_profile(profile: Profile) -> None:
-    """Make one file of what the processes left, and say where it is, or why it is not."""
+    """Merge the processes' traces into a file, and print its path, or the reason of a failure."""
     try:
         print(f"profile: {profile.merge()} (drop it on ui.perfetto.dev)", flush=True)
     except ValueError as error:
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.mode == "local":
         return run_local(settings)
-    # Here, because a bad flag should not wait for Ray.
+    # Imported here, so that bad flags are reported without waiting for Ray.
     from .cluster import JobError, cluster
     from .job import Console, Job, Replicas
 
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A terminated driver ends its ranks like an interrupted one.
+    # SIGTERM ends a driver and its ranks like Ctrl-C.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

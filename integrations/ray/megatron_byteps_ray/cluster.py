@@ -1,6 +1,5 @@
-"""A Ray cluster, joined or started on this machine for one job; the actors of a job in it, each in
-a bundle of one placement; and what Ray's metrics show of the job.
-"""
+"""A Ray cluster, joined or started on this machine for a job; the job's actors, each in a bundle of
+a placement group; and the job's metrics in Ray."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ from .settings import Settings
 
 
 def draining_nodes() -> set[str]:
-    """Ray's numbers of them. No public call of Ray tells them, only the one that its own libraries
-    use: none where a version of Ray has it no more."""
+    """Return Ray's ids of nodes that are being drained. Ray has no public call for this, only an
+    internal one; returns an empty set if a version of Ray lacks it."""
     ask = getattr(state.state, "get_draining_nodes", None)
     return set(ask()) if ask is not None else set()
 
 
 _NODE_S = 30.0
-"""For how long it is asked for, each time that Ray does."""
-_OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through it
+"""Time limit of each of Ray's requests for its node."""
+_OBJECT_STORE_BYTES = 100 << 20  # No large object goes through it.
 
 
 @contextmanager
@@ -45,18 +44,19 @@ def cluster(
     metrics_port: int | None = None,
     gpus: int | None = None,
 ) -> Iterator[None]:
-    """Be a driver of the cluster at ``address`` ("auto": this machine's); None starts one here.
+    """Context of a driver of the cluster at ``address`` ("auto": this machine's); None starts a
+    cluster here.
 
-    One that is started here offers as many cores as the job asks for, whatever the machine
-    has, and ends with the block.
+    A cluster started here offers as many cores as the job asks for, regardless of the machine, and
+    ends with the block.
 
     Args:
-        temp_dir: folder for Ray's sockets and logs; its path must be short. None: Ray's own.
+        temp_dir: folder for Ray's sockets and logs; its path must be short. None: Ray's default.
         dashboard: whether to start Ray's dashboard.
-        metrics_port: where Prometheus finds the metrics; None: Ray chooses.
-        gpus: how many a cluster that is started here offers; None: as many as Ray finds.
+        metrics_port: port of the metrics for Prometheus; None: Ray chooses.
+        gpus: number of GPUs that a cluster started here offers; None: as many as Ray finds.
     """
-    # Ray starts actors with nice 15: whatever else runs here would slow training down.
+    # By default Ray starts actors with nice 15: other processes here would slow training down.
     os.environ.setdefault("RAY_worker_niceness", "0")
     quiet = {"log_to_driver": False, "logging_level": "warning"}
     if address is not None:
@@ -86,10 +86,10 @@ def cluster(
 
 
 def _start(limit_s: float, **options: Any) -> None:
-    """Start a node here, again if need be.
+    """Start a node here; repeat if necessary.
 
-    Ray gives a node 30 s to start, and the node gives its agents 15 s and ends then. A busy machine
-    keeps neither, and there is no setting for them.
+    Ray gives a node 30 s to start, and the node gives its agents 15 s and then ends. A busy machine
+    exceeds these limits, and there are no settings for them.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -105,7 +105,8 @@ def _start(limit_s: float, **options: Any) -> None:
 
 @contextmanager
 def _patience() -> Iterator[None]:
-    """Have Ray ask for a node that starts here for longer: it does by this function of its own."""
+    """Context in which Ray waits longer for a node that starts here, by a patched function
+    of Ray."""
     ask = services.get_node
 
     def ask_for_long(*args: Any, **kwargs: Any) -> Any:
@@ -128,11 +129,11 @@ def _patience() -> Iterator[None]:
 _THREADS = 8
 _ATTEMPTS = 3
 _ANSWER_S = 60.0
-"""A spare that does not say where it is within this time is given up."""
+"""Time limit for a spare to answer; after that it is given up."""
 
 
 class JobError(Exception):
-    """The job cannot go on; the text says why."""
+    """The job cannot go on; the text has the reason."""
 
 
 @dataclass
@@ -148,33 +149,34 @@ class Slot:
     warm: bool = False
     gone: bool = False
     strikes: int = 0
-    """How often its rank failed by itself."""
+    """Number of times that its rank failed by itself."""
 
 
 class Pool:
-    """See the module. Not for several threads."""
+    """The actors of a job (see the module). Not thread-safe."""
 
     def __init__(self, settings: Settings, *, of_ranks: bool = True) -> None:
-        """``of_ranks``: whether it has actors for ranks, and not only those of BytePS."""
+        """``of_ranks``: whether the pool has actors for ranks, not only for BytePS."""
         self._settings = settings
         self._count = settings.ranks + settings.spares if of_ranks else 0
         self._slots: list[Slot] = []
         self.assigned: list[Slot] = []
-        """The ranks, in their order."""
+        """Actors of the ranks, in the order of ranks."""
         self.byteps: list[Any] = []
         """The scheduler's actor, then the servers'; empty without BytePS."""
         self._byteps_bundles = settings.servers + 1 if settings.servers else 0
         self._group: Any = None
         self._draining: set[str] = set()
-        """Machines that are taken away, on which no replica is started again."""
+        """Nodes that are being drained, on which no replica is restarted."""
 
     # ----------------------------------------------------------------- opening and closing
 
     def open(self) -> None:
-        """Find room for all actors, start them, and wait until ranks have imported everything.
+        """Reserve resources for all actors, start them, and wait until ranks have imported
+        everything.
 
         Raises:
-            JobError: there is no room, or an actor cannot import what it must.
+            JobError: resources are missing, or an actor fails to import a module.
         """
         settings = self._settings
         server = {"CPU": settings.server_cpus}
@@ -198,7 +200,7 @@ class Pool:
         self.wait_warm(min(settings.ranks, count), settings.limits.warm)
 
     def close(self) -> None:
-        """End all actors; what they own ends with them."""
+        """End all actors and the processes that they own."""
         for actor in [*(slot.actor for slot in self._slots), *self.byteps]:
             ray.kill(actor)
         self._slots, self.assigned, self.byteps = [], [], []
@@ -229,7 +231,7 @@ class Pool:
     def _new_slot(self, bundle: int, attempt: int) -> Slot:
         settings = self._settings
         environment = settings.forwarded()
-        # The GPU's number is the local rank: a process sees all GPUs that Ray may give away.
+        # The GPU's number must be the local rank, so a process sees all GPUs of its node.
         actor_environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = (
             ray.remote(RankActor)
@@ -258,10 +260,10 @@ class Pool:
     # ----------------------------------------------------------------- who is there
 
     def refresh(self) -> None:
-        """See which actors have become warm, and which were lost meanwhile.
+        """Update which actors have become warm, and which were lost.
 
         Raises:
-            JobError: actors in one place cannot import what they must, again and again.
+            JobError: actors in the same bundle repeatedly fail to import modules.
         """
         if self._settings.is_replica:
             self._draining = draining_nodes()
@@ -284,7 +286,7 @@ class Pool:
                 raise JobError(f"an actor cannot be a rank: {problem}")
 
     def wait_warm(self, count: int, limit_s: float) -> bool:
-        """Wait until so many actors are warm; whether they are."""
+        """Wait until `count` actors are warm; return whether they are."""
         deadline = time.monotonic() + limit_s
         while True:
             self.refresh()
@@ -297,17 +299,17 @@ class Pool:
             ray.wait(pending, num_returns=1, timeout=min(1.0, left))
 
     def warm(self) -> list[Slot]:
-        """The actors that are ranks or could be at once."""
+        """Return the actors that are ranks, or could be at once."""
         return [
             slot for slot in self._slots if slot.warm and slot.facts["node"] not in self._draining
         ]
 
     def spares(self) -> list[Slot]:
-        """Those of them that are no ranks."""
+        """Return the warm actors that are not ranks."""
         return [slot for slot in self.warm() if slot not in self.assigned]
 
     def drop_dead_spares(self) -> None:
-        """Replace spares that were lost while they waited."""
+        """Replace spares that were lost while waiting."""
         limit_s = min(self._settings.limits.beat, _ANSWER_S)
         asked = {slot.actor.facts.remote(): slot for slot in self.spares()}
         if not asked:
@@ -322,26 +324,27 @@ class Pool:
                 self.lose(asked[ref])
 
     def lose(self, slot: Slot) -> None:
-        """Give an actor up, and start another one in its place, which becomes a spare."""
+        """Give an actor up, and start another in its place, which becomes a spare."""
         slot.gone = True
         ray.kill(slot.actor)
         self._slots.remove(slot)
-        # One that had worked was lost for another reason than what it imports.
+        # An actor that had worked was not lost because of its imports.
         self._slots.append(self._new_slot(slot.bundle, 0 if slot.warm else slot.attempt + 1))
 
     def replace_byteps(self, index: int) -> None:
-        """Another actor for a scheduler or server whose own was lost."""
+        """Replace the lost actor of the scheduler or a server."""
         ray.kill(self.byteps[index])
         self.byteps[index] = self._new_byteps(index)
 
     def assign(self, ranks: int) -> list[Slot]:
-        """The actors of the ranks: those of ranks stay, spares take the places of the lost.
+        """Return the actors of the ranks: remaining ranks keep theirs, spares replace lost actors.
 
-        ``ranks`` must not exceed what is warm. Where their number changes all are dealt anew.
+        ``ranks`` must not exceed the number of warm actors. If it changes, all ranks are assigned
+        anew.
         """
         live = self.warm()
         if len(self.assigned) != ranks:
-            # Ranks of one machine follow each other.
+            # Ranks of the same machine are consecutive.
             kept = [slot for slot in self.assigned if slot in live]
             chosen = (kept + [slot for slot in live if slot not in kept])[:ranks]
             self.assigned = sorted(chosen, key=lambda slot: (slot.facts["node"], slot.bundle))
@@ -354,7 +357,7 @@ class Pool:
 
 
 def _take(spares: list[Slot], lost: Slot) -> Slot:
-    """A spare, of the same machine if there is one."""
+    """Return a spare, on the same machine if there is one."""
     near = [slot for slot in spares if slot.facts["node"] == lost.facts.get("node")]
     slot = (near or spares)[0]
     spares.remove(slot)
@@ -365,7 +368,7 @@ _WINDOW = 20
 
 
 class Metrics:
-    """Gauges and counters, each with the job's name as a tag."""
+    """Gauges and counters, tagged with the job's name."""
 
     def __init__(self, job: str) -> None:
         self._tags = {"job": job}
@@ -375,7 +378,7 @@ class Metrics:
         )
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_WINDOW)
         self.tokens_per_s = 0.0
-        """Over the last 20 steps; 0 before the second."""
+        """Rate over the last 20 steps; 0 before the second step."""
 
     def _set(self, name: str, description: str, value: float) -> None:
         gauge = self._gauges.get(name)

@@ -1,4 +1,4 @@
-"""Calls to a group of actors, one for each rank, with arguments cut over the mesh of ranks.
+"""Calls to a group of actors, one per rank, with arguments split over the mesh of ranks.
 
     mesh = Mesh(data=4, tensor=2)
     group = Group.start(Scorer, mesh, gpus=1)
@@ -7,9 +7,9 @@
     running = group.start_call("score", prompts)   # goes on with something else
     scores = running.result()
 
-How arguments are cut, and results joined, is a ``Strategy``; ``register`` adds one of your own. A
-call ends when all ranks have answered, and fails with the name of the rank that failed first. What
-several ranks get is put into Ray's object store once.
+A ``Strategy`` splits arguments and joins results; ``register`` adds a custom strategy. A call ends
+when all ranks have answered. If a rank fails, the error names the first rank that did. Values that
+several ranks get are put into Ray's object store once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLACE_S = 300.0
 
 
 class Team:
-    """Actors that a group started, and may start anew."""
+    """Actors that a group has started, and may restart."""
 
     def __init__(self, size: int, resources: Mapping[str, float]) -> None:
         self._resources = dict(resources)
@@ -44,11 +44,11 @@ class Team:
         self._placement = placement_group([self._resources] * size, strategy="PACK")
 
     def placed(self) -> bool:
-        """Whether Ray found room for them all, for which it is given a while."""
+        """Wait for Ray to place all actors; return whether it did within PLACE_S."""
         return self._placement.wait(PLACE_S)
 
     def start(self) -> list[Any]:
-        """Actors without an object, in the order of ranks."""
+        """Start actors without an object; return them in the order of ranks."""
         self._actors = [
             ray.remote(_Worker)
             .options(
@@ -71,14 +71,14 @@ class Team:
         named: Mapping[str, Any],
         environment: Mapping[str, str],
     ) -> list[Any]:
-        """Have each make its object: the calls that do."""
+        """Make each actor create its object; return the pending calls."""
         address, port = meeting
         common = {
             **environment,
             "WORLD_SIZE": str(len(self._actors)),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            # Each has its GPU for itself, as Ray hands it out.
+            # Ray gives each actor its own GPU.
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
         }
@@ -89,25 +89,25 @@ class Team:
         ]
 
     def end(self) -> None:
-        """End the actors; their room stays."""
+        """End the actors; their resources stay reserved."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
 
     def close(self) -> None:
-        """End them, and give their room back."""
+        """End the actors, and release their resources."""
         self.end()
         remove_placement_group(self._placement)
 
 
 class _Worker:
-    """An actor that makes an object of the user's class once its environment is set."""
+    """An actor that creates an object of the user's class after setting its environment."""
 
     def __init__(self) -> None:
         self._object: Any = None
 
     def meeting_place(self) -> tuple[str, int]:
-        """Of rank 0: this machine's address, and a port that nobody listens at."""
+        """Return rank 0's meeting place: this machine's address, and a free port."""
         return ray.util.get_node_ip_address(), free_port()
 
     def make(self, environment: Mapping[str, str], packed: tuple[Any, ...]) -> None:
@@ -122,7 +122,7 @@ class _Worker:
 
 
 def fetched(value: Any) -> Any:
-    """The value of an ObjectRef; any other as it is."""
+    """Return the value of an ObjectRef; any other value unchanged."""
     return ray.get(value) if isinstance(value, ray.ObjectRef) else value
 
 
@@ -130,15 +130,15 @@ CALL_S = 3600.0
 
 
 class DispatchError(Exception):
-    """A call failed on a rank, was not answered in time, or its results do not fit together."""
+    """A call failed on a rank, timed out, or its results do not fit together."""
 
 
 class RankLost(DispatchError):
-    """A rank's actor is gone, or did not answer in time: what a restart may help against."""
+    """A rank's actor is gone, or did not answer in time. A restart may help."""
 
 
 class Call:
-    """A call that runs on all ranks."""
+    """A call that is running on all ranks."""
 
     def __init__(
         self, method: str, refs: Sequence[Any], join: Callable[[Sequence[Any]], Any]
@@ -149,7 +149,7 @@ class Call:
         """Ray's ObjectRef of each rank's result, in the order of ranks."""
 
     def result(self, limit_s: float = CALL_S) -> Any:
-        """Wait for all ranks, and join what they return.
+        """Wait for all ranks, and join their results.
 
         Raises:
             RankLost: a rank was lost, or did not answer within ``limit_s``.
@@ -163,20 +163,20 @@ class Call:
 
 
 class Group:
-    """Actors in the order of ranks. Not for several threads."""
+    """Actors in the order of ranks. Not thread-safe."""
 
     def __init__(self, actors: Sequence[Any], mesh: Mesh) -> None:
-        """Of actors that are there.
+        """Make a group of existing actors.
 
         Raises:
-            ValueError: not as many as ranks.
+            ValueError: the number of actors differs from the number of ranks.
         """
         if len(actors) != mesh.size:
             raise ValueError(f"{len(actors)} actors for a mesh of {mesh.size} ranks")
         self.actors = list(actors)
         self.mesh = mesh
         self.restarts = 0
-        """How often the actors were made anew."""
+        """Number of restarts of the actors."""
         self._team: Team | None = None
         self._make: Callable[..., list[Any]] | None = None
         self._may_restart = 0
@@ -195,20 +195,20 @@ class Group:
         restore: Callable[[Group], None] | None = None,
         **named: Any,
     ) -> Group:
-        """Make an actor of this class for each rank, all of them with these arguments.
+        """Create an actor of this class for each rank, all with these arguments.
 
-        Each has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment before its object
-        is made: ``torch.distributed.init_process_group`` needs nothing else.
+        RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before the object is created:
+        ``torch.distributed.init_process_group`` needs nothing else.
 
         Args:
-            cpus: Ray's resources of each actor, like ``gpus``.
-            environment: further variables of all.
-            max_restarts: how often a call may make all actors anew where a rank was lost, and be
-                made again.
-            restore: called with the group after that, to load what they had.
+            cpus: Ray's resources per actor, like ``gpus``.
+            environment: more variables for all actors.
+            max_restarts: how often calls may restart all actors and be repeated after a rank was
+                lost.
+            restore: called with the group after a restart, to load its state.
 
         Raises:
-            DispatchError: Ray has no room for them, or one could not be made.
+            DispatchError: Ray lacks resources for them, or an actor could not be created.
         """
         resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         team = Team(mesh.size, resources)
@@ -233,10 +233,10 @@ class Group:
         answers(self._make(meeting), "start", CALL_S)
 
     def restart(self) -> None:
-        """End the actors that ``start`` made, make them anew, and ``restore`` them.
+        """End the actors of ``start``, create them anew, and ``restore`` them.
 
         Raises:
-            DispatchError: they were not made by ``start``, or could not be made again.
+            DispatchError: they were not created by ``start``, or could not be created again.
         """
         if self._team is None:
             raise DispatchError("a group of the caller's own actors cannot be restarted")
@@ -249,12 +249,12 @@ class Group:
     def start_call(
         self, method: str, *arguments: Any, by: str = "data", pad: bool = False, **named: Any
     ) -> Call:
-        """Call a method on every rank, and do not wait.
+        """Start a call of a method on every rank, without waiting.
 
         A rank runs its calls in the order in which they were started. See ``call``.
 
         Raises:
-            ValueError: no such strategy, or arguments that it cannot cut.
+            ValueError: there is no such strategy, or it cannot split the arguments.
         """
         how = strategy(by)
         given = Arguments(arguments, named)
@@ -281,20 +281,20 @@ class Group:
         check: Callable[[Any], None] | None = None,
         **named: Any,
     ) -> Any:
-        """Call a method on every rank, and join what they return.
+        """Call a method on every rank, and join the results.
 
         Args:
-            arguments: values, or ObjectRefs of values. By ``all`` and ``same``, ranks fetch these.
+            arguments: values, or ObjectRefs of values. With ``all`` and ``same``, ranks fetch the
+                values.
             by: name of the strategy.
-            pad: repeat the last row of batches that the data ranks do not divide. The result has
-                no row for these.
-            limit_s: how long to wait for all ranks.
-            check: called with the joined result; raises what it likes.
+            pad: repeat the last row of a batch so that the data ranks divide it. The result has no
+                rows for these repetitions.
+            limit_s: time limit for all ranks.
+            check: called with the joined result; may raise any error.
 
         Raises:
-            ValueError: no such strategy, or arguments that it cannot cut.
-            RankLost: a rank was lost, or did not answer in time, ``max_restarts`` times more than
-                it may.
+            ValueError: there is no such strategy, or it cannot split the arguments.
+            RankLost: a rank was lost, or did not answer in time, more than ``max_restarts`` times.
             DispatchError: a rank raised, or the results do not fit together.
         """
         while True:
@@ -311,7 +311,7 @@ class Group:
         return joined
 
     def _send(self, method: str, cut: Sequence[Arguments]) -> list[Any]:
-        """Start the calls; what several ranks get is put into the object store once."""
+        """Start the calls. Arguments that several ranks get are put into the object store once."""
         ranks = collections.Counter(map(id, cut))
         sent: dict[int, Any] = {}
         calls = []
@@ -331,14 +331,14 @@ class Group:
         return calls
 
     def close(self) -> None:
-        """End the actors that ``start`` made."""
+        """End the actors that ``start`` created."""
         if self._team is not None:
             self._team.close()
             self._team = None
 
 
 def answers(calls: Sequence[Any], method: str, limit_s: float) -> list[Any]:
-    """All of them; the first failure ends the wait, since others may wait for that rank.
+    """Return all answers. The first failure ends the wait, since others may wait for that rank.
 
     Raises:
         DispatchError: see ``Call.result``.
@@ -369,7 +369,7 @@ def _put(value: Any) -> Any:
 
 
 def _padded(arguments: Arguments, parts: int) -> tuple[Arguments, tuple[int, int]]:
-    """Batches that ``parts`` divide; their rows before and after."""
+    """Pad batches so that ``parts`` divides them; return also their rows before and after."""
     rows = strategies.rows(arguments.values())
     if rows == 0:
         raise ValueError("a batch without rows has none to repeat")

@@ -1,20 +1,20 @@
 """The process from which the actors of a machine fork their ranks.
 
-Importing torch and Megatron takes many seconds. This process does it once for its machine. It keeps
-a *standby* for each actor: a forked child that waits for an order, and becomes the rank of the next
-generation within milliseconds, with nothing left of the one before. Where an import asks for the
-number of GPUs, CUDA would not start in a forked child: each standby imports such modules itself,
-before it is needed.
+Importing torch and Megatron takes many seconds. This process does so once per machine. It keeps a
+*standby* for each actor: a forked child that waits for an order, and becomes the rank of the next
+generation within milliseconds, in a clean state. If an import queries the number of GPUs, CUDA
+cannot start in a forked child later; so each standby imports such modules itself, before it is
+needed.
 
-Actors connect to a Unix socket. Orders go one way and messages the other, one JSON object a line.
-This process does nothing else, so that it answers also while a rank hangs. When a connection ends,
-its actor is gone, and its rank is ended. When this process is killed, the kernel ends all ranks of
-the machine. It ends by itself a while after the last actor.
+Actors connect to a Unix socket and send orders; messages come back. Both are JSON objects, one per
+line. This process does nothing else, so it answers even while a rank hangs. When a connection ends,
+its actor is gone, and the actor's rank is ended. If this process is killed, the kernel ends all
+ranks of the machine. It ends IDLE_S after the last actor.
 
 Orders: ``start`` with ``environment``, ``folder``, ``log``, ``entry`` and ``arguments``; ``signal``
 with ``number``, to the rank's process group; ``tell`` with ``number``, to the rank alone. Messages:
-what the rank reports (``send``), and ``warm``, ``started`` (``pid``), ``ended`` (``pid``,
-``status``), ``failed`` (``text``).
+the rank's reports (``send``), and ``warm``, ``started`` (``pid``), ``ended`` (``pid``, ``status``),
+``failed`` (``text``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class _Lines:
-    """Whole lines from a descriptor that does not block."""
+    """Complete lines from a non-blocking descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -50,7 +50,7 @@ class _Lines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """What has come; ``ended`` once there will be no more."""
+        """Return the lines that have arrived; sets ``ended`` at the end of input."""
         try:
             while not self.ended:
                 data = os.read(self._descriptor, 1 << 16)
@@ -65,7 +65,7 @@ class _Lines:
 
 
 class _Child:
-    """A forked process: first the standby, then, after its order, the rank."""
+    """A forked process: first a standby, then, after its order, the rank."""
 
     def __init__(self, modules: Sequence[str], abandon: Callable[[], None]) -> None:
         order_out, self._order_in = os.pipe()
@@ -84,13 +84,14 @@ class _Child:
 
     def order(self, order: dict[str, Any]) -> None:
         data = json.dumps(order).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is heard of
+        # A broken pipe means that it has ended, which is noticed elsewhere.
+        with contextlib.suppress(BrokenPipeError):
             while data:
                 data = data[os.write(self._order_in, data) :]
 
     def signal(self, number: int) -> None:
-        # Its group: what the rank started (data loaders, checkpoint writers) ends with it. A child
-        # that has just been forked has not made it yet.
+        # Signals the process group, so that data loaders and checkpoint writers of the rank end
+        # too. A new child has not created its group yet.
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -98,12 +99,12 @@ class _Child:
                 os.kill(self.pid, number)
 
     def tell(self, number: int) -> None:
-        """Signal it alone: what it has started goes on."""
+        """Signal only the rank's process, not the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def reap(self) -> int:
-        """The exit status; negative for a signal. What is left of its group is ended."""
+        """Return the exit status; negative for a signal. Ends the rest of its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
@@ -134,12 +135,12 @@ def _be_child(parent: int, orders: int, messages: int, modules: Sequence[str]) -
             sys.stdout.flush()
             sys.stderr.flush()
         if status != 0:
-            os._exit(status)  # the interpreter's end would wait for threads of a broken job
+            os._exit(status)  # A normal exit would wait for threads of a broken job.
     sys.exit(0)
 
 
 class _Client:
-    """An actor's connection, its standby and its rank."""
+    """Connection of an actor, with its standby and its rank."""
 
     def __init__(self, server: ForkServer, connection: socket.socket) -> None:
         self._server = server
@@ -150,7 +151,7 @@ class _Client:
         server.watch(connection.fileno(), self._take_orders)
 
     def abandon(self) -> None:
-        """In a child: close the connection, and leave its number to the next one opened."""
+        """In a child: close the connection, so that its descriptor can be reused."""
         os.close(self._connection.detach())
 
     def send(self, kind: str, **values: Any) -> None:
@@ -158,8 +159,8 @@ class _Client:
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         if self._connection.fileno() < 0:
-            return  # the actor is gone, and a child of its was still importing
-        # Blocks where the actor does not read, which it always does; its end is heard of elsewhere.
+            return  # The actor is gone, while its child was still importing.
+        # Blocks if the actor does not read, but actors always do. Their end is noticed elsewhere.
         with contextlib.suppress(ConnectionError):
             self._connection.setblocking(True)
             self._connection.sendall(json.dumps(message).encode() + b"\n")
@@ -189,7 +190,7 @@ class _Client:
 
     def _start(self, order: dict[str, Any]) -> None:
         if self._rank is not None or self._standby is None:
-            self.send("ended", pid=0, status=1)  # the imports have failed meanwhile
+            self.send("ended", pid=0, status=1)  # The imports have failed meanwhile.
             return
         self._rank, self._standby = self._standby, None
         self._rank.order(order)
@@ -219,7 +220,7 @@ class _Client:
 
 
 class ForkServer:
-    """See the module."""
+    """The fork server (see the module)."""
 
     def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
         self.modules = modules
@@ -229,19 +230,19 @@ class ForkServer:
         self.watch(listener.fileno(), self._accept)
 
     def watch(self, descriptor: int, call: Callable[[], None]) -> None:
-        """Have ``call`` called when the descriptor is readable."""
+        """Call ``call`` when the descriptor is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, call)
 
     def forget(self, descriptor: int) -> None:
-        """The opposite; does nothing for one that is not watched."""
+        """Stop watching a descriptor; does nothing if it is not watched."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
 
     def abandon(self) -> None:
-        """In a child: close what would not end with this process.
+        """In a child: close the parent's sockets.
 
-        Detached: a socket's object closes its number again when the interpreter ends, and by then
-        that may be a connection of the rank's.
+        They are detached first: otherwise a socket object closes its descriptor again when the
+        interpreter ends, and by then the rank may have reused the number.
         """
         os.close(self._listener.detach())
         for client in self._clients:
@@ -251,13 +252,13 @@ class ForkServer:
         self._clients.remove(client)
 
     def serve(self) -> None:
-        """Until no actor has been there for a while."""
+        """Serve until there has been no actor for IDLE_S."""
         while True:
             ready = self._selector.select(None if self._clients else IDLE_S)
             if not ready and not self._clients:
                 return
             for key, _ in ready:
-                # An earlier one may have ended what this one belongs to.
+                # An earlier callback may have unregistered this one.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
 
@@ -279,12 +280,12 @@ def main() -> int:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(options.socket)
     listener.listen(128)
-    # The parent knows now that it listens; and no actor is the parent, with which Ray
-    # would end it.
+    # The parent now knows that this process listens. It is a child of init, not of an actor, so
+    # that Ray does not end it with the actor.
     if os.fork() > 0:
         os._exit(0)
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business.
     for name in options.preload:
         importlib.import_module(name)
     ForkServer(listener, options.modules).serve()

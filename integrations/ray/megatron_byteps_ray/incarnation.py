@@ -1,4 +1,4 @@
-"""One life of the job: starts its processes, watches them, ends them, and times a recovery."""
+"""A generation of the job: starts its processes, watches them, ends them, and times a recovery."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ ORDER = {
     "loaded": "state loaded",
     "step": "first step done",
 }
-"""What ends each part, in the order in which they come."""
+"""Event that ends each phase, in order."""
 
 
 @dataclass
 class Phases:
-    """One recovery: when the failure was, and when each part ended, in seconds since the epoch."""
+    """Times of a recovery, in seconds since the epoch: the failure, and the end of each phase."""
 
     failed_at: float
     ends: dict[str, float] = field(default_factory=dict)
 
     def end(self, name: str, at: float | None = None) -> None:
-        """A part is done; of several ranks the last counts."""
+        """Record the end of a phase; the last of several ranks counts."""
         self.ends[name] = max(self.ends.get(name, 0.0), time.time() if at is None else at)
 
     @property
@@ -52,7 +52,8 @@ class Phases:
         return "step" in self.ends
 
     def seconds(self) -> dict[str, float]:
-        """Each part's own length, and ``total``. A part that did not occur is left out."""
+        """Return the duration of each phase, and ``total``. Phases that did not occur are
+        left out."""
         result, before = {}, self.failed_at
         for name in ORDER:
             if name in self.ends:
@@ -62,7 +63,7 @@ class Phases:
         return result
 
     def table(self) -> str:
-        """For the driver's output."""
+        """Format the phases for the driver's output."""
         lines = [
             f"  {ORDER.get(name, 'training again'):30s} {spent:7.2f} s"
             for name, spent in self.seconds().items()
@@ -72,17 +73,18 @@ class Phases:
 
 POLL_S = 0.25
 SETTLE_S = 1.0
-"""After the first failure, for the others to show: which of them was the cause is told by all."""
+"""Time to wait after the first failure for reports of others: all of them together show the
+cause."""
 SILENT_S = 10.0
-"""A rank that others lost, and that has reported nothing for so long, hangs."""
+"""A rank that others report as lost, and that has been silent for this long, hangs."""
 _DRAINS_S = 1.0
-"""From one look at which machines are taken away to the next."""
+"""Interval between two checks for draining nodes."""
 _CALL_S = 120.0
 _MARKS = ("groups", "byteps", "loaded")
 
 
 class Incarnation:
-    """Ranks from their start to the end of all of them; and the servers, while they run."""
+    """A generation: ranks from their start to the end of all of them, and the servers they use."""
 
     def __init__(
         self,
@@ -98,8 +100,8 @@ class Incarnation:
         memory: Sequence[Mapping[str, Any]] = (),
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``memory``: of each rank, where its state is kept; see ``RankActor.start``.
-        ``is_over``: whether ranks that have made no step yet will make none."""
+        """``memory``: for each rank, where its state is kept; see ``RankActor.start``. ``is_over``:
+        whether ranks without a step have nothing left to do."""
         self.number = number
         self._settings = settings
         self._servers = servers
@@ -114,24 +116,24 @@ class Incarnation:
         self._heard = [time.monotonic()] * len(slots)
         self._seen: list[dict[str, Any]] = [{} for _ in slots]
         self._first: dict[int, float] = {}
-        """When each rank had finished its first step."""
+        """End time of each rank's first step."""
         self._reports = StepReports()
         self._memory = memory
         self._is_over = is_over
         self._whole = 0
-        """The last step of which every rank's state is kept in memory."""
+        """Last step of which every rank's state is kept in memory."""
         self._finished: set[int] = set()
         self._told = False
         self._metrics_port = 0
-        """Of ranks, before they add to it; 0 where metrics are off."""
+        """First metrics port of the ranks; 0: metrics are off."""
         self._drains_due = 0.0
         self.steps = 0
         """Steps of rank 0."""
         self.noticed_at = 0.0
-        """When the failure was seen, in seconds since the epoch."""
+        """Time at which the failure was noticed, in seconds since the epoch."""
 
     def run(self) -> Failure | None:
-        """Train; None once all ranks have ended well. All ranks' processes have ended then."""
+        """Train; return None if all ranks ended well. All ranks' processes have ended then."""
         try:
             if self._start():
                 self._watch()
@@ -147,7 +149,7 @@ class Incarnation:
     # ----------------------------------------------------------------- starting
 
     def _start(self) -> bool:
-        """Whether all processes were started; if not, ``_ends`` says why."""
+        """Start all processes; return whether that succeeded. If not, ``_ends`` has the reason."""
         environment = self._settings.forwarded()
         environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
         environment |= self._settings.profile.of_ranks() if self._settings.profile else {}
@@ -200,14 +202,14 @@ class Incarnation:
         return True
 
     def _list_metrics(self) -> None:
-        """Write where Prometheus finds each process."""
+        """Write the addresses of all processes' metrics, for Prometheus."""
         if self._metrics_port:
             places = [slot.facts for slot in self._slots]
             folder = self._settings.folder.absolute()
             write_metrics_list(folder, self._metrics_port, self._servers.metrics(), places)
 
     def _replaced(self, who: str) -> bool:
-        """Whether a server that has ended was replaced, and so ends nothing."""
+        """Return whether a server that has ended was replaced, so that the generation goes on."""
         if self._ends or not self._servers.replace(who):
             return False
         self._list_metrics()
@@ -216,7 +218,7 @@ class Incarnation:
     # ----------------------------------------------------------------- watching
 
     def _watch(self) -> None:
-        """Until all ranks have ended well, or something failed."""
+        """Watch until all ranks have ended well, or a process has failed."""
         settle = 0.0
         while len(self._finished) < len(self._slots):
             watched = [*self._watched, *self._servers.watched]
@@ -238,7 +240,7 @@ class Incarnation:
                     return
         self._take_progress(last=True)
         if not self._ends:
-            self._recovered()  # also where no step was left to be done
+            self._recovered()  # Also if no step was left to do.
 
     def _take_end(self, ref: Any) -> None:
         who, end = self._watched.pop(ref, ""), None
@@ -255,7 +257,7 @@ class Incarnation:
         if who.startswith("rank") and status == 0:
             self._finished.add(int(who.split()[1]))
         elif status == 0 and not self._ends:
-            return None  # a scheduler or server, once all ranks have left
+            return None  # A scheduler or server, after all ranks have left.
         else:
             self._ends.append(End.told(who, end, may_leave=self._settings.is_replica))
         return None
@@ -264,10 +266,11 @@ class Incarnation:
         self._ends.append(End.lost(who))
 
     def _take_progress(self, *, last: bool = False) -> None:
-        """Hear what has been answered, and ask again; at the end wait for all that there is."""
+        """Take answers, and ask again; at the end wait for all answers."""
         self._hear(0.0 if not last else _CALL_S, again=not last)
         if last:
-            # What was asked before came first: each answer has the steps since the one before.
+            # Earlier requests were answered first: each answer has the steps since the answer
+            # before.
             self._asked = {s.actor.progress.remote(): rank for rank, s in enumerate(self._slots)}
             self._hear(_CALL_S, again=False)
         if all(seen.get("step") for seen in self._seen):
@@ -283,13 +286,13 @@ class Incarnation:
         if not refs:
             return
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
-        # In the order of ranks: the lowest of those that know the loss reports it.
+        # In the order of ranks: the lowest rank that knows the loss reports it.
         for ref in sorted(done, key=self._asked.__getitem__):
             rank = self._asked.pop(ref)
             try:
                 seen = ray.get(ref)
             except ray.exceptions.RayError:
-                continue  # its end is heard of by the other call
+                continue  # Its end is noticed by the other call.
             self._heard[rank] = time.monotonic()
             self._seen[rank] = seen
             self._show(rank, seen)
@@ -307,13 +310,14 @@ class Incarnation:
                 self._emit_step(rank, step)
 
     def _take_last_steps(self) -> None:
-        """After a failure, hear of all steps that ranks have made: a lost one's from another."""
+        """After a failure, collect all steps that ranks have made; another rank reports the steps
+        of a lost one."""
         lost = {end.who for end in self._ends if end.kind == LOST}
         left = [rank for rank in range(len(self._slots)) if f"rank {rank}" not in lost]
         self._asked = {ref: rank for ref, rank in self._asked.items() if rank in left}
         for rank in left:
             self._asked[self._slots[rank].actor.progress.remote()] = rank
-        # A machine that is gone may not have been given up yet: nobody waits for it.
+        # A limited wait, because a machine that is gone may not be given up yet.
         self._hear(SETTLE_S, again=False)
         for rank, step in self._reports.missing():
             self._emit_step(rank, step)
@@ -327,7 +331,7 @@ class Incarnation:
             self._phases.end(name, at)
 
     def _recovered(self) -> None:
-        """Every rank has finished a step, or ended well."""
+        """Handle the end of a recovery: every rank has finished a step, or ended well."""
         phases, self._phases = self._phases, None
         if phases is not None:
             if self._first:
@@ -335,7 +339,7 @@ class Incarnation:
             self._emit("recovered", incarnation=self.number, phases=phases)
 
     def _tell_draining(self) -> None:
-        """Have the replica leave the others if a machine of it is taken away."""
+        """Make the replica leave if a machine of it is being drained."""
         if time.monotonic() < self._drains_due:
             return
         self._drains_due = time.monotonic() + _DRAINS_S
@@ -352,14 +356,14 @@ class Incarnation:
         running = [rank for rank in range(len(self._slots)) if rank not in self._finished]
         for rank in running:
             if now - self._heard[rank] > limits.beat:
-                self._lost(f"rank {rank}")  # neither its process nor its actor answers
+                self._lost(f"rank {rank}")  # Neither its process nor its actor answers.
         if self._ends:
             return
         frozen = [rank for rank in running if self._seen[rank].get("silent_s", 0.0) > limits.beat]
         if frozen:
             self._hung(frozen, f"no sign of life for {limits.beat:g} s")
             return
-        # While one rank goes on, nobody hangs: those that wait for it do so rightly.
+        # While a rank makes progress none hangs: the others rightly wait for it.
         seen = [self._seen[rank] for rank in running]
         if not seen or not all(seen):
             return
@@ -370,9 +374,10 @@ class Incarnation:
             self._hung(self._laggards(running), f"no {_EXPECTED[name]} for {limit:g} s")
 
     def _blame_the_silent(self) -> None:
-        """Where all that ended say that somebody else was lost, it is who neither ends nor lives.
+        """If all ended ranks report another rank as lost, blame the rank that has neither ended nor
+        reported.
 
-        BytePS misses the heartbeats of a stopped process before this driver's limit is over.
+        BytePS notices missing heartbeats of a stopped process before this driver's limit.
         """
         if not all(end.is_consequence for end in self._ends):
             return
@@ -388,7 +393,8 @@ class Incarnation:
             self._hung(silent, "no sign of life, and the others lost it")
 
     def _laggards(self, running: Sequence[int]) -> list[int]:
-        """Those for whom the others wait: they have done the least. All, where none stands out."""
+        """Return the ranks for which the others wait: those with the least progress. All if none
+        stands out."""
         done = {rank: (self._seen[rank]["step"], self._seen[rank]["pushed"]) for rank in running}
         least = min(done.values())
         return [rank for rank in running if done[rank] == least]
@@ -406,7 +412,7 @@ class Incarnation:
     # ----------------------------------------------------------------- ending
 
     def _stop(self) -> None:
-        """End every rank, and servers that are in doubt; dead actors are left to the pool."""
+        """End every rank, and doubtful servers; dead actors are left to the pool."""
         calls = [slot.actor.stop.remote() for slot in self._slots]
         ray.wait(calls, num_returns=len(calls), timeout=_CALL_S)
         self._servers.after(self._ends, self.steps)
@@ -416,5 +422,5 @@ _LIMITS = {
     **dict.fromkeys(("step", "saved", "evaluated"), "step"),
     **dict.fromkeys(("saving", "evaluating", "trained", "leaving"), "save"),
 }
-"""By what was reported last: the limit of the next report."""
+"""Limit of the next report, by the last report."""
 _EXPECTED = {"start": "first step", "step": "further step", "save": "end of it"}

@@ -1,6 +1,7 @@
-"""The driver: generations one after the other, until training is done, also of several replicas.
+"""The driver: runs generations one after the other, until training is done, also for several
+replicas.
 
-A job's events go to a listener: ``Console`` makes lines for a person of them.
+A job's events go to a listener; ``Console`` prints them as lines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PROGRESS_S = 2.0
 
 
 class Console:
-    """Prints what happens; steps now and then."""
+    """Prints events, and from time to time a step."""
 
     def __init__(self, write: Callable[[str], None] | None = None) -> None:
         self._write = write or (lambda text: print(text, flush=True))
@@ -90,10 +91,10 @@ class Console:
 
 SCHEMA = 1
 _STRIKES = 2
-"""A place whose rank fails so often by itself is given up for a spare."""
+"""A place is given up for a spare after this many failures of its rank by itself."""
 
 _WRITE_S = 60.0
-"""For servers to write their timelines."""
+"""Time for servers to write their timelines."""
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -101,7 +102,7 @@ Listener = Callable[[dict[str, Any]], None]
 class Job:
     """Trains on the cluster that ``ray.init`` joined.
 
-    ``listener`` is called with each event, a dict whose ``event`` is ``opened``, ``incarnation``,
+    ``listener`` is called with each event, a dict. Its ``event`` is ``opened``, ``incarnation``,
     ``step``, ``kept``, ``failure``, ``state``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
     """
 
@@ -113,7 +114,7 @@ class Job:
         *,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``is_over``: asked after a failure: then there is nothing to go on with."""
+        """``is_over``: called after a failure; if true, the job does not go on."""
         self._settings = settings
         self._is_over = is_over
         self._listener = listener
@@ -135,7 +136,7 @@ class Job:
             (self._folder / "steps.jsonl").unlink(missing_ok=True)
         if settings.profile is not None:
             settings.profile.clear()
-        # A pool of the caller's stays open: its actors serve the next job.
+        # The caller's pool stays open, for the next job.
         self._owns_pool = pool is None
         self.pool = pool or Pool(settings)
         self._metrics = Metrics(self._folder.name)
@@ -149,7 +150,7 @@ class Job:
         """Train to the end.
 
         Raises:
-            JobError: it failed too often, or there is no room for it.
+            JobError: the job failed too often, or resources are missing.
         """
         try:
             if self._owns_pool:
@@ -177,7 +178,7 @@ class Job:
                 self.pool.close()
 
     def _memory(self, slots: Sequence[Slot]) -> list[Mapping[str, Any]]:
-        """For each rank, where its state is kept; after a failure, bring it there."""
+        """Return, for each rank, where its state is kept; after a failure, move states there."""
         if self._recovery is None:
             return []
         state = self._recovery.prepare(slots, self.pool.warm())
@@ -194,7 +195,8 @@ class Job:
     def _live(
         self, slots: Sequence[Slot], phases: Phases | None, memory: Sequence[Mapping[str, Any]]
     ) -> tuple[Failure | None, int, Phases | None]:
-        """One generation: its failure, its steps, and the beginning of the next recovery."""
+        """Run a generation; return its failure, its steps, and the beginning of the next
+        recovery."""
         self._write_state("running", slots)
         self._metrics.ranks(len(slots), len(self.pool.spares()), self._incarnation)
         self._emit(
@@ -227,21 +229,22 @@ class Job:
         return failure, life.steps, recovery
 
     def _arguments(self) -> list[str]:
-        """The script's; a restart loads what the job saved, though nobody said so."""
+        """Return the script's arguments; a restart loads the job's checkpoints even without
+        --load."""
         arguments = list(self._settings.arguments)
         saved = option(arguments, "--save")
         if self._from_memory and not saved:
-            saved = str(self._folder / "memory")  # Megatron loads only where it is told to
+            saved = str(self._folder / "memory")  # Megatron loads only with a folder.
         again = self._incarnation > 0 and saved and option(arguments, "--load") is None
         return [*arguments, "--load", saved] if again and saved else arguments
 
     # ----------------------------------------------------------------- after a failure
 
     def _after(self, failure: Failure, slots: Sequence[Slot], steps: int) -> None:
-        """Decide whether to try again, and give up the actors that must not be used again.
+        """Decide whether to restart, and give up actors that must not be used again.
 
         Raises:
-            JobError: it is enough.
+            JobError: the job failed too often.
         """
         self._restarts += 1
         self._fruitless = 0 if steps else self._fruitless + 1
@@ -269,10 +272,11 @@ class Job:
         self._metrics.restart()
 
     def _gather(self) -> list[Slot]:
-        """The actors of the next generation: spares, else fewer ranks, else wait.
+        """Return the actors of the next generation: use spares, otherwise fewer ranks, otherwise
+        wait.
 
         Raises:
-            JobError: there was not enough capacity within the limit.
+            JobError: capacity was insufficient until the limit.
         """
         wanted, least = self._settings.ranks, self._settings.min_ranks
         self.pool.refresh()
@@ -312,7 +316,7 @@ class Job:
         self._listener({"event": event, **values})
 
     def _write_state(self, state: str, slots: Sequence[Slot]) -> None:
-        """Replace the state file, from which a driver that was lost is started again."""
+        """Replace the state file, from which a lost driver is restarted."""
         content = {
             "schema": SCHEMA,
             "state": state,
@@ -338,12 +342,12 @@ class Job:
             raise ValueError(f"{self._state_file} is of another version: {content.get('schema')!r}")
         self._restarts, self._failures = content["restarts"], content["failures"]
         self._fruitless = content["fruitless"]
-        # The generation that ran when the driver was lost is over as well.
+        # The generation that ran when the driver was lost has ended too.
         self._incarnation = content["incarnation"] + (content["state"] == "running")
 
 
 def record_of_steps(folder: Path) -> list[dict[str, Any]]:
-    """The steps that a job in this folder has recorded, in the order in which they were done."""
+    """Return the recorded steps of a job in this folder, in the order in which they were made."""
     path = folder / "steps.jsonl"
     if not path.exists():
         return []
@@ -353,34 +357,34 @@ def record_of_steps(folder: Path) -> list[dict[str, Any]]:
 
 _POLL_S = 0.25
 _END_S = 60.0
-"""For scheduler and servers to end by themselves after the replicas."""
+"""Time for scheduler and servers to end by themselves after the replicas."""
 
 
 class Replicas:
-    """Trains on the cluster that ``ray.init`` joined."""
+    """Trains several replicas on the cluster that ``ray.init`` joined."""
 
     def __init__(self, settings: Settings, listener: Callable[[int], Listener]) -> None:
-        """``listener`` makes the listener of a replica, by its number; see :class:`.job.Job`."""
+        """``listener`` creates the listener of a replica, by its number; see :class:`.job.Job`."""
         if "BYTEPS_START_TIMEOUT_S" not in settings.forwarded():
-            # The actors of one replica may be there long before those of another one.
+            # The actors of a replica may be ready long before another replica's.
             waits = {"BYTEPS_START_TIMEOUT_S": f"{settings.limits.start:g}"}
             settings = replace(settings, environment={**settings.environment, **waits})
         self._settings = settings
         self._listener = listener
         self._secret = settings.secret()
         self.pool = Pool(settings, of_ranks=False)
-        """The actors of scheduler and servers."""
+        """Actors of scheduler and servers."""
         self._servers = Servers(settings, self.pool, self._secret, keep=False)
         self._done = threading.Event()
-        """A replica has trained to the end, or none can."""
+        """Set when a replica has trained to the end, or none can."""
         self._errors: dict[int, BaseException] = {}
         self.jobs: list[Job] = []
 
     def run(self) -> None:
-        """Train to the end. Also where some replicas are given up, as long as one gets there.
+        """Train to the end, even if replicas are given up, as long as one finishes.
 
         Raises:
-            JobError: none did, or there is no room.
+            JobError: no replica finished, or resources are missing.
         """
         try:
             self.pool.open()
@@ -391,7 +395,7 @@ class Replicas:
             self.jobs = [self._job(number, known) for number in range(self._settings.replicas)]
             threads = []
             for number in range(len(self.jobs)):
-                # Daemons: what ends this thread ends the driver, and its actors with it.
+                # Daemons, so that the end of this thread ends the driver and its actors.
                 name = f"replica {number}"
                 thread = threading.Thread(
                     target=self._drive, args=(number,), name=name, daemon=True
@@ -408,7 +412,8 @@ class Replicas:
             self.pool.close()
 
     def _list_metrics(self) -> None:
-        """Write where Prometheus finds the servers; each replica does so for its ranks."""
+        """Write the addresses of the servers' metrics, for Prometheus; each replica does so for its
+        ranks."""
         if servers := self._servers.metrics():
             folder = self._settings.folder.absolute()
             folder.mkdir(parents=True, exist_ok=True)
@@ -418,7 +423,7 @@ class Replicas:
         settings = self._settings
         own = {**known, "BYTEPS_REPLICA": f"{number}/{settings.replicas}"}
         own |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
-        # After the servers' ports those of a replica's ranks, and then those of the next one's.
+        # Ports: first the servers', then those of each replica's ranks.
         before = settings.servers + number * (settings.ranks // settings.replicas)
         own |= metrics_of_ranks(settings.forwarded(), before)
         of_replica = replace(
@@ -440,7 +445,8 @@ class Replicas:
             self._done.set()
 
     def _watch(self, threads: list[threading.Thread]) -> str:
-        """Replace servers until all replicas have ended. What of BytePS was lost for good."""
+        """Replace servers until all replicas have ended. Returns the BytePS process that was lost
+        for good, if any."""
         lost = ""
         while any(thread.is_alive() for thread in threads):
             refs = list(self._servers.watched)
@@ -455,5 +461,5 @@ class Replicas:
                     self._list_metrics()
                     continue
                 lost = str(End.lost(who) if end is None else End.told(who, end))
-                self._done.set()  # no replica can go on without it
+                self._done.set()  # No replica can go on without it.
         return lost

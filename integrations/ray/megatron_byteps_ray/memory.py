@@ -1,17 +1,17 @@
 """Training state in the memory of actors, which outlive the ranks that it belongs to.
 
-A rank hands its actor a *snapshot*: the bytes of its training state after a step. The actor keeps
-it, and sends a copy to a peer's actor, on another machine if there is one. When both have it all,
-the rank is told so. The driver compares what all actors have: a step whose snapshots are whole on
-every rank makes the older ones needless.
+A rank gives its actor a *snapshot*: the bytes of its training state after a step. The actor keeps
+it, and sends a copy to a peer's actor, on another machine if possible. When both have all of it,
+the actor confirms it to the rank. The driver compares the snapshots of all actors: when every rank
+has a complete snapshot of a step, older ones are dropped.
 
-Rank and actor speak over a Unix socket without a name in any folder. A rank sends one JSON line,
-``{"do": "keep", "step": N}`` and chunks, or ``{"do": "fetch", "step": N}``, for which it gets
-chunks. A chunk is its length, 8 bytes, and its bytes. One of length 0 is the end: without it a
-snapshot does not count, since the rank may have been killed while it sent.
+Rank and actor use an abstract Unix socket. A rank sends a JSON line, ``{"do": "keep", "step": N}``
+followed by chunks, or ``{"do": "fetch", "step": N}``, which is answered with chunks. A chunk is its
+length (8 bytes), then its bytes. A chunk of length 0 is the end; a snapshot without it is
+incomplete, because the rank was killed while sending.
 
-In a rank, `install` has Megatron's loop hand in snapshots. They hold what Megatron describes for a
-checkpoint, without the disk.
+In a rank, `install` makes Megatron's loop hand in snapshots. They contain the same state as a
+Megatron checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from typing import IO, Any, cast
 
 CHUNK_BYTES = 32 << 20
 VARIABLE = "MEGATRON_BYTEPS_MEMORY"
-"""Tells a rank, in JSON: ``socket``, ``interval`` and ``restore`` (a step, or null)."""
+"""Environment variable for ranks, JSON: ``socket``, ``interval`` and ``restore`` (a step,
+or null)."""
 _LENGTH = struct.Struct("!Q")
 
 
@@ -45,7 +46,7 @@ class _Snapshot:
 
 
 class Snapshots:
-    """The snapshots that an actor holds: its own rank's, and copies of a peer's."""
+    """Snapshots in an actor: its own rank's, and copies of a peer's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +54,7 @@ class Snapshots:
         self._life = ("", -1)
 
     def begin(self, job: str, number: int, step: int | None) -> None:
-        """A generation starts from this step (None: from none of these); drop all others."""
+        """Start a generation from this step (None: from no snapshot); drop all other snapshots."""
         with self._lock:
             self._life = (job, number)
             self._drop(lambda key: key[0] != job or key[2] != step)
@@ -61,10 +62,10 @@ class Snapshots:
     def add(
         self, job: str, number: int | None, rank: int, step: int, index: int, chunk: bytes
     ) -> None:
-        """Take a chunk of a snapshot; an empty one ends it.
+        """Add a chunk of a snapshot; an empty chunk ends it.
 
-        ``number`` is the generation whose snapshot it is. One that is over is not heard, since
-        ranks do those steps again. None: a snapshot from which the next one starts.
+        ``number`` is the generation of the snapshot. Chunks of an earlier generation are ignored,
+        since ranks repeat those steps. None: a snapshot from which the next generation starts.
         """
         with self._lock:
             if number is not None and (job, number) != self._life:
@@ -79,7 +80,7 @@ class Snapshots:
                 snapshot.whole = True
 
     def drop_before(self, step: int) -> None:
-        """Every rank has a whole snapshot of this step: older ones are needless."""
+        """Drop snapshots older than this step, of which every rank has a complete one."""
         with self._lock:
             self._drop(lambda key: key[2] < step)
 
@@ -87,7 +88,7 @@ class Snapshots:
         self._held = {key: one for key, one in self._held.items() if not needless(key)}
 
     def whole(self, job: str) -> dict[tuple[int, int], int]:
-        """By rank and step: the bytes of each snapshot that is whole."""
+        """Return the bytes of each complete snapshot, by (rank, step)."""
         with self._lock:
             return {
                 (rank, step): sum(map(len, one.chunks))
@@ -96,7 +97,7 @@ class Snapshots:
             }
 
     def chunks(self, job: str, rank: int, step: int) -> list[bytes]:
-        """Of a whole snapshot. Raises LookupError where there is none."""
+        """Return the chunks of a complete snapshot. Raises LookupError if there is none."""
         with self._lock:
             snapshot = self._held.get((job, rank, step))
             if snapshot is None or not snapshot.whole:
@@ -105,14 +106,15 @@ class Snapshots:
 
 
 class Port:
-    """Where an actor's rank hands in its snapshots, and fetches one."""
+    """Socket on which an actor's rank hands in its snapshots, and fetches one."""
 
     def __init__(
         self, keep: Callable[[int, Iterator[bytes]], None], fetch: Callable[[int], list[bytes]]
     ) -> None:
-        """``keep`` gets a step and its chunks, the empty one last; ``fetch`` returns a step's."""
+        """``keep`` gets a step and its chunks, an empty chunk last; ``fetch`` returns a step's
+        chunks."""
         self._keep, self._fetch = keep, fetch
-        # In no folder: nothing is left behind by an actor that is killed.
+        # Abstract, so that a killed actor leaves no file behind.
         self.name = f"megatron-byteps-ray-{os.getpid()}-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(_address(self.name))
@@ -126,7 +128,7 @@ class Port:
 
     def _answer(self, connection: socket.socket) -> None:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        # A rank that ends midway needs no answer, and its snapshot does not count.
+        # A rank that ends during a transfer needs no answer, and its snapshot does not count.
         with connection, contextlib.suppress(ConnectionError, EOFError):
             if struct.unpack("3i", credentials)[1] != os.getuid():
                 return
@@ -153,7 +155,7 @@ def _read_exactly(stream: BufferedRWPair, count: int) -> bytes:
 
 
 def _read_chunks(stream: BufferedRWPair) -> Iterator[bytes]:
-    """All chunks, the empty one too. Raises EOFError where that does not come."""
+    """Yield all chunks including the empty one. Raises EOFError if that is missing."""
     while True:
         (length,) = _LENGTH.unpack(_read_exactly(stream, _LENGTH.size))
         yield _read_exactly(stream, length)
@@ -167,7 +169,7 @@ def _write_chunk(stream: BufferedRWPair, chunk: bytes | bytearray) -> None:
 
 
 class Keeper:
-    """A rank's end of it: a file to write one snapshot to, in a ``with`` statement."""
+    """A rank's end: a file to which a snapshot is written, in a ``with`` statement."""
 
     def __init__(self, name: str, step: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -177,7 +179,7 @@ class Keeper:
         self._pending = bytearray()
 
     def write(self, data: Any) -> int:
-        """As a file's."""
+        """Write like a file."""
         view = memoryview(data).cast("B")
         taken = 0
         while taken < len(view):
@@ -190,11 +192,11 @@ class Keeper:
         return len(view)
 
     def flush(self) -> None:
-        """As a file's."""
+        """Flush like a file."""
         self._stream.flush()
 
     def finish(self) -> None:
-        """Wait until actor and peer have it all. Raises EOFError where they do not."""
+        """Wait until actor and peer have the whole snapshot. Raises EOFError if they fail."""
         if self._pending:
             _write_chunk(self._stream, self._pending)
         _write_chunk(self._stream, b"")
@@ -212,10 +214,10 @@ class Keeper:
 
 
 def fetch(name: str, step: int) -> bytes:
-    """In a rank: the bytes of its snapshot of this step.
+    """In a rank: return the bytes of its snapshot of this step.
 
     Raises:
-        LookupError: its actor does not have it.
+        LookupError: its actor does not have the snapshot.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(_address(name))
@@ -232,10 +234,10 @@ _thread: threading.Thread | None = None
 
 
 def install() -> None:
-    """Have Megatron's loop hand in snapshots, and start from one, as the environment says.
+    """Make Megatron's loop hand in snapshots, and start from one, if the environment asks for it.
 
     Raises:
-        ValueError: it asks for that, and Megatron is not there.
+        ValueError: the environment asks for it, but Megatron is not installed.
     """
     if not os.environ.get(VARIABLE):
         return
@@ -262,9 +264,9 @@ def finish() -> None:
 
 
 def _saving(function: Callable[..., Any], name: str, interval: int) -> Callable[..., Any]:
-    """What Megatron calls after each step, taking a snapshot before it where one is due.
+    """Wrap the function that Megatron calls after each step: first take a snapshot if one is due.
 
-    One is due whenever a checkpoint is: the newest state is always in memory.
+    A snapshot is also due before each checkpoint, so that memory always has the newest state.
     """
     signature = inspect.signature(function)
 
@@ -283,7 +285,7 @@ def _saving(function: Callable[..., Any], name: str, interval: int) -> Callable[
 
 
 def _hand_in(name: str, step: int, state: dict[str, Any]) -> None:
-    """In the background; one after the other, so that all ranks have the one before."""
+    """Hand in a snapshot in the background, after the one before, so that all ranks have that."""
     global _thread
     finish()
 
@@ -292,10 +294,11 @@ def _hand_in(name: str, step: int, state: dict[str, Any]) -> None:
 
         try:
             with Keeper(name, step) as target:
-                torch.save(state, cast(IO[bytes], target))  # which it writes to and flushes
+                # torch.save only writes to it and flushes it.
+                torch.save(state, cast(IO[bytes], target))
                 target.finish()
         except (OSError, EOFError) as error:
-            # The job's end, or that of the actor: with it this rank ends as well.
+            # The job or the actor has ended; then this rank ends as well.
             print(f"the state of step {step} was not kept: {error}", flush=True)
 
     _thread = threading.Thread(target=send, name="snapshot", daemon=True)
@@ -304,7 +307,7 @@ def _hand_in(name: str, step: int, state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _settings(**values: Any) -> Iterator[Any]:
-    """Megatron's arguments, some of them changed meanwhile."""
+    """Context with Megatron's arguments, a few of them changed."""
     from megatron.training import get_args
 
     settings = get_args()
@@ -317,14 +320,14 @@ def _settings(**values: Any) -> Iterator[Any]:
 
 
 def snapshot(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy in host memory of this rank's state; all ranks call it after the same step.
+    """Copy this rank's state to host memory; all ranks call this after the same step.
 
     Args:
-        values: of Megatron's loop, by the names that ``checkpoint_and_decide_exit`` gives them.
+        values: values of Megatron's loop, by the parameter names of ``checkpoint_and_decide_exit``.
 
     Returns:
-        ``common``: what no rank shares with another. ``shards``: by ``_identity``, a tensor on the
-        CPU or another object.
+        ``common``: unsharded state. ``shards``: by ``_identity``, a tensor on the CPU or another
+        object.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -346,7 +349,7 @@ def snapshot(values: dict[str, Any]) -> dict[str, Any]:
         if training.should_disable_forward_pre_hook(settings):
             training.force_param_sync(values["model"], optimizer=values["optimizer"])
         metadata = checkpointing._build_sharded_state_dict_metadata(settings, dp_cp_group=data)
-        # What a rank is given back is what it has saved.
+        # Each rank gets back exactly its own state.
         metadata["dpu_optimizer_whole"] = True
         random_numbers = checkpointing.get_rng_state(
             settings.ckpt_format,
@@ -381,7 +384,8 @@ def snapshot(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(shard: Any) -> tuple[Any, ...]:
-    """Tells one shard of a rank from its others, whatever object describes it."""
+    """Identify a shard among a rank's shards, regardless of the type of object that
+    describes it."""
     part = getattr(shard, "flattened_range", None)
     return (shard.key, *shard.global_offset, *((part.start, part.stop) if part else ()))
 
@@ -408,22 +412,22 @@ def _from_memory(
     sharded_state_dict: dict[str, Any] | None = None,
     **_: Any,
 ) -> tuple[dict[str, Any], str, bool, Any]:
-    """In place of Megatron's reading of a checkpoint: what this rank's snapshot holds."""
+    """Replace Megatron's reading of a checkpoint: return the content of this rank's snapshot."""
     from megatron.training import checkpointing
 
     found = copy.deepcopy(state["common"])
     checkpointing.set_loaded_iteration(found["iteration"])
     if not rank0:
-        assert sharded_state_dict is not None  # Megatron leaves it out for rank0 alone
+        assert sharded_state_dict is not None  # Megatron omits it only for rank0.
         found = _fill(found, state["shards"], sharded_state_dict)
     return found, "memory", False, checkpointing.CheckpointType.GLOBAL
 
 
 def _fill(common: dict[str, Any], shards: dict[Any, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """The state that ``wanted`` describes: each shard's saved value in its place.
+    """Return the state that ``wanted`` describes, with each shard's saved value.
 
     Raises:
-        LookupError: one was not saved; the layout is another one.
+        LookupError: a shard was not saved, because the layout differs.
     """
     import torch
     from megatron.core.dist_checkpointing import dict_utils, mapping, utils
@@ -435,7 +439,7 @@ def _fill(common: dict[str, Any], shards: dict[Any, Any], wanted: dict[str, Any]
             raise LookupError(f"the state in memory lacks {_identity(shard)}")
         if not isinstance(saved, torch.Tensor):
             return copy.deepcopy(saved)
-        # A copy: the optimizer may take the tensor itself for its own.
+        # A copy, because the optimizer may adopt the tensor itself.
         like = shard.data
         return saved.to("cpu" if like is None else like.device, copy=True)
 
@@ -447,7 +451,8 @@ def _fill(common: dict[str, Any], shards: dict[Any, Any], wanted: dict[str, Any]
 
 
 def _all_of_it(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's loading of all that there is: flags for the job's first start do not hold."""
+    """Wrap Megatron's loading so that it loads everything: flags for the job's first start do not
+    apply."""
 
     @functools.wraps(load_checkpoint)
     def load(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Takes a rank's parameters, gradients and optimizer state off its device between steps, and back.
+"""Moves a rank's parameters, gradients and optimizer state off its device between steps, and back.
 
     class Trainer(Offloads):
         def __init__(self):
@@ -9,12 +9,12 @@
     group.call("offload", by="all")       # the devices are free for something else
     group.call("reload", by="all")        # before the next step
 
-Tensors stay the objects that they are, and so do all views of them: only their storages are freed,
-and come back, maybe at other addresses. While they are away nothing may read them.
+Tensors and their views stay the same objects: only their storages are freed and come back, possibly
+at other addresses. Nothing may read them while they are away.
 
-Megatron's own calls do less. Those of a gradient buffer move parameters with the distributed
-optimizer alone, and lose them on a CPU, where their copy is the tensor that they free. The
-optimizer's give fp32 parameters storages of their own, so that the model sees no update of them.
+Megatron's own functions are not sufficient. Those of a gradient buffer move parameters only with
+the distributed optimizer, and lose them on a CPU, where the copy is the freed tensor itself. Those
+of the optimizer give fp32 parameters separate storages, so that the model misses their updates.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ import torch
 
 
 class DeviceState:
-    """What a rank holds on its device from step to step. Not for several threads."""
+    """State that a rank keeps on its device between steps. Not thread-safe."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
-        """Of these model chunks, wrapped for data parallelism or not.
+        """Manage the state of these model chunks, wrapped for data parallelism or not.
 
         Args:
-            optimizer: Megatron's, or one of torch.optim; None where nothing is trained.
+            optimizer: Megatron's, or an optimizer of torch.optim; None without training.
         """
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._away: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
-        """Each storage, by a tensor that lies in it: its bytes, and their copy on the host."""
+        """Offloaded storages: a tensor in the storage, its bytes, and their copy on the host."""
 
     def offload(
         self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True
     ) -> int:
-        """Copy to the host what is asked for, and free it on the device; the bytes that were freed.
+        """Copy the selected state to the host, and free it on the device; return the freed bytes.
 
-        Gradients are not copied: their buffers come back as zeros, as before each step. What is
-        away already stays there.
+        Gradients are not copied: their buffers come back as zeros, as before each step. State that
+        is already offloaded stays so.
 
         Raises:
-            RuntimeError: a storage cannot be freed, since NumPy or a file shares it.
+            RuntimeError: a storage cannot be freed, because NumPy or a file shares it.
         """
         _synchronize()
         own = list(self._parameters())
@@ -59,14 +59,14 @@ class DeviceState:
         if gradients:
             self._leave(self._gradients(), kept, copied=False)
         if optimizer:
-            # In fp32 its parameters are the model's own, or views of them.
+            # In fp32 the optimizer's parameters are the model's own, or views of them.
             self._leave(self._states(), kept, copied=True)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return sum(size for _, size, _ in self._away[before:])
 
     def reload(self) -> int:
-        """Bring back all that is away; its bytes."""
+        """Bring back everything that is offloaded; return its bytes."""
         count = 0
         while self._away:
             tensor, size, copy = self._away[-1]
@@ -78,13 +78,13 @@ class DeviceState:
             else:
                 whole.copy_(copy, non_blocking=True)
             count += size
-            # Only now: where there is no room for it, its copy is still there.
+            # Removed only now: if memory is insufficient, the copy still exists.
             self._away.pop()
         _synchronize()
         return count
 
     def held_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state that are on the device now."""
+        """Return the bytes of parameters, gradients and optimizer state on the device now."""
         tensors = [*self._parameters(), *self._gradients(), *self._states()]
         sizes = {_address(t): t.untyped_storage().nbytes() for t in tensors if _address(t)}
         return sum(sizes.values())
@@ -112,7 +112,7 @@ class DeviceState:
         for chunk in self._chunks:
             for name in ("buffers", "expert_parallel_buffers"):
                 buffers = getattr(chunk, name, ())
-                # Of a module that is not wrapped, ``buffers`` is a method.
+                # In a module that is not wrapped, ``buffers`` is a method.
                 for buffer in () if callable(buffers) else buffers:
                     yield buffer.grad_data
             for parameter in chunk.parameters():
@@ -126,12 +126,12 @@ class DeviceState:
                 for parameter in group["params"]:
                     yield parameter.data
             for state in getattr(inner, "state", {}).values():
-                # Counts of steps are single values, and may be on the host.
+                # Step counts are single values, and may be on the host.
                 yield from (v for v in state.values() if torch.is_tensor(v) and v.numel() > 1)
 
 
 class Offloads:
-    """What a class needs whose group of ranks is asked to offload: set ``device_state``."""
+    """Mixin for classes whose group of ranks offloads: set ``device_state``."""
 
     device_state: DeviceState
 
@@ -145,13 +145,13 @@ class Offloads:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of its storage; 0 where that is empty."""
+    """Return the address of a tensor's storage; 0 if it is empty."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() if storage.nbytes() else 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its storage."""
+    """Return the whole storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

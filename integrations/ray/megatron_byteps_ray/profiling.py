@@ -1,9 +1,8 @@
-"""Profiles some steps of some ranks: what torch does, and what BytePS does meanwhile.
+"""Profiles chosen steps of chosen ranks, with torch.profiler and BytePS's timeline.
 
-``Profile`` is what the flags say. It reaches the ranks by one variable of the environment, and
-``profiled`` does the work there, whatever started them. Each chosen rank leaves a trace of
-torch.profiler and BytePS's timeline in the folder, servers leave theirs, and ``Profile.merge``
-makes one file of all.
+``Profile`` has the values of the flags. It reaches ranks in an environment variable, and
+``profiled`` does the work there. Each chosen rank writes a trace of torch.profiler and BytePS's
+timeline to the folder, servers write theirs, and ``Profile.merge`` merges all into a single file.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _RANK = re.compile(r"rank(\d+)")
 
 
 def merge(files: Sequence[Path]) -> dict[str, Any]:
-    """One timeline with the events of all files, ``.json`` or ``.json.gz``.
+    """Return a timeline with the events of all files, ``.json`` or ``.json.gz``.
 
-    BytePS writes times since 1970, torch since a moment that its file names. Where there are
-    traces of torch, all times count from the earliest of those moments, so that fractions of a
-    microsecond fit into a number.
+    BytePS writes times since 1970, torch times since a base given in its file. If there are traces
+    of torch, all times are relative to the earliest of these bases, so that a number can hold
+    fractions of a microsecond.
 
     Raises:
-        ValueError: a file is no timeline; the text names it.
+        ValueError: a file is not a timeline; the text names it.
     """
     traces = [read(file) for file in files]
     bases = [trace["baseTimeNanoseconds"] for trace in traces if _is_of_torch(trace)]
@@ -57,10 +56,10 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A timeline of BytePS or a trace of torch.profiler, also of one that was compressed.
+    """Read a timeline of BytePS or a trace of torch.profiler, also a compressed one.
 
     Raises:
-        ValueError: it is neither; the text names the file.
+        ValueError: the file is neither; the text names it.
     """
     try:
         raw = file.read_bytes()
@@ -78,7 +77,7 @@ def _is_of_torch(trace: dict[str, Any]) -> bool:
 
 
 def _name(file: Path, trace: dict[str, Any], events: Sequence[dict[str, Any]]) -> str:
-    """Of the process in the viewer."""
+    """Return the name of the process in the viewer."""
     rank = trace.get("distributedInfo", {}).get("rank")
     if rank is not None:
         return f"rank {rank}"
@@ -95,8 +94,8 @@ def _shifted(events: Sequence[dict[str, Any]], shift: float) -> list[dict[str, A
 
 
 def _set_apart(events: list[dict[str, Any]], file: int, first: int, name: str) -> int:
-    """Give processes and arrows of a trace numbers that no other file has; returns how many
-    processes there are. Those without a name get one."""
+    """Renumber processes and arrows of a trace so that numbers are unique among files, and name
+    unnamed processes. Returns the number of processes."""
     numbers: dict[object, int] = {}
     named = set()
     for event in events:
@@ -141,14 +140,14 @@ PARTS = "parts"
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What is profiled. Raises ValueError for what cannot be."""
+    """Steps and ranks to profile. Raises ValueError for invalid values."""
 
     folder: Path
-    """For the result: the same on all machines."""
+    """Folder for the result, the same on all machines."""
     ranks: tuple[int, ...] = ()
-    """None named: all."""
+    """Ranks to profile; empty: all."""
     first: int = 3
-    """Steps are counted from 1, from the start of the ranks' processes."""
+    """First step. Steps are counted from 1, from the start of the ranks' processes."""
     last: int = 5
 
     def __post_init__(self) -> None:
@@ -162,16 +161,16 @@ class Profile:
 
     @property
     def parts(self) -> Path:
-        """What each process leaves."""
+        """Return the folder of the files that processes write."""
         return self.folder.absolute() / PARTS
 
     def of_ranks(self) -> dict[str, str]:
-        """The variable that tells ranks; see ``profiled``."""
+        """Return the variable for ranks; see ``profiled``."""
         content = {"ranks": self.ranks, "first": self.first, "last": self.last}
         return {VARIABLE: json.dumps({**content, "folder": str(self.folder.absolute())})}
 
     def of_byteps(self) -> dict[str, str]:
-        """Variables of BytePS's processes that are profiled. Rounds are counted from 0."""
+        """Return the variables for BytePS's processes. Rounds are counted from 0."""
         return {
             "BYTEPS_TRACE_ON": "1",
             "BYTEPS_TRACE_DIR": str(self.parts),
@@ -179,15 +178,15 @@ class Profile:
         }
 
     def clear(self) -> None:
-        """Remove what an earlier job left."""
+        """Remove the files of an earlier job."""
         for file in [*self.parts.glob("*.json"), self.folder / MERGED]:
             file.unlink(missing_ok=True)
 
     def merge(self) -> Path:
-        """Write one file of what all processes left, and return its path.
+        """Merge the files of all processes into one, and return its path.
 
         Raises:
-            ValueError: nothing was left, or it cannot be read.
+            ValueError: there are no files, or a file cannot be read.
         """
         files = sorted(self.parts.glob("*.json"))
         if not any(file.name.startswith("torch-") for file in files):
@@ -201,7 +200,7 @@ class Profile:
 
 
 def asked_for(environment: Mapping[str, str] | None = None) -> Profile | None:
-    """What the environment asks of this rank; None: nothing."""
+    """Return the profile that the environment asks for on this rank; None: none."""
     values = os.environ if environment is None else environment
     if not values.get(VARIABLE):
         return None
@@ -218,15 +217,16 @@ def asked_for(environment: Mapping[str, str] | None = None) -> Profile | None:
 
 @contextlib.contextmanager
 def profiled() -> Iterator[None]:
-    """Around a rank's script: profile the steps that the environment asks for.
+    """Context around a rank's script: profile the steps that the environment asks for.
 
-    A step ends when it is reported (``megatron_byteps_ray.report``; Megatron's are by themselves).
+    A step ends when it is reported (``megatron_byteps_ray.report``; Megatron's loop reports
+    automatically).
     """
     profile = asked_for()
     if profile is None:
         yield
         return
-    # Before BytePS starts, which reads them once.
+    # Set before BytePS starts, which reads these only once.
     os.environ.update(profile.of_byteps())
     profile.parts.mkdir(parents=True, exist_ok=True)
     recorder = _Recorder(profile, profile.parts / f"torch-rank{os.environ['RANK']}.json")
@@ -234,11 +234,11 @@ def profiled() -> Iterator[None]:
     try:
         yield
     finally:
-        recorder.stop()  # where training ended before the last step
+        recorder.stop()  # Training may end before the last step.
 
 
 class _Recorder:
-    """Starts torch.profiler after one step, and writes its trace after another."""
+    """Starts torch.profiler after a step, and writes its trace after another."""
 
     def __init__(self, profile: Profile, target: Path) -> None:
         self._profile = profile
@@ -261,7 +261,7 @@ class _Recorder:
         if running is None:
             return
         running.stop()
-        # Readers see the whole file or none.
+        # Renamed, so that readers see a complete file or none.
         part = self._target.with_suffix(".part")
         running.export_chrome_trace(str(part))
         part.replace(self._target)

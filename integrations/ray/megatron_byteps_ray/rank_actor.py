@@ -1,4 +1,4 @@
-"""An actor that owns one rank's process, and one that owns a ``byteps-server`` process."""
+"""Actors that own a rank's process, or a ``byteps-server`` process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GRACE_S = 5.0
 
 
 def node_facts() -> dict[str, Any]:
-    """Where this actor runs: node, address, host, process; its GPUs, as Ray names them."""
+    """Return this actor's node, address, host and process, and its GPUs with Ray's names."""
     import ray
 
     return {
@@ -45,7 +45,7 @@ def node_facts() -> dict[str, Any]:
 
 
 def last_lines(log: Path, count: int = LINES_SHOWN) -> list[str]:
-    """The last lines of a log; none where there is no log."""
+    """Return the last lines of a log; empty if there is no log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - (1 << 16)))
@@ -55,9 +55,9 @@ def last_lines(log: Path, count: int = LINES_SHOWN) -> list[str]:
 
 
 class RankActor:
-    """Owns at most one rank's process, which this machine's fork server makes.
+    """Owns at most one rank's process, which this machine's fork server creates.
 
-    Its methods are called at the same time, each by one of a few threads: some of them wait.
+    Several threads call its methods concurrently, because some methods block.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RankActor:
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
     def _find_place(self, environment: Mapping[str, str]) -> dict[str, Any]:
-        """See ``facts``."""
+        """Return the facts of this actor's place (see ``facts``)."""
         facts = node_facts()
         given = facts["gpus"]
         mask = environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -101,20 +101,21 @@ class RankActor:
     def _connect(
         self, preload: Sequence[str], python_path: Sequence[str], environment: Mapping[str, str]
     ) -> socket.socket:
-        """Connect to this machine's fork server, which is started if it is not there."""
+        """Connect to this machine's fork server; start it if necessary."""
         folders = [*python_path, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, **environment}
         environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
-        # Ray's workers must not write what they compile; here all processes would compile it anew.
+        # Ray disables bytecode files for its workers; then every process here would compile all
+        # modules.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        # Asking for GPUs while modules are imported must not start CUDA, which cannot be forked.
+        # Counting GPUs during an import must not start CUDA, which cannot be forked.
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         facts = self._place
         modules = []
         for module in preload:
             forked = not facts["gpus"] or module == "torch"
             modules += ["--preload" if forked else "--import", module]
-        # Those of one job, on one machine, with the same imports share it.
+        # Actors of a job on the same machine with the same imports share a fork server.
         key = [facts["node"], str(self._folder), sys.executable, *modules, *python_path]
         name = hashlib.sha256("\n".join(key).encode()).hexdigest()[:24]
         path = _private_folder() / f"{name}.sock"
@@ -173,11 +174,11 @@ class RankActor:
             self._running, self._status, self._ended_at = False, status, at
 
     def facts(self) -> dict[str, Any]:
-        """See ``node_facts`` and ``places``: ``gpus`` are CUDA's numbers."""
+        """Return ``node_facts`` and ``places``; ``gpus`` are CUDA's numbers."""
         return self._place
 
     def warm(self, limit_s: float) -> str:
-        """Wait until everything is imported; empty, or why it is not."""
+        """Wait until everything is imported; return an empty text, or the reason of a failure."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._warm or self._broken, limit_s):
                 return f"not done within {limit_s:g} s"
@@ -186,14 +187,14 @@ class RankActor:
             return "\n".join([self._broken, *last_lines(self._log)])
 
     def free_port(self) -> int:
-        """A port of this machine that nobody listens at."""
+        """Return a port of this machine on which no process listens."""
         return free_port()
 
     def start(self, order: dict[str, Any]) -> None:
         """Start the rank; see ``fork_server``.
 
-        ``memory``, where it is there: ``job``, ``number`` of the generation, ``rank``, ``peer``
-        (the actor for copies, or None), ``interval`` and ``restore`` (the step, or None).
+        ``memory`` (optional): ``job``, ``number`` of the generation, ``rank``, ``peer`` (the actor
+        for copies, or None), ``interval`` and ``restore`` (the step, or None).
         """
         order = {**order, "environment": {**order["environment"]}}
         with self._changed:
@@ -218,11 +219,12 @@ class RankActor:
             self._order({"order": "start", **order})
 
     def _order(self, order: dict[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):  # its end is heard of by the listening thread
+        with contextlib.suppress(ConnectionError):  # The listening thread notices its end.
             self._connection.sendall(json.dumps(order).encode() + b"\n")
 
     def wait_end(self) -> dict[str, Any]:
-        """Wait for the rank's end: exit status (negative for a signal), time, last lines."""
+        """Wait for the rank's end; return exit status (negative for a signal), time, last log
+        lines."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
             return {
@@ -232,9 +234,10 @@ class RankActor:
             }
 
     def progress(self, whole: int = 0) -> dict[str, Any]:
-        """What the rank has done: its steps since the last call, and since when it is silent.
+        """Return the rank's progress: its steps since the last call, and how long it has been
+        silent.
 
-        ``whole`` is a step of which every rank's snapshot is kept: older ones are dropped.
+        ``whole``: a step of which every rank's snapshot is complete; older snapshots are dropped.
         """
         self._snapshots.drop_before(whole)
         with self._changed:
@@ -258,7 +261,7 @@ class RankActor:
     # ----------------------------------------------------------------- snapshots
 
     def _keep(self, step: int, chunks: Iterable[bytes]) -> None:
-        """The rank hands in a snapshot: keep it, then copy it to the peer."""
+        """Keep a snapshot of the rank, then copy it to the peer."""
         keeps = self._keeps
         job, number, rank = keeps["job"], keeps["number"], keeps["rank"]
         count = 0
@@ -266,7 +269,7 @@ class RankActor:
             self._snapshots.add(job, number, rank, step, index, chunk)
             count += len(chunk)
         if keeps["peer"] is not None:
-            # A peer that is lost ends the generation anyhow.
+            # A lost peer ends the generation anyway.
             with contextlib.suppress(LookupError):
                 self._send(keeps["peer"], job, number, rank, step)
         with self._changed:
@@ -283,7 +286,7 @@ class RankActor:
         """Copy a snapshot to another actor, chunk by chunk.
 
         Raises:
-            LookupError: it is not here, or that actor is gone.
+            LookupError: this actor does not have it, or the other actor is gone.
         """
         import ray
 
@@ -296,15 +299,15 @@ class RankActor:
     def take_chunk(
         self, job: str, number: int | None, rank: int, step: int, index: int, chunk: bytes
     ) -> None:
-        """Of another actor's snapshot; see ``memory.Snapshots.add``."""
+        """Receive a chunk of another actor's snapshot; see ``memory.Snapshots.add``."""
         self._snapshots.add(job, number, rank, step, index, bytes(chunk))
 
     def begin_snapshots(self, job: str, number: int, step: int | None) -> None:
-        """Of an actor without a rank; see ``memory.Snapshots.begin``."""
+        """Start a generation in an actor without a rank; see ``memory.Snapshots.begin``."""
         self._snapshots.begin(job, number, step)
 
     def snapshots(self, job: str) -> dict[tuple[int, int], int]:
-        """By rank and step: the bytes of each whole snapshot here."""
+        """Return the bytes of each complete snapshot here, by (rank, step)."""
         return self._snapshots.whole(job)
 
     def send_snapshot(self, to: Any, job: str, rank: int, step: int) -> None:
@@ -312,17 +315,18 @@ class RankActor:
         self._send(to, job, None, rank, step)
 
     def stacks(self) -> list[str]:
-        """Have the rank write the stacks of its threads to its log; the last lines of that."""
+        """Make the rank write the stacks of its threads to its log; return the log's last lines."""
         self._order({"order": "signal", "number": int(STACKS_SIGNAL)})
         time.sleep(_STACKS_S)
         return last_lines(self._log)
 
     def tell_to_end(self) -> None:
-        """Its machine is taken away: a rank of a replica leaves after its step."""
+        """Ask the rank to end, because its machine is being drained; a rank of a replica leaves
+        after its step."""
         self._order({"order": "tell", "number": int(signal.SIGTERM)})
 
     def stop(self) -> None:
-        """End the rank, if it runs, and wait for that."""
+        """End the rank if it is running, and wait for its end."""
         with self._changed:
             if not self._running:
                 return
@@ -331,7 +335,7 @@ class RankActor:
 
 
 def _private_folder() -> Path:
-    """A folder of this machine for sockets that nobody else may use."""
+    """Return a folder for sockets that only this user can access."""
     folder = Path(tempfile.gettempdir()) / f"megatron-byteps-ray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
@@ -341,9 +345,9 @@ def _private_folder() -> Path:
 
 
 class BytePSActor:
-    """Owns at most one process, as the scheduler or as a server.
+    """Owns at most one process, a scheduler or a server.
 
-    Its methods are called at the same time, each by a thread.
+    Several threads call its methods concurrently.
     """
 
     def __init__(self, *, folder: str, name: str) -> None:
@@ -354,14 +358,15 @@ class BytePSActor:
         self._starts = 0
 
     def facts(self) -> dict[str, Any]:
-        """See ``node_facts``."""
+        """Return ``node_facts``."""
         return node_facts()
 
     def start(self, role: str, environment: Mapping[str, str], limit_s: float) -> tuple[str, int]:
-        """Start the process; of a scheduler, wait until it listens and return host and port.
+        """Start the process; for a scheduler, wait until it listens and return host and port.
 
         Raises:
-            RuntimeError: it does not start, or a scheduler does not listen within ``limit_s``.
+            RuntimeError: the process does not start, or a scheduler does not listen within
+                ``limit_s``.
         """
         self.stop()
         host = node_facts()["address"]
@@ -388,11 +393,12 @@ class BytePSActor:
         return host, port
 
     def starts(self) -> int:
-        """How many processes it has started."""
+        """Return the number of processes started so far."""
         return self._starts
 
     def wait_end(self) -> dict[str, Any]:
-        """Wait for the process's end: its exit status (negative for a signal), its last lines."""
+        """Wait for the process's end; return its exit status (negative for a signal) and last log
+        lines."""
         child = self._child
         assert child is not None
         while not child.wait(time.monotonic() + 3600.0):
@@ -400,12 +406,12 @@ class BytePSActor:
         return {"status": child.status, "at": time.time(), "lines": child.last_lines()}
 
     def signal(self, number: int) -> None:
-        """Send the process a signal, as a test of what becomes of the job."""
+        """Send the process a signal, for tests of failures."""
         if self._child is not None:
             self._child.signal(signal.Signals(number))
 
     def stop(self) -> None:
-        """End the process, if it runs, and wait for that."""
+        """End the process if it is running, and wait for its end."""
         child = self._child
         if child is None:
             return

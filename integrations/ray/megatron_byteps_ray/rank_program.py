@@ -1,7 +1,7 @@
-"""What runs in a rank's process: the user's script, unchanged, and what watches its progress.
+"""Program of a rank's process: runs the user's script unchanged, and watches its progress.
 
-As a program it runs a script, or ``module:function``, under torchrun:
-``torchrun ... -m megatron_byteps_ray.rank_program ENTRY ARGUMENTS``.
+It can also run a script, or ``module:function``, under torchrun: ``torchrun ... -m
+megatron_byteps_ray.rank_program ENTRY ARGUMENTS``.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from .profiling import asked_for, profiled
 
 BEAT_S = 1.0
 STACKS_SIGNAL = signal.SIGUSR2
-"""Makes a rank write the stacks of its threads to its log, also when it hangs outside Python."""
+"""Signal that makes a rank write the stacks of its threads to its log, even if it hangs outside
+Python."""
 
 
 def run(order: dict[str, Any]) -> int:
-    """Be the rank that the order describes; returns the exit status."""
+    """Run as the rank that the order describes; return the exit status."""
     os.environ.update(order["environment"])
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # Whole lines, soon: who reads the log of a rank that was killed wants its last words.
+    # Line-buffered, so that the log of a killed rank has its last lines.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
@@ -68,7 +69,7 @@ def run(order: dict[str, Any]) -> int:
 
 
 def call_entry(entry: str, arguments: Sequence[str]) -> None:
-    """Run ``module:function``, or a script by its path, with these arguments in ``sys.argv``.
+    """Run ``module:function`` or a script path, with these arguments in ``sys.argv``.
 
     Raises:
         ValueError: there is no such script, module or function.
@@ -91,7 +92,8 @@ def call_entry(entry: str, arguments: Sequence[str]) -> None:
 
 
 def _beat() -> None:
-    """Show that this process runs, and how much it has pushed: who waits has pushed more."""
+    """Report periodically that this process is alive, and how much it has pushed: waiting ranks
+    have pushed more than the rank that they wait for."""
     while True:
         pushed = 0
         bps = sys.modules.get("byteps.torch")
@@ -102,10 +104,10 @@ def _beat() -> None:
 
 
 def _prepare_checkpoints() -> None:
-    """Fork the process in which Megatron gathers what the writers of a checkpoint report.
+    """Fork the process in which Megatron collects reports of checkpoint writers.
 
-    Megatron spawns it at the first checkpoint, where it imports torch anew: seconds of each
-    generation. Forked, it must be there before threads and CUDA are.
+    Megatron spawns it at the first checkpoint, which takes seconds in each generation to import
+    torch. A fork must happen before threads and CUDA are started.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -113,7 +115,7 @@ def _prepare_checkpoints() -> None:
 
 
 def _watch_megatron() -> None:
-    """Have Megatron's start, steps and checkpoints reported, by wrapping what its loop calls."""
+    """Report Megatron's start, steps and checkpoints, by wrapping functions that its loop calls."""
     import byteps.torch
     import torch.distributed
     from megatron.training import training
@@ -128,7 +130,7 @@ def _watch_megatron() -> None:
 
 
 def report_megatron_steps() -> None:
-    """Have each step of Megatron's loop reported."""
+    """Report each step of Megatron's loop."""
     from megatron.training import training
 
     training.training_log = _reporting(training.training_log)
@@ -149,7 +151,8 @@ def _mark_after(module: Any, name: str, mark: str, before: str = "") -> None:
 
 
 def _reporting(training_log: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's log of a step, which every rank calls after each, reporting it too."""
+    """Wrap Megatron's step log, which every rank calls after each step, so that it also reports the
+    step."""
     signature = inspect.signature(training_log)
 
     @functools.wraps(training_log)

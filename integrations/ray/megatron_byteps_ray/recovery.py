@@ -1,6 +1,5 @@
-"""What ended a generation, and what the next one finds: scheduler and servers, which outlive
-ranks that fail, and the training state, in actors' memory or in the checkpoint.
-"""
+"""Cause of a generation's end, and the state for the next generation: scheduler and servers, which
+outlive failing ranks, and the training state, from actors' memory or the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,34 +16,34 @@ import ray
 from .cluster import Pool, Slot
 from .settings import Settings, first_metrics_port, metrics_of_server
 
-# The first is the likeliest cause: a lost machine makes others fail, and never the other way round.
+# In order of likelihood as a cause: a lost machine makes others fail, but never the reverse.
 LOST, KILLED, HUNG, LEFT, FAILED = "lost", "killed", "hung", "left", "failed"
 _ORDER = (LOST, KILLED, HUNG, LEFT, FAILED)
 LEFT_STATUS = 128 + signal.SIGTERM
-"""The exit status of a rank whose replica was told to end, and has left the others."""
+"""Exit status of a rank whose replica was asked to end, and has left the others."""
 
-# How BytePS and torch.distributed say that somebody else failed.
+# Texts by which BytePS and torch.distributed report the failure of another process.
 _CONSEQUENCES = ("was lost", "BytePSError", "gloo", "NCCL", "Connection reset", "DistNetworkError")
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The end of one process, or of the actor that owned it."""
+    """End of a process, or of the actor that owned it."""
 
     who: str
     """"rank 3", "server 0" or "scheduler"."""
     kind: str
-    """``lost``: its actor is gone. ``killed``: by a signal. ``hung``: it was ended for lack of
-    progress. ``left``: its replica was told to end. ``failed``: its exit status."""
+    """``lost``: its actor is gone. ``killed``: by a signal. ``hung``: ended by the driver for lack
+    of progress. ``left``: its replica was asked to end. ``failed``: by its exit status."""
     at: float
-    """Seconds since the epoch, by the clock of its machine."""
+    """Seconds since the epoch, by its machine's clock."""
     status: int | None = None
     lines: list[str] = field(default_factory=list)
-    """The last of its log."""
+    """Last lines of its log."""
 
     @classmethod
     def told(cls, who: str, report: dict[str, Any], *, may_leave: bool = False) -> End:
-        """What its actor reports. ``may_leave``: it is a rank of a replica."""
+        """Build it from its actor's report. ``may_leave``: the process is a rank of a replica."""
         status = report["status"]
         kind = KILLED if status is not None and status < 0 else FAILED
         if status == LEFT_STATUS and may_leave:
@@ -53,7 +52,7 @@ class End:
 
     @classmethod
     def lost(cls, who: str) -> End:
-        """Its actor is gone."""
+        """Build it for an actor that is gone."""
         return cls(who=who, kind=LOST, at=time.time())
 
     @property
@@ -63,11 +62,11 @@ class End:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether its last words blame another process."""
+        """Return whether its last lines blame another process."""
         if self.kind != FAILED:
             return False
         if self.rank is None:
-            return True  # scheduler and servers fail by themselves only when a node was lost
+            return True  # Scheduler and servers fail by themselves only when a node was lost.
         return any(word in line for line in self.lines[-3:] for word in _CONSEQUENCES)
 
     def __str__(self) -> str:
@@ -85,19 +84,19 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a generation ended."""
+    """Reason for the end of a generation."""
 
     causes: list[End]
-    """Those to blame."""
+    """Ends that caused the failure."""
     others: list[End]
-    """Those that failed because of them."""
+    """Ends that are consequences."""
 
     @classmethod
     def of(cls, ends: Sequence[End]) -> Failure:
-        """Tell causes from consequences; ``ends`` has at least one."""
+        """Separate causes from consequences; ``ends`` is not empty."""
         first = min(ends, key=lambda end: (_ORDER.index(end.kind), end.is_consequence, end.at))
         rank_of = (first.kind, first.is_consequence)
-        # Of those that failed by themselves only the first: the others may have failed for it.
+        # If processes failed by themselves, only the first counts: the others may be consequences.
         alone = first.kind == FAILED
         causes = [
             end
@@ -110,7 +109,7 @@ class Failure:
         return "; ".join(str(end) for end in self.causes)
 
     def record(self) -> dict[str, Any]:
-        """For the state file."""
+        """Return a record for the state file."""
         return {"causes": [asdict(end) for end in self.causes], "text": str(self)}
 
 
@@ -119,13 +118,13 @@ _BLAMED = re.compile(r"\b(scheduler|server \d+)\b.*\bwas lost\b")
 
 
 class Servers:
-    """Those of a job, over all its generations. Not for several threads.
+    """Scheduler and servers of a job, over all its generations. Not thread-safe.
 
-    They run with ``--keep``, and are started anew only where a failure may have been theirs.
+    They run with ``--keep``, and are restarted only if they may have caused a failure.
     """
 
     def __init__(self, settings: Settings, pool: Pool, secret: str, *, keep: bool = True) -> None:
-        """``keep``: they outlive ranks that fail."""
+        """``keep``: whether they outlive failing ranks."""
         self._settings = settings
         self._keep = keep
         self._pool = pool
@@ -133,13 +132,13 @@ class Servers:
         self._known: dict[str, str] = {}
         self._hosts: dict[int, str] = {}
         self.watched: dict[Any, str] = {}
-        """Calls that return when a process has ended, and whose it is. `take` what has."""
+        """Calls that return when a process has ended, with the process's name; see `take`."""
 
     def start(self, ranks: int) -> tuple[dict[str, str], End | None]:
-        """Start them, unless they run.
+        """Start them unless they are running.
 
         Returns:
-            what the ranks must know of them, and what kept them from starting.
+            the variables for ranks, and the End that prevented the start, if any.
         """
         if not self._pool.byteps:
             return {}, None
@@ -169,7 +168,7 @@ class Servers:
         return {**self._known, "DMLC_NUM_WORKER": str(ranks)}, None
 
     def _environment(self, ranks: int) -> dict[str, str]:
-        """Of scheduler and servers."""
+        """Return the environment of scheduler and servers."""
         environment = self._settings.forwarded()
         environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
         environment |= self._settings.profile.of_byteps() if self._settings.profile else {}
@@ -178,25 +177,26 @@ class Servers:
 
     @staticmethod
     def _port(environment: Mapping[str, str], index: int) -> dict[str, str]:
-        """Of a server's metrics; the scheduler, which is the first, has none."""
+        """Return the variable for a server's metrics port; the scheduler, which is the first, has
+        none."""
         return metrics_of_server(environment, index - 1) if index else {}
 
     def metrics(self) -> list[str]:
-        """Where each server's are, as ``address:port``; empty where they are off."""
+        """Return the metrics address of each server, ``address:port``; empty if metrics are off."""
         first = first_metrics_port(self._settings.forwarded())
         servers = sorted(self._hosts.items())[1:] if first else []
         return [f"{host}:{first + index - 1}" for index, host in servers]
 
     def replace(self, who: str) -> bool:
-        """Start a server in the place of one that was lost, while the ranks wait for it.
+        """Start a replacement for a lost server, while the ranks wait for it.
 
         Returns:
-            False where BYTEPS_REPLACE_SERVERS_S does not say that they do, or it cannot start.
+            whether it was started: False if BYTEPS_REPLACE_SERVERS_S is 0, or the start fails.
         """
         environment = self._environment(self._settings.ranks)
         try:
             waits = float(environment.get("BYTEPS_REPLACE_SERVERS_S", "0")) > 0
-        except ValueError:  # the scheduler has said so
+        except ValueError:  # The scheduler has reported the invalid value.
             waits = False
         if not waits or not who.startswith("server") or not self._known:
             return False
@@ -213,7 +213,8 @@ class Servers:
         return True
 
     def take(self, ref: Any) -> tuple[str, dict[str, Any] | None]:
-        """Who has ended, and how; None: with its actor, which is replaced."""
+        """Return the name of a process that has ended, and its actor's report; None: the actor is
+        lost, and is replaced."""
         who = self.watched.pop(ref)
         try:
             return who, ray.get(ref)
@@ -222,10 +223,11 @@ class Servers:
             return who, None
 
     def after(self, ends: Sequence[End], steps: int) -> None:
-        """A generation has ended so, after so many steps: stop them unless they are above doubt.
+        """Handle the end of a generation after `steps` steps: stop the servers if they may be at
+        fault.
 
-        They are where ranks failed by themselves, after a step. A machine that was lost may still
-        be a member of the job for them, and a server that hangs is named by the ranks.
+        They are not at fault if ranks failed by themselves after a step. After the loss of a
+        machine they may still count it as a member; and ranks name a server that hangs.
         """
         doubted = any(end.rank is None or end.kind == LOST for end in ends) or any(
             _BLAMED.search(line) for end in ends for line in end.lines
@@ -234,14 +236,15 @@ class Servers:
             self.stop()
 
     def wait_end(self, limit_s: float) -> None:
-        """After a job that ended well: wait until they have ended by themselves, their files
-        written."""
+        """Wait, after a successful job, until they have ended by themselves and written their
+        files."""
         refs = list(self.watched)
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=limit_s)
 
     def stop(self) -> None:
-        """End them all, and wait for that; actors that do not answer are left to the pool."""
+        """End all of them, and wait for their ends; actors that do not answer are left to
+        the pool."""
         calls = [actor.stop.remote() for actor in self._pool.byteps]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=_CALL_S)
@@ -254,31 +257,32 @@ _MOVE_S = 600.0
 
 
 class Recovery:
-    """Chooses peers for copies, and finds after a failure the newest state that all ranks have."""
+    """Chooses peers for copies, and after a failure finds the newest state that all ranks have."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._job = secrets.token_hex(8)
         self._ranks = 0
-        """Of the generation before; 0: there was none."""
+        """Number of ranks of the generation before; 0: there was none."""
         self._restored: int | None = None
         self._refused = ""
         self.where = ""
-        """Where copies are, for a person."""
+        """Description of the places of copies, for messages."""
 
     def after(self, failure: Failure, steps: int) -> None:
-        """A generation with so many steps failed. A state that does harm is not taken twice."""
+        """Note the failure of a generation after `steps` steps. A state that causes failures is not
+        used twice."""
         alone = any(end.kind == FAILED for end in failure.causes)
         if self._restored is not None and not steps and alone:
             self._refused = f"ranks that started from step {self._restored} of it failed"
 
     def prepare(self, slots: Sequence[Slot], pool: Sequence[Slot]) -> dict[str, Any] | None:
-        """Bring each rank's state to its actor, if every rank's of one step is there.
+        """Move each rank's state to its actor, if there is a step with the states of all ranks.
 
         Returns:
-            ``source`` (``memory`` or ``checkpoint``), ``seconds``, and ``step``, ``bytes``,
-            ``moved`` (ranks whose state another actor had) and ``ranks``, or ``why`` not. None
-            for the first generation.
+            ``source`` (``memory`` or ``checkpoint``), ``seconds``, and either ``step``, ``bytes``,
+            ``moved`` (ranks whose state was on another actor) and ``ranks``, or the reason ``why``
+            not. None for the first generation.
         """
         before, self._restored = self._ranks, None
         self._ranks = len(slots)
@@ -319,7 +323,8 @@ class Recovery:
         return {"source": "memory", "step": step, **counts}
 
     def _ask(self, pool: Sequence[Slot]) -> dict[tuple[int, int], dict[int, int]]:
-        """By rank and step: the bundles of the actors that have this state, with its bytes."""
+        """Return, by (rank, step), the bundles of the actors that have this state, with its
+        bytes."""
         asked = {slot.actor.snapshots.remote(self._job): slot for slot in pool}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ASK_S)
         holders: dict[tuple[int, int], dict[int, int]] = {}
@@ -327,7 +332,7 @@ class Recovery:
             try:
                 held = ray.get(ref)
             except ray.exceptions.RayError:
-                continue  # lost meanwhile
+                continue  # The actor was lost meanwhile.
             for key, size in held.items():
                 holders.setdefault(key, {})[asked[ref].bundle] = size
         return holders
@@ -335,9 +340,9 @@ class Recovery:
     def orders(
         self, number: int, slots: Sequence[Slot], spares: Sequence[Slot]
     ) -> list[Mapping[str, Any]]:
-        """For each rank of this generation: what its actor does with its state.
+        """Return, for each rank of this generation, the instructions for its actor about its state.
 
-        Spares forget what is of no use any more, and may hold copies.
+        Spares drop useless snapshots, and may hold copies.
         """
         begun = [
             spare.actor.begin_snapshots.remote(self._job, number, self._restored)
@@ -371,10 +376,10 @@ class Recovery:
 
 
 def _peer(rank: int, slots: Sequence[Slot], spares: Sequence[Slot]) -> Slot | None:
-    """Who holds a copy of this rank's state: the next rank on another machine, else a spare there,
-    else the next rank, else a spare."""
+    """Return the actor for copies of this rank's state: the next rank on another machine, otherwise
+    a spare there, otherwise the next rank, otherwise a spare."""
     others = [slots[(rank + far) % len(slots)] for far in range(1, len(slots))]
-    # Not all ranks to the same spare.
+    # Spread over spares.
     idle = [spares[(rank + far) % len(spares)] for far in range(len(spares))]
     node = slots[rank].facts["node"]
     apart = [slot for slot in [*others, *idle] if slot.facts["node"] != node]
@@ -382,7 +387,7 @@ def _peer(rank: int, slots: Sequence[Slot], spares: Sequence[Slot]) -> Slot | No
 
 
 def _what_is_missing(holders: Mapping[tuple[int, int], Any], ranks: Sequence[int]) -> str:
-    """Why there is no step of which every rank's state is there."""
+    """Describe why there is no step with the states of all ranks."""
     steps = [step for _, step in holders]
     if not steps:
         return "no rank's state was kept yet, or all of it was lost"

@@ -1,8 +1,8 @@
-"""What a job is, what it may take, and where its processes stand.
+"""Settings and limits of a job, and the places of its processes.
 
-Ray names GPUs as the mask does with which its node was started: ``4`` of ``4,5``, or the UUID of a
-GPU or of a slice of one (MIG). CUDA counts them by their place in that mask, which is what
-``LOCAL_RANK`` must be for ``torch.cuda.set_device(LOCAL_RANK)``. BytePS counts ranks instead.
+Ray names GPUs by the entries of its node's CUDA_VISIBLE_DEVICES: ``4`` in ``4,5``, or the UUID of a
+GPU or a slice (MIG). CUDA numbers them by their index in that list, which ``LOCAL_RANK`` must equal
+for ``torch.cuda.set_device(LOCAL_RANK)``. BytePS counts ranks instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODEL_PARALLEL = (
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:
-    """The value that the last ``--name value`` or ``--name=value`` gives."""
+    """Return the value of the last ``--name value`` or ``--name=value``."""
     value = None
     for index, argument in enumerate(arguments):
         if argument == name and index + 1 < len(arguments):
@@ -48,19 +48,19 @@ def _number(arguments: Sequence[str], name: str, default: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks of a job are cut."""
+    """Parallelism of a job's ranks."""
 
     model: int
-    """Ranks that hold one copy of the model: tensor times pipeline times context parallelism."""
+    """Ranks that hold a copy of the model: tensor times pipeline times context parallelism."""
     expert: int
-    """Copies must divide among so many ranks of experts."""
+    """Number of expert ranks; it must divide the number of ranks."""
     micro_batch: int
     global_batch: int | None
-    """Sequences of a step; None: as many as the copies take at once."""
+    """Sequences per step; None: as many as the copies process at the same time."""
 
     @classmethod
     def of(cls, arguments: Sequence[str], multiple: int | None = None) -> Layout:
-        """Of Megatron's arguments. Raises ValueError where one is no number."""
+        """Parse Megatron's arguments. Raises ValueError if a value is not a number."""
         model = 1
         for name in _MODEL_PARALLEL:
             model *= _number(arguments, name, 1)
@@ -73,14 +73,14 @@ class Layout:
         )
 
     def fits(self, ranks: int) -> bool:
-        """Whether a job of so many ranks can train with the same arguments."""
+        """Return whether a job of this many ranks can train with the same arguments."""
         if ranks < 1 or ranks % self.model or (ranks % self.expert):
             return False
         copies = ranks // self.model
         return self.global_batch is None or self.global_batch % (self.micro_batch * copies) == 0
 
     def largest(self, available: int) -> int:
-        """The largest number of ranks that fits; 0 where none does."""
+        """Return the largest number of ranks that fits; 0 if there is none."""
         return next((ranks for ranks in range(available, 0, -1) if self.fits(ranks)), 0)
 
 
@@ -88,10 +88,10 @@ _SLICE = "MIG-"
 
 
 def gpu_numbers(given: Sequence[str], mask: str | None) -> list[int]:
-    """How CUDA numbers these GPUs in a process that sees those of ``mask``; None: all there are.
+    """Return CUDA's numbers of these GPUs in a process with this ``mask``; None: it sees all GPUs.
 
     Raises:
-        ValueError: the mask does not have them.
+        ValueError: the mask lacks a GPU.
     """
     if mask is None:
         return [int(gpu) for gpu in given]
@@ -106,15 +106,15 @@ def gpu_numbers(given: Sequence[str], mask: str | None) -> list[int]:
 
 
 def is_slice(given: Sequence[str]) -> bool:
-    """Whether it is a part of a GPU (MIG)."""
+    """Return whether it is a slice of a GPU (MIG)."""
     return any(gpu.startswith(_SLICE) for gpu in given)
 
 
 def local_variables(places: Sequence[Mapping[str, Any]], rank: int) -> dict[str, str]:
-    """What tells a rank its place among those of its machine.
+    """Return the variables for a rank's place on its machine.
 
     Args:
-        places: of each rank, ``node``, ``gpus`` (CUDA's numbers) and ``slice``.
+        places: for each rank, ``node``, ``gpus`` (CUDA's numbers) and ``slice``.
     """
     node, gpus = places[rank]["node"], places[rank]["gpus"]
     here = [other for other, place in enumerate(places) if place["node"] == node]
@@ -124,15 +124,16 @@ def local_variables(places: Sequence[Mapping[str, Any]], rank: int) -> dict[str,
         return {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(len(here)), **ours}
     highest = max(gpu for other in here for gpu in places[other]["gpus"])
     values = {"LOCAL_RANK": str(gpus[0]), "LOCAL_WORLD_SIZE": str(highest + 1), **ours}
-    # NCCL lets no two ranks of a machine share a GPU: to it those that do are on several.
+    # NCCL does not allow two ranks of a host to share a GPU, so sharing ranks get different host
+    # ids.
     if any(_sharers_before(places, here, other) for other in here):
         values["NCCL_HOSTID"] = f"{node}-{_sharers_before(places, here, rank)}"
     return values
 
 
 def _sharers_before(places: Sequence[Mapping[str, Any]], here: Sequence[int], rank: int) -> int:
-    """How many lower ranks have the same GPU. A slice's name does not tell whose it is, so that
-    all are taken to be of one."""
+    """Return how many lower ranks have the same GPU. A slice's name does not identify its GPU, so
+    all slices are assumed to be of the same GPU."""
     own = places[rank]
     return sum(
         other < rank
@@ -145,14 +146,14 @@ _PORT_TRIES = 100
 
 
 def free_port() -> int:
-    """A port that nobody listens at, for a process that binds it later.
+    """Return a port on which no process listens, for a process that binds it later.
 
-    None of those that the kernel gives on a request for any port: an outgoing connection might
-    have it by then.
+    It is outside the kernel's ephemeral range, from which an outgoing connection might take it
+    meanwhile.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
     lowest, highest = (int(number) for number in given.split())
-    # Ray's workers have those below 20000. Above the kernel's where there are too few below.
+    # Ray's workers use ports below 20000. Above the kernel's range if there are too few below it.
     ports = range(20_000, lowest) if lowest > 21_000 else range(highest + 1, 65_536)
     for _ in range(_PORT_TRIES if ports else 0):
         port = ports[secrets.randbelow(len(ports))]
@@ -165,17 +166,17 @@ def free_port() -> int:
 
 
 METRICS_PORT = "BYTEPS_METRICS_PORT"
-"""The first port of metrics. Servers have one each, whatever machines they are on, and ranks the
-ports after those: no two processes of a machine have the same."""
+"""First metrics port. Servers have one port each, on any machine, and ranks the ports after those:
+no two processes of a machine have the same port."""
 METRICS_FILE = "prometheus.json"
-"""In the job's folder; Prometheus reads it as ``file_sd_configs``, and again when it changes."""
+"""File in the job's folder; Prometheus reads it as ``file_sd_configs``, again after each change."""
 
 
 def first_metrics_port(environment: Mapping[str, str]) -> int:
-    """0 where metrics are off.
+    """Return the first metrics port; 0: metrics are off.
 
     Raises:
-        ValueError: the variable is no port.
+        ValueError: the variable is not a port.
     """
     text = environment.get(METRICS_PORT, "0")
     if not (text.isdigit() and int(text) < 1 << 16):
@@ -186,25 +187,25 @@ def first_metrics_port(environment: Mapping[str, str]) -> int:
 
 
 def metrics_of_server(environment: Mapping[str, str], index: int) -> dict[str, str]:
-    """The variable of one of the servers."""
+    """Return the variable for a server."""
     first = first_metrics_port(environment)
     return {METRICS_PORT: str(first + index)} if first else {}
 
 
 def metrics_of_ranks(environment: Mapping[str, str], servers: int) -> dict[str, str]:
-    """The variable of ranks, each of which adds its BYTEPS_LOCAL_RANK."""
+    """Return the variable for ranks; each rank adds its BYTEPS_LOCAL_RANK."""
     return metrics_of_server(environment, servers)
 
 
 def write_metrics_list(
     folder: Path, ranks: int, servers: Sequence[str], places: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Replace the list in this folder.
+    """Replace the list of metrics addresses in this folder.
 
     Args:
-        ranks: the port of ranks, before they add to it.
-        servers: where each server's metrics are, as ``address:port``.
-        places: of ranks; see ``local_variables``, with ``address``.
+        ranks: the first port of ranks.
+        servers: metrics address of each server, ``address:port``.
+        places: places of ranks; see ``local_variables``, plus ``address``.
     """
     targets = [
         {"targets": [where], "labels": {"job": folder.name, "server": str(index)}}
@@ -220,21 +221,21 @@ def write_metrics_list(
 
 
 FORWARDED = ("BYTEPS_", "DMLC_INTERFACE", "GLOO_", "MEGATRON_", "NCCL_", "OMP_", "TORCH_")
-"""Variables of the driver whose names begin so are set in all ranks and servers."""
+"""Prefixes of the driver's variables that are set in all ranks and servers."""
 
 SET_BY_DRIVER = ("BYTEPS_SECRET_FILE",)
-"""A file of the driver's machine means nothing on the others."""
+"""Not forwarded: a file of the driver's machine may not exist on others."""
 
 
 PRELOAD = ("torch", "byteps.torch", "megatron.training.training")
-"""What a Megatron script imports first of all."""
+"""Modules that a Megatron script imports first."""
 _NO_MEMORY = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
-"""Their state is not that of Megatron's own distributed checkpoints."""
+"""Arguments whose state is not in Megatron's own distributed checkpoints."""
 _PRELOAD_HUGGING_FACE = "megatron_byteps_hf.preload"
 
 
 def preload_for(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Modules to import beforehand for a Megatron script with these arguments.
+    """Return the modules to import beforehand for a Megatron script with these arguments.
 
     Megatron-Bridge, which ``--hf-model`` needs, takes as long to import as all the others.
     """
@@ -244,22 +245,22 @@ def preload_for(arguments: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds after which something is taken to be lost."""
+    """Time limits, in seconds."""
 
     place: float = 300.0
-    """For Ray to find room for all actors."""
+    """Ray's placement of all actors."""
     warm: float = 600.0
-    """For an actor to import everything."""
+    """An actor's imports."""
     start: float = 600.0
     """From a rank's start to its first step."""
     step: float = 600.0
     """From one step to the next."""
     save: float = 1800.0
-    """For a checkpoint, an evaluation, or what a script does after its last step."""
+    """A checkpoint, an evaluation, or the script's work after its last step."""
     beat: float = 300.0
-    """Without a sign of life from a rank's process."""
+    """Silence of a rank's process."""
     wait: float = 3600.0
-    """For capacity, when ranks were lost and nobody can take their place."""
+    """Waiting for capacity after ranks were lost and there are no spares."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -269,51 +270,52 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A job. Raises ValueError for what cannot be."""
+    """Settings of a job. Raises ValueError for invalid settings."""
 
     entry: str
-    """The script: a path that ends in .py, or ``module:function``."""
+    """The script: a path ending in .py, or ``module:function``."""
     arguments: tuple[str, ...] = ()
     ranks: int = 2
-    """Of all replicas."""
+    """Number of ranks, of all replicas."""
     replicas: int = 1
-    """Jobs of equal size that train one model, and meet only at the servers: each restarts alone.
-    ``spares`` are of each."""
+    """Number of jobs of equal size that train the same model, and meet only at the servers; each
+    restarts on its own. ``spares`` is per replica."""
     spares: int = 0
-    """Actors beyond the ranks that have imported everything and wait."""
+    """Number of actors beyond the ranks that have imported everything and wait."""
     servers: int = 1
-    """``byteps-server`` processes; 0: BytePS is not used, or has a cluster of its own."""
+    """Number of ``byteps-server`` processes; 0: BytePS is not used, or has its own cluster."""
     min_ranks: int | None = None
-    """Go on with fewer ranks, but no fewer than this, where nobody can take a lost rank's place.
-    None: never with fewer."""
+    """Smallest number of ranks with which to go on if a lost rank cannot be replaced. None: never
+    go on with fewer."""
     rank_multiple: int | None = None
-    """The number of ranks is a multiple of this. None: what Megatron's arguments say."""
+    """The number of ranks must be a multiple of this. None: from Megatron's arguments."""
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
-    """1, 0, or a fraction where ranks share a GPU."""
+    """1, 0, or a fraction if ranks share a GPU."""
     server_cpus: float = 1.0
     server_resource: str | None = None
-    """A resource of Ray that the machines for scheduler and servers have, such as "byteps"."""
+    """Ray resource of the machines for scheduler and servers, such as "byteps"."""
     folder: Path = Path("build/ray")
-    """For state, logs and the record of steps: on each machine a folder of this path."""
+    """Folder for state, logs and the record of steps: the same path on each machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of all ranks and servers, in addition to what is forwarded from the driver."""
+    """Variables of all ranks and servers, in addition to those forwarded from the driver."""
     python_path: tuple[str, ...] = ()
-    """Folders that ranks import from first."""
+    """Folders from which ranks import first."""
     preload: tuple[str, ...] = PRELOAD
     """Modules that are imported before they are needed."""
     max_restarts: int = 20
-    """How often the job is started again, all together."""
+    """Total number of restarts of the job."""
     max_fruitless: int = 3
-    """How often in a row without a single step."""
+    """Number of restarts in a row without a single step."""
     memory_save_interval: int | None = None
-    """Keep each rank's training state in the memory of actors, every so many steps. None: do not.
-    Needs a script that trains with Megatron's loop."""
+    """Interval, in steps, for keeping each rank's training state in actors' memory. None: off.
+    Needs a script that uses Megatron's loop."""
     limits: Limits = Limits()
     profile: Profile | None = None
-    """What to profile, if anything."""
+    """Profile to make, if any."""
     resume: bool = False
-    """Take the counts of generations and restarts from the folder: the driver itself was lost."""
+    """Continue the counts of generations and restarts in the folder, after the driver itself was
+    lost."""
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("spares", 0), ("servers", 0), ("max_restarts", 0)):
@@ -360,11 +362,12 @@ class Settings:
 
     @property
     def is_replica(self) -> bool:
-        """Whether the job is one of several that train one model."""
+        """Return whether the job is a replica of several that train the same model."""
         return "BYTEPS_REPLICA" in self.environment
 
     def secret(self) -> str:
-        """The job's secret: the environment's, else a new one; empty where there is none.
+        """Return the job's secret: the environment's, otherwise a new one; empty without
+        authentication.
 
         Raises:
             ValueError: BYTEPS_SECRET_FILE cannot be read.
@@ -382,8 +385,9 @@ class Settings:
         return secrets.token_hex(32) if self.servers else ""
 
     def forwarded(self) -> dict[str, str]:
-        """The driver's variables that all processes get, and those of the settings."""
-        # With servers of its own a job makes these; else they say where somebody else's cluster is.
+        """Return the driver's variables for all processes, and those of the settings."""
+        # A job with its own servers sets DMLC_ variables itself; otherwise they name another
+        # cluster.
         begins = FORWARDED if self.servers else (*FORWARDED, "DMLC_")
         own = {k: v for k, v in os.environ.items() if k.startswith(begins)}
         return {k: v for k, v in own.items() if k not in SET_BY_DRIVER} | dict(self.environment)

@@ -1,4 +1,4 @@
-"""Steps as ranks report them, of which the job records one rank's."""
+"""Step reports of all ranks; the job records those of a single rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Step = dict[str, Any]
 
 
 class StepReports:
-    """Chooses which reports are recorded: those of the first rank that was heard, the reporter.
+    """Chooses the reports to record: those of the reporter, the first rank heard.
 
-    The driver asks ranks a few times a second. A machine that is lost takes along the steps that it
-    was not asked for; another rank that made them knows them as well. Every rank reports the same
+    The driver polls ranks a few times per second. If a machine is lost, steps since the last poll
+    are lost with it, but another rank has made and reports them too. Every rank reports the same
     steps in the same order.
     """
 
@@ -21,12 +21,12 @@ class StepReports:
         self._reporter: int | None = None
         self._recorded = 0
         self._counts: dict[int, int] = {}
-        """Reports of each rank but the reporter."""
+        """Number of reports of each rank except the reporter."""
         self._ahead: dict[int, deque[tuple[int, Step]]] = {}
-        """Steps, by rank, that the reporter has not made yet, with their numbers."""
+        """Steps that the reporter has not reported yet, with their numbers, by rank."""
 
     def take(self, rank: int, step: Step) -> bool:
-        """Whether this report is to be recorded."""
+        """Return whether to record this report."""
         if self._reporter is None:
             self._reporter = rank
         if rank == self._reporter:
@@ -41,7 +41,7 @@ class StepReports:
         return False
 
     def missing(self) -> Iterator[tuple[int, Step]]:
-        """Reports that the reporter, which is lost, did not make, each with its rank."""
+        """Yield the reports that a lost reporter did not make, each with its rank."""
         if self._ahead:
             rank = max(self._ahead, key=lambda rank: (len(self._ahead[rank]), -rank))
             yield from ((rank, step) for _, step in self._ahead[rank])

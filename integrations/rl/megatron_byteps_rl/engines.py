@@ -11,9 +11,9 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 
 VENDOR = "local"
-"""Under which verl finds these engines where ``VERL_ENGINE_VENDOR`` names it."""
+"""Value of ``VERL_ENGINE_VENDOR`` with which verl uses these engines."""
 
-# What Megatron and its bridge would take from Transformer Engine and Apex.
+# Features that Megatron and its bridge would take from Transformer Engine and Apex.
 _FUSED = (
     *("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion"),
     *("bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm"),
@@ -22,7 +22,7 @@ _FUSED = (
 
 
 def transformer() -> dict[str, Any]:
-    """Settings of Megatron's transformer, and where this process initializes weights."""
+    """Return settings of Megatron's transformer, and the device for initializing weights."""
     plain = {"attention_backend": "unfused", **dict.fromkeys(_FUSED, False)}
     return {**plain, "use_cpu_initialization": get_device_name() == "cpu"}
 
@@ -36,7 +36,7 @@ def _buffers(chunk: Any) -> list[Any]:
 
 
 def are_wanted() -> bool:
-    """Whether this process is to use these engines, and not verl's own."""
+    """Return whether this process must use these engines instead of verl's own."""
     return os.environ.get("VERL_PLATFORM") == "cpu" or (
         os.environ.get("VERL_ENGINE_VENDOR") == VENDOR
     )
@@ -46,17 +46,17 @@ _prepared = False
 
 
 def prepare() -> None:
-    """Make this process a worker with these engines, before verl imports its own; once.
+    """Make this process a worker with these engines, once, before verl imports its own.
 
-    Joins the process group that the environment describes: over gloo, and NCCL for GPUs. A rank
-    takes the GPU of its local rank, among those that it sees. Raises RuntimeError where it cannot
-    join, or a GPU is wanted and none is seen.
+    Joins the process group of the environment: over gloo, and NCCL for GPUs. A rank takes the GPU
+    of its local rank among the visible GPUs. Raises RuntimeError if it cannot join, or if no GPU is
+    visible but needed.
     """
     global _prepared
     if _prepared:
         return
     _prepared = True
-    # Before torch.cuda's stand-ins are there.
+    # Imported before torch.cuda's replacements are installed.
     import verl.workers.rollout.vllm_rollout  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
@@ -69,7 +69,7 @@ def prepare() -> None:
         cpu_platform.install()
         cpu_layers.allow_sequence_parallel()
         cpu_layers.allow_context_parallel()
-        # verl would name gloo twice, once for the CPU and once for the device, which torch refuses.
+        # verl would name gloo twice, for the CPU and for the device, which torch refuses.
         initialize_global_process_group_ray(backend="gloo")
     else:
         take_gpu()
@@ -79,10 +79,11 @@ def prepare() -> None:
 
 
 def keep_parameters() -> None:
-    """Let a run with adapters go on from a checkpoint.
+    """Make a run with adapters resume from a checkpoint.
 
-    verl 0.9.1 loads adapters into the sharded state that it then asks for the optimizer's. Loading
-    puts detached tensors there, by which Megatron's optimizer does not find its parameters.
+    verl 0.9.1 loads adapters into the sharded state, then uses it to describe the optimizer's
+    state. Loading puts detached tensors there, which Megatron's optimizer cannot match with its
+    parameters.
     """
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 
@@ -99,7 +100,7 @@ def keep_parameters() -> None:
 
 def take_gpu() -> None:
     """Make this rank's GPU the current one: under Ray a process sees only its own. Raises
-    RuntimeError where torch sees none."""
+    RuntimeError if torch sees none."""
     seen = torch.cuda.device_count()
     if seen == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -111,7 +112,7 @@ def take_gpu() -> None:
 
 
 def register() -> None:
-    """Make these verl's Megatron engines: for the CPU, and as a vendor's for GPUs."""
+    """Register these as verl's Megatron engines: for the CPU, and as a vendor's for GPUs."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -120,11 +121,11 @@ def register() -> None:
     from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
     def without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Sequences are padded on the right: what attention may not look at comes later anyhow, and
-        # Megatron's local attention takes no mask of verl's shape.
+        # Sequences are padded on the right, so the causal mask is sufficient; and Megatron's local
+        # attention does not accept a mask of verl's shape.
         return args, {**kwargs, "attention_mask": None}
 
-    mixed_in: Any = object  # an engine of verl's is the other base below
+    mixed_in: Any = object  # The other base class below is an engine of verl.
 
     class Local(mixed_in):
         """Megatron's local layers."""
@@ -147,23 +148,24 @@ def register() -> None:
             return models
 
     class OnCpu(Local):
-        """The same on a CPU."""
+        """Megatron's local layers on a CPU."""
 
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
-            # verl seeds Megatron's generator of the device where it counts a device.
+            # verl seeds Megatron's generator only if it finds a device.
             model_parallel_cuda_manual_seed(self.engine_config.seed)
 
         def to(
             self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
         ) -> None:
-            """As on a GPU, where parameters and gradients move to the host or back.
+            """Do the same as on a GPU: move parameters and gradients to the host or back.
 
-            Device and host have one name here: where the parameters are says what is meant.
+            Device and host have the same name here, so the place of the parameters decides the
+            direction.
             """
             buffers = [buffer for chunk in self.module for buffer in _buffers(chunk)]
             if not (model and buffers):
-                return  # from the CPU to the CPU
+                return  # From the CPU to the CPU: nothing to do.
             if any(buffer.param_data.untyped_storage().nbytes() == 0 for buffer in buffers):
                 load_megatron_model_to_gpu(self.module, load_grad=grad)
             else:

@@ -1,6 +1,6 @@
-"""What verl imports in each of its processes, where ``VERL_USE_EXTERNAL_MODULES`` names it.
+"""Plugin that verl imports in each of its processes, by ``VERL_USE_EXTERNAL_MODULES``.
 
-It uses verl's registries alone: of platforms, rollouts, replicas and, in ranks, of engines.
+It only uses verl's registries: of platforms, rollouts, replicas and, in ranks, of engines.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ if os.environ.get("VERL_PLATFORM") == "cpu":
 
     cpu.name_vllm()
 rollout.register()
-# In the ranks of verl's worker groups.
+# Only in the ranks of verl's worker groups.
 if os.environ.get("WG_BACKEND") == "ray" and engines.are_wanted():
     engines.prepare()

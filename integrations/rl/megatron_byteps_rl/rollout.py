@@ -1,8 +1,7 @@
-"""verl's vLLM rollout, where an update of its weights can fail without a job that waits for ever.
+"""verl's vLLM rollout, changed so that a failed weight update does not block the job for ever.
 
-verl's sender waits for its receiver with no end, also where that has failed long since. Here it
-looks at the call that receives, too. And verl 0.9.1 pauses a vLLM by an argument that newer ones
-have under another name.
+verl's sender waits for its receiver without a limit, even if that has failed. Here it also checks
+the receiving call. Besides, verl 0.9.1 pauses vLLM by an argument that newer versions have renamed.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import ray
 import zmq
 
 _LOOK_MS = 500
-"""Between two looks at the receiving call."""
+"""Interval between two checks of the receiving call."""
 _LATE_S = 60.0
-"""A receiver that has returned has answered by then."""
+"""Time limit for the answer after the receiver has returned."""
 
 
 class WeightUpdateError(RuntimeError):
-    """The rollout did not take the weights."""
+    """The rollout did not receive the weights."""
 
 
 def wait_for(socket: Any, event: int, receiving: Any) -> None:
     """Wait until a socket can send to the receiver (zmq.POLLOUT) or has its answer (zmq.POLLIN).
 
-    ``receiving`` is Ray's call that receives, or None where another rank made it. Raises
-    WeightUpdateError where that call failed, or returned without an answer.
+    ``receiving`` is Ray's call of the receiver, or None if another rank made it. Raises
+    WeightUpdateError if that call failed, or returned without an answer.
     """
     returned_at: float | None = None
     while not socket.poll(_LOOK_MS, event):
@@ -46,7 +45,7 @@ def wait_for(socket: Any, event: int, receiving: Any) -> None:
 
 
 class _Socket:
-    """A socket that waits no longer than there is somebody to wait for."""
+    """A socket that waits only while its receiver can still answer."""
 
     def __init__(self, socket: Any, receiving: Any) -> None:
         self._socket = socket
@@ -61,7 +60,7 @@ class _Socket:
         return self._socket.recv()
 
     def close(self) -> None:
-        # What nobody will read must not keep the process from its end.
+        # Unread messages must not block the process's exit.
         self._socket.close(linger=0)
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +71,7 @@ def _make_adapter() -> type:
     from verl.workers.rollout.vllm_rollout import vllm_rollout
 
     class Adapter(vllm_rollout.ServerAdapter):
-        """verl's client of a vLLM server, which sends it weights."""
+        """verl's client of a vLLM server, which sends weights."""
 
         async def _execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
             made = await super()._execute_method(method, *args, **kwargs)
@@ -104,7 +103,7 @@ def _make_replica() -> type:
                 engine.pause_generation = pause_by_mode(engine.pause_generation)
 
     class Replica(vllm_async_server.vLLMReplica):
-        """One vLLM of verl's, on all of its nodes."""
+        """A vLLM instance of verl, on all of its nodes."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -114,7 +113,7 @@ def _make_replica() -> type:
 
 
 def pause_by_mode(pause: Any) -> Any:
-    """vLLM's `pause_generation`, to be called with `wait_for_inflight_requests` in any case."""
+    """Wrap vLLM's `pause_generation` so that it accepts `wait_for_inflight_requests`."""
     if "wait_for_inflight_requests" in inspect.signature(pause).parameters:
         return pause
 
@@ -125,7 +124,7 @@ def pause_by_mode(pause: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # verl looks its rollouts up by name, and importing vLLM takes seconds.
+    # Lazy: verl looks rollouts up by name, and importing vLLM takes seconds.
     if name == "Adapter":
         globals()[name] = _make_adapter()
         return globals()[name]
@@ -133,7 +132,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Make these verl's rollout named vllm."""
+    """Register these as verl's rollout named vllm."""
     from verl.workers.rollout import base
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 

@@ -1,4 +1,5 @@
-"""verl's part of a vLLM worker on a CPU: ``engine_kwargs.vllm.worker_extension_cls`` names it."""
+"""verl's extension of a vLLM worker on a CPU, set by
+``engine_kwargs.vllm.worker_extension_cls``."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 
 def _keep(layer: Any, remove_weight: bool) -> None:
-    # vLLM packs all but small weights for oneDNN, on some CPUs, and drops the originals: later
-    # weights had no place to go.
+    # On some CPUs vLLM packs all but small weights for oneDNN and drops the originals, so that
+    # later weights could not be loaded.
     layer.cpu_linear = torch.nn.functional.linear
 
 
@@ -24,13 +25,13 @@ def _apply_packed(self: CPUUnquantizedExperts, *, w1: Any, w2: Any, **others: An
 
 
 utils.dispatch_cpu_unquantized_gemm = _keep
-# Experts' weights are packed in place, once: later ones are not.
+# Experts' weights are packed in place, only once: later weights are not.
 _apply = CPUUnquantizedExperts.apply
 CPUUnquantizedExperts.apply = _apply_packed
 CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-# By its older name verl 0.9.1 asks for it, where adapters come.
+# verl 0.9.1 uses the older name for adapters.
 WeightsMapper.get_unstacked_mapper = WeightsMapper.get_rename_mapper
 
 
 class Extension(vLLMColocateWorkerExtension):
-    """Takes weights that training sends."""
+    """Receives weights from training."""
