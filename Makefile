@@ -1,4 +1,4 @@
-# `make` lists the targets. All work is done by scripts/, each of which has -h.
+# `make` lists the targets. scripts/ do all the work; each script has -h.
 
 .DEFAULT_GOAL := help
 .PHONY: $(shell sed -nE 's/^([a-z0-9-]+):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
@@ -51,8 +51,7 @@ setup-s3:
 setup-frameworks:
 	@scripts/setup.sh --frameworks
 
-# HF=1, or a folder, trains a Hugging Face model; LORA=1 trains adapters on it. That environment has
-# Ray as well.
+# HF=1, or a folder, trains a Hugging Face model; LORA=1 trains adapters on it. That environment also has Ray.
 WITH_HF := $(filter-out 0,$(HF))
 TRAINED_BY := $(if $(WITH_HF),$(PYTHON_HF),$(if $(filter ray,$(MODE)),$(PYTHON_RAY),$(PYTHON_ENV)))
 
@@ -70,12 +69,11 @@ rl: setup-rl ## teach a tiny model to add: verl's trainer and vLLM, by GRPO or P
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
-# Tests that run side by side, one more than cores since many wait for a time to pass; 0 gives
-# them a terminal, as --pdb needs.
+# Number of tests run in parallel: one more than cores, since many tests wait. 0 gives tests a terminal, for --pdb.
 JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores + 1 : 8 )))
 
 # Three tiers of tests (CONTRIBUTING.md): check, test, and the thorough targets after it. Tests build the programs that
-# they run. Where all are run, building comes first, so that no limit of a test includes it.
+# they run. If all are run, building comes first, so that no time limit of a test includes it.
 check: setup lint ## before each commit: lint and the fast tests of one process (or TESTS), in a minute
 	$(if $(TESTS),,@$(PYTHON_ENV) tests/native.py unit_test simulate connection_test tls_test >/dev/null)
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" \
@@ -93,7 +91,7 @@ test-thorough: setup ## longer runs, and more settings, of what make test tries
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "thorough and not on_rdma" \
 		$(PYTEST_ARGS) $(or $(TESTS),$(THOROUGH))
 
-# Left out: what needs a worker's CPU time as it is, or bounds memory.
+# Leaves out tests that measure a worker's CPU time or bound memory.
 WATCHED := tests/multiproc -k "not idle and not memory and not flood"
 SANITIZERS ?= address thread
 
@@ -156,7 +154,7 @@ test-rl: setup-rl ## reinforcement learning through verl: a user's command line,
 test-frameworks: setup-frameworks ## torchtitan, Lightning, transformers, DeepSpeed: scripts that know nothing of byteps
 	@$(PYTHON_FRAMEWORKS) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/frameworks)
 
-# The oldest torch that the wheel is for, one in between, and the newest ones.
+# The oldest torch that the wheel supports, one in between, and the newest ones.
 TORCHES ?= 2.9 2.11 2.14 2.15
 WITH_TORCH := $(addprefix tests/multiproc/test_,c10d.py c10d_torch.py push_pull.py)
 

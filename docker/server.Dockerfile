@@ -1,18 +1,18 @@
-# The scheduler and the servers: byteps-server and what it loads, for linux/amd64 and linux/arm64.
-# Nothing is compiled here: the build context is a folder with linux/amd64/ and linux/arm64/, each an
-# unpacked byteps-server archive. `make images` makes both, the context and the images.
+# Image of scheduler and servers: byteps-server and its libraries, for linux/amd64 and linux/arm64. Nothing is compiled
+# here: the build context is a folder with linux/amd64/ and linux/arm64/, each an unpacked byteps-server archive. `make
+# images` makes the context and the images.
 ARG DEBIAN_IMAGE=debian:bookworm-slim
 # hadolint ignore=DL3006
 FROM ${DEBIAN_IMAGE}
 
-# For RDMA and for encryption, loaded when a job asks for it. The archive's snapshot decides their versions.
+# Libraries for RDMA and encryption, loaded when a job needs them. The archive's snapshot decides their versions.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         ibverbs-providers libibverbs1 librdmacm1 libssl3 \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log
 
-# By number: Kubernetes checks runAsNonRoot against it.
+# A numeric user, because Kubernetes checks runAsNonRoot against it.
 RUN groupadd --gid 10001 byteps \
     && useradd --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin byteps \
     && install -d -o 10001 -g 10001 /run/byteps
@@ -31,7 +31,7 @@ LABEL org.opencontainers.image.title="byteps-server" \
 ENV PATH=/opt/byteps/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     BYTEPS_HEALTH_SOCKET=/run/byteps/health.sock
 USER 10001:10001
-# The process itself answers: a server that hangs is unhealthy, one that waits for its job is not.
+# The process itself answers: a hanging server is unhealthy, a server that waits for its job is not.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5s --retries=3 \
     CMD ["byteps-server", "--health"]
 STOPSIGNAL SIGTERM

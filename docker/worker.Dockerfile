@@ -20,7 +20,7 @@ RUN groupadd --gid 10001 byteps \
 
 ENV VIRTUAL_ENV=/opt/venv \
     PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-# Its own layer: a new version of ours does not load torch anew.
+# A separate layer, so that a new version of this project does not download torch again.
 ARG WITH=base
 COPY locks/ /tmp/locks/
 RUN --mount=type=cache,id=uv,target=/root/.cache/uv \
@@ -32,7 +32,7 @@ RUN --mount=type=cache,id=uv,target=/root/.cache/uv \
 
 COPY wheels/ /tmp/wheels/
 COPY Megatron-LM/ /opt/Megatron-LM/
-# There is one version in that folder, for each Python one wheel.
+# The folder has a single version, with one wheel per Python.
 # hadolint ignore=DL3013,SC2086
 RUN case "$WITH" in \
         base) packages="" ;; \

@@ -1,8 +1,8 @@
-"""Compares the packages of locks/ with a list of known vulnerabilities, by pip-audit. Old versions
-of torch, which tests alone install, are left out.
+"""Compares the packages of locks/ with a list of known vulnerabilities, with pip-audit. Old
+versions of torch, which only tests install, are left out.
 
-Exits with 0 if none is known, 1 if some are, 3 if no list could be asked about all of them, 2 for
-any other failure.
+Exit status: 0 no vulnerability is known; 1 vulnerabilities are known; 3 no service could be asked
+about all packages; 2 any other failure.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from scripts.releasekit.contents import ROOT, ReleaseError, ship_tools
 
 FOUND, UNREACHABLE = 1, 3
 SERVICES = ("pypi", "osv")
-"""pip-audit's names of the lists that it can ask."""
+"""Names of the services in pip-audit."""
 
 
 def ask(program: Path, service: str, lock: Path, ignored: Sequence[str]) -> tuple[int, str]:
-    """0, FOUND or UNREACHABLE for the packages of a lock, and what pip-audit says."""
-    # Strict: a package that it cannot look up would count as one without vulnerabilities.
+    """Return 0, FOUND or UNREACHABLE for the packages of a lock, and pip-audit's output."""
+    # Strict: otherwise a package that cannot be looked up would count as safe.
     command: list[str | Path] = [program, "--strict", "--disable-pip", "--require-hashes"]
     command += ["--requirement", lock, "--vulnerability-service", service, "--desc", "off"]
     command += [word for one in ignored for word in ("--ignore-vuln", one)]

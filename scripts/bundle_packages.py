@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Copies into a bundle what Ray, Megatron-Bridge or verl needs and a machine with PyTorch lacks.
+"""Copies packages that Ray, Megatron-Bridge or verl needs, and a machine with PyTorch lacks, to a
+bundle.
 
-Run by the Python of an environment that has them; scripts/bundle.sh does that.
+Run it with the Python of an environment that has these packages; scripts/bundle.sh does so.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a part of the project adds to a bundle."""
+    """Packages that a part of the project adds to a bundle."""
 
     package: str
-    """Our own, in the checkout."""
+    """The project's own package, in the checkout."""
     distributions: tuple[str, ...]
-    """Whose files are copied."""
+    """Distributions whose files are copied."""
     expected: tuple[str, ...]
     """Distributions that the machine must have: large, or part of most installations of PyTorch."""
     needs: tuple[str, ...] = ()
-    """Other parts, which it brings along."""
+    """Other parts that are included."""
 
 
 PARTS = {
@@ -60,13 +61,13 @@ PARTS = {
         distributions=(
             *("verl", "tensordict", "torchdata", "codetiming", "datasets", "dill", "multiprocess"),
             *("hydra-core", "omegaconf", "antlr4-python3-runtime", "cachetools", "pyvers"),
-            # tensordict's, datasets' and those of verl's servers, which are imported all the same.
+            # Imported by tensordict, datasets and verl's servers.
             *("orjson", "importlib-metadata", "lazy-importer", "opentelemetry-api"),
             *("fastapi", "starlette", "uvicorn"),
-            # verl takes no later version of the first.
+            # verl accepts no later version of transformers.
             *("transformers", "tokenizers"),
             *("transferqueue", "msgspec", "prometheus-client", "pyzmq"),
-            # What Megatron-Bridge imports where verl asks it for its training's settings.
+            # Imported by Megatron-Bridge when verl asks it for training settings.
             *("megatron-energon", "braceexpand", "filetype", "mfusepy", "rapidyaml", "deprecation"),
             *("webdataset", "multi-storage-client", "jmespath", "lark", "prettytable", "wcwidth"),
             *("pyroute2", "wcmatch", "bracex", "xattr", "cffi", "pycparser"),
@@ -80,28 +81,29 @@ PARTS = {
     ),
 }
 ALWAYS = ("torch", "einops", "omegaconf", "packaging", "psutil", "pyyaml")
-"""There with any bundle: PyTorch on the machine, the others by scripts/bundle.sh."""
+"""Distributions available with any bundle: PyTorch on the machine, the others from
+scripts/bundle.sh."""
 UNNEEDED = (
-    *("comet-ml", "mlflow", "tensorboard", "wandb"),  # where runs are recorded
+    *("comet-ml", "mlflow", "tensorboard", "wandb"),  # Record runs.
     *("flash-linear-attention", "flashinfer-cubin", "flashinfer-python"),
-    *("fast-hadamard-transform", "ninja", "pybind11"),  # build kernels
+    *("fast-hadamard-transform", "ninja", "pybind11"),  # Build kernels.
     *("diffusers", "mistral-common", "open-clip-torch", "qwen-vl-utils", "timm"),
     *("nvidia-resiliency-ext", "pylatexenc", "s3fs", "tzdata"),
-    *("datasets", "hydra-core"),  # by Megatron-Bridge alone
-    "megatron-core",  # the bundle's own, patched
+    *("datasets", "hydra-core"),  # Required only by Megatron-Bridge.
+    "megatron-core",  # The bundle has its own, patched.
 )
-"""Requirements that are imported only by what nothing here uses."""
+"""Requirements that are imported only by unused code."""
 LEFT_OUT = (
     *("ray/jars/", "ray/cpp/", "ray/rllib/", "ray/dashboard/client/"),
     *("pulp/solverdir/", "multistorageclient/explorer/static/", "multiprocess/tests/", "tests/"),
 )
-"""Not needed, and most of it large: Java, C++, other libraries on Ray, the dashboard's pages,
+"""Unneeded, mostly large folders: Java, C++, other libraries on Ray, the dashboard's pages,
 solvers, and the tests of verl and others."""
 _LARGE_BYTES = 1 << 20
 
 
 def requirements(distribution: str) -> set[str]:
-    """Names of what a distribution asks for in this environment."""
+    """Return the names of a distribution's requirements in this environment."""
     asked = map(Requirement, importlib.metadata.requires(distribution) or ())
     return {
         canonicalize_name(one.name)
@@ -111,7 +113,8 @@ def requirements(distribution: str) -> set[str]:
 
 
 def forgotten(parts: Iterable[Part]) -> dict[str, set[str]]:
-    """What these parts' distributions ask for and nothing accounts for, by distribution."""
+    """Return requirements of these parts' distributions that nothing accounts for, by
+    distribution."""
     parts = tuple(parts)
     copied = [one for part in parts for one in part.distributions]
     expected = [one for part in parts for one in part.expected]
@@ -124,7 +127,7 @@ def copy(distribution: str, to: Path) -> None:
     """Copy a distribution's modules and its metadata, but not its programs.
 
     Raises:
-        SystemExit: this environment does not have it.
+        SystemExit: this environment does not have the distribution.
     """
     try:
         found = importlib.metadata.distribution(distribution)
@@ -142,7 +145,7 @@ def copy(distribution: str, to: Path) -> None:
 
 
 def _strip(file: Path) -> None:
-    """Take the symbols for debuggers out of a program or a library, if it is one."""
+    """Strip debug symbols from a file if it is a program or a library."""
     with file.open("rb") as opened:
         is_program = opened.read(4) == b"\x7fELF"
     if is_program:

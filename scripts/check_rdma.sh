@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Says what is wrong with this machine's RDMA before a job is started on it.
+# Checks this machine's RDMA setup, and says what is wrong, before a job is started.
 set -euo pipefail
 # shellcheck source=scripts/lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
@@ -27,9 +27,9 @@ Exit status: 0 nothing is wrong (there may be warnings); 1 something is; 2 bad u
 TEXT
 }
 
-# ---- what is looked at: device, port, host and interface are set below
+# ---- state of the checks: device, port, host and interface are set below
 
-# Another root shows the checks another machine: a tree with sys/, dev/ and proc/.
+# Another root checks a copy of another machine: a tree with sys/, dev/ and proc/.
 root=${CHECK_RDMA_ROOT:-}
 errors=0
 warnings=0
@@ -38,7 +38,7 @@ good() {
   echo "ok       $*"
 }
 
-# finding KIND TEXT [COMMAND...]: each command on a line of its own.
+# finding KIND TEXT [COMMAND...]: prints a finding, and each command on its own line.
 finding() {
   printf '%-8s %s\n' "$1" "$2"
   shift 2
@@ -142,7 +142,7 @@ check_devices() {
   return 1
 }
 
-# interface_of DEVICE prints the network interface of its port (of soft-RoCE and IPoIB too).
+# interface_of DEVICE prints the network interface of its port (also for soft-RoCE and IPoIB).
 interface_of() {
   local folder=$root/sys/class/infiniband/$1 name
   name=$(content "$folder/ports/$port/gid_attrs/ndevs/0")
@@ -153,7 +153,7 @@ interface_of() {
   echo "$name"
 }
 
-# own_interface prints the interface that the job will use: that of the address, as far as is known.
+# own_interface prints the job's interface: that of the address, if it is known.
 own_interface() {
   if [[ -n $interface ]]; then
     echo "$interface"
@@ -164,7 +164,7 @@ own_interface() {
   fi
 }
 
-# Sets `device` to the one that belongs to the job's interface, or to none.
+# Sets `device` to the device of the job's interface, or to none.
 choose_device() {
   local wanted name pairs='' fitting=''
   wanted=$(own_interface || true)
@@ -244,14 +244,14 @@ check_port() {
   fi
 }
 
-# usable_gids prints index, type and GID of those that hold a routable address.
+# usable_gids prints index, type and GID of entries with a routable address.
 usable_gids() {
   local file index gid
   for file in "$(port_folder)"/gids/*; do
     index=${file##*/}
     gid=$(content "$file")
     [[ -n $gid && $gid != 0000:0000:0000:0000:0000:0000:0000:0000 && $gid != fe80:* ]] || continue
-    # Entries that are not in use give an error when their type is read.
+    # Reading the type of an unused entry fails.
     echo "$index $(content "$(port_folder)/gid_attrs/types/$index" | tr ' ' -) $gid"
   done
 }
@@ -284,11 +284,11 @@ check_gids() {
   fi
 }
 
-# roce_mtu BYTES prints the largest RDMA MTU that fits frames of an interface with this MTU.
+# roce_mtu BYTES prints the largest RDMA MTU that fits into frames of an interface with this MTU.
 roce_mtu() {
   local size
   for size in 4096 2048 1024 512 256; do
-    if (($1 >= size + 76)); then # heads of IPv6, UDP and InfiniBand, and their checksum
+    if (($1 >= size + 76)); then # Headers of IPv6, UDP and InfiniBand, and the checksum.
       echo "$size"
       return
     fi
@@ -355,7 +355,7 @@ check_lossless() {
   fi
 }
 
-# measure_link server|client HOST
+# measure_link server|client HOST measures the link's bandwidth.
 measure_link() {
   local command=(ib_write_bw -R -d "$device" -i "$port" -s 1048576 -t 16 -D 5 --report_gbits) text
   if ! command -v ib_write_bw >/dev/null; then

@@ -1,7 +1,7 @@
 """Child processes, and the ports and GPUs that they get.
 
-Whatever this project starts and waits for, it starts by this: training, benchmarks, tests. Each
-child has a log, is waited for with a deadline, and ended by its pid.
+Training, benchmarks and tests start all their processes with this module. Each child has a log, is
+waited for with a deadline, and is ended by its pid.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LAUNCHER_VARIABLES = frozenset(
         *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
-"""What torchrun tells a worker, in addition to TORCHELASTIC_..."""
+"""Variables that torchrun sets for a worker, in addition to TORCHELASTIC_..."""
 
 
 class Late(AssertionError):
-    """Something did not happen by its deadline; the text has the last lines of the logs."""
+    """An event missed its deadline; the text has the last lines of the logs."""
 
 
 def captured(
@@ -41,7 +41,7 @@ def captured(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command; returns its status, whatever it is, and what it prints."""
+    """Run a command; return its status and output."""
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -55,7 +55,8 @@ def captured(
 
 
 def server_executable() -> str:
-    """byteps-server, next to this Python or on PATH. Raises FileNotFoundError."""
+    """Return the path of byteps-server, next to this Python or on PATH. Raises
+    FileNotFoundError."""
     beside = Path(sys.executable).parent / "byteps-server"
     found = str(beside) if beside.exists() else shutil.which("byteps-server")
     if found is None:
@@ -66,7 +67,7 @@ def server_executable() -> str:
 
 
 def last_lines(log: Path, lines: int = 15) -> str:
-    """The end of a log."""
+    """Return the last lines of a log."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
     except OSError:
@@ -74,13 +75,13 @@ def last_lines(log: Path, lines: int = 15) -> str:
 
 
 class Spawned:
-    """A child of this process; it ends when this one does.
+    """A child process; it ends when this process ends.
 
     Args:
-        title: what it is, for messages; its log is ``folder``'s file of this name, with no spaces.
-        command: its words.
-        env: its whole environment.
-        folder: for its log, and where it runs unless ``cwd`` says otherwise.
+        title: name for messages. The log is a file of this name in ``folder``, without spaces.
+        command: words of the command.
+        env: its complete environment.
+        folder: folder of its log, and its working directory unless ``cwd`` is given.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Spawned:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C comes to this process alone, which ends its children.
+                # So that Ctrl-C reaches only this process, which ends its children.
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
@@ -114,16 +115,16 @@ class Spawned:
 
     @property
     def status(self) -> int | None:
-        """Its exit status, -n when signal n ended it; None while it runs."""
+        """Exit status, -n if signal n ended it; None while it is running."""
         return self._process.poll()
 
     @property
     def text(self) -> str:
-        """What it has written."""
+        """Output of the process so far."""
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit status. Raises Late."""
+        """Wait for the exit status. Raises Late."""
         try:
             return self._process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -132,18 +133,18 @@ class Spawned:
             ) from None
 
     def send(self, number: signal.Signals) -> None:
-        """Nothing, where it has ended."""
+        """Send a signal; do nothing if the process has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it by force, and what it has started in its session; wait for it."""
+        """Kill it and all processes in its session; wait for it."""
         if self.running:
-            os.killpg(self.pid, signal.SIGKILL)  # the session was made for it
+            os.killpg(self.pid, signal.SIGKILL)  # The session was created for it.
         self._process.wait()
 
 
 def end_all(processes: Iterable[Spawned], grace_s: float) -> None:
-    """Ask all to end, and end by force what still runs after ``grace_s``."""
+    """Send SIGTERM to all, and kill those still running after ``grace_s`` seconds."""
     asked = list(processes)
     for process in asked:
         process.send(signal.SIGTERM)
@@ -156,10 +157,10 @@ def end_all(processes: Iterable[Spawned], grace_s: float) -> None:
 
 
 def free_ports(count: int = 1, host: str = LOOPBACK) -> int:
-    """The first of ``count`` ports in a row that nobody listens at, at this address of the machine.
+    """Return the first of ``count`` consecutive free ports on this address of the machine.
 
-    None of those that the kernel gives on a request for any port: a node of the job itself might
-    get it before the one that it is for.
+    They are outside the kernel's ephemeral range, from which another node of the job might get a
+    port first.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
     lowest = int(given.split()[0])
@@ -175,26 +176,27 @@ def free_ports(count: int = 1, host: str = LOOPBACK) -> int:
 
 
 def outnumbered(ranks: int) -> bool:
-    """Whether so many ranks share GPUs of this machine. NCCL refuses that to ranks of a machine."""
+    """Return whether this many ranks must share GPUs of this machine. NCCL refuses that for ranks
+    of the same host."""
     return 0 < count_gpus() < ranks
 
 
 def place_among(number: int, per_machine: int) -> dict[str, str]:
-    """Variables of a rank, of which so many have a GPU each. Those are a machine to NCCL, which
-    lets no two ranks of a machine share a GPU."""
+    """Return the variables of rank ``number`` if ``per_machine`` ranks have a GPU each. Such ranks
+    form a host for NCCL, which does not allow two ranks of a host to share a GPU."""
     machine, local = divmod(number, per_machine)
     return {"LOCAL_RANK": str(local), "NCCL_HOSTID": f"machine{machine}"}
 
 
 def some_gpus(first: int, count: int) -> str:
-    """``count`` GPUs of this machine from the ``first`` one on and around, by
+    """Return ``count`` GPUs of this machine from the ``first`` on, wrapping around, for
     CUDA_VISIBLE_DEVICES."""
     gpus = _gpus()
     return ",".join(gpus[(first + i) % len(gpus)] for i in range(count))
 
 
 def count_gpus() -> int:
-    """Number of GPUs that may be used: none where CUDA_VISIBLE_DEVICES is empty."""
+    """Return the number of usable GPUs; 0 if CUDA_VISIBLE_DEVICES is empty."""
     return len(_gpus())
 
 
@@ -204,7 +206,7 @@ def _gpus() -> list[str]:
         return [gpu for gpu in given.split(",") if gpu]
     if not any(GPUS_OF_DRIVER.glob("*")):
         return []
-    import torch  # here, because most of those who start processes need none of it
+    import torch  # Imported here, because most programs that start processes do not need torch.
 
-    # The driver may know GPUs that this container does not have. CUDA does not start by this.
+    # The driver may know GPUs that this container lacks. This does not start CUDA.
     return [str(i) for i in range(torch.cuda.device_count())]

@@ -108,7 +108,7 @@ fi
 [[ $name =~ ^[A-Za-z0-9_.-]+$ ]] || die_usage "the job's name '$name' has other than letters, digits, _ . -"
 read -ra reach <<<"${CLUSTER_SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}"
 
-# The job's secret: the caller's, or a new one.
+# The job's secret: the caller's, or a new secret.
 secret=
 if [[ $action == up && ${BYTEPS_AUTH:-} != 0 ]]; then
   if [[ -n ${BYTEPS_SECRET_FILE:-} ]]; then
@@ -119,7 +119,7 @@ if [[ $action == up && ${BYTEPS_AUTH:-} != 0 ]]; then
   fi
 fi
 
-# One entry a process: role, host, and how many servers it runs.
+# One entry per process: role, host, and number of servers.
 roles=()
 hosts=()
 counts=()
@@ -159,15 +159,15 @@ ranks=$((${#workers[@]} * 10#$nproc))
 address=${hosts[${schedulers[0]}]##*@}
 master=${hosts[${workers[0]}]##*@}
 
-# on_host ACTION JOB PROCESS ARGUMENT...: sent to each host, and run there. What one process of a job leaves there lies in a
-# folder of its own: log, and pid, the leader of its process group. `secret` is the job's; empty: it goes without.
+# on_host ACTION JOB PROCESS ARGUMENT...: sent to each host, and run there. Each process of a job has its own folder
+# there, with log and pid (the leader of its process group). `secret` is the job's; empty: none.
 # shellcheck disable=SC2329 # it is sent as text
 on_host() {
   action=$1 job=/tmp/megatron-byteps-$(id -u)-$2 folder=/tmp/megatron-byteps-$(id -u)-$2/$3
   shift 3
 
-  # Whether the group still has a process. The pid alone may be another's by now: the folder's name, in
-  # the environment of whatever was started, tells.
+  # Whether the group still has a process. The pid alone may have been reused; the folder's name in the environment of
+  # the processes identifies them.
   alive() {
     [[ -s $folder/pid ]] || return 1
     pid=$(<"$folder/pid")
@@ -199,7 +199,7 @@ on_host() {
       fi
       MEGATRON_BYTEPS_RUN=$folder setsid "$@" >"$folder/log" 2>&1 </dev/null &
       echo $! >"$folder/pid"
-      printf '%s\n' "$PWD" "$@" >"$folder/command" # the checkout, then the command, a word a line
+      printf '%s\n' "$PWD" "$@" >"$folder/command" # The checkout, then the command, one word per line.
       echo "started (pid $!)"
       ;;
     status)
@@ -213,7 +213,7 @@ on_host() {
       fi
       ;;
     table)
-      # table JOB PROCESS: what the scheduler, which runs here, knows of the cluster
+      # table JOB PROCESS: shows the cluster's status, from the scheduler on this host
       alive || exit 0
       port=$(grep -xF -A 1 -e --status-port "$folder/command" | tail -n 1)
       "$(head -n 1 "$folder/command")/scripts/status.sh" "127.0.0.1:$port"
@@ -233,7 +233,7 @@ on_host() {
         kill -KILL -- "-$pid" 2>/dev/null || true
       fi
       rm -rf "$folder"
-      rmdir "$job" 2>/dev/null || true # not empty: another process of the job is on this host
+      rmdir "$job" 2>/dev/null || true # Not empty if another process of the job is on this host.
       echo "down"
       ;;
   esac
@@ -245,12 +245,12 @@ remote() {
   shift 2
   local quoted
   printf -v quoted '%q ' bash -s -- "$what" "$name" "$i-${roles[i]}" "$@"
-  # The secret goes by the input: arguments can be seen by everybody on the host.
+  # The secret is sent through stdin, because arguments are visible to everybody on the host.
   { printf 'set -euo pipefail\nsecret=%q\n' "$secret" && declare -f on_host && echo 'on_host "$@"'; } |
     "${reach[@]}" "${hosts[i]}" "$quoted" 2>&1
 }
 
-# What every process is told by its environment.
+# Environment variables of every process.
 environment=()
 if [[ $tls != 0 ]]; then
   environment=("BYTEPS_TLS=$tls")
@@ -269,7 +269,7 @@ if ((10#$restarts)); then
   again=(--max-restarts "$restarts")
 fi
 
-# command_of INDEX sets the array `command`, what runs there.
+# command_of INDEX sets the array `command` to the entry's command.
 command_of() {
   local i=$1 rank
   case ${roles[i]} in
@@ -331,6 +331,6 @@ for i in "${order[@]}"; do
 done
 if [[ $action == status ]]; then
   echo
-  remote "${schedulers[0]}" table || true # it is starting, or has just ended
+  remote "${schedulers[0]}" table || true # The scheduler may be starting, or have just ended.
 fi
 exit "$failed"

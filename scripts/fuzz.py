@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs the fuzzers of byteps/tests/fuzz: one for each parser of bytes that come from a network.
+"""Runs the fuzzers of byteps/tests/fuzz: one for each parser of bytes from the network.
 
-Their corpora are one archive in the repository, unpacked in build/ for use.
+Their corpora are an archive in the repository, unpacked in build/.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ UNPACKED = ROOT / "build/corpora"
 
 
 def unpack(archive: Path = ARCHIVE, below: Path = UNPACKED) -> Path:
-    """Unpack the archive, unless that was done before.
+    """Unpack the archive, unless that was already done.
 
-    Several processes may do so at once. The folder must not be changed: see `change`.
+    Several processes may do so concurrently. The folder must not be changed: see `change`.
 
     Returns:
-        a folder that has one folder for each fuzzer.
+        a folder with a subfolder for each fuzzer.
     """
     folder = below / hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
     if not folder.exists():
@@ -44,13 +44,13 @@ def unpack(archive: Path = ARCHIVE, below: Path = UNPACKED) -> Path:
             try:
                 made.rename(folder)
             except OSError:
-                if not folder.exists():  # else another process was faster
+                if not folder.exists():  # Otherwise another process was faster.
                     raise
     return folder
 
 
 def pack(folder: Path, archive: Path = ARCHIVE) -> None:
-    """Make the archive of a folder that has one folder for each fuzzer."""
+    """Make the archive of a folder with a subfolder for each fuzzer."""
 
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.mtime = member.uid = member.gid = 0
@@ -66,7 +66,7 @@ def pack(folder: Path, archive: Path = ARCHIVE) -> None:
 
 
 def change(edit: Callable[[Path], None], archive: Path = ARCHIVE, below: Path = UNPACKED) -> None:
-    """Unpack the archive, have ``edit`` change the folder, and pack it again."""
+    """Unpack the archive, call ``edit`` to change the folder, and pack it again."""
     kept = unpack(archive, below)
     with tempfile.TemporaryDirectory(dir=below) as scratch:
         copy = Path(scratch) / "corpora"
@@ -76,14 +76,14 @@ def change(edit: Callable[[Path], None], archive: Path = ARCHIVE, below: Path = 
 
 
 def add(target: str, inputs: Iterable[Path]) -> None:
-    """Add inputs, such as one at which a fuzzer ended, to the corpus of a fuzzer."""
+    """Add inputs, for example of a crash, to the corpus of a fuzzer."""
     files = list(inputs)
 
     def copy_into(folder: Path) -> None:
-        (folder / target).mkdir(exist_ok=True)  # a new fuzzer has none
+        (folder / target).mkdir(exist_ok=True)  # A new fuzzer has no folder.
         for file in files:
             data = file.read_bytes()
-            # The name that libFuzzer would give it.
+            # Name that libFuzzer would use.
             (folder / target / hashlib.sha1(data).hexdigest()).write_bytes(data)
 
     change(copy_into)
@@ -106,23 +106,23 @@ LIMIT_S = 3600
 
 
 class Found(Exception):
-    """A fuzzer ended at an input; the text has its last words and where the input is."""
+    """A fuzzer found a failure; the text has its last output and the path of the input."""
 
 
 def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
-    """Run one target; what it learns is added to build/fuzz, not to the corpus.
+    """Run a target; new inputs are added to build/fuzz, not to the corpus.
 
     Args:
-        folder: of the programs.
+        folder: folder of the programs.
         target: a key of TARGETS.
-        runs: executions, in addition to those of the corpus.
-        seed: of the mutations; 0 takes another one each time.
+        runs: number of executions, in addition to those of the corpus.
+        seed: seed of the mutations; 0: a random seed.
 
     Returns:
-        Executions, seconds, and coverage in edges.
+        executions, seconds, and coverage in edges.
 
     Raises:
-        Found: something did not hold.
+        Found: the fuzzer found a failure.
     """
     learnt, kept = SCRATCH / target, unpack() / target
     shutil.rmtree(learnt, ignore_errors=True)
@@ -154,7 +154,7 @@ def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
 
 
 def keep(folder: Path, target: str) -> int:
-    """Add to the corpus what reaches more than it does; return how many files it has then."""
+    """Add inputs that increase coverage to the corpus; return its number of files."""
     command: list[str | Path] = [folder / f"{target}_fuzzer", "-merge=1", "-close_fd_mask=3"]
 
     def merge(unpacked: Path) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every linter, also after one has failed, and says which did.
+# Runs every linter, even after a failure, and reports which failed.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -47,7 +47,7 @@ names=()
 jobs=()
 outputs="$(mktemp -d)"
 trap 'rm -rf "$outputs"' EXIT
-# run NAME COMMAND...: starts it; `report` prints its output only when it failed.
+# run NAME COMMAND...: starts a linter; `report` prints its output only if it failed.
 run() {
   names+=("$1")
   shift
@@ -55,8 +55,8 @@ run() {
   jobs+=($!)
 }
 
-# changed NAME FILE... -- COMMAND...: as run, but not again for files with which it passed before. For tools that keep no
-# cache of their own.
+# changed NAME FILE... -- COMMAND...: like run, but not again for files with which it passed before. For tools without
+# their own cache.
 changed() {
   local name=$1 files=() state kept
   shift
@@ -99,7 +99,7 @@ run "imports" "$bin/lint-imports" --no-cache --no-logo
 changed "shellcheck (${#shell[@]} files)" "${shell[@]}" -- "$bin/shellcheck" -x "${shell[@]}"
 changed "clang-format (${#cpp[@]} files)" .clang-format "${cpp[@]}" -- \
   "$bin/clang-format" --dry-run -Werror "${cpp[@]}"
-# check_versions: images name no version but those of docker/versions.env.
+# check_versions: images use only the versions in docker/versions.env.
 check_versions() {
   local name value status=0
   while IFS='=' read -r name value; do
@@ -127,7 +127,7 @@ changed "kubernetes" docker/kubernetes/*.yaml -- \
   "$bin/kubernetes-validate" --strict --quiet -k 1.33 docker/kubernetes/*.yaml
 run "image versions" check_versions
 mapfile -t series < <(find patches scripts/patchkit scripts/patchset.py upstream.lock -type f ! -name '*.pyc')
-# Patches touch no file of the overlay: its names matter, and what stands in it does not.
+# Patches do not touch files of the overlay, so only its file names matter.
 changed "patches" "${series[@]}" <(find byteps Megatron-LM -type f ! -name '*.pyc' | LC_ALL=C sort) -- \
   "$root/scripts/apply_patches.sh" --check
 report

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Locks the packages of pyproject.toml's dependency groups in locks/; prints all pins of a group.
 
-A lock holds what differs from the locks of the groups that its group includes. Hashes are of the
-files for Linux on x86-64 and arm64 (tool.locked-files); no index is named. Needs Python >= 3.11,
-no packages.
+A lock has only pins that differ from the locks of included groups. Hashes are those of files for
+Linux on x86-64 and arm64 (tool.locked-files); no index is named. Needs Python >= 3.11, no packages.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 Pins = dict[str, str]
-"""By a package's name its entry: version, marker and hashes, as in a requirements file."""
+"""Entry by package name: version, marker and hashes, as in a requirements file."""
 
 
 def configuration() -> dict[str, Any]:
@@ -29,7 +28,7 @@ def configuration() -> dict[str, Any]:
 
 
 def included(group: str, groups: dict[str, list[Any]]) -> list[str]:
-    """The groups that this one includes, from the innermost on."""
+    """Return the groups that this group includes, innermost first."""
     found: list[str] = []
     for entry in groups[group]:
         if isinstance(entry, dict):
@@ -52,7 +51,8 @@ def read(text: str) -> Pins:
 
 
 def covers(known: str, entry: str) -> bool:
-    """The same version under the same conditions; its files may be for more versions of Python."""
+    """Return whether two entries have the same version and conditions. (Their files may be for
+    different versions of Python.)"""
     (head, *more), (known_head, *known_more) = (
         [line.removesuffix(" \\") for line in one.splitlines() or [""]] for one in (entry, known)
     )
@@ -64,7 +64,7 @@ def lock(group: str) -> Path:
 
 
 def whole(group: str, groups: dict[str, list[Any]]) -> Pins:
-    """A group's pins, together with those of the groups that it includes."""
+    """Return a group's pins, together with those of the groups that it includes."""
     pins: Pins = {}
     for one in (*included(group, groups), group):
         if lock(one).exists():
@@ -83,9 +83,9 @@ def uv(*arguments: str | Path, folder: Path = ROOT) -> None:
 
 
 def resolve(group: str, known: Pins, settings: dict[str, Any], folder: Path) -> Pins:
-    """Pins of a whole group, in the versions that are known where these fit.
+    """Resolve the pins of a group, keeping known versions if possible.
 
-    `uv pip compile` keeps versions, and `uv lock` leaves out files for other platforms.
+    `uv pip compile` keeps versions; `uv lock` leaves out files for other platforms.
     """
     listed = folder / "listed"
     listed.write_text("".join(known.values()), encoding="utf-8")
@@ -113,7 +113,7 @@ def resolve(group: str, known: Pins, settings: dict[str, Any], folder: Path) -> 
     return {
         name: " \\\n    ".join([entry.rstrip(), *hashes[name]]) + "\n"
         for name, entry in read("\n".join(lines)).items()
-        if name in hashes  # else it is for other platforms
+        if name in hashes  # Others are for other platforms.
     }
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Turns text files into Megatron-LM's indexed dataset, byte by byte.
+"""Converts text files into Megatron-LM's indexed dataset, one token per byte.
 
-Each file is a document: its bytes are the tokens 0 to 255, and 256 ends it. Without paths it takes
-the sources of Python's standard library, which every machine has. What was made once is found again
-by the hash of its content. Prints the prefix of the two files, which Megatron's --data-path wants.
-With --tokenizer the tokens are those of a Hugging Face model instead.
+Each file is a document: its bytes are the tokens 0 to 255, and 256 ends it. Without paths it uses
+the sources of Python's standard library, which every machine has. A dataset is reused if the hash
+of its content matches. Prints the prefix of the two files, for Megatron's --data-path. With
+--tokenizer the tokens are those of a Hugging Face model instead.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ DEFAULT_MAX_BYTES = 8_000_000
 FORMAT = b"bytes-uint16-eod256-v1"
 ROOT = Path(__file__).resolve().parent.parent
 
-# Nobody's prose, and large.
+# Folders that are skipped: large, and not written by people.
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "node_modules", "site-packages", "test", "tests"}
 )
 
 
 class DataError(Exception):
-    """The input cannot be made into a dataset; the text says what was wrong with it."""
+    """The input cannot be made into a dataset; the text has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """How documents become tokens."""
+    """Conversion of documents into tokens."""
 
     identity: bytes
-    """Another one for another way."""
+    """Distinguishes different conversions."""
     encode: Callable[[bytes], Sequence[int]]
     end: int
-    """The token after each document."""
+    """Token after each document."""
 
 
 BYTES = Tokens(identity=FORMAT, encode=bytearray, end=END_OF_DOCUMENT)
 
 
 def tokens_of(model: Path) -> Tokens:
-    """Those of a Hugging Face model, by its tokenizer.json and config.json.
+    """Return the conversion of a Hugging Face model, from its tokenizer.json and config.json.
 
     Raises:
-        DataError: a file that is missing, or the package ``tokenizers``.
+        DataError: a file, or the package ``tokenizers``, is missing.
     """
     files = [model / "tokenizer.json", model / "config.json"]
     for file in files:
@@ -86,27 +86,27 @@ class Dataset:
     """An indexed dataset on disk."""
 
     prefix: Path
-    """Path of the .bin and .idx files without their ending."""
+    """Path of the .bin and .idx files without their suffix."""
     documents: int
     tokens: int
-    """Those of the text, and one end-of-document token for each document."""
+    """Number of tokens of the text, plus an end-of-document token for each document."""
     found: bool
-    """Whether it was there already."""
+    """Whether it already existed."""
 
 
 def standard_library() -> Path:
-    """Folder of Python's own library."""
+    """Return the folder of Python's own library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def list_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Text files to read, in an order that depends on names alone.
+    """Yield text files to read, in an order that depends only on names.
 
-    Yields each file with whether it was named itself: a file found in a folder may be passed over
-    when it is no text. Hidden files and folders of tests, caches and packages are left out.
+    Each file comes with a flag: whether the user named it. Files found in a folder may be skipped
+    if they are not text. Hidden files and folders of tests, caches and packages are left out.
 
     Raises:
-        DataError: a path that does not exist.
+        DataError: a path does not exist.
     """
     for path in paths:
         if path.is_file():
@@ -129,12 +129,12 @@ def _walk(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def read_documents(files: Iterable[tuple[Path, bool]], max_bytes: int) -> list[bytes]:
-    """The bytes of the text files, one document each, until ``max_bytes`` are reached.
+    """Return the bytes of the text files, one document each, up to ``max_bytes`` in total.
 
-    The document that would pass the limit is cut there. Empty files are passed over.
+    The document that would exceed the limit is cut. Empty files are skipped.
 
     Raises:
-        DataError: a file that was named is no text (UTF-8), or nothing is left to read.
+        DataError: a named file is not UTF-8 text, or there is nothing to read.
     """
     documents: list[bytes] = []
     left = max_bytes
@@ -172,7 +172,7 @@ def _is_text(content: bytes) -> bool:
 
 
 def fingerprint(documents: Iterable[bytes], tokens: Tokens = BYTES) -> str:
-    """Hash of the documents, their boundaries and the format."""
+    """Return a hash of the documents, their boundaries and the format."""
     digest = hashlib.sha256(tokens.identity)
     for document in documents:
         digest.update(len(document).to_bytes(8, "little"))
@@ -183,9 +183,9 @@ def fingerprint(documents: Iterable[bytes], tokens: Tokens = BYTES) -> str:
 def write_dataset(
     documents: Sequence[bytes], folder: Path, name: str = "text", tokens: Tokens = BYTES
 ) -> Dataset:
-    """Write the documents as ``folder/<name>-<hash>.bin`` and ``.idx``, if they are not there.
+    """Write the documents as ``folder/<name>-<hash>.bin`` and ``.idx``, unless these exist.
 
-    The files appear whole or not at all, so that two writers, or one that was ended, do no harm.
+    The files appear complete or not at all, so concurrent or interrupted writers do no harm.
     """
     encoded = [tokens.encode(document) for document in documents]
     count = sum(map(len, encoded)) + len(encoded)
@@ -204,7 +204,8 @@ def write_dataset(
 
 
 def _build(documents: Sequence[Sequence[int]], end: int, bin_file: Path, idx_file: Path) -> None:
-    # Here, because importing Megatron takes seconds and a dataset that is there needs none of it.
+    # Imported here, because importing Megatron takes seconds, and an existing dataset does not need
+    # it.
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -219,10 +220,10 @@ def _build(documents: Sequence[Sequence[int]], end: int, bin_file: Path, idx_fil
 
 
 def read_text(paths: Sequence[Path], max_bytes: int) -> list[bytes]:
-    """The documents of these paths; of the standard library without any.
+    """Return the documents of these paths; without paths, of the standard library.
 
     Raises:
-        DataError: a path that is not there, no text, or nothing to read.
+        DataError: a path does not exist, is not text, or there is nothing to read.
     """
     if max_bytes <= 0:
         raise DataError(f"--max-bytes {max_bytes}: must be positive")
@@ -233,10 +234,11 @@ def read_text(paths: Sequence[Path], max_bytes: int) -> list[bytes]:
 
 
 def prepare(paths: Sequence[Path], folder: Path, max_bytes: int, tokens: Tokens = BYTES) -> Dataset:
-    """Make, or find, the dataset of these paths; of the standard library without any.
+    """Return the dataset of these paths (without paths: of the standard library), made if
+    necessary.
 
     Raises:
-        DataError: a path that is not there, no text, or nothing to read.
+        DataError: a path does not exist, is not text, or there is nothing to read.
     """
     documents = read_text(paths, max_bytes)
     return write_dataset(documents, folder, "text" if paths else "python", tokens)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Shows what a long command is doing: a bar on a terminal, a line every ten seconds in a log.
-With tables for a terminal, and as Markdown.
+"""Shows the progress of a long command: a bar on a terminal, a line every ten seconds in a log.
+Also formats tables for a terminal and as Markdown.
 
-Imports none of our modules: it also runs where there is no environment yet.
+Imports no module of this project, so it runs before the environment exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any, BinaryIO, TextIO
 
 
 def aligned(table: Sequence[Sequence[str]], left: int = 0) -> str:
-    """Columns of equal width: numbers, to the right, and before them ``left`` columns of text."""
+    """Format a table in columns of equal width: ``left`` columns of text, then right-aligned
+    numbers."""
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     return "\n".join(
         "  ".join(
@@ -35,13 +36,13 @@ def aligned(table: Sequence[Sequence[str]], left: int = 0) -> str:
 
 
 def pipes(table: Sequence[Sequence[str]]) -> list[str]:
-    """A table as Markdown."""
+    """Format a table as Markdown."""
     lines = [f"| {' | '.join(line)} |" for line in table]
     return [lines[0], "|" + " --- |" * len(table[0]), *lines[1:]]
 
 
 def put_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Write the text between two marks of a page; ValueError where it has none."""
+    """Write the text between two marks of a page; ValueError if they are missing."""
     before, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, also, after = rest.partition(end)
     if not (found and also):
@@ -52,11 +53,11 @@ def put_between(page: Path, begin: str, end: str, text: str) -> None:
 EVERY_S = 10.0
 REFRESH_S = 0.5
 WIDEST = 70
-"""Characters of what is being done, in a line."""
+"""Limit for the description of the current work in a line, in characters."""
 END_S = 10.0
-"""For a command that is told to end."""
+"""Time for a command to end after SIGTERM."""
 LAST_LINES = 60
-"""Of a command's output, shown when it fails."""
+"""Number of a command's output lines shown if it fails."""
 
 _STEPS = re.compile(
     r"\s*\[(\d+)/(\d+)\]"  # ninja
@@ -66,17 +67,18 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In the child (``preexec_fn``): have the kernel send it this signal when its parent is killed.
+    """In the child (``preexec_fn``): make the kernel send it this signal when its parent is killed.
 
-    The kernel's parent is the thread that forked, so it must live as long as the child.
+    For the kernel the parent is the forking thread, so this must live as long as the child.
     """
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any | None:
-    """tqdm's; None in a log, and where tqdm is not installed, as on a machine with a bundle."""
-    # A terminal that does not know how wide it is, as some containers', takes lines.
+    """Return tqdm's bar; None in a log, or if tqdm is not installed (on a machine with a
+    bundle)."""
+    # A terminal without a known width (in some containers) gets lines instead.
     if not stream.isatty() or os.get_terminal_size(stream.fileno()).columns == 0:
         return None
     try:
@@ -89,14 +91,14 @@ def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any | None:
 
 
 class Progress:
-    """How far one thing is. A context manager; from any thread.
+    """Progress of an activity. A context manager; thread-safe.
 
     Args:
-        name: what runs, such as "bench".
-        total: steps that there are; None: not known.
-        unit: what a step is, such as "launches".
-        stream: where it is shown; None: the error output.
-        every_s: seconds without a line after which a log gets one.
+        name: name of the activity, such as "bench".
+        total: number of steps; None: unknown.
+        unit: name of steps, such as "launches".
+        stream: output; None: stderr.
+        every_s: interval of lines in a log, in seconds.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Progress:
         self._ticker.start()
 
     def update(self, doing: str = "", *, done: int | None = None, total: int | None = None) -> None:
-        """Say what is being done now, and how many steps are behind it."""
+        """Set the description of the current work, and the number of completed steps."""
         with self._lock:
             self._doing = doing or self._doing
             self._done = self._done if done is None else done
@@ -129,14 +131,14 @@ class Progress:
             self._draw()
 
     def step(self, doing: str = "") -> None:
-        """One step more is done."""
+        """Count a completed step."""
         with self._lock:
             self._done += 1
             self._doing = doing or self._doing
             self._draw()
 
     def say(self, line: str, stream: TextIO | None = None) -> None:
-        """Print a line that stays, where the progress is shown or in ``stream``."""
+        """Print a permanent line, to the progress's stream or to ``stream``."""
         target = self._stream if stream is None else stream
         with self._lock:
             self._said = time.monotonic()
@@ -146,7 +148,7 @@ class Progress:
                 print(line, file=target, flush=True)
 
     def close(self) -> None:
-        """Show nothing more; the bar goes."""
+        """Stop showing progress, and remove the bar."""
         self._ended.set()
         self._ticker.join()
         with self._lock:
@@ -186,7 +188,7 @@ class Progress:
 
 
 def _follow(progress: Progress, log: Path, at: int) -> int:
-    """Read on in a log from this offset; return how far it was read."""
+    """Read a log from this offset on; return the new offset."""
     with log.open("rb") as file:
         file.seek(at)
         new = file.read()
@@ -204,7 +206,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """And all of its session: a shell that is ended leaves what it waits for."""
+    """End a process and its session, because a shell that is ended leaves its children behind."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(END_S)
@@ -215,12 +217,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """A signal that would end this process does so when the block is over.
+    """Context that delays signals that would end this process until its end.
 
-    A mask would not do: another thread gets the signal then, and Python raises in the main one.
+    A signal mask would not work: another thread would get the signal, and Python would raise in the
+    main thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # nothing is raised here
+        yield  # Nothing is raised in this thread.
         return
     came: list[int] = []
     before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in _ENDING}
@@ -248,16 +251,16 @@ def run(
     stream: TextIO | None = None,
     every_s: float = EVERY_S,
 ) -> int:
-    """Run a command with its output in a file, and show how far it says it is; its exit status.
+    """Run a command with its output in a file, and show its progress; return its exit status.
 
     Args:
-        log: is written anew.
-        stdout: takes what goes to the standard output, which is not looked at; None: the log.
-        env: of the command; None: this process's.
-        stream, every_s: as of Progress.
+        log: output file; overwritten.
+        stdout: file for stdout, which is not searched for progress; None: the log.
+        env: environment of the command; None: this process's.
+        stream, every_s: see Progress.
 
     Raises:
-        subprocess.TimeoutExpired: it ran longer than ``timeout_s``, and was ended.
+        subprocess.TimeoutExpired: the command ran longer than ``timeout_s``, and was ended.
     """
     words = [str(word) for word in command]
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -265,7 +268,7 @@ def run(
         process = None
         at = 0
         try:
-            # Else the command would be left behind, before there is a process to end.
+            # Otherwise a signal before the process object exists would leave the command behind.
             with _signals_wait():
                 process = subprocess.Popen(
                     words,
@@ -273,7 +276,7 @@ def run(
                     stdout=stdout or output,
                     stderr=output,
                     env=env,
-                    # Ctrl-C comes to this process alone, which ends what it has started.
+                    # So that Ctrl-C reaches only this process, which ends its children.
                     start_new_session=True,
                     preexec_fn=end_with_parent,
                 )

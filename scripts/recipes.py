@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Asks of many recipes whether --use-dpu-reduce and --dpu-optimizer go with them.
+"""Checks many recipes for compatibility with --use-dpu-reduce and --dpu-optimizer.
 
 Recipes are the functional tests and examples of a Megatron-LM checkout, and those of
-Megatron-Bridge where it is installed. Nothing is trained, and no GPU is needed. Writes the tables
-of docs/results/recipes.md; those of recipes that were not asked about this time are lost, so that
-all tables are of one state.
+Megatron-Bridge if it is installed. Nothing is trained, and no GPU is needed. Writes the tables of
+docs/results/recipes.md. Tables of recipes that were not checked are removed, so that all tables are
+from the same run.
 
-Exit status: 0 thresholds were met, 1 they were not, 2 bad usage.
+Exit status: 0 thresholds are reached, 1 a threshold was missed, 2 bad usage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THRESHOLDS = {
     "library recipes": (0.98, 0.90),
     "performance recipes": (0.95, 0.85),
 }
-"""Least parts that have to be accepted: with --use-dpu-reduce, and with --dpu-optimizer."""
+"""Smallest fractions that must be accepted: with --use-dpu-reduce, and with --dpu-optimizer."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

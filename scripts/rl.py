@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Teaches a tiny model to add, by reinforcement learning: verl's trainer, Megatron engine and vLLM.
 
-With --model another model is taught, which is asked in words. Gradients of actor and critic are
-all-reduced by BytePS: a scheduler and servers start next to the ranks. With --compare the same job
-runs through all-reduce too. With --device cuda each rank has a GPU of its own.
+With --model it trains another model, with questions in words. BytePS all-reduces the gradients of
+actor and critic: a scheduler and servers start next to the ranks. With --compare the same job also
+runs with all-reduce. With --device cuda each rank has its own GPU.
 
-Exit status: 0 the reward rose as it must; 1 not, or the job failed; 2 bad usage.
+Exit status: 0 the reward rose as required; 1 it did not, or the job failed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -35,41 +35,40 @@ DEVICES = ("cpu", "cuda")
 MODES = ("sync", "colocate_async")
 STEPS = 20
 UPDATES = 2
-"""Of a step."""
+"""Number of updates per step."""
 LAYERS = 2
 RISE = 0.2
-"""In a whole run the mean reward rises by this much at least, from the first steps to the last. In
-a shorter one, with adapters, which learn more slowly, and with a model of the user's, it must not
-fall."""
+"""Least increase of the mean reward in a whole run, from the first steps to the last. In a shorter
+run, with adapters (which learn more slowly) or with a user's model, it only must not fall."""
 SETTINGS = (
     *("algorithm", "device", "mode", "steps", "save_every", "seed", "prompts", "responses"),
     *("tensor", "sequence_parallel", "pipeline", "virtual", "context", "expert", "rollout_tensor"),
     *("lora", "merge", "server_optimizer"),
 )
-"""Those of a run that options have under the same names."""
+"""Settings of a run that are options of the same names."""
 NEEDED = ("verl", "vllm", "ray", "transfer_queue", "megatron.bridge")
 LIMIT_S = 3600.0
 _POLL_S = 0.5
 _GRACE_S = 40.0
 EDGE = 3
-"""Steps at each end of a run whose mean reward counts."""
+"""Number of steps at each end of a run whose mean reward counts."""
 _SHOWN = 12
 _WIDTH = 60
 _DIGEST = re.compile(r"-[0-9a-f]{16}$")
-"""With which the folder of an unpacked model ends."""
+"""Suffix of the folder of an unpacked model."""
 _CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b(?!: a single rank)")
-"""A line of the table that begins with ``dpu_reduce:``, but where there is nothing to reduce."""
+"""Line of the table that begins with ``dpu_reduce:``, unless there is nothing to reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step, of verl's own metrics."""
+    """A step, from verl's own metrics."""
 
     number: int
     reward: float
-    """Mean over the responses."""
+    """Mean reward over the responses."""
     kl: float
-    """From the reference, per token."""
+    """KL divergence from the reference, per token."""
     mismatch: float
     """Largest difference of a token's probability between rollout and training."""
     seconds: float
@@ -77,7 +76,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A prompt, and how the model went on."""
+    """A prompt, and the model's response."""
 
     prompt: str
     response: str
@@ -87,16 +86,16 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A run that ended well."""
+    """Result of a successful run."""
 
     backend: str
     steps: list[Step]
     before: list[Sample]
-    """Of the first step."""
+    """Samples of the first step."""
     after: list[Sample]
-    """Of the last."""
+    """Samples of the last step."""
     backends: list[str]
-    """Of each bucket of gradients, as Megatron's ranks logged it when they began."""
+    """Backend of each bucket of gradients, as logged by Megatron's ranks."""
 
     @property
     def first_reward(self) -> float:
@@ -108,13 +107,13 @@ class Outcome:
 
 
 def read_steps(folder: Path) -> list[Step]:
-    """The steps so far, of all attempts; a last line that is not whole yet is left out."""
+    """Return the steps so far, of all attempts; an incomplete last line is left out."""
     earlier = sorted(folder.glob("steps.*.jsonl"), key=lambda file: int(file.suffixes[0][1:]))
     files = [file for file in (*earlier, folder / "steps.jsonl") if file.exists()]
     texts = [file.read_text(encoding="utf-8") for file in files]
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    # What has no reward is an evaluation alone. A run that began again repeats steps.
+    # Entries without a reward are evaluations. A restarted run repeats steps.
     found = {e["step"]: e for e in entries if "critic/score/mean" in e["data"]}
     return [_step(found[number]) for number in sorted(found)]
 
@@ -139,7 +138,7 @@ def _samples(file: Path) -> list[Sample]:
 
 
 def read(folder: Path, backend: str) -> Outcome:
-    """What a whole run wrote."""
+    """Return the results of a complete run."""
     numbers = sorted(int(file.stem) for file in (folder / "samples").glob("*.jsonl"))
     before, after = (_samples(folder / "samples" / f"{n}.jsonl") for n in (numbers[0], numbers[-1]))
     log = (folder / "verl.log").read_text(encoding="utf-8", errors="replace")
@@ -159,14 +158,14 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _end(text: str) -> str:
-    """The last words, in one line."""
+    """Return the last words in a single line."""
     return " ".join(text.split())[-_WIDTH:]
 
 
 def samples(outcome: Outcome) -> str:
-    """Some prompts with a response of the first and of the last step, and how many were right.
+    """Return a table of prompts with responses of the first and last step, and how many were right.
 
-    Prompts of both steps first: where there are few of a step, there may be none.
+    Prompts in both steps come first; with few prompts per step there may be none.
     """
     steps = [{sample.prompt: sample for sample in some} for some in (outcome.before, outcome.after)]
     prompts = sorted(set().union(*steps), key=lambda p: (-sum(p in some for some in steps), p))
@@ -182,7 +181,7 @@ def samples(outcome: Outcome) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The summary that ends ``make rl``."""
+    """Return the summary table of ``make rl``."""
     rows = [
         ["backend", "first reward", "last reward", "last KL", "mismatch", "s/step"],
     ]
@@ -201,8 +200,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
-    """Reward and KL as a PNG."""
-    # Here, because matplotlib takes a second and a failed run needs none of it.
+    """Draw reward and KL as a PNG."""
+    # Imported here: matplotlib takes a second, and a failed run does not need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -301,7 +300,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _default_workers(device: str) -> int:
-    """As many as have a place, and no more than two."""
+    """Return the number of available places, at most 2."""
     return 2 if device == "cpu" else max(1, min(2, _gpus()))
 
 
@@ -312,10 +311,10 @@ def _gpus() -> int:
 
 
 def train(options: argparse.Namespace, *, backend: str) -> Outcome:
-    """One run through ``BytePS`` or ``all-reduce``.
+    """Make a run through ``BytePS`` or ``all-reduce``.
 
     Raises:
-        JobError: it failed; the text has the end of its log.
+        JobError: the run failed; the text has the end of its log.
     """
     from scripts.trainkit import rl_task
     from scripts.trainkit.rl_settings import CHAT, SUMS, Settings
@@ -365,10 +364,10 @@ def train(options: argparse.Namespace, *, backend: str) -> Outcome:
 
 
 def _model(options: argparse.Namespace, bar: Progress) -> Path:
-    """The folder of the model that is taught.
+    """Return the folder of the model to train.
 
     Raises:
-        JobError: ``--model`` names none.
+        JobError: ``--model`` is not a model.
     """
     from scripts.trainkit import rl_task
 
@@ -385,7 +384,7 @@ def _model(options: argparse.Namespace, bar: Progress) -> Path:
 
 
 def _shower(bar: Progress, steps: int) -> Callable[[Path], None]:
-    """A function that prints the steps that it has not printed yet."""
+    """Return a function that prints new steps."""
     shown = 0
 
     def show(folder: Path) -> None:
@@ -404,7 +403,7 @@ def _shower(bar: Progress, steps: int) -> Callable[[Path], None]:
 
 
 def check(outcome: Outcome, rise: float | None) -> bool:
-    """Whether the mean reward rose as far as it has to; None: there are too few steps to say."""
+    """Check whether the mean reward rose as required; None: too few steps to decide."""
     first, last = outcome.first_reward, outcome.last_reward
     if rise is None:
         print(f"reward: {last:.3f}; not judged: that takes more than {EDGE} steps (--steps)")
@@ -418,12 +417,12 @@ def check(outcome: Outcome, rise: float | None) -> bool:
 def _missing(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:  # of the package that it would be in
+    except ModuleNotFoundError:  # The package that would contain it is missing.
         return True
 
 
 def _complaint(options: argparse.Namespace) -> str:
-    """Why this cannot run here; empty where it can."""
+    """Return the reason why this cannot run here; empty if it can."""
     if missing := [name for name in ("megatron_byteps_rl", *NEEDED) if _missing(name)]:
         return f"{', '.join(missing)}: not installed here; use `make rl`"
     if options.device == "cuda" and options.workers > _gpus():
@@ -441,7 +440,7 @@ def run(options: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     for backend in backends:
         outcomes.append(train(options, backend=backend))
-        # At once: the next run may fail.
+        # Drawn at once, because the next run may fail.
         draw(outcomes, picture, f"{options.algorithm.upper()} of {taught} on sums")
         print(f"\n{table(outcomes)}\n", flush=True)
     print(f"{samples(outcomes[0])}\n")

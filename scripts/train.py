@@ -2,18 +2,16 @@
 """Trains a small GPT on text with Megatron-LM, its gradients summed by BytePS.
 
 Prepares the data, runs the workers on this machine with a BytePS scheduler and servers next to them
-(or, with DMLC_PS_ROOT_URI set, as workers of that cluster), shows the loss as it falls, and ends
-with a summary, the loss curve as a picture and all losses as JSON in build/train. With --compare
-it trains the same seed through torch.distributed's all-reduce as well and overlays both. With
---optimizer servers the servers keep the optimizer too, and --compare trains with Megatron's
-distributed optimizer. With
---mode ray the same runs under Ray (by build/venv-ray), and trains on when a rank is lost. With
---hf-model it trains a Hugging Face model instead (by build/venv-hf), all of it or --lora adapters,
-and shows its loss on text that was held out, and a sample, before and after.
+(or, with DMLC_PS_ROOT_URI set, as workers of that cluster), shows the loss, and ends with a
+summary, the loss curve as a picture and all losses as JSON in build/train. With --compare it also
+trains the same seed with torch.distributed's all-reduce and overlays both. With --optimizer servers
+the servers keep the optimizer, and --compare trains with Megatron's distributed optimizer. With
+--mode ray the job runs under Ray (build/venv-ray), and goes on when a rank is lost. With --hf-model
+it trains a Hugging Face model instead (build/venv-hf), as a whole or --lora adapters, and shows its
+loss on held-out text, and a sample, before and after.
 
-Exit status: 0 the loss (of --hf-model: on text that was held out) fell as far as stated, and the
-comparison held; 1 it did not, or a worker failed, whose log is shown then; 2 bad usage; 130 after
-Ctrl-C.
+Exit status: 0 the loss (with --hf-model: on held-out text) fell as required, and the comparison
+agreed; 1 it did not, or a worker failed (its log is shown); 2 bad usage; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -47,14 +45,15 @@ from scripts.trainkit.job import (
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_STEPS = 400
 DEFAULT_THRESHOLD = 2.5
-# A run of fewer steps has to show a falling loss, not this one.
+# A run of fewer steps must only show a falling loss.
 STEPS_TO_THRESHOLD = 200
 EXACT_WORKERS = 2
-# All ranks share this machine, where nothing would go to servers unless asked for.
+# All ranks share this machine, so by default nothing would go to servers.
 _THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-backend", "flat")
 _OPTIMIZER_ON_SERVERS = ("--dpu-optimizer",)
 _DISTRIBUTED_OPTIMIZER = ("--use-distributed-optimizer",)
-# With the optimizer on the servers and in Megatron: of the mean of the last ten losses, relative.
+# Allowed relative difference of the mean of the last ten losses between the optimizer on the
+# servers and Megatron's.
 CLOSE = 0.02
 PROGRESS_S = 2.0
 
@@ -68,7 +67,7 @@ MODEL = """
     --split 100,0,0 --eval-iters 0 --eval-interval 1000000 --log-interval 20
 """.split()  # noqa: SIM905
 
-# What Megatron's defaults would take from Transformer Engine and Apex, on a GPU without them.
+# Arguments for a GPU without Transformer Engine and Apex, which Megatron uses by default.
 WITHOUT_TRANSFORMER_ENGINE = """
     --transformer-impl local --attention-backend unfused --no-persist-layer-norm
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion
@@ -141,7 +140,7 @@ def on_gpu() -> bool:
 def megatron_arguments(
     options: argparse.Namespace, prefix: Path, model: Sequence[str] = MODEL
 ) -> list[str]:
-    """Arguments that both backends share."""
+    """Return the arguments that both backends share."""
     arguments = [*model, "--seed", str(options.seed), "--train-iters", str(options.steps)]
     arguments += ["--lr-warmup-iters", str(min(10, options.steps // 10))]
     arguments += ["--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache")]
@@ -154,14 +153,14 @@ def environment(workers: int, servers: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // (workers + servers)))}
     values |= {"BYTEPS_EMBEDDED_SERVERS": str(servers), "PYTHONWARNINGS": "ignore"}
-    # Megatron trains on the CPU only when asked: here, where there is nothing else.
+    # Megatron trains on the CPU only on request: here, if there is no GPU.
     values |= {} if on_gpu() else {"MEGATRON_CPU": "1"}
-    # What the user set wins, but for the number of servers, which came as a flag.
+    # The user's variables win, except the number of servers, which is a flag.
     return {k: v for k, v in values.items() if k not in os.environ or k.startswith("BYTEPS")}
 
 
 def progress_printer(steps: int, bar: Progress) -> Callable[[Record], None]:
-    """A function that prints a line now and then."""
+    """Return a function that prints a line from time to time."""
     shown = {"time": 0.0, "step": 0}
 
     def show(record: Record) -> None:
@@ -181,18 +180,18 @@ def progress_printer(steps: int, bar: Progress) -> Callable[[Record], None]:
 
 
 def run_folder(options: argparse.Namespace, backend: str) -> Path:
-    """Where a run's record and logs go."""
+    """Return the folder of a run's record and logs."""
     return options.out / backend.lower()
 
 
 def backends(options: argparse.Namespace) -> list[str]:
-    """What to train through, in that order."""
+    """Return the backends to train with, in order."""
     other = "reduce-scatter" if options.optimizer == "servers" else "all-reduce"
     return ["BytePS", other] if options.compare else ["BytePS"]
 
 
 def backend_arguments(options: argparse.Namespace, backend: str) -> list[str]:
-    """What a backend adds to Megatron's arguments."""
+    """Return a backend's additional arguments for Megatron."""
     if backend == "BytePS":
         servers = options.optimizer == "servers"
         return [*_THROUGH_SERVERS, *(_OPTIMIZER_ON_SERVERS if servers else ())]
@@ -206,7 +205,7 @@ def train(
     backend: str,
     pretrained: hf.HuggingFace | None = None,
 ) -> Result:
-    """One run through ``BytePS``, or through torch.distributed by ``all-reduce`` or, with the
+    """Make a run through ``BytePS``, or through torch.distributed by ``all-reduce`` or, with the
     distributed optimizer, by ``reduce-scatter``."""
     through_byteps = backend == "BytePS"
     servers = options.servers if through_byteps else 0
@@ -226,7 +225,8 @@ def train(
         "folder": folder,
         "workers": options.workers,
         "arguments": arguments,
-        # The same for both: the number of threads decides how a matrix product is summed.
+        # The same for both: the number of threads decides the order of additions in a matrix
+        # product.
         "environment": environment(options.workers, options.servers),
     }
     job: Job | RayJob = Job(**shared)
@@ -250,7 +250,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def check_fall(result: Result, options: argparse.Namespace) -> bool:
-    """Whether the loss fell as far as it has to."""
+    """Return whether the loss fell as far as required."""
     limit = options.threshold
     if limit is None:
         long_enough = options.steps >= STEPS_TO_THRESHOLD
@@ -262,7 +262,7 @@ def check_fall(result: Result, options: argparse.Namespace) -> bool:
 
 
 def check_equal(ours: Result, theirs: Result) -> bool:
-    """Print how far apart the two backends are; with two workers they must be equal."""
+    """Print the difference of the two backends; with two workers they must be equal."""
     difference = largest_difference(ours, theirs)
     same = same_parameters(ours, theirs)
     print(
@@ -278,8 +278,8 @@ def check_equal(ours: Result, theirs: Result) -> bool:
 
 
 def check_close(ours: Result, theirs: Result) -> bool:
-    """Print how far the optimizer on the servers is from Megatron's: as two orders of addition
-    are."""
+    """Print the difference of the optimizer on the servers to Megatron's; return whether it is
+    within that of two orders of addition."""
     difference = largest_difference(ours, theirs)
     apart = abs(ours.final_loss - theirs.final_loss) / theirs.final_loss
     print(
@@ -296,7 +296,7 @@ def check_close(ours: Result, theirs: Result) -> bool:
 
 
 def check(ours: Result, theirs: Result, options: argparse.Namespace) -> bool:
-    """Whether a run through BytePS came to what the other backend's did."""
+    """Return whether a run through BytePS agrees with the other backend's."""
     held = check_close if options.optimizer == "servers" else check_equal
     return held(ours, theirs)
 
@@ -332,11 +332,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_pretrained(options: argparse.Namespace) -> int:
-    """Train a Hugging Face model, and try what was written."""
+    """Train a Hugging Face model, and evaluate the written files."""
     if importlib.util.find_spec("transformers") is None:
         print("error: transformers is not installed: use `make train HF=1`", file=sys.stderr)
         return 1
-    # All files are here: nothing is to be looked up.
+    # All files are local: nothing must be downloaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     pretrained = hf.prepare(
         options.hf_model, options.data, options.data_cache, options.max_bytes, lora=options.lora
@@ -382,8 +382,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A terminated run ends its workers like an interrupted one; and a shell that started this in
-    # the background has Ctrl-C ignored.
+    # SIGTERM ends workers like Ctrl-C. A shell that starts this in the background ignores SIGINT by
+    # default, so both handlers are set.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -58,7 +58,7 @@ case "$size" in
       --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
     )
     vocabulary=512
-    # Megatron trains on a CPU only when asked: here, where there is nothing else.
+    # Megatron trains on a CPU only on request: here, if there is no GPU.
     compgen -G "/proc/driver/nvidia/gpus/*" >/dev/null || export MEGATRON_CPU="${MEGATRON_CPU:-1}"
     ;;
   *)

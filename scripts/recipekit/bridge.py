@@ -1,4 +1,4 @@
-"""The recipes of Megatron-Bridge, made without a GPU, Transformer Engine or the hub of models."""
+"""Loads the recipes of Megatron-Bridge without a GPU, Transformer Engine or the model hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINK_GBPS = 100.0
 _FOUR_A_HOST = ("gb200", "gb300", "vr200", "r100")
 """Machines with four GPUs; others have eight."""
 _PARTS_OF_MEGATRON = ("megatron.energon",)
-"""Packages of their own under its name."""
+"""Separate packages inside the namespace of Megatron."""
 _MOST_TIMES = 16
 _GPUS = re.compile(r"_(\d+)gpu_")
 
@@ -41,7 +41,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Module(types.ModuleType):
-    """Has whatever is asked for: classes under names that look like it, and mocks."""
+    """A module with any attribute: classes for capitalized names, mocks for others."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,7 +54,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds packages that are not installed, Megatron's aside."""
+    """Finds packages that are not installed, except Megatron's."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -76,7 +76,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def _what_is_not_installed() -> Iterator[None]:
-    """Recipes import all that training would: packages that are missing are found, and empty."""
+    """Context in which missing packages are found as empty modules: recipes import everything that
+    training would."""
     finder, before = _Finder(), set(sys.modules)
     sys.meta_path.append(finder)
     try:
@@ -98,8 +99,8 @@ def _imported(package: str) -> types.ModuleType:
 
 
 class _Provider:
-    """Stands in for a model whose sizes are on the hub: a GPT with experts where a recipe splits
-    them. A recipe sets what it needs; all else is as Megatron's config has it."""
+    """Replaces a model whose sizes are on the hub: a GPT, with experts if a recipe splits them. A
+    recipe sets the values it needs; the rest has the defaults of Megatron's config."""
 
     def __init__(self) -> None:
         from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -119,7 +120,7 @@ class _Provider:
 
 
 class _AutoBridge:
-    """Stands in for the class that reads a model's config from the hub."""
+    """Replaces the class that reads a model's config from the hub."""
 
     @classmethod
     def from_hf_pretrained(cls, *args: Any, **kwargs: Any) -> _AutoBridge:
@@ -132,7 +133,7 @@ class _AutoBridge:
 
 
 def names(package: str) -> list[str]:
-    """Of the recipes of a package."""
+    """Return the names of the recipes of a package."""
     return [f"{package}:{name}" for name in _recipes(package)]
 
 
@@ -146,14 +147,14 @@ def _recipes(package: str) -> Mapping[str, Callable[[], Any]]:
 
 
 def examine(name: str) -> Outcome:
-    """Whether and how the flags go with a recipe, on as many GPUs as its name says, or as many more
-    as its experts need."""
+    """Return how the flags apply to a recipe, on the number of GPUs in its name, or on a multiple
+    that its experts need."""
     package, _, recipe = name.partition(":")
     times = 1
     while True:
         try:
             return _examined(package, recipe, times)
-        except Exception as error:  # whatever a recipe needs that is not here
+        except Exception as error:  # Any dependency of a recipe may be missing here.
             if "cannot be split by" not in str(error) or times >= _MOST_TIMES:
                 text = f"{type(error).__name__}: {error}"
                 return Outcome(name=recipe, hosts=1, not_read=" ".join(text.split())[:200])
@@ -200,7 +201,7 @@ def _examined(package: str, recipe: str, times: int) -> Outcome:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Megatron-Bridge logs all that it derives, for each recipe."""
+    """Context without logging: Megatron-Bridge logs all derived values of each recipe."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

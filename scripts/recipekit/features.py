@@ -1,4 +1,4 @@
-"""What of a recipe bears on its gradients' way, what was found about it, and the tables of that.
+"""Features of a recipe that affect its gradients' path, results per recipe, and their tables.
 
 The tables are those of docs/results/recipes.md.
 """
@@ -16,25 +16,25 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one functional test, example, or recipe of a library."""
+    """Result for a functional test, an example, or a recipe of a library."""
 
     name: str
     hosts: int
-    """Of its own, with as many GPUs each as it says."""
+    """Number of hosts of the recipe, with its own number of GPUs each."""
     refused: str = ""
-    """Why ``--use-dpu-reduce`` does not go with it; empty: it is accepted."""
+    """Reason why ``--use-dpu-reduce`` is refused; empty if it is accepted."""
     optimizer_refused: str = ""
-    """The same of ``--dpu-optimizer``, nothing else being changed."""
+    """Reason why ``--dpu-optimizer`` is refused, with all other arguments unchanged."""
     reaches_servers: bool = False
-    """Whether, on its own hosts, a bucket goes to servers with ``--use-dpu-reduce`` alone."""
+    """Whether, on the recipe's hosts, a bucket goes to servers with ``--use-dpu-reduce`` alone."""
     most_hosts: int = 1
-    """That a group of its dense gradients spans."""
+    """Largest number of hosts that a group of its dense gradients spans."""
     left: str = ""
-    """That a wrapper shards gradients by itself; empty: none does."""
+    """Message that a wrapper shards gradients itself; empty if none does."""
     features: tuple[str, ...] = ()
-    """Names, of FEATURES."""
+    """Names of its FEATURES."""
     not_read: str = ""
-    """What Megatron, or Megatron-Bridge, says: it does not take the recipe here."""
+    """Error of Megatron or Megatron-Bridge if it rejects the recipe here."""
 
 
 _RESULTS = ("correctness.md", "recipes.md")
@@ -42,14 +42,14 @@ _RESULTS = ("correctness.md", "recipes.md")
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A setting, and layouts in which it was compared with all-reduce."""
+    """A setting, and the layouts in which it was compared with all-reduce."""
 
     name: str
     is_used: Callable[[Mapping[str, Any]], bool]
-    """Of a setup, as :func:`setup_of_arguments` gives it."""
+    """Function of a setup, as returned by :func:`setup_of_arguments`."""
     rows: tuple[str, ...] = ()
-    """Layouts of the tables of correctness, those of Transformer Engine first. None: nothing here
-    can run it."""
+    """Layouts in the tables of correctness, those of Transformer Engine first. Empty: it cannot run
+    here."""
 
 
 def _is(name: str, value: object = True) -> Callable[[Mapping[str, Any]], bool]:
@@ -117,7 +117,7 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def rows_of_results(docs: Path) -> set[str]:
-    """The first cells of all tables of the results: the layouts that were run."""
+    """Return the first cells of all result tables: the layouts that were run."""
     found: set[str] = set()
     for name in _RESULTS:
         page = docs / "results" / name
@@ -127,17 +127,17 @@ def rows_of_results(docs: Path) -> set[str]:
 
 
 def row_of(feature: Feature, rows: set[str]) -> str:
-    """The layout in which a feature was run; empty: it was not."""
+    """Return the layout in which a feature was run; empty if there is none."""
     return next((row for row in feature.rows if row in rows), "")
 
 
 def used(setup: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the features of a setup."""
+    """Return the names of the features of a setup."""
     return tuple(feature.name for feature in FEATURES if feature.is_used(setup))
 
 
 def setup_of_arguments(args: Any) -> dict[str, Any]:
-    """What features look at, of Megatron's arguments."""
+    """Return the properties of Megatron's arguments that features use."""
     half = args.bf16 or args.fp16
     return {
         "te": args.transformer_impl == "transformer_engine",
@@ -170,7 +170,7 @@ def setup_of_arguments(args: Any) -> dict[str, Any]:
 
 
 def setup_of_recipe(config: Any) -> dict[str, Any]:
-    """What features look at, of a recipe's configs."""
+    """Return the properties of a recipe's configs that features use."""
     model, ddp, optimizer = config.model, config.ddp, config.optimizer
     half = bool(model.bf16 or model.fp16)
     graphs = model.cuda_graph_impl or "none"
@@ -210,15 +210,15 @@ MARKS = ("counts", "features", "refused")
 def write(
     page: Path, outcomes: Mapping[str, Sequence[Outcome]], sources: Mapping[str, str]
 ) -> None:
-    """Put the tables of these kinds of recipes into the page; what is around them stays.
+    """Write the tables of these kinds of recipes into the page; other text is unchanged.
 
     Args:
         page: with a mark for each table.
-        outcomes: of each kind, in the order of the tables.
-        sources: of each kind, where its recipes are from.
+        outcomes: outcomes of each kind, in the order of the tables.
+        sources: origin of the recipes of each kind.
 
     Raises:
-        ValueError: the page has not all marks.
+        ValueError: a mark is missing in the page.
     """
     rows = rows_of_results(page.parents[1])
     text = page.read_text()
@@ -261,7 +261,7 @@ def _counts(
 
 
 def was_run(outcome: Outcome, rows: set[str]) -> bool:
-    """Whether every feature of the recipe that bears on its gradients' way was run with servers."""
+    """Return whether every feature that affects the recipe's gradients was run with servers."""
     by_name = {feature.name: feature for feature in FEATURES}
     return not outcome.left and all(row_of(by_name[name], rows) for name in outcome.features)
 
@@ -308,11 +308,11 @@ def _refused(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def _short(reason: str) -> str:
-    """Without what every reason says, nor what is in the way of a table."""
+    """Shorten a reason: remove the common parts, and characters that break a table."""
     text = re.sub(r"^--[\w-]+ does not work with ", "", reason)
     text = re.sub(r" Drop one of the two\.$", "", text)
     text = re.sub(r"'?https?://\S+", "the hub", " ".join(text.split()))
-    text = re.sub(r"/(?:[\w.@+-]+/)+", "", text)  # where this machine has a file
+    text = re.sub(r"/(?:[\w.@+-]+/)+", "", text)  # Paths of this machine.
     return textwrap.shorten(text.replace("|", "/"), 90, placeholder=" …")
 
 

@@ -1,8 +1,8 @@
-"""Functional tests and examples of a Megatron-LM checkout, and how the flags go with them.
+"""Functional tests and examples of a Megatron-LM checkout, and how the flags apply to them.
 
-What a script would start is read from a dry run, in a restricted bash that finds no program: it may
-set variables and expand them, and cannot write, change folders or start anything. Names of
-launchers are functions that print how they were called.
+A dry run shows the command that a script would start. It uses a restricted bash without programs:
+this may set and expand variables, but cannot write, change folders or start anything. Launchers are
+replaced by functions that print their arguments.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import yaml
 from scripts.recipekit.features import Outcome, setup_of_arguments, used
 
 _ADDED = ("--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-4")
-"""What a script that starts training adds to what another one lists. A list may have it too."""
+"""Arguments that a starting script adds to the list of another script. The list may also
+have them."""
 _LAUNCHERS = ("torchrun", "python", "python3", "uv", "srun", "numactl", "nohup")
 _MARK = "\x1erecipe\x1f"
 _LIMIT_S = 20.0
 _GIVEN = "8"
-"""What a user would give: a number or a path, as either will do."""
+"""Value for a variable that a user would give: valid as a number and as a path."""
 _SAY = f'printf "%s" "{_MARK}"; printf "%s{chr(31)}"'
 _PRELUDE = f"""
 {"".join(f'{name}() {{ {_SAY} {name} "$@"; }}; ' for name in _LAUNCHERS)}
@@ -51,19 +52,19 @@ class Started:
     """A training script with its arguments."""
 
     script: str
-    """Empty: the shell script only lists arguments, for another one."""
+    """Empty if the shell script only lists arguments for another script."""
     arguments: tuple[str, ...]
     hosts: int
     gpus: int
-    """Per host."""
+    """Number of GPUs per host."""
 
 
 def started(path: Path, folder: Path) -> list[Started]:
-    """The training scripts that a shell script would start.
+    """Return the training scripts that a shell script would start.
 
     Args:
-        path: of the shell script.
-        folder: that it expects to run in.
+        path: path of the shell script.
+        folder: its expected working directory.
     """
     with tempfile.TemporaryDirectory() as scratch:
         prelude = Path(scratch) / "prelude"
@@ -91,13 +92,13 @@ def started(path: Path, folder: Path) -> list[Started]:
         elif (one := _read(words)) is not None:
             found.append(one)
     if not found and listed:
-        # Another script of the checkout reads this one, and starts training with what it lists.
+        # Another script of the checkout reads this script, and starts training with its arguments.
         found.append(Started(script="", arguments=(*_ADDED, *listed), hosts=1, gpus=8))
     return found
 
 
 def _unset(text: str) -> set[str]:
-    """Variables that a script reads and does not set."""
+    """Return the variables that a script reads but does not set."""
     read = set(re.findall(r"\$\{?([A-Z][A-Z0-9_]*)", text))
     return (
         read - set(re.findall(r"\b([A-Z][A-Z0-9_]*)\+?=", text)) - {"PATH", "HOME", "BASH_SOURCE"}
@@ -105,10 +106,10 @@ def _unset(text: str) -> set[str]:
 
 
 def _read(words: list[str]) -> Started | None:
-    """What a launcher was told to start, if it is a script of Python."""
+    """Parse a launcher's arguments; None if they do not start a Python script."""
     flat: list[str] = []
     for word in words:
-        # A command line that is one word, for a shell that a launcher starts.
+        # A whole command line may be a single word, for a shell that a launcher starts.
         flat += shlex.split(word) if " " in word and ".py" in word else [word]
     place = next((i for i, word in enumerate(flat) if word.endswith(".py")), None)
     if place is None:
@@ -139,12 +140,12 @@ _SIZES = {
     *("--num-layers", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
     *("--use-checkpoint-args", "--heterogeneous-layers-config-path"),
 }
-"""One of these is in the arguments of every model."""
+"""The arguments of every model have at least one of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Arguments, and the machines that they are for."""
+    """Arguments of a recipe, and the machines for which they are meant."""
 
     name: str
     words: tuple[str, ...]
@@ -155,7 +156,7 @@ class Source:
 
 
 def functional(checkout: Path) -> Iterator[Source]:
-    """The functional tests that train by Megatron's own arguments."""
+    """Yield the functional tests that train with Megatron's own arguments."""
     machines = _machines(checkout)
     for path in sorted((checkout / _CASES).rglob("model_config.yaml")):
         name = str(path.parent.relative_to(checkout / _CASES))
@@ -164,7 +165,7 @@ def functional(checkout: Path) -> Iterator[Source]:
         if not isinstance(arguments, dict) or told.get("MODE", "pretraining") != "pretraining":
             continue
         if not all(str(key).startswith("--") for key in arguments):
-            continue  # of NeMo, whose arguments are paths into its configs
+            continue  # A test of NeMo, whose arguments are paths into its configs.
         hosts, gpus, platform, script = machines.get(path.parent.name, (1, 8, "", ""))
         if "inference" in script:
             continue
@@ -180,13 +181,13 @@ def functional(checkout: Path) -> Iterator[Source]:
 
 
 def _given(variable: re.Match[str]) -> str:
-    """What stands for a variable that whoever starts a test sets."""
+    """Return a value for a variable that the starter of a test sets."""
     usual = {"REPEAT": "1", "TOKENIZER_TYPE": "NullTokenizer"}
     return usual.get(variable[1], f"/given/{variable[1]}")
 
 
 def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """As the checkout's own script makes a command line of them."""
+    """Build a command line like the checkout's own script."""
     for flag, value in arguments.items():
         yield flag
         if value is True or value is None or value == "":
@@ -203,7 +204,7 @@ def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _machines(checkout: Path) -> dict[str, tuple[int, int, str, str]]:
-    """Of each test: hosts, GPUs per host, platform, and the script that it runs."""
+    """Return hosts, GPUs per host, platform and script of each test."""
     found: dict[str, tuple[int, int, str, str]] = {}
     for path in sorted((checkout / "tests/test_utils/recipes").rglob("*.yaml")):
         told = yaml.safe_load(path.read_text())
@@ -218,7 +219,7 @@ def _machines(checkout: Path) -> dict[str, tuple[int, int, str, str]]:
 
 
 def examples(checkout: Path) -> Iterator[Source]:
-    """The example scripts that train, or list arguments for one that does."""
+    """Yield the example scripts that train, or list arguments for a script that does."""
     for path in sorted((checkout / "examples").rglob("*.sh")):
         name = str(path.relative_to(checkout / "examples"))
         if re.search(r"inference|generat|convert|eval|server|preprocess|export|mmlu", name):
@@ -227,7 +228,7 @@ def examples(checkout: Path) -> Iterator[Source]:
             if re.search(r"preprocess|generate|server|convert|main\.py|combine", one.script):
                 continue
             if not _SIZES & {word.partition("=")[0] for word in one.arguments}:
-                continue  # what it lists is no whole model
+                continue  # The list does not describe a complete model.
             yield Source(
                 name=name,
                 words=one.arguments,
@@ -240,9 +241,9 @@ def examples(checkout: Path) -> Iterator[Source]:
 
 
 def examine(source: Source) -> Outcome:
-    """Whether and how the flags go with a recipe.
+    """Return how the flags apply to a recipe.
 
-    Megatron is asked with as many hosts as it needs, where a recipe names too few for one model.
+    If a recipe has too few hosts for a model, the number of hosts is increased.
     """
     from megatron.core.distributed.dpu_reduce import parameters
 

@@ -15,15 +15,15 @@ from scripts.progress import Progress
 from .job import JobError
 
 SMOLLM2 = "smollm2"
-"""Stands for SmolLM2-135M-Instruct, which build/venv-hf has as a package."""
+"""Name for SmolLM2-135M-Instruct, which build/venv-hf has as a package."""
 MAX_BYTES = 1_000_000
 HELD_OUT_BYTES = 6_000
 PROMPT_BYTES = 120
 STEPS = 20
 MODEL_FOLDER = "model"
-"""In the folder of a run: the files that were written."""
+"""Subfolder of a run with the written files."""
 
-# 512 tokens a step with two workers: some seconds on two cores for a model of 135 M parameters.
+# 512 tokens per step with two workers: seconds on two cores for a model of 135 M parameters.
 ARGUMENTS = """
     --seq-length 128 --micro-batch-size 2
     --optimizer adam --adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.0
@@ -35,36 +35,36 @@ _RATES = {False: "2e-5", True: "1e-3"}
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a model is worth, by ``transformers`` alone."""
+    """Evaluation of a model, with ``transformers`` alone."""
 
     loss: float
-    """On text that was held out, in nats a token."""
+    """Loss on held-out text, in nats per token."""
     sample: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """What is trained, and on what."""
+    """Model and data of a training run."""
 
     model: Path
     dataset: Dataset
     held_out: Path
-    """Text that is not trained on."""
+    """File with text that is not trained on."""
     prompt: str
-    """Its beginning."""
+    """Beginning of the held-out text."""
     lora: bool
 
     def arguments(self, save: Path) -> list[str]:
-        """Of Megatron, in addition to those of every run."""
+        """Return arguments for Megatron, in addition to those of every run."""
         chosen = ["--hf-model", str(self.model), "--hf-save", str(save)]
         chosen += ["--lora"] if self.lora else []
         return [*ARGUMENTS, "--lr", _RATES[self.lora], *chosen]
 
     def evaluate(self, what: str, model: Path, adapter: Path | None = None) -> Evaluation:
-        """In a process of its own, which gives its memory back.
+        """Evaluate a model in a separate process, so that its memory is released.
 
         Raises:
-            JobError: it failed.
+            JobError: the evaluation failed.
         """
         command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_hf.evaluate", str(model)]
         command += ["--text", str(self.held_out), "--prompt", self.prompt]
@@ -76,17 +76,17 @@ class HuggingFace:
 def prepare(
     name: str, texts: Sequence[Path], cache: Path, max_bytes: int | None, *, lora: bool
 ) -> HuggingFace:
-    """Make, or find, the model's folder, its tokens of the text, and what is held out.
+    """Return the model's folder, the tokens of the text, and the held-out text, made if necessary.
 
     Args:
         name: a folder, or ``smollm2``.
         texts: files and folders; without any, the sources of Python's standard library.
-        cache: a folder for what is made.
-        max_bytes: of text; None: 1 MB.
-        lora: adapters are trained, and the model is not.
+        cache: a folder for these files.
+        max_bytes: limit for the text; None: 1 MB.
+        lora: only adapters are trained.
 
     Raises:
-        DataError: no text, or no tokenizer.
+        DataError: there is no text, or no tokenizer.
         JobError: the model could not be unpacked.
     """
     model = Path(name)
@@ -105,7 +105,7 @@ def prepare(
 
 
 def _split(documents: list[bytes]) -> tuple[list[bytes], str]:
-    """What to train on, and the end of the text, which is held out."""
+    """Split off the end of the text, which is held out."""
     *kept, last = documents
     cut = max(0, len(last) - HELD_OUT_BYTES)
     if not kept:
@@ -115,10 +115,10 @@ def _split(documents: list[bytes]) -> tuple[list[bytes], str]:
 
 
 def _run(what: str, command: Sequence[str]) -> str:
-    """The command's output.
+    """Return the command's output.
 
     Raises:
-        JobError: it failed; the text has the end of its errors.
+        JobError: the command failed; the text has the end of its stderr.
     """
     with Progress("train") as bar:
         bar.update(what)
@@ -129,7 +129,7 @@ def _run(what: str, command: Sequence[str]) -> str:
 
 
 def show(before: Evaluation, after: Evaluation, prompt: str) -> None:
-    """Print both."""
+    """Print both evaluations."""
     print(f"loss on text that was held out, by transformers: {before.loss:.4f} -> {after.loss:.4f}")
     print(f"the prompt:\n{_indented(prompt)}")
     for when, seen in (("before", before), ("after", after)):

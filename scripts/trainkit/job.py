@@ -1,6 +1,6 @@
-"""One training run, by torchrun on this machine or under Ray, and what it, or two, came to.
+"""A training run, with torchrun on this machine or under Ray, and its results.
 
-A run is watched through the record that rank 0 writes.
+Progress is read from the record that rank 0 writes.
 """
 
 from __future__ import annotations
@@ -27,45 +27,46 @@ if TYPE_CHECKING:
 
 ENTRY = "pretrain_dpu_gpt.py"
 SCHEMA = 1
-"""Of the JSON of losses."""
+"""Schema version of the JSON of losses."""
 SAVE_EVERY = 50
-"""Steps, where a rank is to be lost; fewer where that is soon."""
+"""Steps between checkpoints if a rank is to be lost; fewer if that is soon."""
 LOG_LINES = 40
 _GRACE_S = 10.0
 _POLL_S = 0.2
 
 
 class JobError(Exception):
-    """A training run that did not end well; the text holds the end of its logs."""
+    """A training run failed; the text has the end of its logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One line of the record."""
+    """A line of the record."""
 
     iteration: int
     loss: float
     """Average over all tokens of the step on all workers, not rounded."""
     tokens: int
     seconds: float
-    """Since the job began to train."""
+    """Seconds since the begin of training."""
     push_pull_mb_per_s: float
     pushed_bytes: int = 0
-    """By rank 0 since it began, to servers."""
+    """Bytes pushed by rank 0 since its start."""
 
 
 @dataclass(kw_only=True)
 class Record:
-    """What a run wrote."""
+    """Record of a run."""
 
     steps: list[Step] = field(default_factory=list)
     checksum: str = ""
-    """SHA-256 over the final parameters; empty while the run goes on."""
+    """SHA-256 over the final parameters; empty until the run has ended."""
     gpu_bytes: int = 0
-    """What torch had in use on the rank's GPU at most; 0 without one."""
+    """Peak GPU memory allocated by torch on the rank; 0 without a GPU."""
 
     def tokens_per_s(self, warm_up: int = 5) -> float:
-        """Throughput from the step ``warm_up`` on, or from the first one of a short run."""
+        """Return the throughput from the step ``warm_up`` on; in a short run, from the first step
+        on."""
         if len(self.steps) < 2:
             return 0.0
         start = min(warm_up, len(self.steps) - 2)
@@ -74,7 +75,7 @@ class Record:
 
 
 def read_record(path: Path) -> Record:
-    """Read what is there of a record; a last line that is not whole yet is left out."""
+    """Read a record that may be incomplete; an incomplete last line is left out."""
     record = Record()
     if not path.exists():
         return record
@@ -101,17 +102,17 @@ def read_record(path: Path) -> Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How to run Megatron's training loop on this machine."""
+    """A run of Megatron's training loop on this machine."""
 
     tree: Path
-    """The patched Megatron-LM."""
+    """Folder of the patched Megatron-LM."""
     folder: Path
-    """For the record and the logs of this run; emptied first."""
+    """Folder of the record and logs of this run; emptied first."""
     workers: int
     arguments: Sequence[str]
-    """Of the entry script."""
+    """Arguments of the entry script."""
     environment: Mapping[str, str]
-    """Added to this process's own."""
+    """Variables added to this process's environment."""
 
     def run(self, progress: Callable[[Record], None]) -> Record:
         """Train; ``progress`` is called with the record as it grows.
@@ -147,10 +148,10 @@ class Job:
         try:
             yield process
         finally:
-            end_all([process], _GRACE_S)  # torchrun ends its workers
+            end_all([process], _GRACE_S)  # torchrun ends its workers.
 
     def _last_lines(self) -> str:
-        """The end of what each worker wrote to stderr, or of torchrun's log when none did."""
+        """Return the end of each worker's stderr, or of torchrun's log if there is none."""
         logs = sorted(self.folder.rglob("stderr.log")) or [self.folder / "torchrun.log"]
         return "\n".join(f"---- last lines of {log}\n{last_lines(log, LOG_LINES)}" for log in logs)
 
@@ -164,12 +165,12 @@ def positive(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A run that ended well."""
+    """Result of a successful run."""
 
     backend: str
     workers: int
     servers: int
-    """0 where there are none."""
+    """Number of servers; 0 without BytePS."""
     record: Record
 
     @property
@@ -178,28 +179,28 @@ class Result:
 
     @property
     def final_loss(self) -> float:
-        """Mean of the last ten steps: one batch alone says little."""
+        """Mean loss of the last ten steps: a single batch says little."""
         return statistics.fmean(self.losses[-10:])
 
     @property
     def push_pull_mb_per_s(self) -> float:
-        """Median over the steps for which BytePS gave a speed; 0 without."""
+        """Median over the steps for which BytePS reported a speed; 0 without BytePS."""
         speeds = [s.push_pull_mb_per_s for s in self.record.steps if s.push_pull_mb_per_s > 0]
         return statistics.median(speeds) if speeds else 0.0
 
 
 def largest_difference(one: Result, other: Result) -> float:
-    """Of the two runs' losses at the same step, over all steps."""
+    """Return the largest difference of the two runs' losses at the same step."""
     return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
 def same_parameters(one: Result, other: Result) -> bool:
-    """Whether the final parameters of the two runs are the same to the last bit."""
+    """Return whether the final parameters of the two runs are bit-identical."""
     return one.record.checksum == other.record.checksum
 
 
 def table(results: Sequence[Result]) -> str:
-    """The summary that ends ``make train``."""
+    """Return the summary table of ``make train``."""
     head = [
         "backend",
         "workers",
@@ -228,7 +229,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def write_json(results: Sequence[Result], path: Path) -> None:
-    """Every loss at full precision, with what each run was."""
+    """Write every loss with full precision, and each run's properties."""
     runs = [
         {
             "backend": result.backend,
@@ -250,8 +251,8 @@ def draw(
     title: str = "GPT on text, byte by byte: data-parallel gradients summed by BytePS",
     unit: str = "byte",
 ) -> None:
-    """The loss curves as a PNG; losses are per unit."""
-    # Here, because matplotlib takes a second and a failed run needs none of it.
+    """Draw the loss curves as a PNG; losses are per unit."""
+    # Imported here: matplotlib takes a second, and a failed run does not need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -276,8 +277,8 @@ def draw(
 
 @dataclass(frozen=True, kw_only=True)
 class RayJob:
-    """The counterpart of Job under Ray, on this machine or a cluster; needs build/venv-ray or
-    venv-hf. What they share means the same."""
+    """Counterpart of Job under Ray, on this machine or a cluster; needs build/venv-ray or venv-hf.
+    Common fields have the same meaning."""
 
     tree: Path
     folder: Path
@@ -287,11 +288,11 @@ class RayJob:
     servers: int
     spares: int
     address: str | None
-    """Of a Ray cluster; None starts one on this machine."""
+    """Address of a Ray cluster; None starts a cluster on this machine."""
     lose_at: int | None
-    """Kill the actor of the last rank after this step, to see the job go on."""
+    """Kill the actor of the last rank after this step, to show that the job goes on."""
     gpus: bool
-    """Each worker has one."""
+    """Whether each worker has a GPU."""
 
     def run(self, progress: Callable[[Record], None]) -> Record:
         """Train; ``progress`` is called with the record as it grows.
@@ -333,7 +334,7 @@ class RayJob:
             self._lose(job, event)
 
         job = ray_job.Job(settings, listen)
-        # Ray's sockets need a short path, whatever TMPDIR is.
+        # Ray's sockets need a short path, independent of TMPDIR.
         with tempfile.TemporaryDirectory(prefix="mbr-", dir="/tmp") as scratch:
             try:
                 with cluster(settings, address=self.address, temp_dir=scratch):
@@ -347,7 +348,7 @@ class RayJob:
         return record
 
     def _saving(self) -> list[str]:
-        """Where a run that is to lose a rank keeps its checkpoints."""
+        """Return the arguments for checkpoints of a run that is to lose a rank."""
         if self.lose_at is None:
             return []
         saved = str((self.folder / "checkpoints").absolute())
@@ -364,7 +365,7 @@ class RayJob:
 
 
 def _add(record: Record, event: Mapping[str, Any], begin: float) -> None:
-    """Add a step; one that is done again after a failure replaces those from it on."""
+    """Add a step; a step repeated after a failure replaces itself and all later steps."""
     while record.steps and record.steps[-1].iteration >= event["step"]:
         record.steps.pop()
     record.steps.append(

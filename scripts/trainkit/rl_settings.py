@@ -1,4 +1,5 @@
-"""A run of verl's trainer as its command line takes it: algorithm, layout, rollout, gradients."""
+"""Settings of a run of verl's trainer, and its command line: algorithm, layout, rollout,
+gradients."""
 
 from __future__ import annotations
 
@@ -10,24 +11,24 @@ from pathlib import Path
 from . import rl_task
 
 ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
-"""Names, and verl's advantage estimators."""
+"""Algorithms, with verl's advantage estimators."""
 DEVICES = ("cpu", "cuda")
 MODES = ("sync", "colocate_async")
-"""verl's: whether generation waits for the weights of the last update."""
+"""Modes of verl: whether generation waits for the weights of the last update."""
 EXTENSION = "megatron_byteps_rl.vllm_worker.Extension"
 BYTEPS: Mapping[str, object] = {"use_dpu_reduce": True, "dpu_reduce_backend": "flat"}
-"""Of ``override_ddp_config``. All ranks share this machine, where nothing would go to servers
-unless asked for (``flat``)."""
+"""Entries of ``override_ddp_config``. All ranks share this machine, so without ``flat`` nothing
+would go to servers."""
 _COMMON = {
     "VERL_USE_EXTERNAL_MODULES": "megatron_byteps_rl.plugin",
     "VERL_USE_EXTERNAL_PLUGINS": "none",
-    # Megatron's small fused functions would be compiled at the first step, on every rank.
+    # Megatron's small fused functions would be compiled in the first step, on every rank.
     "TORCHDYNAMO_DISABLE": "1",
-    "TQDM_DISABLE": "1",  # Megatron's engine shows a bar for each batch
-    "RAY_worker_niceness": "0",  # else 15
-    "RAY_worker_register_timeout_seconds": "600",  # else 60, for imports that take longer
+    "TQDM_DISABLE": "1",  # Megatron's engine shows a bar for each batch.
+    "RAY_worker_niceness": "0",  # The default is 15.
+    "RAY_worker_register_timeout_seconds": "600",  # The default, 60, is too short for imports here.
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",  # actor and critic say the same of their buckets
+    "RAY_DEDUP_LOGS": "0",  # Actor and critic log the same about their buckets.
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
@@ -39,38 +40,38 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENGINE_READY_TIMEOUT_S": "3600",  # else 600, too few on busy cores
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else a process more for each engine
+        "VLLM_ENGINE_READY_TIMEOUT_S": "3600",  # The default, 600, is too short on busy cores.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # Otherwise each engine has one more process.
     },
     "cuda": {
         **_COMMON,
         "VERL_PLATFORM": "nvidia",
-        "VERL_ENGINE_VENDOR": "local",  # see engines.register
+        "VERL_ENGINE_VENDOR": "local",  # See engines.register.
         "MEGATRON_CPU": "0",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it where tensors are cut
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron needs it with tensor parallelism.
     },
 }
-"""By device: of every process of a run, before verl and Megatron are imported."""
+"""Variables of every process of a run, by device; set before verl and Megatron are imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Sums to ask for, and how a model learns them."""
+    """Sums to ask for, and training settings for a model."""
 
     score: Callable[..., float]
-    """The reward function, of a file that verl imports."""
+    """The reward function; verl imports its file."""
     pairs: Sequence[tuple[int, int]]
     ask: Callable[[int, int], str]
     prompt_tokens: int
     response_tokens: int
     rate: float
-    """The actor's learning rate; a critic's is three times that."""
+    """The actor's learning rate; the critic's is three times that."""
     adapter_rate: float
-    """The same where adapters are trained."""
+    """The actor's learning rate if adapters are trained."""
     at_once: int
-    """Responses that a rank computes with at once, at most."""
+    """Largest number of responses in a rank's batch."""
     bucket_mib: int
-    """Memory in which weights travel to vLLM; the largest of the model has to fit."""
+    """Buffer in which weights travel to vLLM; the model's largest weight must fit."""
 
 
 SUMS = Task(
@@ -84,7 +85,7 @@ SUMS = Task(
     at_once=1 << 10,
     bucket_mib=16,
 )
-"""For the tiny model that `rl_task` makes."""
+"""Task for the tiny model that `rl_task` makes."""
 CHAT = Task(
     score=rl_task.score_last_number,
     pairs=rl_task.CHAT_PAIRS,
@@ -93,15 +94,15 @@ CHAT = Task(
     response_tokens=rl_task.CHAT_RESPONSE_TOKENS,
     rate=2e-5,
     adapter_rate=1e-3,
-    at_once=8,  # each has a score per token and word of a large vocabulary
+    at_once=8,  # Each response has scores per token and word of a large vocabulary.
     bucket_mib=512,
 )
-"""For a model that speaks."""
+"""Task for a chat model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run of the example."""
+    """Settings of a run of the example."""
 
     task: Task = SUMS
 
@@ -114,33 +115,33 @@ class Settings:
     sequence_parallel: bool = False
     pipeline: int = 1
     virtual: int = 1
-    """Parts of the model on each rank of the pipeline."""
+    """Number of model parts on each pipeline rank."""
     context: int = 1
     expert: int = 1
     rollout_tensor: int = 1
-    """Ranks that share one vLLM."""
+    """Number of ranks that share a vLLM instance."""
     lora: int = 0
-    """Rank of the adapters that are trained; 0: the whole model is."""
+    """Rank of the trained adapters; 0: the whole model is trained."""
     merge: bool = False
-    """vLLM has adapters merged into its weights, not as adapters."""
+    """Whether vLLM gets adapters merged into its weights."""
     server_optimizer: bool = False
-    """The BytePS servers keep the optimizer."""
+    """Whether the BytePS servers keep the optimizer."""
     steps: int = 20
     prompts: int = 16
-    """Of a step."""
+    """Number of prompts per step."""
     responses: int = 8
-    """To each prompt."""
+    """Number of responses to each prompt."""
     updates: int = 2
-    """Mini-batches of a step."""
+    """Number of mini-batches per step."""
     save_every: int = 0
-    """Steps between two checkpoints; 0: none."""
+    """Steps between two checkpoints; 0: no checkpoints."""
     seed: int = 1
     model: Path
     """Folder of a Hugging Face model."""
     questions: Path
     """Parquet file of prompts."""
     folder: Path
-    """For checkpoints and samples."""
+    """Folder for checkpoints and samples."""
 
     def __post_init__(self) -> None:
         for name, value, values in (
@@ -168,7 +169,7 @@ class Settings:
             )
 
     def overrides(self) -> list[str]:
-        """Arguments of ``python -m verl.trainer.main_ppo``."""
+        """Return the arguments of ``python -m verl.trainer.main_ppo``."""
         values = self._algorithm() | self._rollout() | self._trainer()
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
             megatron = f"{role}.megatron"
@@ -191,15 +192,15 @@ class Settings:
                 values |= {f"{ddp}.{name}": value for name, value in BYTEPS.items()}
                 if self.server_optimizer:
                     values[f"{ddp}.dpu_optimizer"] = True
-                    # The form in which the servers' state is saved.
+                    # The only format in which the servers' state is saved.
                     values[f"{role}.megatron.dist_ckpt_optim_fully_reshardable"] = True
         return [f"{name}={_text(value)}" for name, value in values.items()]
 
     def _at_once(self, updates: int) -> int:
-        """Responses that a data-parallel rank computes with at once, in one of so many updates of
-        a step."""
+        """Return the batch size, in responses, of a data-parallel rank in each of `updates` updates
+        of a step."""
         copies = self.ranks // (self.tensor * self.pipeline * self.context)
-        # Parts of a model take turns with as many micro-batches as there are stages.
+        # With virtual stages the number of micro-batches is a multiple of the number of stages.
         turns = self.pipeline if self.virtual > 1 else 1
         of_rank = self.prompts * self.responses // copies // turns // updates
         return max(n for n in range(1, of_rank + 1) if of_rank % n == 0 and n <= self.task.at_once)
@@ -211,7 +212,7 @@ class Settings:
         return {
             "model_engine": "megatron",
             "algorithm.adv_estimator": ALGORITHMS[self.algorithm],
-            # The reference: in GRPO the loss has its distance, in PPO the reward.
+            # KL to the reference: part of the loss in GRPO, of the reward in PPO.
             "actor_rollout_ref.actor.use_kl_loss": grpo,
             "actor_rollout_ref.actor.kl_loss_coef": 0.005,
             "algorithm.use_kl_in_reward": not grpo,
@@ -254,13 +255,13 @@ class Settings:
         }
         if self.device == "cpu":
             values |= {
-                # vLLM gives no memory of a CPU back.
+                # vLLM cannot release memory on a CPU.
                 f"{rollout}.free_cache_engine": False,
                 f"+{rollout}.enable_sleep_mode": False,
                 f"+{rollout}.engine_kwargs.vllm.worker_extension_cls": EXTENSION,
             }
             if self.rollout_tensor == 1:
-                # In the engine's own process, and so without shared memory that would stay.
+                # In the engine's own process, without shared memory that would be left behind.
                 values[f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
         return values
 
@@ -283,8 +284,8 @@ class Settings:
             "trainer.resume_mode": "auto" if self.save_every else "disable",
             "trainer.rollout_data_dir": self.folder / "samples",
             "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-            f"+{ray}.address": "local",  # not a cluster that happens to run here
-            # What verl's processes ask for; cores are shared.
+            f"+{ray}.address": "local",  # Not a cluster that happens to run here.
+            # Number of CPUs that verl's processes request; they share cores.
             f"{ray}.num_cpus": self.ranks * 3 + 8,
             f"+{ray}.num_gpus": self.ranks,
             f"+{ray}.include_dashboard": False,
@@ -293,11 +294,11 @@ class Settings:
         }
 
     def environment(self) -> dict[str, str]:
-        """Variables of the run, but for those that this process has."""
+        """Return the run's variables, in addition to this process's."""
         values = {
             **ENVIRONMENTS[self.device],
             "VERL_FILE_LOGGER_PATH": str(self.folder / "steps.jsonl"),
-            "HF_HUB_OFFLINE": "1",  # all files are here
+            "HF_HUB_OFFLINE": "1",  # All files are local.
             "PYTHONWARNINGS": "ignore",
         }
         return {name: value for name, value in values.items() if name not in os.environ}

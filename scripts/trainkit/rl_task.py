@@ -1,9 +1,9 @@
-"""Sums to learn: prompts, rewards to check, a tokenizer, and a tiny model that half knows them.
+"""Sums to learn: prompts, rewards, a tokenizer, and a tiny model that partly knows the answers.
 
-The model was taught all sums of two digits from 3 to 7, and then made unsure: its output weights
-were scaled down until it draws the right sum in a part of all tries. Reinforcement learning has
-something to find. A model of Hugging Face's that has a chat template is asked in words. verl
-imports this file by its path: it needs nothing of the project.
+The model is first trained on all sums of two digits from 3 to 7. Then its output weights are scaled
+down until it gives the right sum only in a fraction of tries, so that reinforcement learning can
+improve it. A Hugging Face model with a chat template gets questions in words. verl imports this
+file by its path, so it imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 DIGITS = "0123456789"
-PAD, END = "<pad>", "<|im_end|>"  # verl asks a Qwen for that one
+PAD, END = "<pad>", "<|im_end|>"  # verl requires this token for a Qwen.
 VOCABULARY = [PAD, END, "+", "=", *DIGITS]
 PROMPT_TOKENS = 4
 RESPONSE_TOKENS = 3
 OPERANDS = range(3, 8)
-"""So sums have one digit or two."""
+"""Operands whose sums have one or two digits."""
 RIGHT = 0.4
-"""Probability that the base model draws the right sum, in the mean over all sums."""
+"""Mean probability, over all sums, that the base model gives the right sum."""
 PAIRS = [(a, b) for a in OPERANDS for b in OPERANDS]
 SOURCE = "sums"
 HIDDEN = 128
@@ -38,7 +38,7 @@ def prompt(a: int, b: int) -> str:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any
 ) -> float:
-    """1 for the right sum and nothing else, 0 for all others; a reward function of verl's."""
+    """Reward function of verl: 1 for exactly the right sum, otherwise 0."""
     return float(solution_str == ground_truth)
 
 
@@ -47,7 +47,7 @@ def write_questions(
     pairs: Sequence[tuple[int, int]] = PAIRS,
     ask: Callable[[int, int], str] = prompt,
 ) -> Path:
-    """All the sums, as verl's data sets are: a parquet file with a row for each."""
+    """Write all sums as a data set for verl: a parquet file with a row per sum."""
     import pandas
 
     rows = [
@@ -64,9 +64,9 @@ def write_questions(
 
 
 def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0) -> Path:
-    """Write the files of the base model and of its tokenizer, or find them there.
+    """Write the files of the base model and its tokenizer, unless they exist.
 
-    A Llama, or a Qwen3 with experts; teaching it takes some seconds.
+    The model is a Llama, or a Qwen3 with experts; its training takes seconds.
     """
     wanted: dict[str, object] = {"right": RIGHT, "steps": _STEPS, "seed": seed, "end": END}
     wanted |= {"hidden": HIDDEN, "layers": layers, "experts": experts}
@@ -74,7 +74,7 @@ def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
         return folder
     tokenizer = _tokenizer()
-    # One thread: more gain nothing at this size, and wait for each other on a busy machine.
+    # One thread: more threads gain nothing at this size, and wait for each other on a busy machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -83,7 +83,7 @@ def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0
         torch.set_num_threads(threads)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # Last: it says that all is there.
+    # Written last: it marks the folder as complete.
     note.write_text(json.dumps(wanted), encoding="utf-8")
     return folder
 
@@ -97,7 +97,7 @@ def _tokenizer() -> Any:
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=END)
-    # verl asks with messages of a chat: here their text alone.
+    # verl asks with chat messages; the template uses only their text.
     made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return made
 
@@ -116,7 +116,7 @@ def _taught(tokenizer: Any, seed: int, layers: int, experts: int) -> Any:
         hidden_size=HIDDEN,
         intermediate_size=HIDDEN,
         num_hidden_layers=layers,
-        num_attention_heads=2,  # of 64 values: vLLM takes no smaller ones on a CPU
+        num_attention_heads=2,  # 64 values per head: the minimum of vLLM on a CPU.
         num_key_value_heads=2,
         max_position_embeddings=32,
         tie_word_embeddings=False,
@@ -142,7 +142,7 @@ def _taught(tokenizer: Any, seed: int, layers: int, experts: int) -> Any:
 
 
 def _make_unsure(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
-    """Scale the output weights so that whole answers are right with the probability ``RIGHT``."""
+    """Scale the output weights so that answers are right with the probability ``RIGHT``."""
     asked, wanted = logits[:, :-1], labels[:, 1:]
 
     def right(scale: float) -> float:
@@ -158,11 +158,11 @@ def _make_unsure(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> None
 
 
 CHAT_PROMPT_TOKENS = 64
-"""With a chat template of some forty."""
+"""Includes a chat template of about forty tokens."""
 CHAT_RESPONSE_TOKENS = 12
 CHAT_PAIRS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
-"""Of a model: what transformers and vLLM read."""
+"""Files of a model that transformers and vLLM read."""
 
 
 def ask_in_words(a: int, b: int) -> str:
@@ -172,16 +172,16 @@ def ask_in_words(a: int, b: int) -> str:
 def score_last_number(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any
 ) -> float:
-    """1 where the last number of the answer is the sum, else 0; a reward function of verl's."""
+    """Reward function of verl: 1 if the last number of the answer is the sum, otherwise 0."""
     return float(re.findall(r"\d+", solution_str)[-1:] == [ground_truth])
 
 
 def find_model(name: str) -> Path:
-    """The folder of a model: of this name, or of the model of this name on Hugging Face's hub,
-    which is downloaded unless it was before.
+    """Return the folder of a model: this folder, or a model of this name on Hugging Face's hub,
+    downloaded if necessary.
 
     Raises:
-        ValueError: no such model is here, and the hub has none or cannot be reached.
+        ValueError: there is no such local model, and the hub lacks it or cannot be reached.
     """
     folder = Path(name)
     if folder.is_dir():

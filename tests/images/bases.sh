@@ -10,8 +10,7 @@ suite=$1 arch=$2 cache=$3
 shift 3
 packages=("$@")
 tarball="$cache/debian-$suite-$arch${packages[*]:+-$(sha256sum <<<"${packages[*]}" | cut -c -8)}.tar"
-# Where this machine has its own packages from.
-# apt fills in $(SITE), not the shell.
+# Source of this machine's own packages.
 # shellcheck disable=SC2016
 mirror=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Codename: bookworm' 2>/dev/null |
   head -n 1 || true)
@@ -20,9 +19,8 @@ if [[ ! -s $tarball ]]; then
   mkdir -p "$cache"
   part=$(mktemp -d "$cache/base.XXXXXX")
   trap 'rm -rf "$part"' EXIT
-  # The slim image leaves documentation out; so do we.
-  # Merged /usr from the beginning: what merges it later brings 50 MB of Perl. A mirror that does not
-  # answer at once is asked again.
+  # The slim image leaves documentation out, and so does this one. Merged /usr from the beginning: merging later brings
+  # 50 MB of Perl. A mirror that does not answer at once is asked again.
   packages+=(usr-is-merged)
   options=(--variant=minbase --architectures="$arch" --aptopt='Acquire::Retries "3"'
     --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr "--include=$(IFS=,; echo "${packages[*]}")")
@@ -33,13 +31,13 @@ if [[ ! -s $tarball ]]; then
     { tail -n 30 "$part/log" >&2; exit 1; }
   mv "$part/base.tar" "$tarball"
 fi
-# The same files are the same image: what was built on it before need not be built again.
+# The same files give the same image, so images based on it need not be rebuilt.
 name="localhost/debian-$suite-$arch:$(sha256sum "$tarball" | cut -c -16)"
 if [[ -z $(buildah images --quiet "$name" 2>/dev/null) ]]; then
   container=$(buildah from --arch "$arch" scratch)
   buildah add --quiet "$container" "$tarball" / >/dev/null
   buildah config --arch "$arch" --os linux --cmd '["bash"]' "$container"
-  # A machine may know authorities that Debian does not.
+  # This machine may trust authorities that Debian does not.
   authorities=/etc/ssl/certs/ca-certificates.crt
   if [[ -s $authorities ]]; then
     buildah add --quiet "$container" "$authorities" "$authorities" >/dev/null

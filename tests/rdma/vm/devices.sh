@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced in the guest: an RDMA device over Ethernet, with an IPv4 and an IPv6 address.
+# Sourced in the guest: makes an RDMA device over Ethernet, with an IPv4 and an IPv6 address.
 
 # make_device INTERFACE NUMBER [NET]: a soft-RoCE device over it, rxe0 at 10.77.0.NUMBER and
 # fd77::NUMBER, or rxe1 in net 78.
@@ -11,8 +11,8 @@ make_device() {
   rdma link add "rxe$((net - 77))" type rxe netdev "$1"
 }
 
-# bring_up NUMBER: everything the guest of this number needs. Alone it talks to itself, over a pair
-# of virtual interfaces; one of several uses its NICs.
+# bring_up NUMBER: sets up the guest of this number. A single guest talks to itself, over a pair of virtual interfaces;
+# one of several guests uses its NICs.
 bring_up() {
   local nic=eth0
   ip link set lo up

@@ -34,7 +34,7 @@ $b mount -t devpts devpts /new/dev/pts
 $b mount -t tmpfs tmpfs /new/run
 $b mkdir -p "/new$out"
 $b mount -t 9p -o $options,rw out "/new$out"
-# depmod's view, for what asks modprobe or modinfo.
+# The files of depmod, for modprobe and modinfo.
 $b mkdir -p /new/lib/modules
 $b cp -r "/lib/modules/$($b uname -r)" /new/lib/modules/ 2>/dev/null
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
