@@ -110,7 +110,7 @@ check_versions() {
     fi
   done <docker/versions.env
   value=$(sed -n 's/^IMAGE_TAG=//p' docker/versions.env)
-  if grep -nE '^ *image: ' docker/kubernetes/*.yaml | grep -v ":$value\$"; then
+  if grep -nE '^ *image: ' docker/kubernetes/*.yaml deploy/kubernetes/*.yaml | grep -v ":$value\$"; then
     echo "IMAGE_TAG is $value"
     status=1
   fi
@@ -123,8 +123,8 @@ check_versions() {
 }
 
 changed "hadolint" docker/*.Dockerfile -- "$bin/hadolint" docker/*.Dockerfile
-changed "kubernetes" docker/kubernetes/*.yaml -- \
-  "$bin/kubernetes-validate" --strict --quiet -k 1.33 docker/kubernetes/*.yaml
+changed "kubernetes" docker/kubernetes/byteps.yaml -- \
+  "$bin/kubernetes-validate" --strict --quiet -k 1.33 docker/kubernetes/byteps.yaml
 run "image versions" check_versions
 mapfile -t series < <(find patches scripts/patchkit scripts/patchset.py upstream.lock -type f ! -name '*.pyc')
 # Patches do not touch files of the overlay, so only its file names matter.

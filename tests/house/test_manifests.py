@@ -21,6 +21,11 @@ from scripts.children import captured
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
 KUBERNETES = list(yaml.safe_load_all((ROOT / "docker/kubernetes/byteps.yaml").read_text()))
+VERSIONS = dict(
+    line.split("=", 1)
+    for line in (ROOT / "docker/versions.env").read_text().splitlines()
+    if "=" in line
+)
 RUNS = ("Deployment", "StatefulSet", "Job")
 
 
@@ -34,9 +39,13 @@ def template(workload: dict[str, Any]) -> dict[str, Any]:
     return workload["spec"]["template"]
 
 
-def container(workload: dict[str, Any]) -> dict[str, Any]:
-    (only,) = template(workload)["spec"]["containers"]
+def container_of(pod: dict[str, Any]) -> dict[str, Any]:
+    (only,) = pod["spec"]["containers"]
     return only
+
+
+def container(workload: dict[str, Any]) -> dict[str, Any]:
+    return container_of(template(workload))
 
 
 def component(one: dict[str, Any]) -> str:
@@ -134,17 +143,120 @@ def test_a_command_is_one_that_the_image_knows(name: str) -> None:
         assert "DMLC_NUM_SERVER=2" in done.stdout.replace('"', "").replace(" ", "")
 
 
+# deploy/kubernetes: jobs of other operators, whose servers run on the hosts or on spare machines.
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    name: yaml.safe_load((ROOT / f"deploy/kubernetes/{name}.yaml").read_text())
+    for name in ("trainjob", "jobset", "pytorchjob")
+}
+SPARES = yaml.safe_load((ROOT / "deploy/kubernetes/spare-machines/kustomization.yaml").read_text())
+PATCHES = [yaml.safe_load(patch["patch"]) for patch in SPARES["patches"]]
+
+
+def pods_of_jobs() -> dict[str, dict[str, Any]]:
+    """The pods that each operator makes; of the trainer, what the TrainJob says of its pods."""
+    trainer = JOBS["trainjob"]["spec"]["trainer"]
+    (patch,) = JOBS["trainjob"]["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]
+    (inside,) = pod["spec"]["containers"]
+    inside |= {key: trainer[key] for key in ("image", "command", "args", "env")}
+    inside["resources"] = trainer["resourcesPerNode"]
+    (workers,) = JOBS["jobset"]["spec"]["replicatedJobs"]
+    replicas = JOBS["pytorchjob"]["spec"]["pytorchReplicaSpecs"]
+    return {
+        "trainjob": pod,
+        "jobset": workers["template"]["spec"]["template"],
+        "pytorchjob master": replicas["Master"]["template"],
+        "pytorchjob worker": replicas["Worker"]["template"],
+    }
+
+
+def ranks_of_jobs() -> dict[str, tuple[int, int]]:
+    """Hosts, and ranks of each."""
+    trainer = JOBS["trainjob"]["spec"]["trainer"]
+    (workers,) = JOBS["jobset"]["spec"]["replicatedJobs"]
+    variables = {
+        one["name"]: one.get("value")
+        for one in container_of(workers["template"]["spec"]["template"])["env"]
+    }
+    pods = workers["template"]["spec"]
+    assert pods["completions"] == pods["parallelism"] == int(variables["PET_NNODES"])
+    torch_job = JOBS["pytorchjob"]["spec"]
+    return {
+        "trainjob": (trainer["numNodes"], trainer["numProcPerNode"]),
+        "jobset": (pods["completions"], int(variables["PET_NPROC_PER_NODE"])),
+        "pytorchjob": (
+            sum(one["replicas"] for one in torch_job["pytorchReplicaSpecs"].values()),
+            int(torch_job["nprocPerNode"]),
+        ),
+    }
+
+
+PODS_OF_JOBS = pods_of_jobs()
+
+
+@pytest.mark.parametrize("name", PODS_OF_JOBS)
+def test_a_job_s_pod_serves_itself_or_finds_the_spare_machines(name: str) -> None:
+    pod = PODS_OF_JOBS[name]
+    whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": pod["spec"]}
+    kubernetes_validate.validate(whole, "1.33", strict=True)
+    (policy,) = of_kind("NetworkPolicy")
+    assert matches(policy["spec"]["podSelector"]["matchLabels"], pod["metadata"]["labels"])
+    inside = container_of(pod)
+    assert inside["image"] == f"megatron-byteps-worker:{VERSIONS['IMAGE_TAG']}"
+    assert {"--use-dpu-reduce", "--dpu-reduce-wire-dtype=int8"} <= set(inside["args"])
+    # Where there is no ConfigMap and no Secret the ranks start their own servers.
+    sources = [one["valueFrom"] for one in inside["env"] if "valueFrom" in one]
+    sources += inside.get("envFrom", [])
+    asked = [ref for one in sources for kind, ref in one.items() if kind != "fieldRef"]
+    assert {ref["name"] for ref in asked} == {"byteps"}
+    assert all(ref["optional"] for ref in asked)
+    (settings,) = [one["data"] for one in of_kind("ConfigMap")]
+    assert {ref["key"] for ref in asked if "key" in ref} <= {*settings, "secret"}
+    assert any("secretKeyRef" in one for one in sources)
+
+
+def test_jobs_are_of_the_versions_that_their_operators_serve() -> None:
+    """The fields were compared with the operators' own schemas, which are not kept here."""
+    kinds = {(one["apiVersion"], one["kind"]) for one in JOBS.values()}
+    assert kinds == {
+        ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
+        ("jobset.x-k8s.io/v1alpha2", "JobSet"),
+        ("kubeflow.org/v1", "PyTorchJob"),
+    }
+    assert JOBS["trainjob"]["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    (workers,) = JOBS["jobset"]["spec"]["replicatedJobs"]
+    first = f"{JOBS['jobset']['metadata']['name']}-{workers['name']}-0-0"
+    (address,) = [
+        one["value"]
+        for one in container_of(workers["template"]["spec"]["template"])["env"]
+        if one["name"] == "PET_MASTER_ADDR"
+    ]
+    assert address == f"{first}.{JOBS['jobset']['metadata']['name']}"
+
+
+def test_the_spare_machines_serve_these_jobs() -> None:
+    base = yaml.safe_load((ROOT / "docker/kubernetes/kustomization.yaml").read_text())
+    assert base["resources"] == ["byteps.yaml"]
+    there = {(one["kind"], one["metadata"]["name"]) for one in KUBERNETES}
+    assert {(one["kind"], one["metadata"]["name"]) for one in PATCHES} <= there
+    (settings,) = [one["data"] for one in PATCHES if one["kind"] == "ConfigMap"]
+    for hosts, ranks in ranks_of_jobs().values():
+        assert int(settings["DMLC_NUM_WORKER"]) == hosts * ranks
+    (replicas,) = SPARES["replicas"]
+    assert ("StatefulSet", replicas["name"]) in there
+    assert replicas["count"] == int(settings["DMLC_NUM_SERVER"])
+    assert SPARES["images"] == [{"name": "byteps-server", "newTag": VERSIONS["IMAGE_TAG"]}]
+
+
 # deploy/ray: names that must agree, pods that Kubernetes takes, and a command that parses.
 
 
 CLUSTER, JOB, ANYSCALE = (
     yaml.safe_load((ROOT / "deploy/ray" / f"{name}.yaml").read_text())
     for name in ("raycluster", "rayjob", "anyscale")
-)
-VERSIONS = dict(
-    line.split("=", 1)
-    for line in (ROOT / "docker/versions.env").read_text().splitlines()
-    if "=" in line
 )
 GROUPS = {group["groupName"]: group for group in CLUSTER["spec"]["workerGroupSpecs"]}
 PODS = {name: group["template"] for name, group in GROUPS.items()}
@@ -158,11 +270,6 @@ settings = options.settings
 names = ("entry", "ranks", "spares", "servers", "server_resource", "gpus_per_rank", "arguments")
 print(json.dumps({name: getattr(settings, name) for name in names} | {"address": options.address}))
 """
-
-
-def container_of(pod: dict[str, Any]) -> dict[str, Any]:
-    (only,) = pod["spec"]["containers"]
-    return only
 
 
 def test_the_job_makes_the_same_cluster() -> None:
