@@ -10,11 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from byteps.trial import command, hosts, verdict
+from byteps.trial.child import error_of
 from byteps.trial.hosts import Hosts, TrialError
+from byteps.trial.meter import missing_flags
 from byteps.trial.reports import LOOPBACKS, Desk, tell
 from byteps.trial.verdict import Side
 
@@ -173,6 +176,48 @@ def test_silent_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 of 1 other hosts did not say" in raised[0]
 
 
+@pytest.mark.parametrize(
+    ("lines", "wanted"),
+    [
+        # The first exception is the cause; a launcher and the servers' end say no more.
+        (
+            ["step 1", "[rank1]: Traceback (most recent call last):", "[rank1]:   File f",
+             "[rank1]: ValueError: bad", "t ERROR worker 0 host child.py:1: server 0 ended",
+             "Traceback (most recent call last):", "  File g", "ChildFailedError: rank 1"],
+            ["[rank1]: Traceback (most recent call last):", "[rank1]:   File f",
+             "[rank1]: ValueError: bad"],
+        ),
+        (["Traceback (most recent call last):", "  File f"], ["Traceback (most recent call last):",
+                                                             "  File f"]),
+        (["error: no data", "t INFO worker 0 host job.py:3: left"], ["error: no data"]),
+    ],
+    ids=["ranks", "cut", "no-traceback"],
+)  # fmt: skip
+def test_own_error_of_a_script_is_shown(lines: list[str], wanted: list[str]) -> None:
+    assert error_of(lines) == wanted
+
+
+@pytest.mark.parametrize(
+    ("has", "wanted"),
+    [
+        ({}, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+             " --grad-reduce-in-bf16"),
+        ({"optimizer": "muon", "bf16": False}, "--overlap-grad-reduce"),
+        ({"use_distributed_optimizer": True, "overlap_grad_reduce": True,
+          "overlap_param_gather": True, "accumulate_allreduce_grads_in_fp32": False}, ""),
+    ],
+)  # fmt: skip
+def test_plain_line_that_could_be_faster_is_told(has: dict[str, Any], wanted: str) -> None:
+    usual = dict.fromkeys(
+        ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), False
+    )
+    usual |= {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
+    found = missing_flags(SimpleNamespace(**{"optimizer": "adam", **usual, **has}))
+    assert " ".join(found) == wanted
+    said = verdict.faster_plain(_report(1.0, missing=found))
+    assert (wanted in said and "may gain" in said) if wanted else not said
+
+
 LEAVES_A_CHILD = """
 import subprocess, sys, time
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -189,12 +234,13 @@ def _trial(*words: str | Path) -> list[str]:
 @pytest.mark.parametrize(
     ("script", "options", "wanted"),
     [
-        (FAILS, (), "\n  | the last line of the child"),
-        (WAITS, ("--timeout", "0.5"), "launch 1 ran for 0.5 s (--timeout)"),
-        (LEAVES_A_CHILD, (), "launch 1: no rank reported a step"),
+        (FAILS, (), "  | the last line of the child\npython -m byteps.trial: launch 1 (plain) "
+                    "ended with status 1; its log is "),
+        (WAITS, ("--timeout", "0.5"), "launch 1 (plain) ran for 0.5 s (--timeout)"),
+        (LEAVES_A_CHILD, (), "launch 1 (plain) failed: no rank reported a step"),
     ],
     ids=["fails", "late", "no-steps"],
-)
+)  # fmt: skip
 def test_launch_that_fails_is_told_and_leaves_nothing(
     script: str, options: tuple[str, ...], wanted: str, tmp_path: Path
 ) -> None:

@@ -83,7 +83,7 @@ class _Trial:
                     words, os.environ, options.wire, is_megatron=sides[0][0]["is_megatron"]
                 )
             name = "BytePS" if ours else "plain"
-            report = self._launch(number + 1, f"{name}: {shlex.join(launch.words)}", launch)
+            report = self._launch(number + 1, name, launch)
             if fault := verdict.fault(report, is_plain=not ours):
                 raise TrialError(fault)
             print(f"  {name}: {verdict.launch_text(report)}", flush=True)
@@ -97,6 +97,8 @@ class _Trial:
             f"{verdict.table(plain, through, options.skip + options.steps)}\n\n"
             f"Answer: {verdict.answer(plain, through, self._added(at['is_megatron']))}"
         )
+        if faster := verdict.faster_plain(at):
+            print(faster)
 
     def _added(self, is_megatron: bool) -> str:
         words, wire = self._options.command, self._options.wire
@@ -104,8 +106,9 @@ class _Trial:
             return " ".join(command.flags_for(words, wire)) or "your line as it is"
         return command.through_servers(words, os.environ, wire, is_megatron=False).added
 
-    def _launch(self, number: int, title: str, launch: command.Launch) -> Message:
-        print(f"launch {number} of {2 * self._options.launches}: {title}", flush=True)
+    def _launch(self, number: int, name: str, launch: command.Launch) -> Message:
+        of = f"launch {number} of {2 * self._options.launches}"
+        print(f"{of}: {name}: {shlex.join(launch.words)}", flush=True)
         log = self._folder / f"launch-{number}.log"
         env = {**os.environ, VARIABLE: self._hosts.desk.settings.text(number)}
         failure, report = "", None
@@ -113,20 +116,21 @@ class _Trial:
             with Child(launch, env, log) as child:
                 status = child.wait(self._options.timeout)
             if status is None:
-                failure = f"launch {number} ran for {self._options.timeout:g} s (--timeout)"
+                failure = f"ran for {self._options.timeout:g} s (--timeout)"
             elif status:
-                what = f"signal {-status}" if status < 0 else f"status {status}"
-                failure = f"launch {number} ended with {what}"
+                failure = "ended with " + (
+                    f"signal {-status}" if status < 0 else f"status {status}"
+                )
         except OSError as error:
             raise TrialError(f"cannot start {launch.words[0]}: {error}") from None
         try:
             if not failure:
                 report = self._hosts.report()
         except TrialError as error:
-            failure = f"launch {number}: {error}"
+            failure = f"failed: {error}"
         self._last = report or self._last
         if failure:
-            failure += f"; the end of {log}:\n{child.last_lines()}"
+            failure = f"{child.own_error()}\nlaunch {number} ({name}) {failure}; its log is {log}"
         self._hosts.end_launch(number, self._last, failure)
         if report is None:
             raise TrialError(failure)
@@ -146,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with hosts.desk:
             _Trial(options, folder, hosts).run()
     except TrialError as error:  # whose logs are kept
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        lines, end, why = str(error).rpartition("\n")
+        print(f"{lines}{end}{parser.prog}: {why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

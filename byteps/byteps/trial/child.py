@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -20,7 +21,9 @@ _GRACE_S = 40.0
 _REST_S = 5.0
 """Time in which what a launcher has left may end by itself, such as servers."""
 _LINES = 40
-"""Lines that are shown of a launch that failed: a launcher's own last words, and ranks' before."""
+"""Lines that are shown of a launch that failed."""
+_TRACEBACK = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):")
+_OURS = re.compile(r"(INFO|WARNING|ERROR) (worker|server|scheduler) [-\d]+ \S+ \S+:\d+: ")
 
 
 class Child:
@@ -73,10 +76,25 @@ class Child:
         except subprocess.TimeoutExpired:
             return None
 
-    def last_lines(self) -> str:
-        """The end of its output."""
-        lines = self._log.read_text(errors="replace").splitlines()[-_LINES:]
+    def own_error(self) -> str:
+        """The command's own error, as it printed it."""
+        lines = error_of(self._log.read_text(errors="replace").splitlines())
         return "\n".join(f"  | {line}" for line in lines) or "  | (it has printed nothing)"
+
+
+def error_of(lines: Sequence[str]) -> list[str]:
+    """The first traceback of these lines, whose exception is the cause of the others'; without one,
+    the last lines that are none of BytePS's log."""
+    for first, line in enumerate(lines):
+        if found := _TRACEBACK.match(line):
+            prefix = found[1] or ""
+            last = first + 1
+            while last < len(lines) - 1 and lines[last].startswith(
+                (f"{prefix} ", f"{prefix}Trace")
+            ):
+                last += 1
+            return list(lines[first : last + 1])[-_LINES:]
+    return [line for line in lines if not _OURS.search(line)][-_LINES:]
 
 
 def _wait_until_gone(deadline: float) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from byteps.forecast.training import OPTIMIZER, USE, WIRE
+from byteps.forecast.training import OPTIMIZER, PRESET, USE, WIRE
 
-PRESET = "--dpu-preset"
 SAME = "same"
 WIRES = (SAME, "bf16", "int8", "int4")
 """Types in which values may travel; SAME: the one in which they are reduced."""

@@ -16,7 +16,7 @@ _LIMIT_S = 120.0
 
 
 class TrialError(Exception):
-    """The comparison cannot go on; the text says why."""
+    """The comparison cannot go on; the last line of the text says why."""
 
 
 class Hosts:
@@ -115,7 +115,10 @@ class Hosts:
             elif "ended" in message:
                 number = int(message["ended"])
                 failed = str(message["failed"])
-                self._others[number, message["from"]] = failed and f"on another host: {failed}"
+                lines, end, why = failed.rpartition("\n")
+                self._others[number, message["from"]] = (
+                    failed and f"{lines}{end}another host: {why}"
+                )
                 self._changed.notify_all()
                 # Ended by the leader's own launch; deadline: _LIMIT_S.
                 if not self._changed.wait_for(lambda: number in self._own, 2 * _LIMIT_S):

@@ -170,6 +170,7 @@ class Meter:
             firsts.setdefault(one["launch"], rank)
         return {
             "is_megatron": self._kind == MEGATRON,
+            "missing": self._missing_flags(),
             "backend": backend,
             "ranks": len(told),
             "hosts": len({one["host"] for one in told}),
@@ -186,11 +187,33 @@ class Meter:
             },
         }
 
+    def _missing_flags(self) -> list[str]:
+        """Megatron's flags that would make this plain job faster, and that it does not have."""
+        module = sys.modules.get(MEGATRON)
+        if self._kind != MEGATRON or module is None:
+            return []
+        return missing_flags(module.get_args())
+
     def report_early_end(self) -> None:
         """At the end of a process that has made some steps, and too few."""
         if not self._is_over and self._marks:
             with suppress(OSError):
                 tell(self._settings, {"steps": len(self._marks)})
+
+
+def missing_flags(args: Any) -> list[str]:
+    """Megatron's flags that send less, or hide it, and that a job with these arguments lacks."""
+    flags = []
+    sharded = args.use_distributed_optimizer
+    if not sharded and args.optimizer == "adam":
+        flags.append("--use-distributed-optimizer")
+    if not args.overlap_grad_reduce:
+        flags.append("--overlap-grad-reduce")
+    if not args.overlap_param_gather and (sharded or flags[:1] == ["--use-distributed-optimizer"]):
+        flags.append("--overlap-param-gather")
+    if args.bf16 and args.accumulate_allreduce_grads_in_fp32:
+        flags.append("--grad-reduce-in-bf16")
+    return flags
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):

@@ -99,6 +99,16 @@ def answer(plain: Side, ours: Side, added: str) -> str:
     return f"keep BytePS ({added}): {gain:.2f} x as fast as {native}. {_of_losses(plain, ours)}"
 
 
+def faster_plain(report: Message) -> str:
+    """Says which of Megatron's own flags the plain line lacks; empty: none."""
+    if not report["missing"]:
+        return ""
+    return (
+        f"The plain line is not Megatron's fastest: try it with {' '.join(report['missing'])} (and "
+        "this trial again): these may gain as much without servers"
+    )
+
+
 def _of_losses(plain: Side, ours: Side) -> str:
     if not plain.losses or not ours.losses:
         return (
