@@ -14,27 +14,32 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from byteps import cost_model
 from byteps.forecast import (
+    DDP,
     FEW_BITS,
+    MEGATRON,
     WIRE_BYTES,
     Forecast,
     Kind,
     Machines,
     Needs,
+    Program,
     Row,
     Training,
     answer,
     break_even,
     forecast,
+    limit_text,
     needs_of,
 )
-from byteps.forecast.machines import TRANSPORTS, cores_text
+from byteps.forecast.machines import CORES_PER_GPU, MEMORY_RATE, TRANSPORTS, cores_text
 from byteps.forecast.needs import GIB
 from byteps.forecast.rows import ENOUGH
+from byteps.forecast.training import USE, WIRE
 
+PROGRAMS = {"megatron": MEGATRON, "ddp": DDP}
 OPTIMIZERS = ("replicated", "host", "ranks", "servers")
 LEAST_PARAMETERS = 1e6
 """Fewer is no model's size, but a forgotten M or B."""
@@ -67,9 +72,18 @@ class Choice:
 
 
 def training_of(
-    parameters: float, hosts: int, gpus: int, optimizer: str, gradients: str, accepts: str | None
+    parameters: float,
+    hosts: int,
+    gpus: int,
+    optimizer: str,
+    gradients: str,
+    accepts: str | None,
+    program: Program = MEGATRON,
 ) -> Training:
     """The training of a model of bf16 (or fp16) parameters, split by data parallelism alone.
+
+    Another program than Megatron all-reduces gradients: wherever its optimizer's state is, the
+    network carries what it does with a replicated one.
 
     Raises:
         ValueError: the number of parameters is no size.
@@ -85,11 +99,12 @@ def training_of(
         gradient_bytes=WIRE_BYTES[gradients],
         accepts=accepts,
         bf16=gradients != "fp16",
-        sharded=optimizer != "replicated",
-        can_shard=True,
-        instances=hosts if optimizer == "host" else 1,
+        sharded=optimizer != "replicated" and program is MEGATRON,
+        can_shard=program is MEGATRON,
+        instances=hosts if optimizer == "host" and program is MEGATRON else 1,
         updated=optimizer == "servers",
         used=optimizer == "servers",
+        program=program,
     )
 
 
@@ -121,11 +136,11 @@ HEAD = (
 )
 
 
-def render(found: Sequence[Choice], parameters: float, micro_batch_s: float | None = None) -> str:
+def render(found: Sequence[Choice], parameters: float) -> str:
     """The choices, and the answer, as text."""
     machines, chosen = found[0].machines, advised(found)
     nics = "" if machines.nics == 1 else f"{machines.nics} NICs of "
-    plain = chosen.found.plain
+    plain, name = chosen.found.plain, chosen.found.training.program.name
     lines = [
         f"{parameters / 1e6:,.0f} million parameters, {machines.hosts} "
         f"{'hosts' if machines.hosts > 1 else 'host'} with {machines.gpus} "
@@ -136,26 +151,26 @@ def render(found: Sequence[Choice], parameters: float, micro_batch_s: float | No
     ]
     if chosen.found.training.crossing:
         lines += [
-            f"Plain Megatron at its best: {1000 * plain.seconds:,.1f} ms per step"
-            + (f", with {' '.join(plain.flags)}" if plain.flags else ""),
+            f"Plain {name} at its best: {1000 * plain.seconds:,.1f} ms per step"
+            + (f", with {' '.join(chosen.found.typed(plain.flags))}" if plain.flags else ""),
             *(
-                f"For comparison, FP8 over NCCL, which Megatron has not: {1000 * row.seconds:,.1f} "
+                f"For comparison, FP8 over NCCL, which {name} has not: {1000 * row.seconds:,.1f} "
                 f"ms, {row.gain:.2f} x"
                 for row in chosen.found.rows
                 if row.compared
             ),
-            "",
-            *HEAD,
         ]
+        rows = []
         for one in found:
             for row in one.found.by_servers():
                 if row.gain < LEAST_SHOWN:
                     continue
                 mark = f"  {row.loss}" if row.loss else ""
                 mark += "  <- advised" if one is chosen and row == one.found.best else ""
-                lines.append(_line(one, row) + mark)
-    worth = break_even(chosen.found, micro_batch_s)
-    lines += ["", *filter(None, [worth]), f"Answer: {answer(chosen.found)}"]
+                rows.append(_line(one, row) + mark)
+        lines += ["", *HEAD, *rows] if rows else []
+    notes = (break_even(chosen.found), limit_text(chosen.found, machines))
+    lines += ["", *filter(None, notes), f"Answer: {answer(chosen.found)}"]
     if lacking := _lacking_cores(chosen):
         lines.append(lacking)
     if (deployed := chosen.deployed) is not None:
@@ -178,20 +193,27 @@ def _line(one: Choice, row: Row) -> str:
 
 
 def _deployment(chosen: Choice, row: Row) -> list[str]:
-    """Servers to start, and the cores and memory that they need."""
+    """What to start."""
     machines, servers = chosen.machines, chosen.found.network.servers
-    lines = [f"Servers for {' '.join(row.flags[1:]) or row.flags[0]}:"]
-    start = f"torchrun --nnodes {machines.hosts} --nproc-per-node {machines.gpus} ..."
+    program, words = chosen.found.training.program, chosen.found.typed(row.flags)
+    nodes = f"--nnodes {machines.hosts} --nproc-per-node {machines.gpus}"
     if not servers.extra:
-        return [*lines, f"  {start}"]
+        lines = ["On each host:", f"  {program.line(f'torchrun {nodes}', words)}"]
+        wire = next((flag for flag in row.flags if flag.startswith(WIRE)), None)
+        if program is MEGATRON and wire is not None:
+            other = DDP.line(f"torchrun {nodes}", DDP.typed((USE, wire), on_hosts=True))
+            lines += ["Without Megatron, DDP or HSDP (--for ddp):", f"  {other}"]
+        return lines
     ranks, count = machines.world, servers.count
-    lines += [
+    local = f"--local-servers {servers.local} " if servers.local else ""
+    script = f"scripts/worker.sh --servers {count} {local}{nodes}"
+    return [
+        "The scheduler, each spare machine, and each host:",
         f"  scripts/scheduler.sh --workers {ranks} --servers {count} ...",
         f"  scripts/server.sh --workers {ranks} --servers {count} "
-        f"--instances {servers.per_machine} ...    # on each spare machine",
+        f"--instances {servers.per_machine} ...",
+        f"  {program.line(script, words)}".replace("... ", "... -- ", 1),
     ]
-    local = f"--local-servers {servers.local} " if servers.local else ""
-    return [*lines, f"  scripts/worker.sh --servers {count} {local}..."]
 
 
 def _lacking_cores(chosen: Choice) -> str:
@@ -201,14 +223,15 @@ def _lacking_cores(chosen: Choice) -> str:
     if faster is None:
         return ""
     row = next(one for one in chosen.found.rows if one.flags == faster.flags)
-    if row.seconds <= faster.seconds * ENOUGH:
+    if row.limit != "cores" or row.seconds <= faster.seconds * ENOUGH:
         return ""
     needs, lacking = enough.needs(faster), []
-    if needs.worker_cores > chosen.machines.worker_cores:
+    if needs.worker_cores > chosen.machines.network_cores:
         lacking.append(f"{cores_text(needs.worker_cores)} on a worker's host")
     if needs.server_cores > chosen.machines.server_cores:
         lacking.append(f"{cores_text(needs.server_cores)} on a spare machine")
-    text = f"With {' and '.join(lacking)}, {' '.join(faster.flags)}: {faster.gain:.2f} x"
+    words = " ".join(enough.found.typed(faster.flags))
+    text = f"With {' and '.join(lacking)}, {words}: {faster.gain:.2f} x"
     if chosen.machines.transport == "tcp":
         text += "; or use RDMA (--transport rdma), where the NIC moves the bytes"
     return f"{text}."
@@ -245,26 +268,33 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
         "--nics", type=int, default=1, metavar="K",
         help="NICs per worker host; NCCL and BytePS use all of them (default: 1)",
     )  # fmt: skip
-    cores: Any = {"type": float, "default": math.inf, "metavar": "C"}
     machines.add_argument(
-        "--worker-cores", **cores,
-        help="of a worker's host, that the network may use (default: as many as it needs)",
+        "--worker-cores", type=float, metavar="C",
+        help="of a worker's host, that the network may use (default: half of those that ranks "
+        f"leave of {CORES_PER_GPU:g} per GPU)",
     )  # fmt: skip
     machines.add_argument(
         "--server-link-gbps", type=float, metavar="G",
         help="rate of a spare machine's NICs together (default: as --link-gbps)",
     )  # fmt: skip
-    machines.add_argument("--server-cores", **cores, help="of a spare machine (default: any)")
+    machines.add_argument(
+        "--server-cores", type=float, default=math.inf, metavar="C",
+        help="of a spare machine (default: as many as it needs)",
+    )  # fmt: skip
+    machines.add_argument(
+        "--memory-gbs", type=float, default=MEMORY_RATE / 1e9, metavar="G",
+        help="what the memory of a machine carries, GB/s (default: %(default)g)",
+    )  # fmt: skip
     machines.add_argument(
         "--micro-batch-ms", type=_positive, metavar="T",
-        help="for which a micro-batch computes: up to how many of them a step may accumulate is "
-        "then printed",
+        help="for which a GPU computes a micro-batch: what hides behind one gains nothing, and up "
+        "to how many a step may accumulate is printed",
     )  # fmt: skip
     network = parser.add_argument_group("the network")
     network.add_argument(
         "--transport", choices=TRANSPORTS, default="tcp",
-        help=f"between workers and servers; TCP is for links of up to {cost_model.TCP_GBPS:g} "
-        "Gbit/s (default: tcp)",
+        help=f"between workers and servers; TCP is counted with {cost_model.TCP_GBPS:g} Gbit/s per "
+        "machine at most (default: tcp)",
     )  # fmt: skip
     network.add_argument(
         "--core-gbps", type=float, default=cost_model.TCP_CORE_RATE * 8 / 1e9, metavar="G",
@@ -279,11 +309,6 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
         "--backup", action="store_true",
         help="each server keeps a copy of another one's optimizer state (BYTEPS_BACKUP_STATE)",
     )  # fmt: skip
-
-
-def micro_batch_of(options: argparse.Namespace) -> float | None:
-    """Seconds for which a micro-batch computes; None: not said."""
-    return None if options.micro_batch_ms is None else options.micro_batch_ms / 1e3
 
 
 def machines_of(options: argparse.Namespace, spare: int) -> Machines:
@@ -304,6 +329,8 @@ def machines_of(options: argparse.Namespace, spare: int) -> Machines:
         server_cores=options.server_cores,
         core_rate=options.core_gbps * 1e9 / 8,
         add_rate=options.core_add_gbs * 1e9,
+        memory_rate=options.memory_gbs * 1e9,
+        micro_batch_s=None if options.micro_batch_ms is None else options.micro_batch_ms / 1e3,
         backup=options.backup,
     )
 
@@ -312,8 +339,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m byteps.sizing",
         description="Computes what servers on the workers' hosts, and on spare machines, gain over "
-        "plain Megatron at its best, and what they need.",
+        "plain training at its best, and what they need.",
     )
+    parser.add_argument(
+        "--for", choices=PROGRAMS, default="megatron", dest="program",
+        help="what trains; ddp: a script with DistributedDataParallel or HSDP (default: megatron)",
+    )  # fmt: skip
     model = parser.add_argument_group("the model")
     model.add_argument(
         "--parameters", type=count, required=True, metavar="N",
@@ -349,11 +380,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         machines = machines_of(options, options.machines or 0)
+        if options.optimizer == "servers" and options.program != "megatron":
+            raise ValueError("--optimizer servers is Megatron's (--for megatron)")
         if options.backup and options.optimizer != "servers":
             raise ValueError("copies are of optimizer state on the servers (--optimizer servers)")
         training = training_of(
             options.parameters, options.hosts, options.gpus, options.optimizer,
-            options.gradients, options.wire,
+            options.gradients, options.wire, PROGRAMS[options.program],
         )  # fmt: skip
         found = choices(training, machines, options.machines)
     except ValueError as error:
@@ -361,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(_json(found), indent=1))
     else:
-        print(render(found, options.parameters, micro_batch_of(options)))
+        print(render(found, options.parameters))
     return 0
 
 

@@ -79,9 +79,9 @@ def test_servers_on_the_hosts_are_the_default(asked: Check) -> None:
     status, text = asked(*RECIPE, *SHARDED, machines=HOSTS)
     assert status == 0 and "; servers: 1 on each of 4 hosts\n" in text
     assert "0 on each" not in text and "gain nothing" not in text
-    int8 = "--use-dpu-reduce --dpu-reduce-wire-dtype int8 --num-distributed-optimizer-instances 4"
+    int8 = "--dpu-preset own-hosts"
     line = next(line for line in text.splitlines() if line.startswith(int8))
-    assert line.endswith("few bits; loss -9.2..+4.9 % (3 seeds)")
+    assert line.endswith("few bits; loss -1.84..+1.46 % (3 seeds)")
     assert line.split("few bits")[0].split()[-2:] == ["1.97", "2.30"]
     assert f"; with fewer bits: add {int8} (1.97 x)" in text.splitlines()[-1]
     _, text = asked(*RECIPE, *SHARDED, machines=(*HOSTS, "--wire", "int8"))

@@ -53,5 +53,17 @@ def test_three_programs_give_one_answer(hosts: int, capsys: pytest.CaptureFixtur
         model = ["--parameters", "419M", "--optimizer", "ranks", "--machines", str(spare)]
         assert sizing.main([*model, *own]) == 0
         assert answers(capsys.readouterr().out) == found
+        assert ("--dpu-preset own-hosts" in found[0]) == (hosts > 1 and spare == 0)
         running = answers(check.render(check.judge(using, machines), machines))[-1:]
         assert answers(told_at_start(hosts, machines.network)) == running
+
+
+def test_fast_nics_stay_with_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of 400 Gbit/s for each of eight GPUs, on eight hosts: README and both programs agree."""
+    own = ["--hosts", "8", "--gpus", "8", "--link-gbps", "400", "--nics", "8"]
+    for transport in ("tcp", "rdma"):
+        check.main([*own, "--transport", transport, "--", *RECIPE, *SHARDED])
+        (found,) = answers(capsys.readouterr().out)
+        model = ["--parameters", "419M", "--optimizer", "ranks", "--machines", "0"]
+        assert sizing.main([*model, *own, "--transport", transport]) == 0
+        assert answers(capsys.readouterr().out) == [found] and "--dpu" not in found

@@ -11,6 +11,7 @@ import pytest
 from byteps import forecast as package
 from byteps.cost_model import Servers
 from byteps.forecast import (
+    DDP,
     FEW_BITS,
     Forecast,
     Kind,
@@ -75,7 +76,7 @@ def test_a_gain_of_plain_flags_is_not_ours() -> None:
     assert local.through_servers == () and local.gain == pytest.approx(1)
     assert local.over_now == pytest.approx(2 * 31 / 32 * 2 / 3)
     assert "gain of plain flags" in table(found)
-    assert f"add {INSTANCES} (1.29 x, by plain Megatron's own flags" in answer(found)
+    assert f"add {INSTANCES} (1.29 x, by plain Megatron alone" in answer(found)
     assert USE not in answer(found).split(";")[0]
 
 
@@ -89,6 +90,65 @@ def test_the_distributed_optimizer_is_a_row_where_the_job_could_use_it() -> None
 def test_fp16_gradients_are_not_reduced_in_bf16() -> None:
     found = forecast(Training(kinds=(dense(4, 1),), bf16=False), network_of(4))
     assert not any(HALF in one.flags for one in found.rows)
+
+
+def test_a_script_without_megatron_is_told_variables() -> None:
+    """It has no optimizer on servers; torch's own hook sends bf16."""
+    found = forecast(Training(kinds=(dense(4, 1),), program=DDP), network_of(4, spare=0))
+    assert found.plain.flags == (HALF,)
+    assert not any(one.updated for one in found.rows)
+    said = answer(found)
+    assert said.startswith("in 16 bits or more: add bf16_compress_hook (2.00 x, by plain DDP alone")
+    assert "add BYTEPS_C10D=1 BYTEPS_C10D_WIRE_DTYPE=int8 (1.97 x)" in said
+    assert "--" not in said + table(found) + package.break_even(found)
+
+
+@pytest.mark.parametrize(
+    ("has", "typed"),
+    [
+        ({}, "add --dpu-preset own-hosts ("),
+        ({"used": True}, "add --dpu-preset own-hosts ("),
+        ({"used": True, "wire": "int8"}, f"add {OPTIMIZER} ("),
+        ({"used": True, "updated": True}, f"add {INT8} ("),
+    ],
+)
+def test_one_word_stands_for_what_the_preset_has(has: dict[str, Any], typed: str) -> None:
+    """Where servers are on the hosts; a job that has parts of it gets the rest."""
+    training = Training(kinds=(dense(4, 1),), gradient_bytes=2, sharded=True, **has)
+    found = forecast(replace(training, accepts="int8"), network_of(4, spare=0))
+    assert found.best.flags == (USE, INT8, OPTIMIZER)
+    assert answer(found).startswith(f"in int8 or more: {typed}")
+    assert "--dpu-preset" not in answer(forecast(training, network_of(4)))
+    four = forecast(replace(training, accepts="int4"), network_of(4, spare=0))
+    assert four.best.flags == (USE, INT4, OPTIMIZER)
+    rest = f"{INT4} (" if training.updated else f"--dpu-preset own-hosts {INT4} ("
+    assert rest in answer(four) or training.wire
+
+
+@pytest.mark.parametrize(
+    ("change", "limit"),
+    [
+        ({"link_gbps": 400, "nics": 8, "transport": "rdma"}, "memory"),
+        ({"link_gbps": 400, "nics": 8}, ""),
+        ({"link_gbps": 25, "worker_cores": 2}, "cores"),
+        ({"link_gbps": 25, "micro_batch_s": 12.0}, ""),
+    ],
+    ids=["memory", "tcp", "cores", "hidden"],
+)
+def test_nccl_is_kept_where_a_host_cannot_feed_its_nics_or_has_nothing_to_hide(
+    change: dict[str, Any], limit: str
+) -> None:
+    """8 hosts with a fast NIC for each of 8 GPUs; too few cores; a backward pass that hides all."""
+    machines = Machines(**{"hosts": 8, "gpus": 8, **change})
+    kind = replace(dense(8, 8), elements=7e9)
+    training = Training(kinds=(kind,), gradient_bytes=2, can_shard=True)
+    found = forecast(training, machines)
+    assert found.best.plain and not found.few_bits
+    assert row(found, USE, INT8).limit == limit
+    assert "change nothing" in answer(found)
+    assert bool(package.limit_text(found, machines)) == ("micro_batch_s" not in change)
+    one_nic = Machines(hosts=8, gpus=8, link_gbps=25, micro_batch_s=1.0)
+    assert len(forecast(training, one_nic).few_bits) == 2
 
 
 @pytest.mark.parametrize(("hosts", "fp8"), [(2, 1.508), (4, 2.262), (8, 2.639)])
@@ -124,13 +184,13 @@ def test_servers_on_the_hosts_gain_by_few_bits(
     assert [one.wire for one in whole.few_bits] == ["int8", "int4"]
     said = answer(whole)
     assert said.startswith("in 16 bits or more: change nothing: no servers are faster")
-    assert f"add {USE} {INT8} ({whole.few_bits[0].gain:.2f} x)" in said
+    assert f"add --dpu-preset own-hosts ({whole.few_bits[0].gain:.2f} x)" in said
     said = package.break_even(whole)
     most = float(re.findall(r"computes for at most (\S+) s", said)[0])
     least, int8_row = whole.plain.seconds, whole.few_bits[0]
     assert (most + least) / (most + int8_row.seconds) == pytest.approx(1.1, rel=0.01)
-    assert f"{USE} {INT8} saves {least - int8_row.seconds:.3g} s of it" in said
-    said = package.break_even(whole, 0.1)
+    assert f"--dpu-preset own-hosts saves {least - int8_row.seconds:.3g} s of it" in said
+    said = package.break_even(replace(whole, micro_batch_s=0.1))
     batches = int(re.findall(r" s: (\d+) micro-batches of 100 ms\.", said)[0])
     assert batches == pytest.approx(most / 0.1, rel=0.01, abs=1)
     said = answer(whole)
@@ -166,7 +226,9 @@ def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
     assert local.gradients == pytest.approx(2 * ELEMENTS) and local.parameters == 0
     kept = row(found, USE, OPTIMIZER)
     assert kept.gradients == pytest.approx(2 * ELEMENTS) and kept.over_now == pytest.approx(1.75)
-    assert not any("wire-dtype bf16" in one.name for one in found.rows), "they are bf16 already"
+    assert not any("wire-dtype bf16" in found.name(one) for one in found.rows), (
+        "they are bf16 already"
+    )
     few = row(found, USE, INT8, INSTANCES)
     assert few.gain == pytest.approx(3 / 1.016, rel=1e-3)
     assert found.best.gain == pytest.approx(1.5)
@@ -231,7 +293,8 @@ def test_inside_one_host_there_is_nothing_to_say() -> None:
 )
 def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None) -> None:
     training = Training(kinds=(kind,), gradient_bytes=2, sharded=True, instances=instances)
-    names = [one.name for one in forecast(training, network_of(4)).rows if not one.plain]
+    asked_of = forecast(training, network_of(4))
+    names = [asked_of.name(one) for one in asked_of.rows if not one.plain]
     found = [name for name in names if "instances" in name and "wire" not in name]
     assert found == ([f"{USE} --num-distributed-optimizer-instances {asked}"] if asked else [])
 

@@ -60,11 +60,13 @@ def test_servers_on_the_hosts_have_an_answer(hosts: int, accepts: str, nbytes: f
     row, needs = best(found)
     assert row.gain == pytest.approx(2 / nbytes)
     said = sizing.render([found], 1e9)
-    assert (
-        f"Answer: in {accepts} or more: add --use-dpu-reduce --dpu-reduce-wire-dtype {accepts} ("
-        in said
-    )
-    assert f"torchrun --nnodes {hosts} --nproc-per-node 8" in said
+    four_bits = "--use-dpu-reduce --dpu-reduce-wire-dtype int4"
+    line = four_bits if accepts == "int4" else "--dpu-preset own-hosts"
+    assert f"Answer: in {accepts} or more: add {line} (" in said
+    launcher = f"torchrun --nnodes {hosts} --nproc-per-node 8 ..."
+    assert f"\n  {launcher} pretrain_gpt.py ... {line}\n" in said
+    variables = f"BYTEPS_C10D=1 BYTEPS_C10D_WIRE_DTYPE={accepts}"
+    assert said.endswith(f"\n  {variables} {launcher} train.py")
     assert needs.server_cores == 0 == needs.server_bytes and needs.worker_bytes > 1e9
     assert "<- advised" in said
 
@@ -202,14 +204,9 @@ def test_bad_use(words: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--parameters 7000B --hosts 4 --link-gbps 10", "tensor and pipeline parallelism"),
         ("--parameters 7B --hosts 8 --link-gbps 3200", "no NIC is faster than 1600"),
         ("--parameters 7B --hosts 8 --link-gbps 3200 --transport rdma", "--nics"),
-        ("--parameters 7B --hosts 8 --link-gbps 400", "would need 50 cores. Use RDMA"),
         (
-            "--parameters 7B --hosts 8 --link-gbps 100 --nics 4",
-            "400 Gbit/s of a worker's host: TCP is for up to 100 Gbit/s",
-        ),
-        (
-            "--parameters 7B --hosts 8 --link-gbps 100 --server-link-gbps 200",
-            "200 Gbit/s of a server: TCP is for up to 100 Gbit/s",
+            "--parameters 7B --hosts 8 --link-gbps 10 --for ddp --optimizer servers",
+            "--optimizer servers is Megatron's",
         ),
     ],
 )
@@ -222,6 +219,28 @@ def test_no_advice_for_what_is_no_size_or_cannot_help(
     said = capsys.readouterr()
     assert what in said.err
     assert "Answer" not in said.out
+
+
+@pytest.mark.parametrize("links", ["--link-gbps 400 --nics 8", "--link-gbps 400"])
+def test_links_that_tcp_cannot_fill_stay_with_nccl(
+    links: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server is counted with the fastest link over which TCP was measured."""
+    assert sizing.main(f"--parameters 7B --hosts 8 --gpus 8 {links}".split()) == 0
+    said = capsys.readouterr().out
+    assert "TCP is counted with 100 Gbit/s of a machine" in said
+    assert said.rstrip().endswith("change nothing: no servers are faster than plain Megatron")
+
+
+def test_a_script_without_megatron(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--for ddp --parameters 1B --hosts 4 --link-gbps 10 --machines"
+    assert sizing.main(f"{words} 0".split()) == 0
+    line = "BYTEPS_C10D=1 BYTEPS_C10D_WIRE_DTYPE=int8 torchrun --nnodes 4 --nproc-per-node 8 ..."
+    assert capsys.readouterr().out.endswith(f"\n  {line} train.py\n")
+    assert sizing.main(f"{words} 4".split()) == 0
+    said = capsys.readouterr().out
+    assert "\n  BYTEPS_C10D=1 scripts/worker.sh --servers 4 --nnodes 4 " in said
+    assert said.endswith("... -- train.py\n") and "Megatron" not in said
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

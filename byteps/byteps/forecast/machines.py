@@ -18,6 +18,14 @@ OTHER_CORES = 1
 """Cores for all else than moving and adding bytes."""
 BLOCK_VALUES_PER_CORE = 4.2e9
 """Values in blocks of few bits that a core adds per second, several pushes in one pass."""
+CORES_PER_GPU = 16.0
+"""Cores of a worker's host for each of its GPUs, unless the user tells how many it has."""
+MEMORY_RATE = 300e9
+"""Bytes per second that the memory of a machine carries: half of what two sockets with eight
+channels of DDR5-4800 each could."""
+MEMORY_PASSES = {"tcp": 4, "rdma": 2}
+"""Times that memory carries a byte which a process sends or receives, by transport: GPU or sum, and
+NIC; over TCP also the kernel's copy, read and written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +46,19 @@ class Machines:
     """Rate of a spare machine's NICs together, each way; None: as `link_gbps`."""
     transport: str = "tcp"
     """Between workers and servers, one of TRANSPORTS."""
-    worker_cores: float = math.inf
-    """Cores of a worker's host that the network may use."""
+    worker_cores: float | None = None
+    """Cores of a worker's host that the network may use; None: half of those that ranks leave, of
+    `CORES_PER_GPU`, as embedded servers take them."""
     server_cores: float = math.inf
     """Cores of a spare machine."""
     core_rate: float = cost_model.TCP_CORE_RATE
     """Bytes per second that one core sends or receives over TCP."""
     add_rate: float = cost_model.ADD_CORE_RATE
     """Bytes per second that one core of a server adds."""
+    memory_rate: float = MEMORY_RATE
+    """Bytes per second that the memory of a machine carries."""
+    micro_batch_s: float | None = None
+    """Seconds for which a GPU computes a micro-batch; None: not known."""
     backup: bool = False
     """Each server keeps a copy of another one's optimizer state (BYTEPS_BACKUP_STATE)."""
 
@@ -59,13 +72,14 @@ class Machines:
         for option, rate in (
             ("--link-gbps", self.link_gbps), ("--server-link-gbps", self.server_gbps),
             ("--core-gbps", self.core_rate), ("--core-add-gbs", self.add_rate),
+            ("--memory-gbs", self.memory_rate),
         ):  # fmt: skip
             if not 0 < rate < math.inf:
                 raise ValueError(f"{option} is {rate:g}: it must be above 0")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport is '{self.transport}', not {' or '.join(TRANSPORTS)}")
         for whose, number in (
-            ("worker's host", self.worker_cores), ("server's machine", self.server_cores),
+            ("worker's host", self.network_cores), ("server's machine", self.server_cores),
         ):  # fmt: skip
             if not number > OTHER_CORES:
                 raise ValueError(
@@ -74,29 +88,30 @@ class Machines:
                 )
         if self.backup and self.transport != "tcp":
             raise ValueError("copies of the servers' state travel over TCP only")
-        self._check_link("a worker's host", "--link-gbps", self.link_gbps, self.nics)
-        if self.spare or self.server_link_gbps is not None:
-            self._check_link("a server", "--server-link-gbps", self.server_gbps, 1)
-
-    def _check_link(self, whose: str, option: str, nic_gbps: float, nics: int) -> None:
-        gbps = nic_gbps * nics
-        if nic_gbps > MOST_NIC_GBPS:
-            text = f"{nic_gbps:g} Gbit/s of {whose}: no NIC is faster than {MOST_NIC_GBPS:g}. Give "
-            text += f"the rate of one NIC ({option}); --nics says how many a worker's host has"
-            raise ValueError(text)
-        if self.transport == "tcp" and gbps > cost_model.TCP_GBPS:
-            rate = gbps * GBPS
-            cores = math.ceil(2 * rate / self.core_rate + rate / self.add_rate) + OTHER_CORES
+        if self.link_gbps > MOST_NIC_GBPS:
             raise ValueError(
-                f"{gbps:g} Gbit/s of {whose}: TCP is for up to {cost_model.TCP_GBPS:g} Gbit/s. For "
-                f"this link a server would need {cores} cores. Use RDMA (--transport rdma), or "
-                f"plan with what TCP carries ({option} {cost_model.TCP_GBPS / nics:g})"
+                f"{self.link_gbps:g} Gbit/s of a worker's host: no NIC is faster than "
+                f"{MOST_NIC_GBPS:g}. Give the rate of one NIC (--link-gbps); --nics says how many "
+                "a worker's host has"
             )
 
     @property
     def world(self) -> int:
         """Ranks of the job."""
         return self.hosts * self.gpus
+
+    @property
+    def network_cores(self) -> float:
+        """Cores of a worker's host that the network may use."""
+        if self.worker_cores is not None:
+            return self.worker_cores
+        return (CORES_PER_GPU - 1) * self.gpus / 2
+
+    @property
+    def outruns_tcp(self) -> bool:
+        """Whether links are faster than any over which TCP was measured."""
+        fastest = max(self.nics * self.link_gbps, self.server_gbps if self.spare else 0.0)
+        return self.transport == "tcp" and fastest > cost_model.TCP_GBPS
 
     @property
     def server_gbps(self) -> float:
@@ -109,23 +124,58 @@ class Machines:
         choices = [cost_model.best_servers(self.hosts, self.spare)]
         if self.spare:
             choices.append(Servers(hosts=self.hosts, extra=self.spare))
-        host, server = self.nics * self.link_gbps * GBPS, self.server_gbps * GBPS
+        link, most = self.nics * self.link_gbps, math.inf
+        if self.transport == "tcp":
+            most = cost_model.TCP_GBPS
         networks = [
-            Network(servers=servers, host_rate=host, server_rate=server) for servers in choices
+            Network(
+                servers=servers,
+                host_rate=min(link, most) * GBPS,
+                server_rate=min(self.server_gbps, most) * GBPS,
+                collective_rate=link * GBPS if link > most else None,
+            )
+            for servers in choices
         ]
         return min(networks, key=lambda one: (self.seconds(one, 1.0, 1.0), one.servers.count))
 
     def seconds(
         self, network: Network, pushed: float, pulled: float, add_rate: float | None = None
     ) -> float:
-        """Time of a push-pull of so many bytes per host, by the NICs or by the cores."""
+        """Time of a push-pull of so many bytes per host, by NICs, cores or memory."""
         load = cost_model.push_pull(network.servers, pushed, pulled)
-        busy = self.busy(network.servers, pushed, pulled, add_rate)
-        return max(
-            load.seconds(network.host_rate or 1.0, network.server_rate or 1.0),
-            busy.host / (self.worker_cores - OTHER_CORES),
-            busy.server / (self.server_cores - OTHER_CORES),
+        links = load.seconds(network.host_rate or 1.0, network.server_rate or 1.0)
+        return max(links, *self.limits(network.servers, pushed, pulled, add_rate).values())
+
+    def limits(
+        self,
+        servers: Servers,
+        pushed: float,
+        pulled: float,
+        add_rate: float | None = None,
+        copied: float = 0.0,
+    ) -> dict[str, float]:
+        """Seconds for which a push-pull needs the cores, and the memory, of the busiest machine.
+
+        Args:
+            copied: bytes of state that each server process sends on, and is sent.
+        """
+        cores = self.busy(servers, pushed, pulled, add_rate)
+        memory = cost_model.core_seconds(
+            servers,
+            pushed,
+            pulled,
+            core_rate=self.memory_rate / MEMORY_PASSES[self.transport],
+            add_rate=math.inf,
         )
+        copies = 0.0 if self.transport == "rdma" else 2 * copied / self.core_rate
+        own = copies * servers.per_machine if servers.extra else 0.0
+        return {
+            "cores": max(
+                (cores.host + copies * servers.local) / (self.network_cores - OTHER_CORES),
+                (cores.server + own) / (self.server_cores - OTHER_CORES),
+            ),
+            "memory": max(memory.host, memory.server),
+        }
 
     def busy(
         self, servers: Servers, pushed: float, pulled: float, add_rate: float | None = None

@@ -11,7 +11,7 @@ from byteps import cost_model, routing
 from byteps.cost_model import Load
 from byteps.forecast import training as arguments
 from byteps.forecast.learning import measured_loss
-from byteps.forecast.machines import BLOCK_VALUES_PER_CORE, OTHER_CORES, Machines
+from byteps.forecast.machines import BLOCK_VALUES_PER_CORE, Machines
 from byteps.forecast.training import FEW_BITS, WIRE_BYTES, Kind, Training
 from byteps.routing import Flow, Hosts, Network
 
@@ -50,6 +50,10 @@ class Row:
     """Kinds of gradients of which a bucket goes to servers."""
     push_seconds: float
     """Time of what goes through servers."""
+    limit: str = ""
+    """What this time depends on, "cores" or "memory" of a machine; empty: the links."""
+    parameter_seconds: float = 0.0
+    """Time of the parameters that are gathered next."""
     seconds: float
     """Time of a step's communication, nothing overlapping; bytes where rates are not known."""
     gain: float = 1.0
@@ -61,11 +65,13 @@ class Row:
     loses: bool = False
     """Gradients lose more bits than in the job as it is, and than in bf16."""
 
-    @property
-    def name(self) -> str:
-        if self.compared:
-            return "FP8 over NCCL"
-        return " ".join(self.flags) or "plain Megatron, as it is"
+    def step_seconds(self, compute_s: float) -> float:
+        """Time of a step that computes so long, all of it for one micro-batch: Megatron's overlaps
+        hide gradients behind the backward pass, two thirds of it, and parameters behind the forward
+        pass."""
+        gradients = self.seconds - self.parameter_seconds
+        exposed = max(0.0, gradients - 2 * compute_s / 3)
+        return compute_s + exposed + max(0.0, self.parameter_seconds - compute_s / 3)
 
     @property
     def loss(self) -> str:
@@ -90,9 +96,30 @@ class Forecast:
     to which the job has the shortest change."""
     few_bits: tuple[Row, ...]
     """The same of int8, and of int4, where these gain more than `best`."""
+    micro_batch_s: float | None = None
+    """Seconds for which a micro-batch computes; None: not known."""
+
+    def typed(self, flags: Sequence[str]) -> tuple[str, ...]:
+        """The words that a user types for these arguments."""
+        on_hosts = not self.network.servers.extra
+        return self.training.program.typed(flags, on_hosts=on_hosts)
+
+    def name(self, row: Row) -> str:
+        """The words of a row, or what it is."""
+        if row.compared:
+            return "FP8 over NCCL"
+        return " ".join(self.typed(row.flags)) or f"plain {self.training.program.name}, as it is"
+
+    def step_gain(self, row: Row) -> float:
+        """Gain of a whole step over the best plain row's; of its communication, where it is not
+        known for how long a micro-batch computes."""
+        if self.micro_batch_s is None:
+            return row.gain
+        compute = self.micro_batch_s
+        return self.plain.step_seconds(compute) / row.step_seconds(compute)
 
     def changes(self, row: Row) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The arguments to add and to drop for a row.
+        """The words to add, and the arguments to drop, for a row.
 
         ``--use-dpu-reduce`` is not dropped for a plain row: it leaves such buckets to NCCL.
         """
@@ -100,7 +127,8 @@ class Forecast:
         drop = has.difference(row.flags)
         if row.plain:
             drop &= {arguments.OPTIMIZER}
-        return tuple(flag for flag in row.flags if flag not in has), tuple(sorted(drop))
+        add = [flag for flag in row.flags if flag not in has]
+        return self.typed(add), tuple(sorted(drop))
 
     def by_servers(self) -> list[Row]:
         """The best row through servers that loses no bits, with int8, and with int4."""
@@ -134,11 +162,12 @@ def forecast(
     if (hosts := arguments.instances_for_hosts(base)) is not None:
         local = replace(base, instances=hosts)
         rows += found.through_servers(local, f"{arguments.INSTANCES} {hosts}")
-    kept = replace(base, updated=True, sharded=False, instances=1, by_layer=base.sharded)
-    rows += [
-        replace(row, refused=optimizer_refused)
-        for row in found.through_servers(kept, arguments.OPTIMIZER)
-    ]
+    if training.program is arguments.MEGATRON:
+        kept = replace(base, updated=True, sharded=False, instances=1, by_layer=base.sharded)
+        rows += [
+            replace(row, refused=optimizer_refused)
+            for row in found.through_servers(kept, arguments.OPTIMIZER)
+        ]
     best_plain = min(plain, key=lambda row: (round(row.seconds / _time(plain[0]), 6), row.flags))
     rows = [
         replace(row, gain=_over(best_plain, row), over_now=_over(plain[0], row)) for row in rows
@@ -150,7 +179,17 @@ def forecast(
     ]
     shown = tuple(row for row in rows if row not in slow)
     fastest = next(row for row in shown if row.plain and row.flags == best_plain.flags)
-    return _chosen(training, found.network, shown, fastest)
+    micro_batch_s = where.micro_batch_s if isinstance(where, Machines) else None
+    first = Forecast(
+        training=training,
+        network=found.network,
+        rows=shown,
+        plain=fastest,
+        best=fastest,
+        few_bits=(),
+        micro_batch_s=micro_batch_s,
+    )
+    return _chosen(first)
 
 
 def _time(row: Row) -> float:
@@ -161,15 +200,12 @@ def _over(first: Row, row: Row) -> float:
     return first.seconds / row.seconds if row.seconds else 1.0
 
 
-def _chosen(training: Training, network: Network, rows: tuple[Row, ...], plain: Row) -> Forecast:
-    found = Forecast(
-        training=training, network=network, rows=rows, plain=plain, best=plain, few_bits=()
-    )
-    exact = [row for row in rows if not (row.refused or row.compared or row.loses)]
-    best = _shortest(found, exact)
-    if best.gain < WORTH_IT and best.through_servers and not training.used:
+def _chosen(found: Forecast) -> Forecast:
+    exact = [row for row in found.rows if not (row.refused or row.compared or row.loses)]
+    best, gain = _shortest(found, exact), found.step_gain
+    if gain(best) < WORTH_IT and best.through_servers and not found.training.used:
         best = _shortest(found, [row for row in exact if not row.through_servers])
-    few = [row for row in found.by_servers() if row.loses and row.gain >= WORTH_IT * best.gain]
+    few = [row for row in found.by_servers() if row.loses and gain(row) >= WORTH_IT * gain(best)]
     return replace(found, best=best, few_bits=tuple(few))
 
 
@@ -273,9 +309,9 @@ class _Rows:
             server=server + (share * network.servers.per_machine if network.servers.extra else 0),
         )
         flow = max(flows.values(), key=lambda one: one.pushed, default=Flow(pushed=0, pulled=0))
-        push_seconds = self._push_seconds(pushes, flow, share, training.wire)
+        push_seconds, limit = self._push_seconds(pushes, flow, share, training.wire)
         others = [Load(host=_most(one)) for one in (collective, gathered)]
-        seconds = sum(network.seconds(routing.COLLECTIVE, one) for one in others)
+        reduced, after = (network.seconds(routing.COLLECTIVE, one) for one in others)
         return Row(
             flags=flags,
             wire=training.wire,
@@ -286,7 +322,9 @@ class _Rows:
             flow=flow,
             through_servers=tuple(dict.fromkeys(through)),
             push_seconds=push_seconds,
-            seconds=seconds + push_seconds,
+            limit=limit,
+            parameter_seconds=after,
+            seconds=reduced + push_seconds + after,
         )
 
     def _copied(self, training: Training) -> float:
@@ -295,21 +333,17 @@ class _Rows:
             return 0.0
         return 4.0 if training.wire in FEW_BITS else _wire_bytes(training)
 
-    def _push_seconds(self, load: Load, flow: Flow, share: float, wire: str | None) -> float:
-        """Time of the NICs, or of the cores where these are the limit."""
+    def _push_seconds(
+        self, load: Load, flow: Flow, copied: float, wire: str | None
+    ) -> tuple[float, str]:
+        """Time of the NICs, or of what takes longer, with its name."""
         seconds = self.network.seconds(routing.FLAT, load)
         if self._machines is None or not flow.pushed:
-            return seconds
-        machines, servers = self._machines, self.network.servers
-        busy = machines.busy(servers, flow.pushed, flow.pulled, add_rate_of(machines, wire))
-        copies = 0.0 if machines.transport == "rdma" else 2 * share / machines.core_rate
-        host = busy.host + copies * servers.local
-        own = busy.server + (copies * servers.per_machine if servers.extra else 0.0)
-        return max(
-            seconds,
-            host / (machines.worker_cores - OTHER_CORES),
-            own / (machines.server_cores - OTHER_CORES),
-        )
+            return seconds, ""
+        rate = add_rate_of(self._machines, wire)
+        limits = self._machines.limits(self.network.servers, flow.pushed, flow.pulled, rate, copied)
+        most = max(limits, key=lambda name: limits[name])
+        return (limits[most], most) if limits[most] > seconds else (seconds, "")
 
 
 def add_rate_of(machines: Machines, wire: str | None) -> float:

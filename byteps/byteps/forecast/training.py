@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from byteps.routing import per_host
 
@@ -12,11 +12,58 @@ USE, WIRE = "--use-dpu-reduce", "--dpu-reduce-wire-dtype"
 OPTIMIZER = "--dpu-optimizer"
 SHARDED, INSTANCES = "--use-distributed-optimizer", "--num-distributed-optimizer-instances"
 HALF = "--grad-reduce-in-bf16"
+PRESET = "--dpu-preset"
+OWN_HOSTS = f"{PRESET} own-hosts"
+"""Stands for `USE`, `OPTIMIZER` and int8; another `WIRE` next to it wins."""
 
 FEW_BITS = {"int8": 130 / 128, "int4": 66 / 128}
 """Bytes of a value in blocks of 128, which have one scale of 16 bits."""
 WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, **FEW_BITS}
 """Bytes of a value by the type in which it travels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What trains, and how a user types the arguments that a forecast compares."""
+
+    name: str
+    script: str
+    """Stands for the user's script and its arguments."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What it has instead of Megatron's arguments; empty: it is Megatron."""
+
+    def typed(self, flags: Collection[str], *, on_hosts: bool) -> tuple[str, ...]:
+        """The words that a user types for these arguments.
+
+        Args:
+            on_hosts: all servers are on the workers' hosts.
+        """
+        if self.variables:
+            return tuple(self.variables[flag] for flag in flags)
+        wire = next((flag for flag in flags if flag.split()[0] == WIRE), "").removeprefix(WIRE)
+        if not (on_hosts and OPTIMIZER in flags and wire.strip() in FEW_BITS):
+            return tuple(flags)
+        stood_for = (USE, OPTIMIZER, f"{WIRE} int8")
+        return (OWN_HOSTS, *(flag for flag in flags if flag not in stood_for))
+
+    def line(self, launcher: str, words: Collection[str]) -> str:
+        """A launch line with these words."""
+        words = " ".join(words)
+        after = f"{launcher} ... {self.script}"
+        return f"{words} {after}" if self.variables else f"{after} {words}"
+
+
+MEGATRON = Program(name="Megatron", script="pretrain_gpt.py ...")
+DDP = Program(
+    name="DDP",
+    script="train.py",
+    variables={
+        USE: "BYTEPS_C10D=1",
+        **{f"{WIRE} {wire}": f"BYTEPS_C10D_WIRE_DTYPE={wire}" for wire in ("bf16", *FEW_BITS)},
+        HALF: "bf16_compress_hook",
+    },
+)
+"""DistributedDataParallel, and what else all-reduces gradients, such as HSDP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +112,7 @@ class Training:
     """The job has `USE`."""
     by_layer: bool = False
     """With the optimizer on the servers: parameters that are left to ranks are gathered."""
+    program: Program = MEGATRON
     missing_overlaps: tuple[str, ...] = ()
     """Megatron's flags that hide communication, and that the job does not have."""
 

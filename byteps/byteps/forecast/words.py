@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from byteps.cost_model import Servers
-from byteps.forecast.machines import GBPS
+from byteps.cost_model import TCP_GBPS, Servers
+from byteps.forecast.machines import GBPS, Machines
 from byteps.forecast.rows import WORTH_IT, Forecast, Row
 from byteps.forecast.training import FEW_BITS
 from byteps.routing import Network
@@ -29,14 +29,17 @@ def answer(found: Forecast) -> str:
 
 def _exact(found: Forecast) -> str:
     best, change = found.best, _change(found, found.best)
+    plain = f"plain {found.training.program.name}"
     if best.through_servers:
-        gain = f"{best.gain:.2f} x as fast as plain Megatron at its best"
+        gain = f"{best.gain:.2f} x as fast as {plain} at its best"
         return f"{change} ({gain})" if change else f"change nothing: what runs is {gain}"
     if change and best.flags:
-        return f"{change} ({best.over_now:.2f} x, by plain Megatron's own flags; servers add less)"
+        return f"{change} ({best.over_now:.2f} x, by {plain} alone; servers add less)"
     if change:
-        return f"{change}: plain Megatron is as fast"
-    return "change nothing: no servers are faster than plain Megatron"
+        return f"{change}: {plain} is as fast"
+    if found.micro_batch_s is not None and any(row.gain >= WORTH_IT for row in found.by_servers()):
+        return "change nothing: what servers would save hides behind a micro-batch"
+    return f"change nothing: no servers are faster than {plain}"
 
 
 def _change(found: Forecast, row: Row) -> str:
@@ -61,7 +64,7 @@ def rates_text(network: Network) -> str:
     """The rates of the links, or how they were measured."""
     if not network.host_rate:
         return "link rates not known (BYTEPS_LINK_GBPS): bytes are compared"
-    if network.collective_rate:
+    if network.collective_rate and network.measured_bytes:
         return (
             f"measured with {network.measured_bytes / 1e6:.1f} MB: over a host's NIC "
             f"{network.host_rate / GBPS:.3g} Gbit/s through servers, "
@@ -73,29 +76,62 @@ def rates_text(network: Network) -> str:
     return text
 
 
-def break_even(found: Forecast, micro_batch_s: float | None = None) -> str:
-    """Computing time of a step up to which servers are worth it; empty: they are not at all.
-
-    Args:
-        micro_batch_s: for which a micro-batch computes; None: not known.
-    """
+def break_even(found: Forecast) -> str:
+    """Computing time of a step up to which servers are worth it; empty: they are not at all."""
     rows = (found.best, *found.few_bits)
     row = next((row for row in rows if row.through_servers), None)
     if row is None or row.gain < WORTH_IT or not found.network.host_rate:
-        return ""
+        return _hidden(found)
     plain, most = found.plain.seconds, found.plain.seconds - WORTH_IT * row.seconds
+    batches = ""
+    if (each := found.micro_batch_s) is not None:
+        batches = f": {int(most / (WORTH_IT - 1) / each)} micro-batches of {1e3 * each:g} ms"
     return (
         "Gradients travel once a step, however many micro-batches it accumulates: "
-        f"{' '.join(row.flags)} saves {plain - row.seconds:.3g} s of it. If nothing overlaps, the "
-        f"whole step is {WORTH_IT} x as fast or more where it computes for at most "
-        f"{most / (WORTH_IT - 1):.3g} s{_batches(most / (WORTH_IT - 1), micro_batch_s)}."
+        f"{' '.join(found.typed(row.flags))} saves {plain - row.seconds:.3g} s of it. If nothing "
+        f"overlaps, the whole step is {WORTH_IT} x as fast or more where it computes for at most "
+        f"{most / (WORTH_IT - 1):.3g} s{batches}. {_hidden(found)}"
     )
 
 
-def _batches(seconds: float, micro_batch_s: float | None) -> str:
-    if micro_batch_s is None:
+def _hidden(found: Forecast) -> str:
+    """The computing time of a micro-batch behind which plain training hides what it sends."""
+    if not (found.network.host_rate and found.training.crossing):
         return ""
-    return f": {int(seconds / micro_batch_s)} micro-batches of {1e3 * micro_batch_s:g} ms"
+    row, name = found.plain, found.training.program.name
+    if (each := found.micro_batch_s) is not None:
+        left = row.step_seconds(each) - each
+        return (
+            f"Behind a micro-batch of {1e3 * each:g} ms plain {name}'s overlaps hide "
+            f"{row.seconds - left:.3g} of {row.seconds:.3g} s."
+        )
+    enough = max(1.5 * (row.seconds - row.parameter_seconds), 3 * row.parameter_seconds)
+    return (
+        f"Where a micro-batch computes for {enough:.3g} s or more, plain {name}'s overlaps hide "
+        "all of it, and nothing is gained."
+    )
+
+
+def limit_text(found: Forecast, machines: Machines) -> str:
+    """Says what keeps servers from gaining by few bits; empty: nothing does, or the links."""
+    rows = [row for row in found.by_servers() if row.wire in FEW_BITS]
+    if found.few_bits or found.best.through_servers or not rows:
+        return ""
+    if machines.outruns_tcp:
+        return (
+            f"TCP is counted with {TCP_GBPS:g} Gbit/s of a machine, the fastest that was measured. "
+            "Over RDMA (--transport rdma) the NIC moves the bytes."
+        )
+    row = rows[0]
+    limits = {
+        "cores": f"the {machines.network_cores:g} cores of a host that servers may take "
+        "(--worker-cores)",
+        "memory": f"the memory of a machine at {machines.memory_rate / 1e9:g} GB/s (--memory-gbs)",
+    }
+    if row.limit not in limits:
+        return ""
+    words = " ".join(found.typed(row.flags))
+    return f"{words} would need {1e3 * row.seconds:,.1f} ms, for {limits[row.limit]}."
 
 
 def size_text(nbytes: float) -> str:
@@ -115,11 +151,11 @@ def table(found: Forecast) -> str:
     ]
     for row in found.rows:
         if row.refused:
-            rows.append((row.name, f"refused: {row.refused}", "", "", "", "", "", "", ""))
+            rows.append((found.name(row), f"refused: {row.refused}", "", "", "", "", "", "", ""))
             continue
         rows.append(
             (
-                row.name,
+                found.name(row),
                 " and ".join(row.through_servers) or "nothing",
                 size_text(row.gradients),
                 size_text(row.parameters) if row.parameters else "-",
@@ -142,10 +178,11 @@ def table(found: Forecast) -> str:
 
 def note(found: Forecast, row: Row) -> str:
     """Remark on a row's gain."""
+    name = found.training.program.name
     if row.compared:
-        return f"for comparison: not in Megatron; loss {row.loss}"
+        return f"for comparison: not in {name}; loss {row.loss}"
     if row.plain:
-        return "plain Megatron at its best" if row == found.plain else "plain Megatron"
+        return f"plain {name} at its best" if row == found.plain else f"plain {name}"
     if not row.through_servers:
         return "gain of plain flags" if row.over_now > 1.005 else "left to NCCL"
     return f"{'few bits; ' * row.loses}loss {row.loss}" if row.loss else ""

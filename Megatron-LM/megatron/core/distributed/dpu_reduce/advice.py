@@ -135,7 +135,7 @@ def brief(found: Forecast) -> str:
             f"{forecast.rates_text(found.network)}",
             "dpu_reduce: at best, over plain Megatron at its best "
             f"({' '.join(found.plain.flags) or 'as it is'}): "
-            + ", ".join(_gain(row) for row in sorted(rows, key=lambda row: row.compared)),
+            + ", ".join(_gain(found, row) for row in sorted(rows, key=lambda row: row.compared)),
             f"dpu_reduce: {forecast.answer(found)}",
         )
     )
@@ -147,8 +147,8 @@ def _bytes(row: Row) -> str:
     return f"{text(row.gradients)} of gradients{parameters}"
 
 
-def _gain(row: Row) -> str:
-    flags = row.name if row.compared else " ".join(row.flags[1:]) or row.flags[0]
+def _gain(found: Forecast, row: Row) -> str:
+    flags = found.name(row).removeprefix("--use-dpu-reduce ")
     loss = f" (loss {row.loss})" if row.loss else ""
     return f"{flags} " + ("refused" if row.refused else f"{row.gain:.2f} x{loss}")
 

@@ -29,6 +29,7 @@ from byteps.forecast import (
     answer,
     break_even,
     forecast,
+    limit_text,
     servers_text,
     table,
 )
@@ -154,7 +155,7 @@ def kinds_of(
     return (dense, Kind(name="expert", groups=groups, elements=held.expert, left=left))
 
 
-def render(verdict: Verdict, machines: Machines, micro_batch_s: float | None = None) -> str:
+def render(verdict: Verdict, machines: Machines) -> str:
     """Format the verdict as text."""
     lines = []
     for flag, refused in (
@@ -189,7 +190,7 @@ def render(verdict: Verdict, machines: Machines, micro_batch_s: float | None = N
         "how many times as fast as plain Megatron at its best, and as plain Megatron as it is now:",
         table(verdict.forecast),
         "",
-        *filter(None, [break_even(verdict.forecast, micro_batch_s)]),
+        *filter(None, [break_even(verdict.forecast), limit_text(verdict.forecast, machines)]),
         f"Answer: {answer(verdict.forecast)}",
     ]
     return "\n".join(lines)
@@ -238,7 +239,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(render(verdict, machines, sizing.micro_batch_of(options)))
+    print(render(verdict, machines))
     return 1 if verdict.refused else 0
 
 
