@@ -1,0 +1,48 @@
+"""The workflows of GitHub run what this repository has, with no more rights than they need."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS: dict[str, dict[Any, Any]] = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in sorted((ROOT / ".github/workflows").glob("*.yml"))
+}
+
+
+def commands(name: str) -> list[str]:
+    jobs = WORKFLOWS[name]["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_runs_what_is_there(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    text = "\n".join(commands(name))
+    assert text
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
+    for script in re.findall(r"(?:scripts|\.ci)/[\w.]+", text):
+        assert (ROOT / script).is_file(), script
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_has_few_rights_and_an_end(name: str) -> None:
+    workflow = WORKFLOWS[name]
+    wanted = "write" if name == "docs" else "read"  # it pushes the branch of the pages
+    assert workflow["permissions"] == {"contents": wanted}
+    for job in workflow["jobs"].values():
+        used = [step["uses"] for step in job["steps"] if "uses" in step]
+        assert all(re.fullmatch(r"actions/[\w-]+@v\d+", one) for one in used), used
+        assert "timeout-minutes" in job or "outputs" in job
+
+
+def test_checks_tests_and_wheels_are_among_them() -> None:
+    assert commands("check") == ["make check"]
+    assert "make test" in commands("test")
+    assert commands("release") == ['make release ARGS="--images none"']
