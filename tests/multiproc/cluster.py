@@ -1,8 +1,5 @@
-"""A BytePS cluster on this machine for one test: scheduler, servers and workers.
-
-Every process writes a log into the test's folder, listens on ports that the kernel chose, is waited
-for with a deadline, and is ended, by its pid, when the test is over.
-"""
+"""Every process writes a log to the test's folder, listens on ports chosen by the kernel, is waited
+for with a deadline, and is ended by its pid after the test."""
 
 from __future__ import annotations
 
@@ -26,41 +23,41 @@ REPOSITORY = HERE.parents[1]
 
 LOOPBACK = "127.0.0.1"
 SERVER_VARIABLE = "MEGATRON_BYTEPS_TEST_SERVER"
-# Bounds against hangs alone: a busy machine with two cores must meet them, and one whose CPU
-# is emulated.
+# Limits only against hangs: a busy machine with two cores, or an emulated CPU, must meet them.
 START_S = 150.0
 RUN_S = 400.0
 IMPORT_S = 500.0
-"""Of torch, which takes more than a minute on an emulated CPU."""
+"""Limit for the import of torch, which takes more than a minute on an emulated CPU."""
 END_S = 150.0
 
 _OURS = ("DMLC_", "BYTEPS_", "TORCHELASTIC_")
 
 SECRET = secrets.token_hex(32)
-"""Of every job of this session of tests."""
+"""Secret of every job in this test session."""
 
 
 def server_executable() -> str:
-    """The installed one, or what this variable names: one that a sanitizer watches."""
+    """Return the installed byteps-server, or the one in this variable (built with a sanitizer)."""
     if os.environ.get(SERVER_VARIABLE):
         return os.environ[SERVER_VARIABLE]
     return children.server_executable()
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """This process's environment without anything that configures a job, but for its secret."""
+    """Return this process's environment without variables that configure a job, except the
+    secret."""
     env = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_OURS) and name not in LAUNCHER_VARIABLES
     }
-    # One thread each: the processes of a cluster share few cores.
+    # One thread per process: the processes of a cluster share few cores.
     plain = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     return {**env, **plain, "BYTEPS_SECRET": SECRET}
 
 
 class Process(Protocol):
-    """A process of a test, whatever its parent."""
+    """A process of a test, with any parent."""
 
     title: str
     pid: int
@@ -75,7 +72,7 @@ class Process(Protocol):
 
 
 class Nursed:
-    """A worker, forked by the nursery."""
+    """A worker forked by the nursery."""
 
     def __init__(self, title: str, log: Path) -> None:
         self.title = title
@@ -92,12 +89,12 @@ class Nursed:
         return self.status
 
     def send(self, number: signal.Signals) -> None:
-        # The nursery reaps it: between its end and our hearing of it the pid is not yet reused.
+        # Safe: the nursery reaps it, so its pid is not reused before its end is reported here.
         if self.running:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it by force; wait for it."""
+        """Kill it and wait for its end."""
         self.send(signal.SIGKILL)
         self.wait(END_S)
 
@@ -159,7 +156,7 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
-        if not worker.started.wait(IMPORT_S):  # the first one waits for the import of torch
+        if not worker.started.wait(IMPORT_S):  # The first fork waits for the import of torch.
             raise Late(f"the nursery did not start {title}:\n{last_lines(self._log)}")
         return worker
 
@@ -178,8 +175,8 @@ class Nursery:
 class Cluster:
     """`workers` workers and `servers` servers around one scheduler; a context manager.
 
-    All listen at ``host``, an address of this machine. Workers are forked by the nursery; without
-    one, something else starts them.
+    All listen on ``host``, an address of this machine. The nursery forks workers; without a nursery
+    the test starts them in another way.
     """
 
     def __init__(
@@ -223,7 +220,7 @@ class Cluster:
         return self._scheduler
 
     def set_env(self, env: Mapping[str, str]) -> None:
-        """For the processes that start from now on, in addition to what was set before."""
+        """Add variables for processes that start from now on."""
         self._env.update(env)
 
     def node_environment(self) -> dict[str, str]:
@@ -244,7 +241,7 @@ class Cluster:
         return started
 
     def start_server(self) -> Spawned:
-        """Its address is in the file ``server N.port`` once the job is complete."""
+        """Start a server. Its address is in the file ``server N.port`` once the job is complete."""
         title = f"server {len(self.servers)}"
         port_file = str(self.folder / f"{title}.port")
         command = [server_executable(), "--role", "server", "--port-file", port_file]
@@ -253,7 +250,7 @@ class Cluster:
         return server
 
     def start_nodes(self) -> None:
-        """The scheduler and all servers."""
+        """Start the scheduler and all servers."""
         self.start_scheduler()
         for _ in range(self.servers_wanted):
             self.start_server()
@@ -268,7 +265,8 @@ class Cluster:
         env: Mapping[str, str | None] | None = None,
         **args: Any,
     ) -> Nursed:
-        """Run `programs.<module>:<function>` as the worker of this rank; None in `env` unsets."""
+        """Run `programs.<module>:<function>` as the worker of this rank; None in `env` unsets a
+        variable."""
         size = str(world_size if world_size is not None else self.workers_wanted)
         ranks = {"RANK": str(rank), "WORLD_SIZE": size}
         local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
@@ -281,17 +279,17 @@ class Cluster:
         return worker
 
     def start(self, program: str, **args: Any) -> list[Nursed]:
-        """Everything: the scheduler, all servers and all workers."""
+        """Start the scheduler, all servers and all workers."""
         self.start_nodes()
         return [self.start_worker(rank, program, **args) for rank in range(self.workers_wanted)]
 
     def run(self, program: str, timeout_s: float = RUN_S, **args: Any) -> None:
-        """Start everything, and demand that every check passes and every process ends with 0."""
+        """Start everything; require that every check passes and every process exits with 0."""
         self.start(program, **args)
         self.finish(timeout_s)
 
     def finish(self, timeout_s: float = RUN_S) -> None:
-        """Wait for the workers, then the others; demand exit status 0 and no failed check."""
+        """Wait for the workers, then the others; require exit status 0 and no failed check."""
         wait_all(self.workers.values(), timeout_s)
         self.demand_checks()
         bad = {w.title: w.status for w in self.workers.values() if w.status != 0}
@@ -302,8 +300,8 @@ class Cluster:
         assert not bad, f"exit status: {bad}"
 
     def finish_with(self, workers: Iterable[Nursed], lost: Sequence[Spawned] = ()) -> None:
-        """These workers end well, whatever became of others, and so do the scheduler and all
-        servers but the lost ones."""
+        """Require that these workers, the scheduler and all servers except the lost ones
+        end well."""
         for worker in workers:
             assert worker.wait(RUN_S) == 0, worker.text[-3000:]
         self.demand_checks()
@@ -321,17 +319,18 @@ class Cluster:
         assert not failed, f"{len(failed)} failed checks\n" + "\n".join(failed[:40])
 
     def wait_mark(self, name: str, ranks: Iterable[int], timeout_s: float = START_S) -> None:
-        """Wait until the workers of these ranks called job.mark(name)."""
+        """Wait until the workers of these ranks have called job.mark(name)."""
         for rank in ranks:
             wait_for_file(self.folder / f"mark.{name}.{rank}", timeout_s, self.workers.values())
 
     def go(self, name: str) -> None:
-        """Let workers that called job.wait_go(name) go on."""
+        """Let workers that called job.wait_go(name) continue."""
         (self.folder / f"go.{name}").touch()
 
 
 def wait_for_file(path: Path, timeout_s: float, alive: Iterable[Process] = ()) -> str:
-    """Its text, once it is there; fails early when a process that should write it has ended."""
+    """Wait for a file and return its text; fails early if a process that should write it
+    has ended."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         dead = [process for process in alive if not process.running]
@@ -345,7 +344,7 @@ def wait_for_file(path: Path, timeout_s: float, alive: Iterable[Process] = ()) -
 
 
 def wait_all(processes: Iterable[Process], timeout_s: float) -> None:
-    """Wait for each, all within one deadline; names every process that is late."""
+    """Wait for all within one deadline; names every process that is late."""
     deadline = time.monotonic() + timeout_s
     late = []
     for process in processes:
@@ -358,7 +357,7 @@ def wait_all(processes: Iterable[Process], timeout_s: float) -> None:
 
 
 def stop(process: Process) -> None:
-    """Send SIGSTOP and wait until each thread stands still: kill() returns before they do."""
+    """Send SIGSTOP and wait until every thread has stopped: kill() returns earlier."""
     process.send(signal.SIGSTOP)
     deadline = time.monotonic() + END_S
     while not _stopped(process.pid):
@@ -368,19 +367,20 @@ def stop(process: Process) -> None:
 
 
 def _stopped(pid: int) -> bool:
-    """Whether no thread of it runs, as far as /proc shows. False where there is no such process."""
+    """Return whether all its threads have stopped, according to /proc. False if there is no such
+    process."""
     states = []
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
         try:
-            # The name, in brackets, may hold anything.
+            # The name, in brackets, may contain any character.
             states.append(task.read_text().rpartition(")")[2].split()[0])
         except (FileNotFoundError, ProcessLookupError):
-            continue  # a thread that has ended meanwhile
+            continue  # The thread has ended meanwhile.
     return bool(states) and all(state in "TtZX" for state in states)
 
 
 def processes_with(variable: str, value: str) -> dict[int, str]:
-    """Pids, with their command lines, of the processes that have this in their environment."""
+    """Return pids and command lines of the processes with this environment variable."""
     wanted = f"{variable}={value}".encode()
     found = {}
     for folder in Path("/proc").iterdir():
@@ -389,7 +389,7 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
         try:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if command:  # a process that has ended but was not waited for has none
+                if command:  # Zombies have no command line.
                     found[int(folder.name)] = command
         except OSError:
             continue
@@ -397,12 +397,12 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that all threads of a process have used."""
+    """Return the CPU time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process holds."""
+    """Return a process's resident memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

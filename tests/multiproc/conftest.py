@@ -1,4 +1,4 @@
-"""Fixtures of tests that start a cluster, wherever they lie: others import them from here."""
+"""Fixtures of tests that start a cluster; tests in other folders import them from here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.multiproc.cluster import Cluster, Nursery
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """One for the session: its start pays for the import of torch."""
+    """The nursery of the session, so that torch is imported only once."""
     made = Nursery(tmp_path_factory.mktemp("nursery"))
     yield made
     made.close()
@@ -22,7 +22,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @contextmanager
 def cluster_maker(folder: Path, nursery: Nursery) -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters, each in a folder of its own, that end with the context."""
+    """Create clusters, each in its own folder, that end with the context."""
     with ExitStack() as stack:
         made = 0
 
@@ -37,6 +37,6 @@ def cluster_maker(folder: Path, nursery: Nursery) -> Iterator[Callable[..., Clus
 
 @pytest.fixture
 def make_cluster(run_dir: Path, nursery: Nursery) -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters that end with the test."""
+    """Create clusters that end with the test."""
     with cluster_maker(run_dir, nursery) as make:
         yield make

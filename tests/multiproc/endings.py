@@ -1,6 +1,5 @@
-"""What tests do to a cluster and await of it: lost processes and connections, spares, and ends
-in time with an error that says why.
-"""
+"""Helpers that break a cluster (lost processes and connections, spares) and check that it ends in
+time, with an error that has the reason."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from tests.multiproc.cluster import (
 def start_looping(
     make: Callable[..., Cluster], env: Mapping[str, str], *, workers: int, servers: int
 ) -> Cluster:
-    """A cluster in which every worker is at work, sum after sum, until something ends it."""
+    """Start a cluster whose workers sum in a loop until something ends them."""
     cluster = make(workers=workers, servers=servers, env=env)
     cluster.start("failures:loop")
     cluster.wait_mark("looping", range(workers))
@@ -39,8 +38,8 @@ def start_looping(
 
 
 def lose(cluster: Cluster, lost: str) -> list[Nursed]:
-    """Kill the second worker, the first server or the scheduler; return the workers that were not
-    killed, once they have ended."""
+    """Kill the second worker, the first server or the scheduler; return the surviving workers once
+    they have ended."""
     workers = list(cluster.workers.values())
     victims: dict[str, Process] = {
         "worker": workers[1],
@@ -54,16 +53,16 @@ def lose(cluster: Cluster, lost: str) -> list[Nursed]:
 
 
 _LEAKS = re.compile(r"^nanobind: leaked .*?/refleaks\.html$", re.MULTILINE | re.DOTALL)
-"""Report, after a traceback, of what Triton has not freed when Python ends by an error."""
+"""Report that follows a traceback, about objects of Triton that were not freed."""
 
 
 def last_words(worker: Nursed) -> str:
-    """Output of the worker, up to the last line of its traceback."""
+    """Return the worker's output up to the last line of its traceback."""
     return _LEAKS.sub("", worker.text).rstrip()
 
 
 def error_of(worker: Nursed) -> str:
-    """The last error that the worker raised: the line after its traceback."""
+    """Return the worker's last error: the line after its traceback."""
     return re.split(r"^[\w.]+Error:", last_words(worker), flags=re.MULTILINE)[-1].strip()
 
 
@@ -77,14 +76,14 @@ def demand_error(worker: Nursed, *patterns: str) -> None:
 
 
 def demand_failed(node: Spawned, *patterns: str) -> None:
-    """A scheduler or server ends with 1 and says why on stderr."""
+    """Require that a scheduler or server exits with 1 and has the reason on stderr."""
     assert node.wait(END_S) == 1, node.text
     for pattern in patterns:
         assert re.search(pattern, node.text), f"{node.title}: {pattern!r} is not in {node.text!r}"
 
 
 def wait_for_text(node: Spawned, pattern: str) -> None:
-    """Wait until the node's log has a line with the pattern (a regex)."""
+    """Wait until the node's log has a line that matches the pattern (a regex)."""
     deadline = time.monotonic() + END_S
     while not re.search(pattern, node.text):
         assert time.monotonic() < deadline, f"{pattern!r} is not in {node.text!r}"
@@ -93,17 +92,17 @@ def wait_for_text(node: Spawned, pattern: str) -> None:
 
 
 AT_ONCE = {"BYTEPS_STOP_TIMEOUT_S": "0.5"}
-"""A scheduler or server that is told to end waits no longer for its workers."""
+"""Setting with which a scheduler or server does not wait for its workers after SIGTERM."""
 
 
-# Jobs with a server that waits for the place of one that is lost.
+# Jobs with a spare server for a lost one.
 
 
 WAIT = {"BYTEPS_REPLACE_SERVERS_S": "60"}
 
 
 def wait_done(cluster: Cluster, step: int) -> None:
-    """Until worker 0 has made so many steps."""
+    """Wait until worker 0 has made this many steps."""
     workers = list(cluster.workers.values())
     path = cluster.folder / "done.0"
     wait_for_file(path, IMPORT_S, workers)
@@ -122,7 +121,7 @@ def wait_for_count(node: Process, text: str, times: int = 1) -> None:
 
 
 def start_with_spare(cluster: Cluster, **args: object) -> list[Nursed]:
-    """A spare comes once the others have their places."""
+    """Start a cluster, and a spare server once the others have their places."""
     workers = cluster.start("lost_servers:train", **args)
     wait_done(cluster, 1)
     wait_for_count(cluster.start_server(), "waiting for the place of a server")
@@ -134,14 +133,14 @@ COPIED = "has a copy of this server's state"
 
 
 def await_copies(cluster: Cluster) -> None:
-    """Servers have each other's state, and a spare comes."""
+    """Wait until servers have copies of each other's state, then start a spare."""
     wait_done(cluster, 1)
     for server in cluster.servers:
         wait_for_count(server, COPIED)
     wait_for_count(cluster.start_server(), "waiting for the place of a server")
 
 
-# Jobs whose scheduler dies, and another one goes on.
+# Jobs whose scheduler dies and is replaced.
 
 
 RETURNS = {"BYTEPS_SCHEDULER_RETURN_S": "120"}
@@ -154,19 +153,19 @@ def kill_scheduler(cluster: Cluster) -> None:
 
 
 def others(cluster: Cluster) -> list[Process]:
-    """All nodes but the scheduler."""
+    """Return all nodes except the scheduler."""
     return [*cluster.workers.values(), *cluster.servers]
 
 
 def replace_scheduler(cluster: Cluster, number: int, step: int) -> None:
-    """Kill the scheduler, for the `number`-th time, while workers hold at `step`; the next one
-    comes while they hold ten steps later, and they go on."""
+    """Kill the scheduler for the `number`-th time while workers hold at `step`; start the next
+    scheduler while they hold ten steps later, then let them continue."""
     wait_done(cluster, step)
     kill_scheduler(cluster)
     for node in others(cluster):
         wait_for_count(node, "and the job goes on meanwhile", number)
     cluster.go(str(step))
-    wait_done(cluster, step + 10)  # no sum needs it
+    wait_done(cluster, step + 10)  # No sum needs the scheduler.
     cluster.start_scheduler()
     wait_for_count(cluster.scheduler, GOES_ON, number)
     for node in others(cluster):
@@ -174,11 +173,11 @@ def replace_scheduler(cluster: Cluster, number: int, step: int) -> None:
     cluster.go(str(step + 10))
 
 
-# The TCP sockets of another process, and their breaking as the network would break them.
+# TCP sockets of another process, and ways to break them as a network would.
 
 
 _PIDFD_GETFD = 438
-"""The number of the system call, on x86-64 and arm64."""
+"""Number of the system call on x86-64 and arm64."""
 _ESTABLISHED = "01"
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -188,13 +187,13 @@ class Socket:
     pid: int
     fd: int
     local: int
-    """Its port."""
+    """Local port."""
     remote: int
 
     def reset(self) -> None:
-        """Both ends find their connection reset, as by a firewall that has forgotten it.
+        """Reset the connection at both ends, like a firewall that has dropped its state.
 
-        To disconnect a socket sends a reset at once, and leaves the descriptor to its owner.
+        Disconnecting a socket sends a reset at once, and leaves the descriptor open in its owner.
         """
         with self._taken() as taken:
             unspecified = struct.pack("=H14x", socket.AF_UNSPEC)
@@ -203,17 +202,17 @@ class Socket:
                 raise OSError(error, f"disconnecting: {os.strerror(error)}")
 
     def close(self) -> None:
-        """Both ends read that the other has closed, as by a proxy that ends."""
+        """Close the connection for both ends, like a proxy that ends."""
         with self._taken() as taken:
             taken.shutdown(socket.SHUT_RDWR)
 
     def insert(self, said: bytes) -> None:
-        """The other end reads this amid what the owner sends it, as if by somebody in between."""
+        """Insert bytes into the stream that the other end reads, like a peer in the middle."""
         with self._taken() as taken:
             taken.send(said, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def waiting(self, most: int) -> bytes:
-        """What has come and the owner has not read; it stays there."""
+        """Return received bytes that the owner has not read, without consuming them."""
         with self._taken() as taken:
             try:
                 return taken.recv(most, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -221,7 +220,7 @@ class Socket:
                 return b""
 
     def _taken(self) -> socket.socket:
-        """The same socket, in this process."""
+        """Duplicate the socket into this process."""
         pidfd = os.pidfd_open(self.pid)
         try:
             copy = _libc.syscall(_PIDFD_GETFD, pidfd, self.fd, 0)
@@ -234,7 +233,7 @@ class Socket:
 
 
 def connections_of(pid: int) -> list[Socket]:
-    """Its TCP sockets that are connected."""
+    """Return its connected TCP sockets."""
     by_inode = {}
     for table in ("tcp", "tcp6"):
         path = Path(f"/proc/{pid}/net/{table}")

@@ -1,8 +1,8 @@
-"""What a process that is not part of a job can say to its nodes, byte for byte; and, as a program,
-such peers by the thousand, which connect to one port again and again and prove nothing.
+"""Messages of an unauthenticated peer, byte for byte; and, as a program, thousands of such peers,
+which repeatedly connect to a port and prove nothing.
 
-The messages follow the description in net/tcp/wire.h and net/link/meta_codec.cc, on purpose not
-the code. The program runs until its standard input closes, and then prints what it did, as JSON.
+The messages follow the description in net/tcp/wire.h and net/link/meta_codec.cc, deliberately not
+the code. The program runs until its stdin closes, then prints its counts as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.multiproc.cluster import END_S, SECRET
 MAGIC = 0x5350424D
 VERSION = 5
 EMPTY = 2**31 - 1
-"""A node id that has not been given yet."""
+"""Node id of a node that has not been assigned one."""
 ADD_NODE, JOB_FAILED = 2, 13
 SERVER, WORKER, SCHEDULER = 0, 1, 2
 CHALLENGE_BYTES, REPLY_BYTES, PROOF_BYTES = 96, 48, 32
@@ -65,22 +65,23 @@ class Hello:
 
 
 def proof(secret: str, who: str, said: bytes) -> bytes:
-    """What shows that `who` ("connects" or "listens") has the secret, after `said` was said."""
+    """Return the proof that `who` ("connects" or "listens") has the secret, after the bytes
+    `said`."""
     key = hmac.digest(secret.encode(), _PURPOSE, "sha256")
     return hmac.digest(key, who.encode() + b"\0" + said, "sha256")
 
 
 class TooLate(Exception):
-    """The node closed the connection, since it did not hear everything in time."""
+    """The node closed the connection because a message was late."""
 
 
 @contextmanager
 def greeted(
     address: tuple[str, int], hello: Hello, secret: str, timeout_s: float = END_S
 ) -> Iterator[tuple[socket.socket, str]]:
-    """A connection that has said hello and proved the secret, and the refusal, or "".
+    """Context with an authenticated connection, and the refusal, or "".
 
-    Connects again when that took too long, as nodes do.
+    Reconnects if authentication took too long, as nodes do.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -95,7 +96,7 @@ def greeted(
 
 
 def answer_to(said: bytes, address: tuple[str, int], timeout_s: float = END_S) -> bytes:
-    """All that the node says to this; it is asked again when it did not hear that in time."""
+    """Return the node's whole answer to these bytes; repeats if they arrived too late."""
     deadline = time.monotonic() + timeout_s
     while True:
         with socket.create_connection(address, timeout=timeout_s) as stranger:
@@ -111,7 +112,7 @@ def answer_to(said: bytes, address: tuple[str, int], timeout_s: float = END_S) -
 
 
 def greet(stranger: socket.socket, hello: Hello, secret: str) -> str:
-    """Say hello and prove the secret, and demand a proof; the refusal, or ""."""
+    """Send hello and a proof, and check the peer's proof; return the refusal, or ""."""
     stranger.sendall(hello.encode())
     challenge = receive(stranger, CHALLENGE_BYTES)
     if text := refusal(challenge + read_refusal(stranger, challenge), CHALLENGE_BYTES):
@@ -124,7 +125,7 @@ def greet(stranger: socket.socket, hello: Hello, secret: str) -> str:
 
 
 def receive(stranger: socket.socket, count: int) -> bytes:
-    """So many bytes; raises TooLate when the other side closes before."""
+    """Receive `count` bytes; raises TooLate if the other side closes earlier."""
     said = stranger.recv(count, socket.MSG_WAITALL)
     if len(said) < count:
         raise TooLate(f"{len(said)} of {count} bytes came")
@@ -137,7 +138,7 @@ def read_refusal(stranger: socket.socket, answer: bytes) -> bytes:
 
 
 def meta(*, command: int = 0, head: int = 0, key: int = 0, body: bytes = b"") -> bytes:
-    """A message's meta with no nodes."""
+    """Encode a message's meta without nodes."""
     fixed = struct.pack("<BBBii", 3, 1, command, head, 0)
     return fixed + struct.pack("<QQII", key, 1, len(body), 0) + body
 
@@ -150,7 +151,7 @@ def frame(packed_meta: bytes, value: bytes | None = None, received: int = 0) -> 
 
 
 def read_all(stranger: socket.socket) -> bytes:
-    """Until the other side closes, as it must within the socket's timeout."""
+    """Read until the other side closes, which must happen within the socket's timeout."""
     said = b""
     while True:
         try:
@@ -163,7 +164,7 @@ def read_all(stranger: socket.socket) -> bytes:
 
 
 def refusal(said: bytes, fixed: int = CHALLENGE_BYTES) -> str:
-    """The reason in an answer of `fixed` bytes and a reason; "" if there is none."""
+    """Return the reason in an answer of `fixed` bytes and a reason; "" if there is none."""
     if len(said) < fixed:
         return ""
     magic, _, length = struct.unpack_from("<IHH", said)
@@ -172,7 +173,7 @@ def refusal(said: bytes, fixed: int = CHALLENGE_BYTES) -> str:
 
 
 def job_of(address: tuple[str, int]) -> int:
-    """The job's number, which the scheduler tells every peer that connects."""
+    """Return the job's number, which the scheduler sends to every peer that connects."""
     deadline = time.monotonic() + END_S
     while True:
         with socket.create_connection(address, timeout=END_S) as stranger:
@@ -183,7 +184,7 @@ def job_of(address: tuple[str, int]) -> int:
                 assert time.monotonic() < deadline, f"{address} closes every connection"
 
 
-# Unauthenticated peers by the thousand: connects to one port again and again, and proves nothing.
+# Thousands of unauthenticated peers: they repeatedly connect to a port and prove nothing.
 
 
 #!/usr/bin/env python3
@@ -191,9 +192,9 @@ def job_of(address: tuple[str, int]) -> int:
 
 TICK_S = 0.01
 BYTE_S = 0.1
-"""A slow peer says a byte so often."""
+"""Interval between two bytes of a slow peer."""
 KINDS = ("silent", "slow", "talking", "endless")
-"""Says nothing; says its hello byte by byte; says hello and no proof; never stops saying junk."""
+"""Sends nothing; sends its hello byte by byte; sends hello and no proof; sends junk endlessly."""
 TIMEOUT_S = 60
 FILES_OF_ITS_OWN = 64
 JUNK = b"\xff" * 65536
@@ -204,19 +205,19 @@ class Plan:
     address: tuple[str, int]
     kind: str = "silent"
     burst: int = 0
-    """Connections that are made at once; the others follow at `rate`."""
+    """Number of initial connections; later ones follow at `rate`."""
     rate: float = 1000.0
     """Connections per second."""
     count: int = 0
-    """Of all; 0: until told to stop."""
+    """Total number of connections; 0: until stopped."""
     sources: int = 0
-    """So many addresses of 127.0.0.0/8 that nobody else has; 0: the one that connections have."""
+    """Number of unused addresses in 127.0.0.0/8 to connect from; 0: the default address."""
     most: int = 12_000
-    """Connections that it keeps open."""
+    """Largest number of open connections."""
 
 
 class Flood:
-    """A process that carries out a plan; a context manager."""
+    """A process that executes a plan; a context manager."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
@@ -234,12 +235,13 @@ class Flood:
         return self
 
     def wait_ready(self) -> None:
-        """Until the burst, or all of a plan that ends, is connected."""
+        """Wait until the burst, or all connections of a finite plan, are connected."""
         assert self._process is not None and self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n", self._log.read_text()
 
     def stop(self) -> dict[str, int]:
-        """How many it `opened`, how many the other end `closed`, how many could not `connect`."""
+        """Stop and return counts: connections `opened`, `closed` by the other end, and failures to
+        `connect`."""
         assert self._process is not None
         said, _ = self._process.communicate(timeout=TIMEOUT_S)
         assert self._process.returncode == 0, self._log.read_text()
@@ -263,7 +265,7 @@ class _Flooder:
         self._plan = plan
         self._epoll = select.epoll()
         self._open: dict[int, socket.socket] = {}
-        # Of slow ones, and of endless ones that have room.
+        # Times for slow peers, and for endless peers with free buffer space.
         self._say_next: collections.deque[tuple[float, int, int]] = collections.deque()
         self._sources = _sources(plan.sources)
         self.done = {"opened": 0, "closed": 0, "connect": 0}
@@ -282,7 +284,7 @@ class _Flooder:
                 print("ready", flush=True)
 
     def _due(self) -> int:
-        """Connections to make now."""
+        """Return the number of connections to make now."""
         plan = self._plan
         since = time.monotonic() - self._began
         due = plan.burst + int(since * plan.rate) - self.done["opened"]
@@ -328,7 +330,7 @@ class _Flooder:
                     self._say_next.append((now + BYTE_S, number, said + 1))
 
     def _serve(self, wait_s: float) -> bool:
-        """False: it was told to stop."""
+        """Handle events; return False after the signal to stop."""
         for number, events in self._epoll.poll(wait_s):
             if number == sys.stdin.fileno():
                 return False
@@ -346,7 +348,7 @@ class _Flooder:
             except BlockingIOError:
                 continue
             except OSError:
-                # The endless one goes on talking for as long as it is let.
+                # An endless peer sends as long as it is allowed to.
                 if self._plan.kind == "endless" and not events & select.EPOLLERR:
                     with contextlib.suppress(OSError):
                         one.send(JUNK)
@@ -380,7 +382,7 @@ def main() -> int:
     flooder = _Flooder(Plan(address=(host, int(port)), **arguments))
     flooder.run()
     print(json.dumps(flooder.done), flush=True)
-    os._exit(0)  # not one close after the other
+    os._exit(0)  # Faster than closing all connections one by one.
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Starts worker processes quickly: imports torch and the engine once, then forks for each request.
 
-Importing torch takes seconds a process, which would be most of the suite's time. A child gets its
-whole environment from the request. One that raises, or is still in its job, ends as any Python
-program does. One that has left its job runs the handlers of its exit and is gone: to take torch's
-modules apart again costs a process more than all that most tests do in it.
+Importing torch takes seconds per process, which would be most of the suite's time. A child gets its
+whole environment from the request. A child that raises, or is still in its job, ends like any
+Python program. A child that has left its job only runs its exit handlers: tearing down torch's
+modules would take longer than most tests.
 
 Requests come as JSON lines on stdin, answers go as JSON lines to stdout:
     {"id", "program": "module:function", "folder", "log", "env", "args"}  ->  {"id", "pid"}
@@ -28,7 +28,7 @@ from typing import Any
 
 from scripts.children import end_with_parent
 
-# torch imports the last one itself, with the first optimizer that somebody makes.
+# torch itself imports the last module with the first optimizer.
 PRELOAD = (
     "torch",
     "torch.distributed.run",
@@ -40,12 +40,12 @@ PRELOAD = (
 
 def die_with_parent(parent: int) -> None:
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # The parent ended before the call.
         os._exit(1)
 
 
 def child(request: dict[str, Any], nursery_pid: int) -> Callable[[], int]:
-    """Make this forked process the one that was asked for; returns its main function."""
+    """Turn this forked process into the requested one; return its main function."""
     die_with_parent(nursery_pid)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -70,7 +70,7 @@ def child(request: dict[str, Any], nursery_pid: int) -> Callable[[], int]:
 
 
 def end_at_once(status: int) -> None:
-    """Wait for the threads, call what was registered for the exit, and leave out the rest."""
+    """Wait for threads and run exit handlers, but skip the rest of the interpreter's shutdown."""
     threading._shutdown()  # type: ignore[attr-defined] # as the interpreter's own end does
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -79,7 +79,7 @@ def end_at_once(status: int) -> None:
 
 
 def serve() -> Callable[[], int] | None:
-    """Answer requests until end of file (None), or, in a child, return what it shall run."""
+    """Answer requests until end of file (None) or, in a child, return the function to run."""
     me = os.getpid()
     out = os.dup(1)
 
@@ -117,7 +117,7 @@ def serve() -> Callable[[], int] | None:
 if __name__ == "__main__":
     for name in PRELOAD:
         importlib.import_module(name)
-    # What is there already is no child's garbage: looking for some would copy all of its memory.
+    # Existing objects are never a child's garbage; scanning them would copy all memory.
     gc.collect()
     gc.freeze()
     todo = serve()

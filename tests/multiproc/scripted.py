@@ -39,7 +39,8 @@ GOOD = {
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """PATH starts with this Python's folder: the scripts find what is tested there."""
+    """Return an environment whose PATH starts with this Python's folder, where scripts find the
+    tested programs."""
     env = clean_environment(folder)
     beside = f"{Path(sys.executable).parent}:{Path(server_executable()).parent}"
     return {**env, "PATH": f"{beside}:{env['PATH']}"}
@@ -51,7 +52,8 @@ def ask(run_dir: Path, role: str, *arguments: str) -> subprocess.CompletedProces
 
 
 class Scripted:
-    """A cluster started by the three scripts; all its processes carry a mark."""
+    """A cluster started by the three scripts; all its processes have a mark in their
+    environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,9 +90,10 @@ class Scripted:
         )
 
     def wait_for_instances(self, number: int) -> list[int]:
-        """Pids of the servers that server.sh has started: by then it handles signals.
+        """Return the pids of the servers that server.sh has started: from then on it handles
+        signals.
 
-        Processes with the mark are not enough: for a moment after a fork there are two of the
+        Counting processes with the mark is not enough: just after a fork there are two of the
         script, and it handles no signal before it has read its settings.
         """
         deadline = time.monotonic() + START_S

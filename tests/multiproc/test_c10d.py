@@ -22,7 +22,7 @@ from tests.multiproc.cluster import (
 from tests.multiproc.endings import demand_error, lose
 
 MOST_GROWTH = 32 << 20
-"""Bytes of memory that a server may take in addition, over thousands of sums."""
+"""Limit for a server's memory growth over thousands of sums, in bytes."""
 
 FLAT = {"BYTEPS_C10D_BACKEND": "flat", "BYTEPS_START_TIMEOUT_S": "100"}
 SHORT = {**FLAT, "BYTEPS_PEER_TIMEOUT_S": "3"}
@@ -51,12 +51,13 @@ def test_models(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_gathers_do_not_hang(make_cluster: Callable[..., Cluster]) -> None:
-    """torch once started them with the GIL, for which gloo's threads waited with their lock."""
+    """torch once started all-gathers with the GIL held, while gloo's threads waited for it with a
+    lock held."""
     make_cluster(workers=2, servers=1, env=FLAT).run("c10d:gathers", timeout_s=100, rounds=5000)
 
 
 def test_torch_finds_every_method_that_starts_an_operation() -> None:
-    """So that it never starts one with the GIL, under any name that its C++ looks for."""
+    """So torch never starts an operation with the GIL, under any name that its C++ looks up."""
     folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     (header,) = folder.rglob("PyProcessGroup.hpp")
     text = re.sub(r"/\*.*?\*/", "", header.read_text())
@@ -78,7 +79,7 @@ def test_ranks_of_a_host_reduce_first(make_cluster: Callable[..., Cluster]) -> N
 
 
 def test_fewer_bits_on_the_wire(make_cluster: Callable[..., Cluster]) -> None:
-    """Whole numbers below 256 are exact in bf16."""
+    """Integers below 256 are exact in bf16."""
     env = {**FLAT, "BYTEPS_C10D_WIRE_DTYPE": "bf16"}
     make_cluster(workers=2, servers=1, env=env).run("c10d:collectives")
 
@@ -98,14 +99,14 @@ def test_hosts_with_different_settings_say_which(make_cluster: Callable[..., Clu
 @pytest.mark.parametrize(
     ("rounds", "sizes", "most"),
     [
-        (4500, 1500, 1024),  # more than are given names
+        (4500, 1500, 1024),  # More lengths than names.
         pytest.param(10_000, 500, 500, marks=pytest.mark.thorough),
     ],
 )
 def test_many_sizes(
     make_cluster: Callable[..., Cluster], rounds: int, sizes: int, most: int
 ) -> None:
-    """Names are bounded in number, and the memory of workers and server does not grow."""
+    """The number of names is bounded, and the memory of workers and server does not grow."""
     env = {**FLAT, "BYTEPS_C10D_MIN_BYTES": "4096"}
     cluster = make_cluster(workers=2, servers=1, env=env)
     cluster.start("c10d:many_sizes", rounds=rounds, sizes=sizes, most=most)
@@ -125,7 +126,7 @@ def test_many_sizes(
 def test_what_is_lost_is_named(
     make_cluster: Callable[..., Cluster], program: str, lost: str
 ) -> None:
-    """By every rank, whether it waits for an all-reduce or DDP does."""
+    """Every rank sees the loss, whether it waits for an all-reduce or in DDP."""
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
     cluster.start(f"c10d:{program}")
     cluster.wait_mark("looping", range(3))
@@ -134,13 +135,14 @@ def test_what_is_lost_is_named(
     for worker in survivors:
         if program == "loop":
             demand_error(worker, pattern)
-        else:  # which may come out of DDP's C++, as a RuntimeError that quotes it
+        else:  # The error may come out of DDP's C++, as a RuntimeError that quotes it.
             assert worker.status == 1, f"{worker.title}: exit status {worker.status}"
             assert re.search(rf"BytePSError: .*({pattern})", worker.text), worker.text
 
 
 def test_a_script_that_does_not_know_of_it(tmp_path: Path) -> None:
-    """One environment variable under torchrun: scheduler and servers start by themselves."""
+    """An environment variable under torchrun is enough: scheduler and servers start
+    automatically."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     env = {**clean_environment(tmp_path), "BYTEPS_C10D": "1", "BYTEPS_LOG_FORMAT": "json", **FLAT}

@@ -1,4 +1,4 @@
-"""Process groups of the same ranks: each has sums of its own, in whatever order they are used."""
+"""Process groups of the same ranks: each has its own sums, in any order of use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.multiproc.cluster import Cluster
 from tests.multiproc.test_c10d import FLAT
 
-# A sum that meets another group's never ends by itself.
+# A sum that meets another group's would never end by itself.
 SOON = {**FLAT, "BYTEPS_OP_TIMEOUT_S": "30"}
 
 

@@ -1,4 +1,4 @@
-"""A process group that carries gloo does what gloo does: each case on both."""
+"""A BytePS group over gloo behaves like gloo: each case on both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.multiproc.cluster import RUN_S, Cluster
 from tests.multiproc.test_c10d import FLAT
 
-# Also short tensors go through the servers.
+# Short tensors go through the servers too.
 ALL = {**FLAT, "BYTEPS_C10D_MIN_BYTES": "1"}
 
 
@@ -24,7 +24,8 @@ def test_a_group_does_what_torch_promises(
 
 
 def test_the_limit_of_the_default_group(make_cluster: Callable[..., Cluster]) -> None:
-    """That of init_process_group bounds what no wait bounds, and the absent rank is named."""
+    """The timeout of init_process_group applies to waits without one, and the error names the
+    absent rank."""
     cluster = make_cluster(workers=2, servers=1, env=ALL)
     late, absent = cluster.start("c10d_torch:job_limit")
     assert late.wait(RUN_S) == 1

@@ -1,4 +1,4 @@
-"""byteps-server --check and --health: what is found wrong before a start, and how a process is."""
+"""byteps-server --check and --health: problems found before a start, and the state of a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HAS_RDMA = any(Path("/sys/class/infiniband").glob("*"))
 def run(
     cluster: Cluster, *arguments: str, env: Mapping[str, str | None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """byteps-server with the settings of `cluster` and these; None: not set."""
+    """Run byteps-server with the settings of `cluster` and these; None: not set."""
     changed = {**cluster.node_environment(), "BYTEPS_START_TIMEOUT_S": "3", **(env or {})}
     return captured(
         [server_executable(), *arguments],
@@ -57,14 +57,14 @@ def demand_wrong(said: subprocess.CompletedProcess[str], status: int, *texts: st
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """A port of the loopback that is in use."""
+    """A port of loopback that is in use."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         yield str(listener.getsockname()[1])
 
 
 @pytest.fixture
 def gathering(make_cluster: Callable[..., Cluster]) -> Cluster:
-    """A scheduler for two workers and two servers, and nobody else."""
+    """A scheduler for two workers and two servers, which are not started."""
     cluster = make_cluster(workers=2, servers=2)
     cluster.start_scheduler()
     return cluster
@@ -116,7 +116,7 @@ def test_what_it_finds_the_start_finds(
     texts: list[str],
 ) -> None:
     env = {name: taken if value == TAKEN else value for name, value in env.items()}
-    if role == "scheduler":  # the one that is there has its port
+    if role == "scheduler":  # The running scheduler has the port.
         env = {"DMLC_PS_ROOT_PORT": "0", **env}
     demand_wrong(run(gathering, "--check", "--role", role, env=env), status, *texts)
     started = run(gathering, "--role", role, env=env)
@@ -130,11 +130,12 @@ def test_a_scheduler_that_is_not_there(make_cluster: Callable[..., Cluster], tak
     cluster.port = 1
     said = check(cluster, "server")
     demand_wrong(said, NO_SCHEDULER, "the scheduler (127.0.0.1:1)", "start it first")
-    # What can be seen without it was looked at; something else that listens is none.
+    # Checks that need no scheduler were made; another listening program does not count as a
+    # scheduler.
     assert "ok    it can listen at 127.0.0.1:" in said.stdout
     cluster.port = int(taken)
     demand_wrong(check(cluster, "worker"), NO_SCHEDULER, f"127.0.0.1:{taken}")
-    # What is wrong here is more than that.
+    # A local problem has priority.
     demand_wrong(check(cluster, "server", BYTEPS_IO_THREADS="x"), USAGE, "BYTEPS_IO_THREADS")
     assert check(cluster, "server", DMLC_NODE_HOST="203.0.113.7").returncode == 1
 
@@ -149,7 +150,7 @@ def test_it_says_how_to_use_it(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_a_job_that_gathers_and_runs(gathering: Cluster) -> None:
-    """Whatever is asked, the same job comes together and ends."""
+    """Checks do not disturb the job: it gathers and ends."""
     cluster = gathering
     ok = "ok    the scheduler would admit"
     assert f"{ok} this server: 0 of 2 servers and 0 of 2 workers" in check(cluster, "server").stdout
@@ -168,7 +169,7 @@ def test_a_job_that_gathers_and_runs(gathering: Cluster) -> None:
         check(cluster, "worker", RANK="1", WORLD_SIZE="2"), 1, "has a worker 1 (127.0.0.1) already"
     )
     assert check(cluster, "worker", RANK="0", WORLD_SIZE="2").returncode == 0
-    # Any rank that is free.
+    # Any free rank.
     assert check(cluster, "worker", 1).returncode == 0
     demand_wrong(check(cluster, "worker", 2), 1, "room for 1 more worker, and this machine has 2")
     demand_wrong(check(cluster, "server"), 1, "the job has its 2 servers already")
@@ -179,13 +180,13 @@ def test_a_job_that_gathers_and_runs(gathering: Cluster) -> None:
     demand_wrong(check(cluster, "worker", RANK="0", WORLD_SIZE="2"), 1, "has a worker 0")
     cluster.go("end")
     cluster.finish()
-    # Nothing of it is in the log.
+    # The log shows no trace of the checks.
     assert cluster.scheduler.text.count(" joined: ") == 4
     assert "WARNING" not in cluster.scheduler.text, cluster.scheduler.text
 
 
 def test_counts_of_a_probe_are_forgotten(make_cluster: Callable[..., Cluster]) -> None:
-    """A kept scheduler takes its numbers from the first worker that joins, not that asks."""
+    """A kept scheduler takes its counts from the first worker that joins, not from a check."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_KEEP": "1"})
     cluster.start_scheduler()
     assert check(cluster, "worker", RANK="4", DMLC_NUM_WORKER="7").returncode == 0
@@ -198,7 +199,7 @@ def test_counts_of_a_probe_are_forgotten(make_cluster: Callable[..., Cluster]) -
 
 
 def test_a_scheduler_that_could_run_is_not_reached(make_cluster: Callable[..., Cluster]) -> None:
-    """Its port is free afterwards, and a node that waits for the real one is not answered."""
+    """Its port is free afterwards, and a node that waits for the real scheduler gets no answer."""
     cluster = make_cluster(workers=1, servers=1)
     cluster.port = free_ports()
     server = cluster.start_server()
@@ -225,7 +226,7 @@ def test_the_port_file(gathering: Cluster, tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
-# byteps-server --health: what a container's health check hears.
+# byteps-server --health: the answer to a container's health check.
 
 
 def ask(socket: Path | str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -242,7 +243,7 @@ def start_with_socket(cluster: Cluster, title: str, *command: str, socket: Path)
 
 
 def wait_to_hear(socket: Path, text: str, process: Spawned) -> str:
-    """The answer, once it has `text`."""
+    """Wait until the answer has `text`; return it."""
     for _ in range(600):
         said = ask(socket)
         if said.returncode == 0 and text in said.stdout:
@@ -257,12 +258,12 @@ def test_from_waiting_to_serving_to_gone(make_cluster: Callable[..., Cluster]) -
     socket = cluster.folder / "health"
     server = start_with_socket(cluster, "server", "--role", "server", socket=socket)
     cluster.servers.append(server)
-    # Alone it waits, and is well.
+    # Alone it waits, and is healthy.
     assert wait_to_hear(socket, "server", server) == "server waits for the job to gather\n"
     worker = cluster.start_worker(0, "lifecycle:known")
     cluster.wait_mark("done", [0])
     said = wait_to_hear(socket, "server 0 serves", server)
-    # Three rounds of three partitions and of one.
+    # Three rounds, of three partitions and of one.
     assert "byteps_server_sums_total=12 " in said
     cluster.go("end")
     assert worker.wait(END_S) == 0
@@ -301,7 +302,7 @@ def test_a_socket_that_was_left_behind_is_taken_over(make_cluster: Callable[...,
     first.send(signal.SIGKILL)
     first.wait(END_S)
     assert socket.exists()
-    # In a job of its own: in the first one the server that was killed has its place for a while.
+    # In a job of its own, because in the first job the killed server keeps its place for a while.
     other = make_cluster(workers=1, servers=1)
     other.start_scheduler()
     third = start_with_socket(other, "third", "--role", "server", socket=socket)

@@ -1,6 +1,5 @@
-"""cluster.sh: a whole job on a list of hosts, up, seen, and down without a trace; also over a real
-ssh, by a server of the test's own.
-"""
+"""cluster.sh: starts, shows and ends a whole job on a list of hosts, without leftovers; also over a
+real ssh, with the test's own server."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tests.multiproc.cluster import (
 )
 
 SCRIPT = REPOSITORY / "scripts/cluster.sh"
-# What ssh does, without a network: the command goes to a shell, the host into a file.
+# Replaces ssh without a network: the command goes to a shell, the host to a file.
 SSH = """#!/bin/sh
 echo "$1" >>"$0.hosts"
 shift
@@ -42,7 +41,7 @@ worker    {LOOPBACK}
 
 
 class Job:
-    """A job with a name of its own, on hosts that are all this machine."""
+    """A job with its own name, on hosts that are all this machine."""
 
     def __init__(self, folder: Path) -> None:
         self.name = f"test-{uuid.uuid4().hex[:12]}"
@@ -52,7 +51,7 @@ class Job:
         self.ssh.write_text(SSH)
         self.ssh.chmod(0o755)
         self.env = {**clean_environment(folder), "CLUSTER_SSH": str(self.ssh), "TMPDIR": "/tmp"}
-        # The script makes one.
+        # The script creates a secret.
         del self.env["BYTEPS_SECRET"]
 
     @property
@@ -73,7 +72,7 @@ def job(run_dir: Path) -> Iterator[Job]:
 
 
 def up(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-    # Not in a row: the status of the job is at the port after the scheduler's.
+    # Consecutive ports: the job's status is at the port after the scheduler's.
     return job.run("up", "--port", str(free_ports(2)), "--master-port", str(free_ports()), *words)
 
 
@@ -106,9 +105,9 @@ def test_a_job_from_up_to_down(job: Job, run_dir: Path) -> None:
     assert len({path.read_text() for path in secrets}) == 1 and len(secrets) == 4
     assert {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
     assert f"me@{LOOPBACK}" in Path(f"{job.ssh}.hosts").read_text().split()
-    # The job is over by itself: all of them ended.
+    # The job ends by itself: all processes have ended.
     wait_for(job, r": ended", 4)
-    # torchrun may say much at its end, of a store that went with the other agent.
+    # At its end torchrun may log errors about the store of the other agent.
     logs = job.run("logs", "--lines", "1000").stdout
     for rank in (0, 1):
         assert re.search(rf"^worker \S+: .*rank {rank} of 2 has the sum", logs, re.M), logs
@@ -118,12 +117,12 @@ def test_a_job_from_up_to_down(job: Job, run_dir: Path) -> None:
 
 
 def alive(group: int) -> list[str]:
-    """The processes of a group. What has ended and was not waited for yet is not among them."""
+    """Return the processes of a group, except zombies."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = status.read_text()
-        except OSError:  # it has ended since
+        except OSError:  # The process has ended since.
             continue
         state, _, its_group = text.rpartition(")")[2].split()[:3]
         if int(its_group) == group and state not in "ZX":
@@ -228,19 +227,19 @@ def test_help(job: Job) -> None:
         assert "cluster.sh up HOSTS" in said.stdout
 
 
-# An ssh server of a test's own: its keys, port and settings lie in the test's folder.
+# An ssh server of the test: its keys, port and settings are in the test's folder.
 
 
 SSH_HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-"""Addresses of this machine that stand for hosts."""
+"""Addresses of this machine that act as hosts."""
 PACKAGES = ("openssh-server", "libwrap0")
 
 
 def find_sshd(folder: Path) -> tuple[str, dict[str, str]]:
-    """The program and what its environment needs.
+    """Return the program, and variables that it needs.
 
-    Where it is not installed, Debian's package is unpacked in `folder`: installing it would start a
-    service for all of the machine.
+    If it is not installed, Debian's package is unpacked in `folder`: installing it would start a
+    service on the machine.
     """
     for place in ("/usr/sbin/sshd", "/usr/local/sbin/sshd"):
         if Path(place).exists():
@@ -258,7 +257,7 @@ def find_sshd(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 class Sshd:
-    """Serves this user at HOSTS, with one key that is allowed. A context manager."""
+    """Serves this user on HOSTS, with a single authorized key. A context manager."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
@@ -272,7 +271,7 @@ class Sshd:
         (folder / "sshd_config").write_text(
             "".join(f"ListenAddress {host}:{port}\n" for host in SSH_HOSTS)
             + f"HostKey {folder}/host\nPidFile none\nAuthorizedKeysFile {folder}/authorized_keys\n"
-            # The folders of a test may be anybody's.
+            # The test's folders may have any owner.
             "StrictModes no\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\n"
             "MaxStartups 100\nMaxSessions 100\n"
         )
@@ -286,8 +285,8 @@ class Sshd:
         )
         self.command = f"ssh -F {folder}/ssh_config"
         program, more = find_sshd(folder / "package")
-        # It gives up its rights as the user sshd, in the folder /run/sshd; where its package is not
-        # installed there is neither. So it gets a view of its own of both.
+        # It drops its privileges to the user sshd, in the folder /run/sshd; without the package
+        # neither exists. So it gets its own view of both.
         users = Path("/etc/passwd").read_text()
         if not re.search(r"^sshd:", users, re.M):
             users += "sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n"
@@ -316,7 +315,7 @@ class Sshd:
         self.process.wait(END_S)
 
 
-# cluster.sh over a real ssh: up, status, logs and down, and nothing is left.
+# cluster.sh over a real ssh: up, status, logs and down, without leftovers.
 
 
 PROGRAM = """

@@ -1,6 +1,5 @@
-"""Embedded mode: a job that names no scheduler brings its own, and leaves nothing behind; and
-torchrun for a replica that is told to end.
-"""
+"""Embedded mode: a job that names no scheduler starts its own, and leaves nothing behind; and
+torchrun for a replica that gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ TORCHRUN = ("--standalone",)
 
 
 class Started:
-    """A job started with torchrun, whose processes all carry a mark in their environment."""
+    """A job started with torchrun; all its processes have a mark in their environment."""
 
     def __init__(self, folder: Path, nursery: Nursery) -> None:
         self.mark = uuid.uuid4().hex
@@ -59,8 +58,8 @@ class Started:
         env: Mapping[str, str] | None = None,
         forked: bool = True,
     ) -> Process:
-        """One rank, or those that torchrun starts with these arguments. torchrun itself is
-        ``forked``, for its import of torch takes seconds, or a program of its own."""
+        """Start a rank, or the ranks of torchrun with these arguments. torchrun is ``forked``,
+        because its import of torch takes seconds, or a separate program."""
         words = [*torchrun, str(HERE / "programs/keep.py"), "embedded", mode]
         return self.start_words(words, bool(torchrun), env=env, forked=forked)
 
@@ -72,7 +71,7 @@ class Started:
         env: Mapping[str, str] | None = None,
         forked: bool = True,
     ) -> Process:
-        """A program with its arguments, started by torchrun or by itself."""
+        """Start a program with its arguments, with torchrun or directly."""
         full = self._environment(env or {})
         title = f"job {len(self._launchers)}"
         launcher: Process
@@ -88,7 +87,7 @@ class Started:
     def start_program(
         self, program: str, args: dict[str, Any], *, env: Mapping[str, str]
     ) -> Process:
-        """A program of the nursery's, which starts the ranks itself."""
+        """Start a program of the nursery, which starts the ranks itself."""
         full = self._environment(env)
         launcher = self._nursery.start("program", program, full, self.folder, args)
         self._launchers.append(launcher)
@@ -97,7 +96,7 @@ class Started:
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
         own = {MARK: self.mark, "JOB_FOLDER": str(self.folder)}
         full = {**clean_environment(self.temporary), **own, **env}
-        # Embedded mode makes one, unless a test says otherwise.
+        # By default embedded mode creates a secret.
         if "BYTEPS_SECRET" not in env:
             del full["BYTEPS_SECRET"]
         return full
@@ -119,12 +118,12 @@ class Started:
     def demand_nothing_left(self) -> None:
         self.demand_no_process(timeout_s=60)
         deadline = time.monotonic() + 60
-        while left := self._ours():  # what removes it may end a little later
+        while left := self._ours():  # The process that removes files may end a little later.
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
 
     def _ours(self) -> list[str]:
-        """torchrun and torch keep files of their own there."""
+        """Return leftover files of BytePS; torchrun and torch keep files there too."""
         return [path.name for path in self.temporary.iterdir() if "byteps" in path.name.lower()]
 
     def close(self) -> None:
@@ -148,7 +147,7 @@ def shared_memory() -> set[str]:
 
 
 def test_torchrun_with_no_scheduler(job: Started) -> None:
-    """Works, works again after shutdown, and leaves no process and no file behind."""
+    """The job works, works again after shutdown, and leaves no process or file behind."""
     before = shared_memory()
     env = {"BYTEPS_EMBEDDED_SERVERS": "2"}
     launcher = job.start("again", *TORCHRUN, "--nproc-per-node", "2", env=env, forked=False)
@@ -164,14 +163,14 @@ def test_torchrun_with_no_scheduler(job: Started) -> None:
 
 
 def test_without_shutdown(job: Started) -> None:
-    """A script that simply ends."""
+    """A script that ends without shutdown."""
     launcher = job.start("no-shutdown", *TORCHRUN, "--nproc-per-node", "2")
     assert launcher.wait(RUN_S) == 0, launcher.text
     job.demand_nothing_left()
 
 
 def test_the_example_of_the_documentation(job: Started) -> None:
-    """As docs/use/pytorch.md prints it, by the command that it prints."""
+    """Runs the script of docs/use/pytorch.md with the command given there."""
     page = (REPOSITORY / "docs/use/pytorch.md").read_text(encoding="utf-8")
     _, _, section = page.partition("\n## Operations\n")
     example = re.search(
@@ -187,7 +186,7 @@ def test_the_example_of_the_documentation(job: Started) -> None:
 
 
 def test_single_process(job: Started) -> None:
-    """No launcher, no torch.distributed."""
+    """No launcher and no torch.distributed."""
     launcher = job.start("again")
     assert launcher.wait(RUN_S) == 0, launcher.text
     assert "rank 0 of 1, 1 servers, sums are right" in launcher.text
@@ -196,13 +195,13 @@ def test_single_process(job: Started) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcherless:
-    """How ranks that no launcher has started find each other (programs/launcherless.py)."""
+    """Ranks without a launcher, and how they meet (programs/launcherless.py)."""
 
     how: str
     c10d: bool = False
     hosts: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
-    """As of a launcher of something else."""
+    """Variables of another launcher."""
     quick: bool = False
 
     @property
@@ -233,16 +232,16 @@ LAUNCHERLESS = (
 def test_without_a_launcher(
     job: Started, make_cluster: Callable[..., Cluster], row: Launcherless, cluster: bool
 ) -> None:
-    """Rank and size are those that init_process_group was given; places on the host are found."""
+    """Rank and size are those given to init_process_group; places on the host are found."""
     env = {"BYTEPS_C10D_BACKEND": "flat", "MASTER_ADDR": "127.0.0.1", **row.env}
     if cluster:
         nodes = make_cluster(workers=2, servers=1)
         nodes.start_nodes()
         known = {name: nodes.node_environment()[name] for name in CLUSTERS_OWN[:3]}
         env |= known | {"BYTEPS_SECRET": SECRET}
-        if not row.c10d:  # where a cluster is named, its variables come before torch.distributed
+        if not row.c10d:  # With a named cluster its variables have priority over torch.distributed.
             env = {name: value for name, value in env.items() if name not in LAUNCHER_VARIABLES}
-    # Nor are hosts compared there, where RANK and WORLD_SIZE are said.
+    # With RANK and WORLD_SIZE, hosts are not compared either.
     alone = cluster and row.how == "env" and not row.c10d
     program = {"how": row.how, "c10d": row.c10d, "hosts": row.hosts, "alone": alone}
     launcher = job.start_program("launcherless:spawned", program, env=env)
@@ -257,7 +256,8 @@ def test_without_a_launcher(
     ids=["standalone", "master-addr"],
 )
 def test_restarts(job: Started, rendezvous: str, lives: int) -> None:
-    """torchrun lends all lives of a job one store, which has what the last one wrote."""
+    """torchrun shares a store between all lives of a job; it contains the values of earlier
+    lives."""
     launcher: tuple[str, ...] = TORCHRUN
     if rendezvous == "master-addr":
         port = str(free_ports())
@@ -283,7 +283,7 @@ def test_killed_ranks_leave_no_server(job: Started) -> None:
 
 
 def test_killed_rank_is_named(job: Started) -> None:
-    """Rank 0 takes the scheduler and the servers with it: others are told of it, not of these."""
+    """Rank 0 takes scheduler and servers with it; the others' error names rank 0, not these."""
     port = str(free_ports())
     ranks = []
     for rank in range(2):
@@ -305,7 +305,8 @@ def test_killed_rank_is_named(job: Started) -> None:
 
 @pytest.mark.parametrize("role", ["server", pytest.param("scheduler", marks=pytest.mark.thorough)])
 def test_lost_node_ends_the_job(job: Started, role: str) -> None:
-    """Every rank ends with an error that names it; the rank that started it says how it ended."""
+    """Every rank ends with an error that names the node; the rank that started it reports
+    its end."""
     launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")
     for rank in range(2):
         wait_for_file(job.folder / f"pid.{rank}", RUN_S, [launcher])
@@ -327,7 +328,7 @@ def test_rank_that_does_not_join(job: Started) -> None:
 
 
 def test_interrupt_ends_everything(job: Started) -> None:
-    """Ctrl-C at torchrun."""
+    """Ctrl-C at torchrun ends everything."""
     launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")
     for rank in range(2):
         wait_for_file(job.folder / f"pid.{rank}", RUN_S, [launcher])
@@ -358,7 +359,7 @@ def test_bad_number_of_servers(make_cluster: Callable[..., Cluster], value: str)
     assert not list(cluster.folder.glob("byteps-embedded-*"))
 
 
-# torchrun for a replica that is told to end: it is not started again, and the status says why.
+# torchrun for a replica that gets SIGTERM: it is not restarted, and the exit status says why.
 
 
 SCRIPT = """
@@ -409,7 +410,7 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
     ],
 )
 def test_status(run_dir: Path, what: str, status: int, lives: int) -> None:
-    """Two ranks: each life is two lines."""
+    """Two ranks: each life gives two lines."""
     process = start(run_dir, what)
     written = run_dir / "lives"
     try:

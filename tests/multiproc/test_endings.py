@@ -1,6 +1,5 @@
-"""Every way in which a rank can end, servers and schedulers that are told to, and processes that
-stand still: the exit status and the log of every process of the job.
-"""
+"""Every way in which a rank can end, servers and schedulers that get signals, and processes that
+are stopped: the exit status and the log of every process of the job."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ RAISED = r"worker 1 \(.*\) failed: RuntimeError: no checkpoint for rank 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """One way to end (programs/failures.py)."""
+    """A way to end (programs/failures.py)."""
 
     way: str
     status: int
     why: str = ""
-    """What all others say of it, a regex; empty if it is a good end."""
+    """Reason that all others report, a regex; empty for a good end."""
     quick: bool = False
-    """Tried by `make test`, too."""
+    """Whether `make test` tries it, too."""
 
 
 ENDINGS = (
@@ -67,7 +66,7 @@ EACH_THOROUGH = pytest.mark.parametrize("ending", ENDINGS, ids=[ending.way for e
 
 
 def end_rank(cluster: Cluster, ending: Ending, rank: int = 1) -> None:
-    """Have it end in this way."""
+    """Make the rank end in this way."""
     worker = cluster.workers[f"worker {rank}"]
     cluster.go("way")
     if ending.way == "hang":
@@ -78,7 +77,7 @@ def end_rank(cluster: Cluster, ending: Ending, rank: int = 1) -> None:
 def start(
     make: Make, ending: Ending, *, keep: bool = False, **args: bool
 ) -> tuple[Cluster, Nursed]:
-    """A job of two that has summed; rank 1 waits for its end."""
+    """Start a job of two workers that has summed; rank 1 waits for its end."""
     cluster = make(workers=2, servers=2, env={"BYTEPS_KEEP": str(int(keep))})
     cluster.start("failures:ends", way=ending.way, **args)
     cluster.wait_mark("summed", range(2))
@@ -87,7 +86,7 @@ def start(
 
 @EACH
 def test_while_another_rank_works(make_cluster: Make, ending: Ending) -> None:
-    """A good end leaves the others alone; another one ends all of them, and each says why."""
+    """A good end leaves the others alone; any other ends all of them, with the reason."""
     cluster, other = start(make_cluster, ending)
     end_rank(cluster, ending)
     nodes = [*cluster.servers, cluster.scheduler]
@@ -104,7 +103,7 @@ def test_while_another_rank_works(make_cluster: Make, ending: Ending) -> None:
 @EACH_THOROUGH
 @pytest.mark.thorough
 def test_after_the_other_rank_has_left(make_cluster: Make, ending: Ending) -> None:
-    """One that left in order does not make the job a good one."""
+    """A rank that left normally does not make the job a success."""
     cluster, other = start(make_cluster, ending, first=True)
     assert other.wait(END_S) == 0, other.text
     end_rank(cluster, ending)
@@ -118,7 +117,8 @@ def test_after_the_other_rank_has_left(make_cluster: Make, ending: Ending) -> No
 @EACH_THOROUGH
 @pytest.mark.thorough
 def test_of_a_cluster_that_is_kept(make_cluster: Make, ending: Ending) -> None:
-    """It outlives a bad end, says why, and ends well with the next generation."""
+    """A kept cluster outlives a bad end, reports the reason, and ends well with the next
+    generation."""
     cluster, other = start(make_cluster, ending, keep=True)
     end_rank(cluster, ending)
     nodes = [*cluster.servers, cluster.scheduler]
@@ -137,7 +137,7 @@ def test_of_a_cluster_that_is_kept(make_cluster: Make, ending: Ending) -> None:
 
 
 def start_embedded(make: Make, ending: Ending, *, swapped: bool = False) -> Cluster:
-    """The same in embedded mode: rank 0 starts the scheduler and a server."""
+    """Start the same in embedded mode: rank 0 starts the scheduler and a server."""
     cluster = make(workers=2)
     unset = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")
     for rank in range(2):
@@ -152,7 +152,7 @@ def start_embedded(make: Make, ending: Ending, *, swapped: bool = False) -> Clus
 @EACH_THOROUGH
 @pytest.mark.thorough
 def test_of_an_embedded_cluster(make_cluster: Make, ending: Ending) -> None:
-    """Rank 0 learns from what it has started how rank 1 ended."""
+    """Rank 0 learns from its nodes how rank 1 ended."""
     cluster = start_embedded(make_cluster, ending)
     other = cluster.workers["worker 0"]
     end_rank(cluster, ending)
@@ -163,13 +163,13 @@ def test_of_an_embedded_cluster(make_cluster: Make, ending: Ending) -> None:
         return
     assert other.wait(END_S) == 1, other.text
     assert re.search("BytePSError: " + ending.why, other.text), other.text
-    # It ends those that it has started, which by then may have failed by themselves.
+    # Rank 0 ends the nodes that it has started, which may have failed by themselves by then.
     assert not re.search("ended with signal (?!15)", other.text), other.text
 
 
 @EACH
 def test_of_the_rank_that_started_the_cluster(make_cluster: Make, ending: Ending) -> None:
-    """It stays until what it started has ended, which it tells how it ends itself."""
+    """Rank 0 reports its end to its nodes, and waits until they have ended."""
     cluster = start_embedded(make_cluster, ending, swapped=True)
     other = cluster.workers["worker 1"]
     if not ending.why:
@@ -179,7 +179,7 @@ def test_of_the_rank_that_started_the_cluster(make_cluster: Make, ending: Ending
     if not ending.why:
         assert not list(cluster.folder.glob("byteps-embedded-*"))
         return
-    # Lost with it is the scheduler, which says so before it ends.
+    # Its scheduler is lost with it, and reports this before it ends.
     lost = "worker 0, which started it, was lost"
     demand_error(other, lost if ending.why == LOST else ending.why.replace("worker 1", "worker 0"))
 
@@ -200,7 +200,7 @@ def test_while_another_rank_hangs(make_cluster: Make, way: str) -> None:
 def test_a_rank_whose_connections_close_before_its_process_ends_is_named(
     make_cluster: Make,
 ) -> None:
-    """Not the one that torch.distributed tells first that a connection has closed."""
+    """The blamed rank is not the one whose closed connection torch.distributed notices first."""
     cluster = make_cluster(workers=2, servers=1)
     cluster.start("failures:waits_for_a_peer")
     cluster.wait_mark("joined", range(2))
@@ -236,8 +236,8 @@ WRONG = (
 def test_a_refused_node_and_then_the_right_ones(
     make_cluster: Make, wrong: Wrong, keep: bool
 ) -> None:
-    """One worker of a wrong launch comes first, and is refused: the right launch finds the cluster
-    as if it had not come."""
+    """A worker of a wrong launch comes first, and is refused: it has no effect on the right
+    launch."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_KEEP": str(int(keep))})
     cluster.start_nodes()
     env = {"DMLC_NUM_SERVER": str(wrong.servers), "BYTEPS_START_TIMEOUT_S": "1"}
@@ -253,7 +253,7 @@ def test_a_refused_node_and_then_the_right_ones(
 
 
 def test_the_rank_that_was_told_to_end_is_named(make_cluster: Make) -> None:
-    """Not those to whom its end was an error of another library."""
+    """Ranks for which its end was an error of another library are not blamed."""
     cluster = make_cluster(workers=3, servers=1)
     workers = cluster.start("failures:meets")
     cluster.wait_mark("meeting", range(3))
@@ -264,8 +264,8 @@ def test_the_rank_that_was_told_to_end_is_named(make_cluster: Make) -> None:
         demand_failed(node, why)
 
 
-# Processes that stand still for a while, by SIGSTOP, as in a virtual machine that is paused: the
-# job goes on, or its error names the one that stood still.
+# Processes that are stopped for a while (SIGSTOP), as in a paused virtual machine: the job goes on,
+# or its error names the stopped process.
 
 
 SHORT = {"BYTEPS_PEER_TIMEOUT_S": "3"}
@@ -279,7 +279,7 @@ def pause(process: Process, seconds: float) -> None:
 
 @pytest.mark.thorough
 def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
-    """It stands still for longer than it waits for others, and these for longer than it did."""
+    """It is stopped for longer than it waits for others, and these wait for longer than that."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "10"})
     cluster.start_scheduler()
     cluster.set_env({"BYTEPS_PEER_TIMEOUT_S": "60"})
@@ -288,14 +288,15 @@ def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
         cluster.start_worker(rank, "failures:steady")
     cluster.wait_mark("looping", range(2))
     pause(cluster.scheduler, 14)
-    # Longer than a heartbeat of the others: whatever it made of the pause has happened.
+    # Longer than a heartbeat of the others: any effect of the pause has happened by then.
     time.sleep(6)
     cluster.go("end")
     cluster.finish()
 
 
 def test_scheduler(make_cluster: Make) -> None:
-    """For longer than the others wait: they say so, and so does the scheduler itself."""
+    """It is stopped for longer than the others wait: they report it, and so does the scheduler
+    itself."""
     cluster = start_looping(make_cluster, SHORT, workers=2, servers=1)
     stop(cluster.scheduler)
     workers = list(cluster.workers.values())
@@ -327,7 +328,7 @@ def test_node(make_cluster: Make, victim: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", ["scheduler", "server", "worker"])
 def test_twenty_seconds_by_the_defaults(make_cluster: Make, victim: str) -> None:
-    """In the middle of traffic: nobody notices."""
+    """Stopped in the middle of traffic: no process notices."""
     cluster = make_cluster(workers=2, servers=1)
     cluster.start("failures:sums")
     cluster.wait_mark("summing", range(2))
@@ -343,14 +344,14 @@ def test_twenty_seconds_by_the_defaults(make_cluster: Make, victim: str) -> None
     cluster.finish()
 
 
-# Servers and schedulers that are told to end: what runs is finished, and everybody learns why.
+# Servers and schedulers that get signals: running operations finish, and all learn the reason.
 
 
 FIVE_SECONDS = {"BYTEPS_PEER_TIMEOUT_S": "5"}
 
 
 def test_everything_is_told_to_end_at_once(make_cluster: Make) -> None:
-    """As by a cluster's manager. Scheduler and servers stay until workers have saved; some get the
+    """A cluster manager signals all. Scheduler and servers stay until workers have saved; some get the
     signal twice, from the manager and from the script that started them."""
     cluster = make_cluster(workers=2, servers=2)
     workers = cluster.start("failures:saves")
@@ -389,7 +390,8 @@ def test_workers_learn_which_server_was_stopped(
 
 
 def start_half_a_sum(make_cluster: Callable[..., Cluster], **env: str) -> tuple[Cluster, Spawned]:
-    """A job of two whose server has one worker's push of a sum, and waits for the other's."""
+    """Start a job of two workers whose server has one worker's push of a sum, and waits for the
+    other's."""
     cluster = make_cluster(workers=2, servers=1, env={**FIVE_SECONDS, **env})
     cluster.start_scheduler()
     socket = cluster.folder / "health"
@@ -415,7 +417,7 @@ def test_the_sum_under_way_is_finished_first(make_cluster: Callable[..., Cluster
 
 
 def hurry(node: Process) -> None:
-    """Tell a node, which has been told to end, to end at once."""
+    """Make a node that is ending end at once."""
     while node.running:
         time.sleep(0.1)
         node.send(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""When something is lost, every process ends within a bounded time with an error that names it."""
+"""When a process is lost, every process ends within a bounded time with an error that names it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ SILENT = f"no heartbeat.*BYTEPS_PEER_TIMEOUT_S={PEER_TIMEOUT_S}"
     ("number", "kind"), [(signal.SIGKILL, CLOSED), (signal.SIGSTOP, SILENT)], ids=["kill", "stop"]
 )
 class TestLost:
-    """Killed: the connection closes. Stopped: it stays open, but the heartbeat is missing."""
+    """Killed: the connection closes. Stopped: the connection stays open, but heartbeats are
+    missing."""
 
     def test_worker(
         self, make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
@@ -62,7 +63,7 @@ class TestLost:
         survivors = list(cluster.workers.values())
         wait_all([*survivors, cluster.servers[0], cluster.scheduler], END_S)
         for worker in survivors:
-            # Which of the two is called 1 was settled by who registered first.
+            # The order of registration decides which of the two is server 1.
             demand_error(worker, r"server [01]\b.*lost", kind)
         demand_failed(cluster.servers[0], r"server [01]\b.*lost")
         demand_failed(cluster.scheduler, r"server [01]\b.*lost")
@@ -87,7 +88,8 @@ class TestLost:
 def test_rounds_end_while_their_server_closes_its_connections(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """It waits a second for answers that nobody reads; sums come to their deadlines meanwhile."""
+    """The server waits a second for answers that are not read; sums reach their deadlines
+    meanwhile."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_OP_TIMEOUT_S": "5"})
     cluster.start("failures:unread")
     cluster.wait_mark("pushed", [0])
@@ -106,14 +108,14 @@ def test_rounds_end_while_their_server_closes_its_connections(
 def test_server_lost_before_any_worker_came(
     make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
 ) -> None:
-    """There is no job yet: another server takes its place, and the job runs."""
+    """The job has not begun: another server takes the place, and the job runs."""
     cluster = make_cluster(workers=1, servers=1, env={**SHORT, "PS_VERBOSE": "1"})
     scheduler = cluster.start_scheduler()
     lost = cluster.start_server()
     wait_for_text(scheduler, "admitted server 0")
     lost.send(number)
-    # Killed before it has read its welcome: the kernel resets the connection, as the network might,
-    # and it could still come back.
+    # Killed before it has read its welcome: the kernel resets the connection, which could also be a
+    # network failure, after which it might return.
     wait_for_text(
         scheduler, rf"server 0 .*lost: .*({kind}|{SILENT}).*another server may take its place"
     )
@@ -136,8 +138,8 @@ def test_server_lost_before_any_worker_came(
     ],
 )
 def test_no_scheduler_there(make_cluster: Callable[..., Cluster], there: str, why: str) -> None:
-    """Nothing listens at the address, or something that accepts and never answers, or packets are
-    dropped, as where a queue is full: worker and server say so when the start timeout is over."""
+    """Nothing listens at the address, or a program accepts and never answers, or packets are
+    dropped (a full queue): worker and server report it after the start timeout."""
     cluster = make_cluster(workers=1, servers=1, env=SHORT)
     cluster.port = free_ports()
     with ExitStack() as stack:
@@ -173,7 +175,7 @@ def test_scheduler_comes_late(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_worker_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
-    """A waiting node is told how many of what registered."""
+    """The error has the numbers of registered nodes."""
     cluster = make_cluster(workers=2, servers=1, env=SHORT)
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only")
@@ -196,7 +198,7 @@ def test_server_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
 
 @pytest.mark.parametrize("traffic", [False, True], ids=["idle", "amid-traffic"])
 def test_rank_that_never_calls(make_cluster: Callable[..., Cluster], traffic: bool) -> None:
-    """All are alive, one does not call the operation: the others are told which."""
+    """All are alive, but one rank does not call the operation: the others' error names it."""
     env = {
         **SHORT,
         "BYTEPS_OP_TIMEOUT_S": "2",
@@ -207,7 +209,7 @@ def test_rank_that_never_calls(make_cluster: Callable[..., Cluster], traffic: bo
     waiting = [cluster.workers["worker 0"], cluster.workers["worker 1"]]
     wait_all(waiting, END_S)
     for worker in waiting:
-        # The first to be told may leave at once, which is what the other one is then told.
+        # The first to get the error may leave at once; then the other's error reports that.
         demand_error(worker, r"layer\.grad|busy")
     told = [error_of(worker) for worker in waiting]
     wanted = r"layer\.grad.*timed out.*worker 2\b.*BYTEPS_OP_TIMEOUT_S=2"
@@ -217,7 +219,7 @@ def test_rank_that_never_calls(make_cluster: Callable[..., Cluster], traffic: bo
 
 
 def test_worker_that_leaves_early(make_cluster: Callable[..., Cluster]) -> None:
-    """A rank that left in good order will never push: no need to wait for a timeout."""
+    """A rank that left normally will never push: the others need not wait for a timeout."""
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
     cluster.start("failures:missing", missing=1, leaves=True)
     wait_all(cluster.everyone(), END_S)
@@ -233,21 +235,21 @@ def test_worker_that_leaves_early(make_cluster: Callable[..., Cluster]) -> None:
 def test_signals_end_nodes_promptly(
     make_cluster: Callable[..., Cluster], number: signal.Signals, status: int, complete: bool
 ) -> None:
-    """In the middle of a job, and while they still wait for the other nodes."""
+    """In the middle of a job, and while they still wait for other nodes."""
     cluster = make_cluster(workers=1, servers=2, env=AT_ONCE)
     cluster.start_nodes()
     if complete:
         cluster.start_worker(0, "failures:loop")
         cluster.wait_mark("looping", [0])
     else:
-        time.sleep(1.0)  # there is no sign of a server's being admitted
-    # Each has its signal before another one can tell it that it ends.
+        time.sleep(1.0)  # There is no sign of a server's admission to wait for.
+    # Each gets its signal before another node can report its end.
     for node in cluster.servers:
         stop(node)
         node.send(number)
     for node in cluster.servers:
         node.send(signal.SIGCONT)
-    # One that dies by the signal is seen as -n here, and as 128+n in a shell.
+    # Death by signal n is -n here, and 128+n in a shell.
     for node in cluster.servers:
         assert node.wait(5) in (status, -number), node.text
         assert f"told to end by {number.name}" in node.text
@@ -275,7 +277,7 @@ class TestWrongCluster:
         demand_error(stranger, r"\b4\b", r"\b1\b", "(?i)servers|DMLC_NUM_SERVER")
 
     def test_surplus_worker(self, make_cluster: Callable[..., Cluster]) -> None:
-        """The job is complete and at work when another worker comes with a rank that is taken."""
+        """The job is complete and running when another worker comes with a rank that is taken."""
         cluster = make_cluster(workers=2, servers=1, env=SHORT)
         cluster.start("failures:steady")
         cluster.wait_mark("looping", range(2))
@@ -287,7 +289,7 @@ class TestWrongCluster:
         cluster.finish()
 
     def test_rank_twice_at_start(self, make_cluster: Callable[..., Cluster]) -> None:
-        """Two workers say that they are rank 0: the second is refused and told why."""
+        """Two workers claim rank 0: the second is refused with the reason."""
         cluster = make_cluster(workers=2, servers=1, env=SHORT)
         cluster.start_nodes()
         twins = [cluster.start_worker(0, "failures:init_only", title=f"twin {i}") for i in range(2)]

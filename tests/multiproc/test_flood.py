@@ -1,6 +1,5 @@
-"""Thousands of peers: those that prove nothing neither keep a job from starting nor end one that
-runs, and one scheduler serves a job of two thousand nodes.
-"""
+"""Thousands of peers: unauthenticated peers neither keep a job from starting nor end a running job,
+and a single scheduler serves a job of two thousand nodes."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def open_files(process: Process) -> int:
 
 @contextmanager
 def flooded(process: Process, plan: Plan, folder: Path) -> Iterator[Flood]:
-    """Floods it meanwhile, and demands that it takes the process little."""
+    """Context in which a process is flooded; checks that this costs it little."""
     mib, files = peak_mib(process), open_files(process)
     with Flood(plan, folder) as flood:
         flood.wait_ready()
@@ -54,14 +53,14 @@ def flooded(process: Process, plan: Plan, folder: Path) -> Iterator[Flood]:
 
 
 def plan_for(port: int, kind: str, sources: int, burst: int, count: int = 0) -> Plan:
-    if kind == "endless":  # it takes bandwidth, not places
+    if kind == "endless":  # It uses bandwidth, not places.
         return Plan(address=(LOOPBACK, port), kind=kind, burst=20, rate=50, sources=sources)
     address = (LOOPBACK, port)
     return Plan(address=address, kind=kind, burst=burst, sources=sources, count=count)
 
 
 def break_links(cluster: Cluster) -> None:
-    """Of the first worker with the scheduler and with the server."""
+    """Break the first worker's connections to scheduler and server."""
     worker = cluster.workers["worker 0"]
     for port in (cluster.port, server_port(cluster, 0)):
         for one in between(worker.pid, port):
@@ -69,7 +68,8 @@ def break_links(cluster: Cluster) -> None:
 
 
 def run_amid_floods(cluster: Cluster, kind: str, sources: int, burst: int, count: int = 0) -> None:
-    """A whole job, whose connections break, while the scheduler and then the server are flooded."""
+    """Run a whole job, whose connections break, while first the scheduler and then the server is
+    flooded."""
     scheduler = cluster.start_scheduler()
     with flooded(scheduler, plan_for(cluster.port, kind, sources, burst, count), cluster.folder):
         cluster.start_server()
@@ -98,7 +98,7 @@ def test_a_job_amid_a_flood(make_cluster: Callable[..., Cluster], kind: str, sou
 
 @pytest.mark.thorough
 def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
-    """All connections of a scheduler that is flooded break, again and again."""
+    """All connections of a flooded scheduler break, again and again."""
     cluster = make_cluster(workers=2, servers=2)
     cluster.start("failures:checked", most=60_000)
     cluster.wait_mark("looping", range(2))
@@ -107,7 +107,7 @@ def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
             nodes: list[Process] = [*cluster.servers, *cluster.workers.values()]
             for node in nodes:
                 for one in between(node.pid, cluster.port):
-                    with suppress(OSError):  # it has just been replaced
+                    with suppress(OSError):  # The connection has just been replaced.
                         one.reset()
             wait_for_rounds(cluster, 2)
     cluster.go("end")
@@ -115,7 +115,7 @@ def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_one_that_never_stops_talking_is_closed(make_cluster: Callable[..., Cluster]) -> None:
-    """It is told why it is refused, and what it goes on saying is read no further than a little."""
+    """It gets the reason of the refusal, and little of what it sends afterwards is read."""
     most = 64 << 20
     cluster = make_cluster(workers=1, servers=1)
     cluster.start_scheduler()
@@ -130,32 +130,32 @@ def test_one_that_never_stops_talking_is_closed(make_cluster: Callable[..., Clus
             except OSError:
                 return
 
-        # As many as keep it from finding nothing to read.
+        # Enough to always have unread data.
         talkers = [threading.Thread(target=talk) for _ in range(4)]
         for talker in talkers:
             talker.start()
         assert b"does not speak this protocol" in read_all(stranger)
         for talker in talkers:
             talker.join(END_S)
-    # 256 KiB, and what both kernels hold.
+    # 256 KiB, and the buffers of both kernels.
     assert sum(sent) < most // 2
     with greeted((LOOPBACK, cluster.port), Hello(), SECRET) as (_, refused):
         assert refused == ""
 
 
-# One scheduler serves a job of two thousand nodes.
+# A single scheduler serves a job of two thousand nodes.
 
 
 WORKERS = SERVERS = 1000
 PATIENCE_S = 400
-"""Against hangs: it takes seconds."""
+"""Limit only against hangs: the test takes seconds."""
 MESSAGES_A_NODE = 20
-"""Welcome, the servers or the start, a farewell, its workers' departures, and an end; heartbeats
-are not counted. Departures come as many together as the scheduler finds at once, in two messages or
-three, more on a busy machine. If each node heard of each one by itself, that would be thousands."""
+"""Messages per node, without heartbeats: welcome, the servers or the start, a farewell, its
+workers' departures, and an end. The scheduler sends departures in batches, in two or three
+messages, more on a busy machine. A message per departure would mean thousands."""
 
 MOST_LINES_OF_ALL = 80
-"""Those that come and leave are named 16 times each, and counted every ten seconds."""
+"""Nodes that come and leave are named 16 times each, and counted every ten seconds."""
 
 
 def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster]) -> None:

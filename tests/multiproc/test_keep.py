@@ -1,4 +1,4 @@
-"""A cluster that outlives failures: scheduler and servers take the job's next generation."""
+"""A cluster that outlives failures: scheduler and servers accept the job's next generation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Make = Callable[..., Cluster]
 
 
 def loops(make: Make, *, workers: int, servers: int, env: dict[str, str] | None = None) -> Cluster:
-    """A kept cluster whose workers sum until something ends them."""
+    """Start a kept cluster whose workers sum until something ends them."""
     cluster = make(workers=workers, servers=servers, env={**SHORT, **(env or {})})
     cluster.start("failures:loop")
     cluster.wait_mark("looping", range(workers))
@@ -33,7 +33,7 @@ def loops(make: Make, *, workers: int, servers: int, env: dict[str, str] | None 
 
 
 def come_again(cluster: Cluster, workers: int, salt: int = 1) -> None:
-    """The next generation: other processes, another number of them, the names of before."""
+    """Start the next generation: other processes, another number of them, the same names."""
     for rank in range(workers):
         cluster.start_worker(
             rank, "keep:joins", title=f"life {salt} worker {rank}", world_size=workers, salt=salt
@@ -42,7 +42,7 @@ def come_again(cluster: Cluster, workers: int, salt: int = 1) -> None:
 
 
 def demand_well(cluster: Cluster) -> None:
-    """The last generation ended well, and with it the cluster."""
+    """Check that the last generation, and with it the cluster, ended well."""
     cluster.demand_checks()
     nodes = [*cluster.servers, cluster.scheduler]
     wait_all(nodes, END_S)
@@ -51,7 +51,8 @@ def demand_well(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_killed_worker(make_cluster: Make, workers: int) -> None:
-    """Survivors end by name, scheduler and servers stay, and another number of workers goes on."""
+    """Survivors' errors name the worker, scheduler and servers stay, and another number of workers
+    goes on."""
     cluster = loops(make_cluster, workers=3, servers=2)
     cluster.workers["worker 1"].send(signal.SIGKILL)
     for rank in (0, 2):
@@ -62,7 +63,7 @@ def test_killed_worker(make_cluster: Make, workers: int) -> None:
 
 
 def test_again_and_again(make_cluster: Make) -> None:
-    """Each failure ends one generation; the servers live through all of them."""
+    """Each failure ends a generation; the servers outlive all of them."""
     cluster = loops(make_cluster, workers=2, servers=1)
     for life in range(1, 4):
         victim = cluster.workers["worker 1" if life == 1 else f"life {life - 1} worker 1"]
@@ -85,7 +86,7 @@ def test_again_and_again(make_cluster: Make) -> None:
 
 
 def test_killed_server(make_cluster: Make) -> None:
-    """Another server takes its place; the one that lived serves on."""
+    """Another server takes the place; the surviving server goes on."""
     cluster = loops(make_cluster, workers=2, servers=2)
     lost = cluster.servers.pop(1)
     lost.send(signal.SIGKILL)
@@ -98,7 +99,7 @@ def test_killed_server(make_cluster: Make) -> None:
 
 
 def test_killed_scheduler(make_cluster: Make) -> None:
-    """Servers wait for another one at the same address, as long as anybody waits for one."""
+    """Servers wait for another scheduler at the same address, as long as nodes wait for one."""
     cluster = loops(make_cluster, workers=1, servers=2)
     lost, port = cluster.scheduler, cluster.port
     assert lost is not None
@@ -113,8 +114,8 @@ def test_killed_scheduler(make_cluster: Make) -> None:
 
 
 def test_stopped_worker_of_an_old_incarnation(make_cluster: Make) -> None:
-    """It is lost for its silence while a worker of the next generation waits for its place. When
-    it goes on it learns why it is none any more, and changes nothing."""
+    """It is lost for its silence while a worker of the next generation waits for its place. When it
+    goes on, it gets an error, and has no effect."""
     cluster = loops(make_cluster, workers=2, servers=1)
     old = cluster.workers["worker 1"]
     stop(old)
@@ -133,7 +134,7 @@ def test_stopped_worker_of_an_old_incarnation(make_cluster: Make) -> None:
 
 
 def test_nobody_leaves_room(make_cluster: Make) -> None:
-    """A worker of another job: it waits for its place no longer than BYTEPS_START_TIMEOUT_S."""
+    """A worker of another job waits for its place no longer than BYTEPS_START_TIMEOUT_S."""
     cluster = make_cluster(workers=1, servers=1, env=KEEP)
     cluster.start("keep:joins", stays=True)
     cluster.wait_mark("joined0", [0])
@@ -146,7 +147,8 @@ def test_nobody_leaves_room(make_cluster: Make) -> None:
 
 
 def test_workers_that_stay_away(make_cluster: Make) -> None:
-    """A generation that never gathers ends by name, and the next one may."""
+    """A generation that never gathers ends with the missing nodes' names, and the next one may
+    start."""
     cluster = make_cluster(workers=2, servers=1, env={**KEEP, "BYTEPS_START_TIMEOUT_S": "4"})
     cluster.start_nodes()
     alone = cluster.start_worker(0, "failures:init_only")
@@ -157,7 +159,7 @@ def test_workers_that_stay_away(make_cluster: Make) -> None:
 
 
 def test_an_error_of_the_user_s(make_cluster: Make) -> None:
-    """Workers that raise are not workers that have done their work."""
+    """Workers that raise do not count as finished."""
     cluster = make_cluster(workers=2, servers=1, env=KEEP)
     cluster.start("keep:raises")
     cluster.wait_mark("summed", range(2))
@@ -174,7 +176,7 @@ def test_an_error_of_the_user_s(make_cluster: Make) -> None:
 
 
 def test_a_sum_that_failed(make_cluster: Make) -> None:
-    """Nobody was lost, one sum failed, and all shut down: there was a failure all the same."""
+    """No process was lost, one sum failed, and all shut down: this counts as a failure."""
     cluster = make_cluster(workers=2, servers=1, env={**KEEP, "BYTEPS_OP_TIMEOUT_S": "2"})
     cluster.start("keep:lacks_one")
     wait_all(cluster.workers.values(), END_S)
@@ -186,7 +188,7 @@ def test_a_sum_that_failed(make_cluster: Make) -> None:
 
 @pytest.mark.parametrize("gathered", [True, False], ids=["at-work", "waiting"])
 def test_told_to_end(make_cluster: Make, gathered: bool) -> None:
-    """A signal ends a kept scheduler or server as any."""
+    """A signal ends a kept scheduler or server like any other."""
     cluster = make_cluster(workers=2, servers=2, env={**SHORT, **AT_ONCE})
     if gathered:
         cluster.start("failures:loop")
@@ -201,7 +203,7 @@ def test_told_to_end(make_cluster: Make, gathered: bool) -> None:
 
 
 def test_server_that_no_scheduler_wants(make_cluster: Make) -> None:
-    """Without its scheduler a kept server ends when nobody answers for BYTEPS_START_TIMEOUT_S."""
+    """Without its scheduler a kept server ends after BYTEPS_START_TIMEOUT_S without an answer."""
     cluster = loops(make_cluster, workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "3"})
     cluster.scheduler.send(signal.SIGKILL)
     demand_failed(
@@ -212,7 +214,7 @@ def test_server_that_no_scheduler_wants(make_cluster: Make) -> None:
 
 
 def test_again_in_one_process(make_cluster: Make) -> None:
-    """bps.shutdown() after a failure and bps.init() again, with a worker fewer."""
+    """bps.shutdown() after a failure and bps.init() again, with one worker less."""
     survivors = (1, 2)
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
     ranks = {str(old): new for new, old in enumerate(survivors)}
@@ -231,7 +233,7 @@ def test_again_in_one_process(make_cluster: Make) -> None:
 
 @pytest.mark.parametrize("survivors", [(0, 2), (1, 2)], ids=["rank-1-dies", "rank-0-dies"])
 def test_again_in_embedded_mode(make_cluster: Make, survivors: tuple[int, ...]) -> None:
-    """Likewise with scheduler and servers next to the ranks: they are started anew."""
+    """The same with scheduler and servers next to the ranks: they are started anew."""
     cluster = make_cluster(workers=3, servers=1, env={"BYTEPS_PARTITION_BYTES": "16384"})
     ranks = {str(old): new for new, old in enumerate(survivors)}
     no_cluster = dict.fromkeys(("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"))

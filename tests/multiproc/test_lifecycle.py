@@ -1,4 +1,4 @@
-"""Jobs that leave, come back, stand side by side, idle and fork, and what workers say of bad
+"""Jobs that leave, rejoin, run side by side, idle and fork; errors of workers for invalid
 settings."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.multiproc.cluster import END_S, Cluster, cpu_seconds, wait_all, wait_
 from tests.multiproc.endings import connections_of, demand_error
 
 IDLE_S = 2.0
-IDLE_LIMIT = 0.10  # of a core; upstream's polling loops burn whole cores
+IDLE_LIMIT = 0.10  # Fraction of a core; upstream's polling loops use whole cores.
 
 
 def test_suspend_and_resume(make_cluster: Callable[..., Cluster]) -> None:
@@ -23,19 +23,19 @@ def test_suspend_and_resume(make_cluster: Callable[..., Cluster]) -> None:
     cluster.start("lifecycle:suspend_resume", servers=2)
     for time_away in range(2):
         cluster.wait_mark(f"away{time_away}", range(2))
-        time.sleep(0.5)  # nothing to wait for: the nodes must still be there a while later
+        time.sleep(0.5)  # Nothing to wait for: the nodes must still run later.
         assert all(process.running for process in cluster.everyone())
         cluster.go(f"back{time_away}")
     cluster.finish()
 
 
 def test_a_forked_child_leaves_the_job_alone(make_cluster: Callable[..., Cluster]) -> None:
-    """As a data loader's, which runs the parent's exit handlers."""
+    """A data loader's child, for example, runs the parent's exit handlers."""
     make_cluster(workers=2, servers=1).run("lifecycle:fork_and_exit")
 
 
 def test_suspended_for_longer_than_the_peer_timeout(make_cluster: Callable[..., Cluster]) -> None:
-    """A suspended worker is not a lost one."""
+    """A suspended worker does not count as lost."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "1"})
     cluster.start("lifecycle:suspend_resume", servers=1)
     cluster.wait_mark("away0", range(2))
@@ -47,7 +47,7 @@ def test_suspended_for_longer_than_the_peer_timeout(make_cluster: Callable[..., 
 
 
 def test_two_jobs_at_once(make_cluster: Callable[..., Cluster]) -> None:
-    """The same names, sizes and rounds, but other values: nothing of one shows in the other."""
+    """The same names, sizes and rounds, but other values: the jobs do not mix."""
     jobs = [make_cluster(workers=2, servers=1) for _ in range(2)]
     for number, job in enumerate(jobs):
         job.start("lifecycle:sums", rounds=60, salt=3 * number)
@@ -68,7 +68,7 @@ def test_idle_processes_use_little_cpu(make_cluster: Callable[..., Cluster]) -> 
     cluster = make_cluster(workers=2, servers=1)
     cluster.start("lifecycle:idle")
     cluster.wait_mark("idle", range(2))
-    time.sleep(0.3)  # what the last operation left to do
+    time.sleep(0.3)  # Lets the last operation's cleanup finish.
     before = {process.title: cpu_seconds(process.pid) for process in cluster.everyone()}
     time.sleep(IDLE_S)
     used = {
@@ -92,7 +92,7 @@ def test_idle_processes_use_little_cpu(make_cluster: Callable[..., Cluster]) -> 
 def test_connections(
     make_cluster: Callable[..., Cluster], nodes: int, settings: dict[str, str], connections: int
 ) -> None:
-    """As many as the link wants, which is a fast one inside a host, and as there are threads."""
+    """The link (fast inside a host) and the number of threads decide the number of connections."""
     cluster = make_cluster(workers=nodes, servers=nodes, env=settings)
     cluster.start("lifecycle:idle")
     cluster.wait_mark("idle", range(nodes))
@@ -104,7 +104,7 @@ def test_connections(
 
 
 def test_speed_and_config(make_cluster: Callable[..., Cluster]) -> None:
-    """get_pushpull_speed gives a figure after traffic; print_config names every variable."""
+    """get_pushpull_speed returns a figure after traffic; print_config names every variable."""
     cluster = make_cluster(workers=2, servers=1)
     cluster.run("lifecycle:speed")
     printed = cluster.workers["worker 0"].text
@@ -124,12 +124,12 @@ def test_nothing_is_left_in_shared_memory(make_cluster: Callable[..., Cluster]) 
     assert not left
 
 
-# Workers read the same table of settings, and say what is wrong with them in bps.init().
+# Workers read the same table of settings, and report invalid ones in bps.init().
 
 
 BAD = [
     ("RANK", "x"),
-    ("RANK", "1"),  # of 1
+    ("RANK", "1"),  # The size is 1.
     ("WORLD_SIZE", "0"),
     ("WORLD_SIZE", "1.0"),
     ("DMLC_NUM_SERVER", "-1"),
@@ -147,7 +147,7 @@ BAD = [
 
 
 def test_bad_values(make_cluster: Callable[..., Cluster]) -> None:
-    """One process tries them all: a refused init leaves it able to try again."""
+    """A single process tries all: after a refused init it can try again."""
     cluster = make_cluster(workers=1, env={"BYTEPS_START_TIMEOUT_S": "2"})
     cluster.port = 9
     worker = cluster.start_worker(0, "lifecycle:bad_values", bad=BAD)
@@ -167,7 +167,7 @@ def test_contradictions(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_init_after_a_refused_init(make_cluster: Callable[..., Cluster]) -> None:
-    """A bad value, then a good one, in one process."""
+    """An invalid value, then a valid one, in the same process."""
     make_cluster(workers=1).run("lifecycle:second_try")
 
 
@@ -182,7 +182,7 @@ def test_unknown_variable_is_warned_about(make_cluster: Callable[..., Cluster]) 
     assert said[0].rstrip("?. ").endswith("BYTEPS_PUSH_THREAD")
 
 
-# Processes that are forked from a worker neither disturb its job nor hide its end.
+# Processes forked from a worker neither disturb its job nor hide its end.
 
 
 @pytest.mark.parametrize("env", [{}, {"BYTEPS_TLS": "1"}], ids=["plain", "tls"])

@@ -1,6 +1,5 @@
-"""Every line of the log says when, how bad, of which process and from where, as text or as JSON;
-and a reader of it that reads no more stops nobody.
-"""
+"""Every log line has time, severity, process and source, as text or as JSON; and a stalled reader
+of the log stops no process."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def test_every_line_of_a_job(make_cluster: Callable[..., Cluster], form: str) ->
         lines = parse_all(process.text, form)
         assert lines, process.title
         assert {fields["role"] for fields in lines} == {role}, lines
-        # A server has none until it has joined.
+        # A server has no rank until it has joined.
         assert {fields["rank"] for fields in lines} <= {rank, None if role == "server" else rank}
         unknown = [line for line in lines if "BYTEPS_UNHEARD_OF" in str(line["message"])]
         assert [line["severity"] for line in unknown] == ["WARNING"], lines
@@ -106,7 +105,7 @@ def test_the_error_a_server_ends_with(make_cluster: Callable[..., Cluster], form
     assert str(said["message"]).startswith("listening: server ")
     assert (line["severity"], line["role"], line["rank"]) == ("ERROR", "server", None)
     assert "the scheduler (127.0.0.1:1)" in str(line["message"])
-    # The place that found it, not the one that wrote the line.
+    # The place of the error, not the place that wrote the line.
     assert str(line["source"]).startswith("node_membership.cc:")
 
 
@@ -117,7 +116,7 @@ def messages(process: Process) -> list[str]:
 
 
 def demand_in_order(said: list[str], patterns: list[str]) -> None:
-    """Each pattern matches the whole message, and none is left."""
+    """Check that each pattern matches a whole message, with none left over."""
     for message, pattern in zip(said, patterns, strict=False):
         assert re.fullmatch(pattern, message), f"{message!r} is not {pattern!r}\n" + "\n".join(said)
     assert len(said) == len(patterns), said
@@ -143,7 +142,7 @@ def test_how_a_job_goes(make_cluster: Callable[..., Cluster]) -> None:
     demand_in_order(said[5:], [complete, *left, done])
     for rank, server in enumerate(cluster.servers):
         scheduler = rf"127\.0\.0\.1:{cluster.port}"
-        # The news of the last worker may be overtaken by the end of the job.
+        # The report of the last worker may be overtaken by the end of the job.
         said = [line for line in messages(server) if not line.startswith("left: worker ")]
         demand_in_order(
             sorted(said),
@@ -228,7 +227,7 @@ logging.getLogger("byteps.torch.engine").warning("hello")
     assert line["message"] == "hello"
 
 
-# A reader of the log that reads no more stops neither a server nor its end.
+# A stalled reader of the log stops neither a server nor its end.
 
 
 LOUD = {
@@ -238,7 +237,7 @@ LOUD = {
 
 @pytest.fixture
 def full_pipe() -> Iterator[tuple[int, int]]:
-    """Its ends; not one byte more fits in."""
+    """Both ends of a pipe that is full."""
     reader, writer = os.pipe()
     flags = fcntl.fcntl(writer, fcntl.F_GETFL)
     fcntl.fcntl(writer, fcntl.F_SETFL, flags | os.O_NONBLOCK)
@@ -267,7 +266,7 @@ def start(
 def stalled(
     make_cluster: Callable[..., Cluster], full_pipe: tuple[int, int]
 ) -> Iterator[tuple[Cluster, subprocess.Popen[bytes]]]:
-    """A job of one worker that sums; of its server nobody reads the log."""
+    """Start a job of one worker that sums; the log of its server is not read."""
     cluster = make_cluster(workers=1, servers=1, env=LOUD)
     cluster.start_scheduler()
     server = start(cluster, "server", full_pipe[1])
@@ -301,7 +300,7 @@ def test_a_signal_ends_it(
 def test_a_scheduler_with_a_full_pipe(
     make_cluster: Callable[..., Cluster], full_pipe: tuple[int, int]
 ) -> None:
-    """It listens, admits, and tells a late reader what it said."""
+    """It listens, admits nodes, and a late reader gets its messages."""
     cluster = make_cluster(workers=1, servers=1)
     reader, writer = full_pipe
     port_file = cluster.folder / "port"

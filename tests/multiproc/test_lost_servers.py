@@ -1,6 +1,4 @@
-"""Servers and schedulers that are lost: the job goes on, all sums right, and others take their
-places.
-"""
+"""Lost servers and schedulers: the job goes on, all sums are right, and replacements take over."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster], wor
 
 
 def test_one_off_sums_are_kept_until_all_have_them(make_cluster: Callable[..., Cluster]) -> None:
-    """32 MiB of them are kept by nobody some steps later; then a server is lost."""
+    """32 MiB of them are released some steps later; then a server is lost."""
     cluster = make_cluster(workers=2, servers=2, env=WAIT)
     training = cluster.start("lost_servers:one_off", steps=30)
     cluster.wait_mark("trained", range(2), RUN_S)
@@ -78,7 +76,8 @@ def test_nobody_comes(make_cluster: Callable[..., Cluster]) -> None:
 def test_a_spare_that_nobody_needs_ends_well(
     make_cluster: Callable[..., Cluster], env: dict[str, str], why: str
 ) -> None:
-    """It does not wait for another scheduler, since the one there says that the job is over."""
+    """The server does not wait for another scheduler, since the present one reports that the job is
+    over."""
     cluster = make_cluster(workers=2, servers=1, env={**WAIT, **env})
     training = start_with_spare(cluster, steps=20, pace=0.02)
     cluster.finish_with(training, [])
@@ -86,8 +85,8 @@ def test_a_spare_that_nobody_needs_ends_well(
 
 
 def test_optimizer_state_is_copied(make_cluster: Callable[..., Cluster]) -> None:
-    """Each of two servers is lost, and the next one goes on from the other one's copy. Servers
-    encrypt what they send each other."""
+    """Each of two servers is lost, and the next continues from the other server's copy. Servers
+    encrypt their traffic."""
     cluster = make_cluster(workers=2, servers=2, env={**COPIES, "BYTEPS_TLS": "1"})
     training = cluster.start("lost_servers:with_copies", steps=80, pace=0.03)
     first, second = cluster.servers
@@ -114,14 +113,14 @@ def test_optimizer_state_is_lost_with_its_server(make_cluster: Callable[..., Clu
     assert "load the last checkpoint" in text
 
 
-# Jobs whose scheduler dies: they go on, and another one takes its place.
+# Jobs whose scheduler dies: they go on, and another scheduler takes over.
 
 
 PACE = {"steps": 1_000_000, "pace": 0.03}
 
 
 def test_the_job_goes_on_without_it_and_with_the_next(make_cluster: Callable[..., Cluster]) -> None:
-    """Twice."""
+    """The scheduler dies twice."""
     cluster = make_cluster(workers=3, servers=2, env=RETURNS)
     cluster.start("lost_servers:train", steps=50, holds=[10, 20, 30, 40])
     for number, step in ((1, 10), (2, 30)):
@@ -131,7 +130,7 @@ def test_the_job_goes_on_without_it_and_with_the_next(make_cluster: Callable[...
 
 @pytest.mark.thorough
 def test_a_scheduler_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
-    """As where its machine is lost, or cut off: no connection closes."""
+    """A machine that is lost or cut off looks like this: no connection closes."""
     cluster = make_cluster(workers=2, servers=1, env={**RETURNS, "BYTEPS_PEER_TIMEOUT_S": "8"})
     cluster.start("lost_servers:train", steps=30, holds=[10, 20])
     wait_done(cluster, 10)

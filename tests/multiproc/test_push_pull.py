@@ -1,6 +1,5 @@
-"""push_pull sums every dtype and size, over all ranks or some, as they were declared, and refuses
-what it cannot sum; what stays of upstream's Python interface works over it.
-"""
+"""push_pull sums every dtype and size, over all ranks or groups, as declared, and refuses
+unsupported arguments; the remaining parts of upstream's Python interface work."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ import pytest
 
 from tests.multiproc.cluster import RUN_S, Cluster, Spawned, resident_bytes, wait_all
 
-# A page: tensors of moderate size then have many partitions.
+# A page, so that tensors of moderate size have many partitions.
 SMALL = 4096
-# An operation that one rank's failed check left alone ends the test soon.
+# After one rank's failed check, an operation that waits for it ends soon.
 PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "20"}
 
 LONGER = {"BYTEPS_PARTITION_BYTES": str(SMALL), "BYTEPS_OP_TIMEOUT_S": "60"}
 
 USUAL = ((1, 1), (4, 3))
-"""Workers and servers; the other numbers are thorough."""
+"""Numbers of workers and servers; other numbers are thorough tests."""
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def test_every_dtype_and_size(
 
 @pytest.mark.parametrize("partition_bytes", [5000, pytest.param(65536, marks=pytest.mark.thorough)])
 def test_partition_sizes(make_cluster: Callable[..., Cluster], partition_bytes: int) -> None:
-    """5000 is no whole number of pages: the engine rounds it up."""
+    """5000 is not a multiple of the page size: the engine rounds up."""
     env = {"BYTEPS_PARTITION_BYTES": str(partition_bytes), **PATIENCE}
     cluster = make_cluster(workers=2, servers=2, env=env)
     dtypes = ["float32", "bfloat16", "int64"]
@@ -114,7 +113,7 @@ def test_every_order_with_many_threads(make_cluster: Callable[..., Cluster]) -> 
     "program", ["every_dtype", "rounds_in_flight", "wire_types", "wanted_part"]
 )
 def test_on_the_cpu(make_cluster: Callable[..., Cluster], program: str) -> None:
-    """The programs of tests/gpu."""
+    """Runs the programs of tests/gpu."""
     cluster = make_cluster(workers=2, servers=2, env=LONGER)
     cluster.run(f"devices:{program}", device="cpu")
 
@@ -130,7 +129,7 @@ def test_synchronize_can_be_interrupted(make_cluster: Callable[..., Cluster]) ->
 
 
 def test_who_is_far_ahead_waits(make_cluster: Callable[..., Cluster]) -> None:
-    """As under DDP, whose buckets of one length share a name, while another rank pauses."""
+    """Like DDP, whose buckets of the same length share a name, while another rank pauses."""
     cluster = make_cluster(workers=2, servers=1, env=PATIENCE)
     cluster.start("sums:far_ahead")
     cluster.wait_mark("begun", [0])
@@ -139,7 +138,7 @@ def test_who_is_far_ahead_waits(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_sums_in_the_order_of_ranks(make_cluster: Callable[..., Cluster]) -> None:
-    """A tensor's declaration demands it; the servers' setting is off."""
+    """A tensor's declaration asks for it; the servers' setting is off."""
     cluster = make_cluster(workers=3, servers=2, env=PATIENCE)
     cluster.start("sums:in_order")
     for name in ("as they come", "in the order of ranks"):
@@ -148,12 +147,12 @@ def test_sums_in_the_order_of_ranks(make_cluster: Callable[..., Cluster]) -> Non
     cluster.finish()
 
 
-# How tensors are declared, cut and placed, and what members of a group must agree on.
+# Declaration, cutting and placement of tensors, and agreement of a group's members.
 
 
 def test_released_names_are_declared_anew(make_cluster: Callable[..., Cluster]) -> None:
-    """Parameters and sums, in another shape each time: servers keep no more of 30 lives than of 6,
-    12 MB of parameters and their moments in each."""
+    """Parameters and sums, in another shape each time: servers keep no more after 30 lives than
+    after 6. A life has 12 MB of parameters and moments."""
     cluster = make_cluster(workers=2, servers=2, env=LONGER)
     cluster.start("release:lives")
     held = []
@@ -197,7 +196,7 @@ def test_parameters_without_names(make_cluster: Callable[..., Cluster]) -> None:
 
 @pytest.mark.parametrize("servers", [3, 8])
 def test_spread(make_cluster: Callable[..., Cluster], servers: int) -> None:
-    """Servers get equal parts of what a step sums."""
+    """Servers get equal parts of a step's sums."""
     make_cluster(workers=1, servers=servers).run("declare:spread", servers=servers)
 
 
@@ -207,7 +206,7 @@ def test_spread(make_cluster: Callable[..., Cluster], servers: int) -> None:
 def test_the_slowest_workers_link_decides(
     make_cluster: Callable[..., Cluster], rates: tuple[str | None, str | None], slowest: int
 ) -> None:
-    """Partitions are as long as it wants them, the same on all workers."""
+    """Partitions have the length for the slowest link, the same on all workers."""
     cluster = make_cluster(workers=2, servers=1)
     cluster.start_nodes()
     for rank, rate in enumerate(rates):
@@ -221,7 +220,7 @@ def test_the_other_hash(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=1, servers=3, env=env).run("declare:placed_by_hash")
 
 
-# Sums over some of the ranks, and members that disagree.
+# Sums over groups of ranks, and members that disagree.
 
 
 def test_groups_under_one_name_do_not_mix(make_cluster: Callable[..., Cluster]) -> None:
@@ -246,7 +245,7 @@ def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
         assert re.search(r"worker 0\b.*worker 1\b|worker 1\b.*worker 0\b", text), text
 
 
-# Of upstream's Python interface: what stays in the wheel works, and the rest is not in it.
+# Upstream's Python interface: the supported part works, and the rest is not in the wheel.
 
 
 def test_averages_of_gradients_are_those_of_ddp(make_cluster: Callable[..., Cluster]) -> None:
@@ -290,7 +289,7 @@ def test_upstreams_optimizer(
 
 
 def test_a_server_that_is_imported(make_cluster: Callable[..., Cluster]) -> None:
-    """As upstream starts servers: `DMLC_ROLE=server python -c 'import byteps.server'`."""
+    """Upstream starts servers by `DMLC_ROLE=server python -c 'import byteps.server'`."""
     cluster = make_cluster(workers=2, servers=1)
     cluster.start_scheduler()
     command = [sys.executable, "-c", "import byteps.server"]

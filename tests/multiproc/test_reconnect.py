@@ -1,4 +1,4 @@
-"""A connection that breaks while both its processes live costs time, and no sum and not the job."""
+"""A connection that breaks while both processes live costs time, but no sum and not the job."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.multiproc.endings import (
 )
 
 RESETS = 12
-"""Of each kind of link, at whatever moments they come."""
+"""Number of resets per kind of link, at arbitrary moments."""
 SETTINGS = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_CONNECTIONS": "2"}
 
 
 def between(pid: int, port: int) -> list[Socket]:
-    """The sockets of a process that are connected to a port."""
+    """Return a process's sockets that are connected to a port."""
     return [one for one in connections_of(pid) if one.remote == port]
 
 
@@ -54,13 +54,13 @@ def wait_for_rounds(cluster: Cluster, more: int) -> None:
 
 @pytest.mark.parametrize("how", ["reset", "close"])
 def test_data_connections(make_cluster: Callable[..., Cluster], how: str) -> None:
-    """Those of workers with servers, amid rounds."""
+    """Connections between workers and servers break in the middle of rounds."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
     broken = 0
     deadline = time.monotonic() + END_S
-    # Until one has broken while something was in flight.
+    # Until a connection has broken with a message in flight.
     while broken < RESETS or not resent(cluster):
         assert time.monotonic() < deadline, "whenever a connection broke, nothing was under way"
         worker = cluster.workers[f"worker {broken % 2}"]
@@ -73,7 +73,7 @@ def test_data_connections(make_cluster: Callable[..., Cluster], how: str) -> Non
 
 
 def test_the_servers_end_of_it(make_cluster: Callable[..., Cluster]) -> None:
-    """The server's kernel forgets a connection; the worker hears when it next sends."""
+    """The server's kernel drops a connection; the worker notices when it next sends."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
     cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
@@ -95,14 +95,14 @@ def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) ->
     for number, process in enumerate(processes):
         (one,) = between(process.pid, cluster.port)
         one.reset()
-        # One line for each, so far.
+        # One line for each reset so far.
         wait_for_text(cluster.scheduler, rf"(?s)(made again after.*){{{number + 1}}}")
     cluster.go("end")
     cluster.finish()
 
 
 def test_everything_at_once(make_cluster: Callable[..., Cluster]) -> None:
-    """A firewall that starts anew forgets all of them."""
+    """A restarted firewall drops all connections."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
@@ -116,7 +116,7 @@ def test_everything_at_once(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster]) -> None:
-    """The connection cannot be made again at once: it is made when that is possible."""
+    """The connection cannot be restored at once; it is restored when possible."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
     cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
@@ -132,7 +132,7 @@ def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster])
 
 
 def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
-    """Then it is a loss, which names the link, both its ends and the limit."""
+    """After the timeout it is a loss; the error names the link, both ends and the limit."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "2"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
     (server,) = cluster.servers
@@ -152,7 +152,7 @@ def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_not_at_all(make_cluster: Callable[..., Cluster]) -> None:
-    """0: a connection that breaks is a loss at once."""
+    """0: a broken connection is a loss at once."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "0"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
     for one in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):

@@ -1,6 +1,5 @@
-"""Replicas that die, stand still and come back, also with an optimizer on the servers: the others
-go on, and all sums are right.
-"""
+"""Replicas that die, hang and come back, also with an optimizer on the servers: the others go on,
+and all sums are right."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ PHASES = ("before", "pushed", "answered", "control")
 
 
 class Replicas:
-    """A job of replicas of one worker each."""
+    """A job of replicas with one worker each."""
 
     def __init__(self, cluster: Cluster, count: int, program: str = PROGRAM) -> None:
         self.cluster, self.count, self.started = cluster, count, 0
         self.program = program
 
     def start(self, number: int, **args: Any) -> Nursed:
-        """A life of a replica."""
+        """Start a life of a replica."""
         self.started += 1
         env = {
             "RANK": "0",
@@ -40,7 +39,7 @@ class Replicas:
         return self.cluster.start_worker(number, self.program, title=title, env=env, **args)
 
     def wait_done(self, number: int, step: int) -> None:
-        """Until it has made so many steps."""
+        """Wait until the replica has made this many steps."""
         path = self.cluster.folder / f"done.{number}.0"
         alive = [w for t, w in self.cluster.workers.items() if t.startswith(f"replica {number}")]
         wait_for_file(path, RUN_S, alive[-1:])
@@ -48,11 +47,11 @@ class Replicas:
             assert alive[-1].running, f"replica {number} ended before step {step}"
 
     def finish(self, workers: list[Nursed]) -> None:
-        """These end well, and so do the scheduler and the servers."""
+        """Check that these workers, the scheduler and the servers end well."""
         self.cluster.finish_with(workers)
 
     def log(self, number: int) -> list[dict[str, Any]]:
-        """Of the first life of a replica."""
+        """Return the log of a replica's first life."""
         found: list[dict[str, Any]] = json.loads(
             (self.cluster.folder / f"log.{number}.1.0").read_text()
         )
@@ -85,7 +84,7 @@ def test_one_dies_and_the_others_go_on(make_replicas: Callable[..., Replicas], p
 
 
 def test_one_leaves_between_two_steps(make_replicas: Callable[..., Replicas]) -> None:
-    """All that it has pushed counts, and the others know it before they go on."""
+    """All its pushes count, and the others know before they go on that it leaves."""
     job = make_replicas(3)
     leaving = job.start(1, steps=12, leaves=6)
     others = [job.start(number, steps=12) for number in (0, 2)]
@@ -112,7 +111,7 @@ def test_it_comes_back(make_replicas: Callable[..., Replicas]) -> None:
 
 
 def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]) -> None:
-    """By its heartbeat; when it goes on, it learns that it was, and ends."""
+    """Its heartbeats are missing; when it goes on, it gets an error, and ends."""
     job = make_replicas(2, BYTEPS_PEER_TIMEOUT_S="3")
     still = job.start(1, steps=20, stands_still=["pushed", 5])
     other = job.start(0, steps=20)
@@ -178,7 +177,7 @@ def test_the_last_one_ends_the_job(make_replicas: Callable[..., Replicas]) -> No
 SERVED = "replicas:train_served"
 PHASES_OF_SERVED = ("before", "pushed", "told", "answered", "control")
 KINDS = {"tried and kept": 6, "after the norm": 5, "at once": 4, "tried and clipped": 7}
-"""The step of each kind in which it dies."""
+"""Step of each kind in which the replica dies."""
 
 
 @pytest.fixture
@@ -202,7 +201,7 @@ def make_served(make_cluster: Callable[..., Cluster]) -> Callable[..., Replicas]
 def test_one_dies_with_the_optimizer_on_the_servers(
     make_served: Callable[..., Replicas], kind: str, phase: str
 ) -> None:
-    """Each of their steps has the bits of a list of members, and in the end all are alike."""
+    """Each step has the bits of a set of members, and in the end all are equal."""
     job, step = make_served(3), KINDS[kind]
     dying = job.start(1, steps=14, dies=[phase, step])
     others = [job.start(number, steps=14) for number in (0, 2)]
@@ -217,7 +216,7 @@ def test_one_dies_with_the_optimizer_on_the_servers(
 def test_it_comes_back_to_the_optimizer_on_the_servers(
     make_served: Callable[..., Replicas], who: int
 ) -> None:
-    """With the parameters of the servers, also where it is the one that gave them these."""
+    """It gets the servers' parameters, even if it loaded them initially."""
     job = make_served(3)
     others = [job.start(number, steps=40, pace=0.1) for number in range(3) if number != who]
     dying = job.start(who, steps=40, pace=0.1, dies=["pushed", 6])

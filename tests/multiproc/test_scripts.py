@@ -1,4 +1,4 @@
-"""scheduler.sh, server.sh and worker.sh: their settings, and a cluster made of them."""
+"""scheduler.sh, server.sh and worker.sh: their settings, and a cluster started with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.multiproc.scripted import (
     scripted,
 )
 
-__all__ = ["scripted"]  # a fixture
+__all__ = ["scripted"]  # A fixture.
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -43,7 +43,7 @@ def test_help_names_every_setting(run_dir: Path, role: str, flag: str) -> None:
     source = (SCRIPTS / f"{role}.sh").read_text()
     options = set(re.findall(r"^ *(--[a-z-]+)\)", source, re.MULTILINE)) - {"--"}
     assert "--servers" in options
-    # The scheduler listens where --host says: an address of its own would have no effect.
+    # The scheduler listens on the address of --host; another setting would have no effect.
     assert ({"--node-host", "--interface"} <= options) == (role != "scheduler")
     variables = set(re.findall(r"\b((?:DMLC|BYTEPS|SERVER)_[A-Z_]+)\b", source)) - {"DMLC_ROLE"}
     for setting in options | variables:
@@ -73,7 +73,7 @@ def test_missing_setting(run_dir: Path, role: str, flag: str) -> None:
 
 @pytest.mark.parametrize("role", list(GOOD))
 def test_secret(run_dir: Path, role: str) -> None:
-    """It must be there, or it must be said that there is none; and it is never shown."""
+    """A secret must be given, or explicitly disabled; and it is never shown."""
     command = ["bash", str(SCRIPTS / f"{role}.sh"), "--dry-run", *GOOD[role]]
     env = environment(run_dir)
     secret = env.pop("BYTEPS_SECRET")
@@ -178,7 +178,7 @@ def test_interrupt_ends_all_that_a_script_started(scripted: Scripted) -> None:
     worker.send(signal.SIGINT)
     wait_all([worker, server, scheduler], RUN_S)
     assert worker.wait(0) != 0
-    # 0: a rank that gets the time to leaves the job in good order.
+    # 0: a rank with enough time leaves the job normally.
     assert server.wait(0) in (0, 1), server.text
     assert scheduler.wait(0) == server.wait(0), scheduler.text
     scripted.demand_no_process()
@@ -203,7 +203,7 @@ def test_instances_outlive_one_that_may_be_replaced(scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("replaced", ["0", "60"], ids=["all end", "others go on"])
 def test_an_instance_is_killed_before_the_script_waits(scripted: Scripted, replaced: str) -> None:
-    """bash tells of such a death while it runs another command, and `wait -n` does not then."""
+    """bash reports such a death while it runs another command, and then `wait -n` does not."""
     hook, started = scripted.folder / "hook.sh", scripted.folder / "instance"
     hook.write_text(f"""
         if [[ ${{0##*/}} == server.sh ]]; then

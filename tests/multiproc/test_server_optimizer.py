@@ -1,6 +1,5 @@
-"""The optimizer on the servers, sums in few bits, and local steps: what they compute and refuse,
-and that all ranks agree, also when one is killed.
-"""
+"""The optimizer on the servers, sums in few bits, and local steps: results, refusals, and agreement
+of all ranks, also when one is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ ENV = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "60"}
 
 
 def demand_same_bits(cluster: Cluster) -> None:
-    """Of every note, on every rank."""
+    """Check that every note has the same bits on every rank."""
     names = {path.name.rsplit(".", 1)[0] for path in cluster.folder.glob("bits.*")}
     assert names
     for name in names:
@@ -34,7 +33,7 @@ def test_steps(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_programs_that_torch_runs(make_cluster: Callable[..., Cluster]) -> None:
-    """Loss scaling with one rank that overflows, closures, several passes and the like."""
+    """Loss scaling with one overflowing rank, closures, several passes and so on."""
     env = {**ENV, "BYTEPS_OP_TIMEOUT_S": "20"}
     make_cluster(workers=2, servers=2, env=env).run("averages:as_ddp_on_servers")
 
@@ -46,7 +45,7 @@ def test_clipping(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_steps_that_are_tried(make_cluster: Callable[..., Cluster]) -> None:
-    """Before it is known whether they are clipped."""
+    """Speculative steps, made before it is known whether they are clipped."""
     cluster = make_cluster(workers=2, servers=2, env=ENV)
     cluster.run("server_optimizer:speculates", device="cpu")
     demand_same_bits(cluster)
@@ -65,12 +64,13 @@ def test_a_state_that_does_not_fit(make_cluster: Callable[..., Cluster]) -> None
 
 
 def test_two_of_one_name(make_cluster: Callable[..., Cluster]) -> None:
-    """The second is refused, on all ranks, where any of them still uses the first."""
+    """The second is refused on all ranks while any of them uses the first."""
     make_cluster(workers=3, servers=2, env=ENV).run("server_optimizer:names", servers=2)
 
 
 def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
-    """On a learning rate: all are told where servers update at once, else at least the second."""
+    """Members disagree on a learning rate: all get an error if servers update at once, otherwise at
+    least the second."""
     cluster = make_cluster(workers=2, servers=1, env=ENV)
     cluster.run("server_optimizer:disagree")
     told = {path.name: path.read_text() for path in cluster.folder.glob("disagree.*")}
@@ -101,9 +101,9 @@ PHASES = ("before", "pushed", "answered", "again", "after")
 
 @pytest.mark.parametrize("victim", ["server", pytest.param("rank", marks=pytest.mark.thorough)])
 def test_one_is_killed_at_each_phase(make_cluster: Callable[..., Cluster], victim: str) -> None:
-    """Of a step that is tried: all ranks that live end with an error that names who is lost, no
-    rank has parameters of a step whose norm it does not know, and the job resumes from its
-    checkpoint to the bits of a job in which nobody died."""
+    """In each phase of a speculative step: all surviving ranks end with an error that names the
+    lost process, no rank has parameters of a step whose norm it does not know, and the job resumes
+    from its checkpoint with the same bits as a job without losses."""
     cluster = make_cluster(workers=2, servers=2, env=KEPT)
     cluster.start_nodes()
     for life, phase in enumerate((*PHASES, None)):
@@ -143,7 +143,7 @@ IN_ORDER = {"BYTEPS_DETERMINISTIC": "1", "BYTEPS_OP_TIMEOUT_S": "120"}
 
 
 def test_benchmark_of_learning_emulates_bits(make_cluster: Callable[..., Cluster]) -> None:
-    """What bench/learning computes in one process is what workers and servers compute."""
+    """The results of bench/learning in one process equal those of workers and servers."""
     make_cluster(workers=3, servers=2, env=IN_ORDER).run("learning:steps")
 
 
@@ -157,11 +157,11 @@ def test_benchmark_of_learning_emulates_bits(make_cluster: Callable[..., Cluster
     ],
 )
 def test_sums(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> None:
-    """The bits do not depend on how many servers there are."""
+    """The bits do not depend on the number of servers."""
     make_cluster(workers=workers, servers=servers, env=IN_ORDER).run("few_bits:sums")
 
 
-@pytest.mark.thorough  # tests/server/accumulator_test.cc has so many, too
+@pytest.mark.thorough  # tests/server/accumulator_test.cc covers this number, too.
 def test_sums_of_more_ranks_than_are_added_at_once(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=10, servers=1, env=IN_ORDER).run("few_bits:parts")
 
@@ -170,7 +170,7 @@ def test_sums_of_more_ranks_than_are_added_at_once(make_cluster: Callable[..., C
 def test_sums_that_are_rounded_by_chance(
     make_cluster: Callable[..., Cluster], servers: int
 ) -> None:
-    """The bits do not depend on how many partitions and servers there are."""
+    """The bits do not depend on the numbers of partitions and servers."""
     chance = {"BYTEPS_STOCHASTIC_ROUNDING": "1", "BYTEPS_PARTITION_BYTES": "4096"}
     make_cluster(workers=2, servers=servers, env=IN_ORDER | chance).run("few_bits:by_chance")
 
@@ -206,7 +206,7 @@ def test_refusals(make_cluster: Callable[..., Cluster]) -> None:
 def test_steps_of_the_optimizer_on_the_servers(
     make_cluster: Callable[..., Cluster], workers: int, servers: int
 ) -> None:
-    """The bits do not depend on how many servers there are."""
+    """The bits do not depend on the number of servers."""
     env = {**IN_ORDER, "BYTEPS_PARTITION_BYTES": "4096"}
     cluster = make_cluster(workers=workers, servers=servers, env=env)
     cluster.run("few_bits:steps")
@@ -217,7 +217,7 @@ def test_what_an_optimizer_on_the_servers_refuses(make_cluster: Callable[..., Cl
     make_cluster(workers=2, servers=1, env=IN_ORDER).run("few_bits:refused_by_servers")
 
 
-# Replicas that step by themselves, and exchange parameters once in many steps.
+# Replicas that step on their own, and exchange parameters once in many steps.
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.thorough)])

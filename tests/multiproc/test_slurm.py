@@ -1,6 +1,5 @@
-"""scripts/examples/slurm.sbatch in a real Slurm cluster of the test's own: a node is an emulated
-host, files lie in the test's folder.
-"""
+"""scripts/examples/slurm.sbatch in a real Slurm cluster of the test: each node is an emulated host,
+and files are in the test's folder."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ CONTROLLER = "controller"
 
 
 class SlurmCluster:
-    """Nodes n0, n1, ... and a controller, each on a host of its own; a context manager.
+    """Nodes n0, n1, ... and a controller, each on its own emulated host; a context manager.
 
-    A node's processes have process ids of their own, and end with it.
+    Each node has a PID namespace, and its processes end with it.
     """
 
     def __init__(self, folder: Path, nodes: int) -> None:
@@ -65,7 +64,7 @@ class SlurmCluster:
         self._emulation.down()
 
     def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands next to the controller."""
+        """Run a Slurm command next to the controller."""
         return captured(
             self._hosts[CONTROLLER].command(command), timeout_s, env=self._env, cwd=REPOSITORY
         )
@@ -85,7 +84,7 @@ class SlurmCluster:
         files = {"socket": "munge", "key-file": "munge.key", "pid-file": "munge.pid",
                  "log-file": "munge.log", "seed-file": "munge.seed"}  # fmt: skip
         options = [f"--{name}={folder / file}" for name, file in files.items()]
-        # --force: its folder is a test's, not root's alone all the way up.
+        # --force: the test's folder is not owned by root all the way up.
         self._daemons.append(
             Spawned(
                 "munged", [_find("munged"), "--foreground", "--force", *options], self._env, folder
@@ -102,7 +101,7 @@ class SlurmCluster:
         return sorted(said.split("\n")) == sorted(["", *(f"{name} idle" for name in self.names)])
 
     def _spawn(self, name: str, program: str, *options: str) -> None:
-        # A name, a table of names and processes of its own.
+        # Its own host name, mount table and PID namespace.
         enter = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         begin = f'hostname {name} && mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
         command = [*enter, "sh", "-c", begin, "sh", _find(program), *options]
@@ -130,7 +129,7 @@ class SlurmCluster:
             f"SlurmdSpoolDir={folder}/spool.%n",
             f"SlurmctldPidFile={folder}/slurmctld.pid",
             f"SlurmdPidFile={folder}/slurmd.%n.pid",
-            # No control groups, no accounts, no MPI: what runs is what counts here.
+            # No control groups, accounts or MPI: only the running processes matter here.
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
             "JobAcctGatherType=jobacct_gather/none",
@@ -138,7 +137,7 @@ class SlurmCluster:
             "SchedulerType=sched/builtin",
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_Core",
-            # This machine may have fewer cores than a node says.
+            # This machine may have fewer cores than a node claims.
             "SlurmdParameters=config_overrides",
             "KillWait=5",
             *(
@@ -148,12 +147,12 @@ class SlurmCluster:
             "PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE",
         ]
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
-        # Nothing uses them, but slurmd looks which kind there is, and a host may show none.
+        # Unused, but slurmd detects the kind, and a host may show none.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
 
 def _find(program: str) -> str:
-    """Debian's daemons lie where not every user's PATH looks."""
+    """Debian's daemons are outside most users' PATH."""
     found = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
     assert found is not None, f"{program} is not installed"
     return found
@@ -177,7 +176,7 @@ def slurm(run_dir: Path) -> Iterator[SlurmCluster]:
 
 
 def submit(slurm: SlurmCluster, folder: Path, *job: str, export: str = "") -> tuple[int, str]:
-    """The status that the job ended with, and what it printed."""
+    """Submit a job; return its exit status and output."""
     output = folder / "job.log"
     ended = slurm.run(
         "sbatch", "--wait", f"--nodes={NODES}", f"--output={output}",
@@ -188,7 +187,7 @@ def submit(slurm: SlurmCluster, folder: Path, *job: str, export: str = "") -> tu
 
 
 def ranks_of(said: str) -> dict[str, str]:
-    """What each rank says of its sums, by rank."""
+    """Return what each rank reports about its sums."""
     return dict(re.findall(r"rank (\d) of (\d): sums are right", said))
 
 
@@ -211,9 +210,9 @@ def test_three_nodes_of_two_ranks_and_one_server(slurm: SlurmCluster, run_dir: P
 
 
 def test_a_failure_ends_the_job_with_its_status(slurm: SlurmCluster, run_dir: Path) -> None:
-    # The program fails at once: it is given no folder.
+    # The program fails at once, because it gets no folder.
     status, said = submit(slurm, run_dir, *JOB, "once")
     assert status != 0, said
     assert "IndexError" in said
-    # Nothing of the job is left on any node.
+    # No process of the job is left on any node.
     assert slurm.run("squeue", "--noheader").stdout.strip() == ""

@@ -1,6 +1,4 @@
-"""The scheduler's status, and the metrics that Prometheus gets: what they show of a cluster is what
-the cluster does.
-"""
+"""The scheduler's status and the Prometheus metrics show what the cluster does."""
 
 from __future__ import annotations
 
@@ -36,12 +34,12 @@ from tests.multiproc.programs.lifecycle import LARGE, PARTITIONS, ROUNDS, SMALL
 STATUS = REPOSITORY / "scripts/status.sh"
 WORKERS = 2
 BYTES = 4 * (LARGE + SMALL)
-# Heartbeats every sixth of it.
+# Heartbeats come every sixth of it.
 QUICK = {"BYTEPS_PEER_TIMEOUT_S": "3", "BYTEPS_PARTITION_BYTES": "4096"}
 
 
 def get(port: int, path: str, method: str = "GET") -> tuple[int, str, str]:
-    """Status, type and body of the answer."""
+    """Return status, type and body of the answer."""
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=END_S)
     try:
         connection.request(method, path)
@@ -58,7 +56,7 @@ def status_of(port: int) -> dict[str, Any]:
 
 
 def wait_for(port: int, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The first status for which `holds`."""
+    """Return the first status for which `holds` is true."""
     deadline = time.monotonic() + RUN_S
     while time.monotonic() < deadline:
         status = status_of(port)
@@ -129,12 +127,13 @@ def test_what_is_served(make_cluster: Callable[..., Cluster]) -> None:
     assert "job gathering" in said.stdout and "0 of 2 workers, 1 of 1 servers" in said.stdout
     assert re.search(rf"^server 0 +{LOOPBACK}:\d+ ", said.stdout, re.M)
     assert json.loads(run(f"{LOOPBACK}:{port}", "--json").stdout)["state"] == "gathering"
-    # What answers there is no scheduler's page.
+    # The program that answers there is not the scheduler's status page.
     wrong = run(f"{LOOPBACK}:{cluster.port}")
     assert wrong.returncode == 1
     assert "no scheduler shows its status" in wrong.stderr
     assert "--status-host" not in wrong.stderr
-    # From another machine: the page is shown to the scheduler's own alone. (A name is no loopback.)
+    # From another machine: the page is only shown on the scheduler's machine. (A host name does not
+    # count as loopback.)
     elsewhere = run(f"no-such-host.invalid:{port}")
     assert elsewhere.returncode == 1
     assert "or without --status-host" in elsewhere.stderr and "ssh -L" in elsewhere.stderr
@@ -198,14 +197,14 @@ def test_a_port_that_is_taken_is_refused(make_cluster: Callable[..., Cluster]) -
     assert f"BYTEPS_STATUS_PORT={port}: cannot listen at {LOOPBACK}:{port}" in second.stderr
 
 
-# Metrics: what Prometheus gets from workers and servers is what the job did.
+# Metrics: the values that Prometheus gets from workers and servers match the job.
 
 
 Figures = dict[str, float]
 
 
 def scrape(port: int) -> Figures:
-    """name{labels} -> value, of everything that is served."""
+    """Return all metrics as name{labels} -> value."""
     url = f"http://{LOOPBACK}:{port}/metrics"
     with urllib.request.urlopen(url, timeout=END_S) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
@@ -215,7 +214,7 @@ def scrape(port: int) -> Figures:
 
 
 def of(figures: Figures, role: str, rank: int) -> Figures:
-    """The figures of one process by their bare names; those of engine threads are added up."""
+    """Return the metrics of a process by their bare names; those of engine threads are summed."""
     found: Figures = {}
     for key, value in figures.items():
         name, _, labels = key.partition("{")
@@ -230,13 +229,14 @@ def of(figures: Figures, role: str, rank: int) -> Figures:
 def make_with_metrics(
     make_cluster: Callable[..., Cluster], program: str, **args: Any
 ) -> tuple[Cluster, int]:
-    """A cluster whose workers serve metrics at the port and the next, its server at the third."""
+    """Start a cluster whose workers serve metrics at the port and the next, its server at the
+    third."""
     port = free_ports(WORKERS + 1)
     env = {
         "BYTEPS_METRICS_PORT": str(port),
         "BYTEPS_HTTP_HOST": LOOPBACK,
         "BYTEPS_PARTITION_BYTES": "4096",
-        # The server's; workers have their LOCAL_RANK, which must not contradict.
+        # The server's; workers have their LOCAL_RANK, which must agree.
         "BYTEPS_LOCAL_RANK": str(WORKERS),
     }
     cluster = make_cluster(workers=WORKERS, servers=1, env=env)
@@ -262,7 +262,7 @@ def test_metrics_of_a_known_job(make_cluster: Callable[..., Cluster]) -> None:
             *("push_queue_partitions", "unanswered_requests", "pull_queue_partitions"),
         ):
             assert worker[nothing] == 0, nothing
-    # A round is closed a moment after its last answer.
+    # A round is closed shortly after its last answer.
     deadline = time.monotonic() + END_S
     while True:
         figures = scrape(port + WORKERS)
@@ -278,7 +278,7 @@ def test_metrics_of_a_known_job(make_cluster: Callable[..., Cluster]) -> None:
     for nothing in ("failed_sums_total", "refused_requests_total", "open_rounds"):
         assert server[nothing] == 0, nothing
     engines = [name for name in figures if "engine_queue_tasks" in name]
-    assert len(engines) == 4  # BYTEPS_SERVER_ENGINE_THREAD
+    assert len(engines) == 4  # The default of BYTEPS_SERVER_ENGINE_THREAD.
     endless = [value for name, value in figures.items() if 'le="+Inf"' in name and "byteps" in name]
     assert endless == [ROUNDS * PARTITIONS]
     cluster.go("end")
@@ -335,7 +335,7 @@ def is_server(figures: Figures, rank: int) -> bool:
 
 
 def test_half_requests_delay_no_scrape(make_cluster: Callable[..., Cluster]) -> None:
-    """Of unauthenticated clients, which connect and do not finish what they ask."""
+    """Unauthenticated clients connect and do not finish their requests."""
     cluster, port = make_with_metrics(make_cluster, "lifecycle:known")
     cluster.wait_mark("done", range(WORKERS))
     with ExitStack() as halves:
@@ -354,7 +354,7 @@ def test_half_requests_delay_no_scrape(make_cluster: Callable[..., Cluster]) -> 
 def test_by_default_one_address_of_the_job_and_loopback(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """And no other one, which may lead to another network."""
+    """It uses no other address, which may lead to another network."""
     port = free_ports(2)
     host = "127.0.0.2"
     env = {"BYTEPS_METRICS_PORT": str(port), "DMLC_NODE_HOST": host, "BYTEPS_LOCAL_RANK": "1"}

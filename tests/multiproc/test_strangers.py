@@ -1,4 +1,4 @@
-"""Who is not part of a job can neither stop nor change it."""
+"""Unauthenticated peers can neither stop nor change a job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.multiproc.flood import (
 STATUS = REPOSITORY / "scripts/status.sh"
 NOTED = "(the two nodes have different job secrets|it has no secret)"
 WORKER_0 = 9
-"""Its node id."""
+"""Node id of worker 0."""
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_server_takes_its_own_job_alone(steady: Cluster, hello: Hello, reason:
 
 
 def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
-    """A connection of an older generation of the job, or a newer one, is refused by its number."""
+    """A connection of an older or newer generation of the job is refused by its number."""
     nodes = nodes_of(steady)
     hello = Hello(job=job_of(nodes["scheduler"]) + 1, node_id=WORKER_0)
     for node in ("server", "scheduler"):
@@ -126,7 +126,7 @@ def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
     ids=["route", "receiver", "rank", "role", "node-id", "far", "resumes", "index", "nobody"],
 )
 def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, Any], reason: str) -> None:
-    """Not even one that has the secret: the worker is connected, and stays so."""
+    """Not even with the secret: the worker is connected, and stays so."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
     with greeted(nodes["server"], hello, SECRET) as (_, said):
@@ -144,7 +144,7 @@ def test_who_has_not_the_secret_is_told_and_closed(steady: Cluster) -> None:
 
 
 def test_a_proof_is_of_use_once(steady: Cluster) -> None:
-    """What was overheard on one connection proves nothing on the next."""
+    """A proof overheard on one connection is useless on the next."""
     address = nodes_of(steady)["scheduler"]
     heard = []
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_a_proof_is_of_use_once(steady: Cluster) -> None:
 def test_a_node_that_has_not_the_secret(
     make_cluster: Callable[..., Cluster], change: dict[str, str], told: str, status: int
 ) -> None:
-    """It says what to do."""
+    """The error says what to do."""
     port = free_ports()
     cluster = make_cluster(
         workers=1, servers=1,
@@ -200,7 +200,7 @@ def test_a_node_that_has_not_the_secret(
 
 
 def test_a_scheduler_without_the_secret(make_cluster: Callable[..., Cluster]) -> None:
-    """It is not believed."""
+    """Nodes do not trust it."""
     cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_AUTH": "0"})
     cluster.start_scheduler()
     worker = cluster.start_worker(0, "failures:init_only", env={"BYTEPS_AUTH": "1"})
@@ -209,7 +209,8 @@ def test_a_scheduler_without_the_secret(make_cluster: Callable[..., Cluster]) ->
 
 
 def test_what_a_false_scheduler_says_is_quoted(make_cluster: Callable[..., Cluster]) -> None:
-    """It has proved nothing: it can put no line and no escape sequence into the log."""
+    """An unauthenticated scheduler's text is escaped, so that it cannot add log lines or escape
+    sequences."""
     forged = "\x1b[2J\x1b]0;owned\x07\n2026-01-01T00:00:00Z ERROR the job was stopped\r\xe9"
     cluster = make_cluster(workers=1, servers=1)
     with socket.create_server((LOOPBACK, 0)) as listener:
@@ -233,7 +234,7 @@ def test_what_a_false_scheduler_says_is_quoted(make_cluster: Callable[..., Clust
 def test_a_secret_in_a_file(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_SECRET": ""})
     path = cluster.folder / "secret"
-    for expected in (0, 1):  # the second time it would overwrite one that is in use
+    for expected in (0, 1):  # The second time it would overwrite a secret that is in use.
         made = subprocess.run(
             [server_executable(), "--new-secret", path], capture_output=True, check=False
         )
@@ -277,7 +278,7 @@ def test_a_secret_is_not_printed() -> None:
     ],
 )
 def test_who_has_not_joined_has_nothing_to_say(steady: Cluster, said: bytes) -> None:
-    """At the scheduler, which has to let anybody ask to join."""
+    """At the scheduler, which must let any peer ask to join."""
     with greeted(nodes_of(steady)["scheduler"], Hello(), SECRET) as (stranger, refused):
         assert refused == ""
         stranger.sendall(said)

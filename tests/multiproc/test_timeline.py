@@ -1,4 +1,4 @@
-"""The timeline: every partition is in it once, with every stage once and in order."""
+"""The timeline has every partition once, with every stage once and in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKER_STAGES = ["queue", "push", "server", "pull queue", "pull"]
 SERVER_STAGES = ["receive queue", "add", "other workers", "answer"]
 PARTITIONS = {("large", 0), ("large", 1), ("large", 2), ("small", 0)}
 WORKERS = 2
-# Between the clocks that two processes of one host read when they start.
+# Allowed difference of the clocks that two processes of a host read at their start.
 CLOCKS_US = 2000.0
 
 Event = dict[str, Any]
@@ -32,13 +32,13 @@ class Row:
     """A partition in a timeline."""
 
     args: dict[str, Any]
-    """What the row says of its partition."""
+    """Properties of the partition."""
     begin: float
     """Microseconds since the epoch."""
     end: float
     """Microseconds since the epoch."""
     stages: list[str]
-    """In the order in which they came."""
+    """Stages in order."""
 
     @property
     def identity(self) -> tuple[str, int, int, int]:
@@ -63,7 +63,7 @@ class Timeline:
 
     @staticmethod
     def _row(events: list[Event]) -> Row:
-        """Demands that begins and ends nest, and that stages leave no gap."""
+        """Parse a row; check that begins and ends nest, and that stages leave no gap."""
         first, *inner, last = events
         assert (first["ph"], last["ph"]) == ("b", "e")
         assert first["name"] == last["name"] == first["args"]["tensor"]
@@ -80,7 +80,7 @@ class Timeline:
         return Row(args=first["args"], begin=first["ts"], end=at, stages=stages)
 
     def arrows(self, phase: str) -> list[str]:
-        """Their numbers, having seen that each is in a slice of its thread."""
+        """Return the numbers of arrows; check that each is in a slice of its thread."""
         found = []
         for event in self.events:
             if event["ph"] == phase:
@@ -93,7 +93,7 @@ class Timeline:
 
 
 def run(cluster: Cluster, program: str, **args: Any) -> None:
-    """A whole job, whose workers wait for nothing."""
+    """Run a whole job, whose workers do not wait."""
     cluster.go("end")
     cluster.run(program, **args)
 
@@ -136,7 +136,7 @@ def test_every_partition_and_stage_once(
         for row in worker.rows:
             there = at_server[row.identity]
             assert begin <= row.begin <= row.end <= end
-            # The end of a server's row is when it has sent the sum to all: perhaps later.
+            # A server's row ends when it has sent the sum to all, which may be later.
             assert row.begin - CLOCKS_US <= there.begin <= row.end + CLOCKS_US
             assert row.args["bytes"] == there.args["bytes"]
             assert "failed" not in row.args
@@ -158,7 +158,7 @@ UPSTREAMS = {"BYTEPS_TRACE_START_STEP": "1", "BYTEPS_TRACE_END_STEP": "1"}
 def test_steps_and_limit(
     make_cluster: Callable[..., Cluster], run_dir: Path, steps: dict[str, str]
 ) -> None:
-    """Only the rounds that were asked for, and no more than fit."""
+    """Only the requested rounds, and no more than fit."""
     more = {**steps, "BYTEPS_TRACE_LIMIT": "3"}
     run(make_cluster(workers=WORKERS, env=settings(run_dir, **more)), "lifecycle:known")
     for worker in timelines(run_dir, "worker"):
@@ -178,8 +178,8 @@ def test_names_are_escaped(make_cluster: Callable[..., Cluster], run_dir: Path) 
 
 
 def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
-    """A worker is lost: the others write what they had done, and what they waited for."""
-    # Silence, not a closed connection: the server has all pushes before anybody gives up.
+    """A worker is lost: the others write completed stages, and what they waited for."""
+    # Silence, not a closed connection, so that the server has all pushes before a node gives up.
     cluster = make_cluster(
         workers=WORKERS, servers=1, env=settings(run_dir, BYTEPS_PEER_TIMEOUT_S="3")
     )
@@ -203,7 +203,7 @@ def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Pat
 
 
 def test_a_file_for_each_life(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
-    """What was written before a suspend stays."""
+    """Timelines written before a suspend are kept."""
     run(make_cluster(workers=1, env=settings(run_dir)), "lifecycle:two_lives")
     for role in ("worker", "server"):
         names = [{row.args["tensor"] for row in t.rows} for t in timelines(run_dir, role)]

@@ -1,6 +1,5 @@
-"""Connections that are encrypted: nobody in between reads or changes a value, and who does not
-encrypt, or has another secret or certificate, is told so.
-"""
+"""Encrypted connections: no peer in between can read or change values, and nodes without
+encryption, or with another secret or certificate, get an error."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def _openssl(*words: str | Path) -> None:
 
 
 class Authority:
-    """Signs certificates of nodes; all its files lie in ``folder``."""
+    """Signs certificates of nodes; all its files are in ``folder``."""
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +44,7 @@ class Authority:
         )
 
     def node(self, name: str = "node", days: str = "2") -> dict[str, str]:
-        """The settings of a node with a certificate of its own, which ends in so many days."""
+        """Return the settings of a node with its own certificate, valid for `days` days."""
         key, request, certificate = (
             self._folder / f"{self._name}-{name}.{kind}" for kind in ("key", "csr", "pem")
         )
@@ -67,7 +66,7 @@ class Authority:
 TLS = {"BYTEPS_TLS": "1"}
 SETTINGS = {**TLS, "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_CONNECTIONS": "2"}
 ONE = b"\x00\x00\x80\x3f"
-"""1.0, of which failures:loop pushes nothing else."""
+"""1.0, the only value that failures:loop pushes."""
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +76,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """One that no node trusts, unless a test says so."""
+    """An authority that no node trusts, unless a test says so."""
     return Authority(tmp_path_factory.mktemp("stranger"), "stranger")
 
 
@@ -92,7 +91,7 @@ def test_sums_are_the_same(
 
 
 def overheard(cluster: Cluster) -> bytes:
-    """What workers have pushed and the server, which is stopped meanwhile, has not read."""
+    """Return the bytes that workers have pushed while the server is stopped and does not read."""
     (server,) = cluster.servers
     port = server_port(cluster, 0)
     deadline = time.monotonic() + END_S
@@ -109,14 +108,14 @@ def overheard(cluster: Cluster) -> bytes:
 
 @pytest.mark.parametrize("tls", ["0", "1"])
 def test_who_listens_in_between(make_cluster: Callable[..., Cluster], tls: str) -> None:
-    """Without encryption the same ears hear the values."""
+    """Without encryption the same method reads the values."""
     cluster = start_looping(make_cluster, {"BYTEPS_TLS": tls}, workers=2, servers=1)
     heard = overheard(cluster)
     assert (ONE * 16 in heard) == (tls == "0")
 
 
 def test_who_speaks_in_between(make_cluster: Callable[..., Cluster]) -> None:
-    """What a stranger puts into a connection breaks it, and is in no sum."""
+    """Bytes inserted into a connection break it, and are in no sum."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
     cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
@@ -128,7 +127,7 @@ def test_who_speaks_in_between(make_cluster: Callable[..., Cluster]) -> None:
         for one in between(worker.pid, server_port(cluster, 0)):
             try:
                 one.insert(ONE * 100)
-            except OSError:  # it is full, or has just broken
+            except OSError:  # The socket buffer is full, or the connection has just broken.
                 continue
         wait_for_rounds(cluster, 1)
         text = "".join(process.text for process in cluster.everyone())
@@ -139,7 +138,8 @@ def test_who_speaks_in_between(make_cluster: Callable[..., Cluster]) -> None:
 
 @pytest.mark.parametrize("how", ["reset", "close"])
 def test_connections_that_break(make_cluster: Callable[..., Cluster], how: str) -> None:
-    """Amid rounds, with servers and the scheduler; they are made again, and encrypted again."""
+    """Connections to servers and the scheduler break in the middle of rounds; they are restored,
+    encrypted."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
@@ -160,8 +160,8 @@ def test_connections_that_break(make_cluster: Callable[..., Cluster], how: str) 
 def refused(
     make: Callable[..., Cluster], ours: dict[str, str], theirs: dict[str, str]
 ) -> tuple[Cluster, str]:
-    """A scheduler with the first settings, a worker and a server with the others; the server's
-    last words."""
+    """Start a scheduler with the first settings, a worker and a server with the others; return the
+    server's last output."""
     cluster = make(workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "60", **ours})
     cluster.start_scheduler()
     changes: dict[str, str | None] = dict.fromkeys(ours.keys() - theirs.keys())
@@ -226,7 +226,7 @@ def test_certificates_that_do_not_fit(
     told: str,
     noted: str,
 ) -> None:
-    """`secret`: the others have certificates, and these nodes go by the secret."""
+    """`secret`: the others have certificates, and these nodes use the secret."""
     good = {**TLS, **authority.node()}
     bad = dict(good)
     if change == "certificate":
@@ -244,7 +244,7 @@ def test_certificates_that_do_not_fit(
 
 
 def test_one_secret_more(make_cluster: Callable[..., Cluster], authority: Authority) -> None:
-    """A certificate alone does not do where the job has a secret, too."""
+    """A certificate alone is not sufficient if the job also has a secret."""
     files = {**TLS, **authority.node()}
     cluster, said = refused(
         make_cluster, files, {**files, "BYTEPS_SECRET": "another, as long as it"}
@@ -286,7 +286,7 @@ def test_settings_that_do_not_fit(
     env: dict[str, str],
     told: str,
 ) -> None:
-    """Before anything is opened; exit status 2."""
+    """Checked before anything is opened; exit status 2."""
     address = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0"}
     sizes = {"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
     settings = {**files_of(authority, stranger, files), **env, **address, **sizes}

@@ -1,6 +1,5 @@
-"""Jobs without Python: what servers keep in memory, servers that stand still, settings of copies,
-and a broken invariant (base/invariant.h), which ends the job.
-"""
+"""Jobs without Python: memory of servers, servers that are stopped, settings of copies, and a
+broken invariant (base/invariant.h), which ends the job."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ LIMIT_S = 300.0
 
 
 class SmallCluster:
-    """A scheduler and one server, which outlive the workers."""
+    """A scheduler and a server, which outlive the workers."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         self.folder = folder
@@ -63,13 +62,13 @@ class SmallCluster:
         ]
 
     def end_well(self, count: int) -> None:
-        """By a job of so many workers, which ends all."""
+        """End everything with a job of `count` workers."""
         workers = self.start_workers(count, "--rounds", "3", name="last")
         wait_all([*workers, *self.processes[:2]], LIMIT_S)
         assert [process.wait(0) for process in [*workers, *self.processes[:2]]] == [0] * (count + 2)
 
     def memory(self, name: str) -> int:
-        """Of the server: a line of /proc/PID/status, in bytes."""
+        """Return a line of the server's /proc/PID/status, in bytes."""
         status = Path(f"/proc/{self.server.pid}/status").read_text()
         (kibibytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
         return int(kibibytes) * 1024
@@ -87,7 +86,7 @@ def small_cluster(folder: Path, **env: str) -> Iterator[SmallCluster]:
                 process.wait(LIMIT_S)
 
 
-# What servers keep in memory, and what they say when there is none.
+# Memory of servers, and their errors when memory is insufficient.
 
 
 MIB = 1 << 20
@@ -97,7 +96,7 @@ ONE_PARTITION = {f"BYTEPS_{name}_BYTES": str(LARGE) for name in ("PARTITION", "M
 
 
 def test_values_that_nobody_declared_take_no_memory(run_dir: Path) -> None:
-    """They are refused by name, and the server has never had room for them."""
+    """They are refused by name, and the server never allocates memory for them."""
     with small_cluster(run_dir, **ONE_PARTITION) as job:
         arguments = ["--bytes", str(LARGE), "--tensors", "1", "--rounds", "1", "--fail-in", "0"]
         workers = job.start_workers(1, *arguments)
@@ -108,7 +107,7 @@ def test_values_that_nobody_declared_take_no_memory(run_dir: Path) -> None:
 
 
 def test_a_server_without_memory_says_what_it_wanted(run_dir: Path) -> None:
-    """The operation fails, and the server serves the next job, which wants less."""
+    """The operation fails, and the server serves the next job, which needs less."""
     with small_cluster(run_dir, **ONE_PARTITION, MALLOC_ARENA_MAX="1") as job:
         limit = job.memory("VmSize") + LARGE // 2
         resource.prlimit(job.server.pid, resource.RLIMIT_AS, (limit, limit))
@@ -126,35 +125,36 @@ def test_a_server_without_memory_says_what_it_wanted(run_dir: Path) -> None:
 
 
 def test_a_failed_operation_leaves_no_memory_behind(run_dir: Path) -> None:
-    """One rank fails alone. All go on, and the server ends as large as it was."""
+    """One rank's operation fails. All go on, and the server's memory does not grow."""
     rounds = 2000
     with small_cluster(run_dir, BYTEPS_RECEIVE_POOL_BYTES=str(16 * MIB)) as job:
         arguments = ["--bytes", "400000", "--tensors", "2", "--rounds", str(rounds)]
         workers = job.start_workers(2, *arguments, "--fail-in", "5")
         wait_all(workers, LIMIT_S)
-        # Who leaves first takes its failure along, and may end the other one's last round.
+        # The first to leave reports its failure, which may end the other's last round.
         ended_by = r"sum_worker: worker \d .* failed: .*(gave up round 5|which nobody declared)"
         for worker in workers:
             assert worker.wait(0) == 0 or re.search(ended_by, worker.text)
         assert 0 in [worker.wait(0) for worker in workers]
         assert "which nobody declared" in workers[0].text
         assert "worker 0 gave up round 5" in workers[1].text
-        # byteps.sizing: three times what is summed, the pool, and 256 MiB for the process.
+        # byteps.sizing: three times the summed bytes, the pool, and 256 MiB for the process.
         assert job.memory("VmHWM") < 3 * 2 * 400_000 + 16 * MIB + 256 * MIB
         job.end_well(2)
 
 
-# A server that stands still, as under SIGSTOP or in a paused VM, and goes on.
+# A server that is stopped (SIGSTOP, or a paused VM) and continues.
 
 
 OP_TIMEOUT_S = 6.0
 PAUSE_S = 8.0
-"""Longer than that, and shorter than workers wait for a server that does not answer: 5 s more."""
+"""Longer than the operations' deadline, and shorter than workers wait for a silent server: 5 s
+more."""
 
 
 @pytest.mark.thorough
 def test_a_server_that_stood_still_blames_nobody(run_dir: Path) -> None:
-    """Rounds whose deadline has passed meanwhile are completed by what lies in its sockets."""
+    """Rounds whose deadline has passed meanwhile are completed with the data in its sockets."""
     settings = {
         "BYTEPS_OP_TIMEOUT_S": str(OP_TIMEOUT_S),
         "BYTEPS_PEER_TIMEOUT_S": "60",
@@ -164,7 +164,7 @@ def test_a_server_that_stood_still_blames_nobody(run_dir: Path) -> None:
         arguments = ["--bytes", "40000000", "--tensors", "3", "--rounds", "40"]
         workers = job.start_workers(2, *arguments)
         deadline = time.monotonic() + LIMIT_S
-        while not all("PUSH 'tensor.0'" in worker.text for worker in workers):  # until it sums
+        while not all("PUSH 'tensor.0'" in worker.text for worker in workers):  # Until it sums.
             assert time.monotonic() < deadline
             time.sleep(0.01)
         job.server.send(signal.SIGSTOP)
@@ -176,7 +176,7 @@ def test_a_server_that_stood_still_blames_nobody(run_dir: Path) -> None:
         assert "stood still for" in job.server.text
 
 
-# A broken invariant (base/invariant.h) ends the job, and every node says which and where.
+# A broken invariant (base/invariant.h) ends the job, and every node reports which and where.
 
 
 WORKERS = 2
@@ -192,7 +192,7 @@ def test_one_broken_in_a_worker_ends_the_job(run_dir: Path, breaker: int) -> Non
         "DMLC_PS_ROOT_PORT": "0",
         "DMLC_NUM_WORKER": str(WORKERS),
         "DMLC_NUM_SERVER": "1",
-        # Heartbeats, which carry the news, are 0.5 s apart.
+        # Heartbeats, which carry the report, are 0.5 s apart.
         "BYTEPS_PEER_TIMEOUT_S": "3",
     }
     server = str(programs / "byteps-server")
@@ -204,7 +204,7 @@ def test_one_broken_in_a_worker_ends_the_job(run_dir: Path, breaker: int) -> Non
         processes.append(Spawned("server 0", [server, "--role", "server"], env, run_dir))
         for rank in range(WORKERS):
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
-            # More rounds than anybody waits for.
+            # More rounds than the test will wait for.
             command = [str(programs / "sum_worker"), "--rounds", "1000000", "--pause-ms", "10"]
             if rank == breaker:
                 command.append("--break-invariant")
@@ -221,7 +221,7 @@ def test_one_broken_in_a_worker_ends_the_job(run_dir: Path, breaker: int) -> Non
                 process.wait(LIMIT_S)
 
 
-# Settings that copies of state between servers do not go with.
+# Settings that are incompatible with copies of state between servers.
 
 
 BACKUPS = {

@@ -15,12 +15,12 @@ from scripts.children import captured, free_ports
 from tests.multiproc.cluster import HERE, LOOPBACK, RUN_S, START_S, wait_all, wait_for_file
 from tests.multiproc.scripted import SCRIPTED, SCRIPTS, Scripted, ask, environment, scripted
 
-__all__ = ["scripted"]  # a fixture
+__all__ = ["scripted"]  # A fixture.
 
 
 @pytest.mark.thorough
 def test_servers_beside_the_workers(scripted: Scripted) -> None:
-    """One server on a machine of its own, two that worker.sh starts."""
+    """One server on a machine of its own, and two that worker.sh starts."""
     port_file = scripted.folder / "port"
     sizes = ["--workers", "2", "--servers", "3"]
     where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
@@ -61,7 +61,7 @@ def test_embedded_mode_of_worker_sh(scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_restarts_with_torchs_own_groups(scripted: Scripted, nodes: int) -> None:
-    """With torchrun's --master-addr, as the pages say it: gloo's groups of each life are new."""
+    """With torchrun's --master-addr, as documented: gloo's groups are new in each life."""
     port = str(free_ports())
     env = {"LIVES": "2", "JOB_FOLDER": str(scripted.folder), "BYTEPS_EMBEDDED_SERVERS": "1"}
     workers = [
@@ -101,11 +101,11 @@ def test_worker_sh_that_is_told_to_end(
     scripted.demand_no_process()
 
 
-# Which Python runs the ranks, and how torchrun's machines find each other.
+# The Python that runs the ranks, and how torchrun's machines meet.
 
 
 def make_python(folder: Path, *, has_byteps: bool) -> Path:
-    """An environment's Python: this one, which sees byteps and torch or not."""
+    """Make an environment's Python: this Python, with or without byteps and torch."""
     (folder / "bin").mkdir(parents=True)
     python = folder / "bin/python"
     isolated = "" if has_byteps else " -S"
@@ -133,7 +133,7 @@ def test_the_active_environment_runs_the_ranks(run_dir: Path) -> None:
     path = f"{active.parent}:{os.environ['PATH']}"
     said = ask_worker(run_dir, env={"PATH": path, "VIRTUAL_ENV": ""})
     assert f"{active} -m byteps.launcher.leaving" in said.stdout
-    # One without byteps is told of, and left.
+    # An environment without byteps is reported and skipped.
     said = ask_worker(run_dir, env={"VIRTUAL_ENV": str(bare.parents[1])})
     assert said.returncode == 0 and str(bare) not in said.stdout
     assert f"the active environment, {bare.parents[1]}, has no torch, or no byteps" in said.stderr
@@ -169,7 +169,7 @@ def test_a_restart_has_a_store_of_its_own(
 
 
 def test_check_finds_typos(run_dir: Path) -> None:
-    """Without a scheduler too."""
+    """Also without a scheduler."""
     command = ["bash", str(SCRIPTS / "worker.sh"), "--check"]
     for name, status in (("BYTEPS_PARTITION_BYTE", 2), ("BYTEPS_OF_MINE", 0)):
         said = captured(command, START_S, env={**environment(run_dir), name: "1"})

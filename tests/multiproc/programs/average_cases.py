@@ -1,7 +1,7 @@
-"""Programs whose averages of gradients are compared with DDP's: each trains a model on a side.
+"""Programs whose average gradients are compared with DDP's: each trains a model on a "side".
 
-A side says how gradients are averaged. Each program is trained on two sides, from the same
-parameters on the same inputs, which differ by rank and step.
+A side is a way to average gradients. Each program runs on two sides, with the same initial
+parameters and inputs; inputs differ by rank and step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RATE = 0.1
 
 
 class Ours:
-    """Gradients averaged by our optimizer."""
+    """Gradients averaged by bps.DistributedOptimizer."""
 
     def __init__(self, job: Job) -> None:
         self.rank = job.rank
@@ -36,12 +36,12 @@ class Ours:
         return model, bps.DistributedOptimizer(optimizer, backward_passes_per_step=passes)
 
     def apart(self, model: Any) -> AbstractContextManager[Any]:
-        """A backward pass whose gradients add up on the rank."""
+        """Context for a backward pass whose gradients add up on the rank."""
         del model
         return nullcontext()
 
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What an optimizer that compares losses is to be given."""
+        """Return the loss for an optimizer that compares losses."""
         return loss
 
 
@@ -97,7 +97,7 @@ def loss_of(model: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Momentum and decay tell a gradient of zeros from none."""
+    """Momentum and weight decay distinguish a gradient of zeros from a missing gradient."""
     return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5, weight_decay=0.01)
 
 
@@ -116,7 +116,7 @@ def plain(side: Ours) -> nn.Module:
 
 
 def gradients_after_the_pass(side: Ours) -> nn.Module:
-    """They are averages, which may be clipped."""
+    """Gradients are averages after the pass, and may be clipped."""
     model = layers()
     wrapped, optimizer = side.wrap(model, sgd(model))
     for step in range(STEPS):
@@ -128,7 +128,7 @@ def gradients_after_the_pass(side: Ours) -> nn.Module:
 
 
 def scaler(side: Ours) -> nn.Module:
-    """In step 1 the loss of rank 1 overflows: all ranks leave it out."""
+    """In step 1 the loss of rank 1 overflows: all ranks skip the step."""
     model = layers()
     wrapped, optimizer = side.wrap(model, sgd(model))
     scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
@@ -163,7 +163,7 @@ def closure(side: Ours) -> nn.Module:
 
 
 def lbfgs(side: Ours) -> nn.Module:
-    """It compares losses, which differ by rank."""
+    """LBFGS compares losses, which differ by rank."""
     model = layers()
     made = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
     wrapped, optimizer = side.wrap(model, made)
@@ -180,7 +180,7 @@ def lbfgs(side: Ours) -> nn.Module:
 
 
 def unfrozen(side: Ours) -> nn.Module:
-    """In step 2 what was frozen learns, and nothing else does."""
+    """In step 2 only parameters that were frozen before learn."""
     model = layers()
     model[0].requires_grad_(False)
     made = sgd(model)
@@ -189,7 +189,7 @@ def unfrozen(side: Ours) -> nn.Module:
     for index, layer in enumerate(model):
         layer.requires_grad_(index == 0)
         layer.zero_grad()
-    if isinstance(side, Theirs):  # which looks at this when it is made
+    if isinstance(side, Theirs):  # DDP checks this at construction.
         wrapped, _ = side.wrap(model, made)
     train(side, wrapped, optimizer, range(2, STEPS))
     return model
@@ -228,7 +228,7 @@ def two_passes(side: Ours) -> nn.Module:
 
 
 def accumulated(side: Ours) -> nn.Module:
-    """Three passes a step."""
+    """Three passes per step."""
     model = layers()
     wrapped, optimizer = side.wrap(model, sgd(model), passes=3)
     for step in range(STEPS):
@@ -241,7 +241,7 @@ def accumulated(side: Ours) -> nn.Module:
 
 
 class Forked(nn.Module):
-    """One layer that a caller may leave out, and one that nobody uses."""
+    """A layer that callers may skip, and a layer that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Forked(nn.Module):
 
 
 def unused(side: Ours) -> nn.Module:
-    """By one of the ranks, by both, by nobody, also in the second of two passes."""
+    """Parameters unused by one rank, by both, or never used; also in the second of two passes."""
     model = Forked()
     wrapped, optimizer = side.wrap(model, sgd(model), unused=True)
     for step in range(8):
@@ -279,7 +279,8 @@ class Words(nn.Module):
 
 
 def sparse(side: Ours) -> nn.Module:
-    """For an optimizer that takes nothing else; some words are repeated, some are on both ranks."""
+    """Sparse gradients, for an optimizer that accepts only these; words are repeated, also across
+    ranks."""
     model = Words()
     made = torch.optim.SparseAdam(model.words.parameters(), lr=RATE)
     wrapped, optimizer = side.wrap(model, made)
@@ -295,7 +296,7 @@ def sparse(side: Ours) -> nn.Module:
 
 
 def words(side: Ours) -> nn.Module:
-    """Sparse gradients, and dense ones, of one optimizer."""
+    """Sparse and dense gradients in the same optimizer."""
     model = Words()
     wrapped, optimizer = side.wrap(model, torch.optim.SGD(model.parameters(), lr=RATE))
     for step in range(STEPS):
@@ -306,7 +307,7 @@ def words(side: Ours) -> nn.Module:
 
 
 def strided(side: Ours) -> nn.Module:
-    """Channels last, a transposed parameter, and a gradient that lies otherwise on one rank."""
+    """Channels last, a transposed parameter, and a gradient with another layout on one rank."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Flatten())
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -372,7 +373,7 @@ class Recomputed(nn.Module):
 
 
 def recomputed(side: Ours) -> nn.Module:
-    """Backward passes inside a backward pass, and no parameter outside of these."""
+    """Backward passes inside a backward pass, with all parameters in the inner ones."""
     model = Recomputed()
     wrapped, optimizer = side.wrap(model, sgd(model))
     train(side, wrapped, optimizer)
@@ -380,7 +381,7 @@ def recomputed(side: Ours) -> nn.Module:
 
 
 def wrapped_again(side: Ours) -> nn.Module:
-    """Another optimizer over the same model, while the first one is there."""
+    """A second optimizer over the same model, while the first exists."""
     model = layers()
     first, optimizer = side.wrap(model, sgd(model))
     train(side, first, optimizer, range(2))

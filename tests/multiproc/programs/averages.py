@@ -1,7 +1,7 @@
 """bps.DistributedOptimizer and bps.ServerOptimizer compared with torch's DistributedDataParallel
-over gloo, the first one to the bit.
+over gloo, the former bit for bit.
 
-Two ranks, whose sums of two values are rounded once by either.
+With two ranks both round each sum once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def start(job: Job) -> None:
 
 
 def as_ddp(job: Job) -> None:
-    """Every case has the bits of DDP."""
+    """Every case gives the same bits as DDP."""
     start(job)
     for case in (*CASES, wrapped_again):
         with job.check(case.__name__):
@@ -99,8 +99,8 @@ def as_ddp_on_servers(job: Job) -> None:
 
 
 def scaled_otherwise(job: Job) -> None:
-    """A rank that has made its gradients finite again says that they were not; fp16 gradients are
-    refused, as torch refuses them."""
+    """A rank that replaces infinite gradients still reports infinities; fp16 gradients are refused,
+    as in torch."""
     model = layers()
     side = Served(job, "finite again")
     _, optimizer = side.wrap(model, sgd(model))
@@ -126,7 +126,7 @@ def scaled_otherwise(job: Job) -> None:
 
 
 def identity(job: Job) -> None:
-    """Whose gradients meet, and what is said where ranks differ."""
+    """Matching of gradients across ranks, and errors if ranks differ."""
     start(job)
     side = Ours(job)
     with job.check("two without names, and another order of the pass on one rank"):
@@ -200,7 +200,7 @@ def identity(job: Job) -> None:
 
 
 def failed_pass(job: Job) -> None:
-    """What other ranks have received cannot be taken back."""
+    """A failed pass: values that other ranks have received cannot be taken back."""
     bps.init()
     side, model = Ours(job), layers()
     optimizer = bps.DistributedOptimizer(sgd(model))

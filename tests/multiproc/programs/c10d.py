@@ -34,11 +34,11 @@ from tests.multiproc.programs.job import Job
 STEPS = 3
 GO_ON_S = 60.0
 MOST_GROWTH = 32 << 20
-"""Bytes of memory that a process may take in addition, over thousands of sums."""
+"""Limit for a process's memory growth over thousands of sums, in bytes."""
 
 
 def collectives(job: Job) -> None:
-    """Everything that reaches a process group, with one world and several groups."""
+    """All operations of a process group, with the world group and others."""
     initialize(job)
     everyone = list(range(job.size))
     world = dist.group.WORLD
@@ -180,7 +180,8 @@ def _groups(job: Job, evens: list[int]) -> None:
 
 
 def models(job: Job) -> None:
-    """DDP by the backend and by the hook, and FSDP2 over a mesh, against gloo or NCCL alone."""
+    """DDP with the backend and with the hook, and FSDP2 over a mesh, compared with plain gloo or
+    NCCL."""
     initialize(job)
     with natively():
         gloo = dist.new_group(list(range(job.size)), backend=native_backend(job))
@@ -205,7 +206,7 @@ def models(job: Job) -> None:
 
 
 def gathers(job: Job) -> None:
-    """Functional all-gathers, one after the other, of tensors that gloo's threads free."""
+    """Repeated functional all-gathers of tensors that gloo's threads free."""
     initialize(job)
     world = dist.group.WORLD
     assert world is not None
@@ -245,8 +246,8 @@ def _train_ddp(job: Job, group: Any, *, hook: bool = False) -> list[torch.Tensor
 
 
 def fsdp_hook(job: Job) -> None:
-    """FSDP2 inside each host with the hook between hosts, against HSDP by gloo. Every sum is of two
-    values, whose order changes nothing."""
+    """FSDP2 inside each host with the hook between hosts, compared with HSDP over gloo. Every sum
+    has two values, so their order does not matter."""
     initialize(job)
     torch.set_num_threads(1)
     with natively():
@@ -266,7 +267,7 @@ def fsdp_hook(job: Job) -> None:
 
 
 def _mesh(job: Job) -> DeviceMesh:
-    """Hosts of two ranks."""
+    """Return a mesh with hosts of two ranks."""
     kind = "cuda" if on_gpu(job) else "cpu"
     return init_device_mesh(kind, (job.size // 2, 2), mesh_dim_names=("replicate", "shard"))
 
@@ -289,7 +290,7 @@ def _train_hsdp(
 
 
 def streams(job: Job) -> None:
-    """What streams wait for while the host goes on."""
+    """Streams wait while the host goes on."""
     initialize(job)
     want = total(LARGE, list(range(job.size)))
     with job.check("kernels are loaded while a stream waits"):
@@ -303,7 +304,7 @@ def streams(job: Job) -> None:
         assert not torch.isnan(found).any()
     with job.check("the host goes on"):
         tensor = given(LARGE, job.rank)
-        if job.rank == 1:  # it comes only when the other rank has gone on
+        if job.rank == 1:  # Rank 1 joins only after the other rank has gone on.
             wait_for_file(job.folder / "mark.went_on.0", GO_ON_S)
         for _ in range(5):
             dist.all_reduce(tensor)
@@ -352,7 +353,7 @@ def streams(job: Job) -> None:
 
 
 def first_step(job: Job) -> None:
-    """HSDP from the first step on, with nothing warmed up."""
+    """HSDP from the first step on, without warm-up."""
     initialize(job)
     mesh = init_device_mesh("cuda", (job.size, 1), mesh_dim_names=("replicate", "shard"))
     before = through_servers()
@@ -364,8 +365,8 @@ def first_step(job: Job) -> None:
 
 
 def many_sizes(job: Job) -> None:
-    """Sums of ever new lengths: the servers learn of a bounded number of tensors. The test looks at
-    their memory once all lengths have come twice, and at the end."""
+    """Sums of ever new lengths: servers see a bounded number of tensors. The test checks their
+    memory after all lengths came twice, and at the end."""
     initialize(job)
     rounds, sizes = int(job.args["rounds"]), int(job.args["sizes"])
     held: list[int] = []
@@ -387,7 +388,7 @@ def many_sizes(job: Job) -> None:
 
 
 def loop(job: Job) -> None:
-    """Reduce for ever; ends by the error that the test is about."""
+    """Reduce for ever; ends by the test's error."""
     initialize(job)
     for round_ in range(1_000_000):
         work = dist.all_reduce(torch.ones(LARGE), async_op=True)
@@ -400,7 +401,7 @@ def loop(job: Job) -> None:
 
 
 def ddp_loop(job: Job) -> None:
-    """Train with DDP for ever; ends by the error that the test is about."""
+    """Train with DDP for ever; ends by the test's error."""
     initialize(job)
     torch.set_num_threads(1)
     model = DistributedDataParallel(_model())

@@ -1,4 +1,4 @@
-"""Programs with several process groups of the same ranks, in every order of use and of ending."""
+"""Programs with several process groups of the same ranks, in every order of use and destruction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _by_hook(tensor: torch.Tensor, group: Any) -> None:
 
 
 def _demand_sums(job: Job, group: Any, factor: int, reduce: Reduce = _by_group) -> None:
-    """Several sums of one length, of which no other group has the values."""
+    """Check several sums of the same length, with values that no other group has."""
     want = total(LARGE, dist.get_process_group_ranks(group))
     for round_ in range(ROUNDS):
         tensor = given(LARGE, job.rank) * factor + round_
@@ -52,7 +52,7 @@ def _demand_sums(job: Job, group: Any, factor: int, reduce: Reduce = _by_group) 
 
 
 def _in_opposite_order(job: Job, groups: list[Any], reduce: Reduce = _by_group) -> None:
-    """A thread for each group. Odd ranks begin with the last one."""
+    """Sum in a thread per group. Odd ranks begin with the last group."""
     order = list(enumerate(groups, 1))
     if job.rank % 2:
         order.reverse()
@@ -61,7 +61,9 @@ def _in_opposite_order(job: Job, groups: list[Any], reduce: Reduce = _by_group) 
 
     def use(place: int, number: int, group: Any) -> None:
         try:
-            if place:  # the other has asked for its first sum, which the other rank does not expect
+            # Waits until the other thread has asked for its first sum, which the other rank does
+            # not expect.
+            if place:
                 assert began[place - 1].wait(WAIT_S)
                 time.sleep(0.3)
             began[place].set()
@@ -82,7 +84,7 @@ def _in_opposite_order(job: Job, groups: list[Any], reduce: Reduce = _by_group) 
 
 
 def groups(job: Job) -> None:
-    """Groups that the backend makes."""
+    """Groups created by the backend."""
     initialize(job, store=tcp_store(job))
     everyone = list(range(job.size))
     before = through_servers()
@@ -109,7 +111,7 @@ def groups(job: Job) -> None:
 
 
 def remade(job: Job) -> None:
-    """A group that is destroyed and made again, on no rank at the same time."""
+    """A group is destroyed and created again, at different times on each rank."""
     initialize(job)
     everyone, remakes = list(range(job.size)), int(job.args["remakes"])
     with job.check("a group is made again and again"):
@@ -134,7 +136,7 @@ def remade(job: Job) -> None:
 
 
 def hooked(job: Job) -> None:
-    """Groups of gloo alone, which the hooks reduce over."""
+    """Groups of plain gloo, which the hooks use."""
     c10d_plugin.register()
     bps.init()
     init_process_group(job, store=tcp_store(job))
@@ -160,7 +162,7 @@ def hooked(job: Job) -> None:
 
 
 def node_first(job: Job) -> None:
-    """Ranks of a host sum first: groups of theirs must not mix either."""
+    """Ranks of a host sum first: their node groups must not mix either."""
     initialize(job, store=tcp_store(job))
     everyone = list(range(job.size))
     with job.check("two groups, first used in opposite order"):

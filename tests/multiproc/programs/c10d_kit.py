@@ -1,4 +1,4 @@
-"""Helpers of programs of torch.distributed: joining, values, counters of servers."""
+"""Helpers of torch.distributed programs: joining, values, counters of servers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tests.multiproc.programs.devices import device_of
 from tests.multiproc.programs.job import Job
 
 LARGE = 40_000
-"""Elements of fp32: more than BYTEPS_C10D_MIN_BYTES."""
+"""Number of fp32 elements: more bytes than BYTEPS_C10D_MIN_BYTES."""
 
 
 def initialize(job: Job, **named: Any) -> None:
-    """Initialize torch.distributed with groups that BytePS carries; `named`: its arguments."""
+    """Initialize torch.distributed with groups that use BytePS; `named`: arguments."""
     per_host = job.args.get("per_host")
     if per_host is not None:
         os.environ["BYTEPS_HOST_ID"] = f"host-{job.rank // per_host}"
     c10d_plugin.install()
     if on_gpu(job):
         torch.set_default_device(device_of(job))
-        # Ranks of a GPU are on different machines, or NCCL refuses them.
+        # Ranks on the same GPU must look like different hosts, or NCCL refuses them.
         os.environ["NCCL_HOSTID"] = f"machine{job.rank // torch.cuda.device_count()}"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     init_process_group(job, **named)
 
 
 def init_process_group(job: Job, **named: Any) -> None:
-    """As a script does that finds its ranks by a file."""
+    """Initialize like a script whose ranks meet in a file."""
     settings = {
         "backend": native_backend(job),
         "init_method": f"file://{job.folder}/store",
@@ -50,7 +50,7 @@ def init_process_group(job: Job, **named: Any) -> None:
 
 
 def tcp_store(job: Job) -> dist.TCPStore:
-    """A store as torchrun has it, whose client lets one thread in at a time."""
+    """Return a store like torchrun's, whose client serves one thread at a time."""
     port = job.folder / "store.port"
     limit = timedelta(seconds=200)
     if job.rank == 0:
@@ -73,7 +73,7 @@ def native_backend(job: Job) -> str:
 
 
 def given(elements: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small whole numbers: exact in every type that is tried, whatever the order of additions."""
+    """Return small integers: exact in every tested type, for any order of additions."""
     return ((torch.arange(elements) * 7 + rank * 3) % 5).to(dtype)
 
 
@@ -82,7 +82,7 @@ def total(elements: int, ranks: list[int], dtype: torch.dtype = torch.float32) -
 
 
 def through_servers() -> int:
-    if torch.cuda.is_initialized():  # streams wait for sums, and the host does not
+    if torch.cuda.is_initialized():  # Streams wait for sums, but the host does not.
         torch.cuda.synchronize()
         while bps.get_metrics()["byteps_worker_running_operations"]:
             time.sleep(0.001)
@@ -91,7 +91,7 @@ def through_servers() -> int:
 
 @contextlib.contextmanager
 def natively() -> Iterator[None]:
-    """Groups that are made meanwhile are not carried by BytePS."""
+    """Context in which new groups do not use BytePS."""
     made = dist.distributed_c10d._new_process_group_helper
     dist.distributed_c10d._new_process_group_helper = made.__wrapped__  # type: ignore[attr-defined]
     try:

@@ -1,4 +1,4 @@
-"""Promises of torch's process groups: each case on gloo, and on a group that carries gloo."""
+"""Behaviour of torch's process groups: each case on plain gloo, and on a BytePS group over gloo."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.multiproc.programs.c10d_kit import given, initialize, natively, throu
 from tests.multiproc.programs.job import Job
 
 SHORT_S = 0.5
-"""A limit that a late rank does not meet."""
+"""Limit that a late rank does not meet, in seconds."""
 
 type Case = Callable[[Job, Any], Any]
-"""Of a job and a group; returns what must be the same with any backend."""
+"""Function of a job and a group; its result must be the same with any backend."""
 
 
 def _compare(job: Job, cases: dict[str, Case], **named: Any) -> None:
-    """Run the cases on both; `named`: how the groups are made."""
+    """Run the cases with both backends; `named`: arguments for the groups."""
     initialize(job)
     torch.set_num_threads(1)
     with natively():
@@ -84,8 +84,8 @@ def _works(job: Job, group: Any) -> Any:
 
 
 def _has_no_error(work: Any) -> bool:
-    """Whether no exception is known. In older torches gloo's works cannot say it: their binding has
-    no Python type for one."""
+    """Return whether no exception is known. Older torches cannot report it for gloo: the binding
+    has no Python type."""
     try:
         return work.exception() is None
     except TypeError:
@@ -93,7 +93,7 @@ def _has_no_error(work: Any) -> bool:
 
 
 def _text(*words: str) -> torch.Tensor:
-    """As a tensor, to be compared as the others."""
+    """Return the words as a tensor, so that they can be compared like other results."""
     return torch.tensor([*" ".join(words).encode()])
 
 
@@ -129,7 +129,7 @@ def _profile(job: Job, group: Any) -> Any:
 
 
 def profile_shapes(job: Job) -> None:
-    """Shapes of what goes through the servers stand at the event of the call."""
+    """Shapes of reduced tensors are at the call's event in a profile."""
     initialize(job)
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
         dist.all_reduce(torch.ones(30, 4))
@@ -164,7 +164,7 @@ def _join(job: Job, group: Any) -> Any:
     model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with model.join(divide_by_initial_world_size=False):
-        for step in range(2 + job.rank):  # one rank has more
+        for step in range(2 + job.rank):  # One rank makes more steps.
             optimizer.zero_grad()
             model(torch.full((2, 4), float(step))).square().mean().backward()
             optimizer.step()
@@ -182,7 +182,7 @@ def _nobody_waits(job: Job, group: Any) -> Any:
 
 
 def as_torch_promises(job: Job) -> None:
-    """Cases that need no compiler and no late rank."""
+    """Cases that need neither a compiler nor a late rank."""
     _compare(
         job,
         {
@@ -233,7 +233,7 @@ def _compiled_sum(job: Job, group: Any) -> Any:
 
 
 def compiled(job: Job) -> None:
-    """torch.compile around what reduces."""
+    """torch.compile around reducing code."""
     _compare(job, {"models": _compiled_model, "sums": _compiled_sum})
 
 
@@ -255,7 +255,7 @@ def limits(job: Job) -> None:
 
 
 def group_limit(job: Job) -> None:
-    """A group's operations have its limit."""
+    """A group's operations have the group's limit."""
     initialize(job)
     name = "cpu:gloo,cuda:gloo"
     group: Any = dist.new_group(backend=name, timeout=timedelta(seconds=SHORT_S))
@@ -282,7 +282,7 @@ def group_limit(job: Job) -> None:
 
 
 def _reconfigurations(group: Any) -> dict[str, Callable[[], Any]]:
-    """Calls that begin to give a group other members, as this version of torch has them."""
+    """Return the calls of this version of torch that change a group's members."""
     if not hasattr(dist, "_reconfigure"):
         return {"reconfigure": lambda: group.reconfigure(None)}
     inside: Any = dist
@@ -294,7 +294,7 @@ def _reconfigurations(group: Any) -> dict[str, Callable[[], Any]]:
 
 
 def job_limit(job: Job) -> None:
-    """The default group's limit is the job's. Ends by the error that the test is about."""
+    """The default group's limit is the job's. Ends by the test's error."""
     initialize(job, timeout=timedelta(seconds=3))
     if job.rank:
         job.wait_go("end")
@@ -304,7 +304,7 @@ def job_limit(job: Job) -> None:
 
 def detailed(job: Job) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL: members' shapes are compared."""
-    dist.set_debug_level_from_env()  # torch was imported before
+    dist.set_debug_level_from_env()  # torch was imported before the variable was set.
     initialize(job)
     with job.check("sums that agree"):
         before = through_servers()

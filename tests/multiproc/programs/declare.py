@@ -1,6 +1,5 @@
-"""Declarations of many tensors: what members must agree on, which server gets how much, and names
-declared and used in every order.
-"""
+"""Declarations of many tensors: agreement of members, distribution over servers, and names declared
+and used in every order."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ COUNT = 3000
 
 
 def tensors(job: Job, count: int) -> list[bps.TensorDeclaration]:
-    """Every second one for the first two ranks alone."""
+    """Return declarations; every second one is only for the first two ranks."""
     return [
         bps.TensorDeclaration(
             name=f"tensor.{i}",
@@ -41,7 +40,7 @@ def _members(tensor: bps.TensorDeclaration, job: Job) -> list[int]:
 
 
 def many(job: Job) -> None:
-    """Two hundred tensors of two groups by one call; then some are summed."""
+    """Two hundred tensors of two groups in one call; then a few are summed."""
     bps.init()
     everyone = tensors(job, 200)
     own = [t for t in everyone if job.rank in _members(t, job)]
@@ -80,7 +79,7 @@ def many(job: Job) -> None:
 
 
 def hashed(job: Job) -> None:
-    """The ranks have different BYTEPS_KEY_HASH_FN: the later one is refused, and told why."""
+    """Ranks have different BYTEPS_KEY_HASH_FN: the later one is refused with the reason."""
     bps.init()
     if job.rank == 1:
         job.wait_go("second")
@@ -95,7 +94,7 @@ def hashed(job: Job) -> None:
 
 
 def broadcast(job: Job) -> None:
-    """Parameters without names."""
+    """Broadcast of parameters without names."""
     bps.init()
     parameters = [torch.full((5,), float(10 * job.rank + i)) for i in range(3)]
     bps.broadcast_parameters(parameters, root_rank=1)
@@ -105,12 +104,12 @@ def broadcast(job: Job) -> None:
     bps.shutdown()
 
 
-# Which server gets how much.
+# Distribution of bytes over servers.
 
 
 MB = 1_000_000
 
-# Bytes of the buckets or tensors that a worker sums in a step.
+# Bytes of the buckets or tensors that a worker sums per step.
 SETS: dict[str, list[int]] = {
     "40M elements a bucket, fp32": [160 * MB] * 8 + [57 * MB],
     "40M elements a bucket, bf16": [80 * MB] * 8 + [28_500_000],
@@ -124,7 +123,8 @@ SETS: dict[str, list[int]] = {
 
 
 def dealt(sizes: list[int]) -> list[int]:
-    """As Megatron's buckets are placed: each begins where the one before ended."""
+    """Return bytes per server if tensors are placed like Megatron's buckets: each begins where the
+    one before ended."""
     place, total = 0, [0] * servers()
     for number, nbytes in enumerate(sizes):
         part = bps.bytes_per_server(nbytes, name=f"dealt/{number}", placement=place)
@@ -135,7 +135,7 @@ def dealt(sizes: list[int]) -> list[int]:
 
 
 def by_name(sizes: list[int]) -> list[int]:
-    """As tensors without a placement are."""
+    """Return bytes per server for tensors without a placement."""
     parts = [bps.bytes_per_server(size, name=f"t{i}") for i, size in enumerate(sizes)]
     return [sum(column) for column in zip(*parts, strict=True)]
 
@@ -145,7 +145,7 @@ def servers() -> int:
 
 
 def spread(job: Job) -> None:
-    """Sums that are dealt out load all servers alike, whatever the number of either."""
+    """Sums that are dealt out load all servers equally, for any number of sums and servers."""
     bps.init()
     with job.check("number of servers"):
         assert servers() == job.args["servers"]
@@ -155,7 +155,7 @@ def spread(job: Job) -> None:
             assert max(loads) <= 1.02 * sum(loads) / len(loads), loads
         with job.check(f"by name: {label}"):
             loads = by_name(sizes)
-            # Each server gets its part of a large tensor; small ones fall where they may.
+            # Each server gets its part of a large tensor; small tensors may be anywhere.
             largest = max(bps.partition_count(size) for size in sizes)
             limit = 1.05 if largest >= 64 else 1.5
             assert max(loads) <= limit * sum(loads) / len(loads), loads
@@ -170,7 +170,7 @@ def spread(job: Job) -> None:
 
 
 def placed_by_hash(job: Job) -> None:
-    """The other hash leaves no server without work."""
+    """The other hash leaves no server idle."""
     bps.init()
     for label in ("40M elements a bucket, fp32", "one partition each"):
         with job.check(label):
@@ -180,7 +180,7 @@ def placed_by_hash(job: Job) -> None:
 
 
 def by_link(job: Job) -> None:
-    """Partitions are longer where the slowest worker's link is known to be fast."""
+    """Partitions are longer if the slowest worker's link is known to be fast."""
     bps.init()
     with job.check("all know the slowest worker's link"):
         assert engine.link_gbps() == job.args["slowest"]
@@ -198,7 +198,7 @@ def by_link(job: Job) -> None:
 # Asynchronous handles, and names declared and used in every order.
 
 
-ELEMENTS = 5000  # several partitions of a page
+ELEMENTS = 5000  # Several partitions of a page.
 
 
 def every_order(job: Job) -> None:
@@ -213,7 +213,7 @@ def every_order(job: Job) -> None:
         want = values.exact_sum(ELEMENTS, ranks, name, round_, "float32")
         values.demand_exact(bps.synchronize(handle), want)
 
-    # Each rank waits in an order of its own.
+    # Each rank waits in a different order.
     own = random.Random(job.rank)
     orders: dict[str, Callable[[list], None]] = {
         "forward": lambda items: None,

@@ -1,4 +1,4 @@
-"""Sums of tensors on GPUs, or with the argument ``device`` "cpu" of tensors on the CPU."""
+"""Sums of tensors on GPUs, or on the CPU if the argument ``device`` is "cpu"."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.multiproc.programs import values
 from tests.multiproc.programs.job import Job
 
 COUNT = 50_000
-"""Elements: many partitions of a page."""
+"""Number of elements: many partitions of a page."""
 
 
 def device_of(job: Job) -> torch.device:
-    """This rank's, made current; ranks share GPUs where there are fewer."""
+    """Return this rank's device after making it current; ranks share GPUs if there are fewer."""
     if job.args["device"] == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", job.rank % torch.cuda.device_count())
@@ -38,7 +38,7 @@ def demand_sum(
 
 
 def every_dtype(job: Job) -> None:
-    """Every element type, in place and not, of one element and of many partitions."""
+    """Every element type, in place and not, with one element and with many partitions."""
     bps.init()
     for dtype in values.DTYPES:
         for count in (1, 1023, 1024, 1025, COUNT):
@@ -53,7 +53,7 @@ def every_dtype(job: Job) -> None:
 
 
 def rounds_in_flight(job: Job) -> None:
-    """Several rounds of several names at once, declared by one call, waited for in reverse."""
+    """Several rounds of several names in flight, declared in one call, waited for in reverse."""
     bps.init()
     names = [f"bucket.{i}" for i in range(6)]
     bps.declare(
@@ -84,7 +84,7 @@ def rounds_in_flight(job: Job) -> None:
 
 
 def wire_types(job: Job) -> None:
-    """fp32 and fp64 that travel as half types; whole numbers, so that nothing is rounded."""
+    """fp32 and fp64 that travel as half types; integers, so that nothing is rounded."""
     bps.init()
     for dtype in ("float32", "float64"):
         for wire in (torch.bfloat16, torch.float16):
@@ -100,7 +100,7 @@ def wire_types(job: Job) -> None:
 
 
 def wanted_part(job: Job) -> None:
-    """Each rank pulls another part, and the rest of its tensor stays."""
+    """Each rank pulls another part; the rest of its tensor is unchanged."""
     bps.init()
     with job.check("part"):
         begin, end = job.rank * 1000 + 17, COUNT - job.rank * 999
@@ -116,7 +116,8 @@ def wanted_part(job: Job) -> None:
 
 
 def streams(job: Job) -> None:
-    """A value is pushed once its stream has made it, and used by another stream, with no wait."""
+    """Values are pushed once their stream has made them, and used by another stream, without a host
+    wait."""
     bps.init()
     device = device_of(job)
     making, using = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -139,7 +140,7 @@ def streams(job: Job) -> None:
 
 
 def current_device(job: Job) -> None:
-    """Tensors on every GPU are summed while another one is current, which stays so."""
+    """Tensors on every GPU are summed while another GPU is current and stays so."""
     bps.init()
     count = torch.cuda.device_count()
     for number in range(count):
@@ -156,7 +157,7 @@ def current_device(job: Job) -> None:
 
 
 def peer_dies_under_nccl(job: Job) -> None:
-    """Rank 1 dies while rank 0's GPU is in an NCCL kernel that will never end."""
+    """Rank 1 dies while rank 0's GPU is in an NCCL kernel that never ends."""
     device = device_of(job)
     bps.init()
     torch.distributed.init_process_group("nccl", device_id=device)
@@ -168,7 +169,7 @@ def peer_dies_under_nccl(job: Job) -> None:
     if job.rank == 1:
         job.wait_go("die")
         os.kill(os.getpid(), signal.SIGKILL)
-    torch.distributed.all_reduce(tensor, async_op=True)  # rank 1 never joins it
+    torch.distributed.all_reduce(tensor, async_op=True)  # Rank 1 never joins it.
     handle = bps.push_pull_async_inplace(tensor, average=False, name="together")
     job.mark("stuck")
     started = time.monotonic()
@@ -183,14 +184,14 @@ def peer_dies_under_nccl(job: Job) -> None:
 
 
 def interrupted(job: Job) -> None:
-    """Ctrl-C ends a synchronize, and the sum goes on."""
+    """Ctrl-C ends a synchronize, but the sum goes on."""
     bps.init()
     tensor = given(job, "late", 0, "float32")
     if job.rank == 1:
         job.wait_go("push")
     handle = bps.push_pull_async_inplace(tensor, average=False, name="late")
     if job.rank == 0:
-        # Its declaration is through: rank 0 waits for the push of rank 1.
+        # Its declaration is complete: rank 0 waits for rank 1's push.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with job.check("interrupted"):
             try:

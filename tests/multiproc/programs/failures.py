@@ -1,6 +1,5 @@
-"""Workers for tests in which something is lost, stands still, ends or forks; what they raise is
-noted by Job.run.
-"""
+"""Workers for tests in which a process is lost, hangs, ends or forks; Job.run records their
+exceptions."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tests.multiproc.programs.job import Job
 
 
 def loop(job: Job) -> None:
-    """Sum for ever; ends by the error that the test is about."""
+    """Sum for ever; ends by the test's error."""
     bps.init()
     for round_ in range(1_000_000):
         bps.push_pull(torch.ones(20_000), average=False, name=f"loop.{round_ % 3}")
@@ -34,7 +33,7 @@ def loop(job: Job) -> None:
 
 
 def saves(job: Job) -> None:
-    """Sum until a rank gets SIGTERM; then save, which takes sums, and leave."""
+    """Sum until a rank gets SIGTERM; then save, which needs sums, and leave."""
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     bps.init()
@@ -52,7 +51,7 @@ def saves(job: Job) -> None:
 
 
 def meets(job: Job) -> None:
-    """Ranks meet by gloo, round after round, until that fails."""
+    """Ranks meet through gloo, round after round, until that fails."""
     store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
     bps.init()
@@ -63,26 +62,26 @@ def meets(job: Job) -> None:
 
 
 def init_only(job: Job) -> None:
-    """Join and leave; init may be what fails."""
+    """Join and leave; init may fail."""
     bps.init()
     bps.shutdown()
 
 
 UNSENT = ("push_queue", "transport")
-"""Partitions that this worker still has to send, by their metrics."""
+"""Metrics of partitions that this worker still has to send."""
 
 
 def unread(job: Job) -> None:
-    """Rank 0, which is stopped then, pushes a tensor that rank 1 pushes later, so that it does not
-    read the sum; and others alone, one after another."""
+    """Rank 0, which is then stopped, pushes a tensor that rank 1 pushes later, so that it does not
+    read the sum. The other sums are pushed only by rank 0."""
     bps.init()
     large = torch.ones(16 << 20)
     if job.rank == 0:
         handles = []
-        for index in range(40):  # each has its own deadline
+        for index in range(40):  # Each handle has its own deadline.
             handles.append(bps.push_pull_async(torch.ones(10), name=f"alone.{index}"))
             time.sleep(0.1)
-        # Last, so that rank 1 has most of its time to push it.
+        # Pushed last, so that rank 1 has most of its time limit left.
         handles.append(bps.push_pull_async(large, average=False, name="large"))
         while any(bps.get_metrics()[f"byteps_worker_{name}_partitions"] for name in UNSENT):
             time.sleep(0.01)
@@ -95,10 +94,10 @@ def unread(job: Job) -> None:
 
 
 def missing(job: Job) -> None:
-    """Rank ``missing`` of args never calls the operation that the others wait for.
+    """Rank ``missing`` of args never calls the operation for which the others wait.
 
-    It stays in the job, or with ``leaves`` leaves it in good order. With ``traffic`` the others
-    keep the servers busy with another tensor while they wait.
+    It stays in the job, or leaves it normally with ``leaves``. With ``traffic`` the others keep the
+    servers busy with another tensor meanwhile.
     """
     bps.init()
     bps.push_pull(torch.ones(10), average=False, name="together")
@@ -125,7 +124,7 @@ def _keep_busy(job: Job, handle: int) -> None:
 
 
 def steady(job: Job) -> None:
-    """Works until the test says so, with a sum now and then."""
+    """Sum from time to time until the test ends it."""
     bps.init()
     bps.push_pull(torch.ones(10), average=False, name="first")
     job.mark("looping")
@@ -136,7 +135,7 @@ def steady(job: Job) -> None:
     bps.shutdown()
 
 
-# A worker that ends in one of many ways, and others that see what becomes of the job.
+# A worker that ends in a given way, and others that observe the job.
 
 
 WHY = "no checkpoint for rank 1"
@@ -192,12 +191,11 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 def ends(job: Job) -> None:
-    """Rank 1 ends as ``way`` of args says; rank 0 sums alone until the test says ``end``, or until
-    that fails.
+    """Rank 1 ends in the way ``way`` of args; rank 0 sums alone until the test's ``end``, or a
+    failure.
 
-    args: ``first``: rank 0 ends before rank 1 does; ``hangs``: it does nothing until ``end``;
-    ``group``: with a process group, for embedded mode; ``swapped``: rank 0 ends in that way, and
-    rank 1 is the other.
+    args: ``first``: rank 0 ends before rank 1; ``hangs``: rank 0 does nothing until ``end``;
+    ``group``: with a process group, for embedded mode; ``swapped``: the ranks' roles are exchanged.
     """
     ending = 0 if job.args.get("swapped") else 1
     if job.args.get("group"):
@@ -218,7 +216,7 @@ def ends(job: Job) -> None:
 
 
 def waits_for_a_peer(job: Job) -> None:
-    """Rank 1 waits for rank 0 by torch.distributed, whose connections end before rank 0 does."""
+    """Rank 1 waits for rank 0 in torch.distributed, whose connections end before rank 0 does."""
     before = set(_sockets())
     store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
@@ -231,7 +229,7 @@ def waits_for_a_peer(job: Job) -> None:
         return
     job.wait_go("end")
     for number in (int(one.split()[0]) for one in connections if "socket:" in one):
-        with contextlib.suppress(OSError):  # one that listens
+        with contextlib.suppress(OSError):  # A listening socket.
             socket.socket(fileno=os.dup(number)).shutdown(socket.SHUT_RDWR)
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -241,7 +239,7 @@ def waits_for_a_peer(job: Job) -> None:
 
 
 def sums(job: Job) -> None:
-    """Rank 0 ends the sums when the test says so: all end with the same one."""
+    """Sum until the test says so; rank 0 decides, and all end with the same sum."""
     bps.init()
     round_ = 0
     while True:
@@ -259,15 +257,15 @@ def sums(job: Job) -> None:
     bps.shutdown()
 
 
-# Workers that sum, round after round, and check every value, while a test breaks what is below.
+# Workers that sum in rounds and check every value, while a test breaks connections.
 
 
 TENSORS = {"small": 700, "middle": 60_000, "large": 1_000_000}
-"""Elements: one message that is copied, some partitions, and many."""
+"""Elements: a single copied message, a few partitions, and many."""
 
 
 def _values(rank: int, round_: int, index: int, count: int) -> torch.Tensor:
-    """Whole numbers, different for each rank, round, tensor and element."""
+    """Return integers that differ by rank, round, tensor and element."""
     ramp = torch.arange(count, dtype=torch.float32) % 251
     return ramp + (rank + 1) * 1000 + round_ % 97 * 7 + index
 
@@ -278,9 +276,9 @@ def _sum(size: int, round_: int, index: int, count: int) -> torch.Tensor:
 
 
 def checked(job: Job) -> None:
-    """Rounds until the test says "end" (or args["rounds"]); every sum is exact.
+    """Make rounds until the test's "end" (or args["rounds"]); every sum must be exact.
 
-    Tensors have args["most"] elements at most; the test may take args["limit_s"].
+    Tensors have at most args["most"] elements; the time limit is args["limit_s"].
     """
     bps.init()
     round_ = 0
@@ -311,7 +309,7 @@ def checked(job: Job) -> None:
     bps.shutdown()
 
 
-# Workers that fork: what their children may do, and what they do not keep.
+# Workers that fork: what their children may do, and what they must not keep.
 
 
 def _demand_sum(job: Job, name: str, round_: int) -> None:
@@ -321,7 +319,7 @@ def _demand_sum(job: Job, name: str, round_: int) -> None:
 
 
 def _in_child(run: Callable[[], None]) -> int:
-    """The exit status of a forked process that runs this, and then what runs at a program's end."""
+    """Run a function in a forked process, then its exit handlers; return the exit status."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -341,7 +339,7 @@ def _demand_none(status: int) -> None:
 
 
 def _sockets() -> list[str]:
-    """What this process has open of the kind that a transport needs."""
+    """Return this process's open files of the kinds that transports use."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -354,7 +352,7 @@ def _sockets() -> list[str]:
 
 
 def children(job: Job) -> None:
-    """A child cannot reach the job, nor end it; a child of a child neither."""
+    """A child can neither use nor end the job; nor can its own child."""
     bps.init()
     given = torch.ones(8)
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
@@ -410,7 +408,7 @@ def children(job: Job) -> None:
 
 
 def _demand_may_join() -> None:
-    """There is no job: the child is a process as any other."""
+    """In a child that is in no job, init works as in any process."""
     os.environ["BYTEPS_START_TIMEOUT_S"] = "1"
     os.environ["DMLC_PS_ROOT_PORT"] = "1"
     try:
@@ -437,7 +435,7 @@ def _batches(job: Job) -> Iterator[torch.Tensor]:
 
 
 def loads_data(job: Job) -> None:
-    """Processes of a DataLoader come, go, and are there while the job sums."""
+    """DataLoader processes come, go, and exist while the job sums."""
     bps.init()
     for epoch in range(2):
         with job.check(f"epoch {epoch}"):
@@ -448,7 +446,7 @@ def loads_data(job: Job) -> None:
 
 
 def killed(job: Job) -> None:
-    """Rank 1 has a child that outlives it; all sum until they hear of its end."""
+    """Rank 1 has a child that outlives it; all sum until they learn of its end."""
     bps.init()
     if job.rank == 1:
         pid = os.fork()

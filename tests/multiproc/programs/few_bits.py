@@ -1,6 +1,5 @@
-"""Sums in blocks of few bits, also with the optimizer on the servers, which send differences down:
-against a reference in torch, to the bit.
-"""
+"""Sums in blocks of few bits, also with the optimizer on the servers (which send differences),
+compared bit for bit with a reference in torch."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ COUNTS = (1, 127, 129, 40_000, 600_003)
 
 
 def sums(job: Job) -> None:
-    """Every form, type and length; three rounds, so that feedback shows."""
+    """Every type of block, element type and length; three rounds, to test feedback."""
     bps.init()
     for label, form in FORMS.items():
         for dtype, counts in (("float32", COUNTS), ("bfloat16", (1001,)), ("float16", (1001,))):
@@ -46,7 +45,7 @@ def sums(job: Job) -> None:
 
 
 def by_chance(job: Job) -> None:
-    """Up or down, as the names, the rounds, the ranks and the places say."""
+    """Stochastic rounding, determined by name, round, rank and element."""
     bps.init()
     for label, form in FORMS.items():
         for dtype, count in (("float32", 129), ("float32", 70_001), ("bfloat16", 1001)):
@@ -62,7 +61,7 @@ def by_chance(job: Job) -> None:
 
 
 def parts(job: Job) -> None:
-    """Each rank wants a part, which begins and ends inside blocks; the rest stays as it is."""
+    """Each rank pulls a part that begins and ends inside blocks; the rest is unchanged."""
     bps.init()
     count = 80_001
     for label, form in FORMS.items():
@@ -84,7 +83,7 @@ def parts(job: Job) -> None:
 
 
 def not_finite(job: Job) -> None:
-    """A block with a NaN or an infinity is NaN, and no other; the next round is as ever."""
+    """A block with a NaN or infinity becomes NaN, and no other block; the next round is normal."""
     bps.init()
     for label, form in FORMS.items():
         for bad in (float("nan"), float("inf"), float("-inf")):
@@ -105,12 +104,12 @@ def not_finite(job: Job) -> None:
 
 
 def forgotten(job: Job) -> None:
-    """What was lost is dropped here and on the servers, for every tensor, when it is next sent."""
+    """Losses are dropped here and on the servers, for every tensor when it is next sent."""
     bps.init()
     form, names = wire.int4(), ("a", "b")
     want = {name: Sums(form.name, job.size, feedback=True) for name in names}
     for round_ in range(6):
-        if round_ in (2, 3):  # twice, and "b" is not sent in between
+        if round_ in (2, 3):  # Twice, and "b" is not sent in between.
             feedback.drop()
             for sums in want.values():
                 sums.forget()
@@ -124,8 +123,8 @@ def forgotten(job: Job) -> None:
 
 
 def saved(job: Job) -> None:
-    """Who loads what was saved makes the sums of who goes on, here and on the servers; it is saved
-    again before it is used, and dropped with what is not."""
+    """A job that loads saved losses makes the same sums as the job that goes on. Losses can be
+    saved again before they are used, and are dropped with others."""
     bps.init()
     form, count = wire.int4(), 600_003
 
@@ -162,7 +161,7 @@ def saved(job: Job) -> None:
 
 
 def refused(job: Job) -> None:
-    """What cannot be sent so, and members that disagree."""
+    """Tensors that cannot be sent so, and members that disagree."""
     bps.init()
     for label, given, form in (
         ("int64", torch.ones(4, dtype=torch.int64), "int8"),
@@ -182,13 +181,13 @@ def _inputs(job: Job, count: int, name: str, round_: int, dtype: str) -> list[to
     return [values.random_input(count, rank, name, round_, dtype) for rank in range(job.size)]
 
 
-# Gradients in blocks of few bits with the optimizer on the servers, which send differences down.
+# Gradients in blocks of few bits with the optimizer on the servers, which send differences.
 
 
 SHAPES = ((70, 65), (65,), (3, 200), (40, 33))
-"""All but the second travel in few bits, in one tensor."""
+"""All but the second parameter travel in few bits, in one tensor."""
 RATE = 0.25
-"""A power of two: its product with a gradient is exact, however servers multiply."""
+"""A power of two: its product with a gradient is exact."""
 SERVER_FORMS = {
     "int8": wire.int8(),
     "int8 with feedback": wire.int8(feedback=True),
@@ -204,7 +203,7 @@ def gradient(rank: int, step: int, kind: int, count: int) -> torch.Tensor:
 
 
 class Reference:
-    """What servers and workers have of parameters that are laid end to end."""
+    """Parameters, laid end to end, on servers and workers."""
 
     def __init__(self, form: WireType | None, ranks: int, held: torch.Tensor) -> None:
         self._up = (
@@ -220,7 +219,7 @@ class Reference:
             rounding.forget()
 
     def total(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The mean of these, as the servers have it."""
+        """Return the mean of these gradients, computed like the servers."""
         rounded = gradients
         if self._up is not None:
             rounded = [up(one) for up, one in zip(self._up, gradients, strict=True)]
@@ -229,7 +228,7 @@ class Reference:
             total = total + one
         if self._up is not None:
             return total / len(rounded)
-        # Sums of values of half a type, or of fp32 in fp64, are rounded once.
+        # Sums of half types, or of fp32 in fp64, are rounded once.
         wide = total.float() if self.held.dtype != torch.float32 else total
         return (wide / len(rounded)).to(self.held.dtype).float()
 
@@ -242,7 +241,7 @@ class Reference:
 
 
 class Run:
-    """A ServerOptimizer and its references: of what travels in few bits, and of what does not."""
+    """A ServerOptimizer and its references: for parameters in few bits, and for others."""
 
     def __init__(
         self, job: Job, form: WireType, dtype: torch.dtype, name: str, **options: Any
@@ -317,7 +316,7 @@ class Run:
 
 
 def steps(job: Job) -> None:
-    """Made at once, tried and kept, tried and made again, tried and dropped, and made late."""
+    """Steps made at once, speculative and kept, repeated, or dropped, and made late."""
     bps.init()
     for label, form in SERVER_FORMS.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -347,7 +346,8 @@ def steps(job: Job) -> None:
 def _goes_on(
     job: Job, run: Run, form: WireType, dtype: torch.dtype, name: str, options: dict[str, Any]
 ) -> None:
-    """Who loads what was saved makes the steps of who goes on, once both forget what was lost."""
+    """A job that loads a saved state makes the same steps as the job that goes on, once both drop
+    losses."""
     saved = run.served.state_dict()
     again = Run(job, form, dtype, f"{name} again", **options)
     with torch.no_grad():
@@ -366,7 +366,7 @@ def _goes_on(
 
 
 def refused_by_servers(job: Job) -> None:
-    """Types in which parameters do not come down as differences."""
+    """Types whose parameters cannot be sent as differences."""
     bps.init()
     for form in ("bf16", wire.of(torch.float16)):
         some = [torch.nn.Parameter(torch.ones(3, 3))]

@@ -1,4 +1,4 @@
-"""What a worker's program is given: its rank, named checks, and signs from and to the test."""
+"""Interface of a worker's program: its rank, named checks, and signals from and to the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Job:
-    """One worker. Checks go on after a failure, so that one run names all that is wrong."""
+    """A worker. Checks go on after a failure, so that one run reports all failures."""
 
     def __init__(self, folder: Path, args: dict[str, Any]) -> None:
         self.folder = folder
@@ -24,11 +24,11 @@ class Job:
         self._checks: dict[str, str | None] = {}
 
     def run(self, program: Callable[[Job], None]) -> int:
-        """Exit status of the worker: 1 when a check failed."""
+        """Run a program; return the worker's exit status: 1 if a check failed."""
         try:
             program(self)
         except BaseException:
-            # Kept next to the log, for a test to read the last error without the rest.
+            # Written next to the log, so that a test can read only the last error.
             self.note("error", traceback.format_exc())
             raise
         finally:
@@ -38,7 +38,7 @@ class Job:
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """A failure inside is recorded under this name."""
+        """Context in which a failure is recorded under this name."""
         if name in self._checks:
             raise ValueError(f"two checks are called {name!r}")
         self._checks[name] = "did not end"
@@ -56,7 +56,8 @@ class Job:
     def check_raises(
         self, name: str, kind: type[Exception] | tuple[type[Exception], ...], pattern: str
     ) -> Iterator[None]:
-        """Passes when the body raises `kind` with a text that has `pattern` (a regex) in it."""
+        """Context that passes if the body raises `kind` with a text that matches `pattern` (a
+        regex)."""
         with self.check(name):
             try:
                 yield
@@ -67,7 +68,7 @@ class Job:
                 raise AssertionError(f"did not raise {kind}")
 
     def mark(self, name: str) -> None:
-        """Tell the test that this point was reached."""
+        """Report to the test that this point was reached."""
         self.note(f"mark.{name}", "")
 
     def note(self, name: str, text: str) -> None:
@@ -76,12 +77,12 @@ class Job:
         part.rename(self.folder / f"{name}.{self.rank}")
 
     def wait_go(self, name: str, timeout_s: float = 200.0) -> None:
-        """Wait for the test's sign."""
+        """Wait for the test's signal."""
         sign = self.folder / f"go.{name}"
         self.wait_until(f"the test's sign {name!r}", sign.exists, timeout_s)
 
     def wait_until(self, what: str, holds: Callable[[], bool], timeout_s: float = 200.0) -> None:
-        """Wait until `holds()` is true; `what` is named if it never is."""
+        """Wait until `holds()` is true; the error names `what`."""
         deadline = time.monotonic() + timeout_s
         while not holds():
             if time.monotonic() > deadline:

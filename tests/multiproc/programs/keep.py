@@ -1,6 +1,6 @@
-"""Workers of a job that comes again after a failure: in new processes, or in the same ones.
+"""Workers of a job that restarts after a failure: in new or in the same processes.
 
-Run as a program, this is the training script that torchrun or worker.sh starts: see `SCRIPTS`.
+As a program, this is the training script that torchrun or worker.sh starts: see `SCRIPTS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.multiproc.programs import values
 from tests.multiproc.programs.job import Job
 
 COUNT = 60_000
-"""Elements: some partitions on each server."""
+"""Number of elements: several partitions on each server."""
 
 
 def _sum(rank: int, size: int, name: str, round_: int) -> None:
@@ -42,10 +42,10 @@ def _sum_until_it_fails(rank: int, size: int, name: str, job: Job) -> str:
 
 
 def again_in_one_process(job: Job) -> None:
-    """Sum until the job fails, shut down, and come again as a worker of a smaller job.
+    """Sum until the job fails, shut down, and join a smaller job.
 
-    args: ``rank`` and ``size`` in the second life, by first rank; ``group``: with a process group
-    of torch.distributed, which embedded mode needs, made anew for each life.
+    args: ``rank`` and ``size`` in the second job, by first rank; ``group``: with a process group of
+    torch.distributed, which embedded mode needs, created anew for each job.
     """
     _enter(job, job.rank, job.size, 0)
     bps.init()
@@ -68,7 +68,7 @@ def again_in_one_process(job: Job) -> None:
     with job.check_raises("a handle of the last life", ValueError, "handle"):
         bps.synchronize(handle)
     for round_ in range(20):
-        # The name and the rounds of before, with another number of workers, and other values.
+        # The same name and rounds as before, with another number of workers and other values.
         with job.check(f"sum {round_}"):
             _sum(rank, size, "weight", 1000 + round_)
     with job.check("another size under the same name"):
@@ -79,7 +79,7 @@ def again_in_one_process(job: Job) -> None:
 
 
 def _enter(job: Job, rank: int, size: int, life: int) -> None:
-    """Be this worker of so many, in a process group too where args ask for one."""
+    """Join as this worker of `size`, with a process group if args ask for it."""
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.pop("DMLC_NUM_WORKER", None)
@@ -96,7 +96,7 @@ def _exit(job: Job) -> None:
 
 
 def joins(job: Job) -> None:
-    """Some right sums, with what ``salt`` says; then the test says when to end."""
+    """Check sums of values that depend on ``salt``, then wait for the test's signal to end."""
     bps.init()
     salt = job.args.get("salt", 0)
     for round_ in range(job.args.get("rounds", 20)):
@@ -111,7 +111,7 @@ def joins(job: Job) -> None:
 
 
 def raises(job: Job) -> None:
-    """An error that has nothing to do with BytePS ends every worker, one after the other."""
+    """An error outside BytePS ends every worker, one after the other."""
     bps.init()
     _sum(job.rank, job.size, "weight", 0)
     job.mark("summed")
@@ -120,7 +120,7 @@ def raises(job: Job) -> None:
 
 
 def lacks_one(job: Job) -> None:
-    """Rank 0 waits for a sum that rank 1 never pushes; both then shut down as if all were well."""
+    """Rank 0 waits for a sum that rank 1 never pushes; then both shut down normally."""
     bps.init()
     if job.rank == 0:
         with job.check_raises("the sum", bps.BytePSError, "timed out"):
@@ -132,9 +132,9 @@ def lacks_one(job: Job) -> None:
 
 
 def train(folder: Path, arguments: dict[str, Any]) -> None:
-    """A torchrun rank that learns y = Wx by SGD over BytePS, from a checkpoint if there is one.
+    """Learn y = Wx by SGD over BytePS as a rank of torchrun, from a checkpoint if there is one.
 
-    In the first attempt rank 1 kills itself after a few steps. Prints what the last rank 0 learnt.
+    In the first attempt rank 1 kills itself after a few steps. The last rank 0 prints the result.
     """
     import signal
 
@@ -155,7 +155,7 @@ def train(folder: Path, arguments: dict[str, Any]) -> None:
         if attempt == 0 and rank == 1 and step == arguments["dies_at"]:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
-        # The same batches whatever the number of ranks: each takes its part of them.
+        # Batches do not depend on the number of ranks: each rank takes its part.
         batch = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))[rank::size]
         error = batch @ (weight - truth).T
         gradient = error.T @ batch / 64
@@ -173,7 +173,7 @@ def train(folder: Path, arguments: dict[str, Any]) -> None:
 
 
 def torchrun(job: Job) -> None:
-    """torchrun, in a process that has imported torch; its ranks are programs as ever."""
+    """Run torchrun in a process that has imported torch; its ranks are normal programs."""
     from torch.distributed import run
 
     run.main(job.args["words"])
@@ -189,8 +189,8 @@ def demand_sum(rank: int, size: int, salt: int) -> None:
 
 
 def init_over_the_lent_store(rank: int, size: int) -> None:
-    """With the store that torchrun lends to every life of the job, and a backend that connects
-    nothing: what torch's own do with a store that has an earlier life's addresses is not ours."""
+    """Initialize with the store that torchrun shares between all lives, and a backend that makes no
+    connections: torch's own backends may use addresses of an earlier life."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
 
     store, _, _ = next(iter(dist.rendezvous("env://", rank, size)))
@@ -198,7 +198,7 @@ def init_over_the_lent_store(rank: int, size: int) -> None:
 
 
 def _count_life(rank: int) -> int:
-    """Which life of this rank it is, from 0. torchrun's count is each host's own."""
+    """Return which life of this rank it is, from 0. torchrun counts per host."""
     with (Path(os.environ["JOB_FOLDER"]) / f"lives.{rank}").open("a+") as lives:
         lives.write("life\n")
         lives.seek(0)
@@ -206,7 +206,7 @@ def _count_life(rank: int) -> int:
 
 
 def live(rank: int, size: int) -> None:
-    """Sum inside the host, as well; then one rank of each life but the last ends at once."""
+    """Sum, also inside the host; then one rank of each life except the last ends at once."""
     life, lives = _count_life(rank), int(os.environ["LIVES"])
     group = nodes.groups.get(tuple(range(size)), torch.device("cpu"))
     total = torch.empty(3)
@@ -225,7 +225,8 @@ def live(rank: int, size: int) -> None:
 
 
 def _embedded() -> None:
-    """As a user would start it with torchrun; the second argument says what it shall show."""
+    """Training script in embedded mode, started with torchrun; the second argument selects the
+    behaviour."""
     mode, salt = sys.argv[2], int(os.environ.get("SALT", "0"))
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     folder = Path(os.environ["JOB_FOLDER"])
@@ -234,7 +235,7 @@ def _embedded() -> None:
     elif size > 1:
         dist.init_process_group("gloo")
     if mode == "absent" and rank == 1:
-        dist.barrier()  # rank 0 never comes: its init fails
+        dist.barrier()  # Rank 0 never joins: its init fails.
     bps.init()
     demand_sum(rank, size, salt)
     if elements := int(os.environ.get("ELEMENTS", "0")):
@@ -259,8 +260,8 @@ def _embedded() -> None:
         except bps.BytePSError:
             if rank == 0:
                 raise
-            # torchrun ends all ranks once one has ended. Rank 0 started the nodes and has more to
-            # tell than the error: leave it the time to, and torchrun to end this one after it.
+            # torchrun ends all ranks once one has ended. Rank 0 has started the nodes and has a
+            # more precise error, so let it, and torchrun, end this rank.
             traceback.print_exc()
             time.sleep(60)
             raise
@@ -275,7 +276,7 @@ def _embedded() -> None:
 
 
 def _scripted() -> None:
-    """What worker.sh runs in the tests of the shell scripts: a mode, and a folder."""
+    """Training script for tests of worker.sh: a mode, and a folder."""
     mode, folder = sys.argv[2], Path(sys.argv[3])
     bps.init()
     want = float(sum(range(1, bps.size() + 1)))
@@ -292,12 +293,12 @@ def _scripted() -> None:
 
 
 def _restarted() -> None:
-    """As torchrun starts it, again and again."""
+    """Training script that torchrun restarts repeatedly."""
     train(Path(os.environ["JOB_FOLDER"]), {"steps": 60, "dies_at": 20})
 
 
 SCRIPTS = {"embedded": _embedded, "scripted": _scripted, "restarted": _restarted}
-"""By the first argument of the program."""
+"""Scripts, by the first argument of the program."""
 
 if __name__ == "__main__":
     SCRIPTS[sys.argv[1]]()

@@ -1,4 +1,4 @@
-"""Ranks that no launcher has started: torch.distributed alone knows which they are."""
+"""Ranks without a launcher: only torch.distributed knows their numbers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.multiproc.programs.job import Job
 
 SIZE = 2
 ELEMENTS = 40_000
-"""Of fp32: more than BYTEPS_C10D_MIN_BYTES."""
+"""Number of fp32 elements: more bytes than BYTEPS_C10D_MIN_BYTES."""
 
 
 def spawned(job: Job) -> None:
-    """Fork the ranks as mp.spawn does, which hands them their number and nothing else.
+    """Fork the ranks like mp.spawn, which only passes their number.
 
-    args: ``how`` they find each other; ``c10d``: their all-reduces are torch's; ``hosts``: each
-    rank is on an emulated host of its own; ``alone``: each believes that it is.
+    args: ``how`` they meet; ``c10d``: they use torch's all-reduces; ``hosts``: each rank is on its
+    own emulated host; ``alone``: each is told to be alone.
     """
     port = free_ports()
     multiprocessing.start_processes(
@@ -70,7 +70,8 @@ def _meet(rank: int, folder: Path, port: int, how: str) -> None:
 
 
 def _leave_one_after_the_other(rank: int, folder: Path, *, c10d: bool) -> None:
-    """Rank 0, next to which the servers run, waits for nobody, and they serve who is left."""
+    """Rank 0 has started the servers and does not wait; the servers outlive it for the
+    other ranks."""
     if rank == 1:
         deadline = time.monotonic() + 100
         while not (folder / "rank 0 has left").exists():

@@ -1,4 +1,5 @@
-"""Steps that bench/learning emulates in one process, made by workers and servers."""
+"""Steps by workers and servers, compared with bench/learning, which emulates them in one
+process."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from bench.learning.wires import RECIPES, AdamW, Hosts, Recipe
 from tests.multiproc.programs.job import Job
 
 FEW, KEPT = 128 * 150, 1000
-"""Values that travel in few bits, in several partitions; and those that stay bf16."""
+"""Number of values that travel in few bits, in several partitions, and that stay bf16."""
 STEPS = 4
 ADAMW = AdamW(clip=0.0)
 
@@ -49,7 +50,7 @@ def optimizer_of(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
 
 
 def steps(job: Job) -> None:
-    """Every wire that users can choose gives parameters of the same bits, step after step."""
+    """Every wire type for users gives bit-identical parameters, step after step."""
     bps.init()
     for name, recipe in RECIPES.items():
         if not recipe.is_product or name == "bf16":

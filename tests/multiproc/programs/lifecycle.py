@@ -1,4 +1,4 @@
-"""Joining, leaving, coming back and idling; what the engine reports of known jobs; bad settings."""
+"""Joining, leaving, rejoining and idling; metrics of known jobs; invalid settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _sum(job: Job, name: str, round_: int, count: int = 5000) -> None:
 
 
 def suspend_resume(job: Job) -> None:
-    """Leave twice and come back, with rounds of one name on both sides."""
+    """Leave twice and rejoin, with rounds of the same name before and after."""
     bps.init()
     for round_ in range(3):
         with job.check(f"sum before, round {round_}"):
@@ -48,7 +48,7 @@ def suspend_resume(job: Job) -> None:
 
 
 def sums(job: Job) -> None:
-    """Rounds of a few names until the count is reached; `salt` tells two jobs apart."""
+    """Sum rounds of a few names until the count is reached; `salt` distinguishes two jobs."""
     bps.init()
     for round_ in range(job.args.get("rounds", 20)):
         for name in ("weight", "bias"):
@@ -58,7 +58,7 @@ def sums(job: Job) -> None:
 
 
 def fork_and_exit(job: Job) -> None:
-    """A child by fork ends as Python's programs do, and the job does not notice."""
+    """A forked child ends like a Python program, without effect on the job."""
     bps.init()
     with job.check("sum before"):
         _sum(job, "kept", 0)
@@ -77,7 +77,7 @@ def fork_and_exit(job: Job) -> None:
 
 
 def many_lives(job: Job) -> None:
-    """shutdown is the end of a cluster; what can be asked without one is answered."""
+    """shutdown ends a cluster; functions that work without a cluster still answer."""
     for ask in (bps.rank, bps.size, bps.local_rank, bps.local_size):
         with job.check_raises(f"{ask.__name__} before init", bps.BytePSError, "init"):
             ask()
@@ -99,14 +99,14 @@ def many_lives(job: Job) -> None:
 
 
 def no_shutdown(job: Job) -> None:
-    """Ends without bps.shutdown(): leaving the cluster is then done at exit."""
+    """End without bps.shutdown(): the exit handler leaves the cluster."""
     bps.init()
     with job.check("sum"):
         _sum(job, "sum", 0)
 
 
 def idle(job: Job) -> None:
-    """Some traffic, then nothing while the test measures CPU time."""
+    """Sum a few times, then idle while the test measures CPU time."""
     bps.init()
     for round_ in range(20):
         _sum(job, "traffic", round_, 100_000)
@@ -117,14 +117,14 @@ def idle(job: Job) -> None:
 
 
 def speed(job: Job) -> None:
-    """get_pushpull_speed and print_config."""
+    """Check get_pushpull_speed and print_config."""
     begin_ms = time.time() * 1000
     bps.init()
     tensor = torch.ones(2_500_000)  # 10 MB
     deadline = time.monotonic() + 40
     moved = 0
     stamp, rate = bps.get_pushpull_speed()
-    # The engine may need a while of traffic for its first figure; the ranks stop together.
+    # The first figure may need some traffic; ranks stop together.
     while True:
         bps.push_pull_inplace(tensor, average=True, name="traffic")
         moved += tensor.nbytes
@@ -138,14 +138,14 @@ def speed(job: Job) -> None:
     with job.check("speed"):
         assert rate > 0, f"no speed after {moved / 1e6:.0f} MB in {seconds:.1f} s"
         assert begin_ms - 1000 <= stamp <= time.time() * 1000 + 1000, f"{stamp} ms is not now"
-        # At most what was moved in all, both ways, in the shortest window that is worth a figure.
+        # At most the total traffic, both directions, in the shortest measured window.
         assert rate < 2 * 100_000, f"{rate} MB/s"
-    os.environ["BYTEPS_PARTITION_BYTES"] = "12345"  # too late: not in force
+    os.environ["BYTEPS_PARTITION_BYTES"] = "12345"  # Too late: not in force.
     bps.print_config()
     bps.shutdown()
 
 
-# What bps.init() says to settings that are bad.
+# Errors of bps.init() for invalid settings.
 
 
 def bad_values(job: Job) -> None:
@@ -171,7 +171,7 @@ def bad_values(job: Job) -> None:
 
 
 def disagreeing_ranks(job: Job) -> None:
-    """torchrun's variables and BytePS's own must not contradict each other."""
+    """torchrun's variables and BytePS's own must agree."""
     for name, value in (("DMLC_WORKER_ID", "1"), ("DMLC_NUM_WORKER", "3")):
         before = os.environ.pop(name, None)
         os.environ[name] = value
@@ -190,7 +190,7 @@ def disagreeing_ranks(job: Job) -> None:
 
 
 def second_try(job: Job) -> None:
-    """init works once what was wrong is put right."""
+    """init works after a setting was corrected."""
     os.environ["BYTEPS_PUSH_THREAD"] = "many"
     with job.check_raises("bad value", bps.BytePSError, "BYTEPS_PUSH_THREAD"):
         bps.init()
@@ -203,20 +203,20 @@ def second_try(job: Job) -> None:
     bps.shutdown()
 
 
-# Known jobs, whose figures and timelines the tests look at.
+# Known jobs, whose metrics and timelines the tests check.
 
 
 ROUNDS = 3
 LARGE = 2500
-"""Elements of fp32: 10,000 bytes, three partitions of at most 4096."""
+"""Number of fp32 elements: 10,000 bytes, three partitions of at most 4096."""
 SMALL = 100
-"""Elements: one partition."""
+"""Number of elements: one partition."""
 PARTITIONS = 4
-"""Of both tensors."""
+"""Number of partitions of both tensors."""
 
 
 def known(job: Job) -> None:
-    """ROUNDS sums of two tensors; then it waits to be looked at."""
+    """Make ROUNDS sums of two tensors, then wait for the test."""
     bps.init()
     for _ in range(ROUNDS):
         handle = bps.push_pull_async(torch.ones(LARGE), average=False, name="large")
@@ -238,7 +238,7 @@ def known(job: Job) -> None:
 
 
 def waiting(job: Job) -> None:
-    """Worker 0 pushes and worker 1 does not, until the test says so."""
+    """Worker 0 pushes; worker 1 waits for the test."""
     with job.check("get_metrics before init"):
         assert bps.get_metrics()["byteps_worker_pushed_partitions_total"] == 0
     bps.init()
@@ -257,7 +257,7 @@ def waiting(job: Job) -> None:
 
 
 def disagreeing(job: Job) -> None:
-    """Each worker has another idea of the size of a tensor; one of them is told so."""
+    """Workers disagree about the size of a tensor; one of them gets an error."""
     bps.init()
     bps.push_pull(torch.ones(SMALL), average=False, name="small")
     try:
@@ -270,7 +270,7 @@ def disagreeing(job: Job) -> None:
 
 
 def odd_names(job: Job) -> None:
-    """Sums under names that have to be escaped in JSON."""
+    """Sums under names that need escaping in JSON."""
     bps.init()
     for name in job.args["names"]:
         bps.push_pull(torch.ones(SMALL), average=False, name=name)
@@ -278,7 +278,7 @@ def odd_names(job: Job) -> None:
 
 
 def two_lives(job: Job) -> None:
-    """Leaves the job and comes back."""
+    """Leave the job and rejoin."""
     bps.init()
     bps.push_pull(torch.ones(SMALL), average=False, name="before")
     bps.suspend()
@@ -288,7 +288,7 @@ def two_lives(job: Job) -> None:
 
 
 def straggling(job: Job) -> None:
-    """Sums until the test says so, to which the last worker always comes late."""
+    """Sum until the test says so; the last worker is always late."""
     bps.init()
     tensor, ends = torch.ones(LARGE), job.folder / "go.end"
     deadline = time.monotonic() + 100.0
@@ -305,7 +305,7 @@ def straggling(job: Job) -> None:
 
 
 def drained(job: Job) -> None:
-    """Worker 0 pushes, worker 1 when the test says so; then they sum until that fails."""
+    """Worker 0 pushes, worker 1 on the test's signal; then they sum until that fails."""
     bps.init()
     bps.push_pull(torch.ones(SMALL), average=False, name="small")
     if job.rank == 0:

@@ -1,4 +1,4 @@
-"""Steps, each checked, while servers or ranks are lost, also on emulated hosts."""
+"""Steps, each checked, while servers or ranks are lost; also on emulated hosts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ LENGTHS = {"large": 200_003, "middle": 40_000, "small": 10}
 
 @functools.cache
 def places(length: int) -> torch.Tensor:
-    """Whole numbers, which differ from place to place."""
+    """Return integers that differ by element."""
     return torch.arange(length, dtype=torch.int32) % 4093 * 7
 
 
 def values_of(rank: int, step: int, length: int) -> torch.Tensor:
-    """Whole numbers, of which sums are exact."""
+    """Return integers whose sums are exact."""
     return ((places(length) + (rank * 977 + step * 53)) % 20_011).to(torch.float32)
 
 
 def train(job: Job) -> None:
-    """`steps` steps of sums in flight together, each of `pace` seconds at least.
+    """Make `steps` steps of concurrent sums, each of at least `pace` seconds.
 
-    Before some, `holds`, it waits for the test's sign.
+    Before the steps `holds` it waits for the test's signal.
     """
     bps.init()
     kept = torch.zeros(LENGTHS["middle"])
@@ -70,7 +70,7 @@ def train(job: Job) -> None:
 
 
 def one_off(job: Job) -> None:
-    """Sums whose names never come again, and steps; then a server is lost during more of them."""
+    """Sums with names that are used once, and steps; then a server is lost during more of them."""
     bps.init()
     for i in range(16):
         large = torch.full((1 << 19,), job.rank + float(i))
@@ -79,7 +79,7 @@ def one_off(job: Job) -> None:
         assert torch.equal(large, torch.full_like(large, wanted)), f"once.{i}"
     for step in range(job.args["steps"]):
         small = values_of(job.rank, step, LENGTHS["small"])
-        for name in ("a", "b", "c"):  # on one server or the other
+        for name in ("a", "b", "c"):  # On one server or the other.
             bps.push_pull_inplace(small, average=False, name=name)
         job.note("done", str(step + 1))
 
@@ -113,14 +113,15 @@ def with_optimizer(job: Job) -> None:
 
 
 def with_copies(job: Job) -> None:
-    """The same, each step compared with torch's, to the bit; half of the steps are clipped."""
+    """Like `with_optimizer`, but each step is compared with torch's, bit for bit; half of the steps
+    are clipped."""
     bps.init()
     weights = {name: torch.nn.Parameter(torch.ones(n)) for name, n in LENGTHS.items()}
     expected = [torch.nn.Parameter(torch.ones(n)) for n in LENGTHS.values()]
     optimizer = bps.ServerOptimizer(torch.optim.AdamW(weights.values(), lr=1e-3), max_norm=1.0)
     alone = torch.optim.AdamW(expected, lr=1e-3, foreach=False)
     for step in range(job.args["steps"]):
-        # The norm is that of one value, a power of two: 8 is clipped to 1.
+        # The norm is that of a single value, a power of two: 8 is clipped to 1.
         norm = 2.0 ** (-11 if step % 4 < 2 else 3)
         scale = torch.tensor(min(1.0, 1.0 / (norm + 1e-6)))
         for i, (weight, other) in enumerate(zip(weights.values(), expected, strict=True)):
@@ -138,54 +139,54 @@ def with_copies(job: Job) -> None:
     bps.shutdown()
 
 
-# Programs on an emulated host: in a network namespace.
+# Programs on an emulated host, in a network namespace.
 
 
 def train_on_host(job: Job) -> None:
-    """The replicas of replicas.py, on the host whose namespace is `namespace`."""
+    """Run the replicas of replicas.py on the host of the namespace `namespace`."""
     _enter(job)
     replicas.train(job)
 
 
 def with_copies_on_host(job: Job) -> None:
-    """The workers of `with_copies`, likewise."""
+    """Run the workers of `with_copies` on the host of the namespace `namespace`."""
     _enter(job)
     with_copies(job)
 
 
 def _enter(job: Job) -> None:
     with Path("/run/netns", job.args["namespace"]).open() as namespace:
-        os.setns(namespace.fileno(), os.CLONE_NEWNET)  # for the threads to come, too
+        os.setns(namespace.fileno(), os.CLONE_NEWNET)  # Also for threads started later.
 
 
-# A rank or a server is killed at a phase of a step that servers try.
+# A rank or a server is killed in a phase of a speculative step.
 
 
 STEPS = 5
 CLIPPED = 3
-"""The step that is clipped, and so made again."""
-# The phases, and the step in which somebody is killed there.
+"""The clipped, and therefore repeated, step."""
+# Phases, and the step in which a process is killed there.
 PHASES = {
-    "before": 2,  # anything was pushed
-    "pushed": 2,  # by rank 0 alone
-    "answered": 2,  # on all ranks, before one says what becomes of the step
-    "again": CLIPPED,  # the same, of a step that will be made again
-    "after": 2,  # before the next step
+    "before": 2,  # Before any push.
+    "pushed": 2,  # Pushed only by rank 0.
+    "answered": 2,  # Answered on all ranks, before any rank gives the verdict.
+    "again": CLIPPED,  # The same in a step that will be repeated.
+    "after": 2,  # Before the next step.
 }
-# In which step the others fail: with a rank that is lost just after it was told of a clipped step,
-# the servers may have made that step for the others.
+# Steps in which the survivors fail. If a rank is lost just after the answer of a clipped step,
+# servers may have made that step for the others.
 FAILS = {"before": {2}, "pushed": {2}, "answered": {3}, "again": {3}, "after": {3}}
 FAILS_WITHOUT_A_RANK = {**FAILS, "again": {3, 4}}
 
 
 def dies(job: Job) -> None:
-    """One life of a job in which rank 1 kills a server, or itself, at a phase of a step.
+    """Run a life of a job in which rank 1 kills a server, or itself, in a phase of a step.
 
-    args: ``life``; ``phase``: of PHASES, or None: nobody dies; ``server``: its pid, or None for the
-    rank.
+    args: ``life``; ``phase``: a key of PHASES, or None: no kill; ``server``: its pid, or None for
+    the rank.
 
-    The first life writes what steps that wait give, and a checkpoint after step 1, which the others
-    resume from. Whatever a rank has at any moment is what it would have had.
+    The first life writes the results of non-speculative steps, and a checkpoint after step 1, from
+    which the others resume. At any time a rank's parameters must equal these results.
     """
     bps.init()
     life, phase = job.args["life"], job.args["phase"]
@@ -204,7 +205,7 @@ def dies(job: Job) -> None:
             else:
                 make_step(tries, step)
         except bps.BytePSError as error:
-            # All of its parameters are those of the step before.
+            # All of its parameters must be those of the step before.
             with job.check(f"life {life}: step {step} failed"):
                 assert phase is not None and step in fails[phase]
                 assert fingerprint(tries.mine) == expected[step - 1]
@@ -234,7 +235,7 @@ def write_expected(job: Job) -> None:
 
 
 def begin(job: Job, pair: Pair, *, first_life: bool) -> None:
-    """Two steps and a checkpoint, or what was saved."""
+    """Make two steps and a checkpoint, or resume from it."""
     checkpoint = job.folder / "checkpoint.pt"
     if not first_life:
         saved = torch.load(checkpoint)
@@ -255,7 +256,7 @@ def step_and_kill(job: Job, pair: Pair, phase: str) -> None:
     bucket: Any = pair.served._buckets[0]
 
     def meet() -> None:
-        """All ranks are here before somebody dies, and none goes on before a server has died."""
+        """Wait until all ranks are here before the kill, and until a killed server is dead."""
         job.mark(f"here{life}")
         if job.rank == 1:
             other = job.folder / f"mark.here{life}.0"

@@ -1,4 +1,4 @@
-"""Upstream's optimizer interface over our engine, and local steps with their exchanges.
+"""Upstream's optimizer interface over this engine, and local steps with their exchanges.
 
 The argument ``device`` is "cpu" or "cuda".
 """
@@ -17,7 +17,7 @@ from tests.multiproc.programs.devices import device_of
 from tests.multiproc.programs.job import Job
 
 STEPS = 5
-RATE = 0.125  # powers of two: every value below is exact in fp32
+RATE = 0.125  # Powers of two, so that every value below is exact in fp32.
 
 
 def model(job: Job, seed: int) -> torch.nn.Linear:
@@ -40,14 +40,14 @@ def mean_batch(job: Job, step: int) -> torch.Tensor:
 
 
 def demand_gradients(trained: torch.nn.Linear, weight: torch.Tensor, bias: float) -> None:
-    """The gradient of a sum: each row of the weight gets the input, the bias gets one."""
+    """Check the gradient of a sum: each row of the weight gets the input, the bias gets ones."""
     assert trained.weight.grad is not None and trained.bias.grad is not None
     assert torch.equal(trained.weight.grad, weight.expand(2, 3)), trained.weight.grad
     assert torch.equal(trained.bias.grad, torch.full_like(trained.bias, bias)), trained.bias.grad
 
 
 def distributed(job: Job) -> None:
-    """Each rank has its own data; the parameters follow the mean of all ranks' gradients."""
+    """Each rank has its own data; parameters follow the mean of all ranks' gradients."""
     bps.init()
     trained = model(job, job.rank)
     with job.check("broadcast_parameters"):
@@ -72,7 +72,7 @@ def distributed(job: Job) -> None:
 
 
 def clipped(job: Job) -> None:
-    """synchronize() before step(): what is in .grad then is the mean."""
+    """After synchronize() and before step(), .grad has the mean."""
     bps.init()
     trained = model(job, 0)
     optimizer = bps.DistributedOptimizer(
@@ -111,7 +111,7 @@ def passes(job: Job) -> None:
 
 
 def compressed(job: Job) -> None:
-    """Compression.fp16: gradients travel in half precision and come back in their own type."""
+    """Compression.fp16: gradients travel as fp16 and come back in their own type."""
     bps.init()
     trained = model(job, 0)
     optimizer = bps.DistributedOptimizer(
@@ -119,7 +119,7 @@ def compressed(job: Job) -> None:
         named_parameters=trained.named_parameters(),
         compression=bps.Compression.fp16,
     )
-    # 1/1024 more than a value of fp16 in this range can tell: it is lost on the way.
+    # 1/1024 more than fp16 can represent in this range: lost in transit.
     trained((batch(job, job.rank, 1) + 16) * (1 + 2.0**-12)).sum().backward()
     optimizer.synchronize()
     with job.check("the mean of what fp16 holds"):
@@ -129,7 +129,7 @@ def compressed(job: Job) -> None:
 
 
 def state(job: Job) -> None:
-    """broadcast_optimizer_state: every rank goes on with the root's moments and learning rate."""
+    """broadcast_optimizer_state: every rank has the root's moments and learning rate."""
     bps.init()
     trained = model(job, 0)
     rate = 0.5 if job.rank == 0 else 0.25
@@ -157,7 +157,7 @@ def state(job: Job) -> None:
 
 
 def uneven(job: Job) -> None:
-    """Parameters that a rank does not use, that have no names, or that lie channels last."""
+    """Parameters that a rank does not use, without names, or channels last."""
     bps.init()
     device = device_of(job)
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def uneven(job: Job) -> None:
 
 
 def alone(job: Job) -> None:
-    """One rank: its gradients are the averages, and nothing is sent."""
+    """A single rank: its gradients are the averages, and nothing is sent."""
     bps.init()
     trained = model(job, 0)
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=RATE))
@@ -201,7 +201,7 @@ def alone(job: Job) -> None:
 
 
 def scaled(job: Job) -> None:
-    """Calls that were needed once do no harm: gradients are averages when a pass has ended."""
+    """Calls that older versions needed do no harm: gradients are averages after the pass."""
     bps.init()
     trained = model(job, 0)
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=RATE))
@@ -217,7 +217,7 @@ def scaled(job: Job) -> None:
 
 
 def broadcasts(job: Job) -> None:
-    """Tensors of every kind, parameters of any iterable, objects; and the small things."""
+    """Tensors of every kind, parameters from any iterable, objects; and small functions."""
     bps.init()
     root, device = job.size - 1, device_of(job)
     odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-40], device=device)
@@ -277,14 +277,14 @@ def broadcasts(job: Job) -> None:
     bps.shutdown()
 
 
-# Local steps and their exchanges against the same arithmetic in one process.
+# Local steps and exchanges, compared with the same arithmetic in one process.
 
 
 LENGTHS = (7, 3000, 1, 450)
 
 
 class Replica:
-    """Parameters, and an inner SGD whose gradients only its number decides."""
+    """Parameters, and an inner SGD whose gradients depend only on the replica's number."""
 
     def __init__(self, number: int) -> None:
         start = torch.Generator().manual_seed(5)
@@ -328,7 +328,7 @@ class Reference:
 
 
 def equals_torch(job: Job) -> None:
-    """Also with one exchange in each step, and, with lr 1 and no momentum, plain averaging."""
+    """Also with an exchange in each step and, with lr 1 and no momentum, plain averaging."""
     bps.init()
     for every, lr, momentum in ((1, 0.7, 0.9), (5, 0.7, 0.9), (4, 1.0, 0.0)):
         name = f"every {every} lr {lr}"
@@ -354,7 +354,7 @@ def equals_torch(job: Job) -> None:
 
 
 def fragments(job: Job) -> None:
-    """Each has its own step, and what is learned while an average travels is kept."""
+    """Each fragment has its own step, and updates made while an average is in flight are kept."""
     bps.init()
     with job.check("fragments and delay"):
         mine = Replica(job.rank)
@@ -368,7 +368,8 @@ def fragments(job: Job) -> None:
             learned = mine.flat
             if steps.step():
                 changed.append(number)
-                # lr is 1: each moved to the mean of what was pushed, and kept what came after.
+                # lr is 1: each replica moves to the mean of the pushed values, and keeps later
+                # updates.
                 assert not torch.equal(mine.flat, learned)
             assert not torch.equal(before, learned)
         assert changed == [5, 8, 11], changed
@@ -394,7 +395,7 @@ def fragments(job: Job) -> None:
 
 
 def fragments_without_values(job: Job) -> None:
-    """A shard may be empty, and so may be what is left for the last fragment."""
+    """A shard may be empty, and so may the last fragment."""
     bps.init()
     for name, lengths in (("an empty last parameter", (5, 0)), ("an empty shard", (0, 0))):
         with job.check(name):

@@ -1,4 +1,4 @@
-"""A host of a job, and its ranks as launchers start them: forked, so that none imports torch."""
+"""A host of a job, and its ranks as launchers start them; forked, so that none imports torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from tests.multiproc.programs.job import Job
 from tests.multiproc.programs.keep import demand_sum
 
 WAIT_S = 100.0
-"""Against hangs."""
+"""Limit only against hangs."""
 
 
 def host(job: Job) -> None:
     """Become a host and start its ranks there.
 
-    args: ``namespace`` of its network; ``name`` of the host; ``names``: what its /etc/hosts is;
-    ``torchrun``: arguments; without them ``ranks`` here, the number of the ``first`` one, the job's
-    ``size``, the variables that each is ``told``, and ``init_method`` of `init_process_group`.
+    args: ``namespace`` of its network; ``name`` of the host; ``names``: content of its /etc/hosts;
+    ``torchrun``: arguments. Without torchrun: number of ``ranks`` here, number of the ``first``
+    one, the job's ``size``, variables that each is ``told``, and ``init_method`` of
+    `init_process_group`.
     """
     _enter(job.args["namespace"], job.args["name"], job.args["names"])
     if words := job.args.get("torchrun"):
@@ -49,7 +50,7 @@ def _enter(namespace: str, name: str, names: str) -> None:
 
 
 def _torchrun(words: list[str]) -> None:
-    """torchrun with these arguments, whose ranks are forked."""
+    """Run torchrun with these arguments; its ranks are forked."""
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
@@ -68,7 +69,7 @@ def _spawned(local_rank: int, args: dict[str, Any]) -> None:
 
 
 def train(init: dict[str, Any]) -> None:
-    """All-reduce; then, in all lives but the last, one rank is killed and the others fail."""
+    """All-reduce; then, in all lives except the last, a rank is killed and the others fail."""
     folder, lives = Path(os.environ["JOB_FOLDER"]), int(os.environ.get("LIVES", "1"))
     dist.init_process_group("gloo", **init)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -84,7 +85,7 @@ def train(init: dict[str, Any]) -> None:
 
 
 def _count_life(folder: Path, rank: int) -> int:
-    """Number of this rank's restarts."""
+    """Return the number of this rank's restarts."""
     with (folder / f"lives.{rank}").open("a+") as lives:
         lives.write("life\n")
         lives.seek(0)
@@ -92,7 +93,7 @@ def _count_life(folder: Path, rank: int) -> int:
 
 
 def _demand_servers(folder: Path, life: int) -> None:
-    """Demand that servers and scheduler of this life are all that run, once the last have ended."""
+    """Check that only this life's servers and scheduler run, once the last life's have ended."""
     deadline = time.monotonic() + WAIT_S
     while True:
         commands = processes_with("JOB_FOLDER", str(folder)).values()

@@ -1,4 +1,4 @@
-"""What tests of a transport sum: sizes, many at once, for long; and what its endpoints counted."""
+"""Sums for tests of transports (sizes, many in flight, long runs), and counters of endpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def endpoints() -> list[Endpoint]:
 
 
 def since(before: list[Endpoint]) -> list[Endpoint]:
-    """What each endpoint counted since then."""
+    """Return the increase of each endpoint's counters since `before`."""
     old = {(e["peer"], e["plane"], e["index"]): e for e in before}
     zero = dict.fromkeys(COUNTED, 0)
     return [
@@ -41,12 +41,12 @@ def _key(endpoint: Endpoint) -> tuple[str, str, int]:
 
 
 def total(found: list[Endpoint], plane: str, name: str, peers: str = "") -> int:
-    """Of one plane's endpoints to the peers whose name has `peers` in it."""
+    """Sum a counter over a plane's endpoints to peers whose name contains `peers`."""
     return sum(e[name] for e in found if e["plane"] == plane and peers in e["peer"])
 
 
 def sizes(job: Job) -> None:
-    """Bytes in every count of args["counts"], three rounds of each."""
+    """Bytes in every count of args["counts"], three rounds each."""
     bps.init()
     ranks = list(range(job.size))
     for count in job.args["counts"]:
@@ -80,9 +80,10 @@ def many(job: Job) -> None:
 
 
 def apart(job: Job) -> None:
-    """Data goes by data endpoints alone, control by control, and the counts are of what was sent.
+    """Data uses only data endpoints, control messages only control endpoints, and counters are
+    right.
 
-    args: data_plane (whether there is one), endpoints (of each pair), servers.
+    args: data_plane (whether there is one), endpoints (per pair), servers.
     """
     bps.init()
     count, rounds = 300_000, 4
@@ -117,7 +118,7 @@ def apart(job: Job) -> None:
             bytes_ = total(moved, data, f"bytes_{direction}")
             messages = total(moved, data, f"messages_{direction}")
             assert bytes_ >= rounds * nbytes, moved
-            # Heads and rendezvous are small compared with the values.
+            # Headers and rendezvous are small compared with the values.
             assert bytes_ <= rounds * nbytes + 2048 * messages, moved
             partitions = bps.partition_count(nbytes)
             assert messages >= rounds * partitions, moved
@@ -137,7 +138,7 @@ def apart(job: Job) -> None:
 
 
 def beats(job: Job) -> None:
-    """Nothing is summed for a while: heartbeats go by control, and nothing by data."""
+    """An idle period: heartbeats use control endpoints, and data endpoints stay silent."""
     bps.init()
     bps.push_pull(torch.ones(1000), average=False, name="once")
     before = endpoints()
@@ -151,7 +152,7 @@ def beats(job: Job) -> None:
 
 
 def small(job: Job) -> None:
-    """Many sums at once that go with their messages, and nothing that needs a pool."""
+    """Many concurrent sums that travel inside their messages, without the pool."""
     bps.init()
     ranks = list(range(job.size))
     names = [f"small.{number}" for number in range(200)]
@@ -186,10 +187,10 @@ def _resources(kind: str) -> list[dict[str, Any]]:
 
 
 def registered(pid: int) -> dict[str, int]:
-    """Objects of RDMA that the kernel holds for a process, by kind.
+    """Return the number of RDMA objects that the kernel holds for a process, by kind.
 
-    It names the thread that made each, which may have ended. The device's context is the main
-    thread's, and is never closed; all else is found by it.
+    The kernel names the thread that created each, which may have ended. The device's context
+    belongs to the main thread, and is never closed; other objects are found through it.
     """
     threads = {int(name) for name in os.listdir(f"/proc/{pid}/task")}
     contexts = {entry["ctxn"] for entry in _resources("ctx") if entry.get("pid") in threads}
@@ -204,7 +205,8 @@ def registered(pid: int) -> dict[str, int]:
 
 
 def rounds(job: Job) -> None:
-    """Many rounds, each of new memory: nothing is left of it, and no round sees another's."""
+    """Many rounds, each with new memory: no registration is left, and no round sees another's
+    values."""
     bps.init()
     ranks = list(range(job.size))
     rounds = job.args["rounds"]
@@ -215,7 +217,7 @@ def rounds(job: Job) -> None:
         return {**mine, **(registered(os.getpid()) if job.args["rdma"] else {})}
 
     def turn(round_: int) -> None:
-        # Sizes change places in the allocator: an address that was another tensor's comes again.
+        # Sizes are permuted, so that the allocator reuses another tensor's address.
         for number, count in enumerate((16_384, 70_001, 5)):
             name = f"rounds.{number}"
             given = values.exact_input(count, job.rank, name, round_, "float32")
@@ -232,7 +234,7 @@ def rounds(job: Job) -> None:
         after, grown = held(), _resident_bytes() - resident
     print(f"before {before}, after {after}, grown by {grown} bytes")
     with job.check("registrations and files are as before"):
-        # The pool may still find out how many buffers are in use at once; a leak has hundreds.
+        # The pool may still grow to the number of buffers in use; a leak has hundreds.
         more = {kind: after[kind] - before[kind] for kind in before}
         assert all(n <= (16 if kind == "mr" else 0) for kind, n in more.items()), more
     with job.check("memory is as before"):
@@ -245,7 +247,7 @@ def rounds(job: Job) -> None:
 
 
 def once(job: Job) -> None:
-    """Memory that is sent from every round is registered once; other memory at its place, anew."""
+    """Memory sent in every round is registered once; other memory at the same address, anew."""
 
     def made() -> int:
         return bps.get_metrics()["byteps_worker_memory_registrations_total"]
@@ -267,7 +269,7 @@ def once(job: Job) -> None:
         for round_ in range(1, 6):
             for number, bucket in enumerate(buckets):
                 turn(bucket, f"once.{number}", round_)
-        # The pool may find that it needs some more buffers, which it keeps; no message had one.
+        # The pool may grow by a few buffers, which it keeps; no message used them.
         kept = registered(os.getpid())["mr"]
         assert made() - before == kept - held, (made() - before, kept - held)
     with job.check("memory that is freed is let go of"):
@@ -285,7 +287,7 @@ def once(job: Job) -> None:
             resized.untyped_storage().resize_(4 * count)
         del resized
     with job.check("other memory at the same place"):
-        # So large that it is mapped for itself, and a later one often takes its place.
+        # Large enough for a mapping of its own; a later tensor often gets the same address.
         places: list[int] = []
         for round_ in range(6, 46):
             fresh = torch.empty(count + 4_000_000)
@@ -300,7 +302,7 @@ def once(job: Job) -> None:
 
 
 def poor(job: Job) -> None:
-    """May lock but a little memory, as a user who is not root with a low `ulimit -l`."""
+    """A process that may lock little memory, like a non-root user with a low `ulimit -l`."""
     import resource
 
     values_bytes = job.args["limit_bytes"]
@@ -312,10 +314,10 @@ def poor(job: Job) -> None:
 
 
 def _drop_right_to_lock() -> None:
-    """Take CAP_IPC_LOCK, which lifts the limit, from this process."""
+    """Drop CAP_IPC_LOCK, which lifts the limit, from this process."""
     import ctypes
 
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # Version 3, this thread.
     data = (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     cap_ipc_lock = 1 << 14

@@ -1,4 +1,4 @@
-"""Names that are released and declared anew: what servers keep, and what the next sums are."""
+"""Names that are released and declared anew: memory of servers, and the next sums."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.multiproc.programs.job import Job
 LIVES = 30
 NUMEL = 1 << 20
 WARM = 5
-"""Lives after which the memory is looked at first."""
+"""Number of lives after which memory is first measured."""
 
 
 class Owner:
-    """Has parameters on the servers under a name that others have had before."""
+    """Owns parameters on the servers under a name that others had before."""
 
     def __init__(self, name: str, numel: int) -> None:
         self._names = engine.Names(name)
@@ -35,13 +35,13 @@ class Owner:
         self._numel = numel
 
     def load(self, value: float) -> None:
-        """Servers have parameters of this value."""
+        """Load this value into the servers."""
         held = torch.full((self._numel,), value)
         handle = operations.start_update(lambda: self._tensor.load(0, held.data_ptr()), held)
         operations.wait_update(handle)
 
     def read(self) -> torch.Tensor:
-        """The parameters that servers have."""
+        """Return the servers' parameters."""
         held = torch.empty(self._numel)
         handle = operations.start_update(
             lambda: self._tensor.read(0, 0, self._numel, held.data_ptr(), 0), held
@@ -51,8 +51,8 @@ class Owner:
 
 
 def lives(job: Job) -> None:
-    """Parameters and a sum of the same names, of another shape in each life. Ranks release in their
-    own time: one when it makes the next, others when the last is collected."""
+    """Parameters and a sum with the same names and another shape in each life. Ranks release at
+    different times: one when it makes the next object, others when the last is collected."""
     bps.init()
     owner = None
     for life in range(LIVES):

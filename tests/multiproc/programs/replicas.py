@@ -1,6 +1,5 @@
-"""Replicas of one worker each: steps, each checked, while some die and come back; they sum, or
-servers keep and update their parameters.
-"""
+"""Replicas of one worker each: checked steps, while replicas die and come back; they sum, or
+servers keep and update their parameters."""
 
 from __future__ import annotations
 
@@ -22,23 +21,23 @@ from byteps.torch.server_tensor import Rule, ServerTensor, Step
 from tests.multiproc.programs.job import Job
 
 LENGTH = 300_000
-"""Several partitions, at several servers."""
+"""Number of elements: several partitions on several servers."""
 
 
 @functools.cache
 def places() -> torch.Tensor:
-    """Whole numbers, which differ from place to place."""
+    """Return integers that differ by element."""
     return torch.arange(LENGTH, dtype=torch.int32) % 4093 * 7
 
 
 def values_of(replica: int, life: int, step: int) -> torch.Tensor:
-    """Whole numbers, of which sums are exact."""
+    """Return integers whose sums are exact."""
     offset = replica * 977 + life * 131 + step * 53
     return ((places() + offset) % 20_011).to(torch.float32)
 
 
 class Replica:
-    """One life of a replica, which dies by SIGKILL at a phase of a step, if it is told to."""
+    """A life of a replica; it may be told to kill itself in a phase of a step."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.number, self.count = job, session.replica(), session.replicas()
@@ -56,7 +55,7 @@ class Replica:
             self.sleep(self.job.args["sleeps"][2])
 
     def sleep(self, seconds: float) -> None:
-        """Pushes nothing for so long; ends early, by an error, once its replica is removed."""
+        """Push nothing for this long; ends early, by an error, once the replica is removed."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             c_lib.check()
@@ -88,7 +87,7 @@ class Replica:
             self.log.append({"step": step, "missing": sorted(missing)})
 
     def check_sum(self, total: torch.Tensor, step: int, missing: set[int]) -> None:
-        """Each value is the scaled sum of a list of replicas that lacks none but `missing`."""
+        """Check that each value is the scaled sum over all replicas except some of `missing`."""
         given = {r: values_of(r, life, step) for r, life in self.lives.items()}
         wrong, named = torch.ones(LENGTH, dtype=torch.bool), set()
         for size in range(len(missing) + 1):
@@ -150,7 +149,7 @@ class Replica:
         return step
 
     def take_facts(self, giver: int, name: str) -> int:
-        """Returns the step that it joins after."""
+        """Return the step after which it joins."""
         facts = members.take_facts(giver=giver, rank=bps.rank(), name=name)
         self.lives = dict(enumerate(facts["lives"]))
         self.lives[self.number] += 1
@@ -167,7 +166,7 @@ def train(job: Job) -> None:
 
 
 def play(job: Job, make: Callable[[Job], Replica]) -> None:
-    """Ends by the error of its replica, if there is one: so the others learn that it is lost."""
+    """Run a replica. Raises its error, so that the others learn of its loss."""
     bps.init()
     replica = make(job)
     try:
@@ -178,15 +177,15 @@ def play(job: Job, make: Callable[[Job], Replica]) -> None:
     bps.shutdown()
 
 
-# Replicas whose parameters servers keep and update: each step is checked, as sums are.
+# Replicas whose parameters servers keep and update: each step is checked like a sum.
 
 
 CLIPPED = 0.5
 
 
 class Served(Replica):
-    """Plain SGD of rate 1, so a step says of which gradients it was made. Steps are made at once,
-    after the norm, tried and kept, or tried and clipped, one after the other."""
+    """Plain SGD of rate 1, so that a step shows its gradients. Steps are made at once, after the
+    norm, speculative and kept, or speculative and clipped, in rotation."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

@@ -1,4 +1,4 @@
-"""The optimizer on the servers, against torch's own on the summed gradients.
+"""The optimizer on the servers, compared with torch's on the summed gradients.
 
 The argument ``device`` is "cpu" or "cuda".
 """
@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.01, "momentum": 0.9, "nesterov": True},
 }
 TORCHS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-# A few steps of fp32, each rounded as torch rounds it or by one fused operation more or less.
+# A few fp32 steps, rounded like torch's or with one fused operation more or less.
 CLOSE: dict[str, Any] = {"rtol": 2e-6, "atol": 2e-7}
 
 
@@ -41,7 +41,8 @@ def parameters(
 
 
 def gradient(rank: int, step: int, index: int) -> torch.Tensor:
-    """Multiples of 1/64 that bf16 holds, other ones for each rank, step, parameter and element."""
+    """Return multiples of 1/64 that bf16 can hold, different for each rank, step, parameter and
+    element."""
     count = math.prod(SHAPES[index])
     numbers = torch.arange(count) * 37 + rank * 11 + step * 5 + index * 3
     return ((numbers % 251 - 125) / 64.0).view(SHAPES[index])
@@ -54,7 +55,7 @@ def mean_gradient(job: Job, step: int, index: int, dtype: torch.dtype) -> torch.
 
 
 def groups_of(some: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """Weights, which decay, and biases, which do not and learn at half the rate."""
+    """Return two groups: weights, which decay, and biases, which do not and have half the rate."""
     return [
         {"params": [p for p in some if p.dim() > 1], "weight_decay": 0.1, "scale": 1.0},
         {"params": [p for p in some if p.dim() == 1], "weight_decay": 0.0, "scale": 0.5},
@@ -80,28 +81,28 @@ def fingerprint(some: list[torch.nn.Parameter]) -> str:
 
 
 def demand_same(job: Job, name: str, some: list[torch.nn.Parameter]) -> None:
-    """Every rank has the same bits: the test compares."""
+    """Record the bits; the test checks that they are equal on every rank."""
     job.note(f"bits.{name}", fingerprint(some))
 
 
 class Pair:
-    """A ServerOptimizer, and what torch makes of the same sums in fp32."""
+    """A ServerOptimizer, and torch's result for the same sums in fp32."""
 
     def __init__(self, job: Job, kind: str, dtype: torch.dtype, name: str, **options: Any) -> None:
         self.job, self.dtype = job, dtype
-        # Not the same: those of rank 0 are taken.
+        # Different on each rank; rank 0's are used.
         self.mine = parameters(job.rank, dtype, device_of(job))
         self.served = ServerOptimizer(
             TORCHS[kind](groups_of(self.mine), **OPTIONS[kind]),
             name=name,
-            bucket_bytes=8192,  # several
+            bucket_bytes=8192,  # Several buckets.
             **options,
         )
         self.exact = [torch.nn.Parameter(p.detach().float()) for p in parameters(0, dtype)]
         self.torchs = TORCHS[kind](groups_of(self.exact), foreach=False, **OPTIONS[kind])
 
     def step(self, step: int, spoil: bool = False) -> None:
-        """One of both; `spoil`: a gradient of one rank is not finite."""
+        """Make a step of both; `spoil`: a gradient of one rank is not finite."""
         self.served.zero_grad()
         for optimizer in (self.served, self.torchs):
             set_rates(optimizer, step)
@@ -123,11 +124,11 @@ class Pair:
             mine = parameter.detach().cpu()
             if self.dtype == torch.float32:
                 torch.testing.assert_close(mine, exact.detach(), **CLOSE)
-            else:  # what is a hair off may be rounded to the next value
+            else:  # Values may be rounded to the neighbouring number.
                 torch.testing.assert_close(mine.float(), exact.detach(), rtol=4e-3, atol=1e-6)
 
     def demand_equal_state(self) -> None:
-        """On the servers: fp32, whatever the parameters are."""
+        """Compare the state on the servers: fp32 for any parameter type."""
         saved = self.served.state_dict()["state"]
         order = [p for group in self.torchs.param_groups for p in group["params"]]
         for index, exact in enumerate(order):
@@ -139,7 +140,7 @@ class Pair:
 
 
 def updates(job: Job) -> None:
-    """Steps of AdamW and SGD, two groups, a schedule, and going on from a saved state."""
+    """Steps of AdamW and SGD, two groups, a schedule, and resuming from a saved state."""
     bps.init()
     for kind in TORCHS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -160,7 +161,7 @@ def updates(job: Job) -> None:
 
 
 def goes_on(job: Job, kind: str, dtype: torch.dtype, name: str, pair: Pair) -> None:
-    """From a saved state, on the servers to the same bits, and in torch."""
+    """Resume from a saved state: on the servers bit for bit, and in torch."""
     saved = pair.served.state_dict()
     again = Pair(job, kind, dtype, f"{name} again")
     with torch.no_grad():
@@ -171,7 +172,7 @@ def goes_on(job: Job, kind: str, dtype: torch.dtype, name: str, pair: Pair) -> N
         one.step(STEPS)
     for mine, other in zip(again.mine, pair.mine, strict=True):
         assert torch.equal(mine, other)
-    if dtype == torch.float32:  # torch keeps no fp32 copy of others
+    if dtype == torch.float32:  # torch keeps no fp32 copy of other types.
         alone = [torch.nn.Parameter(p.detach().clone()) for p in pair.exact]
         optimizer = TORCHS[kind](groups_of(alone), **OPTIONS[kind])
         optimizer.load_state_dict(pair.served.state_dict())
@@ -179,7 +180,7 @@ def goes_on(job: Job, kind: str, dtype: torch.dtype, name: str, pair: Pair) -> N
 
 
 def clipped(job: Job) -> None:
-    """Clipping that bites, and does not, and a step whose gradients are not finite."""
+    """Steps with and without clipping, and a step with infinite gradients."""
     bps.init()
     for max_norm in (1.0, 1e6):
         pair = Pair(job, "adamw", torch.float32, f"clip {max_norm}", max_norm=max_norm)
@@ -205,9 +206,9 @@ def clipped(job: Job) -> None:
     counted(job)
 
 
-# When a step is clipped, and how often steps are tried and made again.
+# Predicate of clipped steps, and the numbers of speculative and repeated steps.
 PATTERNS: dict[str, tuple[Callable[[int], bool], tuple[int, int]]] = {
-    # After two clipped steps nothing is tried.
+    # After two clipped steps there is no speculation.
     "every step": (lambda step: True, (2, 2)),
     "every other step": (lambda step: step % 2 == 0, (8, 3)),
     "never": (lambda step: False, (8, 0)),
@@ -217,8 +218,8 @@ SPOILED = 2
 
 
 def speculates(job: Job) -> None:
-    """Steps that servers try give the bits of steps that wait for the norm: parameters and state,
-    whatever is clipped, and with a gradient that is not finite."""
+    """Speculative steps give the same bits as others: parameters and state, for any clipping, and
+    with a gradient that is not finite."""
     bps.init()
     for name, (clips, counts) in PATTERNS.items():
         for kind, dtype in (("adamw", torch.bfloat16), ("sgd", torch.float32)):
@@ -255,7 +256,7 @@ def demand_equal_states(pairs: list[Pair]) -> None:
 
 
 def counted(job: Job) -> None:
-    """Of the norm: what does not count is left out, unless it is not finite."""
+    """Elements that do not count are left out of the norm, unless they are not finite."""
     served = ServerTensor(
         bps.TensorDeclaration(name="counted", dtype=torch.float32, numel=3000, average=False),
         rule_of(torch.optim.SGD(parameters(0, torch.float32), lr=0.1)),
@@ -275,7 +276,7 @@ def counted(job: Job) -> None:
         total[0] = 0
         total[1000:2500] = 0
         with job.check(f"zeros, spoiled: {spoil}"):
-            # The first sum is 0, and so are those that do not count.
+            # The first sum is 0, and so are sums that do not count.
             assert served.zeros == 1, served.zeros
         with job.check(f"squares, spoiled: {spoil}"):
             found = sum(served.squares)
@@ -285,7 +286,7 @@ def counted(job: Job) -> None:
 
 
 def keeps_memory(job: Job) -> None:
-    """What is in flight keeps its tensors alive, also when nobody else does."""
+    """Operations in flight keep their tensors alive."""
     bps.init()
     count = 200_000
     served = ServerTensor(
@@ -312,7 +313,7 @@ def keeps_memory(job: Job) -> None:
 
 
 def interrupted(job: Job) -> None:
-    """A step that ends otherwise than by BytePS wants a checkpoint too, and goes on from it."""
+    """A step interrupted outside BytePS also requires a checkpoint, and resumes from it."""
     bps.init()
     for clip in ("speculate", "wait"):
         pair = Pair(job, "adamw", torch.float32, clip, max_norm=1e6, clip=clip)
@@ -336,7 +337,7 @@ def interrupted(job: Job) -> None:
 
 
 def loads(job: Job) -> None:
-    """A state that does not fit is refused by every rank, and changes nothing."""
+    """Every rank refuses an unsuitable state, and nothing changes."""
     bps.init()
     pair = Pair(job, "adamw", torch.float32, "loads")
     pair.step(0)
@@ -358,7 +359,7 @@ def loads(job: Job) -> None:
 
 
 def _made(job: Job, name: str = "", group: list[int] | None = None) -> ServerOptimizer:
-    """Over a parameter of its own, all 1, by the default name unless there is one."""
+    """Make an optimizer over a parameter of ones, with the default name unless given."""
     torchs = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1)
     if name:
         served = ServerOptimizer(torchs, name=name, group=group)
@@ -369,7 +370,7 @@ def _made(job: Job, name: str = "", group: list[int] | None = None) -> ServerOpt
 
 
 def names(job: Job) -> None:
-    """Two optimizers of one name would share a state on the servers."""
+    """Two optimizers of the same name would share a state on the servers."""
     bps.init()
     first = _made(job)
     taken = r"another ServerOptimizer named 'optimizer' is in use on {} of .* {} ranks.*name=\.\.\."
@@ -389,7 +390,7 @@ def names(job: Job) -> None:
     second = _made(job, name="second")
     with job.check("another name"):
         second.step()
-    # A reference that one rank alone keeps: the others have collected theirs.
+    # A reference only on one rank: the others have collected theirs.
     kept = [second] if job.rank == 1 else []
     del second
     with job.check_raises("alive on one rank", ValueError, "in use on 1 of .* 3 ranks"):
@@ -402,7 +403,7 @@ def names(job: Job) -> None:
     for name, call in (("step", first.step), ("state", first.state_dict)):
         with job.check_raises(f"{name} when closed", bps.BytePSError, "'optimizer' was closed"):
             call()
-    # Groups of no common rank may have the same name.
+    # Groups without a common rank may use the same name.
     with job.check("groups apart"):
         _made(job, name="apart", group=[0, 1] if job.rank < 2 else [2]).step()
     other_shapes(job)
@@ -415,8 +416,8 @@ def names(job: Job) -> None:
 
 
 def other_shapes(job: Job) -> None:
-    """A name is free for parameters of another shape; nothing is left of the first ones here. Some
-    ranks close, others collect."""
+    """A name is free for parameters of another shape; no state of the first remains here. Ranks
+    close or collect."""
     for life, rows in enumerate((256, 300, 256)):
         with job.check(f"life {life}, of {rows} rows"):
             torchs = torch.optim.SGD([torch.nn.Parameter(torch.ones(rows, 256))], lr=0.1)
@@ -436,7 +437,8 @@ def other_shapes(job: Job) -> None:
 
 
 def disagree(job: Job) -> None:
-    """Members that ask for different steps are told so; the optimizer then wants a checkpoint."""
+    """Members that ask for different steps get an error; then the optimizer requires a
+    checkpoint."""
     bps.init()
     for max_norm in (None, 1.0):
         mine = parameters(0, torch.float32)
@@ -456,7 +458,7 @@ def disagree(job: Job) -> None:
 
 
 def refused(job: Job) -> None:
-    """What servers cannot do, and do not have the memory for."""
+    """Unsupported options, and too little memory."""
     bps.init()
     mine = parameters(0, torch.float32)
     unknown: tuple[tuple[str, Any, dict[str, Any], str], ...] = (

@@ -1,4 +1,4 @@
-"""push_pull over all ranks and over some, against closed forms and against float64 sums."""
+"""push_pull over all ranks and over groups, compared with closed forms and float64 sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.multiproc.programs.job import Job
 
 
 def counts(dtype: str, partition_bytes: int) -> dict[str, int]:
-    """Sizes, in elements, around the places where a partition ends."""
+    """Return sizes, in elements, around partition boundaries."""
     page = mmap.PAGESIZE
     partition = -(-partition_bytes // page) * page // values.dtype_of(dtype).itemsize
     return {
@@ -30,7 +30,7 @@ def counts(dtype: str, partition_bytes: int) -> dict[str, int]:
 
 
 def every_dtype(job: Job) -> None:
-    """Exact sums and averages of every dtype and size, and random sums within their bound."""
+    """Exact sums and averages of every dtype and size, and random sums within their error bound."""
     bps.init()
     with job.check("rank and size"):
         assert (bps.rank(), bps.size()) == (job.rank, job.size)
@@ -58,7 +58,7 @@ def every_dtype(job: Job) -> None:
 
 
 def exact(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
-    """Four rounds of one name, one for each way to call."""
+    """Four rounds of the same name, one for each function."""
     ranks = list(range(job.size))
     ways: tuple[Callable[..., Any], ...]
     ways = (bps.push_pull, bps.push_pull_inplace, bps.push_pull_async, bps.push_pull_async_inplace)
@@ -90,12 +90,12 @@ def random(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
 
 
 def integers(job: Job) -> None:
-    """Averages of integers whose sum is none of their type."""
+    """Averages of integers whose sum exceeds their type."""
     bps.init()
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
         for end in (torch.iinfo(dtype).max, torch.iinfo(dtype).min):
             with job.check(f"{dtype}, {end}"):
-                # Towards zero, by another step on each rank.
+                # Towards zero, by a different step on each rank.
                 step = -5 if end > 0 else 5
                 given = [end + step * rank for rank in range(job.size)]
                 tensor = torch.full((33,), given[job.rank], dtype=dtype)
@@ -105,7 +105,7 @@ def integers(job: Job) -> None:
 
 
 def large(job: Job) -> None:
-    """Many megabytes, a last partition that is not full, several rounds."""
+    """Many megabytes, with a partial last partition, in several rounds."""
     bps.init()
     largest = int(os.environ.get("BYTEPS_PARTITION_BYTES", "4096000"))
     with job.check("64 partitions for each of two servers, within limits"):
@@ -122,7 +122,7 @@ def large(job: Job) -> None:
 
 
 def wire(job: Job) -> None:
-    """Tensors that are sent in a half type, and what cannot be."""
+    """Tensors that travel in a half type, and tensors that cannot."""
     bps.init()
     ranks = list(range(job.size))
     count = 5003
@@ -174,7 +174,7 @@ def wire(job: Job) -> None:
 
 
 def shapes(job: Job) -> None:
-    """Tensors that are not a plain vector, and what is refused."""
+    """Tensors that are not plain vectors, and refused tensors."""
     bps.init()
     ranks = list(range(job.size))
     with job.check("2-D"):
@@ -208,7 +208,7 @@ def shapes(job: Job) -> None:
         result = bps.push_pull(given.detach(), average=False, name="detached")
         values.demand_exact(result, torch.full((5,), float(job.size)))
     with job.check("an empty tensor returns at once"):
-        # Only one rank calls: nothing is sent, so nobody is waited for.
+        # Only one rank calls: nothing is sent and nothing is waited for.
         if job.rank == 0:
             assert bps.push_pull(torch.empty(0), name="empty").shape == (0,)
             assert bps.push_pull_inplace(torch.empty(0, 3), name="empty").shape == (0, 3)
@@ -234,14 +234,14 @@ def shapes(job: Job) -> None:
     bps.shutdown()
 
 
-# Sums over some of the ranks.
+# Sums over groups of ranks.
 
 
 COUNT = 3001
 
 
 def disjoint(job: Job) -> None:
-    """Groups of four workers under one name, at the same time."""
+    """Groups of four workers with the same name, at the same time."""
     bps.init()
 
     def start(name: str, group: list[int] | None, round_: int, average: bool = False) -> int:
@@ -263,7 +263,7 @@ def disjoint(job: Job) -> None:
         "three and one": [[0, 1, 2], [3]],
         "all": [everyone],
     }
-    # The groups of a layout share the name; each rank takes part through one of them.
+    # The groups of a layout share the name; each rank is in one of them.
     mine = {
         label: next(group for group in groups if job.rank in group)
         for label, groups in layouts.items()
@@ -283,14 +283,14 @@ def disjoint(job: Job) -> None:
         for handle, name, group, round_ in reversed(waiting):
             demand(handle, name, group, round_)
     with job.check("a group of everyone is no group"):
-        # Half of the ranks name the group, the others leave it out: it is the same operation.
+        # Half of the ranks name the group, the others omit it: the operation is the same.
         name = "everyone"
         demand(start(name, everyone if job.rank % 2 else None, 7), name, everyone, 7)
     with job.check("the order of ranks in a group does not matter"):
         name, group = "order", mine["neighbours"]
         demand(start(name, group if job.rank % 2 else group[::-1], 8), name, group, 8)
     with job.check("a name stays with its group"):
-        # Rank 0 used it with [0, 1]: the key of [0, 2] would be the same.
+        # Rank 0 has used it with [0, 1]: the key of [0, 2] would be the same.
         if job.rank == 0:
             try:
                 start("neighbours, sum", [0, 2], 0)
@@ -313,7 +313,7 @@ def disjoint(job: Job) -> None:
 
 
 def process_groups(job: Job, everyone: list[int]) -> None:
-    """A torch ProcessGroup names its ranks."""
+    """A torch ProcessGroup as a group."""
     dist.init_process_group(
         "gloo", init_method=f"file://{job.folder}/store", rank=job.rank, world_size=job.size
     )
@@ -334,7 +334,7 @@ def process_groups(job: Job, everyone: list[int]) -> None:
 
 
 def mismatch(job: Job) -> None:
-    """Rank 1 calls differently from rank 0: both are told, and the job can go on."""
+    """Rank 1 calls differently from rank 0: both get an error, and the job can go on."""
     bps.init()
     bps.push_pull(torch.ones(10), average=False, name="agreed")
     # Thousands of partitions: most are not sent yet when the error comes.
@@ -354,7 +354,7 @@ def mismatch(job: Job) -> None:
                 job.note(f"mismatch.{kind}", str(error))
             else:
                 raise AssertionError("no error")
-        # The memory goes back to the system; nothing may read or write it any more.
+        # The memory is returned to the system; nothing may access it any more.
         del given
         with job.check(f"after another {kind} other tensors are still summed"):
             for round_ in range(3):
@@ -365,7 +365,7 @@ def mismatch(job: Job) -> None:
 
 
 def far_ahead(job: Job) -> None:
-    """Rank 0 begins more sums of one name than servers keep rounds, before rank 1 begins any."""
+    """Rank 0 begins more sums of a name than servers keep rounds, before rank 1 begins any."""
     bps.init()
     rounds = 2_100
     given = [torch.tensor([float(3 * round_ + job.rank)]) for round_ in range(rounds)]
@@ -381,7 +381,7 @@ def far_ahead(job: Job) -> None:
 
 
 def in_order(job: Job) -> None:
-    """Rank 1 comes last. What the sum of 2^80 and 1 rounds away depends on the order."""
+    """Rank 1 comes last. The rounding of 2^80 + 1 depends on the order."""
     bps.init()
     given = torch.tensor([2.0**80, 1.0, -(2.0**80)][job.rank]).repeat(COUNT)
     for name, in_order in (("as they come", False), ("in the order of ranks", True)):
@@ -410,7 +410,7 @@ def in_order(job: Job) -> None:
 
 
 def parts(job: Job) -> None:
-    """Each rank wants another part of the sum, within, across and outside of partitions."""
+    """Each rank pulls another part of the sum, within, across and outside of partitions."""
     bps.init()
     everyone = list(range(job.size))
     shard = COUNT // job.size
@@ -421,7 +421,7 @@ def parts(job: Job) -> None:
         "one element": (COUNT - 1 - job.rank, COUNT - job.rank),
         "nothing": (7, 7),
         "all": (0, COUNT),
-        # Only some of the members want something.
+        # Only one member pulls values.
         "one rank": (0, COUNT if job.rank == 0 else 0),
     }
     for dtype in ("float32", "bfloat16"):

@@ -1,6 +1,6 @@
-"""Inputs with a closed form for their sum, and how far a result may be from an exact sum.
+"""Inputs with a closed form for their sum, and error bounds of results.
 
-Every input depends on rank, key, index and round, so a swapped or a stale buffer shows.
+Every input depends on rank, key, index and round, so a swapped or stale buffer is detected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("uint8", "int8", "int32", "int64")
 DTYPES = (*FLOATS, *INTEGERS)
 
-# Bits of the mantissa, the hidden one included.
+# Bits of the mantissa, including the hidden bit.
 PRECISION = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 SMALLEST_EXPONENT = {"float64": -1022, "float32": -126, "float16": -14, "bfloat16": -126}
 
@@ -28,11 +28,11 @@ def key_number(name: str) -> int:
     return zlib.crc32(name.encode()) % 997
 
 
-PERIOD = 31 * 512  # of _whole() in its index: no multiple of any partition's elements
+PERIOD = 31 * 512  # Period of _whole(): not a multiple of any partition's elements.
 
 
 def _whole(count: int, rank: int, key: str, round_: int, dtype: str) -> torch.Tensor:
-    """Whole numbers, int64, small enough that the sum of four is exact in every dtype."""
+    """Return integers, int64, small enough for exact sums of four in every dtype."""
     index = torch.arange(min(count, PERIOD), dtype=torch.int64)
     mixed = index * 7 + (index // 512) * 11 + rank * 13 + key_number(key) * 5 + round_ * 3
     return mixed % 31 - (0 if dtype == "uint8" else 15)
@@ -49,7 +49,7 @@ def exact_input(count: int, rank: int, key: str, round_: int, dtype: str) -> tor
 def exact_sum(
     count: int, ranks: list[int], key: str, round_: int, dtype: str, average: bool = False
 ) -> torch.Tensor:
-    """The sum over these ranks, or its average: floor division for integers."""
+    """Return the sum over these ranks, or its average: floor division for integers."""
     total = torch.stack([_whole(count, rank, key, round_, dtype) for rank in ranks]).sum(0)
     if average and dtype in INTEGERS:
         total = torch.div(total, len(ranks), rounding_mode="floor")
@@ -59,7 +59,7 @@ def exact_sum(
 
 
 def random_input(count: int, rank: int, key: str, round_: int, dtype: str) -> torch.Tensor:
-    """Numbers of both signs over several orders of magnitude."""
+    """Return numbers of both signs over several orders of magnitude."""
     seed = (key_number(key) * 64 + rank) * 64 + round_
     source = torch.Generator().manual_seed(seed)
     size = torch.rand(count, generator=source, dtype=torch.float64) * 8 - 4
@@ -68,7 +68,7 @@ def random_input(count: int, rank: int, key: str, round_: int, dtype: str) -> to
 
 
 def ulp(value: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The distance of neighbouring numbers of `dtype` around each (float64) value."""
+    """Return the distance of neighbouring numbers of `dtype` around each (float64) value."""
     exponent = torch.frexp(value.abs())[1].to(torch.float64) - 1
     exponent = exponent.clamp(min=SMALLEST_EXPONENT[dtype])
     return torch.exp2(exponent - (PRECISION[dtype] - 1))
@@ -87,7 +87,7 @@ def demand_exact(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def demand_close_to(got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> None:
-    """Each error of `got` against float64 `want` is at most `limit`."""
+    """Check that each error of `got` against float64 `want` is at most `limit`."""
     error = (got.double() - want).abs()
     wrong = (~(error <= limit)).nonzero().flatten()
     if len(wrong):
@@ -101,24 +101,23 @@ def demand_close_to(got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) 
 def demand_rounded_sum(
     got: torch.Tensor, inputs: list[torch.Tensor], dtype: str, average: bool, wide: bool = True
 ) -> None:
-    """`got` is the sum of the inputs within what the dtype allows, against a float64 sum.
+    """Check that `got` is the sum of the inputs within the dtype's error bound.
 
-    Half types: one rounding of a sum that was made in fp32. fp32: one rounding of a sum that was
-    made in fp64, or without `wide` as fp64: one for each addition, in whatever order. An average
-    adds the rounding of its division.
+    Half types: one rounding of an fp32 sum. fp32: one rounding of an fp64 sum; without `wide`, like
+    fp64: one rounding per addition, in any order. An average adds the rounding of its division.
     """
     exact = torch.stack([value.double() for value in inputs])
     total, magnitude, count = exact.sum(0), exact.abs().sum(0), len(inputs)
     adding = {"float16": "float32", "bfloat16": "float32"}.get(dtype, dtype)
     if dtype == "float32" and wide:
         adding = "float64"
-    # n - 1 additions, each wrong by half an ulp of at most the sum of magnitudes; the float64
-    # reference itself has as many.
+    # n - 1 additions, each wrong by at most half an ulp of the sum of magnitudes; the float64
+    # reference has the same error.
     limit = (count - 1) * magnitude * 2.0 ** -PRECISION[adding]
     limit = limit + (count - 1) * magnitude * 2.0**-53
     if adding != dtype:
-        # Half an ulp of whichever is larger, the exact or the rounded sum: at a power of two the
-        # spacing changes.
+        # Half an ulp of the larger of the exact and the rounded sum: at a power of two the spacing
+        # changes.
         limit = limit + 0.5 * ulp(total.abs() + limit, dtype)
     if average:
         total = total / count
