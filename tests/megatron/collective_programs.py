@@ -1,4 +1,4 @@
-"""Training that notes which functions of Megatron make collectives over data-parallel ranks."""
+"""Training that records which functions of Megatron call collectives over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PLAIN = (
     *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single"),
     *("reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
 )
-"""Methods of torch's process groups that move values. A barrier and what goes from one rank to
-another one move none that are added up."""
+"""Methods of torch's process groups that move values. Barriers and point-to-point messages are left
+out: they add nothing up."""
 _HELPERS = ("megatron.core.tensor_parallel.mappings", "megatron.training.cpu_platform")
-"""Modules that make collectives for others."""
+"""Modules that call collectives on behalf of others."""
 
 
 def train_watched(
     folder: Path, arguments: Sequence[str], environment: dict[str, str]
 ) -> dict[str, list[str]]:
-    """The functions that have made a collective over ranks which hold the same parameters, by name,
-    with those that called them; after a run on the small model."""
+    """Run the small model; return the functions that have called a collective over ranks with the
+    same parameters, by name, with their callers."""
     seen: dict[str, list[str]] = {}
     run([*MODEL, *arguments], broken=functools.partial(_watch, seen))
     return seen
@@ -56,7 +56,7 @@ def _noting(method: Callable[..., Any], seen: dict[str, list[str]]) -> Callable[
 
 
 def _is_data_parallel(group: Any) -> bool:
-    """Whether ranks of the group hold the same part of the model."""
+    """Return whether ranks of the group hold the same part of the model."""
     from megatron.core import mpu
 
     if not mpu.model_parallel_is_initialized():
@@ -68,7 +68,8 @@ def _is_data_parallel(group: Any) -> bool:
 
 
 def _callers(frame: FrameType | None) -> list[str]:
-    """Functions of Megatron, the innermost first, without helpers; as ``module:function``."""
+    """Return the functions of Megatron on the stack, innermost first, without helpers, as
+    ``module:function``."""
     names = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -1,4 +1,5 @@
-"""Fixtures of the Megatron tests: jobs of a few ranks, forked from a server that imported it."""
+"""Fixtures of the Megatron tests: jobs of a few ranks, forked from a server that has
+imported it."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from tests.megatron.training_jobs import Trained
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-# Where the patched Megatron-LM is: tests of another tree (a git checkout) name it here, and in
+# Folder of the patched Megatron-LM: tests of another tree (a git checkout) name it here, and in
 # PYTHONPATH.
 TREE = Path(os.environ.get("MEGATRON_TREE", ROOT / "build" / "Megatron-LM"))
 
 
 @pytest.fixture(scope="session")
 def tree() -> Path:
-    """The patched Megatron-LM."""
+    """The folder of the patched Megatron-LM."""
     assert (TREE / "pretrain_dpu_gpt.py").is_file(), f"{TREE} is not assembled: run `make setup`"
     return TREE
 
@@ -35,13 +36,13 @@ def fork_server(tree: Path) -> None:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """A few thousand bytes of text that a computer can reproduce and a small model can learn."""
+    """A few thousand bytes of reproducible text that a small model can learn."""
     return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
 def run_job(fork_server: None, run_dir: Path) -> Callable[..., Job]:
-    """Runs a program of rank_programs.py on a number of ranks, in a folder of its own."""
+    """Runs a program of rank_programs.py on a number of ranks, in its own folder."""
     count = 0
 
     def run(
@@ -63,7 +64,7 @@ def run_job(fork_server: None, run_dir: Path) -> Callable[..., Job]:
 def plain_run(
     fork_server: None, tmp_path_factory: pytest.TempPathFactory, dataset: Dataset
 ) -> Callable[..., Trained]:
-    """Runs Megatron's training loop through all-reduce, with the same arguments only once."""
+    """Runs Megatron's training loop with all-reduce, once per set of arguments."""
 
     @functools.cache
     def run(*arguments: str, ranks: int) -> Trained:
@@ -80,7 +81,7 @@ def plain_run(
 def train(
     run_job: Callable[..., Job], plain_run: Callable[..., Trained], dataset: Dataset
 ) -> Callable[..., Trained]:
-    """Runs Megatron's training loop on the small dataset and returns what each rank saw."""
+    """Runs Megatron's training loop on the small dataset, and returns the records of each rank."""
 
     def run(*arguments: str, ranks: int = 2, **settings: object) -> Trained:
         if not settings and not {"--use-dpu-reduce", "--save", "--load"} & set(arguments):
@@ -93,7 +94,7 @@ def train(
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """None of the variables that a launcher or a user may have set."""
+    """An environment without variables that a launcher or a user may have set."""
     for name in list(os.environ):
         if name.startswith(("DMLC_", "BYTEPS_", "MEGATRON_CPU")):
             monkeypatch.delenv(name)

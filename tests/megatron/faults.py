@@ -1,6 +1,5 @@
-"""Ways in which a reducer can be wrong, each a function that breaks BytePS in this process; and the
-killing of a rank or a server within a step.
-"""
+"""Faults of a reducer, each a function that breaks BytePS in this process; and kills of a rank or a
+server within a step."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimize
 from tests.layouts.job import LIMIT_S
 
 STEP = 3
-"""In which somebody is killed."""
+"""Step in which a process is killed."""
 
 
 def install(folder: Path, victim: str, phase: str) -> None:
-    """Have rank 1 kill itself or a server, and every rank note its parameters after each step, and
-    those that a failed step left.
+    """Make rank 1 kill itself or a server, and every rank record its parameters after each step,
+    also after a failed step.
 
     Args:
-        victim: "rank", "server", or "" for nobody.
-        phase: "pushed", when rank 0 alone has sent its gradients; "answered", when all ranks know
-            the norm and none has said what becomes of the step.
+        victim: "rank", "server", or "" for none.
+        phase: "pushed": only rank 0 has sent its gradients; "answered": all ranks know the norm,
+            and none has sent a verdict on the step.
     """
-    # Not before: a process that imports this file may be without byteps.
+    # Imported here: a process that imports this file may lack byteps.
     from byteps.torch.server_bucket import ServerBucket
 
     rank, digests = int(os.environ["RANK"]), []
@@ -86,8 +85,8 @@ def _digest(optimizer: ServerOptimizer) -> str:
 
 
 def kill_servers(folder: Path, victims: Sequence[int]) -> None:
-    """Have the last rank kill one of these processes in each step from the second on: servers that
-    rank 0 has pushed to, and the last rank has not."""
+    """Make the last rank kill one of these processes in each step from the second on: servers to
+    which rank 0 has pushed, and the last rank has not."""
     from byteps.torch import engine
     from byteps.torch.server_tensor import ServerTensor
 
@@ -109,7 +108,7 @@ def kill_servers(folder: Path, victims: Sequence[int]) -> None:
 
         return started
 
-    # All ways to begin a sum, and a step of servers that keep the optimizer.
+    # All functions that begin a sum, and a step of servers that keep the optimizer.
     engine.start = killing(engine.start, lambda *args, **kwargs: kwargs["name"])
     for name in ("push_step", "push_norm", "push_try"):
         push = getattr(ServerTensor, name)
@@ -117,8 +116,8 @@ def kill_servers(folder: Path, victims: Sequence[int]) -> None:
 
 
 def tell_all_to_end(nodes: Sequence[int]) -> None:
-    """Have the ranks and these processes get SIGTERM at once, within the third step, as by the time
-    limit of Slurm. Processes that a rank has started get it with the rank."""
+    """Send SIGTERM to the ranks and these processes at the same time, within the third step, like
+    Slurm's time limit. Processes started by a rank get it with the rank."""
     from megatron.training import training
 
     get, passes = training.get_forward_backward_func, 0
@@ -144,7 +143,7 @@ def _await(file: Path) -> None:
 
 
 def meet(folder: Path, *, wait: bool) -> None:
-    """Note that this rank is here; wait for all of them."""
+    """Record that this rank is here; with `wait`, wait for all ranks."""
     (folder / f"here.{dist.get_rank()}").touch()
     deadline = time.monotonic() + LIMIT_S
     while wait and len(list(folder.glob("here.*"))) < dist.get_world_size():
@@ -155,28 +154,28 @@ def meet(folder: Path, *, wait: bool) -> None:
 def _kill(victim: str) -> None:
     if victim == "rank":
         os.kill(os.getpid(), signal.SIGKILL)
-    # Of this job: processes that its first rank started have its store's port.
+    # Only servers of this job: processes started by its first rank have its store's port.
     mark = f"MASTER_PORT={os.environ['MASTER_PORT']}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
             environment = (process / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # it has ended
+            continue  # The process has ended.
         if mark in environment and b"--role" in command and b"server" in command:
             os.kill(int(process.name), signal.SIGKILL)
             return
     raise AssertionError("this job has no server")
 
 
-# Ways in which a reducer can be wrong; each function breaks BytePS in this process.
+# Faults of a reducer; each function breaks BytePS in this process.
 
 
 Change = Callable[[str, torch.Tensor], object]
 
 
 def _change_results(change: Change) -> None:
-    """Have ``change`` called with the name and the tensor of each sum that has arrived."""
+    """Call ``change`` with the name and the tensor of each sum that has arrived."""
     import byteps.torch as bps
 
     push_pull, synchronize = bps.push_pull_async_inplace, bps.synchronize
@@ -196,7 +195,7 @@ def _change_results(change: Change) -> None:
 
 
 def divisor() -> None:
-    """Averages over all ranks of the job instead of the group's."""
+    """Average over all ranks of the job instead of the group's."""
     from megatron.core import mpu
 
     def change(name: str, result: torch.Tensor) -> None:
@@ -206,7 +205,7 @@ def divisor() -> None:
 
 
 def stale() -> None:
-    """Returns the sum of the step before, as a buffer that is reused too early would."""
+    """Return the sum of the step before, like a buffer that is reused too early."""
     before: dict[str, torch.Tensor] = {}
 
     def change(name: str, result: torch.Tensor) -> None:
@@ -219,7 +218,7 @@ def stale() -> None:
 
 
 def swapped_buckets() -> None:
-    """Exchanges what came back for two buckets, as far as the smaller one goes."""
+    """Exchange the results of two buckets, up to the smaller length."""
     from megatron.core.distributed import DistributedDataParallel
 
     finish = DistributedDataParallel.finish_grad_sync
@@ -236,7 +235,7 @@ def swapped_buckets() -> None:
 
 
 def undecayed() -> None:
-    """Servers are told of no weight decay."""
+    """Servers use no weight decay."""
     from byteps.torch.step_machine import StepMachine
 
     plain = StepMachine.next_step
@@ -249,7 +248,7 @@ def undecayed() -> None:
 
 
 def one_rank() -> None:
-    """One rank's parameters are a hair off."""
+    """One rank's parameters are slightly wrong."""
     from byteps.torch.server_bucket import ServerBucket
 
     take = ServerBucket.take_parameters
@@ -263,25 +262,26 @@ def one_rank() -> None:
 
 
 def pushed_too_early() -> None:
-    """Gradients that other stages add to are sent before they do."""
+    """Gradients to which other stages add are sent before they do."""
     from megatron.core.distributed.dpu_reduce.summed_later import SummedLater
 
     SummedLater.__call__ = lambda self, parameter, name: False
 
 
 def checked() -> None:
-    """Not broken: gradients that were sent early are looked at again in the step."""
+    """Not broken: gradients that were sent early are checked again in the step."""
     os.environ["BYTEPS_CHECK_GRADIENTS"] = "1"
 
 
 def pushed_too_early_checked() -> None:
-    """The same, and it is noticed."""
+    """Early gradients again, but the check notices it."""
     checked()
     pushed_too_early()
 
 
 def summed_once_more_checked() -> None:
-    """As if a new version of Megatron summed another gradient over tensor-parallel ranks."""
+    """A new version of Megatron might sum another gradient over tensor-parallel ranks; the check
+    notices it."""
     checked()
     from megatron.core import mpu
 
@@ -300,7 +300,7 @@ def summed_once_more_checked() -> None:
 
 
 def pushed_twice() -> None:
-    """Not broken: Megatron's rerun machine has each step's passes run again. No gradient is zeroed
+    """Not broken: Megatron's rerun machine repeats the passes of each step. No gradient is zeroed
     while servers send into its memory."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
@@ -325,7 +325,7 @@ def pushed_twice() -> None:
 
 
 def lost() -> None:
-    """The last rank ends in its second step, with some of its gradients sent."""
+    """The last rank ends in its second step, with a part of its gradients sent."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
     ready, steps = ServerOptimizer.bucket_is_ready, 0
@@ -349,8 +349,8 @@ def lost() -> None:
 
 
 def sent_before_the_step() -> None:
-    """Not broken: all gradients that only data-parallel ranks sum were sent when the step begins,
-    after the first one, in which Megatron finds out when a bucket is ready."""
+    """Not broken: all gradients that only data-parallel ranks sum are sent when the step begins,
+    after the first step, in which Megatron learns when buckets are ready."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
     step = ServerOptimizer.step
@@ -367,8 +367,8 @@ def sent_before_the_step() -> None:
 
 
 def come_late(rank: int) -> None:
-    """Not broken: a rank sends its gradients after the others have sent theirs, and the order in
-    which three of them are added shows: 2**30, 1 and -2**30 come to 0 or 1."""
+    """Not broken: a rank sends its gradients after the others. The order of the three additions
+    shows: 2**30, 1 and -2**30 give 0 or 1."""
     from megatron.core.distributed.dpu_reduce import server_buckets, sums
 
     def late(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -386,7 +386,7 @@ def come_late(rank: int) -> None:
 
 
 def copies_counted() -> None:
-    """The norm has the copies of a parameter on tensor-parallel ranks each."""
+    """The norm counts copies of a parameter on tensor-parallel ranks several times."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
     ServerOptimizer._counts = lambda self, parameter: True

@@ -1,4 +1,4 @@
-"""A job of thousands of ranks that does not exist: this process takes itself for one of them."""
+"""A fictitious job of thousands of ranks: this process acts as one of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATE = 12.5e9
 
 
 class Model(SimpleNamespace):
-    """A DistributedDataParallel, to which there may be weak references."""
+    """A stand-in for DistributedDataParallel that allows weak references."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,15 @@ class MadeUp:
     ranks: int
     per_host: int
     groups: int
-    """Bucket groups, of one bucket each."""
+    """Number of bucket groups, of one bucket each."""
     elements: int
-    """Elements of a bucket, a multiple of `ranks`."""
+    """Number of elements of a bucket, a multiple of `ranks`."""
     instances: int = 0
-    """Instances of the distributed optimizer; 0: there is none."""
+    """Number of instances of the distributed optimizer; 0: none."""
     rank: int = 0
 
     def model(self) -> Any:
-        """The parts of a DistributedDataParallel that `register` looks at."""
+        """Return the parts of a DistributedDataParallel that `register` uses."""
         config = DistributedDataParallelConfig(
             use_distributed_optimizer=self.instances > 0,
             num_distributed_optimizer_instances=max(1, self.instances),
@@ -81,7 +81,7 @@ class MadeUp:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[list[Any]]:
-        """Inside, this process takes itself for one of the ranks. Gives what it declares."""
+        """Context in which this process acts as one of the ranks. Yields its declarations."""
         hosts = self.ranks // self.per_host
         servers = Servers(hosts=hosts, extra=hosts)
         told = Job(
@@ -115,7 +115,7 @@ class MadeUp:
 
 
 class _Group:
-    """Stands in for a ProcessGroup."""
+    """A stand-in for ProcessGroup."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks

@@ -1,4 +1,4 @@
-"""What the ranks of the tests run; each function is a program, called with the job's folder."""
+"""Programs of ranks in tests; each function is called with the job's folder."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def train(
     environment: dict[str, str] | None = None,
     waits: bool = False,
 ) -> RankSeen:
-    """Megatron's training loop through the entry script, on the small model.
+    """Run Megatron's training loop with the entry script, on the small model.
 
-    ``hide_byteps`` makes ``import byteps`` fail; ``broken`` names a function of
-    faults.py; with ``waits`` checkpoints are written after another step.
+    ``hide_byteps`` makes ``import byteps`` fail; ``broken`` names a function of faults.py; with
+    ``waits`` checkpoints are written only after another step.
     """
     if hide_byteps:
         sys.modules["byteps"] = None  # type: ignore[assignment] # as the import system has it
@@ -65,7 +65,7 @@ def train(
 
 
 def _write_later(folder: Path) -> None:
-    """Have the process that writes checkpoints wait until this rank has made three steps."""
+    """Make the process that writes checkpoints wait until this rank has made three steps."""
     writer, log = filesystem_async.FileSystemWriterAsync, training.training_log
     write, steps = writer.write_preloaded_data, 0
 
@@ -91,7 +91,8 @@ def _write_later(folder: Path) -> None:
 
 
 def _through_servers(arguments: Sequence[str]) -> list[str]:
-    """The ranks share this machine, where nothing would go to servers unless asked for."""
+    """Add a backend flag: the ranks share this machine, so by default nothing would go to
+    servers."""
     if "--use-dpu-reduce" in arguments and "--dpu-reduce-backend" not in arguments:
         return [*arguments, "--dpu-reduce-backend", "flat"]
     return list(arguments)
@@ -104,13 +105,13 @@ def train_layout(
     environment: dict[str, str],
     **options: Any,
 ) -> RankSeen:
-    """A run of the parity harness whose reducer is broken; `options`: as :func:`run` has them."""
+    """Run the parity harness with a broken reducer; `options`: see :func:`run`."""
     return run(arguments, broken=faults.BREAKS[broken], **options)
 
 
 def compiles(folder: Path) -> tuple[float, int]:
-    """On the stand-ins of the CPU, in a process that has compiled nothing: what a compiled function
-    returns, and how many graphs were made of it."""
+    """On the CPU's replacements, in a process that has compiled nothing: return the result of a
+    compiled function, and the number of its graphs."""
     cpu_platform.install()
     torch.compiler.set_stance("default")
     graphs: list[torch.fx.GraphModule] = []
@@ -126,7 +127,7 @@ def compiles(folder: Path) -> tuple[float, int]:
 def train_on_hosts(
     folder: Path, arguments: Sequence[str], hosts: str, environment: dict[str, str]
 ) -> RankSeen:
-    """Training where each rank is on the host of the letter at its place."""
+    """Train with each rank on the host of its letter in `hosts`."""
     os.environ["BYTEPS_HOST_ID"] = hosts[int(os.environ["RANK"])]
     return run([*MODEL, *arguments])
 
@@ -134,8 +135,9 @@ def train_on_hosts(
 def train_owed(
     folder: Path, arguments: Sequence[str], environment: dict[str, str]
 ) -> dict[str, Any]:
-    """What is owed at a checkpoint."""
-    from tests.megatron.recipe_programs import watch  # which imports this module
+    """Return the rounding losses at a checkpoint."""
+    # Imported here, because it imports this module.
+    from tests.megatron.recipe_programs import watch
 
     found = watch()
     run([*MODEL, *_through_servers(arguments)])
@@ -143,7 +145,7 @@ def train_owed(
 
 
 def _poison() -> None:
-    """Have a gradient of the second rank be no number in the second step, before it is summed."""
+    """Make a gradient of the second rank NaN in the second step, before it is summed."""
     group = param_and_grad_buffer._ParamAndGradBucketGroup
     start = group.start_grad_sync
     steps: Counter[Any] = Counter()
@@ -161,7 +163,7 @@ def _poison() -> None:
 def train_poisoned(
     folder: Path, arguments: Sequence[str], environment: dict[str, str] | None = None
 ) -> RankSeen:
-    """Training in which one rank comes upon a NaN."""
+    """Train with a NaN on one rank."""
     return run([*MODEL, *_through_servers(arguments)], broken=_poison)
 
 
@@ -172,12 +174,12 @@ def train_faulty(
     phase: str = "",
     environment: dict[str, str] | None = None,
 ) -> RankSeen:
-    """Training in which a rank or a server is killed; see faults.py."""
+    """Train while a rank or a server is killed; see faults.py."""
     broken = functools.partial(faults.install, folder, victim, phase)
     try:
         return run([*MODEL, *_through_servers(arguments)], broken=broken)
     except BaseException:
-        if not victim:  # the servers end with the first rank: all have heard from them
+        if not victim:  # The servers end with the first rank: wait until all have their answers.
             faults.meet(folder, wait=True)
         raise
 
@@ -185,7 +187,7 @@ def train_faulty(
 def train_without_servers(
     folder: Path, arguments: Sequence[str], victims: Sequence[int], environment: dict[str, str]
 ) -> RankSeen:
-    """Training in which servers are killed, one in each step from the second on, by their pids."""
+    """Train while servers (pids) are killed, one in each step from the second on."""
     broken = functools.partial(faults.kill_servers, folder, victims)
     return run([*MODEL, *_through_servers(arguments)], broken=broken)
 
@@ -193,7 +195,7 @@ def train_without_servers(
 def train_told_to_end(
     folder: Path, arguments: Sequence[str], nodes: Sequence[int], environment: dict[str, str]
 ) -> RankSeen:
-    """Training in which all ranks and these nodes are told to end."""
+    """Train until all ranks and these nodes get SIGTERM."""
     broken = functools.partial(faults.tell_all_to_end, nodes)
     return run([*MODEL, *_through_servers(arguments)], broken=broken)
 
@@ -202,7 +204,7 @@ def train_told_to_end(
 
 
 class Mixed(torch.nn.Module):
-    """Layers of several dtypes, and one that belongs to experts."""
+    """Layers of several dtypes, and a layer that belongs to experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,9 +219,9 @@ class Mixed(torch.nn.Module):
 
 
 def _on_core(body: Callable[[], Any], **groups: int) -> Any:
-    """Run with torch.distributed and Megatron's groups in place, without megatron.training."""
+    """Run with torch.distributed and Megatron's groups, without megatron.training."""
     cpu_platform.install()
-    # Imports of libraries leave it at one level or another.
+    # Imports of libraries change the log level.
     logging.basicConfig(level=logging.INFO, force=True)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(**groups)
@@ -232,7 +234,7 @@ def _on_core(body: Callable[[], Any], **groups: int) -> Any:
 
 
 def gathers(folder: Path, sizes: Sequence[int], waits: bool) -> list[torch.Tensor]:
-    """All-gather of so many numbers of each rank, all of them its own number plus one."""
+    """All-gather of `sizes` numbers of each rank, all equal to its rank plus one."""
 
     def body() -> list[torch.Tensor]:
         rank = dist.get_rank()
@@ -256,15 +258,15 @@ def _wrap(
 
 
 def core_frozen_stage(folder: Path, environment: dict[str, str] | None = None) -> int:
-    """A checkpoint before the first step, of a pipeline whose first stage learns nothing: how many
-    fp32 parameters it has of this rank."""
+    """Save a checkpoint before the first step, with a frozen first pipeline stage; return the
+    number of this rank's fp32 parameters in it."""
 
     def body() -> int:
         module = torch.nn.Linear(4, 3)
         module.requires_grad_(parallel_state.get_pipeline_model_parallel_rank() > 0)
         ddp = _wrap(module, use_dpu_reduce=True, dpu_optimizer=True)
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.1), [ddp])
-        if optimizer.is_stub_optimizer:  # Megatron saves nothing of it
+        if optimizer.is_stub_optimizer:  # Megatron saves nothing of it.
             return 0
         model = {
             name: ShardedTensor.from_rank_offsets(name, parameter)
@@ -278,8 +280,8 @@ def core_frozen_stage(folder: Path, environment: dict[str, str] | None = None) -
 
 
 def core_recipe(folder: Path, served: bool) -> dict[str, Any]:
-    """Three steps of a recipe that shards the optimizer, put together without arguments: by
-    Megatron, or ``served`` with ``dpu_optimizer`` added. And what its checkpoint is said to be."""
+    """Make three steps of a recipe that shards the optimizer, without arguments: with Megatron, or
+    ``served`` with ``dpu_optimizer`` added. Also return its checkpoint metadata."""
 
     def body() -> dict[str, Any]:
         config = DistributedDataParallelConfig(
@@ -288,7 +290,7 @@ def core_recipe(folder: Path, served: bool) -> dict[str, Any]:
             dpu_optimizer=served,
             dpu_reduce_backend="flat" if served else "auto",
         )
-        # Megatron-Bridge sets both once the config is complete, since the optimizer's has them.
+        # Megatron-Bridge sets both from the optimizer's config once the config is complete.
         config.use_distributed_optimizer = config.overlap_param_gather = True
         module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
         transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
@@ -327,9 +329,9 @@ def core_recipe(folder: Path, served: bool) -> dict[str, Any]:
 
 
 def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> dict[str, Any]:
-    """Three steps of two micro-batches on :class:`Mixed`; returns the summed gradients of each.
+    """Make three steps of two micro-batches on :class:`Mixed`; return the summed gradients of each.
 
-    With ``offload`` the gradient buffers are freed and allocated again between steps.
+    With ``offload`` the gradient buffers are freed and reallocated between steps.
     """
 
     def body() -> dict[str, Any]:
@@ -361,19 +363,20 @@ def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> d
 
 
 def _told(op: Any) -> Any:
-    """An operation without what cannot leave the process."""
+    """Return an operation without fields that cannot be pickled."""
     return op and dataclasses.replace(op, node_whole=None, node_shards=None)
 
 
 def _pushed_bytes() -> int:
-    """What this rank has sent to servers, as the engine counts it; 0 without BytePS."""
+    """Return the bytes that this rank has sent to servers, as the engine counts them; 0 without
+    BytePS."""
     bps = sys.modules.get("byteps.torch")
     return bps.get_metrics()["byteps_worker_pushed_bytes_total"] if bps is not None else 0
 
 
 def core_one_more(folder: Path, environment: dict[str, str]) -> tuple[list[Any], list[Any]]:
-    """The gradients and operations of the second of two models that all ranks wrap, after rank 0
-    has wrapped another one in a group of its own, whose lowest rank is that of the others."""
+    """Return gradients and operations of the second of two models that all ranks wrap, after rank 0
+    has wrapped another model in its own group, whose lowest rank is the same."""
 
     def body() -> tuple[list[Any], list[Any]]:
         alone = dist.new_group([0])
@@ -398,7 +401,7 @@ def core_one_more(folder: Path, environment: dict[str, str]) -> tuple[list[Any],
 
 
 def core_forced(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """One step whose sum is forced to be whole, as when Megatron saves gradients."""
+    """Make a step whose sum is forced to be whole, as when Megatron saves gradients."""
 
     def body() -> dict[str, torch.Tensor]:
         ddp = _wrap(Mixed(), **config)
@@ -411,8 +414,8 @@ def core_forced(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]
 
 
 def core_no_sync(folder: Path, config: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """How many push-pulls have been started in each of two steps: after the micro-batch without
-    sums, after the one with, and at the end of the step."""
+    """Return the number of push-pulls started in each of two steps: after the micro-batch without
+    sums, after the one with sums, and at the end of the step."""
 
     def body() -> list[tuple[int, int, int]]:
         import byteps.torch as bps
@@ -443,7 +446,7 @@ def core_no_sync(folder: Path, config: dict[str, Any]) -> list[tuple[int, int, i
 
 
 def core_priorities(folder: Path) -> list[int]:
-    """With which priority each bucket of one buffer is pushed."""
+    """Return the priority of each bucket of a buffer."""
 
     def body() -> list[int]:
         import byteps.torch as bps
@@ -465,7 +468,7 @@ def core_priorities(folder: Path) -> list[int]:
 
 
 def core_models(folder: Path) -> list[list[Any]]:
-    """The operations of two models that one process wraps, one after the other."""
+    """Return the operations of two models that a process wraps, one after the other."""
 
     def body() -> list[list[Any]]:
         models = [_wrap(Mixed(), use_dpu_reduce=True) for _ in range(2)]
@@ -475,7 +478,7 @@ def core_models(folder: Path) -> list[list[Any]]:
 
 
 def core_refused(folder: Path) -> dict[str, str]:
-    """What DDP says to settings that it cannot serve."""
+    """Return DDP's errors for unsupported settings."""
 
     def text(build: Callable[[], object]) -> str:
         try:

@@ -1,6 +1,5 @@
-"""What ranks run in tests of recipes: steps that are one graph, Muon, models of many sizes,
-Megatron-FSDP; and what rounding has lost of each parameter's gradient.
-"""
+"""Programs of ranks in tests of recipes: steps in a CUDA graph, Muon, models of many sizes,
+Megatron-FSDP; and rounding losses of gradients."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ from tests.megatron.rank_programs import Mixed, _on_core, _pushed_bytes, _wrap
 
 
 class _Graph:
-    """Stands in for ``FullCudaGraphWrapper``: the first step runs, the second one is recorded, and
-    those after it are replays, in which gradients appear and no Python of Megatron's runs."""
+    """Replaces ``FullCudaGraphWrapper``: the first step runs, the second is recorded, and later
+    ones are replays, in which gradients appear without any of Megatron's Python."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -62,7 +61,7 @@ def _input(step: int, microbatch: int) -> torch.Tensor:
 
 
 def _pass(model: DistributedDataParallel, step: int, tokens: torch.Tensor) -> None:
-    """Two micro-batches, as Megatron's schedules make them."""
+    """Make two micro-batches like Megatron's schedules."""
     config = model.config
     with (config.no_sync_func or contextlib.nullcontext)():
         model(_input(step, 0)).square().sum().backward()
@@ -71,7 +70,8 @@ def _pass(model: DistributedDataParallel, step: int, tokens: torch.Tensor) -> No
 
 
 def core_whole_steps(folder: Path, config: dict[str, Any], graph: bool) -> dict[str, Any]:
-    """Four steps on :class:`Mixed`, in a graph or not; the gradients that this rank owns."""
+    """Make four steps on :class:`Mixed`, with or without a graph; return the gradients that this
+    rank owns."""
 
     def body() -> dict[str, Any]:
         ddp = _wrap(Mixed(), **config)
@@ -107,21 +107,22 @@ def _buckets(ddp: DistributedDataParallel) -> list[Any]:
 
 
 def _owned(bucket: Any, config: dict[str, Any]) -> torch.Tensor:
-    """The part of a bucket's gradients that this rank's optimizer uses."""
+    """Return the part of a bucket's gradients that this rank's optimizer uses."""
     if not config.get("use_distributed_optimizer"):
         return bucket.grad_data.clone()
     return bucket.grad_data.chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
 class _NoAttention(torch.nn.Module):
-    """Has no parameters, as any attention."""
+    """A stand-in for attention, without parameters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
 
 def core_counts(folder: Path) -> dict[str, tuple[float, float, int, int]]:
-    """Of some models: dense and expert parameters as they are counted from sizes, and as built."""
+    """Return, for a few models, the dense and expert parameters as counted from sizes, and as
+    built."""
     common: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
     plain = {"add_bias_linear": False, "gated_linear_unit": True, "normalization": "RMSNorm"}
     experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
@@ -143,7 +144,7 @@ def core_counts(folder: Path) -> dict[str, tuple[float, float, int, int]]:
             multi_latent_attention=transformer.multi_latent_attention,
             normalization=transformer.normalization,
         )
-        if transformer.multi_latent_attention:  # which Megatron's own does not serve
+        if transformer.multi_latent_attention:  # Megatron's own attention does not support it.
             spec.submodules.self_attention.submodules.core_attention = _NoAttention
         if transformer.num_moe_experts:
             spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False)
@@ -169,13 +170,13 @@ def core_counts(folder: Path) -> dict[str, tuple[float, float, int, int]]:
 
 
 THRESHOLD = 100.0
-"""Of a norm, above which a step is skipped."""
+"""Gradient norm above which a step is skipped."""
 
 
 def core_muon(folder: Path, served: bool) -> dict[str, Any]:
-    """Four steps of Muon, put together without arguments, of which every second has a norm above
-    the threshold: whether each was made, the norms, and the parameters. With ``served`` servers
-    update biases."""
+    """Make four steps of Muon without arguments, every second with a norm above the threshold.
+    Return whether each was made, the norms, and the parameters. With ``served`` servers update
+    biases."""
 
     def body() -> dict[str, Any]:
         options: dict[str, Any] = {"use_dpu_reduce": True} if served else {}
@@ -195,7 +196,8 @@ def core_muon(folder: Path, served: bool) -> dict[str, Any]:
         for step in range(4):
             ddp.zero_grad_buffer()
             optimizer.zero_grad()
-            # As many rows as make gradients of full rank: Muon makes rounding as large as the rest.
+            # Enough rows for gradients of full rank: Muon makes rounding errors as large as the
+            # rest.
             inputs = torch.sin(torch.arange(128.0).view(16, 8) ** 2 + step + dist.get_rank())
             (ddp(inputs).square().sum() * (1.0 + step % 2 * 9.0)).backward()
             ddp.finish_grad_sync()
@@ -212,12 +214,12 @@ STEPS = 3
 
 
 def hybrid(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of a model with two replicas of two ranks each, as this rank holds them in each
-    step, and how many bytes it pushed, under Megatron-FSDP."""
+    """Return this rank's gradients in each step, and the bytes it pushed, for a model with two
+    replicas of two ranks each under Megatron-FSDP."""
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     def body() -> dict[str, Any]:
-        # Of 256 parameters each, which need no padding: that is not initialized.
+        # 256 parameters each, which need no padding: padding is not initialized.
         layers = (torch.nn.Linear(16, 16, bias=False) for _ in range(3))
         module = torch.nn.Sequential(*layers)
         ddp_config = DistributedDataParallelConfig(
@@ -226,11 +228,11 @@ def hybrid(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
             num_distributed_optimizer_instances=2,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
-            gradient_reduce_div_fusion=False,  # gloo cannot scale and sum in one
+            gradient_reduce_div_fusion=False,  # gloo cannot scale and sum in one operation.
             **config,
         )
         transformer = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
-        with mock.patch("torch.cuda.current_device", lambda: 0):  # it asks for a number
+        with mock.patch("torch.cuda.current_device", lambda: 0):  # It needs a number.
             model = FullyShardedDataParallel(
                 transformer,
                 ddp_config,
@@ -242,7 +244,7 @@ def hybrid(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         for step in range(STEPS):
             model.zero_grad_buffer()
             inputs = torch.sin(torch.arange(64.0).view(4, 16) ** 2 + step + dist.get_rank())
-            with model.no_sync():  # replicas reduce after the last micro-batch
+            with model.no_sync():  # Replicas reduce after the last micro-batch.
                 model(inputs).square().sum().backward()
             model(inputs + 1.0).square().sum().backward()
             model.finish_grad_sync()
@@ -254,12 +256,12 @@ def hybrid(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 Owed = dict[str, tuple[torch.Tensor, int | None]]
-"""What rounding has lost of gradients, by parameter: this rank's part of it, and the axis along
-which it is split."""
+"""Rounding losses by parameter: this rank's part, and the axis along which it is split."""
 
 
 def watch() -> Owed:
-    """What is owed at the first checkpoint that is saved or loaded, once it is."""
+    """Return a dictionary that is filled with the losses at the first checkpoint that is saved or
+    loaded."""
     found: Owed = {}
     save, load = training.save_checkpoint, training.load_checkpoint
 

@@ -1,6 +1,5 @@
-"""The check of a user's arguments, without a GPU and without a model; which gradients Megatron sums
-late; and what a plan costs.
-"""
+"""The check of a user's arguments, without a GPU and a model; gradients that Megatron sums late;
+and the cost of a plan."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ Check = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def asked(capsys: pytest.CaptureFixture[str]) -> Check:
-    """Asks for the check of arguments; returns its exit status and all that it printed."""
+    """Checks arguments; returns the exit status and the output."""
 
     def run(*words: str, machines: tuple[str, ...] = MACHINES) -> tuple[int, str]:
         status = check.main([*machines, "--", *words])
@@ -49,7 +48,8 @@ def asked(capsys: pytest.CaptureFixture[str]) -> Check:
 
 
 def test_a_recipe_that_is_accepted(asked: Check) -> None:
-    """16 bits x 418.8 million: 7/8 leave a host in a ring of eight ranks, all of it by servers."""
+    """16 bits x 418.8 million parameters: 7/8 leave a host in a ring of eight ranks, all of it with
+    servers."""
     status, text = asked(*RECIPE, *SHARDED)
     assert status == 0
     assert "--use-dpu-reduce: accepted" in text
@@ -75,7 +75,7 @@ def test_a_recipe_that_is_accepted(asked: Check) -> None:
 
 
 def test_servers_on_the_hosts_are_the_default(asked: Check) -> None:
-    """The table, the line on servers and the answer say the same."""
+    """The table, the line on servers and the answer agree."""
     status, text = asked(*RECIPE, *SHARDED, machines=HOSTS)
     assert status == 0 and "; servers: 1 on each of 4 hosts\n" in text
     assert "0 on each" not in text and "gain nothing" not in text
@@ -146,7 +146,7 @@ def test_parameters_are_counted_as_a_model_has_them(fork_server: None, run_dir: 
 
 
 class _Fp8(torch.nn.Parameter):
-    """Keeps a multiple of a quarter, and what it was made of until somebody asks."""
+    """Stores a multiple of a quarter, and keeps the original value until it is read."""
 
     kept: torch.Tensor | None = None
 
@@ -185,7 +185,7 @@ def test_quantized_parameters_begin_with_what_they_were_made_of(
 
 
 def test_latent_experts_and_next_tokens_are_counted() -> None:
-    """Worked out by hand: 8 wide, 4 experts of 6 inside 4, a head for the token after next."""
+    """Computed by hand: 8 wide, 4 experts of 6 inside 4, a head for the token after next."""
     model = Model()
     attention, norms = 4 * 64, 8
     experts = 4 * (4 * 12 + 6 * 4)
@@ -217,7 +217,7 @@ COLLECTIVES = {
 }
 
 READ = ("param", "parameter", "model_module", "weight", "config")
-"""Names of what it reads."""
+"""Names of the objects that it reads."""
 
 NOT_A_CHOICE = {
     "grad": "where a gradient is",
@@ -240,14 +240,15 @@ NOT_A_CHOICE = {
     "allreduce": "which group sums over shards: with them all gradients wait",
     "ddp_config": "of DDP",
 }
-"""What it reads of parameters, models and configs without choosing a gradient by it alone."""
+"""Attributes of parameters, models and configs that it reads without selecting a gradient
+by them."""
 
 NOT_OF_GRADIENTS = {
     "_update_router_expert_bias": "counts of tokens",
     "_update_router_qb_beta": "quantiles of a router",
     "reset_model_temporary_tensors": "counts of tokens",
 }
-"""Steps that leave gradients alone; what they read is theirs."""
+"""Steps that do not change gradients; their reads are ignored."""
 
 STEPS = {
     "finish_grad_sync": "the sum that BytePS makes",
@@ -260,22 +261,22 @@ STEPS = {
     "scale_gradients": "all gradients",
     **NOT_OF_GRADIENTS,
 }
-"""What it does to models or with collectives; how `SummedLater` knows whose gradients change."""
+"""Its calls on models or with collectives, and how `SummedLater` covers each."""
 
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:
-    """Of a module, by name."""
+    """Return the functions of a module by name."""
     tree = ast.parse(source)
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
 def used(node: ast.AST, known: dict[str, ast.FunctionDef]) -> Iterator[str]:
-    """The functions of its module that a function names."""
+    """Return the functions of its module that a function names."""
     return (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in known)
 
 
 def reached(start: str, known: dict[str, ast.FunctionDef]) -> set[str]:
-    """A function of a module, and those that it leads to."""
+    """Return a function of a module, and all that it reaches."""
     found, left = set[str](), [start]
     while left:
         name = left.pop()
@@ -286,13 +287,13 @@ def reached(start: str, known: dict[str, ast.FunctionDef]) -> set[str]:
 
 
 def named(node: ast.AST) -> str:
-    """The name that an expression is; nothing for any other."""
+    """Return the name of an expression; empty for others."""
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def looked_at(node: ast.AST) -> Iterator[str]:
-    """Attributes that are asked for by ``getattr`` or ``hasattr``, all that are read of parameters,
-    models and configs, and texts that are sought in names."""
+    """Return attributes read by ``getattr`` or ``hasattr``, attributes of parameters, models and
+    configs, and texts searched in names."""
     for one in ast.walk(node):
         if isinstance(one, ast.Call) and named(one.func) in ("getattr", "hasattr"):
             yield from (str(a.value) for a in one.args[1:2] if isinstance(a, ast.Constant))
@@ -303,8 +304,8 @@ def looked_at(node: ast.AST) -> Iterator[str]:
 
 
 def steps(known: dict[str, ast.FunctionDef]) -> set[str]:
-    """What ``finalize_model_grads`` calls of model chunks, and of functions that lead to a
-    collective or are handed the model."""
+    """Return calls of ``finalize_model_grads`` on model chunks, and of functions that lead to a
+    collective or get the model."""
     found = set[str]()
     for call in ast.walk(known[TOP]):
         if not isinstance(call, ast.Call):
@@ -320,13 +321,13 @@ def steps(known: dict[str, ast.FunctionDef]) -> set[str]:
 
 
 def sums(node: ast.AST) -> bool:
-    """Whether there is a collective in it."""
+    """Return whether it contains a collective."""
     attributes = (n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute))
     return any(name in COLLECTIVES for name in attributes)
 
 
 def unknown(upstream: str, ours: str) -> list[str]:
-    """What upstream's module does or looks at, and ours does not."""
+    """Return actions or reads of upstream's module that this module does not cover."""
     known, mine = functions(upstream), ast.parse(ours)
     taken = steps(known)
     strange = [f"the step {name}" for name in sorted(taken - STEPS.keys())]
@@ -349,7 +350,7 @@ def ours(tree: Path) -> str:
 
 def test_every_sum_after_the_backward_pass_is_known(upstream: str, ours: str) -> None:
     assert unknown(upstream, ours) == []
-    # The code was read: it is of this form, and takes these steps.
+    # The code was parsed: it has this form, and these steps.
     assert steps(functions(upstream)) == STEPS.keys()
 
 
@@ -386,15 +387,15 @@ def test_what_we_forget_is_named(upstream: str, ours: str, forgotten: str) -> No
     assert said == [f"the mark or name {forgotten}"]
 
 
-# What a plan and a push cost grows with the number of ranks, and not with its square.
+# The cost of a plan and a push grows with the number of ranks, not with its square.
 
 
 looks = 0
-"""At numbers of ranks and hosts: comparisons, and look-ups in sets and dictionaries."""
+"""Number of uses of rank and host numbers: comparisons, and look-ups in sets and dictionaries."""
 
 
 class Counted(int):
-    """A number that tells when it is looked at."""
+    """An integer that counts its uses."""
 
     def __eq__(self, other: object) -> bool:
         global looks
@@ -413,7 +414,7 @@ class Counted(int):
 
 
 def planned(ranks: int, instances: int) -> tuple[int, Any]:
-    """Looks that a plan takes, and the model that it is of."""
+    """Return the uses that a plan takes, and its model."""
     global looks
     made_up = MadeUp(ranks=ranks, per_host=4, groups=3, elements=64 * ranks, instances=instances)
     model = made_up.model()

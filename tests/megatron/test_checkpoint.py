@@ -1,8 +1,8 @@
-"""Checkpoints: a run that is saved under one backend goes on under the other as if nothing had
-happened; who saves what of an optimizer that is on the servers, and when it is written.
+"""Checkpoints: a run saved with one backend resumes with the other without a difference; which rank
+saves which part of an optimizer on the servers, and when it is written.
 
-With two ranks all sums are the same to the last bit, so that the run that goes on must equal the
-one that was never interrupted, whichever backend that had.
+With two ranks all sums are bit-identical, so a resumed run must equal the uninterrupted run with
+either backend.
 """
 
 from __future__ import annotations
@@ -79,14 +79,15 @@ SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", 
     "dtype",
     [
         pytest.param(("--bf16",), id="bf16", marks=pytest.mark.thorough),
-        # The first step overflows, and with another scale so would the first after the checkpoint.
+        # The first step overflows; with another scale the first step after the checkpoint would
+        # too.
         pytest.param(("--fp16", "--initial-loss-scale", OVERFLOWS, "--hysteresis", "1"), id="fp16"),
         pytest.param(
             ("--bf16", *MUON, "--use-distributed-optimizer"),
             id="muon",
             marks=pytest.mark.thorough,
         ),
-        # What ranks hold is not the fp32 parameters, rounded: a difference was.
+        # Ranks do not hold rounded fp32 parameters, but sums of rounded differences.
         pytest.param(("--bf16", "--dpu-reduce-wire-dtype", "int4"), id="int4"),
         pytest.param(("--bf16", *MUON), id="whole-muon", marks=pytest.mark.thorough),
     ],
@@ -94,13 +95,13 @@ SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", 
 def test_the_optimizer_on_the_servers_resumes(
     train: Train, run_dir: Path, dtype: tuple[str, ...]
 ) -> None:
-    """To the same bits, with the checkpoint's learning rate where it is asked for."""
+    """Resumes with the same bits, and with the checkpoint's learning rate if requested."""
     few = ("--dpu-reduce-keep-bf16", "4096") if "--dpu-reduce-wire-dtype" in dtype else ()
     shared = (*dtype, *DROPOUT, *SERVERS, *few)
     folder = str(run_dir / "checkpoint")
     whole = train(*shared, "--save", folder, "--save-interval", "2")
     load = ["--load", folder, "--ckpt-step", "2"]
-    if "muon" not in dtype:  # Megatron's optimizer refuses another rate, also with the flag
+    if "muon" not in dtype:  # Megatron's optimizer refuses another rate, even with the flag.
         load += ["--lr", "1", "--use-checkpoint-opt_param-scheduler"]
     rest = train(*shared, *load)
     assert rest.losses == whole.losses[2:]
@@ -123,7 +124,7 @@ def test_the_optimizer_moves(
     saves: tuple[str, ...],
     resumes: tuple[str, ...],
 ) -> None:
-    """Between servers and Megatron's distributed optimizer, in another layout."""
+    """From servers to Megatron's distributed optimizer and back, in another layout."""
     dropout = ("--hidden-dropout", "0", "--attention-dropout", "0")
     # The first layer of an MLP is saved as two tensors.
     plain = (*dropout, *PADDED, "--swiglu", "--global-batch-size", "4")
@@ -136,7 +137,7 @@ def test_the_optimizer_moves(
     whole = losses(*saves, "--save", folder, "--save-interval", "2")
     rest = losses(*resumes, "--load", folder, "--ckpt-step", "2")
     assert len(rest) == 2
-    # Without the moments, or their number of steps, the last loss differs by a hundredth.
+    # Without the moments or the step count, the last loss would differ by 0.01.
     assert rest == pytest.approx(whole[2:], rel=1e-5)
 
 
@@ -146,7 +147,7 @@ def test_the_optimizer_moves(
 def test_a_deterministic_run_has_the_same_bits_again(
     train: Train, run_dir: Path, how: tuple[str, ...]
 ) -> None:
-    """Repeated, and resumed, whichever of three ranks comes last."""
+    """Repeated and resumed runs are equal, whichever of three ranks comes last."""
     half = ("--bf16", "--grad-reduce-in-bf16", "--deterministic-mode")
     shared = (*half, *DROPOUT, *BYTEPS, *how, "--clip-grad", "0")
     folder = str(run_dir / "checkpoint")
@@ -160,7 +161,7 @@ def test_a_deterministic_run_has_the_same_bits_again(
         assert torch.equal(value, rest.parameters[name]), name
 
 
-# Checkpoints of an optimizer that is on the servers: who saves what, and when it is written.
+# Checkpoints of an optimizer on the servers: which rank saves which part, and when it is written.
 
 
 SHAPE = (4, 3, 5)
@@ -188,7 +189,7 @@ def test_boxes_hold_the_range_once_and_in_order(shape: tuple[int, ...]) -> None:
 
 
 def in_halves(key: str, data: torch.Tensor, replica: Any, _: None) -> list[ShardedTensor]:
-    """As gated layers are saved: two tensors, side by side in the parameter."""
+    """Return two tensors, adjacent in the parameter, as gated layers are saved."""
     return [
         ShardedTensor.from_rank_offsets(
             f"{key}.{half}", part, (0, 1, 3), replica_id=replica, prepend_axis_num=1
@@ -213,7 +214,7 @@ COLUMNS = ShardedTensorFactory("columns", numbered(SHAPE), in_columns, torch.cat
 
 
 def collected(parts: list[ShardedTensor]) -> dict[str, torch.Tensor]:
-    """The global tensors, with -1 where nothing is."""
+    """Return the global tensors, with -1 in missing places."""
     wholes: dict[str, torch.Tensor] = {}
     for part in parts:
         whole = wholes.setdefault(part.key, torch.full(part.global_shape, -1.0))
@@ -228,7 +229,7 @@ def collected(parts: list[ShardedTensor]) -> dict[str, torch.Tensor]:
 def test_ranks_save_what_one_would(
     parameter: ShardedTensor | ShardedTensorFactory, ranks: int
 ) -> None:
-    """All of them together, in whatever ranges the parameter is cut."""
+    """All boxes together, for any ranges into which the parameter is cut."""
     values = numbered(SHAPE)
     whole = server_checkpoint.with_values(parameter, "key", values)
     expected = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
@@ -241,9 +242,9 @@ def test_ranks_save_what_one_would(
         for piece in mine:
             part = piece.holding(values.flatten()[piece.begin : piece.end])
             assert part.replica_id == (0, 0, 0) and not part.has_regular_grid
-            # Nothing else is in its memory, so that Megatron need not copy it.
+            # The tensor owns its memory, so Megatron need not copy it.
             assert part.data.untyped_storage().size() == part.data.numel() * 4
-            # Megatron writes parts without a grid with as many axes as the whole.
+            # Megatron writes parts without a grid with all axes of the whole.
             assert len(part.local_shape) == len(part.global_shape)
             saved.append(part)
     found, wanted = collected(saved), collected(expected)
@@ -260,7 +261,7 @@ def test_what_cannot_be_cut_or_is_saved_elsewhere() -> None:
 
 
 class Bucket:
-    """Of some ranks; its values are their places, a slot after the other."""
+    """A bucket of several ranks; its values are their indices, one slot after the other."""
 
     def __init__(self, parameters: list[torch.Tensor], rank: int, ranks: int) -> None:
         ends = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
@@ -283,7 +284,8 @@ class Bucket:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
 def test_ranks_save_a_bucket(whole: bool) -> None:
-    """Once, whatever its parameters are; a parameter that cannot be cut as a whole."""
+    """Every element is saved once, for any parameters; a parameter that cannot be cut is saved as a
+    whole."""
     elsewhere = replace(PLAIN, key="elsewhere", data=numbered(SHAPE), replica_id=(0, 1, 1))
     model = {str(n): one for n, one in enumerate((PLAIN, COLUMNS, HALVES, elsewhere))}
     parameters = [one.data for one in model.values()]
@@ -301,7 +303,7 @@ def test_ranks_save_a_bucket(whole: bool) -> None:
         assert not whole or len(parts) == (8 if rank == 0 else 0)
         for part in parts:
             saved += part.build() if isinstance(part, ShardedTensorFactory) else [part]
-    # Nothing is read twice but what cannot be cut.
+    # Only parameters that cannot be cut are read twice.
     assert sum(read) == (8 if whole else 8 + 2) * count
     found = collected(saved)
     for slot, name in enumerate(("param", "m")):
@@ -316,14 +318,14 @@ def test_ranks_save_a_bucket(whole: bool) -> None:
 
 @pytest.mark.thorough
 def test_a_stage_that_learns_nothing_saves_nothing(run_job: Callable[..., Job]) -> None:
-    """And is not waited for."""
+    """Such a stage is not waited for either."""
     job = run_job("core_frozen_stage", 4)
     assert sum(job.result(rank) for rank in (0, 1)) == 0
     assert sum(job.result(rank) for rank in (2, 3)) == 4 * 3 + 3
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole."""
+    """Return all tensors of a checkpoint, whole."""
     state: dict[str, Any] = {}
     _load_state_dict(
         state,
@@ -354,8 +356,8 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_written_while_training_goes_on(
     train: Train, run_dir: Path, arguments: tuple[str, ...]
 ) -> None:
-    """By processes that wait until another step was made: it has the bits of one that was written
-    at once, and a run resumes from it. A rank reads its part of the servers' state, and no more."""
+    """Processes wait until another step was made: the checkpoint has the bits of one written at
+    once, and a run resumes from it. A rank reads only its part of the servers' state."""
     now, later = run_dir / "now", run_dir / "later"
     save = ("--save-interval", "2", "--save")
     plain = train(*arguments)
@@ -373,7 +375,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(
     assert rest.losses == plain.losses[2:]
     for name, value in plain.parameters.items():
         assert torch.equal(value, rest.parameters[name]), name
-    # Two checkpoints, of three fp32 values for each parameter of one half.
+    # Two checkpoints, with three fp32 values for each parameter of a half.
     wanted_bytes = 2 * 12 * sum(value.numel() for value in plain.parameters.values()) / 2
     for rank in range(2):
         for saved in (at_once, behind):

@@ -1,4 +1,4 @@
-"""All collectives of Megatron over data-parallel ranks are on the list that replicas go by."""
+"""All collectives of Megatron over data-parallel ranks are on the list for replicas."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ RUNS = {
     ),
     "muon": (2, "--optimizer muon --bf16 --tensor-model-parallel-size 1"),
 }
-"""Ranks, and arguments that together lead to what is made in training."""
+"""Numbers of ranks, and arguments that together cover the collectives of training."""
 MADE = {
     "experts": {"get_updated_expert_bias", "finalize_model_grads", "evaluate", "count_zeros_fp32"},
     "quantiles": {"_update_router_qb_beta"},
     "instances": {"get_tokens_per_expert_and_token_count"},
     "muon": {"train_step"},
 }
-"""Some of the functions that must be seen, or nothing is watched."""
+"""Functions that must be seen; otherwise the recording is broken."""
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,8 @@ def test_what_training_calls_is_on_the_list(
     assert functions >= MADE[name]
 
 
-# ------------------------------------------------------------------ the code, whatever runs of it
+# ------------------------------------------------------------------ the code, also parts that do
+# not run
 
 
 _OTHERS = (
@@ -83,7 +84,7 @@ _CALLS = (
 
 
 def functions(path: Path) -> Iterator[tuple[str, ast.AST]]:
-    """All functions of a file by their qualified names."""
+    """Return all functions of a file by their qualified names."""
 
     def within(node: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
         for child in ast.iter_child_nodes(node):
@@ -107,12 +108,12 @@ def test_the_list_names_functions_of_this_megatron(tree: Path) -> None:
         module, _, function = where.partition(":")
         path = tree / Path(*module.split("."))
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if file.exists():  # the other Megatron of upstream.lock may have more
+        if file.exists():  # The other Megatron of upstream.lock may have more.
             assert function in dict(functions(file)), where
 
 
 def test_calls_with_a_data_parallel_group_are_on_the_list(tree: Path) -> None:
-    """Those that no run above makes, as a new Megatron may have them."""
+    """Calls that no run above makes; a new Megatron may have more."""
     unknown = []
     for folder in ("core", "training"):
         for path in sorted((tree / "megatron" / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Verdicts of the parity harness on runs that are made up, one thing wrong at a time."""
+"""Verdicts of the parity harness on fictitious runs, with one error at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def made_up(
     sharded: bool = False,
     wire_size: int | None = None,
 ) -> Run:
-    """A run of one group and one bucket whose sums are rounded once."""
+    """Return a run of one group and one bucket whose sums are rounded once."""
     steps: list[list[Step]] = [[] for _ in range(ranks)]
     members = tuple(range(ranks))
     for number in range(STEPS):
@@ -129,7 +129,7 @@ def test_one_thing_wrong(name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sent_as_bf16(ranks: int) -> None:
-    """What is sent as bf16 is held against what was sent, not against what was to be sent."""
+    """bf16 results are compared with the values sent, not with those before rounding."""
     layout = Layout(name="x", ranks=ranks, wire="bf16")
     theirs = made_up(ranks, torch.float32, byteps=False)
 
@@ -151,7 +151,7 @@ def test_sent_as_bf16(ranks: int) -> None:
 
 
 def node_first(run: Run, names: list[str]) -> None:
-    """As two hosts of two ranks do it: the bytes of each rank are half of a push of all."""
+    """Change the run to two hosts of two ranks: each rank pushes half of the bytes."""
     for seen in run:
         seen.names = names * STEPS
         seen.pushed_bytes //= 2

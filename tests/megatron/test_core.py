@@ -1,6 +1,5 @@
-"""DistributedDataParallel and Megatron-FSDP through BytePS, without megatron.training; names,
-priorities and placements of buckets.
-"""
+"""DistributedDataParallel and Megatron-FSDP with BytePS, without megatron.training; names,
+priorities and placements of buckets."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def test_buffers_may_move_between_steps(run_job: RunJob) -> None:
 def test_parameters_gradients_and_optimizer_may_leave_between_steps(
     fork_server: None, tmp_path: Path
 ) -> None:
-    """Their storages are freed and allocated again, as by trainers that generate between steps."""
+    """Their storages are freed and reallocated, as by trainers that generate between steps."""
 
     def run(name: str, **settings: bool) -> list[Any]:
         job = Job(tmp_path / name, "tests.layouts.gpt.offload:train", 2, {"width": 32, **settings})
@@ -89,8 +88,8 @@ def test_forced_all_reduce(run_job: RunJob, overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_no_sync_starts_no_sum(run_job: RunJob, overlap: bool) -> None:
-    """Nothing moves before the last micro-batch; with overlap, from the second step on, all sums
-    start in its backward pass (in the first, Megatron learns which gradients there are)."""
+    """Nothing is sent before the last micro-batch. With overlap, from the second step on, all sums
+    start in its backward pass (in the first step Megatron learns which gradients exist)."""
     config = {"overlap_grad_reduce": overlap, "bucket_size": 64}
     job = run_job("core_no_sync", 2, config=config)
     first, second = job.result(0)
@@ -119,7 +118,7 @@ def test_two_models_of_one_process_have_keys_of_their_own(run_job: RunJob) -> No
 def test_a_rank_that_wraps_one_more_model_alone_does_not_change_the_others_names(
     run_job: RunJob,
 ) -> None:
-    """Rank 0 wraps a model of its own, for a group of itself, before the second common one."""
+    """Rank 0 wraps its own model, for a group of only itself, before the second common model."""
     job = run_job("core_one_more", 2, environment={"BYTEPS_OP_TIMEOUT_S": "20"})
     for rank in range(2):
         gradients, ops = job.result(rank)
@@ -161,7 +160,7 @@ def test_node_first_buffers_may_move_between_steps(run_job: RunJob) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_node_first_forced_all_reduce(run_job: RunJob, sharded: bool) -> None:
-    """Every rank gets all of it, also where it would want a shard."""
+    """Every rank gets the whole bucket, even if it needs only a shard."""
     config = {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded}
     ours = run_job("core_forced", 4, config={**config, **NODE_FIRST}, per_host=2)
     theirs = run_job("core_forced", 4, config=config)
@@ -184,7 +183,7 @@ def test_inside_one_host_nothing_is_pushed(run_job: RunJob) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: bool) -> None:
-    """Either way may be the faster one here. All ranks take the same, and sum the same."""
+    """Either route may be faster here. All ranks choose the same, with the same sums."""
     config = {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded}
     auto = {**config, "use_dpu_reduce": True, "dpu_reduce_backend": "auto"}
     ours = run_job("core_forced", 4, config=auto, per_host=2)
@@ -205,7 +204,7 @@ def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:
 
 
 def test_a_recipe_without_arguments_whose_optimizer_servers_keep(run_job: RunJob) -> None:
-    """What it asks of ranks that servers do is off; the model is the same one."""
+    """Settings for ranks that servers replace are off; the model is the same."""
     ours, theirs = (run_job("core_recipe", 2, served=served) for served in (True, False))
     assert theirs.result(0)["config"] == (True, True)
     assert ours.result(0)["config"] == (False, False)
@@ -248,7 +247,8 @@ def test_muon_on_the_ranks_and_servers_skip_the_same_steps(
 def test_a_step_that_is_one_graph_is_summed_after_it(
     fork_server: None, run_dir: Path, overlap: bool, sharded: bool
 ) -> None:
-    """As without a graph, to the bit, also where a replay runs none of Megatron's Python."""
+    """The result is bit-identical to the one without a graph, although replays run none of
+    Megatron's Python."""
     config = {
         "overlap_grad_reduce": overlap,
         "use_distributed_optimizer": sharded,
@@ -271,7 +271,7 @@ def test_a_step_that_is_one_graph_is_summed_after_it(
             assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True)), step
 
 
-# Megatron-FSDP with hybrid sharding: what replicas reduce goes through servers.
+# Megatron-FSDP with hybrid sharding: sums over replicas go through servers.
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_step_that_is_one_graph_is_summed_after_it(
 def test_replicas_sum_their_shards_through_servers(
     fork_server: None, run_dir: Path, config: dict[str, Any]
 ) -> None:
-    """To the same bits as by an all-reduce: there are two of them."""
+    """With two replicas the bits equal those of an all-reduce."""
 
     def run(name: str, **more: object) -> Job:
         program = "tests.megatron.recipe_programs:hybrid"
@@ -327,7 +327,7 @@ def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPat
     assert calls == ["servers", "NCCL"]
 
 
-# Names, priorities and placements of buckets: pure functions of what identifies them.
+# Names, priorities and placements of buckets are pure functions of their identity.
 
 
 def _name(**changed: Any) -> str:
@@ -376,7 +376,7 @@ def test_an_unusual_dtype_has_a_name() -> None:
 
 
 def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:
-    """Not even for a group with the same lowest rank: its members alone know of it."""
+    """Not even for a group with the same lowest rank, which only its members know."""
     everywhere, here = bucket_op.Named(), bucket_op.Named()
     group, alone = (0, 1), (0,)
     seen = []

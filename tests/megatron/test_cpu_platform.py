@@ -1,4 +1,4 @@
-"""The CPU platform: when it is on, what it sets, what it refuses, what it stands in for."""
+"""The CPU platform: when it is on, its defaults, refusals and replacements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 def parse(
     clean_environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Namespace]]:
-    """Parses a command line as Megatron does; takes the stand-ins away at the end."""
+    """Parses a command line like Megatron; removes the replacements at the end."""
 
     def parsed(*words: str) -> Namespace:
         clean_environment.setattr(sys, "argv", ["test", *words])
@@ -221,7 +221,7 @@ def test_the_random_numbers_of_the_gpu_are_those_of_the_cpu() -> None:
 @pytest.mark.usefixtures("active")
 def test_iterating_over_data_leaves_the_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    numbers: Any = [1, 2]  # any sequence will do, which torch does not declare
+    numbers: Any = [1, 2]  # Any sequence works, although torch does not declare it.
     assert list(torch.utils.data.DataLoader(numbers, batch_size=None)) == [1, 2]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -253,7 +253,7 @@ def test_counts_of_tokens_are_numbers_of_the_host() -> None:
 
 def test_it_trains_evaluates_and_logs(train: Callable[..., Trained]) -> None:
     run = train("--eval-iters", "1", "--eval-interval", "2", "--split", "80,20,0", "--swiglu")
-    log = run.job.log_of(1).read_text()  # Megatron logs losses on the last rank
+    log = run.job.log_of(1).read_text()  # Megatron logs losses on the last rank.
     assert run.losses[-1] < run.losses[0]
     assert log.count("validation loss at iteration") >= 2
     assert f"lm loss: {run.losses[-1]:.6E}" in log

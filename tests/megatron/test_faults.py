@@ -1,6 +1,5 @@
 """Training when a rank or a server is lost within a step, when servers are lost and replaced, and
-when a gradient is no number.
-"""
+when a gradient is NaN."""
 
 from __future__ import annotations
 
@@ -22,24 +21,24 @@ from tests.multiproc.cluster import RUN_S, START_S, Cluster, Spawned
 
 RunJob = Callable[..., Job]
 
-# Steps are kept, not made again; in each of them Megatron compares the ranks' parameters.
+# Speculative steps are kept; in each step Megatron compares the ranks' parameters.
 ARGUMENTS = (
     *("--bf16", "--use-dpu-reduce", "--dpu-optimizer", "--clip-grad", "100"),
     *("--overlap-grad-reduce", "--check-weight-hash-across-dp-replicas-interval", "1"),
     *("--hidden-dropout", "0.1", "--attention-dropout", "0.1"),
 )
 SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_PARTITION_BYTES": "4096"}
-# How many steps the others have made when they fail.
+# Number of steps of the others before they fail.
 MADE = {"pushed": 2, "answered": 3}
 LOST = {
     "server": r"BytePSError: .*server [01]\b.*lost",
-    # Megatron's own collectives may be the first to tell.
+    # Megatron's own collectives may fail first.
     "rank": r"worker 1\b.*was lost|Connection (closed|reset) by peer",
 }
 
 
 def digests_of(job: Job) -> list[str]:
-    """Of the parameters after each step, the same on both ranks."""
+    """Return digests of the parameters after each step, the same on both ranks."""
     found = [(job.folder / f"digests.{rank}").read_text() for rank in range(job.ranks)]
     assert len(set(found)) == 1
     return json.loads(found[0])
@@ -57,8 +56,8 @@ def digests_of(job: Job) -> list[str]:
 def test_one_is_killed_within_a_step(
     run_job: RunJob, dataset: Dataset, run_dir: Path, victim: str, phase: str
 ) -> None:
-    """The others end with an error that names it, with the parameters that the ranks of an
-    uninterrupted run have. The job resumes from its checkpoint to the bits of that run."""
+    """The others end with an error that names the victim, and with the parameters of an
+    uninterrupted run. The job resumes from its checkpoint with the bits of that run."""
     folder = str(run_dir / "checkpoint")
 
     def run(*arguments: str, **settings: object) -> Job:
@@ -75,7 +74,7 @@ def test_one_is_killed_within_a_step(
         made = json.loads((broken.folder / f"digests.{rank}").read_text())
         assert made == expected[: MADE[phase]]
         left = broken.folder / f"left.{rank}"
-        # Nothing is left of a step that failed; the next one may have failed before its update.
+        # A failed step changes nothing; the next step may have failed before its update.
         assert not left.exists() or left.read_text() == made[-1]
     rest = run("--load", folder, "--ckpt-step", "2")
     assert digests_of(rest) == expected[2:]
@@ -85,7 +84,8 @@ def test_one_is_killed_within_a_step(
 
 
 def test_servers_with_too_little_memory(run_job: RunJob, dataset: Dataset) -> None:
-    """The job ends at its start, on all ranks, and says what is needed and what there is."""
+    """The job ends at its start, on all ranks; the error has the required and the available
+    memory."""
     little = {**SERVERS, "BYTEPS_SERVER_STATE_BYTES": "100000"}
     words = [*data_arguments(dataset), *ARGUMENTS]
     job = run_job("train_faulty", 2, arguments=words, environment=little, fails=True)
@@ -95,12 +95,12 @@ def test_servers_with_too_little_memory(run_job: RunJob, dataset: Dataset) -> No
             r".*may keep 100000 \(BYTEPS_SERVER_STATE_BYTES\)",
             job.log_of(rank).read_text(errors="replace"),
         )
-        # No step was made, and none was begun.
+        # No step was made or begun.
         assert not (job.folder / f"digests.{rank}").exists()
         assert not (job.folder / f"left.{rank}").exists()
 
 
-# Servers are lost in a training while others wait for their places: it makes no difference.
+# Servers are lost during training while spares wait: the result is the same.
 
 
 SETTINGS = {
@@ -124,7 +124,7 @@ IN_EACH_RUN = ("fp32", "servers")
 
 @pytest.fixture
 def make_nodes(run_dir: Path) -> Iterator[Callable[[int, dict[str, str]], Cluster]]:
-    """A scheduler and four servers, two of which wait, for so many ranks."""
+    """Start a scheduler and four servers, of which two are spares, for this number of ranks."""
     with ExitStack() as stack:
 
         def make(ranks: int, settings: dict[str, str]) -> Cluster:
@@ -160,9 +160,9 @@ def test_all_bits_are_those_of_a_run_that_lost_none(
     make_nodes: Callable[[int, dict[str, str]], Cluster],
     case: str,
 ) -> None:
-    """One is killed in the second step, the other one in the third, within their sums.
+    """One server is killed in the second step, the other in the third, within their sums.
 
-    Of servers that keep the optimizer one is: another one's copy takes a moment.
+    If servers keep the optimizer, only one is killed: copying its state takes a moment.
     """
     ranks, words = CASES[case]
     settings, deaths = (COPIES, 1) if case.startswith("servers") else (SETTINGS, 2)
@@ -210,7 +210,7 @@ def test_all_processes_of_a_job_are_told_to_end_at_once(
     optimizer: tuple[str, ...],
     is_embedded: bool,
 ) -> None:
-    """As by a time limit of Slurm. The step ends, a checkpoint is saved, and then all end."""
+    """A time limit of Slurm does this. The step ends, a checkpoint is saved, and then all end."""
     folder = run_dir / "checkpoint"
     save = ("--save", str(folder), "--save-interval", "100", "--exit-signal-handler")
     arguments = [*data_arguments(dataset), "--use-dpu-reduce", *optimizer, *save]
@@ -230,7 +230,7 @@ def test_all_processes_of_a_job_are_told_to_end_at_once(
             assert node.wait(RUN_S) == 143, node.text
 
 
-# A gradient that is no number: found before it is summed, summed like any other, or skipped.
+# A NaN gradient: found before it is summed, summed like any other, or skipped.
 
 
 BACKENDS = {"byteps": ("--use-dpu-reduce",), "all-reduce": ()}
@@ -238,7 +238,7 @@ BACKENDS = {"byteps": ("--use-dpu-reduce",), "all-reduce": ()}
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_the_check_ends_the_job(run_job: RunJob, dataset: Dataset, backend: tuple[str]) -> None:
-    """The rank that finds it says so; the other one does not wait for it."""
+    """The rank that finds it reports it; the other rank does not wait for it."""
     arguments = [*data_arguments(dataset), *backend]
     job = run_job("train_poisoned", 2, fails=True, arguments=arguments)
     assert "found NaN in local grad norm for bucket #0" in job.log_of(1).read_text()
@@ -246,7 +246,8 @@ def test_the_check_ends_the_job(run_job: RunJob, dataset: Dataset, backend: tupl
 
 
 def test_without_the_check_both_backends_sum_it(run_job: RunJob, dataset: Dataset) -> None:
-    """As with all-reduce, the sum is no number in the same element, on every rank, and no other."""
+    """The sum is NaN in the same element as with all-reduce, on every rank, and in no other
+    element."""
     arguments = [*data_arguments(dataset), "--no-check-for-nan-in-loss-and-grad"]
     where = []
     for backend in BACKENDS.values():
@@ -260,8 +261,8 @@ def test_without_the_check_both_backends_sum_it(run_job: RunJob, dataset: Datase
 def test_with_the_optimizer_on_the_servers_the_step_is_skipped(
     run_job: RunJob, dataset: Dataset
 ) -> None:
-    """By all ranks; training goes on, and they agree to the bit. Steps before and after are
-    clipped: servers try those, and wait in the last one."""
+    """All ranks skip it; training goes on, and they agree bit for bit. Steps before and after are
+    clipped: servers speculate in those, but not in the last one."""
     arguments = [*data_arguments(dataset), "--no-check-for-nan-in-loss-and-grad"]
     arguments += ["--use-dpu-reduce", "--dpu-optimizer", "--overlap-grad-reduce"]
     job = run_job("train_poisoned", 2, arguments=arguments)

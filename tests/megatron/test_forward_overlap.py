@@ -1,4 +1,4 @@
-"""Parameters that come down from the servers while the next forward pass runs: the same bits."""
+"""Parameters pulled during the next forward pass: the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERLAP = ("--overlap-param-gather",)
 thorough = pytest.mark.thorough
 
 CASES = [
-    # Embeddings are tied, most steps are clipped, gradients of two micro-batches are added.
+    # Embeddings are tied, most steps are clipped, gradients of two micro-batches add up.
     pytest.param((*INT8, "--train-iters", "50", "--global-batch-size", "8"), id="fifty-steps"),
     pytest.param(
         ("--fp16", "--initial-loss-scale", str(2**18), "--hysteresis", "1"), id="skipped-steps"

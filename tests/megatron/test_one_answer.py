@@ -1,4 +1,4 @@
-"""The calculator, the check of arguments and what a job prints when it starts have one answer."""
+"""The calculator, the check of arguments and a job's start print the same answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.megatron.test_check import RECIPE, SHARDED
 
 
 def answers(text: str) -> list[str]:
-    """The lines that begin with the answer of a program, without what the program puts before."""
+    """Return the lines with the answer of a program, without its prefix."""
     found = re.findall(r"^(?:Answer|dpu_reduce): ((?:in \d|no gradient).*)$", text, re.M)
     assert found, text
     return found
 
 
 def told_at_start(hosts: int, servers: Network) -> str:
-    """What a job of such a layout prints when its model is wrapped."""
+    """Return the output of a job of this layout when its model is wrapped."""
     made_up = MadeUp(ranks=2 * hosts, per_host=2, groups=1, elements=64 * hosts, instances=1)
     model = made_up.model()
     model.ddp_config.overlap_param_gather = True
@@ -42,7 +42,7 @@ def told_at_start(hosts: int, servers: Network) -> str:
 
 @pytest.mark.parametrize("hosts", [1, 2, 4, 8])
 def test_three_programs_give_one_answer(hosts: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """With no spare machine, half as many as hosts, and as many."""
+    """With no spare machine, with half as many as hosts, and with as many."""
     own = ["--hosts", str(hosts), "--gpus", "2", "--link-gbps", "10"]
     words = (*RECIPE, *SHARDED)
     plain = parameters.parse(words, world=2 * hosts)

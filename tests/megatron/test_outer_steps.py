@@ -1,4 +1,4 @@
-"""What ``--dpu-outer`` exchanges and when, without a job."""
+"""Contents and times of the exchanges of ``--dpu-outer``, without a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARGS = Namespace(
 
 
 class Exchanged:
-    """Stands in for LocalSteps: what it was made with."""
+    """Replaces LocalSteps: records its arguments."""
 
     made: list[Exchanged]
 
@@ -40,7 +40,7 @@ class Exchanged:
 
 
 class Layer(torch.nn.Module):
-    """With a bias that is trained without gradients, and scratch memory."""
+    """A layer with a bias that is trained without gradients, and scratch memory."""
 
     expert_bias: torch.Tensor
     number: torch.Tensor
@@ -59,7 +59,7 @@ def optimizer_of(*parameters: torch.Tensor) -> Any:
 
 
 NOTHING = SimpleNamespace(chained_optimizers=[SimpleNamespace(is_stub_optimizer=True)])
-"""As on a stage of a pipeline that is frozen."""
+"""Like a frozen pipeline stage."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("optimizer", [NOTHING, optimizer_of(torch.empty(0))])
 def test_a_rank_that_owns_nothing_steps_as_the_others(optimizer: Any, tmp_path: Path) -> None:
-    """It finds the same steps in which exchanges begin: all ranks of a replica go by them."""
+    """It finds the same steps for exchanges as the other ranks of its replica."""
     model = torch.nn.ModuleDict()
     model.ddp_config = SimpleNamespace(use_distributed_optimizer=False)  # type: ignore[assignment]
     rank = outer_steps.OuterSteps(ARGS, [model], optimizer, done=5)
@@ -111,10 +111,10 @@ def test_buffers_that_are_saved_are_compared(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_they_begin_though_the_iteration_was_skipped() -> None:
-    """By --iterations-to-skip, which makes no step."""
+    """--iterations-to-skip skips it, without a step."""
     layer = Layer()
     optimizer = optimizer_of(layer.weight)
-    for iteration in (1, 2, 3, 6, 7):  # counted from 1
+    for iteration in (1, 2, 3, 6, 7):  # Counted from 1.
         args = Namespace(**{**vars(ARGS), "curr_iteration": iteration - 1})
         outer_steps.iteration_ended(args, [layer], optimizer)
         assert outer_steps.running() == (iteration >= 6)

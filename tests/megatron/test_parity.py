@@ -1,8 +1,8 @@
-"""Training through BytePS gives what training through all-reduce gives, in all layouts and with the
-arguments of Megatron's functional tests; without the flag, Megatron is what it was.
+"""Training with BytePS gives the results of training with all-reduce, in all layouts and with the
+arguments of Megatron's functional tests; without the flag, Megatron is unchanged.
 
-With two ranks a sum has one rounding in either backend: everything must agree to the last bit. With
-more, the order of the additions may differ, and both are held against the exact sum.
+With two ranks a sum has one rounding in either backend, so everything must be bit-identical. With
+more ranks the order of additions may differ, and both are compared with the exact sum.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_two_ranks_agree_to_the_last_bit(train: Train, arguments: tuple[str, ...
     through_all_reduce = train(*arguments)
     assert_same_run(through_byteps, through_all_reduce)
 
-    # The comparison is worth something: it trained, the ranks differ, and BytePS made the sums.
+    # The comparison is meaningful: it trained, ranks differ, and BytePS made the sums.
     assert len(through_byteps.losses) == 4
     assert through_byteps.losses[-1] < through_byteps.losses[0]
     first, second = (local[0] for local in through_byteps.local_gradients)
@@ -59,7 +59,7 @@ def test_two_ranks_agree_to_the_last_bit(train: Train, arguments: tuple[str, ...
 
 
 def test_average_in_collective(train: Train) -> None:
-    """gloo cannot average, so it stands against a sum of halves, which is exact."""
+    """gloo cannot average, so the result is compared with a sum of halves, which is exact."""
     averaged = train("--use-dpu-reduce", "--ddp-average-in-collective", *BUCKETS)
     assert_same_run(averaged, train(*BUCKETS))
 
@@ -78,7 +78,7 @@ def test_one_rank_pushes_nothing(train: Train) -> None:
     assert_same_run(alone, train(ranks=1))
 
 
-# BytePS is optional: without it, or without the flag, Megatron is what it was.
+# BytePS is optional: without it, or without the flag, Megatron is unchanged.
 
 
 def test_trains_where_byteps_is_absent(train: Callable[..., Trained]) -> None:
@@ -103,10 +103,10 @@ def test_without_the_flag_byteps_is_not_touched(train: Callable[..., Trained]) -
     assert "BytePS" not in run.job.log_of(0).read_text()
 
 
-# Local attention with context parallelism, held against one rank with all tokens.
+# Local attention with context parallelism, compared with a single rank with all tokens.
 
 
-# Dropout would hit other elements.
+# Dropout would affect other elements.
 PLAIN = ("--global-batch-size", "2", "--hidden-dropout", "0", "--attention-dropout", "0")
 
 
@@ -114,7 +114,7 @@ PLAIN = ("--global-batch-size", "2", "--hidden-dropout", "0", "--attention-dropo
 def test_a_split_sequence_gives_the_gradients_of_the_whole(
     train: Train, run_dir: Path, ranks: int
 ) -> None:
-    """The same micro-batch and parameters, on one rank and over all of the ranks."""
+    """The same micro-batch and parameters, on a single rank and over all ranks."""
     folder = str(run_dir / "checkpoint")
     whole = train(*PLAIN, "--save", folder, "--save-interval", "2", ranks=1)
     resume = ("--load", folder, "--ckpt-step", "2", "--no-load-rng")
@@ -122,7 +122,7 @@ def test_a_split_sequence_gives_the_gradients_of_the_whole(
     torch.testing.assert_close(split.losses, whole.losses[2:], rtol=1e-5, atol=0.0)
     for one, other in zip(split.gradients[0], whole.gradients[2], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    # Each rank saw tokens of its own.
+    # Each rank has different tokens.
     first, second = (local[0][0] for local in split.local_gradients[:2])
     assert not torch.equal(first, second)
 
@@ -132,7 +132,7 @@ def test_positions_are_megatrons() -> None:
     from megatron.training.cpu_layers import positions
 
     class Rank:
-        """As much of a process group as the function that splits a batch asks for."""
+        """The part of a process group that the split of a batch uses."""
 
         def __init__(self, rank: int) -> None:
             self.number = rank
@@ -146,7 +146,7 @@ def test_positions_are_megatrons() -> None:
             assert split["tokens"][0].tolist() == positions(rank, 4, 4).tolist()
 
 
-# The arguments of Megatron's functional tests, through BytePS and through all-reduce.
+# The arguments of Megatron's functional tests, with BytePS and with all-reduce.
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_the_same_bits(fork_server: None, run_dir: Path, case: functional_runs.C
     assert report.same_bits and report.buckets > 0
 
 
-# Parallel layouts through BytePS and through all-reduce, by tests/layouts/parity.py.
+# Parallel layouts with BytePS and with all-reduce, by tests/layouts/parity.py.
 
 
 REPRESENTATIVE = (
@@ -225,7 +225,7 @@ THOROUGH = (
     "dp2-do-ramp-overlap",
     "dp2-overlap-tokens-acc2",
 )
-"""Those whose parts meet in others as well."""
+"""Layouts whose features are covered by others too."""
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_names_are_unique_and_unknown_ones_are_refused() -> None:
 
 
 class Reference:
-    """Runs through all-reduce, each layout once."""
+    """Runs with all-reduce, once per layout."""
 
     def __init__(self, folder: Path, dataset: Dataset) -> None:
         self._folder = folder
@@ -257,7 +257,7 @@ class Reference:
         self._seen: dict[str, list[RankSeen]] = {}
 
     def failure(self, name: str, folder: Path, broken: str) -> str:
-        """What the ranks of a run write whose reducer is broken so that it fails."""
+        """Return the logs of a run whose reducer is broken so that it fails."""
         (layout,) = named(LAYOUTS, [name])
         job = runs.train(
             layout,
@@ -271,7 +271,7 @@ class Reference:
         return "".join(job.log_of(rank).read_text() for rank in range(job.ranks))
 
     def against(self, name: str, folder: Path, broken: str) -> Report:
-        """The report on a run of the layout whose reducer is broken."""
+        """Return the report on a run of the layout with a broken reducer."""
         (layout,) = named(LAYOUTS, [name])
         if name not in self._seen:
             job = runs.train(layout, self._folder / name, self._data, through_byteps=False)
@@ -313,7 +313,7 @@ def test_a_broken_reducer_is_found_out(
 ) -> None:
     report = reference.against(name, run_dir, broken)
     assert any(said in miss for miss in report.misses), report.misses
-    # It was BytePS that was broken, not the run it is compared with.
+    # The broken side is BytePS, not the run it is compared with.
     assert not any(miss.startswith("all-reduce") for miss in report.misses)
     assert report.theirs.worst < 0.02
 
@@ -321,7 +321,7 @@ def test_a_broken_reducer_is_found_out(
 def test_gradients_that_tensor_parallel_ranks_sum_hold_up_no_others(
     reference: Reference, run_dir: Path
 ) -> None:
-    """With the optimizer on the servers, and overlap: norms have buckets of their own."""
+    """With the optimizer on the servers and overlap, norms have buckets of their own."""
     name = "servers-tp2-dp2-overlap-acc2"
     report = reference.against(name, run_dir, "sent-before-the-step")
     assert not report.misses
@@ -345,8 +345,8 @@ def test_gradients_that_tensor_parallel_ranks_sum_hold_up_no_others(
 def test_a_gradient_that_changes_after_it_was_sent_is_named(
     reference: Reference, run_dir: Path, name: str, broken: str, said: str
 ) -> None:
-    """With the optimizer on the servers, and overlap: Megatron sums a gradient that we take for
-    complete."""
+    """With the optimizer on the servers and overlap, Megatron sums a gradient that was assumed to
+    be final."""
     assert re.search(said, reference.failure(name, run_dir, broken))
 
 
@@ -361,12 +361,12 @@ def test_a_gradient_that_changes_after_it_was_sent_is_named(
 def test_no_gradient_changes_after_it_was_sent(
     reference: Reference, run_dir: Path, name: str
 ) -> None:
-    """Whatever this Megatron does after the backward pass; the results are the same."""
+    """For everything that this Megatron does after the backward pass; the results are the same."""
     assert not reference.against(name, run_dir, "checked").misses
 
 
 def test_passes_that_run_again_are_sent_again(reference: Reference, run_dir: Path) -> None:
-    """With the optimizer on the servers, and overlap: the second gradients count, once."""
+    """With the optimizer on the servers and overlap, the second gradients count, and only once."""
     report = reference.against("servers-dp4-overlap-acc2", run_dir, "pushed-twice")
     assert len(report.misses) > 0
     assert all(" pushed " in miss or " pulled " in miss for miss in report.misses), report.misses

@@ -1,4 +1,5 @@
-"""A replica of a Megatron job dies and comes back: the others go on, and all end alike."""
+"""A replica of a Megatron job dies and comes back: the others go on, and all end with the same
+parameters."""
 
 from __future__ import annotations
 
@@ -47,14 +48,14 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 HOLD_S = 3.0
-"""Between two steps of those that wait for one to come back."""
+"""Seconds between two steps of replicas that wait for one to come back."""
 
 
 class DieAndReturn:
-    """Kills a replica after some steps, starts it again, and ends the job some steps after that."""
+    """Kills a replica after some steps, restarts it, and ends the job some steps later."""
 
     def __init__(self, after: int, who: int = 1, loaded: int = 0) -> None:
-        """`loaded`: steps of the checkpoint that the job goes on from."""
+        """`loaded`: number of steps of the checkpoint from which the job resumes."""
         self.after, self.who, self.loaded = after, who, loaded
         self.allowed, self.at = 0, 0.0
         self.killed: failures.Life | None = None
@@ -130,8 +131,8 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
 
 
 class DieInAStep:
-    """Kills a replica when it has computed a step, and pushed some of its gradients, and waits for
-    the time that its pass takes at least."""
+    """Kills a replica that has computed a step and pushed a part of its gradients, and waits for
+    the minimum time of its pass."""
 
     def __init__(self, after: int, wait_s: float, who: int = 1) -> None:
         self.after, self.wait_s, self.who = after, wait_s, who
@@ -149,8 +150,8 @@ class DieInAStep:
 def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
     prefix: Path, tmp_path: Path, optimizer: tuple[str, ...]
 ) -> None:
-    """It loads that, as at the start, and then takes what the others have; but it gives servers
-    nothing, which it gave all at the start."""
+    """It loads the checkpoint, as at the start, and then takes the others' state; but it loads
+    nothing into the servers, as it did at the start."""
     words, arguments = ("--replicas", "2"), (*optimizer, "--ckpt-format", "torch_dist")
     save = ("--save", str(tmp_path), "--save-interval", "4")
     options = failures.parse([*TINY, *words, "--steps", "4", "--", *arguments, *save])
@@ -176,7 +177,7 @@ def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
 def test_the_first_one_dies_in_the_last_step_before_a_save(
     prefix: Path, tmp_path: Path, layout: str
 ) -> None:
-    """Another one saves, with the outer state where there is one, and ends well."""
+    """Another replica saves, including the outer state, and ends well."""
     words, arguments = LAYOUTS[layout]
     save = ("--save", str(tmp_path), "--save-interval", "6")
     given = [*TINY, *words, "--steps", "6", "--pace", "1"]
@@ -192,8 +193,7 @@ def test_the_first_one_dies_in_the_last_step_before_a_save(
 
 
 class Leave:
-    """Tells a replica to end, in the step after some steps, by SIGTERM to its last rank, and to the
-    processes that load its data."""
+    """Sends SIGTERM to the last rank of a replica and to its data loaders, in a given step."""
 
     def __init__(self, who: int, after: int) -> None:
         self.who, self.after, self.done = who, after, False
@@ -205,8 +205,8 @@ class Leave:
         job.allow(self.after)
         if all(len(life.ends) == self.after for life in job.lives):
             self.told = job.lives[self.who]
-            self.told.killed = self.done = True  # and so does not end with status 0
-            os.killpg(self.told.ranks[-1].pid, signal.SIGTERM)  # as torchrun does
+            self.told.killed = self.done = True  # So it does not have to end with status 0.
+            os.killpg(self.told.ranks[-1].pid, signal.SIGTERM)  # Like torchrun.
             job.allow(job.options.steps)
 
 
@@ -222,7 +222,7 @@ class Leave:
 def test_one_that_is_told_to_end_leaves(
     prefix: Path, tmp_path: Path, layout: str, who: int, delay: int
 ) -> None:
-    """After the step that it is in, which all of them have made: the others lose nothing."""
+    """It leaves after its current step, which all have made: the others lose nothing."""
     words, arguments = LAYOUTS[layout]
     save = ("--save", str(tmp_path), "--save-interval", "6")
     given = [*TINY, *words, "--steps", "12"]
@@ -234,8 +234,8 @@ def test_one_that_is_told_to_end_leaves(
     assert [rank.status for rank in watch.told.ranks] == [143] * options.ranks, watch.told.text
     (told,) = re.findall(r"SIGTERM\), and leaves after iteration (\d+)", watch.told.text)
     last = int(told)
-    # A step's record is written before the ranks agree on it: the signal may come between.
-    # Outer steps: that of the next exchange.
+    # A step's record is written before the ranks agree on the step: the signal may come between.
+    # With outer steps it is the step of the next exchange.
     assert last in ((4, 5) if options.every == 1 else (6,))
     assert len(watch.told.record.steps) == last
     others = [life for life in job.lives if life is not watch.told]
@@ -260,8 +260,8 @@ def test_one_that_is_told_to_end_leaves(
 def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A signal that comes between the two meetings of a step counts in those of the next one: if it
-    counted in the second meeting alone, all replicas could leave, and none would save."""
+    """A signal between the two meetings of a step counts in the next step: if it counted only in
+    the second meeting, all replicas could leave, and none would save."""
     notice = SimpleNamespace(told=False)
     said: list[bool] = []
 
@@ -270,7 +270,7 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
         return Choice(joiner=-1, life=0, present=(True, True), leaving=(leaves, False))
 
     def all_want(wanted: bool, what: str) -> bool:
-        notice.told = True  # all others, too
+        notice.told = True  # All others, too.
         return False
 
     def leave(iteration: int) -> None:
@@ -320,7 +320,7 @@ def test_all_are_told_to_end(prefix: Path, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["plain", "tensor"])
 def test_a_slow_one_leaves_out_steps(prefix: Path, tmp_path: Path, layout: str) -> None:
-    """It stays in the job, and exchanges what it has learned in fewer steps."""
+    """It stays in the job, and exchanges the result of fewer steps."""
     given, megatron = LAYOUTS[layout]
     words = [*TINY, *given, "--every", "6", "--steps", "24", "--slow", "3", "--pace", "0.3"]
     words += ["--quorum", f"{int(given[1]) - 1}@40"]

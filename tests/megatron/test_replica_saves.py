@@ -1,4 +1,4 @@
-"""Which replica saves a checkpoint, told by sums that are written down: no job runs."""
+"""Choice of the replica that saves a checkpoint, decided by scripted sums: no job runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sums = list[tuple[str, list[float]]]
 
 
 class Others:
-    """Answers the sums of replica 1 of 2 with what both have given."""
+    """Answers the sums of replica 1 of 2 with scripted values of both."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sums: Sums = []
@@ -41,7 +41,7 @@ class Others:
         return mine.copy_(torch.tensor(total))
 
     def save(self, *sums: tuple[str, list[float]], **args: Any) -> list[str]:
-        """What this replica saves where these are the sums, all of which are asked for."""
+        """Return what this replica saves if the sums have these values; all sums must be used."""
         self.sums, self.saved = list(sums), []
         saves.save_once(
             lambda: self.saved.append("model"), Namespace(**args), [], 6, stays=sums[0][1][3] > 0
@@ -56,7 +56,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Others:
 
 
 MINE = ["outer", "model"]
-# Which are there, and which of them stay. Where one is missing the others' values are scaled.
+# Presence, then staying, of both. If a replica is missing, the other's values are scaled.
 BOTH = [1.0, 1.0, 1.0, 1.0]
 ALONE = [0.0, 2.0, 0.0, 2.0]
 FIRST_LEAVES = [1.0, 1.0, 0.0, 1.0]
@@ -64,7 +64,7 @@ BOTH_LEAVE = [1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_first_that_is_there_and_stays_saves(others: Others) -> None:
-    """Also if it was lost in the step before, of which nobody has heard yet."""
+    """Even if it was lost in the step before, and no other replica knows yet."""
     assert others.save(("here", BOTH), ("saved", [1.0, 1.0])) == []
     assert others.save(("here", ALONE), ("saved", [0.0, 2.0])) == MINE
     assert others.save(("here", FIRST_LEAVES), ("saved", [1.0, 1.0])) == MINE
@@ -81,7 +81,7 @@ def test_another_one_saves_if_the_first_is_lost_while_it_does(others: Others) ->
 def test_a_rank_that_lacks_it_has_all_of_its_replica_try_again(
     others: Others, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first replica was lost between two of the sums, which ranks make side by side."""
+    """The first replica was lost between two sums that ranks make concurrently."""
     found = iter([[0, 0, 0, 0], [1, 0], [1, 0, 1, 0], [1, 0]])
     monkeypatch.setattr(saves.job, "most_inside", lambda facts: next(found))
     assert (
@@ -95,7 +95,7 @@ def test_a_rank_that_lacks_it_has_all_of_its_replica_try_again(
 def test_what_is_written_in_the_background_is_asked_for_at_the_end(
     others: Others, tmp_path: Path
 ) -> None:
-    """By all: the one that wrote it may have been lost before, or after."""
+    """All must agree: the replica that wrote it may have been lost before or after."""
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     given = {"async_save": True, "save": str(tmp_path)}
 
@@ -104,7 +104,7 @@ def test_what_is_written_in_the_background_is_asked_for_at_the_end(
         others.sums = [("written", written)]
         saves.demand_written()
         assert not others.sums
-        saves.demand_written()  # once
+        saves.demand_written()  # Only once.
 
     tracker.write_text("4")
     ends([1.0, 1.0])
@@ -117,7 +117,7 @@ def test_what_is_written_in_the_background_is_asked_for_at_the_end(
 def test_without_replicas_a_signal_is_looked_for_as_megatron_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a list of as many values as there are ranks, of which no tensor is made."""
+    """In a list of as many values as ranks, of which no tensor is made."""
 
     def no_tensor(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a tensor is made of the signals")

@@ -1,4 +1,4 @@
-"""Replica jobs, which meet only at the servers, train what one job of as many ranks trains."""
+"""Replica jobs, which meet only at the servers, train the same as a single job of as many ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_two_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
-    """Also where routers are trained by more than gradients."""
+    """Also if routers are trained by more than gradients."""
     options = options_of("--replicas", "2", "--steps", "4", megatron=QUANTILES)
     assert_same(bench.train(options, prefix, EACH_STEP), bench.train(options, prefix, None))
 
@@ -93,7 +93,7 @@ def test_two_of_a_rank_are_a_job_of_two_with_the_optimizer_on_servers(
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["sharded", "tensor", "pipeline", "experts", "tokens"])
 def test_layouts_with_the_optimizer_on_servers(prefix: Path, layout: str) -> None:
-    """What a recipe shards over ranks, servers shard."""
+    """A recipe's sharding over ranks becomes sharding over servers."""
     words, megatron = LAYOUTS[layout]
     options = options_of(
         *TWO_BY_TWO, "--steps", "6", *words, megatron=("--dpu-optimizer", *megatron)
@@ -108,7 +108,7 @@ def test_layouts_with_the_optimizer_on_servers(prefix: Path, layout: str) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_checkpoints_of_servers(prefix: Path, tmp_path: Path, ranks: str) -> None:
-    """One replica saves parameters and moments, and all go on from them; so does a plain job."""
+    """A replica saves parameters and moments, and all resume from them; so does a plain job."""
     keep = ("--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", "torch_dist")
     served = ("--dpu-optimizer", "--lr-decay-iters", "8")
     words = ("--replicas", "2", "--ranks", ranks, "--steps", "8")
@@ -129,7 +129,7 @@ def test_checkpoints_of_servers(prefix: Path, tmp_path: Path, ranks: str) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(prefix: Path, layout: str) -> None:
-    """Two values have one sum, in whatever order they are added; of more, rounding differs."""
+    """A sum of two values does not depend on their order; with more values, rounding differs."""
     words, megatron = LAYOUTS[layout]
     options = options_of(*TWO_BY_TWO, "--steps", "6", *words, megatron=megatron)
     one, replicas = bench.train(options, prefix, None), bench.train(options, prefix, EACH_STEP)
@@ -142,7 +142,7 @@ def test_layouts(prefix: Path, layout: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 3])
 def test_checkpoints(prefix: Path, tmp_path: Path, every: int) -> None:
-    """One replica saves, all load, and go on as if they had never stopped; so does a plain job."""
+    """A replica saves, all load, and continue as if uninterrupted; so does a plain job."""
     keep = (
         "--save",
         str(tmp_path / "saved"),
@@ -165,12 +165,12 @@ def test_checkpoints(prefix: Path, tmp_path: Path, every: int) -> None:
     if every == 1:
         assert resumed["losses"] == whole["losses"][4:]
         assert resumed["checksums"] == whole["checksums"]
-    else:  # the other replica goes on with the first one's moments
+    else:  # The other replica continues with the first one's moments.
         assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=2e-2)
     plain = bench.train(options, prefix, None)["losses"]
     if every == 1:
         assert plain == pytest.approx(whole["losses"][4:], rel=1e-4)
-    else:  # it begins with the same model, and sums where the replicas step alone
+    else:  # It begins with the same model, and sums where the replicas step alone.
         assert plain[0] == pytest.approx(whole["losses"][4], rel=2e-2)
 
 
@@ -183,21 +183,21 @@ def test_a_checkpoint_of_a_plain_job(prefix: Path, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     options = options_of(*words, megatron=("--load", str(tmp_path), *sharded))
     resumed = bench.train(options, prefix, EACH_STEP)
-    # The norm is one of two halves in the plain job, and rounded otherwise.
+    # In the plain job the norm has two parts, and is rounded differently.
     assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=1e-6)
     assert len(resumed["checksums"]) == 1
 
 
 @pytest.mark.thorough
 def test_outer_steps_learn(prefix: Path, tmp_path: Path) -> None:
-    """Two optimizers and a delay, after steps that were summed. A save finds that replicas are
-    alike, with the biases of their routers."""
+    """Two optimizers and a delay, after summed steps. Before a save replicas are equal, including
+    the biases of their routers."""
     words = (*TWO_BY_TWO, "--steps", "12", "--delay", "1", "--fragments", "2")
     save = ("--save", str(tmp_path), "--save-interval", "10", "--ckpt-format", "torch_dist")
     options = options_of(*words, megatron=(*MOE, *save))
     run = bench.train(options, prefix, (4, 3))
     plain = bench.train(options_of(*words, megatron=MOE), prefix, EACH_STEP)
-    # The third one is reported by each replica for itself.
+    # Each replica reports the third loss for itself.
     assert run["losses"][:2] == plain["losses"][:2]
     assert run["losses"][2] == pytest.approx(plain["losses"][2], rel=1e-6)
     assert run["losses"] == pytest.approx(plain["losses"], rel=0.1)
@@ -304,7 +304,7 @@ def test_replicas_need_the_flag_and_outer_steps_need_replicas(
 
 
 def test_replicas_need_arguments_that_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program without Megatron's own would have all of them read the same samples."""
+    """Without Megatron's arguments, all replicas of a program would read the same samples."""
     ddp = torch.nn.Module()
     ddp.ddp_config = DistributedDataParallelConfig(average_in_collective=True)
     ddp.config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)

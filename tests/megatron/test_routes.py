@@ -1,4 +1,4 @@
-"""Backend of a bucket: a pure function of groups, hosts, servers, types and rates."""
+"""The backend of a bucket: a pure function of groups, hosts, servers, types and rates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def decided(
 
 
 def test_measured_rates_are_those_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.5 Gbit/s, and 40 ms a message: as 1 MiB goes, a step would take three times as long."""
+    """0.5 Gbit/s, and 40 ms per message: at the rate of 1 MiB, a step would take three times as
+    long."""
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(routes, "time", clock)
@@ -88,20 +89,20 @@ def test_inside_one_host_nothing_goes_to_servers() -> None:
 @pytest.mark.parametrize(
     ("hosts", "per_host", "servers", "options", "route", "host_bytes"),
     [
-        # One rank a host: 2(n-1)/n in a ring, 1 through as many servers.
+        # One rank per host: 2(n-1)/n in a ring, 1 through as many servers.
         (4, 1, 4, {}, FLAT, 1.0),
         (8, 1, 8, {}, FLAT, 1.0),
-        # Two workers send as much either way, and a few servers are the bottleneck.
+        # Two workers send the same either way, and few servers are the bottleneck.
         (2, 1, 2, {}, COLLECTIVE, 1.0),
         (4, 1, 2, {}, COLLECTIVE, 1.5),
-        # Several ranks: the host's NIC carries the tensor once, not once a rank.
+        # Several ranks: the host's NIC carries the tensor once, not once per rank.
         (4, 2, 4, {}, NODE_FIRST, 1.0),
         (4, 8, 4, {}, NODE_FIRST, 1.0),
         (2, 2, 2, {}, COLLECTIVE, 1.0),
         # The fully sharded optimizer: a reduce-scatter needs (n-1)/n, less than a push.
         (4, 1, 4, {"instances": 1}, COLLECTIVE, 0.75),
         (4, 2, 4, {"instances": 1}, COLLECTIVE, 0.875),
-        # Half the bytes on the wire are less again.
+        # Half of the bytes on the wire are less again.
         (4, 1, 4, {"instances": 1, "half": True}, FLAT, 0.5),
         (4, 2, 4, {"instances": 1, "half": True}, NODE_FIRST, 0.5),
         # The optimizer sharded inside each host: 2(h-1)/h by torch.distributed, 1 through servers.
@@ -171,7 +172,7 @@ def test_slow_servers_are_left_out_where_rates_are_known() -> None:
 
 
 def test_measured_rates_decide() -> None:
-    """Bytes say 1.5 times as fast; what was measured may say something else."""
+    """By bytes servers are 1.5 times as fast; measured rates may decide otherwise."""
     what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
     told = network(4, 4, gbps=100)
     for through_servers, route in ((80e8, FLAT), (60e8, COLLECTIVE)):
@@ -199,7 +200,7 @@ def test_the_table_tells_what_is_kept_for_lost_servers(monkeypatch: pytest.Monke
         assert "keeps" not in describe("dense", sums, rates)
         monkeypatch.setenv("BYTEPS_REPLACE_SERVERS_S", "60")
         last = describe("dense", sums, rates).splitlines()[-1]
-        # Node first, each rank pushes half of what its host does.
+        # Node first, each rank pushes half of its host's bytes.
         assert (f"each rank keeps {3 * M / 2 / 1e6:.1f} MB of sums" in last) != updated
 
 
@@ -264,7 +265,7 @@ def test_the_bytes_of_each_type_are_told() -> None:
 def test_all_tools_give_one_answer(
     capsys: pytest.CaptureFixture[str], hosts: int, fraction: float
 ) -> None:
-    """The calculator, the check, and a job that starts: for each number of spare machines."""
+    """The calculator, the check, and a job's start, for each number of spare machines."""
     spare = int(hosts * fraction)
     words = ("--hosts", str(hosts), "--gpus-per-host", "2", "--link-gbps", "10")
     model = ("--parameters", "418.8M", "--optimizer", "replicated", "--servers", str(spare))

@@ -1,6 +1,4 @@
-"""The optimizer on the servers, where ranks of a host sum first; and what rounding to few bits has
-lost, which is saved and loaded with checkpoints.
-"""
+"""The optimizer on the servers, with node-first sums; and rounding losses in checkpoints."""
 
 from __future__ import annotations
 
@@ -38,14 +36,14 @@ SERVERS = ("--use-dpu-reduce", "--dpu-optimizer")
 EARLY = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
 NODE_FIRST = ("--dpu-reduce-backend", "node-first")
 FLAT = ("--dpu-reduce-backend", "flat")
-# Small pieces: one is in flight while the host sums another.
+# Small pieces, so that one is in flight while the host sums another.
 PIECES = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_NODE_PIECE_BYTES": "2048"}
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
 @pytest.fixture
 def seen(run_job: RunJob, dataset: Dataset) -> Callable[..., list[RankSeen]]:
-    """What the ranks of a job saw, two of which share a host."""
+    """Runs a job of ranks, two of which share a host; returns their records."""
 
     def run(
         *arguments: str, program: str = "train", ranks: int = 4, **settings: object
@@ -72,7 +70,7 @@ def _assert_same(one: RankSeen, other: RankSeen) -> None:
     [pytest.param(("--bf16",), id="bf16"), pytest.param((), id="fp32", marks=pytest.mark.thorough)],
 )
 def test_node_first_is_flat_but_for_rounding_and_half_the_bytes(seen: Seen, types: tuple) -> None:
-    """All ranks have the same bits, and when gradients are sent makes no difference."""
+    """All ranks have the same bits, independent of when gradients are sent."""
     tried, late, flat = (
         seen(*types, *words) for words in ((*EARLY, *NODE_FIRST), NODE_FIRST, (*EARLY, *FLAT))
     )
@@ -86,7 +84,8 @@ def test_node_first_is_flat_but_for_rounding_and_half_the_bytes(seen: Seen, type
         bound = 2e-2 if types else 1e-5
         torch.testing.assert_close(value, flat[0].parameters[name], rtol=bound, atol=bound)
     for one, other in zip(tried, flat, strict=True):
-        # The first rank of all loads whole parameters, or those of the first host a part each.
+        # The first rank of all loads whole parameters; node first, the ranks of the first host load
+        # a part each.
         assert one.pulled_bytes == pytest.approx(other.pulled_bytes / 2, rel=0.02)
 
 
@@ -156,7 +155,7 @@ def test_a_checkpoint_goes_on_the_other_way(
 
 
 def test_a_lost_rank_ends_the_job(run_job: RunJob, dataset: Dataset) -> None:
-    """Also the rank next to it, which waits for it inside the host."""
+    """So does the rank next to it, which waits for it inside the host."""
     words = [*data_arguments(dataset), *SERVERS, *EARLY, *NODE_FIRST]
     job = run_job("train", 4, arguments=words, per_host=2, broken="lost", fails=True)
     for rank in (0, 1, 2):
@@ -165,12 +164,12 @@ def test_a_lost_rank_ends_the_job(run_job: RunJob, dataset: Dataset) -> None:
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt, which would end the tests."""
+    """Like KeyboardInterrupt, which would end the tests."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError("connection closed by peer"), Interrupt()])
 def test_after_a_step_that_failed_nothing_is_sent_or_saved(error: BaseException) -> None:
-    """By whatever it failed, in the step or in the backward pass."""
+    """For any kind of failure, in the step or in the backward pass."""
     bucket = mock.Mock()
     said = f"earlier step failed .{error!s}" if str(error) else "earlier step failed .Interrupt"
     for fails in ("step", "early"):
@@ -201,13 +200,13 @@ def test_a_load_forgets_what_was_sent_of_a_step_that_failed() -> None:
     bucket._pushed, bucket._check = mock.sentinel.started, None
     bucket._transfer.end.side_effect = BytePSError("worker 1 was lost")
     bucket.give_up()
-    bucket.forget_push()  # as the next pass begins
+    bucket.forget_push()  # The next pass begins like this.
     bucket._transfer.end.assert_called_once_with(mock.sentinel.started)
     bucket._shards.give_up.assert_called_once_with()
 
 
 def test_copies_are_summed_alike(seen: Seen) -> None:
-    """Where stages are spread over hosts differently, tied embeddings would drift apart."""
+    """If stages are spread over hosts differently, tied embeddings would drift apart."""
     hosts = "aabbabab"
     ranks = seen(*PIPELINE, *NODE_FIRST, program="train_on_hosts", ranks=8, hosts=hosts)
     ends = [
@@ -227,7 +226,7 @@ def test_which_spreads_are_alike() -> None:
     assert not alike([(0, 0, 1, 1), ()])
 
 
-# What rounding to few bits has lost is saved and loaded with checkpoints.
+# Rounding losses are saved and loaded with checkpoints.
 
 
 Train = Callable[..., Trained]
@@ -249,7 +248,7 @@ NONE = "does not say what rounding has lost"
 
 
 def saved_ranks(folder: Path) -> set[int]:
-    """The number of ranks whose losses a checkpoint has of a parameter."""
+    """Return the number of ranks whose losses of a parameter a checkpoint has."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         tensor.size[0]
@@ -286,7 +285,7 @@ def test_a_job_that_resumes_makes_the_steps_of_one_that_goes_on(
 
 
 def test_what_each_rank_has_lost_is_saved_on_request(train: Train, run_dir: Path) -> None:
-    """Then a job that saves computes the bits of one that does not."""
+    """Then a job that saves computes the same bits as a job that does not."""
     shared = (*INT4, *DROPOUT, *SHARDED, "--dpu-feedback-per-rank")
     save = ("--save", str(run_dir / "checkpoint"), "--save-interval", "2")
     whole = train(*shared, environment=FEW)
@@ -318,13 +317,13 @@ def test_a_checkpoint_without_it_is_loaded_and_one_with_it_by_bf16(
 
 
 def together(ranks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """What is owed of each parameter, of what `train_owed` returns on each rank."""
+    """Return the losses of each parameter, from the results of `train_owed` on each rank."""
     parts: dict[str, dict[int, Any]] = {}
     axes: dict[str, int] = {}
     for rank in ranks:
         for name, (values, axis) in rank["owed"].items():
             number = rank["tensor_rank"]
-            if axis is None and number > 0:  # a copy, whose gradient is like that of the first
+            if axis is None and number > 0:  # A copy, whose gradient equals that of the first.
                 continue
             axes[name] = axis or 0
             of_rank = parts.setdefault(name, {})
@@ -374,7 +373,7 @@ def test_in_another_layout_the_next_steps_owe_as_much(
     resumes: tuple[Any, ...],
     only: str,
 ) -> None:
-    """Of each parameter: what ranks and servers have lost, as a part of the gradient."""
+    """Compare each parameter's losses of ranks and servers, as a part of the gradient."""
     plain = (*INT4, *POSITIONS, *data_arguments(dataset), "--global-batch-size", "24")
     save = ("--save", str(run_dir / "checkpoint"), "--save-interval", "2")
     load = ("--load", save[1], "--ckpt-step", "2")

@@ -1,4 +1,5 @@
-"""All processes of a job are told to end at once, as Slurm's time limit and `kubectl delete` do."""
+"""All processes of a job get SIGTERM at the same time, as with Slurm's time limit or `kubectl
+delete`."""
 
 from __future__ import annotations
 
@@ -44,10 +45,11 @@ def short_folder() -> Iterator[Path]:
 def test_a_checkpoint_is_saved(
     scripted: Scripted, tree: Path, short_folder: Path, words: tuple[str, ...]
 ) -> None:
-    """Scheduler and servers wait for it, and with --dpu-optimizer for their own state."""
+    """Scheduler and servers wait for the checkpoint, and with --dpu-optimizer for their own
+    state."""
     scheduler, server = scripted.start_nodes(workers=2, servers=1)
     saved = scripted.folder / "checkpoint"
-    # Sockets of Megatron's writers are in TMPDIR, and the path of a socket is short.
+    # Sockets of Megatron's writers are in TMPDIR, and a socket's path must be short.
     env = {
         "MEGATRON_CPU": "1",
         "PYTHONPATH": str(tree),

@@ -1,4 +1,4 @@
-"""scripts/train.py, from data (scripts/prepare_data.py) to summary, and when it goes wrong."""
+"""scripts/train.py, from data (scripts/prepare_data.py) to summary, and its failures."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EXAMPLE = ROOT / "scripts" / "examples" / "train_qwen_3b.sh"
 
 def _example(tree: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = _environment(tree) | {"PROGRAM": str(tree / "pretrain_dpu_gpt.py")}
-    del environment["MEGATRON_CPU"]  # the example finds out itself
+    del environment["MEGATRON_CPU"]  # The example must detect it itself.
     return captured([EXAMPLE, *words], LIMIT_S, env={**environment, **settings})
 
 
@@ -101,7 +101,7 @@ def test_a_failing_worker_is_shown(tree: Path, run_dir: Path) -> None:
 
 
 def _in_session(leader: int) -> list[int]:
-    """Processes whose session was started by this one, or whose parent it is."""
+    """Return processes in the session of this one, or with this parent."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -225,7 +225,7 @@ def test_exit_status(
     assert said in capsys.readouterr().out
 
 
-# scripts/prepare_data.py: text in, the same bytes out of Megatron's reader.
+# scripts/prepare_data.py: Megatron's reader returns the bytes of the text.
 
 
 LIMIT = 1 << 20

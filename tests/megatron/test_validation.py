@@ -1,4 +1,5 @@
-"""Arguments that do not go with --use-dpu-reduce are refused by name, the others are not."""
+"""Arguments that are incompatible with --use-dpu-reduce are refused by name; others are
+accepted."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ SMALL = (
     *("--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "2"),
     *("--train-iters", "4", "--lr", "1e-2"),
 )
-"""What Megatron demands of any job."""
+"""Arguments that Megatron requires of any job."""
 
 
 Parse = Callable[..., Namespace]
@@ -113,7 +114,7 @@ Parse = Callable[..., Namespace]
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """Parses a command line as Megatron does, on a machine that is taken to have a GPU."""
+    """Parses a command line like Megatron, on a machine with an assumed GPU."""
     monkeypatch.setattr(cpu_platform, "is_wanted", lambda: False)
 
     def parsed(*words: str) -> Namespace:
@@ -125,8 +126,8 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
 
 @pytest.fixture
 def byteps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that can be imported; validation asks for no more, but for the names of routes."""
-    assert bytepslib.routes.ROUTES  # keeps the module, whichever test runs first
+    """A stand-in module: validation only imports it, and uses the names of routes."""
+    assert bytepslib.routes.ROUTES  # Keeps the module, whichever test runs first.
     monkeypatch.setitem(sys.modules, "byteps", ModuleType("byteps"))
     monkeypatch.setitem(sys.modules, "byteps.torch", ModuleType("byteps.torch"))
     vars(sys.modules["byteps"])["torch"] = sys.modules["byteps.torch"]
@@ -165,7 +166,7 @@ def test_refused(parse: Parse, flag: str, values: tuple[str, ...]) -> None:
 def test_rules_see_arguments_as_megatron_has_renamed_and_derived_them(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], name: str, value: object
 ) -> None:
-    """Each setting has one name then, whatever it was called on the command line."""
+    """Each setting has a single name then, independent of its name on the command line."""
     seen: list[object] = []
     monkeypatch.setattr(dpu_reduce, "validate_args", lambda args: seen.append(getattr(args, name)))
     parameters.parse([*SMALL, "--no-check-for-nan-in-loss-and-grad", *words], world=2)
@@ -196,7 +197,7 @@ def test_refused_with_the_optimizer_on_the_servers(
 
 
 def translated(args: Namespace) -> Namespace:
-    """As at the beginning of Megatron's own validation."""
+    """Translate like the beginning of Megatron's own validation."""
     dpu_reduce.translate_args(args)
     dpu_reduce.validate_args(args)
     return args
@@ -207,7 +208,7 @@ def translated(args: Namespace) -> Namespace:
 def test_servers_do_what_a_recipe_has_ranks_do(
     parse: Parse, capsys: pytest.CaptureFixture[str], flag: str, values: tuple[str, ...]
 ) -> None:
-    """The flag is off before anything is derived from it; rank 0 alone says so."""
+    """The flag is off before values are derived from it; only rank 0 logs it."""
     asked = parse("--dpu-optimizer", flag, *values)
     args, elsewhere, without = (copy.copy(asked) for _ in range(3))
     translated(args)
@@ -258,7 +259,7 @@ def test_steps_return_while_parameters_come_down_unless_something_reads_them(
     ],
 )
 def test_matrices_stay_on_the_ranks_with_muon(words: tuple[str, ...], by_layer: bool) -> None:
-    """Cut over ranks by layer where they were, without shards of gradient buffers."""
+    """They are split over ranks by layer, as before, without shards of gradient buffers."""
     args = parameters.parse([*SMALL, "--dpu-optimizer", *words], world=2)
     assert args.optimizer == "muon" and not args.use_distributed_optimizer
     assert args.use_layer_wise_distributed_optimizer is by_layer
@@ -280,7 +281,7 @@ def test_a_model_that_is_not_wrapped_for_its_optimizer(optimizer: str, matrices:
 
 @pytest.mark.usefixtures("byteps")
 def test_the_types_of_a_precision_aware_optimizer(parse: Parse) -> None:
-    """The state is fp32; gradients stay in the type that they have."""
+    """The state is fp32; gradients keep their type."""
     dtypes = ("--bf16", "--exp-avg-dtype", "fp8", "--main-params-dtype", "fp16")
     plain = parse("--dpu-optimizer", "--use-precision-aware-optimizer", *dtypes)
     args = copy.copy(plain)
@@ -289,7 +290,7 @@ def test_the_types_of_a_precision_aware_optimizer(parse: Parse) -> None:
     assert args.main_params_dtype == args.exp_avg_dtype == args.exp_avg_sq_dtype == torch.float32
     assert args.grad_reduce_in_bf16 and args.main_grads_dtype == torch.float32
     assert not translated(copy.copy(plain)).grad_reduce_in_bf16
-    # Megatron refuses these two, and goes on to do so.
+    # Megatron refuses these two, and still does.
     plain.main_grads_dtype, plain.accumulate_allreduce_grads_in_fp32 = "bf16", True
     assert translated(plain).main_grads_dtype == "bf16"
 
@@ -349,7 +350,7 @@ def test_wire_dtype_needs_the_flag(parse: Parse) -> None:
 
 @pytest.mark.usefixtures("byteps")
 def test_a_preset_stands_for_flags(parse: Parse) -> None:
-    """One that the command line has wins, before it and after it."""
+    """A flag on the command line wins, before the preset and after it."""
     preset, four_bits = ("--dpu-preset", "own-hosts"), ("--dpu-reduce-wire-dtype", "int4")
     for given, wire in (
         (preset, "int8"),
@@ -366,7 +367,7 @@ def test_a_preset_stands_for_flags(parse: Parse) -> None:
 def test_a_flag_that_is_gone_is_an_error(
     parse: Parse, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    """It says what there is instead, whatever follows the flag."""
+    """The error names the replacement, for any text after the flag."""
     for words in ((flag,), (flag, "1"), (f"{flag}=1",)):
         with pytest.raises(SystemExit):
             parse("--use-dpu-reduce", *words)
@@ -436,7 +437,8 @@ def test_replicas_of_a_sharded_model_go_through_servers(
     config.num_distributed_optimizer_instances = 4
     dpu_reduce.fully_sharded(config, "Megatron-FSDP")
     assert joined == [1] and "over 4 replicas goes through servers" in capsys.readouterr().out
-    # The second implementation has no replicas, and what shards these too has no all-reduce.
+    # The second implementation has no replicas, and a wrapper that shards these too has no
+    # all-reduce.
     dpu_reduce.fully_sharded(config, "Megatron-FSDP 2")
     config.outer_dp_sharding_strategy = "optim"
     dpu_reduce.fully_sharded(config, "Megatron-FSDP")

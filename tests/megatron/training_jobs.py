@@ -1,4 +1,4 @@
-"""What the ranks of a training job saw, put together."""
+"""Records of a training job's ranks, combined."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tests.layouts.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training run saw, at full precision: lists over steps."""
+    """Record of a training run, with full precision: lists over steps."""
 
     job: Job
     losses: list[float]
-    """Of rank 0: averages over all ranks."""
+    """Losses on rank 0: averages over all ranks."""
     gradients: list[list[Any]]
-    """Of rank 0: the summed buckets of each step, or the shards of them that it owns."""
+    """Summed buckets of each step on rank 0, or its shards of them."""
     local_gradients: list[list[list[Any]]]
-    """Of every rank: the same buckets, scaled, before they were summed."""
+    """The same buckets on every rank, scaled, before they were summed."""
     parameters: dict[str, Any]
-    """Of rank 0, at the end."""
+    """Final parameters on rank 0."""
     names: list[str]
-    """Of the BytePS operations that rank 0 started, in that order; empty without."""
+    """Names of BytePS operations that rank 0 started, in order; empty without BytePS."""
 
     @staticmethod
     def of(job: Job) -> Trained:
@@ -56,7 +56,7 @@ def _results(seen: RankSeen) -> list[list[Any]]:
 
 
 def _holds_all(seen: RankSeen) -> bool:
-    """Whether the rank got whole sums, not the shards of the distributed optimizer."""
+    """Return whether the rank got whole sums, not shards of the distributed optimizer."""
     return all(
         total.result.shape == total.local.shape
         for step in seen.steps
@@ -65,7 +65,7 @@ def _holds_all(seen: RankSeen) -> bool:
 
 
 def same(one: list[list[Any]], other: list[list[Any]]) -> bool:
-    """Whether two lists of buckets, step by step, are the same bits."""
+    """Return whether two lists of buckets are bit-identical, step by step."""
     import torch
 
     if [len(step) for step in one] != [len(step) for step in other]:
@@ -78,7 +78,8 @@ def same(one: list[list[Any]], other: list[list[Any]]) -> bool:
 
 
 def assert_same_run(one: Trained, other: Trained) -> None:
-    """Every loss, every bucket of every step and the final parameters agree to the last bit."""
+    """Check that every loss, every bucket of every step and the final parameters are
+    bit-identical."""
     import torch
 
     assert one.losses == other.losses

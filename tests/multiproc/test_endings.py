@@ -351,8 +351,11 @@ FIVE_SECONDS = {"BYTEPS_PEER_TIMEOUT_S": "5"}
 
 
 def test_everything_is_told_to_end_at_once(make_cluster: Make) -> None:
-    """A cluster manager signals all. Scheduler and servers stay until workers have saved; some get the
-    signal twice, from the manager and from the script that started them."""
+    """A cluster manager signals everything at once.
+
+    Scheduler and servers stay until the workers have saved. Some processes get the signal twice:
+    from the manager and from the script that started them.
+    """
     cluster = make_cluster(workers=2, servers=2)
     workers = cluster.start("failures:saves")
     cluster.wait_mark("looping", range(2))
