@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Trains the arguments of Megatron's functional tests through BytePS and through all-reduce.
 
-Each set of arguments is run small on this machine's CPU, a few steps long, every rank a process. On
-every rank the losses, gradient norms, reduced gradients and final parameters of both runs must be
-the same to the last bit. docs/results/recipes.md says what is changed of a test, and holds the
+Each test runs in a small form on this machine's CPU, for a few steps, with a process per rank. The
+losses, gradient norms, reduced gradients and final parameters of both runs must be equal to the
+last bit on every rank. docs/results/recipes.md explains the changes to the tests, and has the
 tables that --markdown writes.
 
-Without --megatron the rows of tests/layouts/functional/rows.py are run. With it all tests of a
-checkout are that a CPU can run, and the rows are held against them.
+Without --megatron, the rows of tests/layouts/functional/rows.py run. With it, all tests of a
+checkout run that a CPU can run, and the rows are compared with them.
 
-Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+Exit status: 0 success; 1 a difference, or a failed rank, whose log is shown; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.layouts.functional.arguments import Case
 
-# No more than these: every rank imports this file.
+# Nothing else here: every rank imports this file.
 from tests.layouts.functional.rows import CASES
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Trains tiny Hugging Face models in every layout, whole and by LoRA adapters.
+"""Trains tiny Hugging Face models in every layout, fully and by LoRA adapters.
 
-Each cell trains a few steps on this machine's CPU through BytePS and through all-reduce, and looks
-at the files that come out.
-docs/results/integrations.md says what must come out, and holds the table that --markdown writes.
+Each cell trains a few steps on this machine's CPU, through BytePS and through all-reduce, and
+checks the written files. docs/results/integrations.md describes the checks, and has the table that
+--markdown writes.
 
-Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+Exit status: 0 success; 1 a failed check, or a failed rank, whose log is shown; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TABLE = Table(
 
 
 def row(layout: Layout, outcome: Outcome, *, lora: bool) -> list[str]:
-    """A row of the table."""
+    """Make a row of the table."""
     part = f"adapters, {outcome.trained:.0%}" if lora else "all"
     by_peft = "" if outcome.adapter_logits is None else f"{outcome.adapter_logits:.0e}"
     same = "yes" if outcome.round_trip and outcome.equal else "**no**"
@@ -42,7 +42,7 @@ def row(layout: Layout, outcome: Outcome, *, lora: bool) -> list[str]:
 
 
 def title(cell: tuple[Layout, bool]) -> str:
-    """A layout, and whether it is trained by adapters, for people."""
+    """Make a title of the layout and the kind of training."""
     return f"{cell[0].name}, {'lora' if cell[1] else 'full'}"
 
 

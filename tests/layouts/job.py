@@ -1,8 +1,8 @@
-"""Starts the ranks of a job, on the CPU over gloo or on GPUs over NCCL, and collects what they saw.
+"""Starts the ranks of a job, on the CPU with gloo or on GPUs with NCCL, and collects their results.
 
-Importing torch and Megatron takes seconds a process. The ranks are forked from multiprocessing's
-fork server, which imports both once. They find each other as under torchrun: through a store that
-this process keeps, on a port that the kernel chooses.
+The import of torch and Megatron takes seconds in a process. So ranks are forked from
+multiprocessing's fork server, which imports both once. Ranks meet as under torchrun: through a
+store in this process, on a port that the kernel chooses.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """What makes a training job run on a kind of device."""
+    """Settings of a training job for a kind of device."""
 
     name: str
     environment: Mapping[str, str]
-    """Of every rank."""
+    """Environment variables of every rank."""
     arguments: tuple[str, ...] = ()
-    """Of Megatron, under either backend."""
+    """Arguments of Megatron, under either backend."""
     shares_devices: bool = False
-    """Ranks have GPUs; where several share a host, hosts that are taken to differ share them."""
+    """Ranks have GPUs; ranks of different assumed hosts share GPUs if hosts have several ranks."""
     preloaded: tuple[str, ...] | None = None
-    """Modules that the process has imported from which ranks are forked; None: the program's, with
-    all that it needs."""
+    """Modules that the fork server imports; None for the program's module, with all that it
+    needs."""
 
 
 CPU = Platform(
     name="cpu",
-    # Also on a machine with GPUs.
+    # Set on machines with GPUs too.
     environment={"MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
 )
 
@@ -58,31 +58,33 @@ CUDA = Platform(
     environment={
         "MEGATRON_CPU": "0",
         "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it where tensors are cut
-        # The two runs are compared bit by bit: matrix products and NCCL always in one order.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it for tensor parallelism
+        # The two runs are compared bit by bit, so matrix products and NCCL must add in a fixed
+        # order.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "Ring",
     },
     shares_devices=True,
-    # What works without Transformer Engine and Apex, and needs no compiler while it runs.
+    # Options that work without Transformer Engine and Apex, and without a compiler at run time.
     arguments=(
         *("--transformer-impl", "local", "--attention-backend", "unfused"),
         *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
         *("--no-masked-softmax-fusion", "--no-rope-fusion", "--no-bias-gelu-fusion"),
         *("--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--disable-jit-fuser"),
     ),
-    # Importing Megatron asks for the number of GPUs, after which CUDA does not start in a child.
+    # The import of Megatron queries the number of GPUs, and CUDA cannot start in a forked child
+    # after that.
     preloaded=("torch",),
 )
 
 CUDA_TE = dataclasses.replace(
     CUDA,
-    # Its layers read this when they are built.
+    # Transformer Engine's layers read this variable in their constructors.
     environment={**CUDA.environment, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
-    # No compiler while it runs.
+    # Without a compiler at run time.
     arguments=("--transformer-impl", "transformer_engine", "--disable-jit-fuser"),
 )
-"""With layers of Transformer Engine."""
+"""GPUs with layers of Transformer Engine."""
 
 PLATFORMS = {platform.name: platform for platform in (CPU, CUDA)}
 
@@ -90,7 +92,7 @@ THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-backend", "flat")
 """Arguments of Megatron."""
 SMALL_PARTITIONS = {"BYTEPS_PARTITION_BYTES": "4096"}
 TWO_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", **SMALL_PARTITIONS}
-"""Variables of ranks: with these it matters which server sums what, and which part is pulled."""
+"""Variables of ranks: with these, errors in the choice of a server or of the pulled part show."""
 
 
 LIMIT_S = 240.0
@@ -102,7 +104,7 @@ _started_for: Platform | None = None
 
 
 class JobFailed(AssertionError):
-    """Ranks did not end as they should have; the text has the end of their logs."""
+    """Ranks did not end as expected; the text has the end of their logs."""
 
 
 @contextmanager
@@ -120,17 +122,16 @@ def _environment(values: Mapping[str, str]) -> Any:
 
 
 def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
-    """Start the server that ranks are forked from, if it is not there.
+    """Start the fork server, unless it runs.
 
-    It imports these modules beforehand, or those that the platform allows. Threads may call this at
-    the same time.
+    The server imports these modules first, or only those that the platform allows. Thread-safe.
 
-    Raises:
-        ValueError: this process's fork server has imported what this platform does not allow.
+    Raises: ValueError: This process's fork server has imported modules that the platform does not
+    allow.
     """
     global _started_for
-    # Some releases of Python do not hand sys.path to the server, and a module that it cannot import
-    # beforehand it leaves to every child, without a word.
+    # Some releases of Python do not pass sys.path to the server. A module that the server cannot
+    # import is silently left to every child.
     path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     with _STARTING, _environment({**platform.environment, **path}):
         if _started_for is not None and _started_for.preloaded != platform.preloaded:
@@ -147,8 +148,8 @@ def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
 class Job:
     """A program on some ranks, each with a log and a result in the job's folder.
 
-    The program, ``module:function``, is called with the folder and the settings. Among those,
-    ``environment`` is added to what torchrun would set.
+    The program, ``module:function``, is called with the folder and the settings. The setting
+    ``environment`` is added to the variables that torchrun would set.
     """
 
     folder: Path
@@ -157,12 +158,13 @@ class Job:
     settings: Mapping[str, Any]
     platform: Platform = CPU
     per_host: int = 1
-    """Consecutive ranks that take themselves to share a host."""
+    """Number of consecutive ranks on an assumed host."""
     first_gpu: int = 0
-    """Of rank 0, where ranks have GPUs: jobs that run side by side take different ones."""
+    """Index of rank 0's GPU, if ranks have GPUs: concurrent jobs start at different GPUs."""
 
     def run(self, *, fails: bool = False) -> None:
-        """Run to the end. Raises JobFailed unless all ranks succeed (or none, if it ``fails``)."""
+        """Run to the end. Raises JobFailed unless all ranks succeed (with ``fails``: unless none
+        does)."""
         from torch.distributed import TCPStore
 
         self.folder.mkdir(parents=True)
@@ -181,7 +183,8 @@ class Job:
                 if process.is_alive():
                     process.kill()
                 process.join()
-                # What it started ends with it: Megatron's writers of checkpoints wait for more.
+                # Kill the rank's children too: Megatron's checkpoint writers would wait for more
+                # work.
                 with suppress(ProcessLookupError):
                     assert process.pid is not None  # it was started
                     os.killpg(process.pid, signal.SIGKILL)
@@ -191,14 +194,14 @@ class Job:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode not in (0, None) and not fails:
-                break  # the others wait for it in vain
+                break  # the others would wait for this rank forever
         codes = [process.exitcode for process in processes]
         good = all(codes) and None not in codes if fails else codes == [0] * self.ranks
         if not good:
             raise JobFailed(f"{self.program}: exit codes {codes}\n{self.logs()}")
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """As torchrun sets it, with the store of this process for its own."""
+        """Make the environment that torchrun would set, with the store in this process."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -225,15 +228,18 @@ class Job:
         }
 
     def _gpus(self, rank: int) -> dict[str, str]:
-        """Variables that give a rank its GPU. Hosts that outnumber GPUs share them, and so do ranks
-        of one a host. A host of more ranks than there are GPUs is several machines to NCCL."""
+        """Make the variables that give a rank its GPU.
+
+        Hosts share GPUs if there are more hosts than GPUs, and so do ranks if each host has one
+        rank. A host with more ranks than GPUs looks like several machines to NCCL.
+        """
         from scripts import children
 
         together = self.per_host if self.per_host > 1 else self.ranks
         per_machine = min(together, children.count_gpus())
         first = self.first_gpu + rank // per_machine * per_machine
         return {
-            # No more: torch takes the rank's number modulo these for its GPU's.
+            # Only these: torch takes the rank modulo their number as the index of its GPU.
             "CUDA_VISIBLE_DEVICES": children.some_gpus(first, per_machine),
             **children.place_among(rank, per_machine),
         }
@@ -250,28 +256,28 @@ class Job:
         return "\n".join(parts)
 
     def result(self, rank: int) -> Any:
-        """What the program returned on that rank."""
+        """Load the program's result on this rank."""
         import torch
 
         return torch.load(self.folder / f"rank{rank}.pt", weights_only=False)
 
     def results(self) -> list[Any]:
-        """What it returned on each."""
+        """Load the program's result on each rank."""
         return [self.result(rank) for rank in range(self.ranks)]
 
 
 def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
-    """Main function of a rank, in a process of its own."""
+    """Run a rank in a process of its own."""
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
-    # Megatron's own children are forked, as in any other process.
+    # Megatron's own children are forked, like in any other process.
     multiprocessing.set_start_method("fork", force=True)
     log = os.open(job.log_of(rank), os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable()  # a crash leaves the stacks of all threads in the log
-    faulthandler.dump_traceback_later(LIMIT_S - STACKS_BEFORE_S)  # so does a rank that hangs
+    faulthandler.dump_traceback_later(LIMIT_S - STACKS_BEFORE_S)  # and so does a rank that hangs
     try:
         import torch
 
@@ -288,7 +294,7 @@ def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
 
 
 def tiny_dataset(folder: Path) -> Dataset:
-    """A few thousand bytes of text that a small model can learn, as Megatron reads it, written into
+    """Write a few thousand bytes of text that a small model can learn, in Megatron's format, into
     an existing folder."""
     # Several documents: Megatron splits them between training and validation.
     sources = [folder / f"{number}.txt" for number in range(10)]
@@ -299,18 +305,18 @@ def tiny_dataset(folder: Path) -> Dataset:
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
-    """What Megatron must be told to read it."""
+    """Get Megatron's arguments to read the dataset."""
     cache = dataset.prefix.parent / "cache"
     return ["--data-path", str(dataset.prefix), "--data-cache-path", str(cache)]
 
 
-# ----- ranks that outnumber GPUs share those there are; scripts.children imports torch
+# ----- sharing of GPUs by more ranks; scripts.children imports torch
 
 
 def gpus_to_offer(settings: Settings) -> int | None:
-    """For ``cluster``: a GPU for each rank and spare, where Ray would find too few.
+    """Get the number of GPUs to give to ``cluster`` when Ray would find too few.
 
-    None where ranks need none, and where there are enough.
+    This is a GPU for each rank and spare. None if ranks need no GPUs, or if there are enough.
     """
     from scripts.children import outnumbered
 
@@ -319,9 +325,9 @@ def gpus_to_offer(settings: Settings) -> int | None:
 
 
 def take_a_share() -> None:
-    """In a rank whose GPU's number is its local rank: take one that is there.
+    """Choose an existing GPU in a rank whose GPU index would be its local rank.
 
-    Does nothing where ranks compute on the CPU, or have a GPU each.
+    Does nothing if ranks compute on the CPU or have a GPU each.
     """
     from scripts.children import count_gpus, outnumbered, place_among
 

@@ -2,14 +2,15 @@
 """Shows that training through BytePS gives the gradients that all-reduce gives.
 
 Trains each layout of a table (data, tensor, context, pipeline and expert parallelism, distributed
-optimizer, overlap, accumulation, element types) from one seed through torch.distributed and through
-BytePS, on this machine's CPU or (--device cuda) each rank on a GPU of its own, and compares every
-gradient bucket and the loss of every step on every rank.
-docs/results/correctness.md says what is required of them, and holds the tables that --markdown
-writes; with --device cuda it writes a page about the machine. --transformer-engine trains other
-layouts, whose layers are Transformer Engine's, on GPUs with fp8 (Hopper or later).
+optimizer, overlap, accumulation, dtypes) from the same seed through torch.distributed and through
+BytePS. Ranks run on this machine's CPU, or with --device cuda on a GPU each. Every gradient bucket
+and the loss of every step are compared on every rank.
 
-Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+docs/results/correctness.md states the requirements, and has the tables that --markdown writes; with
+--device cuda a page about the machine is written instead. --transformer-engine trains other
+layouts, with layers of Transformer Engine, on GPUs with fp8 (Hopper or later).
+
+Exit status: 0 success; 1 a difference, or a failed rank, whose log is shown; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# No more than these: every rank imports this file.
+# Nothing else here: every rank imports this file.
 from tests.layouts.gpt.rows import LAYOUTS, Layout
 from tests.layouts.gpt.te_rows import TE_LAYOUTS
 

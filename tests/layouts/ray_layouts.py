@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Trains in every layout twice: by ranks as torchrun starts them, and by ranks under Ray.
+"""Trains every layout twice: by ranks as under torchrun, and by ranks under Ray.
 
-Each cell trains a few steps, a small GPT or LoRA adapters on a small Hugging Face model: on this
-machine's CPU, or (--device cuda) on its GPUs, which ranks share where there are too few. All cells
-share one Ray cluster, and its actors. docs/results/integrations.md says what must come out, and
-holds the tables that --markdown writes.
+Each cell trains a small GPT, or LoRA adapters on a small Hugging Face model, for a few steps: on
+this machine's CPU, or with --device cuda on its GPUs, which ranks share if there are too few. All
+cells share a Ray cluster and its actors. docs/results/integrations.md describes the checks, and has
+the tables that --markdown writes.
 
-Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+Exit status: 0 success; 1 a failed check, or a failed rank, whose log is shown; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# No more than these: every local rank imports this file.
+# Nothing else here: every local rank imports this file.
 from tests.layouts.table import Table
 from tests.layouts.under_ray.rows import CELLS, Cell
 
@@ -32,7 +32,7 @@ MADE_BY = {
 
 
 def table_of(device: str) -> Table:
-    """The table of this kind of device."""
+    """Get the table for this kind of device."""
     return Table(
         begin=f"<!-- made by {MADE_BY[device]} -->",
         head=("layout", "trained", "sums per step", "same bits"),
@@ -43,13 +43,13 @@ def table_of(device: str) -> Table:
 
 
 def row(cell: Cell, outcome: Outcome) -> list[str]:
-    """A row of the table."""
+    """Make a row of the table."""
     same = "**no**" if outcome.differences else "yes"
     return [cell.name, cell.trained, str(outcome.sums), same]
 
 
 def title(cell: Cell) -> str:
-    """A cell, for people."""
+    """Make a title of the cell."""
     return f"{cell.name}, {cell.trained}"
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Trains by verl's own trainer in every layout, with its vLLM rollout, through BytePS.
+"""Trains with verl's own trainer and its vLLM rollout in every layout, through BytePS.
 
-Each row is a run of scripts/rl.py for a few steps. docs/results/integrations.md says what must come
-out, and holds the table that --markdown writes.
+Each row is a run of scripts/rl.py for a few steps. docs/results/integrations.md describes the
+checks, and has the table that --markdown writes.
 
-Exit status: 0 all is as it must be; 1 a miss, or a run failed, whose log is shown; 2 bad usage.
+Exit status: 0 success; 1 a failed check, or a failed run, whose log is shown; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.layouts.table import Table, parse, parser_of, run_table
 
 STEPS = 4
 ROUNDING = 0.2
-"""Training and rollout compute in bf16: up to 0.11 was seen, 0.49 with weights of a step before."""
+"""Limit of the difference between training and rollout, which compute in bf16: up to 0.11 was
+measured, and 0.49 with weights from a step earlier."""
 BYTEPS = "BytePS flat"
 COMMAND = "make rl-layouts MARKDOWN=docs/results/integrations.md"
 BEGIN = f"<!-- made by `{COMMAND}`; not to be edited by hand -->"
@@ -30,26 +31,26 @@ BEGIN = f"<!-- made by `{COMMAND}`; not to be edited by hand -->"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A row."""
+    """A row of the table."""
 
     name: str
     training: str
     cut: Sequence[str] = ()
-    """Flags of scripts/rl.py that say so."""
+    """Flags of scripts/rl.py for the parallelism."""
     rollout: int = 1
-    """Ranks of a vLLM."""
+    """Ranks of a vLLM instance."""
     algorithm: str = "grpo"
     mode: str = "sync"
 
     @property
     def flags(self) -> list[str]:
-        """Of scripts/rl.py."""
+        """Get the flags of scripts/rl.py."""
         flags = ["--algorithm", self.algorithm, "--mode", self.mode, "--steps", str(STEPS)]
         return [*flags, "--rollout-tensor", str(self.rollout), "--workers", "2", *self.cut]
 
     @property
     def sums(self) -> bool:
-        """Whether there is more than one data-parallel rank, context-parallel ones included."""
+        """Tell whether there are several data-parallel ranks, context-parallel ranks included."""
         return not {"--tensor", "--pipeline"} & set(self.cut)
 
 
@@ -88,7 +89,7 @@ TABLE = Table(
 
 
 def row(run: Run, outcome: Outcome) -> list[str]:
-    """A row of the table."""
+    """Make a row of the table."""
     cells = [run.training, f"tp{run.rollout}", run.algorithm.upper(), run.mode]
     cells.append(", ".join(sorted(set(outcome.backends))) or "-")
     cells += [f"{outcome.steps[0].reward:.3f}", f"{outcome.steps[-1].reward:.3f}"]
@@ -97,14 +98,14 @@ def row(run: Run, outcome: Outcome) -> list[str]:
 
 
 def apart(outcome: Outcome) -> float:
-    """The largest difference of a token's probability between rollout and training."""
+    """Get the largest difference of a token's probability between rollout and training."""
     return max(step.mismatch for step in outcome.steps)
 
 
 def problems(run: Run, outcome: Outcome) -> list[str]:
-    """What is not as it must be."""
+    """List failed checks."""
     wrong = []
-    # Asynchronous rollouts are of older weights.
+    # Asynchronous rollouts use older weights.
     if run.mode == "sync" and apart(outcome) >= ROUNDING:
         wrong.append(f"rollout and training differ by {apart(outcome):.3f}")
     # A single data-parallel rank has nothing to sum.

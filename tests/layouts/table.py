@@ -1,4 +1,5 @@
-"""Tables of layouts: their rows, the documents that hold them, and the command that runs cells."""
+"""Tables of layouts: their rows, the documents that contain them, and the command that runs
+cells."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .job import PLATFORMS, JobFailed
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One training job. Parallel sizes are Megatron's; data parallelism is what remains."""
+    """A training job with Megatron's parallel sizes; the data-parallel size follows."""
 
     name: str
     ranks: int
@@ -32,12 +33,14 @@ class Row:
 
     @property
     def dp(self) -> int:
-        """Ranks with samples of their own: those that sum all but experts' gradients are ``cp``
-        times as many."""
+        """Get the number of ranks with different samples.
+
+        Groups that sum gradients, except of experts, are ``cp`` times as large.
+        """
         return self.ranks // (self.tp * self.cp * self.pp)
 
     def size_arguments(self) -> list[str]:
-        """Megatron's arguments for sizes above 1."""
+        """Get Megatron's arguments for sizes above 1."""
         sizes = {
             "tensor-model": self.tp,
             "context": self.cp,
@@ -51,17 +54,16 @@ class Row:
 
 
 class Named(Protocol):
-    """Whatever has a name."""
+    """Anything that has a name."""
 
     @property
     def name(self) -> str: ...
 
 
 def named[R: Named](rows: Sequence[R], names: Sequence[str]) -> list[R]:
-    """The rows with these names, in the order of the table; all of them for no names.
+    """Get the rows with these names in table order, or all rows if there are no names.
 
-    Raises:
-        ValueError: no row has one of the names.
+    Raises: ValueError: No row has one of the names.
     """
     known = dict.fromkeys(row.name for row in rows)
     if unknown := [name for name in names if name not in known]:
@@ -78,31 +80,30 @@ _RULES = {"l": "---", "r": "---:"}
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Where a table stands in a document, and which rows it can have."""
+    """The place of a table in a document, and the rows that it can have."""
 
     begin: str
-    """The mark before it; after it stands END."""
+    """Marker line before the table; END follows the table."""
     head: Sequence[str]
     align: str = ""
-    """``l`` or ``r`` for each column; to the left without."""
+    """``l`` or ``r`` for each column; all left if empty."""
     keys: Sequence[Hashable]
-    """Of all rows, in their order."""
+    """Keys of all rows in their order."""
     key_of: Callable[[Sequence[str]], Hashable] = itemgetter(0)
-    """Which row some cells are of."""
+    """Gets the key of a row from its cells."""
 
     def lines(self, rows: Sequence[Sequence[str]]) -> list[str]:
-        """The table, as Markdown, with these rows."""
+        """Format the table with these rows as Markdown lines."""
         rule = [_RULES[one] for one in self.align or "l" * len(self.head)]
         return [line(self.head), f"|{'|'.join(rule)}|", *map(line, rows)]
 
     def put(self, document: Path, rows: Sequence[Sequence[str]], machine: str = "") -> None:
-        """Write these rows into a document, and keep the others that it has.
+        """Write these rows into a document and keep its other rows.
 
-        Args:
-            machine: what ran them, to be told above the table; without it nothing is told.
+        Args: machine: The machine that ran the rows, written above the table; empty for no such
+        line.
 
-        Raises:
-            SystemExit: the document has no place for the table.
+        Raises: SystemExit: The document has no place for the table.
         """
         before, begin, rest = document.read_text(encoding="utf-8").partition(self.begin)
         there, end, after = rest.partition(END)
@@ -117,12 +118,12 @@ class Table:
 
 
 def line(cells: Sequence[str]) -> str:
-    """A row as Markdown."""
+    """Format a row as Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
 def cells_of(text: str) -> list[str]:
-    """The cells of such a row."""
+    """Split a Markdown row into cells."""
     return [cell.strip() for cell in text.split("|")[1:-1]]
 
 
@@ -130,10 +131,9 @@ def cells_of(text: str) -> list[str]:
 
 
 def parser_of(about: str, *, devices: bool = True) -> argparse.ArgumentParser:
-    """The options that all tables have, for a command with this description.
+    """Create a parser with the options that all tables have.
 
-    Args:
-        devices: whether ranks may have GPUs, and several cells may run at once.
+    Args: about: Description of the command. devices: Add options for GPUs and for concurrent cells.
     """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -152,10 +152,11 @@ def parser_of(about: str, *, devices: bool = True) -> argparse.ArgumentParser:
 def parse[R: Named](
     parser: argparse.ArgumentParser, rows: Sequence[R], arguments: Sequence[str] | None
 ) -> tuple[list[R], argparse.Namespace]:
-    """The rows that a command line names, and its options. Exits with status 2 for bad usage.
+    """Parse a command line into the chosen rows and the options.
 
-    Args:
-        arguments: None for the process's own.
+    Exits with status 2 on bad usage.
+
+    Args: arguments: None for the process's own arguments.
     """
     options = parser.parse_args(arguments)
     rows = chosen(parser, rows, options)
@@ -166,7 +167,7 @@ def parse[R: Named](
 def chosen[R: Named](
     parser: argparse.ArgumentParser, rows: Sequence[R], options: argparse.Namespace
 ) -> list[R]:
-    """The rows that the options name. Exits with status 2 for bad usage."""
+    """Get the rows that the options name. Exits with status 2 on bad usage."""
     if getattr(options, "jobs", 1) < 1:
         parser.error(f"--jobs must be 1 or more, not {options.jobs}")
     try:
@@ -176,7 +177,7 @@ def chosen[R: Named](
 
 
 def refuse_missing_gpus(parser: argparse.ArgumentParser, device: str) -> None:
-    """Exit with status 2 where there is no GPU for ``--device cuda``."""
+    """Exit with status 2 if ``--device cuda`` is given and there is no GPU."""
     if device != "cuda":
         return
     import torch
@@ -188,7 +189,7 @@ def refuse_missing_gpus(parser: argparse.ArgumentParser, device: str) -> None:
 
 
 def machine_of(device: str) -> str:
-    """What ran the cells, in words."""
+    """Describe the machine that ran the cells."""
     if device != "cuda":
         return f"the CPU of {platform.system()} {platform.machine()}"
     import torch
@@ -209,17 +210,12 @@ def run_table[C, O](
     title: Callable[[C], str],
     failures: tuple[type[Exception], ...] = (JobFailed,),
 ) -> int:
-    """Run the cells of a table, and show and write the row of each.
+    """Run the cells of a table, and print and write the row of each.
 
-    Args:
-        name: of the command.
-        options: those of parser_of.
-        run, title, failures: as of run_cells.
-        row: the cells of a row.
-        problems: what is not as it must be.
+    Args: name: Name of the command. options: Options of parser_of. run, title, failures: See
+    run_cells. row: Makes the cells of a row. problems: Lists failed checks.
 
-    Returns:
-        an exit status: 0 if all cells were run and all is as it must be.
+    Returns: An exit status: 0 if all cells ran and passed.
     """
     with Progress(name, total=len(cells), unit="cells") as bar:
 
@@ -248,19 +244,14 @@ def run_cells[C, O](
     budget: float | None = None,
     failures: tuple[type[Exception], ...] = (JobFailed,),
 ) -> bool:
-    """Run every cell; one that fails does not stop the others.
+    """Run every cell; a failed cell does not stop the others.
 
-    Args:
-        run: makes the runs of a cell and compares them.
-        tell: called for each outcome, in the order of the cells: shows it, and returns what is not
-            as it must be.
-        title: of a cell, for people.
-        jobs: cells at once. One alone runs in the calling thread.
-        budget: seconds after which no other cell is begun.
-        failures: what ``run`` raises where a cell fails.
+    Args: run: Makes the runs of a cell and compares them. tell: Called with each outcome in cell
+    order; prints the outcome and returns the failed checks. title: Makes a title of a cell. jobs:
+    Number of concurrent cells. With 1, cells run in the calling thread. budget: Seconds after which
+    no further cell starts. failures: Exceptions that ``run`` raises if a cell fails.
 
-    Returns:
-        whether all cells were run and all is as it must be.
+    Returns: Whether all cells ran and passed.
     """
     deadline = math.inf if budget is None else time.monotonic() + budget
     left: list[str] = []

@@ -1,7 +1,7 @@
-"""Imported by the fork server after all else, for what each rank would do again.
+"""Last import of the fork server: work that each rank would otherwise repeat.
 
-Megatron reads the help of its arguments out of the source of its classes, twice a rank. It is the
-same each time, and takes a fifth of a small job's CPU time.
+Megatron parses the help of its arguments from the source of its classes, twice in each rank. The
+result is always the same, and takes a fifth of a small job's CPU time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ def _read_once(self: ArgumentGroupFactory, described: type) -> dict[str, str]:
 
 ArgumentGroupFactory._get_field_docstrings = _read_once
 add_megatron_arguments(argparse.ArgumentParser())
-# What is there by now is no rank's garbage. To look for some would copy all of its memory.
+# No object of the parent is garbage in a rank. A collection there would copy all of its memory.
 gc.collect()
 gc.freeze()

@@ -1,7 +1,7 @@
-"""From the arguments of one of Megatron's functional tests, as a checkout has them, to those of a
-run on two cores through either backend, and to its row of a table.
+"""Turns a functional test of Megatron into a small run on two CPU cores, and into a row of a table.
 
-What is changed is said here, as data, with the reason; every other argument stays as it stands.
+The data below say which arguments change, and why. All other arguments stay as they are in the
+test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..gpt.runs import train
 from ..table import Table
 
 Value = str | bool | Sequence[str]
-"""True for a flag alone, several words for one that takes several."""
+"""True for a flag without a value, several words for a flag with several values."""
 
 SMALLER = {
     "--hidden-size": 64,
@@ -47,10 +47,10 @@ SMALLER = {
     "--encoder-num-layers": 2,
     "--decoder-num-layers": 2,
 }
-"""Width and sequence length: at most this."""
+"""Upper limits of widths and of the sequence length."""
 
 MICRO_BATCHES = 8
-"""Of a rank, at most: above, half as many. At least one."""
+"""Micro-batches of a rank in a step, at most: a test with more gets half as many, at least 1."""
 
 PLACES_OF_LAYERS = (
     "--account-for-embedding-in-pipeline-split",
@@ -58,7 +58,7 @@ PLACES_OF_LAYERS = (
     "--moe-layer-freq",
     "--pipeline-model-parallel-layout",
 )
-"""With one of these every layer has its place, and their number stays."""
+"""Flags that assign layers to pipeline stages: with any of them the number of layers stays."""
 
 DATA = (
     *("--data-cache-path", "--data-path", "--fim-data", "--fim-rate", "--fim-spm-rate"),
@@ -66,14 +66,14 @@ DATA = (
     *("--num-workers", "--split"),
     *("--tokenizer-model", "--tokenizer-type", "--vocab-file", "--vocab-size"),
 )
-"""Mock data take their place."""
+"""Flags that mock data replace."""
 
 LENGTH = (
     *("--eval-global-batch-size", "--eval-interval", "--eval-iters", "--exit-duration-in-mins"),
     *("--exit-interval", "--lr-decay-samples", "--lr-warmup-samples", "--train-iters"),
     *("--train-samples",),
 )
-"""Some steps are made, and no evaluation."""
+"""Flags of the length of a run: a small run makes a few steps and no evaluation."""
 
 FILES = (
     *("--async-save", "--async-ckpt-use-cpu-shm", "--async-strategy", "--auto-detect-ckpt-format"),
@@ -86,7 +86,7 @@ FILES = (
     *("--verify-integrity", "--wandb-entity", "--wandb-exp-name", "--wandb-project"),
     *("--wandb-save-dir",),
 )
-"""Nothing is saved or loaded."""
+"""Flags of checkpoints and logs: a small run saves and loads nothing."""
 
 REPLACED = {
     "--attention-backend": "unfused: other kernels of attention need a GPU",
@@ -94,7 +94,8 @@ REPLACED = {
     "--no-persist-layer-norm": "so it is anyway",
     "--transformer-impl": "local: Transformer Engine needs a GPU",
 }
-"""What a CPU cannot do: what ``MEGATRON_CPU=1`` sets in its place, and why."""
+"""Flags that a CPU cannot serve and that ``MEGATRON_CPU=1`` sets otherwise: new value and
+reason."""
 
 LEFT_OUT = {
     "--apply-layernorm-1p": "Transformer Engine's norms",
@@ -110,7 +111,7 @@ LEFT_OUT = {
     "--moe-router-fusion": "kernels of Transformer Engine",
     "--use-flash-attn": "a kernel for GPUs",
 }
-"""What a CPU cannot do, and what it needs."""
+"""Flags that a CPU cannot serve and that a small run omits: the thing each needs."""
 
 REFUSED = {
     "--cuda-graph-impl": "CUDA graphs",
@@ -126,16 +127,16 @@ REFUSED = {
     "--use-torch-fsdp2": "FSDP2, which sums gradients by itself",
     "--use-transformer-engine-op-fuser": "Transformer Engine's layers",
 }
-"""Without these nothing of the test would be left: what it needs."""
+"""Flags that a CPU cannot serve and that the test is about: the thing each needs."""
 
 UNCUT = tuple(
     f"--{kind}-parallel-size"
     for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
 )
-"""Without these there is one part."""
+"""Sizes that are 1 unless the test sets them."""
 
 LARGEST = 16
-"""Ranks of a run."""
+"""Most ranks of a run."""
 
 
 class CannotRun(ValueError):
@@ -144,23 +145,22 @@ class CannotRun(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Small:
-    """A run that two cores can make."""
+    """A run that fits on two cores."""
 
     ranks: int
     arguments: tuple[str, ...]
-    """Of Megatron, in the order of the flags."""
+    """Megatron's arguments, sorted by flag."""
     left_out: tuple[str, ...]
-    """Flags that a CPU cannot serve, which are not among the arguments."""
+    """Flags of the test that a CPU cannot serve, and that are not among the arguments."""
 
 
 def small(given: Mapping[str, Value]) -> Small:
-    """What is run of a functional test's arguments, by flag.
+    """Make a functional test's arguments (by flag) small.
 
-    Two ranks sum each gradient, so that there is one right result: two data-parallel ranks, or one
-    where two share each sequence.
+    At most two ranks sum each gradient, so that there is a single right result: two data-parallel
+    ranks, or one data-parallel rank of two context-parallel ranks.
 
-    Raises:
-        CannotRun: it needs something that a CPU cannot do, or too many ranks.
+    Raises: CannotRun: The test needs something that a CPU cannot do, or too many ranks.
     """
     for flag, needs in REFUSED.items():
         if flag in given:
@@ -176,7 +176,7 @@ def small(given: Mapping[str, Value]) -> Small:
     if ranks > LARGEST:
         raise CannotRun(f"{ranks} ranks, more than {LARGEST}")
     etp = int(str(given.get("--expert-tensor-parallel-size", tp)))
-    # Experts are split over data-parallel ranks, of which there are two.
+    # Experts are split over data-parallel ranks, and there are two.
     ep = min(ep, max(1, ranks // pp // etp))
     expert = ep * etp
     if ranks // pp % expert:
@@ -206,9 +206,9 @@ def small(given: Mapping[str, Value]) -> Small:
     changed |= {"--eval-interval": "1000", "--eval-iters": "0", "--train-iters": str(STEPS)}
     changed |= {"--mock-data": True, "--num-workers": "0"}
     if "--overlap-param-gather-with-optimizer-step" in changed:
-        changed["--ckpt-format"] = "torch"  # Megatron refuses the other one with it
+        changed["--ckpt-format"] = "torch"  # Megatron refuses torch_dist with it.
     if "--fp16" in changed:
-        # From Megatron's 2^32 all steps of a short run would be skipped.
+        # From Megatron's initial 2^32, all steps of a short run would be skipped.
         changed["--initial-loss-scale"] = "1024"
     return Small(
         ranks=ranks,
@@ -218,19 +218,19 @@ def small(given: Mapping[str, Value]) -> Small:
 
 
 def _layers(given: Mapping[str, Value], pp: int) -> int:
-    """As few as there can be, but two."""
+    """Get the smallest possible number of layers, at least two."""
     layers = int(str(given["--num-layers"]))
     if any(flag in given for flag in PLACES_OF_LAYERS):
         return layers
     chunk = given.get("--num-layers-per-virtual-pipeline-stage")
     stages = int(str(given.get("--num-virtual-stages-per-pipeline-rank", 1)))
     if chunk is not None:
-        return min(layers, 2 * pp * int(str(chunk)))  # at least two chunks make it virtual
+        return min(layers, 2 * pp * int(str(chunk)))  # a virtual pipeline has at least two chunks
     return min(layers, max(2, pp * stages))
 
 
 def words(given: Mapping[str, Value]) -> list[str]:
-    """A command line, in the order of the flags."""
+    """Make a command line, sorted by flag."""
     found: list[str] = []
     for flag, value in sorted(given.items()):
         found.append(flag)
@@ -243,24 +243,23 @@ def words(given: Mapping[str, Value]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Layout):
-    """A functional test, made small; or several with the same arguments."""
+    """A functional test, made small, or several tests with equal arguments."""
 
     arguments: tuple[str, ...]
-    """Of Megatron: all of them, in the order of the flags."""
+    """All of Megatron's arguments, sorted by flag."""
     left_out: tuple[str, ...] = ()
     """Flags of the test that a CPU cannot serve."""
     others: tuple[str, ...] = ()
-    """Tests whose arguments come to the same."""
+    """Other tests that have the same arguments once they are small."""
 
     def megatron_arguments(self) -> list[str]:
         return list(self.arguments)
 
 
 def check(case: Case, folder: Path) -> Report:
-    """Train it both ways, in a new folder, and compare.
+    """Train the case through both backends, in a new folder, and compare.
 
-    Raises:
-        JobFailed: a run failed.
+    Raises: JobFailed: A run failed.
     """
     folder.mkdir(parents=True)
     ours = train(case, folder / "byteps", (), through_byteps=True)
@@ -281,7 +280,7 @@ FAMILIES: dict[str, Family] = {
     "moe": "gpt",
     "t5": "t5",
 }
-"""Folders of tests whose models can be trained here: which model each has."""
+"""Folders of tests whose models can be trained here, and the model family of each."""
 _CASES = "tests/functional_tests/test_cases"
 _NO_TRAINING = re.compile(r"inference|grpo")
 
@@ -293,14 +292,13 @@ class Test:
     name: str
     family: Family
     arguments: dict[str, Value]
-    """By flag."""
+    """Values by flag."""
 
 
 def tests_of(checkout: Path) -> Iterator[Test]:
-    """The tests that train one of the models of FAMILIES.
+    """Yield the tests that train a model of FAMILIES.
 
-    Raises:
-        ValueError: the folder has no functional tests.
+    Raises: ValueError: The folder has no functional tests.
     """
     found = sorted((checkout / _CASES).glob("*/*/model_config.yaml"))
     if not found:
@@ -317,11 +315,11 @@ def tests_of(checkout: Path) -> Iterator[Test]:
 
 
 def cases_of(checkout: Path) -> tuple[list[Case], dict[str, str]]:
-    """What a CPU can run of a checkout, tests with equal arguments as one case; and why it cannot
-    run the others, by name.
+    """Find the cases of a checkout that a CPU can run, and the reasons why it cannot run the rest.
 
-    Raises:
-        ValueError: the folder has no functional tests.
+    Tests with equal arguments are one case. The reasons are keyed by the test's name.
+
+    Raises: ValueError: The folder has no functional tests.
     """
     cases: dict[object, Case] = {}
     cannot: dict[str, str] = {}
@@ -346,7 +344,7 @@ def cases_of(checkout: Path) -> tuple[list[Case], dict[str, str]]:
 
 
 def strange(rows: Sequence[Case], cases: Sequence[Case]) -> list[str]:
-    """How rows differ from the tests of a checkout that they repeat."""
+    """Describe differences between rows and the tests of a checkout that they repeat."""
     known = {name: case for case in cases for name in (case.name, *case.others)}
     found = []
     for row in rows:
@@ -364,15 +362,17 @@ def strange(rows: Sequence[Case], cases: Sequence[Case]) -> list[str]:
 
 
 def _pairs(case: Case) -> set[str]:
-    """The arguments, each flag with its values."""
+    """Pair each flag with its values, as text."""
     text = " ".join(case.arguments)
     pairs = {f"--{part.strip()}" for part in (" " + text).split(" --") if part.strip()}
     return {*pairs, f"{case.ranks} ranks", f"a {case.family}"}
 
 
 def _value(given: Any) -> Value:
-    """As the tests' own launcher hands it over, in its first run: words in brackets are several, in
-    parentheses one."""
+    """Convert a value from a test's YAML like the tests' launcher does in its first run.
+
+    Brackets hold several words, parentheses one.
+    """
     if given is True:
         return True
     text = str(given).strip().replace("${REPEAT}", "1")
@@ -387,14 +387,13 @@ def _value(given: Any) -> Value:
 _MADE_BY = "made by `make functional MEGATRON=CHECKOUT MARKDOWN=docs/results/recipes.md`"
 _MARK = f"<!-- {{}}: {_MADE_BY}; not to be edited by hand -->"
 _MISS = " (MISS)"
-"""After the name of a test whose two runs differ."""
+"""Mark after the name of a test whose two runs differ."""
 
 
 def put(document: Path, report: Report, case: Case, cases: Sequence[Case]) -> None:
     """Write a test's row into the document.
 
-    Raises:
-        SystemExit: the document has no place for it.
+    Raises: SystemExit: The document has no place for the row.
     """
     missed = report.misses or not report.same_bits
     table = Table(
@@ -413,7 +412,7 @@ def put(document: Path, report: Report, case: Case, cases: Sequence[Case]) -> No
 
 
 def put_others(document: Path, cannot: Mapping[str, str]) -> None:
-    """Write how many tests a CPU cannot run, and why."""
+    """Write into the document how many tests a CPU cannot run, and why."""
     tests = Counter(cannot.values())
     reasons = sorted(tests, key=lambda why: (-tests[why], why))
     table = Table(begin=_MARK.format("not run"), head=("why", "tests"), align="lr", keys=reasons)
@@ -421,7 +420,7 @@ def put_others(document: Path, cannot: Mapping[str, str]) -> None:
 
 
 def listing(cases: Sequence[Case], cannot: Mapping[str, str]) -> str:
-    """What there is to run, and what cannot be."""
+    """List the cases, and the tests that cannot run."""
     rows = [[case.name, str(case.ranks), " ".join(case.arguments)] for case in cases]
     rows += [[name, "-", why] for name, why in cannot.items()]
     return aligned([["test", "ranks", "arguments"], *rows], left=3)

@@ -1,7 +1,7 @@
-"""Functional tests of Megatron, as they are run on a CPU.
+"""Functional tests of Megatron, in the form that a CPU runs.
 
-Each row says which test, and which arguments it has once arguments.py has made it small. With a
-checkout `make functional` reads the tests themselves, and says where a row differs from its test.
+A row names the test and has its arguments after arguments.py made them small. With a checkout,
+`make functional` reads the tests themselves and reports rows that differ from their tests.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _VPP = "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
 
 
 def _read(text: str) -> dict[str, Value]:
-    """The arguments of a command line, by flag."""
+    """Parse a command line into values by flag."""
     found: dict[str, Value] = {}
     flag = ""
     for word in text.split():
@@ -98,8 +98,8 @@ def _row(
     family: Family = "gpt",
     left_out: tuple[str, ...] = (),
 ) -> Case:
-    """A test: the arguments of all parts, later ones in the place of earlier ones, without those of
-    some flags."""
+    """Make a row from command lines; a later part overrides an earlier one, and flags of ``less``
+    go."""
     given: dict[str, Value] = {}
     for part in (_ALL, *parts):
         given |= _read(part)
@@ -118,7 +118,7 @@ QUICK = (
     "gpt3_mcore_tp1_pp1_dist_optimizer_overlap_grad_reduce_param_gather",
     "t5_mcore_tp1_pp1_vp1",
 )
-"""Those of `make test`: each has what the others have not."""
+"""Rows that `make test` runs: each covers something that the others do not."""
 
 CASES: tuple[Case, ...] = (
     _row("gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset", 2, _GPT, _DO),

@@ -1,5 +1,8 @@
-"""Compares what the ranks of two runs saw, one through BytePS, one through torch.distributed; what
-sums in blocks of few bits have to be is known to the bit."""
+"""Compares the values that ranks recorded in two runs: through BytePS and through
+torch.distributed.
+
+Sums in blocks of few bits are checked bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from tests.few_bits import Sums
 from .layout import Errors, RankSeen, Report, Step, Sum
 from .rows import STEPS, Layout
 
-# Of the bytes that go to servers, against the cost model's: padding and nothing else.
+# Tolerance of the bytes that go to servers, relative to the cost model: for padding alone.
 BYTES_TOLERANCE = 0.02
-FEW_BITS_TOLERANCE = 0.1  # blocks that are not full, and both ends of shards
+FEW_BITS_TOLERANCE = 0.1  # for partly filled blocks and both ends of shards
 WIRE_BYTES = {"bf16": 2.0, "int8": 130 / 128, "int4": 66 / 128}
 
 
 def begin_report(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
-    """What was summed among whom; with misses if the two runs are not of one shape."""
+    """Start a report with the sums and their members; misses say that the runs have different
+    shapes."""
     report = Report(layout=layout)
     check_shape(report, ours, theirs)
     if report.misses:
@@ -34,7 +38,7 @@ def begin_report(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[Rank
 
 
 def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
-    """Hold two runs of a layout, rank by rank, against each other and against exact sums."""
+    """Compare two runs of a layout, rank by rank, with each other and with exact sums."""
     report = begin_report(layout, ours, theirs)
     if report.misses:
         return report
@@ -63,10 +67,10 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
 
 
 def errors(ranks: Sequence[RankSeen], wire: torch.dtype | None = None, per_host: int = 1) -> Errors:
-    """Hold each sum of a run against the parts that its members put in.
+    """Compare each sum of a run with the sum in fp64 of its members' parts.
 
-    With ``wire`` fp32 parts were sent as that: the sum is of the parts so rounded, and itself
-    rounded to it. What was sent is the sum of each host's ranks, ``per_host`` of them.
+    With ``wire``, fp32 parts were sent in that dtype: the parts are rounded to it first, and so is
+    the sum. A host sends the sum of its ``per_host`` ranks.
     """
     found = Errors()
     for step in range(len(ranks[0].steps)):
@@ -103,7 +107,7 @@ def _measure(
     wide = [value.double() for value in values]
     exact = torch.stack(wide).sum(0)
     magnitude = torch.stack([value.abs() for value in wide]).sum(0)
-    # Below this the type has no full precision, and a relative error says nothing.
+    # Below this value the dtype has less precision, and a relative error means nothing.
     limits = torch.finfo(sent)
     floor = limits.tiny / limits.eps
     error = ((total.result.double() - exact).abs() / magnitude.clamp_min(floor)).max().item()
@@ -112,7 +116,7 @@ def _measure(
 
 
 def _by_host(values: Sequence[torch.Tensor], hosts: Sequence[int]) -> list[torch.Tensor]:
-    """The sums of the values of each host, in their own type."""
+    """Sum the values of each host in their own dtype."""
     sums: dict[int, torch.Tensor] = {}
     for value, host in zip(values, hosts, strict=True):
         sums[host] = value if host not in sums else sums[host] + value
@@ -120,7 +124,8 @@ def _by_host(values: Sequence[torch.Tensor], hosts: Sequence[int]) -> list[torch
 
 
 def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
-    """Both ran to the end, summed the same buckets, and BytePS made the sums of one of them."""
+    """Check that both runs ended, summed the same buckets, and that BytePS made the sums of one
+    run."""
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if len(one.steps) != STEPS or len(other.steps) != STEPS:
             report.misses.append(f"rank {rank}: {len(one.steps)} and {len(other.steps)} steps")
@@ -128,7 +133,7 @@ def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankS
         if other.names:
             report.misses.append(f"rank {rank}: all-reduce used BytePS")
         for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
-            # Servers that keep the optimizer have some parameters in buckets of their own.
+            # The server optimizer has some parameters in buckets of their own.
             if a.gradients().keys() != b.gradients().keys():
                 report.misses.append(f"rank {rank}, step {step + 1}: other parameters")
             elif a.sums.keys() != b.sums.keys() and not report.layout.servers:
@@ -141,7 +146,7 @@ def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankS
                 report.misses.append(f"rank {rank}: no push-pulls")
             continue
         for way in () if report.layout.servers else ("flat", "node-first"):
-            # Node first, a sum is pushed in pieces.
+            # A node-first sum is pushed in pieces.
             mark = "/piece0" if way == "node-first" else ""
             begun = sum(
                 name.endswith(mark) and ("/piece" in name) == bool(mark)
@@ -154,7 +159,7 @@ def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankS
 
 
 def way_of(members: Sequence[int], layout: Layout) -> str:
-    """How the members of a sum ought to sum, from how they are spread over hosts."""
+    """Get the way in which a sum must go, from the spread of its members over hosts."""
     counts = Counter(member // layout.per_host for member in members)
     if len(counts) == 1:
         return "collective"
@@ -163,7 +168,7 @@ def way_of(members: Sequence[int], layout: Layout) -> str:
 
 
 def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
-    """The ranks of each host push and pull as many bytes as the cost model says."""
+    """Check that the ranks of each host push and pull as many bytes as the cost model says."""
     layout = report.layout
     pushed: defaultdict[int, float] = defaultdict(float)
     pulled: defaultdict[int, float] = defaultdict(float)
@@ -185,33 +190,35 @@ def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
 
 
 def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
-    """What a rank pushes and pulls for a sum: its part of what the cost model has for its host."""
+    """Get the bytes that a rank pushes and pulls for a sum, as its share of the cost model's bytes
+    for the host."""
     way = way_of(total.members, layout)
     if way == "collective":
         return 0.0, 0.0
     element = WIRE_BYTES.get(layout.wire, float(total.local.element_size()))
     whole = total.local.numel() * element
     wanted = total.result.numel() * element
-    # Each rank sends and gets all of these, however the others go.
+    # Each rank sends and receives all of the kept bytes, however the rest goes.
     kept = kept_bytes(total) if layout.has_few_bits else 0
     if way == "flat":
         return whole + kept, wanted + kept
     sharers = len(sharers_of(rank, total.members, layout))
-    # With a shard owned by several ranks of a host, each pulls its part, and they exchange them.
+    # If several ranks of a host own a shard, each pulls a part, and they exchange the parts.
     return whole / sharers + kept, min(wanted, whole / sharers) + kept
 
 
 def sharers_of(rank: int, members: Sequence[int], layout: Layout) -> list[int]:
-    """The members of a sum that share a rank's host."""
+    """Get the members of a sum on the rank's host."""
     return [member for member in members if member // layout.per_host == rank // layout.per_host]
 
 
 def _check_errors(report: Report) -> None:
     for kind, error in report.ours.relative.items():
-        if kind in FORMS:  # whose bits are known
+        if kind in FORMS:  # checked bit by bit
             continue
-        # One rounding is the best that there is, and torch.distributed makes one for each rank that
-        # it adds inside a host; what is sent in another type has no counterpart.
+        # The best possible result has one rounding. torch.distributed rounds once for each rank
+        # that it adds inside a host. Parts sent in another dtype have no counterpart in the other
+        # run.
         rounding = torch.finfo(getattr(torch, kind)).eps / 2
         roundings = report.layout.ranks_that_sum_first
         allowed = max(report.theirs.relative.get(kind, 0.0), roundings * rounding)
@@ -220,13 +227,13 @@ def _check_errors(report: Report) -> None:
 
 
 def check_first_step(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
-    """Before the first update the runs are one run: so are their losses and local gradients."""
+    """Check that losses and local gradients before the first update are equal in both runs."""
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if one.steps[0].loss != other.steps[0].loss:
             report.misses.append(f"rank {rank}: the first losses differ")
         twins = other.steps[0].gradients()
         for name, mine in one.steps[0].gradients().items():
-            # With a scaled loss they may be no numbers.
+            # A scaled loss can make infinities and NaN.
             if not torch.allclose(mine, twins[name], rtol=0, atol=0, equal_nan=True):
                 report.misses.append(f"rank {rank}, {name}: the first local gradients differ")
 
@@ -246,7 +253,7 @@ def check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[Rank
 
 
 def differences(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
-    """Everything that is not the same to the last bit in both runs."""
+    """Yield every difference between the two runs, to the last bit."""
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if len(one.steps) != len(other.steps):
             yield f"rank {rank}: {len(one.steps)} and {len(other.steps)} steps"
@@ -264,14 +271,14 @@ def _results(step: Step) -> dict[str, torch.Tensor]:
 
 
 def _unequal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The names of what is not the same in both, or in one of them only."""
+    """Yield the names of values that differ, or that only one side has."""
     for name in sorted(one.keys() | other.keys()):
         if name not in one or name not in other or not _same(one[name], other[name]):
             yield name
 
 
 def _larger(one: float, other: float) -> float:
-    """The larger one, and NaN for good once there is one."""
+    """Get the larger number, or NaN if either is NaN."""
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
@@ -288,19 +295,21 @@ def _note(report: Report, what: str, where: Sequence[str]) -> None:
 
 
 KEPT_BYTES = 4096
-"""Parameters of fewer bytes of gradients travel as bf16, those of fp16 as they are: all norms and
-biases of these models."""
+"""Parameters whose gradients have fewer bytes travel as bf16 (fp16 gradients as fp16): all norms
+and biases of these models."""
 FEW_BITS_ENVIRONMENT = {
     "BYTEPS_DETERMINISTIC": "1",
     "BYTEPS_KEEP_BF16_BYTES": str(KEPT_BYTES),
     "BYTEPS_NODE_PIECE_BYTES": str(1 << 20),
 }
-"""Of the ranks: with pieces as long as buckets, so that it is known where blocks begin."""
+"""Environment of the ranks: pieces are as long as buckets, so that the starts of blocks are
+known."""
 FORMS = ("int8", "int4")
 
 
 class FewBits:
-    """The sums of a run, in the order of its steps: with feedback each depends on those before."""
+    """The expected sums of a run, in step order: with error feedback each depends on
+    earlier sums."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -309,10 +318,9 @@ class FewBits:
     def expected(
         self, members: tuple[int, ...], name: str, parts: Sequence[Sum]
     ) -> Callable[[Sum], torch.Tensor]:
-        """What each member gets of the next sum of a bucket.
+        """Compute what each member gets from the next sum of a bucket.
 
-        Args:
-            parts: of all members, in their order.
+        Args: parts: Local parts of all members, in member order.
         """
         lead, kept = parts[0], _kept(parts[0])
         values = [part.local.flatten().clone() for part in parts]
@@ -344,12 +352,12 @@ class FewBits:
         return lambda one: total[one.offset : one.offset + one.result.numel()]
 
     def forget(self) -> None:
-        """As all ranks do after a step that was skipped."""
+        """Drop the error feedback, like all ranks after a skipped step."""
         for sums in self._sums.values():
             sums.forget()
 
     def _places(self, lead: Sum, members: int, hosts: int) -> list[torch.Tensor]:
-        """The elements of each tensor that is pushed, in its order: blocks begin at its start."""
+        """Get the indices of elements in each pushed tensor; blocks begin at the tensor's start."""
         count = lead.local.numel()
         everything = torch.arange(count)
         if not self._layout.is_node_first or hosts == members:
@@ -363,7 +371,7 @@ class FewBits:
 
 
 def few_bits_errors(ranks: Sequence[RankSeen], layout: Layout) -> Errors:
-    """Hold each sum of a run against the bits that it has to have."""
+    """Compare each sum of a run with the exact bits that it must have."""
     found, bits = Errors(), FewBits(layout)
     for step in range(len(ranks[0].steps)):
         skipped = False
@@ -402,14 +410,14 @@ def _kept(total: Sum) -> list[tuple[int, int]]:
 
 
 def kept_bytes(total: Sum) -> int:
-    """Of the gradients of a bucket that travel as bf16."""
+    """Get the bytes of a bucket's gradients that travel as bf16."""
     return 2 * sum(end - begin for begin, end in _kept(total))
 
 
 def _pushed_by_host(
     members: tuple[int, ...], values: Sequence[torch.Tensor], per_host: int
 ) -> list[torch.Tensor]:
-    """What is pushed: of each host that sums first, the sum of its ranks."""
+    """Get the pushed values: the sum over the ranks of each host that sums first."""
     sums: dict[int, torch.Tensor] = {}
     for member, value in zip(members, values, strict=True):
         host = member // per_host

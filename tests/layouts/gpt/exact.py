@@ -1,4 +1,4 @@
-"""An optimizer's updates made again: in fp64, and by gradients in few bits, there to the bit."""
+"""Repeats an optimizer's updates in fp64, or to the bit for gradients in few bits."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch.distributed as dist
 from tests.few_bits import Rounding, moved
 
 _EPS = 1e-6
-"""Added to a norm before it divides, as by Megatron."""
+"""Epsilon that is added to a norm before a division, like in Megatron."""
 _OPTIONS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov")
 
 
 class ExactUpdates:
-    """Follows Megatron's optimizer on one rank: each step is made a second time in fp64.
+    """Follows Megatron's optimizer on a rank and makes each step a second time in fp64.
 
-    Both are given the same gradients, summed over data-parallel ranks and rounded as they are when
-    the optimizer gets them, and the same norm. So what is measured is the rounding of the update.
+    Both get the same norm and the same gradients: summed over data-parallel ranks and rounded as
+    the optimizer gets them. So the result is the rounding error of the update.
     """
 
     def __init__(self, optimizer: Any, buckets: Iterable[tuple[Any, Any]], steps: int) -> None:
         """
-        Args:
-            optimizer: Megatron's, before its first step.
-            buckets: of DDP, and the group that sums each.
-            steps: after so many the errors are there.
+        Attach to an optimizer.
+
+        Args: optimizer: Megatron's optimizer, before its first step. buckets: Buckets of DDP, each
+        with the group that sums it. steps: Number of steps after which the errors are computed.
         """
         self.error = self.size = 0.0
-        """Sums of squares: of what the fp32 parameters are off by, and of the parameters."""
+        """Sums of squares: of the errors of the fp32 parameters, and of the parameters."""
         self.read_bytes = 0
-        """From servers, to look at the parameters."""
+        """Bytes that were read from servers to get the parameters."""
         self._optimizer, self._last = optimizer, steps
         self._buckets = [(b, group) for b, group in buckets if b.grad_data.numel()]
         self._made = 0
@@ -47,7 +47,7 @@ class ExactUpdates:
         optimizer.step = self.step
 
     def _twin_of(self, groups: Any) -> torch.optim.Optimizer | None:
-        """torch's, of fp64 copies."""
+        """Create torch's optimizer on fp64 copies."""
         model = {
             id(getattr(parameter, "main_param", parameter)): parameter
             for bucket, _ in self._buckets
@@ -70,7 +70,7 @@ class ExactUpdates:
         return kind(mine, lr=0.0, foreach=False)
 
     def _watch(self, bucket: Any) -> None:
-        """Note what this rank sends."""
+        """Record what this rank pushes."""
         (served,), wire = bucket.dpu_server_buckets, bucket.dpu_reduce_op.wire.memory
 
         def noting(push: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ class ExactUpdates:
         served._push, served.push_step = noting(served._push), noting(served.push_step)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the optimizer's."""
+        """Replace the optimizer's step."""
         before = {} if self._served else dict(self._summed())
         unscale = 1.0 / float(self._optimizer.get_loss_scale())
         result = self._step(*args, **kwargs)
@@ -98,7 +98,7 @@ class ExactUpdates:
         return result
 
     def _summed(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """The gradients that the update is made of."""
+        """Yield each parameter with the gradient of its update."""
         for bucket, group in self._buckets:
             flat = bucket.grad_data
             if self._served:
@@ -107,7 +107,7 @@ class ExactUpdates:
                 yield parameter, flat[begin:end].double().cpu().view(parameter.shape).clone()
 
     def _added(self, bucket: Any, group: Any) -> torch.Tensor:
-        """As servers add: exactly, and rounded once."""
+        """Add like servers do: exactly, with one rounding."""
         sent = self._pushed[id(bucket)]
         total = sent.to(bucket.grad_data.device, torch.float64)
         dist.all_reduce(total, group=group)
@@ -137,7 +137,7 @@ class ExactUpdates:
             self.size += exact.square().sum().item()
 
     def _masters(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """The fp32 parameters."""
+        """Yield the fp32 parameters."""
         if not self._served:
             for parameter in self._copies:
                 yield parameter, getattr(parameter, "main_param", parameter).detach()
@@ -150,22 +150,22 @@ class ExactUpdates:
 
 
 class ExactBits:
-    """Follows the optimizer on the servers on one rank.
+    """Follows the server optimizer on a rank, to the bit.
 
-    A bucket's gradients are rounded as every rank rounds them, added in fp32, and used by AdamW in
-    fp32. What workers hold follows from the difference, and is what this rank has to have.
+    A bucket's gradients are quantized like on every rank, summed in fp32, and used by AdamW in
+    fp32. The difference gives the parameters that this worker must have.
     """
 
     def __init__(self, optimizer: Any, buckets: Iterable[tuple[Any, Any]], per_host: int) -> None:
         """
-        Args:
-            optimizer: Megatron's, before its first step.
-            buckets: of DDP, and the group that sums each.
-            per_host: consecutive ranks that share a host.
+        Attach to an optimizer.
+
+        Args: optimizer: Megatron's optimizer, before its first step. buckets: Buckets of DDP, each
+        with the group that sums it. per_host: Number of consecutive ranks that share a host.
         """
         self.misses: list[str] = []
         self.steps = 0
-        """That were followed."""
+        """Steps that were followed."""
         self._followed = [
             _Followed(served, bucket, group, optimizer.param_groups, per_host)
             for bucket, group in buckets
@@ -175,7 +175,7 @@ class ExactBits:
         optimizer.step = self.step
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the optimizer's."""
+        """Replace the optimizer's step."""
         result = self._step(*args, **kwargs)
         self.steps += 1
         for one in self._followed:
@@ -243,7 +243,7 @@ class _Followed:
         served._push, served.push_step, served.finish = pushed, pushed_step, finished
 
     def follow(self) -> int:
-        """How many parameters are not what they have to be after the step."""
+        """Count the parameters that differ from the expected ones after the step."""
         assert self._pushed is not None
         members = [torch.empty_like(self._pushed) for _ in self._hosts]
         dist.all_gather(members, self._pushed, group=self._group)
@@ -259,7 +259,7 @@ class _Followed:
         return int((~same).sum())
 
     def _summed(self, members: Sequence[torch.Tensor]) -> torch.Tensor:
-        """As servers have the sum, in fp32."""
+        """Compute the sum like servers, in fp32."""
         sums: dict[int, torch.Tensor] = {}
         for host, one in zip(self._hosts, members, strict=True):
             sums[host] = one if host not in sums else sums[host] + one
@@ -315,7 +315,7 @@ def _adamw(
     eps: float,
     number: int,
 ) -> None:
-    """As byteps/server/optimizer/update.cc: in fp32, and fused where it fuses."""
+    """Apply AdamW like byteps/server/optimizer/update.cc: in fp32, fused in the same places."""
     beta1, beta2 = betas
     weight1, weight2 = _fp32(1 - beta1), _fp32(1 - beta2)
     kept = master * _fp32(1 - rate * decay if decay else 1.0)
@@ -326,7 +326,7 @@ def _adamw(
     square.copy_(_fused(weight2 * gradient, gradient, square * _fp32(beta2)))
     root = _fp32((1 - beta2**number) ** 0.5)
     slope = _fp32(-(rate / (1 - beta1**number)))
-    # torch's root of fp32 may be a place off.
+    # torch's square root in fp32 can be off by the last bit.
     length = square.double().sqrt().float() / root + _fp32(eps)
     master.copy_(kept + slope * mean / length)
 
@@ -336,5 +336,5 @@ def _fp32(value: float) -> torch.Tensor:
 
 
 def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c, rounded once: the product is exact in fp64, and so nearly is the sum."""
+    """Compute a * b + c with one rounding: the product is exact in fp64, and the sum nearly so."""
     return (a.double() * b.double() + c.double()).float()

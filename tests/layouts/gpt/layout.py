@@ -1,4 +1,4 @@
-"""What a layout is, what its ranks saw of their training, and what the comparison came to."""
+"""A layout, the values that its ranks recorded in training, and the result of the comparison."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STEPS = 4
 SEQUENCE = 16
 MICRO_BATCH = 2
 BUCKET_ELEMENTS = 4000
-"""With overlap: small, so that each rank has several buckets in flight at once."""
+"""Bucket size in elements with overlap: small, so that each rank has several buckets in flight."""
 
 _DTYPES: dict[Dtype, tuple[str, ...]] = {
     "fp32": (),
-    # Gradients are added up, and summed over ranks, in fp32.
+    # Gradients are accumulated, and summed over ranks, in fp32.
     "bf16": ("--bf16",),
-    # Gradients are summed over ranks in the half type.
+    # Gradients are summed over ranks in the 16-bit dtype.
     "bf16-wire": ("--bf16", "--grad-reduce-in-bf16"),
     "fp16-wire": ("--fp16", "--initial-loss-scale", "1024"),
 }
@@ -28,51 +28,53 @@ _DTYPES: dict[Dtype, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Row):
-    """A model, how it is trained, and how its gradients are summed."""
+    """A model, the way it is trained, and the way its gradients are summed."""
 
     family: Family = "gpt"
     per_host: int = 1
-    """Consecutive ranks that are taken to share a host; the last host may have fewer."""
+    """Number of consecutive ranks on an assumed host; the last host may have fewer."""
     route: str = "flat"
-    """Of the run through BytePS: ``--dpu-reduce-backend``."""
+    """Value of ``--dpu-reduce-backend`` in the run through BytePS."""
     vpp: int = 1
     """Model chunks (virtual pipeline stages) on a rank."""
     etp: int | None = None
-    """Tensor parallelism of the experts, where it differs from that of the rest."""
+    """Tensor parallelism of the experts, if different from the rest."""
     experts: int = 0
     distributed_optimizer: bool = False
     instances: int = 1
-    """Of the distributed optimizer: each holds the whole state, cut over its own ranks."""
+    """Instances of the distributed optimizer: each has the whole state, sharded over its ranks."""
     overlap: bool = False
     accumulation: int = 1
-    """Micro-batches a rank adds up before its gradients are summed."""
+    """Micro-batches of a rank before its gradients are summed."""
     dtype: Dtype = "fp32"
     wire: str = ""
-    """Type in which BytePS sends fp32 gradients; all-reduce sends them as they are."""
+    """Dtype in which BytePS sends fp32 gradients; all-reduce sends fp32."""
     frozen: str = ""
-    """Parameters with this in their names are not trained."""
+    """Text in the names of parameters that are not trained."""
     extra: tuple[str, ...] = ()
-    """Further arguments of Megatron."""
+    """Additional arguments of Megatron."""
     asks: tuple[str, ...] = ()
-    """Further arguments of the run through BytePS alone, which come to the same as the other one's
-    or could not be met there."""
+    """Additional arguments of the run through BytePS alone.
+
+    They do not change the result, or the other backend does not support them.
+    """
     packed: bool = False
-    """A row of tokens holds several documents, which do not see each other."""
+    """A row of tokens holds several documents, and attention stays inside a document."""
     coarse: bool = False
-    """Products are of fewer bits than parameters have (fp8, TF32) or many, so that a last bit of a
-    parameter weighs more in the next gradients."""
+    """Products have fewer bits than parameters (fp8, TF32), or are many: the last bit of a
+    parameter has a larger effect on the next gradients."""
     graphed: bool = False
-    """A CUDA graph replays whole steps, so that no sum is seen: losses, norms and parameters are
-    compared alone."""
+    """A CUDA graph replays whole steps. The sums are then not visible, and the comparison has only
+    losses, norms and parameters."""
     servers: bool = False
-    """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
+    """Servers keep the optimizer in the run through BytePS, and Megatron in the other run."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Further variables of the ranks that sum through BytePS."""
+    """Additional environment variables of the ranks that sum through BytePS."""
     refused: str = ""
-    """What the error says where ``--use-dpu-reduce`` refuses the layout."""
+    """Part of the error if ``--use-dpu-reduce`` refuses the layout."""
 
     def byteps_arguments(self) -> list[str]:
-        """What is added for the run through BytePS."""
+        """Get the additional arguments of the run through BytePS."""
         wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
         servers = ["--dpu-optimizer"] if self.servers else []
         further = [*wire, *servers, *self.asks]
@@ -80,32 +82,35 @@ class Layout(Row):
 
     @property
     def has_few_bits(self) -> bool:
-        """Whether gradients travel in blocks of few bits."""
+        """Tell whether gradients travel in blocks of few bits."""
         return self.wire in ("int8", "int4")
 
     @property
     def is_node_first(self) -> bool:
-        """Whether ranks of a host sum first where they can: with servers that update, that is what
-        ``auto`` means."""
+        """Tell whether ranks of a host sum first if they can; ``auto`` means this with the server
+        optimizer."""
         return self.route == "node-first" or (self.servers and self.route == "auto")
 
     @property
     def is_held_against_fp64(self) -> bool:
-        """Whether each update is made in fp64 too: where ranks of a host sum first, what servers
-        get depends on the order in which they add; and a rank has no whole parameters in fp32 where
-        Megatron shards them, and another rule where Muon updates them. What gradients in few bits
-        come to is known to the bit."""
+        """Tell whether each update is repeated in fp64.
+
+        This is impossible if ranks of a host sum first, because the order of their additions
+        matters; if Megatron shards the fp32 parameters over ranks; and if Muon updates the
+        parameters on ranks. Results of gradients in few bits are checked bit by bit instead.
+        """
         on_ranks = self.distributed_optimizer or "muon" in self.extra
         is_plain = self.per_host == 1 and not on_ranks and not self.has_few_bits
         return self.servers and not self.refused and is_plain
 
     @property
     def ranks_that_sum_first(self) -> int:
-        """Of each host, by torch.distributed, before servers sum over hosts."""
+        """Get the number of ranks of a host that torch.distributed sums before servers sum over
+        hosts."""
         return self.per_host if self.is_node_first else 1
 
     def megatron_arguments(self) -> list[str]:
-        """Of either backend; the flag that chooses BytePS is not among them."""
+        """Get Megatron's arguments for either backend, without the flag that selects BytePS."""
         layers, length = str(max(2, self.pp * self.vpp)), str(SEQUENCE)
         arguments = [
             *("--hidden-size", "32", "--num-attention-heads", "2"),
@@ -152,35 +157,35 @@ class Layout(Row):
 
 @dataclass(kw_only=True)
 class Sum:
-    """One gradient bucket of one step on one rank, before and after the ranks summed it."""
+    """A gradient bucket of a step on a rank, before and after the sum."""
 
     members: tuple[int, ...]
-    """The global ranks that summed."""
+    """Global ranks of the sum."""
     local: Any
-    """The whole bucket of this rank as it went into the sum: accumulated and scaled."""
+    """The rank's whole bucket before the sum, accumulated and scaled."""
     result: Any
-    """The sum as this rank got it: the whole bucket, the shard that it owns, or nothing where
-    servers keep it."""
+    """The sum that this rank got: the whole bucket, its own shard, or nothing if servers keep the
+    sum."""
     offset: int
-    """Where in the bucket the result begins."""
+    """Index in the bucket of the result's first element."""
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Of each parameter, by its name: first element in the bucket, and last plus one."""
+    """Range of each parameter in the bucket by name: first element, last element plus one."""
 
 
 @dataclass(kw_only=True)
 class Step:
-    """One step of the optimizer on one rank."""
+    """A step of the optimizer on a rank."""
 
     sums: dict[str, Sum] = field(default_factory=dict)
-    """By the bucket's place in the model, the same under every backend."""
+    """Sums by the bucket's place in the model, the same under every backend."""
     loss: float | None = None
-    """Average over all ranks; None where the pipeline's last stage is elsewhere."""
+    """Average over all ranks; None if another rank has the pipeline's last stage."""
     grad_norm: float | None = None
     zeros: int | None = None
-    """Gradients that are 0, where they are counted."""
+    """Number of gradients that are 0, if they are counted."""
 
     def gradients(self) -> dict[str, Any]:
-        """Of each parameter, as they went into the sums, whatever buckets they were in."""
+        """Get each parameter's gradient before the sum, regardless of the buckets."""
         return {
             f"{bucket.split('/', 1)[0]}/{name}": total.local[begin:end]
             for bucket, total in self.sums.items()
@@ -190,43 +195,44 @@ class Step:
 
 @dataclass(kw_only=True)
 class RankSeen:
-    """A whole run on one rank."""
+    """A whole run on a rank."""
 
     steps: list[Step]
     parameters: dict[str, Any]
-    """At the end."""
+    """Parameters at the end."""
     names: list[str]
-    """Of the BytePS operations that this rank started, in that order; empty without."""
+    """Names of the BytePS operations in the order in which this rank started them; empty without
+    BytePS."""
     byteps_imported: bool
     pushed_bytes: int = 0
-    """To servers, as the engine counts them, in the whole run."""
+    """Bytes to servers in the whole run, as the engine counts them."""
     pulled_bytes: int = 0
     inexact_updates: list[str] | None = None
-    """With gradients in few bits and servers that update: where parameters are not the bits that
-    they have to be. None: nobody looked."""
+    """Updates whose bits differ from the expected bits, with gradients in few bits and the server
+    optimizer; None if they were not checked."""
     update_error: tuple[float, float] | None = None
-    """Of the final fp32 parameters, sums of squares: of how far they are from those that updates in
-    fp64 make of the same gradients, and of these."""
+    """Sums of squares for the final fp32 parameters: of their errors against updates in fp64 by the
+    same gradients, and of the fp64 values."""
 
 
 # ----- what the comparison came to
 
 
-# Largest relative difference of a step's loss where the order of additions may differ.
+# Largest relative difference of a step's loss, if the order of additions can differ.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "bf16-wire": 2e-2, "fp16-wire": 5e-3}
 SENT_AS_TOLERANCE = {"bf16": 2e-2, "int8": 2e-2, "int4": 5e-2}
 
 
 @dataclass(kw_only=True)
 class Errors:
-    """How far a backend's sums are from the sums in fp64 of what went into them."""
+    """Errors of a backend's sums against the sums in fp64 of the same parts."""
 
     relative: dict[str, float] = field(default_factory=dict)
-    """By dtype: the largest error of an element over the sum of its parts' magnitudes."""
+    """Largest error of an element by dtype, relative to the sum of its parts' magnitudes."""
     inexact: list[str] = field(default_factory=list)
-    """Sums of two values that are not the correctly rounded sum."""
+    """Sums of two values that are not correctly rounded."""
     split: list[str] = field(default_factory=list)
-    """Sums that are not the same on all members."""
+    """Sums that differ between members."""
 
     @property
     def worst(self) -> float:
@@ -235,48 +241,48 @@ class Errors:
 
 @dataclass(kw_only=True)
 class Difference:
-    """How far two runs are from each other."""
+    """Differences between two runs."""
 
     parameters: float = 0.0
-    """The norm of the difference of all final parameters, relative to their norm."""
+    """Norm of the difference of all final parameters, relative to their norm."""
     norm: float = 0.0
-    """Of a step's gradients, relative; the largest."""
+    """Largest relative difference of a step's gradient norms."""
     ours: float = 0.0
-    """How far our fp32 parameters are from those that updates in fp64 make of the same gradients,
-    relative to their norm."""
+    """Error of our fp32 parameters against updates in fp64 by the same gradients, relative to their
+    norm."""
     theirs: float = 0.0
-    """The same of Megatron's own optimizer, with its gradients."""
+    """The same error for Megatron's own optimizer with its gradients."""
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What the comparison of one layout came to."""
+    """Result of the comparison of a layout."""
 
     layout: Layout
     groups: list[int] = field(default_factory=list)
-    """Sizes of the groups that sum: the number of values in a sum."""
+    """Sizes of the groups that sum, so the number of values in a sum."""
     buckets: int = 0
-    """Different sums of a step, over all ranks."""
+    """Number of different sums of a step, over all ranks."""
     same_bits: bool = False
-    """Whether every sum, loss, gradient norm and final parameter is the same to the last bit."""
+    """Every sum, loss, gradient norm and final parameter is the same to the last bit."""
     ours: Errors = field(default_factory=Errors)
     theirs: Errors = field(default_factory=Errors)
     loss_difference: float = 0.0
     """Largest relative difference of the losses of a step."""
     update: Difference | None = None
-    """With the optimizer on the servers: how far its run is from Megatron's own."""
+    """Difference from Megatron's own optimizer, if the optimizer is on the servers."""
     misses: list[str] = field(default_factory=list)
-    """What is not as it must be; empty when all is well."""
+    """Failed checks; empty on success."""
 
     @property
     def bits_must_agree(self) -> bool:
-        """Whether both backends round the same sums of at most two values once."""
+        """Tell whether both backends round the same sums of at most two values once."""
         small = max(self.groups, default=1) <= 2
         return small and not self.layout.wire and not self.layout.servers
 
     @property
     def loss_tolerance(self) -> float:
-        """Largest relative difference of the losses of a step."""
+        """Get the largest allowed relative difference of the losses of a step."""
         if self.bits_must_agree:
             return 0.0
         if self.layout.wire:

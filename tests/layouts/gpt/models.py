@@ -1,5 +1,8 @@
-"""What models need in addition to Megatron's: T5 and BERT in its training loop, with layers of
-megatron.core alone; layers of Transformer Engine; and the Adam that it would bring."""
+"""Models beyond Megatron's entry script, and replacements for optional packages.
+
+T5 and BERT train in Megatron's loop with layers of megatron.core alone. The rest is for layers of
+Transformer Engine, and an Adam in place of its FusedAdam.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class RandomTokens(Dataset):
-    """Samples whose tensors are drawn by their number."""
+    """Samples with random tensors, seeded by their index."""
 
     def __init__(self, size: int, seed: int, draw: Callable[[torch.Generator], Sample]) -> None:
         self._size, self._seed, self._draw = size, seed, draw
@@ -55,7 +58,7 @@ def _tokens(generator: torch.Generator, length: int) -> torch.Tensor:
 
 
 def _mask(generator: torch.Generator, length: int, share: float) -> torch.Tensor:
-    """Of the positions whose loss counts, at least one."""
+    """Draw a mask of the positions whose loss counts, at least one."""
     mask = torch.rand(length, generator=generator) < share
     mask[0] = True
     return mask.float()
@@ -123,7 +126,7 @@ def _bert(
 ) -> BertModel:
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    config.attention_backend = AttnBackend.local  # BERT insists on the name of what it has
+    config.attention_backend = AttnBackend.local  # BERT requires that the backend is named
     return BertModel(
         config=config,
         num_tokentypes=2,
@@ -164,7 +167,7 @@ def _bert_step(data: Iterator[Mapping[str, torch.Tensor]], model: torch.nn.Modul
 
 
 def _bert_loss(mask: torch.Tensor, swapped: torch.Tensor, output: Any) -> Any:
-    """Of the hidden words, and of whether the two sentences were exchanged."""
+    """Add the losses of the masked words and of the order of the two sentences."""
     of_tokens, logits = output
     words = (of_tokens.float() * mask).sum() / mask.sum()
     order = torch.nn.functional.cross_entropy(logits.float().view(-1, 2), swapped.view(-1))
@@ -181,14 +184,14 @@ _FAMILIES: dict[str, tuple[Any, Any, Any]] = {
 
 
 def main(family: str) -> None:
-    """Train one of the families by the process's arguments, as ``pretrain_dpu_gpt.main`` a GPT."""
+    """Train a family with the process's arguments, like ``pretrain_dpu_gpt.main`` trains a GPT."""
     model, sample, step = _FAMILIES[family]
 
     def datasets(sizes: list[int], vp_stage: int | None = None) -> list[RandomTokens]:
         seed = get_args().seed
         return [RandomTokens(size or 1, seed + part, sample) for part, size in enumerate(sizes)]
 
-    # Each rank builds its own.
+    # Each rank builds its own dataset.
     datasets.is_distributed = True  # type: ignore[attr-defined] # Megatron looks for it
     args = parse_and_validate_args(
         args_defaults={
@@ -207,17 +210,17 @@ def main(family: str) -> None:
 
 
 DOCUMENTS = (0, 24, 40, 64)
-"""Where the documents of a packed row begin, and where the last one ends."""
+"""Start of each document of a packed row, and the end of the last document."""
 
 
 def fuse_output_layer() -> None:
-    """Have Megatron's own output layer add its weight's gradient to the bucket.
+    """Make Megatron's own output layer add its weight gradient to the bucket.
 
-    Transformer Engine's layers do; for this one Megatron takes a kernel of Apex.
+    Transformer Engine's layers do so themselves; for this layer Megatron needs a kernel of Apex.
     """
 
     def add(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:
-        """``[n, in]`` and ``[n, out]``, into ``[out, in]``."""
+        """Add the product of ``[n, in]`` and ``[n, out]`` to ``[out, in]``."""
         total.add_(grads.t().float() @ inputs.float())
 
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
@@ -227,7 +230,7 @@ def fuse_output_layer() -> None:
 
 
 def pack(model: torch.nn.Module) -> None:
-    """Have a model take each row of tokens for several documents, laid end to end."""
+    """Make a model treat each row of tokens as several documents, laid end to end."""
 
     def with_documents(_: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         tokens, position_ids, _ = args
@@ -240,14 +243,14 @@ def pack(model: torch.nn.Module) -> None:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        # The documents say what a token may look at.
+        # The documents replace the attention mask.
         return (tokens, position_ids, None), {**kwargs, "packed_seq_params": packed}
 
     model.register_forward_pre_hook(with_documents, with_kwargs=True)
 
 
 class PrecisionAwareAdam(torch.optim.Optimizer):
-    """AdamW. Arguments are those that Megatron gives."""
+    """AdamW with the arguments that Megatron passes."""
 
     def __init__(
         self,
@@ -274,7 +277,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         }
 
     def initialize_state(self, parameter: torch.Tensor, *_: Any) -> None:
-        """As before the first step."""
+        """Create the state, as before the first step."""
         state = self.state[parameter]
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter, dtype=self._dtypes[name])
@@ -282,7 +285,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; parameters without a gradient stay as they are."""
+        """Make an update; parameters without a gradient stay unchanged."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
@@ -305,7 +308,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
 
 def allow_precision_aware_optimizer() -> None:
-    """Have Megatron, which is imported by now without Transformer Engine, find this Adam there."""
+    """Make Megatron, already imported without Transformer Engine, find this Adam in its place."""
     package = ModuleType("transformer_engine.pytorch.optimizers")
     package.FusedAdam = PrecisionAwareAdam  # type: ignore[attr-defined] # as the package has it
     for name in ("transformer_engine", "transformer_engine.pytorch"):

@@ -1,8 +1,8 @@
-"""What one rank runs to train with buffers that leave the device between steps.
+"""Rank program that trains with buffers that leave the device between steps.
 
-A trainer that generates between its steps gives the device's memory to the generation: it copies
-the parameters to pinned memory of the host, frees the storages of parameters and gradients, moves
-the optimizer's state, and brings all of it back before the next step.
+A trainer that generates between its steps gives the device memory to the generation. It copies the
+parameters to pinned host memory, frees the storages of parameters and gradients, moves the
+optimizer's state, and restores everything before the next step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ STEPS = 4
 
 
 def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict[str, Any]:
-    """A few steps of four layers in bf16, with fp32 gradients and the distributed optimizer.
+    """Train four layers in bf16 for a few steps, with fp32 gradients and the distributed optimizer.
 
-    Args:
-        width: of each layer.
-        away: whether everything leaves the device between steps.
+    Args: width: Width of each layer. away: Move everything off the device between steps.
 
-    Returns:
-        ``checksums`` of this rank's parameters after each step, and ``bytes``: by phase the most
-        that was allocated on the device, beyond what was before the model (0 on a CPU); and
-        ``held``, of the buffers' storages.
+    Returns: ``checksums`` of this rank's parameters after each step. ``bytes`` by phase: the peak
+    of allocated device memory, minus the memory before the model (0 on a CPU). ``held``: the bytes
+    of the buffers' storages.
     """
     device = start()
     before = _allocated(device)
@@ -49,7 +46,7 @@ def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict
         kept = _leave(ddp, optimizer)
         _reset_peak(device)
         _note(seen, "away", before, device, ddp)
-        # What generates has the memory meanwhile, so that it comes back at other addresses.
+        # The generation uses the memory meanwhile, so that the buffers return at other addresses.
         other = torch.full((width * width // (1 + step % 2),), torch.nan, device=device)
         _come_back(ddp, optimizer, kept, device)
         del other
@@ -64,7 +61,7 @@ def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict
 def model_of(
     width: int, device: torch.device, *, through_byteps: bool
 ) -> tuple[torch.nn.Module, DistributedDataParallel, Any]:
-    """Four layers of this width in bf16: the module, the same wrapped, its optimizer."""
+    """Create four layers of this width in bf16: the module, the DDP wrapper, and the optimizer."""
     torch.manual_seed(3)
     layers = [torch.nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)]
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
@@ -94,7 +91,7 @@ def model_of(
 def make_step(
     step: int, width: int, device: torch.device, ddp: DistributedDataParallel, optimizer: Any
 ) -> None:
-    """Train one step, on values that differ by step and rank."""
+    """Train a step on values that differ by step and rank."""
     ddp.zero_grad_buffer()
     optimizer.zero_grad()
     x = torch.arange(8 * width, device=device).view(8, width).float()
@@ -104,7 +101,7 @@ def make_step(
 
 
 def start() -> torch.device:
-    """Join the others; the device of this rank."""
+    """Join the process group and get the device of this rank."""
     if cpu_platform.is_wanted():
         cpu_platform.install()
         device = torch.device("cpu")
@@ -114,7 +111,7 @@ def start() -> torch.device:
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl")
     parallel_state.initialize_model_parallel()
-    # What a first matrix product allocates for good is no part of the model.
+    # The first matrix product allocates workspace for good, which is not part of the model.
     first = torch.nn.Linear(8, 8, dtype=torch.bfloat16, device=device)
     first(torch.ones(8, 8, dtype=torch.bfloat16, device=device)).sum().backward()
     return device
@@ -125,7 +122,7 @@ def _storages(ddp: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def _leave(ddp: DistributedDataParallel, optimizer: Any) -> list[torch.Tensor]:
-    """Free the device; returns the parameters' copies on the host."""
+    """Free the device memory and return the parameters' copies on the host."""
     kept = []
     for buffer in ddp.buffers:
         copy = torch.empty(buffer.param_data.shape, dtype=buffer.param_data.dtype, pin_memory=True)
@@ -149,7 +146,7 @@ def _come_back(
 
 
 def _move_optimizer(optimizer: Any, device: torch.device) -> None:
-    """fp32 parameters and moments."""
+    """Move the fp32 parameters and the moments."""
     for one in optimizer.chained_optimizers:
         for group in one.optimizer.param_groups:
             for parameter in group["params"]:
@@ -161,10 +158,10 @@ def _move_optimizer(optimizer: Any, device: torch.device) -> None:
 
 
 def checksum(module: torch.nn.Module) -> str:
-    """Of the parameters."""
+    """Hash the parameters."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        # A copy: what NumPy has seen can be freed no more.
+        # A copy, because a tensor cannot be freed once NumPy has used it.
         data = parameter.detach().to("cpu", copy=True).view(torch.uint8)
         digest.update(data.numpy().tobytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Runs on every rank: Megatron's training loop, looked at where gradients are summed."""
+"""Rank program that records the sums of gradients in Megatron's training loop."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .rows import Family
 
 
 class Witness:
-    """Sees each step of Megatron's loop at full precision.
+    """Records each step of Megatron's loop at full precision.
 
-    It reads the buckets where Megatron has just finished all sums of a model chunk, before tied
-    embeddings are added up and gradients are scaled by the number of tokens.
+    The buckets are read when Megatron has finished all sums of a model chunk, before it adds up
+    tied embeddings and scales gradients by the number of tokens.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,9 @@ class Witness:
         self._bits_per_host = 0
 
     def watch(self, *, sums: bool = True) -> None:
-        """Look on where gradients are about to be summed, where they were, and at the log.
+        """Record the log and the buckets before and after they are summed.
 
-        Args:
-            sums: look at them too, not at the log alone.
+        Args: sums: Record the buckets too, not the log alone.
         """
         self._watch_setup()
         group = param_and_grad_buffer._ParamAndGradBucketGroup
@@ -58,7 +57,8 @@ class Witness:
 
         def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
             for bucket in self.buckets:
-                # A second start of the same step does nothing, and finds the buckets changed.
+                # A second start in the same step does nothing, but the buckets have changed by
+                # then.
                 if id(bucket) not in witness._locals:
                     _wait_for_replays(bucket)
                     scaled = bucket.grad_data * bucket.gradient_scaling_factor
@@ -87,11 +87,11 @@ class Witness:
         training.training_log = training_log
 
     def watch_updates(self) -> None:
-        """Make each update a second time, in fp64."""
+        """Repeat each update in fp64."""
         self._watches_updates = True
 
     def watch_bits(self, per_host: int) -> None:
-        """Make each update by gradients in few bits a second time, to the bit."""
+        """Repeat each update by gradients in few bits, to the bit."""
         self._bits_per_host = per_host
 
     def _watch_setup(self) -> None:
@@ -116,10 +116,10 @@ class Witness:
         training.setup_model_and_optimizer = set_up
 
     def watch_byteps(self) -> None:
-        """Note the name of each push-pull."""
+        """Record the name of each push-pull."""
         from byteps.torch import engine
 
-        start = engine.start  # by all ways to begin one
+        start = engine.start  # every push-pull starts here
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self.names.append(kwargs["name"])
@@ -148,7 +148,7 @@ class Witness:
             )
 
     def seen(self) -> RankSeen:
-        """What there is to tell when training is over."""
+        """Collect the results after training."""
         parameters = {
             f"chunk{number}/{name}": _values(value).clone().cpu()
             for number, model in enumerate(self.models)
@@ -168,27 +168,31 @@ class Witness:
 
 
 def _wait_for_replays(bucket: Any) -> None:
-    """Graphs of single layers may still be writing gradients (``--cuda-graph-impl local``)."""
+    """Wait for graphs of single layers, which may still write gradients (``--cuda-graph-impl
+    local``)."""
     for parameter in bucket.params_list:
         if (event := getattr(parameter, "_cudagraph_wgrad_ready_event", None)) is not None:
             torch.cuda.current_stream().wait_event(event)
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
-    """Also those of fp8, which are kept with scales."""
+    """Get a parameter's values; fp8 parameters are dequantized with their scales."""
     values = parameter.detach()
     return dequantize_fp8_tensor(values) if is_float8tensor(values) else values
 
 
 def _counted(name: str) -> int:
-    """One of the engine's counters; 0 without BytePS."""
+    """Read a counter of the engine; 0 without BytePS."""
     bps = sys.modules.get("byteps.torch")
     return 0 if bps is None else int(bps.get_metrics()[name])
 
 
 def _buckets(chunk: Any) -> Iterator[tuple[str, Any, dist.ProcessGroup, dist.ProcessGroup]]:
-    """The buckets of a model chunk: name, bucket, the group that sums it, and the group that the
-    distributed optimizer cuts it over: a part of the former where there are several instances."""
+    """Yield the buckets of a model chunk with their groups.
+
+    Each item has the name, the bucket, the group that sums it, and the group over which the
+    distributed optimizer shards it. With several instances the second group is a part of the first.
+    """
     for kind, group, buffers in (
         ("dense", chunk.dp_cp_group, chunk.buffers),
         ("expert", chunk.expt_dp_group, chunk.expert_parallel_buffers),
@@ -200,14 +204,14 @@ def _buckets(chunk: Any) -> Iterator[tuple[str, Any, dist.ProcessGroup, dist.Pro
 
 
 def size_of(kind: str, arguments: Sequence[str]) -> int:
-    """How many ranks these arguments cut something over."""
+    """Get a parallelism's size from the arguments."""
     flag = f"--{kind}-parallel-size"
     return int(arguments[arguments.index(flag) + 1]) if flag in arguments else 1
 
 
 def train(folder: Path, arguments: Sequence[str], **options: Any) -> RankSeen:
-    """A whole run of the entry script, with these arguments; see :func:`run`."""
-    options.pop("environment", None)  # the launcher's
+    """Run the entry script with these arguments; see :func:`run`."""
+    options.pop("environment", None)  # for the launcher
     return run(arguments, **options)
 
 
@@ -221,16 +225,16 @@ def run(
     graphed: bool = False,
     family: Family = "gpt",
 ) -> RankSeen:
-    """Train a model of the family under the eyes of a :class:`Witness`.
+    """Train a model of the family and record it with a :class:`Witness`.
 
     Parameters of a GPT with ``frozen`` in their names do not require gradients. ``broken`` is
-    called before the witness looks, to break the reducer that it looks at. With ``exact`` each
-    update is held against one in fp64; with ``bits_per_host`` against the bits of one by gradients
-    in few bits, with so many ranks on a host. With ``packed`` rows of tokens hold several
-    documents. With ``graphed`` sums are not looked at.
+    called before the witness is installed, to break the reducer under test. ``exact`` compares each
+    update with an update in fp64, and ``bits_per_host`` with the exact bits of an update by
+    gradients in few bits, for that many ranks per host. With ``packed``, rows of tokens hold
+    several documents. With ``graphed``, sums are not recorded.
     """
     sys.argv = ["pretrain_dpu_gpt.py", *arguments]
-    # On a GPU; what has no deterministic implementation is warned about, in the log.
+    # On a GPU, operations without a deterministic implementation only cause a warning in the log.
     torch.use_deterministic_algorithms(True, warn_only=True)
     witness = Witness()
     if "--sequence-parallel" in arguments:
@@ -242,7 +246,7 @@ def run(
     elif "--use-precision-aware-optimizer" in arguments:
         allow_precision_aware_optimizer()
     if "--mock-data" in arguments:
-        # Megatron's 100,000 documents are put in order first, which takes longer than a small run.
+        # Megatron sorts its 100,000 documents first, and that takes longer than a small run.
         gpt_dataset.MockGPTLowLevelDataset.size = 1000
     if broken is not None:
         broken()

@@ -1,4 +1,4 @@
-"""The layouts that are compared."""
+"""The compared layouts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = [
 _NODE = "node-first"
 _CLIPS_NEVER = ("--clip-grad", "100")
 
-# Every step is clipped, and the first two are tried, unless said otherwise. All but the losses are
-# known to the bit.
+# Every step is clipped, and the first two are tried, unless a row says otherwise. Everything but
+# the losses is checked bit by bit.
 FEW_BITS: tuple[Layout, ...] = (
     Layout(name="servers-dp2-sent-as-int8", ranks=2, servers=True, wire="int8"),
     Layout(
@@ -63,7 +63,7 @@ FEW_BITS: tuple[Layout, ...] = (
         wire="int8",
         extra=("--initial-loss-scale", str(2**18), "--hysteresis", "1"),
     ),
-    # Copies of a parameter, on tensor-parallel ranks and on two stages, stay the same.
+    # Copies of a parameter, on tensor-parallel ranks and on two stages, stay equal.
     Layout(
         name="servers-tp2-dp2-sent-as-int8-overlap",
         ranks=4,
@@ -111,29 +111,29 @@ FEW_BITS: tuple[Layout, ...] = (
         extra=_CLIPS_NEVER,
     ),
 )
-"""Of LAYOUTS."""
+"""A part of LAYOUTS."""
 
 
 _TOKENS = ("--calculate-per-token-loss",)
 _UNTIED = ("--untie-embeddings-and-output-weights",)
 _GATHER = ("--overlap-param-gather",)
 _MASKED = ("--reset-position-ids", "--eod-mask-loss")
-# With several optimizer instances, overlap and a pipeline, Megatron's own sums are started twice
-# on all stages but the first: what was summed is scaled and summed again. Not without alignment.
+# With several optimizer instances, overlap and a pipeline, Megatron starts its own sums twice on
+# all stages but the first: it scales and sums the result again. Without alignment it does not.
 _UNALIGNED = ("--no-align-grad-reduce",)
 _PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
 _IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
-# The norm is about 3 at the first step, falls, and is above 1 at the last.
+# The gradient norm is about 3 at the first step, decreases, and is above 1 at the last step.
 _CLIPS_AT_FIRST = ("--clip-grad", "2")
 _NO_CLIP = ("--clip-grad", "0")
 _SEQUENCE = ("--sequence-parallel",)
 _ZEROS = ("--log-num-zeros-in-grad",)
 _MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
-# Clipped by a norm of their own.
+# The detached heads are clipped by their own norm.
 _DETACHED = (*_MTP, "--mtp-detach-heads")
 _PRECISION_AWARE = ("--use-precision-aware-optimizer", "--main-params-dtype", "fp16",
                     "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")  # fmt: skip
-# Gradients of fp16 are infinite in the first two steps.
+# fp16 gradients are infinite in the first two steps.
 _OVERFLOWS = ("--initial-loss-scale", str(2**18), "--hysteresis", "1")
 _ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
 _SHARED = ("--moe-shared-expert-intermediate-size", "32")
@@ -143,9 +143,9 @@ _MLA = (
     *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4", "--v-head-dim", "8"),
     *_ROPE,
 )
-# Half as many samples in the first two steps as in the others; thresholds are in tokens.
+# The first two steps have half as many samples as the others; thresholds are in tokens.
 _MUON = ("--optimizer", "muon")
-# Of bf16 products, as it is otherwise, a last bit of a gradient makes another update.
+# With the default, bf16 products, the last bit of a gradient changes the update.
 _MUON_FP32 = (*_MUON, "--muon-fp32-matmul-prec", "high")
 _RAMP = ("--step-batch-size-schedule", "0:4 128:8")
 _LEAN_MOMENTS = (
@@ -176,20 +176,21 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp4-do-bf16-wire-acc2", ranks=4, distributed_optimizer=True, dtype="bf16-wire",
            accumulation=2),
     Layout(name="dp8-do-overlap", ranks=8, distributed_optimizer=True, overlap=True),
-    # Megatron adds in fp32 itself, with an all-to-all; servers do so anyway.
+    # Megatron adds in fp32 with an all-to-all; servers add in fp32 anyway.
     Layout(name="dp2-do-bf16-wire-fp32-scatter-overlap", ranks=2, distributed_optimizer=True,
            dtype="bf16-wire", overlap=True,
            extra=("--ddp-reduce-scatter-with-fp32-accumulation",)),
-    # Several instances of it: all-reduce takes two steps, within an instance and across.
+    # Several optimizer instances: all-reduce takes two steps, within an instance and across.
     Layout(name="dp2-do-inst2", ranks=2, distributed_optimizer=True, instances=2),
     Layout(name="dp4-do-inst2", ranks=4, distributed_optimizer=True, instances=2, accumulation=2),
     Layout(name="dp4-do-inst2-bf16-wire-overlap", ranks=4, distributed_optimizer=True, instances=2,
            overlap=True, dtype="bf16-wire", extra=_GATHER),
-    # Gradients that are fp32 before and after they travel as bf16.
+    # fp32 gradients that travel as bf16.
     Layout(name="dp2-sent-as-bf16", ranks=2, wire="bf16"),
     Layout(name="dp4-do-bf16-sent-as-bf16-overlap", ranks=4, dtype="bf16", wire="bf16",
            distributed_optimizer=True, overlap=True, accumulation=2),
-    # Gradients in blocks of few bits: to the bit what rounding, adding in fp32 and rounding gives.
+    # Gradients in blocks of few bits: exactly the bits of quantizing, adding in fp32 and
+    # quantizing.
     Layout(name="dp2-sent-as-int8", ranks=2, wire="int8"),
     Layout(name="dp4-sent-as-int4-overlap-acc2", ranks=4, wire="int4", overlap=True,
            accumulation=2),
@@ -211,7 +212,7 @@ LAYOUTS: tuple[Layout, ...] = (
            dtype="bf16-wire", extra=("--sequence-parallel",)),
     Layout(name="tp2-dp4-do-overlap-acc2", ranks=8, tp=2, distributed_optimizer=True,
            overlap=True, accumulation=2),
-    # Context parallelism: the ranks that share a sequence sum gradients like those that do not.
+    # Context parallelism: the ranks that share a sequence sum gradients like data-parallel ranks.
     Layout(name="cp2-overlap", ranks=2, cp=2, overlap=True),
     Layout(name="cp2-dp2-tokens-acc2", ranks=4, cp=2, accumulation=2, extra=_TOKENS),
     Layout(name="cp2-dp2-do-bf16-wire", ranks=4, cp=2, distributed_optimizer=True,
@@ -220,7 +221,8 @@ LAYOUTS: tuple[Layout, ...] = (
            overlap=True, extra=("--sequence-parallel",)),
     Layout(name="cp2-pp2-dp2-do-inst2-overlap", ranks=8, cp=2, pp=2, accumulation=2,
            distributed_optimizer=True, instances=2, overlap=True, extra=_UNALIGNED),
-    # Pipelines; the embeddings of the first and the last stage are tied unless said otherwise.
+    # Pipelines; the embeddings of the first and the last stage are tied unless a row says
+    # otherwise.
     Layout(name="pp2-dp2-tied-acc2", ranks=4, pp=2, accumulation=2),
     Layout(name="pp2-dp2-untied-do-bf16", ranks=4, pp=2, accumulation=2, dtype="bf16",
            distributed_optimizer=True, extra=_UNTIED),
@@ -297,7 +299,7 @@ LAYOUTS: tuple[Layout, ...] = (
            extra=(*_TOKENS, *_MASKED)),
     Layout(name="dp2-do-overlap-bf16-wire-tokens-acc3", ranks=2, distributed_optimizer=True,
            overlap=True, dtype="bf16-wire", accumulation=3, extra=(*_TOKENS, *_MASKED)),
-    # Several ranks per host: they sum first, then hosts do. Where all ranks of a group share a
+    # Several ranks per host: ranks of a host sum first, then hosts. If all ranks of a group share a
     # host, nothing goes to servers.
     Layout(name="node2-dp2", ranks=2, per_host=2, route=_NODE),
     Layout(name="node2-dp4", ranks=4, per_host=2, route=_NODE),
@@ -326,7 +328,7 @@ LAYOUTS: tuple[Layout, ...] = (
            distributed_optimizer=True, instances=4, dtype="bf16-wire"),
     Layout(name="node4-dp8-do-inst2-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
            distributed_optimizer=True, instances=2),
-    # An instance on two hosts; two instances on a host, whose ranks own the same shards.
+    # An instance on two hosts; then two instances on a host, whose ranks own the same shards.
     Layout(name="node2-dp8-do-inst2", ranks=8, per_host=2, route=_NODE,
            distributed_optimizer=True, instances=2),
     Layout(name="node4-dp8-do-inst4-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
@@ -334,7 +336,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="node4-dp8-overlap", ranks=8, per_host=4, route=_NODE, overlap=True),
     Layout(name="node4-dp8-do-bf16-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
            distributed_optimizer=True, dtype="bf16"),
-    # Other parallelism decides which ranks of a group share a host.
+    # Other parallelism determines which ranks of a group share a host.
     Layout(name="node2-tp2-dp2-overlap", ranks=4, per_host=2, route=_NODE, tp=2, overlap=True),
     Layout(name="node4-tp2-dp4-do-inst2", ranks=8, per_host=4, route=_NODE, tp=2,
            distributed_optimizer=True, instances=2, overlap=True),
@@ -351,7 +353,7 @@ LAYOUTS: tuple[Layout, ...] = (
     # Uneven hosts fall back to whole pushes.
     Layout(name="node3-dp4-do-overlap", ranks=4, per_host=3, route=_NODE, overlap=True,
            distributed_optimizer=True),
-    # The optimizer on the servers. Unless said otherwise every step is clipped.
+    # The optimizer on the servers. Every step is clipped unless a row says otherwise.
     Layout(name="servers-dp2", ranks=2, servers=True),
     Layout(name="servers-dp4-clips-at-first-acc2", ranks=4, servers=True, accumulation=2,
            extra=_CLIPS_AT_FIRST),
@@ -377,8 +379,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="servers-ep2-tp2-etp1-dp2", ranks=4, tp=2, ep=2, etp=1, experts=4, servers=True),
     Layout(name="servers-ep2-pp2-dp4", ranks=8, pp=2, ep=2, experts=4, servers=True,
            accumulation=2),
-    # Sent while the backward pass runs: all gradients, those that only data-parallel ranks sum, or
-    # none.
+    # Gradients sent during the backward pass: all of them, only those that data-parallel ranks
+    # alone sum, or none.
     Layout(name="servers-dp4-overlap-acc2", ranks=4, servers=True, overlap=True, accumulation=2),
     Layout(name="servers-dp2-overlap-bf16-sent-as-bf16-no-clip", ranks=2, servers=True,
            overlap=True, dtype="bf16", wire="bf16", extra=_NO_CLIP),
@@ -390,7 +392,8 @@ LAYOUTS: tuple[Layout, ...] = (
            servers=True, overlap=True, extra=(*_CLIPS_NEVER, *_ZEROS)),
     Layout(name="servers-ep2-tp2-dp4-overlap-tokens", ranks=8, tp=2, ep=2, experts=4, servers=True,
            overlap=True, extra=_TOKENS),
-    # A recipe with --dpu-optimizer added: the servers do what it has ranks do, or keep in less.
+    # A recipe plus --dpu-optimizer: servers do the work of the recipe's ranks, or keep state in
+    # smaller dtypes.
     Layout(name="servers-dp4-do-bf16-wire-overlap-gather", ranks=4, servers=True, overlap=True,
            distributed_optimizer=True, dtype="bf16-wire", extra=_GATHER),
     Layout(name="servers-dp4-do-inst2-acc2", ranks=4, servers=True, distributed_optimizer=True,
@@ -402,7 +405,7 @@ LAYOUTS: tuple[Layout, ...] = (
            overlap=True, distributed_optimizer=True, extra=_GATHER),
     Layout(name="servers-dp2-do-precision-aware", ranks=2, servers=True, dtype="bf16-wire",
            distributed_optimizer=True, asks=_PRECISION_AWARE),
-    # Muon on the ranks, for matrices; the AdamW that goes with it on the servers.
+    # Muon on the ranks for matrices; the accompanying AdamW on the servers.
     Layout(name="servers-dp2-muon-overlap", ranks=2, servers=True, overlap=True,
            extra=_MUON_FP32),
     Layout(name="servers-dp2-do-muon-bf16-overlap", ranks=2, servers=True, overlap=True,
@@ -419,13 +422,13 @@ LAYOUTS: tuple[Layout, ...] = (
            extra=(*_DETACHED, "--clip-grad", "0.01")),
     Layout(name="servers-pp2-dp2-mtp-detached-overlap-clips-never", ranks=4, pp=2, servers=True,
            overlap=True, accumulation=2, extra=(*_DETACHED, *_CLIPS_NEVER)),
-    # The loss is scaled.
+    # Scaled losses.
     Layout(name="servers-dp2-fp16-wire", ranks=2, servers=True, dtype="fp16-wire"),
     Layout(name="servers-dp4-fp16-wire-static-overlap", ranks=4, servers=True, overlap=True,
            dtype="fp16-wire", extra=("--loss-scale", "300")),
     Layout(name="servers-tp2-dp2-fp16-wire-overflows", ranks=4, tp=2, servers=True, overlap=True,
            dtype="fp16-wire", extra=(*_OVERFLOWS, *_SEQUENCE)),
-    # Ranks of a host sum first, and each sends a part; the hosts of three send whole buckets.
+    # Ranks of a host sum first, and each sends a part; hosts of three ranks send whole buckets.
     Layout(name="node2-servers-dp4", ranks=4, per_host=2, route=_NODE, servers=True),
     Layout(name="node2-servers-dp4-overlap-acc2", ranks=4, per_host=2, route="auto", servers=True,
            overlap=True, accumulation=2),
@@ -456,7 +459,7 @@ LAYOUTS: tuple[Layout, ...] = (
     # The stages' groups are spread over hosts in different ways, so that no host sums first.
     Layout(name="node3-servers-ep2-pp2-dp4", ranks=8, per_host=3, route=_NODE, servers=True, ep=2,
            pp=2, experts=4),
-    # What cannot be served is refused, not trained wrongly.
+    # Unsupported layouts are refused instead of trained wrongly.
     Layout(name="servers-lion", ranks=2, servers=True, extra=("--optimizer", "lion"),
            refused="--optimizer=lion"),
     *FEW_BITS,

@@ -1,5 +1,7 @@
-"""Trains a layout through both backends, has it compared, and shows what came of it: the cells of a
-table, and its rows, for documents and for a terminal."""
+"""Trains a layout through both backends, compares the runs, and formats the results.
+
+The results are cells of a table for the terminal, and rows of tables in documents.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ from .updates import compare_updates
 PROGRAM = "tests.layouts.gpt.rank:train"
 FLAG = "--use-dpu-reduce"
 GPUS_APART = 3
-"""From the first GPU of one layout to that of the next: layouts side by side spread evenly."""
-# Small pieces: those of a bucket are summed inside the host and between hosts at the same time.
+"""Distance between the first GPUs of consecutive layouts, so that concurrent layouts spread
+evenly."""
+# Small pieces: pieces of a bucket are summed inside the host and between hosts at the same time.
 _SERVERS = {**TWO_SERVERS, "BYTEPS_NODE_PIECE_BYTES": "2048"}
 
 
@@ -49,10 +52,9 @@ def train(
     fails: bool = False,
     options: Mapping[str, object] | None = None,
 ) -> Job:
-    """One run, each rank a process.
+    """Run a layout through a backend, each rank in a process.
 
-    Raises:
-        JobFailed: a rank failed, or with ``fails`` one did not.
+    Raises: JobFailed: A rank failed, or none did with ``fails``.
     """
     arguments = [*platform.arguments, *layout.megatron_arguments(), *data]
     environment: dict[str, str] = {}
@@ -79,10 +81,9 @@ def train(
 
 
 def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform = CPU) -> Report:
-    """Train the layout both ways, in a new folder, and compare.
+    """Train the layout through both backends, in a new folder, and compare.
 
-    Raises:
-        JobFailed: a run failed, or one that must be refused did not.
+    Raises: JobFailed: A run failed, or a layout that must be refused ran.
     """
     data = data_arguments(dataset)
     folder.mkdir(parents=True)
@@ -112,7 +113,7 @@ def run_layouts(
     options: argparse.Namespace,
     put: Callable[[Layout, Report], None],
 ) -> tuple[bool, list[Report]]:
-    """Train each layout both ways and compare: as run_reports."""
+    """Train each layout through both backends and compare; see run_reports."""
     start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"], platform)
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as scratch:
         folder = options.keep or Path(scratch)
@@ -136,15 +137,12 @@ def run_reports[R: Layout](
     check_row: Callable[[R, Path], Report],
     put: Callable[[R, Report], None],
 ) -> tuple[bool, list[Report]]:
-    """Check each row in a folder of its own, and tell what came of it.
+    """Check each row in a folder of its own, and print its result.
 
-    Args:
-        name: of the command.
-        options: ``budget``, and ``jobs`` where several may run at once.
-        put: called for each report, in the order of the rows.
+    Args: name: Name of the command. options: ``budget``, and ``jobs`` if several rows may run at
+    once. put: Called with each report, in the order of the rows.
 
-    Returns:
-        whether all were run and all is as it must be; and what came of each.
+    Returns: Whether all rows ran and passed, and the report of each.
     """
     reports: list[Report] = []
     with Progress(name, total=len(rows), unit="rows") as bar:
@@ -157,7 +155,7 @@ def run_reports[R: Layout](
             except JobFailed as error:
                 bar.say(str(error))
                 report = Report(layout=row, misses=["a rank failed"])
-            # A run that is interrupted has then shown what there was to see.
+            # An interrupted run has already printed the results so far.
             took = f"{time.monotonic() - start:.0f} s"
             bar.say(f"{row.name}: {verdict(report)} ({took})", stream=sys.stdout)
             return report
@@ -205,7 +203,7 @@ UPDATES = Table(
 
 _LARGEST = ("largest of them: error", "error of all-reduce", "losses differ")
 Tables = Mapping[bool, Table]
-"""By whether servers keep the optimizer."""
+"""Tables by whether servers keep the optimizer."""
 ALL: Tables = {False: SUMS, True: UPDATES}
 
 _ON_GPUS = """# Correctness on GPUs
@@ -223,18 +221,16 @@ deterministic kernels, so that two runs can be compared bit by bit.
 def put(document: Path, report: Report, tables: Tables = ALL, machine: str = "") -> None:
     """Write a layout's row into the document.
 
-    Args:
-        machine: what ran it, to be told above the table; without it nothing is told.
+    Args: machine: The machine that ran the layout, written above the table; empty for no such line.
 
-    Raises:
-        SystemExit: the document has no place for them.
+    Raises: SystemExit: The document has no place for the row.
     """
     table = tables[report.layout.servers]
     table.put(document, [_cells(report)], machine)
 
 
 def page(machine: str, reports: Sequence[Report]) -> str:
-    """A page of its own about a machine with GPUs: what came of all layouts, by type."""
+    """Format a page about a machine with GPUs: the results of all layouts by dtype."""
     parts = [_ON_GPUS.format(machine=machine)]
     for servers, title in ((False, "Sums"), (True, "The optimizer on the servers")):
         if chosen := [report for report in reports if report.layout.servers == servers]:
@@ -248,7 +244,7 @@ def page(machine: str, reports: Sequence[Report]) -> str:
 
 
 def by_type(reports: Sequence[Report]) -> list[Sequence[str]]:
-    """The largest figures of the layouts of each type, either sums or with servers' optimizer."""
+    """Get the largest errors of the layouts of each dtype, for sums or for the server optimizer."""
     servers = reports[0].layout.servers
     head = ("largest of them: parameters differ",) if servers else _LARGEST
     table: list[Sequence[str]] = [("type", "layouts", *head)]
@@ -273,18 +269,18 @@ def by_type(reports: Sequence[Report]) -> list[Sequence[str]]:
 
 
 def summary(reports: Sequence[Report]) -> str:
-    """The results, for a terminal."""
+    """Format the results for a terminal."""
     tables = [(table.head, _of(table, reports)) for table in (SUMS, UPDATES)]
     return "\n\n".join(aligned([head, *rows], left=1) for head, rows in tables if rows)
 
 
 def listing(layouts: Sequence[Layout]) -> str:
-    """What there is to run, for a terminal."""
+    """Format the list of layouts for a terminal."""
     return aligned([_FEATURES, *map(_features, layouts)], left=1)
 
 
 def verdict(report: Report) -> str:
-    """What came of a layout, in a line."""
+    """Describe the result of a layout in a line."""
     text = "; ".join(report.misses) or "ok"
     if report.update is not None:
         return f"{text}, parameters differ by {report.update.parameters:.1e}"
@@ -302,7 +298,7 @@ def _of(table: Table, reports: Sequence[Report]) -> list[list[str]]:
 
 
 def _sums(report: Report) -> list[str]:
-    """A row of SUMS."""
+    """Make a row of SUMS."""
     layout = report.layout
     if report.misses or layout.refused:
         return _without_figures(report)
@@ -312,7 +308,7 @@ def _sums(report: Report) -> list[str]:
 
 
 def _updates(report: Report) -> list[str]:
-    """A row of UPDATES."""
+    """Make a row of UPDATES."""
     layout, update = report.layout, report.update
     if report.misses or update is None:
         return _without_figures(report)

@@ -1,4 +1,4 @@
-"""The layouts whose layers are Transformer Engine's. Each needs a GPU with fp8, Hopper or later."""
+"""The layouts with Transformer Engine's layers. Each needs a GPU with fp8: Hopper or later."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ _WIDE = (
     *("--hidden-size", "128", "--num-attention-heads", "2"),
     *("--seq-length", "64", "--max-position-embeddings", "64"),
 )
-"""Heads of 64, as cuDNN's attention wants, and sizes that blocks of 128 fp8 values divide."""
-# Parameters that differ in the last bit of fp32 may differ in the last of bf16. Of that four steps
-# of 1e-2, half as large as the parameters, make a thousandth.
+"""Heads of size 64 for cuDNN's attention, and sizes that are multiples of blocks of 128 fp8
+values."""
+# Parameters that differ in the last bit of fp32 can differ in the last bit of bf16. Four steps of
+# 1e-2, half the size of the parameters, would turn this into a relative difference of 1e-3.
 _SMALL_STEPS = ("--lr", "1e-4")
 _GATHER = ("--overlap-param-gather",)
 _SEQUENCE = ("--sequence-parallel",)
@@ -50,7 +51,7 @@ def _fp8(recipe: str, *, gather: bool = True) -> tuple[str, ...]:
 
 
 def _row(name: str, *extra: str, ranks: int = 2, **settings: object) -> Layout:
-    """With bf16 parameters and fp32 gradients, unless said otherwise."""
+    """Make a row with bf16 parameters and fp32 gradients by default."""
     arguments = {"dtype": "bf16", **settings}
     return Layout(name=f"te-{name}", ranks=ranks, extra=(*_WIDE, *extra), **arguments)  # type: ignore[arg-type] # of a Layout
 
@@ -58,7 +59,7 @@ def _row(name: str, *extra: str, ranks: int = 2, **settings: object) -> Layout:
 TE_LAYOUTS: tuple[Layout, ...] = (
     _row("dp2"),
     _row("dp2-fp32", dtype="fp32"),
-    # The fused weight gradient adds to the bucket itself; all rows have it but this one.
+    # The fused weight gradient adds to the bucket directly; all rows but this use it.
     _row("dp2-fused-acc2", accumulation=2),
     _row("dp2-unfused-acc2", *_UNFUSED, accumulation=2),
     _row("dp2-wire-overlap-acc2", dtype="bf16-wire", overlap=True, accumulation=2),
@@ -75,11 +76,11 @@ TE_LAYOUTS: tuple[Layout, ...] = (
     _row("dp2-graphs-local-overlap", *_GRAPHS, "local", overlap=True),
     _row("dp2-do-graphs-te-gather", *_GATHER, *_GRAPHS, "transformer_engine", overlap=True,
          distributed_optimizer=True),
-    # One of each step: servers sum after its replay.
+    # A CUDA graph of the whole step: servers sum after its replay.
     _row("dp2-graphs-full-overlap", *_WHOLE_GRAPH, overlap=True, graphed=True),
     _row("dp2-do-graphs-full-gather", *_WHOLE_GRAPH, *_GATHER, overlap=True, graphed=True,
          distributed_optimizer=True),
-    # fp8 in matrix products; with "stored", parameters are kept and gathered in fp8 too.
+    # fp8 matrix products; with "stored", parameters are stored and gathered in fp8 too.
     _row("dp2-fp8-delayed-overlap", *_fp8("delayed", gather=False), overlap=True),
     _row("dp2-do-fp8-delayed-stored", *_GATHER, *_fp8("delayed"), distributed_optimizer=True,
          overlap=True),
@@ -97,14 +98,14 @@ TE_LAYOUTS: tuple[Layout, ...] = (
     _row("ep2-tp2-etp1-dp2-do-overlap-gather", *_MOE, *_GATHER, ranks=4, ep=2, tp=2, etp=1,
          experts=4, overlap=True, distributed_optimizer=True),
     _row("pp2-dp2-tied-do-acc2", ranks=4, pp=2, accumulation=2, distributed_optimizer=True),
-    # Each weight cut over two ranks, in addition to tensor parallelism.
+    # Each weight is sharded over two ranks, in addition to tensor parallelism.
     _row("shards2-dp2-overlap", "--tensor-parallel-num-weight-shards", "2",
          "--disable-bias-linear", ranks=4, overlap=True),
     # Transformer Engine's attention over a sequence that ranks share.
     _row("cp2-overlap", ranks=2, cp=2, overlap=True),
     _row("cp2-a2a-do-gather", "--cp-comm-type", "a2a", *_GATHER, cp=2, overlap=True,
          distributed_optimizer=True),
-    # Several documents in one row of tokens.
+    # Several documents in a row of tokens.
     _row("dp2-packed-tokens-overlap", *_PACKED, *_TOKENS, packed=True, overlap=True),
     # Two ranks per host, which sum first.
     _row("node2-dp4-do-inst2-fp8-tensorwise-stored", *_GATHER, *_fp8("tensorwise"), ranks=4,

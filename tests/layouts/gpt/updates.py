@@ -1,4 +1,4 @@
-"""Compares a run whose optimizer is on the servers with one of Megatron's own optimizer."""
+"""Compares a run with the server optimizer and a run with Megatron's own optimizer."""
 
 from __future__ import annotations
 
@@ -23,26 +23,33 @@ from .compare import (
 from .layout import Difference, RankSeen, Report, Sum
 from .rows import Layout
 
-# Largest relative difference of the final parameters, as one vector, and of a step's norm. Both
-# runs update in fp32. What differs is how a sum of gradients is rounded.
+# Largest relative difference of the final parameters, as a vector, and of a step's norm. Both runs
+# update in fp32. The difference is the rounding of gradient sums.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-4, "bf16-wire": 1e-3, "fp16-wire": 1e-3}
 MANY_BF16_TOLERANCE = 2e-2
-"""Of three or more values of bf16: servers round once, an all-reduce after every addition."""
+"""Tolerance for sums of three or more bf16 values: servers round once, an all-reduce after every
+addition."""
 COARSE_TOLERANCE = 2e-3
 MUON_BF16_TOLERANCE = 5e-3
-"""Megatron alone, with a learning rate that is off by 1e-7 of itself, is off by 2e-3 after the four
-steps: Muon makes all directions of a gradient alike, and so those that are rounding."""
+"""Tolerance with Muon, which makes all directions of a gradient alike, rounding errors included.
+
+In Megatron alone, a learning rate that is off by a factor of 1e-7 changes the parameters by 2e-3
+after the four steps.
+"""
 FEW_BITS = {"int8": 5e-2, "int4": 0.15}
-"""Of gradients that servers get in few bits: the first steps of Adam are as long for small
-gradients as for large ones, so that what rounding does to the small ones shows. What it does is
-known to the bit."""
+"""Tolerances for gradients in few bits.
+
+The first steps of Adam are as long for small gradients as for large gradients, so that the rounding
+of the small gradients shows. The rounding itself is checked bit by bit.
+"""
 ALLOWED_ERROR = 1.1
-"""Our updates' error over that of Megatron's own optimizer, which rounds other values."""
+"""Largest ratio of our updates' error to the error of Megatron's own optimizer, which rounds other
+values."""
 _TIED = ("word_embeddings.weight", "output_layer.weight")
 
 
 def tolerance(report: Report) -> float:
-    """What a difference may be."""
+    """Get the largest allowed difference."""
     layout = report.layout
     if "muon" in layout.extra and layout.dtype == "bf16":
         return MUON_BF16_TOLERANCE
@@ -58,7 +65,7 @@ def tolerance(report: Report) -> float:
 
 
 def compare_updates(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
-    """Hold a run with the optimizer on the servers against Megatron's own."""
+    """Compare a run with the server optimizer and a run with Megatron's own optimizer."""
     report = begin_report(layout, ours, theirs)
     if report.misses:
         return report
@@ -104,7 +111,7 @@ def _parameters(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
 
 
 def _update_error(ranks: Sequence[RankSeen]) -> float:
-    """Of all parameters, as one vector."""
+    """Get the error of all parameters, as a vector."""
     found = [seen.update_error for seen in ranks]
     if None in found:
         return math.nan
@@ -113,7 +120,8 @@ def _update_error(ranks: Sequence[RankSeen]) -> float:
 
 
 def _norms(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
-    """0 where nothing is clipped: then there is no norm in ours."""
+    """Get the largest relative difference of norms; 0 without clipping, which leaves our run
+    without a norm."""
     worst = 0.0
     for one, other in zip(ours, theirs, strict=True):
         for a, b in zip(one.steps, other.steps, strict=True):
@@ -125,7 +133,8 @@ def _norms(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
 
 
 def _zeros(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
-    """Before the first update both runs have the same gradients, and so as many that are 0."""
+    """Compare the counts of zero gradients before the first update, where both runs have equal
+    gradients."""
     unclear = _cancelling(ours)
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         found, wanted = one.steps[0].zeros, other.steps[0].zeros
@@ -136,7 +145,7 @@ def _zeros(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str
 
 
 def _cancelling(ranks: Sequence[RankSeen]) -> int:
-    """Gradients of the first step that are 0 or not by the order in which values were added."""
+    """Count first-step gradients that are 0 or not depending on the order of additions."""
     count = 0
     for rank, seen in enumerate(ranks):
         for name, total in seen.steps[0].sums.items():
@@ -151,8 +160,8 @@ def _cancelling(ranks: Sequence[RankSeen]) -> int:
 
 
 def _split(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
-    """Copies of a parameter, on whatever ranks, that are the same bits with Megatron's optimizer
-    have to be so with ours."""
+    """Check that copies of a parameter that are equal with Megatron's optimizer are equal with
+    ours."""
     copies: dict[tuple[str, bytes], list[tuple[int, str]]] = defaultdict(list)
     for rank, seen in enumerate(theirs):
         for name, value in seen.parameters.items():
@@ -169,8 +178,11 @@ def _digest(value: torch.Tensor) -> bytes:
 
 
 def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
-    """Which steps were clipped after servers had tried them. They try none after two such steps,
-    nor where parameters come down during the forward pass."""
+    """Find the steps that were clipped after servers had tried them.
+
+    Servers try no step after two clipped steps, and none if parameters arrive during the forward
+    pass.
+    """
     extra = list(layout.extra)
     if "--overlap-param-gather" in extra and "muon" not in extra:
         return [False] * len(seen.steps)
@@ -181,15 +193,15 @@ def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
 
 
 def _kind(name: str) -> str:
-    """Of a bucket by its name: dense or expert."""
+    """Get a bucket's kind, dense or expert, from its name."""
     return "expert" if name.split("/")[1].startswith("expert") else "dense"
 
 
 def _kinds_that_sum_first(layout: Layout, ours: Sequence[RankSeen]) -> set[str]:
-    """The kinds of buckets that the ranks of a host sum first.
+    """Get the kinds of buckets that the ranks of a host sum first.
 
-    Parts of the model have copies of one another's parameters. So that these stay the same to the
-    bit, none of a kind sum first unless the groups of all parts are spread over hosts alike.
+    Parts of the model have copies of the same parameters. So that the copies stay equal to the bit,
+    a kind sums first only if the groups of all parts are spread over hosts alike.
     """
     spreads: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for seen in ours:
@@ -203,9 +215,11 @@ def _kinds_that_sum_first(layout: Layout, ours: Sequence[RankSeen]) -> set[str]:
 
 
 def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
-    """Each rank pushes its gradients and pulls its parameters once a step, in one type, and pulls
-    them twice if the step is made again; one rank of each group loads the fp32 parameters before.
-    Node first, the ranks of a host do each their part of that.
+    """Check the bytes that ranks push and pull.
+
+    In a step each rank pushes its gradients and pulls its parameters, in one dtype; it pulls twice
+    if the step is repeated. A rank of each group loads the fp32 parameters at the start. With
+    node-first, each rank of a host does its share of that.
     """
     sum_first = _kinds_that_sum_first(layout, ours)
     for rank, seen in enumerate(ours):
@@ -220,7 +234,7 @@ def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
                     sharers = len(sharers_of(rank, total.members, layout))
                     elements, apart = elements / sharers, apart / sharers
                     first = tuple(sharers_of(first[0], total.members, layout))
-                kept = total.result.numel() == 0  # else ranks update, by the sum
+                kept = total.result.numel() == 0  # otherwise ranks update, by the sum
                 up, down = elements * size, elements * size
                 if layout.has_few_bits:
                     up = elements * WIRE_BYTES[layout.wire] + apart * _held_bytes(layout)
@@ -236,8 +250,10 @@ def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
 
 
 def _apart(layout: Layout, total: Sum) -> float:
-    """Gradients of a bucket that keep their bits where others travel in few: those of small
-    parameters, and of copies on two stages."""
+    """Count the elements of a bucket that keep their bits when others travel in few bits.
+
+    They are the gradients of small parameters, and of copies on two stages.
+    """
     if not layout.has_few_bits:
         return 0.0
     tied = [

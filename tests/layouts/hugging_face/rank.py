@@ -1,6 +1,6 @@
-"""Runs on the ranks: training of a Hugging Face model, and ``transformers``' word on the result.
+"""Rank programs: training of a Hugging Face model, and logits by ``transformers`` for comparison.
 
-Each function is a program; the fork server imports this module, and with it all that they need.
+The fork server imports this module with all that the programs need.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from tests.layouts.gpt.rank import run
 
 from .runs import VOCABULARY, make
 
-# Before anything else of Megatron-Bridge is imported.
+# Must run before any other import of Megatron-Bridge.
 auto_bridge()
 from megatron.bridge.peft import base  # noqa: E402
 
 BEFORE, AFTER = "before", "after"
-"""Folders of a job: the model written before the first step, and after the last one."""
+"""Folders of a job: the model before the first step and after the last step."""
 _BATCH, _LENGTH = 2, 16
 
 
 @dataclass(kw_only=True)
 class Seen:
-    """What a rank saw."""
+    """Values that a rank recorded."""
 
     training: RankSeen
     logits: torch.Tensor | None
-    """Of Megatron's model after the last step, [batch, sequence, vocabulary]; None on all stages
-    of the pipeline but the last one."""
+    """Logits of Megatron's model after the last step, [batch, sequence, vocabulary]; None except on
+    the last pipeline stage."""
     trained: int
-    """Elements of this rank's parameters that are trained."""
+    """Number of trained elements of this rank's parameters."""
     frozen_changed: list[str]
     """Names of frozen parameters that training changed."""
     without_gradient: list[str]
-    """Names of trained parameters whose gradient was zero in all steps; embeddings aside, since a
-    rank's part of the vocabulary may not occur in the text."""
+    """Names of trained parameters whose gradient was zero in all steps, without embeddings: the
+    text may not contain a rank's part of the vocabulary."""
 
 
 def make_model(folder: Path, name: str) -> None:
@@ -55,12 +55,13 @@ def make_model(folder: Path, name: str) -> None:
 
 
 def _sample() -> torch.Tensor:
-    """Tokens that every process makes anew, [batch, sequence]."""
+    """Make tokens, the same in every process, [batch, sequence]."""
     return torch.arange(_BATCH * _LENGTH).view(_BATCH, _LENGTH) * 7 % VOCABULARY
 
 
 def reference_logits(folder: Path, model: str, adapter: str | None = None) -> torch.Tensor:
-    """Those of ``transformers``, with an adapter on the model by ``peft`` if there is one."""
+    """Compute logits with ``transformers``, with a ``peft`` adapter on the model if there
+    is one."""
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if adapter is not None:
         loaded = peft.PeftModel.from_pretrained(loaded, adapter)
@@ -69,7 +70,7 @@ def reference_logits(folder: Path, model: str, adapter: str | None = None) -> to
 
 
 def _logits(models: list[torch.nn.Module]) -> torch.Tensor | None:
-    """Those of the model as it is cut, put together."""
+    """Compute logits with the sharded model and assemble them."""
     tokens = _sample()
     positions = torch.arange(_LENGTH).expand(_BATCH, _LENGTH)
     masked = torch.triu(torch.ones(_LENGTH, _LENGTH, dtype=torch.bool), 1)[None, None]
@@ -103,11 +104,10 @@ def train(
     environment: dict[str, str] | None = None,
     mended: bool = True,
 ) -> Seen:
-    """Train, and look at what came of it.
+    """Train and record the results.
 
-    Args:
-        arguments: of the entry script, without ``--hf-save``.
-        mended: False takes away what lets adapters in recomputed layers have gradients.
+    Args: arguments: Arguments of the entry script, without ``--hf-save``. mended: False removes the
+    fix that gives gradients to adapters in recomputed layers.
     """
     if not mended:
         base.maybe_enable_recompute_inputs_grad = lambda model: set()

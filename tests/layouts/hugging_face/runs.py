@@ -1,6 +1,5 @@
-"""Trains tiny Hugging Face models in layouts through both backends, whole or by adapters, and looks
-at the files that come out.
-"""
+"""Trains tiny Hugging Face models through both backends, fully or by adapters, and checks the
+written files."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    # Larger than a real model's: a wrong layer shows in the logits.
+    # Larger than in a real model, so that a wrong layer shows in the logits.
     "initializer_range": 0.1,
 }
 
@@ -55,7 +54,7 @@ def _qwen3_moe() -> Any:
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "llama": _llama,  # the embedding is the output layer too
+    "llama": _llama,  # tied embedding and output layer
     "qwen2": _qwen2,  # biases in attention
     "qwen3": _qwen3,  # norms of queries and keys, heads wider than hidden / heads
     "qwen3-moe": _qwen3_moe,  # experts
@@ -63,12 +62,12 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 
 def make(name: str, folder: Path) -> None:
-    """Write one of them."""
+    """Write a tiny model of this kind."""
     import torch
 
     torch.manual_seed(11)
     model = MAKERS[name]()
-    # Biases and norms are zeros and ones when new: a swapped one would not show.
+    # New biases and norms are zeros and ones, and an exchange of two would not show.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -86,14 +85,14 @@ LORA_RANK = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Row):
-    """A model, and how it is cut over ranks."""
+    """A model and its parallelism."""
 
     model: str
     """A name in ``layouts.hugging_face.models``."""
     extra: tuple[str, ...] = ()
 
     def arguments(self, *, lora: bool) -> list[str]:
-        """Of Megatron, but for model, data and backend."""
+        """Get Megatron's arguments, without model, data and backend."""
         arguments = [
             *("--seq-length", str(SEQUENCE), "--micro-batch-size", "2"),
             *("--global-batch-size", str(4 * self.dp), "--train-iters", str(STEPS)),
@@ -104,7 +103,7 @@ class Layout(Row):
         ]
         if lora:
             arguments += ["--lora", "--lora-rank", str(LORA_RANK), "--lora-alpha", "8"]
-            # Adapters on experts that lie on several ranks are refused.
+            # Adapters on experts that are spread over ranks are refused.
             arguments += ["--lora-targets", "linear_qkv", "linear_proj"] if self.ep > 1 else []
         return [*arguments, *self.extra]
 
@@ -112,7 +111,7 @@ class Layout(Row):
 _RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
               "--recompute-num-layers", "1")  # fmt: skip
 
-# Two data-parallel ranks where there are any: a sum of two values has one result in any order.
+# Two data-parallel ranks at most: a sum of two values is the same in any order.
 LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp2", model="llama", ranks=2),
     Layout(name="dp2-qwen2", model="qwen2", ranks=2),
@@ -133,14 +132,15 @@ LAYOUTS: tuple[Layout, ...] = (
 
 
 PROGRAMS = "tests.layouts.hugging_face.rank"
-# As the program's names; that module takes seconds to import, and the parent does without.
+# Equal to the program's constants; the import of that module takes seconds, and the parent needs
+# none.
 BEFORE, AFTER, ADAPTER = "before", "after", "adapter"
 TOLERANCE = 2e-5
-"""Of logits, compared with the largest of them: the two programs add in different orders."""
+"""Tolerance of logits, relative to the largest logit: the two programs add in different orders."""
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """Write a tiny model below the folder, if it is not there."""
+    """Write a tiny model into a folder below, unless it exists."""
     job = Job(folder / f"make-{name}", f"{PROGRAMS}:make_model", 1, {"name": name})
     if not job.folder.exists():
         job.run()
@@ -158,10 +158,9 @@ def train(
     fails: bool = False,
     **options: object,
 ) -> Job:
-    """One run, each rank a process.
+    """Run a layout, each rank in a process.
 
-    Raises:
-        JobFailed: a rank failed, or with ``fails`` one did not.
+    Raises: JobFailed: A rank failed, or none did with ``fails``.
     """
     arguments = ["--hf-model", str(model), *layout.arguments(lora=lora), *data]
     settings: dict[str, Any] = {"arguments": arguments, **options}
@@ -174,7 +173,7 @@ def train(
 
 
 def tensors(folder: Path) -> dict[str, Any]:
-    """All weights of a Hugging Face folder."""
+    """Load all weights of a Hugging Face folder."""
     from safetensors.torch import load_file
 
     return {
@@ -185,7 +184,7 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 
 def same(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same weights, to the last bit."""
+    """Tell whether two folders have the same weights, to the last bit."""
     import torch
 
     a, b = tensors(one), tensors(other)
@@ -194,29 +193,30 @@ def same(one: Path, other: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one layout, whole or by adapters."""
+    """Results of a layout, trained fully or by adapters."""
 
     round_trip: bool
-    """The files written before the first step hold the bits that were read."""
+    """The files written before the first step have the bits that were read."""
     moved: bool
     """Training changed the weights."""
     equal: bool
     """Both backends wrote the same bits."""
     logits: float
-    """Largest difference between Megatron's and those of the written files, of the largest."""
+    """Largest difference of logits between Megatron and the written files, relative to the largest
+    logit."""
     adapter_logits: float | None
-    """The same of the model with the written adapter; None without one."""
+    """The same difference for the model with the written adapter; None without an adapter."""
     bucketed: float
-    """Elements of the gradient buckets, of the parameters that are trained."""
+    """Elements of the gradient buckets, as a fraction of the trained parameters."""
     pushed: float
-    """Bytes that the ranks pushed, of those in buckets that several ranks sum."""
+    """Bytes that ranks pushed, as a fraction of the bytes of buckets that several ranks sum."""
     trained: float
-    """Part of all parameters that is trained."""
+    """Fraction of all parameters that is trained."""
     frozen_changed: list[str]
     without_gradient: list[str]
 
     def problems(self) -> list[str]:
-        """What is not as it must be."""
+        """List failed checks."""
         wrong = {
             "what is written before training differs from what was read": not self.round_trip,
             "training changed nothing": not self.moved,
@@ -236,10 +236,9 @@ class Outcome:
 def compare(
     layout: Layout, folder: Path, models: Path, data: Sequence[str], *, lora: bool
 ) -> Outcome:
-    """Train through both backends, and compare.
+    """Train through both backends and compare.
 
-    Raises:
-        JobFailed: a rank failed.
+    Raises: JobFailed: A rank failed.
     """
     model = make_model(layout.model, models)
     jobs = {

@@ -23,17 +23,17 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment_on(platform: Platform) -> dict[str, str]:
-    """Of all ranks and servers."""
+    """Get the environment variables of all ranks and servers."""
     return {
         **platform.environment,
         "PYTHONWARNINGS": "ignore",
-        # Sums of more than two values have one result, in any order.
+        # Sums of more than two values get the same result in any order.
         "BYTEPS_DETERMINISTIC": "1",
     }
 
 
 def settings_on(platform: Platform, folder: Path, **changes: Any) -> Settings:
-    """Of a pool whose actors find the patched Megatron."""
+    """Make settings of a pool whose actors find the patched Megatron."""
     settings: dict[str, Any] = {
         "folder": folder,
         "arguments": platform.arguments,
@@ -47,8 +47,8 @@ def settings_on(platform: Platform, folder: Path, **changes: Any) -> Settings:
 
 @contextmanager
 def warm_pool(settings: Settings, *, of_cluster: Settings | None = None) -> Iterator[Pool]:
-    """The actors of `settings`, in a cluster of its size, or of that of `of_cluster`."""
-    # Ray's sockets need a short path, and its processes may still write there as they end.
+    """Run the actors of `settings` in a Ray cluster, sized for them or for `of_cluster`."""
+    # Ray's sockets need a short path, and its processes may still write there when they end.
     with (
         tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         cluster(of_cluster or settings, temp_dir=folder, gpus=gpus_to_offer(settings)),
@@ -69,7 +69,7 @@ _ENVIRONMENT = {**SMALL_PARTITIONS, "HF_HUB_OFFLINE": "1"}
 
 
 def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Settings:
-    """Of the actors that all cells share."""
+    """Make settings of the actors that all cells share."""
     return settings_on(
         platform,
         folder,
@@ -77,7 +77,7 @@ def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Sett
         ranks=ranks,
         spares=0,
         servers=SERVERS,
-        # One cluster on this machine: Ray starts a worker ahead of time for each core.
+        # A single cluster on this machine: Ray starts a worker ahead of time for each core.
         cpus_per_rank=0.125,
         server_cpus=0.125,
         preload=(*PRELOAD, "pretrain_dpu_gpt", "megatron_byteps_hf.preload", MODULE),
@@ -87,13 +87,12 @@ def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Sett
 def run_locally(
     cell: Cell, folder: Path, arguments: Sequence[str], platform: Platform = CPU
 ) -> list[RankSeen]:
-    """Train as torchrun does, with BytePS next to the ranks: what each of them saw.
+    """Train as under torchrun, with servers in the ranks, and get each rank's results.
 
-    Raises:
-        JobFailed: a rank failed; the text has its log.
+    Raises: JobFailed: A rank failed; the text has its log.
     """
     own = {**environment_on(platform), **_ENVIRONMENT, "BYTEPS_EMBEDDED_SERVERS": str(SERVERS)}
-    # The platform's GPU settings are the job's: which of them a rank sees differs by rank.
+    # The job sets the platform's GPU variables, because they differ by rank.
     environment = {name: value for name, value in own.items() if name not in platform.environment}
     everything = [*arguments, *THROUGH_SERVERS, *platform.arguments]
     settings = {"arguments": everything, "environment": environment}
@@ -105,13 +104,11 @@ def run_locally(
 def run_under_ray(
     cell: Cell, folder: Path, arguments: Sequence[str], pool: Pool, settings: Settings
 ) -> list[RankSeen]:
-    """Train on the pool's actors: what each rank saw.
+    """Train on the pool's actors and get each rank's results.
 
-    Args:
-        settings: those of the pool.
+    Args: settings: Settings of the pool.
 
-    Raises:
-        JobError: a rank failed; the text has its last words.
+    Raises: JobError: A rank failed; the text has the end of its log.
     """
     import torch
 
@@ -135,16 +132,16 @@ def run_under_ray(
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a cell."""
+    """Results of a cell."""
 
     groups: int
-    """Groups of ranks that sum gradients through BytePS."""
+    """Number of groups of ranks that sum gradients through BytePS."""
     sums: int
-    """A step's, over all groups."""
+    """Number of sums in a step, over all groups."""
     differences: list[str]
-    """Between the two runs; empty where every bit is the same."""
+    """Differences between the two runs; empty if every bit is equal."""
     problems: list[str]
-    """What else is not as it must be."""
+    """Other failed checks."""
 
     @property
     def good(self) -> bool:
@@ -152,7 +149,7 @@ class Outcome:
 
 
 def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
-    """Hold a run under Ray against the local one, rank by rank."""
+    """Compare a run under Ray with the local run, rank by rank."""
     from tests.layouts.gpt.compare import differences  # imports torch
 
     found = list(differences(local, ray))
@@ -183,12 +180,12 @@ def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
 
 
 def _losses(seen: Sequence[RankSeen]) -> list[float]:
-    """Of each step; the last stages of pipelines know them."""
+    """Get the loss of each step from a rank of the last pipeline stage."""
     known = next(one for one in seen if one.steps[0].loss is not None)
     return [step.loss for step in known.steps if step.loss is not None]
 
 
 def arguments_of(cell: Cell, data: Sequence[str], models: Path) -> list[str]:
-    """Of the training script; a Hugging Face model is made where it is not there."""
+    """Get the training script's arguments; a Hugging Face model is made if it does not exist."""
     model = ["--hf-model", str(make_model(cell.model, models))] if cell.model else []
     return [*model, *cell.arguments, *data]

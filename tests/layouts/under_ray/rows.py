@@ -1,4 +1,4 @@
-"""Layouts that are trained twice, by ranks as torchrun starts them and by ranks under Ray."""
+"""Layouts that are trained twice: by ranks as under torchrun, and by ranks under Ray."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ FULL, LORA = "all", "adapters"
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A layout, and what is trained in it."""
+    """A layout with the kind of training."""
 
     name: str
-    """Of the layout."""
+    """Name of the layout."""
     ranks: int
     trained: str
     """FULL: a small GPT. LORA: adapters on a small Hugging Face model."""
     model: str
-    """The latter's name in ``layouts.hugging_face.models``; empty without one."""
+    """The Hugging Face model's name in ``layouts.hugging_face.models``; empty for a GPT."""
     arguments: tuple[str, ...]
-    """Of the training script, but for model and data."""
+    """Arguments of the training script, without model and data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""The training script under the eyes of a witness: the entry of jobs whose layouts are compared.
+"""Entry of jobs whose layouts are compared: the training script, with a witness that records it.
 
-Each rank leaves what it saw, a ``layouts.gpt.seen.RankSeen``, in the folder that ``LAYOUTS_SEEN``
-names: the counterpart of the results that ``layouts.job.Job`` collects.
+Each rank saves a ``layouts.gpt.layout.RankSeen`` in the folder of the variable ``LAYOUTS_SEEN``,
+like the results that ``layouts.job.Job`` collects.
 """
 
 from __future__ import annotations
