@@ -1,11 +1,11 @@
-"""A switch between hosts of this machine, whose links delay or drop what a rule says.
+"""A switch between emulated hosts on this machine, with links that delay or drop packets by rule.
 
-Each host is a network namespace with one TAP device, `eth0`. This process reads the frames that a
-host sends and writes them to the hosts that they are for, as a switch does; so it needs nothing of
-the kernel but TAP devices (`netem` is not everywhere). It carries some 10,000 frames a second.
+Each host is a network namespace with a TAP device, `eth0`. This process reads the frames that a
+host sends and writes them to their destinations, like a switch. The kernel needs only TAP devices
+(`netem` is often missing). The rate is about 10,000 frames per second.
 
     with Switch(2) as switch:
-        switch.set_rule(0, 1, Rule(largest=600))    # what host 0 sends to host 1
+        switch.set_rule(0, 1, Rule(largest=600))    # from host 0 to host 1
         subprocess.run(switch.hosts[0].command(["ssh", switch.hosts[1].address]))
 
 Needs root, iproute2 and /dev/net/tun.
@@ -35,50 +35,51 @@ _NET = "10.78.0"
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
 _HEADER_BYTES = 14
-"""Of Ethernet: what a frame has in addition to the packet."""
+"""Bytes of an Ethernet frame in addition to the packet."""
 _MOST_BYTES = 65536
 _MOST_FRAMES = 64
-"""Read from one host before the others have their turn."""
+"""Most frames that are read from a host before the next host."""
 
 
 class SwitchError(Exception):
-    """It could not be made; the text has the command and its complaint."""
+    """The switch cannot be made; the text has the failed command and its error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What becomes of the packets that one host sends to another one."""
+    """Treatment of the packets from a host to another."""
 
     largest: int | None = None
-    """Bytes of a packet with its IP header; larger ones are dropped, and nobody is told."""
+    """Most bytes of a packet with its IP header; larger packets are dropped without an ICMP
+    error."""
     delay_s: float = 0.0
     bytes_per_s: float | None = None
-    """The link's rate; what does not fit into the queue is dropped."""
+    """The link's rate; packets that do not fit into the queue are dropped."""
     queue_bytes: int = 3_000
-    """What may wait for the link, where it has a rate."""
+    """Most bytes in the queue of a link with a rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Where a process runs."""
+    """An emulated host, in which processes can run."""
 
     address: str
     namespace: str
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command, to be run on this host. The process that it starts is the command's own."""
+        """Make the command line that runs a command on this host, in the started process itself."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
 
 @dataclass
 class Passed:
-    """Frames of one direction."""
+    """Number of frames in a direction."""
 
     carried: int = 0
 
 
 class Switch:
-    """A context manager; `hosts` are there while it is open."""
+    """A context manager; `hosts` exist while it is open."""
 
     _made = 0
 
@@ -93,7 +94,7 @@ class Switch:
         self._rules: dict[tuple[int, int], Rule] = {}
         self._passed: dict[tuple[int, int], Passed] = {}
         self._free_at: dict[tuple[int, int], float] = {}
-        """When a link with a rate has sent what it has."""
+        """Time at which a link with a rate has sent its queue."""
         self._waiting: list[tuple[float, int, tuple[int, int], bytes]] = []
         self._order = itertools.count()
         self._taps: list[int] = []
@@ -119,16 +120,16 @@ class Switch:
         self._down()
 
     def run_on(self, host: int, *command: str) -> None:
-        """Run a command on that host, and wait for it. Raises SwitchError."""
+        """Run a command on the host and wait for its end. Raises SwitchError."""
         _run(*self.hosts[host].command(command))
 
     def set_rule(self, sender: int, receiver: int, rule: Rule) -> None:
-        """For what `sender` sends to `receiver`, by their indices, from now on."""
+        """Apply the rule to packets from `sender` to `receiver` (indices) from now on."""
         with self._lock:
             self._rules[sender, receiver] = rule
 
     def passed(self, sender: int, receiver: int) -> Passed:
-        """What has become of the frames so far."""
+        """Get the count of frames so far."""
         with self._lock:
             counted = self._passed.get((sender, receiver), Passed())
             return Passed(carried=counted.carried)
@@ -138,7 +139,7 @@ class Switch:
         _ip("netns", "add", name)
         tap = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            # The device goes with the descriptor, whatever becomes of this process.
+            # The device is removed when its descriptor closes, even if this process is killed.
             device = f"bps{os.getpid()}.{self._number}{index}"[-15:]
             request = struct.pack("16sH22x", device.encode(), _IFF_TAP | _IFF_NO_PI)
             fcntl.ioctl(tap, _TUNSETIFF, request)
@@ -174,7 +175,7 @@ class Switch:
                         continue
                     for frame in _frames(self._taps[key.data]):
                         receiver = by_mac.get(frame[:6])
-                        # Broadcasts, and what nobody has said yet where it belongs.
+                        # Broadcasts, and frames to an address that has not sent anything yet.
                         receivers = everybody if receiver is None else [receiver]
                         for other in receivers:
                             if other != key.data:
@@ -205,7 +206,8 @@ class Switch:
             try:
                 os.write(self._taps[receiver], frame)
             except OSError:
-                continue  # its queue is full, or it is down: a switch drops that, too
+                # the host's queue is full, or its device is down: a switch drops such frames too
+                continue
 
 
 def _frames(tap: int) -> list[bytes]:
@@ -215,7 +217,7 @@ def _frames(tap: int) -> list[bytes]:
             found.append(os.read(tap, _MOST_BYTES))
         except BlockingIOError:
             break
-        except OSError:  # it is down
+        except OSError:  # the device is down
             break
     return found
 
@@ -238,7 +240,7 @@ def _run(*command: str) -> None:
 
 
 def _remove_stale() -> None:
-    """What processes that were killed have left."""
+    """Remove the namespaces of killed processes."""
     for path in _NAMESPACES.glob(f"{_PREFIX}-*"):
         pid = path.name.removeprefix(f"{_PREFIX}-").partition("-")[0]
         if not Path(f"/proc/{pid}").exists():
@@ -246,7 +248,7 @@ def _remove_stale() -> None:
 
 
 def available() -> bool:
-    """Whether this machine and this user can have one."""
+    """Tell whether this machine and user can make a switch."""
     if os.geteuid() != 0 or not TUN.exists():
         return False
     try:

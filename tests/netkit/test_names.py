@@ -1,4 +1,4 @@
-"""Names that are known late, lead to another address later, or lead nowhere; hosts without IPv4."""
+"""Host names that resolve late, change their address or do not resolve; hosts without IPv4."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.native import LIMIT_S, SumJob
 pytestmark = pytest.mark.requires("root")
 
 NAME = "scheduler.invalid"
-"""No name service knows it: RFC 2606."""
+"""Never resolves: RFC 2606."""
 IPV6 = {f"net.ipv6.conf.{which}.disable_ipv6": "0" for which in ("all", "default", "lo", "eth0")}
 
 
@@ -29,12 +29,12 @@ def programs() -> Path:
 
 
 class Job(SumJob):
-    """A job of one server and one worker."""
+    """A job with a server and a worker."""
 
     def __init__(self, programs: Path, folder: Path) -> None:
         super().__init__(programs, folder)
         self.hosts = folder / "hosts"
-        """What /etc/hosts is for its processes."""
+        """Hosts file that the processes see as /etc/hosts."""
         self.know()
         self.env = {
             "PATH": os.environ["PATH"],
@@ -48,7 +48,7 @@ class Job(SumJob):
         }
 
     def know(self, address: str = "") -> None:
-        """From now on the name has this address."""
+        """Map the name to this address from now on."""
         self.hosts.write_text("127.0.0.1 localhost\n" + (f"{address} {NAME}\n" if address else ""))
 
     def with_hosts(self, command: Sequence[str]) -> list[str]:
@@ -95,7 +95,7 @@ def test_nodes_wait_for_a_name_and_follow_it(job: Job) -> None:
     job.env["DMLC_PS_ROOT_URI"] = NAME
     job.start_server()
     job.wait_for_text("server", "waiting: the scheduler's address (DMLC_PS_ROOT_URI) is not known")
-    job.know("127.0.0.3")  # where nothing listens
+    job.know("127.0.0.3")  # nothing listens there
     job.wait_for_text("server", "listening: server")
     job.start_worker()
     job.know("127.0.0.1")
@@ -103,7 +103,7 @@ def test_nodes_wait_for_a_name_and_follow_it(job: Job) -> None:
 
 
 def test_a_scheduler_waits_for_its_name(job: Job) -> None:
-    """It has another address first, as of a pod that was deleted."""
+    """The name first has another address, like the address of a deleted pod."""
     job.know("192.0.2.1")
     job.env["DMLC_PS_ROOT_URI"] = NAME
     job.spawn("early", job.with_hosts(job.server_command("scheduler")), job.env)
@@ -123,7 +123,7 @@ def test_a_name_that_never_is_known_is_named(job: Job) -> None:
 
 
 def test_a_name_that_is_loopback_is_no_address_for_others(job: Job) -> None:
-    """As Debian's /etc/hosts gives a machine's own name."""
+    """Debian's /etc/hosts maps a machine's own name this way."""
     job.know("127.0.1.1")
     job.start_scheduler(NAME)
     job.start_server()

@@ -1,4 +1,4 @@
-"""Hosts with two NICs: both carry the data, and a job outlives one of them."""
+"""Hosts with two NICs: both carry data, and a job survives the failure of a NIC."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def programs() -> Path:
 
 
 class Job(SumJob):
-    """A job that checks every sum, whose worker 0 shares a host with the scheduler."""
+    """A job that checks every sum; worker 0 shares a host with the scheduler."""
 
     def __init__(self, programs: Path, emulation: Emulation, folder: Path) -> None:
         super().__init__(programs, folder)
@@ -75,9 +75,9 @@ class Job(SumJob):
         self.spawn(title, host.command([*self._wrapper, *command]), self._env)
 
     def pretend_numa_nodes(self, cores: Sequence[int]) -> None:
-        """Each host has a NUMA node for each of these cores, and its NIC i is attached to node i.
+        """Show each host a NUMA node for each of these cores, with its NIC i on node i.
 
-        So processes are told that start afterwards.
+        Only processes that start afterwards see this.
         """
         nodes, nics = self._folder / "node", self._folder / "net"
         for index, core in enumerate(cores):
@@ -85,7 +85,7 @@ class Job(SumJob):
             (nodes / f"node{index}/cpulist").write_text(f"{core}\n")
             (nics / f"eth{index}/device").mkdir(parents=True)
             (nics / f"eth{index}/device/numa_node").write_text(f"{index}\n")
-        # `ip netns exec` gives every process a view of its own.
+        # `ip netns exec` gives every process its own mounts.
         mounts = f"mount --bind {nodes} /sys/devices/system/node"
         mounts += f" && mount --bind {nics} /sys/class/net"
         self._wrapper = ["sh", "-ec", f'{mounts}; exec "$@"', "sh"]
@@ -98,7 +98,7 @@ class Job(SumJob):
             time.sleep(0.05)
 
     def await_traffic(self, index: int, rail: int, more: int = 4 * BYTES) -> None:
-        """Until a NIC has sent so many more bytes."""
+        """Wait until a NIC has sent this many more bytes."""
         target = self.emulation.sent_bytes(index)[rail] + more
         deadline = time.monotonic() + LIMIT_S
         while self.emulation.sent_bytes(index)[rail] < target:
@@ -108,7 +108,7 @@ class Job(SumJob):
 
 
 def _output(host: Host, *command: str) -> str:
-    """What a command prints on an emulated host."""
+    """Run a command on an emulated host and get its output."""
     env = {"PATH": os.environ["PATH"], "BYTEPS_STATUS_PORT": str(STATUS_PORT)}
     done = subprocess.run(
         host.command(command), env=env, capture_output=True, text=True, check=True, timeout=60
@@ -117,7 +117,7 @@ def _output(host: Host, *command: str) -> str:
 
 
 def _by_nic(job: Job) -> list[dict[str, int]]:
-    """Bytes that each node has sent by each NIC, as the status tells: of servers, then workers."""
+    """Get the bytes that each node has sent by each NIC from the status: servers, then workers."""
     status = json.loads(_output(job.emulation.hosts[0], STATUS, "--json"))
     return [{one["nic"]: one["sent_bytes"] for one in node["by_nic"]} for node in status["nodes"]]
 
@@ -148,7 +148,7 @@ def test_both_nics_carry_the_data(job: Job) -> None:
 
 
 def test_bytes_follow_the_rates_of_the_nics(job: Job) -> None:
-    """The kernel knows of none: what each takes is measured."""
+    """The kernel reports no rates, so that the NICs' rates are measured."""
     for index in range(WORKERS + SERVERS):
         job.emulation.set_rate(index, 1, RATE // 10)
     job.start(rounds=60)
@@ -159,7 +159,7 @@ def test_bytes_follow_the_rates_of_the_nics(job: Job) -> None:
 
 
 def test_status_and_metrics_tell_what_each_nic_carries(job: Job) -> None:
-    """Both about half of it, and as much as the kernel counted."""
+    """Both report about half of the bytes per NIC, and as much as the kernel counted."""
     # Heartbeats every half second.
     quick = {"BYTEPS_PEER_TIMEOUT_S": "3", "BYTEPS_METRICS_PORT": str(METRICS_PORT)}
     job.start(rounds=100_000, env=quick)
@@ -198,7 +198,7 @@ def test_status_and_metrics_tell_what_each_nic_carries(job: Job) -> None:
 
 
 def _threads(pid: int) -> dict[str, list[int]]:
-    """The cores that the I/O threads of a process may use."""
+    """Get the allowed cores of a process's I/O threads."""
     found = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         name = (task / "comm").read_text().strip()
@@ -217,7 +217,7 @@ def test_threads_run_on_the_numa_node_of_their_nic(job: Job) -> None:
             job.await_traffic(index, rail)
     for title, process in job.processes.items():
         threads = _threads(process.pid)
-        if title == "scheduler":  # which carries no gradients
+        if title == "scheduler":  # the scheduler carries no gradients
             assert threads == {"bps-tcp-0": allowed, "bps-tcp-1": allowed}
             continue
         assert threads == {"bps-tcp-0": [cores[0]], "bps-tcp-1": [cores[1]]}, title
@@ -229,7 +229,7 @@ def test_threads_run_on_the_numa_node_of_their_nic(job: Job) -> None:
 @pytest.mark.parametrize("host", [1, WORKERS], ids=["worker", "server"])
 @pytest.mark.parametrize("how", ["down", "cut"])
 def test_a_nic_fails_and_comes_back(job: Job, host: int, how: str) -> None:
-    """Its connections go over the other NIC, and return; every sum is right."""
+    """Connections move to the other NIC and return; every sum is right."""
     job.start(rounds=100_000)
     for rail in range(2):
         job.await_traffic(host, rail)

@@ -1,4 +1,5 @@
-"""A job with no machine but its hosts, from one command on each: servers start there by default."""
+"""Jobs with no machine but the training hosts, started by a command on each: servers start there by
+default."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ MARK = "OWN_HOSTS_TEST_MARK"
     ],
 )
 def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
-    """The job of the README, with another number of ranks on each host, and names of their own."""
+    """The job of the README, with different numbers of ranks per host, and with other host
+    names."""
     topology = Topology(
         workers=1,
         servers=1,
@@ -59,9 +61,9 @@ def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
                 MARK: str(run_dir),
                 "JOB_FOLDER": str(run_dir),
                 "GLOO_SOCKET_IFNAME": "eth0",
-                # Emulated links are no hardware, of which one takes all.
+                # Emulated links are not hardware links, and by default only one of them is used.
                 "BYTEPS_NICS": ",".join(host.interfaces),
-                # Partitions enough that all NICs have some, however fast each sends.
+                # Enough partitions that all NICs carry some, whatever their speeds.
                 "ELEMENTS": str(2 << 20),
             }
             del env["BYTEPS_SECRET"]
@@ -93,29 +95,29 @@ def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
 
 
 MASTER = "host-0"
-"""Name of the first host, which its own hosts file maps to 127.0.1.1, as Debian's does."""
+"""Name of the first host; its own hosts file maps the name to 127.0.1.1, like Debian's."""
 AT_MASTER = {"MASTER_ADDR": MASTER, "MASTER_PORT": "29500"}
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """A way to start the ranks of two hosts, so that they find each other."""
+    """A way to start the ranks of two hosts so that they find each other."""
 
     name: str
     torchrun: tuple[str, ...] = ()
-    """Its arguments; none: ranks are started one by one."""
+    """Arguments of torchrun; empty: ranks are started one by one."""
     init_method: str = ""
-    """The `init_method` of `init_process_group`; empty: none."""
+    """The `init_method` of `init_process_group`; empty: not given."""
     told: tuple[str, ...] = ()
     """Variables that are set for each rank."""
     env: Mapping[str, str] = field(default_factory=dict)
     master_env: Mapping[str, str] = field(default_factory=dict)
-    """Variables on the first host alone."""
+    """Variables on the first host only."""
     own_name: str = "127.0.1.1"
-    """Address that a host's name has on that host; empty: that which it has for others."""
+    """Address that a host's own name has on that host; empty: the same as on other hosts."""
     victim: int | None = None
-    """Rank that is killed once, and started again with all others."""
+    """Rank that is killed once; all ranks restart after that."""
     servers: int = 2
     quick: bool = False
 
@@ -130,7 +132,7 @@ LAUNCHERS = (
         name="master-addr",
         torchrun=("--nnodes", "2", "--master-addr", MASTER, "--master-port", "29500"),
     ),
-    # A PyTorchJob's pods: the master knows itself as localhost. Its NIC is the slower one.
+    # Pods of a PyTorchJob: the master's own name is localhost. Its NIC is the slower of the two.
     Launcher(
         name="kubernetes",
         told=PLACES[:2],
@@ -139,9 +141,9 @@ LAUNCHERS = (
         servers=3,
         quick=True,
     ),
-    # srun: the script takes its places from SLURM_PROCID and SLURM_LOCALID.
+    # srun: the script takes the places of ranks from SLURM_PROCID and SLURM_LOCALID.
     Launcher(name="slurm", init_method="env://", told=PLACES[:3], env=AT_MASTER),
-    # Each rank believes that it is alone on its host.
+    # Each rank finds itself alone on its host.
     Launcher(
         name="ray",
         init_method="env://",
@@ -154,7 +156,7 @@ LAUNCHERS = (
 
 
 def host_words(launcher: Launcher, index: int, address: str) -> list[str]:
-    """torchrun's arguments on this host."""
+    """Make torchrun's arguments on this host."""
     words = [*launcher.torchrun, "--nproc-per-node", str(RANKS[index])]
     if launcher.name == "master-addr":
         return [*words, "--node-rank", str(index)]
@@ -169,7 +171,7 @@ def host_words(launcher: Launcher, index: int, address: str) -> list[str]:
     ],
 )
 def test_every_launcher(run_dir: Path, nursery: Nursery, launcher: Launcher) -> None:  # noqa: F811
-    """Two hosts without a default route; a restart begins with servers of its own."""
+    """Two hosts without a default route; a restart begins with new servers."""
     lives = 1 if launcher.victim is None else 2
     topology = Topology(workers=1, servers=1, emulated_hosts=2, link_bits=400_000_000)
     ranks = []

@@ -1,4 +1,4 @@
-"""Links that carry small packets and no large ones, or hardly anything: what a job does."""
+"""Links that drop large packets, or that have a very low rate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.netkit.switch import Rule, Switch
 
 RECONNECT_S = 6.0
 HERE, THERE = 0, 1
-"""Hosts: of scheduler, server and worker 0; of worker 1."""
+"""Indices of hosts: of the scheduler, the server and worker 0; of worker 1."""
 ENV = {
     "BYTEPS_RECONNECT_TIMEOUT_S": f"{RECONNECT_S:g}",
     "BYTEPS_PARTITION_BYTES": "65536",
@@ -51,7 +51,7 @@ def switch() -> Iterator[Switch]:
 
 @pytest.fixture
 def start(switch: Switch, run_dir: Path) -> Iterator[Start]:
-    """Starts a job of two workers; returns scheduler, server and workers."""
+    """Start jobs of two workers; a call returns scheduler, server and workers."""
     folder = native.build("byteps-server", "sum_worker")
     processes: list[Spawned] = []
 
@@ -83,7 +83,7 @@ def start(switch: Switch, run_dir: Path) -> Iterator[Start]:
 
 
 def wait_for_frames(switch: Switch, more: int, processes: list[Spawned]) -> None:
-    """Until worker 1 has sent so many."""
+    """Wait until worker 1 has sent this many more frames."""
     target = switch.passed(THERE, HERE).carried + more
     deadline = time.monotonic() + START_S
     while switch.passed(THERE, HERE).carried < target:
@@ -96,7 +96,7 @@ def wait_for_frames(switch: Switch, more: int, processes: list[Spawned]) -> None
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("tls", ["0", "1"])
 def test_large_packets_vanish(switch: Switch, start: Start, tls: str) -> None:
-    """As where a tunnel or a switch has a smaller MTU than the hosts, and tells nobody."""
+    """A tunnel or a switch can have a smaller MTU than the hosts without sending ICMP errors."""
     env = {"BYTEPS_TLS": tls, "BYTEPS_PEER_TIMEOUT_S": "60"}
     processes = start("--rounds", "1000000", "--bytes", "200000", env=env)
     wait_for_frames(switch, 500, processes)
@@ -106,12 +106,13 @@ def test_large_packets_vanish(switch: Switch, start: Start, tls: str) -> None:
     begin = time.monotonic()
     wait_all(processes, END_S)
     taken = time.monotonic() - begin
-    # BYTEPS_RECONNECT_TIMEOUT_S, but for what a busy machine adds.
+    # The time of BYTEPS_RECONNECT_TIMEOUT_S, plus delays on a busy machine.
     assert taken < RECONNECT_S + 30
     for worker in processes[2:]:
         assert worker.wait(0) == 1, worker.text
         assert re.search(f"{LOST}|{GIVEN_UP}", worker.text), worker.text
-    # An end says why: of the one that gave up, or of the other, as only it had much to send.
+    # An error explains the reason: from the worker that gave up or from the other, as only it had
+    # much to send.
     assert any(re.search(VANISH, process.text) for process in processes)
 
 
@@ -119,12 +120,12 @@ def test_large_packets_vanish(switch: Switch, start: Start, tls: str) -> None:
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.thorough
 def test_a_slow_link_lives(switch: Switch, start: Start, run_dir: Path) -> None:
-    """5 kB/s: a partition takes twice BYTEPS_RECONNECT_TIMEOUT_S, also over a connection that is
-    made again."""
+    """At 5 kB/s a partition takes twice BYTEPS_RECONNECT_TIMEOUT_S, also over a replaced
+    connection."""
     reconnect_s = 15
     options = ("--rounds", "1", "--tensors", "1", "--bytes", "131072")
     env = {"BYTEPS_RECONNECT_TIMEOUT_S": str(reconnect_s), "BYTEPS_PARTITION_BYTES": "131072"}
-    # Few packets at once, so that none wait for long: a queue of many seconds is another thing.
+    # Few packets at once, so that none waits for long: a queue of many seconds is another problem.
     route = ("ip", "route", "replace", "10.78.0.0/24", "dev", "eth0")
     switch.run_on(THERE, *route, "cwnd", "lock", "4", "initcwnd", "2")
     processes = start(*options, env={**env, "BYTEPS_PEER_TIMEOUT_S": "200"})

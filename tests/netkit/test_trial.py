@@ -1,4 +1,4 @@
-"""A trial of a launch line on two emulated hosts, each of which runs the same command."""
+"""A trial of a launch line on two emulated hosts, with the same command on each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ for step in range(int(sys.argv[1])):
 
 
 def _try(run_dir: Path, *arguments: str, command: Sequence[str]) -> list[tuple[int, str]]:
-    """Exit status and output of each host's command. Leaves no process behind."""
+    """Run a trial, and get the exit status and output of each host's command; no process is
+    left."""
     topology = Topology(workers=1, servers=1, emulated_hosts=2, link_bits=100_000_000)
     with Emulation(topology) as emulation:
         trials = []
@@ -85,7 +86,7 @@ def _try(run_dir: Path, *arguments: str, command: Sequence[str]) -> list[tuple[i
 
 @pytest.mark.slow
 def test_plain_script(run_dir: Path) -> None:
-    """It needs no change, and both hosts say the same."""
+    """A plain script needs no change, and both hosts print the same."""
     script = run_dir / "train.py"
     script.write_text(DDP)
     found = _try(
@@ -108,7 +109,7 @@ def test_plain_script(run_dir: Path) -> None:
 
 @pytest.mark.thorough
 def test_megatron_by_torchrun(run_dir: Path) -> None:
-    """It gets the preset, saves no checkpoint, and tells its own loss."""
+    """Megatron gets the preset, saves no checkpoint, and reports its own loss."""
     checkpoints = run_dir / "checkpoints"
     torchrun = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
@@ -132,7 +133,7 @@ def test_megatron_by_torchrun(run_dir: Path) -> None:
 
 @pytest.mark.thorough
 def test_one_command_starts_the_ranks_of_all_hosts(run_dir: Path) -> None:
-    """As srun does, from a host that need not have a rank."""
+    """The command runs like srun on a host that may have no rank."""
     script, launcher = run_dir / "train.py", run_dir / "launch.sh"
     script.write_text(DDP)
     launcher.write_text(

@@ -1,7 +1,7 @@
-"""Tests marked `on_rdma` run in a guest that has RDMA, and are reported here; see transports.py.
+"""Runs tests marked `on_rdma` in a guest that has RDMA, and reports them here; see transports.py.
 
-On a machine with RDMA of its own, MEGATRON_BYTEPS_RDMA_ADDRESS=<an address of its device> runs them
-there instead.
+On a machine with an RDMA device, MEGATRON_BYTEPS_RDMA_ADDRESS=<an address of the device> runs them
+on the machine itself.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ from tests.rdma.vm.kernel import VmError
 __all__ = ["make_cluster"]
 
 
-# By transport. The others are RDMA with another setting.
+# Marks by transport. The others are RDMA with another setting.
 _MARKS = {
     "tcp": [],
     "rdma": [pytest.mark.on_rdma],
     "others": [pytest.mark.on_rdma, pytest.mark.thorough],
 }
 PROGRAMS = ("byteps-server", "connection_test", "sum_worker")
-"""Program that test_transport.py runs."""
+"""Programs that test_transport.py runs."""
 SOURCE = Path(__file__).parent / "meddle.cc"
 OVERLAY = SOURCE.parents[2] / "byteps"
 PS_LITE = SOURCE.parents[2] / "build/byteps/3rdparty/ps-lite/include"
 SOURCES = [SOURCE, OVERLAY / "byteps/net/rdma/wire.cc"]
 LIBRARY = FOLDER / "meddle.so"
-"""Of meddle.cc, to preload: it breaks RDMA inside a process of a test. It does
-nothing to a process whose environment does not ask for it."""
+"""Library of meddle.cc for LD_PRELOAD: it injects RDMA faults in a test's process.
+
+It does nothing to a process whose environment does not ask for faults.
+"""
 _REMOTE = pytest.StashKey[list[str]]()
 _RUN = pytest.StashKey[RemoteRun | str]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.transports("tcp", "rdma", ...)`: the test runs once over each."""
+    """Parametrize tests marked `@pytest.mark.transports("tcp", "rdma", ...)` by transport."""
     mark = metafunc.definition.get_closest_marker("transports")
     if mark is not None:
         metafunc.parametrize(
@@ -67,8 +69,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """One for all: in the guest its start takes more than a minute. There its workers can be broken
-    from inside, if their environment says so; see meddle.cc."""
+    """Fork workers from a single nursery: in the guest its start takes more than a minute.
+
+    In the guest, faults can be injected in its workers by environment variables; see meddle.cc.
+    """
     in_guest = ADDRESS_VARIABLE in os.environ
     env = {"LD_PRELOAD": str(LIBRARY)} if in_guest and LIBRARY.exists() else {}
     made = Nursery(tmp_path_factory.mktemp("nursery"), env=env)
@@ -100,7 +104,7 @@ def _runs_in_guest(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Those for the guest come last, so that it has this machine's cores for itself."""
+    """Move the guest's tests to the end, so that the guest has this machine's cores for itself."""
     remote = [item for item in items if _runs_in_guest(item)]
     items[:] = [item for item in items if not _runs_in_guest(item)] + remote
     config.stash[_REMOTE] = [item.nodeid for item in remote]
@@ -114,7 +118,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for report in _remote_reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    # What pytest's own protocol would have done: leave the scopes that the next test is not in.
+    # Do the rest of pytest's own protocol: leave the scopes that the next test is not in.
     item.session._setupstate.teardown_exact(nextitem)
     return True
 
@@ -122,7 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _remote_reports(item: pytest.Item) -> Iterator[pytest.TestReport]:
     lacking = missing_tool()
     if lacking is not None:
-        # No requires(): under CI this skip is a failure.
+        # Not requires(), because this skip is a failure under CI.
         where = (str(item.path), 0, f"Skipped: {lacking}")
         yield _report(item, "skipped", where)
         return
@@ -130,7 +134,8 @@ def _remote_reports(item: pytest.Item) -> Iterator[pytest.TestReport]:
         for data in _remote_run(item).reports(item.nodeid):
             report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
             assert isinstance(report, pytest.TestReport)
-            if isinstance(report.longrepr, list):  # a skip's place; JSON knows no tuples
+            # a skip's place, which JSON turned from a tuple into a list
+            if isinstance(report.longrepr, list):
                 report.longrepr = tuple(report.longrepr)
             yield report
     except VmError as error:
@@ -143,15 +148,16 @@ def _report(item: pytest.Item, outcome: Any, longrepr: Any) -> pytest.TestReport
 
 
 def _remote_run(item: pytest.Item) -> RemoteRun:
-    """Of the session: started for the first test that needs it, with all of them."""
+    """Get the session's guest, which is started for the first test that needs it and runs all of
+    them."""
     config = item.config
     if _RUN not in config.stash:
-        # Outside fixtures pytest has no public way to it.
+        # Outside fixtures, pytest has no public way to the factory.
         factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
         tests = config.stash[_REMOTE]
         try:
             build_meddle()
-            # The guest cannot, and would take minutes.
+            # Compiling in the guest is impossible or takes minutes.
             if any("test_transport.py" in test for test in tests):
                 native.build(*PROGRAMS)
             run = RemoteRun(factory.mktemp("guest") / "shared", tests)
@@ -166,12 +172,12 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
 
 
 def build_meddle() -> Path:
-    """Compiles the library. Raises BuildError."""
+    """Compile the library. Raises BuildError."""
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     part = LIBRARY.with_suffix(".part")
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
     command += [f"-I{OVERLAY}", "-isystem", str(PS_LITE), *map(str, SOURCES), "-o", str(part)]
-    # What it asks for by name alone, a linker may take for not needed.
+    # A linker may drop libraries whose symbols are only looked up by name.
     command += ["-Wl,--no-as-needed", "-ldl", "-libverbs", "-lrdmacm"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     if ended.returncode != 0:

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Runs a command in a virtual machine with an RDMA device (soft-RoCE).
 
-The guest's files are this machine's, read-only; what the command writes below $OUT stays. The
-device is rxe0, at 10.77.0.1 and fd77::1. With --guests 2 the command runs in two machines that a
-cable joins; $GUEST is 1 in one and 2 in the other, and their addresses end in that number.
+The guest sees this machine's files read-only; only files that the command writes below $OUT are
+kept. The device is rxe0, at 10.77.0.1 and fd77::1. With --guests 2 the command runs in two machines
+that are connected by a cable. $GUEST is 1 in the first and 2 in the second, and their addresses end
+in that number.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def follow(guests: Sequence[Guest], timeout_s: float) -> int:
-    """Print what the guests print, until all have ended; the first exit status that is not 0."""
+    """Print the guests' output until all guests have ended; get the first exit status that is not
+    0."""
     deadline = time.monotonic() + timeout_s
     shown = [0] * len(guests)
     while True:

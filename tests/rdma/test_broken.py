@@ -1,4 +1,4 @@
-"""What only RDMA can suffer: each is a named error, everywhere, in time."""
+"""Failures that only RDMA can have: each is a named error on every process, in time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SHORT = {
     "BYTEPS_PARTITION_BYTES": "4096",
 }
 BREAKS = 12
-"""Of each plane of each worker some, at whatever moments they come."""
+"""Number of breaks, some in each plane of each worker, at any moment."""
 MOST_BREAKS = 60
-"""Until messages were in flight when one broke."""
+"""Upper limit of breaks until messages were in flight at a break."""
 Make = Callable[..., Cluster]
 
 pytestmark = pytest.mark.on_rdma
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.on_rdma
 
 @pytest.fixture
 def make_breakable(make_cluster: Make) -> Make:
-    """Makes clusters whose workers can be broken from inside; see conftest.py's nursery."""
+    """Makes clusters with workers that take faults; see the nursery in conftest.py."""
 
     def make_one(*, env: dict[str, str] | None = None, **settings: int) -> Cluster:
         return make_cluster(host=RDMA.host, env={**RDMA.env, **SHORT, **(env or {})}, **settings)
@@ -41,7 +41,7 @@ def make_breakable(make_cluster: Make) -> Make:
 
 
 def break_queue_pairs(order: Path, plane: str) -> None:
-    """Those of one plane of the process whose MEDDLE_BREAK is `order`."""
+    """Break the queue pairs of a plane in the process whose MEDDLE_BREAK is `order`."""
     part = order.with_suffix(".part")
     part.write_text(plane)
     part.rename(order)
@@ -61,13 +61,14 @@ def wait_while(cluster: Cluster, holds: Callable[[], bool]) -> None:
 
 
 def wait_for_round(cluster: Cluster) -> None:
-    """One more."""
+    """Wait for another round."""
     before = rounds_of(cluster)
     wait_while(cluster, lambda: rounds_of(cluster) == before)
 
 
 def test_queue_pairs_are_made_again(make_breakable: Make, run_dir: Path) -> None:
-    """Those of either plane break again and again, to servers and scheduler: every sum is exact."""
+    """Queue pairs of either plane break repeatedly, to servers and scheduler: every sum is
+    exact."""
     patient = {"BYTEPS_PEER_TIMEOUT_S": "30", "BYTEPS_PARTITION_BYTES": "65536"}
     cluster = make_breakable(workers=2, servers=2, env=patient)
     cluster.start_nodes()
@@ -97,7 +98,7 @@ def test_queue_pairs_are_made_again(make_breakable: Make, run_dir: Path) -> None
 
 
 def test_a_damaged_greeting_is_one_more_attempt(make_breakable: Make, run_dir: Path) -> None:
-    """A bit of every third greeting of a connection that is made again is flipped."""
+    """A bit is flipped in every third greeting of a replaced connection."""
     patient = {"BYTEPS_PEER_TIMEOUT_S": "30", "BYTEPS_PARTITION_BYTES": "65536"}
     cluster = make_breakable(workers=2, servers=1, env=patient)
     cluster.start_nodes()
@@ -120,7 +121,7 @@ def test_a_damaged_greeting_is_one_more_attempt(make_breakable: Make, run_dir: P
 
 
 def test_no_longer_than_said(make_breakable: Make, run_dir: Path) -> None:
-    """Then it is a loss, which names the link, both its ends and the limit."""
+    """After the time limit the peer is lost; the error names the link, both ends and the limit."""
     order = run_dir / "break"
     env = {"BYTEPS_RECONNECT_TIMEOUT_S": "2", "BYTEPS_PEER_TIMEOUT_S": "60"}
     cluster = make_breakable(workers=2, servers=1, env=env)
@@ -145,8 +146,7 @@ def test_no_longer_than_said(make_breakable: Make, run_dir: Path) -> None:
 
 @pytest.mark.parametrize("plane", ["data", "control"])
 def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane: str) -> None:
-    """Where nobody connects again: the other plane still works, and nobody waits for what cannot
-    come."""
+    """Without reconnection the other plane still works, and no process waits for lost messages."""
     order = run_dir / "break"
     cluster = make_breakable(workers=2, servers=2, env={"BYTEPS_RECONNECT_TIMEOUT_S": "0"})
     cluster.start_nodes()
@@ -156,7 +156,7 @@ def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane:
     break_queue_pairs(order, plane)
     wait_all(cluster.everyone(), END_S)
     broken, other = (cluster.workers[f"worker {rank}"] for rank in range(2))
-    # Either end of the connection may be the one that is called lost.
+    # The error may call either end of the connection lost.
     demand_error(broken, r"(worker 0|server \d|scheduler)\b.*lost")
     demand_error(other, r"(worker 0|server \d)\b.*lost")
     if plane == "data":
@@ -167,7 +167,8 @@ def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane:
 
 @pytest.mark.parametrize("version", [0, 1, 77])
 def test_another_version_is_refused(make_breakable: Make, version: int) -> None:
-    """A worker of another build: it is told why, and so is the log of who refused it."""
+    """A worker of another version gets the reason, and so does the log of the node that
+    refused it."""
     cluster = make_breakable(workers=1, servers=1)
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only", env={"MEDDLE_VERSION": str(version)})
@@ -209,7 +210,7 @@ def test_another_secret_is_refused(make_breakable: Make, env: dict[str, str], sa
 
 
 def test_another_job_is_refused(make_breakable: Make) -> None:
-    """A worker of a job before, at a server's address that the new job's has now."""
+    """A worker of an earlier job finds a server of the new job at the old address."""
     cluster = make_breakable(workers=1, servers=1, env={"BYTEPS_AUTH": "0"})
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:loop", env={"MEDDLE_JOB": "12345"})
@@ -218,7 +219,7 @@ def test_another_job_is_refused(make_breakable: Make) -> None:
 
 
 def test_another_processes_id_is_refused(make_breakable: Make) -> None:
-    """Worker 1 says that it is worker 0."""
+    """Worker 1 claims to be worker 0."""
     cluster = make_breakable(workers=2, servers=1, env={"BYTEPS_AUTH": "0"})
     cluster.start_nodes()
     other = cluster.start_worker(0, "failures:loop")
@@ -229,7 +230,7 @@ def test_another_processes_id_is_refused(make_breakable: Make) -> None:
 
 
 def test_impossible_claim_is_refused(make_breakable: Make) -> None:
-    """A value of 8 TiB: no memory is looked for."""
+    """A claimed value of 8 TiB does not cause an allocation."""
     partition = {"BYTEPS_PARTITION_BYTES": "65536"}  # too large for a frame
     cluster = make_breakable(workers=1, servers=1, env=partition)
     cluster.start_nodes()
@@ -249,13 +250,14 @@ def test_place_that_was_not_offered_is_refused(make_breakable: Make) -> None:
 
 @pytest.mark.parametrize("limit_bytes", [16 << 10, 4 << 20], ids=["16K", "4M"])
 def test_too_little_locked_memory(make_breakable: Make, limit_bytes: int) -> None:
-    """At the start, and when values need more than connections did."""
+    """The limit is reached at the start, or when values need more memory than connections did."""
     cluster = make_breakable(workers=1, servers=1, env={"BYTEPS_PARTITION_BYTES": "16777216"})
     cluster.start_nodes()
     worker = cluster.start_worker(0, "planes:poor", limit_bytes=limit_bytes)
     wait_all([worker], END_S)
     demand_error(worker, r"ulimit -l", r"\d+ (bytes|KiB|KB|MB)")
-    if limit_bytes > 1 << 20:  # otherwise it never joined, and the others wait for one that does
+    # with less, the worker never joined, and the others wait for a worker that does
+    if limit_bytes > 1 << 20:
         wait_all(cluster.everyone(), END_S)
 
 
@@ -284,7 +286,7 @@ def test_settings_that_do_not_fit(make_breakable: Make, env: dict[str, str], say
 
 @pytest.fixture
 def removable() -> Iterator[None]:
-    """The guest's device, which the test takes away, is put back."""
+    """Restores the guest's device, which the test removes."""
     shown = subprocess.run(["rdma", "link"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"rxe0/1 .*netdev (\S+)", shown)
     assert found, shown

@@ -1,4 +1,4 @@
-"""What any transport has to do, over TCP and over RDMA: sums, planes, losses, several NICs."""
+"""Requirements of every transport, over TCP and over RDMA: sums, planes, losses, several NICs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ PAGE = 4096
 INLINE = 1024
 PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "60"}
 ROUNDS = 300
-"""A leak of one registration, file or tensor a round stands far above what is allowed."""
+"""Rounds: enough that a leaked registration, file or tensor per round is far above the
+tolerance."""
 
 each = pytest.mark.transports("tcp", "rdma")
 each_variant = pytest.mark.transports("tcp", *VARIANTS)
@@ -46,7 +47,7 @@ Make = Callable[..., Cluster]
 
 @each_variant
 def test_sizes_around_the_limits(make_over: Make) -> None:
-    """Around what fits a small message, a partition, and none."""
+    """Sizes near the limits of a small message and of a partition."""
     env = {"BYTEPS_PARTITION_BYTES": str(2 * PAGE), "BYTEPS_RDMA_INLINE_BYTES": str(INLINE)}
     around = [*range(INLINE - 4, INLINE + 5), *range(INLINE - 400, INLINE, 37)]
     counts = [1, 2, 3, 63, 64, 65, *around, PAGE - 1, PAGE, PAGE + 1]
@@ -56,7 +57,7 @@ def test_sizes_around_the_limits(make_over: Make) -> None:
 
 @pytest.mark.transports("tcp", "rdma", "rdma-one-plane", "rdma-shallow")
 def test_many_in_flight(make_over: Make) -> None:
-    """More than any queue holds, both ways at once."""
+    """More messages than any queue holds, in both directions at once."""
     env = {"BYTEPS_PARTITION_BYTES": str(PAGE), "BYTEPS_SERVER_WINDOW_BYTES": "1000000000"}
     make_over(workers=2, servers=2, env={**env, **PATIENCE}).run("planes:many", count=150)
 
@@ -87,7 +88,7 @@ def test_wire_types(make_over: Make) -> None:
 
 @each
 def test_few_bits(make_over: Make) -> None:
-    """To the bit those of a reference, which knows of no transport."""
+    """Sums match a reference that does not depend on the transport, to the bit."""
     env = {**PATIENCE, "BYTEPS_DETERMINISTIC": "1"}
     make_over(workers=3, servers=2, env=env).run("few_bits:sums")
 
@@ -104,12 +105,12 @@ def test_leaving_and_coming_back(make_over: Make) -> None:
 
 @pytest.mark.transports("tcp", "rdma", "rdma-one-plane", "rdma-no-pool")
 def test_many_rounds_leave_nothing(make_over: Make, transport: Transport) -> None:
-    """No registration, no file, no memory, in workers; servers are watched from outside."""
+    """Workers leak no registration, file or memory; servers are watched from outside."""
     cluster = make_over(workers=2, servers=1, env=PATIENCE)
     cluster.run("planes:rounds", rdma=transport.is_rdma, rounds=ROUNDS, timeout_s=600)
 
 
-# Data goes by data endpoints and control by control; so say the endpoints' own counters.
+# Data uses data endpoints and control uses control endpoints, by the endpoints' own counters.
 
 
 @pytest.mark.transports("rdma", "rdma-one-plane", "rdma-3-endpoints", "rdma-ipv6")
@@ -142,7 +143,7 @@ def test_memory_in_the_cache_is_registered_once(make_over: Make) -> None:
 @pytest.mark.transports("rdma")
 @pytest.mark.parametrize("budget", [1 << 20, 512 << 20])
 def test_slots_of_all_workers_fit_into_their_memory(make_over: Make, budget: int) -> None:
-    """A server's share of each worker is the smaller, the more of them there are."""
+    """A server's share for each worker decreases with the number of workers."""
     cluster = make_over(workers=3, servers=1, env={"BYTEPS_RDMA_SLOT_BYTES": str(budget)})
     cluster.start("planes:small")
     cluster.wait_mark("summed", range(3))
@@ -150,7 +151,7 @@ def test_slots_of_all_workers_fit_into_their_memory(make_over: Make, budget: int
     status = Path(f"/proc/{server.pid}/status").read_text()
     found = re.search(r"VmPin:\s+(\d+) kB", status)
     assert found is not None, status
-    # One with the scheduler, and a control and a data endpoint with each worker.
+    # An endpoint with the scheduler, and a control and a data endpoint with each worker.
     endpoints, slot, wanted = 1 + 3 * 2, 1024 + 4096, 64 + 128
     slots = min(wanted, budget // endpoints // 4096 * 4096 // slot)
     each = (64 * slots // wanted + 128 * slots // wanted) * slot
@@ -160,7 +161,8 @@ def test_slots_of_all_workers_fit_into_their_memory(make_over: Make, budget: int
     cluster.finish()
 
 
-# A lost peer ends every process in time with an error that names it, or is replaced.
+# After the loss of a peer every process ends in time with an error that names the peer, or the peer
+# is replaced.
 
 
 PEER_TIMEOUT_S = 4
@@ -257,7 +259,7 @@ def test_a_lost_servers_state_is_copied(make_over: Make) -> None:
 
 @pytest.mark.transports("rdma")
 def test_a_lost_scheduler_is_replaced(make_over: Make) -> None:
-    """Twice."""
+    """The scheduler is lost twice."""
     cluster = make_over(workers=2, servers=2, env=RETURNS)
     cluster.start("lost_servers:train", steps=40, holds=[5, 15, 20, 30])
     replace_scheduler(cluster, 1, 5)
@@ -265,7 +267,7 @@ def test_a_lost_scheduler_is_replaced(make_over: Make) -> None:
     cluster.finish()
 
 
-# What every transport promises of a link, over RDMA; tests/unit/test_parts.py tries TCP.
+# The contract of a link over RDMA; tests/unit/test_parts.py covers TCP.
 
 
 CONTRACT_LIMIT_S = 400
@@ -289,7 +291,7 @@ def test_contract(transport: Transport, run_dir: Path) -> None:
     assert "[  PASSED  ] 0 tests" not in log.read_text(errors="replace")
 
 
-# Hosts with two RDMA devices: both carry the data, and a job outlives the link of one.
+# Hosts with two RDMA devices: both carry data, and a job survives the loss of a device's link.
 
 
 RDMA = make("rdma")
@@ -306,7 +308,7 @@ def _ip(*words: str) -> None:
 
 @pytest.fixture
 def second_nic() -> Iterator[None]:
-    """rxe1 over SECOND, next to the guest's own rxe0 over FIRST."""
+    """Creates rxe1 over SECOND in addition to the guest's own rxe0 over FIRST."""
     if not Path(f"/sys/class/net/{FIRST}").exists():
         pytest.skip("for the guest of these tests, where a device can be added")
     _ip("link", "add", SECOND, "type", "veth", "peer", "name", SECOND_PEER)
@@ -318,11 +320,11 @@ def second_nic() -> Iterator[None]:
         subprocess.run(link, check=True, timeout=60)
         yield
     finally:
-        _ip("link", "del", SECOND)  # and the device above it
+        _ip("link", "del", SECOND)  # this also removes the device on it
 
 
 class Job(SumJob):
-    """Two workers and a server."""
+    """A job with two workers and a server."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(native.FOLDER, folder)
@@ -350,7 +352,7 @@ class Job(SumJob):
             self.spawn(f"worker {rank}", self.worker_command(rounds), {**env, **place})
 
     def sent(self) -> list[dict[str, int]]:
-        """Bytes that each node has sent by each NIC; empty while the status tells of none."""
+        """Get the bytes that each node has sent by each NIC; empty until the status has some."""
         done = captured(
             [STATUS, "--json"],
             60,
@@ -360,7 +362,7 @@ class Job(SumJob):
         return [{nic["nic"]: nic["sent_bytes"] for nic in node["by_nic"]} for node in nodes]
 
     def await_traffic(self, nic: str, more: int = MORE) -> None:
-        """Until each node has sent so many more bytes by a NIC."""
+        """Wait until each node has sent this many more bytes by a NIC."""
         deadline = time.monotonic() + LIMIT_S
         begin: list[dict[str, int]] = []
         while True:
@@ -408,7 +410,8 @@ def test_a_job_with_two_devices_ends_well(job: Job) -> None:
 
 @pytest.mark.on_rdma
 def test_one_device_is_named(job: Job) -> None:
-    """It alone carries data; the address that nodes have is the other one's."""
+    """Only the named device carries data, though the nodes' addresses belong to the other
+    device."""
     job.start("rxe1", rounds=100_000)
     job.await_traffic(SECOND)
     for node in job.sent():
@@ -418,14 +421,14 @@ def test_one_device_is_named(job: Job) -> None:
 
 @pytest.mark.on_rdma
 def test_a_link_goes_down_and_comes_back(job: Job) -> None:
-    """What was in flight goes by the other device, and back; every sum is right."""
+    """Messages in flight move to the other device and return; every sum is right."""
     job.start("rxe0,rxe1", rounds=100_000)
     for nic in (FIRST, SECOND):
         job.await_traffic(nic)
     _ip("link", "set", SECOND_PEER, "down")
     for rank in range(WORKERS):
         job.await_text(f"worker {rank}", r"the data connection \d with server 0.* made again after")
-    job.await_traffic(FIRST)  # the last report was made before, while both carried data
+    job.await_traffic(FIRST)  # the last report was made earlier, when both carried data
     before = job.sent()
     job.await_traffic(FIRST)
     for then, now in zip(before, job.sent(), strict=True):

@@ -1,4 +1,4 @@
-"""One guest and two on a cable, and scripts/check_rdma.sh, which names the faults of a machine."""
+"""A guest, two guests with a cable, and scripts/check_rdma.sh, which finds faults of a machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_in_vm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 def test_two_guests_on_a_cable(tmp_path: Path) -> None:
-    """Two hosts, as far as RDMA can see; output, files and exit status come back."""
+    """Two hosts from RDMA's point of view; output, files and exit status come back."""
     lacking = missing_tool()
     if lacking is not None:
         pytest.skip(lacking)
@@ -52,7 +52,7 @@ def test_two_guests_on_a_cable(tmp_path: Path) -> None:
     assert [(out / f"guest{n}/number").read_text().strip() for n in (1, 2)] == ["1", "2"]
 
 
-# A job over RDMA between two machines: two guests on a cable.
+# A job over RDMA between two machines: two guests with a cable.
 
 
 LIMIT_S = 580.0
@@ -81,8 +81,8 @@ def guests(run_dir: Path) -> Iterator[list[Guest]]:
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_jobs_between_machines(guests: list[Guest]) -> None:
-    """Three that end well, of which one loses a path; then the second machine dies, and all on the
-    first say so in time."""
+    """Three jobs end well, and one of them loses a path; then the second machine dies, and all
+    processes of the first report it in time."""
     deadline = time.monotonic() + LIMIT_S
     first, second = guests
     status = first.wait(max(1.0, deadline - time.monotonic()))
@@ -99,7 +99,7 @@ def test_jobs_between_machines(guests: list[Guest]) -> None:
         assert lost.search((folder / f"{node}.log").read_text())
 
 
-# scripts/check_rdma.sh names what is wrong, and the command that fixes it.
+# scripts/check_rdma.sh reports each fault with the command that fixes it.
 
 
 SCRIPT = str(REPOSITORY / "scripts/check_rdma.sh")
@@ -113,7 +113,7 @@ Checked = subprocess.CompletedProcess[str]
 def check(
     *flags: str, prefix: tuple[str, ...] = (), env: Mapping[str, str] | None = None
 ) -> Checked:
-    """What the script says, with none of this process's settings."""
+    """Run the script with none of this process's settings."""
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "CHECK_"))
     }
@@ -121,13 +121,13 @@ def check(
 
 
 def wrongs(checked: Checked) -> list[str]:
-    """The findings, but for how this machine's byteps-server was built."""
+    """Get the findings, except about the build of this machine's byteps-server."""
     lines = checked.stdout.splitlines()
     return [line for line in lines if line.startswith("WRONG") and "byteps-server" not in line]
 
 
 class FakeMachine:
-    """Files as a kernel shows them: one RoCE NIC, all well. A test then breaks one thing."""
+    """Files like a kernel's for a healthy RoCE NIC; a test then breaks something."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -287,7 +287,7 @@ def test_guest_is_good() -> None:
 
 @pytest.mark.on_rdma
 def test_guest_with_little_locked_memory() -> None:
-    """A user without root's right to lock what they like."""
+    """A user without the capability to lock any amount of memory."""
     less = ("setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock")
     poor = (*less, "bash", "-c", 'ulimit -l 64 && exec "$@"', "-")
     checked = check("--device", "rxe0", prefix=poor)
@@ -304,7 +304,7 @@ def test_guest_under_another_interface() -> None:
 
 @pytest.mark.on_rdma
 def test_link_is_measured(run_dir: Path) -> None:
-    """Both ends on one device."""
+    """Both ends are on the same device."""
     with (run_dir / "server.log").open("w") as log:
         server = subprocess.Popen([SCRIPT, "--device", "rxe0", "--server"], stdout=log)
     try:

@@ -1,7 +1,7 @@
-"""The transports that tests run over, and the guest in which those of RDMA run.
+"""The transports of tests, and the guest in which RDMA tests run.
 
-The guest runs pytest on the tests it is given. Its conftest.py writes what pytest says of each into
-a file that both see; this side reads it and hands the reports to its own pytest.
+The guest runs pytest on a list of tests. Its conftest.py writes pytest's reports to a file that
+both sides see; this side reads the file and passes the reports to its own pytest.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 REPORTS = "reports.jsonl"
 REPORTS_VARIABLE = "MEGATRON_BYTEPS_RDMA_REPORTS"
 ADDRESS_VARIABLE = "MEGATRON_BYTEPS_RDMA_ADDRESS"
-"""An address of an RDMA device of this machine: tests that need one run here, in no guest."""
+"""Variable with an address of an RDMA device of this machine: RDMA tests run here, without
+a guest."""
 
 TEST_S = 560
-"""Of one test in the guest."""
+"""Time limit of a test in the guest, in seconds."""
 SILENCE_S = 580.0
-"""Without a word the guest is taken for dead: just below pytest's own limit for a test."""
+"""Time without output after which the guest counts as dead: just below pytest's own limit of a
+test."""
 
 
 class Writer:
@@ -48,7 +50,7 @@ class Writer:
 
 
 class RemoteRun:
-    """This side: a guest that runs tests, in their order."""
+    """The host's side: a guest that runs tests in order."""
 
     def __init__(self, folder: Path, tests: Sequence[str]) -> None:
         self.broken: str | None = None
@@ -73,7 +75,8 @@ class RemoteRun:
         self._guest = Guest(folder, [*in_repository, *pytest_command], env=env)
 
     def reports(self, test: str) -> list[dict[str, Any]]:
-        """Of that test: of its setup, itself, its teardown. Raises VmError; then all later do."""
+        """Get the reports of a test's setup, call and teardown. Raises VmError, and then on all
+        later calls."""
         if self.broken is not None:
             raise VmError(self.broken)
         found: list[dict[str, Any]] = []
@@ -117,7 +120,7 @@ class RemoteRun:
 class Transport:
     name: str
     host: str
-    """The address that all processes of a test listen at."""
+    """The address at which all processes of a test listen."""
     env: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -130,7 +133,7 @@ class Transport:
 
 
 def make(name: str) -> Transport:
-    """By its name in TRANSPORTS."""
+    """Make a transport by its name in TRANSPORTS."""
     if name == "tcp":
         return Transport(name, LOOPBACK)
     host = "fd77::1" if name == "rdma-ipv6" else os.environ.get(ADDRESS_VARIABLE, "10.77.0.1")
@@ -143,7 +146,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "rdma-one-plane": {"BYTEPS_RDMA_DATA_PLANE": "0"},
     "rdma-3-endpoints": {"BYTEPS_CONNECTIONS": "3"},
     "rdma-busy-poll": {"BYTEPS_RDMA_BUSY_POLL": "1"},
-    # As few as can work: what waits for credit shows here.
+    # Smallest possible queues: an error in waiting for credit shows here.
     "rdma-shallow": {
         "BYTEPS_RDMA_START_DEPTH": "4",
         "BYTEPS_RDMA_RX_DEPTH": "8",
@@ -151,7 +154,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "BYTEPS_RDMA_RECEIVE_WINDOW_BYTES": "0",  # one value at a time
     },
     "rdma-ipv6": {},
-    # Each value's memory is registered for its message, by a thread that nobody waits for.
+    # Each value's memory is registered for its message, by a thread on which nothing waits.
     "rdma-no-pool": {"BYTEPS_RDMA_POOL_BYTES": "0"},
 }
 TRANSPORTS = ("tcp", *VARIANTS)

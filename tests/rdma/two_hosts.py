@@ -1,9 +1,9 @@
-"""One of two machines of a job, each with a server and a worker; the first has the scheduler too.
+"""Runs a machine of a job with two machines, each with a server and a worker.
 
-``two_hosts.py OUT NUMBER``, in each of two guests with two cables between them. First jobs that end
-well, of which one finds that a path is silent, though its links are up; then one in which the
-second machine dies at work, with no farewell of any kind. The first leaves what its worker and its
-nodes said of that in OUT, for the test to read.
+``two_hosts.py OUT NUMBER`` runs in each of two guests with two cables between them. The first
+machine also has the scheduler. First come jobs that end well; one of them detects that a path is
+silent although its links are up. Then comes a job in which the second machine dies at work. The
+first machine writes the messages of its worker and nodes to OUT for the test.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Machine:
         self.number = number
         self.env = {
             **clean_environment(self.folder),
-            # The other guest's is this one too.
+            # The other guest has the same secret.
             "BYTEPS_SECRET": "the secret of two guests",
             "DMLC_ENABLE_RDMA": "ibverbs",
             "DMLC_PS_ROOT_URI": f"{NETWORK}.1",
@@ -42,11 +42,11 @@ class Machine:
             "DMLC_NODE_HOST": f"{NETWORK}.{number}",
             "DMLC_NUM_WORKER": "2",
             "DMLC_NUM_SERVER": "2",
-            # The other one may be much later: it has the same two cores.
+            # The other guest may be much later, because it shares the same two cores.
             "BYTEPS_START_TIMEOUT_S": "90",
             "RANK": str(number - 1),
             "WORLD_SIZE": "2",
-            # Not so, but what programs that run on one machine expect.
+            # Not true, but programs that run on a single machine expect these values.
             "LOCAL_RANK": str(number - 1),
             "LOCAL_WORLD_SIZE": "2",
             **env,
@@ -56,7 +56,7 @@ class Machine:
         self.nodes = [Spawned(role, [*command, role], self.env, self.folder) for role in roles]
 
     def start_worker(self, program: Callable[[Job], None], **args: object) -> int:
-        """Its pid."""
+        """Start a worker and get its pid."""
         pid = os.fork()
         if pid != 0:
             return pid
@@ -69,7 +69,7 @@ class Machine:
 
 
 def ended(pid: int, timeout_s: float = JOB_S) -> int:
-    """Its exit status. Raises TimeoutError."""
+    """Get the exit status of a process. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -80,7 +80,7 @@ def ended(pid: int, timeout_s: float = JOB_S) -> int:
 
 
 def good_jobs(folder: Path, number: int) -> None:
-    """Planes, and sums, between machines."""
+    """Run jobs for planes and for sums between machines."""
     parts = {"BYTEPS_PARTITION_BYTES": "8192"}
     for port, program, args in (
         (9001, planes.apart, {"servers": 2, "data_plane": True, "endpoints": 1}),
@@ -94,7 +94,7 @@ def good_jobs(folder: Path, number: int) -> None:
 
 
 def until(job: Job, begin: int, holds: Callable[[str], bool]) -> None:
-    """Sum until this holds on both workers, for what their logs have from here on."""
+    """Sum until a condition holds for the logs of both workers from here on."""
     log = job.folder / "worker.log"
     while True:
         values = torch.full((100_000,), job.rank + 1.0)
@@ -106,18 +106,20 @@ def until(job: Job, begin: int, holds: Callable[[str], bool]) -> None:
 
 
 def has_left(log: str) -> int:
-    """How many connections have left the second cable."""
+    """Count the connections that have left the second cable."""
     return len(re.findall(r"\(10\.77\.\S+ to 10\.77\.\S+ broke, and was made again", log))
 
 
 def is_back(log: str) -> bool:
-    """Whether all of them use it again."""
+    """Tell whether all of these connections use the cable again."""
     return len(re.findall(r"data for server \d goes from 10\.78\..* again", log)) >= has_left(log)
 
 
 def loses_a_path(job: Job) -> None:
-    """Frames on the second cable are dropped, and later go to a NIC that is not there; the link is
-    up all the while."""
+    """Drop frames on the second cable, and later send them to a NIC that does not exist.
+
+    The link stays up.
+    """
     other = ["10.78.0.2", "10.78.0.1"][job.rank]
     drop = ["tc", "qdisc", "replace", "dev", "eth1", "root"]
     neighbor = ["ip", "neigh", "replace", other, "dev", "eth1", "lladdr"]
@@ -148,7 +150,7 @@ def silent_path(folder: Path, number: int) -> None:
 
 
 def die() -> None:
-    """As by a cut cable to the power supply."""
+    """Reset the machine, like a power failure."""
     Path("/proc/sys/kernel/sysrq").write_text("1")
     Path("/proc/sysrq-trigger").write_text("b")
 

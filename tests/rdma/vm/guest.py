@@ -1,4 +1,4 @@
-"""One or several guests: started, waited for with a deadline, ended; Python compiled for them."""
+"""Guests: started, awaited with a time limit, and ended; bytecode of Python for them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ PLUG_S = 120.0
 
 
 def address_of(number: int) -> str:
-    """Of the guest of this number, from 1."""
+    """Get the address of a guest by its number, from 1."""
     return f"{NETWORK}.{number}"
 
 
 def missing_tool() -> str | None:
-    """Why this machine can run no guest, if so. A kernel that cannot be fetched shows later."""
+    """Get the reason why this machine can run no guest, if any. A failed download of the kernel
+    shows later."""
     if platform.machine() != "x86_64":
         return f"guests run on x86-64 only, this is {platform.machine()}"
     if shutil.which(QEMU) is None:
@@ -39,13 +40,13 @@ def missing_tool() -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """An Ethernet cable to another guest: a socket of the host's. The first end listens."""
+    """An Ethernet cable to another guest, made of a socket on the host. The first end listens."""
 
     path: Path
     listens: bool
 
     def options(self, card: int) -> list[str]:
-        """Of QEMU, for the NIC of this number."""
+        """Get QEMU's options for the NIC of this number."""
         server = "on" if self.listens else "off"
         return [
             "-netdev",
@@ -57,10 +58,10 @@ class Link:
 
 
 class Guest:
-    """A virtual machine that runs one command as root and then ends; a context manager.
+    """A virtual machine that runs a command as root and then ends; a context manager.
 
-    Its files are the host's, read-only. What the command writes below ``folder`` is there for the
-    host at once; everything else it writes is lost. ``command`` starts there, with a soft-RoCE
+    The guest sees the host's files read-only. Files that the command writes below ``folder`` appear
+    on the host at once; all other writes are lost. ``command`` starts there, with a soft-RoCE
     device (see devices.sh), and prints to ``output``.
     """
 
@@ -118,12 +119,12 @@ class Guest:
             *("-device", "virtio-9p-pci,fsdev=out,mount_tag=out"),
         ]
         words = (
-            # A busy host is late with the timer, which the kernel would take for a broken one.
+            # On a busy host the timer is late, and the kernel would take it for broken.
             "console=ttyS0 quiet loglevel=3 panic=-1 net.ifnames=0 mitigations=off no_timer_check "
             f"out={self.folder} host_name=guest{number} epoch={int(time.time())}"
         )
         return [
-            # However this process ends, the guest ends with it.
+            # The guest ends when this process ends, even if it is killed.
             *("setpriv", "--pdeathsig", "KILL"),
             *(QEMU, "-M", "q35", "-cpu", "max", "-smp", str(os.cpu_count() or 1), "-m", memory),
             *_accelerator(),
@@ -141,7 +142,7 @@ class Guest:
 
     @property
     def status(self) -> int | None:
-        """Of the command, once it has ended."""
+        """Get the command's exit status, or None until it has ended."""
         try:
             text = self._status.read_text().strip()
         except FileNotFoundError:
@@ -149,10 +150,10 @@ class Guest:
         return int(text) if text else None
 
     def wait(self, timeout_s: float, show: Callable[[str], None] | None = None) -> int:
-        """The command's exit status. Raises VmError when it is late or the guest broke down.
+        """Wait for the command's exit status. Raises VmError when it is late or the guest broke
+        down.
 
-        Args:
-            show: is given what the command prints, as it comes.
+        Args: show: Called with the command's output as it arrives.
         """
         deadline = time.monotonic() + timeout_s
         shown = 0
@@ -175,7 +176,7 @@ class Guest:
             time.sleep(0.05)
 
     def last_words(self, lines: int = 20) -> str:
-        """The ends of what the command and the guest's kernel printed."""
+        """Get the last lines that the command and the guest's kernel printed."""
         parts = []
         for path in (self.output, self.console):
             if path.exists():
@@ -184,13 +185,13 @@ class Guest:
         return "\n".join(parts)
 
     def close(self) -> None:
-        """End it, running or not."""
+        """End the guest if it runs."""
         if self.running:
             self._process.kill()
         self._process.wait()
 
     def plugged_in(self, cables: Sequence[Link]) -> Guest:
-        """This guest, once the cables' other ends can be plugged in: QEMU tries but once."""
+        """Return this guest once the cables' other ends exist: QEMU tries to connect only once."""
         deadline = time.monotonic() + PLUG_S
         while not all(cable.path.exists() for cable in cables):
             if not self.running or time.monotonic() > deadline:
@@ -206,7 +207,7 @@ class Guest:
 
 
 def _accelerator() -> list[str]:
-    """KVM where it works; it may be there and refuse, and then everything is emulated."""
+    """Choose KVM if it works; it can exist and refuse, and then everything is emulated."""
     if os.access("/dev/kvm", os.R_OK | os.W_OK) and _has_virtualization():
         return ["-accel", "kvm", "-accel", "tcg,thread=multi"]
     return ["-accel", "tcg,thread=multi"]
@@ -217,7 +218,7 @@ def _has_virtualization() -> bool:
     return "vmx" in flags or "svm" in flags
 
 
-# ----- Python, which guests would otherwise compile anew, with all of torch, for minutes
+# ----- bytecode of Python, which guests would otherwise compile for minutes, with all of torch
 
 
 FOLDER = Path(__file__).resolve().parents[3] / "build/vm-bytecode"
@@ -225,10 +226,10 @@ IMPORT_S = 400.0
 
 
 def compiled(modules: Sequence[str], path: Sequence[Path] = ()) -> dict[str, str]:
-    """Compile all that importing these modules imports; the variables with which Python uses it.
+    """Compile everything that these modules import, and get the variables that make Python use it.
 
-    Python itself checks that what is there belongs to the sources. Raises VmError when the modules
-    cannot be imported here.
+    Python itself checks the bytecode against the sources. Raises VmError when the modules cannot be
+    imported here.
     """
     env = {"PYTHONPYCACHEPREFIX": str(FOLDER)}
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

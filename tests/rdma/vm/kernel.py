@@ -1,8 +1,8 @@
-"""The guest's kernel, a stock one of the distribution, whose modules hold soft-RoCE (rdma_rxe), and
-its first root.
+"""The guest's kernel and its initial root.
 
-apt fetches the kernel and checks its signature. It is unpacked, not installed, in the project's
-cache, in a folder that its version and hash name, and stays there: later runs need no network.
+The kernel is a stock kernel of the distribution, with the module of soft-RoCE (rdma_rxe). apt
+fetches it and checks its signature. It is unpacked, not installed, into a folder of the project's
+cache whose name has its version and hash, and stays there: later runs need no network.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ KERNEL_VARIABLE = "MEGATRON_BYTEPS_VM_KERNEL"
 
 
 class VmError(Exception):
-    """A virtual machine cannot be had; the text says what is missing and what to do."""
+    """A virtual machine cannot run; the text says why, and how to fix it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     folder: Path
-    """What the package holds: boot/vmlinuz-RELEASE and lib/modules/RELEASE."""
+    """The package's contents: boot/vmlinuz-RELEASE and lib/modules/RELEASE."""
     release: str
 
     @property
@@ -46,7 +46,7 @@ class Kernel:
 
 
 def cache_root() -> Path:
-    """The folder that scripts/setup.sh keeps downloads in."""
+    """Get the folder for downloads, the same as in scripts/setup.sh."""
     given = os.environ.get("MEGATRON_BYTEPS_CACHE")
     if given:
         return Path(given)
@@ -56,7 +56,7 @@ def cache_root() -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time."""
+    """Hold a lock, for a single process at a time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -64,7 +64,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find_kernel() -> Kernel:
-    """The kernel that MEGATRON_BYTEPS_VM_KERNEL names, the distribution's newest, or a kept one.
+    """Find the kernel that MEGATRON_BYTEPS_VM_KERNEL names, the distribution's newest, or a cached
+    one.
 
     Raises VmError when there is none and none can be fetched.
     """
@@ -80,7 +81,7 @@ def find_kernel() -> Kernel:
                 _fetch(packages, folder)
             return _open(folder)
         except VmError as error:
-            # Without a network the last one that worked is as good.
+            # Without a network the last kernel that worked is good enough.
             kept = sorted(store.glob("linux-*"), key=lambda path: path.stat().st_mtime)
             if not kept:
                 raise
@@ -148,27 +149,28 @@ def _fetch(packages: list[str], folder: Path) -> None:
         try:
             _apt("apt-get", "-q", "download", *packages, cwd=scratch)
         except VmError:
-            # A mirror drops a version as soon as there is a newer one: our lists may be old.
+            # A mirror drops a version as soon as there is a newer one, and our package lists may be
+            # old.
             if os.geteuid() == 0:
                 _apt("apt-get", "-q", "update")
             _apt("apt-get", "-q", "download", *packages, cwd=scratch)
         for archive in scratch.glob("*.deb"):
             _apt("dpkg", "-x", str(archive), str(scratch / "unpacked"))
-        # Debian keeps no modules of another machine in what follows the merge of /usr.
+        # depmod and modprobe look in /lib, but newer Debian packages have only usr/lib.
         if not (scratch / "unpacked" / "lib").exists():
             (scratch / "unpacked" / "lib").symlink_to("usr/lib")
         _open(scratch / "unpacked")
         (scratch / "unpacked").rename(folder)
 
 
-# ----- the first root: busybox, the modules it needs, and init.sh; kept next to the kernel
+# ----- the initial root: busybox, its modules and init.sh; stored next to the kernel
 
 
 INIT = Path(__file__).parent / "init.sh"
 BUSYBOX = Path("/bin/busybox")
 EARLY = ("virtio_pci", "virtio_rng", "9pnet_virtio", "9p", "overlay")
-"""Loaded by init.sh before the root changes."""
-# crc32_*: rxe looks its checksum up by name at run time, so that no dependency shows it.
+"""Modules that init.sh loads before the root changes."""
+# crc32_*: rxe looks up its checksum by name at run time, so that no dependency shows it.
 LATE = (
     *("crc32_generic", "crc32_pclmul", "ib_umad", "ib_uverbs", "rdma_ucm", "rdma_rxe"),
     *("veth", "virtio_net", "sch_tbf"),
@@ -176,7 +178,7 @@ LATE = (
 
 
 def find_initrd(kernel: Kernel) -> Path:
-    """Made on first use, and anew when what goes into it changes. Raises VmError."""
+    """Find the initrd; it is made on first use and after changes of its inputs. Raises VmError."""
     for needed in ("cpio", "modprobe", "depmod"):
         if _tool(needed) is None:
             raise VmError(f"{needed} is not there: run 'make setup' (Debian: cpio, kmod)")
@@ -208,7 +210,7 @@ def _run(*command: str | Path) -> str:
 
 
 def _module_files(kernel: Kernel) -> list[Path]:
-    """Those of EARLY and LATE and all they depend on; what is built in has none."""
+    """Get the files of EARLY, LATE and their dependencies; built-in modules have none."""
     _run("depmod", "-b", kernel.folder, kernel.release)
     files: dict[Path, None] = {}
     for module in (*EARLY, *LATE):
@@ -221,7 +223,7 @@ def _module_files(kernel: Kernel) -> list[Path]:
 
 
 def _copy_plain(source: Path, target: Path) -> None:
-    """busybox loads plain modules only."""
+    """Copy a module uncompressed: busybox loads only plain modules."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.suffix == ".xz":
         target.with_suffix("").write_bytes(lzma.decompress(source.read_bytes()))
