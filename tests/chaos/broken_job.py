@@ -1,4 +1,4 @@
-"""One job on emulated hosts, which its script breaks; and what must hold of it."""
+"""A job on emulated hosts that its script breaks, and the checks of its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.multiproc.cluster import Nursed
 
 LINK_BITS = 200_000_000
 LIMIT_S = 180.0
-"""For a machine on which others work as well; the timeouts below are what ends a job."""
+"""Time limit of a run, for a busy machine; the timeouts below normally end a job."""
 TIMEOUTS = {
     "BYTEPS_PEER_TIMEOUT_S": "5",
     "BYTEPS_START_TIMEOUT_S": "10",
@@ -32,13 +32,13 @@ TIMEOUTS = {
     "BYTEPS_STOP_TIMEOUT_S": "1",
 }
 MOST_LIVES = 8
-"""Of a kept job's workers: a fault lasts no longer than some of them."""
+"""Most starts of a kept job's workers: a fault ends before that."""
 DISK_BYTES = 16 << 10
-"""Of the file system that is full, for a node's timeline."""
+"""Size of the full file system, for a node's timeline."""
 
 
 ENDED_BY = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
-"""Signals, by the kind of fault."""
+"""Signals by the kind of fault."""
 Process = Spawned | Nursed
 
 
@@ -46,19 +46,19 @@ Process = Spawned | Nursed
 class Result:
     script: Script
     ended: dict[str, int]
-    """Exit status, by node; -n: by signal n. Of a kept job: of those that were started last."""
+    """Exit status by node; -n for signal n. In a kept job: of the last started processes."""
     seconds: float
     wrong: list[str]
-    """What did not hold."""
+    """Failed checks."""
     lives: int = 1
-    """How often the workers were started."""
+    """Number of starts of the workers."""
 
     replaced: int = 0
-    """Servers whose places others took."""
+    """Number of replaced servers."""
 
     @property
     def survived(self) -> bool:
-        # A replica that comes back when the others have ended is too late.
+        # A replica that returns after the others have ended is too late.
         lasts = self.script.spares > 0 or self.script.returns
         return all(status == 0 for status in self.ended.values()) or (lasts and not self.wrong)
 
@@ -71,19 +71,19 @@ def run(*command: str) -> str:
 
 
 def _statuses_of(faults: Sequence[Fault], node: str) -> set[int]:
-    """By which a node may end that was sent a signal."""
+    """Get the statuses with which a node may end after a signal."""
     kinds = {fault.kind for fault in faults if fault.node == node}
-    # One that has no place in the job yet does not catch SIGTERM.
+    # A node without a place in the job does not catch SIGTERM yet.
     given = {"kill": {-signal.SIGKILL}, "term": {-signal.SIGTERM, 128 + signal.SIGTERM}}
     return {status for kind in kinds & given.keys() for status in given[kind]}
 
 
 class Job:
-    """One run of a script on hosts that outlive it."""
+    """A run of a script on hosts that survive it."""
 
     limits: ClassVar[Mapping[str, str]] = TIMEOUTS
     settings: ClassVar[Mapping[str, str]] = {}
-    """Of all nodes, in addition."""
+    """Additional environment variables of all nodes."""
 
     def __init__(
         self, script: Script, hosts: Sequence[Host], switch: str, programs: Path, folder: Path
@@ -151,7 +151,8 @@ class Job:
             "DMLC_NUM_SERVER": str(script.servers),
         }
         if script.keep:
-            # Should the last life's end have been missed, this ends what waits for another one.
+            # If the end of the last life was missed, this ends the processes that wait for another
+            # life.
             env |= {"BYTEPS_KEEP": "1", "BYTEPS_KEEP_TIMEOUT_S": "30"}
         if script.tls:
             env["BYTEPS_TLS"] = "1"
@@ -161,7 +162,7 @@ class Job:
         deadline = time.monotonic() + LIMIT_S
         while not port_file.exists():
             if not self._processes["scheduler"].running:
-                return  # it could not begin, and has said why
+                return  # the job could not begin, and its messages say why
             if time.monotonic() > deadline:
                 raise RuntimeError("the scheduler did not begin to listen")
             time.sleep(0.01)
@@ -186,10 +187,10 @@ class Job:
             self._spawn(f"worker {rank}", worker, {**self._env, **ranks}, life)
 
     def _await_begin(self) -> None:
-        """Until the time of faults begins."""
+        """Wait until faults may begin."""
 
     def _workers(self) -> list[Process]:
-        """Those of the present life."""
+        """Get the workers of the current life."""
         return [self._processes[f"worker {rank}"] for rank in range(self.script.workers)]
 
     def _spawn(self, node: str, command: list[str], env: dict[str, str], life: int = 0) -> None:
@@ -217,16 +218,16 @@ class Job:
         return str(disk)
 
     def _play_launcher(self) -> None:
-        """Start a kept job's workers again until they end well, or nobody can take them."""
+        """Start a kept job's workers again until they end well or no scheduler is left."""
         deadline = time.monotonic() + LIMIT_S
-        # A scheduler that is short of descriptors stays so.
+        # A scheduler that lacks descriptors stays so.
         faults = self.script.faults
         lasting = any(f.kind == "descriptors" and f.node == "scheduler" for f in faults)
         while self.script.keep and self._lives < (2 if lasting else MOST_LIVES):
             try:
                 statuses = [worker.wait(deadline - time.monotonic()) for worker in self._workers()]
             except Late:
-                return  # it is said of all
+                return  # the processes' errors are checked later
             if all(status == 0 for status in statuses) or not self._processes["scheduler"].running:
                 return
             for index in range(self.script.servers):
@@ -267,12 +268,12 @@ class Job:
             run(*link, "down")
             self._later(fault.seconds, lambda: run(*link, "up"))
         elif fault.kind == "reset":
-            # Connections inside the host, as of ranks with each other, stay.
+            # Connections inside the host, for example between ranks, stay.
             network = host.address.rpartition(".")[0] + ".0/24"
             established = ("state", "established", "dst", network)
             run("ip", "netns", "exec", namespace, "ss", "-K", *established)
         else:
-            # A queue that holds a packet or two drops most of each burst.
+            # A queue of a packet or two drops most of each burst.
             rate, queue = ("2mbit", 4 << 20) if fault.kind == "slow" else ("100mbit", 20_000)
             self._shape(namespace, rate, queue)
             whole = f"{LINK_BITS}bit"
@@ -288,7 +289,7 @@ class Job:
             run("ip", "-n", self._switch, "link", "set", self._ports[node], "up")
             self._shape(str(self._hosts[node].namespace), f"{LINK_BITS}bit", 16 << 20)
 
-    # ----- what must hold
+    # ----- checks
 
     def _judge(self, ended: dict[str, int]) -> None:
         victims = {fault.node for fault in self.script.faults}
@@ -314,14 +315,14 @@ class Job:
         self._look_for_remains()
 
     def _names_any(self, said: str, victims: set[str]) -> bool:
-        # To a scheduler that was cut off, or slept, all others were silent.  And the later lives of
-        # a kept job meet what is left of the one before.
+        # For a scheduler that was cut off or stopped, all others were silent. Later lives of a kept
+        # job find remains of earlier lives.
         if "scheduler" in victims or self.script.keep:
             return bool(re.search(r"scheduler|server \d|worker \d", said))
         patterns = [r"cannot be joined: it closed the connection"]
         for node in victims:
             patterns.append(re.escape(self._hosts[node].address) + r"[):]")
-            # Which server is called 0 is settled by who registers first.
+            # The first server to register becomes server 0.
             role, _, rank = node.partition(" ")
             patterns.append(rf"worker {rank}\b" if role == "worker" else r"missing: .*server")
         return re.search("|".join(patterns), said) is not None

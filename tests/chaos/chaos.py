@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
-"""Breaks real jobs on emulated hosts, at random, and demands that they end well or by name.
+"""Breaks real jobs on emulated hosts at random, and checks that they end well or with named errors.
 
-A seed is one job: its sizes, and what breaks when. Scheduler, servers and workers (sum_worker,
-which checks every value of every sum) run each on a host of its own, a network namespace with a
-limited link. Demanded of each job: no sum is wrong; within a limit every process has ended; each
-ended well, or with an error that names what broke; no process, listening socket or file is left,
-and the hosts go with the last job. Needs root, and iproute2.
+A seed determines a job: its sizes, and its faults with their times. Scheduler, servers and workers
+(sum_worker, which checks every value of every sum) each run on an emulated host, a network
+namespace with a limited link. Checks of each job: no sum is wrong; every process ends within a time
+limit, either well or with an error that names a fault; no process, listening socket or file is
+left, and the hosts are removed after the last job. Needs root and iproute2.
 
-Seeds above 1000 also draw whether the job is kept (--keep): then workers that failed are started
-again, and a server in the place of one that ended, until the job ends well; and whether its
-connections are encrypted.
+Seeds above 1000 also choose kept jobs (--keep), in which failed workers are started again and ended
+servers are replaced until the job ends well, and encrypted connections.
 
-Seeds above 2000 are of jobs that go on when a server is lost, by others that wait for its place;
-half of them are of replicas, which are lost too, and come back. Servers are killed, stopped and
-told to end. Demanded in addition: all nodes end well that were not broken for long.
+Seeds above 2000 are jobs that survive the loss of servers, because spare servers take their places.
+Half of these jobs have replicas, which are lost too and return. Servers are killed, stopped and
+terminated. Another check: all nodes without a long fault end well.
 
-Seeds above 3000 are of jobs whose scheduler is killed and started again, while links break. All
-others must end well. Seeds above 4000 are of jobs that lose servers with the state of an optimizer,
-of which others have copies. Seeds above 5000 lose servers, replicas and the scheduler.
+Seeds above 3000 are jobs whose scheduler is killed and restarted while links break; all others must
+end well. Seeds above 4000 are jobs that lose servers with optimizer state, of which other servers
+have copies. Seeds above 5000 lose servers, replicas and the scheduler.
 
-With --minutes one job trains for so long, and what its processes hold must not grow (soak.py).
+With --minutes a job trains for that time, and the resources of its processes must not grow
+(soak.py).
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def play(
     tell: Callable[[Result], None] = lambda result: None,
     jobs: int = 1,
 ) -> list[Result]:
-    """Run the scripts, ``jobs`` at a time; logs go to folders of ``folder``, one for each seed."""
+    """Run the scripts, ``jobs`` at a time; logs go to a subfolder of ``folder`` for each seed."""
     left = deque(scripts)
     folder.mkdir(parents=True, exist_ok=True)
     forks = any(script.forks for script in scripts)
 
-    # Made here: an emulation's name is that of the process and a number.
+    # Made in this thread: an emulation's name consists of the process id and a number.
     emulations = [_emulation() for _ in range(min(jobs, len(scripts)))]
     with (
         closing(Nursery(folder)) if forks else nullcontext() as nursery,
@@ -133,7 +133,8 @@ def _play_on(
 
 
 def soak(seed: int, minutes: float, programs: Path, folder: Path) -> int:
-    """Trains for so long, with logs and samples in ``folder``, which is made anew; exit status."""
+    """Train for some minutes, with logs and samples in ``folder``, which is made anew; get the exit
+    status."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with (
@@ -157,7 +158,7 @@ def _switch_of(emulation: Emulation) -> str:
 
 
 def find_programs(sanitize: str) -> Path:
-    """The folder of byteps-server and sum_worker. Raises BuildError."""
+    """Find the folder of byteps-server and sum_worker. Raises BuildError."""
     if sanitize:
         return native.build("byteps-server", "sum_worker", sanitize=sanitize)
     return native.build("byteps-server", "sum_worker")
@@ -220,20 +221,19 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-# A job that goes on when servers and replicas are lost; and what must hold of it.
+# A job that survives the loss of servers and replicas, and its checks.
 
 
 REPLICA_PACE_S = 0.05
 
 
 class LastingJob(Job):
-    """Starts another server for each that is lost, and a killed replica again.
+    """Starts another server for each lost server, and restarts killed replicas.
 
-    Args:
-        nursery: forks the workers, where they are Python's.
+    Args: nursery: Forks the workers, if they are Python programs.
     """
 
-    # Nothing but a peer's silence is found out by a limit.
+    # Only a peer's silence is detected by a time limit.
     settings: ClassVar[Mapping[str, str]] = {
         "BYTEPS_REPLACE_SERVERS_S": "60",
         "BYTEPS_OP_TIMEOUT_S": "90",
@@ -252,7 +252,7 @@ class LastingJob(Job):
         super().__init__(script, hosts, switch, programs, folder)
         self._nursery = nursery
         self._gone: deque[str] = deque()
-        """Nodes that are to be started again."""
+        """Nodes that have to be started again."""
 
     # ----- processes
 
@@ -267,13 +267,13 @@ class LastingJob(Job):
             self._start_worker(rank)
 
     def _start_worker(self, rank: int) -> None:
-        """A replica."""
+        """Start a replica."""
         ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         number = {"BYTEPS_REPLICA": f"{rank}/{self.script.workers}"}
         self._fork(rank, "train", {**ranks, **number}, REPLICA_PACE_S)
 
     def _fork(self, rank: int, program: str, env: Mapping[str, str], pace: float) -> None:
-        """Start a program of lost_servers.py on the host of this worker."""
+        """Start a program of lost_servers.py on the worker's host."""
         node, folder = f"worker {rank}", self.folder / "workers"
         folder.mkdir(exist_ok=True)
         args = {
@@ -288,7 +288,7 @@ class LastingJob(Job):
         )
 
     def _title_of_next(self, node: str) -> str:
-        """Of the node's next process."""
+        """Get the title of the node's next process."""
         if node not in self._processes:
             return node
         self._earlier.append((node, self._processes[node]))
@@ -310,7 +310,7 @@ class LastingJob(Job):
     # ----- the run
 
     def _await_begin(self) -> None:
-        """Until all have come: none may be missing at the start."""
+        """Wait until all have come: no node may be missing at the start."""
         self._await_text("scheduler", "the job is complete")
 
     def _await_text(self, node: str, text: str) -> None:
@@ -327,7 +327,7 @@ class LastingJob(Job):
         if not fault.loses or not was_there:
             return
         lasts = fault.kind in ("stop", "cut")
-        # A replica that stood still is there, and has to find out.
+        # A stopped replica still exists and has to find out itself.
         if not lasts or not fault.node.startswith("worker"):
             again = partial(self._gone.append, fault.node)
             away = lasts or fault.node == "scheduler"
@@ -336,7 +336,8 @@ class LastingJob(Job):
     def _await_end(self) -> None:
         deadline = time.monotonic() + LIMIT_S
         while any(worker.running for worker in self._workers()) and time.monotonic() < deadline:
-            # By this thread, and by no timer's: children end with the thread that started them.
+            # Start them in this thread, not in a timer's: children end with the thread that started
+            # them.
             self._start_gone()
             time.sleep(0.02)
         self._mend()
@@ -364,7 +365,7 @@ class LastingJob(Job):
 
 
 class ReturningJob(LastingJob):
-    """Starts the scheduler again each time that it is killed."""
+    """Restarts the scheduler each time it is killed."""
 
     settings: ClassVar[Mapping[str, str]] = {
         "BYTEPS_SCHEDULER_RETURN_S": "60",
@@ -383,7 +384,7 @@ class ReturningJob(LastingJob):
         while any(one.running for one in others) and time.monotonic() < deadline:
             self._start_gone()
             time.sleep(0.02)
-        # One that comes when the job is over waits for another one.
+        # A scheduler that starts after the job's end waits for another job.
         with contextlib.suppress(Late):
             self._processes["scheduler"].wait(LONG_S)
         self._processes["scheduler"].send(signal.SIGKILL)
@@ -391,10 +392,10 @@ class ReturningJob(LastingJob):
 
 
 class LosingJob(ReturningJob):
-    """Starts another server for each that is lost as well, and a killed replica again."""
+    """Replaces lost servers and restarts killed replicas, too."""
 
-    # A spare that waits when the job ends waits for the scheduler as long as it may be away; and a
-    # replica that comes while it gathers nodes, of which some are lost, waits for that.
+    # A spare at the job's end waits for the scheduler until its return timeout. A replica that
+    # joins while the scheduler gathers nodes, some of them lost, waits for that.
     settings: ClassVar[Mapping[str, str]] = {
         **LastingJob.settings,
         **ReturningJob.settings,
@@ -403,17 +404,17 @@ class LosingJob(ReturningJob):
     }
 
 
-# A job whose servers keep an optimizer's state and have copies of it, of which some are lost.
+# A job whose servers keep optimizer state and copies of it; some servers are lost.
 
 
 PACE_S = 0.03
 FOUND_S = 8.0
-"""Within these the scheduler knows of a server that is lost."""
+"""Seconds within which the scheduler detects a lost server."""
 COPIED = "has a copy of this server's state"
 
 
 class CopyingJob(LastingJob):
-    """Loses a server only while each one's state is copied: then no loss ends the job."""
+    """Loses a server only while each server's state is copied: then no loss ends the job."""
 
     settings: ClassVar[Mapping[str, str]] = {**LastingJob.settings, "BYTEPS_BACKUP_STATE": "1"}
 
@@ -428,7 +429,7 @@ class CopyingJob(LastingJob):
         for node in self.script.server_nodes[: self.script.servers]:
             self._await_text(node, COPIED)
 
-    # ----- one loss after the other
+    # ----- losses in sequence
 
     def _break(self, fault: Fault) -> None:
         if not fault.loses:
@@ -438,11 +439,11 @@ class CopyingJob(LastingJob):
                 return
             lost = self._lost()
             super()._break(fault)
-            # It may have waited for a place: then nothing is lost.
+            # If the server was a waiting spare, nothing is lost.
             self._await(lambda: self._lost() > lost, fault.seconds + FOUND_S)
 
     def _await(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """False: it does not hold in time, or the job has ended."""
+        """Get False if the condition does not hold in time, or the job has ended."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline or not self._processes["scheduler"].running:
@@ -457,11 +458,11 @@ class CopyingJob(LastingJob):
         replaced = self._processes["scheduler"].text.count("has taken the place of")
         everyone = [*self._processes.values(), *(process for _, process in self._earlier)]
         copied = sum(process.text.count(COPIED) for process in everyone)
-        # Two say so when one has come: itself, and that whose copy it has.
+        # Two servers report a new server: the server itself and the server whose copy it has.
         return self._lost() == replaced and copied >= self.script.servers + 2 * replaced
 
 
 if __name__ == "__main__":
-    # Terminated or interrupted: hosts, processes and file systems go either way.
+    # Clean-up of hosts, processes and file systems works for SIGTERM as for an interrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What a seed decides of a job: its sizes, and what breaks when."""
+"""Turns seeds into jobs: their sizes, and their faults with times."""
 
 from __future__ import annotations
 
@@ -9,42 +9,43 @@ from dataclasses import dataclass, replace
 KINDS = ("kill", "stop", "cut", "reset", "slow", "lossy", "descriptors", "disk")
 FROM_THE_START = ("descriptors", "disk")
 PLAIN_SEEDS = 1000
-"""Seeds up to this one are of jobs that are neither kept nor encrypted."""
+"""Seeds up to this are jobs that are neither kept nor encrypted."""
 ENDING_SEEDS = 2000
-"""Seeds up to this one are of jobs that end when a server is lost."""
+"""Seeds up to this are jobs that end when a server is lost."""
 LASTING_SEEDS = 3000
-"""Seeds up to this one are of jobs that end when the scheduler is lost."""
+"""Seeds up to this are jobs that end when the scheduler is lost."""
 RETURNING_SEEDS = 4000
-"""Seeds up to this one are of jobs whose servers keep nothing for an optimizer."""
+"""Seeds up to this are jobs whose servers keep no optimizer state."""
 COPYING_SEEDS = 5000
-"""Seeds up to this one are of jobs that lose either servers or the scheduler."""
+"""Seeds up to this are jobs that lose either servers or the scheduler."""
 LONG_S = 9.0
-"""Longer than the timeouts of a job: who stands still, or is cut off, for so long is lost."""
+"""Seconds above the timeouts of a job: a node that is stopped or cut off for this time is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     kind: str
-    """One of KINDS, or ``term``: SIGTERM; those of FROM_THE_START take neither time below."""
+    """Kind from KINDS, or ``term`` (SIGTERM); the kinds in FROM_THE_START ignore both times
+    below."""
     node: str
     """``scheduler``, ``server 0``, ``worker 1``, ..."""
     at_s: float
-    """After the last process was started."""
+    """Seconds after the start of the last process."""
     seconds: float
-    """How long it lasts, where it ends."""
+    """Duration, if the fault ends."""
     limit: int = 0
-    """Of open files."""
+    """Limit of open files."""
 
     @property
     def loses(self) -> bool:
-        """Whether the job may lose the node."""
+        """Tell whether the job may lose the node."""
         lasts = self.kind in ("stop", "cut") and self.seconds >= LONG_S
         return lasts or self.kind in ("kill", "term")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """All that a seed decides."""
+    """Everything that a seed determines."""
 
     seed: int
     workers: int
@@ -57,17 +58,18 @@ class Script:
     """Scheduler and servers take the next generation of the job."""
     tls: bool = False
     spares: int = 0
-    """Servers that wait for the places of those that are lost; then no such loss ends the job."""
+    """Servers that wait for the places of lost servers; with spares no such loss ends the job."""
     returns: bool = False
-    """The scheduler is started again each time that it is killed."""
+    """The scheduler is restarted each time it is killed."""
     replicas: bool = False
-    """Each worker is a replica. The job goes on without one, and it comes back."""
+    """Each worker is a replica. The job continues without a lost replica, and the replica
+    returns."""
     copies: bool = False
-    """Servers keep the state of an optimizer, and each has a copy of another one's."""
+    """Servers keep optimizer state, and each has a copy of another server's state."""
 
     @property
     def forks(self) -> bool:
-        """Whether workers are Python programs."""
+        """Tell whether workers are Python programs."""
         return self.replicas or self.copies
 
     @property
@@ -85,7 +87,7 @@ class Script:
 
 
 def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
-    """``kinds``: of faults, where the seed is at most ENDING_SEEDS."""
+    """Make the script of a seed; ``kinds`` limits the faults of seeds up to ENDING_SEEDS."""
     draw = random.Random(seed)
     if seed > COPYING_SEEDS:
         return _make_losing_both(seed, draw)
@@ -105,7 +107,7 @@ def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
         size=draw.choice([4_000, 40_000, 200_000]),
         faults=(),
     )
-    # A job that no worker joins waits for one: the last worker is left alone.
+    # A job without any worker waits forever, so the last worker has no faults.
     victims = script.nodes[:-1]
     faults = [
         Fault(
@@ -124,7 +126,7 @@ def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
 
 
 def _make_returning(seed: int, draw: random.Random) -> Script:
-    """Of a job whose scheduler dies once or twice, while links break."""
+    """Make a job whose scheduler dies once or twice while links break."""
     script = Script(
         seed=seed,
         workers=draw.randint(2, 3),
@@ -156,7 +158,7 @@ def _make_returning(seed: int, draw: random.Random) -> Script:
 
 
 def _make_copying(seed: int, draw: random.Random) -> Script:
-    """Of a job that loses servers one after the other, while links break."""
+    """Make a job that loses servers in sequence while links break."""
     script = Script(
         seed=seed,
         workers=2,
@@ -191,7 +193,7 @@ def _make_copying(seed: int, draw: random.Random) -> Script:
 
 
 def _make_losing_both(seed: int, draw: random.Random) -> Script:
-    """Of a job that loses servers, and replicas where it has some, and whose scheduler dies."""
+    """Make a job that loses servers, any replicas and the scheduler."""
     script = _make_lasting(seed, draw)
     deaths = []
     begin = 0.3
@@ -203,7 +205,8 @@ def _make_losing_both(seed: int, draw: random.Random) -> Script:
 
 
 def _make_lasting(seed: int, draw: random.Random) -> Script:
-    """Of a job that none of its faults ends: servers are lost, and replicas where it has some."""
+    """Make a job that survives all its faults: lost servers and, in half of the jobs, lost
+    replicas."""
     replicas = draw.random() < 0.5
     script = Script(
         seed=seed,
@@ -234,12 +237,12 @@ def _make_lasting(seed: int, draw: random.Random) -> Script:
     workers = script.nodes[-script.workers :]
     for lost in list(faults):
         if draw.random() < 0.6:
-            # So this worker lacks what others have been answered.
+            # This worker then lacks answers that others have.
             before = round(max(0.0, lost.at_s - 0.5 * draw.random()), 3)
             faults.append(Fault(kind="cut", node=draw.choice(workers), at_s=before, seconds=1.0))
     for _ in range(draw.choice([0, 1, 2])):
         if replicas and draw.random() < 0.7:
-            # All but the last, so that one is left to go on.
+            # All but the last replica, so that one continues.
             faults.append(fault("kill kill stop cut", workers[:-1], (0.2, 1.0, LONG_S)))
         else:
             faults.append(fault("cut reset slow lossy", script.nodes, (0.2, 1.0)))

@@ -1,15 +1,14 @@
-"""A job that trains for long over links that break, with ranks that die and rejoin: chaos.py
---minutes.
+"""A long training job over links that break, with ranks that die and rejoin: chaos.py --minutes.
 
-A scheduler and two servers (--keep) and two Megatron ranks under `torchrun --max-restarts`. Now and
-then a host's connections are reset, its link is cut or a server is stopped for a moment, which must
-end nothing. From time to time a rank is killed: torchrun starts both again, and they go on from the
-last checkpoint with the servers that were there. Memory, descriptors and threads of every process
-are sampled.
+A scheduler and two servers (--keep) serve two Megatron ranks under `torchrun --max-restarts`. Now
+and then a host's connections are reset, its link is cut or a server is stopped for a moment;
+nothing may end from that. From time to time a rank is killed: torchrun restarts both ranks, and
+they continue from the last checkpoint with the same servers. Memory, descriptors and threads of
+every process are sampled.
 
-Demanded: training goes on to the end and every process ends well; a step that is done again gives
-the same loss to the last bit; what was sampled is flat within the last half of each long life of
-the ranks, and of what outlives them from one to the next.
+Checks: training continues to the end and every process ends well; a repeated step gives exactly the
+same loss; the samples are flat within the last half of each long life of the ranks. For processes
+that survive the ranks, samples are also flat between these lives.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from tests.chaos.soak_figures import Sample, replayed, sample, table, trends
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS, SERVERS = 2, 2
 RANKS = "worker 0"
-"""The node of torchrun, which has both ranks."""
+"""Node of torchrun, with both ranks."""
 SAMPLE_S = 5.0
 SAVE_EVERY = 50
 LIVES = (1, 1, 10)
-"""How long a rank trains until one is killed, in parts of a cycle, over and over."""
+"""Times until a rank is killed, as parts of a cycle, repeated."""
 CYCLE_S = 1800.0
 START_S, END_S = 900.0, 600.0
-"""Limits, for a machine on which others work: until a life's first step, and of the end."""
+"""Time limits for a busy machine: until a life's first step, and of the end."""
 
 
 def _life_of(record: Path) -> int:
@@ -53,10 +52,9 @@ def _life_of(record: Path) -> int:
 
 
 class Soak(Job):
-    """One run, of so many minutes.
+    """A run of some minutes.
 
-    Raises:
-        RuntimeError: a process ended before the end, or does not train.
+    Raises: RuntimeError: A process ended early, or does not train.
     """
 
     limits: ClassVar[Mapping[str, str]] = {}
@@ -99,11 +97,11 @@ class Soak(Job):
         env |= {name: os.environ[name] for name in ("HOME",) if name in os.environ}
         env |= {"OMP_NUM_THREADS": "1", "MEGATRON_CPU": "1", "PYTHONWARNINGS": "ignore"}
         env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-        # Else the ranks of one life may find there the addresses of those of the last.
+        # Otherwise ranks of a new life may find addresses of the previous life there.
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         saved = str(self.folder / "checkpoints")
         restarts = ("--max-restarts", "100000", "--monitor-interval", "0.5")
-        steps = str(1000 + int(self._seconds * 20))  # more than can be done
+        steps = str(1000 + int(self._seconds * 20))  # more than possible
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", *restarts),
             *("--nproc-per-node", str(WORKERS), str(Path(__file__).with_name("soak_rank.py"))),
@@ -111,7 +109,7 @@ class Soak(Job):
             *(*train.MODEL, "--lr-decay-style", "constant", "--train-iters", steps),
             *("--data-path", str(dataset.prefix), "--data-cache-path", str(self.folder / "cache")),
             *("--save", saved, "--load", saved, "--save-interval", str(SAVE_EVERY)),
-            *("--ckpt-format", "torch"),  # the other one starts processes for each
+            *("--ckpt-format", "torch"),  # torch_dist starts processes for each checkpoint
             *("--save-retain-interval", str(SAVE_EVERY * 1_000_000), "--num-workers", "0"),
             *("--exit-signal-handler", "--use-dpu-reduce", "--dpu-reduce-backend", "flat"),
         ]
@@ -130,7 +128,7 @@ class Soak(Job):
                 )
                 if self._now >= self._seconds and self._expected_life > 0:
                     return self._end()
-                # None is killed so late that the next life could not be seen.
+                # No rank is killed so late that the next life would not show.
                 late = self._expected_life > 0 and self._now > self._seconds - 2 * unit
                 if lived >= unit * LIVES[self._expected_life % len(LIVES)] and not late:
                     self._kill_a_rank()
@@ -143,7 +141,7 @@ class Soak(Job):
             time.sleep(0.1)
 
     def _watch_life(self) -> float | None:
-        """For how long the present life has trained; None while it does not yet."""
+        """Get the training time of the current life; None before its first step."""
         record = self.folder / f"life-{self._expected_life}.jsonl"
         newest = max([self._expected_life, *map(_life_of, self.records)])
         if newest > self._expected_life:
@@ -168,7 +166,7 @@ class Soak(Job):
                 raise RuntimeError(f"{name} ended with {process.status} before the end:\n{tail}")
 
     def _ranks(self) -> dict[int, int]:
-        """Pids by rank."""
+        """Get pids by rank."""
         found: dict[int, int] = {}
         for task in Path(f"/proc/{self._processes[RANKS].pid}/task").glob("*"):
             for pid in (task / "children").read_text().split():
@@ -212,7 +210,7 @@ class Soak(Job):
         self._break(Fault(kind=kind, node=node, at_s=0.0, seconds=seconds))
 
     def _end(self) -> None:
-        """Megatron's signal handler saves a checkpoint and ends the ranks well."""
+        """Send SIGTERM: Megatron's signal handler saves a checkpoint and ends the ranks well."""
         self._mend()
         for pid in self._ranks().values():
             os.kill(pid, signal.SIGTERM)
@@ -224,7 +222,7 @@ class Soak(Job):
                 self._wrong.append(str(late))
 
     def clear(self) -> None:
-        """Ends what is left on the ranks' host: they are in sessions of their own."""
+        """End all processes on the ranks' host: they are in sessions of their own."""
         for pid in run("ip", "netns", "pids", str(self._hosts[RANKS].namespace)).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -236,7 +234,7 @@ class Soak(Job):
                 self._wrong.append(f"{name} ended with exit status {status}:\n{tail}")
 
     def report(self) -> bool:
-        """Prints what was found; returns whether all held."""
+        """Print the results; return whether all checks passed."""
         found = trends(self.samples)
         steps, again, differences = replayed(self.records)
         wrong = [*self._wrong, *differences[:10]]

@@ -1,4 +1,4 @@
-"""Samples of the processes of a soak, and which figures stay flat, as a table."""
+"""Samples of a soak's processes, and a table of the quantities that stay flat."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from pathlib import Path
 from scripts.trainkit.job import read_record
 
 LONG_LIFE = 0.5
-"""A life is long that lasts this part of the longest."""
+"""Part of the longest life from which a life counts as long."""
 
 FLAT_BYTES, FLAT_PART = 1 << 20, 0.01
-"""Memory is flat that grows by less than so many bytes and this part of its median."""
+"""Limits of memory growth that is still flat: bytes, and part of the median."""
 FLAT_COUNT = 1.0
-"""Descriptors and threads are flat that grow by less."""
+"""Limit of growth of descriptors and threads that is still flat."""
 MOST_POINTS = 400
-"""A trend is made of no more: it looks at all pairs."""
+"""Most points of a trend, which looks at all pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What a process has at one moment."""
+    """Resources of a process at a moment."""
 
     at_s: float
-    """Since the soak began."""
+    """Seconds since the soak began."""
     node: str
     """``scheduler``, ``server 0``, ``worker 1``, ..."""
     life: int
-    """How often it was started before."""
+    """Number of earlier starts."""
     memory: int
-    """Bytes of its own: resident, without what it has mapped of files."""
+    """Resident bytes of the process's own memory, without mapped files."""
     descriptors: int
     threads: int
 
@@ -43,16 +43,16 @@ QUANTITIES = ("memory", "descriptors", "threads")
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """How one quantity of one process, or of the ranks together, went."""
+    """Growth of a quantity of a process, or of all ranks together."""
 
     node: str
-    """``scheduler``, ``server 0``, or ``ranks``: the mean of all."""
+    """``scheduler``, ``server 0``, or ``ranks`` for the mean of all ranks."""
     when: str
-    """Within the last half of a long life of the ranks, or from the first of these to the last."""
+    """Within the last half of a long life of the ranks, or from the first long life to the last."""
     quantity: str
     median: float
     growth: float
-    """Within a life: the median slope of all pairs of samples, times the span."""
+    """Growth; within a life: the median slope of all pairs of samples, times the time span."""
     limit: float
 
     @property
@@ -60,11 +60,11 @@ class Trend:
         return self.growth < self.limit
 
 
-# ----- what was sampled
+# ----- samples
 
 
 def sample(pid: int, node: str, life: int, at_s: float) -> Sample | None:
-    """None when the process has ended."""
+    """Sample a process; None when it has ended."""
     folder = Path(f"/proc/{pid}")
     try:
         lines = (folder / "status").read_text().splitlines()
@@ -73,7 +73,7 @@ def sample(pid: int, node: str, life: int, at_s: float) -> Sample | None:
     except OSError:
         return None
     if "RssAnon" not in fields:
-        return None  # it has ended, and nobody has asked for its status
+        return None  # the process has ended, and nobody has read its status
     kilobytes = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
     return Sample(
         at_s=round(at_s, 2),
@@ -86,9 +86,9 @@ def sample(pid: int, node: str, life: int, at_s: float) -> Sample | None:
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """The median slope of all pairs (Theil and Sen): a short peak does not change it.
+    """Compute the median slope of all pairs (Theil and Sen): short peaks do not change it.
 
-    Of many points some are taken, evenly. 0 for fewer than two.
+    A large set of points is thinned evenly. 0 for fewer than two points.
     """
     step = max(1, -(-len(times) // MOST_POINTS))
     points = list(zip(times, values, strict=True))[::step]
@@ -102,7 +102,7 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _long_lives(samples: Sequence[Sample]) -> list[tuple[int, float, float]]:
-    """The ranks' lives that lasted, each with its last half: seconds since the soak began."""
+    """Get the ranks' long lives with their last halves, in seconds since the soak began."""
     times: dict[int, list[float]] = defaultdict(list)
     for one in samples:
         if one.node.startswith("worker"):
@@ -117,9 +117,10 @@ def _long_lives(samples: Sequence[Sample]) -> list[tuple[int, float, float]]:
 
 
 def _series(part: Sequence[Sample], quantity: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Times and values of each process; of the ranks the mean.
+    """Get times and values of each process; for ranks the mean.
 
-    They run the same program: what one's allocator keeps for a while differs, a leak is in both.
+    Ranks run the same program: temporary differences come from allocators, but a leak is in all of
+    them.
     """
     values: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in part:
@@ -140,10 +141,11 @@ def _series(part: Sequence[Sample], quantity: str) -> dict[str, tuple[list[float
 
 
 def trends(samples: Sequence[Sample]) -> list[Trend]:
-    """Within the last half of each long life, and of what outlives the ranks, between these.
+    """Compute trends within the last half of each long life, and between long lives for other
+    processes.
 
-    A server's memory goes back to the kernel between two lives, and comes again in the first
-    minutes of the next: so a line through several lives would say nothing.
+    A server's memory returns to the kernel between two lives and grows again in the first minutes
+    of the next life, so that a line through several lives would mean nothing.
     """
     found = []
     halves = _long_lives(samples)
@@ -170,7 +172,7 @@ def _trend(node: str, when: str, quantity: str, median: float, growth: float) ->
 
 
 def replayed(records: Sequence[Path]) -> tuple[int, int, list[str]]:
-    """Steps done, how many of them more than once, and what differed between the lives."""
+    """Count steps and repeated steps, and list differences between the lives."""
     losses: dict[int, float] = {}
     again, wrong = 0, []
     for record in records:

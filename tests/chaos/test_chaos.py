@@ -1,4 +1,4 @@
-"""A few seeds of `make chaos`, and what `make soak` calls flat; a short soak is thorough."""
+"""A few seeds of `make chaos`, and the figures of `make soak`; a short soak is thorough."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.chaos.seeds import Script, make_script
 from tests.chaos.soak_figures import FLAT_BYTES, Sample, replayed, trends
 
 BOUNDED = (1, 2, 3, 4, 5, 1023)
-"""The last is kept and encrypted, and a worker is killed."""
+"""The last seed is kept and encrypted, and a worker is killed."""
 LASTING = (2014, 2031)
-"""Jobs that lose servers; the first one is of replicas, one of which is killed."""
+"""Jobs that lose servers; the first has replicas, and one of them is killed."""
 RETURNING = (3001, 3002, 3006)
-"""Jobs whose scheduler dies, most of them twice."""
+"""Jobs whose scheduler dies, twice in most of them."""
 LOSING_BOTH = (5005,)
-"""A job of replicas that loses servers and its scheduler."""
+"""A job with replicas that loses servers and its scheduler."""
 COPYING = (4007,)
-"""A job that loses servers which keep an optimizer's state."""
+"""A job that loses servers with optimizer state."""
 MOST_JOBS_S = 240
 
 
@@ -35,7 +35,7 @@ def programs() -> Path:
 
 
 def _play_rightly(seeds: Sequence[int], programs: Path, run_dir: Path) -> list[Result]:
-    """The jobs of these seeds, of which none goes wrong."""
+    """Play the jobs of these seeds and check that none fails."""
     results = play([make_script(seed) for seed in seeds], programs, run_dir)
     wrong = {result.script.seed: result.wrong for result in results if result.wrong}
     assert not wrong
@@ -46,7 +46,7 @@ def _play_rightly(seeds: Sequence[int], programs: Path, run_dir: Path) -> list[R
 @pytest.mark.timeout(MOST_JOBS_S)
 def test_jobs_end_well_or_by_name(programs: Path, run_dir: Path) -> None:
     results = _play_rightly(BOUNDED, programs, run_dir)
-    # The seeds are chosen so that something happens.
+    # The seeds are chosen so that faults have effects.
     assert any(not result.survived for result in results)
     assert results[-1].lives > 1 and results[-1].ended["worker 0"] == 0
 
@@ -97,7 +97,7 @@ def test_a_job_in_which_nothing_breaks_goes_on(programs: Path, run_dir: Path) ->
     assert not result.wrong
 
 
-# What `make soak` calls flat; and a run of some minutes, when thorough tests are asked for.
+# Growth checks of `make soak`, and a run of some minutes as a thorough test.
 
 
 CHAOS = Path(__file__).with_name("chaos.py")
@@ -112,7 +112,7 @@ def samples(
     per_life: float = 0,
     lives: int = 2,
 ) -> list[Sample]:
-    """Lives of an hour each, with some noise, in which one quantity of a process grows."""
+    """Make samples of lives of an hour each, with noise, in which a quantity of a process grows."""
     noise = random.Random(3)
     found = []
     for number in range(int(lives * 3600 / EVERY_S)):
@@ -123,7 +123,7 @@ def samples(
             values["memory"] += noise.randrange(200_000)
             if name == node:
                 values[quantity] += int(growth_per_hour * (at_s % 3600) / 3600 + per_life * life)
-            if number % 10 == 7:  # a connection that is made again
+            if number % 10 == 7:  # a replaced connection
                 values["descriptors"] += 6
             its_life = life if name.startswith("worker") else 0
             found.append(Sample(at_s=at_s, node=name, life=its_life, **values))
@@ -140,7 +140,7 @@ def grown(found: list[Sample]) -> set[tuple[str, str, str]]:
 )
 @pytest.mark.parametrize("node", ["server 0", "worker 1"])
 def test_what_grows_is_found(quantity: str, growth: float, node: str) -> None:
-    """Of ranks, which count together, though only one of them does."""
+    """Growth of a single rank is reported for all ranks together."""
     name = "ranks" if node.startswith("worker") else node
     wanted = {(name, quantity, f"life {life}") for life in (0, 1)}
     assert grown(samples(growth, quantity=quantity, node=node)) == wanted
@@ -163,7 +163,7 @@ def test_steps_done_again_are_compared(run_dir: Path) -> None:
 @pytest.mark.requires("root")
 @pytest.mark.timeout(3600)
 def test_a_short_soak(run_dir: Path) -> None:
-    """A rank is killed once. In so short a time nothing can be said of what is flat."""
+    """A rank is killed once. The time is too short for growth checks."""
     command = [sys.executable, "-W", "ignore", str(CHAOS), "--minutes", "1"]
     command += ["--logs", str(run_dir / "soak")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3500, check=False)

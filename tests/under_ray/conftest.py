@@ -1,6 +1,6 @@
-"""Tests under Ray: one cluster of one node, and one pool of warm actors, for the whole session.
+"""Tests under Ray: a cluster with one node and a pool of warm actors for the whole session.
 
-By `make test-ray` alone, in build/venv-ray.
+Only `make test-ray` runs them, in build/venv-ray.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.layouts.under_ray.modes import warm_pool
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """Of the pool: two ranks and three spares, a scheduler and a server."""
+    """Settings of the pool: two ranks and three spares, a scheduler and a server."""
     return pool_settings(tmp_path_factory.mktemp("pool"))
 
 
@@ -30,5 +30,5 @@ def pool(settings: Settings) -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def runner(pool: Pool, settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """Runs jobs on that pool."""
+    """Runs jobs on the shared pool."""
     return Runner(pool, settings, tmp_path_factory.mktemp("jobs"))

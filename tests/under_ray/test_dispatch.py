@@ -1,4 +1,4 @@
-"""Groups of ranks: what each gets of a call, what comes back, what fails; leaving devices."""
+"""Groups of ranks: division of arguments, joined results, failures; moving state off devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LATE_S = 4.0
 
 
 def _through(mesh: Mesh, by: str, *values: Any, **named: Any) -> tuple[list[Any], Any]:
-    """What each rank gets for its first argument, and the same joined again."""
+    """Get each rank's part of the first argument, and the parts joined again."""
     how = dispatch.strategy(by)
     cut = [own.values()[0] for own in how.cut(mesh, Arguments(values, named))]
     return cut, how.join(mesh, cut)
@@ -69,7 +69,7 @@ def test_sequences_are_cut_as_megatron_does(context: int) -> None:
     cut, joined = _through(mesh, "sequence", tokens=batch)
     assert joined.equal(batch)
     rank = next(n for n, p in enumerate(mesh.places()) if (p.data, p.context) == (1, context - 1))
-    # The last context rank has the two chunks in the middle, of the second row.
+    # The last context rank has the two middle chunks of the second row.
     size = 12 // context
     middle = (12 - size) // 2
     assert cut[rank].equal(batch[1:, middle : middle + size])
@@ -114,7 +114,7 @@ def test_ranks_that_get_the_same_are_sent_it_once(by: str) -> None:
 
 
 class Rank:
-    """What the ranks below are."""
+    """Class of the ranks in these tests."""
 
     def __init__(self, factor: int) -> None:
         torch.distributed.init_process_group("gloo")
@@ -136,7 +136,7 @@ class Rank:
         return self._state
 
     def end_once(self, flag: str) -> int:
-        """Rank 1 ends, unless it has done so before."""
+        """End rank 1, unless it has ended before."""
         if os.environ["RANK"] == "1" and not os.path.exists(flag):
             open(flag, "w").close()
             os._exit(1)
@@ -153,14 +153,14 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def group(pool: Pool) -> Iterator[Group]:
-    del pool  # of whose cluster it takes the rest
+    del pool  # the group takes the rest of its cluster
     group = Group.start(Rank, Mesh(data=2), factor=3, cpus=0.5)
     yield group
     group.close()
 
 
 class _Reversed:
-    """A user's: ranks get the arguments in the opposite order."""
+    """A strategy of a user: ranks get the arguments in reverse order."""
 
     def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
         return list(reversed(dispatch.strategy("data").cut(mesh, arguments)))
@@ -170,7 +170,7 @@ class _Reversed:
 
 
 class _AllRows(_Reversed):
-    """Each rank gets all rows, and all they return is joined."""
+    """A strategy that gives all rows to each rank and joins all results."""
 
     def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
         return [arguments] * mesh.size
@@ -179,7 +179,7 @@ class _AllRows(_Reversed):
 def test_calls(group: Group) -> None:
     assert group.call("scaled", [1, 2, 3, 4]) == [3, 6, 9, 12]
     assert group.call("rank", by="all") == ["0", "1"]
-    # Ranks that talk to each other during a call.
+    # Ranks talk to each other during this call.
     assert group.call("total", torch.arange(4.0), by="same") == 12.0
     if "reversed" not in strategies._STRATEGIES:
         dispatch.register("reversed", _Reversed())
@@ -217,7 +217,7 @@ def test_object_references_are_fetched_by_ranks(group: Group) -> None:
     assert group.call("scaled", values, by="same") == [3, 6, 9, 12]
     assert group.call("scaled", values=values) == [3, 6, 9, 12]
     first = group.start_call("scaled", values, by="all")
-    # What ranks returned goes to ranks again, and not through this process.
+    # Results of ranks go to ranks again without passing through this process.
     assert group.call("scaled", first.refs[1], by="same") == [9, 18, 27, 36]
 
 
@@ -241,7 +241,7 @@ def test_what_several_ranks_get_is_put_once(group: Group, monkeypatch: pytest.Mo
     monkeypatch.setattr(ray, "put", counted)
     group.call("scaled", [1, 2], by="all")
     assert puts == [(([1, 2],), {})]
-    group.call("scaled", [1, 2])  # a part each
+    group.call("scaled", [1, 2])  # a part for each rank
     assert len(puts) == 1
 
 
@@ -277,14 +277,14 @@ def test_failures_are_named(group: Group) -> None:
         Group(group.actors, Mesh(data=3))
 
 
-# A group of ranks that is told to leave its devices, and to come back.
+# A group of ranks that moves its state off the devices and back.
 
 
 RANKS, WIDTH, STEPS = 2, 64, 4
 
 
 class Trainer(Offloads):
-    """Two ranks that train through BytePS, in bf16 with the distributed optimizer."""
+    """A rank program that trains through BytePS, in bf16 with the distributed optimizer."""
 
     def __init__(self) -> None:
         from tests.layouts.gpt import offload
@@ -304,12 +304,13 @@ class Trainer(Offloads):
         return self.checksum()
 
     def checksum(self) -> str:
-        """Of the parameters, and of the optimizer's state."""
+        """Hash the parameters and the optimizer's state."""
         state = torch.nn.ParameterList([t.clone() for t in self.device_state._states()])
         return self._how.checksum(self._module) + self._how.checksum(state)
 
     def held(self) -> dict[str, int]:
-        """Bytes: of the state, and on the device since before the model, 0 without one."""
+        """Get bytes of the state, and bytes on the device since before the model; 0 without a
+        device."""
         return {"state": self.device_state.held_bytes(), "device": self._allocated() - self._before}
 
     def parameters_are_there(self) -> bool:
@@ -317,7 +318,8 @@ class Trainer(Offloads):
 
 
 def _train(*, away: bool) -> list[list[str]]:
-    """The checksums of all ranks after each step; ``away``: with nothing on devices in between."""
+    """Get the checksums of all ranks after each step; ``away``: state is off the devices between
+    steps."""
     gpus = torch.cuda.device_count()
     ranks = min(RANKS, gpus or RANKS)
     group = Group.start(
@@ -342,7 +344,7 @@ def _train(*, away: bool) -> list[list[str]]:
                 continue
             there = call("held")
             assert all(one["state"] > 4 * WIDTH * WIDTH for one in there)
-            # First a part: gradients alone.
+            # A part first: gradients alone.
             gradients = call("offload", parameters=False, optimizer=False)
             assert call("parameters_are_there") == [True] * ranks
             assert call("checksum") == seen[-1]
@@ -362,7 +364,7 @@ def _train(*, away: bool) -> list[list[str]]:
 
 
 def test_ranks_leave_their_devices_and_come_back(pool: Pool) -> None:
-    del pool  # whose cluster has room for them
+    del pool  # its cluster has room for both groups
     whole = _train(away=False)
     assert len({own for step in whole for own in step}) == STEPS * len(whole[0])
     assert _train(away=True) == whole
@@ -370,7 +372,7 @@ def test_ranks_leave_their_devices_and_come_back(pool: Pool) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_plain_modules_leave_too(kind: type) -> None:
-    """In fp32, where the optimizer's parameters are the model's: each is moved once."""
+    """In fp32 the optimizer's parameters are the model's: each is moved once."""
     first, last = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4, bias=False)
     last.weight = torch.nn.Parameter(first.weight.detach().t())
     model = torch.nn.Sequential(first, last)

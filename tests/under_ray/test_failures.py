@@ -1,5 +1,6 @@
-"""Jobs that lose processes go on, with the losses of a job that lost none, to the last bit: from
-files, from memory, and by a driver that is started again.
+"""Jobs that lose processes continue with exactly the losses of an undisturbed job.
+
+They restart from files, from memory, and by a driver that is started again.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def test_a_lost_machine_is_survived(runner: Runner, run_dir: Path) -> None:
         outcome = there.run("node", case, note)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
     before, after = places
-    # A rank went from one machine to another, and the other rank stayed.
+    # A rank moved to another machine, and the other rank stayed.
     assert len(set(before)) == len(set(after)) == 2
     assert sum(old == new for old, new in zip(before, after, strict=True)) == 1
 
@@ -88,7 +89,7 @@ def test_a_lost_actor_is_replaced_by_a_spare_at_the_same_rank(runner: Runner) ->
 
 @pytest.mark.parametrize(("name", "stay"), [("rank-0", True), ("server", False)])
 def test_servers_outlive_ranks_that_fail(runner: Runner, name: str, stay: bool) -> None:
-    """Unless the failure may have been theirs."""
+    """Servers are replaced only if they may have caused the failure."""
     starts: list[list[int]] = []
 
     def note(event: dict[str, Any], job: Job) -> None:
@@ -101,7 +102,7 @@ def test_servers_outlive_ranks_that_fail(runner: Runner, name: str, stay: bool) 
 
 
 def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
-    """They take the checkpoint: what memory holds is cut for more of them."""
+    """With fewer ranks the checkpoint is used: the state in memory is sharded for more ranks."""
 
     def lose_spares(event: dict[str, Any], job: Job) -> None:
         if event["event"] == "failure":
@@ -132,11 +133,11 @@ def test_restarts_are_limited(runner: Runner) -> None:
         runner.run("limited", Case(title="", faults=faults), max_restarts=0)
 
 
-# Jobs whose training state is kept in memory recover from there, with the checkpoint gone.
+# Jobs with training state in memory recover from there, with the checkpoint gone.
 
 
 EVERY = 2
-# The last state before the strike may still be in flight to the actors by then.
+# The last state before the strike may still be on its way to the actors.
 NEWEST = STRIKE - 1
 
 
@@ -145,7 +146,7 @@ def _fault(rank: int, what: str, when: int | str = STRIKE, incarnation: int = 0)
 
 
 def _run(runner: Runner, name: str, case: Case, *, disk: bool = False, **changes: Any) -> Outcome:
-    """The job; unless ``disk``, its checkpoints are removed when it fails."""
+    """Run a job; unless ``disk``, its checkpoints are removed when it fails."""
 
     def listen(event: dict[str, Any], job: Job) -> None:
         if event["event"] == "failure" and not disk:
@@ -155,7 +156,7 @@ def _run(runner: Runner, name: str, case: Case, *, disk: bool = False, **changes
 
 
 def _first_steps(outcome: Outcome) -> list[int]:
-    """Of each generation that made one."""
+    """Get the first step of each generation that made a step."""
     first: dict[int, int] = {}
     for step in outcome.steps:
         first.setdefault(step["incarnation"], step["step"])
@@ -191,7 +192,7 @@ FROM_MEMORY = {
     [pytest.param(n, marks=[pytest.mark.thorough] if n == "tp2" else []) for n in FROM_MEMORY],
 )
 def test_a_recovery_reads_no_checkpoint(runner: Runner, name: str) -> None:
-    """``midway``: a state of which only a part was handed in is not used, but the one before."""
+    """``midway``: a state that is only partly stored is not used, but the state before it is."""
     case, step, moved = FROM_MEMORY[name]
     outcome = _run(runner, f"memory-{name.replace(' ', '-')}", case)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
@@ -205,7 +206,7 @@ def test_a_recovery_reads_no_checkpoint(runner: Runner, name: str) -> None:
 
 
 def test_a_job_without_checkpoints_recovers(runner: Runner) -> None:
-    """Two failures one after the other, the second before any step after the first."""
+    """Two failures in a row: the second comes before any step after the first."""
     faults = [_fault(1, "actor"), _fault(0, "kill", "start", incarnation=1)]
     case = Case(title="", faults=faults, incarnations=3, saves=False)
     outcome = _run(runner, "memory-alone", case)
@@ -241,7 +242,7 @@ def _kept(snapshots: Snapshots) -> set[tuple[int, int]]:
 
 
 def test_only_whole_snapshots_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank sends arrives in chunks; one that ends midway leaves nothing that is used."""
+    """A rank's state arrives in chunks; a transfer that stops midway is never used."""
     monkeypatch.setattr(memory, "CHUNK_BYTES", 1000)
     snapshots = Snapshots()
     snapshots.begin("job", 0, None)
@@ -278,8 +279,8 @@ def test_needless_snapshots_are_dropped() -> None:
     snapshots.drop_before(4)
     assert _kept(snapshots) == {(0, 4), (1, 4), (0, 6), (1, 6)}
     assert snapshots.whole("other") == {}
-    # The next generation starts from step 4: step 6 is done again, and what comes late of it is
-    # not taken for the new one's.
+    # The next generation starts from step 4 and repeats step 6. Late chunks of the old step 6 are
+    # not mixed into the new state.
     snapshots.begin("job", 1, 4)
     add("job", 0, 1, 6)
     assert _kept(snapshots) == {(0, 4), (1, 4)}
@@ -297,14 +298,14 @@ def test_a_bad_interval_is_named() -> None:
         Settings(entry="train.py", memory_save_interval=5, arguments=("--use-torch-fsdp2",))
 
 
-# A driver that is killed is started again, and its job goes on.
+# A killed driver is started again, and its job continues.
 
 
 LIMIT_S = 500.0
 
 
 def test_a_driver_is_started_again(pool: Pool, runner: Runner, run_dir: Path) -> None:
-    del pool  # of whose cluster the job takes the rest
+    del pool  # the job takes the rest of its cluster
     folder = run_dir / "job"
     hold = {"incarnation": 0, "rank": 0, "when": STRIKE, "what": f"hold:{run_dir}/never"}
     variables = {**ENVIRONMENT, "SCRIPTED_FAULTS": json.dumps([hold])}
@@ -338,7 +339,7 @@ def test_a_driver_is_started_again(pool: Pool, runner: Runner, run_dir: Path) ->
     steps = record_of_steps(folder)
     numbers = {n: [s["step"] for s in steps if s["incarnation"] == n] for n in (0, 1)}
     assert numbers[0] == list(range(1, STRIKE))
-    # From the last checkpoint.
+    # Training continues from the last checkpoint.
     assert numbers[1] == list(range(SAVE_EVERY + 1, STEPS + 1))
     whole = runner.uninterrupted(Case(title="")).losses
     assert all([step["values"]["lm loss"]] == whole[step["step"]] for step in steps)

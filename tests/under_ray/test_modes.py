@@ -1,4 +1,4 @@
-"""Scripts in every way of running, under torchrun, Ray, submitted; and what they show of it."""
+"""Scripts in every mode, under torchrun, under Ray and submitted, with their metrics and traces."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_a_script_runs_in_both_modes(pool: Pool, run_dir: Path) -> None:
     assert events[-1]["event"] == "done"
 
 
-# What ranks under Ray compute is what ranks under torchrun do, to the last bit.
+# Ranks under Ray compute the same as ranks under torchrun, to the last bit.
 
 
-# Of four ranks, as many as the pool has; `make ray-layouts` runs all, and adapters.
+# Layouts of four ranks, the size of the pool; `make ray-layouts` runs all, and adapters.
 _CELLS = [
     pytest.param(cell, id=cell.name)
     for cell in CELLS
@@ -93,14 +93,14 @@ def test_a_layout_in_both_modes(cell: Cell, pool: Pool, settings: Settings, run_
     outcome = compare(local, ray)
     assert outcome.differences == [] and outcome.problems == []
     assert (outcome.groups, outcome.sums) == ((0, 0) if cell.name == "tp2-pp2" else (1, 1))
-    # One bit of one parameter of one rank would have been seen.
+    # A different bit in a parameter of a rank is detected.
     other = copy.deepcopy(ray)
     next(iter(other[-1].parameters.values())).view(-1).view(torch.int32)[0] ^= 1
     (found,) = compare(local, other).differences
     assert found.startswith(f"rank {cell.ranks - 1}, parameter ")
 
 
-# scripts/train.py --mode ray, as `make train MODE=ray` runs it: it loses a rank and goes on.
+# scripts/train.py --mode ray, as `make train MODE=ray` runs it: it loses a rank and continues.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +111,7 @@ TRAIN_LIMIT_S = 600.0
     ("optimizer", "layout"),
     [
         ("servers", []),
-        # Jobs that lose ranks with this optimizer are in test_failures.py.
+        # test_failures.py has jobs that lose ranks with this optimizer.
         pytest.param("megatron", [], marks=pytest.mark.thorough),
         pytest.param("megatron", ["--context-parallel-size", "2"], marks=pytest.mark.thorough),
     ],
@@ -140,7 +140,7 @@ def test_training_loses_a_rank_and_goes_on(
         assert said in run.stdout, run.stdout
 
 
-# What the driver tells Ray is what Prometheus can scrape.
+# Metrics that the driver reports to Ray are available to Prometheus.
 
 
 METRICS_LIMIT_S = 120.0
@@ -160,7 +160,7 @@ def _value(page: str, name: str, job: str) -> float | None:
 
 
 def test_metrics_are_served(pool: Pool) -> None:
-    del pool  # of whose cluster this process is the driver
+    del pool  # this process is a driver of its cluster
     metrics = Metrics("a-job")
     metrics.ranks(4, 1, 2)
     for step in range(1, 6):
@@ -171,7 +171,7 @@ def test_metrics_are_served(pool: Pool) -> None:
     expected = {"ranks": 4.0, "spares": 1.0, "incarnation": 2.0, "step": 5.0, "loss": 1.0}
     expected |= {"tokens_per_second": 50.0, "restarts_total": 1.0, "recovery_seconds": 7.5}
     deadline = time.monotonic() + METRICS_LIMIT_S
-    while True:  # Ray hands them on every few seconds
+    while True:  # Ray forwards the metrics every few seconds
         page = _scrape()
         seen = {name: _value(page, name, "a-job") for name in expected}
         if seen == expected:
@@ -199,7 +199,7 @@ dist.destroy_process_group()
 
 
 def test_each_process_serves_its_own(pool: Pool, run_dir: Path) -> None:
-    """Ranks and a server of one machine, at the addresses that the list for Prometheus has."""
+    """Ranks and a server on a machine serve metrics at the addresses in the list for Prometheus."""
     (run_dir / "script.py").write_text(SERVING_SCRIPT)
     port = free_ports(3, host="0.0.0.0")
     settings = Settings(
@@ -228,14 +228,14 @@ def test_each_process_serves_its_own(pool: Pool, run_dir: Path) -> None:
         assert f'{{role="{role}",rank="{number}"' in page
 
 
-# Some steps of some ranks, as torch and BytePS see them, in one file.
+# Traces of some steps of some ranks, from torch and BytePS, in one file.
 
 
 Event = dict[str, Any]
 
 
 class Merged:
-    """The events of a file, by the titles of the processes that they are of."""
+    """The events of a file, by the titles of their processes."""
 
     def __init__(self, file: Path) -> None:
         events = json.loads(file.read_text())["traceEvents"]
@@ -270,7 +270,7 @@ def test_a_job_under_ray(pool: Pool, settings: Settings, run_dir: Path) -> None:
     names = {event["name"] for event in merged.of["torch, rank 1"]}
     assert {"aten::bmm", "BmmBackward0"} <= names
     assert {event["name"] for event in merged.of["worker 1"]} >= {"push", "pull"}
-    # Steps 3 to 5 are rounds 2 to 4; torch saw what BytePS did, at the same time.
+    # Steps 3 to 5 are rounds 2 to 4; torch recorded the BytePS operations at the same time.
     assert merged.rounds("worker 1") == merged.rounds("server 0") == {2, 3, 4}
     (begin, end), (first, last) = merged.span("torch, rank 1"), merged.span("worker 1")
     assert begin <= first <= last <= end
@@ -307,7 +307,7 @@ def test_bad_profiles_are_refused(tmp_path: Path) -> None:
     assert run.returncode == 2 and "--profile-ranks needs --profile-folder" in run.stderr
 
 
-# A job that `ray job submit` brings to a cluster which is there: the driver runs on its head.
+# A job that `ray job submit` sends to a running cluster: the driver runs on its head.
 
 
 SUBMIT_LIMIT_S = 400.0
@@ -317,9 +317,9 @@ ENV = {**os.environ, "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a head with a dashboard, which takes jobs."""
+    """Starts a Ray head with a dashboard, and yields its address for jobs."""
     log = tmp_path_factory.mktemp("head") / "head.log"
-    # Ray's sockets need a short path, and its processes may still write there as they end.
+    # Ray's sockets need a short path, and its processes may still write there when they end.
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp", ignore_cleanup_errors=True) as short:
         process, address = _start(log, short)
         try:
@@ -335,7 +335,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _start(log: Path, short: str) -> tuple[subprocess.Popen[bytes], str]:
-    """Again where the machine is too busy for the 30 s that Ray gives a node."""
+    """Start the head; repeated if the machine is too busy for the 30 s that Ray gives a node."""
     deadline = time.monotonic() + SUBMIT_LIMIT_S
     while True:
         gcs = free_ports(3)
@@ -344,7 +344,7 @@ def _start(log: Path, short: str) -> tuple[subprocess.Popen[bytes], str]:
         command += ["--node-ip-address", "127.0.0.1", "--port", str(gcs), "--temp-dir", short]
         command += ["--dashboard-port", str(dashboard), "--ray-client-server-port", str(client)]
         command += ["--dashboard-agent-listen-port", "0", "--object-store-memory", str(100 << 20)]
-        # Ray refuses a port twice, and its workers would have all from 10002 to 19999.
+        # Ray refuses to use a port twice, and its workers would take all from 10002 to 19999.
         command += ["--min-worker-port", "0", "--max-worker-port", "0"]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -363,7 +363,7 @@ def _start(log: Path, short: str) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> bool:
-    """Whether it answers, before the process ends."""
+    """Wait until the URL answers; False if the process ends first."""
     while process.poll() is None:
         try:
             with urllib.request.urlopen(url, timeout=10):
@@ -380,7 +380,7 @@ def test_a_submitted_job_trains(head: str, run_dir: Path) -> None:
     for name, value in ENVIRONMENT.items():
         entry += ["--environment", f"{name}={value}"]
     entry += [str(run_dir / "script.py"), "--", str(run_dir)]
-    # `--`: what follows is the entrypoint.
+    # `--` begins the entrypoint.
     submit = [*RAY, "job", "submit", "--address", head, "--", *entry]
     done = captured(submit, SUBMIT_LIMIT_S, env=ENV, cwd=run_dir)
     assert done.returncode == 0, done.stdout + done.stderr

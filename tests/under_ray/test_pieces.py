@@ -1,4 +1,4 @@
-"""What needs no cluster: who is to blame, which layouts fit, how phases add up, settings."""
+"""Parts that need no cluster: finding the failed process, fitting layouts, phases, settings."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_phases_add_up() -> None:
     phases = Phases(failed_at=100.0)
     for name, at in (("noticed", 101.0), ("servers", 104.0), ("groups", 106.0), ("step", 110.0)):
         phases.end(name, at)
-    phases.end("groups", 105.0)  # of another rank: the last counts
+    phases.end("groups", 105.0)  # from another rank: the last value counts
     parts = phases.seconds()
     assert parts == {"noticed": 1.0, "servers": 3.0, "groups": 2.0, "step": 4.0, "total": 10.0}
     assert sum(parts.values()) == 2 * parts["total"]
@@ -166,7 +166,7 @@ def test_the_secret_is_the_environment_s(tmp_path: Path, monkeypatch: pytest.Mon
         settings.secret()
     file.write_text("a secret of some length\n")
     assert settings.secret() == "a secret of some length"
-    assert "BYTEPS_SECRET_FILE" not in settings.forwarded()  # of no meaning on other machines
+    assert "BYTEPS_SECRET_FILE" not in settings.forwarded()  # meaningless on other machines
     monkeypatch.setenv("BYTEPS_AUTH", "0")
     assert settings.secret() == ""
 
@@ -180,7 +180,7 @@ def test_bad_usage_exits_with_2() -> None:
 
 @pytest.fixture
 def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankActor:
-    """One that needs no Ray, and imports next to nothing."""
+    """Creates an actor that needs no Ray and imports very little."""
     facts = {"node": str(tmp_path), "address": "127.0.0.1", "host": "here", "pid": 1, "gpus": []}
     monkeypatch.setattr("megatron_byteps_ray.rank_actor.node_facts", lambda: facts)
     return RankActor(folder=str(tmp_path), preload=["json"], python_path=[], environment={})
@@ -196,7 +196,7 @@ def _order(folder: Path, text: str) -> dict:
 
 
 def _wait_gone(pid: int) -> None:
-    """Until the process has ended; the test's own limit is the only one."""
+    """Wait until the process has ended; only the test's own limit applies."""
     while True:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -240,7 +240,7 @@ def test_an_error_ends_a_rank_with_its_text(actor: RankActor, tmp_path: Path) ->
 
 
 def test_a_rank_s_descriptors_stay_open_to_its_end(actor: RankActor, tmp_path: Path) -> None:
-    """Numbers that the fork server's sockets had are not closed a second time."""
+    """Descriptors that had the fork server's numbers are not closed a second time."""
     assert actor.warm(120.0) == ""
     text = """
 import os, sys
@@ -282,7 +282,7 @@ def test_a_rank_ends_with_its_actor(actor: RankActor, tmp_path: Path) -> None:
     while not (tmp_path / "there").exists():
         assert actor.progress()["running"]
     pid = actor.progress()["pid"]
-    actor._connection.shutdown(2)  # as the kernel does when the actor is killed
+    actor._connection.shutdown(2)  # the kernel does this when the actor is killed
     _wait_gone(pid)
 
 
@@ -298,9 +298,9 @@ while not os.path.exists(f"{os.path.dirname(__file__)}/go"):
 def test_a_machine_outlives_an_actor_that_is_lost_during_the_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its standby said last reaches nobody, and does not end the fork server."""
+    """The last message of its standby is lost without ending the fork server."""
     (tmp_path / "slow.py").write_text(SLOW)
-    # With a GPU, so that each standby imports it for itself.
+    # With a GPU, each standby does its own imports.
     facts = {"node": str(tmp_path), "address": "127.0.0.1", "host": "here", "pid": 1, "gpus": ["0"]}
     monkeypatch.setattr("megatron_byteps_ray.rank_actor.node_facts", lambda: facts)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -314,7 +314,7 @@ def test_a_machine_outlives_an_actor_that_is_lost_during_the_imports(
         time.sleep(0.01)
     lost._connection.shutdown(2)
     (tmp_path / "go").touch()
-    time.sleep(1.0)  # for the standby to say that it is there
+    time.sleep(1.0)  # time for the standby to report
     os.kill(server, signal.SIGCONT)
     assert other.warm(120.0) == ""
     other.start(_order(tmp_path, "print('alive')"))
@@ -359,7 +359,7 @@ def _variables(places: list[dict], name: str) -> list[str | None]:
 
 
 def test_local_ranks_number_gpus_and_ranks() -> None:
-    # The GPU between is another job's, or a spare's.
+    # The GPU between them belongs to another job or to a spare.
     places = [_place("1", [0]), _place("1", [2]), _place("2", [1])]
     assert _variables(places, "LOCAL_RANK") == ["0", "2", "1"]
     assert _variables(places, "LOCAL_WORLD_SIZE") == ["3", "3", "2"]
@@ -405,7 +405,7 @@ def test_each_process_of_a_machine_has_its_own_port(tmp_path: Path) -> None:
     assert found[4]["labels"] == {"job": tmp_path.name, "worker": "2"}
 
 
-# Ranks with GPUs, on a node that says that it has some: what Ray does with them needs none.
+# Ranks with GPUs, on a node that claims to have some: Ray itself needs no GPU.
 
 
 GPU_SCRIPT = """
@@ -433,7 +433,7 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
 def test_each_rank_has_a_gpu_and_imports_after_the_fork(
     mask: str, share: float, local_ranks: list[str], machines: int, pool: Pool, run_dir: Path
 ) -> None:
-    del pool  # whose cluster gets another node
+    del pool  # its cluster gets another node
     (run_dir / "script.py").write_text(GPU_SCRIPT)
     (run_dir / "counting.py").write_text("import os\nPID = os.getpid()\n")
     settings = Settings(
@@ -456,7 +456,7 @@ def test_each_rank_has_a_gpu_and_imports_after_the_fork(
         nodes.close()
     seen = [json.loads((run_dir / f"{rank}.json").read_text()) for rank in range(2)]
     assert [one["RANK"] for one in seen] == ["0", "1"]
-    # GPUs are numbered as CUDA does it in a process that sees all that Ray may give away.
+    # GPUs are numbered like CUDA does in a process that sees all GPUs that Ray may assign.
     assert sorted(one["LOCAL_RANK"] for one in seen) == local_ranks
     assert {one["LOCAL_WORLD_SIZE"] for one in seen} == {str(gpus)}
     assert {one["CUDA_VISIBLE_DEVICES"] for one in seen} == {mask}

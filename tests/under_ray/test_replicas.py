@@ -1,5 +1,7 @@
-"""Replicas and machines under Ray: a lost one is restarted alone, a lost server is replaced, and a
-machine that is cut off comes back.
+"""Replicas and machines under Ray.
+
+A lost replica is restarted alone, a lost server is replaced, and a machine that was cut off
+returns.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def run(
     on_event: Callable[[Replicas, int, dict[str, Any]], None] | None = None,
     **environment: str,
 ) -> Events:
-    """Two replicas of one rank, each with a warm spare, in the room that the pool leaves."""
+    """Run two replicas of one rank, each with a warm spare, on the pool's free cores."""
     assert MODEL[-2] == "--dpu-reduce-backend", "replicas have one route alone"
     of_job = replace(
         settings,
@@ -80,7 +82,7 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path, replica: int) -> dict[int, float]:
-    """Of its last life; Megatron sums them over replicas."""
+    """Get the losses by step of the replica's last life; Megatron sums losses over replicas."""
     steps = record_of_steps(folder / f"replica{replica}")
     last = max(step["incarnation"] for step in steps)
     return {s["step"]: s["values"]["lm loss"] for s in steps if s["incarnation"] == last}
@@ -94,7 +96,7 @@ def test_a_lost_replica_is_restarted_alone(pool: Pool, settings: Settings, run_d
     port = free_ports(3, host="0.0.0.0")
     first, second = run(settings, run_dir / "job", faults, BYTEPS_METRICS_PORT=str(port))
     assert not of(first, "failure"), "it goes on"
-    # All are on one machine, and no two at one port.
+    # All are on the same machine with different ports.
     lists = [run_dir / "job" / name / "prometheus.json" for name in ("", "replica0", "replica1")]
     told = [json.loads(path.read_text())[0]["targets"][0] for path in lists]
     assert [int(where.rpartition(":")[2]) for where in told] == [port, port + 1, port + 2]
@@ -110,7 +112,7 @@ def test_a_lost_replica_is_restarted_alone(pool: Pool, settings: Settings, run_d
 def test_a_replica_leaves_a_machine_that_is_drained(
     pool: Pool, settings: Settings, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are on one machine here: Ray says to one of them alone that it is drained."""
+    """All replicas are on one machine here, so that Ray reports draining to only one of them."""
     there = {"node": ""}
 
     def draining() -> set[str]:
@@ -158,7 +160,7 @@ def test_ray_tells_which_machines_are_drained(pool: Pool, run_dir: Path) -> None
     try:
         node = nodes.add()
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        # A node that nobody uses is gone at once.
+        # A drained node without actors is removed at once.
         waits: Any = ray.remote(Waits)
         user = waits.options(num_cpus=1, scheduling_strategy=there).remote()
         assert ray.get(user.node.remote()) == node
@@ -201,7 +203,7 @@ def test_a_lost_server_of_replicas_is_replaced(
 
 
 def test_a_lost_server_is_replaced(runner: Runner, settings: Settings) -> None:
-    """Also without replicas no rank is restarted."""
+    """A server is replaced without a restart of ranks, without replicas too."""
     environment = {**settings.environment, "BYTEPS_REPLACE_SERVERS_S": "300"}
     there = Runner(runner.pool, replace(settings, environment=environment), runner.folder)
     case = replace(CASES["server"], title="a server is replaced", incarnations=1, blames="")
@@ -226,7 +228,7 @@ def test_what_replicas_do_not_go_with(changes: dict[str, Any], text: str) -> Non
         Settings(**{"entry": "script.py", "ranks": 2, "replicas": 2, **changes})
 
 
-# Machines that really are several: Ray nodes in network namespaces, one of which is cut off.
+# Several emulated machines: Ray nodes in network namespaces, one of which is cut off.
 
 
 BLINK_LIMIT_S = 400.0
@@ -234,9 +236,9 @@ BLINK_STEPS, BLINK, STRIKE = 40, 3, 20
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 GCS_PORT = 6379
 ENV = {**os.environ, "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
-"""Without the token that this user may have: nobody else reaches the namespaces."""
+"""The user's Ray token is not used, because only these tests reach the namespaces."""
 
-# Each step adds to what rank 0 saves; a restart goes on from there.
+# Each step adds to the value that rank 0 saves; a restart continues from there.
 SCRIPT = """
 import json, os, sys, time
 import torch
@@ -278,9 +280,9 @@ class Machines:
         return f"{self.emulation.hosts[0].address}:{GCS_PORT}"
 
     def start(self, index: int, cpus: int) -> None:
-        """A node of so many cores; the first one is the head.
+        """Start a node with this number of cores; the first node is the head.
 
-        Ray gives a node 30 s, which a busy machine does not keep: then it is tried again.
+        Ray gives a node 30 s, which is too short on a busy machine: the start is then repeated.
         """
         host = self.emulation.hosts[index]
         command = [*RAY, "start", "--block", "--disable-usage-stats", "--num-cpus", str(cpus)]
@@ -291,7 +293,7 @@ class Machines:
             command += ["--temp-dir", self._temp_dir, "--resources", json.dumps({"byteps": 2})]
         else:
             command += ["--address", self.address]
-        # A node that does not answer for 15 s is lost.
+        # A node without an answer for 15 s is lost.
         patience = {"period_ms": "2000", "timeout_ms": "5000", "failure_threshold": "3"}
         health = {f"RAY_health_check_{name}": value for name, value in patience.items()}
         deadline = time.monotonic() + BLINK_LIMIT_S
@@ -314,7 +316,7 @@ class Machines:
             assert time.monotonic() < deadline, "no node starts"
 
     def wait_end(self, index: int) -> None:
-        """Until a node has ended by itself, and all that ran there."""
+        """Wait until a node and all its processes have ended by themselves."""
         self._nodes[index].wait(BLINK_LIMIT_S)
         _await(lambda: not _processes(self.emulation.hosts[index]), "processes are left")
 
@@ -327,7 +329,7 @@ class Machines:
 
 
 def _processes(host: Host) -> list[int]:
-    """Those of an emulated host."""
+    """Get the processes of an emulated host."""
     found = subprocess.run(
         ["ip", "netns", "pids", str(host.namespace)], capture_output=True, text=True, check=True
     )
@@ -335,7 +337,7 @@ def _processes(host: Host) -> list[int]:
 
 
 def _ranks(folder: Path) -> list[str]:
-    """The address of each rank's machine."""
+    """Get the address of each rank's machine."""
     state = json.loads((folder / "job.json").read_text())
     return [rank["address"] for rank in state["ranks"]]
 
@@ -351,7 +353,7 @@ def _await(condition: Callable[[], Any], what: str) -> None:
 def machines(run_dir: Path) -> Iterator[Machines]:
     topology = Topology(workers=3, servers=1, emulated_hosts=4, link_bits=1_000_000_000)
     with (
-        # Ray's sockets need a short path, and its processes may still write there as they end.
+        # Ray's sockets need a short path, and its processes may still write there when they end.
         tempfile.TemporaryDirectory(prefix="rm-", dir="/tmp", ignore_cleanup_errors=True) as short,
         Emulation(topology) as emulation,
     ):
@@ -373,7 +375,7 @@ def test_a_machine_is_cut_off_and_comes_back(machines: Machines, run_dir: Path) 
     command += ["--address", machines.address, "--folder", str(folder), "--preload", "torch"]
     command += ["--ranks", "2", "--spares", "1", "--server-resource", "byteps"]
     command += ["--server-cpus", "0.25"]
-    # A machine that is cut off for less time is not given up.
+    # A machine that is cut off for less time is not lost.
     for name, value in {**ENVIRONMENT, "BYTEPS_PEER_TIMEOUT_S": "20"}.items():
         command += ["--environment", f"{name}={value}"]
     command += [str(run_dir / "script.py"), "--", str(run_dir), str(BLINK_STEPS)]
@@ -402,7 +404,7 @@ def test_a_machine_is_cut_off_and_comes_back(machines: Machines, run_dir: Path) 
             machines.emulation.cut_link(lost, 0, cut=True)
             _await(lambda: at(1, 1), "no steps on another machine")
             machines.emulation.cut_link(lost, 0, cut=False)
-            # Ray has given it up; the rank there ends with its node, and a new node joins.
+            # Ray considers the node lost; the rank there ends with its node, and a new node joins.
             machines.wait_end(lost)
             machines.start(lost, 1)
             assert driver.wait(BLINK_LIMIT_S) == 0, (run_dir / "driver.log").read_text()
