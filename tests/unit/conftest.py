@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need no cluster."""
+"""Fixtures of tests that need no cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT_S = 30.0
 
 @pytest.fixture(scope="session")
 def byteps_server() -> str:
-    """Path of the executable: next to this Python, else on PATH."""
+    """Path of the executable: in the folder of this Python, otherwise from PATH."""
     beside = Path(sys.executable).parent / "byteps-server"
     found = str(beside) if beside.exists() else shutil.which("byteps-server")
     assert found is not None, "byteps-server is neither next to this Python nor on PATH"
@@ -27,7 +27,7 @@ def byteps_server() -> str:
 
 @pytest.fixture
 def ask(byteps_server: str) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs byteps-server with these arguments and, of our variables, only the given ones."""
+    """Runs byteps-server with these arguments and only these of our variables."""
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env = {

@@ -1,4 +1,4 @@
-"""Backends of torch.distributed that a process group carries, by name."""
+"""Backends of torch.distributed that a process group has, by name."""
 
 from __future__ import annotations
 

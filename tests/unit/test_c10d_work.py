@@ -1,4 +1,4 @@
-"""Works of c10d that nobody waits for but by their futures."""
+"""Works of c10d that are completed only through their futures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LIMIT_S = 20.0
 
 
 class _Rank:
-    """A rank with a sum in flight in each of two groups, whose ranks meet when they settle it."""
+    """A rank with a sum in flight in each of two groups; ranks of a group meet when they
+    settle it."""
 
     def __init__(self, meetings: list[threading.Barrier]) -> None:
         self.lines = [Line() for _ in meetings]
@@ -28,7 +29,7 @@ class _Rank:
 
 @pytest.fixture
 def at_end(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Calls that the thread of completions makes when the operations have ended."""
+    """Callbacks that the completion thread gets when operations have ended."""
     calls: list[Callable[[], None]] = []
 
     def call_at_end(handle: int, then: Callable[[], None]) -> bool:

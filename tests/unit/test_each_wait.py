@@ -1,5 +1,6 @@
-"""Each wait of the worker, the servers and the scheduler is ended in each way: simulated jobs
-(byteps/tests/simulation/each_wait.h), and which waits they reach.
+"""Every wait of worker, servers and scheduler ends in every way, in simulated jobs.
+
+See byteps/tests/simulation/each_wait.h. The jobs also report the waits that they reach.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests import native
 from tests.house.test_waits import CODE, WAIT_IN_CPP
 
 SIMULATED = ("engine", "server/sum_thread.cc", "net/membership", "base")
-"""Rooms and files of which the simulation has the real ones. It has its own connections."""
+"""Folders and files of which the simulation uses the real code. Connections are simulated."""
 NEVER_REACHED = {
     ("base/log.cc", "sleep_for"): "the log is a file, which has room",
     ("base/log.cc", "empty_.WaitFor"): "a process flushes it that ends",
@@ -30,13 +31,13 @@ NEVER_REACHED = {
         "join",
     ): "a tail call, which leaves no frame on the stack",
 }
-"""By file and what the line has: why these jobs do not reach it."""
+"""Reason why these jobs never reach the line, by file and part of the line."""
 LIMIT_S = 280
 EXHAUSTIVE_LIMIT_S = 3000
 
 
 def end_each_wait(*arguments: str, limit_s: float = LIMIT_S) -> dict[str, dict[str, int]]:
-    """By place in the code, and way to end it: how often waits were ended so."""
+    """Run the simulation; get the number of ended waits by place in the code and way to end."""
     program = native.build("simulate") / "simulate"
     command: list[str | Path] = [program, "--each-wait", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -49,7 +50,7 @@ def end_each_wait(*arguments: str, limit_s: float = LIMIT_S) -> dict[str, dict[s
 
 
 def places_of_waits() -> dict[str, str]:
-    """The lines of the product that wait, by place, of what is simulated."""
+    """Find the waiting lines in the simulated code, by place."""
     found = {}
     for path in sorted(CODE.rglob("*")):
         name = path.relative_to(CODE).as_posix()
@@ -68,7 +69,7 @@ def is_exempt(place: str, line: str) -> bool:
 
 @pytest.mark.slow
 def test_waits_end_in_each_way() -> None:
-    """Some waits at each place; `make simulate ARGS=--each-wait` ends all of them."""
+    """Ends some waits at each place; `make simulate ARGS=--each-wait` ends all of them."""
     ended = end_each_wait("--seeds", "25", "--most", "1")
     waits = places_of_waits()
     assert len(waits) > len(NEVER_REACHED)
@@ -79,7 +80,7 @@ def test_waits_end_in_each_way() -> None:
     }
     assert not missed
     for place, times in ended.items():
-        # A thread that ends is not woken before, and the first wait may be the scheduler's.
+        # An ending thread is not woken before, and the first wait may be the scheduler's.
         unended = {way for way, number in times.items() if number == 0}
         assert unended <= {"woken", "job fails"}, f"{place} was not ended in each way: {times}"
 

@@ -1,4 +1,4 @@
-"""Embedded mode: decisions before it starts anything, and the end of what it started."""
+"""Embedded mode: decisions before any process starts, and the end of started processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from byteps.launcher.places import LocalPlace
 from byteps.launcher.start import Start
 
 LIMIT_S = 60.0
-"""Against hangs."""
+"""Limit in seconds, against hangs."""
 CLUSTERS_OWN = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")
 Add = Callable[[str], Child]
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -60,7 +60,7 @@ def test_a_worker_of_several_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_cluster_was_meant(
     change: dict[str, str], pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its address got lost: nothing is started in its place."""
+    """A job that lost the cluster's address starts nothing instead."""
     for name in [name for name in os.environ if name.startswith(("DMLC_", "BYTEPS_"))]:
         monkeypatch.delenv(name)
     for name, value in {**TORCHRUN, "LOCAL_WORLD_SIZE": "4", **change}.items():
@@ -72,14 +72,14 @@ def test_a_cluster_was_meant(
 
 @pytest.mark.parametrize("env", [TORCHRUN, {"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2"}, {}])
 def test_no_cluster_was_meant(env: dict[str, str]) -> None:
-    """A job over several hosts, too, brings its own."""
+    """A job over several hosts starts its own nodes, too."""
     embedded.demand_no_cluster(env)
 
 
 def test_restarts_with_the_store_of_ended_ranks_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """torch's own groups fail there, before an error of ours could say why."""
+    """torch's own groups fail there before an error of ours could explain."""
     env = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in (
         ("TORCHELASTIC_MAX_RESTARTS", "0"),
@@ -94,7 +94,7 @@ def test_restarts_with_the_store_of_ended_ranks_are_warned_of(
     )
 
 
-# The servers of a host.
+# Servers of a host.
 
 
 def mask(cores: Sequence[int]) -> str:
@@ -102,7 +102,7 @@ def mask(cores: Sequence[int]) -> str:
 
 
 def means(cores: Sequence[Sequence[int]], **change: object) -> list[dict[str, object]]:
-    """What the ranks of a host tell that may use these cores."""
+    """Make the messages of a host's ranks that may use these cores."""
     told = {"servers": 0, "near": "0", "quota": None, "gbps": 25.0, "nodes": 1, **change}
     return [{**told, "cores": mask(some)} for some in cores]
 
@@ -114,14 +114,14 @@ def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: object) ->
 @pytest.mark.parametrize(
     ("found", "io_threads", "adding_threads", "cores"),
     [
-        # 2 x 25 Gbit/s by 20 a core; values in four bits are 1.5 cores' work.
+        # 2 x 25 Gbit/s at 20 per core; four-bit values cost 1.5 cores.
         (servers([range(64)] * 8), 3, 4, 64),
         (servers([range(128)] * 8, gbps=100.0), 10, 6, 128),
         (servers([range(128)] * 8, gbps=100.0, count=2), 5, 3, 128),
         (servers([range(128)] * 8, gbps=10.0, nodes=2), 2, 4, 128),
-        # A rate that the kernel does not tell is taken to be 40.
+        # A rate that the kernel does not report is assumed to be 40.
         (servers([range(16)], gbps=0.0), 4, 4, 16),
-        # Half of what the ranks leave, and a thread of each kind at least.
+        # Half of the cores that the ranks leave, and at least a thread of each kind.
         (servers([range(8)] * 4, gbps=100.0), 1, 1, 8),
         (servers([range(2)] * 2), 1, 1, 2),
         (servers([range(64)] * 8, quota=12.0), 1, 1, 12),
@@ -149,7 +149,7 @@ def test_threads_that_are_named_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("near", "cores"),
     [
-        # The second of two NUMA nodes, where the NIC is; then one whose cores are too few.
+        # The second of two NUMA nodes, with the NIC; then a node with too few cores.
         (range(16, 32), range(16, 32)),
         (range(30, 34), range(32)),
         ((), range(32)),
@@ -166,7 +166,7 @@ def test_servers_run_near_the_nics(near: Sequence[int], cores: Sequence[int]) ->
         ((25.0, 100.0, 100.0), [1, 4, 4]),
         ((40.0, 25.0), [3, 2]),
         ((100.0, 10.0), [8, 1]),
-        # Nobody knows how much slower the last one is.
+        # The rate of the last NIC is unknown.
         ((100.0, 25.0, 0.0), [1, 1, 1]),
     ],
 )
@@ -181,7 +181,7 @@ def test_bytes_follow_the_rates_of_nics(gbps: Sequence[float], counts: list[int]
 
 
 def test_the_tightest_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A job of Slurm's or systemd's has its limit above the process's own group."""
+    """A job of Slurm or systemd has its limit above the process's own group."""
     monkeypatch.setattr(host_servers, "_CGROUPS", tmp_path)
     monkeypatch.setattr(host_servers, "_OWN_CGROUP", tmp_path / "own")
     assert host_servers._quota() is None
@@ -195,7 +195,7 @@ def test_the_tightest_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_several_hosts_have_servers_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Hosts of other sizes and with other numbers of ranks, of which none names a number."""
+    """Hosts of different sizes and numbers of ranks, without a given number of servers."""
     program = tmp_path / "byteps-server"
     program.write_text('#!/bin/sh\neval "file=\\${$#}"; echo host 4711 > "$file"; exec sleep 600\n')
     program.chmod(0o755)
@@ -221,7 +221,7 @@ def test_several_hosts_have_servers_of_their_own(
     said = capfd.readouterr().err
     assert "scheduler at [2001:db8::7]:4711" in said and "2 in all on 2 host(s)" in said
     assert "at most 2 of 4 to 5 of 16 cores" in said and "1.25 GiB" in said
-    # Its key would travel unencrypted.
+    # The job's key would travel unencrypted.
     monkeypatch.setenv("BYTEPS_TLS", "1")
     with pytest.raises(RuntimeError, match=r"BYTEPS_TLS=1 and no secret.*--new-secret"):
         start.answers(told)
@@ -232,7 +232,7 @@ def test_several_hosts_have_servers_of_their_own(
 
 def test_one_host_uses_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert addresses.loopback() == "127.0.0.1"
-    # Of no host, as 127.0.0.1 is where IPv4 is switched off.
+    # Not an address of this host, like 127.0.0.1 if IPv4 is switched off.
     monkeypatch.setattr(addresses, "LOOPBACK", "192.0.2.1")
     assert addresses.loopback() == "::1"
 
@@ -249,7 +249,7 @@ def test_several_hosts_take_the_way_to_the_master(master: str, own: str) -> None
 
 
 def test_several_hosts_without_a_master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """mp.spawn: the way to torch's store, or that to anywhere."""
+    """mp.spawn: uses the route to torch's store, or to any address."""
     towards: list[str] = []
     own = {"node-7": "127.0.1.1", "10.0.0.1": "10.0.0.2", "192.0.2.1": "10.9.0.2"}
     own |= {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
@@ -264,7 +264,7 @@ def test_several_hosts_without_a_master(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert addresses.own_address({}, dist.FileStore(str(tmp_path / "store"), 1)) == "10.9.0.2"
     assert towards == ["127.0.0.1", "192.0.2.1"]
     own["10.9.0.3"] = "10.9.0.4"
-    for master in ("node-7", "localhost"):  # what they may mean to their own host alone
+    for master in ("node-7", "localhost"):  # names that may be valid on their own host only
         env = {"MASTER_ADDR": master}
         assert addresses.own_address(env, others=["", "10.9.0.3"]) == "10.9.0.4"
         there = addresses.own_address(env, others=["127.0.0.1"])
@@ -310,7 +310,7 @@ def test_does_nothing_with_a_scheduler_or_without_a_start(monkeypatch: pytest.Mo
 
 
 class TestChild:
-    """One started process."""
+    """A started process."""
 
     @staticmethod
     def start(tmp_path: Path, code: str) -> Child:
@@ -342,7 +342,7 @@ class TestChild:
         child.signal(signal.SIGTERM)
         assert child.wait(time.monotonic() + 30)
         assert (child.status, child.failed) == (-signal.SIGTERM, False)
-        child.signal(signal.SIGTERM)  # to nobody
+        child.signal(signal.SIGTERM)  # no process gets it
         assert capfd.readouterr().err == ""
 
     def test_missing_program(self, tmp_path: Path) -> None:
@@ -350,7 +350,8 @@ class TestChild:
             Child("helper", [str(tmp_path / "nothing")], os.environ, tmp_path / "helper.log")
 
     def test_outlives_the_thread_that_asked_for_it(self, tmp_path: Path) -> None:
-        """The parent-death signal comes when the forking thread ends, which must not be ours."""
+        """The parent-death signal comes when the forking thread ends, so that thread must not be
+        ours."""
         code = (
             "import ctypes, time\n"
             "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL
@@ -376,11 +377,11 @@ def test_import_needs_neither_torch_nor_the_engine() -> None:
 
 
 class TestEnd:
-    """The end of what was started is waited for, within a limit, and always comes."""
+    """The end of started processes is awaited within a limit, and always comes."""
 
     @pytest.fixture
     def nodes(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EmbeddedNodes:
-        """As after start_if_needed(), with children that the test adds."""
+        """The state after start_if_needed(), with children that the test adds."""
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         nodes = EmbeddedNodes(0)
         monkeypatch.setattr(embedded, "_current", nodes)
@@ -393,7 +394,7 @@ class TestEnd:
 
     @pytest.fixture
     def add(self, nodes: EmbeddedNodes, monkeypatch: pytest.MonkeyPatch) -> Add:
-        """Starts one more child, which runs this code."""
+        """Starts a child that runs this code."""
 
         def add(code: str) -> Child:
             program = nodes.folder / f"program-{len(nodes.children)}"
@@ -405,7 +406,7 @@ class TestEnd:
         return add
 
     def test_leaving_waits_for_nobody(self, nodes: EmbeddedNodes, add: Add, tmp_path: Path) -> None:
-        """Children that other ranks need live on, and the logs go with the last one."""
+        """Children that other ranks need stay alive, and the logs go with the last child."""
         code = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'done')!r}): "
         helper = add(code + "time.sleep(0.01)")
         embedded.leave()

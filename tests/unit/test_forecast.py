@@ -34,7 +34,7 @@ BF16, INT8, INT4 = (f"--dpu-reduce-wire-dtype {name}" for name in ("bf16", "int8
 
 
 def network_of(hosts: int, spare: int | None = None, nics: int = 1) -> Network:
-    """As many spare machines as hosts, or servers on the hosts alone."""
+    """Make a network with as many spare machines as hosts, or with servers on the hosts only."""
     count = hosts if spare is None else spare
     return Network(
         servers=Servers(hosts=hosts, extra=count, local=0 if count else 1),
@@ -54,8 +54,10 @@ def row(found: Forecast, *flags: str) -> Row:
 
 
 def test_plain_megatron_is_compared_with_its_own_best_flags() -> None:
-    """4 hosts x 2, fp32 gradients: sharded over all, 7/8 of 4 and of 2 bytes leave a host; in one
-    instance per host and bf16, 3/4 of 2 bytes twice."""
+    """4 hosts x 2 ranks, fp32 gradients: 7/8 of 4 and of 2 bytes leave a host if sharded over all.
+
+    With an instance per host and bf16, 3/4 of 2 bytes leave a host twice.
+    """
     training = Training(kinds=(dense(4, 2),), sharded=True)
     found = forecast(training, network_of(4))
     assert found.rows[0].gradients == pytest.approx(3.5 * ELEMENTS)
@@ -69,7 +71,7 @@ def test_plain_megatron_is_compared_with_its_own_best_flags() -> None:
 
 
 def test_a_gain_of_plain_flags_is_not_ours() -> None:
-    """Servers on the hosts send what NCCL with an instance per host sends."""
+    """Servers on the hosts send the same bytes as NCCL with an instance per host."""
     training = Training(kinds=(dense(4, 8),), gradient_bytes=2, sharded=True)
     found = forecast(training, network_of(4, spare=0))
     local = row(found, USE, INSTANCES)
@@ -93,7 +95,7 @@ def test_fp16_gradients_are_not_reduced_in_bf16() -> None:
 
 
 def test_a_script_without_megatron_is_told_variables() -> None:
-    """It has no optimizer on servers; torch's own hook sends bf16."""
+    """Without Megatron there is no server optimizer; torch's own hook sends bf16."""
     found = forecast(Training(kinds=(dense(4, 1),), program=DDP), network_of(4, spare=0))
     assert found.plain.flags == (HALF,)
     assert not any(one.updated for one in found.rows)
@@ -113,7 +115,7 @@ def test_a_script_without_megatron_is_told_variables() -> None:
     ],
 )
 def test_one_word_stands_for_what_the_preset_has(has: dict[str, Any], typed: str) -> None:
-    """Where servers are on the hosts; a job that has parts of it gets the rest."""
+    """The preset is recommended with servers on the hosts; a job with parts of it gets the rest."""
     training = Training(kinds=(dense(4, 1),), gradient_bytes=2, sharded=True, **has)
     found = forecast(replace(training, accepts="int8"), network_of(4, spare=0))
     assert found.best.flags == (USE, INT8, OPTIMIZER)
@@ -138,7 +140,8 @@ def test_one_word_stands_for_what_the_preset_has(has: dict[str, Any], typed: str
 def test_nccl_is_kept_where_a_host_cannot_feed_its_nics_or_has_nothing_to_hide(
     change: dict[str, Any], limit: str
 ) -> None:
-    """8 hosts with a fast NIC for each of 8 GPUs; too few cores; a backward pass that hides all."""
+    """Cases: a fast NIC for each of 8 GPUs, too few cores, and a backward pass that hides
+    everything."""
     machines = Machines(**{"hosts": 8, "gpus": 8, **change})
     kind = replace(dense(8, 8), elements=7e9)
     training = Training(kinds=(kind,), gradient_bytes=2, can_shard=True)
@@ -153,7 +156,7 @@ def test_nccl_is_kept_where_a_host_cannot_feed_its_nics_or_has_nothing_to_hide(
 
 @pytest.mark.parametrize(("hosts", "fp8"), [(2, 1.508), (4, 2.262), (8, 2.639)])
 def test_fp8_over_nccl_is_compared_and_never_advised(hosts: int, fp8: float) -> None:
-    """Sharded: FP8 gradients and bf16 parameters."""
+    """With the distributed optimizer: FP8 gradients and bf16 parameters."""
     training = Training(kinds=(dense(hosts, 1),), gradient_bytes=2, sharded=True)
     found = forecast(training, network_of(hosts))
     (compared,) = (one for one in found.rows if one.compared)
@@ -200,7 +203,7 @@ def test_servers_on_the_hosts_gain_by_few_bits(
 
 
 def test_one_rank_a_host_with_fp32_gradients() -> None:
-    """4 bytes an element: a ring sends 2 * 3/4 of them, a push all, and half as bf16."""
+    """4 bytes per element: a ring sends 2 * 3/4 of them, a push all of them, and bf16 half."""
     found = forecast(Training(kinds=(dense(4, 1),)), network_of(4))
     ring, flag = found.rows[0], row(found, USE)
     assert ring.gradients == pytest.approx(6 * ELEMENTS) and ring.parameters == 0
@@ -214,8 +217,11 @@ def test_one_rank_a_host_with_fp32_gradients() -> None:
 
 
 def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
-    """bf16 gradients, distributed optimizer in one instance, 4 hosts x 2: 7/8 of 2 bytes for the
-    gradients leave a host, and 7/8 for the parameters; servers take 2 and send 2 at once."""
+    """bf16 gradients, distributed optimizer in one instance, 4 hosts x 2 ranks.
+
+    For the gradients, 7/8 of 2 bytes leave a host, and 7/8 for the parameters; servers receive 2
+    and send 2 at once.
+    """
     training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True)
     found = forecast(training, network_of(4))
     today = found.rows[0]
@@ -238,7 +244,7 @@ def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
 
 
 def test_groups_that_share_a_host_share_its_nic() -> None:
-    """Tensor parallelism of 8 on hosts of 8 GPUs: 8 groups of one rank a host."""
+    """Tensor parallelism of 8 on hosts of 8 GPUs: 8 groups with a rank per host."""
     found = forecast(Training(kinds=(dense(4, 1, groups=8),)), network_of(4))
     assert found.rows[0].gradients == pytest.approx(48 * ELEMENTS)
     flag = row(found, USE)
@@ -264,7 +270,7 @@ def test_experts_inside_a_host_stay_there() -> None:
 
 
 def test_a_nic_for_each_of_eight_gpus_leaves_nothing_to_gain() -> None:
-    """NCCL uses all of them, BytePS one."""
+    """NCCL uses all NICs, BytePS only one."""
     training = Training(kinds=(dense(4, 8),), gradient_bytes=2)
     found = forecast(training, network_of(4, nics=8))
     assert row(found, USE).through_servers == ()
@@ -285,9 +291,9 @@ def test_inside_one_host_there_is_nothing_to_say() -> None:
     [
         (dense(4, 2), 1, 4),
         (dense(4, 2), 4, None),
-        # A rank alone would be an instance that shards nothing.
+        # A single rank would be an instance that shards nothing.
         (dense(4, 1), 1, None),
-        # Consecutive members are an instance: these are not on one host.
+        # An instance consists of consecutive members, and here these are on different hosts.
         (Kind(name="dense", groups={(0, 1, 2, 3) * 2: 1}, elements=ELEMENTS), 1, None),
     ],
 )
@@ -300,8 +306,10 @@ def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None
 
 
 def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
-    """With Muon: a tenth of the parameters comes down in the place of a sum. The gradients of the
-    others are all-reduced, and then these parameters are gathered."""
+    """With Muon, a tenth of the parameters comes from servers in place of a sum.
+
+    The gradients of the rest are all-reduced, and then their parameters are gathered.
+    """
     kind = replace(dense(4, 2), left=0.9 * ELEMENTS)
     training = Training(kinds=(kind,), gradient_bytes=2, sharded=True)
     kept = row(forecast(training, network_of(4)), USE, OPTIMIZER)
@@ -317,7 +325,7 @@ def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
         ({}, f"add {USE} {BF16} (1.50 x as fast as plain"),
         ({"used": True}, f"add {BF16} (1.50 x"),
         ({"used": True, "wire": "bf16"}, "change nothing: what runs is 1.50 x"),
-        # As fast as the best, which is two changes away.
+        # Same speed as the best, which needs two changes.
         ({"used": True, "wire": "bf16", "updated": True}, "change nothing: what runs is 1.50 x"),
         ({"used": True, "updated": True}, f"add {BF16} (1.50 x"),
     ],
@@ -330,8 +338,10 @@ def test_the_answer_names_what_a_job_does_not_have(has: dict[str, Any], text: st
 @pytest.mark.parametrize(("name", "nbytes"), [("int8", 1.016), ("int4", 0.516)])
 @pytest.mark.parametrize("how", ["wire", "accepts"])
 def test_few_bits_that_the_user_agrees_with_are_advised(name: str, nbytes: float, how: str) -> None:
-    """A job that has them, or whose user accepts them, is told what they gain; another one is not
-    advised to use them without a word on the loss."""
+    """A job with few bits, or whose user accepts them, sees their gain.
+
+    For other jobs they are recommended only with a note on the loss.
+    """
     flag = f"--dpu-reduce-wire-dtype {name}"
     job = Training(kinds=(dense(4, 1),), used=True)
     training = replace(job, wire=name) if how == "wire" else replace(job, accepts=name)
@@ -379,7 +389,8 @@ def test_where_servers_are(extra: int, local: int, said: str) -> None:
 
 
 def test_every_row_of_few_bits_has_a_measured_loss() -> None:
-    """Or says that there is none. The page of few bits has the measurements."""
+    """The rows have the loss or say that there is none. The page of few bits has the
+    measurements."""
     found = forecast(Training(kinds=(dense(4, 1),), gradient_bytes=2), network_of(4))
     for one in found.rows:
         assert bool(one.loss) == (one.compared or one.wire in FEW_BITS)

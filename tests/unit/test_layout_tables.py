@@ -1,4 +1,4 @@
-"""Tables of layouts (tests/layouts): tolerances, places in documents, the server of ranks."""
+"""Tables of layouts (tests/layouts): tolerances, places in documents, the fork server of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks meet in a store that still has what those of earlier lives wrote."""
+"""Ranks meet in a store that still has entries of earlier lives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from byteps.launcher.meeting import AbsentError, meet
 
 LIMIT_S = 60.0
-"""Against hangs."""
+"""Limit in seconds, against hangs."""
 
 
 def met(
     store: dist.Store, members: Sequence[int], size: int, limit_s: float = LIMIT_S
 ) -> list[str]:
-    """The prefixes of these members, which come in this order, each once the last one waits."""
+    """Get the prefixes of these members, which come in this order, each when the previous waits."""
     with ThreadPoolExecutor(size) as pool:
         deadline = time.monotonic() + limit_s
         come = [pool.submit(meet, store, "name", member, size, deadline) for member in members]
@@ -34,7 +34,7 @@ def test_each_life_has_keys_of_its_own(order: tuple[int, ...]) -> None:
 
 
 def test_a_first_member_that_comes_long_after_the_others() -> None:
-    """They find what the last life's first member wrote, and must not take it."""
+    """The others find the entry of the last life's first member, and must not take it."""
     store = dist.HashStore()
     [old, *_] = met(store, (0, 1, 2), 3)
     with ThreadPoolExecutor(3) as pool:
@@ -54,7 +54,8 @@ def await_keys(there: Callable[[], bool]) -> None:
 
 
 def test_a_member_of_the_last_life_does_not_count() -> None:
-    """Its nonce is still there. Who came is told, and has keys to hear why."""
+    """A nonce of the last life is still there. Members that came are named, and get keys for the
+    error."""
     store = dist.HashStore()
     met(store, (0, 1, 2), 3)
     found: list[str] = []

@@ -1,5 +1,6 @@
-"""Ranks, their places on hosts, and the pieces of a tensor that is summed inside each host first,
-also where servers update.
+"""Ranks, their places on hosts, and the pieces of a tensor that each host sums first.
+
+Also with updates on servers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def test_the_name_of_a_host_can_be_given(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _reduced(piece: Piece, local: int) -> list[int]:
-    """The elements that a local index pushes of a piece."""
+    """List the elements that a local index pushes of a piece."""
     return [e for ranges in piece.scatters for e in range(*ranges[local])]
 
 
@@ -61,7 +62,7 @@ def test_whole_pieces_hold_every_element_once(elements: int, per_host: int, piec
     pushed = [_reduced(piece, local) for piece in cut for local in range(per_host)]
     assert sorted(itertools.chain(*pushed)) == list(range(elements))
     assert all(piece.gather and piece.wanted is None and piece.length > 0 for piece in cut)
-    # Only the last piece may need to be filled up.
+    # Only the last piece may need padding.
     lengths = [{end - begin for begin, end in piece.scatters[0]} for piece in cut]
     assert all(len(one) == 1 for one in lengths[:-1])
     if elements % per_host == 0 and pieces == 1:
@@ -69,7 +70,7 @@ def test_whole_pieces_hold_every_element_once(elements: int, per_host: int, piec
 
 
 def _instances(hosts: int, per_host: int, instances: int) -> list[list[int]]:
-    """The shard that each rank owns: an instance is consecutive ranks, which own a shard each."""
+    """List the shard of each rank: an instance is consecutive ranks, which own a shard each."""
     shards = hosts * per_host // instances
     return [[(h * per_host + i) % shards for i in range(per_host)] for h in range(hosts)]
 
@@ -99,7 +100,7 @@ def test_each_rank_gets_exactly_the_shard_it_owns(
             got += _reduced(piece, local)[begin:end]
         mine = owned[host][local]
         assert got == list(range(mine * size, (mine + 1) * size))
-    # Nothing but `wanted` differs between ranks: they must agree on every reduce-scatter.
+    # Only `wanted` differs between ranks: they must agree on every reduce-scatter.
     plans = {
         tuple(piece.scatters for piece in shard_pieces(shards * size, owned, h, i, pieces) or ())
         for h, i in itertools.product(range(hosts), range(per_host))
@@ -108,7 +109,7 @@ def test_each_rank_gets_exactly_the_shard_it_owns(
 
 
 def test_ranks_that_alternate_between_hosts() -> None:
-    """Group positions 0, 2 on one host, 1, 3 on the other."""
+    """Group positions 0 and 2 on a host, 1 and 3 on the other."""
     owned = [[0, 2], [1, 3]]
     for host, local in itertools.product(range(2), range(2)):
         pieces = shard_pieces(8, owned, host, local, 1)
@@ -125,7 +126,7 @@ def test_parts_that_would_overlap_cannot_be_cut(owned: list[list[int]]) -> None:
 
 
 class OneOfTwo:
-    """The ranks of a host, of which the other one has only zeros."""
+    """A group of two ranks on a host; the other rank has only zeros."""
 
     size = 2
 
@@ -140,7 +141,7 @@ class OneOfTwo:
 def test_what_a_host_has_summed_goes_through_the_public_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So code that replaces push_pull_async_inplace sees all sums."""
+    """Code that replaces push_pull_async_inplace must see all sums."""
     calls: list[tuple[list[float], dict[str, Any]]] = []
 
     def push_pull(tensor: torch.Tensor, **options: Any) -> int:
@@ -169,14 +170,14 @@ def test_what_a_host_has_summed_goes_through_the_public_function(
     assert tensor.tolist() == [0.0, 2.0, 0.0, 0.0, 8.0, 10.0, 0.0, 0.0]
 
 
-# What a rank sends where the ranks of a host sum first, and servers update.
+# Pushes of a rank when ranks of a host sum first, and servers update.
 
 
 SEGMENTS = [(5, 0, True), (6, 1, False), (40, 1, True), (97, 2, True)]
 
 
 def _each(segments: list[tuple[int, int, bool]]) -> list[tuple[int, bool]]:
-    """Of every element: its parameter group, and whether its gradient counts in the norm."""
+    """Get the parameter group of every element, and whether its gradient counts in the norm."""
     begins = [0, *(end for end, *_ in segments)]
     return [
         (group, counts)
@@ -207,7 +208,7 @@ def test_a_rank_that_has_nothing_of_a_piece_sends_zeros() -> None:
 
 
 def on_a_host(size: int, body: Callable[[int, NodeGroup], Any]) -> list[Any]:
-    """What the ranks of a host return, each a thread."""
+    """Run the ranks of a host, each in a thread, and get their results."""
     store = dist.HashStore()
 
     def of(rank: int) -> Any:
@@ -219,7 +220,7 @@ def on_a_host(size: int, body: Callable[[int, NodeGroup], Any]) -> list[Any]:
 
 
 class Kept:
-    """A ServerTensor of this rank; slot 0 of what servers keep is what was loaded."""
+    """A ServerTensor of this rank; slot 0 of its state on servers has the loaded values."""
 
     def __init__(self, declaration: bps.TensorDeclaration, *_: Any, **options: Any) -> None:
         self.values = torch.full((declaration.numel,), torch.nan)
@@ -236,7 +237,7 @@ def test_ranks_load_their_shards_and_gather_any_range(
     monkeypatch: pytest.MonkeyPatch, elements: int, size: int, pieces: int
 ) -> None:
     monkeypatch.setattr(server_transfer, "ServerTensor", Kept)
-    monkeypatch.setattr(server_transfer, "_GATHERED_AT_ONCE", 3)  # in several turns
+    monkeypatch.setattr(server_transfer, "_GATHERED_AT_ONCE", 3)  # in several rounds
     cut, whole = whole_pieces(elements, size, pieces), torch.arange(float(elements))
     ranges = [(b, e) for b in range(elements + 1) for e in range(b, elements + 1)]
 
@@ -265,7 +266,8 @@ def test_ranks_load_their_shards_and_gather_any_range(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_values_are_added_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
-    """Wherever an element lies. A ring begins with another rank in each part."""
+    """The order is independent of an element's place. A ring would begin with another rank in each
+    part."""
     random = torch.Generator().manual_seed(size)
     same = [(torch.randn(8, generator=random) * 10**rank).to(dtype) for rank in range(size)]
 
@@ -290,7 +292,7 @@ def test_parts_are_summed_and_gathered(size: int, dtype: torch.dtype) -> None:
         source = torch.arange(5 * size).add(rank).to(dtype)
         whole = torch.zeros_like(source)
         here, elsewhere = whole.chunk(size)[rank], torch.empty(5, dtype=dtype)
-        for part in (elsewhere, here):  # the latter in its place already
+        for part in (elsewhere, here):  # the second is in its place already
             whole.zero_()
             group.reduce_scatter(part, source)
             group.all_gather(whole, part)
@@ -305,7 +307,7 @@ def test_parts_are_summed_and_gathered(size: int, dtype: torch.dtype) -> None:
 
 
 class Lonely:
-    """A group of two ranks, of which the other one was lost before it gathers."""
+    """A group of two ranks; the other rank is lost before it gathers."""
 
     size = 2
 
@@ -317,7 +319,7 @@ class Lonely:
 
 
 class Moving(Kept):
-    """A ServerTensor that notes what is waited for."""
+    """A ServerTensor that records waits."""
 
     waited: list[int]
 
@@ -331,7 +333,7 @@ class Moving(Kept):
 def test_all_shards_are_waited_for_when_a_rank_of_the_host_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else what comes down for the others would be written into memory that the caller has back."""
+    """Otherwise parameters for the others would be written into memory that the caller has back."""
     monkeypatch.setattr(server_transfer, "ServerTensor", Moving)
     monkeypatch.setattr(session, "rank", lambda: 0)
     monkeypatch.setattr(Moving, "waited", [], raising=False)
@@ -375,14 +377,14 @@ def test_what_was_started_is_waited_for_when_something_fails(starts: str, waits:
     assert waited == {bucket: bool(starts) or bucket != "a" for bucket in started}
 
 
-# Ranks find their places on their hosts where the launcher tells none that can be.
+# Ranks find their places on hosts when the launcher gives none, or wrong places.
 
 
 @pytest.fixture
 def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE", "BYTEPS_HOST_ID")
     for name in (*ours, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        # Set and deleted, so that what the test leaves goes too.
+        # Set and deleted, so that the test's own changes are undone too.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(world, "host_name", lambda: "mine")
@@ -393,7 +395,7 @@ def _place(host: str, local: tuple[int, int] | None, *, named: bool = False) -> 
 
 
 def _find(rank: int, others: Sequence[LocalPlace]) -> tuple[int, int]:
-    """Finds the place of a rank; `others` is what each other rank told."""
+    """Find the place of a rank; `others` has the messages of all other ranks."""
 
     def exchange(mine: LocalPlace) -> list[LocalPlace]:
         return [*others[:rank], mine, *others[rank:]]
@@ -467,7 +469,7 @@ def _of_servers(addresses: Sequence[str], *, hosts: int, local: int = 0, each: i
         # Servers on both workers' hosts, and two on a machine of their own.
         (["10.0.0.8", "10.0.0.9", "10.0.0.1", "10.0.0.1"], 1, 1, 2),
         (["10.0.0.8", "10.0.0.9"], 1, 0, 1),
-        # Addresses that do not tell: different numbers, inside a host, not known.
+        # Addresses without information: different numbers, inside a host, unknown.
         (["10.0.0.1", "10.0.0.1", "10.0.0.2"], 0, 3, 1),
         (["127.0.0.1", "127.0.0.1"], 0, 2, 1),
         (["", ""], 0, 2, 1),

@@ -1,5 +1,6 @@
-"""The C++ test programs, part by part: units, connections, simulated jobs, jobs under valgrind; and
-what fuzzers begin with.
+"""The C++ test programs in parts: units, connections, simulated jobs, jobs under valgrind.
+
+Also the initial inputs of fuzzers.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_a
 
 BYTEPS = Path(__file__).resolve().parents[2] / "byteps"
 PROGRAM = re.compile(r"add_executable\(unit_test\s([^)]+)\)")
-"""In cmake/Tests.cmake: its sources."""
+"""Finds the program's sources in cmake/Tests.cmake."""
 
 
 def _suites(text: str) -> list[str]:
-    """Of a source, by the names that their tests have."""
+    """List the suites of a source by the names of their tests."""
     plain = re.findall(r"^TEST(?:_F)?\((\w+),", text, re.M)
     of_values = re.findall(r"^INSTANTIATE_TEST_SUITE_P\(\s*(\w+),\s*(\w+),", text, re.M)
     return plain + [f"{values}/{suite}" for values, suite in of_values]
@@ -42,7 +43,7 @@ LIMIT_S = 280
 
 
 def test_a_scheduler_needs_nothing_of_recovery(run_dir: Path) -> None:
-    """It runs jobs, and ends them at the first loss."""
+    """Such a scheduler runs jobs, and ends them at the first loss."""
     program = native.build("scheduler_without_recovery") / "scheduler_without_recovery"
     run(program, "*", run_dir / "test.log")
 
@@ -77,7 +78,7 @@ def test_a_server_without_recovery_sums_and_fails_what_lacks_a_lost_worker(unit_
 
 MARKS = {
     "Invariant": pytest.mark.breaks_invariant,
-    # They wait for what is late.
+    # These suites wait for late messages.
     **dict.fromkeys(
         (
             "Deterministic/AbsentTest",
@@ -110,7 +111,7 @@ def test_suite(unit_test: Path, run_dir: Path, suite: str) -> None:
     assert "[  PASSED  ] 0 tests" not in log.read_text(errors="replace")
 
 
-# Both ends of TCP connections in one process, with a relay (byteps/tests/net/tcp/connection).
+# Both ends of TCP connections in a process, with a relay (byteps/tests/net/tcp/connection).
 
 
 CONNECTION_SUITES = (
@@ -164,17 +165,18 @@ def test_part(connection_test: Path, run_dir: Path, part: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(CONNECTION_LIMIT_S)
 def test_damage_at_every_place(connection_test: Path, run_dir: Path) -> None:
-    """Every bit of a greeting is flipped once; at each byte it is cut, held, or gets one more."""
+    """Every bit of a greeting is flipped once; at each byte it is cut, held, or extended by
+    a byte."""
     run(connection_test, "Greeting.*", run_dir / "test.log", thorough=True)
 
 
 def test_encryption(run_dir: Path) -> None:
-    """Between two sockets, without a job (byteps/tests/net/tls)."""
+    """Encryption between two sockets, without a job (byteps/tests/net/tls)."""
     program = native.build("tls_test") / "tls_test"
     assert "[  PASSED  ] 0 tests" not in run(program, "*", run_dir / "test.log")
 
 
-# Whole jobs in threads and time that a seed decides (byteps/tests/simulation).
+# Whole jobs in threads, with time and schedule determined by a seed (byteps/tests/simulation).
 
 
 FREQUENT = {
@@ -218,7 +220,7 @@ FREQUENT_OF_REPLICAS = {
     "SchedulerAway",
     "SchedulerGoesOn",
 }
-"""The same of jobs of several replicas."""
+"""Probes that jobs of several replicas reach."""
 FREQUENT_OF_BACKUPS = {
     "AnsweredAgain",
     "BackupLost",
@@ -231,7 +233,7 @@ FREQUENT_OF_BACKUPS = {
     "StateFetched",
     "StepCopied",
 }
-"""The same where servers have copies of each other's state."""
+"""Probes that jobs reach whose servers have copies of each other's state."""
 
 
 def simulate(*arguments: str) -> str:
@@ -243,21 +245,22 @@ def simulate(*arguments: str) -> str:
 
 @pytest.mark.slow
 def test_schedules_of_messages_and_losses() -> None:
-    """Jobs of `make simulate`, the same ones each time: those after the ones of the next test."""
+    """Jobs of `make simulate`, the same each time: the seeds after those of the next test."""
     said = simulate("--from", f"{FEW_SEEDS + 1}", "--seeds", "1400")
     assert "1400 schedules held" in said
-    # Had nothing been lost, nothing would have been shown.
+    # Without losses the test would show nothing.
     assert int(said.split("held: ")[1].split()[0]) > 280
 
 
 def reached(said: str) -> dict[str, int]:
-    """Of the table of probes (base/invariant.h): how many jobs reached each."""
+    """Get the number of jobs that reached each probe from the table of probes
+    (base/invariant.h)."""
     rows = [line.split("|") for line in said.splitlines() if line.startswith("| ")]
     return {row[1].strip(): int(row[3]) for row in rows[1:]}
 
 
 def test_few_seeds_reach_rare_branches() -> None:
-    """A simulation that went other ways than it should would hold, too."""
+    """A simulation that never takes rare branches would pass, too."""
     said = simulate("--seeds", f"{FEW_SEEDS}")
     assert f"{FEW_SEEDS} schedules held" in said
     jobs = reached(said)
@@ -291,20 +294,20 @@ def test_a_seed_is_one_order_of_events() -> None:
     assert "200 schedules held" in simulate("--seeds", "200", "--twice")
 
 
-# Jobs watched by valgrind: it sees what sanitizers do not, uninitialised bytes that are sent or
-# decided upon, and what is lost at the end.
+# Jobs under valgrind, which finds errors that sanitizers miss: uninitialized bytes that are sent or
+# decided upon, and leaks.
 
 
 VALGRIND_LIMIT_S = 600.0
 WORKERS = 2
 FOUND = 99
-"""Exit status of a process in which valgrind found something."""
+"""Exit status of a process in which valgrind found an error."""
 VALGRIND = [
     *("valgrind", "--quiet", f"--error-exitcode={FOUND}"),
     *("--leak-check=full", "--show-leak-kinds=definite", "--errors-for-leak-kinds=definite"),
     f"--suppressions={Path(__file__).with_name('valgrind.supp')}",
 ]
-# Processes are some thirty times slower: nothing that is slow has failed.
+# Processes are about thirty times slower, so no timeout may end them.
 PATIENT = {
     name: str(VALGRIND_LIMIT_S)
     for name in ("BYTEPS_START_TIMEOUT_S", "BYTEPS_PEER_TIMEOUT_S", "BYTEPS_OP_TIMEOUT_S")
@@ -353,7 +356,7 @@ def test_a_whole_job(run_dir: Path, settings: dict[str, str]) -> None:
                 process.wait(VALGRIND_LIMIT_S)
 
 
-# What fuzzers begin with.
+# Initial inputs of fuzzers.
 
 
 def test_each_target_has_a_corpus() -> None:

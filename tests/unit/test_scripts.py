@@ -1,5 +1,6 @@
-"""scripts/progress.py, recipes as arguments (scripts/recipekit), and merged traces of torch, of
-which tests/multiproc/test_timeline.py has those of BytePS.
+"""scripts/progress.py, recipes as arguments (scripts/recipekit), and merged traces of torch.
+
+tests/multiproc/test_timeline.py has BytePS's traces.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def test_a_log_gets_lines() -> None:
 def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
     here = tmp_path / "pid"
     command = [SCRIPT, "--name", "it", "--log", tmp_path / "log", "--"]
-    # A shell that waits for a child, as scripts do.
+    # A shell that waits for a child, like scripts do.
     program = f"sleep 600 & echo $! >{here}.new; mv {here}.new {here}; wait; true"
     running = subprocess.Popen([sys.executable, *map(str, command), "sh", "-c", program])
     wait_for(here.exists)
@@ -82,7 +83,7 @@ def test_the_script(tmp_path: Path, program: str, status: int, said: str) -> Non
         assert "it FAILED" in done.stderr and "one" in done.stderr
 
 
-# Recipes as arguments: out of tests and scripts of a checkout; and the page about them.
+# Recipes as arguments, read from a checkout's tests and scripts, and the page about them.
 
 
 RECIPE = """#!/bin/bash
@@ -191,11 +192,11 @@ def test_three_counts_that_are_not_mixed(docs: Path) -> None:
         features.write(file, outcomes, {"examples": "x"})
 
 
-# Merges traces of torch; tests/multiproc/test_timeline.py has BytePS's.
+# Merging of torch's traces; tests/multiproc/test_timeline.py has BytePS's.
 
 
 def _of_torch(file: Path, rank: int, base_ns: int) -> Path:
-    """A trace as torch.profiler writes it: one operation, 250 us long, half a second in."""
+    """Write a trace like torch.profiler: an operation of 250 us, half a second after the start."""
     place = {"pid": 77, "tid": 77}
     arrow = {"ph": "s", "id": 3, "cat": "fwdbwd", "name": "fwdbwd", **place}
     end = {"ph": "i", "name": "Record Window End", "pid": "Traces", "tid": 1, "ts": 600_000}
@@ -213,11 +214,11 @@ def _of_torch(file: Path, rank: int, base_ns: int) -> Path:
 
 
 def test_merging_with_traces_of_torch(tmp_path: Path) -> None:
-    """Times of both meet, and processes and arrows of different files stay apart."""
+    """Times of both traces match, and processes and arrows of different files stay apart."""
     moment = 1_790_000_000 * 10**9  # since 1970, in nanoseconds
     ours = tmp_path / "byteps-worker-0.json"
     partition = {"ph": "b", "cat": "partition", "name": "g.0", "pid": 1, "tid": 0}
-    # While the first rank's operation runs.
+    # During the first rank's operation.
     events = [{**partition, "ts": moment / 1000 + 1_500_100}]
     ours.write_text(json.dumps({"traceEvents": events}))
     files = [
@@ -246,7 +247,7 @@ def test_merging_with_traces_of_torch(tmp_path: Path) -> None:
 def test_gpus_that_are_hidden_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, count: int
 ) -> None:
-    (tmp_path / "0000:01:00.0").touch()  # the driver knows one all the same
+    (tmp_path / "0000:01:00.0").touch()  # the driver still knows a GPU
     monkeypatch.setattr(children, "GPUS_OF_DRIVER", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("MEGATRON_CPU", raising=False)

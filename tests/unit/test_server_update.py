@@ -18,12 +18,12 @@ pytestmark = pytest.mark.slow  # it compiles each build
 
 OVERLAY = Path(__file__).parents[2] / "byteps"
 LIMIT_S = 240.0
-NUMBERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 7}  # of base/dtype.h
-# As CMakeLists.txt compiles it.
+NUMBERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 7}  # values of base/dtype.h
+# The flags of CMakeLists.txt.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-# As it ships, choosing for this machine, and for the oldest machine.
+# The shipped build, which chooses code for this machine, and a build for the oldest machine.
 BUILDS = {"shipped": [], "oldest": ["-DBYTEPS_MULTIVERSION="]}
-COUNT = 4099  # no multiple of any vector
+COUNT = 4099  # not a multiple of any vector length
 STEPS = 6
 
 EXPORTS = """
@@ -66,7 +66,7 @@ extern "C" uint64_t Zeros(int t, const void* values, size_t n) {
 
 
 def compile_library(folder: Path, name: str, exports: str, source: Path, *flags: str) -> None:
-    """Make NAME.so of the exports and the source, by ccache where it is installed."""
+    """Compile NAME.so from the exports and the source, by ccache if it is installed."""
     (folder / "exports.cc").write_text(exports)
     compiler = os.environ.get("CXX", "c++")
     compile_it = [*(["ccache"] if shutil.which("ccache") else []), compiler, *flags, "-fPIC"]
@@ -102,7 +102,7 @@ def numbers(*values: float) -> list[ctypes.c_double]:
 
 
 def gradient(step: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of all sizes, and another one each step."""
+    """Make gradients of all magnitudes, different in each step."""
     torch.manual_seed(step)
     size = torch.logspace(-6, 1, COUNT)
     return (torch.randn(COUNT) * size).to(dtype)
@@ -113,7 +113,7 @@ def rate(step: int) -> float:
 
 
 class Adam:
-    """Steps of one build, from zero moments."""
+    """Steps of a build, from zero moments."""
 
     def __init__(self, library: ctypes.CDLL, beta1: float, decay: float) -> None:
         self.library, self.beta1, self.decay = library, beta1, decay
@@ -157,7 +157,7 @@ class Reference:
 
 
 def ulps(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far they are apart, in units of the last place of the larger one."""
+    """Get the largest difference in units of the last place of the larger value."""
     size = torch.maximum(found.abs(), expected.abs())
     return float(((found - expected).abs() / (torch.nextafter(size, size + 1) - size)).max())
 
@@ -167,27 +167,28 @@ def mean_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def rounds_roots() -> bool:
-    """Whether torch's square roots are the nearest fp32 values; on some CPUs they are not."""
+    """Tell whether torch's square roots are correctly rounded; on some CPUs they are not."""
     values = torch.rand(COUNT)
     return torch.equal(values.sqrt(), values.double().sqrt().float())
 
 
 def demand_as_torch(found: list[torch.Tensor], theirs: Reference, exact: Reference) -> None:
-    """Moments to the bit, parameters within one ulp, and no further from fp64 than torch's."""
+    """Check that moments are equal to the bit, that parameters differ by at most one ulp, and that
+    errors against fp64 are no larger than torch's."""
     names = [name for name in theirs.optimizer.state[theirs.parameter] if name != "step"]
     others, rights = theirs.found(*names), exact.found(*names)
     exact_roots = rounds_roots()
-    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # else torch does not fuse
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # otherwise torch does not fuse
         if exact_roots:
             assert ulps(found[0], others[0]) <= 1
-        # Else a step may differ by an ulp of itself. It is at most some learning rates long. An ulp
-        # of a parameter was twice as much before it fell below a power of two.
+        # Otherwise a step may be off by its own ulp, and it is at most a few learning rates long. A
+        # parameter's ulp was twice as large before it fell below a power of two.
         size = torch.maximum(found[0].abs(), others[0].abs())
         limit = 2 * (torch.nextafter(size, size + 1) - size) + 2.0**-23 * 4 * STEPS * rate(1)
         assert bool(((found[0] - others[0]).abs() <= limit).all())
         assert all(torch.equal(a, b) for a, b in zip(found[1:], others[1:], strict=True))
     for mine, other, right in zip(found, others, rights, strict=True):
-        # With other roots the errors are others, of the same size.
+        # Other roots have other errors of the same size.
         assert mean_error(mine, right) <= (1.01 if exact_roots else 1.05) * mean_error(other, right)
         assert mean_error(mine, right) < 1e-5
 
@@ -218,7 +219,7 @@ def test_adamw(
 
 @pytest.mark.parametrize(("beta1", "scale"), [(0.9, 0.37), (0.3, 1e-3)])
 def test_scaled_gradients(libraries: dict[str, ctypes.CDLL], beta1: float, scale: float) -> None:
-    """As if they had been multiplied before."""
+    """Scaling gives the same result as multiplied gradients."""
     scaled, plain = (Adam(libraries["shipped"], beta1, 0.1) for _ in range(2))
     values = gradient(1, torch.float32)
     assert torch.equal(scaled.step(1, values, scale), plain.step(1, values * scale))
@@ -266,7 +267,7 @@ def test_sgd(
     for number in range(1, STEPS + 1):
         for reference in (theirs, exact):
             reference.step(number, gradient(number, dtype))
-    if not momentum:  # torch names it, and leaves it out
+    if not momentum:  # torch has the name, but no value
         for reference in (theirs, exact):
             reference.optimizer.state[reference.parameter].clear()
     demand_as_torch(found[0], theirs, exact)
@@ -301,17 +302,17 @@ def test_zeros(libraries: dict[str, ctypes.CDLL], dtype: torch.dtype, count: int
         assert found == count - int(torch.count_nonzero(values))
 
 
-# server/reducer.cc: sums and averages of every half value, against PyTorch, to the last bit.
+# server/reducer.cc: sums and averages of every 16-bit value, against PyTorch, to the last bit.
 
 
 HALVES = (torch.bfloat16, torch.float16)
 DIVISORS = (1, 2, 3, 4, 6, 7, 12, 24, 1000, 4095, 2_097_151, 2_097_153)
-# As it ships, choosing for this machine; for the oldest machine; and for one in between.
+# The shipped build, which chooses code for this machine; the oldest machine; and one between them.
 REDUCER_BUILDS = {"shipped": [], "oldest": ["-DBYTEPS_MULTIVERSION="]}
 if {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
     REDUCER_BUILDS["v3"] = ["-DBYTEPS_MULTIVERSION=", "-march=x86-64-v3"]
 
-# Exports what is tested under names that ctypes finds.
+# Exports of the tested functions under names for ctypes.
 REDUCER_EXPORTS = """
 #include "byteps/server/reducer.h"
 using byteps::core::DType;
@@ -361,12 +362,12 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def every(dtype: torch.dtype) -> torch.Tensor:
-    """All 65536 values of a half type, infinities and NaNs among them."""
+    """All 65536 values of a 16-bit type, with infinities and NaNs."""
     return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same bits, but for a NaN's."""
+    """Check for equal bits, except in NaNs."""
     bits = torch.int32 if found.dtype == torch.float32 else torch.int16
     same = (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
     where = (~same).nonzero().flatten()[:3]
@@ -395,7 +396,7 @@ def test_fp32_averages_are_those_of_a_division(library: ctypes.CDLL, divisor: in
     narrow = (a + b) / divisor
     normal = (narrow.abs() >= torch.finfo(torch.float32).tiny) | (narrow == 0)
     assert_same(add(library, a, b, divisor)[normal], narrow[normal])
-    # Multiples of the divisor, and what lies exactly between two numbers.
+    # Multiples of the divisor, and values exactly between two numbers.
     whole = torch.arange(1, 100_001, dtype=torch.float32)
     zero = torch.zeros_like(whole)
     assert_same(add(library, whole * divisor, zero, divisor), (whole * divisor + zero) / divisor)
@@ -411,7 +412,7 @@ def test_fp32_averages_are_those_of_a_division(library: ctypes.CDLL, divisor: in
 def test_any_length_at_any_address(
     library: ctypes.CDLL, dtype: torch.dtype, n: int, shift: int
 ) -> None:
-    """Nothing is read or written that is not the tensors': guards around them stay."""
+    """Nothing outside the tensors is read or written: the guards around them are unchanged."""
     generator = torch.Generator().manual_seed(n)
     a, b = (torch.rand((2, n), generator=generator) - 0.5).to(dtype)
     size = n * a.element_size()

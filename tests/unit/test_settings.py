@@ -1,4 +1,4 @@
-"""The table of settings: what byteps-server accepts, refuses, warns about and prints."""
+"""The table of settings: values that byteps-server accepts, refuses, warns about and prints."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DOCUMENT = ROOT / "docs/use/settings.md"
 TABLE = (ROOT / "byteps/byteps/base/config_table.cc").read_text()
 ROW = re.compile(r'^      \{"(\w+)", k\w+, (?:[^{}]|\n)*?(kInternal|kLauncher)?\},$', re.M)
 INTERNAL = [name for name, audience in ROW.findall(TABLE) if audience == "kInternal"]
-"""Variables that are read, and named in no page."""
+"""Variables that the code reads, and that no page names."""
 LAUNCHERS = [name for name, audience in ROW.findall(TABLE) if audience == "kLauncher"]
 GONE = re.findall(r'^      \{"(\w+)",\s+"(.+)"\},$', TABLE, re.M)
 
-INTEGERS = {  # name: (least, greatest); None where only the least is of interest
+INTEGERS = {  # name: (least, greatest); None if only the least matters
     "DMLC_PS_ROOT_PORT": (0, 65535),
     "DMLC_NUM_WORKER": (1, None),
     "DMLC_NUM_SERVER": (1, None),
@@ -62,7 +62,7 @@ ENTRY = re.compile(
 
 
 def rows(ask: Ask) -> dict[str, dict[str, str]]:
-    """The generated manual: name -> kind, unit, default, allowed and meaning."""
+    """Parse the generated manual: name -> kind, unit, default, allowed and meaning."""
     said = ask("--config-markdown")
     assert said.returncode == 0
     table = {entry["name"]: entry.groupdict("") for entry in ENTRY.finditer(said.stdout)}
@@ -99,7 +99,7 @@ def bad_values() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "value"), bad_values())
 def test_bad_value_is_refused(ask: Ask, name: str, value: str) -> None:
-    """With exit status 2 and one line that has the variable, its value and what is allowed."""
+    """Exit status 2 and a line with the variable, its value and the allowed values."""
     cluster = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9"}
     role = [] if name == "DMLC_ROLE" else ["--role", "server"]
     said = ask(*role, **{**cluster, "BYTEPS_START_TIMEOUT_S": "1", name: value})
@@ -111,14 +111,16 @@ def test_bad_value_is_refused(ask: Ask, name: str, value: str) -> None:
 
 
 def test_all_numbers_of_the_table_have_enforced_bounds(ask: Ask) -> None:
-    """Also those of no list above: the bounds that the document states are those that hold."""
+    """The document's bounds of all numbers are enforced, also of numbers in none of the lists
+    above."""
     for name, row in rows(ask).items():
         if row["kind"] not in ("integer", "number"):
             continue
         least, *greatest = re.findall(r"-?[\d.]+", row["allowed"])
         for bound, beyond in ((least, -1), *((bound, 1) for bound in greatest)):
             inside = ask("--print-config", **{name: bound})
-            # Alone in its bounds, a value may still contradict another (a rank and its size).
+            # A value within its own bounds may still contradict another value (a rank and its
+            # size).
             assert f"{name}={bound!r}" not in inside.stderr, (name, bound)
             exact = int if row["kind"] == "integer" else float
             outside = ask("--print-config", **{name: str(exact(bound) + beyond)})
@@ -163,7 +165,7 @@ def test_internal_ones_are_read_and_in_no_page(ask: Ask) -> None:
 
 @pytest.mark.parametrize(("name", "instead"), GONE)
 def test_a_variable_that_is_gone_is_an_error(ask: Ask, name: str, instead: str) -> None:
-    """It says what there is instead."""
+    """The error names the replacement."""
     said = ask("--print-config", **{name: "1"})
     assert said.returncode == 2
     assert f"{name} is gone: {instead}" in said.stderr.replace('"', '\\"')
@@ -185,7 +187,7 @@ def test_committed_document_is_the_generated_one(ask: Ask) -> None:
         ("DMLC_NUM_WORKERS", "DMLC_NUM_WORKER"),
         ("BYTEPS_NUM_WORKER", "DMLC_NUM_WORKER"),
         ("BYTEPS_SERCET", "BYTEPS_SECRET"),
-        # Names of another kind, whatever they have in common with one of ours.
+        # Names that are too different from ours, despite common parts.
         ("BYTEPS_FOO", None),
         ("BYTEPS_SCHEDULING_CREDIT", None),
         ("BYTEPS_DEBUG_SAMPLE_TENSOR", None),
@@ -193,7 +195,7 @@ def test_committed_document_is_the_generated_one(ask: Ask) -> None:
     ],
 )
 def test_unknown_variable_is_warned_about(ask: Ask, name: str, meant: str | None) -> None:
-    """A warning with the name that may have been meant, before the error that the run ends with."""
+    """The warning with the likely name comes before the error that ends the run."""
     said = ask("--role", "server", **{name: "1"})
     assert said.returncode == 2
     assert "DMLC_PS_ROOT_URI is not set" in said.stderr
@@ -307,7 +309,7 @@ def test_a_given_value_goes_before_the_environment(monkeypatch: pytest.MonkeyPat
 
 
 def test_keep_is_a_setting_that_is_given(ask: Ask) -> None:
-    """Wherever it stands before what is asked, and without a variable of that name."""
+    """The flag works before any query, and without a variable of that name."""
     assert "BYTEPS_KEEP=1\n" in ask("--keep", "--print-config").stdout
     assert "BYTEPS_KEEP=0  # default\n" in ask("--print-config").stdout
 

@@ -22,7 +22,7 @@ MACHINES = Machines(hosts=4, gpus=8, link_gbps=8.0, core_rate=1e9, add_rate=1e9)
 
 
 def training(**change: Any) -> Training:
-    """1e9 parameters on each of 32 ranks, of which hosts shard the optimizer."""
+    """1e9 parameters on each of 32 ranks; hosts shard the optimizer."""
     words = {"parameters": 1e9, "hosts": 4, "gpus": 8, "optimizer": "host", "gradients": "fp16"}
     return training_of(**{"accepts": None, **words, **change})
 
@@ -34,7 +34,7 @@ def choice(spare: int, machines: Machines = MACHINES, **change: Any) -> Choice:
 
 
 def best(found: Choice) -> tuple[Row, Needs]:
-    """The row that the answer names, and what it needs."""
+    """Get the recommended row and its needs."""
     row = found.found.best
     return row, found.needs(row)
 
@@ -46,7 +46,7 @@ def test_times_are_the_cost_models() -> None:
     row, needs = best(found)
     assert found.spare == 4
     assert row.seconds == pytest.approx(2.0) and row.gain == pytest.approx(cost_model.gain(4, 4))
-    # A byte in, a byte out and a byte added, 1e9 per second each; and one for all else.
+    # A byte in, a byte out and a byte added, at 1e9 per second each, and a core for the rest.
     assert needs.server_cores == 4
     # A worker adds nothing.
     assert needs.worker_cores == 3 and needs.worker_bytes == 0
@@ -74,10 +74,10 @@ def test_servers_on_the_hosts_have_an_answer(hosts: int, accepts: str, nbytes: f
 @pytest.mark.parametrize(("wire", "bits", "held"), [("int8", 8, 5), ("int4", 4, 6.5)])
 def test_few_bits(wire: str, bits: int, held: float) -> None:
     row, needs = best(choice(4, accepts=wire))
-    # 1e9 values of so many bits, and of each 128 values a scale of 16.
+    # 1e9 values of this many bits, and a 16-bit scale for each 128 values.
     pushed = 1e9 * (bits + 16 / 128) / 8
     assert row.seconds == pytest.approx(pushed / 1e9) and row.gain == pytest.approx(3 / row.seconds)
-    # As they came, added in fp32, and with int4 what was lost: of 1e9 values on four servers.
+    # On four servers: 1e9 received values, fp32 sums, and with int4 the feedback.
     values = needs.server_bytes - POOL_BYTES - BASE_BYTES
     assert values == pytest.approx((pushed + (held - bits / 8) // 1 * 1e9) / 4, rel=0.01)
 
@@ -99,8 +99,8 @@ def test_copies_of_the_state_take_memory_and_bandwidth_of_servers() -> None:
     both = [choice(8, replace(machines, backup=on), optimizer="servers") for on in (False, True)]
     plain, copied = (one.needs(one.found.best) for one in both)
     times = [one.found.best.seconds for one in both]
-    # Eight machines of the model's 2e9 bytes each: 4 hosts push an eighth to each, which sends the
-    # sum on, and is sent another one.
+    # Eight machines with 2e9 / 8 bytes of the model each: 4 hosts push an eighth to each machine,
+    # which also sends its sum to a machine and receives another.
     assert copied.nic_gbps * times[1] == pytest.approx(plain.nic_gbps * times[0] * 5 / 4)
     # The state of 14 bytes per parameter once more, and the last answer twice.
     more = copied.server_bytes - plain.server_bytes
@@ -116,7 +116,7 @@ def test_slow_server_nics_need_more_machines() -> None:
 def test_all_nics_of_a_host_are_used(transport: str) -> None:
     machines = replace(MACHINES, nics=2, transport=transport)
     assert choice(4, machines).found.plain.seconds == pytest.approx(1.5)
-    # Servers whose machines carry as much as the workers' hosts.
+    # Servers on machines with the network rate of the workers' hosts.
     one = choice(4, replace(MACHINES, transport=transport))
     both = choice(4, replace(machines, server_link_gbps=16.0))
     assert both.found.best.seconds == pytest.approx(one.found.best.seconds / 2)
@@ -132,10 +132,10 @@ def test_few_cores_set_the_time() -> None:
         row = found.found.by_servers()[0]
         return row, found.needs(row)
 
-    # Two bytes in and two out, at 1e9 per second and core: 4 s for the one that is left.
+    # Two bytes in and two out, at 1e9 per second and core: 4 s on the remaining core.
     row, needs = by_servers(replace(MACHINES, worker_cores=2))
     assert row.seconds == pytest.approx(4.0) and needs.worker_cores == 2
-    # The same of a server, and two bytes added.
+    # The same for a server, plus two bytes added.
     row, needs = by_servers(replace(MACHINES, server_cores=2))
     assert row.seconds == pytest.approx(6.0) and needs.server_cores == 2
 
@@ -225,7 +225,7 @@ def test_no_advice_for_what_is_no_size_or_cannot_help(
 def test_links_that_tcp_cannot_fill_stay_with_nccl(
     links: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server is counted with the fastest link over which TCP was measured."""
+    """A server counts with the fastest link over which TCP was measured."""
     assert sizing.main(f"--parameters 7B --hosts 8 --gpus 8 {links}".split()) == 0
     said = capsys.readouterr().out
     assert "TCP is counted with 100 Gbit/s of a machine" in said
@@ -254,7 +254,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def examples() -> list[tuple[str, str]]:
-    """(command, what it prints) of the indented blocks in docs/use/when-to-use.md."""
+    """Get (command, its output) of the indented blocks in docs/use/when-to-use.md."""
     text = (REPOSITORY / "docs/use/when-to-use.md").read_text()
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, re.M)
     found = []

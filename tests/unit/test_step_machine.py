@@ -1,5 +1,7 @@
-"""Parts of byteps.torch by themselves: the phases of a step of an optimizer on the servers, flat
-parameters, known memory, all-reduces that streams wait for, and the kernels of blocks.
+"""Parts of byteps.torch in isolation.
+
+Phases of a server optimizer's step, flat parameters, registered memory, all-reduces on streams, and
+the kernels of blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ RULE = Rule(is_adamw=False, groups=[(0.0, 0.0, 0.0, False)])
 
 
 class Bucket:
-    """Notes its calls in a list that all share, and tries steps as ServerBucket does."""
+    """Records its calls in a shared list, and tries steps like ServerBucket."""
 
     def __init__(self, name: str, calls: list[tuple[str, ...]], fails: str = "") -> None:
         self.name, self.calls, self.fails = name, calls, fails
@@ -73,7 +75,7 @@ class Bucket:
 def machine_of(
     clip: str, fails: str = "", *, overlaps: bool = False
 ) -> tuple[StepMachine, list[tuple[str, ...]]]:
-    """`overlaps`: a forward pass needs the last bucket first."""
+    """Make a machine; with `overlaps` a forward pass needs the last bucket first."""
     calls: list[tuple[str, ...]] = []
     buckets: list[Any] = [Bucket("a", calls), Bucket("b", calls, fails)]
     order = buckets[::-1] if overlaps else ()
@@ -96,7 +98,7 @@ def both(*call: str) -> list[tuple[str, ...]]:
     ],
 )
 def test_a_step_of_two_phases(clip: str, scale: float, skip: bool, said: str, waits: bool) -> None:
-    """Parameters are taken once all buckets have theirs: a rank has those of one step."""
+    """Parameters are taken when all buckets have theirs, so that a rank never mixes steps."""
     machine, calls = machine_of(clip)
     machine.push(GROUPS)
     assert calls == both("push", "tried" if clip == "speculate" else "norm") + both("wait", "push")
@@ -108,7 +110,7 @@ def test_a_step_of_two_phases(clip: str, scale: float, skip: bool, said: str, wa
 
 
 def test_a_bucket_that_is_clipped_by_itself() -> None:
-    """The other one's parameters are those that were tried."""
+    """The other bucket keeps its tried parameters."""
     machine, calls = machine_of("speculate")
     machine.push(GROUPS)
     calls.clear()
@@ -119,7 +121,7 @@ def test_a_bucket_that_is_clipped_by_itself() -> None:
 
 @pytest.mark.parametrize("clip", ["speculate", "wait"])
 def test_gradients_of_a_scaled_loss(clip: str) -> None:
-    """A step that is tried is of gradients that are scaled back, and so is one that is clipped."""
+    """Tried and clipped steps both use gradients that are scaled back."""
     machine, calls = machine_of(clip)
     machine.push(GROUPS, 0.25)
     calls.clear()
@@ -154,7 +156,7 @@ def test_after_two_clipped_steps_nothing_is_tried_before_one_that_is_not() -> No
 
 @pytest.mark.parametrize("phase", ["push", "finish"])
 def test_no_parameters_are_taken_of_a_step_that_failed(phase: str) -> None:
-    """Both buckets are waited for, nothing goes on before a state is loaded."""
+    """Both buckets are awaited, and no step continues before a state is loaded."""
     machine, calls = machine_of("wait", fails=phase)
     with pytest.raises(BytePSError, match="server 0 was lost"), machine.failing():
         machine.push(GROUPS)
@@ -175,7 +177,7 @@ def test_no_parameters_are_taken_of_a_step_that_failed(phase: str) -> None:
 
 
 def overlapped(clip: str = "wait", fails: str = "") -> tuple[StepMachine, list[tuple[str, ...]]]:
-    """After a step that was pushed and finished; its calls are gone."""
+    """Make a machine after a pushed and finished step, with its calls cleared."""
     machine, calls = machine_of(clip, fails, overlaps=True)
     machine.push(GROUPS)
     calls.clear()
@@ -184,7 +186,7 @@ def overlapped(clip: str = "wait", fails: str = "") -> tuple[StepMachine, list[t
 
 
 def test_a_forward_pass_takes_parameters_as_it_needs_them() -> None:
-    """Servers are asked for those of the first layers first, and a module waits for its own."""
+    """The first layers' parameters are requested first, and a module waits only for its own."""
     machine, calls = overlapped()
     first, last = machine._buckets[1], machine._buckets[0]
     assert calls == [("b", "finish", "0.5"), ("a", "finish", "0.5")]
@@ -239,7 +241,7 @@ def test_parameters_that_do_not_come_fail_the_step() -> None:
 
 
 def test_a_job_that_is_left_takes_parameters_in_flight_with_it() -> None:
-    """No forward pass runs on the parameters of two steps; other models are not concerned."""
+    """No forward pass mixes parameters of two steps; other models are not affected."""
     machine, calls = overlapped()
     calls.clear()
     in_flight.forget()
@@ -264,11 +266,11 @@ def test_gradients_are_scaled_down_to_the_limit_alone() -> None:
     assert clip_scale(math.nan, 1.0) == clip_scale(math.inf, 1.0) == 1.0
 
 
-# Parameters laid end to end: as views of a flat tensor, or as copies of what they keep.
+# Parameters laid end to end: views of a flat tensor, or copies of kept values.
 
 
 class Quarters:
-    """Keeps multiples of a quarter, as integers."""
+    """Keeps multiples of a quarter as integers."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.kept = (values * 4).round().to(torch.int8)
@@ -301,11 +303,11 @@ def test_plain_parameters_become_views_and_encoded_ones_stay() -> None:
     assert flat[6:9].tolist() == [1, 2, 3]
 
 
-# Memory that is registered once, and forgotten when torch gives it away.
+# Memory that is registered once, and forgotten when torch frees it.
 
 
 class Engine:
-    """Stands for the extension: counts what is known to it."""
+    """Replaces the extension and counts registered memory."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[int, int]] = {}
@@ -337,14 +339,14 @@ def test_a_storage_is_known_once_and_forgotten_when_it_is_resized(extension: Eng
             in_flight.will_be_sent(view)
     assert list(extension.known.values()) == [(tensor.data_ptr(), 4000)]
     for round_ in range(2, 5):
-        # As Megatron and trainers on it do; the old interface, and the new.
+        # Megatron and its trainers use both: the old interface and the new.
         (tensor.storage() if round_ % 2 else tensor.untyped_storage()).resize_(0)
         assert extension.known == {}
         (tensor.storage().resize_(1000) if round_ % 2 else tensor.untyped_storage().resize_(4000))
         in_flight.will_be_sent(views[1])
         assert extension.added == round_
         assert list(extension.known.values()) == [(tensor.data_ptr(), 4000)]
-    # Another storage at any place is none of its business.
+    # Another storage at any place has no effect.
     torch.zeros(10).untyped_storage().resize_(0)
     assert len(extension.known) == 1
     del tensor, views, view
@@ -364,11 +366,11 @@ def test_memory_that_was_freed_is_not_summed() -> None:
     wire.check(torch.zeros(5)[5:], "g")
 
 
-# When an all-reduce that streams wait for is queued, and how long its tensors are kept.
+# Queueing of an all-reduce on streams, and the lifetime of its tensors.
 
 
 type Given = list[Landing]
-"""What a stream was given."""
+"""Work that was queued on a stream."""
 
 
 class Landing:
@@ -397,7 +399,7 @@ def land(stream: Any) -> Any:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> Given:
-    """The current stream. There is none yet on which sums land."""
+    """The current stream. No stream for landing sums exists yet."""
     given: Given = []
     _streams.clear()
     monkeypatch.setattr(
@@ -444,7 +446,7 @@ def test_tensors_are_kept_until_they_have_landed(
     assert next(moment for moment, _ in streamed_work._landing) is moments[2]
     landing = [moment for moment, _ in streamed_work._landing]
     monkeypatch.setattr(c_lib, "check", lambda: setattr(landing.pop(0), "come", True))
-    with pytest.raises(IndexError):  # it looks once more when all have landed
+    with pytest.raises(IndexError):  # it looks again when all have landed
         streamed_work.await_all()
     assert not streamed_work._landing
     assert all(work.is_completed() for work in works)
@@ -470,7 +472,7 @@ def test_without_streams_there_is_nothing_to_await(
     streamed_work.await_all()
 
 
-# The kernels that put values into blocks on a GPU: the bits of the engine's codec.
+# The GPU kernels of blocks produce the bits of the engine's codec.
 
 
 FORMS = {"int8": wire.int8(), "int4": wire.int4()}
@@ -479,7 +481,7 @@ LIMIT_S = 300.0
 
 
 def inputs(count: int, dtype: torch.dtype, bad: float | None) -> torch.Tensor:
-    """Of both signs and many magnitudes, with blocks of zeros and of nearly nothing."""
+    """Make values of both signs and many magnitudes, with blocks of zeros and of nearly zeros."""
     torch.manual_seed(count)
     values = torch.randn(count) * torch.logspace(-4, 4, count)
     values[256:384] = 0
@@ -490,7 +492,7 @@ def inputs(count: int, dtype: torch.dtype, bad: float | None) -> torch.Tensor:
 
 
 def compare(device: str) -> None:
-    """Kernels on this device with the engine on the CPU."""
+    """Compare the kernels on this device with the engine on the CPU."""
     from byteps.torch import block_kernels
 
     for name, form in FORMS.items():
@@ -538,7 +540,7 @@ def test_the_mean_of_what_is_rounded_by_chance_is_the_value(name: str) -> None:
         total += one
     largest = torch.stack([part.abs().max() for part in values.split(wire.BLOCK)])
     scale = (largest / (127 if name == "int8" else 7)).repeat_interleave(wire.BLOCK)[:count]
-    # Of one value: at most half a step, in five sigmas of so many.
+    # Error of a value: at most half a step, within five sigmas of the mean.
     error = ((total / times - values) / scale).abs()
     assert error.max() < 5 * 0.5 / times**0.5
     wire.encode(values, form, out)

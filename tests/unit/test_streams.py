@@ -1,4 +1,4 @@
-"""CUDA streams of our own, without a GPU: who gets which."""
+"""CUDA streams of our own, without a GPU: their assignment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_purpose_has_one_stream_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_nothing_takes_a_stream_of_torchs_pool() -> None:
-    """Its 32 streams are the program's, too."""
+    """The pool's 32 streams are shared with the program."""
     for path in SOURCES.rglob("*.py"):
         if path.name != "streams.py":
             assert not re.search(r"cuda\.Stream\((?!\))", path.read_text()), path

@@ -1,4 +1,4 @@
-"""A trial of a launch line: what it runs, how hosts keep in step, and what it answers."""
+"""A trial of a launch line: its launches, the steps of hosts, and its answer."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_answer_says_why_nothing_is_gained() -> None:
 
 
 def test_launch_that_is_not_what_it_was_meant_to_be_is_told() -> None:
-    """A script that ignores the flags would seem to say that BytePS gains nothing."""
+    """A script that ignores the flags would seem to show no gain."""
     assert "did not reach the script" in verdict.fault({"joined": False}, is_plain=False)
     assert "take it out" in verdict.fault({"joined": True}, is_plain=True)
     for is_plain in (True, False):
@@ -123,7 +123,7 @@ def test_launch_that_is_not_what_it_was_meant_to_be_is_told() -> None:
 
 
 class _Pair:
-    """Two processes that launch ranks, as threads; the first one leads."""
+    """Two processes that launch ranks, as threads; the first leads."""
 
     def __init__(self) -> None:
         self.all = [Hosts(1, 1), Hosts(1, 1)]
@@ -179,7 +179,7 @@ def test_silent_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lines", "wanted"),
     [
-        # The first exception is the cause; a launcher and the servers' end say no more.
+        # The first exception is the cause; the launcher's and the servers' errors add nothing.
         (
             ["step 1", "[rank1]: Traceback (most recent call last):", "[rank1]:   File f",
              "[rank1]: ValueError: bad", "t ERROR worker 0 host child.py:1: server 0 ended",
@@ -268,7 +268,7 @@ def test_command_that_cannot_start_is_told() -> None:
 
 
 def test_end_of_a_process_waits_for_its_answers() -> None:
-    """The leader ends after the last launch, and must not leave another host without its answer."""
+    """The leader ends after the last launch, but only after other hosts have its answer."""
     outlived = list[bool]()
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
