@@ -207,7 +207,6 @@ MODULES = {
     "byteps/forecast/words.py": "tests/unit/test_forecast.py",
     "byteps/launcher/__init__.py": "",
     "byteps/launcher/addresses.py": "tests/unit/test_embedded_choices.py",
-    "byteps/launcher/board.py": "tests/multiproc/test_embedded.py",
     "byteps/launcher/child.py": "tests/multiproc/test_embedded.py",
     "byteps/launcher/embedded.py": "tests/multiproc/test_embedded.py",
     "byteps/launcher/embedded_nodes.py": "tests/unit/test_embedded_choices.py",

@@ -334,6 +334,18 @@ class TestChild:
         assert "helper ended with exit status 3" in said
         assert "line 99" in said and "line 79" not in said
 
+    @pytest.mark.parametrize(
+        ("severity", "shown"), [("INFO", ""), ("ERROR", ": worker 0 (h) failed: ValueError")]
+    )
+    def test_its_own_error_is_shown_and_no_news(
+        self, severity: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        line = f"2026-11-30T06:13:58Z {severity} server - h f.cc:1: worker 0 (h) failed: ValueError"
+        child = self.start(tmp_path, f"print({line!r})\nraise SystemExit(1)")
+        assert child.wait(time.monotonic() + 30)
+        (said,) = capfd.readouterr().err.splitlines()
+        assert said.endswith(f"helper ended with exit status 1{shown}; its log is {child.log}")
+
     def test_signal_that_we_sent_is_no_failure(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -470,6 +482,17 @@ class TestEnd:
         embedded.end_left()
         assert (failed.status, hung.status) == (1, -signal.SIGTERM)
         assert nodes.folder.exists(), "the logs of a failure stay"
+
+    def test_end_with_a_process_that_fails_is_no_failure(
+        self, nodes: EmbeddedNodes, add: Add, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The last lines that a user sees are the script's own error."""
+        helper = add("import time; time.sleep(0.3); raise SystemExit(1)")
+        embedded.expect_end()
+        embedded.leave()
+        embedded.end_left()
+        assert helper.status == 1 and not nodes.folder.exists()
+        assert not capfd.readouterr().err
 
     def test_a_forked_copy_owns_nothing(self, nodes: EmbeddedNodes, add: Add) -> None:
         helper = add("import time; time.sleep(600)")

@@ -181,8 +181,9 @@ def test_silent_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         # The first exception is the cause; the launcher's and the servers' errors add nothing.
         (
-            ["step 1", "[rank1]: Traceback (most recent call last):", "[rank1]:   File f",
-             "[rank1]: ValueError: bad", "t ERROR worker 0 host child.py:1: server 0 ended",
+            ["step 1", "[rank1]: Traceback (most recent call last):", "[rank0]: step 2",
+             "[rank1]:   File f", "[rank1]: ValueError: bad",
+             "t ERROR worker 0 host child.py:1: server 0 ended",
              "Traceback (most recent call last):", "  File g", "ChildFailedError: rank 1"],
             ["[rank1]: Traceback (most recent call last):", "[rank1]:   File f",
              "[rank1]: ValueError: bad"],
@@ -264,7 +265,7 @@ def test_trial_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
 
 def test_command_that_cannot_start_is_told() -> None:
     ended = captured(_trial("--", "no-such-launcher"), 100)
-    assert ended.returncode == 1 and "cannot start no-such-launcher" in ended.stderr
+    assert ended.returncode == 1 and "cannot start the command (no-such-launcher)" in ended.stderr
 
 
 def test_end_of_a_process_waits_for_its_answers() -> None:

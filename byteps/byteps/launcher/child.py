@@ -1,10 +1,11 @@
-"""A process that embedded mode has started, and waiting for several of them."""
+"""A process that embedded mode has started, and the end of several of them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from byteps import logs
@@ -20,8 +22,10 @@ from byteps.launcher.places import byteps_error
 
 EXECUTABLE = "byteps-server"
 LOG_LINES_SHOWN = 20
+_LOG_HEAD = re.compile(r"(?:\S+ )?(INFO|WARNING|ERROR|FATAL) \w+ \S+ \S+ \S+:\d+: ")
 
-_endings = threading.Condition()  # notified whenever a child has ended
+_endings = threading.Condition()
+"""Notified whenever a child has ended; held while one is reaped or signalled."""
 
 
 def find_executable() -> str:
@@ -57,67 +61,81 @@ class Child:
         *,
         cores: Collection[int] = (),
         on_end: Callable[[], None] = lambda: None,
+        before: Callable[[], object] | None = None,
     ) -> None:
         """
         Args:
             cores: where it may run; empty: where this process may.
             on_end: called in the thread, once the process has ended.
+            before: called in the new process before the command; not safe beside threads that
+                hold locks.
         """
         self.title, self.log = title, log
+        self.status: int | None = None
+        """Exit status, negative for a signal; None while it runs."""
         self.ended_at = 0.0  # of time.monotonic()
-        self._command, self._env = list(command), dict(env)
-        self._cores, self._on_end = cores, on_end
-        self._lock = threading.Lock()  # between reaping the process and signalling it
-        self._process: subprocess.Popen[bytes] | None = None
-        self._failure: OSError | None = None
-        self._expected = False
-        self._started, self._ended = threading.Event(), threading.Event()
-        threading.Thread(target=self._keep, name=f"byteps-{title}", daemon=True).start()
-        # Ended by the thread, once it has tried to start; deadline: none.
-        self._started.wait()
-        if self._failure is not None:
-            raise byteps_error(f"cannot start {title} ({self._command[0]}): {self._failure}")
+        self._is_expected = False
+        started = Future[subprocess.Popen[bytes]]()
 
-    def _keep(self) -> None:
+        def keep() -> None:
+            try:
+                started.set_result(self._start(command, env, cores, before))
+            except OSError as error:
+                started.set_exception(error)
+                return
+            self._await_end(started.result())
+            on_end()
+
+        threading.Thread(target=keep, name=f"byteps-{title}", daemon=True).start()
         try:
-            with contextlib.suppress(OSError):  # cores that the machine has taken away
-                if self._cores:  # of this thread, whose process inherits them
-                    os.sched_setaffinity(0, self._cores)
-            with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self._command,
-                    env=self._env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    # Ctrl-C is for the ranks: they leave the cluster, which ends the children.
-                    start_new_session=True,
-                )
+            # Ended by the thread, once it has tried to start; deadline: none.
+            self._process = started.result()
         except OSError as error:
-            self._failure = error
-            self._ended.set()
-            return
-        finally:
-            self._started.set()
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:
+            raise byteps_error(f"cannot start {title} ({command[0]}): {error}") from None
+
+    def _start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cores: Collection[int],
+        before: Callable[[], object] | None,
+    ) -> subprocess.Popen[bytes]:
+        with contextlib.suppress(OSError):  # cores that the machine has taken away
+            if cores:  # of this thread, whose process inherits them
+                os.sched_setaffinity(0, cores)
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is for the ranks: they leave the cluster, which ends the children.
+                start_new_session=True,
+                preexec_fn=before,
+            )
+
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with _endings:
             # Ended by waitid above: it has ended; deadline: none.
-            status = self._process.wait()
-        if status != 0 and not self._expected:
+            status = process.wait()
+        if status != 0 and not self._is_expected:
             # Not print(): at interpreter exit a daemon thread must not wait for stderr's lock.
             with contextlib.suppress(OSError):
                 os.write(2, self._obituary(status).encode(errors="replace"))
         with _endings:
-            self.ended_at = time.monotonic()
-            self._ended.set()
+            self.status, self.ended_at = status, time.monotonic()
             _endings.notify_all()
-        self._on_end()
 
     def _obituary(self, status: int) -> str:
-        what = f"signal {-status}" if status < 0 else f"exit status {status}"
-        lines = [f"embedded {self.title} ended with {what}; the end of {self.log}:"]
-        lines += [f"  {line}" for line in self.last_lines()]
-        return logs.render(logging.ERROR, "\n".join(lines)) + "\n"
+        """A line that says how it ended, with its own error where that is its last word."""
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        last = "".join(self.last_lines()[-1:])
+        head = _LOG_HEAD.match(last)
+        error = "" if head and head[1] in ("INFO", "WARNING") else last[head.end() if head else 0 :]
+        text = f"embedded {self.title} ended with {how}{error and f': {error}'}; its log is "
+        return logs.render(logging.ERROR, f"{text}{self.log}") + "\n"
 
     def last_lines(self) -> list[str]:
         try:
@@ -128,42 +146,77 @@ class Child:
     @property
     def pid(self) -> int:
         """Its process id."""
-        assert self._process is not None
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        return not self._ended.is_set()
-
-    @property
-    def status(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
-        return self._process.returncode if self._process is not None else None
+        return self.status is None
 
     @property
     def failed(self) -> bool:
-        """It has ended, neither with status 0 nor by a signal of ours."""
-        return not self.running and self.status not in (None, 0) and not self._expected
+        """Whether it has ended with another status than 0, and nobody here expected that."""
+        return self.status not in (None, 0) and not self._is_expected
 
     def wait(self, deadline: float) -> bool:
         """Whether it ended before `deadline` (of time.monotonic())."""
-        # Ended by the end of the child; deadline: the caller's.
-        return self._ended.wait(max(0.0, deadline - time.monotonic()))
+        with _endings:
+            # Ended by the end of the child; deadline: the caller's.
+            return _endings.wait_for(
+                lambda: not self.running, max(0.0, deadline - time.monotonic())
+            )
+
+    def expect_end(self) -> None:
+        """Its end, whatever its status, is no failure from now on."""
+        self._is_expected = True
 
     def signal(self, number: signal.Signals) -> None:
-        with self._lock:
-            if self._process is not None and self._process.returncode is None:
-                self._expected = True
+        """Send a signal, which it is expected to end by; nothing where it has ended."""
+        with _endings:
+            if self._process.returncode is None:
+                self._is_expected = True
                 self._process.send_signal(number)
 
 
-def wait_all(children: Sequence[Child], deadline: float, grace_s: float) -> None:
-    """Wait until all have ended, or the deadline, or ``grace_s`` after one of them has failed."""
+def port_of(scheduler: Child, file: Path, deadline: float) -> int:
+    """Wait for the file to which a scheduler writes its port once it listens, and remove it.
+
+    Raises:
+        BytePSError: it ends, or does not listen by `deadline`, of time.monotonic().
+    """
+    while not file.exists():
+        # Ended by the end of the child; deadline: 10 ms, then the file is looked for.
+        ended = scheduler.wait(min(deadline, time.monotonic() + 0.01))
+        if ended or time.monotonic() >= deadline:
+            what = f"ended with status {scheduler.status} before it listened"
+            late = "did not listen in time (BYTEPS_START_TIMEOUT_S)"
+            raise byteps_error(
+                f"the {scheduler.title} {what if ended else late}: "
+                + " / ".join(scheduler.last_lines())
+            )
+    port = int(file.read_text().split()[1])
+    file.unlink()
+    return port
+
+
+def end_all(children: Collection[Child], deadline: float, rest_s: float, grace_s: float) -> None:
+    """Wait until all have ended; end those that have not by `deadline`, of time.monotonic(), or
+    ``rest_s`` after one of them has failed: by SIGTERM, and ``grace_s`` later by SIGKILL."""
+    try:
+        _wait_all(children, deadline, rest_s)
+    finally:  # an interrupt ends the waiting, not the ending
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            left = [child for child in children if child.running]
+            for child in left:
+                child.signal(number)
+            _wait_all(left, time.monotonic() + grace_s, grace_s)
+
+
+def _wait_all(children: Collection[Child], deadline: float, rest_s: float) -> None:
     with _endings:
         while any(child.running for child in children):
-            failures = [child.ended_at + grace_s for child in children if child.failed]
+            failures = [child.ended_at + rest_s for child in children if child.failed]
             left = min([deadline, *failures]) - time.monotonic()
             if left <= 0:
                 return
-            # Ended by the end of a child; deadline: the caller's, or of grace.
+            # Ended by the end of a child; deadline: the caller's, or of the rest.
             _endings.wait(min(left, threading.TIMEOUT_MAX))

@@ -135,6 +135,13 @@ def _warn_of_restarts(env: Mapping[str, str]) -> None:
         )
 
 
+def expect_end() -> None:
+    """What start_if_needed() started here is about to end with this process, which has failed: that
+    is no failure of its own."""
+    for child in [] if _current is None else _current.children:
+        child.expect_end()
+
+
 def stop() -> None:
     """End at once what start_if_needed() started here."""
     global _current

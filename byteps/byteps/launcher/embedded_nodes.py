@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from byteps.launcher.child import Child, find_executable, wait_all
+from byteps.launcher.child import Child, end_all, find_executable, port_of
 from byteps.launcher.host_servers import HostServers
-from byteps.launcher.places import byteps_error
 
 REST_S = 5.0
 """Seconds in which the rest of a job that failed may end by itself."""
@@ -90,7 +87,7 @@ class EmbeddedNodes:
         self.children.append(child)
         return child
 
-    def start_scheduler(self, environment: Mapping[str, str], deadline: float) -> str:
+    def start_scheduler(self, environment: Mapping[str, str], deadline: float) -> int:
         """Start the scheduler, wait until it listens, and return its port.
 
         Raises:
@@ -99,19 +96,7 @@ class EmbeddedNodes:
         file = self.folder / "scheduler.port"
         environment = {**environment, "DMLC_PS_ROOT_PORT": "0"}
         scheduler = self.start("scheduler", "scheduler", environment, "--port-file", str(file))
-        while not file.exists():
-            # Ended by the end of the child; deadline: 10 ms, then the file is looked for.
-            ended = scheduler.wait(min(deadline, time.monotonic() + 0.01))
-            if ended or time.monotonic() >= deadline:
-                what = f"ended with status {scheduler.status} before it listened"
-                late = "did not listen in time (BYTEPS_START_TIMEOUT_S)"
-                raise byteps_error(
-                    f"the embedded scheduler {what if ended else late}: "
-                    + " / ".join(scheduler.last_lines())
-                )
-        port = file.read_text().split()[1]
-        file.unlink()
-        return port
+        return port_of(scheduler, file, deadline)
 
     def start_servers(self, servers: HostServers, ranks: int) -> None:
         """Start this host's servers, next to so many ranks."""
@@ -130,13 +115,8 @@ class EmbeddedNodes:
         """Wait for their end until `deadline`, of time.monotonic(), or a moment after one has
         failed; end those that are left."""
         try:
-            wait_all(self.running, deadline, REST_S)
-        finally:  # an interrupt ends the waiting, not the ending
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                left = self.running
-                for child in left:
-                    child.signal(number)
-                wait_all(left, time.monotonic() + GRACE_S, GRACE_S)
+            end_all(self.running, deadline, REST_S, GRACE_S)
+        finally:
             self.leave()
 
     def _clean_up(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -10,24 +11,33 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from byteps import logs
 from byteps.launcher.addresses import loopback, own_address
-from byteps.launcher.board import Board, Message
 from byteps.launcher.child import find_executable
 from byteps.launcher.embedded_nodes import EmbeddedNodes
 from byteps.launcher.host_servers import HostServers, cost_text, fit_hosts, means_of_host
-from byteps.launcher.meeting import Store
+from byteps.launcher.meeting import AbsentError, Store, gather, tell, wait_for
 from byteps.launcher.places import LocalPlace, byteps_error, find_locals, place_settings, setting
+
+GRACE_S = 2.0
+"""Time for which the others wait longer than rank 0, which says why it gives up."""
+
+Message = dict[str, Any]
+"""Plain types: it travels as JSON."""
 
 
 class Start:
-    """The agreement of a job's ranks.
+    """The agreement of a job's ranks, by torch.distributed's store.
 
     each rank            its host, its address, its means, or why it cannot start anything
       -> rank 0          every rank's place, each host's servers; starts the scheduler
       -> each rank       its place, the scheduler's address and the secret
       -> a host's first  starts its servers
+
+    Whatever keeps rank 0 from answering is the answer to all, so that every rank fails at once,
+    with the cause. Each reads what is for itself alone: a large job reads few bytes.
     """
 
     def __init__(
@@ -45,16 +55,7 @@ class Start:
         """The settings of this process's place, and of the cluster that was started."""
         mine = {"place": asdict(place), "starts": self._nodes is not None, "problem": ""}
         mine |= self._offer()
-        if self._store is None or self._size == 1:
-            [answer] = self.answers([mine])
-        else:
-            answer = Board(
-                store=self._store,
-                rank=self._rank,
-                size=self._size,
-                timeout_s=self._timeout_s,
-                deadline=self._deadline,
-            ).ask(mine, self.answers)
+        answer = self._ask(mine)
         local_rank, local_size = answer["local"]
         found = place_settings(self._rank, self._size, local_rank, local_size)
         if self._nodes is None:
@@ -63,6 +64,64 @@ class Start:
         if "servers" in answer:
             self._nodes.start_servers(HostServers(**answer["servers"]), local_size)
         return found | self._nodes.address
+
+    def _ask(self, mine: Message) -> Message:
+        """The answer for this rank to what it tells.
+
+        Raises:
+            BytePSError: a rank did not come, or rank 0 has no answer; the text says why.
+        """
+        from byteps.torch import BytePSError
+
+        if self._store is None or self._size == 1:
+            return self.answers([mine])[0]
+        try:
+            ask = self._answer_all if self._rank == 0 else self._read
+            return ask(self._store, mine)
+        except BytePSError:
+            raise
+        except RuntimeError as error:  # torch's DistStoreError is one
+            raise byteps_error(f"BytePS: torch.distributed's store failed: {error}") from error
+
+    def _answer_all(self, store: Store, mine: Message) -> Message:
+        prefix = ""
+        try:
+            prefix, told = gather(store, "start", self._size, self._deadline)
+            answers = self.answers([mine, *map(json.loads, told)])
+        except Exception as error:
+            found = error
+            if isinstance(error, AbsentError):
+                prefix = error.prefix
+                found = byteps_error(
+                    f"BytePS: ranks {error.members} of {self._size} did not start BytePS within "
+                    f"{self._timeout_s:g} s (BYTEPS_START_TIMEOUT_S). Set BYTEPS_C10D, or what "
+                    "else starts it, on all hosts, and DMLC_PS_ROOT_URI on all of them or on none"
+                )
+            if prefix:
+                self._write(store, prefix, [{"error": str(found)}] * self._size)
+            raise found from None
+        self._write(store, prefix, answers)
+        return answers[0]
+
+    def _write(self, store: Store, prefix: str, answers: list[Message]) -> None:
+        for rank in range(1, self._size):
+            store.set(f"{prefix}/answer/{rank}", json.dumps(answers[rank]))
+
+    def _read(self, store: Store, mine: Message) -> Message:
+        until = self._deadline + GRACE_S
+        with contextlib.suppress(AbsentError):
+            prefix = tell(store, "start", self._rank, json.dumps(mine), until)
+            key = f"{prefix}/answer/{self._rank}"
+            if wait_for(store, [key], until):
+                answer: Message = json.loads(store.get(key))
+                if "error" in answer:
+                    raise byteps_error(f"BytePS, rank 0: {answer['error']}")
+                return answer
+        raise byteps_error(
+            f"BytePS: rank 0 did not answer within {self._timeout_s:g} s "
+            "(BYTEPS_START_TIMEOUT_S): did it call bps.init(), and is DMLC_PS_ROOT_URI set on all "
+            "ranks or on none?"
+        )
 
     def _offer(self) -> Message:
         if self._nodes is None:
@@ -119,12 +178,12 @@ class Start:
         # A logger says nothing at its default level, and everybody must see this.
         line = (
             "embedded mode (DMLC_PS_ROOT_URI is not set): this rank has started the scheduler at "
-            f"{join_host_port(host, int(port))}, and the first rank of each host starts its "
+            f"{join_host_port(host, port)}, and the first rank of each host starts its "
             f"servers, {servers} in all on {len(hosts)} host(s); {cost_text(hosts)}; their logs "
             f"are in {nodes.folder}"
         )
         sys.stderr.write(logs.render(logging.INFO, line) + "\n")
-        return {**address, "DMLC_PS_ROOT_PORT": port}
+        return {**address, "DMLC_PS_ROOT_PORT": str(port)}
 
 
 def _new_secret(env: Mapping[str, str], size: int) -> dict[str, str]:

@@ -239,6 +239,8 @@ def _leave(failure: str) -> None:
         return
     # After a failure servers and scheduler end by themselves, or need no goodbye.
     graceful = not c_lib.has_failed()
+    if failure and graceful:
+        embedded.expect_end()
     _stop(suspend=False, failure=failure)
     if not graceful:
         return embedded.stop()

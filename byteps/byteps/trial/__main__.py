@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from byteps.trial import command, verdict
-from byteps.trial.child import Child
+from byteps.trial.child import Command
 from byteps.trial.hosts import Hosts, TrialError
 from byteps.trial.reports import VARIABLE, Message
 from byteps.trial.verdict import Side
@@ -113,16 +113,16 @@ class _Trial:
         env = {**os.environ, VARIABLE: self._hosts.desk.settings.text(number)}
         failure, report = "", None
         try:
-            with Child(launch, env, log) as child:
-                status = child.wait(self._options.timeout)
+            with Command(launch, env, log) as running:
+                status = running.wait(self._options.timeout)
             if status is None:
                 failure = f"ran for {self._options.timeout:g} s (--timeout)"
             elif status:
                 failure = "ended with " + (
                     f"signal {-status}" if status < 0 else f"status {status}"
                 )
-        except OSError as error:
-            raise TrialError(f"cannot start {launch.words[0]}: {error}") from None
+        except RuntimeError as error:
+            raise TrialError(str(error)) from None
         try:
             if not failure:
                 report = self._hosts.report()
@@ -130,7 +130,7 @@ class _Trial:
             failure = f"failed: {error}"
         self._last = report or self._last
         if failure:
-            failure = f"{child.own_error()}\nlaunch {number} ({name}) {failure}; its log is {log}"
+            failure = f"{running.own_error()}\nlaunch {number} ({name}) {failure}; its log is {log}"
         self._hosts.end_launch(number, self._last, failure)
         if report is None:
             raise TrialError(failure)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from byteps.launcher.child import Child
 from byteps.trial.command import Launch
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -26,75 +27,64 @@ _TRACEBACK = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):
 _OURS = re.compile(r"(INFO|WARNING|ERROR) (worker|server|scheduler) [-\d]+ \S+ \S+:\d+: ")
 
 
-class Child:
+class Command:
     """The command, as it runs; a context manager, which leaves no process behind.
 
     Processes whose parent has ended become this process's children, so that none is lost.
     """
 
     def __init__(self, launch: Launch, env: Mapping[str, str], log: Path) -> None:
-        """Raises OSError where the command cannot be started."""
-        self._log = log
+        """Raises RuntimeError where the command cannot be started."""
         kept = {name: value for name, value in env.items() if name not in launch.unset}
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                launch.words,
-                env={**kept, **launch.env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which ends it
-                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
-            )
+        self._child = Child(
+            "the command",
+            launch.words,
+            {**kept, **launch.env},
+            log,
+            before=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+        )
+        self._child.expect_end()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                # Ended by the launcher, which was told to; deadline: _GRACE_S.
-                self._process.wait(_GRACE_S)
-        elif self._process.returncode == 0:  # ranks that end in order leave servers for a moment
+        if self._child.running:
+            self._child.signal(signal.SIGTERM)
+            self.wait(_GRACE_S)
+        elif self._child.status == 0:  # ranks that end in order leave servers for a moment
             _wait_until_gone(time.monotonic() + _REST_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in descendants():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             _wait_until_gone(time.monotonic() + _REST_S)
-        # Ended by SIGKILL, at the latest; deadline: none.
-        self._process.wait()
+        self.wait(_REST_S)
 
     def wait(self, limit_s: float) -> int | None:
         """The exit status; None where it still runs."""
-        try:
-            # Ended by the command; deadline: the caller's.
-            return self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
+        self._child.wait(time.monotonic() + limit_s)
+        return self._child.status
 
     def own_error(self) -> str:
         """The command's own error, as it printed it."""
-        lines = error_of(self._log.read_text(errors="replace").splitlines())
+        lines = error_of(self._child.log.read_text(errors="replace").splitlines())
         return "\n".join(f"  | {line}" for line in lines) or "  | (it has printed nothing)"
 
 
 def error_of(lines: Sequence[str]) -> list[str]:
     """The first traceback of these lines, whose exception is the cause of the others'; without one,
     the last lines that are none of BytePS's log."""
-    for first, line in enumerate(lines):
-        if found := _TRACEBACK.match(line):
-            prefix = found[1] or ""
-            last = first + 1
-            while last < len(lines) - 1 and lines[last].startswith(
-                (f"{prefix} ", f"{prefix}Trace")
-            ):
-                last += 1
-            return list(lines[first : last + 1])[-_LINES:]
-    return [line for line in lines if not _OURS.search(line)][-_LINES:]
+    begins = [number for number, line in enumerate(lines) if _TRACEBACK.match(line)]
+    if not begins:
+        return [line for line in lines if not _OURS.search(line)][-_LINES:]
+    # A rank's lines have its prefix, and may be among others'.
+    prefix = lines[begins[0]].partition("Traceback")[0]
+    own = [line for line in lines[begins[0] :] if line.startswith(prefix)]
+    frames = list(itertools.takewhile(lambda line: line.startswith(f"{prefix} "), own[1:]))
+    return own[: len(frames) + 2][-_LINES:]
 
 
 def _wait_until_gone(deadline: float) -> None:

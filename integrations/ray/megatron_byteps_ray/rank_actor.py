@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from byteps.launcher.child import Child, find_executable
+from byteps.launcher.child import Child, find_executable, port_of
 
 from . import memory
 from .rank_program import STACKS_SIGNAL
@@ -382,15 +382,7 @@ class BytePSActor:
         child = self._child = Child(self._name, command, values, log)
         if role != "scheduler":
             return host, 0
-        deadline = time.monotonic() + limit_s
-        while not port_file.exists():
-            if child.wait(time.monotonic() + 0.01) or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the scheduler does not listen: {' / '.join(child.last_lines())}"
-                )
-        port = int(port_file.read_text().split()[1])
-        port_file.unlink()
-        return host, port
+        return host, port_of(child, port_file, time.monotonic() + limit_s)
 
     def starts(self) -> int:
         """Return the number of processes started so far."""
