@@ -1,7 +1,7 @@
-"""What all tests share: a folder for each run, its logs when it fails, and a rule for skips.
+"""Common parts of all tests: a folder per run, logs of failed tests, and a rule for skips.
 
 A test may skip only through `@pytest.mark.requires("gpu", ...)`. Under CI every other skip, and a
-module that skips itself, fails the session: a suite that silently does not run is no suite.
+module that skips itself, fails the session, so that no test suite is skipped silently.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 TAIL_LINES = 100
 _LATE_S = 120.0
-"""After a test's own limit: for what does not react to that, as in pyproject.toml."""
+"""Seconds after a test's own limit until faulthandler ends the process, as in pyproject.toml."""
 BROKEN_INVARIANT = "the invariant '"
-"""How a program of ours begins to say that one was broken (base/invariant.h)."""
+"""Start of the message of a broken invariant (base/invariant.h)."""
 
-# Tests run side by side: threads of torch would spin, and wait for cores that others have.
+# Tests run in parallel: torch's threads would spin and take cores from other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell ignores SIGINT in what it starts in the background, and what tests start would inherit
-# that: scripts could not be interrupted, and no shell script can undo it.
+# A shell ignores SIGINT in its background jobs, and the tests' children would inherit this: no
+# shell script can undo it, so that scripts could not be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -41,14 +41,15 @@ def _has(*programs: str) -> bool:
 
 
 def _succeeds(script: str, *arguments: str) -> bool:
-    """Whether this script of the repository does; what it installs stays."""
+    """Run a script of the repository and tell whether it succeeds; anything that it
+    installs stays."""
     path = Path(__file__).resolve().parents[1] / script
     command = [str(path), *arguments]
     return subprocess.run(command, capture_output=True, timeout=600, check=False).returncode == 0
 
 
 def _can_switch() -> bool:
-    """Whether there are network namespaces and TAP devices, for tests/netkit/switch.py."""
+    """Tell whether network namespaces and TAP devices exist, for tests/netkit/switch.py."""
     probe = "import sys, switch; sys.exit(not switch.available())"
     folder = Path(__file__).parent / "netkit"
     command = [sys.executable, "-c", probe]
@@ -56,7 +57,7 @@ def _can_switch() -> bool:
 
 
 def _has_megatron_main() -> bool:
-    """Whether a checkout of Megatron's main branch is named, or was fetched: no test waits for a
+    """Tell whether a checkout of Megatron's main branch is named or fetched; tests use no
     network."""
     from scripts.patchkit.series import load_lock
     from scripts.patchkit.tree import cache_root
@@ -88,7 +89,7 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "tap": lambda: _has("ip") and _can_switch(),
     "images": lambda: _has("buildah", "mmdebstrap", "qemu-aarch64-static", "podman", "crun"),
 }
-"""What `requires` may name, and how its presence is seen."""
+"""Checks by the names that `requires` accepts."""
 
 _unexcused: list[str] = []
 _stated: list[str] = []
@@ -96,10 +97,10 @@ _stated: list[str] = []
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """An empty folder for what the test's processes write.
+    """Empty folder for files of the test's processes.
 
-    When the test fails, the last lines of every *.log file in it, at any depth, are part of the
-    report.
+    When the test fails, its report has the last lines of every *.log file in the folder, at any
+    depth.
     """
     folder = tmp_path / "run"
     folder.mkdir()
@@ -107,7 +108,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def _keep_limit(item: pytest.Item) -> None:
-    """A test with a limit of its own has it: faulthandler_timeout would end this process before."""
+    """Keep a test's own time limit: faulthandler_timeout would end this process earlier."""
     mark = item.get_closest_marker("timeout")
     if mark is None:
         return
@@ -132,7 +133,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _broken_invariants(folder: Path) -> list[str]:
-    """What the logs say of broken invariants, which no test may pass with."""
+    """Find messages about broken invariants in the logs; no test may pass with these."""
     return [
         f"{log.relative_to(folder)}: {line}"
         for log in sorted(folder.rglob("*.log"))

@@ -1,4 +1,4 @@
-"""What a sum of blocks of few bits has to be, to the bit: from the format, in torch alone."""
+"""Expected sums in blocks of few bits, to the bit: from the format, in torch alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ BLOCK = 128
 MOST = {"int8": 127, "int4": 7}
 _WORD, _STRIDE = 0xFFFFFFFF, 0x9E3779B9
 LEAST = 2.0**-100
-"""A block whose largest magnitude is below this is zero."""
+"""A block whose largest magnitude is below this value is zero."""
 
 
 def chance_seed(name: str, number: int, rank: int) -> int:
-    """Of what a rank, or the servers (-1), round by chance in a round of a sum."""
+    """Get the seed of stochastic rounding by a rank, or by the servers (-1), in a round of
+    a sum."""
     found = 0
     for data in (
         name.encode(),
@@ -28,14 +29,14 @@ def chance_seed(name: str, number: int, rank: int) -> int:
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Of 32 bits each."""
+    """Mix words of 32 bits."""
     words = (words ^ (words >> 16)) * 0x85EBCA6B & _WORD
     words = (words ^ (words >> 13)) * 0xC2B2AE35 & _WORD
     return words ^ (words >> 16)
 
 
 def _up(blocks: int, seed: int) -> torch.Tensor:
-    """What is added to each value before it is rounded down: above 0, below 1."""
+    """Get the offset of each value before it is rounded down: above 0, below 1."""
     numbers = torch.arange(blocks)
     low = _mix(((seed & _WORD) + numbers * _STRIDE) & _WORD)
     keys = _mix(low ^ (seed >> 32))
@@ -45,15 +46,15 @@ def _up(blocks: int, seed: int) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, form: str, seed: int | None = None) -> torch.Tensor:
-    """Values as they are after they have travelled; flat, any length, fp32.
+    """Round values like a transfer does; flat fp32 of any length.
 
-    `seed`: where they are rounded by chance.
+    `seed`: Seed of stochastic rounding.
     """
     count = values.numel()
     padded = torch.zeros(-(-count // BLOCK) * BLOCK)
     padded[:count] = values.float()
     blocks = padded.view(-1, BLOCK)
-    largest = blocks.abs().amax(1, keepdim=True)  # NaN where there is one
+    largest = blocks.abs().amax(1, keepdim=True)  # NaN if there is any
     up = ((largest / MOST[form]).view(torch.int32) + 0xFFFF) >> 16 << 16
     scale = torch.where(largest < LEAST, torch.zeros(()), up.view(torch.float32))
     inverse = torch.where(scale > 0, 1 / scale, torch.zeros(()))
@@ -66,13 +67,14 @@ def rounded(values: torch.Tensor, form: str, seed: int | None = None) -> torch.T
 
 
 def moved(held: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """What workers have, once servers have sent the difference to what they are to have."""
+    """Get the workers' parameters after servers have sent the difference to the new values."""
     difference = rounded(wanted.float() - held.float(), "int8")
     return torch.where(difference == 0, held, (held.float() + difference).to(held.dtype))
 
 
 class Rounding:
-    """Rounds values of one place again and again; with feedback it adds what was lost before."""
+    """Rounds values of the same place repeatedly; error feedback adds the previous rounding
+    errors."""
 
     def __init__(self, form: str, *, feedback: bool) -> None:
         self._form = form
@@ -80,7 +82,7 @@ class Rounding:
         self._lost: torch.Tensor | None = None
 
     def forget(self) -> None:
-        """What was lost until now is not added to the next values."""
+        """Drop the previous rounding errors."""
         self._lost = None
 
     def __call__(self, values: torch.Tensor, seed: int | None = None) -> torch.Tensor:
@@ -94,23 +96,23 @@ class Rounding:
 
 
 class Sums:
-    """The sums of one name over all ranks, in their order, round by round."""
+    """Sums of a name over all ranks, in rank order, by round."""
 
     def __init__(
         self, form: str, ranks: int, *, feedback: bool = False, chance: str | None = None
     ) -> None:
-        """`chance`: the name, where values are rounded by it."""
+        """`chance`: the name, for stochastic rounding."""
         self._chance, self._round = chance, 0
         self._up = [Rounding(form, feedback=feedback) for _ in range(ranks)]
         self._down = Rounding(form, feedback=feedback)
 
     def forget(self) -> None:
-        """What was lost until now is not added to the next round."""
+        """Drop the previous rounding errors."""
         for rounding in (*self._up, self._down):
             rounding.forget()
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, average: bool) -> torch.Tensor:
-        """The next round's, in the type of the inputs."""
+        """Compute the next round's sum, in the dtype of the inputs."""
         name, number = self._chance, self._round
         self._round += 1
 

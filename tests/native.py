@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Builds the C++ programs of the tests, in one folder: all, before a whole `make test`.
+"""Builds the C++ programs of the tests in one folder: all of them before a whole `make test`.
 
-A test calls :func:`build` for those that it runs; what is built already is left alone. A build with
-a sanitizer has a folder of its own; clang makes it, which `scripts/tools.sh clang` installs. Here
-is also what makes things once for a session, :func:`made_once`, and a job of such programs,
-:class:`SumJob`.
+A test calls :func:`build` for its programs; programs that are up to date are left alone. A build
+with a sanitizer has its own folder and uses clang, which `scripts/tools.sh clang` installs.
+:func:`made_once` makes things once per session, and :class:`SumJob` is a job of such programs.
 """
 
 from __future__ import annotations
@@ -47,24 +46,21 @@ SANITIZED = {
     "address": ("connection_test", "unit_test", "sum_worker", "byteps-server", "fuzzers"),
     "thread": ("connection_test", "unit_test", "sum_worker", "byteps-server"),
 }
-"""What can be built with which sanitizer."""
+"""Programs by the sanitizers with which they can be built."""
 BUILD_LIMIT_S = 1200
-"""For a machine on which others build as well."""
+"""Limit in seconds, for a machine with other builds at the same time."""
 
 
 class BuildError(Exception):
-    """It could not be built; the text has the compiler's last words."""
+    """The build failed; the text has the compiler's last lines."""
 
 
 def build(*programs: str, sanitize: str = "") -> Path:
-    """Compile what has changed of these programs; return the folder they are in.
+    """Compile these programs if they changed, and return their folder.
 
-    Args:
-        programs: of PROGRAMS, or of SANITIZED.
-        sanitize: a key of SANITIZED, or "" for none.
+    Args: programs: Names in PROGRAMS or SANITIZED. sanitize: A key of SANITIZED, or "" for none.
 
-    Raises:
-        BuildError: a tool is missing, or the compiler refuses.
+    Raises: BuildError: A tool is missing, or the compiler fails.
     """
     unknown = set(programs) - set(SANITIZED[sanitize] if sanitize else PROGRAMS)
     if unknown:
@@ -80,18 +76,18 @@ def build(*programs: str, sanitize: str = "") -> Path:
         folder = FOLDER.with_name(f"cmake-{sanitize}")
         compiler = _run(REPOSITORY / "scripts/tools.sh", "clang").split()[-1]
         options = [f"-DBYTEPS_SANITIZE={sanitize}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
-        # Nothing of it runs here.  In one of the two builds clang checks its locks (base/mutex.h).
+        # RDMA does not run in these builds. In one of them clang checks its locks (base/mutex.h).
         options += [f"-DBYTEPS_WITH_RDMA={'AUTO' if sanitize == 'thread' else 'OFF'}"]
     with _alone_in(folder):
         configure = [
             *(cmake, "-G", "Ninja", "-S", str(SOURCE), "-B", str(folder)),
             *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
-            # As the wheel's build calls it: ccache looks at the name too.
+            # The same name as in the wheel's build, because ccache depends on it.
             f"-DCMAKE_CXX_COMPILER={compiler}",
             *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
         ]
-        # It takes seconds; where a file of cmake's has changed, ninja does it again by itself.
+        # This takes seconds; after a change of cmake's files ninja repeats it.
         configured = folder / "configured"
         if not configured.exists() or configured.read_text() != "\n".join(configure):
             _run(*configure)
@@ -114,7 +110,7 @@ def build(*programs: str, sanitize: str = "") -> Path:
 
 
 def _write_compile_commands(made: Path) -> None:
-    """Write build/compile_commands.json, which clangd finds: files are where they are edited."""
+    """Write build/compile_commands.json for clangd, with the paths of the edited files."""
     written, overlay = REPOSITORY / "build" / made.name, REPOSITORY / SOURCE.name
     if written.exists() and written.stat().st_mtime > made.stat().st_mtime:
         return
@@ -130,7 +126,7 @@ def _write_compile_commands(made: Path) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Tests run side by side: one builds, the others wait, and find it built."""
+    """Hold a lock: tests run in parallel, so one builds, and the others wait and find it built."""
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -165,10 +161,10 @@ def main() -> int:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder of this name, which the first of a session's processes to ask has had filled."""
+    """Get a folder of this name, filled by the first process of the session that asks."""
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # each worker has one of its own in it
+        base = base.parent  # the parent folder of all workers' folders
     folder, done = base / name, base / f"{name}.done"
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -180,33 +176,34 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 LIMIT_S = 240.0
-"""For a machine on which others work as well, and a guest whose CPU is emulated."""
+"""Limit in seconds, for a busy machine, and a guest with an emulated CPU."""
 BYTES = 1 << 20
-"""Of each of a worker's two tensors."""
+"""Bytes of each of a worker's two tensors."""
 
 
 class SumJob:
     """A job of native programs in which every worker checks every sum.
 
-    Processes by title. The one who starts it ends it by `finish` or `kill`.
+    Processes are stored by title. The creator ends the job with `finish` or `kill`.
     """
 
     def __init__(self, programs: Path, folder: Path) -> None:
         """
-        Args:
-            programs: the folder of byteps-server and sum_worker.
-            folder: for what the processes write.
+        Create the job without processes.
+
+        Args: programs: Folder of byteps-server and sum_worker. folder: Folder for the processes'
+        files.
         """
         self._programs = programs
         self._folder = folder
         self.processes: dict[str, Spawned] = {}
 
     def server_command(self, role: str) -> list[str]:
-        """Of a scheduler or a server."""
+        """Make the command of a scheduler or a server."""
         return [str(self._programs / "byteps-server"), "--role", role]
 
     def worker_command(self, rounds: int) -> list[str]:
-        """Of a worker that rests a moment after each round."""
+        """Make the command of a worker that pauses after each round."""
         program = str(self._programs / "sum_worker")
         sizes = ["--rounds", str(rounds), "--bytes", str(BYTES)]
         return [program, "--pause-ms", "5", "--tensors", "2", *sizes]
@@ -216,12 +213,12 @@ class SumJob:
         self.processes[title] = Spawned(title, list(command), dict(env), self._folder)
 
     def demand_running(self) -> None:
-        """No process has ended."""
+        """Check that no process has ended."""
         for process in self.processes.values():
             assert process.running, process.text
 
     def finish(self) -> None:
-        """All sums were right, and every process ended well."""
+        """Check that all sums were right, and that every process ended well."""
         deadline = time.monotonic() + LIMIT_S
         for title, process in self.processes.items():
             try:
@@ -230,7 +227,7 @@ class SumJob:
                 raise AssertionError(f"{title}: {error}") from None
 
     def kill(self) -> None:
-        """End what still runs."""
+        """Kill the remaining processes."""
         for process in self.processes.values():
             process.kill()
 

@@ -1,4 +1,4 @@
-"""The benchmark as users start it, with sizes that take no time: its exit status and its end."""
+"""The benchmark as users start it, with quick sizes: its exit status and its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOL = BENCH / "pushpull_bench.py"
 NETNS = Path("/run/netns")
 LIMIT_S = 500.0
 
-# Set for the tests by their caller; the tool must not take it for its own.
+# Variables of the tests' caller, which the tool must ignore.
 FOREIGN = {"RANK", "WORLD_SIZE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"}
 
 
@@ -35,7 +35,7 @@ def namespaces_of(pid: int) -> list[str]:
 
 
 def run_tool(folder: Path, *arguments: str, command: tuple[str, ...] = ()) -> tuple[int, str]:
-    """Exit status and stdout; stderr is a log of the test."""
+    """Run the tool; get exit status and stdout. stderr goes to a log of the test."""
     with (folder / "tool.log").open("wb") as log:
         process = subprocess.Popen(
             [*(command or (sys.executable,)), str(TOOL), *arguments],
@@ -130,7 +130,7 @@ def test_a_terminated_run_takes_everything_down(run_dir: Path) -> None:
     assert process.wait(60) == 130
     assert namespaces_of(process.pid) == []
     assert children
-    # One whose parent is gone is there until init has reaped it, and its number may be another's.
+    # An orphan exists until init reaps it, and its pid may be reused.
     deadline = time.monotonic() + 60
     while [pid for pid, start in children.items() if start and started_at(pid) == start]:
         assert time.monotonic() < deadline, children
@@ -153,7 +153,7 @@ def test_idle_costs(run_dir: Path) -> None:
     assert idle["server_core"] < 1.0
 
 
-# What users write on the command line.
+# Command lines of users.
 
 
 def plan_of(*arguments: str, **environment: str) -> Plan:

@@ -1,4 +1,4 @@
-"""Every result of a benchmark is verified, and a wrong one is found."""
+"""Every result of a benchmark is verified, and a wrong result is detected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.pushpull.backends import add, decode, encode
 from bench.pushpull.rank import Measured, measure
 from tests.few_bits import BLOCK, MOST, rounded
 
-# Every result is verified; these are wrong ones, and the verification must find them.
+# The verification must detect these wrong results.
 
 
 RANKS = 8
@@ -115,7 +115,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Summing:
-    """A backend for one rank, whose input is the sum already."""
+    """A backend of a single rank, whose input is the sum already."""
 
     sums = True
 
@@ -149,7 +149,7 @@ def test_a_measurement_counts_wrong_elements(one_rank: None) -> None:
         if round_ == 2:
             tensor[7] += 1
 
-    assert outcome(spoil_round_two).wrong == 2  # one in each of the two tensors
+    assert outcome(spoil_round_two).wrong == 2  # a wrong result in each of the two tensors
 
     def spoil_the_warm_up(round_: int, tensor: torch.Tensor) -> None:
         if round_ == 0:

@@ -1,4 +1,4 @@
-"""Comparisons that miss a threshold, and wrong additions, fail their run."""
+"""Comparisons beyond a threshold, and wrong sums, fail their run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of(losses: list[list[float]], every: int | None, **how: Any) -> dict[str, An
 
 
 def result(apart: float, slower: float = 1.0) -> dict[str, list[run.Run]]:
-    """Of one job, and of replicas whose loss and time are so far from it."""
+    """Make runs of one job, and of replicas with these differences of loss and time."""
     losses = [2.0] * 60
     apart_by = [[x * (1 + apart + by) for x in losses] for by in (-0.01, 0.01)]
     return {
@@ -60,7 +60,7 @@ def test_what_is_above_its_limit_fails(tmp_path: Path, capsys: pytest.CaptureFix
     assert "the time of a step is +10.00% over that of one job, more than 5.00%" in told
 
 
-# How servers are killed while replicas train, and what is shown of it.
+# Kills of servers while replicas train, and their display.
 
 
 def test_a_long_pause_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,11 +87,11 @@ def test_a_long_pause_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "a step took 0.40 s longer, which is more than 0.3 s" in capsys.readouterr().out
 
 
-# How runs in several wire types are compared.
+# Comparison of runs with different wire dtypes.
 
 
 def losses(apart: list[float]) -> dict[str, list[list[float]]]:
-    """Of bf16, and of int8, whose seeds are so far apart from it."""
+    """Make losses of bf16, and of int8 with these differences by seed."""
     base = [[2.0 + seed + 1 / (step + 1) for step in range(150)] for seed in range(len(apart))]
     other = [[value * (1 + by) for value in one] for one, by in zip(base, apart, strict=True)]
     return {"bf16": base, "int8": other}
@@ -138,7 +138,7 @@ def test_what_is_slow_or_wrong_is_named() -> None:
     assert not frameworks_run.problems(wrong, WAYS, None, "bf16"), "which rounds"
 
 
-# bench/reducer/run.py: every operation is right, a broken one is found, and thresholds count.
+# bench/reducer/run.py: every operation is right, a broken operation is found, and thresholds apply.
 
 
 QUICK = ["--partition", "64KiB", "--working-set", "1MiB", "--repeats", "1"]
@@ -146,7 +146,7 @@ QUICK = ["--partition", "64KiB", "--working-set", "1MiB", "--repeats", "1"]
 
 @pytest.fixture
 def build_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The program is built here, and not where `make setup` put things."""
+    """Folder in which the program is built, instead of the build of `make setup`."""
     monkeypatch.setattr(reducer_bench, "BUILD", tmp_path / "build")
     return tmp_path
 

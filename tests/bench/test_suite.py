@@ -1,4 +1,4 @@
-"""The set of experiments: figures from samples, closed forms, thresholds, exit status."""
+"""The set of experiments: figures from samples, formulas, thresholds, exit status."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def make_run(
     wrong: int = 0,
     link_bits: int = 8 << 20,
 ) -> Run:
-    """Four workers and four servers; ``busy`` says how busy the machine was, by launch."""
+    """Make a run of four workers and four servers; ``busy`` is the machine's load by launch."""
     topology = Topology(workers=4, servers=4, emulated_hosts=8, link_bits=link_bits)
     plan = Plan(
         cases=(CASE,),
@@ -115,7 +115,7 @@ def make_run(
 
 
 def test_the_slowest_rank_counts() -> None:
-    # Rank 1 begins 2 s after rank 0, which therefore waits for it.
+    # Rank 1 begins 2 s after rank 0, so that rank 0 waits for it.
     spans = [(0, 5_000_000_000), (2_000_000_000, 6_000_000_000)]
     assert iteration_seconds(spans, one_clock=True) == 4.0
     assert iteration_seconds(spans, one_clock=False) == 5.0
@@ -154,7 +154,7 @@ def test_the_busiest_link_of_hosts_with_two_ranks(backend: str, share: float) ->
 
 
 def test_the_busiest_link_with_servers_of_both_kinds() -> None:
-    """x = 3/10 on each machine, y = 1/10 next to each worker: 4 * 3/10 = 1 + 2 * 1/10."""
+    """With x = 3/10 on each machine and y = 1/10 on each worker's host: 4 * 3/10 = 1 + 2 * 1/10."""
     both = Topology(workers=4, servers=2, servers_per_machine=3, local_servers=1)
     assert busiest_link("byteps", both) == pytest.approx(1.2)
 
@@ -190,7 +190,7 @@ def test_bars(kind: str, low: float | None, high: float | None, value: float, ok
     assert verdict.ok == ok
 
 
-# What a run leaves: tables, JSON, Markdown, pictures, an exit status.
+# Outputs of a run: tables, JSON, Markdown, pictures, an exit status.
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -224,7 +224,7 @@ def test_every_bar_of_a_set_is_about_a_case_of_its_plan(name: str) -> None:
 def test_the_documents_chart_shows_its_tables() -> None:
     experiments = parts_in((DOCS / "results/figures.md").read_text())
     by_label = {one.label: one.of_limit for one in experiments}
-    # What the links allow, over each one's time: gloo's is 0.963 * 4459 / 6494.
+    # The time that the links allow, divided by the backend's time: 0.963 * 4459 / 6494 for gloo.
     assert by_label["4+4-500mbit\n256MiB float32"] == pytest.approx(
         {"byteps": 0.963, "gloo": 0.6612}, rel=1e-3
     )

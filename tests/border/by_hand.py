@@ -1,4 +1,4 @@
-"""Gradients that are averaged by gloo at the optimizer's step: the textbook of data parallelism."""
+"""Gradients that gloo averages at the optimizer's step: textbook data parallelism."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.border.interface import PLAIN, Interface, Options
 
 
 class _ByHand(torch.optim.Optimizer):
-    """What is added to an optimizer's class: before a step, gradients are averaged by gloo.
+    """Mix-in for an optimizer's class: averages gradients by gloo before a step.
 
-    The textbook of data parallelism: whatever has a gradient on some rank at the step is averaged,
-    and a rank without one counts as zero.
+    All parameters with a gradient on some rank are averaged, and a rank without a gradient counts
+    as zero.
     """
 
     _group: Any
@@ -49,7 +49,7 @@ class _ByHand(torch.optim.Optimizer):
 
 
 class AveragedByHand(Interface):
-    """Gradients averaged by gloo at the optimizer's step."""
+    """Interface with gradients that gloo averages at the optimizer's step."""
 
     name = "gloo"
     reference = "gloo"
@@ -67,7 +67,7 @@ class AveragedByHand(Interface):
 
 
 class _ScalerByHand:
-    """What torch's GradScaler does with gradients that DDP has averaged: all ranks see the same."""
+    """Loss scaling like torch's GradScaler, for gradients averaged by DDP: equal on all ranks."""
 
     def __init__(self) -> None:
         self._scale = 1024.0

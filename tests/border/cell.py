@@ -1,4 +1,4 @@
-"""One cell of the matrix, on one rank: a scenario over gloo, and then through an interface."""
+"""A cell of the matrix on a rank: a scenario over gloo, and then through an interface."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def run(
     rounds: int,
     environment: dict[str, str],
 ) -> dict[str, Any]:
-    """Run the scenario twice in this process; return what both runs gave.
+    """Run the scenario twice in this process, and return the results of both runs.
 
-    Returns:
-        "reference" and "values": name -> tensor; "reference_error" and "error": the text of the
-        error that ended each run, or ""; "reduced_bytes" and "pushed_bytes": what had to be
-        reduced, and what this rank has sent to servers; "held": tensors that it still has declared;
-        "seconds": of the second run.
+    Returns: "reference" and "values": name -> tensor. "reference_error" and "error": the error that
+    ended each run, or "". "reduced_bytes" and "pushed_bytes": bytes that had to be reduced, and
+    that this rank has sent to servers. "held": tensors that are still declared. "seconds": duration
+    of the second run.
     """
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -43,7 +42,7 @@ def run(
         torch.save(result, folder / "rank1.pt")
         os._exit(0)
     if not found["error"]:
-        # Leaving may fail by a named error if a rank is gone already.
+        # Leaving may fail with a named error if a rank is gone already.
         try:
             ours.end()
         except Exception as error:
@@ -79,7 +78,7 @@ def _run(program: Any, interface: Any, folder: Path, pause_s: float, rounds: int
 
 
 def _held_tensors(interface: Any) -> int:
-    """Tensors that this rank has declared and not given back, when its models are collected."""
+    """Count the tensors that are still declared after this rank's models are collected."""
     if not interface.through_servers:
         return 0
     import byteps.torch as bps

@@ -1,7 +1,7 @@
-"""The base of the interfaces by which a program has its gradients reduced.
+"""The base of the interfaces through which a program's gradients are reduced.
 
-Each lets a scenario (scenarios.py) stay a plain PyTorch program: `start`, `wrap` a model and its
-optimizer, train, `end`.
+With an interface, a scenario (scenarios.py) stays a plain PyTorch program: `start`, `wrap` a model
+and its optimizer, train, `end`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 TIMEOUT = timedelta(seconds=200)
-"""Bound against hangs of torch's own collectives."""
+"""Limit against hangs of torch's own collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Options:
     passes: int = 1
     """Backward passes per step."""
     unused: bool = False
-    """Whether a backward pass may leave out parameters."""
+    """A backward pass may omit parameters."""
 
 
 PLAIN = Options()
@@ -42,25 +42,26 @@ class Interface:
 
     name = "gloo"
     reference = "gloo"
-    """Name of the interface over gloo whose results are right for this one."""
+    """Name of the gloo interface whose results are right for this interface."""
     references: ClassVar[dict[str, str]] = {}
-    """Another one, for some scenarios."""
+    """Another reference for some scenarios."""
     through_servers = False
     takes_groups = True
-    """Whether a model can be wrapped for a group of ranks other than the world."""
+    """A model can be wrapped for a group of some ranks."""
     ranks_may_differ = True
-    """Whether ranks may use different layers in a step."""
+    """Ranks may use different layers in a step."""
     tolerance = 0.0
-    """Largest relative difference from the reference. Two values are added: 0 is the rule."""
+    """Largest relative difference from the reference. Usually 0, because only two values
+    are added."""
     sums_belong_to_group = False
-    """Whether servers keep a tensor as long as its group lives, instead of its model."""
+    """Servers keep a tensor for the life of its group, not of its model."""
     environment: ClassVar[dict[str, str]] = {}
 
     scales_loss = False
-    """Whether Megatron's optimizer scales the loss: to be set before a model is wrapped."""
+    """Megatron's optimizer scales the loss; set before a model is wrapped."""
 
     def start(self, folder: Path) -> None:
-        """Make the world's process group."""
+        """Create the world's process group."""
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store-{self.name}",
@@ -72,21 +73,19 @@ class Interface:
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options = PLAIN
     ) -> tuple[nn.Module, Any]:
-        """Have the gradients of a model averaged over a group.
+        """Average a model's gradients over a group.
 
-        Args:
-            model: the same parameters on every rank.
-            optimizer: one of torch's, over this model's parameters.
-            options: what else a program says when it wraps them.
+        Args: model: The same parameters on every rank. optimizer: A torch optimizer over this
+        model's parameters. options: The program's other choices.
         """
         raise NotImplementedError
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Context of a backward pass whose gradients are reduced with those of a later one."""
+        """Context of a backward pass whose gradients are reduced with those of a later pass."""
         return contextlib.nullcontext()
 
     def scaler(self, optimizer: Any) -> Any:
-        """torch's GradScaler, or what stands for it."""
+        """Get torch's GradScaler or its replacement."""
         return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
 
     def reduce(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -95,7 +94,7 @@ class Interface:
         return tensor
 
     def discard(self, model: nn.Module, optimizer: Any) -> None:
-        """Give up a wrapped model for good."""
+        """Drop a wrapped model for good."""
 
     def end(self) -> None:
         """Leave the job, and destroy the world's process group."""

@@ -1,4 +1,4 @@
-"""All interfaces by which a program has its gradients reduced, and those they are compared with."""
+"""All interfaces through which gradients are reduced, and the references for comparison."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SERVED: tuple[type[Interface], ...] = (
     Megatron,
     MegatronServed,
 )
-"""The columns of the matrix."""
+"""Columns of the matrix."""
 
 _REFERENCES: tuple[type[Interface], ...] = (AveragedByHand, Ddp, FsdpGloo, MegatronGloo)
 _ALL = {interface.name: interface for interface in (*SERVED, *_REFERENCES)}
 
 
 def make(name: str) -> Interface:
-    """The interface of this name."""
+    """Create the interface of this name."""
     return _ALL[name]()

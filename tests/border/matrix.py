@@ -13,10 +13,10 @@ from tests.border import interfaces, scenarios
 from tests.layouts.job import Job
 
 PAUSES_S = {"late-rank": 30.0, "stopped-host": 12.0}
-"""Length of the pause, in the scenarios that have one."""
+"""Length of the pause in seconds, by scenario."""
 RANKS = 2
 ROUNDS = 200
-"""Number of times that a group is made, used and destroyed."""
+"""Number of times that a group is created, used and destroyed."""
 
 MUST_COMPUTE = frozenset(
     {
@@ -27,9 +27,9 @@ MUST_COMPUTE = frozenset(
 """Scenarios that no interface may refuse."""
 
 DISCARDS = frozenset({"summed-once", "second-model", "group-made-again"})
-"""Scenarios at whose end no model is left, nor a group but the default one."""
+"""Scenarios that end without a model, and without a group except the default group."""
 MOST_HELD = 1
-"""Tensors that a rank may hold then: DistributedOptimizer's agreement is one."""
+"""Tensors that a rank may hold then: the agreement of DistributedOptimizer."""
 
 NOT_SAYABLE = frozenset(
     (interface.name, scenario)
@@ -52,12 +52,12 @@ class Verdict:
     """Outcome of a cell."""
 
     text: str
-    """For the table."""
+    """Text in the table."""
     is_good: bool
 
 
 def cells() -> list[tuple[str, str]]:
-    """(interface, scenario) of all cells that a program can ask for."""
+    """List (interface, scenario) of all cells that a program can ask for."""
     every = [(i.name, s) for s in scenarios.SCENARIOS for i in interfaces.SERVED]
     return [cell for cell in every if cell not in NOT_SAYABLE]
 
@@ -82,7 +82,7 @@ def run_cell(folder: Path, interface: str, scenario: str, *, rounds: int = ROUND
 
 
 def judge(job: Job, interface: str, scenario: str) -> Verdict:
-    """Compare what the ranks of a cell saw with gloo's results, or with the refusal that is due."""
+    """Compare the ranks' results with gloo's results, or with the expected refusal."""
     results = job.results()
     errors = [result["error"] for result in results]
     pattern = REFUSED.get((interface, scenario))
@@ -129,7 +129,7 @@ def _differences(
 
 
 def rows(verdicts: dict[tuple[str, str], Verdict]) -> list[list[str]]:
-    """Rows of the table of those scenarios of which every cell was run."""
+    """Make the table's rows of scenarios whose cells all ran."""
     found = []
     for scenario in scenarios.SCENARIOS:
         row = [(interface.name, scenario) for interface in interfaces.SERVED]
@@ -143,5 +143,5 @@ def _text(cell: tuple[str, str], verdicts: dict[tuple[str, str], Verdict]) -> st
 
 
 def names(argument: str) -> Sequence[str]:
-    """The words of a list with commas."""
+    """Split a list at commas."""
     return [word for word in argument.split(",") if word]

@@ -14,7 +14,7 @@ from tests.border.interface import PLAIN, TIMEOUT, Interface, Options
 
 
 class MegatronGloo(Interface):
-    """Megatron's DistributedDataParallel and optimizer, put together without its training loop."""
+    """Megatron's DistributedDataParallel and optimizer, combined without its training loop."""
 
     name = "megatron-gloo"
     reference = "megatron-gloo"
@@ -64,7 +64,7 @@ class MegatronGloo(Interface):
 
 
 class _MegatronStep:
-    """Megatron's optimizer, with the order of calls of its training loop behind torch's names."""
+    """Megatron's optimizer with torch's method names; calls are in the order of Megatron's loop."""
 
     def __init__(self, wrapped: Any, lr: float, *, fp16: bool) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -88,7 +88,7 @@ class _MegatronStep:
 
 
 class _MegatronScaler:
-    """The scale of the loss that Megatron's optimizer has, behind the names of torch's scaler."""
+    """The loss scale of Megatron's optimizer, with the method names of torch's scaler."""
 
     def __init__(self, optimizer: _MegatronStep) -> None:
         self._inner = optimizer._optimizer
@@ -100,14 +100,14 @@ class _MegatronScaler:
         optimizer.step()
 
     def update(self) -> None:
-        """Megatron's step has done it."""
+        """Do nothing, because Megatron's step has updated the scale."""
 
     def get_scale(self) -> float:
         return float(self._inner.get_loss_scale())
 
 
 class Megatron(MegatronGloo):
-    """The same with ``use_dpu_reduce``."""
+    """The same interface with ``use_dpu_reduce``."""
 
     name = "--use-dpu-reduce"
     through_servers = True
@@ -123,7 +123,7 @@ class Megatron(MegatronGloo):
 
 
 class MegatronServed(Megatron):
-    """The same with ``dpu_optimizer``."""
+    """The same interface with ``dpu_optimizer``."""
 
     name = "--dpu-optimizer"
     flags: ClassVar[dict[str, Any]] = {"dpu_optimizer": True, "dpu_reduce_backend": "flat"}

@@ -22,7 +22,7 @@ INTERFACES = [interface.name for interface in interfaces.SERVED]
 
 
 def main() -> int:
-    """Exit status: 0 if every cell that was run is good."""
+    """Run the cells; the exit status is 0 if every cell is good."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

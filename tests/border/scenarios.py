@@ -1,7 +1,7 @@
 """Scenarios: plain PyTorch programs of two ranks, as users write them.
 
-It is run by an interface (interfaces.py) and returns named values, the same ones on every
-interface: parameters and losses, as bits. Inputs differ by rank and step.
+An interface (interfaces.py) runs a scenario, which returns named values: parameters and losses, as
+bits. The values are the same on every interface. Inputs differ by rank and step.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Values = dict[str, torch.Tensor]
 
 @dataclass
 class Run:
-    """One run of a scenario, on one rank."""
+    """A run of a scenario on a rank."""
 
     interface: Interface
     folder: Path
     rank: int
     pause_s: float
-    """For how long a rank is late, or stopped, where a scenario has that."""
+    """Seconds for which a rank is late or stopped, in some scenarios."""
     rounds: int
-    """Number of times that a group is made again, in the scenario that does so."""
+    """Number of times that a group is created again, in a scenario with groups."""
     values: Values = field(default_factory=dict)
     reduced_bytes: int = 0
-    """Bytes of gradients of this rank that had to be reduced over ranks, at least."""
+    """Least bytes of this rank's gradients that had to be reduced over ranks."""
 
     def keep(self, name: str, model: nn.Module) -> None:
         """Add the parameters of a model to the values."""
@@ -53,13 +53,13 @@ class Run:
             self.values[f"{name}.{key.removeprefix('module.')}"] = whole.clone()
 
     def count(self, model: nn.Module, steps: int = STEPS) -> None:
-        """Say that a model's gradients had to be reduced in so many steps."""
+        """Count a model's gradients as reduced in this many steps."""
         size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         self.reduced_bytes += steps * size
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {}
-"""By name; the rows of the matrix."""
+"""Scenarios by name: the rows of the matrix."""
 
 
 def scenario(function: Callable[[Run], None]) -> Callable[[Run], None]:
@@ -106,7 +106,8 @@ def plain(run: Run) -> None:
 
 @scenario
 def grad_scaler(run: Run) -> None:
-    """torch's loss scaling; in step 1 the loss of rank 1 overflows, and every rank skips it."""
+    """torch's loss scaling; in step 1 the loss of rank 1 overflows, and every rank skips
+    the step."""
     run.interface.scales_loss = True
     model = _model()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
@@ -126,7 +127,7 @@ def grad_scaler(run: Run) -> None:
 
 @scenario
 def closure(run: Run) -> None:
-    """`step(closure)`, which computes the gradients."""
+    """`step(closure)`: the closure computes the gradients."""
     model = _model()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
     losses = []
@@ -146,8 +147,11 @@ def closure(run: Run) -> None:
 
 @scenario
 def lbfgs(run: Run) -> None:
-    """LBFGS, whose step calls the closure several times. Ranks have the same input: its line
-    search compares losses, which differ by rank otherwise, under any data parallelism."""
+    """LBFGS: its step calls the closure several times.
+
+    Ranks have the same input, because LBFGS's line search compares losses. With different losses it
+    would fail under any data parallelism.
+    """
     model = _model()
     made = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
     wrapped, optimizer = run.interface.wrap(model, made)
@@ -167,7 +171,7 @@ def lbfgs(run: Run) -> None:
 
 @scenario
 def unfrozen_later(run: Run) -> None:
-    """A layer that was frozen when the model was wrapped learns from step 2 on."""
+    """A layer is frozen when the model is wrapped, and trains from step 2 on."""
     model = _model()
     model[0].requires_grad_(False)
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
@@ -195,7 +199,7 @@ def added_later(run: Run) -> None:
 
 @scenario
 def scheduler_made_before(run: Run) -> None:
-    """A learning-rate scheduler that was made before the optimizer was wrapped."""
+    """The learning-rate scheduler is made before the optimizer is wrapped."""
     model = _model()
     made = _sgd(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
@@ -209,7 +213,7 @@ def scheduler_made_before(run: Run) -> None:
 
 @scenario
 def two_backward_passes(run: Run) -> None:
-    """Two losses, each with a forward and a backward pass of its own, in one step."""
+    """Two losses in a step, each with its own forward and backward pass."""
     model = _model()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
     for step in range(STEPS):
@@ -223,7 +227,7 @@ def two_backward_passes(run: Run) -> None:
 
 @scenario
 def accumulation(run: Run) -> None:
-    """Three micro-batches a step."""
+    """Three micro-batches per step."""
     model = _model()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model), Options(passes=3))
     for step in range(STEPS):
@@ -238,7 +242,7 @@ def accumulation(run: Run) -> None:
 
 
 class _Forked(nn.Module):
-    """Has a layer that only some ranks use, and one that nobody does."""
+    """Has a layer that only some ranks use, and a layer that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,8 +259,10 @@ class _Forked(nn.Module):
 
 @scenario
 def unused_parameters(run: Run) -> None:
-    """A layer is used by one rank alone, another one by nobody. Under FSDP2, whose ranks must use
-    the same layers, the first one is used in every other step."""
+    """A layer is used by a single rank, another layer by none.
+
+    FSDP2's ranks must use the same layers: there the first layer is used in every other step.
+    """
     model = _Forked()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model), Options(unused=True))
     for step in range(STEPS):
@@ -324,7 +330,7 @@ class _WithEmpty(nn.Module):
 
 @scenario
 def zero_elements(run: Run) -> None:
-    """A parameter that has no element."""
+    """A parameter without elements."""
     model = _WithEmpty()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
     _train(run, wrapped, optimizer)
@@ -334,7 +340,7 @@ def zero_elements(run: Run) -> None:
 
 @scenario
 def late_rank(run: Run) -> None:
-    """Rank 1 does something else for a while, such as writing a checkpoint."""
+    """Rank 1 is late, as if it wrote a checkpoint."""
     model = _model()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
     _train(run, wrapped, optimizer, range(2))
@@ -347,12 +353,12 @@ def late_rank(run: Run) -> None:
 
 @scenario
 def stopped_host(run: Run) -> None:
-    """All processes of rank 1's host stand still for a while, amid steps."""
+    """All processes of rank 1's host are stopped for a while, in the middle of steps."""
     model = _model()
     wrapped, optimizer = run.interface.wrap(model, _sgd(model))
     if run.rank == 1 and run.pause_s > 0:
         _stop_soon(run.pause_s)
-    # A gradient must be in flight when it happens.
+    # A gradient must be in flight at that time.
     count = 0
     stopped = run.folder / "continued"
     while run.pause_s > 0 and not bool(
@@ -361,7 +367,7 @@ def stopped_host(run: Run) -> None:
         _train(run, wrapped, optimizer, range(1))
         count += 1
     if run.pause_s > 0:
-        # The number of steps until then depends on the clock, so the model is made again.
+        # The number of steps so far depends on timing, so the model is made again.
         run.interface.discard(wrapped, optimizer)
         del wrapped, optimizer
         model = _model()
@@ -390,7 +396,7 @@ def _stop_soon(pause_s: float) -> None:
 
 @scenario
 def group_made_again(run: Run) -> None:
-    """A group is made, used and destroyed again and again; ranks destroy it at different times."""
+    """A group is repeatedly created, used and destroyed; ranks destroy it at different times."""
     gc.disable()
     for number in range(run.rounds):
         group = dist.new_group([0, 1])
@@ -410,8 +416,7 @@ def group_made_again(run: Run) -> None:
 
 @scenario
 def groups_in_opposite_order(run: Run) -> None:
-    """Two threads with a group each, of the same ranks; ranks use the groups first in opposite
-    order."""
+    """Two threads each use a group of the same ranks; the order of first use differs by rank."""
     pairs = []
     for number in range(2):
         model = _model(seed=number)
@@ -454,8 +459,10 @@ def summed_once(run: Run) -> None:
 
 @scenario
 def second_model(run: Run) -> None:
-    """A model is deleted and another one made, whose parameters have the same names and other
-    shapes; the ranks collect their garbage at different times."""
+    """A model is deleted, and another has equal parameter names but different shapes.
+
+    The ranks collect garbage at different times.
+    """
     for trial, width in enumerate((24, 40)):
         torch.manual_seed(trial)
         model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 8))
@@ -471,6 +478,6 @@ def second_model(run: Run) -> None:
 
 @scenario
 def exit_after_the_last_sum(run: Run) -> None:
-    """Rank 1 ends by `os._exit` right after its last step, and leaves nothing in order."""
+    """Rank 1 ends with `os._exit` right after its last step, without cleanup."""
     plain(run)
     run.values["exits"] = torch.tensor(float(run.rank == 1))

@@ -1,5 +1,7 @@
-"""What a user's own program does, through each interface: it computes what gloo computes, or is
-refused by name on every rank."""
+"""A user's program computes gloo's results through each interface, or is refused on every rank.
+
+A refusal has a named error.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ QUICK = {
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> None:
-    """Imports torch and Megatron once for all ranks of all cells."""
+    """Import torch and Megatron once for all ranks of all cells."""
     start_fork_server(["tests.border.cell", "tests.layouts.warm"])
 
 
@@ -42,7 +44,7 @@ def _parameters() -> list[object]:
 
 @pytest.mark.parametrize(("interface", "scenario"), _parameters())
 def test_cell(run_dir: Path, interface: str, scenario: str) -> None:
-    # In `make test` a group is made again less often, for time.
+    # In `make test` a group is created fewer times, to save time.
     rounds = 10 if (interface, scenario) in QUICK else matrix.ROUNDS
     job = matrix.run_cell(run_dir / "cell", interface, scenario, rounds=rounds)
     verdict = matrix.judge(job, interface, scenario)

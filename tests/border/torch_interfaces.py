@@ -39,14 +39,14 @@ class Ddp(Interface):
         return model.no_sync()
 
 
-# torch's DDP frees a group's last reference with the GIL held, and waits there for gloo's threads:
-# one that frees its last operation waits for the GIL. Both wait for ever, without BytePS.
+# torch's DDP drops a group's last reference with the GIL held, and then waits for gloo's threads. A
+# gloo thread that drops its last operation waits for the GIL: a deadlock without BytePS, too.
 _WITHOUT_DDP: dict[str, str] = {"group-made-again": "gloo"}
-"""References of what a gloo group under DDP cannot do reliably."""
+"""References for scenarios in which a gloo group under DDP is unreliable."""
 
 
 class Served(Interface):
-    """The base of interfaces whose sums go through servers, which start with the job."""
+    """The base of interfaces with sums on servers, which start with the job."""
 
     through_servers = True
     environment: ClassVar[dict[str, str]] = {
@@ -72,7 +72,7 @@ class DistributedOptimizer(Served):
 
     name = "DistributedOptimizer"
     reference = "ddp-gloo"
-    # DDP leaves out what needed no gradient, or was no parameter, when it was made.
+    # DDP ignores parameters that were frozen or missing at its creation.
     references: ClassVar[dict[str, str]] = {"unfrozen-later": "gloo", "added-later": "gloo"}
     takes_groups = False
 
@@ -132,7 +132,7 @@ class DdpHook(Served, Ddp):
 
 
 class C10d(Ddp):
-    """DistributedDataParallel in a program that knows nothing of BytePS: BYTEPS_C10D=1."""
+    """DistributedDataParallel in a program without BytePS code: BYTEPS_C10D=1."""
 
     name = "BYTEPS_C10D"
     sums_belong_to_group = True
@@ -144,18 +144,18 @@ class C10d(Ddp):
     def start(self, folder: Path) -> None:
         from byteps import c10d_plugin
 
-        c10d_plugin.install()  # as `import torch` does with the variable
+        c10d_plugin.install()  # `import torch` does this if the variable is set
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
 class FsdpGloo(Interface):
-    """FSDP2 with a mesh of two dimensions (HSDP) over gloo: every rank is a host of its own."""
+    """FSDP2 over gloo with a mesh of two dimensions (HSDP): every rank is a host of its own."""
 
     name = "fsdp2-gloo"
     reference = "fsdp2-gloo"
     ranks_may_differ = False
     _alone: Any = None
-    """The group of this rank alone."""
+    """Group of this rank alone."""
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options = PLAIN
@@ -179,7 +179,7 @@ class FsdpGloo(Interface):
         stepped = [names[p] for group in optimizer.param_groups for p in group["params"]]
         sharded: Any = fully_shard(model, mesh=mesh)
         parameters = dict(sharded.named_parameters())
-        # FSDP2 has replaced the parameters that the optimizer holds; users do the same.
+        # FSDP2 has replaced the optimizer's parameters; users update the optimizer like this.
         (group_of_all,) = optimizer.param_groups
         group_of_all["params"] = [parameters[name] for name in stepped]
         return sharded, optimizer

@@ -1,6 +1,6 @@
-"""Frameworks that know nothing of byteps learn the same through servers as by gloo.
+"""Frameworks without BytePS code train equally through servers and with gloo.
 
-A user's script is run by torchrun on emulated hosts.
+torchrun runs a user's script on emulated hosts.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from tests.multiproc.cluster import Cluster, clean_environment, wait_all
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 1500.0
-"""Against hangs: ranks import much, and DeepSpeed compiles something on a new machine."""
+"""Limit in seconds against hangs: imports are slow, and DeepSpeed compiles code on a new
+machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What rank 0 of a job wrote."""
+    """Results that rank 0 of a job wrote."""
 
     before: list[torch.Tensor]
-    """Parameters, before the first step."""
+    """Parameters before the first step."""
     after: list[torch.Tensor]
     steps: int
     text: str
-    """What all ranks printed."""
+    """Output of all ranks."""
 
     @property
     def nbytes(self) -> int:
-        """Of the gradients of a step, in fp32."""
+        """Bytes of the gradients of a step, in fp32."""
         return sum(each.numel() * 4 for each in self.before)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A script of `programs`, with its arguments, on so many hosts."""
+    """A script of `programs`, with arguments and number of hosts."""
 
     name: str
     arguments: Sequence[str] = ()
@@ -54,7 +55,7 @@ class Script:
         return self.hosts * self.ranks_per_host
 
     def run(self, folder: Path, env: Mapping[str, str]) -> Learned:
-        """One torchrun per host, in this environment; demands that all end with 0."""
+        """Run a torchrun per host in this environment, and check that all end with status 0."""
         out = folder / "learned.pt"
         port = str(free_ports())
         words = ["-m", "torch.distributed.run", "--nnodes", str(self.hosts)]
@@ -81,7 +82,7 @@ class Script:
         return Learned(**written, text=text)
 
     def natively(self, folder: Path) -> Learned:
-        """As a user runs it who has not heard of BytePS."""
+        """Run the script without BytePS."""
         folder.mkdir()
         env = {
             name: value
@@ -93,7 +94,7 @@ class Script:
     def through_servers(
         self, folder: Path, env: Mapping[str, str], servers: int
     ) -> tuple[Learned, int]:
-        """The same script with ``BYTEPS_C10D=1``; also the bytes that the servers reduced."""
+        """Run the script with ``BYTEPS_C10D=1``; also get the bytes that the servers reduced."""
         timelines = folder / "timelines"
         more = {
             "BYTEPS_C10D": "1",
@@ -117,7 +118,7 @@ def _cluster(folder: Path, workers: int, servers: int, env: Mapping[str, str]) -
 
 
 def _reduced(timelines: Path, servers: int) -> int:
-    """Bytes of the sums in the servers' timelines; each partition and round counts once."""
+    """Count the bytes of sums in the servers' timelines; each partition and round counts once."""
     paths = sorted(timelines.glob("byteps-server-*.json"))
     assert len(paths) == servers, paths
     sums: dict[tuple[str, int, int], int] = {}
@@ -132,13 +133,16 @@ def _reduced(timelines: Path, servers: int) -> int:
 FLAT = {"BYTEPS_C10D_BACKEND": "flat"}
 NODE_FIRST = {"BYTEPS_C10D_BACKEND": "node-first"}
 CLOSE = 2.0**-16
-"""Of the largest update of a tensor. A sum of four values of fp32 is rounded three times at most in
-any order: gradients differ by 2**-22 of their size, more where values cancel each other, and four
-steps multiply that by little. A gradient that is missing or old makes a difference of order 1."""
+"""Tolerance, relative to the largest update of a tensor.
+
+A sum of four fp32 values is rounded at most three times in any order. Gradients differ by 2**-22 of
+their size, and by more after cancellation; four steps increase this little. A missing or old
+gradient makes a difference of order 1.
+"""
 ROUNDED = 2.0**-23
-"""Of the largest parameter, for each step: it is rounded when the update is added."""
+"""Tolerance per step, relative to the largest parameter: the update is rounded when added."""
 MOST = 0.9
-"""Of the gradients' bytes: what is shorter than 64 KiB stays with gloo."""
+"""Expected part of the gradients' bytes: tensors below 64 KiB stay with gloo."""
 
 ROWS = {
     # Four values are added in another order than gloo's.
@@ -152,7 +156,7 @@ ROWS = {
     "transformers-trainer": (Script(name="plain_trainer.py"), FLAT, 2, False),
     "deepspeed-zero-1": (Script(name="plain_deepspeed.py", arguments=["1"]), FLAT, 2, False),
     "deepspeed-zero-2": (Script(name="plain_deepspeed.py", arguments=["2"]), NODE_FIRST, 1, False),
-    # Each sum between hosts is of two values.
+    # Each sum between hosts has two values.
     "lightning-hsdp": (Script(name="plain_lightning.py", arguments=["hsdp"]), FLAT, 2, True),
     "torchtitan-hsdp": (Script(name="plain_torchtitan.py", arguments=["hsdp"]), FLAT, 2, True),
     "torchtitan-ddp": (
@@ -162,11 +166,11 @@ ROWS = {
         True,
     ),
 }
-"""The script, settings, servers, and whether all bits must be the same."""
+"""Script, settings, servers, and whether all bits must be equal."""
 
 
 def demand_same(ours: Learned, theirs: Learned, *, bits: bool) -> None:
-    """That both learned the same, and something."""
+    """Check that both trained, with the same result."""
     assert len(ours.after) == len(theirs.after) > 0
     for number, before in enumerate(theirs.before):
         assert torch.equal(ours.before[number], before), "another model"

@@ -1,4 +1,4 @@
-"""Fixtures of the tests on GPUs: clusters, as tests/multiproc has them."""
+"""Fixtures of the GPU tests: clusters from tests/multiproc."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Sums of tensors on GPUs, also in streams, and memory that is given back: `make test-gpu`, on a
-machine with one GPU or more.
-"""
+"""Sums of GPU tensors, also on streams, and freed memory: `make test-gpu`, on a machine
+with a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.requires("gpu")
 
 SMALL = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "60"}
 TINY_POOL = {**SMALL, "BYTEPS_PINNED_BYTES": "1"}
-"""Pinned memory for one partition: every other one waits for it."""
+"""Pinned memory for a single partition: the others wait for it."""
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -85,11 +84,12 @@ def test_timeline_has_the_copies(make_cluster: Callable[..., Cluster], run_dir: 
 
 
 def test_peer_dies_while_an_nccl_kernel_runs(make_cluster: Callable[..., Cluster]) -> None:
-    """The survivor is told who was lost, and shuts down, though its GPU never finishes."""
+    """The survivor gets an error that names the lost rank, and shuts down, though its GPU never
+    finishes."""
     nccl = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
-        # Ranks may share a GPU when each looks like another host.
+        # Ranks may share a GPU if each looks like another host.
         "NCCL_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -132,7 +132,7 @@ def test_one_queue_of_the_device(make_cluster: Callable[..., Cluster]) -> None:
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_fewer_bits(make_cluster: Callable[..., Cluster], wire: str) -> None:
-    """Small whole numbers are exact in bf16; blocks of 8 bits are decoded by a kernel."""
+    """Small integers are exact in bf16; a kernel decodes blocks of 8 bits."""
     env = {**FLAT, "BYTEPS_C10D_WIRE_DTYPE": wire}
     program = "collectives" if wire == "bf16" else "first_step"
     make_cluster(workers=2, servers=1, env=env).run(f"c10d:{program}", device="cuda")
@@ -159,7 +159,8 @@ def test_hook_of_fsdp(make_cluster: Callable[..., Cluster]) -> None:
 
 @pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
 def test_first_steps(make_cluster: Callable[..., Cluster], loading: str) -> None:
-    """Kernels are loaded while streams wait, which holds up all who ask the driver for a copy."""
+    """Kernels are loaded while streams wait; this blocks all threads that ask the driver for a
+    copy."""
     env = {**FLAT, "CUDA_MODULE_LOADING": loading}
     for _ in range(STARTS // AT_ONCE):
         clusters = [make_cluster(workers=2, servers=1, env=env) for _ in range(AT_ONCE)]
@@ -215,7 +216,7 @@ def test_offload_gives_the_memory_back_and_changes_no_bit(run_dir: Path) -> None
             shown = ", ".join(f"{phase} {n / 2**20:,.0f} MiB" for phase, n in one["bytes"].items())
             print(f"{name}, rank {rank}: most on the GPU in phase {shown}")
     for one in away:
-        # bf16 parameters and fp32 gradients lie in the buffers.
+        # The buffers have bf16 parameters and fp32 gradients.
         assert one["held"]["step"] >= 6 * PARAMETERS
         assert one["held"]["away"] == 0
         # BytePS keeps nothing on the GPU.

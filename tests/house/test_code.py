@@ -1,4 +1,4 @@
-"""Rooms of C++ know only those below them, invariants are named, hooks have no conditions."""
+"""Order of the C++ folders' includes, names of invariants, and hooks without conditions."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ BELOW: dict[str, set[str]] = {
     "recovery/server": {"base", "cluster", "observe", "server", "server/optimizer"},
     "torch": {"base", "net/link", "cluster", "device", "engine", "observe", "recovery/worker"},
 }
-"""Of each room, those whose headers its files may include."""
+"""Folders whose headers each folder's files may include."""
 PS_LITE = re.compile(r"(ps|dmlc)/")
-"""How the headers of upstream's ps-lite begin."""
+"""Prefix of the headers of upstream's ps-lite."""
 KNOW_PS_LITE = re.compile(
     r"(net/(link|membership)|recovery/scheduler)/.*|net/\w+_base\.cc|cluster/(session\.cc|ps_message\.h)"
-    # Of the transports what carries ps-lite's messages, not their sockets and devices.
+    # Transport files that carry ps-lite's messages, without sockets and devices.
     r"|net/tcp/(van|memory_pool|frames|frame_reader)\.(h|cc)"
     r"|net/tcp/(connection_dial|greeter)\.cc"
     r"|net/rdma/(van|endpoint|queues|pool)\.(h|cc)"
@@ -81,7 +81,7 @@ def test_nothing_is_allowed_that_nothing_needs() -> None:
 
 
 def test_only_the_network_knows_ps_lite() -> None:
-    """And outside of it no file but session and ps_message, not even by what a header includes."""
+    """Outside the network only session and ps_message include ps-lite, even indirectly."""
     included: dict[str, list[str]] = {}
     for path, name in includes():
         included.setdefault(path, []).append(name)
@@ -112,14 +112,14 @@ CLASS = re.compile(
     r"(?: final)?(?: : [^{;]*)? \{\n(.*?)^\};",
     re.M | re.S,
 )
-"""A class of a header, and what stands between its braces."""
+"""A class of a header, and the text between its braces."""
 METHOD = re.compile(r"\)(?: const)?(?: override| noexcept| PS_\w+\([^)]*\))*(?: = \w+)?(?:;| \{)")
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 LEAST_IN_THEIR_FILE = 0.6
 
 
 def test_a_class_stands_in_the_file_of_its_name() -> None:
-    """Most of those with methods; the others are small and belong to one of their file."""
+    """Most classes with methods; the others are small and belong to a class of their file."""
     elsewhere = []
     count = 0
     for path in sorted(CODE.rglob("*.h")):
@@ -148,7 +148,7 @@ def test_upstreams_files_include_none_of_ours() -> None:
 
 
 def test_tests_lie_where_the_code_lies() -> None:
-    """Each `*_test.cc` in a folder of byteps/tests named as the room that it tries."""
+    """Each `*_test.cc` is in a folder of byteps/tests with the name of the tested folder."""
     tests = REPOSITORY / "byteps/tests"
     folders = {
         path.relative_to(tests).as_posix() + "/"
@@ -167,7 +167,7 @@ USE = re.compile(r'BPS_INVARIANT(?:_NOTED)?\(\s*"([^"]+)"')
 
 
 def rows_below(heading: str) -> list[list[str]]:
-    """The cells of the table's rows under this heading."""
+    """Get the cells of the table's rows under this heading."""
     section = DOCUMENT.read_text().split(f"\n{heading}\n")[1].split("\n#")[0]
     table = [line for line in section.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1:]]
@@ -191,7 +191,7 @@ def test_every_probe_is_reached_somewhere() -> None:
     assert declared == set(re.findall(r"PS_PROBE\(k(\w+)\)", code))
 
 
-# The rule for hooks in Megatron: they are called without a condition, and look at their flag.
+# The rule for hooks in Megatron: calls are unconditional, and the hook checks its flag.
 
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches/megatron-core"
@@ -199,7 +199,7 @@ LOOKS = re.compile(r"^\+\s*(if|elif|while|assert)\b.*\b(use_dpu_reduce|dpu_optim
 
 
 def test_megatron_looks_at_none_of_our_flags() -> None:
-    """So that each is tested in one place, dpu_reduce/hooks.py."""
+    """Each flag is tested in a single place, dpu_reduce/hooks.py."""
     lines = [
         f"{patch.name}: {line}"
         for patch in sorted(PATCHES.rglob("*.patch"))

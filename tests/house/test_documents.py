@@ -1,6 +1,5 @@
-"""The project's pages: their links lead somewhere, their drawings are those of their sources, and
-README's figures those of the pages that hold the measurements, and of the patches.
-"""
+"""Checks of pages: links, drawings that match their sources, and figures that match the
+measurements."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def test_diagram_is_current(source: Path) -> None:
 
 
 def test_figure_is_measured() -> None:
-    """All numbers between the marks are together in one paragraph of the results."""
+    """All numbers between the marks are in the same paragraph of the results."""
     marked = re.findall(r"<!-- figure -->(.*?)<!-- end\s+of figure -->", README, re.S)
     assert marked
     for figure in marked:
@@ -64,7 +63,7 @@ def test_figure_is_measured() -> None:
 
 
 def test_speeds_are_quotients_of_times() -> None:
-    """In the tables of times that have a column of speeds."""
+    """Checks the tables of times that have a column of speeds."""
     page = (REPOSITORY / "docs/results/figures.md").read_text(encoding="utf-8")
     table = re.search(r"^\| hosts \| links .*\n\|[-| ]+\n((?:\|.*\n)+)", page, re.M)
     assert table
@@ -88,7 +87,7 @@ def test_size_of_the_patches_to_megatron() -> None:
     assert re.search(said.replace("by\\s+", ""), install)
 
 
-# Pages, errors and help texts use the field's words, by which people search: NIC, bandwidth.
+# Pages, errors and help texts use the field's words, for search: NIC, bandwidth.
 
 
 RATE = r"(?:[kMGT]i?(?:B|bit)|bytes?|bits?|gradients|connections|lines?|steps?|ms)"
@@ -110,7 +109,7 @@ INSTEAD = {
     r"\bwhoever\b": "anybody who, a process that",
     r"\bbeside\b": "next to, compared with",
 }
-"""A pattern, and what to write instead."""
+"""A pattern, and its replacement."""
 ANY = re.compile("|".join(INSTEAD).replace(" ", r"\s+"), re.I)
 
 FOR_USERS = [
@@ -127,11 +126,11 @@ SOURCES = [
 ]
 OTHERS = ("Makefile", "deploy/grafana/byteps.json", "scripts/examples/slurm.sbatch")
 MOST_WORDS = 45_000
-"""Of docs/: each thing is said once, and raw figures are records, not pages."""
+"""Most words of docs/: each fact is stated once, and raw figures are records, not pages."""
 
 
 def prose(text: str, *, tables: bool = True) -> str:
-    """The text without code, and without what commands write, of the same number of lines."""
+    """Blank out code and generated text, with the same number of lines."""
 
     def blank(match: re.Match[str]) -> str:
         return "\n" * match[0].count("\n")
@@ -145,7 +144,7 @@ def prose(text: str, *, tables: bool = True) -> str:
 
 
 def faults(text: str) -> list[str]:
-    """A line for each word that has a better one."""
+    """Make a line for each word that has a better replacement."""
     found = []
     for pattern, instead in INSTEAD.items():
         for match in re.finditer(pattern.replace(" ", r"\s+"), text, re.I):
@@ -156,7 +155,7 @@ def faults(text: str) -> list[str]:
 
 
 def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each string, but of docstrings only a module's that is printed as help."""
+    """Yield line and text of each string; of docstrings only a module's that is printed as help."""
     tree = ast.parse(source)
     notes = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     if "__doc__" in source and isinstance(tree.body[0], ast.Expr):
@@ -167,7 +166,7 @@ def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def texts_of_cpp(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each string, those next to each other joined."""
+    """Yield line and text of each string, with adjacent strings joined."""
     text = r'"(?:\\.|[^"\\\n])*"'
     tokens = rf"//[^\n]*|/\*.*?\*/|{text}(?:\s*{text})*|'(?:\\.|[^'\\])+'"
     for match in re.finditer(tokens, source, re.S):
@@ -177,10 +176,10 @@ def texts_of_cpp(source: str) -> Iterator[tuple[int, str]]:
 
 
 def shown(path: Path) -> str:
-    """All texts of a source that somebody may read, at their lines."""
+    """Get all texts of a source that users may read, at their lines."""
     source = path.read_text(encoding="utf-8")
     if not ANY.search(re.sub(r'"\s*f?"', "", source)):
-        return ""  # most sources; so they need not be parsed
+        return ""  # most sources end here, without being parsed
     if path.suffix == ".sh":
         return re.sub(r"^\s*#.*$", "", source, flags=re.M)
     texts = texts_of_python(source) if path.suffix == ".py" else texts_of_cpp(source)
@@ -212,7 +211,7 @@ def test_field_words_in_errors_and_help() -> None:
 
 
 def test_pages_stay_short() -> None:
-    """A word has a letter or a digit: the lines of tables are none."""
+    """A word has a letter or a digit: lines of tables do not count."""
     words = sum(
         len([word for word in page.read_text(encoding="utf-8").split() if re.search(r"\w", word)])
         for page in REPOSITORY.glob("docs/**/*.md")
@@ -220,7 +219,7 @@ def test_pages_stay_short() -> None:
     assert words <= MOST_WORDS, f"docs/ has {words} words: say each thing once, in fewer words"
 
 
-# Commands of README and docs/ name programs, targets and flags that there are.
+# Commands of README and docs/ name existing programs, targets and flags.
 
 
 OVERLAY = REPOSITORY / "byteps"
@@ -229,7 +228,7 @@ TARGETS = set(re.findall(r"^([a-z0-9-]+):", (REPOSITORY / "Makefile").read_text(
 
 
 def commands(text: str) -> list[str]:
-    """The lines of all code, those that go on in the next one joined; in a line, too."""
+    """List the lines of all code, also inside text, with continued lines joined."""
     text = text.replace("\\\n", " ")
     blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.S | re.M)
     blocks += re.findall(r"(?:^ {4,}\S.*\n)+", text, re.M)
@@ -238,7 +237,7 @@ def commands(text: str) -> list[str]:
 
 
 def told_by(script: Path) -> str:
-    """The text of a script, and of the program that it hands its arguments to."""
+    """Get the text of a script, and of the program that gets its arguments."""
     if not script.exists():
         return ""
     text = script.read_text(encoding="utf-8")
@@ -271,8 +270,10 @@ COMMAND = re.compile(
     r"(?:\$ |[A-Z_]+=\S+ )*(?:(?:scripts|bench|build|tests)/|"
     r"(?:byteps-server|docker|kubectl|make|openssl|python|sbatch|torchrun)\b)"
 )
-"""A line that is neither a command of the machine, such as ``cd``, nor what a command prints.
-Debian's and Python's installers are the machine's."""
+"""A line that is neither a command of the system, such as ``cd``, nor output of a command.
+
+Debian's and Python's installers count as commands of the system.
+"""
 TRIED = {
     r"make setup": ".ci/run",
     r"make train\b(?!.*\b(?:HF|MODE)=)": "tests/megatron/test_train_script.py",
@@ -300,11 +301,11 @@ TRIED = {
     r"\$ python -m megatron\.core\.distributed\.dpu_reduce\.check": "tests/megatron/test_check.py",
     r"tests/rdma/run_in_vm\.py": "tests/rdma/test_vm.py",
 }
-"""Commands, and what runs each, or the same with other numbers."""
+"""Commands, and the file that runs each, or the same with other numbers."""
 
 
 def blocks_to_run(text: str) -> list[list[str]]:
-    """The commands of each indented block, those that go on in the next line joined."""
+    """List the commands of each indented block, with continued lines joined."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).replace("\\\n", " ")
     found = re.findall(r"(?<=\n\n)(?: {4}\S.*\n)(?: {4,}.*\n|\n(?= {4}))*", text)
     found += re.findall(r"(?<=\n\n)(?: {6}\S.*\n)+", text)  # below an item of a list
@@ -312,7 +313,7 @@ def blocks_to_run(text: str) -> list[list[str]]:
 
 
 def not_tried(text: str) -> list[str]:
-    """Commands that no test runs and nothing marks as needing what a test has not."""
+    """List commands that no test runs and that are not marked as impossible in a test."""
     if "Commands on this page need a cluster" in text:
         return []
     missing = []
@@ -339,7 +340,7 @@ def test_what_tries_commands_is_there() -> None:
         assert any(re.match(pattern, line) for line in lines), f"no page has {pattern}"
 
 
-# docs/results/recipes.md: as `make recipes` writes it, and true of the other results.
+# docs/results/recipes.md is `make recipes` output, and agrees with the other results.
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -347,7 +348,7 @@ PAGE = (DOCS / "results/recipes.md").read_text(encoding="utf-8")
 
 
 def _rows(mark: str) -> list[list[str]]:
-    """Of the table under a mark, without its head."""
+    """Get the rows of the table under a mark, without its head."""
     text = re.search(rf"<!-- {mark}: .*?-->\n(.*?)\n<!-- end -->", PAGE, re.S)
     assert text, mark
     lines = [line.strip("| ").split(" | ") for line in text[1].splitlines()]

@@ -1,4 +1,4 @@
-"""Users face few flags of Megatron and few variables, and one table reads the variables."""
+"""Users have few flags of Megatron and few variables, and a single table reads the variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_VARIABLES = 60
 
 
 def _flags() -> set[str]:
-    """Flags that the overlay or a patch adds to Megatron's parser."""
+    """Find flags that the overlay or a patch adds to Megatron's parser."""
     overlay = (REPOSITORY / "Megatron-LM").rglob("*.py")
     patches = (REPOSITORY / "patches").glob("megatron-*/*/*.patch")
     adds = re.compile(r"""^\+?\s*(?:\w+\.)?add_argument\(\s*['"](--[\w-]*dpu[\w-]*)""", re.M)
@@ -25,7 +25,7 @@ def test_megatron_gets_few_flags() -> None:
 
 
 def test_pages_tell_of_few_variables() -> None:
-    """What is internal, or set by a launcher, has no entry on the page of settings."""
+    """Variables that are internal, or set by a launcher, are not on the page of settings."""
     page = (REPOSITORY / "docs/use/settings.md").read_text(encoding="utf-8")
     variables = re.findall(r"^### `(\w+)`$", page, re.M)
     assert len(variables) <= _MOST_VARIABLES, variables
@@ -43,11 +43,11 @@ _READERS = {
     "integrations/rl/megatron_byteps_rl/engines.py": "variables of verl and CUDA",
     "integrations/rl/megatron_byteps_rl/plugin.py": "variables of verl",
 }
-"""Files that read or set variables of this process, and why the table cannot."""
+"""Files that read or set variables of this process, and the reason why the table cannot."""
 _LAUNCHERS = re.compile(
     r"byteps/byteps/(launcher|trial)/.*|integrations/ray/.*|integrations/rl/megatron_byteps_rl/__main__\.py"
 )
-"""Files that may: they make the environment of processes that they start."""
+"""Files that may: they make the environment of their child processes."""
 _READS = {
     ".cc": re.compile(r"\b(?:GetEnv|getenv|secure_getenv|setenv|unsetenv|putenv|environ)\b"),
     ".py": re.compile(r"\bos\.(?:environ|getenv|putenv)\b|\bfrom os import.*\benviron\b"),
@@ -56,7 +56,7 @@ _READS[".h"] = _READS[".cc"]
 
 
 def test_one_table_reads_the_environment() -> None:
-    """All others are handed typed values: C++ structs (NetSettings), `setting()` of Python."""
+    """Other code gets typed values: C++ structs (NetSettings), `setting()` in Python."""
     readers = set()
     for folder in ("byteps/byteps", "Megatron-LM", "integrations"):
         for path in sorted((REPOSITORY / folder).rglob("*")):

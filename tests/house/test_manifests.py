@@ -1,5 +1,6 @@
-"""docker/compose.yaml, the manifests for Kubernetes and Ray, and the dashboard: names that must
-agree, and commands that work.
+"""docker/compose.yaml, the manifests for Kubernetes and Ray, and the dashboard.
+
+Their names must agree, and their commands must work.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def commands() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", commands())
 def test_a_command_is_one_that_the_image_knows(name: str) -> None:
-    """The entry points take these arguments; Megatron's own are tried by `make test-images`."""
+    """The entry points accept these arguments; `make test-images` tests Megatron's own."""
     (settings,) = [one["data"] for one in of_kind("ConfigMap")]
     command = commands()[name]
     if "worker" in name:
@@ -143,7 +144,7 @@ def test_a_command_is_one_that_the_image_knows(name: str) -> None:
         assert "DMLC_NUM_SERVER=2" in done.stdout.replace('"', "").replace(" ", "")
 
 
-# deploy/kubernetes: jobs of other operators, whose servers run on the hosts or on spare machines.
+# deploy/kubernetes: jobs of other operators, with servers on the hosts or on spare machines.
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -155,7 +156,8 @@ PATCHES = [yaml.safe_load(patch["patch"]) for patch in SPARES["patches"]]
 
 
 def pods_of_jobs() -> dict[str, dict[str, Any]]:
-    """The pods that each operator makes; of the trainer, what the TrainJob says of its pods."""
+    """Get the pods that each operator makes; for the trainer, the pods' description in the
+    TrainJob."""
     trainer = JOBS["trainjob"]["spec"]["trainer"]
     (patch,) = JOBS["trainjob"]["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -174,7 +176,7 @@ def pods_of_jobs() -> dict[str, dict[str, Any]]:
 
 
 def ranks_of_jobs() -> dict[str, tuple[int, int]]:
-    """Hosts, and ranks of each."""
+    """Get the numbers of hosts and of ranks per host."""
     trainer = JOBS["trainjob"]["spec"]["trainer"]
     (workers,) = JOBS["jobset"]["spec"]["replicatedJobs"]
     variables = {
@@ -207,7 +209,7 @@ def test_a_job_s_pod_serves_itself_or_finds_the_spare_machines(name: str) -> Non
     inside = container_of(pod)
     assert inside["image"] == f"megatron-byteps-worker:{VERSIONS['IMAGE_TAG']}"
     assert {"--use-dpu-reduce", "--dpu-reduce-wire-dtype=int8"} <= set(inside["args"])
-    # Where there is no ConfigMap and no Secret the ranks start their own servers.
+    # Without a ConfigMap and a Secret, ranks start their own servers.
     sources = [one["valueFrom"] for one in inside["env"] if "valueFrom" in one]
     sources += inside.get("envFrom", [])
     asked = [ref for one in sources for kind, ref in one.items() if kind != "fieldRef"]
@@ -219,7 +221,7 @@ def test_a_job_s_pod_serves_itself_or_finds_the_spare_machines(name: str) -> Non
 
 
 def test_jobs_are_of_the_versions_that_their_operators_serve() -> None:
-    """The fields were compared with the operators' own schemas, which are not kept here."""
+    """The fields were compared with the operators' own schemas, which are not stored here."""
     kinds = {(one["apiVersion"], one["kind"]) for one in JOBS.values()}
     assert kinds == {
         ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
@@ -251,7 +253,7 @@ def test_the_spare_machines_serve_these_jobs() -> None:
     assert SPARES["images"] == [{"name": "byteps-server", "newTag": VERSIONS["IMAGE_TAG"]}]
 
 
-# deploy/ray: names that must agree, pods that Kubernetes takes, and a command that parses.
+# deploy/ray: names that must agree, pods that Kubernetes accepts, and a command that parses.
 
 
 CLUSTER, JOB, ANYSCALE = (
@@ -314,7 +316,7 @@ def test_the_job_s_command_parses_and_fits_the_cluster(name: str) -> None:
     gpus = int(container_of(training["template"])["resources"]["limits"]["nvidia.com/gpu"])
     assert (job["ranks"] + job["spares"]) * job["gpus_per_rank"] <= training["replicas"] * gpus
     offered = json.loads(json.loads(servers["rayStartParams"]["resources"]))
-    # The scheduler and each server take one.
+    # The scheduler and each server use one unit of the resource.
     assert job["servers"] + 1 <= servers["replicas"] * offered[job["server_resource"]]
     arguments = job["arguments"]
     saved, loaded = (arguments[arguments.index(f"--{n}") + 1] for n in ("save", "load"))
@@ -326,7 +328,7 @@ def test_the_job_s_command_parses_and_fits_the_cluster(name: str) -> None:
         assert any(saved.startswith(f"{path}/") for path in mounts)
 
 
-# The Grafana dashboard asks for metrics that exist, and its panels have a place each.
+# The Grafana dashboard queries existing metrics, and its panels do not overlap.
 
 
 REPOSITORY = Path(__file__).parents[2]

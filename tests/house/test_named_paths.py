@@ -1,4 +1,4 @@
-"""Paths and modules that the design pages name are there."""
+"""Paths and modules that the design pages name exist."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BASES = [
         *("Megatron-LM", "Megatron-LM/megatron/core/distributed"),
     )
 ]
-"""Folders that a page may leave out of a path."""
+"""Folders that a page may omit from a path."""
 UPSTREAMS = ("common/core_loops.cc", "server/server.cc")
-"""Files of upstream that a page says are not used."""
+"""Upstream's files that a page mentions as unused."""
 BY_PATCHES = {
     path
     for patch in REPOSITORY.glob("patches/*/*/*.patch")
@@ -32,7 +32,7 @@ NAMES_OF = re.compile(
 
 
 def named_paths(text: str) -> list[str]:
-    """The paths that a page names, with those that its tables of files and modules stand for."""
+    """Find the paths on a page, with those in its tables of files and modules."""
     found = [path for path in PATH.findall(text) if not path.startswith("build/")]
     for folder, rows in NAMES_OF.findall(text):
         for row in rows.splitlines():
@@ -42,7 +42,7 @@ def named_paths(text: str) -> list[str]:
 
 
 def exists(path: str) -> bool:
-    """Whether it is a file or folder, with or without its ending, here or in a patched upstream."""
+    """Tell whether a path, with or without an extension, exists here or in a patched upstream."""
     if path in UPSTREAMS or any((base / path).exists() for base in BASES):
         return True
     if any(re.fullmatch(rf"{re.escape(path)}(?:\.\w+)?", known) for known in BY_PATCHES):

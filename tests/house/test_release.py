@@ -1,4 +1,4 @@
-"""What may be released; checksums, source archive; what an audit says."""
+"""Conditions of a release; checksums, source archive; an audit's report."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_files_that_are_not_committed_are_named(checkout: Path, file: str) -> No
 )
 def test_versions_that_disagree(checkout: Path, file: str, old: str, new: str, said: str) -> None:
     commit(checkout, file, old, new)
-    if file.startswith("byteps"):  # else the changelog is complained of
+    if file.startswith("byteps"):  # otherwise the changelog is the error
         commit(checkout, "CHANGELOG.md", VERSION, "1.2")
     with pytest.raises(ReleaseError, match=said):
         contents.check(checkout)
@@ -144,7 +144,7 @@ Audit = Callable[..., int]
 
 @pytest.fixture
 def audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Audit:
-    """Runs an audit by a stand-in for pip-audit."""
+    """Runs an audit with a fake pip-audit."""
 
     def run(*arguments: str, **behaviour: str) -> int:
         program = tmp_path / "pip-audit"

@@ -1,6 +1,4 @@
-"""Scripts explain themselves and refuse what they do not know; locks, .ci/run and tests/conftest.py
-keep their rules.
-"""
+"""Scripts have help and refuse unknown arguments; rules of locks, .ci/run and tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def test_help_and_bad_use(script: str) -> None:
 
 @pytest.mark.parametrize("program", ["release.py", "audit.py"])
 def test_help_and_bad_use_of_programs(program: str) -> None:
-    """Those that need the environment."""
+    """Programs that need the environment."""
     python = str(REPOSITORY / "build/venv/bin/python")
     result = run(python, f"scripts/{program}", "-h")
     assert result.returncode == 0, result.stderr
@@ -65,7 +63,7 @@ def test_help_and_bad_use_of_programs(program: str) -> None:
     "script", ["apply_patches.sh", "locks.py", "merge_traces.py", "progress.py"]
 )
 def test_scripts_that_need_no_environment(script: str) -> None:
-    """They run by any Python, whose packages are not ours."""
+    """They run with any Python, without our packages."""
     command = [sys.executable, "-S", str(REPOSITORY / "scripts" / script), "--help"]
     if script.endswith(".sh"):
         command = command[2:]
@@ -82,7 +80,8 @@ def test_make_lists_its_targets() -> None:
 
 
 def test_setups_that_make_the_same_at_once_keep_one(tmp_path: Path) -> None:
-    """In any order: no process sees a folder that is not whole, or none where there was one."""
+    """Concurrent setups in any order: no process sees an incomplete folder, or none after there was
+    one."""
     makers = """
         source scripts/lib/system.sh
         for i in $(seq 20); do
@@ -113,7 +112,7 @@ def test_python_that_does_not_run_is_named() -> None:
 
 
 def test_python_shim_that_fails_is_passed_over(tmp_path: Path) -> None:
-    """pyenv puts such shims on PATH for versions that it has but that are not selected."""
+    """pyenv puts such shims on PATH for installed versions that are not selected."""
     shim = tmp_path / "python3.12"
     shim.write_text("#!/bin/sh\nexit 127\n")
     shim.chmod(0o755)
@@ -158,11 +157,11 @@ def test_lock_holds_what_its_group_names(group: str) -> None:
     assert shown.returncode == 0, shown.stderr
     pins = re.findall(r"^([a-z0-9-]+)==([^ ]+)", shown.stdout, re.MULTILINE)
     versions = dict(pins)
-    # Each once, whichever lock it comes from.
+    # Each name once, in whatever lock.
     assert len(versions) == len(pins)
     for requirement in _named(group):
         assert versions[requirement.name] in requirement.specifier
-    # The patched tree takes its place.
+    # The patched tree replaces it.
     assert "megatron-core" not in versions
 
 
@@ -173,7 +172,7 @@ def test_a_lock_holds_nothing_that_an_included_one_has() -> None:
         assert not [line for line in own if "==" in line and line in base], group
 
 
-# What continuous integration runs (.ci/run): parts exist, and a commit always has the same one.
+# Continuous integration (.ci/run): its parts exist, and a commit always has the same part.
 
 
 SCRIPT = REPOSITORY / ".ci/run"
@@ -201,11 +200,11 @@ def test_bad_use(arguments: tuple[str, ...]) -> None:
     assert ci(*arguments).returncode == 2
 
 
-# The rules of tests/conftest.py, seen from outside: what fails a session and what it prints.
+# The rules of tests/conftest.py from outside: failures of a session and its output.
 
 
 def run_pytest(folder: Path, test: str, *others: str, ci: bool) -> subprocess.CompletedProcess[str]:
-    """Runs one test file under the project's settings, with or without CI set."""
+    """Run a test file under the project's settings, with or without CI set."""
     (folder / "tests").mkdir()
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
     shutil.copy(REPOSITORY / "tests/conftest.py", folder / "tests")
@@ -238,7 +237,7 @@ def test_skip_without_requires_fails_under_ci(tmp_path: Path, test: str) -> None
     (tmp_path / "desk").mkdir()
     passing = "\n\ndef test_b():\n    pass\n"
     other = run_pytest(tmp_path / "desk", test + passing, ci=False)
-    # A module that skips itself leaves nothing to run, which pytest reports as 5.
+    # A module that skips itself leaves nothing to run, and pytest reports this as 5.
     assert other.returncode in (0, 5), other.stdout
     result = run_pytest(tmp_path / "ci", test + passing, ci=True)
     assert result.returncode != 0, result.stdout
@@ -252,7 +251,7 @@ def test_pytest_passes_over_only_folders_that_a_target_names() -> None:
     patterns = settings["tool"]["pytest"]["ini_options"]["norecursedirs"]
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     for pattern in patterns:
-        if "/" in pattern:  # of a path
+        if "/" in pattern:  # a pattern of a path
             assert pattern in makefile, f"no target runs {pattern}"
     names = [pattern for pattern in patterns if "/" not in pattern]
     files = [file.relative_to(REPOSITORY) for file in REPOSITORY.glob("tests/**/test_*.py")]

@@ -1,4 +1,4 @@
-"""The stub of the compiled module, by which mypy checks callers, has the module's signatures."""
+"""The stub of the compiled module, for mypy, has the module's signatures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STUB = Path(__file__).resolve().parents[2] / "byteps/byteps/torch/c_lib.pyi"
 
 
 def _signatures(tree: ast.Module | ast.ClassDef, owner: str = "") -> dict[str, list[str]]:
-    """Arguments of each function, with = where they have a default; classes have none."""
+    """Get the arguments of each function, with = for a default; classes have none."""
     found: dict[str, list[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -35,7 +35,7 @@ def _compiled() -> dict[str, list[str]]:
         for name, value in vars(owner).items():
             if isinstance(value, type):
                 found[name] = []
-            # pybind11 writes each signature as Python would; Python's own methods have none.
+            # pybind11 writes each signature in Python syntax; Python's own methods have none.
             elif callable(value) and (match := re.match(rf"{name}\(.*", str(value.__doc__))):
                 tree = ast.parse(f"def {match[0]}: ...")
                 found |= _signatures(tree, prefix)

@@ -1,4 +1,4 @@
-"""Each wait says beside it what ends it, and its deadline (docs/design/reliability.md, rule 2)."""
+"""A comment at each wait names its end and its deadline (docs/design/reliability.md, rule 2)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WAIT_IN_PYTHON = re.compile(
     r"\b_?(process|started|ended|endings|thread|scheduler|store|condition|queue)\.(wait|join)\("
     r"|queue\.get\("
 )
-"""Processes, threads, stores and queues. A sum is waited for by the engine, which has its rules."""
+"""Processes, threads, stores and queues. The engine waits for sums, by rules of its own."""
 SAYS = re.compile(r"\b[Ee]nded by .+; deadline: \w")
 LINES_ABOVE = 4
-"""Over which the comment may stand: a call may take several lines."""
+"""Lines within which the comment may be above the wait: a call may take several lines."""
 
 
 def unexplained(source: str, wait: re.Pattern[str]) -> Iterator[int]:
-    """The numbers of lines that wait and do not say so."""
+    """Get the numbers of lines that wait without such a comment."""
     lines = source.splitlines()
     for index, line in enumerate(lines):
         if not wait.search(line) or re.match(r"\s*(//|#|\")", line):
@@ -41,7 +41,7 @@ def sources() -> list[tuple[Path, re.Pattern[str]]]:
     found = [
         (path, WAIT_IN_CPP)
         for path in sorted(CODE.rglob("*"))
-        # What the waits are made of, and the GPU of tests.
+        # Parts that waits are made of, and the fake GPU of tests.
         if path.suffix in (".h", ".cc") and path.name not in ("mutex.h", "fake.cc")
     ]
     for folder in (CODE, OVERLAY):

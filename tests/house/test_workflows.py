@@ -1,4 +1,4 @@
-"""The workflows of GitHub run what this repository has, with no more rights than they need."""
+"""The GitHub workflows match this repository, with no more rights than necessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script for DeepSpeed's ZeRO that knows nothing of byteps: torchrun ... SCRIPT STAGE OUT."""
+"""A script for DeepSpeed's ZeRO without BytePS code: torchrun ... SCRIPT STAGE OUT."""
 
 from __future__ import annotations
 

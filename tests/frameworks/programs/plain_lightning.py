@@ -1,4 +1,4 @@
-"""A script for Lightning that knows nothing of byteps: torchrun ... SCRIPT ddp|hsdp OUT."""
+"""A script for Lightning without BytePS code: torchrun ... SCRIPT ddp|hsdp OUT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTS = int(os.environ["WORLD_SIZE"]) // HOST_RANKS
 
 
 class Model(lightning.LightningModule):
-    """Two layers, trained to give back what they are given."""
+    """Two layers that learn the identity."""
 
     def __init__(self, sharded: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(lightning.LightningModule):
         self.sharded = sharded
 
     def configure_model(self) -> None:
-        """HSDP: parameters are sharded inside each host. Lightning calls it more than once."""
+        """Shard parameters inside each host (HSDP). Lightning calls this more than once."""
         if not self.sharded or isinstance(self.net[0].weight, torch.distributed.tensor.DTensor):
             return
         names = ("replicate", "shard")
@@ -40,17 +40,17 @@ class Model(lightning.LightningModule):
             fully_shard(layer, mesh=mesh)
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        """The loss of a batch."""
+        """Compute the loss of a batch."""
         (given,) = batch
         return (self.net(given) - given).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """As plain as can be."""
+        """Create a plain optimizer."""
         return torch.optim.SGD(self.parameters(), 0.5)
 
 
 class Remember(lightning.Callback):
-    """Keeps what the model is before the first step."""
+    """Stores the parameters before the first step."""
 
     before: list[torch.Tensor]
 

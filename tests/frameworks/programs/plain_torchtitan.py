@@ -1,8 +1,8 @@
-"""torchtitan's debug model, with nothing of byteps: torchrun ... SCRIPT ddp|hsdp OUT.
+"""torchtitan's debug model without BytePS code: torchrun ... SCRIPT ddp|hsdp OUT.
 
-Its Trainer wants a GPU: ``Trainer.__init__`` calls ``device_module.set_device``, which is that of
-CUDA wherever there is no accelerator (``torchtitan.tools.utils.get_device_info``), and later asks
-for the device's memory. So this does what it does, with its functions, on the CPU.
+torchtitan's Trainer requires a GPU: ``Trainer.__init__`` calls ``device_module.set_device``, and
+without an accelerator this is CUDA's (``torchtitan.tools.utils.get_device_info``); later it queries
+the device memory. This script does the Trainer's work on the CPU with the same functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.frameworks.programs.saved import save, values
 
-# Its modules ask when they are imported, and take CUDA where there is nothing.
+# torchtitan's modules query the device at import, and choose CUDA if there is none.
 torch._utils._get_available_device_type = lambda: "cpu"
 
 from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
@@ -76,7 +76,7 @@ def main() -> None:
         tokens = torch.randint(model_args.vocab_size, (2, LENGTH + 1))
         optimizers.zero_grad()
         loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
-        # torchtitan has FSDP add gradients, and divides the loss.
+        # torchtitan makes FSDP add gradients, and divides the loss.
         (loss / size if kind == "hsdp" else loss).backward()
         dist_utils.clip_grad_norm_(list(model.parameters()), config.training.max_norm)
         optimizers.step()

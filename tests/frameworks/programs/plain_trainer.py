@@ -1,4 +1,4 @@
-"""A script for transformers' Trainer that knows nothing of byteps: torchrun ... SCRIPT OUT."""
+"""A script for transformers' Trainer without BytePS code: torchrun ... SCRIPT OUT."""
 
 from __future__ import annotations
 

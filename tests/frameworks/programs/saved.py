@@ -1,4 +1,4 @@
-"""What the programs of this folder write, as any script would: parameters before and after."""
+"""Output of this folder's programs: parameters before and after training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 
 def values(parameters: Iterable[Any]) -> list[torch.Tensor]:
-    """Copies of whole parameters; all ranks call this where they are sharded."""
+    """Copy whole parameters; if they are sharded, all ranks must call this."""
     whole = (getattr(each, "full_tensor", lambda each=each: each)() for each in parameters)
     return [each.detach().float().clone() for each in whole]
 
 
 def save(before: list[torch.Tensor], after: list[torch.Tensor], path: str, steps: int) -> None:
-    """Write them, by rank 0."""
+    """Write the parameters on rank 0."""
     if dist.get_rank() == 0:
         torch.save({"before": before, "after": after, "steps": steps}, Path(path))
