@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cluster import END_S, REPOSITORY, Cluster, stop, wait_all
+from tests.multiproc.cluster import (
+    END_S,
+    REPOSITORY,
+    Cluster,
+    stop,
+    wait_all,
+    wait_for_file,
+)
 from tests.multiproc.programs.lifecycle import ROUNDS
 
 WORKER_STAGES = ["queue", "push", "server", "pull queue", "pull"]
@@ -167,6 +174,26 @@ def test_steps_and_limit(
         assert worker.dropped == 1
     (server,) = timelines(run_dir, "server")
     assert (len(server.rows), server.dropped) == (3, WORKERS * len(PARTITIONS) - 3)
+
+
+def test_it_is_written_after_the_last_round(
+    make_cluster: Callable[..., Cluster], run_dir: Path
+) -> None:
+    """Processes that are killed later, as actors of Ray are, lose nothing of it."""
+    env = settings(run_dir, BYTEPS_TRACE_STEPS="0-1")
+    cluster = make_cluster(workers=WORKERS, env=env)
+    cluster.start("lifecycle:known")
+    folder = run_dir / "timelines" / "new"
+    for name in ("worker-0", "worker-1", "server-0"):
+        wait_for_file(folder / f"byteps-{name}.json", END_S, cluster.everyone())
+    for process in cluster.workers.values():
+        process.kill()
+    wanted = Counter((*partition, round_) for partition in PARTITIONS for round_ in (0, 1))
+    for rank, worker in enumerate(timelines(run_dir, "worker")):
+        assert Counter(row.identity[:3] for row in worker.rows) == wanted, rank
+        assert all(row.stages == WORKER_STAGES for row in worker.rows)
+    (server,) = timelines(run_dir, "server")
+    assert len(server.rows) == WORKERS * len(PARTITIONS) * 2
 
 
 def test_names_are_escaped(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:

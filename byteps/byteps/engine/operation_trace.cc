@@ -20,6 +20,7 @@ constexpr auto kPatience = std::chrono::seconds(1);
 OperationTrace::OperationTrace(std::unique_ptr<Tracer> tracer, int rank)
     : tracer_(std::move(tracer)), rank_(rank) {
   if (!tracer_) return;
+  tracer_->Begin(Role::kWorker, rank);
   to_host_.name = "copies from the GPU";
   to_device_.name = "copies to the GPU";
 }
@@ -101,7 +102,7 @@ void OperationTrace::Write() {
     // Ended by the last slice; deadline: kPatience.
     cond_.WaitFor(&mu_, kPatience, [this]() PS_REQUIRES(mu_) { return expected_ == 0; });
   }
-  tracer_->Write(Role::kWorker, rank_);
+  tracer_->End();
 }
 
 }  // namespace core

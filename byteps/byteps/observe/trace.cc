@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -16,6 +17,9 @@
 namespace byteps {
 namespace core {
 namespace {
+
+// Time without additions after which the last round is complete.
+constexpr auto kQuiet = std::chrono::seconds(1);
 
 int64_t RealMinusSteady() {
   int64_t difference = 0;
@@ -158,6 +162,19 @@ Tracer::Tracer(const Config& config)
   }
 }
 
+Tracer::~Tracer() { End(); }
+
+void Tracer::Begin(Role role, int rank) {
+  ps::MutexLock lock(&mu_);
+  role_ = role;
+  rank_ = rank;
+  if (thread_.joinable() || ended_) return;
+  thread_ = std::thread([this] {
+    NameThisThread("timeline");
+    Run();
+  });
+}
+
 int Tracer::AddThread(const std::string& name) {
   ps::MutexLock lock(&mu_);
   threads_.push_back(name);
@@ -174,6 +191,10 @@ void Tracer::AddRow(const TracedPartition& partition, int64_t begin,
     if (row.failed) break;
   }
   ps::MutexLock lock(&mu_);
+  if (!has_last_ && partition.round == last_round_) {
+    has_last_ = true;
+    cond_.NotifyAll();
+  }
   if (rows_.size() < limit_) {
     rows_.push_back(std::move(row));
   } else {
@@ -188,9 +209,9 @@ void Tracer::AddSlice(const TracedPartition& partition, int thread, const char* 
   if (slices_.size() < limit_) slices_.push_back(slice);
 }
 
-std::string Tracer::Json(Role role, int rank) const {
-  EventWriter events(role, rank, real_minus_steady_);
-  events.Name("process_name", 0, std::string(NameOf(role)) + " " + std::to_string(rank));
+std::string Tracer::Json() const {
+  EventWriter events(role_, rank_, real_minus_steady_);
+  events.Name("process_name", 0, std::string(NameOf(role_)) + " " + std::to_string(rank_));
   for (size_t i = 0; i < threads_.size(); ++i) {
     events.Name("thread_name", static_cast<int>(i) + 1, threads_[i]);
   }
@@ -217,18 +238,45 @@ std::string Tracer::Json(Role role, int rank) const {
          std::to_string(dropped_) + "},\"traceEvents\":[\n" + events.TakeEvents() + "\n]}\n";
 }
 
-void Tracer::Write(Role role, int rank) {
-  static int written_before = 0;  // by this process; its jobs end one after another
+void Tracer::Run() {
   ps::MutexLock lock(&mu_);
-  if (written_) return;
-  written_ = true;
-  const int number = ++written_before;
-  const std::string path = folder_ + "/byteps-" + NameOf(role) + "-" + std::to_string(rank) +
-                           (number > 1 ? "." + std::to_string(number) : "") + ".json";
-  if (!WriteFile(path, Json(role, rank))) {
-    BPS_LOG(ERROR) << "cannot write the timeline to " << path << " (BYTEPS_TRACE_DIR)";
+  // Ended by the last round or by End; deadline: none, an idle thread's.
+  cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return ended_ || has_last_; });
+  size_t before = 0;
+  while (!ended_) {
+    const size_t now = rows_.size() + slices_.size() + dropped_;
+    if (now == before) Write();
+    before = now;
+    // Ended by End; deadline: the next look.
+    cond_.WaitFor(&mu_, kQuiet, [this]() PS_REQUIRES(mu_) { return ended_; });
+  }
+}
+
+void Tracer::End() {
+  {
+    ps::MutexLock lock(&mu_);
+    if (!ended_ && rank_ >= 0) Write();
+    ended_ = true;
+  }
+  cond_.NotifyAll();
+  // Ended by the end of its thread, which was told; deadline: none.
+  if (thread_.joinable()) thread_.join();
+}
+
+void Tracer::Write() {
+  static int written_before = 0;  // by this process; its jobs end one after another
+  const size_t recorded = rows_.size() + slices_.size() + dropped_;
+  if (!path_.empty() && in_file_ == recorded) return;
+  if (path_.empty()) {
+    const int number = ++written_before;
+    path_ = folder_ + "/byteps-" + NameOf(role_) + "-" + std::to_string(rank_) +
+            (number > 1 ? "." + std::to_string(number) : "") + ".json";
+  }
+  in_file_ = recorded;
+  if (!WriteFile(path_, Json())) {
+    BPS_LOG(ERROR) << "cannot write the timeline to " << path_ << " (BYTEPS_TRACE_DIR)";
   } else if (dropped_ > 0) {
-    BPS_LOG(WARNING) << "the timeline " << path << " lacks the last " << dropped_
+    BPS_LOG(WARNING) << "the timeline " << path_ << " lacks the last " << dropped_
                      << " partitions, as it holds " << limit_
                      << ": choose fewer rounds (BYTEPS_TRACE_STEPS)";
   }

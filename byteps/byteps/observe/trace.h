@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "byteps/base/config.h"
@@ -39,11 +40,16 @@ struct TraceStage {
 enum class TraceArrow : char { kNone = 0, kBegins = 's', kPasses = 't', kEnds = 'f' };
 
 // Keeps the first BYTEPS_TRACE_LIMIT (internal) rows and as many slices, and counts the others.
-// Thread-safe.
+// Writes its file when the process leaves the job, and earlier once the last round is recorded:
+// a process that is killed never leaves. Thread-safe.
 class Tracer {
  public:
   // Returns null if BYTEPS_TRACE_ON is 0. Throws UsageError if BYTEPS_TRACE_DIR cannot be made.
   static std::unique_ptr<Tracer> Make(const Config& config);
+  ~Tracer();
+
+  // Sets whose timeline this is, and starts the thread that writes it after the last round.
+  void Begin(Role role, int rank);
 
   // Returns whether to trace this round of a tensor.
   bool Wants(uint32_t round) const { return round >= first_round_ && round <= last_round_; }
@@ -61,8 +67,9 @@ class Tracer {
                 TraceArrow arrow);
 
   // Writes byteps-ROLE-RANK.json; later additions are lost. Files of earlier jobs of this process
-  // are kept: the next names end in .2.json, and so on. A failure is logged.
-  void Write(Role role, int rank);
+  // are kept: the next names end in .2.json, and so on. A failure is logged. Does nothing before
+  // Begin.
+  void End();
 
  private:
   struct Row {
@@ -83,7 +90,12 @@ class Tracer {
 
   explicit Tracer(const Config& config);
 
-  std::string Json(Role role, int rank) const PS_REQUIRES(mu_);
+  // Body of the thread: writes the file once a second has passed without additions after the last
+  // round.
+  void Run();
+  std::string Json() const PS_REQUIRES(mu_);
+  // Writes the file, unless nothing was added since the last time.
+  void Write() PS_REQUIRES(mu_);
 
   const std::string folder_;
   const uint32_t first_round_;
@@ -92,7 +104,14 @@ class Tracer {
   const int64_t real_minus_steady_;  // in ns
 
   ps::Mutex mu_;
-  bool written_ PS_GUARDED_BY(mu_) = false;
+  ps::CondVar cond_;  // signals has_last_ and ended_
+  std::thread thread_;
+  Role role_ PS_GUARDED_BY(mu_) = Role::kWorker;
+  int rank_ PS_GUARDED_BY(mu_) = -1;  // less than 0: before Begin
+  bool ended_ PS_GUARDED_BY(mu_) = false;
+  bool has_last_ PS_GUARDED_BY(mu_) = false;  // a partition of the last round is recorded
+  std::string path_ PS_GUARDED_BY(mu_);       // empty: nothing is written yet
+  size_t in_file_ PS_GUARDED_BY(mu_) = 0;     // number of additions when it was written
   uint64_t dropped_ PS_GUARDED_BY(mu_) = 0;
   std::vector<std::string> threads_ PS_GUARDED_BY(mu_);
   std::vector<Row> rows_ PS_GUARDED_BY(mu_);

@@ -63,7 +63,7 @@ SumServer::~SumServer() {
     if (!partition) continue;
     for (const Round& round : partition->rounds) context_.TraceRound(*partition, round, false);
   }
-  context_.tracer->Write(Role::kServer, rank_);
+  context_.tracer->End();
 }
 
 std::vector<Metric> SumServer::Metrics() {
@@ -101,6 +101,7 @@ std::string SumServer::Report() {
 
 void SumServer::SetRank(int rank) {
   rank_ = rank;
+  if (context_.tracer) context_.tracer->Begin(Role::kServer, rank);
   losses_->OnJoined();
 }
 
