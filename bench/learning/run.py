@@ -46,6 +46,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--tokens", type=Path, default=ROOT / "build/learning/corpus", help="of tokens.py")
+    add("--packs", type=int, default=2, help="training packs that are read (default: 2)")
     add("--out", type=Path, default=ROOT / "build/learning/runs", help="results")
     add("--wires", default=",".join(RECIPES), help="default: %(default)s")
     add("--seeds", type=int, default=8, help="default: 8")
@@ -93,7 +94,7 @@ def wanted(options: argparse.Namespace) -> list[Run]:
 def trainer_of(options: argparse.Namespace, how: How) -> Trainer:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    corpus = Corpus(options.tokens, options.size, device)
+    corpus = Corpus(options.tokens, options.packs, options.size, device)
     return Trainer(corpus, options.size, options.schedule, how, device)
 
 

@@ -49,12 +49,10 @@ class How:
 class Corpus:
     """Tokens on the device: whole sequences, each with the first token of the next."""
 
-    def __init__(self, folder: Path, size: Size, device: torch.device) -> None:
-        """`folder` has the output of bench/learning/tokens.py."""
-        packs = sorted(folder.glob("train-*.tokens"))
-        if not packs:
-            raise FileNotFoundError(f"{folder} has no train-*.tokens: bench/learning/tokens.py")
-        parts = [np.fromfile(pack, dtype=np.uint16) for pack in packs]
+    def __init__(self, folder: Path, packs: int, size: Size, device: torch.device) -> None:
+        """Reads the first `packs` training packs of `folder`, which tokens.py wrote."""
+        paths = [folder / f"train-{pack}.tokens" for pack in range(packs)]
+        parts = [np.fromfile(path, dtype=np.uint16) for path in paths]
         self.train = self._sequences(np.concatenate(parts), size, device)
         held_out = np.fromfile(folder / "held-out.tokens", dtype=np.uint16)
         self.held_out = self._sequences(held_out, size, device)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 MEASURED = {
-    ("int8", False): "-9.2..+4.9 % (3 seeds)",
-    ("int4", False): "+0.46 ±0.16 % (1 seed)",
-    ("int8", True): "-1.84..+1.46 % (3 seeds)",
+    ("int8", False): "-0.33..+0.33 % (8 seeds)",
+    ("int4", False): "-0.23..+0.29 % (8 seeds)",
+    ("int8", True): "-0.21..+0.08 % (8 seeds)",
+    ("int4", True): "-0.25..+0.32 % (8 seeds)",
 }
 """By the type in which gradients travel, and whether servers keep the optimizer: the difference of
 the loss from bf16's, as an interval of 95 %."""

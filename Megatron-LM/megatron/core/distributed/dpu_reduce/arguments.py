@@ -28,7 +28,6 @@ PRESETS = {
         "dpu_reduce_wire_dtype": "int8",
         "dpu_optimizer": True,
         "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
     },
 }
 """Presets: arguments that stand for several others."""
@@ -50,8 +49,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         choices=PRESETS,
         default=None,
         help="own-hosts: what gains most without another machine, --use-dpu-reduce "
-        "--dpu-reduce-wire-dtype int8 --dpu-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather. Another --dpu-reduce-wire-dtype wins.",
+        "--dpu-reduce-wire-dtype int8 --dpu-optimizer --overlap-grad-reduce. Another "
+        "--dpu-reduce-wire-dtype wins.",
     )
     group.add_argument(
         "--dpu-reduce-wire-dtype",
