@@ -1,5 +1,6 @@
-"""Hugging Face to Megatron and back: in every layout, whole and by adapters, by the training
-script, and under Ray.
+"""Hugging Face to Megatron and back: in every layout, fully and by adapters.
+
+Also by the training script, and under Ray.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def test_layout(layout: Layout, lora: bool, run_dir: Path, models: Path, data: l
     assert (outcome.trained < 0.5) == lora
 
 
-# Adapters: what is trained, what is sent, and recomputed layers.
+# Adapters: trained parameters, sent bytes, and recomputed layers.
 
 
 PLAIN, RECOMPUTED = named(LAYOUTS, ["dp2", "dp2-recompute"])
@@ -75,7 +76,7 @@ def test_frozen_parameters_never_reach_byteps(run_dir: Path, models: Path, data:
     assert elements == seen.trained < sum(value.numel() for value in parameters.values()) / 2
     # Four layers with four adapters each, of two matrices.
     assert len(adapters) == 4 * 4 * 2
-    # The engine counts what it sends: 4 bytes an element of adapters in a step, and no more.
+    # The engine counts its bytes: 4 per element of the adapters in a step, and no more.
     assert seen.training.pushed_bytes == 4 * elements * STEPS
     assert seen.training.pulled_bytes == 4 * elements * STEPS
 
@@ -87,8 +88,8 @@ def test_recomputed_layers_give_adapters_their_gradients(
     recomputed = _seen(RECOMPUTED, run_dir, models, data, "recomputed")
     assert not recomputed.without_gradient
     assert [s.loss for s in recomputed.training.steps] == [s.loss for s in plain.training.steps]
-    # The failure that this guards against: the input of a recomputed layer is frozen, so that
-    # autograd never asks the layer for its gradients.
+    # The failure that this test guards against: the input of a recomputed layer is frozen, so that
+    # autograd never requests the layer's gradients.
     unmended = _seen(RECOMPUTED, run_dir, models, data, "unmended", mended=False)
     assert len(unmended.without_gradient) == 4 * 4 * 2
 
@@ -116,7 +117,7 @@ def test_what_contradicts_the_model_is_refused(
         assert message in job.logs()
 
 
-# Flags that are refused, with what to do instead.
+# Flags that are refused, with advice.
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ TEXT = "".join(f"{n} and {n + 1} make {2 * n + 1}.\n" for n in range(400))
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A tiny Llama with a tokenizer of its own."""
+    """A tiny Llama with its own tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -209,7 +210,7 @@ def test_text_becomes_the_models_tokens(model: Path, tmp_path: Path) -> None:
     source.write_text("7 and 8 make 15.\nGrüße\n")
     tokens = tokens_of(model)
     dataset = prepare([source], tmp_path / "out", 1000, tokens)
-    reader = IndexedDataset(str(dataset.prefix))  # owns the memory of what it returns
+    reader = IndexedDataset(str(dataset.prefix))  # owns the memory of its results
     stored = reader[0].tolist()
     assert (
         stored[-1] == tokens.end == json.loads((model / "config.json").read_text())["eos_token_id"]
@@ -226,7 +227,7 @@ def test_text_becomes_the_models_tokens(model: Path, tmp_path: Path) -> None:
         tokens_of(model)
 
 
-# Four processes import everything anew, which a busy machine makes minutes of.
+# Four processes import everything again, and this takes minutes on a busy machine.
 @pytest.mark.timeout(LIMIT_S + 100)
 def test_trains_adapters_and_shows_what_they_did(model: Path, run_dir: Path) -> None:
     source = run_dir / "sums.txt"
@@ -246,7 +247,7 @@ def test_trains_adapters_and_shows_what_they_did(model: Path, run_dir: Path) -> 
     written = out / "byteps" / "model"
     before, after = tensors(model), tensors(written)
     changed = [name for name in before if not before[name].equal(after[name])]
-    # Adapters lie on the linear layers: embeddings and norms are as they were.
+    # Adapters are on the linear layers: embeddings and norms are unchanged.
     assert changed and all(name.endswith("_proj.weight") for name in changed)
     assert (written / "tokenizer.json").is_file()
     assert (written / "adapter" / "adapter_config.json").is_file()
@@ -260,7 +261,7 @@ _THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-backend", "flat")
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """Of the pool: two ranks and a spare."""
+    """Settings of the pool: two ranks and a spare."""
     preload = preload_for(["--hf-model", "any"])
     return pool_settings(tmp_path_factory.mktemp("pool"), spares=1, preload=preload)
 
@@ -299,7 +300,7 @@ def test_a_job_with_adapters_survives_a_lost_rank(
     runner = Runner(pool, settings, run_dir / "jobs")
     outcome, whole = runner.run("lost", case), runner.uninterrupted(case)
     assert problems(case, outcome, whole) == []
-    # What was written is what would have been without the loss, and not what was read.
+    # The written model is the same as without the loss, and differs from the original.
     written, wanted = outcome.folder / "model", whole.folder / "model"
     assert same(written, wanted) and same(written / ADAPTER, wanted / ADAPTER)
     assert not same(written, model)

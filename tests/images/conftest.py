@@ -1,4 +1,4 @@
-"""What is built once for all of these tests: bases, images, wheels."""
+"""Fixtures that are built once for all image tests: bases, images, wheels."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tests.multiproc.conftest import nursery
 __all__ = ["nursery"]
 
 SUITE, PYTHON = "trixie", "3.13"
-"""The Debian of workers, and its Python."""
+"""Debian release of workers, and its Python."""
 
 
 def pytest_configure() -> None:
-    # Now, while pytest has not taken it.
+    # Done here, before pytest captures stderr.
     containers.screen = os.fdopen(os.dup(2), "w")
 
 
 @pytest.fixture(scope="session")
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
-    """One session at a time: the images' names are the same for all."""
+    """Runs buildah in a single session at a time, because all sessions use the same image names."""
     (CACHE / "images").mkdir(parents=True, exist_ok=True)
     with (CACHE / "images/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = Buildah(folder=tmp_path_factory.mktemp("buildah"))
-        # What a run that was stopped left.
+        # Remove containers of a stopped run.
         made("rm", "--all")
         yield made
-        # What earlier versions of the images left, and nothing that these stand on. An image that a
-        # container of a stopped run still uses stays.
+        # Remove images that earlier versions left and that no current image uses. An image with a
+        # container of a stopped run stays.
         subprocess.run(
             ["buildah", "rmi", "--prune"], env={**os.environ, **made.env}, capture_output=True
         )
@@ -49,12 +49,12 @@ def emulator() -> None:
 
 @pytest.fixture(scope="session")
 def server_image(buildah: Buildah, emulator: None) -> Callable[[str], str]:
-    """Builds the server's image for a platform, by scripts/images.sh; gives its name."""
+    """Builds the server's image for a platform with scripts/images.sh, and returns its name."""
     made: dict[str, str] = {}
 
     def build(platform: str) -> str:
         if platform not in made:
-            # Of x86-64 there are tests of the wheel too, with which its server comes.
+            # On x86-64 the wheel is tested too, and the server comes with it.
             machine = {"linux/amd64": ["x86_64"], "linux/arm64": ["aarch64", "--server-only"]}
             run(ROOT / "scripts/wheel.sh", "--arch", *machine[platform])
             arch = platform.removeprefix("linux/")
@@ -96,7 +96,7 @@ def worker_image(buildah: Buildah, wheel_for: Callable[[str], Path]) -> str:
 
 @pytest.fixture(scope="session")
 def ray_image(buildah: Buildah, wheel_for: Callable[[str], Path]) -> str:
-    """The same for jobs under Ray."""
+    """The workers' image for jobs under Ray."""
     _worker(buildah, wheel_for, "--with", "ray")
     return f"megatron-byteps-worker-ray:{TAG}"
 

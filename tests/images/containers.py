@@ -1,8 +1,8 @@
 """Images and containers without a Docker engine: buildah builds them, podman runs compose files.
 
-buildah builds in a chroot, on bases made out of Debian's packages; arm64 runs on an emulated
-CPU. podman's containers get namespaces of their own, with everything that podman sets up on a
-network, so that nothing of them is left when the test is over.
+buildah builds in a chroot, on bases made from Debian packages; arm64 runs on an emulated CPU.
+podman's containers get their own namespaces, including the network, so that nothing is left after
+the test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts import progress
 ROOT = Path(__file__).resolve().parents[2]
 
 screen: TextIO | None = None
-"""Where those who wait see how far it is: pytest keeps the error output while a test runs."""
+"""Stream for progress messages: pytest captures stderr while a test runs."""
 CACHE = Path(
     os.environ.get("MEGATRON_BYTEPS_CACHE")
     or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megatron-byteps")
@@ -44,7 +44,7 @@ _HYBRID = Path("/sys/fs/cgroup/unified")
 
 
 def run(*command: str | Path, timeout_s: float = 3000, env: Mapping[str, str] | None = None) -> str:
-    """What the command prints; the assertion that it succeeds shows all of it."""
+    """Run a command and get its output; the assertion of its success shows all of it."""
     words = [Path(command[0]).name, *map(str, command[1:])]
     with tempfile.TemporaryDirectory() as folder, Path(folder, "out").open("w+b") as out:
         log = Path(folder, "errors")
@@ -61,16 +61,16 @@ def run(*command: str | Path, timeout_s: float = 3000, env: Mapping[str, str] | 
 
 
 def let_arm64_run() -> None:
-    """The kernel starts arm64 programs under qemu from now on, in a container too."""
+    """Make the kernel run arm64 programs under qemu from now on, in containers too."""
     if not (_BINFMT / "register").exists():
         run("mount", "-t", "binfmt_misc", "binfmt_misc", _BINFMT)
     if not (_BINFMT / "qemu-aarch64").exists():
-        # Bytes that are escaped there: the kernel reads the escapes itself.
+        # The bytes contain escapes, which the kernel decodes itself.
         (_BINFMT / "register").write_text(_EMULATOR.read_text().strip())
 
 
 def python_of(version: str) -> Path:
-    """An interpreter of this machine, by its version: "3.13"."""
+    """Find an interpreter of this machine by its version, such as "3.13"."""
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return Path(sys.executable)
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
@@ -89,14 +89,14 @@ def python_of(version: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Buildah:
-    """Images, in storage that outlives the tests: a step built before is not built again."""
+    """Images, in storage that survives the tests: steps that are already built are not repeated."""
 
     folder: Path
-    """For settings and what is no use later."""
+    """Folder for settings and temporary files."""
 
     @property
     def env(self) -> dict[str, str]:
-        # Where buildah keeps what a build's steps download: it takes uv's own for granted.
+        # Downloads of a build's steps; buildah assumes that uv's folder exists.
         downloads = self.folder / "buildah-cache"
         if not downloads.exists():
             downloads.mkdir()
@@ -121,12 +121,12 @@ class Buildah:
         return run("buildah", *arguments, env=self.env)
 
     def base(self, suite: str, arch: str, *packages: str) -> str:
-        """The name of an image of a small Debian with these packages."""
+        """Get the name of an image of a small Debian with these packages."""
         script = ROOT / "tests/images/bases.sh"
         return run(script, suite, arch, CACHE / "images", *packages, env=self.env).strip()
 
     def image(self, *arguments: str, **env: str) -> None:
-        """Runs scripts/images.sh."""
+        """Run scripts/images.sh."""
         run(ROOT / "scripts/images.sh", *arguments, env={**self.env, **env})
 
     @contextmanager
@@ -138,19 +138,20 @@ class Buildah:
             self("rm", name)
 
     def size(self, image: str) -> int:
-        """Bytes of the image's files, without compression."""
+        """Get the bytes of the image's files, uncompressed."""
         listed: list[dict[str, Any]] = json.loads(self("images", "--json", image))
         number, unit = listed[0]["size"].split()
         return int(float(number) * {"KB": 1e3, "MB": 1e6, "GB": 1e9}[unit])
 
 
 class Podman:
-    """podman in namespaces of its own: mounts, network and processes, which end with it."""
+    """podman in its own namespaces: mounts, network and processes, which end with it."""
 
     def __init__(self, folder: Path, storage_conf: Path) -> None:
         self.folder = folder
         config = folder / "containers.conf"
-        # No control groups, which need rights to /sys/fs/cgroup; no limits above this process's.
+        # Without control groups, which need rights to /sys/fs/cgroup, and without limits above this
+        # process's.
         config.write_text(f"""
 [containers]
 cgroups = "disabled"
@@ -167,7 +168,7 @@ network_backend = "netavark"
 network_config_dir = "{folder}/networks"
 """)
         self.env = {"CONTAINERS_CONF": str(config), "CONTAINERS_STORAGE_CONF": str(storage_conf)}
-        # crun knows one kind of control groups or the other, not both at once.
+        # crun supports either version of control groups, not both at once.
         ready = folder / "ready"
         prepare = f"ip link set lo up; ! mountpoint -q {_HYBRID} || umount {_HYBRID}; : >{ready};"
         self._init = subprocess.Popen(
@@ -186,7 +187,7 @@ network_config_dir = "{folder}/networks"
         return {**os.environ, **self.env}
 
     def command(self, *arguments: str | Path) -> list[str]:
-        """The command line that runs another inside."""
+        """Make the command line that runs another command inside."""
         children = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children")
         first = children.read_text().split()[0]
         enter = ["nsenter", "--target", first, "--mount", "--net", "--pid"]
@@ -203,11 +204,11 @@ network_config_dir = "{folder}/networks"
         self._init.wait()
 
 
-# What an executable or library needs of the machine it is taken to.
+# Requirements of an executable or library on its machine.
 
 
 OLDEST_GLIBC = (2, 34)
-"""Of the wheels' tag, manylinux_2_34: Debian 12, Ubuntu 22.04, RHEL 9."""
+"""Version in the wheels' tag, manylinux_2_34: Debian 12, Ubuntu 22.04, RHEL 9."""
 EVERYWHERE = {"libc.so.6", "libm.so.6", "libgcc_s.so.1"}
 """Libraries that every machine with that C library has."""
 MACHINES = {62: "x86_64", 183: "aarch64"}
@@ -218,7 +219,7 @@ class Needs:
     machine: str
     libraries: set[str]
     glibc: tuple[int, ...]
-    """The newest version that a symbol asks for."""
+    """Newest version that a symbol requires."""
 
     def demand_portable(self) -> None:
         loaders = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
@@ -229,7 +230,7 @@ class Needs:
 def needs(file: Path) -> Needs:
     header = file.read_bytes()[:20]
     assert header[:4] == b"\x7fELF", file
-    # Wide: a version that is cut off would be taken for an older one.
+    # Wide output: a truncated version would look like an older version.
     said = subprocess.run(
         ["readelf", "--wide", "--dynamic", "--version-info", file],
         capture_output=True, text=True, check=True,

@@ -1,7 +1,7 @@
-"""A worker without torch: sums plain memory by the wheel's module, and checks every value.
+"""A worker without torch: sums plain memory with the wheel's module, and checks every value.
 
-For CPUs on which torch is too slow to be imported. Arguments: bytes of the largest tensor.
-Exits with 1 and the first wrong value.
+For CPUs on which the import of torch is too slow. Arguments: bytes of the largest tensor. Exits
+with 1 and the first wrong value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDS = 3
 
 
 def _bfloat16(values: list[int]) -> bytes:
-    """The upper halves of fp32 values, which small whole numbers fit in."""
+    """Take the upper halves of fp32 values, which are exact for small integers."""
     words = struct.unpack(f"<{len(values)}I", struct.pack(f"<{len(values)}f", *values))
     return struct.pack(f"<{len(values)}H", *(word >> 16 for word in words))
 
@@ -42,11 +42,11 @@ DTYPES: dict[str, tuple[int, Callable[[list[int]], bytes]]] = {
     "int32": (4, _packed("i")),
     "int64": (8, _packed("q")),
 }
-"""Bytes of an element, and how values are written."""
+"""Bytes of an element, and the conversion of values."""
 
 
 def load() -> ModuleType:
-    """The engine's module, found as Python finds it, without its package, which imports torch."""
+    """Load the engine's module from Python's path without its package, which imports torch."""
     assert byteps.__file__ is not None
     folder = Path(byteps.__file__).parent / "torch"
     spec = importlib.machinery.PathFinder.find_spec("c_lib", [str(folder)])
@@ -57,7 +57,7 @@ def load() -> ModuleType:
 
 
 def value(rank: int, index: int, round_: int, seed: int) -> int:
-    """Small, so that sums over a few ranks are exact in every type."""
+    """Compute a small value, so that sums over a few ranks are exact in every dtype."""
     return (index * 7 + rank * 5 + round_ * 3 + seed) % 29
 
 

@@ -1,4 +1,4 @@
-"""Images for both platforms, a job from the compose file, and the wheels, where nothing else is."""
+"""Images for both platforms, a job from the compose file, and the wheels on a minimal system."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.multiproc.cluster import Cluster, Nursery, Spawned, wait_all
 PLATFORMS = ("linux/amd64", "linux/arm64")
 LARGEST = 120_000_000
 ADDITIONS = {"linux/amd64": "x86-64-v", "linux/arm64": "armv8-a"}
-"""The fast paths of sums, one of which each CPU has."""
+"""Fast paths of sums; each CPU has one of them."""
 
 
 @pytest.fixture(params=PLATFORMS)
@@ -83,7 +83,7 @@ def test_what_it_can_do(platform: str, container: str, buildah: Buildah) -> None
 
 
 class ImageCluster(Cluster):
-    """Servers in containers, on this machine's network; all else is this machine's."""
+    """Servers in containers on this machine's network; everything else runs on this machine."""
 
     container: str
     buildah: Buildah
@@ -95,7 +95,7 @@ class ImageCluster(Cluster):
         for name in env:
             if name.startswith(("DMLC_", "BYTEPS_")):
                 command += ["--env", f"{name}={env[name]}"]
-        # One socket for each: they share the container's files.
+        # A socket for each server, because they share the container's files.
         command += ["--env", f"BYTEPS_HEALTH_SOCKET=/run/byteps/{number}.sock"]
         command += [self.container, "--", "byteps-server", "--role", "server"]
         server = Spawned(f"server {number}", command, {**env, **self.buildah.env}, self.folder)
@@ -129,7 +129,7 @@ def test_a_worker_for_ray(ray_image: str, buildah: Buildah) -> None:
         assert said.startswith("usage: ")
 
 
-# docker/compose.yaml, as it is: a scheduler, two servers, and two workers that train.
+# docker/compose.yaml unchanged: a scheduler, two servers, and two workers that train.
 
 
 NODES = ("scheduler", "server-0", "server-1")
@@ -140,7 +140,7 @@ LATEST_S = 1800.0
 
 @pytest.fixture(scope="module")
 def compose() -> list[str | Path]:
-    """The command that runs docker/compose.yaml."""
+    """Get the command that runs docker/compose.yaml."""
     install = f"source {ROOT}/scripts/lib/system.sh; install_ship_tools {ROOT}"
     run("bash", "-euo", "pipefail", "-c", install)
     docker = ROOT / "docker"
@@ -169,7 +169,7 @@ def test_it_trains(
     server_image("linux/amd64")
 
     def healthy(node: str) -> bool:
-        """What the image's health check says, which Docker runs by itself."""
+        """Run the image's health check, which Docker runs by itself."""
         check = podman.command("podman", "healthcheck", "run", container_of(node))
         return subprocess.run(check, env=podman.full_env, capture_output=True).returncode == 0
 
@@ -177,7 +177,7 @@ def test_it_trains(
         return json.loads(podman("inspect", *map(container_of, (*NODES, *WORKERS))))
 
     try:
-        # They wait for their workers as long as it takes.
+        # They wait for their workers without a limit.
         podman.run(*compose, "up", "--detach", *NODES)
         deadline = time.monotonic() + LATEST_S
         while not all(healthy(node) for node in NODES):
@@ -193,7 +193,7 @@ def test_it_trains(
         told = inspected()
         ended = {one["Name"]: one["State"]["ExitCode"] for one in told}
         assert set(ended.values()) == {0}, ended
-        # What compose.yaml asks for is what the containers had.
+        # The containers have the restrictions of compose.yaml.
         for one in told:
             assert one["EffectiveCaps"] in (None, []), one["Name"]
             assert one["Config"]["User"] == "10001:10001", one["Name"]
@@ -206,10 +206,10 @@ def test_it_trains(
         podman.run(*compose, "down", "--timeout", "5")
 
 
-# The wheels that are shipped: what they need, what is in them, and that they work installed.
+# The shipped wheels: their requirements, their contents, and a test after installation.
 
 
-# One worker, in embedded mode: the wheel's own scheduler and server.
+# A single worker in embedded mode: the wheel's own scheduler and server.
 PROGRAM = """
 import torch, byteps.torch as bps
 bps.init()
@@ -222,7 +222,7 @@ print("summed by", bps.__file__)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For this machine and Python."""
+    """A wheel for this machine and Python."""
     folder = tmp_path_factory.mktemp("wheel")
     run(ROOT / "scripts/wheel.sh", "--arch", os.uname().machine, "--out", folder)
     (made,) = folder.glob("byteps-*.whl")
@@ -236,7 +236,7 @@ def demand_portable(wheel: Path, machine: str, folder: Path) -> None:
         archive.extractall(folder)
     binaries = [name for name in names if name.endswith((".so", "/byteps-server"))]
     assert len(binaries) == 2, binaries
-    # Python finds a module by this name alone.
+    # Python finds a module by this name only.
     (module,) = [name for name in binaries if name.endswith(".so")]
     assert module.endswith(f".cpython-{wheel.name.split('-cp')[1][:3]}-{machine}-linux-gnu.so")
     for name in binaries:
@@ -259,7 +259,7 @@ def test_what_it_needs_and_has(wheel: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
-    # An environment of its own, which borrows torch: the server is found next to its Python.
+    # A new environment that borrows torch: the server is found in the folder of its Python.
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
     python = environment / "bin/python"
@@ -280,7 +280,7 @@ def test_the_arm64_wheel(wheel_for: Callable[[str], Path], tmp_path: Path) -> No
     demand_portable(wheel_for("aarch64"), "aarch64", tmp_path)
 
 
-# The wheels, installed by pip in a Debian with Python and nothing that anybody builds with.
+# The wheels, installed by pip in a Debian with Python and without build tools.
 
 
 SUITE, SITE = "trixie", "lib/python3.13/site-packages"
@@ -292,7 +292,7 @@ assert torch.equal(bps.push_pull(tensor, average=False, name="t"), tensor)
 bps.shutdown()
 print("summed by", bps.__file__)
 """
-"""One worker, in embedded mode: the wheel's own scheduler and server."""
+"""A single worker in embedded mode: the wheel's own scheduler and server."""
 PLAIN_WORKER = Path(__file__).with_name("plain_worker.py")
 PARTITION = 4096
 MACHINES = ("x86_64", "aarch64")
@@ -301,7 +301,7 @@ OURS = ("DMLC_", "BYTEPS_")
 
 @contextmanager
 def bare(buildah: Buildah, arch: str, wheel: Path) -> Iterator[str]:
-    """A container with the wheel in an environment of its own, /opt/venv."""
+    """A container with the wheel in its own environment, /opt/venv."""
     with buildah.container(buildah.base(SUITE, arch, "python3", "python3-venv"), arch) as container:
         buildah("copy", container, wheel, f"/tmp/{wheel.name}")
         said = buildah(
@@ -314,7 +314,7 @@ def bare(buildah: Buildah, arch: str, wheel: Path) -> Iterator[str]:
             mkdir /opt/torch
             /opt/venv/bin/byteps-server --features""",
         )  # fmt: skip
-        # Compiled in, and the system's libraries are not there to be loaded.
+        # Compiled in, but the system's libraries are missing at load time.
         assert "rdma: no: " in said
         yield container
 
@@ -328,7 +328,7 @@ def test_a_job_on_x86(
     with buildah.container(worker_image, "amd64") as worker:
         torch = Path(buildah("mount", worker).strip()) / "opt/venv" / SITE
         with bare(buildah, "amd64", wheel_for("x86_64")) as container:
-            # After the environment's own packages: byteps is the one that was installed there.
+            # After the environment's own packages, so that byteps is the installed package.
             late = f"echo /opt/torch >/opt/venv/{SITE}/late.pth"
             buildah("run", container, "--", "sh", "-ec", late)
             said = buildah(

@@ -1,7 +1,7 @@
-"""A rank that saves a checkpoint of Megatron's into a store, and reads it: ``URL HOW``.
+"""A rank that saves a Megatron checkpoint into a store and reads it: ``URL HOW``.
 
-HOW is ``sync``, or ``async``: written by a process of its own, as ``--async-save`` does. Then the
-rank prints ``read RANK``.
+HOW is ``sync``, or ``async`` for writing in a separate process like ``--async-save``. In the end
+the rank prints ``read RANK``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training import cpu_platform
 
 NUMBERS = 3 << 20
-"""Of each tensor of a rank, in fp32."""
+"""Number of fp32 values of each tensor of a rank."""
 TENSORS = 2
 
 
 def values(tensor: int, rank: int) -> torch.Tensor:
-    """Others in each tensor, on each rank, at each place."""
+    """Make values that differ by tensor, rank and place."""
     return torch.arange(NUMBERS, dtype=torch.float32) * (1 + tensor) + 0.25 * rank
 
 
 def state(*, whole: bool) -> dict[str, ShardedTensor]:
-    """The part of this rank; not `whole`: with zeros, to be read into."""
+    """Get this rank's part; without `whole` it is zeros, to be read into."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = [values(tensor, rank) for tensor in range(TENSORS)]
     return {

@@ -1,4 +1,4 @@
-"""Servers of object stores in this process, and what they do with parts that come at once."""
+"""Servers of object stores in this process, and their behavior with concurrent parts."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ WAIT_S = 120.0
 
 @dataclass(kw_only=True)
 class Transfers:
-    """The parts that S3 is being sent, each by its object's name and its number.
+    """Parts that S3 is receiving, each by its object's name and its number.
 
-    Nothing of it depends on how long something takes: a part is held until `together` of each of
-    `objects` objects are in flight, once, or the deadline is over, which `met` tells.
+    The result does not depend on timing. Once, parts are held until `together` parts of each of
+    `objects` objects are in flight, or the time limit is over; `met` tells which.
     """
 
     together: int = 1
     """Parts of one object."""
     objects: int = 1
     refuses: Callable[[str, int, int], bool] = lambda name, number, attempt: False
-    """Whether a part is not taken, at this attempt; the first one is 1."""
+    """Decides whether to refuse a part at this attempt, from 1."""
     met: bool = False
-    """Whether so many were in flight."""
+    """The number of parts in flight was reached."""
     refused: list[tuple[str, int]] = field(default_factory=list)
     _attempts: Counter[tuple[str, int]] = field(default_factory=Counter)
     _in_flight: Counter[str] = field(default_factory=Counter)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def around(self, application: Any) -> Any:
-        """A WSGI application that passes on to another one what is not refused."""
+        """Make a WSGI application that passes all accepted requests to another."""
 
         def received(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
             query = parse_qs(environ.get("QUERY_STRING", ""))
@@ -54,7 +54,7 @@ class Transfers:
                     environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
                     start("500 Internal Server Error", [("Content-Length", "0")])
                     return []
-                # All of it: the part is in flight until the store has it.
+                # A whole part: it is in flight until the store has it.
                 return list(application(environ, start))
 
         return received
@@ -66,7 +66,7 @@ class Transfers:
 
     @contextmanager
     def _part(self, name: str, number: int) -> Iterator[int]:
-        """While a part is in flight; which attempt it is."""
+        """Count a part as in flight; yields the number of the attempt."""
         with self._changed:
             self._attempts[name, number] += 1
             attempt = self._attempts[name, number]
@@ -85,18 +85,18 @@ BUCKET = "checkpoints"
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """An empty one, and how to reach it."""
+    """An empty bucket and its access data."""
 
     profile: dict[str, Any]
-    """Of Megatron's storage client."""
+    """Profile of Megatron's storage client."""
     names: Callable[[], list[str]]
-    """Of all objects."""
+    """Lists the names of all objects."""
     read: Callable[[str], bytes]
 
 
 @contextmanager
 def s3(transfers: Transfers | None = None) -> Iterator[Bucket]:
-    """An S3; `transfers` is told of all parts, and may refuse some."""
+    """Run an S3 server; `transfers` sees all parts, and may refuse some."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     if transfers is not None:
@@ -104,7 +104,7 @@ def s3(transfers: Transfers | None = None) -> Iterator[Bucket]:
     try:
         host, port = server.get_host_and_port()
         url = f"http://{host}:{port}"
-        # All servers of a process have the same objects.
+        # All servers of a process share the same objects.
         urlopen(Request(f"{url}/moto-api/reset", method="POST")).close()
         where = {"endpoint_url": url, "region_name": "us-east-1"}
         keys = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
@@ -137,7 +137,8 @@ def gcs() -> Iterator[Bucket]:
             client_options={"api_endpoint": url},
         )
         options: dict[str, Any] = {"base_path": BUCKET, "project_id": "test", "endpoint_url": url}
-        # No credentials: the server asks for none, and Google's would be asked for a token.
+        # Without credentials: the server needs none, and otherwise a token would be requested from
+        # Google.
         options |= {"skip_signature": True}
         yield Bucket(
             profile={"storage_provider": {"type": "gcs", "options": options}},

@@ -1,4 +1,5 @@
-"""Checkpoints in an object store: a job survives the loss of a rank, and many parts go at once."""
+"""Checkpoints in an object store: a job survives the loss of a rank, and parts travel
+concurrently."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_checkpoints_in_a_store(kind: str, warm: tuple[Pool, Settings], run_dir:
     lost = CASES["actor"]
     case = Case(
         title="",
-        # After the second checkpoint has been begun: written in the background, it is there or not.
+        # After the start of the second checkpoint: it is written in the background, and may exist
+        # or not.
         faults=[{**lost.faults[0], "when": STRIKE + 3}],
         blames=lost.blames,
         arguments=[
@@ -58,7 +60,7 @@ def test_checkpoints_in_a_store(kind: str, warm: tuple[Pool, Settings], run_dir:
         config.write_text(json.dumps({"profiles": {"jobs": bucket.profile}}))
         runner = Runner(pool, replace(settings, environment=environment), run_dir / "jobs")
         outcome, whole = runner.run("lost", case), runner.uninterrupted(case)
-        # It went on from the store, which holds all of it; this machine holds nothing.
+        # The job continued from the store, which has all files; this machine has none.
         prefix = str(outcome.folder).lstrip("/")
         names = [name for name in bucket.names() if name.startswith(prefix)]
         tracker = bucket.read(f"{prefix}/saved/latest_checkpointed_iteration.txt")
@@ -69,19 +71,19 @@ def test_checkpoints_in_a_store(kind: str, warm: tuple[Pool, Settings], run_dir:
     assert not (outcome.folder / "saved").exists()
 
 
-# A checkpoint goes to a store in many parts at once; one that the store refuses is an error.
+# A checkpoint goes to a store in many concurrent parts; a refused part is an error.
 
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 PART_BYTES = 5 << 20
-"""The smallest that S3 takes."""
+"""Smallest part that S3 accepts."""
 LIMIT_S = 400.0
 HOW = ("sync", "async")
 
 
 def saved(bucket: Bucket, how: str, folder: Path) -> Spawned:
-    """Ranks that save and read, and have ended."""
+    """Run ranks that save and read, to their end."""
     profile = dict(bucket.profile)
     provider = profile["storage_provider"]
     parts = {"multipart_threshold": PART_BYTES, "multipart_chunksize": PART_BYTES}
@@ -107,7 +109,7 @@ def saved(bucket: Bucket, how: str, folder: Path) -> Spawned:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", HOW)
 def test_parts_of_several_files_are_in_flight_at_once(how: str, tmp_path: Path) -> None:
-    # Each rank has a file. One part of each is refused, once.
+    # Each rank has a file. A part of each is refused once.
     transfers = Transfers(
         together=3, objects=RANKS, refuses=lambda name, number, attempt: (number, attempt) == (2, 1)
     )
@@ -133,9 +135,9 @@ def test_a_part_that_is_refused_ends_the_save(how: str, tmp_path: Path) -> None:
         names = bucket.names()
     assert process.status not in (0, None), last_lines(process.log, 60)
     assert "read" not in process.text.split()
-    # Every rank says so, with the file of the one rank.
+    # Every rank reports the failed file of the single rank.
     assert process.text.count("CheckpointException") >= RANKS, last_lines(process.log, 80)
     assert "__1_0.distcp" in process.text and "500" in process.text
     assert len(transfers.refused) > 1
-    # Nothing that could be taken for a checkpoint.
+    # No file looks like a checkpoint.
     assert "saved/.metadata" not in names and "saved/__1_0.distcp" not in names

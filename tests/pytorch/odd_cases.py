@@ -1,4 +1,4 @@
-"""Tests that hang, end their rank, and pass, for the runner to go on. A program."""
+"""A program with tests that hang, end their rank, and pass, in which the runner must continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pytorch import runner
 
 
 def main() -> int:
-    """Run them; on standard output is a JSON line for each."""
+    """Run the tests; standard output gets a JSON line for each."""
     options = argparse.Namespace(backend="gloo", ranks=2, per_host=1, wire="same", stand_in=False)
     runner.prepare(options)
     case = runner.case_of(_Odd)

@@ -3,12 +3,12 @@
     build/venv/bin/python -m tests.pytorch.run [--modes NAME ...] [--tests NAME ...]
         [--markdown docs/results/border.md]
 
-Each test that its wheel has runs over a reference and, with BYTEPS_C10D_MIN_BYTES=1, through
-servers. One that passes over the reference alone is a fault, or has its reason in KNOWN.
+Each test in PyTorch's wheel runs over a reference and, with BYTEPS_C10D_MIN_BYTES=1, through
+servers. A test that passes over the reference alone is a fault, unless KNOWN has the reason.
 
-The reference is gloo. Where values travel in few bits it is a run in which the same codec rounds
-what each rank sends, and what it gets, and nothing is rounded on the wire: tests that pass there
-are those whose tolerance exceeds the rounding, and only these are counted.
+The reference is gloo. For values in few bits the reference is a run in which the same codec rounds
+the input and the result of each rank, and nothing is rounded on the wire. Only tests whose
+tolerance exceeds the rounding pass there, and only these count.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KNOWN: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A placement of ranks, and a type in which values travel."""
+    """A placement of ranks, and a wire dtype."""
 
     name: str
     ranks: int
@@ -48,11 +48,11 @@ class Mode:
 
     @property
     def reference(self) -> str:
-        """A backend of the runner."""
+        """Get a backend of the runner."""
         return "gloo" if self.wire == "same" else "rounded"
 
     def options(self) -> list[str]:
-        """Options of the runner."""
+        """Get options of the runner."""
         return [
             *("--ranks", str(self.ranks), "--per-host", str(self.per_host)),
             *("--wire", self.wire, "--stand-in"),
@@ -71,7 +71,7 @@ MODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One test on both backends."""
+    """A test on both backends."""
 
     test: str
     reference: str
@@ -83,25 +83,25 @@ class Compared:
 
     @property
     def is_different(self) -> bool:
-        """Passes over the reference, and not here."""
+        """Tell whether the test passes over the reference, but not through servers."""
         return self.reference == "passed" != self.byteps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """All tests in one mode."""
+    """All tests in a mode."""
 
     mode: Mode
     compared: list[Compared] = field(default_factory=list)
 
     @property
     def faults(self) -> list[Compared]:
-        """Tests that pass over the reference alone, for no reason that is known."""
+        """List tests that pass over the reference alone, without a known reason."""
         return [one for one in self.compared if one.is_different and one.test not in KNOWN]
 
     @property
     def stale(self) -> list[str]:
-        """Entries of KNOWN that could have been seen, and were not."""
+        """List entries of KNOWN that this run could have shown and did not."""
         seen = {one.test for one in self.compared if one.is_different}
         if any(one.without_shapes for one in self.compared):
             seen.add(SHAPES)
@@ -109,7 +109,7 @@ class Verdict:
         return [name for name in KNOWN if name in could - seen]
 
     def cells(self) -> list[str]:
-        """A row of the table."""
+        """Make a row of the table."""
         passed = [one for one in self.compared if one.reference == "passed"]
         here = [one for one in passed if one.byteps == "passed"]
         return [
@@ -128,7 +128,7 @@ class Verdict:
 
 
 def compare(mode: Mode, tests: Sequence[str] = ()) -> Verdict:
-    """Run these tests, or all for none, on both backends; the two run side by side."""
+    """Run these tests, or all if empty, on both backends at the same time."""
     options = mode.options()
     if tests:
         options += ["--tests", *tests]
@@ -191,7 +191,7 @@ TABLE = Table(
 
 
 def main() -> int:
-    """Exit status: 0 if no test passes over the reference alone but those of KNOWN."""
+    """Run the comparison; the exit status is 0 if only tests of KNOWN differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -208,7 +208,7 @@ def main() -> int:
 
 
 def report(verdict: Verdict) -> str:
-    """A report of the differences, with the errors of faults."""
+    """Describe the differences, with the errors of faults."""
     lines = [f"{one.test}: {one.byteps}\n{one.error}\n" for one in verdict.faults]
     lines += [", ".join(map(": ".join, zip(TABLE.head, verdict.cells(), strict=True)))]
     lines += [f"passes over {verdict.mode.reference} alone: {one.test}" for one in verdict.faults]

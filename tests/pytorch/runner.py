@@ -1,13 +1,13 @@
-"""Runs tests of PyTorch's own suite of torch.distributed, which its wheel has.
+"""Runs tests of PyTorch's own suite of torch.distributed, from its wheel.
 
-A program: it imports that suite once, and forks the ranks of each test. On its standard output is a
-JSON line for each test that has ended.
+A program: imports that suite once, and forks the ranks of each test. Standard output gets a JSON
+line for each test that has ended.
 
     runner.py --backend gloo|byteps|rounded [--stand-in] [--ranks N] [--per-host N] [--wire TYPE]
         [--tests NAME ...]
 
-``rounded`` is ``byteps`` with nothing rounded on the wire: each tensor is rounded to the type
-before it is sent, and the sum when it has come back.
+``rounded`` is ``byteps`` without rounding on the wire: each tensor is rounded to the wire dtype
+before it is sent, and the sum after it has returned.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 from tests.pytorch import stand_in
 
 LIMIT_S = 120.0
-"""Limit of one test, in seconds: it is there to end a hang."""
+"""Limit of a test in seconds, against hangs."""
 BARRIER_S = 60.0
-"""Seconds that a rank waits for the others between two parts of a test. With the suite's own 10 the
-outcome depends on how busy the machine is."""
+"""Seconds that a rank waits for the others between two parts of a test. With the suite's own 10 s,
+results depend on the machine's load."""
 ERROR_CHARS = 3000
-"""Characters of each rank's output that are kept, from its end."""
+"""Characters kept from the end of each rank's output."""
 
 
 def main() -> int:
@@ -56,8 +56,8 @@ def main() -> int:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Import the suite, with this number of ranks."""
-    # It reads these when it is imported.
+    """Import the suite with this number of ranks."""
+    # The suite reads these at import.
     os.environ.update(
         BACKEND="gloo",
         WORLD_SIZE=str(options.ranks),
@@ -79,7 +79,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def case_of(*added: type) -> Any:
-    """The suite's class of tests that have ranks, and what is added to it."""
+    """Make the suite's class of tests with ranks, extended by `added`."""
     from torch.testing._internal.distributed import distributed_test as suite
 
     bases = (*added, suite.TestDistBackend, suite.DistributedTest._DistTestBase)
@@ -89,12 +89,11 @@ def case_of(*added: type) -> Any:
 def run_test(
     case: Any, name: str, options: argparse.Namespace, limit_s: float = LIMIT_S
 ) -> dict[str, Any]:
-    """Run one test on ranks of its own. Whatever it does, they have ended when this returns.
+    """Run a test on its own ranks. On return, all ranks have ended.
 
-    Returns:
-        "outcome": "passed", "skipped", "failed" or "late"; "error": the end of the ranks' output,
-        where it did not pass; "operations": all-reduces that went through servers, on all ranks;
-        "without_shapes": whether an event of the profiler lacked input shapes.
+    Returns: "outcome": "passed", "skipped", "failed" or "late". "error": the end of the ranks'
+    output, unless the test passed. "operations": all-reduces that went through servers, on all
+    ranks. "without_shapes": an event of the profiler lacked input shapes.
     """
     from torch.testing._internal.distributed import distributed_test as suite
 
@@ -125,7 +124,7 @@ def _run_in(
 
 
 def _end_of(log: str) -> str:
-    """The end of a rank's output, without torch's second copy of the traceback."""
+    """Get the end of a rank's output, without torch's second copy of the traceback."""
     lines = [line for line in log.splitlines() if not line.startswith("[rank")]
     return "\n".join(lines)[-ERROR_CHARS:]
 
@@ -173,7 +172,7 @@ def _fork(case: Any, name: str, rank: int, folder: Path, options: argparse.Names
 
 
 class _Pipe:
-    """In the place of the pipe by which the suite's parent is told of errors: they are in the log.
+    """Replaces the pipe that reports errors to the suite's parent: they are in the log.
 
     The suite's thread waits on it together with a real pipe, so it has a file descriptor.
     """
@@ -220,8 +219,8 @@ def _through_servers(case: Any, rank: int, folder: Path, options: argparse.Names
 
 
 def _takes_no_shapes(compare: Callable[..., None], note: Callable[[], None]) -> Callable[..., None]:
-    """The suite's comparison, but where an event of the profiler has no shapes at all. `note` is
-    called then."""
+    """Wrap the suite's comparison: it accepts profiler events without any shapes, and calls
+    `note`."""
 
     def compare_others(self: Any, x: Any, y: Any, msg: Any = None, **named: Any) -> None:
         is_of_shapes = isinstance(msg, str) and msg.startswith("event shape:")
@@ -234,7 +233,7 @@ def _takes_no_shapes(compare: Callable[..., None], note: Callable[[], None]) -> 
 
 
 def _round_values(wire_name: str) -> None:
-    """Round what is summed, and the sum, as the type of the wire does."""
+    """Round the input of sums and their results like the wire dtype."""
     from byteps.torch import wire
     from byteps.torch.c10d.reductions import Reductions
 
@@ -264,7 +263,7 @@ def _round(flat: Any, of_wire: Any) -> None:
 
 
 def _wait(pids: Sequence[int], limit_s: float) -> list[int | None]:
-    """Exit codes; None: a rank that was still there at the limit, and was ended."""
+    """Wait for exit codes; None for a rank that exceeded the limit and was killed."""
     deadline = time.monotonic() + limit_s
     codes: dict[int, int | None] = dict.fromkeys(pids)
     while None in codes.values() and time.monotonic() < deadline:
@@ -273,11 +272,11 @@ def _wait(pids: Sequence[int], limit_s: float) -> list[int | None]:
                 codes[pid] = _code_of_ended(pid)
         time.sleep(0.01)
     for pid, code in codes.items():
-        # Whatever a rank has started has its session, unless it has left it.
+        # Processes of a rank are in its session, unless they left it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         if code is None:
-            with contextlib.suppress(ProcessLookupError):  # it has not come as far as a session
+            with contextlib.suppress(ProcessLookupError):  # it has no session yet
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return list(codes.values())

@@ -1,7 +1,7 @@
-"""Lets the CPU stand in for the GPUs that PyTorch's tests of DDP ask for.
+"""Lets the CPU replace the GPUs that PyTorch's tests of DDP require.
 
-Those tests put models on ``cuda:RANK``, and mean one device of several; what they demand of sums
-holds on a CPU over gloo as well. They are compared with gloo's own outcome on the same stand-ins.
+These tests put models on ``cuda:RANK`` to get several devices. Their checks of sums are valid on a
+CPU over gloo as well. The results are compared with gloo's results on the same replacements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def prepare() -> None:
-    """Replace what skips tests without GPUs. Call it before the suite is imported."""
+    """Replace the checks that skip tests without GPUs. Must run before the suite is imported."""
     os.environ["MEGATRON_CPU"] = "1"
     import torch.distributed.optim  # it compiles classes from their source
     from megatron.training import cpu_platform
@@ -39,7 +39,7 @@ def prepare() -> None:
     made = DistributedDataParallel.__init__
 
     def make(self: Any, module: Any, *placed: Any, **named: Any) -> None:
-        # A model on the CPU is not given devices.
+        # A model on the CPU must not have device arguments.
         made(self, module, **{k: v for k, v in named.items() if k not in _DEVICES})
 
     setattr(DistributedDataParallel, "__init__", make)  # noqa: B010 # mypy refuses a plain one
@@ -51,11 +51,12 @@ def _device_each(world_size: int, backend: str) -> dict[int, list[int]]:
 
 _DEVICES = ("device_ids", "output_device")
 _LARGE, _SMALL = 1000, 32
-"""Pixels a side of a picture that the suite convolves. A core takes minutes for large ones."""
+"""Width of pictures that the suite convolves, in pixels. A core takes minutes for large
+pictures."""
 
 
 class OnCpu(TorchFunctionMode):
-    """Takes every device for the CPU: a number, ``cuda:0``."""
+    """Replaces every device by the CPU, both numbers and ``cuda:0``."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""PyTorch's own tests of torch.distributed: what passes over gloo passes through servers."""
+"""PyTorch's own tests of torch.distributed: tests that pass over gloo pass through servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.pytorch.run import KNOWN, MODES, SHAPES, Compared, Verdict, compare, report
 
 LEAST_THAT_SEND = 50
-"""Tests of each mode through servers, so that none passes by being left to gloo."""
+"""Least number of tests of each mode through servers, so that none passes only over gloo."""
 
 
 @pytest.mark.thorough

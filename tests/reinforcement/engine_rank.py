@@ -1,8 +1,8 @@
 """A rank of verl's Megatron engine in a layout, without a rollout: ``LAYOUT MODEL OUT``.
 
-The same steps are made through all-reduce, through BytePS, and with the optimizer on the servers;
-with BytePS also by an engine that goes on from a checkpoint. The folder OUT gets each one's
-parameters and checkpoints.
+The same steps run through all-reduce, through BytePS, and with the server optimizer. With BytePS
+another engine also continues from a checkpoint. The folder OUT gets the parameters and checkpoints
+of each run.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from scripts.trainkit.rl_settings import BYTEPS
 
 STEPS = 4
 SAVED = 2
-"""The step after which a checkpoint is saved."""
+"""Step after which a checkpoint is saved."""
 ROWS = 8
-"""Of a step, on each data-parallel rank."""
+"""Samples of a step on each data-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How verl's engine is cut over the ranks."""
+    """Parallelism of verl's engine over the ranks."""
 
     ranks: int = 2
     model: dict[str, int] = field(default_factory=dict)
-    """Of ``rl_task.make_model``."""
+    """Arguments of ``rl_task.make_model``."""
     cut: dict[str, Any] = field(default_factory=dict)
-    """Of verl's engine."""
+    """Parallel sizes of verl's engine."""
     lora: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,7 +64,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def make_engine(layout: Layout, model: str, ddp: dict[str, Any]) -> Any:
-    """verl's engine with its model, whose gradients are reduced as `ddp` says."""
+    """Create verl's engine with its model; `ddp` determines the reduction of gradients."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine import EngineRegistry
@@ -89,7 +89,7 @@ def make_engine(layout: Layout, model: str, ddp: dict[str, Any]) -> Any:
 
 
 def batch(step: int, engine: Any) -> Any:
-    """Random sequences of a step, others on each data-parallel rank."""
+    """Make random sequences of a step, different on each data-parallel rank."""
     import torch
     from verl.utils import tensordict_utils as tu
 
@@ -119,7 +119,7 @@ def train(engine: Any, steps: range) -> None:
 
 
 def state(engine: Any) -> dict[str, Any]:
-    """The parameters that are trained, of all parts of the model."""
+    """Get the trained parameters of all parts of the model."""
     return {
         f"{part}.{name}": parameter.detach().clone()
         for part, chunk in enumerate(engine.module)

@@ -1,4 +1,4 @@
-"""A part of verl's vLLM workers that takes no weights."""
+"""An extension of verl's vLLM workers that refuses weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_byteps_rl import vllm_worker
 
 
 class Extension(vllm_worker.Extension):
-    """Fails where verl would receive them."""
+    """Fails when verl receives weights."""
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("no place for these weights")

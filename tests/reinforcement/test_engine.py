@@ -20,11 +20,11 @@ from .twinkle_rank import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 2700.0
-"""Minutes on a machine of its own; on one that others keep busy, many."""
+"""Limit in seconds: minutes on an idle machine, many more on a busy machine."""
 
 
 def run(name: str, model: Path, out: Path) -> str:
-    """All engines of a layout, on its ranks; returns their log."""
+    """Run all engines of a layout on its ranks, and get their log."""
     ranks = str(LAYOUTS[name].ranks)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     command = [sys.executable, "-W", "ignore", *launcher, "-m", "tests.reinforcement.engine_rank"]
@@ -47,7 +47,7 @@ def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def optimizer_values(checkpoint: Path) -> dict[str, Any]:
-    """What the optimizer saved: fp32 parameters and moments, by name."""
+    """Load the optimizer's saved fp32 parameters and moments by name."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -136,7 +136,7 @@ def run_twinkle(row: Row, *, through_byteps: bool, model: Path, out: Path) -> No
         "MODELSCOPE_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        # Ray's sockets take a short path.
+        # Ray's sockets need a short path.
         "RAY_FOLDER": tempfile.mkdtemp(prefix="twinkle-"),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
@@ -151,7 +151,7 @@ def run_twinkle(row: Row, *, through_byteps: bool, model: Path, out: Path) -> No
 
 
 TWINKLE_ROWS = [
-    # Each kind, mode and way to cut a model once.
+    # Each kind, mode and parallelism once.
     Row(kind="lora", tp=2),
     Row(kind="tenants", pp=2),
     Row(mode="ray"),

@@ -28,7 +28,7 @@ from scripts.trainkit.rl_settings import EXTENSION, Settings
 
 @pytest.fixture
 def sockets(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
-    """verl's sender, which has asked, and its receiver."""
+    """verl's sender, whose request is sent, and its receiver."""
     with (
         zmq.Context() as context,
         context.socket(zmq.REQ) as asks,
@@ -42,7 +42,7 @@ def sockets(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _receiving(monkeypatch: pytest.MonkeyPatch, error: Exception | None, done: bool = True) -> Any:
-    """A call to Ray that has ended so, or goes on."""
+    """Fake a call to Ray that has ended with `error`, or is not done."""
     call = object()
 
     def get(one: object) -> None:
@@ -180,7 +180,7 @@ def test_progress_between_failures_counts() -> None:
     assert runs.repeat(lambda: next(statuses), lambda: next(checkpoints), restarts=1) == 0
     statuses = iter([1, 7, 0])
     assert runs.repeat(lambda: next(statuses), lambda: "2", restarts=1) == 7
-    assert next(statuses) == 0  # it was not begun
+    assert next(statuses) == 0  # it did not start
 
 
 def test_what_earlier_attempts_logged_is_kept(
@@ -194,7 +194,7 @@ def test_what_earlier_attempts_logged_is_kept(
     for number, text in enumerate(["", "first", "second"]):
         runs.keep_metrics(overrides)
         file.write_text(text)
-        assert len(list(file.parent.iterdir())) == max(number, 1)  # an empty one is not kept
+        assert len(list(file.parent.iterdir())) == max(number, 1)  # an empty file is not kept
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(file))
     runs.keep_metrics([])
     kept = {one.name: one.read_text() for one in file.parent.iterdir()}
@@ -213,7 +213,7 @@ def test_vllm_for_cpus_is_found_under_verls_name() -> None:
     assert importlib.metadata.version("vllm") == f"{own}+cpu"
 
 
-# A process of a run is killed, and the run goes on from its last checkpoint by itself.
+# A process of a run is killed, and the run continues from its last checkpoint by itself.
 
 
 STEPS = 4
@@ -221,7 +221,7 @@ LIMIT_S = 1500.0
 
 
 def processes(title: str, folder: Path) -> list[int]:
-    """Those of this name that belong to the run in this folder."""
+    """Find the processes with this name that belong to the run in this folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -283,7 +283,7 @@ def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: P
     assert again is not None, last_lines(run.log, 80)
     if named is not None:
         assert f"actor {named} " in run.text and f"(process {victims[1]}) died" in run.text
-    # Of both attempts; verl writes no metrics of a step that ended after its checkpoint.
+    # Steps of both attempts; verl writes no metrics of a step that ended after its checkpoint.
     steps = {step.number for step in rl.read_steps(settings.folder)}
     assert steps | {int(again[1])} == set(range(1, STEPS + 1))
     assert (settings.folder / "steps.1.jsonl").exists()

@@ -27,7 +27,7 @@ def settings(**values: Any) -> Settings:
 
 
 def compose(overrides: Sequence[str]) -> Any:
-    """verl's configuration of its trainer with these overrides."""
+    """Compose verl's trainer configuration with these overrides."""
     from hydra import compose as of_hydra
     from hydra import initialize_config_module
 
@@ -71,7 +71,7 @@ def test_verl_takes_the_settings(model: Path) -> None:
 
 
 def documented() -> list[list[str]]:
-    """The additions to verl's command line in docs/use/rl.md, each as a shell's words."""
+    """Get the additions to verl's command line in docs/use/rl.md, each as shell words."""
     blocks = (ROOT / "docs/use/rl.md").read_text(encoding="utf-8").split("```")[1::2]
     blocks = [block.replace("\\\n", " ") for block in blocks if block.startswith("\n  ")]
     return [shlex.split(block) for block in blocks]
@@ -83,7 +83,7 @@ def test_verl_takes_what_the_documentation_adds() -> None:
     for role in (config.actor_rollout_ref.actor, config.critic):
         assert role.megatron.override_ddp_config.use_dpu_reduce is True
     variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    # Ray takes text alone.
+    # Ray accepts only text.
     assert variables.DMLC_PS_ROOT_PORT == "9000" and variables.DMLC_NUM_WORKER == "32"
     assert config.actor_rollout_ref.actor.profiler.enable is True
 
@@ -108,7 +108,7 @@ def test_a_rank_computes_with_as_many_responses_as_its_task_allows() -> None:
     logs = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     assert {f"{micro}=32", f"{logs}=64"} < set(settings(task=SUMS).overrides())
     assert {f"{micro}=8", f"{logs}=8"} < set(settings(task=CHAT).overrides())
-    # Six of a rank's eighteen in a step; three of its nine in an update.
+    # Six of a rank's eighteen samples in a step; three of its nine in an update.
     few = settings(task=CHAT, prompts=6, responses=6).overrides()
     assert {f"{micro}=3", f"{logs}=6"} < set(few)
 
@@ -134,13 +134,13 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
         data = {"critic/score/mean": reward, "actor/kl_loss": 0.01 * number}
         data |= {"training/rollout_probs_diff_max": 0.02, "timing_s/step": 1.5}
         lines.append({"step": number, "data": data})
-    # The run began again after step 3: what counts is the last.
+    # The run restarted after step 3: the last record counts.
     for name, some in (("steps.1.jsonl", lines[:4]), ("steps.jsonl", lines[4:])):
         text = "".join(json.dumps(line) + "\n" for line in some) + '{"step": 9'
         (tmp_path / name).write_text(text)
     for number, output in ((1, "3"), (6, "7")):
         sample = {"input": "3+4=", "output": output, "gts": "7", "score": float(output == "7")}
-        # Each step draws from the questions anew.
+        # Each step draws new questions.
         other = {"input": f"3+{number}=", "output": "5", "gts": "9", "score": 0.0}
         text = "".join(json.dumps(one) + "\n" for one in (sample, other))
         (tmp_path / "samples" / f"{number}.jsonl").write_text(text)
@@ -166,7 +166,7 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-# scripts/rl.py: what it refuses, and a model of the user's.
+# scripts/rl.py: refused arguments, and a model of the user's.
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_missing_package_is_named(
 def test_a_model_that_is_nowhere_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The hub is off here (`conftest`)."""
+    """The hub is disabled here (`conftest`)."""
     out = ["--out", str(tmp_path / "out")]
     assert rl.main(["--model", "nobody/nothing", *out]) == 1
     assert "error: --model nobody/nothing is no folder, and could" in capsys.readouterr().err
@@ -214,8 +214,10 @@ def test_a_model_that_is_nowhere_is_named(
 
 
 def make_chat_model(folder: Path) -> Path:
-    """A Llama cut as SmolLM2 is (three query heads per key, tied embeddings), with random weights,
-    and a tokenizer of bytes with a chat template."""
+    """Make a Llama shaped like SmolLM2 (three query heads per key, tied embeddings).
+
+    It has random weights, and a byte tokenizer with a chat template.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -273,7 +275,7 @@ def test_the_reward_has_to_rise(steps: int, rise: float, good: bool) -> None:
 
 
 def test_few_steps_do_not_tell_of_the_reward(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first steps are the last ones: no reward could fail."""
+    """The first steps are the last steps: no reward could fail."""
     outcome: Any = SimpleNamespace(first_reward=0.5, last_reward=0.5)
     assert rl.check(outcome, rl.parse(["--steps", "3"]).rise)
     said = capsys.readouterr().out
@@ -287,7 +289,7 @@ def test_of_adapters_and_of_other_models_no_rise_is_asked(arguments: list[str]) 
     assert rl.parse(arguments).rise == 0
 
 
-# The lines of docs/use/rl.md, on two Ray nodes, with scheduler and server outside.
+# The lines of docs/use/rl.md on two Ray nodes, with scheduler and server outside Ray.
 
 
 LIMIT_S = 900.0
@@ -295,7 +297,7 @@ LIMIT_S = 900.0
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
-    """The address of a Ray cluster of two nodes with a rank's place each."""
+    """Address of a Ray cluster with two nodes, with room for a rank on each."""
     from ray.cluster_utils import Cluster
 
     variables = {**ENVIRONMENTS["cpu"], "BYTEPS_AUTH": "0", "PYTHONWARNINGS": "ignore"}
@@ -319,7 +321,7 @@ def start(folder: Path, script: str, *arguments: str) -> Spawned:
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The address of a scheduler, with a server, for two workers."""
+    """Address of a scheduler, with a server, for two workers."""
     counts = ("--workers", "2", "--servers", "1")
     file = tmp_path / "port"
     listens = ("--host", "127.0.0.1", "--port", "0", "--port-file", str(file))
@@ -335,7 +337,7 @@ def scheduler(tmp_path: Path) -> Iterator[tuple[str, str]]:
 
 
 def recipe(host: str, port: str) -> list[str]:
-    """The documented lines, with this scheduler's values."""
+    """Get the documented lines with this scheduler's values."""
     values = {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": f"'{port}'"}
     values |= {"DMLC_NUM_WORKER": "'2'", "DMLC_NUM_SERVER": "'1'"}
     lines = []
@@ -364,10 +366,10 @@ def test_a_users_own_command_line(
     variables = "+ray_kwargs.ray_init.runtime_env.env_vars"
     theirs.append(f"{variables}.VERL_FILE_LOGGER_PATH={settings.folder}/steps.jsonl")
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"]
-    # What is as fast by a reduce-scatter would stay there.
+    # With `auto`, operations that are as fast by a reduce-scatter would use it.
     route = "+actor_rollout_ref.actor.megatron.override_ddp_config.dpu_reduce_backend=flat"
     command += [*theirs, *recipe(*scheduler), route]
-    assert EXTENSION in " ".join(theirs)  # all else that a CPU needs is in the environment
+    assert EXTENSION in " ".join(theirs)  # everything else for a CPU is in the environment
     environment = {**os.environ, **settings.environment()}
     process = Spawned("verl", command, environment, settings.folder, cwd=settings.folder)
     try:
@@ -379,5 +381,5 @@ def test_a_users_own_command_line(
     outcome = rl.read(settings.folder, "BytePS")
     assert [step.number for step in outcome.steps] == [1, 2], log
     assert all(0 < step.mismatch < 0.2 for step in outcome.steps)
-    # Two hosts with one rank each, and the server on a machine of its own.
+    # Two hosts with a rank each, and the server on its own machine.
     assert set(outcome.backends) == {"BytePS flat"}, outcome.backends

@@ -1,8 +1,8 @@
-"""A rank that trains by Twinkle, through BytePS or all-reduce: ``ROW 0|1 MODEL OUT``.
+"""A rank that trains with Twinkle, through BytePS or all-reduce: ``ROW 0|1 MODEL OUT``.
 
-ROW is the JSON form of a `Row`; under Ray this is its driver. The folder OUT gets what was trained
-as HF files, and, but under Ray, the parameters of each rank. Twinkle builds its models of
-Transformer Engine's layers alone, and a CPU has none: here they are in plain torch.
+ROW is a `Row` as JSON; under Ray this is its driver. The folder OUT gets the trained model as HF
+files and, except under Ray, the parameters of each rank. Twinkle builds its models from Transformer
+Engine's layers, and these do not run on a CPU: here they are replaced by plain torch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ MODULES = (
 
 
 class Linear(nn.Module):
-    """A linear layer in the arguments of Megatron's wrappers, split over tensor-parallel ranks as
-    its `parallel_mode` says. Returns values, and the bias where it is to be added later."""
+    """A linear layer with the arguments of Megatron's wrappers, split over tensor-parallel ranks.
+
+    `parallel_mode` selects the split. Returns values, and the bias if it has to be added later.
+    """
 
     mode = "duplicated"
-    """Of layers whose arguments do not name one."""
+    """Mode of layers without `parallel_mode`."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Linear(nn.Module):
             init_method(self.weight)
         self.bias = nn.Parameter(torch.zeros(self.out_features, dtype=kind)) if bias else None
         for parameter in self.parameters():
-            # As Megatron marks dense ones, which all data-parallel ranks sum.
+            # Megatron marks dense parameters like this: all data-parallel ranks sum them.
             parameter.allreduce, parameter.sequence_parallel = True, False  # type: ignore[attr-defined]
         split = [self.weight] if column or row else []
         if column and self.bias is not None:
@@ -97,7 +99,7 @@ class RowLinear(Linear):
 
 
 class NormedLinear(Linear):
-    """A column after a norm."""
+    """A column-parallel layer after a norm."""
 
     mode = "column"
 
@@ -126,7 +128,7 @@ def _attention() -> type:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Attention(DotProductAttention):
-        """Megatron's own, in the arguments of Transformer Engine's."""
+        """Megatron's own attention with the arguments of Transformer Engine's."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             for name in ("num_splits", "k_channels", "v_channels"):
@@ -140,8 +142,8 @@ def _attention() -> type:
 
 
 def install() -> None:
-    """Make this process one that trains by Twinkle on a CPU. To be called first of all."""
-    # Twinkle's imports reach it where it is installed, which takes a rank half a minute.
+    """Make this process ready to train with Twinkle on a CPU. Must be called first."""
+    # Twinkle imports vllm if it is installed, and this takes half a minute per rank.
     sys.modules["vllm"] = None  # type: ignore[assignment]
     from megatron.training import cpu_platform
 
@@ -156,7 +158,7 @@ def install() -> None:
     )
     layers = {
         "TELinear": Linear,
-        # Each a class of its own: LoRA asks which of them a layer is.
+        # A class for each, because LoRA checks the class of a layer.
         "TEColumnParallelLinear": ColumnLinear,
         "TERowParallelLinear": RowLinear,
         "TELayerNormColumnParallelLinear": NormedLinear,
@@ -181,10 +183,10 @@ def install() -> None:
         module = MagicMock(name=name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__, module.__version__ = [], "0.0.0"
-        # isinstance() is asked about these.
+        # isinstance() is called with these.
         module.Float8BlockwiseQTensor = module.Float8BlockQuantizer = type("Absent", (), {})
         sys.modules[name] = module
-    # Twinkle knows no CPU: the nearest of its platforms, over gloo.
+    # Twinkle does not support CPUs: its nearest platform is used with gloo.
     from twinkle import DeviceMesh
     from twinkle.utils.platforms.gpu import GPU
 
@@ -192,8 +194,8 @@ def install() -> None:
     make = DeviceMesh.create_process_group
 
     def create_process_group(mesh: Any, dims: Any) -> Any:
-        # Twinkle makes its data-parallel groups at the same time and under one name. Two of them
-        # then meet in the store, and hang. With local synchronization the ranks are in the name.
+        # Twinkle makes its data-parallel groups concurrently and under one name, so that two groups
+        # meet in the store and hang. With local synchronization the name contains the ranks.
         new_group = partial(torch.distributed.new_group, use_local_synchronization=True)
         with patch.object(torch.distributed, "new_group", new_group):
             return make(mesh, dims)
@@ -202,16 +204,16 @@ def install() -> None:
 
 
 ACTORS = "actors"
-"""Twinkle's name for the ranks under Ray."""
+"""Twinkle's name of the ranks under Ray."""
 STEPS = 3
 TOKENS = 24
 ROWS = 4
-"""Of a step, on all data-parallel ranks together."""
+"""Samples of a step, on all data-parallel ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is trained, and how."""
+    """Kind of training, and parallelism."""
 
     kind: str = "whole"
     """``whole``: all parameters. ``lora``: an adapter. ``tenants``: two adapters of one base model,
@@ -220,7 +222,7 @@ class Row:
     tp: int = 1
     pp: int = 1
     mode: str = "local"
-    """Twinkle's: ``local`` under torchrun, or ``ray``."""
+    """Twinkle's mode: ``local`` under torchrun, or ``ray``."""
 
     @property
     def ranks(self) -> int:
@@ -238,7 +240,7 @@ class Row:
 
 
 def batch(step: int, rows: slice) -> list[dict[str, Any]]:
-    """Random samples of a step, in Twinkle's form."""
+    """Make random samples of a step, in Twinkle's form."""
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randint(0, 256, (ROWS, TOKENS), generator=generator).tolist()
     return [
@@ -254,7 +256,7 @@ def batch(step: int, rows: slice) -> list[dict[str, Any]]:
 
 
 def initialize(row: Row) -> Any:
-    """Twinkle's mesh of the ranks."""
+    """Create Twinkle's mesh of the ranks."""
     import twinkle
     from twinkle import DeviceGroup, DeviceMesh
 
@@ -276,7 +278,7 @@ def initialize(row: Row) -> Any:
 
 
 def start_ray(row: Row) -> None:
-    """A Ray of this process alone, which believes in a GPU for each rank."""
+    """Start a Ray for this process alone, which assumes a GPU for each rank."""
     import ray
 
     ray.init(
@@ -302,7 +304,7 @@ def named(adapter: str) -> dict[str, Any]:
 
 
 def build(row: Row, through_byteps: bool, folder: str, mesh: Any) -> Any:
-    """The model, with an optimizer for each adapter."""
+    """Create the model, with an optimizer for each adapter."""
     from peft import LoraConfig
     from twinkle.model import MegatronModel, MultiLoraMegatronModel
 
@@ -317,7 +319,7 @@ def build(row: Row, through_byteps: bool, folder: str, mesh: Any) -> Any:
     model = make(
         folder,
         device_mesh=mesh,
-        # A single host: nothing would go to servers unless asked for.
+        # A single host: by default nothing would go to servers.
         ddp_config=(
             {"use_dpu_reduce": True, "dpu_reduce_backend": "flat"} if through_byteps else {}
         ),
@@ -334,7 +336,7 @@ def build(row: Row, through_byteps: bool, folder: str, mesh: Any) -> Any:
 
 
 def losses(row: Row, model: Any, rows: slice) -> Iterator[float]:
-    """Train, each adapter on samples of its own."""
+    """Train each adapter on samples of its own, and yield the losses."""
     for step in range(STEPS):
         for number, adapter in enumerate(row.adapters):
             inputs = batch(step + 100 * number, rows)
@@ -350,7 +352,7 @@ def main() -> None:
     install()
     mesh = initialize(row)
     model = build(row, through_byteps, folder, mesh)
-    # Ray's driver gives all samples, and Twinkle hands them out.
+    # Ray's driver passes all samples, and Twinkle distributes them.
     rows = slice(None) if row.mode == "ray" else slice(mesh.data_rank, None, row.dp)
     print("losses", list(losses(row, model, rows)), flush=True)
     for adapter in row.adapters:

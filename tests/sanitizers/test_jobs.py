@@ -1,5 +1,7 @@
-"""Worker, servers and scheduler watched by AddressSanitizer and UndefinedBehaviorSanitizer, and by
-ThreadSanitizer; and a short run of each fuzzer.
+"""Worker, servers and scheduler under AddressSanitizer, UndefinedBehaviorSanitizer,
+ThreadSanitizer.
+
+Also a short run of each fuzzer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_a
 LIMIT_S = 240.0
 WORKERS, SERVERS = 2, 2
 RACE_STATUS = 66
-"""Of a program in which ThreadSanitizer found something."""
+"""Exit status of a program in which ThreadSanitizer found an error."""
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -34,7 +36,7 @@ OPTIONS = {
     ],
 )
 def programs(request: pytest.FixtureRequest) -> Path:
-    """Their folder, for one sanitizer after the other."""
+    """Folder of the programs, for each sanitizer in sequence."""
     wanted = ("connection_test", "unit_test", "byteps-server", "sum_worker")
     return native.build(*wanted, sanitize=request.param)
 
@@ -74,7 +76,7 @@ def test_connections(programs: Path, run_dir: Path) -> None:
 @pytest.mark.requires("clang")
 @pytest.mark.timeout(LIMIT_S)
 def test_memory_that_changes_while_it_is_sent_is_seen(programs: Path, run_dir: Path) -> None:
-    """By ThreadSanitizer, which must not be told more than is so (tcp/socket.h)."""
+    """ThreadSanitizer detects it, so tcp/socket.h must not annotate too much."""
     if not programs.name.endswith("thread"):
         return
     log = run_dir / "connection_test.log"
@@ -130,11 +132,11 @@ def test_a_whole_job(programs: Path, run_dir: Path) -> None:
                 process.wait(LIMIT_S)
 
 
-# A short run of each fuzzer: its corpus, which holds whatever was found, and some more.
+# A short run of each fuzzer: its corpus, which has all earlier findings, and some new inputs.
 
 
 RUNS = {"membership": 1_000, "server": 1_000}
-"""Those that start threads are slower."""
+"""Runs of fuzzers that start threads, which are slower."""
 OTHER_RUNS = 30_000
 
 
