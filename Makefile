@@ -120,7 +120,7 @@ chaos: setup ## break real jobs on emulated hosts, at random
 soak: setup ## train for an hour with faults and workers that rejoin, and watch for leaks
 	@$(PYTHON_ENV) -W ignore tests/chaos/chaos.py --minutes $(or $(MINUTES),60) --from $(or $(FROM),1) $(ARGS)
 
-replicas: setup ## what replicas that meet at servers learn, compared with one job, as a table and a picture
+replicas: setup ## learning curves of replicas that meet at servers, and of one job, as a table and a picture
 	@$(PYTHON_ENV) -W ignore bench/replicas/run.py --plot $(or $(PICTURE),build/replicas/replicas.png) $(ARGS)
 
 test-gpu: setup ## sums of tensors on GPUs, where there are any
@@ -143,7 +143,7 @@ hf-layouts: setup-hf ## each layout of a Hugging Face model, whole and by adapte
 	@$(PYTHON_HF) -W ignore tests/layouts/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
-recipes: $(if $(BRIDGE),setup-hf,setup) ## which recipes the flags go with: MEGATRON=checkout, BRIDGE=1, MARKDOWN=page
+recipes: $(if $(BRIDGE),setup-hf,setup) ## recipes that work with the flags: MEGATRON=checkout, BRIDGE=1, MARKDOWN=page
 	@HF_HUB_OFFLINE=1 $(if $(BRIDGE),$(PYTHON_HF),$(PYTHON_ENV)) -W ignore scripts/recipes.py \
 		$(if $(MEGATRON),--megatron $(MEGATRON)) $(if $(BRIDGE),--bridge) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
@@ -165,7 +165,7 @@ test-torch: setup ## the wheel with TORCHES: the backend of torch.distributed, h
 			$(or $(TESTS),$(WITH_TORCH)) || exit 1; \
 	done
 
-border: setup ## what users' programs compute through each interface, compared with gloo, as a table
+border: setup ## results of users' programs through each interface, compared with gloo, as a table
 	@$(PYTHON_ENV) -W ignore -m tests.border.run $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 pytorch-tests: setup ## PyTorch's own tests of torch.distributed, through servers and over gloo

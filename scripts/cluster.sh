@@ -141,7 +141,7 @@ while read -r role host count rest; do
   counts+=("${count:-1}")
 done <"$hosts_file"
 
-# of ROLE prints the indices of its entries.
+# Prints the indices of a role's entries.
 of() {
   local i
   for i in "${!roles[@]}"; do [[ ${roles[i]} != "$1" ]] || echo "$i"; done

@@ -106,8 +106,8 @@ def test_wrong_hash_of_a_download_is_refused(project: Project, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (" line 5\n", " line five\n"),  # what a tool with fuzz would accept
-        (" line 5\n", " line  5\n"),  # what ignoring white space would accept
+        (" line 5\n", " line five\n"),  # a tool with fuzz would accept it
+        (" line 5\n", " line  5\n"),  # a tool that ignores white space would accept it
         ("-line 7\n", "-line 77\n"),
     ],
     ids=["context", "whitespace", "removed-line"],

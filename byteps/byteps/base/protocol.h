@@ -249,7 +249,7 @@ struct Declaration {
 // On the wire: its fields in this order, little-endian.
 struct PushHeader {
   uint32_t round = 0;        // number of this worker's earlier pushes of this tensor
-  uint32_t timeout_ms = 0;   // how long the worker will wait
+  uint32_t timeout_ms = 0;   // limit of the worker's wait
   uint32_t pull_offset = 0;  // start of the range of the partition's sum that it wants back
   uint32_t pull_bytes = 0;   // length of that range; may be 0
   // The tensor's first open round at the worker, at most `round`. Earlier rounds have ended there;

@@ -24,7 +24,7 @@ using Work = std::function<void()>;
 using Done = std::shared_future<void>;
 
 thread_local int current_device = 0;
-thread_local std::vector<int> devices_before;  // of open scopes
+thread_local std::vector<int> devices_before;  // devices to restore when scopes end
 thread_local bool in_callback = false;
 std::atomic<bool> broken{false};
 

@@ -73,8 +73,8 @@ struct Metric {
   std::string name;
   Kind kind;
   std::string help;
-  double value = 0;              // of a counter or gauge
-  Histogram::Reading histogram;  // of a histogram
+  double value = 0;              // value of a counter or gauge
+  Histogram::Reading histogram;  // reading of a histogram
   // The part of the process: an engine thread, an endpoint, a NIC.
   std::vector<std::pair<std::string, std::string>> labels = {};
 };

@@ -227,7 +227,7 @@ SessionOptions OptionsOf(const Config& config, Role role, int* local_rank) {
   const bool known = config.IsSet("WORLD_SIZE") || config.IsSet("DMLC_NUM_WORKER");
   const bool ranked = config.IsSet("RANK") || config.IsSet("DMLC_WORKER_ID");
   options.rank = ranked ? launch.rank : -1;        // any free rank
-  options.num_workers = known ? launch.size : -1;  // as the job has
+  options.num_workers = known ? launch.size : -1;  // -1: the job's number
   *local_rank = launch.local_rank;
   return options;
 }

@@ -296,7 +296,7 @@ class ServerBucket:
                 self._transfer.end(started)
         self._shards.give_up()
 
-    # ------------------------------------------------------------------- what servers keep
+    # ------------------------------------------------------------------- state on the servers
 
     def load_parameters(self) -> None:
         """Load the model's parameters into the servers, with no history. Called on the first rank;

@@ -314,7 +314,7 @@ TEST_F(Stalls, TimePassesWhileTheProcessRuns) {
   watch_.Begin(kHeartbeat, now_);
   Run(seconds(100));
   EXPECT_EQ(Awake(), seconds(1100));
-  StandStill(milliseconds(400));  // as on a busy machine
+  StandStill(milliseconds(400));  // happens on a busy machine
   EXPECT_EQ(Awake(), seconds(1100) + milliseconds(400));
   Run(seconds(1));
   EXPECT_EQ(Awake(), seconds(1101) + milliseconds(400));

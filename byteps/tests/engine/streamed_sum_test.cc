@@ -101,7 +101,7 @@ TEST_F(StreamedSums, AreDoneWhileTheDriverHoldsUpEveryThread) {
   job.channel->HoldServer(1, false);
   const int64_t handle = job.worker.PushPull(Streamed("x", &values, stream_));
   job.Wait(handle, stream_);
-  const auto calls = fake::HoldCalls();  // as if this thread loaded a kernel
+  const auto calls = fake::HoldCalls();  // has the effect of a kernel that is being loaded
   job.channel->Release();
   EXPECT_TRUE(BecomesIdle(stream_));
   calls->set_value();

@@ -76,7 +76,7 @@ extern "C" int Fuzz_meta(const uint8_t* data, size_t size) {
   const char* const bytes = reinterpret_cast<const char*>(data);
   ps::Meta meta;
   if (!ps::DecodeMeta(bytes, size, &meta)) return 0;
-  DEMAND(!meta.DebugString().empty());  // as the log does
+  DEMAND(!meta.DebugString().empty());  // the log prints it
   DEMAND(ps::EncodeMeta(meta) == std::string(bytes, size));
   return 0;
 }

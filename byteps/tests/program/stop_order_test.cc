@@ -23,7 +23,7 @@ class PlayedProcess : public StopOrder::Process {
   double hurried = kNever;
   double sums_close = 0;
   double answers_arrive = 0;
-  bool ends_with_workers = true;  // as for a server, which learns of the job's end
+  bool ends_with_workers = true;  // true for a server, which learns of the job's end
 
   bool IsOver() override { return At(job_fails) || (ends_with_workers && At(workers_leave)); }
   bool HasWorkers() override { return !At(workers_leave); }
@@ -62,7 +62,7 @@ TEST(StopOrderTest, AJobThatFailsMeanwhileIsNotWaitedFor) {
 TEST(StopOrderTest, WithoutWorkersItEndsAtOnce) {
   PlayedProcess process;
   process.workers_leave = 0;
-  process.ends_with_workers = false;  // as for a scheduler whose job has not begun
+  process.ends_with_workers = false;  // a scheduler whose job has not begun
   EXPECT_EQ(Await(&process), "stopped by SIGTERM");
   EXPECT_LT(process.seconds_gone(), 0.1);
 }

@@ -110,7 +110,7 @@ TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
   ASSERT_TRUE(answers_.AwaitHeld());
   sums.insert(Push(1, 0, 0, kShort));  // pushed in time, but not handled
   std::this_thread::sleep_for(std::chrono::milliseconds(4 * kShort + 500));
-  sums.insert(Push(1, 1, 0, kShort));  // as if read from a socket after the pause
+  sums.insert(Push(1, 1, 0, kShort));  // read from a socket after the pause
   answers_.Release();
   const auto all = answers_.Await(10);
   watch->End(std::chrono::steady_clock::now());

@@ -208,7 +208,7 @@ void FakeChannel::Run() {
   while (TakeNext(&request)) {
     try {
       Answer(std::move(request));
-    } catch (const std::exception& e) {  // as a transport that closes the connection
+    } catch (const std::exception& e) {  // a transport would close the connection
       FailJob(e.what());
     }
     request = Message();

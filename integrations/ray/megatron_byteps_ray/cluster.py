@@ -257,7 +257,7 @@ class Pool:
             attempt=attempt,
         )
 
-    # ----------------------------------------------------------------- who is there
+    # ----------------------------------------------------------------- state of the actors
 
     def refresh(self) -> None:
         """Update which actors have become warm, and which were lost.

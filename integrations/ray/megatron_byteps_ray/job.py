@@ -298,7 +298,7 @@ class Job:
             )
         return self.pool.assign(wanted)
 
-    # ----------------------------------------------------------------- what it tells
+    # ----------------------------------------------------------------- events
 
     def _emit(self, event: str, **values: Any) -> None:
         if event == "step":

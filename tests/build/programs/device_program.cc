@@ -123,7 +123,7 @@ int Make(void** object) {
   return 0;
 }
 
-// Of the current context, as a stream and an event of one call must be.
+// Checks the current context, which the stream and event of a call must share.
 int Check(void* object) {
   if (Current() == nullptr) return kInvalidContext;
   return object == nullptr || static_cast<OfContext*>(object)->context == Current() ? 0

@@ -1,5 +1,4 @@
-// What clang's -Wthread-safety must let pass of a class with a lock, and with MISTAKES, what it
-// must refuse.
+// A class with a lock that clang's -Wthread-safety must accept, and with MISTAKES must refuse.
 #include "byteps/base/mutex.h"
 
 class Counter {

@@ -366,7 +366,7 @@ class FewBits:
         is_shard = lead.result.numel() < count and self._layout.instances == 1
         if not is_shard:
             return list(everything.split(-(-count // per_host)))
-        shards = everything.view(members, -1)  # of each rank
+        shards = everything.view(members, -1)  # a row for each rank
         return [shards[local::per_host].flatten() for local in range(per_host)]
 
 

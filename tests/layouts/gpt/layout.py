@@ -152,7 +152,7 @@ class Layout(Row):
         return [*arguments, *self.extra]
 
 
-# ----- what a rank saw: written by the ranks, read by the comparison
+# ----- values recorded by the ranks, read by the comparison
 
 
 @dataclass(kw_only=True)
@@ -215,7 +215,7 @@ class RankSeen:
     same gradients, and of the fp64 values."""
 
 
-# ----- what the comparison came to
+# ----- results of the comparison
 
 
 # Largest relative difference of a step's loss, if the order of additions can differ.

@@ -60,7 +60,7 @@ struct NicUser {
 };
 
 struct ChosenNics {
-  std::vector<Nic> nics;  // of this node; empty: no NIC of this host has its address
+  std::vector<Nic> nics;  // NICs of this node; empty: no NIC of this host has its address
   int host_mbps = 0;      // rate of all NICs that the nodes of this host use; 0: unknown
 };
 
@@ -85,7 +85,7 @@ bool RunOn(std::thread* thread, const std::set<int>& cores);
 
 struct ThreadPlace {
   int numa = -1;        // -1: no NUMA node
-  std::set<int> cores;  // of that node, as far as this process may use them
+  std::set<int> cores;  // cores of the node that this process may use
 };
 
 // Chooses a NUMA node for each of `threads` threads that together serve `nics`. A node gets threads

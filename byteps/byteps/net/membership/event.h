@@ -84,7 +84,7 @@ struct JobView {
   };
   Phase phase = kGathering;
   int incarnation = 1;
-  std::string failure;  // of this generation; while gathering, of the previous one
+  std::string failure;  // failure of this generation; while gathering, of the previous one
   int workers = -1;     // number the job should have; -1: not known yet
   int servers = -1;
   std::vector<Peer> peers;

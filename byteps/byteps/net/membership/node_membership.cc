@@ -438,7 +438,7 @@ void NodeMembership::ReportBrokenLink(int id) {
     if (peer != nullptr) lost = peer->node;
     lost.id = id;
     lost.role = IsWorkerId(id) ? Node::WORKER : Node::SERVER;
-    if (lost.port == Node::kEmpty) lost.port = 0;  // as for a node that does not listen
+    if (lost.port == Node::kEmpty) lost.port = 0;  // the value of nodes that do not listen
     if (peer != nullptr && peer->left) {
       PS_PROBE(kLinkOfLeaver);
       broken_links_.erase(it);  // it left in order

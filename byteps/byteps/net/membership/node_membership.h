@@ -189,7 +189,7 @@ class NodeMembership : public Membership {
   int link_mbps_ PS_GUARDED_BY(mu_) = 0;
   bool is_late_ PS_GUARDED_BY(mu_) = false;
   ReplicaView view_ PS_GUARDED_BY(mu_);         // the latest
-  membership::Turns turns_ PS_GUARDED_BY(mu_);  // of the servers' places
+  membership::Turns turns_ PS_GUARDED_BY(mu_);  // turns of the servers' places
   std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);

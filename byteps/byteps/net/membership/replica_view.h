@@ -9,7 +9,7 @@ namespace ps {
 
 // The replicas of a model in the job (docs/design/replicas.md), as the scheduler announces them.
 struct ReplicaView {
-  int workers = 0;      // of all replicas; each has equally many
+  int workers = 0;      // number over all replicas, equal in each
   int epoch = 0;        // increases with each change
   std::string present;  // '1' for each replica that takes part in all-reduces, '0' for the others
   std::string waiting;  // '1' for each replica that is ready to join

@@ -63,7 +63,7 @@ struct Account {
   int life = 0;          // number of the last scheduler that the node knows; 0: it does not return
   bool is_late = false;  // a worker's: its replica came to a running job
   std::set<int> left;    // ranks of workers that left in order; servers know them
-  Turns turns;           // of servers' places, as far as the node knows; a server knows its own
+  Turns turns;           // known turns of servers' places; a server knows its own
   ReplicaView replicas;  // the latest the node knows; empty: none
 };
 inline auto Fields(Account& account) {
@@ -97,7 +97,7 @@ bool IsValid(const Beginning& beginning);
 
 // Body of WELCOME.
 struct Welcome {
-  int generation = 1;  // of the job
+  int generation = 1;  // generation of the job
   int life = 0;        // the scheduler's number
 };
 inline auto Fields(Welcome& welcome) { return std::tie(welcome.generation, welcome.life); }
@@ -139,7 +139,7 @@ inline auto Fields(Ready& /*word*/) { return std::tuple<>(); }
 // This worker and all others that take part are between two steps, so this replica may join.
 struct Admit {
   int replica = 0;
-  int life = 0;  // of the replica
+  int life = 0;  // life of the replica
 };
 inline auto Fields(Admit& word) { return std::tie(word.replica, word.life); }
 // Others wait for this worker. The scheduler passes the message on to it.
@@ -159,14 +159,14 @@ inline auto Fields(Late& word) { return std::tie(word.rank, word.epoch, word.why
 // A server is lost; a replacement is awaited.
 struct ServerLost {
   int rank = 0;
-  int turn = 0;  // of the server's place
+  int turn = 0;  // turn of the server's place
   std::string reason;
 };
 inline auto Fields(ServerLost& word) { return std::tie(word.rank, word.turn, word.reason); }
 // The node in this message replaces the lost server.
 struct ServerReplaced {
   int rank = 0;
-  int turn = 0;     // of the server's place
+  int turn = 0;     // turn of the server's place
   int servers = 0;  // number of servers
 };
 inline auto Fields(ServerReplaced& word) { return std::tie(word.rank, word.turn, word.servers); }

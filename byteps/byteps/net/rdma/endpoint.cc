@@ -301,7 +301,7 @@ int Endpoint::PostNothing() {
   ibv_send_wr request;
   memset(&request, 0, sizeof(request));
   request.wr_id = connection_->sends.next();
-  request.opcode = IBV_WR_RDMA_WRITE;  // of no bytes: address and key are ignored
+  request.opcode = IBV_WR_RDMA_WRITE;  // without bytes: address and key are ignored
   request.send_flags = IBV_SEND_SIGNALED;
   ibv_send_wr* bad = nullptr;
   const int error = ibv_post_send(connection_->qp.get(), &request, &bad);

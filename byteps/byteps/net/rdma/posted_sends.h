@@ -100,7 +100,7 @@ class PostedSends {
   uint64_t bytes_ = 0;
   Unheard unheard_;
   bool signals_all_ = false;
-  bool heard_ = false;  // of a message's arrival, since the last Watch
+  bool heard_ = false;  // a message arrived since the last Watch
   bool watched_ = false;
 };
 

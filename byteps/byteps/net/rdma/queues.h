@@ -36,7 +36,7 @@ struct Place {
 struct Outgoing {
   std::string meta;
   std::vector<SArray<char>> values;
-  std::vector<uint64_t> sizes;  // of the values, even after they are copied
+  std::vector<uint64_t> sizes;  // sizes of the values, even after they are copied
   uint64_t value_bytes = 0;
   uint64_t key = 0;  // for errors
   Exchange exchange;
@@ -48,8 +48,8 @@ struct Outgoing {
   bool meta_in_region = false;
   const char* address = nullptr;
   uint64_t length = 0;
-  const Region* keys = nullptr;    // of this memory: `region`, or the pool's
-  std::shared_ptr<Region> region;  // of the value in place; destroyed before it
+  const Region* keys = nullptr;    // keys of this memory: of `region`, or the pool's
+  std::shared_ptr<Region> region;  // region of the value in place; destroyed before the value
   SArray<char> copy;               // or a copy of all values
 
   // The receiver's destination, and the progress of the write.
@@ -71,7 +71,7 @@ class Region;
 
 struct Received {
   Message msg;
-  uint64_t bytes = 0;      // of meta and values
+  uint64_t bytes = 0;      // bytes of meta and values
   bool is_inline = false;  // the values came in the message's frame
 };
 
@@ -79,7 +79,7 @@ struct Received {
 struct Memory {
   SArray<char> bytes;
   uint32_t rkey = 0;
-  std::shared_ptr<Region> region;  // of the destination; null: pooled memory
+  std::shared_ptr<Region> region;  // region of the destination; null: pooled memory
 };
 
 }  // namespace rdma

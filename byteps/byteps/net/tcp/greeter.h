@@ -59,7 +59,7 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
 
   const Host* const host_;
   const std::shared_ptr<Poller> poller_;
-  const int number_;  // of the socket
+  const int number_;  // number of the socket
   const std::string from_;
   // Used by the poller's thread only.
   Fd fd_;             // until the peer sends something

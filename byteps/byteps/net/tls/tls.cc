@@ -385,7 +385,7 @@ ssize_t Session::Fail(int result) {
 size_t Session::Encrypt(const iovec* vector, int count) {
   std::array<char, kRecordBytes> gathered;
   size_t accepted = 0;
-  size_t done = 0;  // of vector[i]
+  size_t done = 0;  // sent bytes of vector[i]
   for (int i = 0; i < count && accepted < kBatchBytes;) {
     const char* data = static_cast<const char*>(vector[i].iov_base) + done;
     size_t bytes = std::min(vector[i].iov_len - done, kBatchBytes - accepted);

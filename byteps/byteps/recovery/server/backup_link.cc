@@ -148,7 +148,7 @@ void BackupLink::BeginTelling(uint64_t pass) {
   Send(kCopy, backup(), 0, number, record.Pack(), {});
 }
 
-// ------------------------------------------------------------------ as primary
+// ------------------------------------------------------------------ work as the primary
 
 uint64_t BackupLink::Tell(uint64_t key, const CopyRecord& record, SharedBytes values) {
   uint64_t number = 0;
@@ -207,7 +207,7 @@ void BackupLink::OnFetchAnswer(const Message& message) {
   user_->OnFetched();
 }
 
-// ------------------------------------------------------------------ as backup
+// ------------------------------------------------------------------ work as the backup
 
 void BackupLink::OnFetch(const Message& message) {
   std::string error;

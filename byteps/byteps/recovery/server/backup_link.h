@@ -77,7 +77,7 @@ class BackupLink {
   // Whether a message with this head may have values.
   bool Expects(const MessageHead& head) const;
 
-  // ----- as primary
+  // ----- work as the primary
 
   // A member was told that its state is loaded: this server will fetch none.
   void HasState() { has_state_ = true; }

@@ -43,7 +43,7 @@ void ServerRecovery::OnConfirm(const Message& message) {
                    out.Take());
 }
 
-// ------------------------------------------------------------------ as successor of a lost server
+// ------------------------------------------------------------------ successor of a lost server
 
 void ServerRecovery::OnResume(const Message& message) {
   if (server_->KeepsState()) {

@@ -158,7 +158,7 @@ TEST(NicPairs, SubnetsOfIPv6) {
   }
 }
 
-// ----- where a connection dials, and when next
+// ----- addresses and times of a connection's attempts
 
 using std::chrono::milliseconds;
 
@@ -320,7 +320,7 @@ TEST(Redial, ALinkThatBreaksAgainForgetsWhatWasBefore) {
   EXPECT_FALSE(redial.IsListenerGone(kStart + kListenerGoneTime));
 }
 
-// ----- how long a link may be broken, over as many connections as it takes
+// ----- time limit of a broken link, over any number of connections
 
 using std::chrono::seconds;
 using Clock = OutageWatch::Clock;

@@ -207,7 +207,7 @@ TEST(Meta, RefusesNicsThatCannotBe) {
 namespace ps {
 namespace {
 
-// ----- which messages are sent again over a link that broke
+// ----- messages that are sent again over a link that broke
 
 using Message = std::unique_ptr<int>;
 using Log = ReplayLog<Message>;
@@ -399,7 +399,7 @@ TEST(Receipts, ManyAreToldAtOnceThoughAFrameIsPlanned) {
   EXPECT_EQ(receipts.Next(), Tell::kNow);
 }
 
-// ----- which blocks of memory are kept for reuse
+// ----- blocks of memory that are kept for reuse
 
 TEST(IdleBlocks, OneOfTheSameSizeIsUsedAgain) {
   IdleBlocks<int*> idle(100);

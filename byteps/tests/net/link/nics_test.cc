@@ -21,10 +21,10 @@ namespace {
 
 // A device of a machine, and its path below /sys/devices.
 struct Device {
-  const char* name;   // of an interface, or a GPU's bus id
+  const char* name;   // name of an interface, or a GPU's bus id
   const char* place;  // "": virtual
   int numa;
-  int mbps;             // of an interface; -1: the kernel does not tell
+  int mbps;             // rate of an interface; -1: unknown to the kernel
   const char* address;  // "": a GPU
   bool has_carrier = true;
   const char* rdma = "";  // its RDMA device
@@ -414,7 +414,7 @@ TEST(Nics, OfThisHostEachHasAnAddress) {
   EXPECT_EQ(loopback->nic.mbps, 0);
 }
 
-// ----- which NIC traffic is counted for
+// ----- NIC for which traffic is counted
 
 NicReading Reading(const std::string& nic) {
   const auto readings = ReadNicCounters();

@@ -17,7 +17,7 @@
 namespace ps {
 namespace {
 
-constexpr uint64_t kJob = (0x1234 << 16) + 2;  // of the second generation
+constexpr uint64_t kJob = (0x1234 << 16) + 2;  // job in its second generation
 constexpr uint64_t kMyToken = 77;
 constexpr uint64_t kOtherToken = 88;
 

@@ -83,7 +83,7 @@ TEST_F(SchedulerMembershipTest, AFailureWhileANodeIsAdmittedReachesIt) {
   links_.on_connect = [this](const Node& node) {
     if (node.id != other_) return;
     links_.on_connect = nullptr;
-    membership_->OnDisconnect(worker_);  // as the heartbeat thread may do
+    membership_->OnDisconnect(worker_);  // the heartbeat thread may do this
   };
   Register(Node::WORKER, 1, 2, 1);
   EXPECT_NE(failure().find("worker 0"), std::string::npos);

@@ -108,7 +108,8 @@ TEST_F(LostNeighborTest, WithoutCopiesServersMeetNobody) {
   membership_->OnDisconnect(Id(1));
   Come();
   EXPECT_EQ(Told(1), Ranks());
-  ExpectWord<membership::ServerReplaced>(0, 1);  // as the workers do, so that none counts as late
+  ExpectWord<membership::ServerReplaced>(0,
+                                         1);  // workers receive it too, so that none counts as late
   LastWord<membership::ServerReplaced>(worker_);
 }
 

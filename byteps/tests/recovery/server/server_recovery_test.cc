@@ -100,7 +100,7 @@ class Hub {
     if (message.is_request && message.op == kCopy && loses_copies) return;
     Item item{message.peer, message};
     item.message.peer = from;
-    if (!message.values.empty()) {  // as a transport does
+    if (!message.values.empty()) {  // a transport does this
       const SharedBytes values = SharedBytes::New(message.values.size());
       memcpy(values.data(), message.values.data(), values.size());
       item.message.SetValues(values);

@@ -92,7 +92,7 @@ TEST_P(ServerReplacementTest, NothingIsSentBetween) {
   auto values = Values(kCount, 1);
   const auto sum = Times(values, 3);
   const int64_t handle = Begin(&values);
-  ASSERT_TRUE(job_.channel->AwaitPushes(3 * kPartitions / 2));  // those to the other server
+  ASSERT_TRUE(job_.channel->AwaitPushes(3 * kPartitions / 2));  // pushes to the other server
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_FALSE(job_.worker.Poll(handle));
   EXPECT_EQ(PushesOf(0), before);

@@ -342,7 +342,7 @@ class ServerOptimizer(MegatronOptimizer):
         if timers is not None:
             timers(name).stop()
 
-    # ------------------------------------------------------------------- what Megatron asks for
+    # ------------------------------------------------------------------- calls by Megatron
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: DDP zeroes its buffers."""

@@ -26,7 +26,7 @@ enum Side { kConnects = 0, kListens = 1 };
 class Seen {
  public:
   struct State {
-    std::vector<std::string> texts;  // of messages, in the order of arrival
+    std::vector<std::string> texts;  // texts of messages, in the order of arrival
     int resumed = 0;                 // number of resumptions
     size_t again = 0;                // messages sent again
     int closed = 0;                  // number of closings
