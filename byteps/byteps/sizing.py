@@ -171,6 +171,8 @@ def render(found: Sequence[Choice], parameters: float) -> str:
         lines += ["", *HEAD, *rows] if rows else []
     notes = (break_even(chosen.found), limit_text(chosen.found, machines))
     lines += ["", *filter(None, notes), f"Answer: {answer(chosen.found)}"]
+    if chosen.spare and not found[0].spare:
+        lines.append(f"Without spare machines (--machines 0): {answer(found[0].found)}")
     if lacking := _lacking_cores(chosen):
         lines.append(lacking)
     if (deployed := chosen.deployed) is not None:

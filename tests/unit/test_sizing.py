@@ -241,6 +241,10 @@ def test_a_script_without_megatron(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "\n  BYTEPS_C10D=1 scripts/worker.sh --servers 4 --nnodes 4 " in said
     assert said.endswith("... -- train.py\n") and "Megatron" not in said
+    assert sizing.main(words.removesuffix(" --machines").split()) == 0
+    said = capsys.readouterr().out
+    own = next(line for line in said.splitlines() if line.startswith("Without spare machines"))
+    assert "BYTEPS_C10D_WIRE_DTYPE=int8 (1.97 x)" in own
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
