@@ -58,9 +58,12 @@ class BuildError(Exception):
 def build(*programs: str, sanitize: str = "") -> Path:
     """Compile these programs if they changed, and return their folder.
 
-    Args: programs: Names in PROGRAMS or SANITIZED. sanitize: A key of SANITIZED, or "" for none.
+    Args:
+        programs: Names in PROGRAMS or SANITIZED.
+        sanitize: A key of SANITIZED, or "" for none.
 
-    Raises: BuildError: A tool is missing, or the compiler fails.
+    Raises:
+        BuildError: A tool is missing, or the compiler fails.
     """
     unknown = set(programs) - set(SANITIZED[sanitize] if sanitize else PROGRAMS)
     if unknown:
@@ -191,8 +194,9 @@ class SumJob:
         """
         Create the job without processes.
 
-        Args: programs: Folder of byteps-server and sum_worker. folder: Folder for the processes'
-        files.
+        Args:
+            programs: Folder of byteps-server and sum_worker.
+            folder: Folder for the processes' files.
         """
         self._programs = programs
         self._folder = folder

@@ -24,10 +24,11 @@ def run(
 ) -> dict[str, Any]:
     """Run the scenario twice in this process, and return the results of both runs.
 
-    Returns: "reference" and "values": name -> tensor. "reference_error" and "error": the error that
-    ended each run, or "". "reduced_bytes" and "pushed_bytes": bytes that had to be reduced, and
-    that this rank has sent to servers. "held": tensors that are still declared. "seconds": duration
-    of the second run.
+    Returns:
+        "reference" and "values": name -> tensor. "reference_error" and "error": the error that
+        ended each run, or "". "reduced_bytes" and "pushed_bytes": bytes that had to be reduced, and
+        that this rank has sent to servers. "held": tensors that are still declared. "seconds":
+        duration of the second run.
     """
     os.chdir(folder)
     torch.set_num_threads(1)

@@ -75,8 +75,10 @@ class Interface:
     ) -> tuple[nn.Module, Any]:
         """Average a model's gradients over a group.
 
-        Args: model: The same parameters on every rank. optimizer: A torch optimizer over this
-        model's parameters. options: The program's other choices.
+        Args:
+            model: The same parameters on every rank.
+            optimizer: A torch optimizer over this model's parameters.
+            options: The program's other choices.
         """
         raise NotImplementedError
 

@@ -230,7 +230,8 @@ REPLICA_PACE_S = 0.05
 class LastingJob(Job):
     """Starts another server for each lost server, and restarts killed replicas.
 
-    Args: nursery: Forks the workers, if they are Python programs.
+    Args:
+        nursery: Forks the workers, if they are Python programs.
     """
 
     # Only a peer's silence is detected by a time limit.

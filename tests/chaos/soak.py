@@ -54,7 +54,8 @@ def _life_of(record: Path) -> int:
 class Soak(Job):
     """A run of some minutes.
 
-    Raises: RuntimeError: A process ended early, or does not train.
+    Raises:
+        RuntimeError: A process ended early, or does not train.
     """
 
     limits: ClassVar[Mapping[str, str]] = {}

@@ -126,8 +126,9 @@ def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
 
     The server imports these modules first, or only those that the platform allows. Thread-safe.
 
-    Raises: ValueError: This process's fork server has imported modules that the platform does not
-    allow.
+    Raises:
+        ValueError: This process's fork server has imported modules that the platform does not
+            allow.
     """
     global _started_for
     # Some releases of Python do not pass sys.path to the server. A module that the server cannot

@@ -63,7 +63,8 @@ class Named(Protocol):
 def named[R: Named](rows: Sequence[R], names: Sequence[str]) -> list[R]:
     """Get the rows with these names in table order, or all rows if there are no names.
 
-    Raises: ValueError: No row has one of the names.
+    Raises:
+        ValueError: No row has one of the names.
     """
     known = dict.fromkeys(row.name for row in rows)
     if unknown := [name for name in names if name not in known]:
@@ -100,10 +101,12 @@ class Table:
     def put(self, document: Path, rows: Sequence[Sequence[str]], machine: str = "") -> None:
         """Write these rows into a document and keep its other rows.
 
-        Args: machine: The machine that ran the rows, written above the table; empty for no such
-        line.
+        Args:
+            machine: The machine that ran the rows, written above the table; empty for no such
+                line.
 
-        Raises: SystemExit: The document has no place for the table.
+        Raises:
+            SystemExit: The document has no place for the table.
         """
         before, begin, rest = document.read_text(encoding="utf-8").partition(self.begin)
         there, end, after = rest.partition(END)
@@ -133,7 +136,9 @@ def cells_of(text: str) -> list[str]:
 def parser_of(about: str, *, devices: bool = True) -> argparse.ArgumentParser:
     """Create a parser with the options that all tables have.
 
-    Args: about: Description of the command. devices: Add options for GPUs and for concurrent cells.
+    Args:
+        about: Description of the command.
+        devices: Add options for GPUs and for concurrent cells.
     """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -156,7 +161,8 @@ def parse[R: Named](
 
     Exits with status 2 on bad usage.
 
-    Args: arguments: None for the process's own arguments.
+    Args:
+        arguments: None for the process's own arguments.
     """
     options = parser.parse_args(arguments)
     rows = chosen(parser, rows, options)
@@ -212,10 +218,15 @@ def run_table[C, O](
 ) -> int:
     """Run the cells of a table, and print and write the row of each.
 
-    Args: name: Name of the command. options: Options of parser_of. run, title, failures: See
-    run_cells. row: Makes the cells of a row. problems: Lists failed checks.
+    Args:
+        name: Name of the command.
+        options: Options of parser_of.
+        run, title, failures: See run_cells.
+        row: Makes the cells of a row.
+        problems: Lists failed checks.
 
-    Returns: An exit status: 0 if all cells ran and passed.
+    Returns:
+        An exit status: 0 if all cells ran and passed.
     """
     with Progress(name, total=len(cells), unit="cells") as bar:
 
@@ -246,12 +257,17 @@ def run_cells[C, O](
 ) -> bool:
     """Run every cell; a failed cell does not stop the others.
 
-    Args: run: Makes the runs of a cell and compares them. tell: Called with each outcome in cell
-    order; prints the outcome and returns the failed checks. title: Makes a title of a cell. jobs:
-    Number of concurrent cells. With 1, cells run in the calling thread. budget: Seconds after which
-    no further cell starts. failures: Exceptions that ``run`` raises if a cell fails.
+    Args:
+        run: Makes the runs of a cell and compares them.
+        tell: Called with each outcome in cell order; prints the outcome and returns the failed
+            checks.
+        title: Makes a title of a cell.
+        jobs: Number of concurrent cells. With 1, cells run in the calling thread.
+        budget: Seconds after which no further cell starts.
+        failures: Exceptions that ``run`` raises if a cell fails.
 
-    Returns: Whether all cells ran and passed.
+    Returns:
+        Whether all cells ran and passed.
     """
     deadline = math.inf if budget is None else time.monotonic() + budget
     left: list[str] = []

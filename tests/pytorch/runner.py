@@ -91,9 +91,10 @@ def run_test(
 ) -> dict[str, Any]:
     """Run a test on its own ranks. On return, all ranks have ended.
 
-    Returns: "outcome": "passed", "skipped", "failed" or "late". "error": the end of the ranks'
-    output, unless the test passed. "operations": all-reduces that went through servers, on all
-    ranks. "without_shapes": an event of the profiler lacked input shapes.
+    Returns:
+        "outcome": "passed", "skipped", "failed" or "late". "error": the end of the ranks' output,
+        unless the test passed. "operations": all-reduces that went through servers, on all ranks.
+        "without_shapes": an event of the profiler lacked input shapes.
     """
     from torch.testing._internal.distributed import distributed_test as suite
 

@@ -1,7 +1,7 @@
-"""The engine, as c_lib.cc and c_update.cc define it.  Use byteps.torch.
+"""Types of the engine's module, which c_lib.cc and c_update.cc define. Use byteps.torch instead.
 
-Tensors come as addresses, streams as CUDA's handles, both 0 where there is none. Functions raise
-BytePSError, or BytePSUsageError for a call or a setting that cannot be right.
+Tensors are addresses and streams are CUDA handles, both 0 if there is none. Functions raise
+BytePSError, or BytePSUsageError for a call or a setting that is always wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,36 +11,36 @@ class BytePSError(RuntimeError): ...
 class BytePSUsageError(BytePSError, ValueError): ...
 
 class Ranks:
-    """A group's ranks, ascending; none: all workers."""
+    """The ranks of a group, ascending; empty: all workers."""
 
     def __init__(self, values: Sequence[int]) -> None: ...
     def __len__(self) -> int: ...
     def lowest(self) -> int:
-        """Of the ranks."""
+        """Get the lowest rank."""
 
 class Landing:
-    """The moment at which sums are in their tensors."""
+    """An event: sums are in their tensors."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Tell whether the event has happened."""
     def wait(self, stream: int) -> None:
-        """What the stream is given from now on waits for it."""
+        """Make later work of the stream wait for the event."""
 
 type _Spec = tuple[str, str, int, int, bool, bool, Ranks | Sequence[int], int | None, int, bool]
-"""Name, dtype, bytes, bytes of the tensor that it is a piece of, average, feedback, group,
-placement, GPU, whether servers add in the order of ranks."""
+"""Name, dtype, bytes, bytes of the whole tensor, average, feedback, group, placement, GPU, addition
+in rank order."""
 type _Coded = tuple[str, int, int, int, int, int, int]
-"""Dtype of the values, how many, input, output, first and last plus one of those that are wanted,
-what rounding lost."""
+"""Dtype and number of the values, input, output, begin and end of the wanted range, rounding
+errors."""
 type _Group = tuple[float, float, float, bool]
 """beta1, beta2, eps, nesterov."""
 type _Segment = tuple[int, int, bool]
-"""The element at which it ends, its group, whether its gradients count."""
+"""End in elements, parameter group, whether the gradients count in the norm."""
 type _Step = tuple[int, float, bool, Sequence[tuple[float, float]]]
-"""Number, scale of the gradients, whether it is skipped, each group's learning rate and decay."""
+"""Step number, scale of the gradients, whether to skip, learning rate and decay by group."""
 
 class KnownTensor:
-    """A tensor that is summed again and again: described once, and looked up once in a job."""
+    """A tensor that is summed repeatedly: described once, and looked up once in a job."""
 
     def __init__(self, spec: _Spec) -> None: ...
     def push_pull(
@@ -57,7 +57,7 @@ class KnownTensor:
         """Start a sum; return its handle."""
 
 class UpdatedTensor:
-    """A tensor whose parameters servers update. All but num_partitions return a handle."""
+    """A tensor that servers update. All methods but num_partitions return a handle."""
 
     def __init__(
         self,
@@ -112,11 +112,14 @@ def declare(tensors: Sequence[_Spec]) -> None: ...
 def endpoints() -> list[dict[str, Any]]: ...
 def nics() -> list[dict[str, Any]]: ...
 def nics_of_server(address: str) -> tuple[int, int, set[int]]:
-    """Mbit/s of all NICs that a server at this address uses, 0 if not known; the number of NUMA
-    nodes that they are attached to; and the cores of these, none if not known."""
+    """Get the rate of all NICs of a server at this address, their NUMA nodes and cores.
+
+    The rate is in Mbit/s, 0 if unknown; then the number of NUMA nodes with these NICs, and the
+    cores of these nodes, empty if unknown.
+    """
 
 def interface_address(name: str) -> str:
-    """An address of an interface that others can reach: IPv4 where it has one."""
+    """Get an interface's address that other hosts can reach: IPv4 if there is one."""
 
 def encode_blocks(
     dtype: str, blocks: int, from_: str, values: int, count: int, lost: int, seed: int | None

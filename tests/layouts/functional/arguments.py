@@ -160,7 +160,8 @@ def small(given: Mapping[str, Value]) -> Small:
     At most two ranks sum each gradient, so that there is a single right result: two data-parallel
     ranks, or one data-parallel rank of two context-parallel ranks.
 
-    Raises: CannotRun: The test needs something that a CPU cannot do, or too many ranks.
+    Raises:
+        CannotRun: The test needs something that a CPU cannot do, or too many ranks.
     """
     for flag, needs in REFUSED.items():
         if flag in given:
@@ -259,7 +260,8 @@ class Case(Layout):
 def check(case: Case, folder: Path) -> Report:
     """Train the case through both backends, in a new folder, and compare.
 
-    Raises: JobFailed: A run failed.
+    Raises:
+        JobFailed: A run failed.
     """
     folder.mkdir(parents=True)
     ours = train(case, folder / "byteps", (), through_byteps=True)
@@ -298,7 +300,8 @@ class Test:
 def tests_of(checkout: Path) -> Iterator[Test]:
     """Yield the tests that train a model of FAMILIES.
 
-    Raises: ValueError: The folder has no functional tests.
+    Raises:
+        ValueError: The folder has no functional tests.
     """
     found = sorted((checkout / _CASES).glob("*/*/model_config.yaml"))
     if not found:
@@ -319,7 +322,8 @@ def cases_of(checkout: Path) -> tuple[list[Case], dict[str, str]]:
 
     Tests with equal arguments are one case. The reasons are keyed by the test's name.
 
-    Raises: ValueError: The folder has no functional tests.
+    Raises:
+        ValueError: The folder has no functional tests.
     """
     cases: dict[object, Case] = {}
     cannot: dict[str, str] = {}
@@ -393,7 +397,8 @@ _MISS = " (MISS)"
 def put(document: Path, report: Report, case: Case, cases: Sequence[Case]) -> None:
     """Write a test's row into the document.
 
-    Raises: SystemExit: The document has no place for the row.
+    Raises:
+        SystemExit: The document has no place for the row.
     """
     missed = report.misses or not report.same_bits
     table = Table(

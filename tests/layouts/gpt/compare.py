@@ -320,7 +320,8 @@ class FewBits:
     ) -> Callable[[Sum], torch.Tensor]:
         """Compute what each member gets from the next sum of a bucket.
 
-        Args: parts: Local parts of all members, in member order.
+        Args:
+            parts: Local parts of all members, in member order.
         """
         lead, kept = parts[0], _kept(parts[0])
         values = [part.local.flatten().clone() for part in parts]

@@ -26,8 +26,10 @@ class ExactUpdates:
         """
         Attach to an optimizer.
 
-        Args: optimizer: Megatron's optimizer, before its first step. buckets: Buckets of DDP, each
-        with the group that sums it. steps: Number of steps after which the errors are computed.
+        Args:
+            optimizer: Megatron's optimizer, before its first step.
+            buckets: Buckets of DDP, each with the group that sums it.
+            steps: Number of steps after which the errors are computed.
         """
         self.error = self.size = 0.0
         """Sums of squares: of the errors of the fp32 parameters, and of the parameters."""
@@ -160,8 +162,10 @@ class ExactBits:
         """
         Attach to an optimizer.
 
-        Args: optimizer: Megatron's optimizer, before its first step. buckets: Buckets of DDP, each
-        with the group that sums it. per_host: Number of consecutive ranks that share a host.
+        Args:
+            optimizer: Megatron's optimizer, before its first step.
+            buckets: Buckets of DDP, each with the group that sums it.
+            per_host: Number of consecutive ranks that share a host.
         """
         self.misses: list[str] = []
         self.steps = 0

@@ -26,11 +26,14 @@ STEPS = 4
 def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict[str, Any]:
     """Train four layers in bf16 for a few steps, with fp32 gradients and the distributed optimizer.
 
-    Args: width: Width of each layer. away: Move everything off the device between steps.
+    Args:
+        width: Width of each layer.
+        away: Move everything off the device between steps.
 
-    Returns: ``checksums`` of this rank's parameters after each step. ``bytes`` by phase: the peak
-    of allocated device memory, minus the memory before the model (0 on a CPU). ``held``: the bytes
-    of the buffers' storages.
+    Returns:
+        ``checksums`` of this rank's parameters after each step. ``bytes`` by phase: the peak of
+        allocated device memory, minus the memory before the model (0 on a CPU). ``held``: the bytes
+        of the buffers' storages.
     """
     device = start()
     before = _allocated(device)

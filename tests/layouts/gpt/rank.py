@@ -46,7 +46,8 @@ class Witness:
     def watch(self, *, sums: bool = True) -> None:
         """Record the log and the buckets before and after they are summed.
 
-        Args: sums: Record the buckets too, not the log alone.
+        Args:
+            sums: Record the buckets too, not the log alone.
         """
         self._watch_setup()
         group = param_and_grad_buffer._ParamAndGradBucketGroup

@@ -54,7 +54,8 @@ def train(
 ) -> Job:
     """Run a layout through a backend, each rank in a process.
 
-    Raises: JobFailed: A rank failed, or none did with ``fails``.
+    Raises:
+        JobFailed: A rank failed, or none did with ``fails``.
     """
     arguments = [*platform.arguments, *layout.megatron_arguments(), *data]
     environment: dict[str, str] = {}
@@ -83,7 +84,8 @@ def train(
 def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform = CPU) -> Report:
     """Train the layout through both backends, in a new folder, and compare.
 
-    Raises: JobFailed: A run failed, or a layout that must be refused ran.
+    Raises:
+        JobFailed: A run failed, or a layout that must be refused ran.
     """
     data = data_arguments(dataset)
     folder.mkdir(parents=True)
@@ -139,10 +141,13 @@ def run_reports[R: Layout](
 ) -> tuple[bool, list[Report]]:
     """Check each row in a folder of its own, and print its result.
 
-    Args: name: Name of the command. options: ``budget``, and ``jobs`` if several rows may run at
-    once. put: Called with each report, in the order of the rows.
+    Args:
+        name: Name of the command.
+        options: ``budget``, and ``jobs`` if several rows may run at once.
+        put: Called with each report, in the order of the rows.
 
-    Returns: Whether all rows ran and passed, and the report of each.
+    Returns:
+        Whether all rows ran and passed, and the report of each.
     """
     reports: list[Report] = []
     with Progress(name, total=len(rows), unit="rows") as bar:
@@ -221,9 +226,11 @@ deterministic kernels, so that two runs can be compared bit by bit.
 def put(document: Path, report: Report, tables: Tables = ALL, machine: str = "") -> None:
     """Write a layout's row into the document.
 
-    Args: machine: The machine that ran the layout, written above the table; empty for no such line.
+    Args:
+        machine: The machine that ran the layout, written above the table; empty for no such line.
 
-    Raises: SystemExit: The document has no place for the row.
+    Raises:
+        SystemExit: The document has no place for the row.
     """
     table = tables[report.layout.servers]
     table.put(document, [_cells(report)], machine)

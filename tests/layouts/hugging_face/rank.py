@@ -106,8 +106,9 @@ def train(
 ) -> Seen:
     """Train and record the results.
 
-    Args: arguments: Arguments of the entry script, without ``--hf-save``. mended: False removes the
-    fix that gives gradients to adapters in recomputed layers.
+    Args:
+        arguments: Arguments of the entry script, without ``--hf-save``.
+        mended: False removes the fix that gives gradients to adapters in recomputed layers.
     """
     if not mended:
         base.maybe_enable_recompute_inputs_grad = lambda model: set()

@@ -160,7 +160,8 @@ def train(
 ) -> Job:
     """Run a layout, each rank in a process.
 
-    Raises: JobFailed: A rank failed, or none did with ``fails``.
+    Raises:
+        JobFailed: A rank failed, or none did with ``fails``.
     """
     arguments = ["--hf-model", str(model), *layout.arguments(lora=lora), *data]
     settings: dict[str, Any] = {"arguments": arguments, **options}
@@ -238,7 +239,8 @@ def compare(
 ) -> Outcome:
     """Train through both backends and compare.
 
-    Raises: JobFailed: A rank failed.
+    Raises:
+        JobFailed: A rank failed.
     """
     model = make_model(layout.model, models)
     jobs = {

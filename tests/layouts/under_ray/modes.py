@@ -89,7 +89,8 @@ def run_locally(
 ) -> list[RankSeen]:
     """Train as under torchrun, with servers in the ranks, and get each rank's results.
 
-    Raises: JobFailed: A rank failed; the text has its log.
+    Raises:
+        JobFailed: A rank failed; the text has its log.
     """
     own = {**environment_on(platform), **_ENVIRONMENT, "BYTEPS_EMBEDDED_SERVERS": str(SERVERS)}
     # The job sets the platform's GPU variables, because they differ by rank.
@@ -106,9 +107,11 @@ def run_under_ray(
 ) -> list[RankSeen]:
     """Train on the pool's actors and get each rank's results.
 
-    Args: settings: Settings of the pool.
+    Args:
+        settings: Settings of the pool.
 
-    Raises: JobError: A rank failed; the text has the end of its log.
+    Raises:
+        JobError: A rank failed; the text has the end of its log.
     """
     import torch
 

@@ -153,7 +153,8 @@ class Guest:
         """Wait for the command's exit status. Raises VmError when it is late or the guest broke
         down.
 
-        Args: show: Called with the command's output as it arrives.
+        Args:
+            show: Called with the command's output as it arrives.
         """
         deadline = time.monotonic() + timeout_s
         shown = 0
