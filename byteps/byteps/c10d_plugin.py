@@ -139,6 +139,8 @@ def autoload() -> None:
     """With ``BYTEPS_C10D=1``, make torch.distributed create groups that use BytePS. Under ``python
     -m byteps.trial``, measure this process's steps."""
     if os.environ.get("BYTEPS_C10D", "0") not in ("", "0"):
+        import byteps.distribution  # noqa: F401  It refuses another distribution's files.
+
         install()
     if trial := os.environ.get("BYTEPS_TRIAL"):
         from byteps.trial import meter

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import byteps.distribution  # noqa: F401  Before c_lib: it may be another distribution's.
 import torch
 from byteps.torch import c_lib, operations, session, wire
 from byteps.torch.names import Names, release

@@ -1,0 +1,27 @@
+"""Refuses to run where another distribution owns the same files.
+
+Upstream's distribution `byteps`, and wheels of this project before 1.0, have a package `byteps`
+too. The one that was installed last has overwritten files of the other. Importing this module
+raises ImportError then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def refuse_another(site: Path) -> None:
+    """Checks the folder that holds the package `byteps`, by names alone: a fraction of a ms.
+
+    Raises:
+        ImportError: a distribution named `byteps` is installed there.
+    """
+    for found in sorted(site.glob("byteps-[0-9]*-info")):
+        raise ImportError(
+            f"{site} holds {found.name} and megatron-byteps: both have the package 'byteps', and "
+            "files of one overwrite those of the other. Keep one of them: "
+            "pip uninstall byteps megatron-byteps; pip install megatron-byteps"
+        )
+
+
+refuse_another(Path(__file__).parent.parent)
