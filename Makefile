@@ -189,7 +189,7 @@ test-slurm: setup ## the Slurm example, in a Slurm whose nodes are emulated host
 	@bash -c 'source scripts/lib/system.sh; setup_slurm'
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/multiproc/test_slurm.py
 
-wheel: setup ## wheels for other machines, x86-64 and arm64, and archives with the server alone
+wheel: setup ## wheels for other machines, x86-64 and arm64, archives with the server alone
 	@scripts/wheel.sh $(ARGS)
 
 images: wheel ## container images: the server for x86-64 and arm64, the worker

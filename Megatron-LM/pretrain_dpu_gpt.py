@@ -237,8 +237,8 @@ def hugging_face_model(argv: Sequence[str]) -> Any | None:
         from megatron_byteps_hf.model import HuggingFaceModel
     except ImportError as error:
         raise ImportError(
-            "--hf-model and --lora need the package megatron_byteps_hf of Megatron-BytePS "
-            f"(integrations/hf, and what locks/hf.lock names): {error}"
+            "--hf-model and --lora need pip install 'megatron-byteps[hf]', and "
+            f"pip install --no-deps megatron-bridge: {error}"
         ) from error
     return HuggingFaceModel(options.read(argv))
 

@@ -1,8 +1,8 @@
 # A worker: patched Megatron-LM and BytePS on a CUDA base. torch's default build runs on CPUs as well:
 # --build-arg CUDA_IMAGE=ubuntu:24.04 or debian:trixie-slim makes one for machines without GPUs. The
-# base's Python decides which of the wheels is installed (3.12 or later). --build-arg WITH=ray, hf or rl
+# base has Python 3.12 or later. --build-arg WITH=ray, hf or rl
 # adds the packages for jobs under Ray, for Hugging Face models and Ray, or for verl. The build context
-# is a folder with wheels/ (byteps, megatron_byteps_*), locks/ (bootstrap, base and that of WITH, each
+# is a folder with wheels/ (megatron_byteps), locks/ (bootstrap, base and that of WITH, each
 # whole), Megatron-LM/ (patched) and scripts/; scripts/images.sh makes it.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 # hadolint ignore=DL3006
@@ -32,20 +32,13 @@ RUN --mount=type=cache,id=uv,target=/root/.cache/uv \
 
 COPY wheels/ /tmp/wheels/
 COPY Megatron-LM/ /opt/Megatron-LM/
-# The folder has a single version, with one wheel per Python.
-# hadolint ignore=DL3013,SC2086
-RUN case "$WITH" in \
-        base) packages="" ;; \
-        ray) packages=megatron_byteps_ray ;; \
-        hf) packages="megatron_byteps_hf megatron_byteps_ray" ;; \
-        rl) packages="megatron_byteps_hf megatron_byteps_rl" ;; \
-        *) echo "WITH is '$WITH', not base, ray, hf or rl" >&2; exit 2 ;; \
-    esac \
-    && pip install --no-cache-dir --no-index --no-deps --find-links /tmp/wheels byteps $packages \
+# The folder has a single version.
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir --no-index --no-deps --find-links /tmp/wheels megatron-byteps \
     && pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/Megatron-LM \
     && rm -rf /tmp/wheels \
     && python -c 'import byteps.torch, megatron.core.datasets.helpers_cpp' \
-    && for package in $packages; do python -c "import $package"; done
+    && if [ "$WITH" != base ]; then python -c "import megatron_byteps_$WITH"; fi
 COPY scripts/ /opt/byteps/scripts/
 
 ARG VERSION=unknown

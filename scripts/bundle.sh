@@ -101,7 +101,7 @@ for program in ip tc sysctl; do
     fail "$program is missing: install iproute2 and procps"
   cp -L "$path" "$part/bin/"
 done
-cp -rL "$root"/build/python/byteps* "$part/python/"
+cp -rL "$root"/build/python/{byteps,megatron_byteps-*.dist-info} "$part/python/"
 # What megatron.training imports.
 for package in packaging omegaconf yaml psutil einops; do
   [[ -e $packages/$package ]] || fail "$packages has no $package: run make setup"

@@ -14,19 +14,19 @@ usage: scripts/images.sh [server] [worker] [--with ray|hf|rl] [--platform linux/
 Builds the images byteps-server (both platforms) and megatron-byteps-worker (this machine's), or the
 one named, with docker or else buildah, whichever is there. Versions come from docker/versions.env; a
 variable of the same name wins, for example DEBIAN_IMAGE=my.registry/debian:bookworm-slim, or
-CUDA_IMAGE=ubuntu:24.04 for a worker without CUDA's base. Archives and wheels are taken from build/dist
-(scripts/wheel.sh); the base of the worker has to have a Python that one of the wheels is for.
+CUDA_IMAGE=ubuntu:24.04 for a worker without CUDA's base. The server is compiled in its image. The worker's
+wheel is taken from build/dist (scripts/wheel.sh); its base has to have Python 3.12 or later.
 
   --with NAME       the worker with what jobs under Ray (ray), Hugging Face models and Ray (hf) or verl
                     (rl) need: megatron-byteps-worker-NAME. hf needs a base with Python 3.12, rl one
                     with 3.12 or 3.13
   --platform LIST   platforms of the server's image
-  --dist FOLDER     the archives and wheels, instead of build/dist
+  --dist FOLDER     the wheels, instead of build/dist
   --save FOLDER     also write each image there, as NAME-TAG[-ARCH].image.tar.gz for docker load
-  --context FOLDER  only lay out the build contexts there: server/ and worker/
+  --context FOLDER  only lay out the worker's build context there, as worker/; the server's is the checkout
   --engine          only print what would build: docker or buildah
 
-Building for another platform needs qemu-user-static and its binfmt_misc entry. With buildah,
+Installing packages for another platform needs qemu-user-static and its binfmt_misc entry. With buildah,
 BUILDAH_ISOLATION=chroot builds where containers cannot be started.
 TEXT
 }
@@ -109,39 +109,15 @@ work="$root/build/images"
 [[ -z $context ]] || work=$context
 mkdir -p "$work"
 
-# architecture PLATFORM prints the machine's name for it.
-architecture() {
-  case $1 in
-    linux/amd64) echo x86_64 ;;
-    linux/arm64) echo aarch64 ;;
-    *) fail "--platform is '$1'; the server is built for linux/amd64 and linux/arm64" ;;
-  esac
-}
-
-# package_version prints that of the byteps package.
+# package_version prints that of the distribution.
 package_version() {
-  sed -n 's/^version = "\(.*\)"/\1/p' "$root/byteps/pyproject.toml"
-}
-
-# server_context PLATFORM...: an unpacked archive for each.
-server_context() {
-  local platform arch archive version
-  version=$(package_version)
-  rm -rf "$work/server"
-  for platform in "$@"; do
-    arch=$(architecture "$platform")
-    archive="$dist/byteps-server-$version-linux-$arch.tar.gz"
-    [[ -f $archive ]] ||
-      fail "no server archive for $arch in $dist: run make wheel (or scripts/wheel.sh --server-only)"
-    mkdir -p "$work/server/$platform"
-    tar -xzf "$archive" -C "$work/server/$platform" --strip-components=1
-  done
+  sed -n 's/^version = "\([^"]*\)".*/\1/p' "$root/pyproject.toml" | head -n 1
 }
 
 worker_context() {
   local wheels version python
   version=$(package_version)
-  mapfile -t wheels < <(compgen -G "$dist/byteps-$version-*-manylinux*_$(uname -m).whl")
+  mapfile -t wheels < <(compgen -G "$dist/megatron_byteps-$version-*-manylinux*_$(uname -m).whl")
   ((${#wheels[@]})) || fail "no wheel of $version for $(uname -m) in $dist: run make wheel"
   rm -rf "$work/worker"
   mkdir -p "$work/worker/wheels" "$work/worker/locks" "$work/worker/scripts/lib"
@@ -150,9 +126,6 @@ worker_context() {
   if [[ $with != base ]]; then
     python=$(find_python) || fail "no Python >= 3.12 was found; set PYTHON"
     "$python" -B "$root/scripts/locks.py" show "$with" >"$work/worker/locks/$with.lock"
-    compgen -G "$dist/megatron_byteps_$with-*.whl" >/dev/null ||
-      fail "no wheel of megatron_byteps_$with in $dist: run make wheel"
-    cp "$dist"/megatron_byteps_*.whl "$work/worker/wheels/"
   fi
   cp "$root"/scripts/worker.sh "$work/worker/scripts/"
   cp "$root"/scripts/lib/launch.sh "$work/worker/scripts/lib/"
@@ -166,8 +139,10 @@ revision=$(git -C "$root" rev-parse HEAD 2>/dev/null || echo unknown)
 labels=(--build-arg "VERSION=$IMAGE_TAG" --build-arg "REVISION=$revision")
 
 for image in "${images[@]}"; do
-  say "laying out the context of $image"
-  if [[ $image == server ]]; then server_context "${list[@]}"; else worker_context; fi
+  if [[ $image == worker ]]; then
+    say "laying out the context of $image"
+    worker_context
+  fi
 done
 [[ -z $context ]] || exit 0
 find_engine
@@ -185,19 +160,19 @@ save_image() {
   gzip -nf "$file"
 }
 
-# build NAME TAG PLATFORM ARGUMENT...
+# build NAME TAG PLATFORM CONTEXT ARGUMENT...
 build() {
-  local name=$1 tag=$2 platform=$3
-  shift 3
+  local name=$1 tag=$2 platform=$3 context=$4
+  shift 4
   say "building $tag for $platform with $engine"
   if [[ $engine == docker ]]; then
     docker build --platform "$platform" --file "$root/docker/$name.Dockerfile" --tag "$tag" \
-      "${labels[@]}" "$@" "$work/$name"
+      "${labels[@]}" "$@" "$context"
   else
     # The format that keeps the health check.
     long "$name, $platform" buildah bud --format docker --platform "$platform" \
       --file "$root/docker/$name.Dockerfile" --tag "$tag" \
-      --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" "$work/$name"
+      --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" "$context"
   fi
   save_image "$tag"
 }
@@ -205,15 +180,15 @@ build() {
 for image in "${images[@]}"; do
   if [[ $image == server ]]; then
     for platform in "${list[@]}"; do
-      build server "byteps-server:$IMAGE_TAG-${platform#linux/}" "$platform" \
-        --build-arg "DEBIAN_IMAGE=$DEBIAN_IMAGE"
+      build server "byteps-server:$IMAGE_TAG-${platform#linux/}" "$platform" "$root" \
+        --build-arg "DEBIAN_IMAGE=$DEBIAN_IMAGE" --build-arg "BUILD_IMAGE=${BUILD_IMAGE:-$DEBIAN_IMAGE}"
     done
   else
     platform=linux/amd64
     [[ $(uname -m) == x86_64 ]] || platform=linux/arm64
     name=megatron-byteps-worker
     [[ $with == base ]] || name+="-$with"
-    build worker "$name:$IMAGE_TAG" "$platform" \
+    build worker "$name:$IMAGE_TAG" "$platform" "$work/worker" \
       --build-arg "CUDA_IMAGE=$CUDA_IMAGE" --build-arg "WITH=$with"
   fi
 done

@@ -114,9 +114,9 @@ check_versions() {
     echo "IMAGE_TAG is $value"
     status=1
   fi
-  name=$(sed -n 's/^version = "\(.*\)"/\1/p' byteps/pyproject.toml)
-  if [[ $value != "${name/+/-}" ]]; then
-    echo "IMAGE_TAG is $value, and byteps is $name"
+  name=$(sed -n 's/^version = "\([^"]*\)".*/\1/p' pyproject.toml | head -n 1)
+  if [[ $value != "$name" ]]; then
+    echo "IMAGE_TAG is $value, and pyproject.toml has version $name"
     status=1
   fi
   return "$status"

@@ -56,10 +56,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--arch", action="append", choices=[*ARCHITECTURES], help="only this one (default: both)"
     )
     parser.add_argument(
-        "--python", action="append", default=[], metavar="PYTHON",
-        help="also a wheel for this other Python, which has to run here",
-    )  # fmt: skip
-    parser.add_argument(
         "--draft", action="store_true", help="although CHANGELOG.md calls the version unreleased"
     )
     parser.add_argument(
@@ -101,8 +97,6 @@ def build(options: argparse.Namespace, release: contents.Release, folder: Path) 
     wheel = [str(ROOT / "scripts/wheel.sh"), "--out", str(folder)]
     wheel += [word for arch in architectures for word in ("--arch", arch)]
     run("scripts/wheel.sh", *wheel, env=dated)
-    for python in options.python:
-        run("scripts/wheel.sh", *wheel, "--python", python, env=dated)
     contents.archive(ROOT, release, folder)
     for image in options.images:
         kind, _, group = image.partition("-")

@@ -16,14 +16,11 @@ builds byteps in build/python, and installs Megatron-LM from its tree. Safe to r
 to date is left alone, and a run with nothing to do takes a second or two. Python of the overlay is
 linked: a change of it needs no build.
 
-  --ray   also make build/venv-ray, with locks/ray.lock: the same, with Ray and the package
-          megatron_byteps_ray of integrations/ray
+  --ray   also make build/venv-ray, with locks/ray.lock: the same, with Ray
   --hf    also make build/venv-hf, with locks/hf.lock: the same, with transformers, peft,
-          Megatron-Bridge (which needs Python 3.12), Ray, and the packages megatron_byteps_hf and
-          megatron_byteps_ray
+          Megatron-Bridge (which needs Python 3.12) and Ray
   --rl    also make build/venv-rl, with locks/rl.lock: the same, with verl, Ray,
-          transformers, Megatron-Bridge (Python 3.12) and the package megatron_byteps_rl of
-          integrations/rl
+          transformers and Megatron-Bridge (Python 3.12)
   --s3    also make build/venv-s3, with locks/s3.lock: that of --ray, with Megatron's storage
           client, and servers of S3 and of Google Cloud Storage for tests
   --frameworks
@@ -198,8 +195,11 @@ overlay_python() {
   (cd "$root/byteps" && find byteps -name '*.py' -o -name '*.pyi') | LC_ALL=C sort
 }
 
-# wheel_sources: hashes of the patched files that the wheel is built from, but for the Python that is linked.
+# wheel_sources: hashes of what the wheel is built from, but for the Python that is linked and the data that is read in
+# the checkout.
 wheel_sources() {
+  sed '/^\[dependency-groups\]/,$d' "$root/pyproject.toml"
+  cat "$root/scripts/build_backend.py"
   (cd "$root/build/byteps" && git ls-files -z --cached --others --exclude-standard -- . ':!tests' |
     grep -zvxFf <(overlay_python) | LC_ALL=C sort -z | xargs -0 sha256sum 2>&1) || true
 }
@@ -212,7 +212,7 @@ build_byteps() {
     # Verbose: the log, and who waits for it, see how far the compiler is.
     if ! PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip --verbose wheel --no-deps \
       --no-build-isolation --disable-pip-version-check \
-      --config-settings "build-dir=$root/build/cmake-byteps" --wheel-dir "$new" "$root/build/byteps" ||
+      --config-settings "build-dir=$root/build/cmake-byteps" --wheel-dir "$new" "$root" ||
       ! keep "$new" "$wheels"; then
       rm -rf "$new"
       return 1
@@ -223,9 +223,15 @@ build_byteps() {
   stamp byteps "$1"
 }
 
-# link_python KEY: the overlay's Python takes the place of the wheel's.
+# link_python KEY: the checkout's Python takes the place of the wheel's. Patches and Megatron's overlay are read in the
+# checkout, where there is no copy.
 link_python() {
-  local file
+  local file name
+  for name in hf ray rl; do
+    rm -rf "$package/megatron_byteps_$name"
+    ln -s "$root/integrations/$name/megatron_byteps_$name" "$package/"
+  done
+  rm -rf "$package/byteps/patching/data"
   (cd "$package" && find byteps -name '*.py' -o -name '*.pyi') | while read -r file; do
     # The wheel may be older than the overlay.
     [[ -e $root/build/byteps/$file ]] || rm "$package/$file"
@@ -284,51 +290,46 @@ megatron_key="$({
 } | hash_of)"
 current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
 
-# link_packages KEY FOLDERS MODULES: installs this checkout (benchmarks, scripts, tests) and the packages in these
-# folders of integrations/, as they are there.
+# link_packages KEY MODULES: what is in build/ and in this checkout (benchmarks, scripts, tests), as it is there.
 link_packages() {
-  local site folders
+  local site
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   # Megatron-LM is built already: a line with its folder is all that an installation would be. It also has scripts
   # that ranks import, such as pretrain_dpu_gpt, and which are no part of the package.
-  printf '%s\n' "$package" "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
+  printf '%s\n' "$package" "$root/build/Megatron-LM" "$root" >"$site/megatron-byteps.pth"
   ln -sf "$package/bin/byteps-server" "$venv/bin/"
-  read -ra folders <<<"$2"
-  "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --reinstall \
-    "--editable=$root" "${folders[@]/#/--editable=$root/integrations/}"
+  printf '#!%s\nimport sys\n\nfrom byteps.cli import main\n\nsys.exit(main())\n' "$venv/bin/python" \
+    >"$venv/bin/megatron-byteps"
+  chmod +x "$venv/bin/megatron-byteps"
   # They would come before ours: packages of verl, which it does not use, and a byteps that was once installed there.
-  rm -rf "$site"/{bench,scripts,tests} "$site"/byteps*
-  "$venv/bin/python" -c "import $3"
+  rm -rf "$site"/{bench,scripts,tests} "$site"/{byteps,megatron_byteps}*
+  "$venv/bin/python" -c "import $2"
   stamp links "$1"
 }
 
 # links_key KEY: of an environment with these requirements.
 links_key() {
-  echo "$root $1 $({ cat "$root"/integrations/*/pyproject.toml && declare -f link_packages; } | hash_of)"
+  echo "$root $1 $(declare -f link_packages | hash_of)"
 }
 
 links="$(links_key "$key")"
-current links "$links" || step "links" link_packages "$links" ray "bench, scripts, tests, megatron_byteps_ray"
+current links "$links" || step "links" link_packages "$links" "bench, scripts, tests, megatron_byteps_ray"
 
-# extra NAME FOLDERS MODULES [VERSION]: build/venv-NAME with the dependency group NAME and the packages in
-# the folders of integrations/, made for this version of Python.
+# extra NAME MODULES [VERSION]: build/venv-NAME with the dependency group NAME, made for this version of Python.
 extra() {
   local name="$1" extra_key links
   venv="$root/build/venv-$name"
   stamps="$venv/.megatron-byteps"
-  python_works "$venv/bin/python" || step "$name: environment" make_venv "${@:4}"
+  python_works "$venv/bin/python" || step "$name: environment" make_venv "${@:3}"
   extra_key="$(requirements_key "$name")"
   current requirements "$extra_key" ||
     step "$name: packages" install_requirements "$extra_key" "$name"
   links="$(links_key "$extra_key")"
-  current links "$links" || step "$name: links" link_packages "$links" "$2" "megatron.core.datasets.helpers_cpp, $3"
+  current links "$links" || step "$name: links" link_packages "$links" "megatron.core.datasets.helpers_cpp, $2"
 }
 
-((with_ray == 0)) || extra ray ray "megatron_byteps_ray, ray"
-((with_hf == 0)) ||
-  extra hf "hf ray" \
-    "megatron_byteps_hf, megatron_byteps_ray, transformers, ray" 3.12
-((with_s3 == 0)) || extra s3 ray "megatron_byteps_ray, ray, multistorageclient, moto"
-((with_rl == 0)) ||
-  extra rl "hf ray rl" "megatron_byteps_hf, megatron_byteps_ray, megatron_byteps_rl" 3.12
-((with_frameworks == 0)) || extra frameworks "" "byteps, lightning, transformers"
+((with_ray == 0)) || extra ray "megatron_byteps_ray, ray"
+((with_hf == 0)) || extra hf "megatron_byteps_hf, megatron_byteps_ray, transformers, ray" 3.12
+((with_s3 == 0)) || extra s3 "megatron_byteps_ray, ray, multistorageclient, moto"
+((with_rl == 0)) || extra rl "megatron_byteps_hf, megatron_byteps_ray, megatron_byteps_rl" 3.12
+((with_frameworks == 0)) || extra frameworks "byteps, lightning, transformers"

@@ -8,28 +8,26 @@ source "$root/scripts/lib/system.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/wheel.sh [--arch x86_64|aarch64]... [--python PYTHON] [--server-only | --integrations-only] [--out FOLDER]
+usage: scripts/wheel.sh [--arch x86_64|aarch64]... [--server-only] [--out FOLDER]
 
 Builds, in build/dist (or FOLDER), for x86-64 and arm64 (or the architectures named):
 
-  byteps-VERSION-cp312-cp312-manylinux_2_34_ARCH.whl   for pip install, where Python trains
-  byteps-server-VERSION-linux-ARCH.tar.gz              the server alone, where there is no Python
-  megatron_byteps_{ray,hf,rl}-VERSION-py3-none-any.whl  jobs under Ray, Hugging Face models, verl
+  megatron_byteps-VERSION-cp312-abi3-manylinux_2_34_ARCH.whl   for pip install, on Python 3.12 or later
+  megatron_byteps-VERSION.tar.gz                               the same as a source distribution
+  byteps-server-VERSION-linux-ARCH.tar.gz                      the server alone, where there is no Python
 
-The other architecture is cross-compiled. --python names another Python (3.12 or later) to build the
-wheel for, which has to run here: the wheel is for its version, cp313 for example. The first two need no library but the C library (glibc 2.34: Debian
+`pip install --find-links FOLDER megatron-byteps` then takes the one that fits the machine. The other architecture is
+cross-compiled. Wheels and archives need no library but the C library (glibc 2.34: Debian
 12, Ubuntu 22.04, RHEL 9): torch is not linked; libibverbs, librdmacm and the NVIDIA driver are
-loaded when a job asks for them; the rest is inside. --server-only leaves the wheels out, and needs
-no Python environment of that architecture; --integrations-only builds the last three alone. Needs build/venv: run scripts/setup.sh before. What was
-built is kept in ~/.cache/megatron-byteps (MEGATRON_BYTEPS_CACHE) and taken from there the next time.
+loaded when a job asks for them; the rest is inside. --server-only leaves all but the last out. Needs
+build/venv: run scripts/setup.sh before. What was built is kept in ~/.cache/megatron-byteps
+(MEGATRON_BYTEPS_CACHE) and taken from there the next time.
 The same sources and compiler give the same bytes; SOURCE_DATE_EPOCH dates the files (default: 1980).
 TEXT
 }
 
 architectures=()
 server_only=0
-integrations_only=0
-python=
 out="$root/build/dist"
 while (($#)); do
   case $1 in
@@ -40,12 +38,7 @@ while (($#)); do
         *) echo "error: --arch is '${2:-}', not x86_64 or aarch64" >&2; exit 2 ;;
       esac
       shift 2 ;;
-    --python)
-      python_works "${2:-}" ||
-        { echo "error: --python is '${2:-}', not a Python >= 3.12 that runs" >&2; exit 2; }
-      python=$2; shift 2 ;;
     --server-only) server_only=1; shift ;;
-    --integrations-only) integrations_only=1; shift ;;
     --out)
       [[ -n ${2:-} ]] || { echo "error: --out needs a folder" >&2; exit 2; }
       out=$2; shift 2 ;;
@@ -53,10 +46,6 @@ while (($#)); do
   esac
 done
 ((${#architectures[@]})) || architectures=(x86_64 aarch64)
-if ((server_only && integrations_only)); then
-  echo "error: --server-only and --integrations-only leave nothing to build" >&2
-  exit 2
-fi
 
 cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
 export SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-315532800}" # the first moment that a zip file can name
@@ -108,27 +97,30 @@ build_key() {
   } | sha256sum | cut -c -32
 }
 
-# find_builder sets `builder`, the command that is the Python to build for. What builds wheels is
-# Python alone and lies in build/venv: another version takes it from there.
-find_builder() {
-  builder=("$venv/bin/python")
-  [[ -z $python ]] ||
-    builder=(env "PYTHONPATH=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$python")
+# wheel_key: whatever of the checkout goes into the wheel, but for the tree.
+wheel_key() {
+  (cd "$root" && git ls-files -z --cached --others --exclude-standard -- Megatron-LM integrations patches upstream.lock \
+    pyproject.toml README.md LICENSE NOTICE scripts/build_backend.py locks/base.lock |
+    LC_ALL=C sort -z | xargs -0 sha256sum 2>/dev/null | sha256sum | cut -c -32)
+}
+
+# build_sdist: writes the source distribution.
+build_sdist() {
+  long "the source distribution" "$venv/bin/python" -c \
+    'import sys, scripts.build_backend as backend; backend.build_sdist(sys.argv[1])' "$out" || exit 1
+  say "$out/megatron_byteps-$version.tar.gz"
 }
 
 # build_wheel ARCH: prints the path of the wheel, fit for others.
 build_wheel() {
-  local tag kept
-  tag=$("${builder[@]}" -c 'import sys; print("cpython-%d%d" % sys.version_info[:2])')
-  kept="$cache/ship/$(build_key "$1" "wheel $tag $(sha256sum <"$root/locks/base.lock")")"
+  local kept
+  kept="$cache/ship/$(build_key "$1" "wheel $(wheel_key)")"
   if ! compgen -G "$kept/*.whl" >/dev/null; then
-    # The wheel and the module are named after the machine that they are for: Python looks for
-    # nothing else. One folder for all versions of Python: most of it does not depend on them.
-    PATH="$venv/bin:$PATH" _PYTHON_HOST_PLATFORM="linux-$1" \
-      SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]};-DBYTEPS_MODULE_SUFFIX=.$tag-$1-linux-gnu.so")" \
-      long "the wheel for $1" "${builder[@]}" -m pip --verbose wheel --no-deps --no-build-isolation \
+    # The wheel is named after the machine that it is for: Python looks for nothing else.
+    PATH="$venv/bin:$PATH" _PYTHON_HOST_PLATFORM="linux-$1" SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]}")" \
+      long "the wheel for $1" "$venv/bin/python" -m pip --verbose wheel --no-deps --no-build-isolation \
       --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-ship-$1" \
-      --wheel-dir "$work/$1" "$source_tree" || exit 1
+      --wheel-dir "$work/$1" "$root" || exit 1
     long "auditwheel for $1" \
       auditwheel --verbose repair --only-plat --wheel-dir "$work/$1/fit" "$work/$1"/*.whl || exit 1
     keep "$work/$1/fit" "$kept"
@@ -172,34 +164,14 @@ pack_server() {
   say "$out/$name.tar.gz, $(du -h "$out/$name.tar.gz" | cut -f 1)"
 }
 
-# build_integrations: wheels of integrations/*, pure Python and for all machines.
-build_integrations() {
-  local folder copy copies=()
-  for folder in "$root"/integrations/*/; do
-    # A build leaves files where it runs.
-    copy="$work/integrations/$(basename "$folder")"
-    mkdir -p "$copy"
-    cp -r "$folder"/{pyproject.toml,megatron_byteps_"$(basename "$folder")"} \
-      "$root"/{LICENSE,NOTICE} "$copy"
-    copies+=("$copy")
-  done
-  long "the wheels of integrations" \
-    "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation --disable-pip-version-check \
-    --wheel-dir "$work/wheels" "${copies[@]}" || exit 1
-  cp "$work/wheels"/*.whl "$out/"
-  say "$out/megatron_byteps_*.whl"
-}
-
-if ! ((server_only)); then build_integrations; fi
-if ((integrations_only)); then exit; fi
-
 sodium=$(sodium_source "$cache")
 fetch_sodium_source "$sodium"
+version=$(sed -n 's/^version = "\([^"]*\)".*/\1/p' "$root/pyproject.toml" | head -n 1)
 if ! ((server_only)); then
   install_ship_tools "$root"
-  find_builder
+  cd "$root"
+  build_sdist
 fi
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$source_tree/pyproject.toml")
 
 for arch in "${architectures[@]}"; do
   configure_for "$arch"
@@ -207,7 +179,7 @@ for arch in "${architectures[@]}"; do
     say "building byteps-server for $arch"
     executable=$(build_server "$arch")
   else
-    say "building the wheel for $arch, $("${builder[@]}" -V)"
+    say "building the wheel for $arch"
     wheel=$(build_wheel "$arch")
     mkdir -p "$work/unpacked-$arch"
     "$venv/bin/python" -m zipfile -e "$wheel" "$work/unpacked-$arch"

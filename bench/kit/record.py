@@ -190,7 +190,7 @@ def metadata(arguments: Sequence[str]) -> dict[str, str]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join([_program(), *arguments]),
-        "byteps": f"{_version('byteps')}, patches and overlay {series_hash()}",
+        "byteps": f"{_version('megatron-byteps')}, patches and overlay {series_hash()}",
         "torch": _version("torch"),
         "python": platform.python_version(),
         "kernel": platform.release(),

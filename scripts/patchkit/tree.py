@@ -147,14 +147,14 @@ def _verify(archive: Path, upstream: Upstream) -> None:
 
 
 def _pip_download(upstream: Upstream, destination: Path) -> None:
-    # megatron-core's metadata asks for 3.12.
-    probe = "import pip, sys; sys.exit(sys.version_info < (3, 12))"
+    # megatron-core's metadata asks for 3.12; pip says so.
+    probe = "import pip, sys; sys.exit(sys.version_info < (3, 11))"
     candidates = [sys.executable, str(upstream.root / "build/venv/bin/python"), "python3"]
     for python in candidates:
         if shutil.which(python) and not subprocess.call([python, "-c", probe], stderr=-3):
             break
     else:
-        raise PatchError("fetching needs a Python >= 3.12 with pip: run scripts/setup.sh")
+        raise PatchError("fetching needs a Python >= 3.11 with pip: run scripts/setup.sh")
     pin = f"{upstream.name}=={upstream.version}"
     requirements = destination / "requirements.txt"
     requirements.write_text(f"{pin} --hash=sha256:{upstream.sha256}\n", encoding="utf-8")

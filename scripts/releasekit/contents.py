@@ -47,13 +47,12 @@ def pins() -> dict[tuple[str, str], tuple[list[str], list[str]]]:
 
 
 SUMS = "SHA256SUMS"
-INTEGRATIONS = ("ray", "hf", "rl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
     version: str
-    """Of the byteps package: "0.2.5.post15+megatron.5"."""
+    """Of the distribution: "1.0.0"."""
     commit: str
     epoch: int
     """When it was committed, or SOURCE_DATE_EPOCH: seconds since 1970. Dates every file."""
@@ -71,32 +70,20 @@ def _git(root: Path, *arguments: str) -> bytes:
     return done.stdout
 
 
-def _project(folder: Path) -> dict[str, str]:
-    project: dict[str, str] = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))[
-        "project"
-    ]
-    return project
+def version_of(root: Path) -> str:
+    """The version that this checkout's pyproject.toml states."""
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    return str(project["version"])
 
 
-def integrations_version(version: str) -> str:
-    """What integrations/* are called in this release: 0.5.0 in megatron.5, 0.5.1 in megatron.5.1.
-
-    Raises:
-        ReleaseError: the version names no release of ours.
-    """
-    found = re.fullmatch(r"[^+]+\+megatron\.(\d+)(?:\.(\d+))?", version)
-    if found is None:
-        raise ReleaseError(f"byteps/pyproject.toml has version {version}, not UPSTREAM+megatron.N")
-    return f"0.{found[1]}.{found[2] or 0}"
-
-
-def _check_changelog(root: Path, version: str, draft: bool) -> None:
+def check_changelog(root: Path, version: str, draft: bool) -> None:
+    """Raises ReleaseError unless CHANGELOG.md begins with this version, and a date if no draft."""
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## (\S+)(?: \((.*)\))?$", text, re.MULTILINE)
     if newest is None or newest[1] != version:
         raise ReleaseError(
             f"CHANGELOG.md begins with {newest[1] if newest else 'no version'}, and "
-            f"byteps/pyproject.toml says {version}: write down what is new in {version}"
+            f"pyproject.toml says {version}: write down what is new in {version}"
         )
     if not draft and not re.match(r"\d{4}-\d{2}-\d{2}", newest[2] or ""):
         raise ReleaseError(
@@ -121,18 +108,8 @@ def check(root: Path, *, draft: bool = False) -> Release:
             "these files are not as committed: "
             f"{', '.join(line[3:] for line in changed[:5])}{more}. Commit or remove them"
         )
-    version = _project(root / "byteps")["version"]
-    _check_changelog(root, version, draft)
-    for name in INTEGRATIONS:
-        said, wanted = (
-            _project(root / "integrations" / name)["version"],
-            integrations_version(version),
-        )
-        if said != wanted:
-            raise ReleaseError(
-                f"integrations/{name}/pyproject.toml has version {said}, but {version} "
-                f"makes it {wanted}"
-            )
+    version = version_of(root)
+    check_changelog(root, version, draft)
     committed = _git(root, "log", "-1", "--format=%H %ct").decode().split()
     epoch = os.environ.get("SOURCE_DATE_EPOCH", committed[1])
     if not epoch.isdecimal():
@@ -141,9 +118,12 @@ def check(root: Path, *, draft: bool = False) -> Release:
 
 
 def archive(root: Path, release: Release, folder: Path) -> Path:
-    """Writes the source archive, of what is committed: the same bytes for the same commit."""
+    """Writes the archive of the checkout, of what is committed: the same bytes for the same commit.
+
+    pip takes the source distribution beside it, which has the patched BytePS.
+    """
     packed = _git(root, "archive", "--format=tar", f"--prefix={release.name}/", release.commit)
-    path = folder / f"{release.name}.tar.gz"
+    path = folder / f"{release.name}-checkout.tar.gz"
     path.write_bytes(gzip.compress(packed, mtime=0))
     return path
 

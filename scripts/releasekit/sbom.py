@@ -34,7 +34,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 from packageurl import PackageURL
 
 from scripts.patchkit.series import Upstream, load_lock, read_series, sha256_file
-from scripts.releasekit.contents import INTEGRATIONS, ROOT, Release, ReleaseError, pins
+from scripts.releasekit.contents import ROOT, Release, ReleaseError, pins
 
 IMAGE_SUFFIX = ".image.tar.gz"
 
@@ -91,7 +91,7 @@ def _upstream(materials: Materials, upstream: Upstream) -> Component:
         )
         for path in read_series(upstream).patches
     ]
-    version = f"{upstream.version}+{materials.release.version.partition('+')[2]}"
+    version = f"{upstream.version}+megatron.{materials.release.version}"
     return materials.add(
         Component(
             type=ComponentType.LIBRARY, name=upstream.name, version=version,
@@ -173,14 +173,14 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
             type=ComponentType.CONTAINER if is_image else ComponentType.FILE,
             name=path.name, bom_ref=path.name, hashes=_sha256(sha256_file(path)),
         )  # fmt: skip
-        if path.name.startswith("byteps-"):
+        if path.name.startswith("byteps-server-") or path.name.endswith(".whl"):
             materials.add(file, [trees["byteps"], sodium])
         elif found := re.match(r"megatron-byteps-worker-(ray-|hf-|rl-|)", path.name):
             group = groups[found[1].strip("-") or "base"]
             materials.add(file, [*trees.values(), sodium, group])
-        elif found := re.match(rf"megatron_byteps_({'|'.join(INTEGRATIONS)})-.*\.whl$", path.name):
-            materials.add(file, [groups[found[1]]])
-        elif path.name == f"{release.name}.tar.gz":
+        elif path.name == f"megatron_byteps-{release.version}.tar.gz":
+            materials.add(file, [trees["byteps"]])
+        elif path.name == f"{release.name}-checkout.tar.gz":
             materials.add(file, [*trees.values(), *groups.values()])
         else:
             raise ReleaseError(f"{path}: not known what is in it")

@@ -1,4 +1,4 @@
-"""What is shipped: its bill of materials, a whole release made twice, packages of integrations/."""
+"""What is shipped: its bill of materials, a whole release made twice, extras, modules."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from packaging.version import Version
 
 from scripts.children import captured
 from scripts.patchkit.series import load_lock
-from scripts.releasekit.contents import INTEGRATIONS, ROOT, SUMS, Release, pins, ship_tools
+from scripts.releasekit.contents import ROOT, SUMS, Release, pins, ship_tools
 from tests.images.containers import CACHE
 
-RELEASE = Release(version="1.2+megatron.7", commit="c" * 40, epoch=1_000_000_000)
+RELEASE = Release(version="1.2", commit="c" * 40, epoch=1_000_000_000)
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def files(tmp_path: Path) -> Path:
     folder = tmp_path / "files"
     folder.mkdir()
     for name in (
-        "byteps-1.2-cp312.whl",
+        "megatron_byteps-1.2-cp312.whl",
+        "megatron_byteps-1.2.tar.gz",
         "byteps-server-1.2.tar.gz",
-        "megatron_byteps_rl-0.7.0-py3-none-any.whl",
         "byteps-server-1.2.image.tar.gz",
         "megatron-byteps-worker-ray-1.2.image.tar.gz",
-        f"{RELEASE.name}.tar.gz",
+        f"{RELEASE.name}-checkout.tar.gz",
     ):
         (folder / name).write_text(name)
     return folder
@@ -75,10 +75,10 @@ def test_bill_of_materials(files: Path, tmp_path: Path) -> None:
     pedigree = components[patched]["pedigree"]
     assert pedigree["ancestors"][0]["hashes"][0]["content"] == upstream.sha256
     assert len(pedigree["patches"]) == len([*upstream.patches.glob("*.patch")])
-    for name in ("byteps-1.2-cp312.whl", "byteps-server-1.2.tar.gz"):
+    for name in ("megatron_byteps-1.2-cp312.whl", "byteps-server-1.2.tar.gz"):
         assert needs[name] == {patched, sodium}
         assert components[name]["hashes"]
-    assert needs["megatron_byteps_rl-0.7.0-py3-none-any.whl"] == {"locks/rl.lock"}
+    assert needs["megatron_byteps-1.2.tar.gz"] == {patched}
     worker = needs["megatron-byteps-worker-ray-1.2.image.tar.gz"]
     assert {"locks/ray.lock", patched, sodium} < worker
     of_ray = {f"pkg:pypi/{n}@{v}" for (n, v), (groups, _) in pins().items() if "ray" in groups}
@@ -121,74 +121,31 @@ def test_a_release_of_two_checkouts(tmp_path: Path) -> None:
     first = _released(tmp_path / "one", tmp_path / "cache")
     again = _released(tmp_path / "another-place", tmp_path / "other", CCACHE_DISABLE="1")
     assert first == again
-    assert {name.split("-")[0] for name in first} == {
-        "byteps", "megatron", *(f"megatron_byteps_{one}" for one in INTEGRATIONS),
-    }  # fmt: skip
-    (archive,) = (tmp_path / "one/build/release").glob("*/megatron-byteps-*.tar.gz")
+    assert {name.split("-")[0] for name in first} == {"byteps", "megatron", "megatron_byteps"}
+    (archive,) = (tmp_path / "one/build/release").glob("*/*-checkout.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, filter="data")
-    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    (unpacked,) = tmp_path.glob("megatron-byteps-*")
     subprocess.run([unpacked / "scripts/apply_patches.sh"], check=True, timeout=600)
 
 
-# The packages of integrations/: their locks hold what they ask for, their wheels work elsewhere.
+# The locks hold what the extras ask for.
 
 
-NAMES = ("ray", "hf", "rl")
-TRIED = {
-    "ray": ["-m", "megatron_byteps_ray", "--help"],
-    "hf": ["-c", "from megatron_byteps_hf.options import Options; print(Options)"],
-    "rl": ["-m", "megatron_byteps_rl", "--help"],
-}
-"""What needs none of their dependencies."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def _project(folder: str) -> dict[str, str | list[str]]:
-    project: dict[str, str | list[str]] = tomllib.loads(
-        (ROOT / folder / "pyproject.toml").read_text()
-    )["project"]
-    return project
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_its_environment_holds_what_it_asks_for(name: str) -> None:
+@pytest.mark.parametrize("name", PROJECT["optional-dependencies"])
+def test_its_environment_holds_what_an_extra_asks_for(name: str) -> None:
     shown = subprocess.run(
         [sys.executable, ROOT / "scripts/locks.py", "show", name],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    versions = dict(re.findall(r"^([a-z0-9-]+)==([^ ]+)", shown.stdout, re.MULTILINE))
-    for other in (f"integrations/{one}" for one in NAMES):
-        project = _project(other)
-        versions[str(project["name"])] = str(project["version"])
-    for requirement in map(Requirement, _project(f"integrations/{name}")["dependencies"]):
+    versions = dict(re.findall(r"^([a-z0-9-]+)(?:\[[^]]*\])?==([^ ]+)", shown.stdout, re.MULTILINE))
+    versions[PROJECT["name"]] = PROJECT["version"]
+    asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][name]]
+    for requirement in map(Requirement, asked):
         assert Version(versions[requirement.name]) in requirement.specifier, requirement
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_wheels_work_elsewhere(tmp_path: Path) -> None:
-    wheels = tmp_path / "wheels"
-    build: list[str | Path] = [ROOT / "scripts/wheel.sh", "--integrations-only", "--out", wheels]
-    subprocess.run(build, check=True, timeout=400)
-    found = {path.name.split("-")[0] for path in wheels.iterdir()}
-    assert found == {f"megatron_byteps_{name}" for name in NAMES}
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
-    python = str(environment / "bin/python")
-    install = [python, "-m", "pip", "install", "--quiet", "--no-deps"]
-    subprocess.run([*install, "--no-index", *wheels.iterdir()], check=True, timeout=300)
-    for name in NAMES:
-        done = captured(
-            [environment / "bin/python", *TRIED[name]],
-            100,
-            env={"PATH": "/usr/bin:/bin"},
-            cwd=tmp_path,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
-        where = f"import megatron_byteps_{name} as package; print(package.__file__)"
-        path = subprocess.check_output([environment / "bin/python", "-c", where], cwd=tmp_path)
-        assert path.decode().startswith(str(environment))
 
 
 # What users install holds no module of Python that nothing here tries.
@@ -198,6 +155,7 @@ MODULES = {
     "byteps/__init__.py": "",
     "byteps/c10d_plugin.py": "tests/multiproc/test_c10d.py",
     "byteps/cost_model.py": "tests/unit/test_forecast.py",
+    "byteps/distribution.py": "tests/unit/test_distribution.py",
     "byteps/forecast/__init__.py": "tests/unit/test_forecast.py",
     "byteps/forecast/learning.py": "tests/unit/test_forecast.py",
     "byteps/forecast/machines.py": "tests/unit/test_forecast.py",
@@ -266,12 +224,14 @@ MODULES = {
     "byteps/trial/verdict.py": "tests/unit/test_trial.py",
 }
 """All modules of the wheel, and what tries each on a CPU. Another one is left out of the wheel
-(wheel.exclude in byteps/pyproject.toml) or gets a test, and a line here."""
+(wheel.exclude in pyproject.toml) or gets a test, and a line here."""
 
 
 def test_each_module_of_the_wheel_has_its_test() -> None:
-    files = importlib.metadata.files("byteps")
+    files = importlib.metadata.files(PROJECT["name"])
     assert files is not None
-    assert {str(file) for file in files if file.suffix == ".py"} == set(MODULES)
+    modules = {str(file) for file in files if file.suffix == ".py" and file.parts[0] == "byteps"}
+    data = {name for name in modules if name.startswith("byteps/patching/data/")}
+    assert modules - data == set(MODULES)
     for module, test in MODULES.items():
         assert not test or (ROOT / test).is_file(), module

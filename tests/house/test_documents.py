@@ -293,6 +293,7 @@ TRIED = {
     r"scripts/prepare_data\.py": "tests/megatron/test_train_script.py",
     r"sbatch": "tests/multiproc/test_slurm.py",
     r"docker compose": "tests/images/test_images.py",
+    r"docker build -f docker/server.Dockerfile": "tests/images/test_images.py",
     r"openssl": "tests/multiproc/test_tls.py",
     r"torchrun --nproc-per-node 2 try\.py": "tests/multiproc/test_embedded.py",
     r"torchrun --nnodes": "tests/multiproc/test_embedded.py",

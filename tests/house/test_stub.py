@@ -35,7 +35,7 @@ def _compiled() -> dict[str, list[str]]:
         for name, value in vars(owner).items():
             if isinstance(value, type):
                 found[name] = []
-            # pybind11 writes each signature in Python syntax; Python's own methods have none.
+            # nanobind writes each signature as Python would; Python's own methods have none.
             elif callable(value) and (match := re.match(rf"{name}\(.*", str(value.__doc__))):
                 tree = ast.parse(f"def {match[0]}: ...")
                 found |= _signatures(tree, prefix)

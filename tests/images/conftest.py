@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.images import containers
-from tests.images.containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_of, run
+from tests.images.containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, run
 from tests.multiproc.conftest import nursery
 
 __all__ = ["nursery"]
 
-SUITE, PYTHON = "trixie", "3.13"
-"""Debian release of workers, and its Python."""
+SUITE = "trixie"
+"""Debian release of workers; its Python is 3.13."""
 
 
 def pytest_configure() -> None:
@@ -54,12 +54,12 @@ def server_image(buildah: Buildah, emulator: None) -> Callable[[str], str]:
 
     def build(platform: str) -> str:
         if platform not in made:
-            # On x86-64 the wheel is tested too, and the server comes with it.
-            machine = {"linux/amd64": ["x86_64"], "linux/arm64": ["aarch64", "--server-only"]}
-            run(ROOT / "scripts/wheel.sh", "--arch", *machine[platform])
             arch = platform.removeprefix("linux/")
-            base = buildah.base("bookworm", arch)
-            buildah.image("server", "--platform", platform, DEBIAN_IMAGE=base)
+            bases = {
+                "DEBIAN_IMAGE": buildah.base("bookworm", arch),
+                "BUILD_IMAGE": buildah.base("bookworm", "amd64"),
+            }
+            buildah.image("server", "--platform", platform, **bases)
             made[platform] = f"byteps-server:{TAG}-{arch}"
         return made[platform]
 
@@ -68,14 +68,13 @@ def server_image(buildah: Buildah, emulator: None) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def wheel_for() -> Callable[[str], Path]:
-    """Builds the wheel for the workers' Python and a machine, "x86_64" or "aarch64"."""
+    """Builds the wheel for a machine, "x86_64" or "aarch64"."""
     made: dict[str, Path] = {}
 
     def build(machine: str) -> Path:
         if machine not in made:
-            run(ROOT / "scripts/wheel.sh", "--arch", machine, "--python", python_of(PYTHON))
-            short = PYTHON.replace(".", "")
-            (made[machine],) = (ROOT / "build/dist").glob(f"byteps-*-cp{short}-*_{machine}.whl")
+            run(ROOT / "scripts/wheel.sh", "--arch", machine)
+            (made[machine],) = (ROOT / "build/dist").glob(f"megatron_byteps-*_{machine}.whl")
         return made[machine]
 
     return build

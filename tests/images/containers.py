@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -67,24 +65,6 @@ def let_arm64_run() -> None:
     if not (_BINFMT / "qemu-aarch64").exists():
         # The bytes contain escapes, which the kernel decodes itself.
         (_BINFMT / "register").write_text(_EMULATOR.read_text().strip())
-
-
-def python_of(version: str) -> Path:
-    """Find an interpreter of this machine by its version, such as "3.13"."""
-    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
-        return Path(sys.executable)
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    candidates: list[str | Path | None] = [
-        shutil.which(f"python{version}"),
-        *pyenv.glob(f"versions/{version}.*/bin/python3"),
-    ]
-    for candidate in candidates:
-        if candidate is None:
-            continue
-        asked = subprocess.run([candidate, "-V"], capture_output=True, text=True, check=False)
-        if asked.stdout.startswith(f"Python {version}."):
-            return Path(candidate)
-    raise FileNotFoundError(f"no Python {version} is here, on PATH or under pyenv; install it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,14 @@
 // The engine as a Python module. Tensors are passed as addresses: the module needs neither torch's
 // headers nor its ABI, and works with every torch.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -43,7 +50,7 @@
 // exit handlers do not learn that status, and Python is gone afterwards; so the C library calls
 // this code.
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace byteps {
 namespace core {
@@ -124,9 +131,9 @@ bool EndChildrenAtExit(std::vector<ChildTuple> running, std::string folder, doub
 
 }  // namespace
 
-void DefineChildren(py::module_* m) {
-  m->def("end_children_at_exit", &EndChildrenAtExit, py::arg("running"), py::arg("folder"),
-         py::arg("patience_s"), py::arg("grace_s"));
+void DefineChildren(nb::module_* m) {
+  m->def("end_children_at_exit", &EndChildrenAtExit, nb::arg("running"), nb::arg("folder"),
+         nb::arg("patience_s"), nb::arg("grace_s"));
 }
 
 // Never destroyed: its threads may be running when the interpreter ends. Python's atexit normally
@@ -161,35 +168,35 @@ Config Settings(const GivenSettings& given = {}) {
 }
 
 // A setting as Python's int, float, bool or str, by its type in the table.
-py::object TypedSetting(const std::string& name, const GivenSettings& given) {
+nb::object TypedSetting(const std::string& name, const GivenSettings& given) {
   const Config config = Settings(given);
   switch (Config::TypeOf(name)) {
     case Variable::kInt:
-      return py::int_(config.Int(name));
+      return nb::int_(config.Int(name));
     case Variable::kFloat:
-      return py::float_(config.Float(name));
+      return nb::float_(config.Float(name));
     case Variable::kBool:
-      return py::bool_(config.Bool(name));
+      return nb::bool_(config.Bool(name));
     case Variable::kString:
     case Variable::kChoice:
       break;
   }
-  return py::str(config.String(name));
+  return nb::str(config.String(name).c_str());
 }
 
 // Counters and gauges as numbers; histograms as (upper bounds of the buckets, cumulative counts,
 // total count, sum).
-py::dict Metrics() {
+nb::dict Metrics() {
   std::vector<Metric> metrics;
   {
-    py::gil_scoped_release unlocked;
+    nb::gil_scoped_release unlocked;
     metrics = GetWorker()->Metrics();
   }
-  py::dict out;
+  nb::dict out;
   for (const Metric& metric : metrics) {
     const Histogram::Reading& h = metric.histogram;
     if (metric.kind == Metric::kHistogram) {
-      out[metric.name.c_str()] = py::make_tuple(Histogram::kBounds, h.cumulative, h.count, h.sum);
+      out[metric.name.c_str()] = nb::make_tuple(Histogram::kBounds, h.cumulative, h.count, h.sum);
     } else {
       out[metric.name.c_str()] = static_cast<uint64_t>(metric.value);
     }
@@ -198,10 +205,10 @@ py::dict Metrics() {
 }
 
 // A dictionary per NIC.
-py::list Nics() {
-  py::list out;
+nb::list Nics() {
+  nb::list out;
   for (const auto& reading : ps::ReadNicCounters()) {
-    py::dict nic;
+    nb::dict nic;
     nic["nic"] = reading.nic;
     nic["bytes_sent"] = reading.bytes_sent;
     nic["bytes_received"] = reading.bytes_received;
@@ -211,10 +218,10 @@ py::list Nics() {
 }
 
 // A dictionary per RDMA endpoint.
-py::list Endpoints() {
-  py::list out;
+nb::list Endpoints() {
+  nb::list out;
   for (const auto& e : ps::ReadEndpointCounters()) {
-    py::dict endpoint;
+    nb::dict endpoint;
     endpoint["peer"] = e.peer;
     endpoint["plane"] = e.plane;
     endpoint["index"] = e.index;
@@ -335,11 +342,11 @@ constexpr std::chrono::nanoseconds kLookEvery = std::chrono::milliseconds(100);
 void Wait(int64_t handle, uintptr_t stream) {
   while (true) {
     {
-      py::gil_scoped_release unlocked;
+      nb::gil_scoped_release unlocked;
       auto* const worker = GetWorker();
       if (worker->WaitFor(handle, reinterpret_cast<DeviceStream>(stream), kLookEvery)) return;
     }
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
 }
 
@@ -351,59 +358,55 @@ bool AwaitEnd(int64_t handle, double limit_s) {
   while (true) {
     const std::chrono::nanoseconds left = until - Clock::now();
     {
-      py::gil_scoped_release unlocked;
+      nb::gil_scoped_release unlocked;
       if (GetWorker()->AwaitEnd(
               handle, std::max(std::chrono::nanoseconds(0), std::min(left, kLookEvery)))) {
         return true;
       }
     }
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (left <= kLookEvery) return false;
   }
 }
 
 }  // namespace
 
-PYBIND11_MODULE(c_lib, m) {
+NB_MODULE(c_lib, m) {
+  // The process may end while Python still holds tensors.
+  nb::set_leak_warnings(false);
   m.doc() = "The BytePS engine.  Use byteps.torch.";
   // Defined in Python terms: a failure is also a RuntimeError, a bad call also a ValueError; both
   // are BytePSErrors.
-  static py::exception<Error> error(m, "BytePSError", PyExc_RuntimeError);
-  static py::exception<UsageError> usage(m, "BytePSUsageError",
-                                         py::make_tuple(error, py::handle(PyExc_ValueError)));
-  py::register_exception_translator([](std::exception_ptr p) {
-    try {
-      if (p) std::rethrow_exception(p);
-    } catch (const UsageError& e) {
-      PyErr_SetString(usage.ptr(), e.what());
-    } catch (const Error& e) {
-      PyErr_SetString(error.ptr(), e.what());
-    }
-  });
+  // The last one that is registered is asked first.
+  const nb::exception<Error> error(m, "BytePSError", PyExc_RuntimeError);
+  nb::exception<UsageError>(m, "BytePSUsageError",
+                            nb::make_tuple(error, nb::handle(PyExc_ValueError)));
 
-  py::class_<Ranks>(m, "Ranks", "A group's ranks, ascending; none: all workers.")
-      .def(py::init([](std::vector<uint32_t> values) { return Ranks{std::move(values)}; }),
-           py::arg("values"))
+  nb::class_<Ranks>(m, "Ranks", "A group's ranks, ascending; none: all workers.")
+      .def(
+          "__init__",
+          [](Ranks* ranks, std::vector<uint32_t> values) { new (ranks) Ranks{std::move(values)}; },
+          nb::arg("values"))
       .def("__len__", [](const Ranks& ranks) { return ranks.values.size(); })
       .def("lowest",
            [](const Ranks& ranks) { return ranks.values.empty() ? 0 : ranks.values.front(); });
-  py::implicitly_convertible<py::sequence, Ranks>();
+  nb::implicitly_convertible<nb::sequence, Ranks>();
 
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
-  m.def("init", &Init, py::arg("gpu") = "", py::arg("given") = GivenSettings(), Unlocked());
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  m.def("init", &Init, nb::arg("gpu") = "", nb::arg("given") = GivenSettings(), Unlocked());
   m.def(
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
-      py::arg("suspend"), py::arg("failure") = "", Unlocked());
+      nb::arg("suspend"), nb::arg("failure") = "", Unlocked());
   // `kept` is referenced until the process ends.
   m.def(
       "shutdown_at_exit",
-      [](py::object kept) {
+      [](nb::object kept) {
         (void)kept.release();
-        py::gil_scoped_release unlocked;
+        nb::gil_scoped_release unlocked;
         GetWorker()->StopAtExit();
       },
-      py::arg("kept"));
+      nb::arg("kept"));
   m.def("is_initialized", &IsInitialized);
   m.def("is_forked_copy", &ps::IsForkedCopy, "Whether this process was forked from a worker.");
   m.def("has_failed", [] { return GetWorker()->failed(); }, Unlocked());
@@ -411,60 +414,62 @@ PYBIND11_MODULE(c_lib, m) {
       "launch",
       [](const GivenSettings& given) {
         const Launch l = Launch::From(Config::FromEnvironment(given));
-        return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size, l.replica, l.replicas);
+        return nb::make_tuple(l.rank, l.size, l.local_rank, l.local_size, l.replica, l.replicas);
       },
-      py::arg("given") = GivenSettings());
-  py::class_<KnownTensor>(m, "KnownTensor",
+      nb::arg("given") = GivenSettings());
+  nb::class_<KnownTensor>(m, "KnownTensor",
                           "A tensor that is summed again and again: described once.")
-      .def(py::init([](const SpecTuple& spec) {
-             return std::make_unique<KnownTensor>(std::apply(Spec, spec));
-           }),
-           py::arg("spec"))
-      .def("push_pull", &PushPull, py::arg("input"), py::arg("output"), py::arg("priority"),
-           py::arg("pull"), py::arg("stream"), py::arg("streamed"), py::arg("forgets_lost"),
-           py::arg("coded"), Unlocked());
+      .def(
+          "__init__",
+          [](KnownTensor* known, const SpecTuple& spec) {
+            new (known) KnownTensor(std::apply(Spec, spec));
+          },
+          nb::arg("spec"))
+      .def("push_pull", &PushPull, nb::arg("input"), nb::arg("output"), nb::arg("priority"),
+           nb::arg("pull"), nb::arg("stream"), nb::arg("streamed"), nb::arg("forgets_lost"),
+           nb::arg("coded"), Unlocked());
   m.def(
       "is_streamed", [](int64_t handle) { return GetWorker()->IsStreamed(handle); },
-      py::arg("handle"), Unlocked());
-  py::class_<Landing>(m, "Landing", "The moment at which sums are in their tensors.")
+      nb::arg("handle"), Unlocked());
+  nb::class_<Landing>(m, "Landing", "The moment at which sums are in their tensors.")
       .def("query", &Landing::is_done)
       .def(
           "wait",
           [](const Landing& landing, uintptr_t stream) {
             landing.MakeWait(reinterpret_cast<DeviceStream>(stream));
           },
-          py::arg("stream"));
+          nb::arg("stream"));
   m.def(
       "land",
       [](int64_t handle, uintptr_t stream) {
         return GetWorker()->Land(handle, reinterpret_cast<DeviceStream>(stream));
       },
-      py::arg("handle"), py::arg("stream"), Unlocked());
+      nb::arg("handle"), nb::arg("stream"), Unlocked());
   m.def(
       "landing_of",
       [](int device, uintptr_t stream) {
         return Landing{device,
                        DeviceCopies::Of(device)->Now(reinterpret_cast<DeviceStream>(stream))};
       },
-      py::arg("device"), py::arg("stream"), Unlocked(), "Of all that a stream was given so far.");
+      nb::arg("device"), nb::arg("stream"), Unlocked(), "Of all that a stream was given so far.");
   m.def(
       "make_stream",
       [](int device) {
         const CurrentDevice current(device);
         return reinterpret_cast<uintptr_t>(MakeStream());
       },
-      py::arg("device"), Unlocked(), "A stream of a GPU that nobody else has; never destroyed.");
+      nb::arg("device"), Unlocked(), "A stream of a GPU that nobody else has; never destroyed.");
   m.def("check", [] { GetWorker()->Check(); }, Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
-  m.def("wait", &Wait, py::arg("handle"), py::arg("stream") = 0);
-  m.def("await_end", &AwaitEnd, py::arg("handle"), py::arg("limit_s"));
+  m.def("wait", &Wait, nb::arg("handle"), nb::arg("stream") = 0);
+  m.def("await_end", &AwaitEnd, nb::arg("handle"), nb::arg("limit_s"));
   m.def(
       "watch",
       [](int64_t handle) { GetWorker()->CallAtEnd(handle, [handle] { Ended()->Push(handle); }); },
-      py::arg("handle"), Unlocked());
+      nb::arg("handle"), Unlocked());
   m.def("await_ended", [] { return Ended()->Await(); }, Unlocked());
   m.def("wake", [] { Ended()->Wake(); }, Unlocked());
-  m.def("declare", &Declare, py::arg("tensors"), Unlocked());
+  m.def("declare", &Declare, nb::arg("tensors"), Unlocked());
   m.def(
       "registers_memory", [] { return GetWorker()->RegistersMemory(); },
       "Of a worker that was started.");
@@ -473,14 +478,14 @@ PYBIND11_MODULE(c_lib, m) {
       [](uintptr_t address, uint64_t bytes) {
         return ps::RegistrationCache::Add(reinterpret_cast<const void*>(address), bytes);
       },
-      py::arg("address"), py::arg("bytes"), Unlocked());
+      nb::arg("address"), nb::arg("bytes"), Unlocked());
   m.def(
       "remove_memory",
       [](uint64_t number) {
         // Storages are freed in forked copies, too, where another thread may have held the lock.
         if (!ps::IsForkedCopy()) ps::RegistrationCache::Remove(number);
       },
-      py::arg("number"), Unlocked());
+      nb::arg("number"), Unlocked());
   m.def("metrics", &Metrics);
   m.def("endpoints", &Endpoints);
   m.def("nics", &Nics);
@@ -490,34 +495,34 @@ PYBIND11_MODULE(c_lib, m) {
         const ps::ServerNics nics = ps::ServerNics::At(address, ps::NicSettings::From(Settings()));
         return std::tuple(nics.mbps, nics.numa_nodes, nics.cores);
       },
-      py::arg("address"));
-  m.def("interface_address", &ps::AddressOfInterface, py::arg("name"));
+      nb::arg("address"));
+  m.def("interface_address", &ps::AddressOfInterface, nb::arg("name"));
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
-  m.def("partition_bytes", &PartitionBytesOf, py::arg("dtype"), py::arg("bytes"),
-        py::arg("piece_of"));
+  m.def("partition_bytes", &PartitionBytesOf, nb::arg("dtype"), nb::arg("bytes"),
+        nb::arg("piece_of"));
   m.def(
       "link_gbps", [] { return GetWorker()->LinkGbps(); },
       "Gbit/s each way of the slowest worker's NIC; 0 where one of them is not known.");
   m.def(
       "server_hosts", [] { return GetWorker()->ServerHosts(); },
       "The address of each server; empty where it is not known.");
-  m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("dtype"), py::arg("bytes"),
-        py::arg("piece_of"), py::arg("group"), py::arg("placement"));
-  m.def("encode_blocks", &Encode, py::arg("dtype"), py::arg("blocks"), py::arg("from_"),
-        py::arg("values"), py::arg("count"), py::arg("lost"), py::arg("seed"), Unlocked());
-  m.def("chance_seed", &ChanceSeed, py::arg("name"), py::arg("round"), py::arg("rank"));
-  m.def("decode_blocks", &Decode, py::arg("dtype"), py::arg("blocks"), py::arg("to"),
-        py::arg("values"), py::arg("count"), Unlocked());
-  m.def("add_differences", &AddTo, py::arg("blocks"), py::arg("dtype"), py::arg("held"),
-        py::arg("count"), py::arg("out"), Unlocked());
+  m.def("bytes_per_server", &BytesPerServer, nb::arg("name"), nb::arg("dtype"), nb::arg("bytes"),
+        nb::arg("piece_of"), nb::arg("group"), nb::arg("placement"));
+  m.def("encode_blocks", &Encode, nb::arg("dtype"), nb::arg("blocks"), nb::arg("from_"),
+        nb::arg("values"), nb::arg("count"), nb::arg("lost"), nb::arg("seed"), Unlocked());
+  m.def("chance_seed", &ChanceSeed, nb::arg("name"), nb::arg("round"), nb::arg("rank"));
+  m.def("decode_blocks", &Decode, nb::arg("dtype"), nb::arg("blocks"), nb::arg("to"),
+        nb::arg("values"), nb::arg("count"), Unlocked());
+  m.def("add_differences", &AddTo, nb::arg("blocks"), nb::arg("dtype"), nb::arg("held"),
+        nb::arg("count"), nb::arg("out"), Unlocked());
   m.def("config", [] { return Settings().Print(); });
-  m.def("setting", &TypedSetting, py::arg("name"), py::arg("given") = GivenSettings());
+  m.def("setting", &TypedSetting, nb::arg("name"), nb::arg("given") = GivenSettings());
   m.def(
       "is_set",
       [](const std::string& name, const GivenSettings& given) {
         return Settings(given).IsSet(name);
       },
-      py::arg("name"), py::arg("given") = GivenSettings());
+      nb::arg("name"), nb::arg("given") = GivenSettings());
   DefineUpdatedTensor(&m);
   DefineReplicas(&m);
   DefineChildren(&m);

@@ -2,7 +2,7 @@
 #ifndef BYTEPS_TORCH_C_PARTS_H_
 #define BYTEPS_TORCH_C_PARTS_H_
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include <cstdint>
 #include <optional>
@@ -124,13 +124,13 @@ class KnownTensor {
 };
 
 // c_update.cc: the class UpdatedTensor, release, load_feedback and read_feedback.
-void DefineUpdatedTensor(pybind11::module_* m);
+void DefineUpdatedTensor(nanobind::module_* m);
 
 // c_update.cc: the functions about replicas.
-void DefineReplicas(pybind11::module_* m);
+void DefineReplicas(nanobind::module_* m);
 
 // c_lib.cc: the function end_children_at_exit.
-void DefineChildren(pybind11::module_* m);
+void DefineChildren(nanobind::module_* m);
 
 }  // namespace core
 }  // namespace byteps

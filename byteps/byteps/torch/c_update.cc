@@ -1,7 +1,12 @@
 // Python classes and functions for parameters that servers update, and for replicas
 // (server_optimizer.py).
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
@@ -13,7 +18,7 @@
 #include "byteps/base/wire.h"
 #include "byteps/torch/c_parts.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace byteps {
 namespace core {
@@ -142,50 +147,50 @@ int64_t MoveFeedback(int op, const SpecTuple& spec, uintptr_t values) {
 
 }  // namespace
 
-void DefineUpdatedTensor(py::module_* m) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+void DefineUpdatedTensor(nb::module_* m) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   m->def(
       "load_feedback",
       [](const SpecTuple& spec, uintptr_t values) {
         return MoveFeedback(kLoadState, spec, values);
       },
-      py::arg("spec"), py::arg("values"), Unlocked());
+      nb::arg("spec"), nb::arg("values"), Unlocked());
   m->def(
       "read_feedback",
       [](const SpecTuple& spec, uintptr_t values) {
         return MoveFeedback(kReadState, spec, values);
       },
-      py::arg("spec"), py::arg("values"), Unlocked());
+      nb::arg("spec"), nb::arg("values"), Unlocked());
   m->def(
       "release",
       [](const std::vector<std::string>& names, uint32_t lowest_rank) {
         // Objects may be finalized in a forked copy, too.
         if (!ps::IsForkedCopy()) GetWorker()->Release(names, lowest_rank);
       },
-      py::arg("names"), py::arg("lowest_rank"), Unlocked());
-  py::class_<UpdatedTensor>(*m, "UpdatedTensor")
-      .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
+      nb::arg("names"), nb::arg("lowest_rank"), Unlocked());
+  nb::class_<UpdatedTensor>(*m, "UpdatedTensor")
+      .def(nb::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
                     const std::vector<SegmentTuple>&, const std::string&, bool, bool>(),
-           py::arg("spec"), py::arg("is_adamw"), py::arg("groups"), py::arg("segments"),
-           py::arg("held"), py::arg("speculative"), py::arg("counts_zeros"), Unlocked())
-      .def("push_step", &UpdatedTensor::PushStep, py::arg("gradients"), py::arg("parameters"),
-           py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
-      .def("push_norm", &UpdatedTensor::PushNorm, py::arg("gradients"), py::arg("sums"),
-           py::arg("verdict"), py::arg("stream"), Unlocked())
-      .def("push_try", &UpdatedTensor::PushTry, py::arg("gradients"), py::arg("parameters"),
-           py::arg("sums"), py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
-      .def("step", &UpdatedTensor::Step, py::arg("parameters"), py::arg("step"), py::arg("stream"),
+           nb::arg("spec"), nb::arg("is_adamw"), nb::arg("groups"), nb::arg("segments"),
+           nb::arg("held"), nb::arg("speculative"), nb::arg("counts_zeros"), Unlocked())
+      .def("push_step", &UpdatedTensor::PushStep, nb::arg("gradients"), nb::arg("parameters"),
+           nb::arg("step"), nb::arg("verdict"), nb::arg("stream"), Unlocked())
+      .def("push_norm", &UpdatedTensor::PushNorm, nb::arg("gradients"), nb::arg("sums"),
+           nb::arg("verdict"), nb::arg("stream"), Unlocked())
+      .def("push_try", &UpdatedTensor::PushTry, nb::arg("gradients"), nb::arg("parameters"),
+           nb::arg("sums"), nb::arg("step"), nb::arg("verdict"), nb::arg("stream"), Unlocked())
+      .def("step", &UpdatedTensor::Step, nb::arg("parameters"), nb::arg("step"), nb::arg("stream"),
            Unlocked())
-      .def("load", &UpdatedTensor::Load, py::arg("slot"), py::arg("values"), Unlocked())
-      .def("read", &UpdatedTensor::Read, py::arg("slot"), py::arg("begin"), py::arg("end"),
-           py::arg("values"), py::arg("verdict"), Unlocked())
+      .def("load", &UpdatedTensor::Load, nb::arg("slot"), nb::arg("values"), Unlocked())
+      .def("read", &UpdatedTensor::Read, nb::arg("slot"), nb::arg("begin"), nb::arg("end"),
+           nb::arg("values"), nb::arg("verdict"), Unlocked())
       .def("num_partitions", &UpdatedTensor::NumPartitions, Unlocked());
 }
 
 // Functions about replicas: which are present, which wait, and the progress that a late one adopts.
 
-void DefineReplicas(py::module_* m) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+void DefineReplicas(nb::module_* m) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   m->def(
       "replicas",
       [] {
@@ -205,7 +210,7 @@ void DefineReplicas(py::module_* m) {
   m->def("say_ready", [] { GetWorker()->SayReady(); }, Unlocked());
   m->def(
       "ask_to_admit", [](int replica, int life) { GetWorker()->AskToAdmit(replica, life); },
-      py::arg("replica"), py::arg("life"), Unlocked());
+      nb::arg("replica"), nb::arg("life"), Unlocked());
   m->def(
       "take_missing", [] { return GetWorker()->TakeMissing(); },
       "Ranks whose values sums have lacked, since this was called last.", Unlocked());
@@ -226,7 +231,7 @@ void DefineReplicas(py::module_* m) {
         for (const auto& [id, at] : tuples) progress[id] = {at.first, at.second};
         GetWorker()->SetRounds(progress);
       },
-      py::arg("rounds"), Unlocked());
+      nb::arg("rounds"), Unlocked());
 }
 
 }  // namespace core

@@ -239,7 +239,7 @@ def start(
     if in_flight.registers_memory and device < 0:
         in_flight.will_be_sent(tensor)
         in_flight.will_be_sent(received)
-    # Positional arguments: pybind11 takes longer to match names.
+    # Positional arguments: nanobind takes longer to match names.
     handle = known.tensor.push_pull(
         tensor.data_ptr(),
         received.data_ptr(),

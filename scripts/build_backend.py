@@ -1,0 +1,69 @@
+"""The build backend of the distribution: scikit-build-core, on the patched BytePS.
+
+Where the tree build/byteps is missing, or is a checkout's, `scripts/apply_patches.sh` makes it what
+upstream.lock, overlay and patches say; that fetches upstream's source distribution with pip. Our
+own source distribution has the tree, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from scikit_build_core import build as skbuild
+from scikit_build_core.build import prepare_metadata_for_build_wheel
+
+# An editable installation would show the tree's copies: `make setup` links the overlay instead.
+__all__ = [
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_wheel",
+]
+
+Settings = dict[str, str | list[str]] | None
+"""What a frontend was given with --config-settings."""
+_ROOT = Path(__file__).resolve().parents[1]
+_TREE = _ROOT / "build/byteps"
+
+
+def _assemble() -> None:
+    """Makes the tree.
+
+    Raises:
+        SystemExit: it could not be made; the reason was printed.
+    """
+    if _TREE.is_dir() and not (_TREE / ".git").exists():
+        return
+    apply: list[str | Path] = [_ROOT / "scripts/apply_patches.sh", "--only", "byteps"]
+    env = {**os.environ, "PYTHON": sys.executable}
+    if subprocess.run(apply, env=env, check=False).returncode != 0:
+        raise SystemExit("error: build/byteps could not be assembled, see above")
+
+
+def _fetcher() -> list[str]:
+    """What `_assemble` needs: an isolated build has no pip."""
+    return [] if _TREE.is_dir() else ["pip"]
+
+
+def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
+    return skbuild.get_requires_for_build_wheel(config_settings) + _fetcher()
+
+
+def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
+    return skbuild.get_requires_for_build_sdist(config_settings) + _fetcher()
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    _assemble()
+    return skbuild.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
+    _assemble()
+    return skbuild.build_sdist(sdist_directory, config_settings)
