@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Settings = dict[str, str | list[str]] | None
-"""What a frontend was given with --config-settings."""
+"""Settings of a frontend's --config-settings."""
 _ROOT = Path(__file__).resolve().parents[1]
 _TREE = _ROOT / "build/byteps"
 
@@ -45,7 +45,7 @@ def _assemble() -> None:
 
 
 def _fetcher() -> list[str]:
-    """What `_assemble` needs: an isolated build has no pip."""
+    """Requirements of `_assemble`: an isolated build has no pip."""
     return [] if _TREE.is_dir() else ["pip"]
 
 

@@ -102,7 +102,7 @@ for program in ip tc sysctl; do
   cp -L "$path" "$part/bin/"
 done
 cp -rL "$root"/build/python/{byteps,megatron_byteps-*.dist-info} "$part/python/"
-# What megatron.training imports.
+# Packages that megatron.training imports.
 for package in packaging omegaconf yaml psutil einops; do
   [[ -e $packages/$package ]] || fail "$packages has no $package: run make setup"
   cp -r "$packages/$package" "$part/python/"
@@ -119,8 +119,8 @@ find "$part" -name __pycache__ -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- shared libraries
 
-# Those of the C library and of the compilers belong to the machine: newer ones run what was
-# linked with older ones.
+# Libraries of C and of the compilers belong to the machine: newer versions run programs that were
+# linked with older versions.
 is_the_machines() {
   case "$1" in
     libc.so.* | libm.so.* | libdl.so.* | libpthread.so.* | librt.so.* | libresolv.so.*) return 0 ;;

@@ -129,7 +129,7 @@ worker_context() {
   fi
   cp "$root"/scripts/worker.sh "$work/worker/scripts/"
   cp "$root"/scripts/lib/launch.sh "$work/worker/scripts/lib/"
-  # As patched, without its history and what was built in it.
+  # The patched tree without its history and build outputs.
   mkdir -p "$work/worker/Megatron-LM"
   git -C "$root/build/Megatron-LM" archive HEAD | tar -x -C "$work/worker/Megatron-LM"
 }

@@ -115,7 +115,7 @@ aarch64-linux-gnu-g++  g++-aarch64-linux-gnu optional
 qemu-aarch64-static    qemu-user-static optional
 '
 
-# What only the RDMA tests need, which run in a virtual machine (tests/rdma/vm), on x86-64 alone.
+# Packages of the RDMA tests, which run in a virtual machine (tests/rdma/vm), on x86-64 alone.
 [[ "$(uname -m)" != x86_64 ]] || system_needs+='
 qemu-system-x86_64     qemu-system-x86 optional
 /bin/busybox           busybox-static optional
@@ -126,7 +126,7 @@ ibv_devinfo            ibverbs-utils  optional
 ib_write_bw            perftest       optional
 '
 
-# What building and running images without a Docker engine needs (tests/images).
+# Packages that build and run images without a Docker engine (tests/images).
 image_needs='
 buildah                buildah        required
 mmdebstrap             mmdebstrap     required

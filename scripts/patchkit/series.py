@@ -51,7 +51,7 @@ def hash_of(path: Path) -> str | None:
     return sha256_file(path) if path.is_file() and not path.is_symlink() else None
 
 
-# ---- what a tree is made from
+# ---- inputs of a tree
 
 
 @dataclass(frozen=True, kw_only=True)

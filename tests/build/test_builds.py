@@ -1,6 +1,4 @@
-"""What is compiled: with and without what is optional, for GPU drivers, with locks checked, for
-arm64.
-"""
+"""Builds: with and without optional parts, for GPU drivers, with locks checked, for arm64."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ __all__ = ["nursery"]
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "build" / "byteps"
 PARTS = ("RDMA",)
-"""What a build may leave out."""
+"""Optional parts of a build."""
 
 
 def run(*command: str | Path) -> str:
@@ -205,7 +203,7 @@ def test_all_builds_by_clang_are_checked() -> None:
 
 
 def test_no_lock_goes_unseen() -> None:
-    """Of the standard library's clang knows nothing: ours are used everywhere."""
+    """clang cannot check locks of the standard library: ours are used everywhere."""
     sources = [path for path in (ROOT / "byteps").rglob("*") if path.suffix in (".h", ".cc")]
     assert HEADER in sources
     found = [
@@ -223,7 +221,7 @@ def test_no_lock_goes_unseen() -> None:
 
 QEMU = "qemu-aarch64-static"
 LIBRARIES = "/usr/aarch64-linux-gnu"
-"""Where Debian's cross-compiler has arm64's C library."""
+"""Folder of arm64's C library of Debian's cross-compiler."""
 CPUS = {"cortex-a53": "armv8.0", "cortex-a76": "fp16 and no bf16", "max": "all that there is"}
 PARTITION = 4096
 

@@ -46,7 +46,7 @@ NEWEST_FILES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a script ended and what it printed."""
+    """Exit status and output of a script."""
 
     status: int
     output: str

@@ -51,7 +51,7 @@ class Row:
     push_seconds: float
     """Time of what goes through servers."""
     limit: str = ""
-    """What this time depends on, "cores" or "memory" of a machine; empty: the links."""
+    """Limit of this time: "cores" or "memory" of a machine; empty: the links."""
     parameter_seconds: float = 0.0
     """Time of the parameters that are gathered next."""
     seconds: float
@@ -92,8 +92,8 @@ class Forecast:
     plain: Row
     """The fastest row of plain Megatron."""
     best: Row
-    """Of the rows that lose no more bits than the job or bf16, and are about the fastest, the one
-    to which the job has the shortest change."""
+    """The recommended row: about as fast as the fastest of those that lose no more bits than the
+    job or bf16, with the shortest change."""
     few_bits: tuple[Row, ...]
     """The same of int8, and of int4, where these gain more than `best`."""
     micro_batch_s: float | None = None
@@ -210,7 +210,7 @@ def _chosen(found: Forecast) -> Forecast:
 
 
 def _shortest(found: Forecast, rows: Sequence[Row]) -> Row:
-    """Of the rows that are about as fast as the fastest, the one with the shortest change."""
+    """Get the row with the shortest change among those that are about as fast as the fastest."""
     limit = ENOUGH * min(row.seconds for row in rows)
 
     def change(row: Row) -> tuple[int, float]:
@@ -264,7 +264,7 @@ class _Rows:
         return replace(self._row(one, flags, routing.COLLECTIVE), compared=True)
 
     def through_servers(self, base: Training, *flags: str) -> list[Row]:
-        """As gradients are reduced, in bf16 where that is less, and in few bits."""
+        """Make rows with the job's gradient dtype, with bf16 if smaller, and with few bits."""
         rows = []
         for wire in ("bf16", *FEW_BITS):
             if WIRE_BYTES[wire] < base.gradient_bytes:

@@ -1,4 +1,4 @@
-"""How a job reduces its gradients, and where its optimizer is."""
+"""Reduction of a job's gradients, and the place of its optimizer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, **FEW_BITS}
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What trains, and how a user types the arguments that a forecast compares."""
+    """A training program, and the words with which users write the compared arguments."""
 
     name: str
     script: str
     """Stands for the user's script and its arguments."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What it has instead of Megatron's arguments; empty: it is Megatron."""
+    """Variables in place of Megatron's arguments; empty for Megatron."""
 
     def typed(self, flags: Collection[str], *, on_hosts: bool) -> tuple[str, ...]:
         """The words that a user types for these arguments.
@@ -137,9 +137,9 @@ class Training:
 
 @functools.lru_cache(maxsize=64)
 def instances_of_one_host(hosts: tuple[int, ...]) -> int | None:
-    """As many instances of a group as it has hosts, where each would be one host of several ranks.
+    """Count a group's instances if each is a host with several ranks.
 
-    None: it is not possible. 1: the group is on one host.
+    None: impossible. 1: the group is on one host.
     """
     counts = per_host(hosts)
     if len(counts) == 1:
@@ -150,9 +150,9 @@ def instances_of_one_host(hosts: tuple[int, ...]) -> int | None:
 
 
 def instances_for_hosts(training: Training) -> int | None:
-    """As many optimizer instances as a group has hosts, where each would be one host.
+    """Count the optimizer instances if each is a host.
 
-    None: the job has as many already, or it is not possible.
+    None: the job has as many already, or it is impossible.
     """
     if not training.sharded:
         return None

@@ -12,7 +12,8 @@ NOTHING = "no gradient crosses hosts: nothing to gain"
 
 
 def answer(found: Forecast) -> str:
-    """What to change: one sentence for 16 bits or more, and one for few bits where they gain."""
+    """Recommend changes: a sentence for 16 bits or more, and a sentence for few bits if
+    they gain."""
     training = found.training
     if not training.crossing:
         return NOTHING

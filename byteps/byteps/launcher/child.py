@@ -73,7 +73,7 @@ class Child:
         self.title, self.log = title, log
         self.status: int | None = None
         """Exit status, negative for a signal; None while it runs."""
-        self.ended_at = 0.0  # of time.monotonic()
+        self.ended_at = 0.0  # time.monotonic()
         self._is_expected = False
         started = Future[subprocess.Popen[bytes]]()
 
@@ -101,7 +101,7 @@ class Child:
         before: Callable[[], object] | None,
     ) -> subprocess.Popen[bytes]:
         with contextlib.suppress(OSError):  # cores that the machine has taken away
-            if cores:  # of this thread, whose process inherits them
+            if cores:  # set for this thread; the process inherits them
                 os.sched_setaffinity(0, cores)
         with self.log.open("wb") as log:
             return subprocess.Popen(

@@ -136,8 +136,10 @@ def _warn_of_restarts(env: Mapping[str, str]) -> None:
 
 
 def expect_end() -> None:
-    """What start_if_needed() started here is about to end with this process, which has failed: that
-    is no failure of its own."""
+    """Expect that the processes of start_if_needed() end with this process, which has failed.
+
+    Their ends are not failures of their own.
+    """
     for child in [] if _current is None else _current.children:
         child.expect_end()
 

@@ -42,7 +42,7 @@ class AbsentError(RuntimeError):
         super().__init__(f"members {members} did not come in time")
         self.members = members
         self.prefix = prefix
-        """Of the keys that those who came use; empty where the first member is absent."""
+        """Prefix of the keys of the present members; empty if the first member is absent."""
 
 
 def meet(store: Store, name: str, member: int, size: int, deadline: float) -> str:

@@ -1,4 +1,4 @@
-"""Where a process stands: its rank in the job, and its place among the ranks of its host.
+"""Rank of a process in the job, and its place among the ranks of its host.
 
 A launcher says both by the environment. Where there is none, torch.distributed knows rank and size,
 and the ranks find their places by telling each other their hosts.
@@ -41,10 +41,10 @@ def setting[T: (bool, float, int, str)](
 
 
 def host_name(given: str) -> str:
-    """What tells this host from others: `given` (BYTEPS_HOST_ID), or the host name and the kernel's
-    boot id.
+    """Get a name that identifies this host: `given` (BYTEPS_HOST_ID), or the host name and the
+    kernel's boot id.
 
-    Ranks with the same name are taken to share a NIC and to reach each other without it.
+    Ranks with the same name are assumed to share a NIC and to reach each other without it.
     """
     if given:
         return given

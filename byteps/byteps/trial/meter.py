@@ -72,7 +72,7 @@ class Meter:
         """Losses of micro-batches of the step that runs."""
         self._is_over = False
 
-    # ----- where steps end
+    # ----- ends of steps
 
     def optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         """Hook of every optimizer's step."""
@@ -158,7 +158,7 @@ class Meter:
         summary = json.loads(store.get(whole))
         left = [f"{key}/left" for key in keys]
         store.set(left[rank], "")
-        if rank == 0:  # whose process may be the store
+        if rank == 0:  # its process may be the store
             # Ended by all ranks, which have read it; deadline: _LIMIT_S.
             store.wait(left, limit)
         return summary, rank == summary["firsts"][self._settings.token]

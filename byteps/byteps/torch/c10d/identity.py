@@ -25,12 +25,12 @@ class Identity:
     all count alike, whatever else a rank makes or destroys meanwhile."""
 
     def key(self, kind: str, nonce: str) -> str:
-        """What the names of the group's tensors begin with.
+        """Get the prefix of the names of the group's tensors.
 
         Args:
-            kind: of the reductions, where a group has several.
-            nonce: what the ranks of the default group have agreed on. torch counts names from zero
-                in each default group.
+            kind: Kind of the reductions, if a group has several.
+            nonce: Value that the ranks of the default group have agreed on. torch counts names
+                from zero in each default group.
         """
         text = repr((self.name, self.ranks, self.life))
         return f"{kind}/{nonce}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
