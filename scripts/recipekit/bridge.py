@@ -67,7 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         made = _Module(spec.name)
-        made.__version__ = "99"  # type: ignore[attr-defined] # as packages have it
+        made.__version__ = "99"  # type: ignore[attr-defined] # packages have it
         made.__path__ = []
         return made
 

@@ -57,7 +57,7 @@ def train(
     ``waits`` checkpoints are written only after another step.
     """
     if hide_byteps:
-        sys.modules["byteps"] = None  # type: ignore[assignment] # as the import system has it
+        sys.modules["byteps"] = None  # type: ignore[assignment] # the import system accepts None
     if waits:
         _write_later(folder)
     broken_by = faults.BREAKS[broken] if broken else None
@@ -212,7 +212,7 @@ class Mixed(torch.nn.Module):
         self.second = torch.nn.Linear(16, 12, dtype=torch.bfloat16)
         self.expert = torch.nn.Linear(12, 4, dtype=torch.float32)
         for parameter in self.expert.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined] # as Megatron marks them
+            parameter.allreduce = False  # type: ignore[attr-defined] # Megatron's mark
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.expert(self.second(self.first(x).bfloat16()).float())

@@ -71,7 +71,7 @@ def child(request: dict[str, Any], nursery_pid: int) -> Callable[[], int]:
 
 def end_at_once(status: int) -> None:
     """Wait for threads and run exit handlers, but skip the rest of the interpreter's shutdown."""
-    threading._shutdown()  # type: ignore[attr-defined] # as the interpreter's own end does
+    threading._shutdown()  # type: ignore[attr-defined] # the interpreter does this at its end
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

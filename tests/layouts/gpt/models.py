@@ -310,7 +310,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 def allow_precision_aware_optimizer() -> None:
     """Make Megatron, already imported without Transformer Engine, find this Adam in its place."""
     package = ModuleType("transformer_engine.pytorch.optimizers")
-    package.FusedAdam = PrecisionAwareAdam  # type: ignore[attr-defined] # as the package has it
+    package.FusedAdam = PrecisionAwareAdam  # type: ignore[attr-defined] # the package has it
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         sys.modules[name] = ModuleType(name)
     sys.modules[package.__name__] = package

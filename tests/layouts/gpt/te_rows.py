@@ -53,7 +53,7 @@ def _fp8(recipe: str, *, gather: bool = True) -> tuple[str, ...]:
 def _row(name: str, *extra: str, ranks: int = 2, **settings: object) -> Layout:
     """Make a row with bf16 parameters and fp32 gradients by default."""
     arguments = {"dtype": "bf16", **settings}
-    return Layout(name=f"te-{name}", ranks=ranks, extra=(*_WIDE, *extra), **arguments)  # type: ignore[arg-type] # of a Layout
+    return Layout(name=f"te-{name}", ranks=ranks, extra=(*_WIDE, *extra), **arguments)  # type: ignore[arg-type] # fields of Layout
 
 
 TE_LAYOUTS: tuple[Layout, ...] = (
