@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Collects what the benchmarks need on a machine without network access; see usage below.
+# Collects the files for benchmarks on a machine without network access; see usage below.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -74,7 +74,7 @@ fail() {
 
 python="$root/build/venv/bin/python"
 [[ -x $python && -x $root/build/venv/bin/byteps-server ]] || fail "there is no build: run make setup"
-# build/venv-hf has Ray, too, and build/venv-rl has all.
+# build/venv-hf has Ray, too, and build/venv-rl has everything.
 extra=""
 if ((${#with[@]} > 0)); then
   extra="$root/build/venv-ray/bin/python"
@@ -82,10 +82,10 @@ if ((${#with[@]} > 0)); then
   if [[ " ${with[*]} " == *" rl "* ]]; then extra="$root/build/venv-rl/bin/python"; fi
   [[ -x $extra ]] || fail "$extra is missing: run scripts/setup.sh ${with[*]/#/--}"
 fi
-# Hydra needs an omegaconf of its own: one lock for all packages.
+# Hydra needs its own version of omegaconf: one lock for all packages.
 packages="$("${extra:-$python}" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 
-# Nothing but an earlier bundle is overwritten.
+# Only an earlier bundle is overwritten.
 if [[ -e $folder && ! -e $folder/activate ]] && [[ -n "$(ls -A "$folder")" ]]; then
   fail "$folder is not empty, and no bundle: name another folder"
 fi
@@ -125,7 +125,7 @@ is_the_machines() {
   case "$1" in
     libc.so.* | libm.so.* | libdl.so.* | libpthread.so.* | librt.so.* | libresolv.so.*) return 0 ;;
     ld-linux* | libstdc++.so.* | libgcc_s.so.* | libpython*) return 0 ;;
-    # The GPU's driver, and what comes with PyTorch.
+    # The GPU's driver, and libraries that come with PyTorch.
     libcuda.so.* | libnvidia* | libcudart.so.* | libnccl.so.* | libtorch* | libc10*) return 0 ;;
     *) return 1 ;;
   esac

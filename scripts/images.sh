@@ -63,7 +63,7 @@ while (($#)); do
 done
 ((${#images[@]})) || images=(server worker)
 
-# A variable of the caller's wins over the file.
+# A variable of the caller overrides the file.
 while IFS='=' read -r name value; do
   [[ $name =~ ^[A-Z_]+$ ]] || continue
   [[ -n ${!name:-} ]] || declare "$name=$value"
@@ -76,7 +76,7 @@ fail() {
   exit 1
 }
 
-# long WHAT COMMAND...: runs it, and shows how far it is. docker does so by itself.
+# long WHAT COMMAND...: runs the command and shows its progress. docker does so by itself.
 long() {
   local what=$1
   shift
@@ -109,7 +109,7 @@ work="$root/build/images"
 [[ -z $context ]] || work=$context
 mkdir -p "$work"
 
-# package_version prints that of the distribution.
+# package_version prints the version of the distribution.
 package_version() {
   sed -n 's/^version = "\([^"]*\)".*/\1/p' "$root/pyproject.toml" | head -n 1
 }
@@ -147,7 +147,7 @@ done
 [[ -z $context ]] || exit 0
 find_engine
 
-# save_image TAG: writes the image to the folder --save.
+# save_image TAG: writes the image to the folder of --save.
 save_image() {
   [[ -n $save ]] || return 0
   local file="$save/${1/:/-}.image.tar"
@@ -169,7 +169,7 @@ build() {
     docker build --platform "$platform" --file "$root/docker/$name.Dockerfile" --tag "$tag" \
       "${labels[@]}" "$@" "$context"
   else
-    # The format that keeps the health check.
+    # This format keeps the health check.
     long "$name, $platform" buildah bud --format docker --platform "$platform" \
       --file "$root/docker/$name.Dockerfile" --tag "$tag" \
       --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" "$context"

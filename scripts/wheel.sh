@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds what other machines install: wheels, and the server alone; see usage below.
+# Builds the files that other machines install: wheels, and the server alone; see usage below.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -48,7 +48,7 @@ done
 ((${#architectures[@]})) || architectures=(x86_64 aarch64)
 
 cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
-export SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-315532800}" # the first moment that a zip file can name
+export SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-315532800}" # the first time that a zip file can represent
 venv="$root/build/venv"
 source_tree="$root/build/byteps"
 [[ -x $venv/bin/cmake ]] || { echo "error: no build/venv: run scripts/setup.sh" >&2; exit 1; }
@@ -59,7 +59,7 @@ trap 'rm -rf "$work"' EXIT
 
 say() { echo "wheel: $*" >&2; }
 
-# long WHAT COMMAND...: runs it, and shows how far it is; its output only if it fails.
+# long WHAT COMMAND...: runs the command and shows its progress; its output only if it fails.
 long() {
   local what=$1
   shift
@@ -67,7 +67,7 @@ long() {
     --log "$work/${what//[^a-z0-9]/-}.log" -- "$@" >&2
 }
 
-# configure_for ARCH sets `options`, what CMake is told.
+# configure_for ARCH sets `options`, CMake's options.
 configure_for() {
   options=(-DBYTEPS_STATIC_RUNTIME=ON -DBYTEPS_WITH_RDMA=ON
     "-DBYTEPS_SODIUM_SOURCE=$sodium")
@@ -80,12 +80,12 @@ configure_for() {
       { echo "error: no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)" >&2; exit 1; }
     options+=("-DCMAKE_TOOLCHAIN_FILE=$source_tree/cmake/aarch64-linux-gnu.cmake")
   fi
-  # Words for CMake that a builder adds, such as where a library lies.
+  # Additional CMake options of a builder, such as the path of a library.
   read -ra extra <<<"${BYTEPS_CMAKE_ARGS:-}"
   options+=("${extra[@]}")
 }
 
-# build_key ARCH WHAT: whatever can change the outcome of building WHAT.
+# build_key ARCH WHAT: everything that can change the result of building WHAT.
 build_key() {
   local compiler=g++
   [[ $1 == "$(uname -m)" ]] || compiler=$1-linux-gnu-g++
@@ -97,7 +97,7 @@ build_key() {
   } | sha256sum | cut -c -32
 }
 
-# wheel_key: whatever of the checkout goes into the wheel, but for the tree.
+# wheel_key: all files of the checkout in the wheel, without the tree.
 wheel_key() {
   (cd "$root" && git ls-files -z --cached --others --exclude-standard -- Megatron-LM integrations patches upstream.lock \
     pyproject.toml README.md LICENSE NOTICE scripts/build_backend.py locks/base.lock |
@@ -111,12 +111,12 @@ build_sdist() {
   say "$out/megatron_byteps-$version.tar.gz"
 }
 
-# build_wheel ARCH: prints the path of the wheel, fit for others.
+# build_wheel ARCH: prints the path of the wheel for other machines.
 build_wheel() {
   local kept
   kept="$cache/ship/$(build_key "$1" "wheel $(wheel_key)")"
   if ! compgen -G "$kept/*.whl" >/dev/null; then
-    # The wheel is named after the machine that it is for: Python looks for nothing else.
+    # The wheel is named after its target machine: Python looks for nothing else.
     PATH="$venv/bin:$PATH" _PYTHON_HOST_PLATFORM="linux-$1" SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]}")" \
       long "the wheel for $1" "$venv/bin/python" -m pip --verbose wheel --no-deps --no-build-isolation \
       --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-ship-$1" \
@@ -133,7 +133,7 @@ build_server() {
   local kept build
   kept="$cache/servers/$(build_key "$1" server)"
   build="$root/build/cmake-ship-server-$1"
-  # A test that wants it again, or a fresh checkout, need not build it.
+  # Another test or a fresh checkout need not build it again.
   if [[ ! -x $kept/byteps-server ]]; then
     long "cmake for $1" "$venv/bin/cmake" -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
       "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version" &&
@@ -146,7 +146,7 @@ build_server() {
   echo "$kept/byteps-server"
 }
 
-# pack_server ARCH EXECUTABLE: the archive, with the scripts that run it.
+# pack_server ARCH EXECUTABLE: makes the archive, with the scripts that run the server.
 pack_server() {
   local name folder
   name="byteps-server-$version-linux-$1"

@@ -1,24 +1,24 @@
 # shellcheck shell=bash
-# Sourced by what builds and packs: Python, uv and system packages of this machine, the sources of a library, and what is
-# kept in the cache.
+# Functions for scripts that build and pack: Python, uv and system packages of this machine, sources of a library, and
+# the cache. To be sourced.
 
-# keep NEW KEPT: gives a folder that is whole its name in the cache. Several setups may make the same
-# at once: a later one finds the first one's, which is as good, and leaves it in place.
+# keep NEW KEPT: moves a complete folder to its name in the cache. Several setups may do this at the same time: a later
+# setup finds the folder of the first, which is as good, and leaves it in place.
 keep() {
   mkdir -p "$(dirname "$2")"
   mv -T "$1" "$2" 2>/dev/null || { [[ -d $2 ]] && rm -rf "$1"; }
 }
 
 # ---- a Python that really runs
-# A pyenv shim on PATH may exist and fail, so each candidate is asked for its version instead of being trusted by name.
+# A pyenv shim on PATH may exist and fail, so each candidate is run for its version instead of being trusted by name.
 
-# python_works PYTHON: whether PYTHON runs and is at least 3.12, which Megatron-LM needs.
+# python_works PYTHON: succeeds if PYTHON runs and is at least 3.12, which Megatron-LM needs.
 python_works() {
   [[ -n "${1:-}" ]] && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' \
     >/dev/null 2>&1
 }
 
-# find_python: prints the first working one of $PYTHON, PATH, pyenv's versions, uv's; or fails.
+# find_python: prints the first working Python of $PYTHON, PATH, pyenv's versions, uv's; or fails.
 find_python() {
   local candidate pyenv uv
   if [[ -n "${PYTHON:-}" ]]; then
@@ -52,7 +52,7 @@ find_python() {
   return 1
 }
 
-# find_uv ROOT CACHE: sets `uv`, the one on PATH or that of locks/bootstrap.lock in CACHE; or fails.
+# find_uv ROOT CACHE: sets `uv` to the uv on PATH or to that of locks/bootstrap.lock in CACHE; or fails.
 find_uv() {
   local key
   if command -v uv >/dev/null 2>&1; then
@@ -64,10 +64,10 @@ find_uv() {
   [[ -x "$uv" ]]
 }
 
-# use_uv CACHE: where uv keeps packages, and whom it trusts.
+# use_uv CACHE: sets uv's folder of packages, and the certificates that it trusts.
 use_uv() {
   export UV_CACHE_DIR="${UV_CACHE_DIR:-$1/uv}"
-  # uv brings its own list of authorities; where the system has one, it knows the local ones as well.
+  # uv brings its own list of authorities; the system's list may have local authorities as well.
   if [[ -s /etc/ssl/certs/ca-certificates.crt ]]; then
     export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"
     export UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" # the older name
@@ -82,7 +82,7 @@ install_ship_tools() {
   key=$(sha256sum <"$root/locks/ship.lock" | cut -c -64)
   if [[ ! -f $tools/.key || $(<"$tools/.key") != "$key" ]]; then
     echo "installing locks/ship.lock in build/venv-ship" >&2
-    # make setup left it there.
+    # make setup installed it there.
     find_uv "$root" "$cache" || { echo "error: no uv: run scripts/setup.sh" >&2; return 1; }
     use_uv "$cache"
     "$uv" venv --quiet --clear --python "$root/build/venv/bin/python" "$tools"
@@ -109,7 +109,7 @@ openssl                openssl        optional
 ccache                 ccache         optional
 '
 
-# Cross-compiling for arm64, and running what comes out.
+# Cross-compilation for arm64, and emulation of the results.
 [[ "$(uname -m)" != x86_64 ]] || system_needs+='
 aarch64-linux-gnu-g++  g++-aarch64-linux-gnu optional
 qemu-aarch64-static    qemu-user-static optional
@@ -156,7 +156,7 @@ has_header() {
   echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1
 }
 
-# missing_packages required|optional: prints the packages whose test fails, one a line.
+# missing_packages required|optional: prints the packages whose test fails, one per line.
 missing_packages() {
   local test package need
   while read -r test package need; do
@@ -169,7 +169,7 @@ missing_packages() {
   done <<<"$system_needs"
 }
 
-# as_root: prints the prefix that runs a command as root (maybe nothing), or fails.
+# as_root: prints the prefix that runs a command as root (possibly empty), or fails.
 as_root() {
   if [[ "$(id -u)" == 0 ]]; then
     return 0
@@ -177,7 +177,7 @@ as_root() {
   command -v sudo >/dev/null 2>&1 && sudo -n true >/dev/null 2>&1 && echo sudo
 }
 
-# apt_install PACKAGE...: installs what it can; fails where there is no apt-get or no right to it.
+# apt_install PACKAGE...: installs the packages; fails without apt-get or the right to use it.
 apt_install() {
   local prefix
   command -v apt-get >/dev/null 2>&1 && prefix="$(as_root)" || return 1
@@ -187,7 +187,7 @@ apt_install() {
       "$@" </dev/null
 }
 
-# setup_system: installs what is missing; only a missing required package is a failure.
+# setup_system: installs missing packages; only a missing required package is a failure.
 setup_system() {
   local -a required optional
   mapfile -t required < <(missing_packages required)
@@ -206,14 +206,14 @@ setup_system() {
   fi
 }
 
-# setup_more NEEDS: installs what this table names, and fails without it.
+# setup_more NEEDS: installs the packages of this table, and fails without them.
 setup_more() {
   local system_needs="$1"
   local -a missing
   mapfile -t missing < <(missing_packages required)
   ((${#missing[@]} > 0)) || return 0
   echo "setup: installing ${missing[*]}"
-  # RUNLEVEL: no service of theirs is started.
+  # RUNLEVEL: starts none of their services.
   RUNLEVEL=1 apt_install "${missing[@]}" >/dev/null || true
   mapfile -t missing < <(missing_packages required)
   if ((${#missing[@]} > 0)); then
@@ -226,12 +226,13 @@ setup_images() { setup_more "$image_needs"; }
 setup_slurm() { setup_more "$slurm_needs"; }
 setup_valgrind() { setup_more "$valgrind_needs"; }
 
-# ---- the sources of the library that is compiled into what is shipped, libsodium
-# They come from the distribution's signed source packages, so that no address stands here.
+# ---- the sources of libsodium, which is compiled into the shipped files
+# They come from the distribution's signed source packages, so that no URL is needed here.
 
 distribution() { (. /etc/os-release && echo "$ID-$VERSION_ID"); }
 
-# sodium_source CACHE: prints the folder of its sources. A newer package of the machine is fetched anew.
+# sodium_source CACHE: prints the folder of its sources. After an update of the machine's package, sources are fetched
+# again.
 sodium_source() {
   local version
   version=$(dpkg-query --show --showformat '${Version}' libsodium-dev 2>/dev/null) || version=unknown
@@ -240,9 +241,8 @@ sodium_source() {
 
 fetch_sodium_source() { fetch_sources "$1" libsodium; }
 
-# fetch_sources FOLDER PACKAGE...: makes FOLDER with PACKAGE-VERSION/ for each, with the distribution's
-# own patches, and `versions`, a line for each: package, version, distribution. Does nothing where FOLDER
-# is there.
+# fetch_sources FOLDER PACKAGE...: makes FOLDER with PACKAGE-VERSION/ for each, with the distribution's own patches, and
+# `versions`, a line for each: package, version, distribution. Does nothing if FOLDER exists.
 fetch_sources() {
   local folder=$1 work archive package patch status
   [[ -d $folder ]] && return 0
@@ -258,7 +258,7 @@ fetch_sources() {
   (
     set -e
     mkdir -p "$work"/{lists/partial,cache/archives/partial,parts,tree}
-    # The same archives as for packages, with their sources; the system's own list stays as it is.
+    # The same archives as for packages, with their sources; the system's own list is unchanged.
     { cat /etc/apt/sources.list /etc/apt/sources.list.d/*.list 2>/dev/null || true; } |
       sed -n 's/^deb /deb-src /p' >"$work/parts/all.list"
     for archive in /etc/apt/sources.list.d/*.sources; do
@@ -271,7 +271,7 @@ fetch_sources() {
     cd "$work/tree"
     "${apt[@]}" source --download-only "$@"
     for archive in *.orig.tar.*; do tar -xf "$archive"; done
-    # dfsg and the like mark a repacked archive, not another version.
+    # dfsg and similar suffixes mark a repacked archive, not another version.
     for archive in */; do
       [[ $archive == *+* ]] && mv "$archive" "${archive%%+*}"
     done
@@ -281,7 +281,7 @@ fetch_sources() {
       echo "$package $(sed -n 's/^Version: //p' "$archive" | head -n 1) $(distribution)" >>../versions
       tar -xf ../"$package"_*.debian.tar.*
       [[ -e debian/patches/series ]] || continue
-      # No repository around the cache is meant.
+      # A git repository around the cache must be ignored.
       while read -r patch; do
         GIT_CEILING_DIRECTORIES=$work/tree git apply "debian/patches/$patch"
       done < <(sed -E 's/#.*//; /^ *$/d' debian/patches/series)
