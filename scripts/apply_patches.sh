@@ -13,4 +13,4 @@ if ! python_works "$python"; then
     exit 1
   }
 fi
-PYTHONPATH="$root" exec "$python" -B -m scripts.patchset apply "$@"
+PYTHONPATH="$root" exec "$python" -B -S -m scripts.patchset apply "$@"

@@ -126,7 +126,7 @@ changed "hadolint" docker/*.Dockerfile -- "$bin/hadolint" docker/*.Dockerfile
 changed "kubernetes" docker/kubernetes/byteps.yaml -- \
   "$bin/kubernetes-validate" --strict --quiet -k 1.33 docker/kubernetes/byteps.yaml
 run "image versions" check_versions
-mapfile -t series < <(find patches scripts/patchkit scripts/patchset.py upstream.lock -type f ! -name '*.pyc')
+mapfile -t series < <(find patches byteps/byteps/patching scripts/patchkit scripts/patchset.py upstream.lock -type f ! -name '*.pyc')
 # Patches do not touch files of the overlay, so only its file names matter.
 changed "patches" "${series[@]}" <(find byteps Megatron-LM -type f ! -name '*.pyc' | LC_ALL=C sort) -- \
   "$root/scripts/apply_patches.sh" --check

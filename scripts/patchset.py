@@ -11,9 +11,11 @@ import fcntl
 import sys
 from pathlib import Path
 
-from scripts.patchkit import target, tree
+from byteps.patching.series import PatchError, Upstream, load_lock, say
+from byteps.patching.target import Target
+
+from scripts.patchkit import tree
 from scripts.patchkit.export import check, check_form, export, is_behind
-from scripts.patchkit.series import PatchError, Upstream, load_lock, say
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -88,11 +90,11 @@ def run(options: argparse.Namespace) -> None:
     root = options.root.resolve()
     upstreams = load_lock(root)
     if options.command == "apply" and options.target:
-        able, checkout = [one for one in upstreams if one.version_file], options.target.resolve()
+        target = Target.of(options.target, root)
         if options.reverse:
-            target.reverse(able[0], checkout)
+            target.reverse()
         else:
-            target.apply(able, checkout, ["cpu"] if options.cpu else [])
+            target.apply(["cpu"] if options.cpu else [])
         return
     if options.command == "guard":
         for upstream in upstreams:

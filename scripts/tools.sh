@@ -112,7 +112,7 @@ clean() {
     python="$root/build/venv/bin/python"
     python_works "$python" || python="$(find_python)" ||
       fail "no Python >= 3.12 to look for unexported work with; --force skips that"
-    PYTHONPATH="$root" "$python" -B -m scripts.patchset guard
+    PYTHONPATH="$root" "$python" -B -S -m scripts.patchset guard
   fi
   rm -rf "$root/build"
   if (($1)); then

@@ -90,7 +90,7 @@ build_key() {
   local compiler=g++
   [[ $1 == "$(uname -m)" ]] || compiler=$1-linux-gnu-g++
   {
-    PYTHONPATH="$root" "$venv/bin/python" -B -m scripts.patchset tree-key byteps
+    PYTHONPATH="$root" "$venv/bin/python" -B -S -m scripts.patchset tree-key byteps
     "$compiler" --version | head -n 1
     echo "$* $sodium $SOURCE_DATE_EPOCH ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
     declare -f configure_for build_server build_wheel

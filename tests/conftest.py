@@ -59,7 +59,8 @@ def _can_switch() -> bool:
 def _has_megatron_main() -> bool:
     """Tell whether a checkout of Megatron's main branch is named or fetched; tests use no
     network."""
-    from scripts.patchkit.series import load_lock
+    from byteps.patching.series import load_lock
+
     from scripts.patchkit.tree import cache_root
 
     (upstream,) = (

@@ -8,17 +8,18 @@ from dataclasses import replace
 from email.header import decode_header, make_header
 from pathlib import Path
 
-from scripts.patchkit.series import (
+from byteps.patching.hunks import read_patch
+from byteps.patching.series import (
     PatchError,
     Series,
     Upstream,
     listed,
     part_of,
-    read_patch,
     read_series,
     say,
     warn,
 )
+
 from scripts.patchkit.tree import (
     AUTHOR,
     State,

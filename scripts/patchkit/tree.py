@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scripts.patchkit.series import (
+from byteps.patching.series import (
     JUNK,
     PatchError,
     Series,

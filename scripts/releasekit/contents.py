@@ -10,8 +10,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from byteps.patching.series import sha256_file
+
 from scripts import locks
-from scripts.patchkit.series import sha256_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

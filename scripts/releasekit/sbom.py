@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from byteps.patching.series import Upstream, load_lock, read_series, sha256_file
 from cyclonedx.model import HashAlgorithm, HashType, Property, XsUri
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import (
@@ -33,7 +34,6 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from packageurl import PackageURL
 
-from scripts.patchkit.series import Upstream, load_lock, read_series, sha256_file
 from scripts.releasekit.contents import ROOT, Release, ReleaseError, pins
 
 IMAGE_SUFFIX = ".image.tar.gz"

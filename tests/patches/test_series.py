@@ -1,6 +1,4 @@
-"""Two series of one overlay: what they share stands once, and each checkout gets the one that
-fits.
-"""
+"""Two series of one overlay: what they share stands once."""
 
 from __future__ import annotations
 
@@ -12,15 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from byteps.patching.series import PatchError, Upstream, load_lock
 
 from scripts.children import captured
 from scripts.patchkit.export import check_form
-from scripts.patchkit.series import PatchError, Upstream, load_lock
 from scripts.patchkit.tree import unpack
 from tests.patches.patch_project import (
-    NEWEST_FILES,
     REPOSITORY,
-    UPSTREAM_FILES,
     Project,
     contents,
     git,
@@ -194,105 +190,6 @@ def test_checkout_that_is_named(two_series: Project, newest: Path, tmp_path: Pat
     assert "has no commit" in output
     output = two_series.fails(*arguments, env={"NEWEST": str(tmp_path / "none")})
     assert "there is no such folder" in output
-
-
-# ----------------------------------------------------------------- the choice for a checkout
-
-
-def make_checkout(folder: Path, version: str, files: dict[str, str]) -> Path:
-    major, minor, patch = version.split(".")
-    info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n"
-    for path, text in ({"trainer/info.py": info} | files).items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
-    return folder
-
-
-OLD = {"trainer/loop.py": UPSTREAM_FILES["trainer"]["trainer/loop.py"]}
-NEW = {path: text for path, text in NEWEST_FILES.items() if path != "trainer/info.py"}
-
-
-@pytest.mark.parametrize(
-    ("version", "files", "series", "is_warned"),
-    [
-        ("3.1.4", OLD, "trainer 1.0", False),
-        ("4.0.0", NEW, "newest 4.0", False),
-        ("3.1.4", NEW, "trainer 1.0", False),
-        ("4.0.1", NEW, "newest 4.0", True),
-        ("4.0.0", OLD, "trainer 1.0", True),
-    ],
-)
-def test_series_that_fits_is_taken(
-    two_series: Project,
-    newest: Path,
-    tmp_path: Path,
-    version: str,
-    files: dict[str, str],
-    series: str,
-    is_warned: bool,
-) -> None:
-    checkout = make_checkout(tmp_path / "mine", version, files)
-    before = contents(checkout)
-    output = two_series.ok("apply", "--target", str(checkout))
-    assert f"Megatron-LM {version}, series for {series}: added 1 files" in output
-    assert ("warning" in output) is is_warned
-    if is_warned and series == "trainer 1.0":
-        assert f"newest 4.0 does not apply:\n    patches/newest/{OWN}: trainer/second.py" in output
-    second = checkout / "trainer/second.py"
-    assert (series == "newest 4.0") == (second.is_file() and "hook()" in second.read_text())
-    assert "    hook()" in (checkout / "trainer/loop.py").read_text()
-    assert "applied already" in two_series.ok("apply", "--target", str(checkout))
-    two_series.ok("apply", "--target", str(checkout), "--reverse")
-    assert contents(checkout) == before
-
-
-def test_unknown_tree_hears_which_hunks_fail(
-    two_series: Project, newest: Path, tmp_path: Path
-) -> None:
-    loop = OLD["trainer/loop.py"].replace("reduce()", "reduce(all)")
-    checkout = make_checkout(tmp_path / "mine", "5.0.0", {"trainer/loop.py": loop})
-    before = contents(checkout)
-    output = two_series.fails("apply", "--target", str(checkout))
-    hunk = (
-        "    patches/trainer/0001-loop-hook.patch: trainer/loop.py: hunk 1 of 1, from line 3: the "
-        "file has no line '    reduce()'\n"
-    )
-    assert output == (
-        f"error: no series of patches applies to {checkout} (Megatron-LM 5.0.0); nothing was "
-        f"changed\n  newest 4.0 does not apply:\n{hunk}"
-        f"    patches/newest/{OWN}: trainer/second.py: there is no such file\n"
-        f"  trainer 1.0 does not apply:\n{hunk}"
-    )
-    assert contents(checkout) == before
-
-
-def test_failure_does_not_hide_those_of_later_patches(patched: Project, tmp_path: Path) -> None:
-    """A later patch that needs an earlier one's other hunk is not blamed for it."""
-    lines = "".join(f"line {number}\n" for number in range(30))
-    project_loop = patched.tree("trainer") / "trainer/loop.py"
-    project_loop.write_text(project_loop.read_text() + lines)
-    git(patched.tree("trainer"), "commit", "-q", "-a", "-m", "loop: lines")
-    patched.commit("trainer/loop.py", "line 20\n", "line twenty\n", "loop: twenty", "trainer")
-    patched.commit("trainer/info.py", "MINOR = 1", "MINOR = 2", "info: two", "trainer")
-    patched.ok("export")
-    changed = OLD["trainer/loop.py"].replace("update()", "update(1)")
-    info = "MAJOR = 3\nMINOR = 1\nPATCH = 4\nSUFFIX = 1\n"
-    files = {"trainer/loop.py": changed, "trainer/info.py": info}
-    checkout = make_checkout(tmp_path / "mine", "3.1.4", files)
-    output = patched.fails("apply", "--target", str(checkout))
-    assert "0001-loop-hook.patch: trainer/loop.py: hunk 1 of 1" in output
-    assert "0004-info-two.patch: trainer/info.py: hunk 1 of 1" in output
-
-
-def test_hunk_that_fits_at_two_places_is_refused(
-    two_series: Project, newest: Path, tmp_path: Path
-) -> None:
-    twice = "import time\n" + OLD["trainer/loop.py"] * 2
-    checkout = make_checkout(tmp_path / "mine", "3.1.4", {"trainer/loop.py": twice})
-    before = contents(checkout)
-    output = two_series.fails("apply", "--target", str(checkout))
-    assert "trainer/loop.py: hunk 1 of 1, from line 3, fits at lines 4, 11" in output
-    assert contents(checkout) == before
 
 
 # ----------------------------------------------------------------- the real series

@@ -1,7 +1,4 @@
-"""Patch series of Megatron and BytePS, and their use on a checkout that a user has.
-
-It needs neither git nor packages: a checkout may be an unpacked archive, or an installed package.
-"""
+"""Upstreams, as upstream.lock names them, and the series of patches for each."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ JUNK = (
     ".pytest_cache", ".ruff_cache", ".mypy_cache", ".git", ".cache",
 )  # fmt: skip
 """Files that editors, interpreters and tools leave in an overlay folder."""
-RECORD = ".megatron-byteps"
-"""Folder in a user's checkout: what was done, and the originals of the patched files."""
 SHOWN = 12
 """Failures or files that a message lists; the others are counted."""
 
@@ -51,7 +46,14 @@ def hash_of(path: Path) -> str | None:
     return sha256_file(path) if path.is_file() and not path.is_symlink() else None
 
 
-# ---- inputs of a tree
+def home() -> Path:
+    """The folder that holds upstream.lock, patches/, Megatron-LM/ and scripts/.
+
+    That is the checkout which byteps is linked from, else what the wheel has brought.
+    """
+    here = Path(__file__).resolve().parent
+    checkout = here.parents[2]
+    return checkout if (checkout / "upstream.lock").is_file() else here / "data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,69 +184,6 @@ def read_series(upstream: Upstream, folder: Path | None = None) -> Series:
         raise PatchError(f"{stray} is not named in {upstream.shown(series)}")
     own = [folder / name for name in names]
     return Series(include=include, shared=shared, own=own, instead=instead)
-
-
-# ---- patches, read and applied without git
-
-
-_FILE = re.compile(rb"diff --git a/.* b/(.*)\n")
-_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hunk:
-    """One hunk of a file; lines have their ends."""
-
-    line: int
-    """First line in the file that the patch was made for, from 1."""
-    before: list[bytes]
-    after: list[bytes]
-
-    def places(self, lines: list[bytes]) -> list[int]:
-        """The lines of a file, from 1, at which it has what this hunk expects, word for word."""
-        size = len(self.before)
-        firsts = range(len(lines) - size + 1)
-        places = [first + 1 for first in firsts if lines[first : first + size] == self.before]
-        return [self.line] if self.line in places else places
-
-
-def lines_of(content: bytes) -> list[bytes]:
-    return re.findall(rb"[^\n]*\n|[^\n]+", content)
-
-
-def read_patch(patch: Path) -> dict[str, list[Hunk]]:
-    """The hunks of each file of a patch in git's format; PatchError where one is malformed."""
-    files: dict[str, list[Hunk]] = {}
-    path, lines = "", lines_of(patch.read_bytes())
-    while lines:
-        line = lines.pop(0)
-        if match := _FILE.fullmatch(line):
-            path = match[1].decode(errors="replace")
-            files[path] = []
-        elif path and (match := _HUNK.match(line)):
-            before: list[bytes] = []
-            after: list[bytes] = []
-            sides = {b" ": [before, after], b"-": [before], b"+": [after]}
-            wanted = [int(match[2] or 1), int(match[3] or 1)]
-            last: list[list[bytes]] = []
-            while lines:
-                mark = lines[0][:1]
-                if mark == b"\\":  # the line before has no end
-                    for side in last:
-                        side[-1] = side[-1].removesuffix(b"\n")
-                elif mark in sides and [len(before), len(after)] != wanted:
-                    last = sides[mark]
-                    for side in last:
-                        side.append(lines[0][1:])
-                else:
-                    break
-                lines.pop(0)
-            files[path].append(Hunk(line=int(match[1]), before=before, after=after))
-            if [len(before), len(after)] != wanted:
-                raise PatchError(
-                    f"{patch}: hunk {len(files[path])} of {path} has not as many lines as it says"
-                )
-    return files
 
 
 def part_of(upstream: Upstream, patch: Path) -> str | None:

@@ -1,0 +1,411 @@
+"""The series that fits, in a user's own Megatron: all or nothing, undone to the byte, and found by
+looking at files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from byteps.patching import writing
+from byteps.patching.series import PatchError, load_lock
+from byteps.patching.target import Target
+
+from scripts.patchkit.tree import unpack
+from tests.patches.patch_project import (
+    NEWEST_FILES,
+    REPOSITORY,
+    UPSTREAM_FILES,
+    Project,
+    contents,
+    git,
+    run_script,
+)
+
+OWN = "0101-second-hook-too.patch"
+LOOP, HOOK, SECOND = "trainer/loop.py", "trainer/extra/hook.py", "trainer/second.py"
+OLD = {LOOP: UPSTREAM_FILES["trainer"][LOOP]}
+NEW = {path: text for path, text in NEWEST_FILES.items() if path != "trainer/info.py"}
+
+
+def make(folder: Path, version: str, files: dict[str, str]) -> Path:
+    major, minor, patch = version.split(".")
+    info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n"
+    for path, text in ({"trainer/info.py": info} | files).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's own trainer."""
+    return make(tmp_path / "mine", "3.1.4", OLD)
+
+
+@pytest.fixture
+def target(two_series: Project, mine: Path) -> Target:
+    return Target.of(mine, two_series.root)
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """All that was printed since it was asked last."""
+
+    def read() -> str:
+        told = capsys.readouterr()
+        return told.out + told.err
+
+    return read
+
+
+def test_forward_and_back(target: Target, mine: Path, said: Callable[[], str]) -> None:
+    loop = mine / LOOP
+    loop.write_text(loop.read_text() + "\n\n\n\n# mine\n")
+    loop.chmod(0o640)
+    os.utime(loop, (1_000_000_000, 1_000_000_000))
+    git(mine, "init", "-q")
+    git(mine, "add", ".")
+    git(mine, "commit", "-q", "-m", "mine")
+    before, other_name = contents(mine), mine.parent / "cached.py"
+    os.link(loop, other_name)
+    target.apply()
+    assert "3.1.4, series for trainer 1.0: added 1 files, patched 1 (1 patches)" in said()
+    text = loop.read_text()
+    assert "    hook()\n" in text and text.endswith("# mine\n")
+    assert (mine / HOOK).read_text() == "HOOK = 1\n"
+    assert stat.S_IMODE(loop.stat().st_mode) == 0o640
+    assert "hook()" not in other_name.read_text(), "an installer's cache may have this name"
+    status = git(mine, "status", "--porcelain", "--untracked-files=all")
+    assert status.split("\n") == [f" M {LOOP}", f"?? {HOOK}", ""]
+    assert target.status()
+    after = contents(mine)
+    target.apply()
+    assert "applied already" in said() and contents(mine) == after
+    # What an interpreter leaves next to our files goes with them.
+    (mine / "trainer/extra/__pycache__").mkdir()
+    (mine / "trainer/extra/__pycache__/hook.pyc").write_bytes(b"x")
+    target.reverse()
+    assert "undone; 2 files" in said()
+    assert contents(mine) == before
+    assert loop.stat().st_mtime == 1_000_000_000
+    assert not target.status()
+    target.reverse()
+    assert "nothing to undo" in said()
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "series", "is_warned"),
+    [
+        ("3.1.4", OLD, "trainer 1.0", False),
+        ("4.0.0", NEW, "newest 4.0", False),
+        ("3.1.4", NEW, "trainer 1.0", False),
+        ("4.0.1", NEW, "newest 4.0", True),
+        ("4.0.0", OLD, "trainer 1.0", True),
+    ],
+)
+def test_series_that_fits_is_taken(
+    two_series: Project,
+    tmp_path: Path,
+    said: Callable[[], str],
+    version: str,
+    files: dict[str, str],
+    series: str,
+    is_warned: bool,
+) -> None:
+    target = Target.of(make(tmp_path / "mine", version, files), two_series.root)
+    target.apply()
+    output = said()
+    assert f"Megatron-LM {version}, series for {series}: added 1 files" in output
+    assert ("warning" in output) is is_warned
+    if is_warned and series == "trainer 1.0":
+        assert f"newest 4.0 does not apply:\n    patches/newest/{OWN}: {SECOND}" in output
+    second = target.root / SECOND
+    assert (series == "newest 4.0") == (second.is_file() and "hook()" in second.read_text())
+    assert "    hook()" in (target.root / LOOP).read_text()
+
+
+def test_unknown_tree_hears_which_hunks_fail(two_series: Project, tmp_path: Path) -> None:
+    loop = OLD[LOOP].replace("reduce()", "reduce(all)")
+    mine = make(tmp_path / "mine", "5.0.0", {LOOP: loop})
+    before = contents(mine)
+    with pytest.raises(PatchError) as caught:
+        Target.of(mine, two_series.root).apply()
+    hunk = (
+        f"    patches/trainer/0001-loop-hook.patch: {LOOP}: hunk 1 of 1, from line 3: the file has "
+        "no line '    reduce()'\n"
+    )
+    assert str(caught.value) == (
+        f"no series of patches applies to {mine} (Megatron-LM 5.0.0); nothing was changed\n"
+        f"  newest 4.0 does not apply:\n{hunk}"
+        f"    patches/newest/{OWN}: {SECOND}: there is no such file\n"
+        f"  trainer 1.0 does not apply:\n{hunk[:-1]}"
+    )
+    assert contents(mine) == before
+
+
+def test_hunk_that_fits_at_two_places_is_refused(target: Target, mine: Path) -> None:
+    (mine / LOOP).write_text("import time\n" + OLD[LOOP] * 2)
+    with pytest.raises(PatchError, match="hunk 1 of 1, from line 3, fits at lines 4, 11"):
+        target.apply()
+
+
+def test_failure_does_not_hide_those_of_later_patches(patched: Project, mine: Path) -> None:
+    """A later patch that needs an earlier one's other hunk is not blamed for it."""
+    loop = patched.tree("trainer") / LOOP
+    loop.write_text(loop.read_text() + "".join(f"line {number}\n" for number in range(30)))
+    git(patched.tree("trainer"), "commit", "-q", "-a", "-m", "loop: lines")
+    patched.commit(LOOP, "line 20\n", "line twenty\n", "loop: twenty", "trainer")
+    patched.commit("trainer/info.py", "MINOR = 1", "MINOR = 2", "info: two", "trainer")
+    patched.ok("export")
+    (mine / LOOP).write_text(OLD[LOOP].replace("update()", "update(1)"))
+    (mine / "trainer/info.py").write_text("MAJOR = 3\nMINOR = 1\nPATCH = 4\nSUFFIX = 1\n")
+    with pytest.raises(PatchError) as caught:
+        Target.of(mine, patched.root).apply()
+    assert f"0001-loop-hook.patch: {LOOP}: hunk 1 of 1" in str(caught.value)
+    assert "0004-info-two.patch: trainer/info.py: hunk 1 of 1" in str(caught.value)
+
+
+# ----------------------------------------------------------------- what others did since
+
+
+@pytest.mark.parametrize("gone", [LOOP, HOOK])
+def test_what_git_took_back_is_patched_again(
+    target: Target, mine: Path, said: Callable[[], str], gone: str
+) -> None:
+    """As after ``git checkout .``, or ``git clean``."""
+    before = contents(mine)
+    target.apply()
+    after = contents(mine)
+    (mine / gone).write_bytes(before[gone][0]) if gone in before else (mine / gone).unlink()
+    assert not target.status()
+    assert f"without the patches: {gone} (git, or an upgrade" in said()
+    target.apply()
+    assert contents(mine) == after and target.status()
+    (mine / gone).write_bytes(before[gone][0]) if gone in before else (mine / gone).unlink()
+    target.reverse()
+    assert contents(mine) == before
+
+
+def test_an_upgrade_is_seen_and_patched(
+    target: Target, mine: Path, two_series: Project, said: Callable[[], str]
+) -> None:
+    """pip has put other files in the place of the patched ones, and left ours."""
+    target.apply()
+    make(mine, "4.0.0", NEW)
+    target = Target.of(mine, two_series.root)
+    assert not target.status()
+    assert "Megatron-LM 4.0.0: 1 files as" in said()
+    target.apply()
+    assert "series for newest 4.0" in said() and target.status()
+    target.reverse()
+    assert contents(mine) == contents(make(mine.parent / "new", "4.0.0", NEW))
+    # Or without being patched again: ours go, theirs stay.
+    make(mine, "3.1.4", OLD)
+    target.apply()
+    make(mine, "4.0.0", NEW)
+    target.reverse()
+    assert contents(mine) == contents(mine.parent / "new")
+
+
+@pytest.mark.parametrize("path", [LOOP, HOOK])
+def test_files_that_were_edited_since_are_kept(
+    target: Target, mine: Path, said: Callable[[], str], path: str
+) -> None:
+    target.apply()
+    with (mine / path).open("a") as file:
+        file.write("# edited\n")
+    after = contents(mine)
+    assert target.status() and f"changed since: {path}" in said()
+    target.apply()
+    assert f"applied already; changed since: {path}" in said()
+    with pytest.raises(PatchError, match=f"changed since the patches were applied: {path}"):
+        target.reverse()
+    assert contents(mine) == after
+
+
+def test_other_state_of_the_series_takes_the_place(
+    target: Target, mine: Path, two_series: Project, said: Callable[[], str]
+) -> None:
+    before = contents(mine)
+    target.apply()
+    two_series.write_overlay("trainer/extra/more.py", "MORE = 1\n", "trainer")
+    (two_series.root / "trainer" / HOOK).unlink()
+    assert not target.status() and "by another version of byteps" in said()
+    target.apply()
+    assert not (mine / HOOK).exists() and (mine / "trainer/extra/more.py").exists()
+    target.reverse()
+    assert contents(mine) == before
+
+
+def test_a_copy_without_the_record_is_known(
+    target: Target, mine: Path, said: Callable[[], str]
+) -> None:
+    """A clone of a checkout in which patched files were committed."""
+    target.apply()
+    shutil.rmtree(mine / writing.RECORD)
+    assert target.status() and "patched, series for trainer 1.0" in said()
+    target.apply()
+    assert "applied already (series for trainer 1.0)" in said()
+    with pytest.raises(PatchError, match="but not the originals"):
+        target.reverse()
+
+
+# ----------------------------------------------------------------- what is refused
+
+
+def test_file_in_an_overlay_files_place_is_refused(target: Target, mine: Path) -> None:
+    (mine / "trainer/extra").mkdir()
+    (mine / HOOK).write_text("mine\n")
+    with pytest.raises(PatchError, match=f"overlay file trainer/{HOOK} would overwrite"):
+        target.apply()
+
+
+def test_symbolic_link_is_refused(target: Target, mine: Path) -> None:
+    (mine / LOOP).rename(mine / "elsewhere.py")
+    (mine / LOOP).symlink_to(mine / "elsewhere.py")
+    with pytest.raises(PatchError, match="is a symbolic link"):
+        target.apply()
+
+
+def test_folder_that_is_no_checkout_is_refused(target: Target, two_series: Project) -> None:
+    for folder in (two_series.root, two_series.root / "none"):
+        for do in ("apply", "reverse", "status"):
+            with pytest.raises(PatchError, match="no Megatron-LM checkout"):
+                getattr(Target.of(folder, two_series.root), do)()
+
+
+def test_part_that_the_lock_does_not_know(target: Target, mine: Path, two_series: Project) -> None:
+    patch = next(two_series.patch_folder("trainer").glob("*.patch"))
+    patch.write_text(patch.read_text().replace("\n---\n", "\nPart: gpu\n---\n", 1))
+    with pytest.raises(PatchError, match="Part: gpu"):
+        target.apply()
+
+
+# ----------------------------------------------------------------- amid a change
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+class Fault:
+    """Fails the call of that number, of those that change files, and all later ones."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, number: int, *, kills: bool) -> None:
+        self._left, self._kills, self._recover = number, kills, writing.recover
+        for name in ("replace", "rename", "unlink", "write_bytes"):
+            patch.setattr(Path, name, self._failing(getattr(Path, name)))
+        patch.setattr(writing, "recover", self._take_back)
+
+    def _failing(self, call: Callable[..., object]) -> Callable[..., object]:
+        def instead(*arguments: object, **more: object) -> object:
+            self._left -= 1
+            if self._left < 0:
+                raise Killed if self._kills else OSError("no space left")
+            return call(*arguments, **more)
+
+        return instead
+
+    def _take_back(self, root: Path) -> None:
+        """An error is over then; a process that was killed does nothing."""
+        if self._left < 0 and not self._kills:
+            self._left = 1000
+        if self._left >= 0:
+            self._recover(root)
+
+
+@pytest.mark.parametrize("do", ["apply", "reverse"])
+@pytest.mark.parametrize("kills", [False, True], ids=["error", "killed"])
+def test_a_change_is_made_as_a_whole(
+    target: Target, mine: Path, monkeypatch: pytest.MonkeyPatch, do: str, kills: bool
+) -> None:
+    if do == "reverse":
+        target.apply()
+    before, staged = contents(mine), f"{writing.RECORD}.new"
+    for number in range(100):
+        with monkeypatch.context() as patch:
+            Fault(patch, number, kills=kills)
+            try:
+                getattr(target, do)()
+                break
+            except (Killed, OSError):
+                pass
+        if kills:
+            writing.recover(mine)
+        assert contents(mine) == before
+    assert number >= 4
+    assert contents(mine) != before
+    assert not (mine / staged).exists()
+
+
+# ----------------------------------------------------------------- the real series
+
+
+def test_megatron_forward_and_back(tmp_path: Path) -> None:
+    """The real series on the real upstream gives what the assembled tree holds, and goes away."""
+    # A tree of its own: build/ may be in the middle of somebody's work.
+    root = tmp_path / "project"
+    root.mkdir()
+    for name in ("upstream.lock", "patches", "Megatron-LM"):
+        (root / name).symlink_to(REPOSITORY / name)
+    result = run_script("--root", str(root), "apply", "--only", "megatron-core")
+    assert result.status == 0, result.output
+    tree = root / "build/Megatron-LM"
+    patched_files = contents(tree)
+    git(tree, "checkout", "-q", "upstream")
+    before = contents(tree)
+    assert before != patched_files
+
+    def run(*options: str) -> str:
+        result = run_script("--root", str(root), "apply", "--target", str(tree), *options)
+        assert result.status == 0, result.output
+        return result.output
+
+    # By itself, nothing of what a CPU needs: a node whose driver is broken must fail.
+    assert "(6 patches)" in run()
+    assert (tree / "megatron/core/distributed/dpu_reduce/__init__.py").exists()
+    assert not (tree / "megatron/training/cpu_platform.py").exists()
+    # Our own checker of arguments needs no GPU either, and uses it where it is.
+    upstreams = {n: c for n, (c, _) in contents(tree).items() if "dpu_reduce/" not in n}
+    assert not any(b"cpu_platform" in content for content in upstreams.values())
+    run("--cpu")
+    after = contents(tree)
+    assert {name for name in after if not name.startswith(writing.RECORD)} == set(patched_files)
+    for name, content in patched_files.items():
+        assert after[name] == content, name
+    run("--reverse")
+    assert contents(tree) == before
+
+
+def test_installed_package_in_place_and_back(tmp_path: Path) -> None:
+    """As from a wheel: without the project, and without git."""
+    site = tmp_path / "site-packages"
+    (upstream,) = (one for one in load_lock(REPOSITORY) if one.name == "megatron-core")
+    unpack(upstream, site)
+    before = contents(site)
+    for name in ("cli", "patching"):
+        shutil.copytree(REPOSITORY / "byteps/byteps" / name, tmp_path / "ours/byteps" / name)
+    data = tmp_path / "ours/byteps/patching/data"
+    shutil.copytree(REPOSITORY / "patches", data / "patches")
+    shutil.copytree(REPOSITORY / "Megatron-LM", data / "Megatron-LM")
+    shutil.copy(REPOSITORY / "upstream.lock", data)
+    env = {"PYTHONPATH": f"{tmp_path / 'ours'}:{site}", "PATH": ""}
+
+    def run(command: str, status: int) -> str:
+        words = [sys.executable, "-S", "-B", "-m", "byteps.cli", command]
+        done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    assert f"{site}: Megatron-LM 0.19.2: not patched" in run("status", 1)
+    assert "series for megatron-core 0.19.2" in run("patch", 0)
+    assert f"{site}: Megatron-LM 0.19.2: 51 files" in run("status", 0)
+    assert "undone" in run("unpatch", 0)
+    assert contents(site) == before
