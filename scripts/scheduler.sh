@@ -6,8 +6,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT
-Usage: scheduler.sh --host HOST --port PORT --workers N --servers N [options]
-       scheduler.sh --host HOST --port PORT --keep --servers N [options]
+Usage: $me --host HOST --port PORT --workers N --servers N [options]
+       $me --host HOST --port PORT --keep --servers N [options]
 
 Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its variable.
 
@@ -36,6 +36,8 @@ at most; a second one, 1 s later or more, ends it at once.
 Exit status: 0 the job ended well; 1 a failure, for example a worker was lost; 2 a setting is missing
 or bad; 130 or 143 after Ctrl-C or SIGTERM. Of --check: 0 it could run; 1 something is wrong; 2 a
 setting is.
+
+Example: $me --host 10.0.0.1 --port 9000 --workers 32 --servers 4 --secret-file job.secret
 TEXT
 }
 

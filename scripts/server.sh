@@ -6,8 +6,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT
-Usage: server.sh --scheduler HOST:PORT --workers N --servers N [options]
-       server.sh --scheduler HOST:PORT --keep --servers N [options]
+Usage: $me --scheduler HOST:PORT --workers N --servers N [options]
+       $me --scheduler HOST:PORT --keep --servers N [options]
 
 Runs one or more BytePS servers on this machine until the job ends. A flag wins over its variable.
 
@@ -44,6 +44,8 @@ instance to fail, 1 for example when a worker was lost; 2 a setting is missing o
 after Ctrl-C or SIGTERM.
 Exit status of --check: 0 they would be admitted; 1 something is wrong; 2 a setting is; 3 nothing
 that can be seen here is wrong, but the scheduler does not answer.
+
+Example: $me --scheduler 10.0.0.1:9000 --workers 32 --servers 4 --secret-file job.secret
 TEXT
 }
 
@@ -219,10 +221,10 @@ for ((i = 0; i < 10#$instances; i++)); do
   ((status != 0)) || continue
   ((first != 0)) || first=$status
   if ((replaced)); then
-    echo "server.sh: an instance ended with status $status; the others go on" >&2
+    echo "$me: an instance ended with status $status; the others go on" >&2
     continue
   fi
-  echo "server.sh: an instance ended with status $status; ending the others" >&2
+  echo "$me: an instance ended with status $status; ending the others" >&2
   end_all
   exit "$status"
 done

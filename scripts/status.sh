@@ -6,7 +6,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT
-Usage: status.sh [HOST:PORT] [options]
+Usage: $me [HOST:PORT] [options]
 
 Asks the scheduler, which must have been started with --status-port (BYTEPS_STATUS_PORT), and prints
 what it says. The same as a page: http://HOST:PORT/ in a browser.
@@ -18,9 +18,11 @@ what it says. The same as a page: http://HOST:PORT/ in a browser.
   -h, --help         show this
 
 A scheduler shows it to its own host alone unless --status-host says otherwise. From elsewhere, for
-example: ssh -L 9001:127.0.0.1:9001 SCHEDULER-HOST, then status.sh 127.0.0.1:9001.
+example: ssh -L 9001:127.0.0.1:9001 SCHEDULER-HOST, then $me 127.0.0.1:9001.
 
 Exit status: 0 it was shown; 1 nobody answers, or not as a scheduler does; 2 bad use.
+
+Example: $me 127.0.0.1:9001
 TEXT
 }
 
@@ -76,12 +78,12 @@ SCRIPT
 elsewhere() {
   [[ $host == localhost || $host == 127.* || $host == ::1 ]] ||
     echo ", or without --status-host: then it shows it to its own machine alone" \
-      "(ssh -L $port:127.0.0.1:$port $host, then status.sh 127.0.0.1:$port)"
+      "(ssh -L $port:127.0.0.1:$port $host, then $me 127.0.0.1:$port)"
 }
 
 while :; do
   if ! said=$(ask); then
-    echo "status.sh: no scheduler shows its status at $where: the job has ended, or the scheduler" \
+    echo "$me: no scheduler shows its status at $where: the job has ended, or the scheduler" \
       "was started without --status-port$(elsewhere)" >&2
     exit 1
   fi

@@ -6,8 +6,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT
-Usage: worker.sh [options] -- SCRIPT [ARGUMENTS]
-       worker.sh --scheduler HOST:PORT --servers N --nnodes 2 --node-rank 0 \\
+Usage: $me [options] -- SCRIPT [ARGUMENTS]
+       $me --scheduler HOST:PORT --servers N --nnodes 2 --node-rank 0 \\
                  --master-addr HOST --master-port PORT --nproc-per-node 8 -- train.py --flag
 
 Runs SCRIPT in one process for each rank of this machine, through torchrun (python -m
@@ -133,7 +133,7 @@ choose_rendezvous() {
       [[ -z $node_address ]] || rendezvous+=("--local-addr=$node_address")
     fi
   fi
-  echo "worker.sh: torchrun's rendezvous is ${rendezvous[*]}: with the static one restarted ranks" \
+  echo "$me: torchrun's rendezvous is ${rendezvous[*]}: with the static one restarted ranks" \
     "would hang (--max-restarts; --rdzv-backend)" >&2
 }
 
@@ -244,7 +244,7 @@ fi
 export DMLC_ROLE=worker
 
 python=$(find_python)
-echo "worker.sh: $python runs the ranks" >&2
+echo "$me: $python runs the ranks" >&2
 if ((check)); then
   check_workers
   exit

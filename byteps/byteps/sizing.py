@@ -1,4 +1,4 @@
-"""How many servers a model needs, where, and what they gain: ``python -m byteps.sizing -h``.
+"""How many servers a model needs, where, and what they gain: ``megatron-byteps sizing -h``.
 
 :mod:`byteps.forecast` computes it. Cores and memory are estimates; docs/use/when-to-use.md says
 where the figures come from and how to measure your own.
@@ -339,7 +339,7 @@ def machines_of(options: argparse.Namespace, spare: int) -> Machines:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m byteps.sizing",
+        prog="megatron-byteps sizing",
         description="Computes what servers on the workers' hosts, and on spare machines, gain over "
         "plain training at its best, and what they need.",
     )

@@ -3,12 +3,16 @@
 
 readonly EXIT_USAGE=2
 
+# The name by which the user called: that of the script, or of the command megatron-byteps.
+me=${MEGATRON_BYTEPS_COMMAND:-${0##*/}}
+unset MEGATRON_BYTEPS_COMMAND
+
 repo_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 
 # Ends the script: a setting is missing or bad.
 die_usage() {
-  echo "${0##*/}: $*" >&2
-  echo "Try '${0##*/} -h' for all settings." >&2
+  echo "$me: $*" >&2
+  echo "Try '$me -h' for all settings." >&2
   exit "$EXIT_USAGE"
 }
 
@@ -127,11 +131,11 @@ detect_node() {
 # show_node says on the error output what was detected, and how to override it.
 show_node() {
   if ! command -v ip >/dev/null; then
-    echo "${0##*/}: there is no ip command (iproute2): byteps-server finds this machine's address by" \
+    echo "$me: there is no ip command (iproute2): byteps-server finds this machine's address by" \
       "itself (--node-host, --interface); NUMA node and RDMA device were not looked for" >&2
     return
   fi
-  echo "${0##*/}: interface ${node_interface:-unknown} (--interface)," \
+  echo "$me: interface ${node_interface:-unknown} (--interface)," \
     "address ${node_address:-unknown} (--node-host), NUMA node ${node_numa:-none}," \
     "RDMA device ${node_rdma:-none} (BYTEPS_RDMA_DEVICE)" >&2
 }
@@ -190,7 +194,7 @@ find_python() {
     fi
     tried+=("$candidate")
     [[ -z ${VIRTUAL_ENV:-} || $candidate != "$VIRTUAL_ENV"/* ]] ||
-      echo "${0##*/}: the active environment, $VIRTUAL_ENV, has no torch, or no byteps" >&2
+      echo "$me: the active environment, $VIRTUAL_ENV, has no torch, or no byteps" >&2
   done
   die_usage "no Python has both torch and byteps (tried: ${tried[*]:-none}): activate the environment" \
     "that has them, install the byteps wheel there, or run 'make setup'"

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from scripts.children import captured
-from scripts.patchkit.series import load_lock
+from byteps.patching.series import load_lock
 from scripts.releasekit.contents import ROOT, SUMS, Release, pins, ship_tools
 from tests.images.containers import CACHE
 
@@ -154,6 +154,13 @@ def test_its_environment_holds_what_an_extra_asks_for(name: str) -> None:
 MODULES = {
     "byteps/__init__.py": "",
     "byteps/c10d_plugin.py": "tests/multiproc/test_c10d.py",
+    "byteps/cli/__init__.py": "tests/unit/test_cli.py",
+    "byteps/cli/__main__.py": "tests/unit/test_cli.py",
+    "byteps/cli/bench.py": "tests/multiproc/test_commands.py",
+    "byteps/cli/check.py": "tests/megatron/test_check.py",
+    "byteps/cli/doctor.py": "tests/multiproc/test_commands.py",
+    "byteps/cli/nodes.py": "tests/multiproc/test_commands.py",
+    "byteps/cli/patch.py": "tests/patches/test_target.py",
     "byteps/cost_model.py": "tests/unit/test_forecast.py",
     "byteps/distribution.py": "tests/unit/test_distribution.py",
     "byteps/forecast/__init__.py": "tests/unit/test_forecast.py",
@@ -174,6 +181,11 @@ MODULES = {
     "byteps/launcher/places.py": "tests/multiproc/test_embedded.py",
     "byteps/launcher/start.py": "tests/multiproc/test_embedded.py",
     "byteps/logs.py": "tests/multiproc/test_logs.py",
+    "byteps/patching/__init__.py": "",
+    "byteps/patching/hunks.py": "tests/patches/test_target.py",
+    "byteps/patching/series.py": "tests/patches/test_target.py",
+    "byteps/patching/target.py": "tests/patches/test_target.py",
+    "byteps/patching/writing.py": "tests/patches/test_target.py",
     "byteps/routing.py": "tests/megatron/test_routes.py",
     "byteps/server/__init__.py": "tests/multiproc/test_push_pull.py",
     "byteps/sizing.py": "tests/unit/test_sizing.py",

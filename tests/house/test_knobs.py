@@ -45,7 +45,7 @@ _READERS = {
 }
 """Files that read or set variables of this process, and the reason why the table cannot."""
 _LAUNCHERS = re.compile(
-    r"byteps/byteps/(launcher|trial)/.*|integrations/ray/.*|integrations/rl/megatron_byteps_rl/__main__\.py"
+    r"byteps/byteps/(cli|launcher|trial)/.*|integrations/ray/.*|integrations/rl/megatron_byteps_rl/__main__\.py"
 )
 """Files that may: they make the environment of their child processes."""
 _READS = {

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from byteps import cli
 from byteps.torch import engine, nodes
 from byteps.torch import operations as rank_groups
 from megatron.core.distributed.dpu_reduce import check, job, parameters, plan, server_buckets
@@ -45,6 +46,11 @@ def asked(capsys: pytest.CaptureFixture[str]) -> Check:
         return status, told.out + told.err
 
     return run
+
+
+def test_the_command_is_this_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", *MACHINES, "--", *RECIPE]) == 0
+    assert "--use-dpu-reduce: accepted" in capsys.readouterr().out
 
 
 def test_a_recipe_that_is_accepted(asked: Check) -> None:

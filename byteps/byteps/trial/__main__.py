@@ -1,4 +1,4 @@
-"""A few steps of a job plain and through servers: ``python -m byteps.trial -h``."""
+"""A few steps of a job plain and through servers: ``megatron-byteps try -h``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from byteps.trial.verdict import Side
 
 _DESCRIPTION = """\
 Runs a job for a few steps plain (NCCL or gloo) and through BytePS's servers, interleaved, and says
-which to keep. Start it with the job's own launch line, on every host on which that is started:
+which to keep. Start it with the job's own launch line, on every host on which that is started.
+Examples:
 
-  python -m byteps.trial -- torchrun --nnodes 4 --nproc-per-node 8 ... pretrain_gpt.py ...
-  python -m byteps.trial -- torchrun --nnodes 4 --nproc-per-node 8 ... train.py
-  python -m byteps.trial -- srun ... python train.py
+  megatron-byteps try -- torchrun --nnodes 4 --nproc-per-node 8 ... pretrain_gpt.py ...
+  megatron-byteps try -- torchrun --nnodes 4 --nproc-per-node 8 ... train.py
+  megatron-byteps try -- srun ... python train.py
 
 Nothing of the script changes: ranks time their own steps, and end after the last one. Megatron gets
 --dpu-preset own-hosts, unless the line has flags of BytePS, and saves no checkpoint; any other
@@ -36,7 +37,8 @@ script BYTEPS_C10D=1. What a script writes in its first steps, it writes here to
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m byteps.trial",
+        prog="megatron-byteps try",
+        usage="%(prog)s [options] -- COMMAND",
         description=_DESCRIPTION,
         epilog="Exit status: 0 it has an answer; 1 a launch failed; 2 bad use.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

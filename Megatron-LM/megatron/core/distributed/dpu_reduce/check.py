@@ -198,10 +198,12 @@ def render(verdict: Verdict, machines: Machines) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron.core.distributed.dpu_reduce.check",
+        prog="megatron-byteps check",
         usage="%(prog)s --hosts N --link-gbps B [options] (--recipe NAME | -- ARGUMENTS)",
         description="Says whether --use-dpu-reduce and --dpu-optimizer are accepted, which "
         "gradients cross hosts, and what each flag gains. Needs no GPU, and builds no model.",
+        epilog="Example: megatron-byteps check --hosts 4 --link-gbps 25 -- --num-layers 32 "
+        "... (the arguments of your pretrain_gpt.py)",
     )
     add = parser.add_argument
     sizing.add_machines(parser)

@@ -1,0 +1,47 @@
+"""The command megatron-byteps: what it says of itself, and that it starts without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from byteps import cli
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-h"]) == 0
+    told = capsys.readouterr().out
+    for name, (_, what) in cli.COMMANDS.items():
+        assert f"{name} " in told and what in told
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("ptach", "patch"), ("docter", "doctor"), ("xyz", ""), ("--patch", "patch")]
+)
+def test_unknown_command_hears_the_nearest(
+    capsys: pytest.CaptureFixture[str], word: str, meant: str
+) -> None:
+    assert cli.main([word]) == 2
+    told = capsys.readouterr().err
+    assert f"no command '{word}'" in told
+    assert ("did you mean" in told) == bool(meant)
+    assert f"'megatron-byteps {meant}'" in told or not meant
+
+
+@pytest.mark.parametrize("name", sorted({*cli.COMMANDS} - {"check"}))  # which is Megatron's
+def test_help_of_each_has_an_example_and_needs_no_torch(name: str) -> None:
+    program = (
+        "import atexit, sys\n"
+        "from byteps import cli\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        f"sys.exit(cli.main(['{name}', '-h']))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"megatron-byteps {name}" in done.stdout
+    assert "xample" in done.stdout
+    if name not in ("scheduler", "server"):  # which become another program
+        assert done.stdout.splitlines()[-1] == "False"
