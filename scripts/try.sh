@@ -8,7 +8,7 @@ usage() {
   cat <<TEXT
 Usage: try.sh [options] -- COMMAND
 
-The same as 'python -m byteps.trial' with the Python that has byteps. Run it on every host on which
+The same as 'megatron-byteps try' with the Python that has byteps. Run it on every host on which
 COMMAND would be started. 'try.sh --options' shows the options.
 TEXT
 }

@@ -342,6 +342,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-byteps sizing",
         description="Computes what servers on the workers' hosts, and on spare machines, gain over "
         "plain training at its best, and what they need.",
+        epilog="Example: megatron-byteps sizing --parameters 7B --hosts 4 --gpus 8 --link-gbps 25",
     )
     parser.add_argument(
         "--for", choices=PROGRAMS, default="megatron", dest="program",

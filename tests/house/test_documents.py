@@ -268,7 +268,7 @@ def test_programs_targets_and_flags_are_there(page: Path) -> None:
 USE = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/use/*.md"))]
 COMMAND = re.compile(
     r"(?:\$ |[A-Z_]+=\S+ )*(?:(?:scripts|bench|build|tests)/|"
-    r"(?:byteps-server|docker|kubectl|make|openssl|python|sbatch|torchrun)\b)"
+    r"(?:byteps-server|docker|megatron-byteps|kubectl|make|openssl|python|sbatch|torchrun)\b)"
 )
 """A line that is neither a command of the system, such as ``cd``, nor output of a command.
 
@@ -282,7 +282,7 @@ TRIED = {
     r"make rl\b": "tests/reinforcement/test_rl_script.py",
     r"make wheel": "tests/images/test_images.py",
     r"make images|(?:\w+=\S+ )?scripts/images\.sh": "tests/images/test_images.py",
-    r"scripts/apply_patches\.sh --target": "tests/patches/test_export.py",
+    r"megatron-byteps (?:patch|unpatch|status)\b": "tests/patches/test_target.py",
     r"byteps-server --new-secret": "tests/multiproc/test_scripts.py",
     r"byteps-server --features": "tests/images/test_images.py",
     r"scripts/(?:scheduler|server|worker)\.sh": "tests/multiproc/test_scripts.py",
@@ -298,8 +298,8 @@ TRIED = {
     r"torchrun --nproc-per-node 2 try\.py": "tests/multiproc/test_embedded.py",
     r"torchrun --nnodes": "tests/multiproc/test_embedded.py",
     r"(?:BYTEPS_\w+=\S+ )*bench/pushpull_bench\.py": "tests/bench/test_end_to_end.py",
-    r"\$ python -m byteps\.sizing": "tests/unit/test_sizing.py",
-    r"\$ python -m megatron\.core\.distributed\.dpu_reduce\.check": "tests/megatron/test_check.py",
+    r"\$ megatron-byteps sizing": "tests/unit/test_sizing.py",
+    r"\$ megatron-byteps check": "tests/megatron/test_check.py",
     r"tests/rdma/run_in_vm\.py": "tests/rdma/test_vm.py",
 }
 """Commands, and the file that runs each, or the same with other numbers."""

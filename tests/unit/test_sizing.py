@@ -16,7 +16,7 @@ from byteps.forecast.needs import BASE_BYTES, POOL_BYTES
 from byteps.sizing import Choice, advised, choices, training_of
 
 REPOSITORY = Path(__file__).parents[2]
-COMMAND = "$ python -m byteps.sizing "
+COMMAND = "$ megatron-byteps sizing "
 MACHINES = Machines(hosts=4, gpus=8, link_gbps=8.0, core_rate=1e9, add_rate=1e9)
 """1e9 bytes per second."""
 

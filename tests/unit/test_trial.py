@@ -235,7 +235,7 @@ def _trial(*words: str | Path) -> list[str]:
 @pytest.mark.parametrize(
     ("script", "options", "wanted"),
     [
-        (FAILS, (), "  | the last line of the child\npython -m byteps.trial: launch 1 (plain) "
+        (FAILS, (), "  | the last line of the child\nmegatron-byteps try: launch 1 (plain) "
                     "ended with status 1; its log is "),
         (WAITS, ("--timeout", "0.5"), "launch 1 (plain) ran for 0.5 s (--timeout)"),
         (LEAVES_A_CHILD, (), "launch 1 (plain) failed: no rank reported a step"),

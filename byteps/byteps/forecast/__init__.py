@@ -1,7 +1,7 @@
 """What a job would gain, before it runs or when it starts: one answer, which three programs print.
 
-``python -m byteps.sizing`` asks for a number of parameters, ``python -m
-megatron.core.distributed.dpu_reduce.check`` for Megatron's arguments, and a job with
+``megatron-byteps sizing`` asks for a number of parameters, ``megatron-byteps
+check`` for Megatron's arguments, and a job with
 ``--use-dpu-reduce`` for itself. :func:`forecast` compares plain Megatron with its own best flags,
 servers on the workers' hosts, and servers on spare machines. Gains are over the best plain row.
 

@@ -88,7 +88,7 @@ class Upstream:
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def overlay_files(self) -> dict[str, Path]:
-        """The overlay's files by their path in the tree, sorted; junk left out."""
+        """The overlay's files by their path in the tree, sorted; junk and its README left out."""
         found: dict[str, Path] = {}
         for folder, subfolders, names in os.walk(self.overlay):
             subfolders[:] = [name for name in subfolders if not is_junk(name)]
@@ -96,6 +96,7 @@ class Upstream:
                 if path.is_symlink() or not path.is_file():
                     raise PatchError(f"{self.shown(path)}: an overlay holds plain files only")
                 found[path.relative_to(self.overlay).as_posix()] = path
+        found.pop("README.md", None)
         return dict(sorted(found.items()))
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""A job's own launch line, a few steps plain and a few through servers: ``python -m byteps.trial``.
+"""A job's own launch line, a few steps plain and a few through servers: ``megatron-byteps try``.
 
 Each host runs the same command, as with torchrun. `__main__` launches the job several times, plain
 and through servers, interleaved. `meter` runs in every rank: `byteps.c10d_plugin` installs it when
