@@ -128,6 +128,7 @@ def test_megatron_by_torchrun(run_dir: Path) -> None:
         assert re.search(
             r"^Answer: keep (BytePS \(--dpu-preset own-hosts\)|gloo): .*\d+\.\d\d x", text, re.M
         ), text
+        assert "try it with --use-distributed-optimizer --overlap-grad-reduce --overlap-" in text
     assert not list(checkpoints.glob("iter*"))
 
 

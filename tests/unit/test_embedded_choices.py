@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from byteps.forecast.machines import CORES_PER_GPU, Machines
 from byteps.launcher import addresses, child, embedded, embedded_nodes, host_servers
 from byteps.launcher.child import Child, find_executable
 from byteps.launcher.embedded_nodes import EmbeddedNodes
@@ -136,6 +137,11 @@ def test_servers_fit_their_host(
     assert found.cores_in_all == cores
     text = host_servers.cost_text([found])
     assert f"at most {found.busy_cores} of {cores} cores" in text
+
+
+def test_a_forecast_counts_with_the_cores_that_servers_take() -> None:
+    found = servers([range(int(CORES_PER_GPU) * 8)] * 8, gbps=3200.0)
+    assert found.busy_cores == Machines(hosts=8, gpus=8, link_gbps=400, nics=8).network_cores
 
 
 def test_threads_that_are_named_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
