@@ -15,6 +15,7 @@ from scripts.children import free_ports
 from tests.layouts.job import CUDA, Job
 from tests.multiproc.cluster import END_S, Cluster, wait_all
 from tests.multiproc.endings import lose
+from tests.multiproc.test_observed import run_metrics
 
 pytestmark = pytest.mark.requires("gpu")
 
@@ -81,6 +82,10 @@ def test_timeline_has_the_copies(make_cluster: Callable[..., Cluster], run_dir: 
     text = (folder / "byteps-worker-0.json").read_text()
     for wanted in ("copies from the GPU", "copies to the GPU", '"copy from GPU"', '"copy to GPU"'):
         assert wanted in text, wanted
+
+
+def test_metrics_of_a_step(make_cluster: Callable[..., Cluster]) -> None:
+    run_metrics(make_cluster(workers=2), "cuda")
 
 
 def test_peer_dies_while_an_nccl_kernel_runs(make_cluster: Callable[..., Cluster]) -> None:

@@ -81,14 +81,33 @@ def test_the_example_gains_through_servers(tree: Path) -> None:
     assert "change nothing: what runs is 1.50 x as fast as plain Megatron" in run.stdout
 
 
-def test_the_example_with_a_tiny_model(tree: Path) -> None:
-    words = ("--nproc-per-node", "2", "--", "--train-iters", "3", "--dpu-reduce-backend", "flat")
-    run = _example(tree, *words, SIZE="tiny")
+def test_the_example_with_a_tiny_model(tree: Path, run_dir: Path) -> None:
+    words = ["--nproc-per-node", "2", "--", "--train-iters", "3", "--dpu-reduce-backend", "flat"]
+    words += ["--tensorboard-dir", str(run_dir), "--wandb-project", "a", "--wandb-exp-name", "b"]
+    words += ["--wandb-save-dir", str(run_dir)]
+    program, trained = ROOT / "tests/megatron/with_writers.py", tree / "pretrain_dpu_gpt.py"
+    run = _example(tree, *words, SIZE="tiny", PROGRAM=str(program), TRAINED_PROGRAM=str(trained))
     assert run.returncode == 0, run.stdout + run.stderr
     said = run.stdout + run.stderr
     assert re.search(r"BytePS flat .* yes: asked for", said), said
     losses = [float(one) for one in re.findall(r"lm loss: ([\d.E+-]+)", said)]
     assert len(losses) == 3 and losses[-1] < losses[0]
+    _demand_metrics(said, "tensorboard")
+    _demand_metrics(said, "wandb")
+
+
+def _demand_metrics(said: str, writer: str) -> None:
+    """Each iteration's values came to a writer, beside Megatron's own."""
+    found = re.findall(rf"^{writer} (\d+) byteps/(\w+) (\S+)$", said, re.M)
+    values = {(int(step), name): float(value) for step, name, value in found}
+    sent = {values[step, "sent_bytes_per_step"] for step in (1, 2, 3)}
+    # bf16 gradients, of parameters whose number the padding of buckets rounds up.
+    assert len(sent) == 1 and sent.pop() > 100_000, values
+    for step in (1, 2, 3):
+        assert values[step, "throughput_bytes_per_s"] > 0
+        assert values[step, "exposed_s_per_step"] > 0
+        assert (values[step, "members"], values[step, "reconnections"]) == (2, 0)
+    assert f"{writer} 3 batch-size " in said
 
 
 @pytest.mark.thorough

@@ -321,6 +321,7 @@ class Lonely:
 class Moving(Kept):
     """A ServerTensor that records waits."""
 
+    name = "bucket"
     waited: list[int]
 
     def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Any) -> int:

@@ -47,6 +47,7 @@ int64_t Operations::Begin(const OperationPtr& operation) {
       }
       running_.insert(operation);
       is_first = running_.size() == 1;
+      if (is_first) busy_since_ = operation->started;
     }
     const bool is_new = by_handle_.emplace(operation->handle, operation).second;
     BPS_INVARIANT("a handle stands for one operation", is_new,
@@ -103,13 +104,19 @@ void Operations::Remove(const OperationPtr& operation) {
   bool idle = false;
   {
     ps::MutexLock lock(&mu_);
-    running_.erase(operation);
+    const bool was_running = running_.erase(operation) > 0;
     idle = running_.empty();
+    if (was_running && idle) CountBusy();
     if (operation->tensor && operation->begins_round()) EndRound(*operation);
   }
   if (idle) ended_.NotifyAll();
   if (operation->tensor) operation->tensor->window.Advance();
   if (operation->tensor && operation->tensor->EndUse()) give_back_(operation->tensor);
+}
+
+void Operations::CountBusy() {
+  const std::chrono::nanoseconds busy = Operation::Clock::now() - busy_since_;
+  counters_->busy_ns.Add(busy.count());
 }
 
 void Operations::EndRound(const Operation& operation) {
@@ -126,6 +133,7 @@ bool Operations::FailAll(const std::string& reason) {
     failed_ = true;
     failure_ = reason;
     running.swap(running_);
+    if (!running.empty()) CountBusy();
   }
   for (ps::CondVar* const cond : {&began_, &ended_, &failed_job_}) cond->NotifyAll();
   for (const auto& operation : running) Fail(operation, reason);

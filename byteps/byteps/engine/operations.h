@@ -75,6 +75,8 @@ class Operations {
   using RunningSet = std::set<OperationPtr, BeganBefore>;
 
   void Remove(const OperationPtr& operation);
+  // Adds the time since the first of the operations that ran; none runs any more.
+  void CountBusy() PS_REQUIRES(mu_);
   // Updates the tensor's open rounds.
   static void EndRound(const Operation& operation);
 
@@ -93,6 +95,7 @@ class Operations {
   std::string first_error_ PS_GUARDED_BY(mu_);
   std::unordered_map<int64_t, OperationPtr> by_handle_ PS_GUARDED_BY(mu_);  // until waited for
   RunningSet running_ PS_GUARDED_BY(mu_);
+  Operation::Clock::time_point busy_since_ PS_GUARDED_BY(mu_);  // while some are running
 };
 
 }  // namespace core

@@ -6,6 +6,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/net/link/counters.h"
+#include "byteps/net/link/link_outage.h"
 #include "byteps/net/link/name_service.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/registration_cache.h"
@@ -39,6 +40,11 @@ Metric BrokenInvariants(const char* name) {
                  "Invariants that this process found broken, which is a fault of byteps: the log "
                  "names them.",
                  static_cast<double>(ps::NumBrokenInvariants()));
+}
+
+Metric Reconnections(const char* name) {
+  return Counted(name, "Connections that broke and were made again.",
+                 static_cast<double>(ps::Reconnections()));
 }
 
 void PrintRows(std::ostringstream* out, const std::vector<Metric>& metrics) {
@@ -80,6 +86,8 @@ std::vector<Metric> Tell(const WorkerCounters& c, const WorkerGauges& g) {
       Counted("byteps_worker_failed_requests_total",
               "Requests, pushes or declarations, that a server refused or failed.",
               c.failed_requests),
+      Counted("byteps_worker_busy_seconds_total", "Time with at least one operation in flight.",
+              static_cast<double>(c.busy_ns.Get()) * 1e-9),
       Now("byteps_worker_declared_tensors", "Names that this worker sums, declared to the servers.",
           g.declared_tensors),
       Now("byteps_worker_running_operations", "Operations that have neither ended nor failed.",
@@ -110,6 +118,7 @@ std::vector<Metric> Tell(const WorkerCounters& c, const WorkerGauges& g) {
       Counted("byteps_worker_memory_registrations_total",
               "Times that memory was registered with an RDMA device.",
               static_cast<double>(ps::RegistrationCache::Registrations())),
+      Reconnections("byteps_worker_reconnections_total"),
       BrokenInvariants("byteps_worker_broken_invariants_total"),
   };
 }
@@ -160,6 +169,7 @@ std::vector<Metric> Tell(const ServerCounters& c, const ServerGauges& g) {
       Spread("byteps_server_round_wait_seconds",
              "From the first push of a round to its last: how far apart the workers are.",
              c.round_wait_seconds),
+      Reconnections("byteps_server_reconnections_total"),
       BrokenInvariants("byteps_server_broken_invariants_total"),
   };
   for (size_t i = 0; i < g.engine_queues.size(); ++i) {

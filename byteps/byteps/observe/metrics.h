@@ -26,6 +26,7 @@ struct WorkerCounters {
   Counter operations;
   Counter failed_operations;
   Counter failed_requests;
+  Counter busy_ns;  // with an operation in flight
   Histogram partition_seconds;
   Histogram operation_seconds;
 };

@@ -197,6 +197,8 @@ nb::dict Metrics() {
     const Histogram::Reading& h = metric.histogram;
     if (metric.kind == Metric::kHistogram) {
       out[metric.name.c_str()] = nb::make_tuple(Histogram::kBounds, h.cumulative, h.count, h.sum);
+    } else if (metric.name.find("_seconds_") != std::string::npos) {
+      out[metric.name.c_str()] = metric.value;
     } else {
       out[metric.name.c_str()] = static_cast<uint64_t>(metric.value);
     }

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from byteps.torch import c_lib
 from byteps.torch.figures import setting
+from byteps.torch.spans import leave_out_this_thread
 from byteps.torch.wire import WireType, decode, encode
 
 _logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Completions:
         self.__init__()  # type: ignore[misc]
 
     def _run(self) -> None:
+        leave_out_this_thread()
         while handles := c_lib.await_ended():
             for handle in handles:
                 with self._lock:

@@ -37,6 +37,7 @@ from byteps.torch.node_groups import (
     wait_for_side_stream,
     whole_pieces,
 )
+from byteps.torch.spans import Wait
 from byteps.torch.wire import Wire
 from byteps.torch.world import HostLayout, host_name
 
@@ -313,9 +314,10 @@ class PendingNodeSum:
         """
         if not self.pending:
             return
-        with on_side_stream(self.flat):
-            self.receive(self.node)
-        wait_for_side_stream(self.flat)
+        with Wait("byteps.wait, gather in the host", self.flat.device):
+            with on_side_stream(self.flat):
+                self.receive(self.node)
+            wait_for_side_stream(self.flat)
 
     def receive(self, gatherer: NodeGroup) -> None:
         """Do the same as `wait`, in the current stream. `gatherer`: group of the host's ranks for

@@ -10,6 +10,7 @@ import torch
 from byteps.torch import c_lib, in_flight, session
 from byteps.torch import wire as wires
 from byteps.torch.in_flight import completions
+from byteps.torch.spans import Span, Wait, note_unseen_waits
 from byteps.torch.streams import stream_for
 from byteps.torch.wire import (
     DTYPES,
@@ -230,6 +231,21 @@ def start(
     elements = (0, numel) if pull is None else pull
     if not 0 <= elements[0] <= elements[1] <= numel:
         raise ValueError(f"pull={pull} is no range of {numel} elements")
+    with Span("byteps.push_pull " + name):
+        return _start(tensor, output, known, elements, pull is None, int(priority), streamed)
+
+
+def _start(
+    tensor: torch.Tensor,
+    output: torch.Tensor,
+    known: _Known,
+    elements: tuple[int, int],
+    wants_all: bool,
+    priority: int,
+    streamed: bool,
+) -> int:
+    """As `start`, with arguments that were checked."""
+    name, device = known.spec[0], known.described[2]
     form, values, received, lost, forgets = known.form, tensor, output, None, False
     if form.memory != tensor.dtype:
         if form.feedback:
@@ -243,8 +259,8 @@ def start(
     handle = known.tensor.push_pull(
         tensor.data_ptr(),
         received.data_ptr(),
-        int(priority),
-        None if pull is None else _pulled_bytes(form, *elements),
+        priority,
+        None if wants_all else _pulled_bytes(form, *elements),
         stream,
         streamed,
         forgets,
@@ -383,15 +399,17 @@ def synchronize(handle: int) -> torch.Tensor:
         ValueError: there is no such handle, or it was synchronized already.
     """
     operation = in_flight.sums.get(handle)
-    stream = 0
-    if operation is not None:
-        stream = stream_of(operation.received.get_device())
-    try:
-        c_lib.wait(handle, stream)
-    except session.BytePSError:
-        in_flight.keep_failed(handle)
-        raise
-    return in_flight.sums.pop(handle).finish()
+    if operation is None:
+        c_lib.wait(handle, 0)  # raises: there is none
+        raise ValueError(f"handle {handle} is of no tensor")
+    device = operation.received.device
+    with Wait("byteps.wait " + operation.name, device):
+        try:
+            c_lib.wait(handle, stream_of(operation.received.get_device()))
+        except session.BytePSError:
+            in_flight.keep_failed(handle)
+            raise
+        return in_flight.sums.pop(handle).finish()
 
 
 def land(handle: int, stream: torch.cuda.Stream) -> c_lib.Landing:
@@ -434,6 +452,7 @@ def future(handle: int) -> torch.futures.Future[torch.Tensor]:
     operation = in_flight.sums.get(handle)
     if operation is None:
         raise ValueError(f"there is no handle {handle}; was it synchronized already?")
+    note_unseen_waits()
     device = operation.output.device
     is_on_gpu = device.type == "cuda"
     promised: torch.futures.Future[torch.Tensor] = torch.futures.Future(
@@ -486,9 +505,10 @@ def wait_update(handle: int) -> None:
     tensors = in_flight.updates.get(handle, ())
     device = next((t.device for t in tensors if t.is_cuda), None)
     stream = 0 if device is None else current_stream(device)
-    try:
-        c_lib.wait(handle, stream)
-    except session.BytePSError:
-        in_flight.failed.append(in_flight.updates.pop(handle, ()))
-        raise
-    del in_flight.updates[handle]
+    with Wait("byteps.wait for servers", device or torch.device("cpu")):
+        try:
+            c_lib.wait(handle, stream)
+        except session.BytePSError:
+            in_flight.failed.append(in_flight.updates.pop(handle, ()))
+            raise
+        del in_flight.updates[handle]

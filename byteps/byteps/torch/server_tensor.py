@@ -312,6 +312,8 @@ class ServerTensor:
         Raises:
             BytePSError: a server refuses, or has too little memory.
         """
+        self.name = declaration.name
+        """Under which servers know it."""
         self.numel = declaration.numel
         form = wire.of(declaration.dtype, declaration.wire_dtype)
         self.held_slot = len(rule.slot_names) if form.is_block else 0

@@ -23,6 +23,7 @@ from byteps.torch.in_flight import next_seed
 from byteps.torch.node_groups import Piece, Range
 from byteps.torch.nodes import HostRanks
 from byteps.torch.server_tensor import Rule, Segment, ServerTensor, cut_segments
+from byteps.torch.spans import Span, Wait
 from byteps.torch.wire import WireType, feedback
 
 DIFFERENCES = wire.int8()
@@ -285,6 +286,7 @@ class ShardTransfer:
     def __init__(self, shards: ServerShards, parameters: torch.Tensor) -> None:
         """`parameters`: this rank's parameters, flat."""
         self._shards, self._parameters = shards, parameters
+        self._name = shards.shards[0].tensor.name
         self._gradients: torch.Tensor | None = None
         """Gradients that were pushed last."""
 
@@ -305,6 +307,12 @@ class ShardTransfer:
             target: flat tensor for the parameters, in the type in which they are pulled; None: the
                 memory of `gradients`.
         """
+        with Span("byteps.push " + self._name):
+            return self._push(gradients, start, lands, target)
+
+    def _push(
+        self, gradients: torch.Tensor, start: Start, lands: bool, target: torch.Tensor | None
+    ) -> Started:
         self._gradients = gradients
         host = self._shards.host
         handles: list[int] = []
@@ -329,7 +337,8 @@ class ShardTransfer:
             start: called for each shard.
             target: see `push`.
         """
-        return self._update(start, target, lambda shard: self._landing(shard, target))
+        with Span("byteps.update " + self._name):
+            return self._update(start, target, lambda shard: self._landing(shard, target))
 
     def discard(self, start: Restart) -> None:
         """Do the same as `update`, then wait and discard the parameters. The gradients' memory is
@@ -407,7 +416,9 @@ class ShardTransfer:
                 ends, or after BYTEPS_OP_TIMEOUT_S.
             RuntimeError: another rank of the host was lost.
         """
-        self._end(started, gathers=bool(started.landings))
+        what = "parameters" if started.landings else "norm"
+        with Wait(f"byteps.wait {what} {self._name}", self._parameters.device):
+            self._end(started, gathers=bool(started.landings))
 
     def end(self, started: Started) -> None:
         """Do the same as `wait`, but do not gather the parameters."""

@@ -1,6 +1,7 @@
 #include "byteps/net/link/link_outage.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 
 #include "byteps/base/log.h"
@@ -18,6 +19,7 @@ constexpr auto kClosedPatience = std::chrono::milliseconds(500);
 constexpr auto kBrokenPatience = std::chrono::seconds(5);
 // Bytes that every host accepts in one packet (RFC 791, 3.1).
 constexpr uint64_t kSmallPacketBytes = 576;
+std::atomic<uint64_t> reconnections{0};
 
 }  // namespace
 
@@ -73,6 +75,7 @@ std::string LinkOutage::LargePacketsVanish() const {
 
 void LogResumed(const std::string& which, int peer, const std::string& address,
                 LinkOutage::Clock::duration after, size_t again) {
+  ++reconnections;
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(after).count();
   BPS_LOG(WARNING) << which << " with "
                    << (peer == kScheduler ? "the scheduler" : RoleAndRank(peer))
@@ -80,6 +83,8 @@ void LogResumed(const std::string& which, int peer, const std::string& address,
                    << " broke, and was made again after " << ms
                    << " ms; messages sent again: " << again;
 }
+
+uint64_t Reconnections() { return reconnections; }
 
 void LogAway(int peer, const std::string& home, const std::string& why, const std::string& path) {
   BPS_LOG(WARNING) << "no connection with " << RoleAndRank(peer) << " from " << home

@@ -53,9 +53,12 @@ struct LinkOutage {
   std::string LargePacketsVanish() const;  // empty without evidence for it
 };
 
-// Logs that a link is resumed. `which`: "the connection", "data connection 0".
+// Logs that a link is resumed, and counts it. `which`: "the connection", "data connection 0".
 void LogResumed(const std::string& which, int peer, const std::string& address,
                 LinkOutage::Clock::duration after, size_t again);
+
+// Number of links that were resumed since the process started.
+uint64_t Reconnections();
 
 // Logs that a link is resumed over `path` instead of its first pair of NICs, `home`, which failed
 // because of `why` (may be "").

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from byteps.torch import c_lib, in_flight
+from byteps.torch import c_lib, in_flight, spans
 from byteps.torch.in_flight import completions
 from byteps.torch.session import BytePSError
+from byteps.torch.spans import Wait, leave_out_this_thread
 from byteps.torch.streams import stream_for
 from byteps.torch.wire import current_stream
 
 NO_LIMIT = timedelta(0)
+_WAIT = "byteps.wait all_reduce"
 
 
 class Line:
@@ -75,6 +77,7 @@ class Line:
             thread.join()
 
     def _run(self) -> None:
+        leave_out_this_thread()
         while complete := self._ended.get():
             try:
                 complete()
@@ -220,14 +223,15 @@ class ServerWork(Work):
             BytePSError: the all-reduce failed, and the text names the peer; or it did not end in
                 time.
         """
-        if not self.is_settled:
-            limit_s, of = self._limit_s, self._of
-            if timeout > NO_LIMIT:
-                limit_s, of = timeout.total_seconds(), "the timeout of wait()"
-            if limit_s is not None and not self._ends_within(limit_s):
-                raise BytePSError(self._late(limit_s, of))
-        if not self.is_settled or self._event is not None:
-            self._settle()
+        with Wait(_WAIT, self._tensors[0].device):
+            if not self.is_settled:
+                limit_s, of = self._limit_s, self._of
+                if timeout > NO_LIMIT:
+                    limit_s, of = timeout.total_seconds(), "the timeout of wait()"
+                if limit_s is not None and not self._ends_within(limit_s):
+                    raise BytePSError(self._late(limit_s, of))
+            if not self.is_settled or self._event is not None:
+                self._settle()
         self._was_awaited()
         if self._future is not None:  # torch expects a value in it now
             self._complete()
@@ -260,6 +264,10 @@ class ServerWork(Work):
 
         Where the all-reduce fails, the future does by a RuntimeError that quotes the BytePSError.
         """
+        spans.note_unseen_waits()
+        return self._own_future()
+
+    def _own_future(self) -> torch.futures.Future[Any]:
         with self._lock:
             made = self._future is None
             if self._future is None:
@@ -287,7 +295,7 @@ class ServerWork(Work):
 
     def complete_by_itself(self) -> None:
         """Settle it once it has ended, whether or not anybody waits for it."""
-        self.get_future()
+        self._own_future()
 
     def ends_alone_by(self, deadline: float) -> bool:
         """Whether its operations ended by then, of time.monotonic(). Only for its line."""
@@ -422,7 +430,8 @@ class StreamedWork(Work):
         landed = self._queue()
         if timeout > NO_LIMIT:
             self._await_on_host(landed, timeout.total_seconds())
-        landed.wait(current_stream(self._device))
+        with Wait(_WAIT, self._device):
+            landed.wait(current_stream(self._device))
         self._was_awaited()
         c_lib.check()
         return True
@@ -445,6 +454,7 @@ class StreamedWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors that has its value: streams wait, as for NCCL's."""
+        spans.note_unseen_waits()
         if self._future is None:
             future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
                 devices=[self._device]

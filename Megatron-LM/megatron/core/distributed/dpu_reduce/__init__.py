@@ -34,6 +34,7 @@ only a call. Two hooks only decide whether another is called: ``takes`` and ``ke
 ``ask_for_feedback``          a state is described, before it is loaded
 ``load_feedback``             a state was loaded
 ``step_ended``                the optimizer has made or skipped its step
+``write_metrics``             TensorBoard and wandb write an iteration's values
 ``replicas_of``               the data-parallel size is derived: count the replicas
 ``model_is_built``            model and optimizer are built, datasets are not
 ``training_begins``           datasets are built too
@@ -68,6 +69,7 @@ only a call. Two hooks only decide whether another is called: ``takes`` and ``ke
 ``data_slots``         a rank's part of each batch, counted over all replicas
 ``outer_settings``     when and how replicas exchange parameters
 ``outer_steps``        these exchanges, and steps that a slow replica skips
+``step_log``           metrics of a step, for TensorBoard and wandb
 ``summed_later``       parameters in separate buffers: matrices that ranks update (Muon),
                        and gradients that change after the backward pass
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update, and their norms
@@ -116,6 +118,7 @@ from .hooks import (
     training_begins,
     wait_for_parameters,
     wanted_by_any,
+    write_metrics,
 )
 from .refusals import fully_sharded, validate_args, validate_ddp_config
 from .sums import GradSyncHandle
@@ -162,4 +165,5 @@ __all__ = [
     "validate_ddp_config",
     "wait_for_parameters",
     "wanted_by_any",
+    "write_metrics",
 ]

@@ -31,6 +31,7 @@ __all__ = [
     "server_tensor",
     "session",
     "step_machine",
+    "step_metrics",
     "wire",
     "world",
 ]
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         server_tensor,
         session,
         step_machine,
+        step_metrics,
         wire,
         world,
     )

@@ -21,6 +21,7 @@ from . import (
     replica_state,
     saves,
     server_buckets,
+    step_log,
     summed_later,
     sums,
 )
@@ -221,6 +222,8 @@ def replicas_of(args: Namespace) -> int:
 def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
     """Call when model and optimizer are complete, new or from a checkpoint: see
     :func:`.outer_steps.begin`. From now on SIGTERM makes a replica leave."""
+    if getattr(args, "use_dpu_reduce", False):
+        step_log.begin(args)
     if job.replicas() == 1:
         return
     if not bytepslib.members.is_late():
@@ -322,6 +325,12 @@ def saves_are_written() -> None:
     :mod:`.saves`."""
     if job.replicas() > 1:
         saves.demand_written()
+
+
+def write_metrics(args: Namespace, iteration: int, writer: Any, wandb_writer: Any) -> None:
+    """Write metrics next to Megatron's own: see :mod:`.step_log`."""
+    if getattr(args, "use_dpu_reduce", False):
+        step_log.write(args, iteration, writer, wandb_writer)
 
 
 def model_is_built(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
