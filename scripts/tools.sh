@@ -17,6 +17,7 @@ need them, so that make setup leaves them alone:
   clang          the newest clang++ that has its run-time libraries, for sanitizers, fuzzers and the check of lock
                  annotations
   valgrind       valgrind, for thorough tests
+  promtool       promtool, which checks the alerts of Prometheus; from Debian's package, unpacked in the cache
   torch VERSION  the Python of an environment that has torch VERSION, 2.9, 2.11, 2.14 or 2.15, as locks/torch-*.lock pins it, and
                  what tests need but byteps (build/python). It lies in the cache, under a name made of all that is in it,
                  and is made if it is not there. Needs build/venv: run scripts/setup.sh before
@@ -60,6 +61,20 @@ clang() {
   find_clang && return 0
   apt_install clang-19 libclang-rt-19-dev llvm-19 >&2 || apt_install clang llvm >&2 || true
   find_clang || fail "please install (Debian's names): clang-19 libclang-rt-19-dev llvm-19"
+}
+
+promtool() {
+  type -P promtool && return 0
+  local kept="$cache/promtool" new
+  if [[ ! -x $kept/usr/bin/promtool ]]; then
+    new="$(mktemp -d)"
+    trap 'rm -rf "$new"' RETURN
+    (cd "$new" && apt-get download -qq prometheus >&2 && dpkg -x ./*.deb unpacked) ||
+      fail "please install promtool (Debian's package prometheus)"
+    mkdir -p "$cache"
+    keep "$new/unpacked" "$kept"
+  fi
+  echo "$kept/usr/bin/promtool"
 }
 
 # torch VERSION LOCK
@@ -118,7 +133,7 @@ clean() {
   if (($1)); then
     # By name, since the variable may point at a folder that holds other things too.
     rm -rf "$cache/sdists" "$cache/wheels" "$cache/servers" "$cache/ship" "$cache/images" \
-      "$cache"/libsodium-* "$cache/vm" "$cache/uv" "$cache"/uv-[0-9a-f]*
+      "$cache"/libsodium-* "$cache/vm" "$cache/promtool" "$cache/uv" "$cache"/uv-[0-9a-f]*
     rmdir "$cache" 2>/dev/null || true
   fi
 }
@@ -138,8 +153,8 @@ for argument in "$tool" "$@"; do
   fi
 done
 case "$tool" in
-  clang | valgrind | site | diagrams) (($# == 0)) || bad_use "$tool takes no arguments, got: $*" ;;&
-  clang | site | diagrams) "$tool" ;;
+  clang | valgrind | promtool | site | diagrams) (($# == 0)) || bad_use "$tool takes no arguments, got: $*" ;;&
+  clang | promtool | site | diagrams) "$tool" ;;
   valgrind)
     setup_valgrind >&2
     command -v valgrind

@@ -328,16 +328,41 @@ def test_the_job_s_command_parses_and_fits_the_cluster(name: str) -> None:
         assert any(saved.startswith(f"{path}/") for path in mounts)
 
 
-# The Grafana dashboard queries existing metrics, and its panels do not overlap.
+# The Grafana dashboard and the alerts query existing metrics.
 
 
 REPOSITORY = Path(__file__).parents[2]
 DASHBOARD: dict[str, Any] = json.loads((REPOSITORY / "deploy/grafana/byteps.json").read_text())
+ALERTS = yaml.safe_load((REPOSITORY / "deploy/prometheus/alerts.yaml").read_text())
 SUFFIXES = ("_sum", "_count", "_bucket")
 
 
 def expressions() -> list[str]:
     return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def alerts() -> list[str]:
+    return [rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]]
+
+
+def test_alerts_fire_when_they_should() -> None:
+    """promtool evaluates them over made-up series: deploy/prometheus/alerts_test.yaml."""
+    promtool = captured([ROOT / "scripts/tools.sh", "promtool"], 300).stdout.strip()
+    assert promtool, "there is no promtool"
+    done = captured(
+        [promtool, "test", "rules", str(ROOT / "deploy/prometheus/alerts_test.yaml")], 60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_operator_scrapes_pods_of_this_name() -> None:
+    monitor = yaml.safe_load((ROOT / "deploy/prometheus/podmonitor.yaml").read_text())
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    for one in of_kind(*RUNS):
+        assert matches(wanted, template(one)["metadata"]["labels"])
+    ports = {port["name"] for port in container(workload("server"))["ports"]}
+    assert ports & {one["port"] for one in monitor["spec"]["podMetricsEndpoints"]}
 
 
 def test_every_metric_exists() -> None:
@@ -346,7 +371,8 @@ def test_every_metric_exists() -> None:
         [server, "--metrics-markdown"], capture_output=True, text=True, check=True
     ).stdout
     kinds = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", table, re.M))
-    asked = {name for text in expressions() for name in re.findall(r"byteps_\w+", text)}
+    texts = [*expressions(), *alerts()]
+    asked = {name for text in texts for name in re.findall(r"byteps_\w+", text)}
     assert len(asked) >= 10
     for name in asked:
         base = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name)

@@ -27,6 +27,7 @@ SCRIPTS += [
     "tools.sh",
     "tools.sh clang",
     "tools.sh valgrind",
+    "tools.sh promtool",
     "tools.sh torch",
     "tools.sh site",
     "tools.sh diagrams",
