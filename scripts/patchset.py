@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
     with (root / "build/.patchset.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if options.command == "export":
-            # Those for a commit go first: what they share must not change under them.
+            # Trees of commits go first: their shared patches must not change under them.
             chosen.sort(key=lambda upstream: not upstream.commit)
         for upstream in chosen:
             run_one(options, upstream)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the scheduler of a BytePS cluster: the one address that servers and workers are given.
+# Runs the scheduler of a BytePS cluster, whose address servers and workers need.
 set -euo pipefail
 # shellcheck source=scripts/lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
@@ -84,5 +84,5 @@ if ((dry_run)); then
   show_command "${command[@]}"
   exit
 fi
-# exec: signals and the exit status are the scheduler's own, and nothing can stay behind.
+# exec: the scheduler itself gets the signals and sets the exit status, and no process is left.
 exec "${command[@]}"

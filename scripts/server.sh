@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the servers of one machine of a BytePS cluster.
+# Runs the servers of a machine in a BytePS cluster.
 set -euo pipefail
 # shellcheck source=scripts/lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
@@ -81,7 +81,7 @@ need_secret
 detect_node "$DMLC_PS_ROOT_URI"
 nodes=()
 if [[ $numa_nodes == auto ]]; then
-  # A machine with one NUMA node, or a NIC that belongs to none: nothing to bind to.
+  # On a machine with one NUMA node, or for a NIC without a node, nothing is bound.
   numa_nodes=$node_numa
 fi
 if [[ -n $numa_nodes ]]; then
@@ -103,7 +103,7 @@ set_command() {
   fi
 }
 
-# check_machine prints what is wrong, a line each, and returns the exit status.
+# check_machine prints faults, one per line, and returns the exit status.
 check_machine() {
   local wrong=0 status=0 node locked
   "$server" --role server --check="$((10#$instances))" || status=$?
@@ -121,7 +121,7 @@ check_machine() {
     [[ $locked == unlimited ]] ||
       echo "note  locked memory is limited to $locked KiB (ulimit -l); check_rdma.sh says more"
   fi
-  ((wrong && status % 3 == 0)) || return "$status" # 0, or the scheduler that does not answer
+  ((wrong && status % 3 == 0)) || return "$status" # 0, or the scheduler does not answer
   return "$wrong"
 }
 
@@ -141,14 +141,14 @@ fi
 
 if ((10#$instances == 1)); then
   set_command 0
-  # exec: signals and the exit status are the server's own, and nothing can stay behind.
+  # exec: the server itself gets the signals and sets the exit status, and no process is left.
   exec "${command[@]}"
 fi
 
-pids=()  # of the instances that are not known to have ended, by number
-sleeper= # of wait_for_one
+pids=()  # pids of the instances that may still run, by number
+sleeper= # pid of the sleep in wait_for_one
 
-# find_running sets the array `running` to the instances that run.
+# find_running sets the array `running` to the running instances.
 find_running() {
   local pid
   running=()
@@ -157,7 +157,7 @@ find_running() {
   done
 }
 
-# send SIGNAL to the instances that still run.
+# send SIGNAL: sends the signal to all running instances.
 send() {
   find_running
   ((${#running[@]} == 0)) || kill -s "$1" "${running[@]}" 2>/dev/null || true
@@ -165,19 +165,19 @@ send() {
 
 end_all() {
   send TERM
-  # A server waits for its workers, and then tells the others.
+  # A server waits for its workers, and then informs the other nodes.
   local patience=${BYTEPS_STOP_TIMEOUT_S:-25}
   local deadline=$((SECONDS + ${patience%.*} + 8))
   while find_running; ((${#running[@]} && SECONDS < deadline)); do
-    sleep 0.1 || true # a signal to the whole group ends it
+    sleep 0.1 || true # a signal to the process group ends the sleep
   done
   send KILL
   wait
 }
 
-# wait_for_one sets `status` to that of an instance that has ended, and takes it out of `pids`.
-# bash reports an instance that was killed while the script does something else, and then `wait -n`
-# does not. So that only wakes this function up, and it asks about each process by its id.
+# wait_for_one sets `status` to the status of an ended instance, and removes it from `pids`. If an instance is killed
+# while the script does something else, bash itself reports it, and `wait -n` does not. So `wait -n` only wakes this
+# function, which then checks each process by its id.
 wait_for_one() {
   local i pid
   while :; do
@@ -191,7 +191,7 @@ wait_for_one() {
       unset "pids[i]"
       return
     done
-    sleep 1 & # an instance may be killed right here
+    sleep 1 & # an instance may be killed at this point
     sleeper=$!
     wait -n || true
   done
@@ -199,7 +199,7 @@ wait_for_one() {
 
 # shellcheck disable=SC2329  # the traps call it
 on_signal() {
-  trap 'send TERM' INT TERM # a second one
+  trap 'send TERM' INT TERM # a second signal
   end_all
   exit "$1"
 }
@@ -208,8 +208,8 @@ trap 'on_signal 143' TERM
 
 for ((i = 0; i < 10#$instances; i++)); do
   set_command "$i"
-  # If this script is killed without a chance to clean up, the kernel ends the servers.
-  # The local rank keeps their metrics apart (BYTEPS_METRICS_PORT).
+  # If this script is killed without clean-up, the kernel ends the servers. The local rank keeps their metrics apart
+  # (BYTEPS_METRICS_PORT).
   BYTEPS_LOCAL_RANK=$i "${command[@]}" --die-with-parent &
   pids+=("$!")
 done
@@ -228,5 +228,5 @@ for ((i = 0; i < 10#$instances; i++)); do
   end_all
   exit "$status"
 done
-wait # for a sleep
+wait # waits for a sleep
 exit "$first"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes everything the project needs, in build/; see usage below.
+# Makes everything that the project needs, in build/; see usage below.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -64,14 +64,14 @@ stamps="$venv/.megatron-byteps"
 package="$root/build/python"
 logs="$root/build/logs"
 use_uv "$cache"
-# An activated environment of the user's must not redirect any of this.
+# An activated environment of the user must not affect the setup.
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 mkdir -p "$root/build" "$logs" "$cache"
 
-# tell NAME LOG: every ten seconds, for how long the step has run, and what its log says last.
+# tell NAME LOG: prints every ten seconds the time of the step and the last line of its log.
 tell() {
   local seconds=0 never
-  exec {never}<> <(:) # nothing is ever written to it
+  exec {never}<> <(:) # nothing writes to it
   while ! read -r -t 10 -u "$never" && kill -0 $$ 2>/dev/null; do
     ((seconds += 10))
     printf 'setup: %-14s %4d s so far: %s\n' "$1" "$seconds" \
@@ -79,15 +79,14 @@ tell() {
   done
 }
 
-# step NAME COMMAND...: runs the command with its output in a log, shown when it fails, and prints
-# how long it took.
+# step NAME COMMAND...: runs the command and prints its time. Its output goes to a log, which is shown on failure.
 step() {
   local name="$1" begin=$EPOCHREALTIME log status teller
   log="$logs/setup-${name// /-}.log"
   shift
   tell "$name" "$log" 9>&- &
   teller=$!
-  # shellcheck disable=SC2064 # of this step
+  # shellcheck disable=SC2064 # the pid of this step
   trap "kill $teller 2>/dev/null" EXIT
   # Not `if ! command`: there bash would ignore the failures inside a function.
   set +e
@@ -120,14 +119,14 @@ stamp() {
   echo "$2" >"$stamps/$1"
 }
 
-# Any Python 3 with pip will do for this; a half-made folder is never taken for a whole one.
+# Any Python 3 with pip can do this; an incomplete folder never counts as complete.
 bootstrap_uv() {
   local folder python new
   folder="$(dirname "$(dirname "$uv")")"
   for python in "${PYTHON:-}" "$(find_python || true)" python3 /usr/bin/python3; do
     [[ -n "$python" ]] || continue
     new="$folder.$BASHPID"
-    # The scripts in it name the folder they were made in; uv itself is a plain executable.
+    # The scripts in the folder contain its old path; uv itself is a plain executable.
     if "$python" -m venv "$new" && "$new/bin/python" -m pip install \
       --disable-pip-version-check --require-hashes -r "$root/locks/bootstrap.lock" &&
       keep "$new" "$folder"; then
@@ -139,7 +138,7 @@ bootstrap_uv() {
   return 1
 }
 
-# Debian splits off what the bootstrap and the compiled helpers need; others ship it together.
+# Debian has extra packages for parts of Python that the bootstrap and the compiled helpers need.
 setup_python() {
   local python version missing=()
   if ! find_python >/dev/null && ! command -v python3 >/dev/null 2>&1; then
@@ -161,12 +160,12 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
   find_uv "$root" "$cache" || bootstrap_uv
 }
 
-# fits PYTHON VERSION: is it of this version? Any is, where none is named.
+# fits PYTHON VERSION: succeeds if it has this version; any version fits if VERSION is empty.
 fits() {
   [[ -z "$2" || "$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" == "$2" ]]
 }
 
-# make_venv [VERSION]: of a Python >= 3.12, or of just this version.
+# make_venv [VERSION]: makes an environment with Python >= 3.12, or with exactly this version.
 make_venv() {
   local python wanted="${1:->=3.12}"
   if ! { python="$(find_python)" && fits "$python" "${1:-}"; }; then
@@ -180,23 +179,23 @@ make_venv() {
   "$uv" venv --quiet --clear --python "$python" "$venv"
 }
 
-# install_requirements KEY GROUP
+# install_requirements KEY GROUP: installs the packages of a dependency group.
 install_requirements() {
   local all="$venv/.requirements"
   "$venv/bin/python" -B "$root/scripts/locks.py" show "$2" >"$all"
   "$uv" pip sync --python "$venv/bin/python" --require-hashes "$all"
-  # The sync also took away what is installed below.
+  # The sync also removed the packages that are installed below.
   rm -rf "$stamps"
   stamp requirements "$1"
 }
 
-# overlay_python: the overlay's files of Python, as the package has them.
+# overlay_python: prints the overlay's Python files by their paths in the package.
 overlay_python() {
   (cd "$root/byteps" && find byteps -name '*.py' -o -name '*.pyi') | LC_ALL=C sort
 }
 
-# wheel_sources: hashes of what the wheel is built from, but for the Python that is linked and the data that is read in
-# the checkout.
+# wheel_sources: prints hashes of the wheel's inputs, without Python files that are linked and data that is read in the
+# checkout.
 wheel_sources() {
   sed '/^\[dependency-groups\]/,$d' "$root/pyproject.toml"
   cat "$root/scripts/build_backend.py"
@@ -204,12 +203,12 @@ wheel_sources() {
     grep -zvxFf <(overlay_python) | LC_ALL=C sort -z | xargs -0 sha256sum 2>&1) || true
 }
 
-# build_byteps KEY: unpacks the wheel in build/python, which all environments read.
+# build_byteps KEY: unpacks the wheel in build/python, where all environments find it.
 build_byteps() {
   local wheels="$cache/wheels/$1" new="$cache/wheels/$1.$BASHPID"
   if ! compgen -G "$wheels/*.whl" >/dev/null; then
-    # The build folder stays, so that the next build compiles only what changed.
-    # Verbose: the log, and who waits for it, see how far the compiler is.
+    # The build folder stays, so that the next build compiles only changed files. Verbose output shows the compiler's
+    # progress in the log.
     if ! PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip --verbose wheel --no-deps \
       --no-build-isolation --disable-pip-version-check \
       --config-settings "build-dir=$root/build/cmake-byteps" --wheel-dir "$new" "$root" ||
@@ -223,8 +222,8 @@ build_byteps() {
   stamp byteps "$1"
 }
 
-# link_python KEY: the checkout's Python takes the place of the wheel's. Patches and Megatron's overlay are read in the
-# checkout, where there is no copy.
+# link_python KEY: links the checkout's Python files in place of the wheel's. Patches and Megatron's overlay are read in
+# the checkout, without a copy.
 link_python() {
   local file name
   for name in hf ray rl; do
@@ -252,7 +251,7 @@ install_megatron() {
   stamp megatron "$1"
 }
 
-# One setup at a time: tests, training and a user may all start one.
+# One setup at a time: tests, training and a user may all start a setup.
 exec 9>"$root/build/.setup.lock"
 flock 9
 
@@ -262,7 +261,7 @@ if ! find_uv "$root" "$cache" || ! python_works "$venv/bin/python"; then
 fi
 find_uv "$root" "$cache"
 python_works "$venv/bin/python" || step "environment" make_venv
-# requirements_key GROUP
+# requirements_key GROUP: prints a hash of the group's packages and of Python.
 requirements_key() {
   { "$venv/bin/python" -B "$root/scripts/locks.py" show "$1" && "$venv/bin/python" -VV; } | hash_of
 }
@@ -272,7 +271,7 @@ current requirements "$key" || step "requirements" install_requirements "$key" b
 
 step "patches" "$root/scripts/apply_patches.sh"
 
-# Whatever can change the outcome of the build, and nothing else.
+# Everything that can change the result of the build, and nothing else.
 wheel_key="$({
   wheel_sources
   echo "$key $(uname -m) $("${CXX:-g++}" --version | head -n 1)"
@@ -290,24 +289,24 @@ megatron_key="$({
 } | hash_of)"
 current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
 
-# link_packages KEY MODULES: what is in build/ and in this checkout (benchmarks, scripts, tests), as it is there.
+# link_packages KEY MODULES: links the packages in build/ and in this checkout (benchmarks, scripts, tests).
 link_packages() {
   local site
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  # Megatron-LM is built already: a line with its folder is all that an installation would be. It also has scripts
-  # that ranks import, such as pretrain_dpu_gpt, and which are no part of the package.
+  # Megatron-LM is built already: a line with its folder replaces an installation. It also has scripts that ranks
+  # import, such as pretrain_dpu_gpt, and that are not in the package.
   printf '%s\n' "$package" "$root/build/Megatron-LM" "$root" >"$site/megatron-byteps.pth"
   ln -sf "$package/bin/byteps-server" "$venv/bin/"
   printf '#!%s\nimport sys\n\nfrom byteps.cli import main\n\nsys.exit(main())\n' "$venv/bin/python" \
     >"$venv/bin/megatron-byteps"
   chmod +x "$venv/bin/megatron-byteps"
-  # They would come before ours: packages of verl, which it does not use, and a byteps that was once installed there.
+  # These would override ours: packages of verl, which it does not use, and an old installation of byteps.
   rm -rf "$site"/{bench,scripts,tests} "$site"/{byteps,megatron_byteps}*
   "$venv/bin/python" -c "import $2"
   stamp links "$1"
 }
 
-# links_key KEY: of an environment with these requirements.
+# links_key KEY: prints the key of an environment with these requirements.
 links_key() {
   echo "$root $1 $(declare -f link_packages | hash_of)"
 }
@@ -315,7 +314,7 @@ links_key() {
 links="$(links_key "$key")"
 current links "$links" || step "links" link_packages "$links" "bench, scripts, tests, megatron_byteps_ray"
 
-# extra NAME MODULES [VERSION]: build/venv-NAME with the dependency group NAME, made for this version of Python.
+# extra NAME MODULES [VERSION]: makes build/venv-NAME with the dependency group NAME, for this version of Python.
 extra() {
   local name="$1" extra_key links
   venv="$root/build/venv-$name"

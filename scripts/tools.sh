@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What some tests need, the documentation, and the end of it all; see usage below.
+# Installs tools of some tests, builds the documentation, and cleans up; see usage below.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -77,7 +77,7 @@ promtool() {
   echo "$kept/usr/bin/promtool"
 }
 
-# torch VERSION LOCK
+# torch VERSION LOCK: prints the folder of an environment with this torch.
 torch() {
   local key kept base
   find_uv "$root" "$cache" || fail "no uv: run scripts/setup.sh"
@@ -91,7 +91,7 @@ torch() {
     trap 'rm -rf "$new"' EXIT
     base="$("$root/build/venv/bin/python" -c 'import sys; print(sys._base_executable)')"
     "$uv" venv --quiet --relocatable --python "$base" "$new"
-    # Links to the files in the cache: each version is 5 GB, and nobody edits them.
+    # Hard links to files in the cache: each version has 5 GB, and the files do not change.
     "$uv" pip sync --quiet --link-mode hardlink --python "$new/bin/python" --require-hashes "$2" >&2
     PYTHONPATH="$root/build/python" "$new/bin/python" -c 'import byteps.torch' >&2
     keep "$new" "$kept"
@@ -102,7 +102,7 @@ torch() {
 site() {
   cd "$root"
   install_ship_tools "$root"
-  # The theme's notice about its future is not ours to pass on.
+  # The theme's notice about its future is not for our users.
   NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
   echo "site: build/site/index.html"
 }
@@ -120,7 +120,7 @@ diagrams() {
   done
 }
 
-# clean CACHE FORCE: 1 or 0 each
+# clean CACHE FORCE: removes build outputs; both are 1 or 0.
 clean() {
   local python
   if ((!$2)) && [[ -e "$root/build/byteps" || -e "$root/build/Megatron-LM" ]]; then
@@ -131,7 +131,7 @@ clean() {
   fi
   rm -rf "$root/build"
   if (($1)); then
-    # By name, since the variable may point at a folder that holds other things too.
+    # Listed by name, because the variable's folder may contain other things.
     rm -rf "$cache/sdists" "$cache/wheels" "$cache/servers" "$cache/ship" "$cache/images" \
       "$cache"/libsodium-* "$cache/vm" "$cache/promtool" "$cache/uv" "$cache"/uv-[0-9a-f]*
     rmdir "$cache" 2>/dev/null || true

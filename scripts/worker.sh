@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the workers of one machine: torchrun, with what BytePS must know.
+# Runs the workers of a machine: torchrun with BytePS's settings.
 set -euo pipefail
 # shellcheck source=scripts/lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
@@ -70,7 +70,7 @@ TEXT
 
 servers=
 replicas=1
-launch=byteps.launcher.leaving # torchrun, with an exit status that tells whether it was told to end
+launch=byteps.launcher.leaving # torchrun with an exit status that shows whether it was terminated
 module=0
 local_servers=${BYTEPS_LOCAL_SERVERS:-0}
 nnodes=1
@@ -79,11 +79,11 @@ node_rank=
 dry_run=0
 check=0
 launcher=()
-rendezvous=() # of torchrun's arguments those that say how its machines find each other
+rendezvous=() # torchrun's arguments about the rendezvous
 script=()
 master_addr='' master_port='' restarts=0 backend='' endpoint='' local_addr=''
 
-# pass FLAG VALUE: to torchrun, which others have to know too.
+# pass FLAG VALUE: records an argument of torchrun that this script needs too.
 pass() {
   case $1 in
     --nnodes) nnodes=$2 ;;
@@ -102,13 +102,13 @@ pass() {
   esac
 }
 
-# is_number TEXT...: whether each is a whole number.
+# is_number TEXT...: succeeds if each is a whole number.
 is_number() {
   local text
   for text in "$@"; do [[ $text =~ ^[0-9]{1,5}$ ]] || return 1; done
 }
 
-# choose_rendezvous: with restarts one whose store is new for each of them.
+# choose_rendezvous: with restarts, chooses a rendezvous that has a new store after each restart.
 choose_rendezvous() {
   if [[ $restarts =~ ^0*$ || ( -n $backend && $backend != c10d ) ]]; then return; fi
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
@@ -122,12 +122,12 @@ choose_rendezvous() {
   else
     endpoint=$(join_host_port "${master_addr:-127.0.0.1}" "${master_port:-29500}")
     rendezvous=(--rdzv-backend=c10d "--rdzv-endpoint=$endpoint" ${kept[@]+"${kept[@]}"})
-    # Who has the store is said: a host's name may be unknown to itself.
+    # The host of the store is named explicitly, because a host may not recognize its own name.
     if [[ $nnodes == 1 ]]; then node_rank=${node_rank:-0}; fi
     if is_number "$node_rank" && [[ ${kept[*]-} != *--rdzv-conf=* ]]; then
       rendezvous+=("--rdzv-conf=is_host=$((10#$node_rank == 0))")
     fi
-    # At which address the others find a rank 0 that runs here.
+    # The address at which others find rank 0, if it runs here.
     if [[ -z $local_addr ]]; then
       detect_node "${master_addr:-127.0.0.1}"
       [[ -z $node_address ]] || rendezvous+=("--local-addr=$node_address")
@@ -137,7 +137,7 @@ choose_rendezvous() {
     "would hang (--max-restarts; --rdzv-backend)" >&2
 }
 
-# find_server prints the byteps-server of the ranks' own Python, before any other.
+# find_server prints byteps-server of the ranks' own Python if it exists, otherwise another.
 find_server() {
   local program=${python%/*}/byteps-server
   if [[ -x $program ]]; then echo "$program"; else
@@ -145,14 +145,14 @@ find_server() {
   fi
 }
 
-# check_workers asks what the ranks of this machine would be told, and returns the exit status.
+# check_workers checks the settings of this machine's ranks, and returns the exit status.
 check_workers() {
   local server ranks=1 wrong=0 status=0
   if ((${#script[@]})) && [[ ${script[0]} != -* && ! -e ${script[0]} ]] && ((!module)); then
     echo "WRONG there is no script ${script[0]}"
     wrong=1
   fi
-  # To import them would take seconds.
+  # An import would take seconds.
   if ! "$python" -c 'import importlib.util as u, sys
 sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
     echo "WRONG $python has no torch, or no byteps"
@@ -161,7 +161,7 @@ sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
   server=$(find_server)
   if is_number "$nproc"; then
     ranks=$((10#$nproc))
-    # What torchrun will say, as far as it is known before.
+    # The values that torchrun will set, as far as they are known.
     [[ -n $node_rank || $nnodes != 1 ]] || node_rank=0
     if is_number "$nnodes"; then export WORLD_SIZE=$((10#$nnodes * ranks)); fi
     if is_number "$node_rank"; then export RANK=$((10#$node_rank * ranks)); fi
@@ -171,11 +171,11 @@ sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
       "$server" --role server --check="$((10#$local_servers))" || wrong=1
   fi
   "$server" --role worker --check="$ranks" || status=$?
-  ((wrong && status % 3 == 0)) || return "$status" # 0, or the scheduler that does not answer
+  ((wrong && status % 3 == 0)) || return "$status" # 0, or the scheduler does not answer
   return "$wrong"
 }
 
-# start_local_servers starts them next to this process, which becomes torchrun: they end when it does.
+# start_local_servers starts servers as children of this process, which becomes torchrun: they end with it.
 start_local_servers() {
   local workers=${DMLC_NUM_WORKER:-} ranks=1 server i
   if [[ -z $workers ]]; then
@@ -183,7 +183,7 @@ start_local_servers() {
       "--local-servers needs DMLC_NUM_WORKER, or numbers for --nnodes and --nproc-per-node"
     workers=$((10#$nnodes * 10#$nproc * replicas))
   fi
-  # After those of the ranks, so that all have metrics at ports of their own.
+  # Numbers after the ranks', so that all have different metrics ports.
   if is_number "$nproc"; then ranks=$((10#$nproc)); fi
   server=$(find_server)
   for ((i = 0; i < 10#$local_servers; i++)); do
@@ -259,5 +259,5 @@ fi
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]] && ((10#$local_servers)); then
   start_local_servers
 fi
-# exec: torchrun itself gets the signals and ends its ranks; its exit status is ours.
+# exec: torchrun itself gets the signals, ends its ranks, and sets the exit status.
 exec "${command[@]}"

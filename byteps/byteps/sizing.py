@@ -1,4 +1,5 @@
-"""How many servers a model needs, where, and what they gain: ``megatron-byteps sizing -h``.
+"""Number and place of the servers that a model needs, and their gain: ``megatron-byteps sizing
+-h``.
 
 :mod:`byteps.forecast` computes it. Cores and memory are estimates; docs/use/when-to-use.md says
 where the figures come from and how to measure your own.
@@ -44,7 +45,7 @@ OPTIMIZERS = ("replicated", "host", "ranks", "servers")
 LEAST_PARAMETERS = 1e6
 """Fewer is no model's size, but a forgotten M or B."""
 MOST_PARAMETERS = 1e12
-"""Of one rank: twice as many bytes are more than any GPU has."""
+"""Parameters of a rank: twice as many bytes are more than any GPU has."""
 
 LEAST_SHOWN = 1.005
 """Rows that gain less are left out of the text."""
@@ -195,7 +196,7 @@ def _line(one: Choice, row: Row) -> str:
 
 
 def _deployment(chosen: Choice, row: Row) -> list[str]:
-    """What to start."""
+    """List the commands to start."""
     machines, servers = chosen.machines, chosen.found.network.servers
     program, words = chosen.found.training.program, chosen.found.typed(row.flags)
     nodes = f"--nnodes {machines.hosts} --nproc-per-node {machines.gpus}"

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# What scheduler.sh, server.sh and worker.sh share. To be sourced, not run.
+# Functions that scheduler.sh, server.sh and worker.sh share. To be sourced, not run.
 
 readonly EXIT_USAGE=2
 
-# The name by which the user called: that of the script, or of the command megatron-byteps.
+# The name that the user called: of the script, or of the command megatron-byteps.
 me=${MEGATRON_BYTEPS_COMMAND:-${0##*/}}
 unset MEGATRON_BYTEPS_COMMAND
 
@@ -31,14 +31,13 @@ need_integer() {
   fi
 }
 
-# need_text WHAT VALUE: there, and without blanks.
+# need_text WHAT VALUE: fails if the value is empty or has blanks.
 need_text() {
   [[ -n $2 ]] || die_usage "missing: $1"
   [[ $2 != *[[:space:]]* ]] || die_usage "$1 is '$2', which has a blank in it"
 }
 
-# set_scheduler HOST:PORT sets DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT. An IPv6 address stands in
-# brackets: [fd00::1]:9000.
+# set_scheduler HOST:PORT sets DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT. An IPv6 address is in brackets: [fd00::1]:9000.
 set_scheduler() {
   if [[ $1 =~ ^\[([0-9a-fA-F:.]+(%[^][:space:]]+)?)\]:([0-9]+)$ ]]; then
     DMLC_PS_ROOT_URI=${BASH_REMATCH[1]}
@@ -57,7 +56,7 @@ need_scheduler() {
     "${DMLC_PS_ROOT_PORT:-}" 1 65535
 }
 
-# need_workers: the number of workers, which a kept cluster does not need to know.
+# need_workers: fails without the number of workers, unless the cluster is kept.
 need_workers() {
   if [[ ${BYTEPS_KEEP:-0} == 1 && -z ${DMLC_NUM_WORKER:-} ]]; then return; fi
   need_integer "the number of workers (--workers or DMLC_NUM_WORKER; none with --keep)" \
@@ -65,7 +64,7 @@ need_workers() {
   export DMLC_NUM_WORKER
 }
 
-# need_secret: the job has a secret that this machine can read, or says that it goes without.
+# need_secret: fails unless this machine can read the job's secret, or authentication is off.
 need_secret() {
   [[ ${BYTEPS_AUTH:-} != 0 && -z ${BYTEPS_SECRET:-} ]] || return 0
   [[ -n ${BYTEPS_SECRET_FILE:-} ]] || die_usage "missing: the job's secret (--secret-file," \
@@ -75,7 +74,7 @@ need_secret() {
     "(--secret-file or BYTEPS_SECRET_FILE)"
 }
 
-# What every node may be told about its own address.
+# Sets the address at which other nodes reach this node.
 set_node_host() {
   need_text "--node-host" "$1"
   export DMLC_NODE_HOST=$1
@@ -87,7 +86,7 @@ set_interface() {
   export DMLC_INTERFACE=$1
 }
 
-# join_host_port HOST PORT prints the two as one word.
+# join_host_port HOST PORT prints HOST:PORT.
 join_host_port() {
   if [[ $1 == *:* ]]; then echo "[$1]:$2"; else echo "$1:$2"; fi
 }
@@ -99,10 +98,9 @@ first_line() {
   echo "$line"
 }
 
-# detect_node [DESTINATION] finds the interface, address, NUMA node and RDMA device that this
-# machine's part of the job will use: those of DMLC_NODE_HOST or DMLC_INTERFACE where they are set,
-# else of the way to DESTINATION. Sets node_interface, node_address, node_numa and node_rdma; what
-# cannot be found stays empty.
+# detect_node [DESTINATION] finds the interface, address, NUMA node and RDMA device of this machine's part of the job:
+# by DMLC_NODE_HOST or DMLC_INTERFACE if set, otherwise by the route to DESTINATION. Sets node_interface, node_address,
+# node_numa and node_rdma; unknown values stay empty.
 detect_node() {
   local destination=${1:-} route device
   node_interface=${DMLC_INTERFACE:-} node_address=${DMLC_NODE_HOST:-} node_numa='' node_rdma=''
@@ -120,7 +118,7 @@ detect_node() {
   [[ -n $node_address ]] || node_address=$(ip -o address show dev "$node_interface" scope global \
     2>/dev/null | awk 'NR == 1 {sub("/.*", "", $4); print $4}' || true)
   node_numa=$(first_line "/sys/class/net/$node_interface/device/numa_node")
-  [[ $node_numa != -* ]] || node_numa=''  # the kernel's word for a machine that has no such nodes
+  [[ $node_numa != -* ]] || node_numa='' # the kernel's value without NUMA nodes
   for device in /sys/class/infiniband/*; do
     [[ -e $device/device/net/$node_interface ]] || continue
     node_rdma=${device##*/}
@@ -128,7 +126,7 @@ detect_node() {
   done
 }
 
-# show_node says on the error output what was detected, and how to override it.
+# show_node prints the detected values to stderr, and the ways to override them.
 show_node() {
   if ! command -v ip >/dev/null; then
     echo "$me: there is no ip command (iproute2): byteps-server finds this machine's address by" \
@@ -140,20 +138,19 @@ show_node() {
     "RDMA device ${node_rdma:-none} (BYTEPS_RDMA_DEVICE)" >&2
 }
 
-# show_command COMMAND...: what would be run, with the settings it would get but for a secret, to be
-# pasted.
+# show_command COMMAND...: prints the command with its settings, except a secret, to be pasted.
 show_command() {
   local name
   for name in $(compgen -e | grep -E '^(DMLC|BYTEPS|SERVER)_|^TORCH_DISABLE_SHARE_' | LC_ALL=C sort); do
-    [[ $name != BYTEPS_SECRET ]] || continue # it is nobody's to read
+    [[ $name != BYTEPS_SECRET ]] || continue # it stays secret
     printf '%s=%q \\\n' "$name" "${!name}"
   done
   printf '%q ' "$@"
   echo
 }
 
-# find_program NAME HINT prints its path: build/venv of this checkout, or bin of an unpacked archive,
-# before PATH.
+# find_program NAME HINT prints its path: in build/venv of this checkout, in bin of an unpacked archive, or on PATH, in
+# this order.
 find_program() {
   local folder
   for folder in build/venv/bin bin; do
@@ -165,7 +162,7 @@ find_program() {
   command -v -- "$1" || die_usage "$1 is neither in $repo_root/build/venv/bin nor on PATH: $2"
 }
 
-# has_byteps PYTHON: whether it has byteps and torch. To import them would take seconds.
+# has_byteps PYTHON: succeeds if this Python has byteps and torch. An import would take seconds.
 has_byteps() {
   "$1" - 2>/dev/null <<'PYTHON'
 import importlib.util
@@ -177,8 +174,8 @@ sys.exit(not all(spec and spec.origin for spec in found))
 PYTHON
 }
 
-# find_python prints the path of the Python of the ranks: the active environment's, if it has byteps;
-# else that of this checkout, or of an unpacked archive.
+# find_python prints the path of the ranks' Python: the active environment's, if it has byteps; otherwise that of this
+# checkout or of an unpacked archive.
 find_python() {
   local folder candidate others=() tried=()
   [[ -z ${VIRTUAL_ENV:-} ]] || others+=("$VIRTUAL_ENV/bin/python")

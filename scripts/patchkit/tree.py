@@ -216,7 +216,7 @@ class State:
     """Results of the last apply, export or sync; stored inside the tree's .git folder."""
 
     upstream_sha256: str = ""
-    """Of upstream's source distribution, or its commit."""
+    """Hash of upstream's source distribution, or its commit."""
     fingerprint: str = ""
     """Fingerprint of the inputs that HEAD was made from."""
     head: str = ""

@@ -1,4 +1,4 @@
-"""What a release is, whether this checkout may be one, and the files in it."""
+"""Contents of a release, and conditions for a release of this checkout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class ReleaseError(Exception):
-    """What a user can cause or repair; the message is printed without a traceback."""
+    """An error that a user can cause or fix; the message is printed without a traceback."""
 
 
 def ship_tools() -> Path:
@@ -53,7 +53,7 @@ SUMS = "SHA256SUMS"
 @dataclass(frozen=True, kw_only=True)
 class Release:
     version: str
-    """Of the distribution: "1.0.0"."""
+    """Version of the distribution: "1.0.0"."""
     commit: str
     epoch: int
     """When it was committed, or SOURCE_DATE_EPOCH: seconds since 1970. Dates every file."""

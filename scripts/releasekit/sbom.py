@@ -76,7 +76,7 @@ class Materials:
         return bom
 
     def _top(self) -> list[Component]:
-        """What nothing else holds: the files."""
+        """Get the components that no other contains: the files."""
         held = {str(one.bom_ref) for _, needed in self.needs for one in needed}
         return [one for reference, one in self.components.items() if reference not in held]
 

@@ -1,4 +1,4 @@
-"""What is shipped: its bill of materials, a whole release made twice, extras, modules."""
+"""Shipped files: bill of materials, a whole release made twice, extras, modules."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _write(folder: Path, out: Path, sodium: str = "libsodium 1.0.18-1+deb12u1 de
 
 @pytest.mark.slow
 def test_bill_of_materials(files: Path, tmp_path: Path) -> None:
-    """What is in each file; the writer itself checks it against the schema."""
+    """The bill lists each file's contents; the writer itself checks it against the schema."""
     bill = tmp_path / "bill.json"
     assert _write(files, bill) == ""
     read: dict[str, Any] = json.loads(bill.read_text())
@@ -148,7 +148,7 @@ def test_its_environment_holds_what_an_extra_asks_for(name: str) -> None:
         assert Version(versions[requirement.name]) in requirement.specifier, requirement
 
 
-# What users install holds no module of Python that nothing here tries.
+# Every installed Python module has a test here.
 
 
 MODULES = {

@@ -17,7 +17,7 @@ LIMIT_S = 500.0
 
 
 def _losses(tree: Path, **settings: str) -> tuple[list[str], str]:
-    """As they are printed, and all that was said."""
+    """Printed values, and the whole output."""
     words = ["--nproc-per-node", "2", "--", "--tensor-model-parallel-size", "2"]
     # All-reduces of 128 KiB: shorter ones stay with gloo.
     words += ["--seq-length", "512", "--max-position-embeddings", "512"]

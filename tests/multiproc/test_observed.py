@@ -1,4 +1,4 @@
-"""What a program can see of its reductions while it runs."""
+"""Visible effects of reductions in a running program."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_change_of_a_shared_patch_reaches_both(two_series: Project, newest: Path
     assert "newest: patches unchanged" in output
     assert "trainer: 0002-loop-pass-one.patch, series" in output
     assert "newest: build/newest is old" in two_series.ok("export")
-    # What the old tree has of its own cannot be exported: the old shared patches would come back.
+    # The old tree's own changes cannot be exported: the old shared patches would return.
     two_series.commit("trainer/second.py", "hook()", "hook(2)", "second: pass two", "newest")
     output = two_series.fails("export")
     assert "the patches of ../trainer/series have changed since build/newest was made" in output
@@ -163,7 +163,7 @@ def test_series_that_is_no_good(
     assert message in two_series.fails("apply", "--check")
 
 
-# ----------------------------------------------------------------- where the commit comes from
+# ----------------------------------------------------------------- sources of the commit
 
 
 def test_commit_is_fetched_once(two_series: Project, newest: Path) -> None:
@@ -179,7 +179,7 @@ def test_commit_is_fetched_once(two_series: Project, newest: Path) -> None:
 def test_checkout_that_is_named(two_series: Project, newest: Path, tmp_path: Path) -> None:
     shutil.rmtree(two_series.cache / "checkouts")
     arguments = ["apply", "--check", "--only", "newest"]
-    (newest / "trainer/loop.py").write_text("edited\n")  # what was committed counts
+    (newest / "trainer/loop.py").write_text("edited\n")  # only committed files count
     before = contents(newest)
     other = newest.rename(tmp_path / "other")
     result = two_series.run(*arguments, env={"NEWEST": str(other)})

@@ -88,7 +88,7 @@ def test_forward_and_back(target: Target, mine: Path, said: Callable[[], str]) -
     after = contents(mine)
     target.apply()
     assert "applied already" in said() and contents(mine) == after
-    # What an interpreter leaves next to our files goes with them.
+    # An interpreter's files are removed together with ours.
     (mine / "trainer/extra/__pycache__").mkdir()
     (mine / "trainer/extra/__pycache__/hook.pyc").write_bytes(b"x")
     target.reverse()
@@ -172,14 +172,14 @@ def test_failure_does_not_hide_those_of_later_patches(patched: Project, mine: Pa
     assert "0004-info-two.patch: trainer/info.py: hunk 1 of 1" in str(caught.value)
 
 
-# ----------------------------------------------------------------- what others did since
+# ----------------------------------------------------------------- changes by others since
 
 
 @pytest.mark.parametrize("gone", [LOOP, HOOK])
 def test_what_git_took_back_is_patched_again(
     target: Target, mine: Path, said: Callable[[], str], gone: str
 ) -> None:
-    """As after ``git checkout .``, or ``git clean``."""
+    """The state after ``git checkout .`` or ``git clean``."""
     before = contents(mine)
     target.apply()
     after = contents(mine)
@@ -257,7 +257,7 @@ def test_a_copy_without_the_record_is_known(
         target.reverse()
 
 
-# ----------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------- refused cases
 
 
 def test_file_in_an_overlay_files_place_is_refused(target: Target, mine: Path) -> None:
@@ -385,7 +385,7 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
 
 
 def test_installed_package_in_place_and_back(tmp_path: Path) -> None:
-    """As from a wheel: without the project, and without git."""
+    """Runs like from a wheel: without the project, and without git."""
     site = tmp_path / "site-packages"
     (upstream,) = (one for one in load_lock(REPOSITORY) if one.name == "megatron-core")
     unpack(upstream, site)

@@ -30,7 +30,7 @@ def test_unknown_command_hears_the_nearest(
     assert f"'megatron-byteps {meant}'" in told or not meant
 
 
-@pytest.mark.parametrize("name", sorted({*cli.COMMANDS} - {"check"}))  # which is Megatron's
+@pytest.mark.parametrize("name", sorted({*cli.COMMANDS} - {"check"}))  # it is Megatron's
 def test_help_of_each_has_an_example_and_needs_no_torch(name: str) -> None:
     program = (
         "import atexit, sys\n"
@@ -43,5 +43,5 @@ def test_help_of_each_has_an_example_and_needs_no_torch(name: str) -> None:
     assert done.returncode == 0, done.stderr
     assert f"megatron-byteps {name}" in done.stdout
     assert "xample" in done.stdout
-    if name not in ("scheduler", "server"):  # which become another program
+    if name not in ("scheduler", "server"):  # they become another program
         assert done.stdout.splitlines()[-1] == "False"

@@ -152,7 +152,7 @@ class Doctor:
             is_alone = "DMLC_PS_ROOT_URI" not in os.environ and done.returncode == 3
             for line in (done.stdout + done.stderr).splitlines():
                 if is_alone and line.startswith(_WRONG):
-                    continue  # that there is no scheduler yet
+                    continue  # no scheduler is there yet
                 print(line, flush=True)
             if done.returncode and not is_alone:
                 self.is_well = False

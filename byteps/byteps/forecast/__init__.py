@@ -1,4 +1,5 @@
-"""What a job would gain, before it runs or when it starts: one answer, which three programs print.
+"""The gain of a job, computed before it runs or when it starts: an answer that three programs
+print.
 
 ``megatron-byteps sizing`` asks for a number of parameters, ``megatron-byteps
 check`` for Megatron's arguments, and a job with

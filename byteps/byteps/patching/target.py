@@ -51,7 +51,7 @@ class Target:
 
     root: Path
     upstreams: tuple[Upstream, ...]
-    """Those that have a series for Megatron."""
+    """Folders that have a series for Megatron."""
 
     @classmethod
     def of(cls, root: Path | None = None, source: Path | None = None) -> Target:
@@ -232,7 +232,7 @@ class Target:
 
 
 def _entry(base: Path, new: bytes) -> dict[str, Any]:
-    """What a record says of a file."""
+    """A record's entry for a file."""
     old = lines_of(base.read_bytes()) if base.is_file() else []
     added = [line for line in lines_of(new) if old and line.strip() and line not in old]
     return {

@@ -60,7 +60,7 @@ def change(
         raise
     shutil.rmtree(root / _STAGED, ignore_errors=True)
     for folder in (root / path for path in reversed(list(folders))):
-        # What interpreters and editors leave goes with ours.
+        # Files of interpreters and editors go with ours.
         if folder.is_dir() and all(is_junk(one.name) for one in folder.iterdir()):
             shutil.rmtree(folder)
 

@@ -244,7 +244,7 @@ def _start(
     priority: int,
     streamed: bool,
 ) -> int:
-    """As `start`, with arguments that were checked."""
+    """Start an operation like `start`, with checked arguments."""
     name, device = known.spec[0], known.described[2]
     form, values, received, lost, forgets = known.form, tensor, output, None, False
     if form.memory != tensor.dtype:

@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with hosts.desk:
             _Trial(options, folder, hosts).run()
-    except TrialError as error:  # whose logs are kept
+    except TrialError as error:  # its logs are kept
         lines, end, why = str(error).rpartition("\n")
         print(f"{lines}{end}{parser.prog}: {why}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""What a program can see of its reductions: metrics of a step, and names in a profiler."""
+"""Visible effects of reductions in a program: metrics of a step, and names in a profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How programs reach the servers: the backend ``byteps``, and hooks for DDP and FSDP2.
+"""Ways from programs to the servers: the backend ``byteps``, and hooks for DDP and FSDP2.
 
 The backend is NCCL or gloo, but for large all-reduces. Hooks need no process group of it: tensors
 that stay behind are reduced by the group that the model has.
@@ -101,7 +101,7 @@ class BytePSGroup(dist.ProcessGroup):
                 group._register_backend(torch.device(device), kind, backend)
             group._set_default_backend(kind)
 
-    # ----- what goes through the servers
+    # ----- operations that may go through the servers
 
     @_disable_dynamo
     def allreduce(  # type: ignore[override]  # one function for all forms
@@ -211,7 +211,7 @@ class BytePSGroup(dist.ProcessGroup):
     # ----- its name and its end
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
+        """Get the name in torch's form."""
         return NAME if self._name == NAME else self._plain.name()
 
     def set_timeout(self, timeout: timedelta) -> None:

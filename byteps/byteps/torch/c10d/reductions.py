@@ -90,10 +90,10 @@ _limit_s: float | None = None
 
 
 def joined() -> Job:
-    """What `join` learned, or is learned now where torch.distributed's ranks all come here.
+    """Get the result of `join`, which runs now if all ranks of torch.distributed call this.
 
     Raises:
-        BytePSError: see `join`.
+        BytePSError: See `join`.
     """
     return _join_once().job
 
@@ -118,8 +118,11 @@ def _join_once() -> _Joined:
 def _exchange(
     store: Any, rank: int, size: int, mine: Told, deadline: float
 ) -> tuple[Sequence[Told], str]:
-    """What each rank told, in order, and a nonce. Rank 0 reads all and writes it once, so that a
-    large job reads two values a rank."""
+    """Exchange the messages of all ranks, in order, and a nonce.
+
+    Rank 0 reads all messages and writes them once, so that a rank of a large job reads only two
+    values.
+    """
     try:
         prefix = meeting.meet(store, "c10d", rank, size, deadline)
     except meeting.AbsentError as error:
@@ -139,7 +142,8 @@ def _exchange(
     return [Told(*one) for one in json.loads(store.get(everything))], prefix.rpartition("/")[2]
 
 
-# Which all-reduces of a group go through the servers, and how: the same on all members.
+# Choice of a group's all-reduces that go through the servers, and of their way: the same on all
+# members.
 
 
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -156,7 +160,7 @@ _told: set[str] = set()
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What users choose, by variables BYTEPS_C10D_*."""
+    """Choices of users: the variables BYTEPS_C10D_*."""
 
     backend: str
     min_bytes: int
@@ -165,7 +169,7 @@ class Settings:
 
     @staticmethod
     def read() -> Settings:
-        """Those in force. Raises BytePSError where one has a value that it may not have."""
+        """Read the current values. Raises BytePSError for an invalid value."""
         return Settings(
             backend=setting("BYTEPS_C10D_BACKEND", str),
             min_bytes=setting("BYTEPS_C10D_MIN_BYTES", int),
@@ -185,9 +189,9 @@ def decide_for(
     dtype: torch.dtype,
     settings: Settings,
 ) -> Decision:
-    """How all-reduces of a type are made over these ranks. Rank 0 of them says so, once.
+    """Choose the way of all-reduces of a dtype over these ranks; rank 0 of them logs it once.
 
-    A pure function of what all members know.
+    A pure function of facts that all members know.
     """
     hosts = tuple(job.hosts[rank] for rank in ranks)
     what = Sum(
@@ -304,7 +308,8 @@ class Reductions:
         )
 
     def begin(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> Work | None:
-        """As `start`, of any tensor; None: it does not go through the servers (see `takes`)."""
+        """Start an all-reduce of any tensor; None if it does not go through the servers (see
+        `takes`)."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         known = self._sums.get((tensor.dtype, tensor.numel(), average, tensor.device))
@@ -318,7 +323,7 @@ class Reductions:
             if not self.takes(tensor):
                 return None
             return self.start(tensor, average=average, priority=priority)
-        # What was asked before is not asked again: a call must cost little.
+        # Known answers are reused, because a call must cost little.
         is_flat = tensor.dim() == 1 and not tensor.requires_grad
         return known.start(tensor, tensor if is_flat else tensor.detach().view(-1), priority)
 

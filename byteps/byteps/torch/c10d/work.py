@@ -161,7 +161,7 @@ class Work(dist._Work):
         _kept_long.pop(id(self), None)
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait for the values, like `wait`."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
@@ -177,7 +177,7 @@ class ServerWork(Work):
     thread may call anything.
     """
 
-    # Of the class as long as they are the usual ones: a work is made for every all-reduce.
+    # Defaults are on the class, because a work is made for every all-reduce.
     _error: Exception | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
     _given: torch.futures.Future[Any]
@@ -210,7 +210,7 @@ class ServerWork(Work):
             line.add(self)
         self._keep()
 
-    # ----- as torch.distributed calls it
+    # ----- calls by torch.distributed
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Block until the values are there; on a GPU, for the current stream's work from now on.
@@ -373,7 +373,7 @@ class ServerWork(Work):
                     self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub
 
 
-# Of a tensor on a GPU: streams wait for it, and no thread, as with NCCL.
+# A work of a GPU tensor: streams wait for it, and no thread does, like with NCCL.
 
 
 _LOOK_S = 0.001
@@ -510,6 +510,6 @@ def await_all() -> None:
 
 
 def _let_go() -> None:
-    """Of tensors that have landed."""
+    """A work of tensors that have landed."""
     while _landing and _landing[0][0].query():
         _landing.popleft()
