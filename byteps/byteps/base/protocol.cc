@@ -444,6 +444,7 @@ KeyHash ParseKeyHash(const std::string& name) {
 
 int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int num_servers) {
   const uint64_t k = static_cast<uint64_t>(num_servers);
+  if (placement & kOnOneServer) return static_cast<int>((placement & ~kOnOneServer) % k);
   if (hash == KeyHash::kRaw) return static_cast<int>((placement % k + index) % k);
   uint64_t h = 5381;
   for (char c : std::to_string(key + index)) h = h * 33 + static_cast<unsigned char>(c);

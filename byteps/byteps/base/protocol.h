@@ -190,6 +190,8 @@ const char* NameOf(KeyHash hash);
 
 constexpr int kPartitionBits = 16;
 constexpr uint64_t kMaxPartitions = 1ull << kPartitionBits;
+// Flag in a placement: one server has all partitions.  A part of the protocol.
+constexpr uint64_t kOnOneServer = 1ull << 63;
 
 // Limits of waiting for the members of slow replicas (docs/design/replicas.md).
 struct Patience {
@@ -219,7 +221,9 @@ struct Declaration {
   bool stochastic = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
-  uint64_t placement = 0;        // for kRaw: partition p is on server (placement + p) mod servers
+  // For kRaw partition p is on server (placement + p) mod servers. With kOnOneServer, for any hash,
+  // each partition is on server placement mod servers.
+  uint64_t placement = 0;
   KeyHash hash = KeyHash::kRaw;  // maps partitions to servers
   Patience patience;             // the same for all tensors of a job
   RankGroup group;
@@ -327,7 +331,8 @@ KeyHash ParseKeyHash(const std::string& name);
 //
 // kRaw assigns partitions round robin from the tensor's `placement`. If each tensor's placement is
 // the number of partitions before it, small tensors and parts of large ones are spread evenly over
-// any number of servers. kDjb2 hashes the partition's key.
+// any number of servers. kDjb2 hashes the partition's key. A placement with kOnOneServer
+// gives all partitions to one server, as for a shard whose owner is on that server's host.
 int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int num_servers);
 
 // Returns the partition size for a tensor of `bytes` bytes.

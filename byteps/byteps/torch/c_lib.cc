@@ -517,6 +517,8 @@ NB_MODULE(c_lib, m) {
         nb::arg("values"), nb::arg("count"), Unlocked());
   m.def("add_differences", &AddTo, nb::arg("blocks"), nb::arg("dtype"), nb::arg("held"),
         nb::arg("count"), nb::arg("out"), Unlocked());
+  // Joined to a placement, it gives all partitions to one server.
+  m.attr("ON_ONE_SERVER") = kOnOneServer;
   m.def("config", [] { return Settings().Print(); });
   m.def("setting", &TypedSetting, nb::arg("name"), nb::arg("given") = GivenSettings());
   m.def(

@@ -10,6 +10,9 @@ from typing import Any
 class BytePSError(RuntimeError): ...
 class BytePSUsageError(BytePSError, ValueError): ...
 
+ON_ONE_SERVER: int
+"""Joined to a placement, it gives all partitions of a tensor to one server."""
+
 class Ranks:
     """The ranks of a group, ascending; empty: all workers."""
 

@@ -165,6 +165,10 @@ TEST(Plan, HashesAreTheSameInEveryBuild) {
   EXPECT_EQ(ServerOf(KeyHash::kDjb2, 65536, 0, 1, 1000), 583);
   // Round robin, starting at the placement.
   EXPECT_EQ(ServerOf(KeyHash::kRaw, 65536, 7, 5, 5), 2);
+  // All on one server, however hashed.
+  EXPECT_EQ(ServerOf(KeyHash::kRaw, 65536, kOnOneServer | 7, 5, 5), 2);
+  EXPECT_EQ(ServerOf(KeyHash::kRaw, 65536, kOnOneServer | 7, 6, 5), 2);
+  EXPECT_EQ(ServerOf(KeyHash::kDjb2, 65536, kOnOneServer | 3, 6, 5), 3);
 }
 
 // ----- the next partition
