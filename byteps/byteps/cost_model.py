@@ -154,6 +154,12 @@ def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
     return Load(host=max(out, into), server=extra)
 
 
+def scatter_to_owners(hosts: int, pushed: float) -> Load:
+    """The load of a reduce-scatter whose shards are summed on their owners' hosts: of what the
+    ranks of a host push, all but their own shards leaves it, and sums come from its own servers."""
+    return Load(host=(hosts - 1) / hosts * pushed)
+
+
 # ------------------------------------------------------------------------- cores and NICs
 
 TCP_GBPS = 100.0

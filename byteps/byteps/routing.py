@@ -71,6 +71,8 @@ class Sum:
     """Whether servers keep the optimizer and answer with parameters instead of the sum."""
     pulled_bytes: int | None = None
     """Bytes of the servers' answers; None: the same as `wire_bytes`."""
+    placed: bool = False
+    """Whether servers on each rank's host sum its shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,10 @@ def loads_of(what: Sum, servers: Servers) -> dict[str, Load]:
     """Return the bytes over the NICs for each possible route."""
     loads = {} if what.updated else {COLLECTIVE: _collective(what)}
     for route, flow in flows_of(what).items():
-        loads[route] = cost_model.push_pull(servers, flow.pushed, flow.pulled)
+        if what.placed:
+            loads[route] = cost_model.scatter_to_owners(len(per_host(what.hosts)), flow.pushed)
+        else:
+            loads[route] = cost_model.push_pull(servers, flow.pushed, flow.pulled)
     return loads
 
 

@@ -13,6 +13,8 @@ from tests.border.torch_interfaces import (
     Fsdp,
     FsdpGloo,
     ServerOptimizer,
+    Sharded,
+    ShardedGloo,
 )
 
 SERVED: tuple[type[Interface], ...] = (
@@ -21,12 +23,19 @@ SERVED: tuple[type[Interface], ...] = (
     DdpHook,
     C10d,
     Fsdp,
+    Sharded,
     Megatron,
     MegatronServed,
 )
 """Columns of the matrix."""
 
-_REFERENCES: tuple[type[Interface], ...] = (AveragedByHand, Ddp, FsdpGloo, MegatronGloo)
+_REFERENCES: tuple[type[Interface], ...] = (
+    AveragedByHand,
+    Ddp,
+    FsdpGloo,
+    ShardedGloo,
+    MegatronGloo,
+)
 _ALL = {interface.name: interface for interface in (*SERVED, *_REFERENCES)}
 
 

@@ -23,6 +23,7 @@ QUICK = {
     ("BYTEPS_C10D", "sparse-gradients"),
     ("BYTEPS_C10D", "groups-in-opposite-order"),
     ("FSDP2", "accumulation"),
+    ("FSDP2 sharded", "accumulation"),
     ("--use-dpu-reduce", "grad-scaler"),
     ("--dpu-optimizer", "two-backward-passes"),
 }
@@ -55,5 +56,5 @@ def test_what_must_compute_is_not_refused() -> None:
     assert not [cell for cell in matrix.REFUSED if cell[1] in matrix.MUST_COMPUTE]
     known = set(matrix.cells())
     assert set(QUICK) <= known and set(matrix.REFUSED) <= known
-    assert len(QUICK) == 12
+    assert len(QUICK) == 13
     assert {interface.name for interface in interfaces.SERVED} == {cell[0] for cell in QUICK}

@@ -160,21 +160,9 @@ class FsdpGloo(Interface):
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options = PLAIN
     ) -> tuple[nn.Module, Any]:
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        shape = (dist.get_world_size(), 1)
-        if options.group is None:
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        else:
-            if self._alone is None:
-                self._alone = [dist.new_group([rank]) for rank in range(shape[0])][dist.get_rank()]
-            mesh = DeviceMesh.from_group(
-                [options.group, self._alone],
-                "cpu",
-                mesh=torch.arange(shape[0]).view(shape),
-                mesh_dim_names=("replicate", "shard"),
-            )
+        mesh = self._mesh(options)
         names = {parameter: name for name, parameter in model.named_parameters()}
         stepped = [names[p] for group in optimizer.param_groups for p in group["params"]]
         sharded: Any = fully_shard(model, mesh=mesh)
@@ -183,6 +171,21 @@ class FsdpGloo(Interface):
         (group_of_all,) = optimizer.param_groups
         group_of_all["params"] = [parameters[name] for name in stepped]
         return sharded, optimizer
+
+    def _mesh(self, options: Options) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        shape = (dist.get_world_size(), 1)
+        if options.group is None:
+            return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        if self._alone is None:
+            self._alone = [dist.new_group([rank]) for rank in range(shape[0])][dist.get_rank()]
+        return DeviceMesh.from_group(
+            [options.group, self._alone],
+            "cpu",
+            mesh=torch.arange(shape[0]).view(shape),
+            mesh_dim_names=("replicate", "shard"),
+        )
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[Any]:
         return _without_sync(model)
@@ -214,3 +217,28 @@ class Fsdp(FsdpGloo, C10d):
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[Any]:
         return FsdpGloo.accumulating(self, model)
+
+
+class ShardedGloo(FsdpGloo):
+    """FSDP2 with one dimension, over gloo: each rank has a part of all parameters."""
+
+    name = "fsdp2-sharded-gloo"
+    reference = "fsdp2-sharded-gloo"
+
+    def _mesh(self, options: Options) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if options.group is None:
+            return init_device_mesh("cpu", (dist.get_world_size(),))
+        return DeviceMesh.from_group(options.group, "cpu")
+
+
+class Sharded(ShardedGloo, Fsdp):
+    """The same with BYTEPS_FSDP_DTYPES: reduce-scatters go through servers."""
+
+    name = "FSDP2 sharded"
+    reference = "fsdp2-sharded-gloo"
+    environment: ClassVar[dict[str, str]] = {
+        **Served.environment,
+        "BYTEPS_FSDP_DTYPES": "same",
+    }

@@ -155,8 +155,8 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_STREAMED_BYTES", kInt, "bytes", "4294967296", 0, 1e15, "",
        "Pinned host memory of a worker with sums that streams of its GPU wait for, as in "
        "torch.distributed. Such a sum holds all of its bytes until it has landed; one that finds "
-       "no "
-       "room blocks the host when it is awaited."},
+       "no room blocks the host when it is awaited.",
+       kInternal},
       {"BYTEPS_KEY_HASH_FN", kChoice, "", "raw", 0, 0, "raw|djb2",
        "How partitions are spread over servers. raw: round robin from the tensor's placement. The "
        "same on all workers."},
@@ -209,6 +209,12 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_C10D_WIRE_DTYPE", kChoice, "", "same", 0, 0, "same|bf16|fp16|int8|int4",
        "Type in which process groups and DDP hooks send tensors: fp32 and fp64 as bf16 or fp16, "
        "and all but fp64 as int8 or int4. The servers add in fp32. The same on all workers."},
+      {"BYTEPS_FSDP_DTYPES", kChoice, "", "none", 0, 0,
+       "none|same|bf16|int8|int4|none,int8|bf16,int8|int8,int8|int4,int8",
+       "Type in which FSDP2's gradients go through the servers, with BYTEPS_C10D=1; none: they "
+       "stay "
+       "with NCCL or gloo. Then, if it is named, the type in which these gather parameters over "
+       "hosts. The same on all workers."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
        "NAME[:PORT[:GID]]: the one RDMA device, such as mlx5_0, its port and GID. On RoCE the GID "
        "also selects the version. Default, also of each part that is left out: that of "

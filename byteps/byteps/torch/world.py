@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -119,6 +120,7 @@ ALIKE = (
     "BYTEPS_C10D_BACKEND",
     "BYTEPS_C10D_MIN_BYTES",
     "BYTEPS_C10D_WIRE_DTYPE",
+    "BYTEPS_FSDP_DTYPES",
 )
 """Settings that decide which bytes a rank sends to which server. Ranks with different values would
 wait for each other."""
@@ -137,6 +139,8 @@ class Told(NamedTuple):
     """Whether this worker's settings ask for measured rates."""
     alike: Sequence[Setting]
     """This worker's values of the settings in ALIKE, in the same order."""
+    own_servers: Sequence[int] = ()
+    """Ranks of the servers whose address is one of its host's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,9 @@ class Job:
     network: Network
     measures: bool
     """Whether rates are measured before routes are decided."""
+    servers_on: tuple[tuple[int, ...], ...] = ()
+    """Ranks of the servers on each host, equally many and all of the job's; empty where addresses
+    do not tell."""
 
 
 def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
@@ -166,6 +173,7 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
         servers_per_machine=setting("BYTEPS_SERVERS_PER_MACHINE", int),
         measures=setting("BYTEPS_MEASURE_LINKS", bool) and not setting("BYTEPS_LINK_GBPS", float),
         alike=[c_lib.setting(name) for name in ALIKE],
+        own_servers=_own(engine.server_hosts()),
     )
     told = exchange(mine)
     for number, name in enumerate(ALIKE):
@@ -183,7 +191,35 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
             server_rate=server * _GBPS or None,
         ),
         measures=all(one.measures for one in told),
+        servers_on=_servers_on([numbers[one.host] for one in told], told),
     )
+
+
+def _own(addresses: Sequence[str]) -> list[int]:
+    """Places of the addresses that are this host's."""
+    own = {address for address in set(addresses) if address and _can_bind(address)}
+    return [place for place, address in enumerate(addresses) if address in own]
+
+
+def _can_bind(address: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _servers_on(hosts: Sequence[int], told: Sequence[Told]) -> tuple[tuple[int, ...], ...]:
+    """See `Job.servers_on`. Hosts that are emulated on one machine all have the same addresses."""
+    found: dict[int, tuple[int, ...]] = {}
+    for host, one in zip(hosts, told, strict=True):
+        found.setdefault(host, tuple(one.own_servers))
+    every = [server for servers in found.values() for server in servers]
+    is_dealt = sorted(every) == list(range(len(engine.server_hosts())))
+    if not is_dealt or len({len(servers) for servers in found.values()}) != 1:
+        return ()
+    return tuple(found[host] for host in range(len(found)))
 
 
 def _demand_alike(name: str, values: Sequence[Setting]) -> None:

@@ -5,6 +5,7 @@
                DistributedDataParallel and FSDP2, which need no such group
 ``reductions`` what both are made of: the all-reduces of one group of ranks, which of them go to
                the servers, and becoming a worker of the job
+``scatters``   the reduce-scatters of one group, for FSDP2 (:mod:`byteps.torch.fsdp`)
 ``work``       an all-reduce in flight, as torch.distributed has it; ``work_of_many`` several as one
 ``events``     what a profiler shows of it
 =============  ===========================================================================

@@ -72,6 +72,9 @@ class BytePSGroup(dist.ProcessGroup):
             reductions.join(
                 options.store, options.group_rank, options.group_size, timeout=options.timeout
             )
+            from byteps.torch import fsdp  # it imports what makes groups
+
+            fsdp.install()
         self._reductions = Reductions(identity.of_new_group(options.group_id, self._ranks), "group")
 
     def _carry_gloo(self, options: Any, devices: Sequence[str]) -> None:

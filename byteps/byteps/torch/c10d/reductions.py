@@ -152,7 +152,7 @@ SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SAME = "same"
 """The name of a tensor's own type."""
 
-_REFERENCE_BYTES = 64 << 20
+REFERENCE_BYTES = 64 << 20
 """Bytes and times of a backend grow alike with the size, so that any size decides for all."""
 
 _told: set[str] = set()
@@ -196,22 +196,25 @@ def decide_for(
     hosts = tuple(job.hosts[rank] for rank in ranks)
     what = Sum(
         hosts=hosts,
-        gradient_bytes=_REFERENCE_BYTES,
-        wire_bytes=settings.wire_of(dtype).nbytes(_REFERENCE_BYTES // dtype.itemsize),
+        gradient_bytes=REFERENCE_BYTES,
+        wire_bytes=settings.wire_of(dtype).nbytes(REFERENCE_BYTES // dtype.itemsize),
     )
     decision = decide(what, job.network, settings.backend)
-    if session.rank() == min(ranks):
-        _tell(ranks, hosts, dtype, decision, settings)
+    tell("all-reduces", ranks, hosts, dtype, decision, settings)
     return decision
 
 
-def _tell(
+def tell(
+    operations: str,
     ranks: tuple[int, ...],
     hosts: tuple[int, ...],
     dtype: torch.dtype,
     decision: Decision,
     settings: Settings,
 ) -> None:
+    """Say a decision about these operations, such as all-reduces, on the lowest rank, once."""
+    if session.rank() != min(ranks):
+        return
     form = settings.wire_of(dtype)
     of_type = str(dtype).removeprefix("torch.")
     if form != wire.of(dtype):
@@ -222,7 +225,7 @@ def _tell(
         else f"BytePS {decision.route}, from {settings.min_bytes} bytes"
     )
     text = (
-        f"all-reduces of {of_type} over {len(ranks)} ranks on {len(set(hosts))} host(s): "
+        f"{operations} of {of_type} over {len(ranks)} ranks on {len(set(hosts))} host(s): "
         f"{backend} ({decision.why})"
     )
     if text not in _told:
@@ -259,7 +262,7 @@ class Reductions:
         self._settings = settings or Settings.read()
         self._session = 0
         self._routes: dict[torch.dtype, str] = {}
-        self._sums: dict[tuple[torch.dtype, int, bool, torch.device], _Reduction] = {}
+        self._sums: dict[tuple[torch.dtype, int, bool, torch.device, int], Reduction] = {}
         self._names: list[Names] = []
         self._line = Line()
 
@@ -312,7 +315,7 @@ class Reductions:
         `takes`)."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        known = self._sums.get((tensor.dtype, tensor.numel(), average, tensor.device))
+        known = self._sums.get((tensor.dtype, tensor.numel(), average, tensor.device, 0))
         if (
             known is None
             or tensor.layout is not torch.strided
@@ -339,7 +342,7 @@ class Reductions:
             BytePSError: the job failed, or members disagree about the tensor.
         """
         flat = flat_view(tensor, "the tensor")
-        key = tensor.dtype, tensor.numel(), average, tensor.device
+        key = tensor.dtype, tensor.numel(), average, tensor.device, 0
         if key not in self._sums:
             self._sums[key] = self._prepare(flat, average)
         return self._sums[key].start(tensor, flat, priority)
@@ -352,11 +355,13 @@ class Reductions:
             self._sums.clear()
             self._names.clear()
         if dtype not in self._routes:
-            decision = decide_for(job, self._ranks, dtype, self._settings)
-            self._routes[dtype] = decision.route
+            self._routes[dtype] = self._decide(job, dtype).route
         return self._routes[dtype]
 
-    def _prepare(self, flat: torch.Tensor, average: bool) -> _Reduction:
+    def _decide(self, job: Job, dtype: torch.dtype) -> Decision:
+        return decide_for(job, self._ranks, dtype, self._settings)
+
+    def _prepare(self, flat: torch.Tensor, average: bool) -> Reduction:
         dtype, wire = flat.dtype, self._settings.wire_of(flat.dtype)
         operation = "average" if average else "sum"
         of_type = str(dtype).removeprefix("torch.")
@@ -378,14 +383,14 @@ class Reductions:
         return _NodeFirst(node_sum, self._line, gatherer)
 
 
-class _Reduction:
+class Reduction:
     """How tensors of one length and type are reduced."""
 
     def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> Work:
         raise NotImplementedError
 
 
-class _Flat(_Reduction):
+class _Flat(Reduction):
     def __init__(self, name: str, ranks: tuple[int, ...], average: bool, wire: WireType) -> None:
         self._name = name
         self._ranks = ranks
@@ -405,12 +410,12 @@ class _Flat(_Reduction):
             checked=True,
             streamed=tensor.is_cuda,
         )
-        if _are_streamed(tensor, [handle]):
+        if are_streamed(tensor, [handle]):
             return StreamedWork([tensor], partial(operations.land, handle))
         return ServerWork([tensor], [handle], partial(operations.synchronize, handle))
 
 
-class _NodeFirst(_Reduction):
+class _NodeFirst(Reduction):
     def __init__(
         self, node_sum: nodes.NodeSum, line: Line, gatherer: nodes.NodeGroup | None
     ) -> None:
@@ -421,7 +426,7 @@ class _NodeFirst(_Reduction):
     def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> Work:
         node_sum = self._sum if priority == 0 else replace(self._sum, priority=priority)
         pending = node_sum.start(flat, streamed=self._gatherer is not None)
-        if self._gatherer is not None and _are_streamed(tensor, pending.handles):
+        if self._gatherer is not None and are_streamed(tensor, pending.handles):
             parts = [part for _, part, _ in pending.pending]
             receive = partial(pending.receive, self._gatherer)
             return StreamedWork([tensor], partial(operations.land_by, receive), parts)
@@ -430,7 +435,7 @@ class _NodeFirst(_Reduction):
         return work
 
 
-def _are_streamed(tensor: torch.Tensor, handles: Sequence[int]) -> bool:
+def are_streamed(tensor: torch.Tensor, handles: Sequence[int]) -> bool:
     """Whether streams wait for these sums. If they could, and do not, say why, once."""
     if not tensor.is_cuda:
         return False

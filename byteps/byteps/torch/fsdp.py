@@ -1,0 +1,265 @@
+"""FSDP2 in few bits: gradients through the servers, and parameters gathered in 8 bits.
+
+A script that knows nothing of this sets BYTEPS_C10D=1 and BYTEPS_FSDP_DTYPES; another one calls
+`apply`. Either way torch's FSDP2 calls what is defined here for its reduce-scatters and all-gathers
+alone: other collectives of the same process groups, such as those that collect a checkpoint, stay
+as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from byteps.torch import session, wire
+from byteps.torch.c10d import scatters
+from byteps.torch.c10d.reductions import SUMMED, Settings
+from byteps.torch.figures import setting
+from byteps.torch.wire import WireType
+from torch._compile import _disable_dynamo
+
+NONE = "none"
+"""The name of no type: the collectives stay with NCCL or gloo."""
+_FIRST = "2.9"
+"""Version of torch with the hooks."""
+_GATHERED = (torch.float32, torch.bfloat16, torch.float16)
+
+Call = Callable[..., Any]
+
+
+def apply(model: torch.nn.Module, *, wire_dtype: str = "int8", gather_dtype: str = NONE) -> None:
+    """Have the FSDP2 modules of a model reduce gradients through the servers.
+
+    To be called once on all ranks, after `fully_shard` and `bps.init()`. Gradients whose group is
+    on one host, or that would gain nothing, stay with NCCL or gloo; BYTEPS_C10D_BACKEND and
+    BYTEPS_C10D_MIN_BYTES say which, as for all-reduces.
+
+    Args:
+        model: with modules that `fully_shard` has made.
+        wire_dtype: type in which gradients travel: "same" (their own), "bf16", "fp16", "int8" or
+            "int4". Servers add in fp32 and round once. "none": they stay with NCCL or gloo.
+        gather_dtype: "int8": parameters that are gathered over hosts travel in blocks of 128 values
+            of 8 bits, and layers compute with what these hold. Optimizers keep them as they are.
+            "none": in their own type.
+
+    Raises:
+        BytePSError: torch has no such hooks; the text names its version.
+        ValueError: there is no such type, or no FSDP2 module in the model.
+    """
+    _demand("same", wire_dtype, ("same", NONE, *wire.NAMES))
+    _demand("int8", gather_dtype, (NONE, "int8"))
+    native = _natives()
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ValueError("the model has no module of FSDP2: call fully_shard on its modules first")
+    for module in sharded:
+        if wire_dtype != NONE:
+            scatter: Any = _ReduceScatter(native[0], wire_dtype)
+            module.set_custom_reduce_scatter(scatter)
+        if gather_dtype != NONE:
+            gather: Any = _AllGather(native[1])
+            module.set_custom_all_gather(gather)
+
+
+def _demand(like: str, given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        raise ValueError(f"{given!r} is no type such as {like!r}: it can be {', '.join(known)}")
+
+
+def install() -> None:
+    """Have all FSDP2 modules of this process do as BYTEPS_FSDP_DTYPES says. Again: do nothing.
+
+    Raises:
+        BytePSError: torch has no such hooks; the text names its version.
+    """
+    wire_dtype, _, gather_dtype = setting("BYTEPS_FSDP_DTYPES", str).partition(",")
+    gather_dtype = gather_dtype or NONE
+    if (wire_dtype, gather_dtype) == (NONE, NONE):
+        return
+    scatter, gather = _natives()
+    for native, is_asked, served in (
+        (scatter, wire_dtype != NONE, functools.partial(reduce_scatter, wire_dtype=wire_dtype)),
+        (gather, gather_dtype != NONE, all_gather),
+    ):
+        if is_asked and not hasattr(native.__call__, "__wrapped__"):
+            native.__call__ = _serving(native.__call__, served)
+
+
+def _serving(native: Call, served: Call) -> Call:
+    @functools.wraps(native)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not session.is_initialized():
+            return native(self, *arguments, **named)
+        return served(self, functools.partial(native, self), *arguments, **named)
+
+    return call
+
+
+def _natives() -> tuple[Any, Any]:
+    """torch's own classes for reduce-scatters and all-gathers of FSDP2."""
+    try:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+        for hook in ("set_custom_reduce_scatter", "set_custom_all_gather"):
+            if not hasattr(FSDPModule, hook):
+                raise AttributeError(f"FSDPModule has no {hook}")
+        return collectives.DefaultReduceScatter, collectives.DefaultAllGather
+    except (ImportError, AttributeError) as error:
+        raise session.BytePSError(
+            f"torch {torch.__version__} has no hooks for the collectives of FSDP2 ({error}): use "
+            f"{_FIRST} or later, or unset BYTEPS_FSDP_DTYPES"
+        ) from None
+
+
+class _Comm:
+    """What torch asks of both kinds of communication."""
+
+    def __init__(self, native: Any) -> None:
+        """`native`: torch's own class."""
+        self._native = native()
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _ReduceScatter(_Comm):
+    def __init__(self, native: Any, wire_dtype: str) -> None:
+        super().__init__(native)
+        self._wire_dtype = wire_dtype
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return reduce_scatter(self, self._native, *arguments, wire_dtype=self._wire_dtype, **named)
+
+
+class _AllGather(_Comm):
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return all_gather(self, self._native, *arguments, **named)
+
+
+@_disable_dynamo
+def reduce_scatter(
+    owner: object,
+    native: Call,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any,
+    async_op: bool = False,
+    *,
+    wire_dtype: str,
+) -> Any:
+    """A reduce-scatter of FSDP2 through the servers where it gains, else `native`.
+
+    `owner` is the object of torch's, one for each FSDP2 module. Other arguments are as torch's
+    reduce_scatter_tensor has them; the input's values are undefined afterwards.
+
+    Raises:
+        BytePSError: the job failed, and the text names the peer.
+    """
+    average, factor = _read(op)
+    work = None
+    if average is not None:
+        settings = Settings(
+            backend=setting("BYTEPS_C10D_BACKEND", str),
+            min_bytes=setting("BYTEPS_C10D_MIN_BYTES", int),
+            wire_dtype=wire_dtype,
+        )
+        work = scatters.of_group(group, settings).begin_scatter(
+            output_tensor, input_tensor, average=average, factor=factor, owner=owner
+        )
+    if work is None:
+        return native(output_tensor, input_tensor, group, op, async_op)
+    if async_op:
+        return work
+    # On a GPU the current stream waits, and the host does not.
+    work.wait()
+    return None
+
+
+def _read(op: Any) -> tuple[bool | None, float]:
+    """Whether an operation averages, and by what it multiplies first; None: neither sum nor
+    average."""
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.AVG:
+        return True, 1.0
+    if kind == dist.ReduceOp.SUM:
+        return False, 1.0
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        return (False, float(factor)) if isinstance(factor, (int, float)) else (None, 1.0)
+    return None, 1.0
+
+
+@_disable_dynamo
+def all_gather(
+    owner: object,
+    native: Call,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> Any:
+    """An all-gather of FSDP2 in blocks of 8 bits where it spans hosts, by `native`.
+
+    All ranks compute with the same values, the owner of a shard too.
+    """
+    if (
+        input_tensor.dtype not in _GATHERED
+        or input_tensor.numel() == 0
+        or output_tensor.nbytes < setting("BYTEPS_C10D_MIN_BYTES", int)
+        or not scatters.spans_hosts(group)
+    ):
+        return native(output_tensor, input_tensor, group, async_op)
+    form = wire.int8()
+    with torch.no_grad():
+        sent = form.empty(input_tensor.numel(), input_tensor.device)
+        received = sent.new_empty(group.size() * sent.numel())
+        wire.encode(input_tensor.view(-1), form, sent)
+        gathering = native(received, sent, group, async_op)
+    work = _Gathering(gathering, received, form, output_tensor.view(-1), group.size())
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+class _Gathering(dist._Work):
+    """An all-gather in flight whose values are still to be decoded."""
+
+    def __init__(
+        self, native: Any, received: torch.Tensor, form: WireType, output: torch.Tensor, size: int
+    ) -> None:
+        super().__init__()
+        self._native = native
+        self._received: torch.Tensor | None = received
+        self._form = form
+        self._output = output
+        self._size = size
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait as the native work does, and decode in the current stream. Again: do nothing."""
+        received, self._received = self._received, None
+        if received is None:
+            return True
+        if self._native is not None:
+            self._native.wait() if timeout == timedelta(0) else self._native.wait(timeout)
+        if received.is_cuda:  # memory of the stream that has started it
+            received.record_stream(torch.cuda.current_stream(received.device))
+        with torch.no_grad():
+            for blocks, values in zip(
+                received.chunk(self._size), self._output.chunk(self._size), strict=True
+            ):
+                wire.decode(blocks, self._form, values)
+        return True
+
+
+assert set(_GATHERED) <= SUMMED
