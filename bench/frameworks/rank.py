@@ -25,7 +25,7 @@ import byteps.torch as bps
 import torch
 import torch.distributed as dist
 from byteps import c10d_plugin
-from byteps.torch import c_lib
+from byteps.torch import c_lib, fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -35,6 +35,14 @@ ROUNDS = 5
 """Number of untimed calls before the timed calls."""
 WAYS = ("ddp", "ddp-backend", "ddp-hook", "hsdp", "hsdp-backend")
 """Ways to train. Without a suffix, only gloo or NCCL reduces."""
+SHARDED = {
+    "fsdp": ("none", "none"),
+    "fsdp-bf16": ("bf16", "none"),
+    "fsdp-int8": ("int8", "none"),
+    "fsdp-int8-gathers": ("int8", "int8"),
+    "fsdp-int4-gathers": ("int4", "int8"),
+}
+"""FSDP2 over all ranks, in bf16: types in which gradients travel, and parameters; none: bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +88,20 @@ class Trained:
 
                     self._model.register_comm_hook(group, ddp_comm_hook)
             else:
-                mesh = _mesh(experiment, rank, size)
-                reduced = torch.bfloat16 if experiment.reduce_dtype == "bf16" else None
-                policy = MixedPrecisionPolicy(reduce_dtype=reduced)
+                if kind == "fsdp":
+                    everybody = dist.new_group(list(range(size)))
+                    mesh = DeviceMesh.from_group(everybody, experiment.device.partition(":")[0])
+                    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+                else:
+                    mesh = _mesh(experiment, rank, size)
+                    reduced = torch.bfloat16 if experiment.reduce_dtype == "bf16" else None
+                    policy = MixedPrecisionPolicy(reduce_dtype=reduced)
                 for layer in layers:
                     fully_shard(layer, mesh=mesh, mp_policy=policy)
                 fully_shard(self._model, mesh=mesh, mp_policy=policy)
+                if way in SHARDED and way != kind:
+                    wire_dtype, gather_dtype = SHARDED[way]
+                    fsdp.apply(self._model, wire_dtype=wire_dtype, gather_dtype=gather_dtype)
         self._optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
         self._device = device
         torch.manual_seed(100 + rank)

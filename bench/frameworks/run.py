@@ -9,6 +9,8 @@ hook. At the end the parameters of equivalent ways are compared.
   bench/frameworks/run.py --wire-dtype bf16 --ways ddp,ddp-backend,ddp-hook
   bench/frameworks/run.py --device cuda --link 10gbit --width 4096 --layers 6
   bench/frameworks/run.py --device cuda --link none --workers 2 --servers 2 --ways hsdp,hsdp-backend
+  bench/frameworks/run.py --colocate --link 200mbit \
+      --ways fsdp,fsdp-bf16,fsdp-int8,fsdp-int8-gathers    next to the links' own ratios
 
 Needs root. Exit status: 0 all thresholds are reached; 1 a threshold was missed, parameters differ,
 or a process failed; 2 bad usage.
@@ -29,9 +31,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.frameworks.rank import WAYS, Experiment
+from bench.frameworks.rank import SHARDED, WAYS, Experiment
 from bench.kit.emulation import LOOPBACK, Emulation, EmulationError, Host
-from bench.kit.plan import Topology
+from bench.kit.plan import WIRE_BITS, Topology
 from bench.kit.processes import LaunchError, Placement, Processes, become_interruptible, run_job
 from bench.kit.record import metadata, parse_rate, topology_text
 from scripts.children import outnumbered
@@ -39,6 +41,7 @@ from scripts.progress import Progress, aligned, pipes, put_between
 
 SCHEMA = 1
 HEAD = ("way", "ms per step", "min..max", "speed over native", "min..max")
+OF_LINKS = ("links' ratio", "fraction of it")
 BEGIN = "<!-- made by bench/frameworks/run.py --markdown, wire type {wire} -->"
 SAME = 1e-4
 """Allowed relative difference of trained parameters: additions may happen in different orders."""
@@ -51,6 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workers", type=int, default=4, help="hosts of one rank each (default: 4)")
     add("--servers", type=int, default=4, help="on hosts of their own (default: 4)")
+    add("--colocate", action="store_true", help="servers are on the workers' hosts")
     add("--ranks-per-host", type=int, default=1, help="default: 1")
     add(
         "--link",
@@ -80,8 +84,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
         options.link = 0 if options.link == "none" else parse_rate(options.link)
         options.ways = tuple(options.ways.split(","))
-        if unknown := set(options.ways) - set(WAYS):
-            raise ValueError(f"--ways: {', '.join(sorted(unknown))} is none of {', '.join(WAYS)}")
+        known = (*WAYS, *SHARDED)
+        if unknown := set(options.ways) - set(known):
+            raise ValueError(f"--ways: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
         if min(options.workers, options.servers, options.steps, options.launches) < 1:
             raise ValueError("--workers, --servers, --steps and --launches must be at least 1")
     except ValueError as error:
@@ -120,7 +125,8 @@ def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) ->
         }
         if options.link:
             ours["BYTEPS_LINK_GBPS"] = f"{options.link / 1e9:g}"
-        else:  # On this machine NVLink is faster than any servers.
+        # Without links NVLink is faster than any servers, and bf16 is no shorter than NCCL's.
+        if not options.link or set(options.ways) & set(SHARDED):
             ours["BYTEPS_C10D_BACKEND"] = "flat"
         spec = {"experiment": asdict(experiment)}
         program = "bench.frameworks.rank"
@@ -141,7 +147,20 @@ def native(way: str) -> str:
     return way.partition("-")[0]
 
 
-def rows(launches: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> list[Sequence[str]]:
+def links_ratio(way: str, device: str) -> float:
+    """Bytes that a step of FSDP2 in bf16 sends over each NIC, over those of this way: two gathers
+    of the parameters, and a reduce-scatter of the gradients to servers on the shards' hosts.
+
+    NCCL's reduce-scatter sends each value once. gloo's is an all-reduce, and sends it twice.
+    """
+    gradients, parameters = (WIRE_BITS.get(name, 16.0) for name in SHARDED[way])
+    native = 2 * 16 + (1 if device == "cuda" else 2) * 16
+    return native / (2 * parameters + gradients)
+
+
+def rows(
+    launches: Sequence[Mapping[str, Any]], ways: Sequence[str], device: str = "cpu"
+) -> list[Sequence[str]]:
     """Return the table: the median of each launch, and the median of these."""
     medians = {way: [statistics.median(one["steps"][way]) for one in launches] for way in ways}
     table: list[Sequence[str]] = []
@@ -154,7 +173,16 @@ def rows(launches: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> list[Seq
         ratios = sorted(their / my for my, their in zip(mine, theirs, strict=True))
         spread = f"{ratios[0]:.2f}..{ratios[-1]:.2f}"
         table.append([*cells, f"{statistics.median(ratios):.2f}", spread])
-    return table
+    if not set(ways) & set(SHARDED):
+        return table
+    return [[*row, *_of_links(row, device)] for row in table]
+
+
+def _of_links(row: Sequence[str], device: str) -> Sequence[str]:
+    if row[0] not in SHARDED or not row[3]:
+        return ["", ""]
+    ratio = links_ratio(row[0], device)
+    return [f"{ratio:.2f}", f"{float(row[3]) / ratio:.2f}"]
 
 
 def problems(
@@ -165,7 +193,11 @@ def problems(
     for one in launches:
         for way in ways:
             mine, theirs = one["sums"][way], one["sums"].get(native(way), one["sums"][way])
-            if wire == "same" and abs(mine - theirs) > SAME * max(1.0, abs(theirs)):
+            if (
+                wire == "same"
+                and way not in SHARDED
+                and abs(mine - theirs) > SAME * max(1.0, abs(theirs))
+            ):
                 found.append(f"{way} learned {mine:.6f}, {native(way)} {theirs:.6f}")
     if at_least is not None:
         for row in rows(launches, ways):
@@ -187,13 +219,18 @@ def rewrite(page: Path, wire: str, meta: Mapping[str, str], table: Sequence[Sequ
     put_between(page, BEGIN.format(wire=wire), "<!-- end -->", text)
 
 
+def _emulated(options: argparse.Namespace) -> int:
+    return int(options.workers + (0 if options.colocate else options.servers))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     topology = Topology(
         workers=options.workers * options.ranks_per_host,
         servers=options.servers,
         ranks_per_host=options.ranks_per_host,
-        emulated_hosts=options.workers + options.servers if options.link else 0,
+        colocate=options.colocate,
+        emulated_hosts=_emulated(options) if options.link else 0,
         link_bits=options.link,
     )
     launches = []
@@ -217,7 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": f"{options.layers} layers of {options.width} x {options.width}: {size:.0f} MiB of "
         f"fp32 gradients, sent as {options.wire_dtype}",
     }
-    table = [HEAD, *rows(launches, options.ways)]
+    head = (*HEAD, *OF_LINKS) if set(options.ways) & set(SHARDED) else HEAD
+    table = [head, *rows(launches, options.ways, options.device)]
     print("\n".join(f"# {name}: {text}" for name, text in meta.items()))
     print(aligned(table))
     if options.json:

@@ -138,6 +138,15 @@ def test_what_is_slow_or_wrong_is_named() -> None:
     assert not frameworks_run.problems(wrong, WAYS, None, "bf16"), "which rounds"
 
 
+def test_sharded_ways_are_compared_with_the_links() -> None:
+    """By gloo 2 gathers of 16 bits and an all-reduce, by NCCL a reduce-scatter."""
+    assert frameworks_run.links_ratio("fsdp-bf16", "cpu") == 64 / 48
+    assert frameworks_run.links_ratio("fsdp-int8-gathers", "cuda") == 48 / (3 * 8 * 130 / 128)
+    ways = ("fsdp", "fsdp-bf16")
+    one = launched(fsdp=[64, 64], fsdp_bf16=[50, 50])
+    assert [row[-2:] for row in frameworks_run.rows([one], ways)] == [["", ""], ["1.33", "0.96"]]
+
+
 # bench/reducer/run.py: every operation is right, a broken operation is found, and thresholds apply.
 
 
