@@ -8,10 +8,10 @@ usage() {
   cat <<'TEXT'
 usage: scripts/lint.sh [--fix]
 
-Checks Python (ruff, mypy, import-linter), shell scripts (shellcheck), the C++ files of overlays, benchmarks and tests
-(clang-format), the container files (hadolint), the Kubernetes manifests (against its schemas), their
-versions against docker/versions.env, and the patch series. What has not changed since it passed is not
-looked at again (build/lint). --fix rewrites what can be rewritten first.
+Checks Python (ruff, mypy, import-linter), the first words of comments, shell scripts (shellcheck), the C++ files
+of overlays, benchmarks and tests (clang-format), the container files (hadolint), the Kubernetes manifests (against
+its schemas), their versions against docker/versions.env, and the patch series. What has not changed since it passed
+is not looked at again (build/lint). --fix rewrites what can be rewritten first.
 Needs build/venv: run scripts/setup.sh before.
 TEXT
 }
@@ -96,6 +96,7 @@ run "ruff check" "$bin/ruff" check .
 run "ruff format" "$bin/ruff" format --check --diff .
 run "mypy" "$bin/mypy"
 run "imports" "$bin/lint-imports" --no-cache --no-logo
+run "comments" "$bin/python" scripts/comments.py
 changed "shellcheck (${#shell[@]} files)" "${shell[@]}" -- "$bin/shellcheck" -x "${shell[@]}"
 changed "clang-format (${#cpp[@]} files)" .clang-format "${cpp[@]}" -- \
   "$bin/clang-format" --dry-run -Werror "${cpp[@]}"
