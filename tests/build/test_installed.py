@@ -1,8 +1,8 @@
-"""What pip installs from a release's folder works where nobody has seen the repository.
+"""Installation by pip from a release's folder, on a system without the repository.
 
-A root of its own holds the system's programs, a Python, torch and Megatron's requirements, all
-read-only; the folder that scripts/wheel.sh fills; and a Megatron-LM as NVIDIA released it. It has
-neither this checkout nor a network.
+The tests run in a separate root with the system's programs, a Python, torch and Megatron's
+requirements (all read-only), the folder that scripts/wheel.sh fills, and NVIDIA's release of
+Megatron-LM. The root has neither this checkout nor a network.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Machine:
-    """A root without the checkout. Commands run in namespaces of their own, one after another."""
+    """A root without the checkout. Commands run in sequence, in namespaces of their own."""
 
     def __init__(self, root: Path, release: Path) -> None:
         self.root = root
@@ -93,7 +93,7 @@ class Machine:
         (root / "etc/hosts").write_text("127.0.0.1 localhost\n10.9.0.1 host-a\n")
         shutil.copytree(release, root / "home/user/release")
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        # Not a command of the user's: Python and torch are there already.
+        # Not a command for users: their Python and torch exist already.
         self.run(
             f"{sys.base_prefix}/bin/{version} -m venv /opt/venv; "
             f"echo /opt/packages >/opt/venv/lib/{version}/site-packages/packages.pth"
@@ -105,7 +105,7 @@ class Machine:
         torchrun.chmod(0o755)
 
     def run(self, *commands: str) -> str:
-        """What the commands print; each has to succeed."""
+        """Run commands, each of which must succeed, and get their output."""
         folders = [*(one for one in SYSTEM if Path(one).exists()), "/dev", sys.base_prefix]
         script = ENTER.format(
             root=self.root, folders=" ".join(folders), commands="; ".join(commands),
@@ -144,10 +144,10 @@ def test_megatron_in_three_commands(machine: Machine) -> None:
     (home / "Megatron-LM").mkdir()
     packed = subprocess.check_output(["git", "-C", built, "archive", "upstream"])
     subprocess.run(["tar", "-x", "-C", home / "Megatron-LM"], input=packed, check=True)
-    # A user's Megatron is installed, and has them.
+    # A user's Megatron is installed, with these helpers.
     for helper in (built / "megatron/core/datasets").glob("helpers_cpp*.so"):
         shutil.copy(helper, home / "Megatron-LM/megatron/core/datasets")
-    # What asks for a CPU is not needed where there are GPUs: --cpu and MEGATRON_CPU.
+    # The options for a CPU, --cpu and MEGATRON_CPU, are not needed with GPUs.
     said = machine.run(
         "pip install --quiet --no-index --find-links release megatron-byteps",
         "megatron-byteps patch --cpu Megatron-LM",

@@ -119,7 +119,7 @@ def _natives() -> tuple[Any, Any]:
 
 
 class _Comm:
-    """What torch asks of both kinds of communication."""
+    """Requirements of torch for both kinds of communication."""
 
     def __init__(self, native: Any) -> None:
         """`native`: torch's own class."""

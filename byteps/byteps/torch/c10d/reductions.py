@@ -384,7 +384,7 @@ class Reductions:
 
 
 class Reduction:
-    """How tensors of one length and type are reduced."""
+    """The way of all-reduces of a length and dtype."""
 
     def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> Work:
         raise NotImplementedError

@@ -38,7 +38,7 @@ class ReduceScatters(Reductions):
     order."""
 
     def __init__(self, of: identity.Identity, settings: Settings) -> None:
-        """As `Reductions`; there is one for each settings of a group."""
+        """Like `Reductions`, an object for each settings of a group."""
         super().__init__(of, f"scatter-{settings.wire_dtype}", settings)
         self._owners: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
@@ -186,7 +186,7 @@ def _cut(name: str, numel: int, servers: Sequence[int]) -> list[_Push]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What this rank pushes of the shards of one owner, or of a host's ranks."""
+    """Get this rank's pushes of the shards of an owner, or of a host's ranks."""
 
     piece: Piece
     is_own: bool
@@ -196,7 +196,7 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scatter(Reduction):
-    """How gradients of one length and type are reduce-scattered."""
+    """The way of reduce-scatters of a length and dtype."""
 
     parts: Sequence[_Part]
     """In the order in which this rank pushes them."""
@@ -232,7 +232,8 @@ class _Scatter(Reduction):
         return sum(push.end - push.begin for part in self.parts for push in part.pushes)
 
     def begin(self, output: torch.Tensor, source: torch.Tensor) -> Work:
-        """As `ReduceScatters.begin_scatter`, of tensors of one dimension."""
+        """Start a reduce-scatter like `ReduceScatters.begin_scatter`, of tensors with a single
+        dimension."""
         handles: list[int] = []
         with torch.no_grad():
             if self.node is not None and self.average:
