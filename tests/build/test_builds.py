@@ -246,7 +246,9 @@ def emulated(program: Path, cpu: str) -> list[str]:
 
 
 class ArmCluster(Cluster):
-    """A cluster whose scheduler and workers are this machine's, and whose servers are arm64's."""
+    """A cluster whose servers run under an emulator of an arm64 CPU. The scheduler and the workers
+    run natively, on this machine's CPU.
+    """
 
     command: list[str]
 

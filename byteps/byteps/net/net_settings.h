@@ -19,12 +19,12 @@ struct NetSettings {
   tcp::Settings tcp;
   rdma::Settings rdma;
 
-  // Also reads the job's secret and the files of BYTEPS_TLS_*. Role, counts and rank of
-  // `van.membership`, and the place among the host's workers, come from the settings; a caller may
-  // override them. Throws Error that says what to set.
+  // Takes the settings from `config`, and reads the job's secret and the files that BYTEPS_TLS_*
+  // name. A caller may override role, counts and rank in `van.membership`, and this worker's place
+  // among the host's workers. Throws Error that says what to set.
   static NetSettings From(const byteps::core::Config& config);
 
-  // Limits the time to start to `seconds`.
+  // Limits BYTEPS_START_TIMEOUT_S to `seconds`.
   void LimitStartTimeout(double seconds);
 };
 

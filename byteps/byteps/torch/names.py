@@ -1,4 +1,6 @@
-"""Names under which objects sum their tensors, and their release."""
+"""Names under which objects sum their tensors. Releasing a name frees its tensor on servers and
+on this worker.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,9 @@ class Names:
         """Take these names.
 
         Args:
-            group: the group of all names that this object will take.
-            owner: the names are released when this object is collected; None: only by `release`.
+            group: the group with which all names of this object are declared.
+            owner: an object: when it is garbage-collected, the names are released. None: only
+                `release` releases them.
 
         Raises:
             BytePSError: this process is in no job.

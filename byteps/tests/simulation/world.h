@@ -69,8 +69,9 @@ void Note(uint64_t number);
 
 // ----- waits of the nodes' threads
 //
-// A job's waits for conditions, for time and for the end of threads are numbered from 0, in the
-// order in which it reaches them. Locks do not count: their holders do not wait.
+// A job's threads wait for conditions, for a time, and for the end of other threads. These waits
+// are numbered from 0, in the order in which the job reaches them. Waits for locks get no number:
+// a thread that holds a lock is not in one of those waits, so it soon releases the lock.
 
 struct Wait {
   uint64_t number = 0;

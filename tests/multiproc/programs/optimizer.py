@@ -157,7 +157,9 @@ def state(job: Job) -> None:
 
 
 def uneven(job: Job) -> None:
-    """Parameters that a rank does not use, without names, or channels last."""
+    """Parameters that are special: one is used by one rank only, one has the channels-last memory
+    format, and none has a name.
+    """
     bps.init()
     device = device_of(job)
     torch.manual_seed(0)

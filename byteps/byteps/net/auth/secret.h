@@ -1,7 +1,7 @@
 // The job's secret, and proofs of it.
 //
-// A proof is an HMAC-SHA256 over the greeting of both sides, which contains a random number of
-// each. So a proof that was overheard is useless.
+// A proof is an HMAC-SHA256 over the greetings of both sides. Each greeting contains a random
+// number, so a proof that was overheard is valid for no other connection.
 #ifndef BYTEPS_NET_AUTH_SECRET_H_
 #define BYTEPS_NET_AUTH_SECRET_H_
 
@@ -13,7 +13,7 @@ namespace auth {
 
 constexpr size_t kNonceBytes = 32;
 constexpr size_t kProofBytes = 32;
-// A shorter secret could be guessed from an overheard proof.
+// Least number of bytes of a secret: a shorter one could be guessed from an overheard proof.
 constexpr size_t kLeastSecretBytes = 16;
 
 // Returns random bytes from the kernel.
@@ -42,10 +42,12 @@ class Secret {
 
   bool is_there() const { return !key_.empty(); }
 
-  // Returns kProofBytes derived for `purpose`, different from those for proofs. Requires a secret.
+  // Returns kProofBytes bytes derived from the secret for `purpose`. They differ from all proofs.
+  // Requires a secret.
   std::string Derive(const std::string& purpose) const;
 
-  // Returns kProofBytes by which `who` proves the greeting `said`.
+  // Returns the kProofBytes bytes by which `who` proves that it has the secret, for the greeting
+  // `said`.
   std::string Prove(const std::string& who, const std::string& said) const;
   // Checks `proof` against the first `bytes` of Prove's result, in constant time.
   bool Proves(const char* proof, const std::string& who, const std::string& said,

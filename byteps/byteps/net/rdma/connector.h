@@ -23,19 +23,20 @@ namespace rdma {
 class ConnectorOwner {
  public:
   virtual ~ConnectorOwner() = default;
-  // All are called by the connector's thread.
+  // The connector's thread calls all these functions.
   virtual uint8_t Role() = 0;
-  // Returns the rank of a worker, or of a server for another server; -1: the scheduler chooses.
+  // Returns this node's rank, for a request to node `peer`: the rank of a worker, or of a server
+  // that connects to another server. Returns -1 if the scheduler chooses the rank.
   virtual int32_t Rank(int peer) = 0;
-  // Returns the job's number; 0 while unknown.
+  // Returns the job's number, or 0 while this node does not know it.
   virtual uint64_t Job() = 0;
   // Returns the job number to tell an admitted peer.
   virtual uint64_t JobTold(const ConnectRequest& request) = 0;
-  // Returns the endpoint for a request (of this version): a new one, or the one that it resumes.
-  // Null: refused, with the reason in `refusal`.
+  // Returns the endpoint for a request of this protocol version: a new endpoint, or the endpoint
+  // that the request resumes. Returns null to refuse the request, with the reason in `refusal`.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
                                               const std::string& address, Refusal* refusal) = 0;
-  // The peer has accepted the endpoint. Returns a reason to give it up, or "".
+  // The peer has accepted the endpoint. Returns a reason to give the endpoint up, or "".
   virtual std::string OnReply(Endpoint* endpoint, const ConnectReply& reply) = 0;
 };
 
@@ -47,8 +48,9 @@ class Connector {
   Connector(const Connector&) = delete;
   Connector& operator=(const Connector&) = delete;
 
-  // Listens at `hosts` ("" alone: all addresses) and `port` (0: the kernel chooses). Returns the
-  // port. Throws Error if the first host fails; others that fail are left out.
+  // Listens at `hosts` (a single "" means all addresses) and `port` (0: the kernel chooses).
+  // Returns the port. Throws Error if listening at the first host fails. Leaves out other hosts
+  // that fail.
   int Listen(const std::vector<std::string>& hosts, int port);
   // Alternative to Listen: uses the devices with these addresses to connect, without listening.
   // Throws Error as Listen does.
@@ -56,25 +58,27 @@ class Connector {
   // Starts the thread. Call after Listen or UseDevicesOf.
   void Run();
 
-  // Connects `endpoint` to `port` over the first pair that works, and returns to the first pair
-  // when that works again. Retries while nothing listens, for BYTEPS_START_TIMEOUT_S; then the
-  // endpoint fails. `receiver`: token of the process to reach, 0: unknown. Thread-safe.
+  // Connects `endpoint` to `port` over the first pair of NICs that works. Later returns to the
+  // first pair of the list, when that works again. Retries while nothing listens, for
+  // BYTEPS_START_TIMEOUT_S; then the endpoint fails. `receiver`: token of the process to reach, 0
+  // if unknown. Thread-safe.
   void Connect(std::shared_ptr<Endpoint> endpoint, const std::vector<NicPair>& pairs, int port,
                uint64_t receiver);
-  // Adds pairs of NICs, as good as the first. Thread-safe.
+  // Adds pairs of NICs, which are as good as the first pair. Thread-safe.
   void AddPairs(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs);
 
-  // Handles a broken connection: the side that had connected reconnects once the old connection is
-  // gone; the other side waits for that. The endpoint gives up when its deadline passes.
-  // `elsewhere`: try another pair of NICs first. Thread-safe.
+  // Handles a broken connection. The side that made the connection reconnects once the old
+  // connection is gone; the other side waits for the new connection. The endpoint gives up when its
+  // deadline passes. `elsewhere`: try another pair of NICs first. Thread-safe.
   void Reconnect(std::shared_ptr<Endpoint> endpoint, bool elsewhere);
 
   // Closes the endpoint's connection. Thread-safe.
   void Disconnect(std::shared_ptr<Endpoint> endpoint);
-  // Makes the endpoint fail if it is not closed after this time. Thread-safe.
+  // Makes the endpoint fail if it is not closed within this time. Thread-safe.
   void FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::seconds after);
 
-  // Returns null until devices are known. If no address determines them, the first connection does.
+  // Returns the resources on this process's devices, or null until the devices are known. If no
+  // address determines the devices, the first connection does.
   std::shared_ptr<Transport> transport();
 
  private:
@@ -90,22 +94,22 @@ class Connector {
     Owned<rdma_cm_id> id;
     bool active = false;
     bool established = false;
-    // The active side only.
+    // Used on the side that makes connections.
     bool resumes = false;
-    // The id of the broken connection. Destroying it tells the peer that the connection ended, just
-    // as the end of this process would. So it is kept until there is another connection, or none
-    // any more.
+    // The id of the broken connection. To destroy it would tell the peer that the connection ended,
+    // just as the end of this process would. So it is kept until there is a new connection, or the
+    // endpoint gives up.
     Owned<rdma_cm_id> last_id;
     Clock::time_point attempt_deadline;
     DialPlan dial{kFirstPause, kLongestPause};
     uint64_t receiver = 0;
-    std::string challenge;  // "": none yet
-    std::string said;       // this end's claims, and the challenge
+    std::string challenge;  // the listener's challenge; "" before it arrives
+    std::string said;       // this end's claims, and the challenge: both sides' proofs cover them
     Clock::time_point next_try;
     // Time of the next probe of the first pair of NICs, while using another.
     Clock::time_point look_at = Clock::time_point::max();
 
-    // Returns whether an attempt ends before the connection manager's own timeout.
+    // Returns whether an attempt has a deadline, earlier than the connection manager's own timeout.
     bool is_timed() const { return !established && (resumes || dial.has_several_pairs()); }
     bool may_move() const { return active && dial.has_several_pairs(); }
   };
@@ -113,7 +117,7 @@ class Connector {
   // Test whether a request passes over a link's first pair of NICs.
   struct Probe {
     Owned<rdma_cm_id> id;
-    std::weak_ptr<Endpoint> endpoint;  // the link's
+    std::weak_ptr<Endpoint> endpoint;  // endpoint of the tested link
     Clock::time_point deadline;
   };
 
@@ -145,10 +149,11 @@ class Connector {
   void OnDeviceEvent(const Device& device, ibv_async_event event);
   void OnEvent(const rdma_cm_event& event);
   void OnRequest(const rdma_cm_event& event);
-  // Makes the endpoint ready for the new connection that its peer requests, or refuses for now.
+  // Makes the endpoint ready for the new connection that its peer requests, or refuses the request
+  // for now.
   static void MakeReady(Endpoint* endpoint, Refusal* refusal);
-  // Returns whether the request proves that it belongs to this job. False without a `refusal`: it
-  // was asked for a proof.
+  // Returns whether the request proves that it belongs to this job. If it does not, and `refusal`
+  // stays empty, the connector has sent a challenge that asks for a proof.
   bool IsProved(rdma_cm_id* id, const ConnectRequest& request, std::string* said,
                 std::string* refusal);
   std::string ChallengeTo(const ConnectRequest& request, int64_t period) const;
@@ -176,7 +181,7 @@ class Connector {
   void Try(LinkPtr link);
   void TryAgain(Link* link, const std::string& error, bool nobody_listens = false,
                 bool again_soon = false);
-  // Schedules another attempt for a link without an id.
+  // Schedules another attempt for a link that has no id.
   void Postpone(LinkPtr link, const std::string& error, bool nobody_listens, bool again_soon);
   void Drop(Link* link);
   LinkPtr Take(rdma_cm_id* id);
@@ -184,10 +189,11 @@ class Connector {
   ConnectRequest RequestOf(const Link& link);
   ConnectRequest MakeRequest(Link* link);
   void OnChallenge(Link* link, const Challenge& challenge);
-  // Handles a failed greeting: on an existing link it costs one attempt, unless `proved` says that
-  // the peer itself has refused.
+  // Handles a failed greeting. If the endpoint had a connection before, the failure only costs one
+  // attempt, unless `proved` says that the peer itself has refused.
   void GreetingFailed(Link* link, const std::string& error, bool proved);
-  // Returns whether the prover has the secret. True in a job without one.
+  // Returns whether `proof` shows that the prover has the job's secret. Returns true in a job
+  // without a secret.
   bool Proves(const std::string& proof, const char* who, const std::string& said) const;
   // Makes the queue pair. Throws if the id belongs to an unknown device.
   void Prepare(const std::shared_ptr<Endpoint>& endpoint, rdma_cm_id* id, bool may_move);
@@ -195,7 +201,7 @@ class Connector {
   ConnectorOwner* const owner_;
   const Settings settings_;
   const uint64_t token_;
-  // Known to this process only, which recognizes its own challenges by it.
+  // A secret of this process alone, by which it recognizes its own challenges.
   const auth::Secret challenges_{auth::NewNonce()};
   Owned<rdma_event_channel> channel_;
   std::optional<ClosedInChild> channel_in_child_;
@@ -207,18 +213,18 @@ class Connector {
   std::vector<std::function<void()>> tasks_ PS_GUARDED_BY(mu_);
   std::shared_ptr<Transport> transport_ PS_GUARDED_BY(mu_);
 
-  // Used by the connector's thread only.
+  // The connector's thread alone uses all members from here on.
   std::map<rdma_cm_id*, LinkPtr> links_;
   // Ids of accepted endpoints that broke early. They are disconnected only when it is known whether
   // the peer considers the connection established.
   std::map<rdma_cm_id*, Owned<rdma_cm_id>> forgotten_;
-  std::vector<LinkPtr> waiting_;  // for their next attempt
+  std::vector<LinkPtr> waiting_;  // links that wait for their next attempt
   std::map<rdma_cm_id*, Probe> probes_;
   Clock::time_point ask_at_;
   std::map<std::string, int64_t> used_proofs_;  // by period; each proof is valid once
-  // with their deadlines
+  // Endpoints that fail if they are not closed by a deadline (FailLater).
   std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;
-  std::vector<std::shared_ptr<Endpoint>> broken_;  // without a connection, or recently so
+  std::vector<std::shared_ptr<Endpoint>> broken_;  // some may be connected again
   std::thread thread_;
 };
 

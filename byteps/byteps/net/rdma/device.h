@@ -34,7 +34,7 @@ class Device {
   uint64_t registrations() const { return registrations_; }
 
  private:
-  friend class Region;  // to count
+  friend class Region;  // counts its registrations
 
   ibv_context* const context_;
   const ClosedInChild commands_;
@@ -50,9 +50,9 @@ class Device {
 // Devices that a process uses.
 using Devices = std::vector<std::shared_ptr<Device>>;
 
-// Returns the address of the device, port and GID in the settings; `fallback` if they name none, or
-// if they allow several and it is one of them. Throws Error if there is no such device, port or
-// GID, or it has no IP address.
+// Returns the IP address of the device, port and GID that the settings name. Returns `fallback` if
+// the settings name none, or if they allow several addresses and `fallback` is one of them. Throws
+// Error if there is no such device, port or GID, or if the device has no IP address.
 std::string AddressOfDevice(const Settings& settings, const std::string& fallback,
                             bool fallback_was_given);
 

@@ -4,15 +4,17 @@
 // Sending: a message is sent at once if there is room, otherwise queued. The plane's polling
 // thread, which handles completions, sends the rest.
 //
-// Receiving: when a peer requests to send a value, it gets a destination: where the owner wants the
-// value, or pooled memory. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the values in flight; others
-// wait. The registrar's thread provides memory that must be registered first.
+// Receiving: when a peer requests to send a value, the endpoint tells it a destination: the memory
+// that the owner wants the value in, or pooled memory. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the
+// bytes of values in flight; further requests wait. The registrar's thread provides memory that
+// must be registered first.
 //
 // Broken connections: the queue pair is stopped, and destroyed when the device has returned all
 // requests, so memory is no longer read or written. Incomplete messages are dropped by the receiver
-// and kept by the sender. The side that had connected makes another connection, possibly over
-// another device (memory is registered with all). Both sides first tell how many messages they have
-// received (net/link/replay_log.h); only then are the missing ones sent again, in the same order.
+// and kept by the sender. The side that made the connection makes another one, possibly over
+// another device (memory is registered with all devices). Both sides first tell how many messages
+// they have received (net/link/replay_log.h); then each side sends the missing messages again, in
+// the same order.
 // So each message arrives exactly once. After BYTEPS_RECONNECT_TIMEOUT_S without a connection the
 // endpoint closes.
 //
@@ -59,21 +61,21 @@ class Poller;
 class EndpointOwner {
  public:
   virtual ~EndpointOwner() = default;
-  // Returns the buffer for a value, or null. Called by the polling thread or the registrar's thread
-  // with a lock of the endpoint held: see Abandon.
+  // Returns the buffer to receive a value into, or null to use pooled memory. Called by the polling
+  // thread or the registrar's thread, with a lock of the endpoint held: see Abandon.
   virtual char* PlaceFor(Endpoint* endpoint, const Meta& meta, size_t bytes) = 0;
   // Called by the polling thread. Throws Error if the peer may not send this message.
   virtual void OnMessage(Endpoint* endpoint, Received received) = 0;
-  // The connection broke. Returns how long the endpoint may be without one; 0 closes it. Called by
-  // any thread, with a lock of the endpoint held.
+  // The connection broke. Returns how long the endpoint may be without a connection; 0 closes the
+  // endpoint. Called by any thread, with a lock of the endpoint held.
   virtual LinkOutage::Clock::duration Patience(Endpoint* endpoint, LinkFault fault) = 0;
-  // The endpoint needs another connection, once MayConnect. `path_failed`: a device could not send
-  // or got no answer, so another path is preferable. Called by any thread.
+  // The endpoint needs another connection, as soon as MayConnect returns true. `path_failed`: a
+  // device could not send or got no answer, so another path is preferable. Called by any thread.
   virtual void OnBroken(Endpoint* endpoint, bool path_failed) = 0;
-  // A new connection works, after an outage of `after`; `again` messages were sent again. Called by
-  // the polling thread.
+  // A new connection works. `after`: how long the endpoint had none. `again`: number of messages
+  // that were sent again. Called by the polling thread.
   virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
-  // Called once, by any thread.
+  // The endpoint has closed, for good. Called once, by any thread.
   virtual void OnClosed(Endpoint* endpoint, const LinkEnding& ending) = 0;
 };
 
@@ -82,16 +84,17 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
  public:
   using Clock = AwakeClock;
 
-  // `active`: this side connects.
+  // `active`: this side makes the connections.
   Endpoint(EndpointOwner* owner, Plane plane, int index, bool active, const Settings& settings,
            std::shared_ptr<EndpointCounters> counters);
-  // Requires finished(): nothing may be in flight.
+  // Requires finished(), since the device must not use the endpoint's memory any more.
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
   Plane plane() const { return plane_; }
-  // Null before the first Prepare. Called by the connector's thread.
+  // Returns the poller of this endpoint; null before the first Prepare. Called by the connector's
+  // thread.
   Poller* poller() const { return resources_.poller; }
   int index() const { return index_; }
   bool active() const { return active_; }
@@ -114,11 +117,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     std::shared_ptr<Pool> pool;
     std::shared_ptr<Registrar> registrar;
     Devices devices;
-    Poller* poller = nullptr;  // this endpoint's, for its whole life
+    Poller* poller = nullptr;  // serves this endpoint for its whole life
   };
   // The path of a new connection.
   struct Path {
-    std::shared_ptr<Device> device;       // one of the process's
+    std::shared_ptr<Device> device;       // one of this process's devices
     ibv_comp_channel* channel = nullptr;  // reports completions
     rdma_cm_id* id = nullptr;
     bool may_move = false;  // the connecting side knows other paths
@@ -128,7 +131,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Moves the queue pair to the sending state. `peer_mtu`: an ibv_mtu, or 0.
   void Attach(rdma_cm_id* id, int peer_mtu);
   bool prepared();
-  // The attempt failed: drops what Prepare made; MayConnect tells when that is done.
+  // The attempt to connect failed: drops what Prepare made. MayConnect returns true when that is
+  // done.
   void Discard();
   void SetPeerSlots(uint32_t slots);
   // The peer can receive now.
@@ -139,16 +143,18 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // Drops the unusable connection.
   void Break(const std::string& reason, LinkFault fault);
-  // Breaks the connection to switch paths, unless it is closing. Returns false if it stays.
+  // Breaks the connection to switch paths. Returns false if the connection stays, because the
+  // endpoint is closing.
   bool Leave(const std::string& reason);
   // If nothing is in flight, makes the peer's device acknowledge a request; without an
   // acknowledgement the connection breaks.
   void AskWhetherItWorks();
   // Returns "10.0.0.1 to 10.0.0.2"; "" without another path.
   std::string path();
-  // Deadline for a new connection; Clock::time_point::max() if there is one.
+  // Time by which the endpoint must have a new connection; Clock::time_point::max() if it has a
+  // connection.
   Clock::time_point resume_deadline();
-  // Closes: there will be no new connection.
+  // Closes the endpoint: there will be no new connection.
   void GiveUp(const std::string& last_error, bool listener_gone);
 
   // ----- sending
@@ -157,29 +163,30 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void Send(OutgoingPtr message);
   // Returns whether the peer has offered a destination for this answer on the current connection.
   bool HasOffer(const Exchange& exchange);
-  // Announces, after everything sent before, that nothing more will come.
+  // Tells the peer, after all messages sent before, that no more will come.
   void SayGoodbye();
-  // Says goodbye, and closes when the peer has received everything.
+  // Says goodbye, and closes the endpoint when the peer has received all messages.
   void CloseWhenFlushed();
-  // Returns whether the peer has received everything.
+  // Returns whether the peer has received all messages and the goodbye. Returns true also without a
+  // connection.
   bool flushed();
-  // Returns whether the peer has received everything, or never will.
+  // Returns whether the peer has received all messages, or can receive no more.
   bool all_arrived();
   LinkLoad load();
 
   // ----- receiving
 
-  // Drops messages whose values are being received into these bytes. After the return nothing is
-  // written there. Waits until `deadline` for writes in flight, then breaks the endpoint; breaks it
-  // at once if the memory was offered to the peer, which could write at any time. Must not be
-  // called by PlaceFor, nor with a lock that PlaceFor takes.
+  // Drops messages whose values are being received into these bytes. After the return, nothing
+  // writes to them. Waits until `deadline` for writes in flight, then breaks the connection. Breaks
+  // the connection at once if these bytes were offered to the peer, which could write at any time.
+  // Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
   void Abandon(const void* begin, size_t bytes, Clock::time_point deadline);
 
   // ----- ending
 
-  // The connection was closed by either side; messages received before are still delivered.
+  // Either side has closed the connection. Messages received before are still delivered.
   void Disconnected();
-  // Closes with an error, for good. Only the first reason counts.
+  // Closes the endpoint with an error, for good. Later calls change nothing.
   void Fail(const std::string& reason);
   bool closed();
   // Returns whether the peer was ever connected.
@@ -227,7 +234,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool received = false;
     bool wanted = false;
     bool sent = false;
-    bool closes = false;  // when the peer has received everything
+    bool closes = false;  // close the endpoint when the peer has received all messages
   };
 
   struct FreeSlots {
@@ -240,7 +247,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
     const std::shared_ptr<Device> device;
     const bool may_move;
-    NicCounters* const nic;   // this host's
+    NicCounters* const nic;   // counters of this host's NIC
     const std::string nics;   // "10.0.0.1 to 10.0.0.2"
     const uint64_t nics_key;  // identifies the pair of NICs
     uint32_t max_write = 0;
@@ -272,7 +279,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     return outbox_.writing() != nullptr &&
            connection_->sends.bytes() + connection_->max_write <= settings_.window_bytes;
   }
-  // False also after a posting error broke the connection.
+  // Returns whether a frame can be sent now. Returns false also after a posting error, which breaks
+  // the connection.
   bool CanSend() const PS_REQUIRES(mu_) {
     return state_ == State::kOpen && connection_->can_send();
   }
@@ -289,8 +297,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void WriteNext(Turn* turn) PS_REQUIRES(mu_);
   bool PostSend(ibv_send_wr* request, const PostedSends::Request& what, Turn* turn)
       PS_REQUIRES(mu_);
-  // Posts a signalled request without effect; its completion shows that all before it are done. It
-  // uses no receive and no completion of the peer. Returns 0 or an errno.
+  // Posts a signalled request without effect: its completion shows that all requests before it are
+  // done. The request uses no receive and no completion of the peer. Returns 0 or an errno.
   int PostNothing() PS_REQUIRES(mu_);
   // The device has the message's last request; its completion means that the message has arrived.
   void Sent(OutgoingPtr message) PS_REQUIRES(mu_);
@@ -330,12 +338,13 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void ClearWaiting();
   void ClearSlowly();
   bool MayClear() const PS_REQUIRES(mu_);
-  // Provides memory for the first waiting message, and tells the peer. Returns false if the
-  // registrar must do it.
+  // Provides memory for the first waiting message, and tells the peer. Returns false if only the
+  // registrar's thread can provide it.
   bool ClearFirst(bool may_block);
   bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory,
                   const Region** region);
-  // Waits for done(), which is called with mu_ held, until `deadline`. Returns its result.
+  // Waits until done() returns true, or until `deadline`. Calls done() with mu_ held. Returns the
+  // last result of done().
   template <typename Done>
   bool Await(Clock::time_point deadline, Done done) PS_REQUIRES(mu_);
   void Close(const std::string& reason, Turn* turn, bool by_peer = false) PS_REQUIRES(mu_);
@@ -350,16 +359,18 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   Resources resources_;  // set by the first Prepare
 
-  // Held while the owner chooses a value's destination, until it is noted.
+  // Held while the owner chooses a value's destination, and until the inbox has noted it.
   Mutex place_mu_;
 
   Mutex mu_ PS_ACQUIRED_AFTER(place_mu_);
   CondVar cond_;  // notified after completions
   State state_ PS_GUARDED_BY(mu_) = State::kConnecting;
   bool was_open_ PS_GUARDED_BY(mu_) = false;
-  // Null: none. While the endpoint lives, only the polling thread drops it.
+  // Null if there is no connection. While the endpoint lives, only the polling thread drops the
+  // connection.
   std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
-  OutageWatch outage_ PS_GUARDED_BY(mu_);  // ends when both sides know what has arrived
+  // An outage ends when both sides know which messages have arrived.
+  OutageWatch outage_ PS_GUARDED_BY(mu_);
   Outbox outbox_ PS_GUARDED_BY(mu_);
   Inbox inbox_ PS_GUARDED_BY(mu_);
   Goodbye goodbye_ PS_GUARDED_BY(mu_);

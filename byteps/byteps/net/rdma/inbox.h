@@ -20,9 +20,9 @@ struct Incoming {
   std::vector<uint64_t> sizes;
   uint64_t value_bytes = 0;
   uint32_t meta_in_region = 0;  // bytes of meta, if it is in the region
-  bool asked = false;           // the owner was asked for the destination
+  bool asked = false;           // the endpoint's owner was asked for the destination
   char* place = nullptr;        // the value's destination; null: pooled memory
-  bool drop = false;            // abandoned
+  bool drop = false;            // the destination was abandoned
   Memory memory;
   bool is_cleared = false;   // the peer knows where to write
   bool was_offered = false;  // the memory was offered before the peer asked
@@ -30,9 +30,9 @@ struct Incoming {
   uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }
 };
 
-// Messages received by rendezvous: waiting for memory, and being written.
+// Messages received by rendezvous: they wait for memory, or are being written.
 //
-// Independent of devices, to be tested without any. Not thread-safe: its owner locks it.
+// The inbox calls no device, so tests need none. Not thread-safe: the endpoint locks it.
 class Inbox {
  public:
   // Counts a completely received message, of any kind.
@@ -43,30 +43,33 @@ class Inbox {
 
   void Wait(Incoming incoming) { waiting_.push_back(std::move(incoming)); }
   bool any_waits() const { return !waiting_.empty(); }
-  // Returns whether a thread may look for memory for the first message: the others with memory
-  // leave room in `window`. A single message may exceed `window`.
+  // Returns whether a thread may look for memory for the first message: no thread does yet, and the
+  // messages that have memory leave room in `window` bytes. A single message may exceed `window`.
   bool MayClear(uint64_t window) const;
-  // A thread looks for memory for the first message, which therefore stays first.
+  // A thread begins to look for memory for the first message. Until EndClearing, that message stays
+  // the first.
   void BeginClearing() { clearing_ = true; }
   bool is_clearing() const { return clearing_; }
   Incoming* first() { return &waiting_.front(); }
-  // The first message has memory; its sender is to be told.
+  // The first message has memory; the next calls of Tell return it for the message's sender.
   void EndClearing(Memory memory);
 
   // ----- messages with memory, each with a cookie
 
   bool any_to_tell() const { return !to_tell_.empty(); }
-  // Returns where the sender of the next message shall write. `id`: the sender's id of the message.
+  // Returns the memory to which the sender of the next message must write. Sets `id` to the
+  // sender's id of this message.
   Target Tell(uint32_t* id);
   // Takes a completely written message. Returns false if its sender was not told to write.
   bool Take(uint32_t cookie, Incoming* incoming);
 
   // ----- destinations for answers
 
-  // Returns the offer of this destination for the peer. `rkey`: the device's.
+  // Returns an offer of this destination, to be sent to the peer. `rkey`: remote key of the
+  // destination's memory on the connection's device.
   Offer MakeOffer(const Exchange& exchange, const Place& place, uint32_t rkey);
-  // The peer writes an answer into an offered destination. Returns false if it was not offered, or
-  // for another size.
+  // The peer writes an answer into an offered destination. Returns false if the destination was not
+  // offered, or was offered for a value of another size.
   bool BeginOffered(const Exchange& exchange, uint32_t cookie, Incoming incoming);
   // The answer has arrived, by whatever path.
   void EndOffer(const Exchange& exchange) { offered_.erase(exchange); }
@@ -74,15 +77,16 @@ class Inbox {
 
   // ----- abandoned memory
 
-  // Drops messages for this memory. Returns whether messages now wait for other memory, because
-  // their senders do not know of this yet.
+  // Drops messages for this memory. A message whose sender does not know the memory yet waits for
+  // other memory instead. Returns whether there is such a message.
   bool Abandon(const char* begin, uint64_t bytes);
-  // Returns whether the device may write there.
+  // Returns whether the device may write to this memory.
   bool IsWrittenTo(const char* begin, uint64_t bytes) const;
 
   // The connection is gone: incomplete messages will be sent again from the beginning.
   void Forget();
-  // Tells no more senders to write. Memory being written stays until the device is done.
+  // Tells no more senders to write. Memory that a sender may be writing stays until the device is
+  // done.
   void StopTelling() { to_tell_.clear(); }
 
  private:
@@ -96,7 +100,7 @@ class Inbox {
     uint32_t cookie = 0;
     uint32_t rkey = 0;
     Place place;
-    bool drop = false;  // abandoned
+    bool drop = false;  // the destination was abandoned
   };
   std::map<Exchange, Offered> offered_;
   uint32_t last_cookie_ = 0;

@@ -13,10 +13,10 @@
 namespace ps {
 namespace rdma {
 
-// Messages that an endpoint sends: waiting, asked for a destination, being written, and sent but
-// perhaps to be sent again.
+// Messages that an endpoint sends. A message waits, then may ask the receiver for a destination, is
+// written, and is kept after that until the receiver has it, since it may have to be sent again.
 //
-// Independent of devices, to be tested without any. Not thread-safe: its owner locks it.
+// The outbox calls no device, so tests need none. Not thread-safe: the endpoint locks it.
 class Outbox {
  public:
   void Push(OutgoingPtr message);
@@ -29,9 +29,9 @@ class Outbox {
 
   // ----- rendezvous
   uint32_t NewId() { return ++last_id_; }
-  // The receiver was asked for a destination.
+  // The receiver was asked for a destination of this message.
   void Asked(uint32_t id, OutgoingPtr message) { asked_[id] = std::move(message); }
-  // The receiver has answered. Returns false if it was not asked.
+  // The receiver has answered with a destination. Returns false if it was not asked for one.
   bool Answered(uint32_t id, const Target& target);
   // The receiver had already offered this destination.
   void WriteTo(const Target& target, OutgoingPtr message);
@@ -43,7 +43,7 @@ class Outbox {
   // ----- destinations that the receiver has offered for answers
 
   void Keep(const Exchange& exchange, const Offer& offer);
-  // Takes an offer; each is used once. Returns false if there is none.
+  // Takes the offer for this answer; an offer is used once. Returns false if there is no offer.
   bool TakeOffer(const Exchange& exchange, Offer* offer);
   bool HasOffer(const Exchange& exchange) const { return offers_.count(exchange) > 0; }
   // Removes offers of these bytes from waiting messages.
@@ -53,31 +53,31 @@ class Outbox {
 
   // Adds a message; arrivals are reported in this order.
   void Sent(OutgoingPtr message);
-  // The next `messages` have arrived.
+  // The first `messages` messages of the log have arrived.
   void Arrived(uint64_t messages, OutgoingList* done) {
     log_.Arrived(log_.arrived() + messages, done);
   }
 
   // ----- broken connections
 
-  // The connection is gone: messages begun wait again, before all others.
+  // The connection is gone: messages whose sending has begun wait again, before all others.
   void Interrupt();
-  // There is a new connection, and the peer has received this many messages. The missing ones go
-  // before all others. Throws Error if the number is impossible.
+  // There is a new connection, and the peer has received `received` messages in all. The messages
+  // that it is missing wait before all others. Throws Error if the number is impossible.
   void Resume(uint64_t received, OutgoingList* done);
   // Returns the number of messages sent again since the last call.
   size_t TakeBegunAgain();
 
   // ----- the end
 
-  // Takes messages that only this side knows.
+  // Takes messages of which the device has no request.
   void TakeUnsent(OutgoingList* done);
   // Takes sent messages; the device must be done with them.
   void TakeSent(OutgoingList* done);
 
   // Returns whether nothing is left to send.
   bool empty() const { return waiting_.empty() && asked_.empty() && writes_.empty(); }
-  // Returns whether the peer has also received all messages.
+  // Returns whether nothing is left to send, and the peer has received all messages.
   bool all_arrived() const { return empty() && log_.empty(); }
   // Bytes left to send.
   size_t bytes() const { return bytes_; }
@@ -85,7 +85,7 @@ class Outbox {
  private:
   std::deque<OutgoingPtr> waiting_;
   std::map<uint32_t, OutgoingPtr> asked_;  // by id
-  std::deque<OutgoingPtr> writes_;         // with a destination
+  std::deque<OutgoingPtr> writes_;         // messages that have a destination
   std::map<Exchange, Offer> offers_;
   // Messages that the device has, or has returned without an acknowledgement.
   ReplayLog<OutgoingPtr> log_;

@@ -22,14 +22,14 @@ namespace rdma {
 
 // Thread that handles completions of one plane's endpoints, on all devices.
 //
-// Each connection has its own completion queue, so none can overflow. The queues of a device share
-// a channel, and the thread sleeps on the channels of all devices. So an endpoint keeps its poller
-// when it changes devices.
+// Each connection has its own completion queue, so that no queue can overflow. The queues of a
+// device share a channel, and the thread sleeps on the channels of all devices. So an endpoint
+// keeps its poller when it changes devices.
 class Poller {
  public:
-  // `spin`: never sleep.
+  // `spin`: the thread never sleeps.
   Poller(const Devices& devices, Plane plane, bool spin);
-  // Stops, and drops endpoints even if requests are outstanding.
+  // Stops the thread, and drops the endpoints even if requests are outstanding.
   ~Poller();
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;
@@ -37,7 +37,7 @@ class Poller {
   // Restricts the thread to these cores. Returns false if the kernel refuses.
   bool RunOn(const std::set<int>& cores);
 
-  // `device`: one of the constructor's.
+  // Returns the channel of a device, one of the constructor's.
   ibv_comp_channel* channel(const Device& device);
 
   // Watches the endpoint until it is finished. Thread-safe.
@@ -65,11 +65,11 @@ class Poller {
 
   const bool spin_;
   std::deque<Channel> channels_;
-  std::vector<pollfd> sources_;  // wake the thread
+  std::vector<pollfd> sources_;  // descriptors that wake the thread
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
-  // Used by the thread only.
-  std::set<Endpoint*> watched_;  // endpoints for AskWhatArrived
+  // The thread alone uses these two.
+  std::set<Endpoint*> watched_;  // endpoints whose AskWhatArrived is called at ask_at_
   Endpoint::Clock::time_point ask_at_;
   Mutex mu_;
   std::map<Endpoint*, std::shared_ptr<Endpoint>> endpoints_ PS_GUARDED_BY(mu_);

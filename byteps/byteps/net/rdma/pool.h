@@ -29,14 +29,14 @@ class Pool : public std::enable_shared_from_this<Pool> {
     const Region* region = nullptr;
   };
 
-  // Keeps at most `max_idle` unused bytes; the registrar frees the rest.
+  // Keeps at most `max_idle` bytes of unused memory; the registrar frees the rest.
   Pool(Devices devices, std::shared_ptr<Registrar> registrar, size_t max_idle)
       : devices_(std::move(devices)), registrar_(std::move(registrar)), idle_(max_idle) {}
 
   // Returns exactly `bytes` uninitialised bytes. Blocks if memory must be registered. Buffers may
   // outlive the pool. Throws Error on failure.
   Buffer Take(size_t bytes);
-  // Returns unused memory without blocking; false if there is none.
+  // Sets `buffer` to unused memory, without blocking. Returns false if the pool has none.
   bool TakeIdle(size_t bytes, Buffer* buffer);
 
   // Returns the region of the buffer that contains all of this memory, or null.
@@ -52,10 +52,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
     const size_t size;
     char* const memory;
     std::unique_ptr<Region> region;  // destroyed before the memory
-    bool is_out = false;             // in use
+    bool is_out = false;             // a message uses it
   };
 
-  // Rounds up to one of four sizes per power of two, so at most a fifth is wasted.
+  // Rounds up to one of four sizes per power of two, so at most a fifth of a block is wasted.
   static size_t ClassOf(size_t bytes);
   Buffer BufferOf(Block* block, size_t bytes);
   void Return(Block* block);
@@ -74,8 +74,8 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
                          uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
                          Pool* pool);
 
-// Returns the registration of memory for receiving. Without `may_block` it neither registers nor
-// waits. Null: none, or registering failed.
+// Returns the registration of memory for receiving. Without `may_block` this neither registers nor
+// waits. Returns null if the memory is not registered, or registering failed.
 std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
                                         const Devices& devices);
 

@@ -7,30 +7,32 @@
 namespace ps {
 namespace rdma {
 
-// Requests in a send queue, and the choice of which are signalled.
+// Requests in a send queue, and the choice of which are signalled. A signalled request asks the
+// device for a completion.
 //
-// Handling a completion costs more than a small message, so most requests ask for none. A queue
-// completes requests in order, so a completion covers all requests before it. The following are
-// signalled:
-// - one of every 16 requests (or of a quarter of the queue, if fewer): a full queue always has one;
+// Handling a completion costs more than a small message, so most requests are not signalled. A
+// queue completes requests in order, so a completion covers all requests before it. The following
+// are signalled:
+// - one of every 16 requests (or of a quarter of the queue, if that is fewer), so that a full queue
+//   always has one;
 // - the write that fills half of a window, so that more can be written meanwhile, and the end of a
 //   large value, whose memory a thread waits for;
 // - the end of a message if nothing else would show its arrival: no signalled request is in flight,
 //   and the queue is not watched;
-// - all, after SignalAll.
+// - every request, after SignalAll.
 //
 // So the last messages before a pause may be unsignalled. After each completion of a message the
-// polling thread therefore watches the queue for a moment (Watch), during which others need no
-// signal. Then it posts a signalled request without effect if needed (EndWatch). A stopped queue
-// ends with such a request too, since a device does not report unsignalled requests that had
-// completed.
+// polling thread therefore watches the queue for a moment (Watch). In that moment no message is
+// signalled just to show its arrival. Then the thread posts a signalled request without effect if
+// needed (EndWatch). A stopped queue ends with such a request too, since a device does not report
+// unsignalled requests that had completed.
 //
-// Independent of devices, to be tested without any. Not thread-safe: its owner locks it.
+// This class calls no device, so tests need none. Not thread-safe: the endpoint locks it.
 class PostedSends {
  public:
   struct Request {
     uint8_t type = 0;           // a FrameType; 0: a write
-    uint64_t key = 0;           // the message's
+    uint64_t key = 0;           // key of the message
     uint32_t bytes = 0;         // bytes of a write
     bool ends_message = false;  // its completion means that the log's next message has arrived
     bool is_large = false;      // belongs to a large message, whose memory should be freed soon
@@ -42,10 +44,11 @@ class PostedSends {
     Request last;           // the completion's own request
   };
 
-  // Slots of the queue beyond `depth`, for the request without effect.
+  // Number of slots that the queue has beyond `depth`, for the request without effect.
   static constexpr uint32_t kReserved = 1;
 
-  // `window_bytes`: limit of bytes being written.
+  // `depth`: number of requests that fit in the queue. `window_bytes`: limit of the bytes of writes
+  // in flight.
   PostedSends(uint32_t depth, uint64_t window_bytes);
 
   // ----- posting
@@ -53,7 +56,7 @@ class PostedSends {
   bool has_room() const { return in_queue() < depth_; }
   // Number of the next request, counted from 1.
   uint64_t next() const { return last_ + 1; }
-  // Slot of the next request, one of `depth`, free until it completes.
+  // Slot for the frame of the next request, from 0 to `depth` - 1.
   uint32_t next_slot() const { return static_cast<uint32_t>(next() % depth_); }
   // Returns whether the request must be signalled.
   bool MustSignal(const Request& request) const;
@@ -64,7 +67,8 @@ class PostedSends {
 
   // ----- completions
 
-  // The request of this number and all before it are complete. Returns false if there is none.
+  // The request of this number, and all requests before it, are complete. Returns false if there is
+  // no request of this number.
   bool Retire(uint64_t number, Retired* retired);
 
   // Call after handling completions. Returns whether to call EndWatch soon.

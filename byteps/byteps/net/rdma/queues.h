@@ -25,7 +25,7 @@ bool Overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes);
 
 // Registered memory of this process that is a value's destination.
 struct Place {
-  char* begin = nullptr;  // null: none
+  char* begin = nullptr;  // null: the value has no destination
   uint64_t bytes = 0;
   std::shared_ptr<Region> region;
 
@@ -36,28 +36,29 @@ struct Place {
 struct Outgoing {
   std::string meta;
   std::vector<SArray<char>> values;
-  std::vector<uint64_t> sizes;  // sizes of the values, even after they are copied
+  std::vector<uint64_t> sizes;  // bytes of each value, kept when the values are copied
   uint64_t value_bytes = 0;
   uint64_t key = 0;  // for errors
   Exchange exchange;
   bool is_answer = false;
   Place place;  // a request's destination for its answer, until the receiver knows it
 
-  // Sent by rendezvous from this memory. A meta too large for a slot precedes the values.
+  // in_region: the message is sent by rendezvous, from the memory at `address`. meta_in_region: the
+  // meta is too large for a slot, and precedes the values in that memory.
   bool in_region = false;
   bool meta_in_region = false;
   const char* address = nullptr;
   uint64_t length = 0;
-  const Region* keys = nullptr;    // keys of this memory: of `region`, or the pool's
-  std::shared_ptr<Region> region;  // region of the value in place; destroyed before the value
-  SArray<char> copy;               // or a copy of all values
+  const Region* keys = nullptr;    // registration of the memory at `address`
+  std::shared_ptr<Region> region;  // registration of an uncopied value; destroyed before it
+  SArray<char> copy;               // copy of all values, if they are copied
 
-  // The receiver's destination, and the progress of the write.
+  // The destination that the receiver has named, and the progress of the write.
   uint64_t remote_address = 0;
   uint32_t remote_key = 0;
   uint32_t cookie = 0;
   uint64_t written = 0;
-  bool is_counted = false;  // it is in the log; it may be sent again
+  bool is_counted = false;  // the message is in the log, and may be sent again
 
   uint64_t bytes() const { return meta.size() + value_bytes; }
   // Returns "the message of key 0x1a0000, 4096000 bytes".

@@ -13,19 +13,20 @@
 namespace ps {
 namespace rdma {
 
-// Registration of memory for reading and writing by all devices: after a change of NICs the same
-// memory is sent over another. The memory must outlive it.
+// Registration of memory with all devices, since after a change of NICs another device reads or
+// writes the same memory. The memory must outlive the registration.
 class Region {
  public:
-  // Throws Error with the bytes and, if it is the cause, the limit of locked memory.
+  // `access`: IBV_ACCESS flags. Throws Error with the number of bytes and, if the limit of locked
+  // memory is the cause, that limit.
   Region(const Devices& devices, const void* address, size_t bytes, int access);
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  // `device`: one of the constructor's.
+  // Keys of the memory on `device`, one of the constructor's devices.
   uint32_t lkey(const Device& device) const { return Of(device).lkey; }
   uint32_t rkey(const Device& device) const { return Of(device).rkey; }
-  // Returns whether a peer may write to it.
+  // Returns whether a peer may write to the memory.
   bool writable() const { return writable_; }
 
  private:

@@ -10,7 +10,7 @@
 namespace ps {
 namespace rdma {
 
-// Thread that allocates, registers and frees memory, which takes long.
+// Thread that allocates, registers and frees memory: this takes too long for the polling threads.
 //
 // Thread-safe.
 class Registrar {

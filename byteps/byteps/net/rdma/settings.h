@@ -15,12 +15,12 @@ class Device;
 // Settings of the RDMA van.
 struct Settings {
   RdmaChoice choice;
-  int traffic_class = -1;  // -1: the system's
-  int mtu = 0;             // in bytes; 0: the port's
-  // Configured depths, for errors.
+  int traffic_class = -1;  // -1: the system's default
+  int mtu = 0;             // in bytes; 0: the MTU of the port
+  // Depths as configured, to name in errors.
   uint32_t send_depth_set = 0;
   uint32_t receive_depth_set = 0;
-  // Depths in use: FitSlots may lower them.
+  // Number of send and receive slots of an endpoint. FitSlots may lower them.
   uint32_t send_depth = 0;
   uint32_t receive_depth = 0;
   uint64_t all_slots_bytes = 0;
@@ -38,7 +38,7 @@ struct Settings {
   uint32_t slot_bytes() const;
   // Lowers the depths until the slots of this many endpoints fit in BYTEPS_RDMA_SLOT_BYTES.
   void FitSlots(uint64_t endpoints);
-  // Returns the MTU as an ibv_mtu; 0: any.
+  // Returns the MTU as an ibv_mtu, or 0 if the settings leave it to the port.
   int path_mtu() const;
 
   // Throws Error if a setting exceeds the device's limits.

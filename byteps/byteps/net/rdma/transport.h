@@ -34,7 +34,7 @@ struct Transport {
   const Devices devices;
   const std::shared_ptr<Registrar> registrar;
   const std::shared_ptr<Pool> pool;
-  // One for the control plane, then one per device for the data plane.
+  // The control plane's poller, then one poller per device for the data plane.
   std::vector<std::unique_ptr<Poller>> pollers;
 };
 

@@ -7,9 +7,10 @@
 // control plane, so a heartbeat or a declaration never waits behind values. With
 // BYTEPS_RDMA_DATA_PLANE=0 one endpoint carries both.
 //
-// Threads: one for the control plane and one per device for the data plane handle completions and
-// call the data handler. One makes connections, one registers memory. Van's receiving thread
-// handles membership messages and lost peers. Idle threads sleep, unless BYTEPS_RDMA_BUSY_POLL=1.
+// Threads: one polling thread for the control plane, and one per device for the data plane, handle
+// completions and call the data handler. The connector's thread makes connections, the registrar's
+// thread registers memory. Van's receiving thread handles membership messages and lost peers. Idle
+// polling threads sleep, unless BYTEPS_RDMA_BUSY_POLL=1.
 //
 // Memory: values are sent from their own memory, and received at their destination
 // (Handlers::place_for) or in registered memory that is reused once the last copy of the SArray is
@@ -17,10 +18,10 @@
 // (net/link/registration_cache.h).
 //
 // Identity: both ends of a connection prove that they have the job's secret. The scheduler creates
-// a number for the job and its generation and tells it to nodes that connect. Servers accept
-// connections of that generation only. A node's token, a random number in Node::endpoint_name,
-// tells which process a connection belongs to, even before it has an id. The sender in a message is
-// ignored: the connection determines it.
+// a number for the job and its generation, and tells the number to nodes that connect. Servers
+// accept connections of that generation only. A node's token, a random number in
+// Node::endpoint_name, tells which process a connection belongs to, even before the node has an id.
+// The sender that a message names is ignored: the connection determines the sender.
 #ifndef BYTEPS_NET_RDMA_VAN_H_
 #define BYTEPS_NET_RDMA_VAN_H_
 
@@ -43,7 +44,7 @@ namespace rdma {
 
 // Makes the descriptor non-blocking. Throws Error.
 void DontBlock(int fd);
-// Returns whether the port of a connection, also of an old one, is active.
+// Returns whether the port of a connection is active. The connection may have ended.
 bool IsActive(const rdma_cm_id& id);
 
 }  // namespace rdma
@@ -63,8 +64,9 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void Start(int customer_id, bool standalone) override;
   void Stop() override;
 
-  // Listens (except on a worker) on the NICs of `node`, at its host, or at the address that the
-  // settings choose. Returns the port; 0 on a worker. Throws Error with address and reason.
+  // Listens on the NICs of `node`, at the node's host, or at the address that the settings choose.
+  // Returns the port. A worker does not listen, and returns 0. Throws Error with address and
+  // reason.
   int Bind(const Node& node, int max_retry) override;
 
  private:

@@ -34,8 +34,9 @@ struct Deleter {
 template <typename T>
 using Owned = std::unique_ptr<T, Deleter>;
 
-// Access flags for values. Relaxed ordering, which is faster on many machines, lets their bytes
-// arrive in any order; the notification still arrives after them. Older kernels ignore that flag.
+// Access flags for values. Relaxed ordering, which is faster on many machines, lets the bytes of a
+// value arrive in any order; the notification still arrives after them. Older kernels ignore
+// IBV_ACCESS_RELAXED_ORDERING.
 constexpr int kValueAccess =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
 

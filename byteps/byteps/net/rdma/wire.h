@@ -3,18 +3,18 @@
 // A connection request carries a ConnectRequest, its acceptance a ConnectReply, its refusal a
 // Refusal. All start with the same eight bytes in every version; the rest depends on the version.
 //
-// In a job with a secret the first request is rejected with a Challenge. The second request is the
-// same plus a proof (net/auth/secret.h) over request and challenge. The reply has another proof.
-// The listener keeps no state in between: it recognizes its own challenge. The listener's proofs
-// also cover its own claims. link/admission.h defines the meaning of a failed greeting. A
-// challenge, reply or refusal without a proof may have been corrupted.
+// In a job with a secret the first request is rejected with a Challenge. The second request repeats
+// the first, plus a proof (net/auth/secret.h) over request and challenge. The reply has another
+// proof. The listener keeps no state between the two requests: it recognizes its own challenge. The
+// listener's proofs also cover the listener's claims. link/admission.h defines the meaning of a
+// failed greeting. A challenge, reply or refusal without a proof may have been corrupted.
 //
 // A request that only probes a path is rejected without content, before anything else in it is
 // checked.
 //
 // On a connection each side first tells in a Resume how many messages it has received since the
-// first connection of the two endpoints. It sends no message before it knows the peer's number. A
-// message is received with its frame, or with the immediate of its last write.
+// first connection of the two endpoints. A side sends no message before it has the peer's Resume. A
+// message counts as received when its frame, or the immediate of its last write, has arrived.
 //
 // Each send is a frame into one of the receiver's slots:
 //
@@ -61,21 +61,21 @@ std::string Mismatch(const char* data, size_t bytes);
 
 // Decode functions return false if bytes are missing or invalid.
 struct ConnectRequest {
-  uint64_t job = 0;     // 0: unknown, allowed to the scheduler alone
-  uint64_t sender = 0;  // token of the asking process
-  int32_t rank = -1;    // a worker's, or a server's for a server; -1: the scheduler decides
+  uint64_t job = 0;     // number of the job; 0: unknown, which only the scheduler accepts
+  uint64_t sender = 0;  // token of the process that sends the request
+  int32_t rank = -1;    // rank of the sender; -1: the scheduler decides
   uint8_t role = 0;     // the sender's Node::Role
-  uint32_t slots = 0;   // posted by the sender
+  uint32_t slots = 0;   // number of receive slots that the sender has posted
   uint32_t slot_bytes = 0;
   bool is_data_plane = false;
   bool authenticates = false;
   bool resumes = false;   // there was a connection before, and it broke
   bool may_move = false;  // the sender knows other paths, and leaves a silent one
-  bool probes = false;    // it only tests whether a request passes
-  uint8_t index = 0;      // among the endpoints of its plane
+  bool probes = false;    // the request only tests whether requests pass
+  uint8_t index = 0;      // index of the endpoint in its plane
   uint8_t mtu = 0;        // largest path MTU, as an ibv_mtu; 0: any
   uint16_t attempt = 0;   // differs for each attempt: a proof is valid once
-  std::string proof;      // kRequestProofBytes; zeros: none yet
+  std::string proof;      // kRequestProofBytes bytes; all zero before the challenge
 
   // Bytes that the proofs cover.
   std::string Claims() const;
@@ -95,7 +95,7 @@ struct ConnectReply {
   uint8_t mtu = 0;
   std::string proof;  // auth::kProofBytes
 
-  // Bytes that its proof covers after the earlier greeting.
+  // Bytes of the reply that its proof covers, after those of request and challenge.
   std::string Claims() const;
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
@@ -107,28 +107,28 @@ struct Challenge {
   std::string nonce;  // auth::kNonceBytes
   std::string proof;  // kAnswerProofBytes
 
-  // Bytes that its proof covers after the request's claims.
+  // Bytes of the challenge that its proof covers, after the request's claims.
   std::string Claims() const;
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
 // Size of a proof in a challenge or refusal; there is no room for more.
 constexpr size_t kAnswerProofBytes = 16;
-// Longer reasons are cut.
+// Limit of the bytes of a refusal's reason. Longer reasons are cut.
 constexpr size_t kMaxReason = 122;
 
 struct Refusal {
   std::string reason;
-  bool again_soon = false;  // the obstacle will pass
-  std::string proof;        // kAnswerProofBytes; zeros: none
+  bool again_soon = false;  // the reason will soon be gone: ask again
+  std::string proof;        // kAnswerProofBytes bytes; all zero without a proof
 
-  // Bytes that its proof covers after the earlier greeting.
+  // Bytes of the refusal that its proof covers, after those of the greeting so far.
   std::string Claims() const;
   // At most 148 bytes.
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
-// Labels of the prover, part of each proof.
+// Labels that say who proves: part of what each proof covers.
 extern const char kWhoConnects[];
 extern const char kWhoListens[];
 extern const char kWhoChallenges[];
@@ -149,7 +149,7 @@ struct FrameHeader {
   bool has_offer = false;       // message, RTS: an Offer follows the sizes
   bool takes_offer = false;     // RTS: `id` is the cookie of an offer; there is no CTS
   uint8_t values = 0;           // number of values
-  uint32_t credits = 0;         // credits returned
+  uint32_t credits = 0;         // number of credits that this frame returns
   uint32_t id = 0;              // RTS, CTS: the sender's id of the message
   uint32_t meta_bytes = 0;
 
@@ -158,7 +158,7 @@ struct FrameHeader {
 };
 constexpr size_t kFrameHeaderBytes = 16;
 
-// Follows the header of a CTS.
+// Memory to which a message's values are to be written. It follows the header of a CTS.
 struct Target {
   uint64_t address = 0;
   uint32_t rkey = 0;
@@ -178,24 +178,27 @@ struct Offer {
 };
 constexpr size_t kOfferBytes = 24;
 
-// Follows the header of a kResume.
+// Body of a kResume frame: it follows the header.
 struct Resume {
-  uint64_t received = 0;  // messages, in order of arrival
+  // Number of messages that the sender of this Resume has received from its peer, since the first
+  // connection of the two endpoints. The peer sends its later messages again.
+  uint64_t received = 0;
 
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
 
-// Above every message of this project (BYTEPS_PARTITION_BYTES is at most 1 GiB); a message that
-// claims more is refused.
+// Limit of the bytes of a message's values; a message that claims more is refused. No message of
+// this project has as many, since BYTEPS_PARTITION_BYTES is at most 1 GiB.
 constexpr uint64_t kMaxValueBytes = (1ull << 30) + (1ull << 20);
 constexpr uint32_t kMaxValues = 16;
-constexpr uint32_t kMaxEndpoints = 64;  // per plane and pair
-// Limit of the meta of a peer that is not in the job yet.
+constexpr uint32_t kMaxEndpoints = 64;  // per plane, between two nodes
+// Limit of the bytes of a message's meta, from a peer that is not in the job yet.
 constexpr uint32_t kStrangersMetaBytes = 65536;
-// Space in a slot besides small values: header, sizes and a typical meta.
+// Bytes of a slot that are not for small values: they hold the header, the sizes and a typical
+// meta.
 constexpr uint32_t kHeadRoom = 1024;
-// A meta in a region takes whole units, to align the values after it.
+// A meta in a region takes a multiple of this many bytes, to align the values that follow it.
 constexpr uint64_t kRegionAlign = 64;
 
 inline uint64_t AlignUp(uint64_t n, uint64_t unit) { return (n + unit - 1) / unit * unit; }

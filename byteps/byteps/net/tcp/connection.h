@@ -1,8 +1,8 @@
 // A connection to a peer. It survives broken sockets.
 //
-// Sending: the thread that calls Send writes to the socket while it takes bytes. The rest waits in
-// a queue; the poller's thread sends it when the socket has room again, or another thread that is
-// already writing. Small messages overtake large ones that have not begun.
+// Sending: the thread that calls Send writes to the socket until the socket is full. The rest waits
+// in a queue. The poller's thread sends it when the socket has room again, or another thread that
+// is already writing. Small messages overtake large ones that have not begun.
 //
 // Receiving: the poller's thread reads, or a thread that serves for it (Poller::ServeReady) and
 // counts as the poller's thread below. Values are read straight into their destination, except for
@@ -10,15 +10,16 @@
 //
 // Broken sockets: each side counts the messages it has written, and those it has received
 // completely. It acknowledges received messages in each frame, or in a frame of its own, and keeps
-// sent messages until they are acknowledged. When the socket breaks, the side that had connected
-// connects again, and both tell their counts. Missing messages are sent again in the same order, so
-// each arrives exactly once. A greeting that fails then counts as one attempt
-// (net/link/admission.h). The outage ends when something sent over the new socket is acknowledged,
-// or if nothing is to be sent: a path may carry a greeting and nothing larger. After
+// sent messages until they are acknowledged. When the socket breaks, the side that made the
+// connection connects again, and both sides tell their counts. Missing messages are sent again in
+// the same order, so each message arrives exactly once. If the greeting over a new socket fails,
+// that counts as one attempt (net/link/admission.h). The outage ends when a message sent over the
+// new socket is acknowledged, or at once if no message has to be sent. The new socket alone does
+// not end it, since a path may carry a greeting and nothing larger. After
 // BYTEPS_RECONNECT_TIMEOUT_S of outage the connection closes.
 //
-// End: the connection closes once, by either side, by an error, or by Close. The owner is told
-// once, in the poller's thread.
+// End: either side, an error or Close closes the connection, for good. The poller's thread then
+// calls ConnectionOwner::OnClosed, once.
 #ifndef BYTEPS_NET_TCP_CONNECTION_H_
 #define BYTEPS_NET_TCP_CONNECTION_H_
 
@@ -51,7 +52,7 @@ namespace tcp {
 
 // Delivery of the bytes written to a socket.
 struct Delivery {
-  bool known = false;         // false: kernels before 4.1 do not tell
+  bool known = false;         // false: the kernel does not say (Linux before 4.1)
   uint64_t acknowledged = 0;  // bytes acknowledged by the peer's host since connecting
   uint64_t waiting = 0;       // bytes written and not acknowledged
 
@@ -60,10 +61,12 @@ struct Delivery {
 
 Delivery DeliveryOf(int fd);
 
-// Reasons that are more specific than a broken socket (another is kLinkClosed). The kernel closes
-// the sockets of a process that ends. It resets those with unread data.
+// Reasons why a connection ended that say more than a broken socket. kLinkClosed is another one.
+//
+// The peer's kernel reset the socket. A kernel does so if the process ended with unread data, and
+// otherwise closes the sockets of a process that ends.
 constexpr char kReset[] = "its connection was reset";
-// Nothing was acknowledged for ConnectionSettings::silence_s.
+// The peer has acknowledged nothing for ConnectionSettings::silence_s.
 constexpr char kTimedOut[] = "its connection timed out";
 
 class Connection;
@@ -72,24 +75,26 @@ using ConnectionPtr = std::shared_ptr<Connection>;
 // PlaceFor is called with a lock of the connection held: see Abandon.
 class ConnectionOwner : public FramePlaces {
  public:
-  // All are called by the connection's poller thread.
+  // The connection's poller thread calls all these functions.
 
   // The listening side has authenticated and identified itself. Returns a reason to give the
   // connection up for good, or "".
   virtual std::string OnChallenge(const ConnectionPtr& connection, const Challenge& challenge) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
-  // The socket broke. Returns how long the connection may be without one; 0 closes it.
+  // The socket broke. Returns how long the connection may be without a socket; 0 closes it.
   virtual Poller::Clock::duration Patience(Connection* connection, LinkFault fault) = 0;
-  // A new socket works, after an outage of `after`; `again` messages were sent again.
+  // A new socket works. `after`: how long the connection had none. `again`: number of messages that
+  // were sent again.
   virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
   virtual void OnClosed(const ConnectionPtr& connection, const LinkEnding& ending) = 0;
 };
 
 // Settings shared by a process's connections.
 struct ConnectionSettings {
-  // Seconds without an acknowledgement after which a socket is given up.
+  // Seconds without an acknowledgement after which a socket is given up, if the connection has only
+  // one pair of NICs.
   double silence_s = 15;
-  // The same limit if there is another pair of NICs.
+  // The same, if the connection can use another pair of NICs.
   double switch_s = 4;
   // BYTEPS_RECONNECT_TIMEOUT_S
   double reconnect_s = 30;
@@ -115,30 +120,30 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // works again. Blocks at most for name resolution.
   void Dial(const std::vector<NicPair>& pairs, int port, const Hello& hello,
             Clock::time_point deadline);
-  // Adds pairs of NICs, as good as the first. Thread-safe, after Dial.
+  // Adds pairs of NICs, which are as good as the first pair. Thread-safe. Call after Dial.
   void AddPairs(const std::vector<NicPair>& pairs);
 
   // Takes over the message, even before there is a socket. Returns false if the connection has
   // closed. Never blocks. Thread-safe.
   bool Send(const Message& msg);
 
-  // Announces, after all queued messages, that this end will close.
+  // Tells the peer, after all queued messages, that this end will close.
   void SayGoodbye();
-  // Returns whether the kernel has taken everything, or never will.
+  // Returns whether the kernel has taken all messages, or there is no socket.
   bool flushed();
-  // Returns whether the peer has received everything, or never will.
+  // Returns whether the peer has received all messages, or the connection has closed.
   bool all_arrived();
-  // Closes once the kernel has taken everything.
+  // Closes once the kernel has taken all messages.
   void CloseWhenFlushed();
 
   // Thread-safe.
   void Close(const LinkEnding& ending);
   bool closed();
-  // Returns whether it has a working socket.
+  // Returns whether the connection has a working socket.
   bool open();
 
-  // Drops messages whose values are being received into these bytes. After the return nothing is
-  // written there. Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
+  // Drops messages whose values are being received into these bytes. After the return, nothing
+  // writes to them. Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
   void Abandon(const void* begin, size_t bytes);
 
   LinkLoad load();
@@ -150,9 +155,11 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void set_peer(int id) { peer_ = id; }
   // Returns "10.0.0.3:41234"; "" while unknown.
   std::string address();
-  // Returns why it is not connected; "" if it is, or if the reason is unknown. Thread-safe.
+  // Returns why the connection has no socket; "" if it has one, or if the reason is unknown.
+  // Thread-safe.
   std::string dial_error();
-  // Returns whether it has no socket, or a socket that the kernel knows to be dead. Thread-safe.
+  // Returns whether the connection has no socket, or a socket that the kernel knows to be dead.
+  // Thread-safe.
   bool is_broken();
 
   bool OnReady(uint32_t events) override;
@@ -175,8 +182,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
   // Addresses of a socket.
   struct Ends {
-    std::string text;   // the peer's, or both
-    std::string error;  // from the last attempt to connect
+    std::string text;   // the peer's address, or both addresses
+    std::string error;  // error of the last attempt to connect
     uint64_t nics = 0;  // identifies the pair of hosts' addresses, without ports
   };
   // State of writing to the socket.
@@ -189,7 +196,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   struct Batch {
     OutgoingList list;
     size_t done = 0;     // bytes already written
-    uint64_t epoch = 0;  // the socket it belongs to
+    uint64_t epoch = 0;  // epoch of the socket that the batch is written to
   };
   struct Closing {
     bool when_flushed = false;
@@ -198,10 +205,10 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   };
   // The peer's acknowledgements.
   struct Heard {
-    OutgoingList arrived;         // own messages, to be destroyed without a lock
-    uint64_t received = 0;        // the count it told last
-    uint64_t before = 0;          // the count when this socket was adopted
-    uint64_t greeting_bytes = 0;  // written to this socket before any message
+    OutgoingList arrived;         // messages that have arrived; destroyed without a lock
+    uint64_t received = 0;        // the peer's latest count of received messages
+    uint64_t before = 0;          // `received` when this socket was adopted
+    uint64_t greeting_bytes = 0;  // bytes written to this socket before any message
   };
 
   // ----- connection.cc
@@ -244,11 +251,12 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Starts an outage, or continues one.
   void BeginOutage(const LinkEnding& ending, Clock::duration patience);
   void ArmDeadline();
-  // Returns the deadline to connect, for the first time or again.
+  // Returns the time by which the connection must have a socket: its first, or a new one.
   Clock::time_point Deadline() const;
   // Closes the connection, unless the deadline has moved.
   void OnDeadline();
-  // There is a new socket: waits until something sent over it is acknowledged.
+  // There is a new socket, over which `again` messages are sent again: waits until the peer has
+  // acknowledged something sent over it.
   void AwaitAcknowledgement(size_t again);
   void LookForAcknowledgement(uint64_t epoch, Clock::duration pause);
   bool Acknowledged();
@@ -261,19 +269,21 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   std::string GivenUp() const;
   // The peer has received this many messages.
   void OnReceived(uint64_t received);
-  // The messages from index `first` on have arrived; their memory is no longer read.
+  // The messages of heard_.arrived from index `first` on have arrived; nothing reads their memory
+  // any more.
   void TakeBackFrom(size_t first);
   // Acknowledges received messages, now or soon.
   void TellReceived();
 
   // ----- connection.cc
-  // Reads. Unless `to_the_end`, it may stop when it has what the kernel holds now: epoll reports
-  // later data.
+  // Reads and handles frames. Unless `to_the_end`, this may stop when it has read what the kernel
+  // holds now, since epoll reports later data.
   bool Receive(bool to_the_end);
   void ReadingFailed(const Socket& socket, ssize_t result, int error);
   uint64_t Epoch();
   Socket CurrentSocket();
-  // Returns a complete message; *drop: it was abandoned. False: more bytes are needed.
+  // Parses what was read. Returns true if a message is complete, in `msg`; `*drop` says whether the
+  // message was abandoned. Returns false if more bytes are needed.
   bool Parse(Message* msg, size_t* bytes, bool* drop) PS_REQUIRES(receive_mu_);
   void OnFrame(const FrameHeader& header) PS_REQUIRES(receive_mu_);
 
@@ -291,9 +301,10 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   LinkRate rate_ PS_GUARDED_BY(mu_);
   Writing writing_ PS_GUARDED_BY(mu_);
   Closing closing_ PS_GUARDED_BY(mu_);
-  Batch batch_;  // owned by the writing thread
+  Batch batch_;  // used by the thread that writes at the moment
 
-  // Used by the poller's thread. (dial_ and hello_ are set before it knows them.)
+  // The poller's thread uses these members. (Another thread sets dial_ and hello_, before the
+  // poller's thread knows this connection.)
   bool active_ = false;  // this side connects
   DialPlan dial_{kFirstPause, kLongestPause};
   Hello hello_;
@@ -304,7 +315,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   Receipts receipts_;
 
   Mutex receive_mu_;
-  // Used by the poller's thread, and by Abandon.
+  // The poller's thread and Abandon use these members.
   Greeting greeting_ PS_GUARDED_BY(receive_mu_) = Greeting::kOver;
   FrameReader reader_ PS_GUARDED_BY(receive_mu_);
 };

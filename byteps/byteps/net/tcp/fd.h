@@ -13,8 +13,8 @@ class Fd {
  public:
   Fd() = default;
   explicit Fd(int fd) : fd_(fd) { CloseInChild(fd); }
-  // Owns the result of `open`: a descriptor, or -1 with errno. Safe against a concurrent fork. Does
-  // not allocate.
+  // Owns the result of `open`: a descriptor, or -1 with errno set. A concurrent fork cannot leave
+  // the descriptor open in the child. Does not allocate.
   template <typename Open>
   static Fd Make(const Open& open) {
     const HoldForks hold;

@@ -21,27 +21,28 @@ namespace tcp {
 class FramePlaces {
  public:
   virtual ~FramePlaces() = default;
-  // Returns the buffer for the values of a message, `bytes` in total; null: pooled memory;
-  // Nowhere(): drop them. Called with the reader's lock held: see Abandon.
+  // Returns the buffer to receive the values of a message into, `bytes` in total. Returns null to
+  // use pooled memory, and Nowhere() to drop the values. Called with the reader's lock held: see
+  // Abandon.
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
 };
 
-// Reads frames from a socket, with values straight into their destination. Not thread-safe: its
-// owner locks it. An exception means that the peer broke the protocol.
+// Reads frames from a socket, with values straight into their destination. Not thread-safe: the
+// connection locks it. An exception means that the peer broke the protocol.
 class FrameReader {
  public:
-  // `places` must outlive it.
+  // `places` must outlive this.
   FrameReader(FramePlaces* places, std::shared_ptr<MemoryPool> pool)
       : places_(places), pool_(std::move(pool)) {}
 
   // Sets the sender's node id, which is passed to PlaceFor.
   void SetSender(int id) { sender_ = id; }
 
-  // The greeting is read through the same buffer.
+  // Returns the buffer of bytes that were read. The connection reads its greeting through it, too.
   ReadBuffer* buffer() { return &buffer_; }
 
-  // Reads once, like readv. Sets `*all` if the kernel holds no more data now; leaves it unchanged
-  // if unknown.
+  // Reads once, like readv. Sets `*all` to true if the kernel holds no more data now; otherwise
+  // leaves it unchanged.
   ssize_t Read(Stream* socket, bool* all);
 
   enum class Step {
@@ -55,11 +56,12 @@ class FrameReader {
   const FrameHeader& header() const { return header_; }
   // Returns whether the peer has announced that it will close.
   bool goodbye() const { return goodbye_; }
-  // Takes the complete message, and its bytes on the wire. Returns false if the message is dropped.
+  // Takes the complete message, and sets `bytes` to its size on the wire. Returns false if the
+  // message was dropped.
   bool Take(Message* msg, size_t* bytes);
 
-  // Drops the incomplete message: it comes again over another socket, or never. Returns it, to be
-  // destroyed without the lock.
+  // Drops the incomplete message, since the socket broke: the message comes again over another
+  // socket, or never. Returns the message, for the caller to destroy without the lock.
   Message Restart();
 
   // Stops reading into these bytes, and drops the message.
@@ -78,7 +80,7 @@ class FrameReader {
   ReadBuffer buffer_;
   Phase phase_ = Phase::kHead;
   FrameHeader header_;
-  size_t frame_bytes_ = 0;  // bytes of this frame so far
+  size_t frame_bytes_ = 0;  // bytes of this frame that were parsed so far
   Message incoming_;
   std::vector<uint64_t> sizes_;
   size_t value_ = 0;  // index of the current value

@@ -20,18 +20,19 @@ namespace tcp {
 
 // A peer that has connected but not authenticated yet.
 //
-// It costs a socket and a few bytes for a short time. Receive memory, a place in the peer table and
-// contact with the scheduler follow only after authentication. A silent peer costs only its socket;
-// even encryption starts later.
+// Such a peer costs this process a socket and a few bytes, for a short time. It gets receive
+// memory, a place in the peer table and contact with the scheduler only after it has authenticated.
+// A peer that has sent nothing costs only its socket: encryption starts with its first byte.
 
 class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter> {
  public:
   struct Host {
     // Returns the challenge for a peer that sent this Hello: the job and this process.
     std::function<Challenge(const Hello&)> challenge;
-    // The peer has authenticated. Takes the socket, or returns why not.
+    // The peer has authenticated. Takes the socket and returns "", or returns a reason to refuse
+    // the peer.
     std::function<std::string(const StreamPtr&, const Hello&)> admit;
-    // The greeter is finished, accepted or not.
+    // The greeter is finished: the peer was accepted, refused, or is gone.
     std::function<void(const Greeter*)> done;
     const auth::Secret* secret = nullptr;
     std::shared_ptr<const tls::Context> tls;  // null: no encryption
@@ -61,9 +62,9 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
   const std::shared_ptr<Poller> poller_;
   const int number_;  // number of the socket
   const std::string from_;
-  // Used by the poller's thread only.
-  Fd fd_;             // until the peer sends something
-  StreamPtr socket_;  // from then on
+  // The poller's thread alone uses these members.
+  Fd fd_;             // the socket, until the peer sends something
+  StreamPtr socket_;  // the socket, after the peer has sent something
   Phase phase_ = Phase::kSilent;
   std::array<char, kHelloBytes> buffer_;
   size_t there_ = 0;

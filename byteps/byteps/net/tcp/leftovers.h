@@ -6,8 +6,8 @@
 namespace ps {
 namespace tcp {
 
-// Reads and drops what a refused peer still sends. Closing a socket with unread data resets it, and
-// the peer could lose the refusal.
+// Reads and drops what a refused peer still sends. Otherwise the refusal could be lost: the kernel
+// resets a socket that is closed with unread data.
 class Leftovers {
  public:
   enum Result { kMore, kNothingYet, kEnd };

@@ -13,10 +13,11 @@
 namespace ps {
 namespace tcp {
 
-// Pool of memory for received values. Touching fresh pages costs as much as receiving into them.
+// Pool of memory for received values. Memory is reused, since the kernel needs as much time to
+// provide fresh pages as to receive into them.
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
  public:
-  // Keeps at most `limit` unused bytes.
+  // Keeps at most `limit` bytes of unused memory.
   explicit MemoryPool(size_t limit) : idle_(limit) {}
   ~MemoryPool();
 

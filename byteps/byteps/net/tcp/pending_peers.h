@@ -13,16 +13,17 @@
 namespace ps {
 namespace tcp {
 
-// Time between two warnings about a flood.
+// Time between two warnings about a flood of unauthenticated connections.
 constexpr auto kWarnAgain = std::chrono::minutes(1);
 
-// The unauthenticated connections of a process: their limit, and which connection is closed
-// for the next.
+// An unauthenticated connection. A process limits their number, and closes one to make room for the
+// next.
 //
 // Connections are accepted as they come, so a legitimate node does not queue in the kernel behind
 // silent ones. When the limit is reached, the address with the most pending connections loses its
-// oldest one. So a flood from one address does not affect others. During a flood from a node's own
-// address each connection still has (limit / connections per second) to authenticate.
+// oldest connection. So a flood from one address does not affect nodes at other addresses. During a
+// flood from a node's own address, the node still has limit / (connections per second of the flood)
+// seconds to authenticate.
 
 class PendingPeer : public Pollable {
  public:
@@ -30,23 +31,24 @@ class PendingPeer : public Pollable {
   virtual void End(const std::string& reason) = 0;
   // Call before End to close the socket by a reset, which leaves no state in the kernel.
   virtual void ResetOnEnd() = 0;
-  // Returns whether it was refused, and only waits until it has read the refusal.
+  // Returns whether the peer was refused, and the socket stays open only until the peer has read
+  // the refusal.
   virtual bool answered() const = 0;
 };
 
-// Used by the poller's thread only.
+// The unauthenticated connections of a process. Used by one poller's thread alone.
 class PendingPeers {
  public:
   using Ptr = std::shared_ptr<PendingPeer>;
   struct Limits {
-    size_t room = 0;                  // limit of connections
-    Poller::Clock::duration least{};  // minimum time for each, even at the limit
-    Poller::Clock::duration time{};   // maximum time for each
-    const char* late = "";            // reason for closing after that time
-    const char* has_not_done = "";    // why they are pending, for the log
+    size_t room = 0;                  // limit of the number of connections
+    Poller::Clock::duration least{};  // minimum time for a connection, even at the limit
+    Poller::Clock::duration time{};   // maximum time for a connection
+    const char* late = "";            // reason for closing a connection after `time`
+    const char* has_not_done = "";    // why connections are pending, for the log
   };
 
-  // `poller` must outlive this object, and this object the poller's thread.
+  // `poller` must outlive this object. This object must outlive the poller's thread.
   PendingPeers(Poller* poller, const Limits& limits) : poller_(poller), limits_(limits) {}
 
   // Returns whether there is room, or a connection that may be closed.

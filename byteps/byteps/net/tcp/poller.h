@@ -22,16 +22,17 @@
 namespace ps {
 namespace tcp {
 
-// An object that a Poller watches: a thread that waits for sockets and timers. Readiness is
-// reported once (edge-triggered).
+// An object whose socket a Poller watches. The poller reports each readiness once (edge-triggered).
 class Pollable {
  public:
   virtual ~Pollable() = default;
-  // `events` are epoll's. Returns true if there is more to do: it is then called again with 0. Must
-  // not throw. A poller runs all its calls and tasks one after another.
+  // `events`: epoll's event bits. Returns true if there is more to do: the poller then calls
+  // OnReady again, with 0. Must not throw. A poller makes its calls and runs its tasks one after
+  // another.
   virtual bool OnReady(uint32_t events) = 0;
 };
 
+// A thread that waits for sockets and timers.
 class Poller {
  public:
   using Clock = AwakeClock;
@@ -40,35 +41,38 @@ class Poller {
   // Names the thread bps-NAME.
   explicit Poller(const std::string& name);
   explicit Poller(int number) : Poller("tcp-" + std::to_string(number)) {}
-  ~Poller();  // stops
+  ~Poller();  // calls Stop
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;
 
   // Restricts the thread to these cores. Returns false if the kernel refuses. Call before Stop.
   bool RunOn(const std::set<int>& cores);
 
-  // Watches `fd` until Forget; keeps `pollable` until then. Throws Error. Thread-safe.
+  // Watches `fd`, and keeps `pollable`, until Forget. Throws Error. Thread-safe.
   void Watch(int fd, std::shared_ptr<Pollable> pollable);
-  // Call before `fd` is closed. A running call continues. Thread-safe.
+  // Stops watching `fd`: call before `fd` is closed. A running OnReady continues. Thread-safe.
   void Forget(int fd);
 
   // Runs the task in the poller's thread. Thread-safe.
   void Post(Task task) { At(Clock::now(), std::move(task)); }
   void At(Clock::time_point when, Task task);
 
-  // Serves what is ready, in the calling thread, which waits for an answer: this saves a wake-up of
-  // the poller's thread. Does nothing while another thread serves. Thread-safe.
+  // Calls OnReady of everything that is ready, in the calling thread. For a thread that waits for
+  // an answer: this saves a wake-up of the poller's thread. Does nothing while another thread
+  // serves. Thread-safe.
   void ServeReady() PS_NO_THREAD_SAFETY_ANALYSIS;  // clang cannot follow TryLock
 
-  // More data may come within microseconds. If it did last time, the thread polls for a while
-  // before it sleeps, since a wake-up takes as long. Call in OnReady and tasks only.
+  // Tells the thread that more data may come within microseconds. The thread then polls for up to
+  // kAwake before it sleeps, since a wake-up would take as long as the data; but not if its last
+  // such wait was longer than kAwake. Call in OnReady and tasks only.
   void StayAwake() { stays_awake_ = true; }
 
   // Ends the thread and drops waiting tasks. Idempotent.
   void Stop();
 
  private:
-  // Time between the small all-reduces of workers that do nothing else, including a wake-up.
+  // After StayAwake, the thread polls for this time before it sleeps. Workers that run small
+  // all-reduces back to back send the next message within this time, so it costs no wake-up.
   static constexpr std::chrono::microseconds kAwake{250};
 
   void Loop();
@@ -88,13 +92,15 @@ class Poller {
   Clock::duration last_wait_ = Clock::duration::max();  // the thread's last wait after StayAwake
 
   Mutex serving_mu_;
-  // The poller's thread serves next: otherwise waiting threads would take the lock again and again.
+  // Whether the poller's thread is about to take serving_mu_. ServeReady then leaves the lock to
+  // that thread: otherwise threads that wait for answers could take it again and again.
   std::atomic<bool> thread_serves_{false};
-  // Pollables that have more to do.
+  // Numbers of the pollables that have more to do.
   std::vector<uint64_t> unfinished_ PS_GUARDED_BY(serving_mu_);
 
   Mutex mu_;
-  // Descriptors are reused, numbers are not: an event fetched before Forget finds nothing.
+  // By number. The kernel reuses descriptors, but the poller never reuses a number: so an event
+  // that was fetched before Forget finds no pollable.
   std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched_ PS_GUARDED_BY(mu_);
   std::unordered_map<int, uint64_t> numbers_ PS_GUARDED_BY(mu_);
   uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;

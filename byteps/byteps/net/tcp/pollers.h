@@ -15,11 +15,11 @@
 namespace ps {
 namespace tcp {
 
-// The pollers of a process, and the memory they receive into.
+// The pollers of a process, and the memory that they receive into.
 //
-// On a host with several NUMA nodes the connections of a NIC use pollers on its node. Their memory
-// is on that node too: the kernel places a page on the node of the thread that first writes to it,
-// and only threads of the same node reuse blocks.
+// On a host with several NUMA nodes, the connections of a NIC use pollers that run on the NIC's
+// NUMA node. The memory of these pollers is on that node too: the kernel places a page on the node
+// of the thread that first writes to the page, and only threads of the same node reuse the memory.
 
 class Pollers {
  public:
@@ -34,8 +34,8 @@ class Pollers {
 
   // Places the pollers for these NICs. Call before the first connection.
   void ServeNics(const std::vector<HostNic>& nics, const NumaNodes& nodes);
-  // Returns the place of the next connection over the NIC with this address, round robin; any
-  // poller for an unknown address. Thread-safe.
+  // Returns the place of the next connection over the NIC with this address, round robin. For an
+  // unknown address this may be any poller. Thread-safe.
   Place Next(const std::string& address);
 
   const std::shared_ptr<Poller>& first() const { return pollers_.front(); }

@@ -10,12 +10,12 @@
 namespace ps {
 namespace tcp {
 
-// Buffer of bytes that were read and not parsed yet. Values are mostly read past it, straight into
-// their destination.
+// Buffer of bytes that were read from a socket and are not parsed yet. Most bytes of values do not
+// pass through the buffer: they are read straight into their destination.
 class ReadBuffer {
  public:
-  // Bytes to read besides a value: several small messages, or the next meta and a little of its
-  // values, which must be copied.
+  // Size of the buffer. It limits what one read takes besides a value: several small messages, or
+  // the next meta and the first bytes of its values, which must then be copied.
   static constexpr size_t kBytes = 16384;
 
   ReadBuffer() : bytes_(kBytes) {}
@@ -23,14 +23,15 @@ class ReadBuffer {
   size_t size() const { return end_ - begin_; }
   const char* data() const { return bytes_.data() + begin_; }
 
-  // Returns this many bytes, or null if they have not come; the next reads have room for them.
+  // Returns the next `bytes` bytes. Returns null if not all of them were read yet; the next reads
+  // have room for them.
   const char* Peek(size_t bytes);
   void Skip(size_t bytes) { begin_ += bytes; }
   void Clear() { begin_ = end_ = 0; }
   // Frees the memory of a long meta, if possible.
   void Shrink();
 
-  // Space for the next read; Add tells how many were read.
+  // Returns the space for the next read. Call Add with the number of bytes read.
   iovec Room();
   void Add(size_t bytes);
 

@@ -12,17 +12,18 @@
 namespace ps {
 namespace tcp {
 
-// Messages to send: waiting, to be sent again, and sent but not acknowledged. Small ones overtake
-// large ones that have not begun. Messages of a broken socket go first, in their original order.
+// Messages of a connection that wait, that have to be sent again, or that the peer has not
+// acknowledged. Small messages overtake large ones that have not begun. Messages of a broken socket
+// go first, in their original order.
 //
-// Not thread-safe: its owner locks it. Destroy returned lists without the lock: the owners of their
-// messages may call Send.
+// Not thread-safe: the connection locks it. Destroy returned lists without the lock: to destroy a
+// message may call Send.
 class SendQueue {
  public:
   void Push(OutgoingPtr outgoing);
 
-  // Moves the messages for the next write into `batch`, which must be empty. Each acknowledges
-  // `received` messages. Returns false if there are none.
+  // Moves the messages for the next write into `batch`, which must be empty. Their frames
+  // acknowledge `received` messages of the peer. Returns false if no message waits.
   bool TakeBatch(uint64_t received, OutgoingList* batch);
   // This many bytes of the last batch are written.
   void Written(size_t bytes);
@@ -33,23 +34,23 @@ class SendQueue {
   // are sent again.
   size_t Resume(uint64_t received, OutgoingList* arrived);
 
-  // Returns everything, when the connection ends.
+  // Returns all messages, when the connection ends.
   OutgoingList TakeAll();
 
   // Returns whether no message waits. Messages in a batch do not count.
   bool empty() const { return again_.empty() && urgent_.empty() && bulk_.empty(); }
   // Returns whether the peer has received all messages.
   bool all_arrived() const { return empty() && log_.empty(); }
-  // Bytes waiting, or in a batch and not written.
+  // Number of bytes that wait, or are in a batch and not written.
   size_t bytes() const { return bytes_; }
-  // Bytes of messages taken for writing that have not arrived.
+  // Bytes of messages that were taken for writing and have not arrived.
   size_t bytes_in_flight() const { return bytes_in_flight_; }
 
  private:
-  OutgoingList again_;   // from a broken socket
-  OutgoingList urgent_;  // small
+  OutgoingList again_;   // messages of a broken socket
+  OutgoingList urgent_;  // small messages
   OutgoingList bulk_;
-  ReplayLog<OutgoingPtr> log_;  // taken for writing
+  ReplayLog<OutgoingPtr> log_;  // messages that were taken for writing
   size_t bytes_ = 0;
   size_t bytes_in_flight_ = 0;
 };

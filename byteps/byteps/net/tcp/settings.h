@@ -12,7 +12,7 @@ namespace tcp {
 
 // Settings of the TCP van.
 struct Settings {
-  int io_threads = 0;             // BYTEPS_IO_THREADS; 0: a fraction of the cores
+  int io_threads = 0;             // BYTEPS_IO_THREADS; 0: computed from the number of cores
   int connections = 0;            // BYTEPS_CONNECTIONS to each server; 0: as many as the link needs
   size_t receive_pool_bytes = 0;  // BYTEPS_RECEIVE_POOL_BYTES
   auth::Secret secret;

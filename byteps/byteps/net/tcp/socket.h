@@ -19,25 +19,26 @@ namespace tcp {
 // Listens at `address`; with port 0 the kernel chooses. Sets `port`. Throws Error.
 Fd Listen(const Address& address, int* port);
 
-// Starts to connect from address `from` of this host ("": any). The socket becomes writable when
-// the attempt has ended. Empty if it failed at once, with errno.
+// Starts to connect from address `from` of this host ("": any address). The socket becomes writable
+// when the attempt has ended. Returns an empty Fd, with errno set, if the attempt failed at once.
 Fd BeginConnect(const Address& address, const std::string& from = "");
 
 // Returns the attempt's result: 0 or an errno.
 int ConnectError(int fd);
 
-// The two addresses of a connected socket, without ports. Empty: no longer connected.
+// The two addresses of a connected socket, without ports. Empty if the socket is not connected any
+// more.
 struct HostPair {
   std::string here;
   std::string there;
 };
 HostPair HostsOf(int fd);
 
-// Sets a connection's options: no delay of small messages; it breaks when the peer's host is silent
-// for about `silence_s`.
+// Sets options of a connection: it sends small messages without delay, and it breaks when the
+// peer's host is silent for about `silence_s` seconds.
 void SetOptions(int fd, double silence_s);
 
-// Makes close() reset the connection, so the kernel keeps no state of it.
+// Makes close() reset the connection, so that the kernel keeps no state of the connection.
 void ResetOnClose(int fd);
 
 // Raises the soft limit of open files by `connections`, up to the hard limit. Returns the number of
@@ -47,13 +48,14 @@ size_t MakeRoomForFiles(size_t connections);
 }  // namespace tcp
 }  // namespace ps
 
-// Annotations for ThreadSanitizer, empty in other builds. It cannot see that the transport owns
-// sent memory until the peer has it, since that news passes through another process.
+// Annotations for ThreadSanitizer, empty in other builds. ThreadSanitizer cannot see that the
+// transport reads a message's memory until the peer has the message, since an acknowledgement
+// passes through another process.
 //
-// A sending thread notes its reads first. A write by a thread that has not waited for the message's
-// end is then reported as a race. When the end is known (the peer has acknowledged, or its answer
-// is about to be written to the same memory), TakeBack orders everything that follows after the
-// reads.
+// A sending thread first notes its reads of the memory. ThreadSanitizer then reports a race if a
+// thread writes to the memory without having waited for the end of the message. When the peer has
+// acknowledged the message, or its answer is about to be written to the same memory, TakeBack tells
+// ThreadSanitizer that the reads are over.
 
 #if defined(__SANITIZE_THREAD__)
 #define PS_WATCHES_THREADS 1
@@ -83,7 +85,7 @@ inline void NoteRead(const iovec& piece) { __tsan_read_range(piece.iov_base, pie
 inline void HandOver(const void* begin) { __tsan_release(const_cast<void*>(begin)); }
 inline void TakeBack(const void* begin) { __tsan_acquire(const_cast<void*>(begin)); }
 
-// Suppresses notes of this thread's reads, which are noted already.
+// While it exists, ThreadSanitizer does not note this thread's reads, since they are noted already.
 class NotedAlready {
  public:
   NotedAlready() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__); }
@@ -92,7 +94,8 @@ class NotedAlready {
   NotedAlready& operator=(const NotedAlready&) = delete;
 };
 
-// Bypasses the sanitizer's sendmsg, which would take any later recv for the end of these reads.
+// Like sendmsg, but bypasses ThreadSanitizer's own sendmsg, which would take any later recv for the
+// end of these reads.
 inline ssize_t SendMessage(int fd, const msghdr* message, int flags) {
   return syscall(SYS_sendmsg, fd, message, flags);
 }
@@ -103,7 +106,7 @@ inline void NoteRead(const iovec& /*piece*/) {}
 inline void HandOver(const void* /*begin*/) {}
 inline void TakeBack(const void* /*begin*/) {}
 struct NotedAlready {
-  NotedAlready() {}  // user-provided, so the variable is not "unused"
+  NotedAlready() {}  // a constructor of its own, so that compilers do not call a variable unused
 };
 inline ssize_t SendMessage(int fd, const msghdr* message, int flags) {
   return sendmsg(fd, message, flags);

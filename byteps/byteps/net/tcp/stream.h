@@ -19,7 +19,7 @@ class Stream {
  public:
   enum Side { kConnects, kListens };
 
-  // `tls` encrypts and must outlive it; null: no encryption.
+  // `tls` encrypts, and must outlive this; null: no encryption.
   Stream(Fd fd, const tls::Context* tls, Side side);
 
   int fd() const { return fd_.get(); }
@@ -30,15 +30,16 @@ class Stream {
   // writes. After EAGAIN the next Write must get the same bytes again.
   ssize_t Read(const iovec* vector, int count);
   ssize_t Write(const iovec* vector, int count);
-  // Writes the greeting: the kernel has room for it. A closed socket is noticed by the next read.
+  // Writes a part of the greeting, for which the kernel always has room. If the socket has closed,
+  // the next read reports that.
   void Say(const std::string& bytes);
   // Describes `error`, an errno of Read or Write.
   std::string Text(int error);
-  // Returns whether the peer caused the error deliberately, so a retry is useless.
+  // Returns whether the peer caused the error deliberately, so that it is useless to try again.
   bool Refused(int error) const { return tls_ && error == EPROTO; }
 
   bool encrypted() const { return tls_ != nullptr; }
-  // Call first on an encrypted stream; see tls::Session.
+  // Calls tls::Session::Handshake. Requires an encrypted stream, before the first Read or Write.
   tls::Session::Step Handshake() { return tls_->Handshake(); }
   // Stops encrypting, to tell a peer that does not encrypt why it is refused.
   void GoPlain() { tls_.reset(); }

@@ -25,26 +25,27 @@ namespace tcp {}  // namespace tcp
 //
 // Connections: the scheduler and each server listen at one port on all their NICs. All nodes
 // connect to the scheduler. Workers connect to each server with BYTEPS_CONNECTIONS connections, by
-// default as many as the link and the NICs of both need. Answers use the same connections.
+// default as many as the link and the NICs of both nodes need. Answers use the same connections.
 // Neighboring servers connect too if they keep each other's state (net/link/admission.h); a message
 // to a neighbor that has not connected yet waits. Workers do not listen. A message takes the
 // working connection with the fewest queued bytes.
 //
-// Threads: BYTEPS_IO_THREADS pollers read, and write what senders could not. Each runs near the
-// NICs it serves (Pollers). A thread that waits for a small all-reduce reads too. The poller that
-// reads a data message calls its handler; Van's receiving thread handles control messages and lost
-// peers.
+// Threads: BYTEPS_IO_THREADS pollers read, and write what senders could not write at once. A poller
+// runs near the NICs that it serves (Pollers). A thread that waits for a small all-reduce reads
+// too. The poller that reads a data message calls the data handler. Van's receiving thread handles
+// control messages and lost peers.
 //
 // Identity: both ends of a connection prove that they have the job's secret (greeter.h). The
-// scheduler creates a number for the job and its generation and tells it to nodes that connect.
-// Servers accept connections of that generation only. A node's token, a random number in
-// Node::endpoint_name, tells which process a connection belongs to. The sender in a message is
-// ignored: the connection determines it.
+// scheduler creates a number for the job and its generation, and tells the number to nodes that
+// connect. Servers accept connections of that generation only. A node's token, a random number in
+// Node::endpoint_name, tells which process a connection belongs to. The sender that a message names
+// is ignored: the connection determines the sender.
 
 namespace tcp {
 
 // Returns the number of connections to each server, for a worker that exchanges `gbps` (Gbit/s each
-// way) with all servers together. At most `threads`, since a thread serves each.
+// way) with all servers together. The number is at most `threads`, since one thread serves a
+// connection.
 int ConnectionsFor(double gbps, int servers, int threads);
 
 }  // namespace tcp
@@ -65,8 +66,8 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void Start(int customer_id, bool standalone) override;
   void Stop() override;
 
-  // Listens, except on a worker. Returns the port; 0 on a worker. Throws Error with address and
-  // reason.
+  // Listens, and returns the port. A worker does not listen, and returns 0. Throws Error with
+  // address and reason.
   int Bind(const Node& node, int max_retry) override;
 
  private:
@@ -95,9 +96,10 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   int ConnectionsWith(const Node& node);
   // Returns the candidate pairs of NICs of each connection.
   std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
-  // Listens at each address where it does not yet; at least the first must succeed.
+  // Listens at each address at which this node does not listen yet. Throws Error if the first
+  // address fails, and leaves out other addresses that fail.
   void ListenAt(const std::vector<Address>& addresses, int* port);
-  // Makes a connection over the NIC with this address; "": unknown.
+  // Makes a connection over the NIC with this address; "" if the NIC is unknown.
   tcp::ConnectionPtr NewConnection(const std::string& address);
   // Places pollers near this node's NICs.
   void PlacePollers(const Node& self);

@@ -1,15 +1,15 @@
 // Bytes that two TCP connections exchange.
 //
 //   connecting side                               listening side
-//     | -- Hello: who it is, a nonce ------------------> |
-//     | <-- Challenge: who it is, a nonce, a proof ----- |
+//     | -- Hello: its identity, a nonce ---------------> |
+//     | <-- Challenge: its identity, a nonce, a proof -- |
 //     | -- a proof ------------------------------------> |
 //     | <-- Reply: takes the connection or refuses it -- |
 //
-// A proof (net/auth/secret.h) covers the Hello and the Challenge up to its proof. So it is valid
-// only for this connection, these two processes, this job and these roles. The proof in the Reply
-// covers the Reply too. In a job without a secret the proofs are checksums. Challenge and Reply may
-// refuse; the reason then follows, and the connection closes.
+// A proof (net/auth/secret.h) covers the Hello, and the Challenge up to the Challenge's proof. So a
+// proof is valid only for this connection, these two processes, this job and these roles. The proof
+// in the Reply covers the Reply too. In a job without a secret the proofs are checksums. Challenge
+// and Reply may refuse the connection; the reason then follows, and the connection closes.
 //
 // link/admission.h defines the meaning of a failed greeting.
 //
@@ -34,18 +34,18 @@ constexpr uint32_t kMagic = 0x5350424d;  // "MBPS"
 constexpr uint16_t kVersion = 5;
 
 struct Hello {
-  uint64_t job = 0;       // with its generation; 0: unknown, allowed to the scheduler alone
-  uint64_t sender = 0;    // token of the asking process
-  uint64_t receiver = 0;  // token of the process it wants to reach; 0: unknown
-  int32_t node_id = 0;    // the sender's; Node::kEmpty before it has joined
-  int32_t rank = -1;      // the rank the sender will have; -1: the scheduler decides
+  uint64_t job = 0;       // number of the job and generation; 0: unknown, for the scheduler alone
+  uint64_t sender = 0;    // token of the process that connects
+  uint64_t receiver = 0;  // token of the process that it wants to reach; 0: unknown
+  int32_t node_id = 0;    // the sender's node id; Node::kEmpty before it has joined
+  int32_t rank = -1;      // the rank that the sender will have; -1: the scheduler decides
   uint8_t role = 0;       // the sender's Node::Role
-  uint16_t index = 0;     // among the connections of the pair
+  uint16_t index = 0;     // index of the connection, among those of the two nodes
   bool authenticates = false;
   bool resumes = false;   // this connection existed before, and broke
-  uint64_t received = 0;  // messages completely received over it
+  uint64_t received = 0;  // number of messages that the sender has received over this connection
   std::string nonce;      // auth::kNonceBytes
-  // Not sent: the greeting that both ends have proved. The Reply's proof covers it first.
+  // The greeting that both ends have proved. It is not sent. The Reply's proof begins with it.
   std::string said;
 
   std::string Encode() const;
@@ -58,25 +58,25 @@ struct Challenge {
   bool authenticates = false;
   std::string nonce;    // auth::kNonceBytes
   std::string proof;    // auth::kProofBytes
-  std::string refusal;  // "": none
+  std::string refusal;  // reason to refuse the connection; "": not refused
 
   // Bytes that the proofs cover after the Hello.
   std::string Claims() const;
   std::string Encode() const;
 };
-// Size without the refusal.
+// Size of an encoded Challenge, without the refusal.
 constexpr size_t kChallengeBytes = 96;
 
 struct Reply {
-  uint64_t received = 0;  // messages completely received over the broken connection
+  uint64_t received = 0;  // number of messages that this side has received over the connection
   std::string proof;      // auth::kProofBytes
-  std::string refusal;    // "": accepted
+  std::string refusal;    // reason to refuse the connection; "": accepted
 
-  // Bytes that its proof covers after the earlier greeting.
+  // Bytes of the Reply that its proof covers, after those of Hello and Challenge.
   std::string Claims() const;
   std::string Encode() const;
 };
-// Size without the refusal.
+// Size of an encoded Reply, without the refusal.
 constexpr size_t kReplyBytes = 48;
 constexpr size_t kMaxRefusalBytes = 1024;
 
@@ -87,14 +87,16 @@ std::string Mismatch(const char* data);
 // Returns whether `data` is the start of TLS.
 bool LooksEncrypted(const char* data);
 
-// `data`: kHelloBytes of this version.
+// Decodes a Hello of this version. `data`: kHelloBytes bytes.
 Hello DecodeHello(const char* data);
-// `data`: kChallengeBytes of this version; `refusal_bytes` more follow.
+// Decodes a Challenge of this version. `data`: kChallengeBytes bytes. Sets `refusal_bytes` to the
+// number of bytes of the refusal, which follow.
 Challenge DecodeChallenge(const char* data, size_t* refusal_bytes);
-// `data`: kReplyBytes of this version; `refusal_bytes` more follow.
+// Decodes a Reply of this version. `data`: kReplyBytes bytes. Sets `refusal_bytes` to the number of
+// bytes of the refusal, which follow.
 Reply DecodeReply(const char* data, size_t* refusal_bytes);
 
-// Labels of the prover, part of each proof.
+// Labels that say who proves: part of what each proof covers.
 extern const char kWhoConnects[];
 extern const char kWhoListens[];
 extern const char kWhoReplies[];
@@ -109,18 +111,19 @@ struct FrameHeader {
   FrameType type = kMessage;
   uint8_t values = 0;
   uint32_t meta_bytes = 0;
-  uint64_t received = 0;  // messages received completely so far
+  uint64_t received = 0;  // number of messages that the frame's sender has received so far
 
   std::string Encode() const;
 };
 constexpr size_t kFrameHeaderBytes = 16;
 // Offset of `received` in the header.
 constexpr size_t kReceivedOffset = 8;
-// Above every message of this project; a frame that claims more is invalid.
+// Limits of the values of a message. No message of this project exceeds them, and a frame that
+// claims more is invalid.
 constexpr size_t kMaxValues = 16;
 constexpr uint64_t kMaxValueBytes = 1ull << 32;
 
-// Returns false if the bytes are not a header. `data`: kFrameHeaderBytes.
+// Decodes a header. `data`: kFrameHeaderBytes bytes. Returns false if they are not a header.
 bool DecodeFrameHeader(const char* data, FrameHeader* header);
 
 }  // namespace tcp

@@ -1,8 +1,8 @@
 // Encrypted connections: TLS 1.3 by OpenSSL.
 //
-// The job's secret authenticates, as the source of a pre-shared key. Or certificates do, and then
-// also the secret, if there is one. A proof of the secret covers Session::binding(), so it is
-// useless on another channel.
+// Nodes authenticate by the job's secret, from which a pre-shared key is derived. Or they have
+// certificates; they then prove the secret as well, if the job has one. A proof of the secret
+// covers Session::binding(), so it is valid for no other TLS connection.
 #ifndef BYTEPS_NET_TLS_TLS_H_
 #define BYTEPS_NET_TLS_TLS_H_
 
@@ -20,7 +20,8 @@
 
 // The functions of OpenSSL 3 that encrypt connections, loaded at run time.
 //
-// So builds do not depend on OpenSSL. BYTEPS_TLS uses the library that the distribution maintains.
+// Builds therefore do not depend on OpenSSL, and BYTEPS_TLS uses the library that the distribution
+// maintains.
 
 // Opaque types of OpenSSL.
 struct bio_method_st;
@@ -38,7 +39,7 @@ namespace ps {
 namespace tls {
 
 // Constants of OpenSSL's binary interface.
-constexpr int kControlMode = 33;  // for SSL_CTX_ctrl, as the next three
+constexpr int kControlMode = 33;  // a command of SSL_CTX_ctrl, as are the next three
 constexpr int kControlReadAhead = 41;
 constexpr int kControlSessionCache = 44;
 constexpr int kControlLeastVersion = 123;
@@ -49,15 +50,15 @@ constexpr int kPem = 1;
 constexpr int kVerifyPeer = 1;
 constexpr int kFailIfNoPeerCertificate = 2;
 constexpr long kVerifyUnknown = 1;  // nothing was verified
-constexpr int kErrorWantRead = 2;   // from SSL_get_error, as the next
+constexpr int kErrorWantRead = 2;   // a result of SSL_get_error, as is the next constant
 constexpr int kErrorZeroReturn = 6;
 constexpr int kKeyUpdateNotRequested = 0;
-constexpr int kSourceSink = 0x0400;  // for BIO_meth_new
+constexpr int kSourceSink = 0x0400;  // a type for BIO_meth_new
 constexpr int kControlFlush = 11;
 constexpr int kFlagRead = 1;
 constexpr int kFlagShouldRetry = 8;
 constexpr int kFlagsRetry = 15;
-constexpr int kLibrarySsl = 20;  // in an error code
+constexpr int kLibrarySsl = 20;  // the part of an error code that names libssl
 constexpr int kReasonBinder = 253;
 constexpr int kReasonAlert = 1000;  // plus the number of the received alert
 constexpr int kAlerts = 256;
@@ -66,7 +67,8 @@ using UseSession = int (*)(ssl_st*, const evp_md_st*, const unsigned char**, siz
                            ssl_session_st**);
 using FindSession = int (*)(ssl_st*, const unsigned char*, size_t, ssl_session_st**);
 
-// X(result, name, parameters). tests/engine/tls_test.cc compares each with OpenSSL's header.
+// The functions used, as X(result, name, parameters). tests/engine/tls_test.cc compares them with
+// OpenSSL's header.
 #define PS_OPENSSL_SSL_FUNCTIONS(X)                                                            \
   X(int, OPENSSL_init_ssl, (uint64_t, const ossl_init_settings_st*))                           \
   X(const ssl_method_st*, TLS_method, ())                                                      \
@@ -125,7 +127,7 @@ using FindSession = int (*)(ssl_st*, const unsigned char*, size_t, ssl_session_s
   X(const char*, ERR_reason_error_string, (unsigned long))                         \
   X(const char*, X509_verify_cert_error_string, (long))
 
-// All members are set.
+// Pointers to the functions. None is null.
 struct OpenSsl {
 #define X(result, name, arguments) result(*name) arguments = nullptr;
   PS_OPENSSL_SSL_FUNCTIONS(X)
@@ -137,7 +139,7 @@ struct OpenSsl {
 // failure is final. Thread-safe.
 const OpenSsl& LoadOpenSsl();
 
-// Advice if one node encrypts and another does not.
+// Advice for an error, if one node encrypts and another does not.
 extern const char kAdvice[];
 
 struct Files {
@@ -149,7 +151,7 @@ struct Files {
 // Settings of encryption.
 struct TlsSettings {
   bool encrypts = false;  // BYTEPS_TLS
-  Files files;            // BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and BYTEPS_TLS_CA; empty: none
+  Files files;            // BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and BYTEPS_TLS_CA; each may be empty
 };
 
 // Encryption settings shared by a process's connections.
@@ -168,7 +170,8 @@ class Context {
 
   bool has_certificates() const { return has_certificates_; }
 
-  // Records per key. AES-GCM is safe for 2^24.5 (RFC 8446, 5.5).
+  // Number of records after which a session changes its key. AES-GCM is safe for 2^24.5 records
+  // (RFC 8446, 5.5).
   uint64_t records_per_key = 1 << 23;
 
  private:
@@ -178,7 +181,7 @@ class Context {
                     size_t* bytes, ssl_session_st** session);
   static int FindKey(ssl_st* ssl, const unsigned char* identity, size_t bytes,
                      ssl_session_st** session);
-  // Returns the pre-shared key as OpenSSL's type; null: out of memory.
+  // Returns the pre-shared key as OpenSSL's type, or null if memory is short.
   ssl_session_st* NewKey(ssl_st* ssl) const;
   // Throws OpenSSL's last error about this file.
   [[noreturn]] void ThrowOf(const char* variable, const std::string& path) const;
@@ -187,7 +190,7 @@ class Context {
   const OpenSsl& api_;
   ssl_ctx_st* context_ = nullptr;
   bool has_certificates_ = false;
-  std::string key_;  // empty with certificates
+  std::string key_;  // the pre-shared key; empty if nodes have certificates
 };
 
 // An encrypted connection over a non-blocking socket. One thread may read while another writes.
@@ -200,18 +203,18 @@ class Session {
     kPlain,   // the peer does not encrypt; nothing was read
   };
 
-  // `context` must outlive it. The caller keeps `fd` open, and owns it.
+  // `context` must outlive this. The caller owns `fd`, and keeps it open.
   Session(const Context* context, int fd, bool connects);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // Call before reading or writing. Throws Error if the peer's handshake is wrong; the peer has
-  // been told.
+  // Continues the handshake. Call before reading or writing. Throws Error if the peer's handshake
+  // is wrong, after it has told the peer.
   Step Handshake();
 
-  // Read and write like readv and sendmsg with MSG_DONTWAIT. EPROTO: see failure(). After EAGAIN
-  // the next Write must get the same bytes again.
+  // Read and write like readv and sendmsg with MSG_DONTWAIT. After EPROTO failure() says what was
+  // wrong. After EAGAIN the next Write must get the same bytes again.
   ssize_t Read(const iovec* vector, int count);
   ssize_t Write(const iovec* vector, int count);
   std::string failure();
@@ -220,19 +223,19 @@ class Session {
   const std::string& binding() const { return binding_; }
 
  private:
-  // The socket as OpenSSL's BIO. OpenSSL calls these inside its functions, so with mu_ held; clang
-  // cannot see that.
+  // The socket as OpenSSL's BIO. OpenSSL calls OnRead and OnWrite inside its own functions, so mu_
+  // is held; clang cannot see that.
   static const bio_method_st* Method();
   static int OnRead(bio_st* bio, char* data, int bytes) PS_NO_THREAD_SAFETY_ANALYSIS;
   static int OnWrite(bio_st* bio, const char* data, int bytes) PS_NO_THREAD_SAFETY_ANALYSIS;
   static long OnControl(bio_st* bio, int command, long number, void* pointer);
 
-  // Receives from the socket. -1: nothing there, or error_ is set.
+  // Receives from the socket. Returns -1 if there is nothing to receive, or on an error (error_).
   ssize_t Receive(char* data, size_t bytes, int flags) PS_REQUIRES(mu_);
   void Bind() PS_REQUIRES(mu_);
   // Sends the encrypted bytes. Returns false if some are left; errno says why.
   bool Flush() PS_REQUIRES(mu_);
-  // Encrypts the first part of these bytes. Returns how many, 0 on failure.
+  // Encrypts the first of these bytes. Returns how many it has encrypted; 0 on failure.
   size_t Encrypt(const iovec* vector, int count) PS_REQUIRES(mu_);
   // Explains OpenSSL's last error.
   std::string Explain() PS_REQUIRES(mu_);
@@ -249,7 +252,7 @@ class Session {
   ssl_st* ssl_ PS_PT_GUARDED_BY(mu_) = nullptr;
   bool known_ PS_GUARDED_BY(mu_) = false;  // the peer's first byte was seen
   bool plain_ PS_GUARDED_BY(mu_) = false;  // the peer does not use TLS
-  bool ended_ PS_GUARDED_BY(mu_) = false;  // the peer closed it
+  bool ended_ PS_GUARDED_BY(mu_) = false;  // the peer closed the connection
   int error_ PS_GUARDED_BY(mu_) = 0;       // errno of the socket
   std::string failure_ PS_GUARDED_BY(mu_);
   std::string binding_;
@@ -257,7 +260,7 @@ class Session {
   std::vector<char> out_ PS_GUARDED_BY(mu_);
   size_t sent_ PS_GUARDED_BY(mu_) = 0;
   size_t accepted_ PS_GUARDED_BY(mu_) = 0;
-  uint64_t records_ PS_GUARDED_BY(mu_) = 0;  // with this key
+  uint64_t records_ PS_GUARDED_BY(mu_) = 0;  // number of records sent with the current key
 };
 
 }  // namespace tls

@@ -15,20 +15,20 @@
 namespace ps {
 namespace membership {
 
-// State of a job, as a restarted scheduler derives it from the accounts of all nodes
-// (docs/design/losses.md). Not thread-safe.
+// State of a job, as a restarted scheduler derives it from the accounts of all nodes. An account is
+// a node's report about its own place in the job (docs/design/losses.md). Not thread-safe.
 class Accounts {
  public:
   using State = ReplicaTable::State;
 
-  // Sets the size of the job. `replicas` below 2: no replicas.
+  // Sets the size of the job. If size.replicas is below 2, the job has no replicas.
   void Expect(const JobSize& size) { size_ = size; }
   void Put(int id, const Account& account) { accounts_[id] = account; }
   void Forget(int id) { accounts_.erase(id); }
-  // Null if the node has not returned.
+  // Returns the node's account, or null if the node has not returned.
   const Account* Find(int id) const;
 
-  // Ranks of workers that left after their work was done.
+  // Ranks of workers that left the job after their work was done.
   std::set<int> Left() const;
   // The newest turn of each server rank.
   Turns NewestTurns() const;
@@ -40,15 +40,16 @@ class Accounts {
   std::vector<ReplicaTable::Past> Replicas() const;
   // Whether a returned worker belongs to the current life of its replica.
   bool IsOf(int rank, const ReplicaTable::Past& replica) const;
-  // Ids of nodes that belong to the job and have not returned.
+  // Ids of nodes that belong to the job and have not yet returned to this scheduler.
   std::vector<int> Missing() const;
 
  private:
   int count() const { return size_.replicas > 1 ? size_.replicas : 1; }
   int Of(int rank) const { return rank / (size_.workers / count()); }
-  // The newest view among servers or workers; null if none has any.
+  // The newest view in the accounts of nodes of this role; null if no account has a view.
   const ReplicaView* Newest(Node::Role role) const;
-  // Life of a worker's replica; 0: in the job from its beginning; -1: waits for the other workers.
+  // Life of the replica when this worker joined it: 0 if it was in the job from the beginning, -1
+  // if the worker still waits for the other workers of its replica.
   static int LifeOf(const Account& account, int replica);
 
   JobSize size_;

@@ -28,14 +28,16 @@ class HeldFailure {
 
   // Whether the worker has reported its own failure.
   bool Includes(int worker) const;
-  // Text to append to the reason why node `lost` is gone; "" if no failure is held.
+  // Text about the held failure, to append to the reason why node `lost` is gone; "" if no failure
+  // is held.
   std::string Then(int lost) const;
   Clock::time_point due() const;
   void Clear();
 
   // ----- called without a lock
 
-  // A worker reports its failure. Returns false if the verdict need not wait.
+  // A worker reports its failure, with `what` as the reason. Returns false if the verdict need not
+  // wait.
   bool Hold(int worker, const std::string& what);
   void Decide(Clock::time_point now);
 
@@ -43,13 +45,13 @@ class HeldFailure {
   struct Failure {
     int worker = 0;  // the first worker that failed
     std::string what;
-    std::set<int> failed;    // `worker`, and those that failed since
-    std::set<int> suspects;  // nodes whose links were broken at that time
+    std::set<int> failed;    // `worker`, and workers that failed later
+    std::set<int> suspects;  // nodes whose links were broken when `worker` failed
     Clock::time_point due;   // time of the next check
     Clock::time_point latest;
   };
 
-  // Nodes with broken links, except `but`.
+  // Nodes with broken links, except the nodes in `but`.
   std::vector<int> BrokenLinks(const std::set<int>& but) const;
 
   SchedulerMembership* const scheduler_;

@@ -15,8 +15,9 @@ namespace ps {
 
 class SchedulerMembership;
 
-// Workers that have done their work and linger. If a server is lost, others may need sums that only
-// they have. And if the scheduler may restart, all servers must know first that these workers left.
+// Workers that have done their work and linger. A worker lingers for two reasons. If a server is
+// lost, other workers may need sums that only this worker has. And if the scheduler may restart,
+// all servers must know that this worker has left before it goes.
 //
 // Thread-safe.
 class Leavers {
@@ -29,14 +30,16 @@ class Leavers {
 
   // ----- called with ScheduledJob::mu held
 
-  // See RosterPolicy.
+  // Implements RosterPolicy::OnLeft.
   std::vector<Node> OnLeft(Member* worker);
-  // Whether every worker that takes part has left. IsOver: and all servers know.
+  // Whether every worker that takes part has left.
   bool HaveAllLeft() const;
+  // Whether every worker that takes part has left, and all servers know that.
   bool IsOver() const;
   // Lets a worker go. Returns false if it did not linger.
   bool Release(Member* worker);
-  // The server with this node id is lost. Its successor does not know who has left.
+  // The server with this node id is lost. The server that replaces it does not know which workers
+  // have left.
   void Forget(int server);
   void Clear();
 
@@ -46,15 +49,15 @@ class Leavers {
   bool Lose(int node_id);
   // Lets workers go that need not linger any longer.
   void LetGo(Clock::time_point now);
-  // A server knows that a worker has left.
+  // A server has confirmed that it knows that a worker has left.
   void OnKnown(int server, int worker_rank);
-  // The job has failed: lets all go.
+  // The job has failed: lets all lingering workers go.
   void LetAllGo();
 
  private:
   struct Leaver {
     Node node;
-    std::set<int> known;  // servers that know
+    std::set<int> known;  // servers that know that this worker has left
   };
 
   bool asks() const { return job_->settings.scheduler_return_s > 0; }

@@ -25,7 +25,7 @@ class ReplicaTable {
  public:
   enum class State { kPresent, kLeaving, kAway, kGathering, kWaiting, kJoining };
 
-  // Starts a job of `workers` workers in which all replicas are present. With one replica, the
+  // Starts a job of `workers` workers in which all replicas are present. With a single replica, the
   // table is inactive.
   void Begin(int replicas, int workers);
   // State of a replica, restored from accounts.
@@ -44,7 +44,8 @@ class ReplicaTable {
   // Workers per replica.
   int ranks() const { return workers_ / count(); }
   State state(int replica) const { return replicas_[replica].state; }
-  // Whether its workers are registering or waiting, and it takes part in no sum yet.
+  // Whether the replica's workers are registering or waiting. Such a replica takes part in no sum
+  // yet.
   bool IsComing(int replica) const;
 
   // Removes a replica.
@@ -55,15 +56,17 @@ class ReplicaTable {
   AwakeClock::time_point GathersSince(int replica) const { return replicas_[replica].since; }
   // A worker is ready. Returns true for the last one of its replica, which then waits.
   bool Ready(int rank);
-  // Workers that take part are between two steps and admit a waiting replica; it joins when all
-  // servers know. Returns false if this life of it does not wait.
+  // The workers that take part are between two steps, and admit a waiting replica. The replica
+  // joins when all servers know of it. Returns false if the replica does not wait, or is in another
+  // life.
   bool Admit(int replica, int life);
-  // Whether a node that knows all changes up to `epoch` means the current life of a worker's
-  // replica.
+  // Whether a node that knows all changes up to `epoch` knows the current life of the replica to
+  // which worker `rank` belongs. If not, what the node says of this rank is about an earlier life.
   bool Knows(int rank, int epoch) const { return replicas_[Of(rank)].epoch <= epoch; }
   // A server was replaced; the new one has acknowledged nothing.
   void Forget(int server) { acknowledged_.erase(server); }
-  // A server has applied all changes up to `epoch`. Returns replicas that are present from now on.
+  // A server has applied all changes up to `epoch`. `servers`: node ids of all servers. Returns the
+  // replicas that are present from now on.
   std::vector<int> Acknowledge(int server, int epoch, const std::vector<int>& servers);
 
   // The view for servers, which includes joining replicas, or for workers.

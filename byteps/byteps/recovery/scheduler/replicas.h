@@ -36,7 +36,7 @@ class Replicas {
   // A worker has taken the place of a removed one.
   void OnArrival(const Member& worker);
   bool IsComing(int worker) const;
-  // Records a removed worker, for the next announcement to servers.
+  // Records a removed worker, so that the next announcement tells the servers of it.
   void AddRemoved(const Node& worker);
   void Clear();
 
@@ -44,20 +44,22 @@ class Replicas {
 
   // Removes the replica of a lost worker. Returns false if the job cannot go on without it.
   bool Lose(int node_id, const std::string& reason);
-  // A late worker registered. Starts all workers of its replica once they are complete.
+  // A worker registered after the job began. Starts the workers of its replica once all of them
+  // have registered.
   void OnNewcomer(const Node& worker);
   // Announces the initial replicas to the servers.
   void OnBegun();
-  // Announces the present state to all nodes; servers also learn which connections to close.
+  // Announces the current state of the replicas to all nodes. `news`: what changed, for their logs.
+  // Servers also learn which connections to close.
   void Tell(const std::string& news);
   // Handles a member's message about replicas.
   void OnWord(int sender, const membership::MemberWord& word);
-  // Removes replicas of which some workers registered, and the others did not in time.
+  // Removes replicas of which some workers registered, but others did not register in time.
   void CheckComing(Clock::time_point now);
 
  private:
   int ReplicaOf(int worker) const PS_REQUIRES(job_->mu);
-  // Whether another replica goes on, or has done all the work.
+  // Whether a replica other than this one goes on, or has done all its work.
   bool OthersGoOn(int replica) const PS_REQUIRES(job_->mu);
   // Whether this worker is in the job, and its replica takes part in sums.
   bool IsOfPresent(int rank) const PS_REQUIRES(job_->mu);

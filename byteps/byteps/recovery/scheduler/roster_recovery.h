@@ -16,7 +16,7 @@
 
 namespace ps {
 
-// Goes on after losses, as far as the settings and the job's replicas allow
+// Lets the job go on after nodes are lost, as far as the settings and the job's replicas allow
 // (docs/design/losses.md).
 class RosterRecovery : public RosterPolicy {
  public:

@@ -20,8 +20,8 @@ namespace ps {
 
 class SchedulerMembership;
 
-// Continues the job of a scheduler that died, from the accounts of the nodes
-// (docs/design/losses.md).
+// Continues the job of a scheduler that died: gathers the nodes of the job, which return to this
+// scheduler with their accounts (docs/design/losses.md).
 //
 // Thread-safe.
 class SchedulerReturn {
@@ -41,7 +41,8 @@ class SchedulerReturn {
 
   // Whether nodes are still returning.
   bool gathers() const;
-  // Keeps a node's message until all nodes have returned. Returns false if it need not wait.
+  // Keeps a node's message until all nodes have returned. Returns false if the message need not
+  // wait.
   bool HoldsBack(const Message& msg);
   // A returned node is lost, and may return again. Returns false if nodes are not returning now.
   bool Forget(int node_id);
@@ -62,13 +63,14 @@ class SchedulerReturn {
   // Removes and returns the nodes that have to give way to a returning node.
   std::vector<Node> MakeRoom(const Node& node, const membership::Account& account)
       PS_REQUIRES(job_->mu);
-  // Goes on when all have returned, or when it is too late for the rest.
+  // Continues the job if all nodes have returned. If `late`, continues it without the others.
   void GoOn(bool late);
-  // Returns the workers whose LEAVE was held, if no other worker stays: then the job is over, and
-  // missing nodes may know that. Otherwise returns none.
+  // Returns the workers whose LEAVE message was held, if no other worker stays in the job. Then the
+  // job is over, and missing nodes may have ended for that reason. Otherwise returns no worker.
   std::vector<Node> TakeLeavers(const std::vector<Message>& held, const std::vector<int>& missing)
       PS_REQUIRES(job_->mu);
-  // Rebuilds roster and replicas from the accounts. Returns nodes that no longer belong to them.
+  // Rebuilds the roster and the replicas from the accounts. Returns nodes that have returned but no
+  // longer belong to the job.
   std::vector<Node> Rebuild(const std::vector<int>& missing) PS_REQUIRES(job_->mu);
 
   SchedulerMembership* const scheduler_;
@@ -81,7 +83,7 @@ class SchedulerReturn {
   Clock::time_point since_ PS_GUARDED_BY(job_->mu);
   JobSize size_ PS_GUARDED_BY(job_->mu);
   membership::Accounts accounts_ PS_GUARDED_BY(job_->mu);
-  std::vector<Message> held_ PS_GUARDED_BY(job_->mu);  // messages that nodes sent meanwhile
+  std::vector<Message> held_ PS_GUARDED_BY(job_->mu);  // see HoldsBack
 };
 
 }  // namespace ps

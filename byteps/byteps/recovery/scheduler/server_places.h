@@ -34,9 +34,10 @@ class ServerPlaces {
 
   bool any_vacant() const;
   bool IsVacant(int node_id) const;
-  // Gives `server` the rank that has been vacant for longest, if any: its time limit ends first.
+  // Gives `server` the rank that has been vacant for longest, since the time limit of that rank
+  // ends first. Does nothing if no rank is vacant.
   void Choose(Node* server) const;
-  // A server takes the rank of this node id. Returns false if it was not vacant.
+  // A server takes the rank of this node id. Returns false if the rank was not vacant.
   bool Fill(int node_id);
   // Time at which a vacant rank was last taken.
   Clock::time_point last_filled() const;
@@ -51,25 +52,26 @@ class ServerPlaces {
     std::vector<Node> nodes;
   };
   std::vector<Word> Words() const;
-  // Restores the ranks of another scheduler's job.
+  // Restores the ranks of a job that an earlier scheduler began.
   void Restore(const membership::Turns& turns);
   void Clear();
 
   // ----- called without a lock
 
-  // Makes the rank of a lost server vacant. Returns false if the job cannot go on without it.
+  // Makes the rank of a lost server vacant. Returns false if the job cannot go on without this
+  // server.
   bool Lose(int node_id, const std::string& reason);
   // Announces to `server` and to the other nodes that it replaces a lost server.
   void OnFilled(const Node& server);
   // Announces the state of all ranks again, since some nodes may have missed it.
   void TellAll();
-  // Reason to wait no longer for another server, or "".
+  // Reason to stop waiting for a server that takes a vacant rank; "" to go on waiting.
   std::string ReasonToGiveUp(Clock::time_point now);
 
  private:
   struct Vacancy {
     Clock::time_point since;
-    std::string reason;  // reason of the loss
+    std::string reason;  // reason why the server was lost
   };
 
   // Nodes that get messages about the loss or replacement of this server.

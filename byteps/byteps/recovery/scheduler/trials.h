@@ -28,29 +28,33 @@ class Trials {
   // ----- called with ScheduledJob::mu held
 
   Clock::time_point NextDue() const;
-  // The server with this node id is lost: drops accusations of it and by it.
+  // The server with this node id is lost: drops the accusations against it, and its own
+  // accusations.
   void Forget(int server);
   void Clear();
 
   // ----- called without a lock
 
-  // A node reports that its link with a server broke: one of the two is gone or unreachable. With
-  // replicas, or between two servers, the accuser is lost if the server is heard in time; otherwise
-  // the server is lost. The server is also lost if most replicas report it. Returns false if this
-  // is not decided here.
+  // A node reports that its link with a server broke, so one of the two nodes is gone or
+  // unreachable. In a job without replicas, a server that a worker accuses is lost. Otherwise the
+  // server is lost if most replicas report a broken link with it, or if the scheduler does not hear
+  // from it in time; if the scheduler does, the accuser is lost. Returns false if nothing was
+  // decided.
   bool AccuseServer(int accuser, const Node& server, const std::string& reason);
-  // A server reports the same of a worker. Returns false if this is not decided here.
+  // A server reports that its link with a worker broke. The worker's replica is removed or, if the
+  // job cannot go on without that replica, the server is lost. Returns false if nothing was
+  // decided.
   bool AccuseWorker(int server, int worker, const std::string& reason);
-  // The server was heard. Returns false if it is lost all the same.
+  // The scheduler has heard from the server. Returns false if the server is lost all the same.
   bool Acquit(int server);
-  // Loses servers that were not heard in time.
+  // Declares the accused servers lost from which the scheduler has not heard in time.
   void Condemn(Clock::time_point now);
 
  private:
   struct Accusation {
     int accuser;
     std::string reason;
-    Clock::time_point due;  // the server is lost if it is not heard by then
+    Clock::time_point due;  // the server is lost if the scheduler has not heard from it by then
   };
 
   // Whether most replicas, this worker's included, have recently lost their links with this server.

@@ -20,14 +20,17 @@ namespace core {
 
 // A recovery's notes on a round.
 struct RoundNotes : LossNotes {
-  // Members that will not push this round, since their replicas were removed; by index. Empty:
-  // none.
+  // Members that will not push this round, since their replicas were removed; by index. Empty if
+  // all members will push.
   std::vector<bool> excused;
-  // is_resumed: the sum is that of a lost server. parts_had: number of members that had only a part
-  // of the lost server's sum, and cannot give it.
+  // Whether a lost server had completed this round, and this server, its successor, got the round's
+  // sum from a member or from a backup.
   bool is_resumed = false;
+  // Number of members to which the lost server sent only a part of this round's sum, as they had
+  // asked. They have ended the round, but cannot give the whole sum to this server.
   size_t parts_had = 0;
-  // For sums that members keep. Rounds before `ended` have ended at all members that have pushed.
+  // Used if members keep sums: the hold on this round's serial; and a round number: every member
+  // that has pushed this round has ended all rounds before `ended`.
   Confirmations::Hold receipt;
   uint32_t ended = UINT32_MAX;
   // State of the wait for late members (LateReplicas).
@@ -41,22 +44,23 @@ struct Copying {
   enum Kind { kRound, kStep, kVerdict, kLoad, kAll } kind = kRound;
   uint64_t number = 0;   // number of the request to the backup
   uint32_t round = 0;    // kRound
-  Message request;       // kStep, kVerdict and kLoad: the member's
-  int64_t received = 0;  // its time of arrival
+  Message request;       // kStep, kVerdict, kLoad: the member's request
+  int64_t received = 0;  // time at which the request arrived
 };
 
 // A recovery's notes on a partition.
 struct PartitionNotes : LossNotes {
-  // Members that have pushed a round since their replica joined; by index. Empty: none.
+  // Members that have pushed a round since their replica joined; by index. Empty if none has.
   std::vector<bool> came;
-  // For states with a copy: the work that waits for the backup; the pass with which the backup has
-  // the state; the last complete round, after it is over here.
+  // Used if a backup copies the state: the work that waits for the backup's acknowledgement; the
+  // pass under which the backup has the state; the last complete round, kept after this server has
+  // dropped it from the partition's rounds.
   std::optional<Copying> copying;
   uint64_t pass = 0;
   std::optional<UpdatedRound> ended;
   // Owns the declaration of a state that was a copy.
   std::shared_ptr<const Declaration> restored_declaration;
-  bool has_state = false;  // is in CopiedRounds::states_
+  bool has_state = false;  // the partition is in CopiedRounds::states_
 };
 
 inline RoundNotes* NotesOf(Round* round) {
@@ -64,7 +68,7 @@ inline RoundNotes* NotesOf(Round* round) {
   return static_cast<RoundNotes*>(round->notes.get());
 }
 
-// Null if there are no notes.
+// Returns null if the round has no notes.
 inline const RoundNotes* FindNotes(const Round& round) {
   return static_cast<const RoundNotes*>(round.notes.get());
 }
