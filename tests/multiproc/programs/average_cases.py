@@ -312,7 +312,8 @@ def strided(side: Ours) -> nn.Module:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Flatten())
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.append(nn.Linear(64, 8))
-    transposed = nn.Parameter(torch.randn(64, 8).t())
+    # Small, or the loss grows at each step and rounding decides the digits that are compared.
+    transposed = nn.Parameter(torch.randn(64, 8).mul(0.1).t())
     model[4].weight = transposed
     wrapped, optimizer = side.wrap(model, sgd(model))
     for step in range(STEPS):
